@@ -1,0 +1,68 @@
+"""General-purpose byte codecs: fast, and no video engine needed. They see a chunk's frames as one run of bytes."""
+
+from __future__ import annotations
+
+import zlib
+from abc import abstractmethod
+
+import torch
+import zstandard
+
+from sgl_kvfetch.codecs.base import Codec
+from sgl_kvfetch.errors import CorruptError
+
+
+class _BytesCodec(Codec):
+    def encode(self, frames: torch.Tensor) -> bytes:
+        return self.compress(frames.contiguous().cpu().numpy().tobytes())
+
+    def decode(self, bitstream: bytes | memoryview, num_frames: int, height: int, width: int) -> torch.Tensor:
+        shape = (num_frames, 3, height, width)
+        expected = num_frames * 3 * height * width
+        data = self.decompress(bitstream, expected)
+        if len(data) != expected:
+            raise CorruptError(f"{self.name} bitstream decodes to {len(data)} bytes, expected {expected}")
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(shape)
+
+    @abstractmethod
+    def compress(self, data: bytes) -> bytes: ...
+
+    @abstractmethod
+    def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes:
+        """At most ``max_bytes`` bytes, however much the data claims to hold. Raises CorruptError."""
+
+
+class ZstdCodec(_BytesCodec):
+    name = "zstd"
+    level = 3
+
+    def compress(self, data: bytes) -> bytes:
+        return zstandard.ZstdCompressor(self.level).compress(data)
+
+    def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes:
+        try:
+            # A frame that records its size ignores max_output_size, so the claim is checked first.
+            claimed = zstandard.frame_content_size(data)
+            if claimed > max_bytes:
+                raise CorruptError(f"zstd frame claims {claimed} bytes, expected {max_bytes}")
+            return zstandard.ZstdDecompressor().decompress(data, max_output_size=max_bytes)
+        except zstandard.ZstdError as e:
+            raise CorruptError(f"zstd bitstream does not decode: {e}") from e
+
+
+class DeflateCodec(_BytesCodec):
+    name = "deflate"
+    level = 1
+
+    def compress(self, data: bytes) -> bytes:
+        return zlib.compress(data, self.level)
+
+    def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes:
+        decompressor = zlib.decompressobj()
+        try:
+            out = decompressor.decompress(data, max_bytes)
+        except zlib.error as e:
+            raise CorruptError(f"deflate bitstream does not decode: {e}") from e
+        if not decompressor.eof and decompressor.decompress(decompressor.unconsumed_tail, 1):
+            raise CorruptError(f"deflate bitstream holds more than {max_bytes} bytes")
+        return out

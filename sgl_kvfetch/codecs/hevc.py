@@ -1,0 +1,154 @@
+"""Lossless HEVC on the CPU: libx265 to encode, libavcodec to decode, both through PyAV.
+
+A bitstream is a table of access units (u32 count, then a u32 size for each; little endian) followed by the access
+units themselves in Annex B form, one a picture. With the table a decoder, be it NVDEC, is fed without a demuxer.
+"""
+
+from __future__ import annotations
+
+import struct
+from fractions import Fraction
+
+import av
+import av.error
+import numpy as np
+import torch
+
+from sgl_kvfetch.codecs.base import Codec
+from sgl_kvfetch.errors import CorruptError
+from sgl_kvfetch.layout.frames import FILL
+
+_U32 = struct.Struct("<I")
+
+# Slower presets gain nothing on this kind of data and cost ten times as much (DESIGN.md, "Codec facts"). One thread
+# an encoder: chunks are encoded side by side.
+_X265 = {
+    "lossless": 1,
+    "bframes": 0,
+    "keyint": -1,
+    "repeat-headers": 1,
+    "annexb": 1,
+    "info": 0,
+    "pools": "none",
+    "frame-threads": 1,
+    "wpp": 0,
+    "log-level": "none",
+}
+_X265_OPTIONS = {
+    "preset": "ultrafast",
+    "x265-params": ":".join(f"{key}={value}" for key, value in _X265.items()),
+}
+
+
+class HevcCodec(Codec):
+    """4:4:4: three layers in a picture's three planes."""
+
+    name = "hevc"
+    pixel_format = "yuv444p"
+
+    def encode(self, frames: torch.Tensor) -> bytes:
+        pictures = self._to_pictures(frames.contiguous().cpu().numpy())
+        encoder = av.CodecContext.create("libx265", "w")
+        assert isinstance(encoder, av.VideoCodecContext)
+        encoder.width, encoder.height = frames.shape[3], frames.shape[2]
+        encoder.pix_fmt = self.pixel_format
+        encoder.time_base = Fraction(1, 25)
+        encoder.thread_count = 1
+        encoder.options = _X265_OPTIONS
+        access_units: list[bytes] = []
+        for index, picture in enumerate(pictures):
+            frame = av.VideoFrame.from_ndarray(picture, format=self.pixel_format)
+            frame.pts = index
+            access_units += map(bytes, encoder.encode(frame))
+        access_units += map(bytes, encoder.encode(None))
+        assert len(access_units) == len(pictures), (len(access_units), len(pictures))
+        return join_access_units(access_units)
+
+    def decode(self, bitstream: bytes | memoryview, num_frames: int, height: int, width: int) -> torch.Tensor:
+        access_units = split_access_units(bitstream)
+        expected = self._num_pictures(num_frames)
+        if len(access_units) != expected:
+            raise CorruptError(f"{self.name} bitstream has {len(access_units)} pictures, expected {expected}")
+        decoder = av.CodecContext.create("hevc", "r")
+        assert isinstance(decoder, av.VideoCodecContext)
+        decoder.thread_count = 1
+        out = np.empty((num_frames, 3, height, width), np.uint8)
+        num_decoded = 0
+        try:
+            for packet in [*map(av.Packet, access_units), None]:
+                for frame in decoder.decode(packet):
+                    if num_decoded == expected:
+                        raise CorruptError(f"{self.name} bitstream decodes to more than {expected} pictures")
+                    self._check(frame, height, width)
+                    self._from_picture(frame, num_decoded, out)
+                    num_decoded += 1
+        except av.error.FFmpegError as e:
+            raise CorruptError(f"{self.name} bitstream does not decode: {e}") from e
+        if num_decoded != expected:
+            raise CorruptError(f"{self.name} bitstream decodes to {num_decoded} pictures, expected {expected}")
+        return torch.from_numpy(out)
+
+    def _check(self, frame: av.VideoFrame, height: int, width: int) -> None:
+        found = (frame.format.name, frame.width, frame.height)
+        if found != (self.pixel_format, width, height):
+            raise CorruptError(f"{self.name} picture is {found}, expected {(self.pixel_format, width, height)}")
+
+    def _num_pictures(self, num_frames: int) -> int:
+        return num_frames
+
+    def _to_pictures(self, frames: np.ndarray) -> list[np.ndarray]:
+        return list(frames)
+
+    def _from_picture(self, picture: av.VideoFrame, index: int, out: np.ndarray) -> None:
+        for plane in range(3):
+            out[index, plane] = _plane(picture, plane)
+
+
+class Hevc420Codec(HevcCodec):
+    """4:2:0 with constant chroma, for decoders without 4:4:4: a layer fills the luma of pictures of its own, all
+    frames of the first layer before those of the second, so that neighbours in time stay neighbours."""
+
+    name = "hevc420"
+    pixel_format = "yuv420p"
+
+    def _num_pictures(self, num_frames: int) -> int:
+        return 3 * num_frames
+
+    def _to_pictures(self, frames: np.ndarray) -> list[np.ndarray]:
+        num_frames, _, height, width = frames.shape
+        chroma = np.full((height // 2, width), FILL, np.uint8)
+        lumas = frames.swapaxes(0, 1).reshape(3 * num_frames, height, width)
+        return [np.concatenate((luma, chroma)) for luma in lumas]
+
+    def _from_picture(self, picture: av.VideoFrame, index: int, out: np.ndarray) -> None:
+        plane, frame = divmod(index, out.shape[0])
+        out[frame, plane] = _plane(picture, 0)
+
+
+def _plane(picture: av.VideoFrame, index: int) -> np.ndarray:
+    plane = picture.planes[index]
+    rows = np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size)
+    return rows[: plane.height, : plane.width]
+
+
+def join_access_units(access_units: list[bytes]) -> bytes:
+    sizes = b"".join(_U32.pack(len(unit)) for unit in access_units)
+    return _U32.pack(len(access_units)) + sizes + b"".join(access_units)
+
+
+def split_access_units(bitstream: bytes | memoryview) -> list[memoryview]:
+    """Raises CorruptError unless the table accounts for every byte."""
+    view = memoryview(bitstream)
+    if len(view) < _U32.size:
+        raise CorruptError(f"bitstream has {len(view)} bytes, too few for its table")
+    (count,) = _U32.unpack_from(view)
+    offset = _U32.size * (1 + count)
+    if offset > len(view):
+        raise CorruptError(f"bitstream of {len(view)} bytes claims {count} access units")
+    units = []
+    for (size,) in _U32.iter_unpack(view[_U32.size : offset]):
+        units.append(view[offset : offset + size])
+        offset += size
+    if offset != len(view):
+        raise CorruptError(f"bitstream has {len(view)} bytes, its table accounts for {offset}")
+    return units

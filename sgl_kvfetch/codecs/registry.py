@@ -1,0 +1,22 @@
+"""Codecs by name, as the manifest records them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from sgl_kvfetch.codecs.base import Codec
+from sgl_kvfetch.codecs.entropy import DeflateCodec, ZstdCodec
+from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec
+from sgl_kvfetch.errors import FormatError
+
+CodecName = Literal["hevc", "hevc420", "zstd", "deflate"]
+
+CODECS: dict[str, Codec] = {c.name: c for c in (HevcCodec(), Hevc420Codec(), ZstdCodec(), DeflateCodec())}
+
+
+def get_codec(name: str) -> Codec:
+    """Raises FormatError for a name that no codec here has."""
+    codec = CODECS.get(name)
+    if codec is None:
+        raise FormatError(f"codec {name!r} is unknown; known are {', '.join(CODECS)}")
+    return codec

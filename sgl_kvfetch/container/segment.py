@@ -1,0 +1,242 @@
+"""Segments: KV values <-> a manifest and a data object. Pure computation; the caller does the I/O.
+
+The data object is the chunks' bitstreams, one after another, in the manifest's order, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from itertools import accumulate
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+
+from sgl_kvfetch.codecs import get_codec
+from sgl_kvfetch.codecs.entropy import ZstdCodec
+from sgl_kvfetch.container.manifest import Cell, Chunk, Manifest, Variant
+from sgl_kvfetch.errors import CorruptError, FormatError
+from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.layout.choose import default_layout
+from sgl_kvfetch.layout.frames import FrameLayout
+from sgl_kvfetch.quant import Quantised, Quantiser
+from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
+
+_SCALES = ZstdCodec()
+FALLBACK_CODEC = "zstd"
+# Above this order-0 entropy a plane is noise: video coding would expand it by a third, and slowly.
+NOISE_BITS = 7.9
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSpec:
+    """How a writer codes the segments of one namespace."""
+
+    namespace: Namespace
+    quantiser: Quantiser
+    codec: str
+    resolution: str
+    span_pages: int
+
+    def __post_init__(self) -> None:
+        get_codec(self.codec)
+        assert self.namespace.quantiser == self.quantiser.identity
+
+
+@dataclass(frozen=True, slots=True)
+class CodedSegment:
+    manifest: Manifest
+    data: bytes
+
+    @property
+    def data_name(self) -> str:
+        return self.manifest.data_name(self.manifest.variants[0])
+
+
+def encode_segment(
+    spec: SegmentSpec,
+    values: Mapping[TensorName, torch.Tensor],
+    first_page: int,
+    page_hashes: Sequence[bytes],
+    executor: Executor | None = None,
+) -> CodedSegment:
+    """Code one segment. ``values`` holds K and V, each ``(tokens, layers, heads, dim)`` of the namespace's dtype.
+
+    Cells are coded side by side on ``executor``, if there is one. Raises QuantiseError.
+    """
+    namespace = spec.namespace
+    num_tokens = len(page_hashes) * namespace.page_size
+    for tensor in TENSORS:
+        assert values[tensor].shape[:3] == (num_tokens, namespace.num_layers, namespace.num_heads)
+    span_pages = min(spec.span_pages, len(page_hashes))
+    layouts = {
+        tensor: default_layout(
+            namespace.num_heads,
+            values[tensor].shape[3],
+            span_pages * namespace.page_size,
+            spec.resolution,
+        )
+        for tensor in TENSORS
+    }
+    manifest = Manifest(
+        namespace,
+        first_page,
+        tuple(page_hashes),
+        span_pages,
+        spec.quantiser.planes(values["k"].dtype),
+        spec.quantiser.scales_per_layer(namespace.num_heads) > 0,
+        (),
+    )
+
+    def encode(cell: Cell) -> list[tuple[Chunk, bytes]]:
+        first_token, end_token = (page * namespace.page_size for page in manifest.span_range(cell.span))
+        first_layer, end_layer = manifest.group_layers(cell.layer_group)
+        quantised = spec.quantiser.quantise(
+            values[cell.tensor][first_token:end_token, first_layer:end_layer],
+            cell.tensor,
+            namespace.first_layer + first_layer,
+        )
+        return _encode_cell(quantised, layouts[cell.tensor], spec.codec)
+
+    run: Callable[..., Iterable[list[tuple[Chunk, bytes]]]] = executor.map if executor else map
+    coded = [chunk for cell in run(encode, manifest.cells()) for chunk in cell]
+    data = b"".join(bitstream for _, bitstream in coded)
+    variant = Variant(xxhash.xxh3_128_hexdigest(data), layouts["k"], layouts["v"], tuple(chunk for chunk, _ in coded))
+    return CodedSegment(msgspec.structs.replace(manifest, variants=(variant,)), data)
+
+
+def _encode_cell(quantised: Quantised, layout: FrameLayout, codec: str) -> list[tuple[Chunk, bytes]]:
+    chunks = []
+    if quantised.scales is not None:
+        raw = scales_to_bytes(quantised.scales)
+        chunks.append(_chunk(_SCALES.name, _SCALES.compress(raw), raw))
+    for integers in quantised.integers:
+        raw = integers.cpu().numpy().tobytes()
+        frames = layout.to_frames(integers)
+        plane_codec = FALLBACK_CODEC if _entropy_bits(raw) > NOISE_BITS else codec
+        bitstream = get_codec(plane_codec).encode(frames)
+        if len(bitstream) > len(raw):
+            plane_codec = FALLBACK_CODEC
+            bitstream = get_codec(plane_codec).encode(frames)
+        chunks.append(_chunk(plane_codec, bitstream, raw))
+    return chunks
+
+
+def _chunk(codec: str, bitstream: bytes, raw: bytes) -> tuple[Chunk, bytes]:
+    digest = xxhash.xxh3_128_digest
+    return Chunk(codec, len(bitstream), digest(bitstream), digest(raw)), bitstream
+
+
+def _entropy_bits(data: bytes) -> float:
+    """Order-0 entropy of the bytes, in bits a byte."""
+    counts = np.bincount(np.frombuffer(data, np.uint8), minlength=256)
+    p = counts[counts > 0] / len(data)
+    return float(-(p * np.log2(p)).sum())
+
+
+def scales_to_bytes(scales: torch.Tensor) -> bytes:
+    """bfloat16 ``(tokens, layers, scales_per_layer)`` as little-endian 16-bit words."""
+    return scales.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+
+
+class SegmentReader:
+    """Decodes the cells of one variant of a segment."""
+
+    def __init__(self, manifest: Manifest, quantiser: Quantiser, variant: int = 0) -> None:
+        """Raises FormatError if the manifest was not written with this quantiser."""
+        self.manifest = manifest
+        self.quantiser = quantiser
+        self.variant = manifest.variants[variant]
+        self.geometry: KVGeometry = manifest.geometry
+        self._check_quantiser()
+        sizes = (chunk.size_bytes for chunk in self.variant.chunks)
+        self._offsets = [0, *accumulate(sizes)]
+
+    def _check_quantiser(self) -> None:
+        m, q = self.manifest, self.quantiser
+        expected = (
+            q.identity,
+            q.planes(self.geometry.torch_dtype),
+            q.scales_per_layer(self.geometry.num_heads) > 0,
+        )
+        found = (m.namespace.quantiser, m.planes, m.has_scales)
+        if found != expected:
+            raise FormatError(f"segment is quantised as {found}, expected {expected}")
+
+    @property
+    def data_name(self) -> str:
+        return self.manifest.data_name(self.variant)
+
+    def cell_index(self, cell: Cell) -> int:
+        m = self.manifest
+        return cell.span * m.cells_per_span + cell.layer_group * len(TENSORS) + TENSORS.index(cell.tensor)
+
+    def cell_range(self, cell: Cell) -> tuple[int, int]:
+        """Bytes ``[start, end)`` of a cell in the data object."""
+        per_cell = self.manifest.chunks_per_cell
+        first = self.cell_index(cell) * per_cell
+        return self._offsets[first], self._offsets[first + per_cell]
+
+    def decode_cell(self, cell: Cell, data: bytes | memoryview) -> Quantised:
+        """Verify and decode a cell's bytes to integers and scales. Raises CorruptError, FormatError."""
+        start, end = self.cell_range(cell)
+        if len(data) != end - start:
+            raise CorruptError(f"{cell} has {len(data)} bytes, expected {end - start}")
+        view = memoryview(data)
+        first = self.cell_index(cell) * self.manifest.chunks_per_cell
+        pieces = []
+        for index in range(first, first + self.manifest.chunks_per_cell):
+            chunk = self.variant.chunks[index]
+            piece = view[self._offsets[index] - start :][: chunk.size_bytes]
+            _require_checksum(piece, chunk.coded_checksum, f"{cell}, compressed bytes")
+            pieces.append((chunk, piece))
+        scales = self._decode_scales(cell, *pieces.pop(0)) if self.manifest.has_scales else None
+        return Quantised(torch.stack([self._decode_plane(cell, *piece) for piece in pieces]), scales)
+
+    def restore_cell(self, cell: Cell, data: bytes | memoryview) -> torch.Tensor:
+        """Verify, decode and dequantise: ``(tokens, layers, heads, dim)`` of the KV dtype."""
+        first_layer, _ = self.manifest.group_layers(cell.layer_group)
+        return self.quantiser.dequantise(
+            self.decode_cell(cell, data),
+            self.geometry.torch_dtype,
+            cell.tensor,
+            self.manifest.namespace.first_layer + first_layer,
+        )
+
+    def _num_layers(self, cell: Cell) -> int:
+        first, end = self.manifest.group_layers(cell.layer_group)
+        return end - first
+
+    def _decode_plane(self, cell: Cell, chunk: Chunk, data: memoryview) -> torch.Tensor:
+        layout = self.variant.layout(cell.tensor)
+        num_tokens = self.manifest.span_tokens(cell.span)
+        frames = get_codec(chunk.codec).decode(data, layout.num_frames(num_tokens), layout.height, layout.width)
+        geometry = self.geometry
+        integers = layout.from_frames(
+            frames, num_tokens, self._num_layers(cell), geometry.num_heads, geometry.head_dim(cell.tensor)
+        )
+        _require_checksum(integers.numpy().data, chunk.decoded_checksum, f"{cell}, decoded integers")
+        return integers
+
+    def _decode_scales(self, cell: Cell, chunk: Chunk, data: memoryview) -> torch.Tensor:
+        if chunk.codec != _SCALES.name:
+            raise FormatError(f"{cell} has scales in codec {chunk.codec!r}, expected {_SCALES.name!r}")
+        shape = (
+            self.manifest.span_tokens(cell.span),
+            self._num_layers(cell),
+            self.quantiser.scales_per_layer(self.geometry.num_heads),
+        )
+        expected = shape[0] * shape[1] * shape[2] * torch.bfloat16.itemsize
+        raw = _SCALES.decompress(data, expected)
+        if len(raw) != expected:
+            raise CorruptError(f"{cell} has {len(raw)} bytes of scales, expected {expected}")
+        _require_checksum(raw, chunk.decoded_checksum, f"{cell}, scales")
+        return torch.frombuffer(bytearray(raw), dtype=torch.bfloat16).view(shape)
+
+
+def _require_checksum(data: bytes | memoryview, expected: bytes, what: str) -> None:
+    if xxhash.xxh3_128_digest(data) != expected:
+        raise CorruptError(f"{what}: checksum does not match")

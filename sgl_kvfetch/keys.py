@@ -1,0 +1,125 @@
+"""Names: namespaces, segments and their objects, and the buddy alignment of segments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+
+import msgspec
+import xxhash
+
+from sgl_kvfetch.errors import FormatError, NamespaceMismatchError
+
+FORMAT_MAJOR = 1  # readers refuse another
+FORMAT_MINOR = 0  # readers accept any
+
+PAGE_HASH_BYTES = 32  # SGLang's page hashes are SHA-256
+NAMESPACE_HEX_DIGITS = 32
+
+MANIFEST_SUFFIX = ".kvm"
+DATA_SUFFIX = ".kvd"
+
+_NAME = re.compile(
+    rf"(?P<namespace>[0-9a-f]{{{NAMESPACE_HEX_DIGITS}}})/"
+    r"(?P<pages>[1-9][0-9]{0,6})-(?P<hash>[0-9a-f]{64})"
+    r"(?:(?P<manifest>\.kvm)|\.(?P<content>[0-9a-f]{32})\.kvd)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Everything that makes two KV caches incompatible. Equal namespaces may share segments; others never mix."""
+
+    model: str  # fingerprint of the weights, or what the user vouches for
+    model_dtype: str  # dtype the model computes in, with quantisation and overrides
+    attention: str  # "mha" or "mla"
+    kv_dtype: str
+    page_size: int
+    num_layers: int
+    first_layer: int  # of this pipeline stage
+    num_heads: int  # of this rank
+    k_head_dim: int
+    v_head_dim: int
+    head_slice: str  # "rank/size" of the tensor-parallel split
+    quantiser: str  # name and parameters
+    format_major: int = FORMAT_MAJOR
+
+    def digest(self) -> str:
+        """32 hex digits that name this namespace in a store."""
+        return xxhash.xxh3_128_hexdigest(msgspec.json.encode(asdict(self), order="sorted"))
+
+    def require_same(self, other: Namespace) -> None:
+        """Raise NamespaceMismatchError, naming the first field in which ``other`` (what was read) differs."""
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if mine != theirs:
+                raise NamespaceMismatchError(
+                    f"segment belongs to another namespace: {field.name} is {theirs!r}, expected {mine!r}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentKey:
+    """Names a run of ``num_pages`` pages by the chained hash of its last one."""
+
+    namespace: str
+    num_pages: int
+    last_page_hash: bytes
+
+    def __post_init__(self) -> None:
+        assert self.num_pages >= 1
+        assert len(self.last_page_hash) == PAGE_HASH_BYTES
+
+    @property
+    def stem(self) -> str:
+        return f"{self.namespace}/{self.num_pages}-{self.last_page_hash.hex()}"
+
+    @property
+    def manifest_name(self) -> str:
+        return self.stem + MANIFEST_SUFFIX
+
+    def data_name(self, content_digest: str) -> str:
+        """Data objects carry the digest of their content, so that two writers never mix theirs."""
+        return f"{self.stem}.{content_digest}{DATA_SUFFIX}"
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectName:
+    """A parsed object name. ``content_digest`` is None for a manifest."""
+
+    segment: SegmentKey
+    content_digest: str | None
+
+    @property
+    def is_manifest(self) -> bool:
+        return self.content_digest is None
+
+
+def parse_object_name(name: str) -> ObjectName:
+    """Raises FormatError for anything that is not exactly an object name (so it is also safe as a relative path)."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise FormatError(f"not an object name: {name[:120]!r}")
+    key = SegmentKey(match["namespace"], int(match["pages"]), bytes.fromhex(match["hash"]))
+    return ObjectName(key, match["content"])
+
+
+def is_power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+def buddy_split(first_page: int, num_pages: int, max_pages: int) -> Iterator[tuple[int, int]]:
+    """Cut pages ``[first_page, first_page + num_pages)`` into segments ``(first_page, num_pages)``.
+
+    A segment's length is a power of two, at most ``max_pages``, and divides the position where it starts. Taking
+    the longest that fits at each position makes the split unique, so that writers who never met cut alike.
+    """
+    assert is_power_of_two(max_pages), max_pages
+    page, end = first_page, first_page + num_pages
+    while page < end:
+        aligned = page & -page if page else max_pages
+        fits = 1 << ((end - page).bit_length() - 1)
+        length = min(aligned, fits, max_pages)
+        yield page, length
+        page += length

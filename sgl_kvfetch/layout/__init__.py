@@ -1,0 +1,1 @@
+"""The bijection between integers and frames."""

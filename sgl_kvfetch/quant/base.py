@@ -1,0 +1,49 @@
+"""What a quantiser is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from sgl_kvfetch.types import TensorName
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """``integers``: uint8, ``(planes, tokens, layers, heads, dim)``. ``scales``: bfloat16, ``(tokens, layers,
+    scales_per_layer)``, or None where the integers alone give the values back."""
+
+    integers: torch.Tensor
+    scales: torch.Tensor | None
+
+
+class Quantiser(ABC):
+    """Maps KV values to 8-bit integers and back. Stateless; works on any device."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """Name and parameters: a part of the namespace, so equal identities restore each other's integers."""
+
+    @abstractmethod
+    def planes(self, dtype: torch.dtype) -> int:
+        """How many integers, each in a byte plane of its own, one value of ``dtype`` becomes."""
+
+    @abstractmethod
+    def scales_per_layer(self, num_heads: int) -> int:
+        """How many scales one token has in one layer; 0 for none."""
+
+    @abstractmethod
+    def quantise(self, values: torch.Tensor, tensor: TensorName, first_layer: int) -> Quantised:
+        """``values``: ``(tokens, layers, heads, dim)``; its layers are the model's from ``first_layer`` on.
+
+        Raises QuantiseError for values that the quantiser cannot represent.
+        """
+
+    @abstractmethod
+    def dequantise(
+        self, quantised: Quantised, dtype: torch.dtype, tensor: TensorName, first_layer: int
+    ) -> torch.Tensor:
+        """The inverse, up to rounding: ``(tokens, layers, heads, dim)`` of ``dtype``."""

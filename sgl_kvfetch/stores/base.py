@@ -1,0 +1,83 @@
+"""What a store is: named byte objects, and a lookup that knows segments.
+
+A store holds two kinds of object, both named by ``sgl_kvfetch.keys``:
+
+* data objects (``*.kvd``): immutable, named by their content;
+* manifests (``*.kvm``): small, replaced atomically, and *the commit*: a segment exists when its manifest does.
+
+Writers put the data first and the manifest last. A missing object is ``None``; every other failure raises
+``StoreError``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    name: str
+    size_bytes: int
+    modified_s: float  # seconds since the epoch
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHit:
+    """One segment that covers a part of the pages that were looked up."""
+
+    manifest: bytes  # the whole manifest object
+    first_page: int  # the first page of the segment to use, counted from the segment's start
+    num_pages: int  # how many pages of it to use
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """The longest run of stored pages from the first one asked for, as consecutive segment parts."""
+
+    hits: tuple[SegmentHit, ...]
+
+    @property
+    def num_pages(self) -> int:
+        return sum(hit.num_pages for hit in self.hits)
+
+
+class Store(ABC):
+    """Client of a store. Safe to use from many tasks of one event loop; not from several loops."""
+
+    @abstractmethod
+    async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        """Bytes ``[start, start + length)`` of an object (to its end if ``length`` is None), or None if it is missing.
+
+        Raises StoreError, with reason ``truncated`` if fewer bytes than asked for could be had.
+        """
+
+    @abstractmethod
+    async def put(self, name: str, data: bytes) -> None:
+        """Create or replace an object atomically: readers see the old bytes or the new ones, never a mixture."""
+
+    @abstractmethod
+    async def head(self, name: str) -> ObjectInfo | None:
+        """An object's size and age, or None if it is missing."""
+
+    @abstractmethod
+    async def delete(self, name: str) -> bool:
+        """Delete an object. True if it was there."""
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        """All objects whose name starts with ``prefix``, in no particular order."""
+
+    @abstractmethod
+    async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
+        """Find the longest run of stored pages that starts with ``page_hashes[0]``.
+
+        ``namespace`` is a namespace digest (32 hex digits); ``page_hashes`` are 32-byte chained page hashes of
+        consecutive pages. A segment may be used in part, at its start, its end or both. Where several segments
+        cover a page, the one that reaches furthest wins.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release sockets and threads. Idempotent."""

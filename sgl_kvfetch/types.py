@@ -1,0 +1,76 @@
+"""Plain values that several parts share: what a KV cache looks like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from sgl_kvfetch.errors import UnsupportedError
+
+KV_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+}
+
+TensorName = Literal["k", "v"]
+TENSORS: tuple[TensorName, TensorName] = ("k", "v")
+
+MAX_LAYERS = 1024
+MAX_HEADS = 128
+MAX_HEAD_DIM = 1024
+MAX_PAGE_TOKENS = 4096
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The stored name of a KV dtype. Raises UnsupportedError for one that has none."""
+    for name, known in KV_DTYPES.items():
+        if known == dtype:
+            return name
+    raise UnsupportedError(f"KV dtype {dtype} is not supported; supported are {', '.join(KV_DTYPES)}")
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """Shape of one rank's KV cache. K and V may differ in width; everything else is theirs in common."""
+
+    num_layers: int
+    num_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    page_size: int  # tokens
+    dtype: str  # a key of KV_DTYPES
+
+    def __post_init__(self) -> None:
+        for field, value, most in (
+            ("num_layers", self.num_layers, MAX_LAYERS),
+            ("num_heads", self.num_heads, MAX_HEADS),
+            ("k_head_dim", self.k_head_dim, MAX_HEAD_DIM),
+            ("v_head_dim", self.v_head_dim, MAX_HEAD_DIM),
+            ("page_size", self.page_size, MAX_PAGE_TOKENS),
+        ):
+            if not 1 <= value <= most:
+                raise UnsupportedError(f"{field} is {value}; supported are 1 to {most}")
+        if self.dtype not in KV_DTYPES:
+            raise UnsupportedError(f"dtype is {self.dtype!r}; supported are {', '.join(KV_DTYPES)}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return KV_DTYPES[self.dtype]
+
+    def head_dim(self, tensor: TensorName) -> int:
+        return self.k_head_dim if tensor == "k" else self.v_head_dim
+
+    @property
+    def token_bytes(self) -> int:
+        """Raw bytes of one token: K and V, all layers."""
+        width = self.num_heads * (self.k_head_dim + self.v_head_dim)
+        return self.num_layers * width * self.torch_dtype.itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        return self.token_bytes * self.page_size
