@@ -15,6 +15,8 @@ StoreErrorReason = Literal[
     "truncated",  # connection closed in mid-body or wrong length
     "protocol",  # an answer that makes no sense
     "io",  # the local file system failed
+    "skipped",  # not even asked, since the store keeps failing
+    "missing",  # an object that a manifest names is gone
 ]
 
 

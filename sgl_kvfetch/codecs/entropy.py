@@ -61,8 +61,10 @@ class DeflateCodec(_BytesCodec):
         decompressor = zlib.decompressobj()
         try:
             out = decompressor.decompress(data, max_bytes)
+            if not decompressor.eof:  # its checksum may still be to come; more data must not
+                out += decompressor.decompress(decompressor.unconsumed_tail, 1)
         except zlib.error as e:
             raise CorruptError(f"deflate bitstream does not decode: {e}") from e
-        if not decompressor.eof and decompressor.decompress(decompressor.unconsumed_tail, 1):
-            raise CorruptError(f"deflate bitstream holds more than {max_bytes} bytes")
+        if not decompressor.eof:
+            raise CorruptError(f"deflate bitstream is cut, or holds more than {max_bytes} bytes")
         return out

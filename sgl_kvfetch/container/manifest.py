@@ -126,9 +126,12 @@ class Manifest(msgspec.Struct, frozen=True):
     def cells(self) -> Iterator[Cell]:
         """The cells in storage order: by span, layer group, K before V."""
         for span in range(self.num_spans):
-            for group in range(self.num_layer_groups):
-                for tensor in TENSORS:
-                    yield Cell(span, group, tensor)
+            yield from self.span_cells(span)
+
+    def span_cells(self, span: int) -> Iterator[Cell]:
+        for group in range(self.num_layer_groups):
+            for tensor in TENSORS:
+                yield Cell(span, group, tensor)
 
     @property
     def cells_per_span(self) -> int:
@@ -195,7 +198,7 @@ def decode_manifest(data: bytes) -> Manifest:
         raise FormatError(f"manifest's body is said to have {body_bytes} bytes, and has not")
     try:
         body = msgspec.msgpack.decode(memoryview(data)[_HEADER.size : -CHECKSUM_BYTES], type=_Body)
-    except msgspec.DecodeError as e:
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise FormatError(f"manifest's body is malformed: {e}") from e
     return _validated(body)
 

@@ -196,11 +196,11 @@ class SegmentReader:
         scales = self._decode_scales(cell, *pieces.pop(0)) if self.manifest.has_scales else None
         return Quantised(torch.stack([self._decode_plane(cell, *piece) for piece in pieces]), scales)
 
-    def restore_cell(self, cell: Cell, data: bytes | memoryview) -> torch.Tensor:
-        """Verify, decode and dequantise: ``(tokens, layers, heads, dim)`` of the KV dtype."""
+    def dequantise_cell(self, cell: Cell, quantised: Quantised) -> torch.Tensor:
+        """``(tokens, layers, heads, dim)`` of the KV dtype."""
         first_layer, _ = self.manifest.group_layers(cell.layer_group)
         return self.quantiser.dequantise(
-            self.decode_cell(cell, data),
+            quantised,
             self.geometry.torch_dtype,
             cell.tensor,
             self.manifest.namespace.first_layer + first_layer,

@@ -24,7 +24,7 @@ class ExactQuantiser(Quantiser):
         return 0
 
     def quantise(self, values: torch.Tensor, tensor: TensorName, first_layer: int) -> Quantised:
-        as_bytes = values.contiguous().view(torch.uint8).unflatten(-1, (values.shape[-1], values.dtype.itemsize))
+        as_bytes = values.contiguous().view(torch.uint8).view(*values.shape, values.dtype.itemsize)
         return Quantised(as_bytes.movedim(-1, 0).contiguous(), None)
 
     def dequantise(

@@ -1,0 +1,135 @@
+"""What users set in ``--hicache-storage-backend-extra-config``, parsed once, at the edge."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from sgl_kvfetch.codecs import CodecName
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.quant.registry import QuantiserName
+from sgl_kvfetch.quant.symmetric import MAX_BINS, MIN_BINS
+
+TOKEN_ENV = "KVFETCH_TOKEN"
+
+# SGLang reads these from the same dictionary; they are not ours to judge.
+SGLANG_KEYS = frozenset(
+    {
+        "prefetch_threshold",
+        "prefetch_timeout_base",
+        "prefetch_timeout_per_ki_token",
+        "hicache_storage_pass_prefix_keys",
+        "tp_lcm_size",
+        "file_storage_path",
+    }
+)
+
+Bins = list[Annotated[int, Field(ge=MIN_BINS, le=MAX_BINS)]]
+MiB = 1 << 20
+
+
+class KVFetchConfig(BaseModel):
+    """Every key with its default. The README's table is checked against this class."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    store: str = Field(description="where the segments are: http://HOST:PORT, https://..., or file:///DIRECTORY")
+    token: str | None = Field(None, repr=False, description=f"bearer token; the environment's {TOKEN_ENV} if not set")
+    model_id: str | None = Field(
+        None,
+        min_length=1,
+        description="names the weights in your own words; if not set, they are fingerprinted at start",
+    )
+    mode: Literal["read_write", "read_only", "write_only"] = Field(
+        "read_write", description="what to use the store for"
+    )
+
+    quantiser: QuantiserName = Field("exact", description="how values become 8-bit integers")
+    cachegen_k_bins: Bins | None = Field(
+        None, min_length=1, description="bins of K by layer, the last for all that follow; CacheGen's if not set"
+    )
+    cachegen_v_bins: Bins | None = Field(None, min_length=1, description="the same for V")
+    codec: CodecName = Field("hevc", description="how integers become bytes when this server writes")
+    resolution: Literal["240p", "480p", "640p", "1080p"] = Field("240p", description="size of the pictures")
+    max_segment_tokens: int = Field(
+        8192, ge=1, le=1 << 20, description="longest segment; rounded down to a power of two in pages"
+    )
+    span_tokens: int = Field(1024, ge=1, le=1 << 20, description="tokens a chunk; what a partial read is rounded up to")
+
+    lookup_timeout_s: float = Field(2.0, gt=0, le=600, description="deadline of a lookup; after it, a miss")
+    fetch_timeout_s: float = Field(
+        30.0, gt=0, le=3600, description="deadline of a fetch; what is not there by then is a miss"
+    )
+    max_connections: int = Field(16, ge=1, le=1024, description="connections to the store")
+    read_bytes: int = Field(4 * MiB, ge=64 << 10, le=1 << 30, description="bytes a ranged GET asks for, about")
+    inflight_bytes: int = Field(256 * MiB, ge=1 * MiB, description="compressed bytes that may wait to be decoded")
+    write_queue_bytes: int = Field(
+        512 * MiB, ge=1 * MiB, description="raw bytes that may wait to be written; more are dropped"
+    )
+    write_linger_s: float = Field(
+        0.25, ge=0, le=60, description="how long pages wait for the next ones before a segment is cut"
+    )
+    codec_threads: int = Field(
+        default_factory=lambda: max(1, min(8, (os.cpu_count() or 1) // 2)),
+        ge=1,
+        le=256,
+        description="threads that encode, and as many that decode; half the cores, at most 8, if not set",
+    )
+
+    @field_validator("store")
+    @classmethod
+    def _known_scheme(cls, value: str) -> str:
+        scheme, separator, rest = value.partition("://")
+        if not separator or scheme not in ("http", "https", "file") or not rest:
+            raise ValueError("allowed are http://HOST:PORT, https://HOST:PORT and file:///DIRECTORY")
+        return value
+
+    @model_validator(mode="after")
+    def _bins_need_cachegen(self) -> Self:
+        if self.quantiser != "cachegen" and (self.cachegen_k_bins or self.cachegen_v_bins):
+            raise ValueError(f"cachegen_k_bins and cachegen_v_bins need quantiser = 'cachegen', not {self.quantiser!r}")
+        return self
+
+    @property
+    def reads(self) -> bool:
+        return self.mode != "write_only"
+
+    @property
+    def writes(self) -> bool:
+        return self.mode != "read_only"
+
+
+def parse_config(extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> KVFetchConfig:
+    """Parse the extra config; SGLang's own keys in it are passed over.
+
+    Raises ConfigError naming each key at fault, its value and what is allowed.
+    """
+    ours = {key: value for key, value in extra.items() if key not in SGLANG_KEYS}
+    if "token" not in ours and environ.get(TOKEN_ENV):
+        ours["token"] = environ[TOKEN_ENV]
+    try:
+        return KVFetchConfig.model_validate(ours)
+    except ValidationError as e:
+        faults = "; ".join(_fault(dict(error)) for error in e.errors())
+        raise ConfigError(f"kvfetch config: {faults}") from e
+
+
+def _fault(error: dict[str, Any]) -> str:
+    key = ".".join(map(str, error["loc"]))
+    known = list(KVFetchConfig.model_fields)
+    match error["type"]:
+        case "extra_forbidden":
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known keys are {', '.join(known)}"
+            return f"unknown key {key!r} (= {error['input']!r}); {hint}"
+        case "missing":
+            return f"{key!r} is required: {KVFetchConfig.model_fields[key].description}"
+    message = error["msg"].removeprefix("Value error, ")
+    if not key:
+        return str(message)
+    value = "(hidden)" if key == "token" else repr(error["input"])
+    return f"{key} = {value}: {message}"

@@ -1,0 +1,1 @@
+"""From a lookup to restored pages."""

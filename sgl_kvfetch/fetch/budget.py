@@ -1,0 +1,60 @@
+"""A bound on bytes in flight."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+
+class BytesBudget:
+    """Hands out bytes, first come first served. Belongs to one event loop."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        assert capacity_bytes > 0
+        self._capacity = capacity_bytes
+        self._free = capacity_bytes
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @property
+    def used_bytes(self) -> int:
+        return self._capacity - self._free
+
+    def try_acquire(self, num_bytes: int) -> bool:
+        """Take the bytes if that needs no waiting."""
+        num_bytes = self._clip(num_bytes)
+        if self._waiting or num_bytes > self._free:
+            return False
+        self._free -= num_bytes
+        return True
+
+    async def acquire(self, num_bytes: int) -> None:
+        """Wait for the bytes. More than the capacity counts as the whole of it, so that nothing waits for ever."""
+        if self.try_acquire(num_bytes):
+            return
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((self._clip(num_bytes), granted))
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled():
+                self.release(num_bytes)
+            self._grant()
+            raise
+
+    def release(self, num_bytes: int) -> None:
+        self._free += self._clip(num_bytes)
+        assert self._free <= self._capacity
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiting:
+            num_bytes, granted = self._waiting[0]
+            if not granted.done():
+                if num_bytes > self._free:
+                    return
+                self._free -= num_bytes
+                granted.set_result(None)
+            self._waiting.popleft()
+
+    def _clip(self, num_bytes: int) -> int:
+        return min(num_bytes, self._capacity)

@@ -1,0 +1,205 @@
+"""Transmit, decode and restore: three stages that overlap, each bounded.
+
+The event loop transmits; decoding and restoring run on a thread pool. What is decided without I/O lies in
+``plan``; this module does it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import partial
+
+from sgl_kvfetch import metrics
+from sgl_kvfetch.container.manifest import Cell
+from sgl_kvfetch.errors import CorruptError, FormatError, KVFetchError, StoreError
+from sgl_kvfetch.fetch.budget import BytesBudget
+from sgl_kvfetch.fetch.plan import PageSource, ReadUnit, SpanPart, read_units, span_parts
+from sgl_kvfetch.fetch.sink import GuardedSink
+from sgl_kvfetch.stores.base import Store
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Which spans of one fetch are whole. ``failed_from`` is the first span (in the request's order) that cannot be."""
+
+    cells_left: list[int]
+    failed_from: int
+    failures: list[KVFetchError] = field(default_factory=list)
+
+    def fail(self, part: int, error: KVFetchError) -> None:
+        self.failures.append(error)
+        self.failed_from = min(self.failed_from, part)
+
+    @property
+    def num_whole(self) -> int:
+        """How many spans from the first on are whole."""
+        whole = (i for i, left in enumerate(self.cells_left[: self.failed_from]) if left)
+        return next(whole, min(self.failed_from, len(self.cells_left)))
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    num_pages: int  # from the first page asked for, restored without a gap
+    failures: tuple[KVFetchError, ...]
+    timed_out: bool
+
+
+class Fetcher:
+    """Fetches pages from one store. Belongs to one event loop."""
+
+    def __init__(self, store: Store, decode_pool: Executor, *, read_bytes: int, inflight_bytes: int) -> None:
+        self._store = store
+        self._decode_pool = decode_pool
+        self._read_bytes = read_bytes
+        # Half each, so that reads ahead, which nobody may come for, never keep a fetch from its bytes.
+        self._ahead_budget = BytesBudget(max(1, inflight_bytes // 2))
+        self._fetch_budget = BytesBudget(max(1, inflight_bytes - inflight_bytes // 2))
+        self._ahead: dict[tuple[str, int], asyncio.Task[bytes]] = {}
+
+    def read_ahead(self, sources: Sequence[PageSource], expire_s: float) -> None:
+        """Begin to transmit what these pages need, as far as there is room, and keep it for ``expire_s``."""
+        loop = asyncio.get_running_loop()
+        for part in span_parts(sources):
+            for unit in read_units(part.reader, part.span, self._read_bytes):
+                if unit.key in self._ahead:
+                    continue
+                if not self._ahead_budget.try_acquire(unit.size_bytes):
+                    return
+                task = loop.create_task(self._transmit(unit))
+                self._ahead[unit.key] = task
+                task.add_done_callback(_retrieve_exception)
+                loop.call_later(expire_s, self._expire, unit, task)
+
+    async def fetch(
+        self, sources: Sequence[PageSource], pool_pages: Sequence[int], sink: GuardedSink, timeout_s: float
+    ) -> FetchResult:
+        """Restore pages into ``pool_pages`` through ``sink``.
+
+        Returns within about ``timeout_s``; what failed or came too late is left out of ``num_pages``. The pool pages
+        beyond it may have been written in part. Never raises a domain error.
+        """
+        assert len(sources) == len(pool_pages)
+        parts = span_parts(sources)
+        progress = _Progress([part.reader.manifest.cells_per_span for part in parts], len(parts))
+        timed_out = False
+        try:
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
+                for index, part in enumerate(parts):
+                    destination = [pool_pages[i] for i in part.request_pages]
+                    for unit in read_units(part.reader, part.span, self._read_bytes):
+                        if index >= progress.failed_from:
+                            break
+                        await self._fetch_budget.acquire(unit.size_bytes)
+                        task = group.create_task(self._run_unit(unit, index, part, destination, sink, progress))
+                        # Not in the task itself: one that is cancelled before its first step runs no line of it.
+                        task.add_done_callback(partial(self._release, unit))
+        except TimeoutError:
+            timed_out = True
+        finally:
+            sink.close()
+        num_pages = sum(len(part.request_pages) for part in parts[: progress.num_whole])
+        return FetchResult(num_pages, tuple(progress.failures), timed_out)
+
+    async def _run_unit(
+        self,
+        unit: ReadUnit,
+        index: int,
+        part: SpanPart,
+        pool_pages: list[int],
+        sink: GuardedSink,
+        progress: _Progress,
+    ) -> None:
+        """One unit through all three stages."""
+        loop = asyncio.get_running_loop()
+        try:
+            if index >= progress.failed_from:
+                return
+            data = await self._bytes_of(unit)
+            await asyncio.gather(
+                *(
+                    loop.run_in_executor(
+                        self._decode_pool, _restore, unit, cell, data, part.span_pages, pool_pages, sink
+                    )
+                    for cell in unit.cells
+                )
+            )
+            progress.cells_left[index] -= len(unit.cells)
+        except KVFetchError as e:
+            if isinstance(e, FormatError):
+                metrics.CORRUPT_CHUNKS.inc()
+            progress.fail(index, e)
+
+    def _release(self, unit: ReadUnit, _: asyncio.Task[None]) -> None:
+        self._fetch_budget.release(unit.size_bytes)
+        self._report_queue()
+
+    async def _bytes_of(self, unit: ReadUnit) -> bytes:
+        ahead = self._ahead.pop(unit.key, None)
+        if ahead is None:
+            return await self._transmit(unit)
+        try:
+            return await ahead
+        finally:
+            self._ahead_budget.release(unit.size_bytes)
+
+    def _expire(self, unit: ReadUnit, task: asyncio.Task[bytes]) -> None:
+        """Nobody came for a read ahead."""
+        if self._ahead.get(unit.key) is task:
+            del self._ahead[unit.key]
+            task.cancel()
+            self._ahead_budget.release(unit.size_bytes)
+            self._report_queue()
+
+    async def _transmit(self, unit: ReadUnit) -> bytes:
+        started_s = time.monotonic()
+        data = await self._store.get(unit.reader.data_name, unit.start, unit.size_bytes)
+        if data is None:
+            raise StoreError("missing", f"{unit.reader.data_name} is gone")
+        metrics.STAGE_SECONDS.labels("transmit").observe(time.monotonic() - started_s)
+        metrics.WIRE_BYTES.labels("read").inc(len(data))
+        self._report_queue()
+        return data
+
+    def _report_queue(self) -> None:
+        used = self._ahead_budget.used_bytes + self._fetch_budget.used_bytes
+        metrics.QUEUED_BYTES.labels("read").set(used)
+
+
+def _restore(
+    unit: ReadUnit, cell: Cell, data: bytes, span_pages: Sequence[int], pool_pages: list[int], sink: GuardedSink
+) -> None:
+    """Decode one cell and write the wanted pages of it. Runs on the decode pool."""
+    reader = unit.reader
+    start, end = reader.cell_range(cell)
+    started_s = time.monotonic()
+    quantised = reader.decode_cell(cell, memoryview(data)[start - unit.start : end - unit.start])
+    decoded_s = time.monotonic()
+    values = reader.dequantise_cell(cell, quantised)
+    values = values.view(-1, reader.geometry.page_size, *values.shape[1:])  # (pages, page_size, layers, heads, dim)
+    if len(span_pages) < values.shape[0]:
+        values = values[list(span_pages)]
+    sink.write(cell.tensor, reader.manifest.group_layers(cell.layer_group)[0], pool_pages, values)
+    metrics.STAGE_SECONDS.labels("decode").observe(decoded_s - started_s)
+    metrics.STAGE_SECONDS.labels("restore").observe(time.monotonic() - decoded_s)
+
+
+def failure_reason(error: KVFetchError) -> str:
+    """A fixed word for a metric's label."""
+    match error:
+        case StoreError():
+            return error.reason
+        case CorruptError():
+            return "corrupt"
+        case FormatError():
+            return "format"
+    return type(error).__name__.removesuffix("Error").lower()
+
+
+def _retrieve_exception(task: asyncio.Task[bytes]) -> None:
+    """A read ahead that failed and that nobody came for is no one's concern."""
+    if not task.cancelled():
+        task.exception()

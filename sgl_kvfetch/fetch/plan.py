@@ -1,0 +1,79 @@
+"""What to read for which pages. Pure: no clock, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from sgl_kvfetch.container.manifest import Cell
+from sgl_kvfetch.container.segment import SegmentReader
+
+
+@dataclass(frozen=True, slots=True)
+class PageSource:
+    """Where one page is stored."""
+
+    reader: SegmentReader
+    page: int  # counted from the segment's start
+
+
+@dataclass(frozen=True, slots=True)
+class SpanPart:
+    """The pages that a request wants of one span."""
+
+    reader: SegmentReader
+    span: int
+    request_pages: tuple[int, ...]  # their places in the request
+    span_pages: tuple[int, ...]  # their places in the span
+
+
+@dataclass(frozen=True, slots=True)
+class ReadUnit:
+    """A run of neighbouring cells of one span: what one ranged GET brings."""
+
+    reader: SegmentReader
+    cells: tuple[Cell, ...]
+    start: int  # bytes [start, end) of the data object
+    end: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.reader.data_name, self.start
+
+    @property
+    def size_bytes(self) -> int:
+        return self.end - self.start
+
+
+def span_parts(sources: Sequence[PageSource]) -> list[SpanPart]:
+    """Group a request's pages by the span that holds them, in the request's order."""
+    parts: list[SpanPart] = []
+    request_page = 0
+    while request_page < len(sources):
+        reader, page = sources[request_page].reader, sources[request_page].page
+        span, first = divmod(page, reader.manifest.span_pages)
+        places = [first]
+        for source in sources[request_page + 1 :]:
+            if source.reader is not reader or source.page // reader.manifest.span_pages != span:
+                break
+            places.append(source.page % reader.manifest.span_pages)
+        parts.append(SpanPart(reader, span, tuple(range(request_page, request_page + len(places))), tuple(places)))
+        request_page += len(places)
+    return parts
+
+
+def read_units(reader: SegmentReader, span: int, read_bytes: int) -> Iterator[ReadUnit]:
+    """Cut a span's bytes into reads of about ``read_bytes``, at cells' ends. The same for every caller, so that a
+    read begun for one may serve another."""
+    cells: list[Cell] = []
+    start = end = 0
+    for cell in reader.manifest.span_cells(span):
+        cell_start, cell_end = reader.cell_range(cell)
+        if cells and cell_end - start > read_bytes:
+            yield ReadUnit(reader, tuple(cells), start, end)
+            cells = []
+        if not cells:
+            start = cell_start
+        cells.append(cell)
+        end = cell_end
+    yield ReadUnit(reader, tuple(cells), start, end)

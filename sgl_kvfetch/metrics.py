@@ -1,0 +1,35 @@
+"""What we count. Import this only in processes that serve: prometheus_client decides at import whether it runs in
+SGLang's multi-process mode, and SGLang sets that up after plugins are loaded."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+_STAGE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+
+LOOKUP_PAGES = Counter("sgl_kvfetch_lookup_pages", "Pages looked up", ["result"])  # hit, miss
+MISSES = Counter(
+    "sgl_kvfetch_misses", "Lookups and fetches that fell short because something went wrong", ["stage", "reason"]
+)
+FETCHED_PAGES = Counter("sgl_kvfetch_fetched_pages", "Pages asked of a fetch", ["result"])  # hit, miss
+WIRE_BYTES = Counter("sgl_kvfetch_wire_bytes", "Bytes on the wire", ["direction"])  # read, write
+RAW_BYTES = Counter("sgl_kvfetch_raw_bytes", "The same pages as they are in the pool", ["direction"])
+CORRUPT_CHUNKS = Counter("sgl_kvfetch_corrupt_chunks", "Cells that failed a checksum or did not decode")
+RETRIES = Counter("sgl_kvfetch_retries", "Requests to the store that were tried again")
+STAGE_SECONDS = Histogram(
+    "sgl_kvfetch_stage_seconds",
+    "Time of one unit of a stage: lookup, transmit, decode, restore, encode, commit",
+    ["stage"],
+    buckets=_STAGE_BUCKETS,
+)
+WRITTEN_PAGES = Counter("sgl_kvfetch_written_pages", "Pages handed over for writing", ["result"])
+# stored, known (the store had them), dropped_full, dropped_invalid, dropped_error
+QUEUED_BYTES = Gauge(
+    "sgl_kvfetch_queued_bytes",
+    "Bytes that wait, by queue: write (raw), read (compressed)",
+    ["queue"],
+    multiprocess_mode="livesum",
+)
+STORE_DOWN = Gauge(
+    "sgl_kvfetch_store_down", "1 while lookups are skipped because the store failed", multiprocess_mode="max"
+)

@@ -1,0 +1,66 @@
+"""SGLang's host pool, seen as pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.fetch.sink import PagePool
+from sgl_kvfetch.types import KVGeometry, TensorName, dtype_name
+
+# How each of SGLang's host layouts becomes (pages, page_size, layers, heads, dim), without a copy.
+#   layer_first        (layers, tokens, heads, dim)
+#   page_first         (tokens, layers, heads, dim)
+#   page_first_direct  (pages, layers, page_size, heads, dim)
+#   page_head          (pages, heads, page_size, layers, dim)
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+
+
+class HostPages(PagePool):
+    """Reads and writes the pages of an ``MHATokenToKVPoolHost`` in place, whatever its layout."""
+
+    def __init__(self, pool: Any) -> None:
+        """Raises UnsupportedError for a layout or a dtype that is not known."""
+        if pool.layout not in LAYOUTS:
+            raise UnsupportedError(
+                f"--hicache-mem-layout {pool.layout} is not supported; use one of {', '.join(LAYOUTS)}"
+            )
+        self._views: dict[TensorName, torch.Tensor] = {
+            "k": _pages_view(pool.k_buffer, pool.layout, pool.page_size),
+            "v": _pages_view(pool.v_buffer, pool.layout, pool.page_size),
+        }
+        k, v = self._views["k"], self._views["v"]
+        self.geometry = KVGeometry(
+            num_layers=k.shape[2],
+            num_heads=k.shape[3],
+            k_head_dim=k.shape[4],
+            v_head_dim=v.shape[4],
+            page_size=pool.page_size,
+            dtype=dtype_name(pool.dtype),
+        )
+
+    def write(self, tensor: TensorName, first_layer: int, pages: Sequence[int], values: torch.Tensor) -> None:
+        self._views[tensor][list(pages), :, first_layer : first_layer + values.shape[2]] = values
+
+    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
+        return self._views[tensor][list(pages)]
+
+    def page_indices(self, token_indices: torch.Tensor) -> list[int]:
+        """Pages of a run of whole pages, given as SGLang does: every token's index."""
+        size = self.geometry.page_size
+        assert token_indices.numel() % size == 0
+        return (token_indices[::size] // size).tolist()  # type: ignore[no-any-return]
+
+
+def _pages_view(buffer: torch.Tensor, layout: str, page_size: int) -> torch.Tensor:
+    match layout:
+        case "layer_first":
+            return buffer.view(buffer.shape[0], -1, page_size, *buffer.shape[2:]).permute(1, 2, 0, 3, 4)
+        case "page_first":
+            return buffer.view(-1, page_size, *buffer.shape[1:])
+        case "page_first_direct":
+            return buffer.permute(0, 2, 1, 3, 4)
+    return buffer.permute(0, 2, 3, 1, 4)

@@ -1,0 +1,386 @@
+"""Host mode: SGLang's HiCache asks us for pages by their hashes, and we move them between store and host pool.
+
+SGLang calls from three threads of its own: lookups (``batch_exists``) from one, fetches (``batch_get_v1``) from
+another, writes (``batch_set_v1``) from a third; ``get_stats`` alone is called on the scheduler's. Lookups and fetches
+may wait, within their deadlines. Nothing here raises into those threads: what goes wrong is a miss, counted by reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from sgl_kvfetch import metrics
+from sgl_kvfetch.config import KVFetchConfig, parse_config
+from sgl_kvfetch.container.manifest import decode_manifest
+from sgl_kvfetch.container.segment import SegmentReader, SegmentSpec
+from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError, UnsupportedError
+from sgl_kvfetch.fetch.breaker import Breaker
+from sgl_kvfetch.fetch.fetcher import Fetcher, FetchResult, failure_reason
+from sgl_kvfetch.fetch.plan import PageSource
+from sgl_kvfetch.fetch.sink import GuardedSink
+from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES
+from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.loop import LoopThread
+from sgl_kvfetch.plugin.host_pages import HostPages
+from sgl_kvfetch.plugin.namespace import engine_namespace
+from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.stores.open import open_store
+from sgl_kvfetch.types import TENSORS
+from sgl_kvfetch.write.gather import PageBatch
+from sgl_kvfetch.write.writer import Writer
+
+logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logger)
+
+_MAX_KNOWN_PAGES = 1 << 17  # page sources remembered between a lookup and its fetch
+_GRACE_S = 1.0  # how long a thread waits beyond a deadline before it leaves the event loop to itself
+_CLOSE_S = 10.0  # how long closing waits for writes
+_MAX_STATS = 1024
+
+
+class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
+    """The storage backend ``kvfetch``."""
+
+    def __init__(self, storage_config: HiCacheStorageConfig, mem_pool_host: Any) -> None:
+        """Raises ConfigError and UnsupportedError, which stop SGLang's start or fail an attach."""
+        config = parse_config(storage_config.extra_config or {})
+        _require_supported(storage_config, mem_pool_host)
+        self._config = config
+        self._pages = HostPages(mem_pool_host)
+        self._quantiser = make_quantiser(config.quantiser, config.cachegen_k_bins, config.cachegen_v_bins)
+        geometry = self._pages.geometry
+        self._namespace = engine_namespace(config, self._quantiser, storage_config, geometry, mem_pool_host.start_layer)
+        self._digest = self._namespace.digest()
+        self._breaker = Breaker()
+        self._known: OrderedDict[bytes, PageSource] = OrderedDict()
+        self._known_lock = threading.Lock()
+        self._stats_pages: dict[str, deque[int]] = {"read": deque(maxlen=_MAX_STATS), "write": deque(maxlen=_MAX_STATS)}
+        self._stats_gb_s: dict[str, deque[float]] = {
+            "read": deque(maxlen=_MAX_STATS),
+            "write": deque(maxlen=_MAX_STATS),
+        }
+
+        self._decode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-decode")
+        self._encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
+        self._loop = LoopThread("kvfetch")
+        self._closed = False
+        try:
+            self._loop.run(self._start(config), timeout_s=30.0)
+        except BaseException:
+            self._loop.close()
+            raise
+        logger.info("kvfetch: %s, namespace %s: %s", config.store, self._digest, self._namespace)
+
+    async def _start(self, config: KVFetchConfig) -> None:
+        geometry = self._pages.geometry
+        self._store = open_store(
+            config.store,
+            token=config.token,
+            max_connections=config.max_connections,
+            timeout_s=config.fetch_timeout_s,
+            on_retry=metrics.RETRIES.inc,
+        )
+        self._fetcher = Fetcher(
+            self._store, self._decode_pool, read_bytes=config.read_bytes, inflight_bytes=config.inflight_bytes
+        )
+        self._writer = Writer(
+            self._store,
+            SegmentSpec(
+                self._namespace,
+                self._quantiser,
+                config.codec,
+                config.resolution,
+                span_pages=_power_of_two_pages(config.span_tokens, geometry.page_size),
+            ),
+            self._encode_pool,
+            max_segment_pages=_power_of_two_pages(config.max_segment_tokens, geometry.page_size),
+            queue_bytes=config.write_queue_bytes,
+            linger_s=config.write_linger_s,
+        )
+
+    # Lookup
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """Pages stored from the first key on, without a gap. Begins to transmit them."""
+        if not keys or not self._config.reads:
+            return 0
+        try:
+            sources = self._loop.run(
+                self._lookup_and_read_ahead(_hashes(keys)), self._config.lookup_timeout_s + _GRACE_S
+            )
+        except (KVFetchError, TimeoutError) as e:
+            self._missed("lookup", e)
+            return 0
+        metrics.LOOKUP_PAGES.labels("hit").inc(len(sources))
+        metrics.LOOKUP_PAGES.labels("miss").inc(len(keys) - len(sources))
+        return len(sources)
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        for transfer in pool_transfers or []:
+            _require_kv(transfer.name)
+        hit = self.batch_exists(keys, extra_info)
+        return PoolTransferResult(hit, {PoolName.KV: hit} if hit else {}, list(range(1, hit + 1)))
+
+    async def _lookup_and_read_ahead(self, hashes: Sequence[bytes]) -> list[PageSource]:
+        sources = await self._lookup(hashes)
+        self._fetcher.read_ahead(sources, expire_s=self._config.fetch_timeout_s)
+        return sources
+
+    async def _lookup(self, hashes: Sequence[bytes]) -> list[PageSource]:
+        """Where the longest stored run of these pages is. Raises StoreError, TimeoutError."""
+        now_s = time.monotonic()
+        if self._breaker.is_open(now_s):
+            raise StoreError("skipped", "lookups are skipped for a while, since the store keeps failing")
+        try:
+            async with asyncio.timeout(self._config.lookup_timeout_s):
+                lookup = await self._store.lookup(self._digest, hashes)
+        except (StoreError, TimeoutError):
+            self._breaker.failed(time.monotonic())
+            metrics.STORE_DOWN.set(self._breaker.is_open(time.monotonic()))
+            raise
+        self._breaker.succeeded()
+        metrics.STORE_DOWN.set(0)
+        metrics.STAGE_SECONDS.labels("lookup").observe(time.monotonic() - now_s)
+        sources: list[PageSource] = []
+        for hit in lookup.hits:
+            try:
+                manifest = decode_manifest(hit.manifest)
+                self._namespace.require_same(manifest.namespace)
+                reader = SegmentReader(manifest, self._quantiser)
+                pages = range(hit.first_page, hit.first_page + hit.num_pages)
+                asked = hashes[len(sources) : len(sources) + hit.num_pages]
+                if tuple(asked) != manifest.page_hashes[pages.start : pages.stop]:
+                    raise FormatError("the store's answer holds other pages than those asked for")
+            except KVFetchError as e:
+                self._missed("lookup", e)
+                break
+            sources += (PageSource(reader, page) for page in pages)
+        self._remember(hashes, sources)
+        return sources
+
+    def _remember(self, hashes: Sequence[bytes], sources: Sequence[PageSource]) -> None:
+        with self._known_lock:
+            for page_hash, source in zip(hashes, sources, strict=False):
+                self._known[page_hash] = source
+                self._known.move_to_end(page_hash)
+            while len(self._known) > _MAX_KNOWN_PAGES:
+                self._known.popitem(last=False)
+
+    # Read
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Restore pages into the host pool. True for each page of the leading run that is there and verified."""
+        if not keys or not self._config.reads:
+            return [False] * len(keys)
+        started_s = time.monotonic()
+        sink = GuardedSink(self._pages)
+        timeout_s = self._config.fetch_timeout_s
+        try:
+            result = self._loop.run(
+                self._fetch(_hashes(keys), self._pages.page_indices(host_indices), sink, timeout_s),
+                timeout_s + _GRACE_S,
+            )
+        except (KVFetchError, TimeoutError) as e:
+            self._missed("fetch", e)
+            result = FetchResult(0, (), False)
+        finally:
+            sink.close()
+        for failure in result.failures:
+            self._missed("fetch", failure)
+        if result.timed_out:
+            self._missed("fetch", TimeoutError(f"not all pages came within {timeout_s:g} s"))
+        self._count_read(len(keys), result.num_pages, time.monotonic() - started_s)
+        return [page < result.num_pages for page in range(len(keys))]
+
+    async def _fetch(
+        self, hashes: Sequence[bytes], pool_pages: Sequence[int], sink: GuardedSink, timeout_s: float
+    ) -> FetchResult:
+        with self._known_lock:
+            sources = [source for h in hashes if (source := self._known.get(h)) is not None]
+        if len(sources) < len(hashes):
+            sources = await self._lookup(hashes)
+        return await self._fetcher.fetch(sources, pool_pages[: len(sources)], sink, timeout_s)
+
+    def _count_read(self, asked: int, got: int, seconds: float) -> None:
+        raw_bytes = got * self._pages.geometry.page_bytes
+        metrics.FETCHED_PAGES.labels("hit").inc(got)
+        metrics.FETCHED_PAGES.labels("miss").inc(asked - got)
+        metrics.RAW_BYTES.labels("read").inc(raw_bytes)
+        if got:
+            self._stats_pages["read"].append(got)
+            self._stats_gb_s["read"].append(raw_bytes / 1e9 / max(seconds, 1e-9))
+
+    # Write
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Copy pages out of the host pool and queue them for writing. False for all if the queue is full."""
+        num_pages = len(keys)
+        if not num_pages or not self._config.writes:
+            return [True] * num_pages
+        if extra_info is None or extra_info.prefix_keys is None:
+            _limited.warning("prefix", "pages not written: SGLang did not say what comes before them")
+            metrics.WRITTEN_PAGES.labels("dropped_invalid").inc(num_pages)
+            return [False] * num_pages
+        if not self._writer.reserve(num_pages * self._pages.geometry.page_bytes):
+            metrics.WRITTEN_PAGES.labels("dropped_full").inc(num_pages)
+            _limited.warning("full", f"{num_pages} pages not written: the write queue is full")
+            return [False] * num_pages
+        started_s = time.monotonic()
+        pool_pages = self._pages.page_indices(host_indices)
+        values = {tensor: self._pages.read(tensor, pool_pages) for tensor in TENSORS}
+        previous = extra_info.prefix_keys[-1:]
+        batch = PageBatch(len(extra_info.prefix_keys), _hashes(keys), values)
+        self._writer.submit(batch, _hashes(previous)[0] if previous else None)
+        self._stats_pages["write"].append(num_pages)
+        self._stats_gb_s["write"].append(batch.size_bytes / 1e9 / max(time.monotonic() - started_s, 1e-9))
+        return [True] * num_pages
+
+    # v2, for the KV pool alone
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        _require_kv(host_pool_name)
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        return self._each_transfer(self.batch_get_v1, transfers, extra_info)
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        return self._each_transfer(self.batch_set_v1, transfers, extra_info)
+
+    def _each_transfer(
+        self, move: Any, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None
+    ) -> dict[str, list[bool]]:
+        results: dict[str, list[bool]] = {}
+        for transfer in transfers:
+            _require_kv(transfer.name)
+            results[transfer.name] = move(transfer.keys or [], transfer.host_indices, extra_info)
+        return results
+
+    # The interface that copies, which SGLang never calls on a backend with the zero-copy one
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("kvfetch has the zero-copy interface alone")
+
+    batch_get = set = batch_set = get
+
+    # Life
+
+    def clear(self) -> None:
+        """Delete the segments of this namespace from the store."""
+        with self._known_lock:
+            self._known.clear()
+        try:
+            self._loop.run(self._clear(), self._config.fetch_timeout_s + _GRACE_S)
+        except (KVFetchError, TimeoutError) as e:
+            raise RuntimeError(f"the store could not be cleared: {e}") from e
+
+    async def _clear(self) -> None:
+        names = [info.name async for info in self._store.list(self._digest + "/")]
+        # Manifests first: a segment without one does not exist, whatever of it is left.
+        for name in sorted(names, key=lambda name: not name.endswith(MANIFEST_SUFFIX)):
+            await self._store.delete(name)
+
+    def close(self) -> None:
+        """Write what is queued, within a few seconds, and release threads and sockets. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._loop.run(self._writer.drain(), _CLOSE_S)
+        except TimeoutError:
+            logger.warning("kvfetch: closed with pages still unwritten after %g s", _CLOSE_S)
+        self._loop.run(self._writer.close(), _CLOSE_S)
+        self._loop.run(self._store.close(), _CLOSE_S)
+        self._loop.close()
+        for pool in (self._decode_pool, self._encode_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def get_stats(self) -> StorageMetrics:
+        """Pages and gigabytes a second of each read and write since the last call."""
+        return StorageMetrics(
+            _drain(self._stats_pages["read"]),
+            _drain(self._stats_pages["write"]),
+            _drain(self._stats_gb_s["read"]),
+            _drain(self._stats_gb_s["write"]),
+        )
+
+    def _missed(self, stage: str, error: KVFetchError | TimeoutError) -> None:
+        reason = "timeout" if isinstance(error, TimeoutError) else failure_reason(error)
+        metrics.MISSES.labels(stage, reason).inc()
+        _limited.warning(f"{stage} {reason}", f"kvfetch {stage} is a miss ({reason}): {error}")
+
+
+def _hashes(keys: Sequence[str]) -> list[bytes]:
+    """SGLang's page hashes as bytes. Raises UnsupportedError for keys of another form."""
+    try:
+        hashes = [bytes.fromhex(key) for key in keys]
+    except ValueError as e:
+        raise UnsupportedError(f"page hashes are not hexadecimal: {keys[0]!r}") from e
+    if any(len(h) != PAGE_HASH_BYTES for h in hashes):
+        raise UnsupportedError(f"page hashes are not {PAGE_HASH_BYTES} bytes: {keys[0]!r}")
+    return hashes
+
+
+def _power_of_two_pages(tokens: int, page_size: int) -> int:
+    """The largest power of two of pages within ``tokens``; one if not even that fits."""
+    pages = max(1, tokens // page_size)
+    return 1 << (pages.bit_length() - 1)
+
+
+def _require_kv(name: Any) -> None:
+    if name != PoolName.KV:
+        raise UnsupportedError(
+            f"this model keeps a side pool {str(name)!r} beside its KV cache; kvfetch stores plain KV caches only"
+        )
+
+
+def _require_supported(storage_config: HiCacheStorageConfig, pool: Any) -> None:
+    """Raises UnsupportedError for what host mode cannot store yet."""
+    if storage_config.is_mla_model:
+        raise UnsupportedError("models with MLA are not supported yet")
+    if storage_config.attn_cp_size > 1 or storage_config.dcp_size > 1:
+        raise UnsupportedError("context parallelism is not supported")
+    if storage_config.should_split_heads:
+        raise UnsupportedError("tp_lcm_size (pages shared between sizes of tensor parallelism) is not supported")
+    if pool.storage_format_tag is not None:
+        raise UnsupportedError(f"host pool with page format {pool.storage_format_tag!r} is not supported")
+    if pool.layer_num != pool.target_layer_num:
+        raise UnsupportedError("host pools that carry a draft model's layers are not supported yet")
+
+
+def _drain(values: deque[Any]) -> list[Any]:
+    return [values.popleft() for _ in range(len(values))]

@@ -1,0 +1,113 @@
+"""Gather the pages that SGLang hands over, batch by batch, into runs, and cut runs into segments. Pure: times are the
+caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from sgl_kvfetch.keys import buddy_split
+from sgl_kvfetch.types import TENSORS, TensorName
+
+
+@dataclass(frozen=True, slots=True)
+class PageBatch:
+    """Consecutive pages. ``values``: K and V, each ``(pages, page_size, layers, heads, dim)``."""
+
+    first_page: int  # position in the sequence
+    page_hashes: Sequence[bytes]
+    values: dict[TensorName, torch.Tensor]
+
+    @property
+    def end_page(self) -> int:
+        return self.first_page + len(self.page_hashes)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(v.nbytes for v in self.values.values())
+
+
+@dataclass(slots=True)
+class _Run:
+    """Batches that follow one another, cut as far as ``next_page``."""
+
+    batches: list[PageBatch]
+    next_page: int
+    changed_s: float
+    last_hash: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.last_hash = self.batches[-1].page_hashes[-1]
+
+    @property
+    def end_page(self) -> int:
+        return self.batches[-1].end_page
+
+    def take(self, first_page: int, num_pages: int) -> PageBatch:
+        """Pages ``[first_page, first_page + num_pages)`` as one batch. Forgets the batches before their end."""
+        end = first_page + num_pages
+        hashes: list[bytes] = []
+        pieces: dict[TensorName, list[torch.Tensor]] = {tensor: [] for tensor in TENSORS}
+        for batch in self.batches:
+            lo, hi = max(first_page, batch.first_page), min(end, batch.end_page)
+            if lo < hi:
+                part = slice(lo - batch.first_page, hi - batch.first_page)
+                hashes += batch.page_hashes[part]
+                for tensor in TENSORS:
+                    pieces[tensor].append(batch.values[tensor][part])
+        self.batches = [batch for batch in self.batches if batch.end_page > end] or self.batches[-1:]
+        self.next_page = end
+        values = {t: p[0] if len(p) == 1 else torch.cat(p) for t, p in pieces.items()}
+        return PageBatch(first_page, hashes, values)
+
+
+class Gatherer:
+    """Runs of pages that wait for their continuation.
+
+    A segment of the greatest length is cut at once; the rest of a run when nothing has joined it for ``linger_s``,
+    or when ``flush`` is called.
+    """
+
+    def __init__(self, max_pages: int, linger_s: float) -> None:
+        self._max_pages = max_pages
+        self._linger_s = linger_s
+        self._runs: list[_Run] = []
+
+    def add(self, batch: PageBatch, previous_hash: bytes | None, now_s: float) -> list[PageBatch]:
+        """Take in a batch that follows the page ``previous_hash`` (None at the sequence's start). Returns segments
+        that are ready."""
+        run = next((r for r in self._runs if r.last_hash == previous_hash and r.end_page == batch.first_page), None)
+        if run is None:
+            run = _Run([batch], batch.first_page, now_s)
+            self._runs.append(run)
+        else:
+            run.batches.append(batch)
+            run.last_hash = batch.page_hashes[-1]
+            run.changed_s = now_s
+        return self._cut(run, only_longest=True)
+
+    def due(self, now_s: float) -> list[PageBatch]:
+        """Segments of the runs that have lingered long enough."""
+        return self._flush([run for run in self._runs if now_s - run.changed_s >= self._linger_s])
+
+    def flush(self) -> list[PageBatch]:
+        return self._flush(self._runs)
+
+    def _flush(self, runs: list[_Run]) -> list[PageBatch]:
+        self._runs = [run for run in self._runs if not any(run is r for r in runs)]
+        return [segment for run in runs for segment in self._cut(run, only_longest=False)]
+
+    def _cut(self, run: _Run, only_longest: bool) -> list[PageBatch]:
+        segments = []
+        for first_page, num_pages in buddy_split(run.next_page, run.end_page - run.next_page, self._max_pages):
+            # A shorter piece that ends where a longer one could not start anyway is as final as the longest.
+            if only_longest and num_pages < self._max_pages and not self._is_final(run, first_page, num_pages):
+                break
+            segments.append(run.take(first_page, num_pages))
+        return segments
+
+    def _is_final(self, run: _Run, first_page: int, num_pages: int) -> bool:
+        """Whether more pages could not make this piece longer: its alignment alone keeps it short."""
+        return first_page != 0 and num_pages == first_page & -first_page

@@ -1,0 +1,111 @@
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from sgl_kvfetch.codecs import CODECS, get_codec
+from sgl_kvfetch.codecs.hevc import join_access_units, split_access_units
+from sgl_kvfetch.errors import CorruptError, FormatError
+
+EVERY_CODEC = pytest.mark.parametrize("name", list(CODECS))
+
+
+def pictures(num_frames: int, height: int, width: int, kind: str = "mixed") -> torch.Tensor:
+    generator = torch.Generator().manual_seed(num_frames)
+    noise = torch.randint(0, 256, (num_frames, 3, height, width), generator=generator, dtype=torch.uint8)
+    if kind == "mixed":
+        noise[:, :, : height // 2] //= 16
+        noise[:, :, :, : width // 4] = 128
+    return noise
+
+
+@EVERY_CODEC
+@pytest.mark.parametrize(
+    ("num_frames", "height", "width"), [(1, 144, 144), (2, 144, 152), (9, 240, 384), (3, 480, 856)]
+)
+def test_every_value_comes_back(name: str, num_frames: int, height: int, width: int) -> None:
+    frames = pictures(num_frames, height, width)
+    codec = get_codec(name)
+    assert torch.equal(codec.decode(codec.encode(frames), num_frames, height, width), frames)
+
+
+@EVERY_CODEC
+def test_extreme_values_come_back(name: str) -> None:
+    codec = get_codec(name)
+    for frames in (pictures(2, 144, 144, "noise"), torch.zeros((2, 3, 144, 144), dtype=torch.uint8)):
+        assert torch.equal(codec.decode(codec.encode(frames), 2, 144, 144), frames)
+        assert torch.equal(codec.decode(codec.encode(255 - frames), 2, 144, 144), 255 - frames)
+
+
+@EVERY_CODEC
+def test_many_threads_at_once(name: str) -> None:
+    codec = get_codec(name)
+    inputs = [pictures(n, 144, 144) for n in range(1, 9)]
+
+    def there_and_back(frames: torch.Tensor) -> bool:
+        return torch.equal(codec.decode(codec.encode(frames), len(frames), 144, 144), frames)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(there_and_back, inputs))
+
+
+@EVERY_CODEC
+def test_a_bitstream_of_another_shape_is_corrupt(name: str) -> None:
+    codec = get_codec(name)
+    bitstream = codec.encode(pictures(2, 144, 144))
+    for num_frames, height, width in ((1, 144, 144), (3, 144, 144), (2, 152, 144), (2, 144, 160)):
+        with pytest.raises(CorruptError):
+            codec.decode(bitstream, num_frames, height, width)
+
+
+@EVERY_CODEC
+def test_cut_and_foreign_bitstreams_are_corrupt(name: str) -> None:
+    codec = get_codec(name)
+    bitstream = codec.encode(pictures(2, 144, 144))
+    for bad in (b"", b"\0", bitstream[:-9], bitstream[: len(bitstream) // 2], b"\xff" * 100, bitstream[8:]):
+        with pytest.raises(CorruptError):
+            codec.decode(bad, 2, 144, 144)
+
+
+@EVERY_CODEC
+def test_flipped_bytes_decode_to_the_shape_or_are_corrupt(name: str) -> None:
+    """A codec may miss a flipped byte: that is what the checksums are for. It must not do anything else."""
+    codec = get_codec(name)
+    bitstream = codec.encode(pictures(2, 144, 144))
+    for position in range(0, len(bitstream), max(1, len(bitstream) // 50)):
+        bad = bytearray(bitstream)
+        bad[position] ^= 0x55
+        with contextlib.suppress(CorruptError):
+            assert codec.decode(bytes(bad), 2, 144, 144).shape == (2, 3, 144, 144)
+
+
+def test_a_decompression_bomb_is_corrupt() -> None:
+    for name in ("zstd", "deflate"):
+        codec = get_codec(name)
+        bomb = codec.compress(bytes(1 << 26))  # type: ignore[attr-defined]
+        with pytest.raises(CorruptError):
+            codec.decode(bomb, 1, 144, 144)
+
+
+def test_unknown_codec_is_named() -> None:
+    with pytest.raises(FormatError, match="'av1' is unknown; known are hevc"):
+        get_codec("av1")
+
+
+def test_access_units() -> None:
+    units = [b"one", b"", b"three"]
+    assert [bytes(u) for u in split_access_units(join_access_units(units))] == units
+    with pytest.raises(CorruptError, match="claims"):
+        split_access_units(b"\xff\xff\xff\xff")
+    with pytest.raises(CorruptError, match="accounts for"):
+        split_access_units(join_access_units(units) + b"x")
+
+
+def test_a_picture_is_one_access_unit_that_starts_with_its_parameter_sets() -> None:
+    """What NVDEC needs to be fed without a demuxer: Annex B, and VPS, SPS, PPS in the first access unit."""
+    units = split_access_units(get_codec("hevc").encode(pictures(5, 144, 144)))
+    assert len(units) == 5
+    first = bytes(units[0])
+    types = [(first[i + 3] >> 1) & 0x3F for i in range(len(first) - 3) if first[i : i + 3] == b"\0\0\1"]
+    assert types[:3] == [32, 33, 34]

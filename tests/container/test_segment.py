@@ -1,0 +1,119 @@
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from sgl_kvfetch.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.container.segment import SegmentReader, SegmentSpec, encode_segment
+from sgl_kvfetch.errors import CorruptError, FormatError
+from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.quant.registry import QuantiserName
+from sgl_kvfetch.types import KVGeometry, TensorName
+from tests.segments import SMALL, make_namespace, make_segment, make_values, page_hashes
+
+GEOMETRIES = [
+    KVGeometry(1, 1, 48, 48, 1, "float32"),
+    KVGeometry(2, 8, 128, 128, 16, "bfloat16"),
+    KVGeometry(4, 3, 80, 80, 16, "float16"),
+    KVGeometry(7, 2, 96, 64, 5, "bfloat16"),
+    KVGeometry(3, 128, 48, 48, 2, "float8_e4m3fn"),
+    KVGeometry(1, 1, 256, 192, 64, "float8_e5m2"),
+]
+
+
+def read_all(manifest: Manifest, data: bytes, quantiser: Any) -> dict[TensorName, torch.Tensor]:
+    reader = SegmentReader(manifest, quantiser)
+    geometry = reader.geometry
+    out: dict[TensorName, torch.Tensor] = {
+        t: torch.full(
+            (manifest.num_pages * geometry.page_size, geometry.num_layers, geometry.num_heads, geometry.head_dim(t)),
+            57.0,
+        ).to(geometry.torch_dtype)
+        for t in ("k", "v")
+    }
+    for cell in manifest.cells():
+        start, end = reader.cell_range(cell)
+        tokens = slice(*(page * geometry.page_size for page in manifest.span_range(cell.span)))
+        values = reader.dequantise_cell(cell, reader.decode_cell(cell, data[start:end]))
+        out[cell.tensor][tokens, slice(*manifest.group_layers(cell.layer_group))] = values
+    return out
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("codec", ["hevc", "hevc420", "zstd", "deflate"])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_exact_gives_back_every_bit(geometry: KVGeometry, codec: str) -> None:
+    for num_pages in (1, 8):
+        coded, values = make_segment(geometry, num_pages, codec=codec, span_pages=4)
+        restored = read_all(coded.manifest, coded.data, make_quantiser("exact"))
+        assert all(same_bits(restored[t], values[t]) for t in ("k", "v"))
+
+
+@pytest.mark.parametrize("name", ["uint8", "cachegen"])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_quantised_gives_back_what_the_quantiser_alone_does(geometry: KVGeometry, name: QuantiserName) -> None:
+    quantiser = make_quantiser(name)
+    coded, values = make_segment(geometry, 4, quantiser=quantiser, codec="hevc")
+    restored = read_all(coded.manifest, coded.data, quantiser)
+    for tensor in ("k", "v"):
+        quantised = quantiser.quantise(values[tensor], tensor, 0)
+        assert same_bits(restored[tensor], quantiser.dequantise(quantised, values[tensor].dtype, tensor, 0))
+
+
+def test_an_executor_changes_nothing() -> None:
+    quantiser = make_quantiser("uint8")
+    namespace = make_namespace(SMALL, quantiser)
+    spec = SegmentSpec(namespace, quantiser, "hevc", "240p", 2)
+    values, hashes = make_values(SMALL, 8), page_hashes(8)
+    with ThreadPoolExecutor(3) as pool:
+        assert encode_segment(spec, values, 0, hashes, pool) == encode_segment(spec, values, 0, hashes)
+
+
+def test_noise_is_not_coded_as_video() -> None:
+    """The low mantissa bytes of exact values are noise; HEVC would make them a third larger."""
+    coded, _ = make_segment(KVGeometry(3, 8, 128, 128, 64, "float32"), 4, codec="hevc", span_pages=4)
+    codecs = [chunk.codec for chunk in coded.manifest.variants[0].chunks]
+    assert codecs[0] == "zstd"
+    assert codecs[3] == "hevc"
+    assert all(c.size_bytes <= 3 * 8 * 128 * 64 * 4 * 1.01 for c in coded.manifest.variants[0].chunks)
+
+
+def test_manifest_and_back() -> None:
+    coded, _ = make_segment(num_pages=8, first_page=16)
+    manifest = decode_manifest(coded.manifest.encode())
+    assert manifest == coded.manifest
+    assert manifest.data_bytes(manifest.variants[0]) == len(coded.data)
+    assert manifest.raw_bytes == 8 * SMALL.page_bytes
+    assert SegmentReader(manifest, make_quantiser("exact")).data_name == coded.data_name
+
+
+def test_another_quantisers_segment_is_refused() -> None:
+    coded, _ = make_segment()
+    with pytest.raises(FormatError, match="is quantised as"):
+        SegmentReader(coded.manifest, make_quantiser("uint8"))
+
+
+def test_a_codec_that_lies_about_its_integers_is_found_out() -> None:
+    """The second checksum: the compressed bytes are as written, but decode to something else."""
+    coded, _ = make_segment()
+    other, _ = make_segment(seed="other")
+    variant = coded.manifest.variants[0]
+    first = msgspec.structs.replace(variant.chunks[0], decoded_checksum=bytes(16))
+    lying = msgspec.structs.replace(variant, chunks=(first, *variant.chunks[1:]))
+    manifest = msgspec.structs.replace(coded.manifest, variants=(lying,))
+    with pytest.raises(CorruptError, match="decoded integers: checksum"):
+        read_all(manifest, coded.data, make_quantiser("exact"))
+    assert other.manifest.key != coded.manifest.key
+
+
+def test_a_namespace_with_impossible_numbers_is_refused() -> None:
+    coded, _ = make_segment()
+    namespace = replace(coded.manifest.namespace, num_heads=1 << 40)
+    with pytest.raises(FormatError, match="num_heads"):
+        decode_manifest(msgspec.structs.replace(coded.manifest, namespace=namespace).encode())

@@ -1,0 +1,70 @@
+"""Small segments for tests of everything that reads or writes them."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment
+from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.quant import Quantiser, make_quantiser
+from sgl_kvfetch.types import KV_DTYPES, TENSORS, KVGeometry, TensorName
+
+SMALL = KVGeometry(num_layers=4, num_heads=2, k_head_dim=48, v_head_dim=64, page_size=4, dtype="bfloat16")
+
+
+def make_namespace(geometry: KVGeometry = SMALL, quantiser: Quantiser | None = None, model: str = "m") -> Namespace:
+    return Namespace(
+        model=model,
+        model_dtype="dtype=auto",
+        attention="mha",
+        kv_dtype=geometry.dtype,
+        page_size=geometry.page_size,
+        num_layers=geometry.num_layers,
+        first_layer=0,
+        num_heads=geometry.num_heads,
+        k_head_dim=geometry.k_head_dim,
+        v_head_dim=geometry.v_head_dim,
+        head_slice="0/1",
+        quantiser=(quantiser or make_quantiser("exact")).identity,
+    )
+
+
+def page_hashes(num_pages: int, seed: str = "", first_page: int = 0) -> list[bytes]:
+    """Chained, as SGLang's are: equal hashes mean an equal prefix."""
+    chain = [hashlib.sha256(seed.encode()).digest()]
+    for page in range(first_page + num_pages):
+        chain.append(hashlib.sha256(chain[-1] + bytes([page & 255])).digest())
+    return chain[1 + first_page :]
+
+
+def make_values(geometry: KVGeometry, num_pages: int, seed: int = 0) -> dict[TensorName, torch.Tensor]:
+    """K and V, ``(tokens, layers, heads, dim)``, that vary slowly along the tokens as real ones do."""
+    generator = torch.Generator().manual_seed(seed)
+    values: dict[TensorName, torch.Tensor] = {}
+    for tensor in TENSORS:
+        shape = (num_pages * geometry.page_size, geometry.num_layers, geometry.num_heads, geometry.head_dim(tensor))
+        drift = torch.randn(shape, generator=generator).cumsum(0) * 0.1
+        offset = torch.randn((1, *shape[1:]), generator=generator)
+        values[tensor] = (drift + offset).to(KV_DTYPES[geometry.dtype])
+    return values
+
+
+def make_segment(
+    geometry: KVGeometry = SMALL,
+    num_pages: int = 4,
+    *,
+    quantiser: Quantiser | None = None,
+    codec: str = "zstd",
+    first_page: int = 0,
+    span_pages: int = 2,
+    seed: str = "",
+    model: str = "m",
+) -> tuple[CodedSegment, dict[TensorName, torch.Tensor]]:
+    quantiser = quantiser or make_quantiser("exact")
+    namespace = make_namespace(geometry, quantiser, model)
+    values = make_values(geometry, num_pages)
+    spec = SegmentSpec(namespace, quantiser, codec, "240p", span_pages)
+    hashes = page_hashes(num_pages, seed, first_page)
+    return encode_segment(spec, values, first_page, hashes), values

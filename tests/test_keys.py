@@ -1,0 +1,73 @@
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_kvfetch.errors import FormatError, NamespaceMismatchError
+from sgl_kvfetch.keys import Namespace, SegmentKey, buddy_split, is_power_of_two, parse_object_name
+from tests.segments import make_namespace
+
+
+@given(first=st.integers(0, 5000), count=st.integers(0, 5000), log=st.integers(0, 10))
+def test_a_split_is_aligned_whole_and_without_gaps(first: int, count: int, log: int) -> None:
+    page = first
+    for start, length in buddy_split(first, count, 1 << log):
+        assert start == page
+        assert is_power_of_two(length)
+        assert length <= 1 << log
+        assert start % length == 0
+        page += length
+    assert page == first + count
+
+
+@given(a=st.integers(0, 2000), b=st.integers(0, 2000))
+def test_a_longer_prefix_keeps_the_long_segments_of_a_shorter_one(a: int, b: int) -> None:
+    shorter, longer = sorted((a, b))
+    short = {s for s in buddy_split(0, shorter, 64) if s[1] == 64}
+    assert short <= set(buddy_split(0, longer, 64))
+
+
+def test_examples() -> None:
+    assert list(buddy_split(0, 39, 512)) == [(0, 32), (32, 4), (36, 2), (38, 1)]
+    assert list(buddy_split(39, 25, 512)) == [(39, 1), (40, 8), (48, 16)]
+
+
+def test_every_field_of_a_namespace_counts() -> None:
+    namespace = make_namespace()
+    for field in fields(Namespace):
+        value = getattr(namespace, field.name)
+        other = replace(namespace, **{field.name: value + "x" if isinstance(value, str) else value + 1})
+        assert other.digest() != namespace.digest()
+        with pytest.raises(NamespaceMismatchError, match=f": {field.name} is "):
+            namespace.require_same(other)
+    namespace.require_same(make_namespace())
+
+
+def test_object_names() -> None:
+    key = SegmentKey("ab" * 16, 32, bytes(range(32)))
+    manifest = parse_object_name(key.manifest_name)
+    assert manifest.segment == key
+    assert manifest.is_manifest
+    data = parse_object_name(key.data_name("cd" * 16))
+    assert data.segment == key
+    assert data.content_digest == "cd" * 16
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "/",
+        "../../etc/passwd",
+        "ab" * 16 + "/../x.kvm",
+        "ab" * 16 + "/0-" + "00" * 32 + ".kvm",
+        "ab" * 16 + "/1-" + "00" * 32,
+        "ab" * 16 + "/1-" + "00" * 32 + ".kvm\n",
+        "ab" * 16 + "/1-" + "00" * 32 + ".xyz.kvd",
+        "AB" * 16 + "/1-" + "00" * 32 + ".kvm",
+    ],
+)
+def test_other_names_are_refused(name: str) -> None:
+    with pytest.raises(FormatError, match="not an object name"):
+        parse_object_name(name)
