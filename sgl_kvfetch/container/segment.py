@@ -27,7 +27,9 @@ from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 
 _SCALES = ZstdCodec()
 FALLBACK_CODEC = "zstd"
-# Above this order-0 entropy a plane is noise: video coding would expand it by a third, and slowly.
+# Above this order-0 entropy a plane is noise (the low mantissa bytes of exact values are): video coding would expand it
+# by a third, and slowly. Below it the codec is the user's choice even where another is smaller: video is decoded for
+# free where there is NVDEC.
 NOISE_BITS = 7.9
 
 
@@ -115,12 +117,8 @@ def _encode_cell(quantised: Quantised, layout: FrameLayout, codec: str) -> list[
         chunks.append(_chunk(_SCALES.name, _SCALES.compress(raw), raw))
     for integers in quantised.integers:
         raw = integers.cpu().numpy().tobytes()
-        frames = layout.to_frames(integers)
         plane_codec = FALLBACK_CODEC if _entropy_bits(raw) > NOISE_BITS else codec
-        bitstream = get_codec(plane_codec).encode(frames)
-        if len(bitstream) > len(raw):
-            plane_codec = FALLBACK_CODEC
-            bitstream = get_codec(plane_codec).encode(frames)
+        bitstream = get_codec(plane_codec).encode(layout.to_frames(integers))
         chunks.append(_chunk(plane_codec, bitstream, raw))
     return chunks
 

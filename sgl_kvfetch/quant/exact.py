@@ -9,10 +9,11 @@ from sgl_kvfetch.types import TensorName
 
 
 class ExactQuantiser(Quantiser):
-    """Splits each value into its bytes, least significant first.
+    """Rotates each value's bits left by one, then splits it into its bytes, least significant first.
 
-    Signs and exponents (the last plane) vary slowly and compress; the low mantissa bytes are noise and do not. Byte
-    planes rather than interleaved bytes, so that a codec sees each kind on its own.
+    A float's sign is noise and leads its bits; rotated, it ends them, and the last plane is the exponent (all of it for
+    bfloat16 and float32), which varies little and compresses. The low mantissa bytes are noise and do not. Byte planes
+    rather than interleaved bytes, so that a codec sees each kind on its own.
     """
 
     identity = "exact"
@@ -24,11 +25,13 @@ class ExactQuantiser(Quantiser):
         return 0
 
     def quantise(self, values: torch.Tensor, tensor: TensorName, first_layer: int) -> Quantised:
-        as_bytes = values.contiguous().view(torch.uint8).view(*values.shape, values.dtype.itemsize)
-        return Quantised(as_bytes.movedim(-1, 0).contiguous(), None)
+        planes = values.contiguous().view(torch.uint8).view(*values.shape, values.dtype.itemsize).movedim(-1, 0)
+        return Quantised((planes << 1) | (planes.roll(1, 0) >> 7), None)
 
     def dequantise(
         self, quantised: Quantised, dtype: torch.dtype, tensor: TensorName, first_layer: int
     ) -> torch.Tensor:
-        assert quantised.integers.shape[0] == dtype.itemsize
-        return quantised.integers.movedim(0, -1).contiguous().flatten(-2).view(dtype)
+        rotated = quantised.integers
+        assert rotated.shape[0] == dtype.itemsize
+        planes = (rotated >> 1) | (rotated.roll(-1, 0) << 7)
+        return planes.movedim(0, -1).contiguous().flatten(-2).view(dtype)

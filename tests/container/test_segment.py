@@ -77,11 +77,16 @@ def test_an_executor_changes_nothing() -> None:
 
 def test_noise_is_not_coded_as_video() -> None:
     """The low mantissa bytes of exact values are noise; HEVC would make them a third larger."""
-    coded, _ = make_segment(KVGeometry(3, 8, 128, 128, 64, "float32"), 4, codec="hevc", span_pages=4)
-    codecs = [chunk.codec for chunk in coded.manifest.variants[0].chunks]
-    assert codecs[0] == "zstd"
-    assert codecs[3] == "hevc"
-    assert all(c.size_bytes <= 3 * 8 * 128 * 64 * 4 * 1.01 for c in coded.manifest.variants[0].chunks)
+    geometry = KVGeometry(3, 8, 128, 128, 64, "float32")
+    generator = torch.Generator().manual_seed(4)
+    bits = torch.randint(1 << 23, (256, 3, 8, 128), generator=generator, dtype=torch.int32)
+    values = (bits | 0x3F800000).view(torch.float32)  # the numbers from 1 to 2
+    spec = SegmentSpec(make_namespace(geometry), make_quantiser("exact"), "hevc", "240p", 4)
+    coded = encode_segment(spec, {"k": values, "v": values}, 0, page_hashes(4))
+    chunks = coded.manifest.variants[0].chunks
+    assert [chunk.codec for chunk in chunks] == ["zstd", "zstd", "zstd", "hevc"] * 2
+    assert chunks[0].size_bytes <= 1.01 * values.numel()
+    assert chunks[3].size_bytes <= 0.01 * values.numel()
 
 
 def test_manifest_and_back() -> None:

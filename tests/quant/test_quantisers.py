@@ -26,10 +26,12 @@ def test_exact_gives_every_bit_back(dtype: str) -> None:
     assert torch.equal(restored.view(torch.uint8), values.contiguous().view(torch.uint8))
 
 
-def test_exact_puts_the_sign_and_exponent_in_the_last_plane() -> None:
-    values = torch.tensor([1.0, -1.0, 2.0], dtype=torch.float32).view(3, 1, 1, 1)
-    last = make_quantiser("exact").quantise(values, "k", 0).integers[-1].flatten()
-    assert last.tolist() == [0x3F, 0xBF, 0x40]
+def test_exact_puts_the_exponent_in_the_last_plane_and_the_sign_in_the_last_bit() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        values = torch.tensor([1.0, -1.0, 2.0, -0.25], dtype=dtype).view(4, 1, 1, 1)
+        planes = make_quantiser("exact").quantise(values, "k", 0).integers.flatten(1)
+        assert planes[-1].tolist() == [127, 127, 128, 125]
+        assert (planes[0] & 1).tolist() == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("name", ["uint8", "cachegen"])
