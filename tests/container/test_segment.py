@@ -81,6 +81,7 @@ def test_noise_is_not_coded_as_video() -> None:
     generator = torch.Generator().manual_seed(4)
     bits = torch.randint(1 << 23, (256, 3, 8, 128), generator=generator, dtype=torch.int32)
     values = (bits | 0x3F800000).view(torch.float32)  # the numbers from 1 to 2
+    values *= torch.randint(0, 2, values.shape, generator=generator) * 2 - 1
     spec = SegmentSpec(make_namespace(geometry), make_quantiser("exact"), "hevc", "240p", 4)
     coded = encode_segment(spec, {"k": values, "v": values}, 0, page_hashes(4))
     chunks = coded.manifest.variants[0].chunks

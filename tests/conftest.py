@@ -1,0 +1,30 @@
+"""Shared by all tests: which of them this machine can run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from sgl_kvfetch.testing.models import make_tiny_llama
+
+# Before anything imports SGLang or Triton: both decide at import what they run on.
+if not torch.accelerator.is_available():
+    os.environ.setdefault("SGL_KVFETCH_CPU_ENGINE", "1")
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Llama, made once."""
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))

@@ -1,0 +1,90 @@
+"""A real SGLang with our backend behind its host pool."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sgl_kvfetch.testing.engine import Generation, ServerError, SGLangServer, hicache_args
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+ATTACH = "/hicache/storage-backend"
+PROMPT = random.Random(1).choices(range(3, 2048), k=640)
+CACHED_TOKENS = 624  # whole pages of the prompt less its last token, which is always computed
+
+
+def _stored(generation: Generation) -> int:
+    return int(generation.cached_tokens_details.get("storage", 0))
+
+
+def _until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.1)
+
+
+def _attach(server: SGLangServer, config: object) -> str:
+    body = {
+        "hicache_storage_backend": "kvfetch",
+        "hicache_storage_backend_extra_config_json": json.dumps(config),
+        "hicache_storage_prefetch_policy": "wait_complete",
+    }
+    return server.request("PUT", ATTACH, body)
+
+
+def _hit_after_flush(server: SGLangServer) -> Generation:
+    """Generate from an emptied cache until the store has the whole prompt: writes take a moment."""
+    last: list[Generation] = []
+
+    def is_stored() -> bool:
+        server.flush()
+        last.append(server.generate(input_ids=PROMPT))
+        return _stored(last[-1]) == CACHED_TOKENS
+
+    _until(is_stored)
+    return last[-1]
+
+
+def test_attached_at_run_time_and_read_by_another_server(tiny_llama: Path, tmp_path: Path) -> None:
+    store = f"file://{tmp_path / 'store'}"
+    host_tier_only = hicache_args(store)[: hicache_args(store).index("--hicache-storage-backend")]
+    log_path = tmp_path / "first.log"
+    with SGLangServer(tiny_llama, extra_args=host_tier_only, admin_api_key="admin", log_path=log_path) as server:
+        with pytest.raises(ServerError, match=r"status 400[\s\S]*codek"):
+            _attach(server, {"store": store, "codek": "hevc"})
+        computed = server.generate(input_ids=PROMPT)
+        assert computed.cached_tokens == 0
+        server.flush()
+        assert "attached" in _attach(server, {"store": store, "prefetch_threshold": 16})
+        assert server.generate(input_ids=PROMPT).output_ids == computed.output_ids
+        assert _hit_after_flush(server).output_ids == computed.output_ids
+        assert "detached" in server.request("DELETE", ATTACH)
+
+    args = hicache_args(store, layout="page_first", io_backend="kernel")
+    with SGLangServer(tiny_llama, extra_args=args, log_path=tmp_path / "second.log") as server:
+        fetched = server.generate(input_ids=PROMPT, logprobs=True)
+        assert _stored(fetched) == CACHED_TOKENS
+        assert fetched.output_ids == computed.output_ids
+        assert len(fetched.logprobs) == len(fetched.output_ids)
+        assert "sglang" in server.metrics()
+
+
+def test_two_ranks_keep_their_own_heads(tiny_llama: Path, tmp_path: Path) -> None:
+    args = [*hicache_args(f"file://{tmp_path / 'store'}"), "--tp", "2"]
+    with SGLangServer(tiny_llama, extra_args=args, log_path=tmp_path / "server.log") as server:
+        computed = server.generate(input_ids=PROMPT)
+        assert computed.cached_tokens == 0
+        assert _hit_after_flush(server).output_ids == computed.output_ids
+
+
+def test_a_server_that_dies_says_why(tmp_path: Path) -> None:
+    server = SGLangServer("/no/such/model", extra_args=["--no-such-flag"], log_path=tmp_path / "server.log")
+    with pytest.raises(ServerError, match=r"exited with code 2:[\s\S]*--no-such-flag"), server:
+        pass

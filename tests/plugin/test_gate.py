@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
+from sgl_kvfetch.plugin import gate
+from sgl_kvfetch.plugin.gate import check_launch
+from sgl_kvfetch.plugin.hooks import gate_command_line
+from sgl_kvfetch.plugin.register import selects_backend
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+STORE = {"store": "http://127.0.0.1:1"}
+
+
+def _args(extra: Any = STORE, **flags: Any) -> SimpleNamespace:
+    defaults = {
+        "hicache_storage_backend": "kvfetch",
+        "hicache_storage_backend_extra_config": extra if isinstance(extra, str | None) else json.dumps(extra),
+        "enable_hierarchical_cache": True,
+        "hicache_mem_layout": "page_first_direct",
+        "hicache_host_memory_mode": "cache",
+        "pp_size": 1,
+        "disaggregation_decode_enable_offload_kvcache": False,
+    }
+    return SimpleNamespace(**(defaults | flags))
+
+
+def test_a_good_launch_passes() -> None:
+    check_launch(_args())
+
+
+def test_sglangs_own_keys_are_not_ours() -> None:
+    check_launch(_args(STORE | {"prefetch_threshold": 16, "prefetch_timeout_base": 1.5}))
+
+
+def test_nothing_is_checked_for_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "check_seams", lambda scopes: pytest.fail("looked at SGLang"))
+    check_launch(_args("no JSON", hicache_storage_backend="file"))
+    check_launch(_args("no JSON", hicache_storage_backend=None))
+    check_launch(SimpleNamespace())
+
+
+def test_a_mismatch_of_sglang_stops_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "check_seams", lambda scopes: ["found sglang 9, expected 8", "a.b not found"])
+    with pytest.raises(SeamError, match=r"^found sglang 9, expected 8; a\.b not found$"):
+        check_launch(_args("no JSON"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"enable_hierarchical_cache": False}, "device mode.*not there yet.*add --enable-hierarchical-cache"),
+        ({"hicache_mem_layout": "page_first_kv_split"}, "page_first_kv_split: use page_first_direct"),
+        ({"disaggregation_decode_enable_offload_kvcache": True}, "decode-enable-offload"),
+        ({"hicache_host_memory_mode": "buffer_only", "pp_size": 2}, "buffer_only and --pp-size 2"),
+    ],
+)
+def test_flags_that_cannot_work(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        check_launch(_args(**flags))
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({**STORE, "quantisor": "exact"}, ["quantisor", "exact", "quantiser"]),
+        ({**STORE, "codec": "gif"}, ["codec", "gif", "hevc"]),
+        ("{not JSON", ["{not JSON", "expected a JSON object"]),
+        ("[1]", ["[1]", "JSON object"]),
+        ("@/no/such/file.json", ["/no/such/file.json"]),
+        (None, ["store"]),
+    ],
+)
+def test_the_config_is_read_before_the_model(extra: Any, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_launch(_args(extra))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_the_config_may_be_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "kvfetch.toml"
+    file.write_text('store = "http://127.0.0.1:1"\nprefetch_threshold = 64\n')
+    check_launch(_args(f"@{file}"))
+    file.write_text('store = "ftp://127.0.0.1:1"\n')
+    with pytest.raises(ConfigError, match="ftp://127"):
+        check_launch(_args(f"@{file}"))
+
+
+def test_the_command_line_ends_with_the_message() -> None:
+    with pytest.raises(SystemExit, match=r"^sgl_kvfetch: .*add --enable-hierarchical-cache$"):
+        gate_command_line(_args(enable_hierarchical_cache=False), [])
+
+
+@pytest.mark.parametrize(
+    ("argv", "selected"),
+    [
+        (["--hicache-storage-backend", "kvfetch"], True),
+        (["--hicache-storage-backend=kvfetch", "--tp", "2"], True),
+        (["--hicache-storage-backend", "file", "kvfetch"], False),
+        (["--hicache-storage-backend"], False),
+        ([], False),
+    ],
+)
+def test_selection_on_a_command_line(argv: list[str], selected: bool) -> None:
+    assert selects_backend(argv) is selected

@@ -1,0 +1,118 @@
+"""Real processes: what stops at start, what stays out of the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.sglang
+
+LAUNCH = [sys.executable, "-m", "sglang.launch_server"]
+SERVE = [str(Path(sys.executable).with_name("sglang")), "serve"]
+KVFETCH = ["--hicache-storage-backend", "kvfetch"]
+HOST_MODE = [*KVFETCH, "--enable-hierarchical-cache", "--hicache-storage-backend-extra-config"]
+NO_MODEL = ["--model-path", "/no/such/model", "--device", "cpu"]
+
+# Another version than the installed one, and then what SGLang does with a command line.
+OTHER_VERSION = """
+import sys
+from sgl_kvfetch.plugin import seams
+seams.SGLANG_VERSION = "9.9.9"
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import prepare_server_args
+print("backend", prepare_server_args(sys.argv[1:]).hicache_storage_backend)
+"""
+
+
+def _run(command: Sequence[str], cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, "PYTHONWARNINGS": "ignore", **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("command", [LAUNCH, SERVE], ids=["launch_server", "serve"])
+def test_a_wrong_config_key_stops_the_command_with_one_message(command: list[str], tmp_path: Path) -> None:
+    config = json.dumps({"store": "http://127.0.0.1:1", "codek": "hevc"})
+    done = _run([*command, *NO_MODEL, *HOST_MODE, config], tmp_path)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    message = done.stderr.strip().splitlines()[-1]
+    assert message.startswith("sgl_kvfetch: ")
+    assert "'codek'" in message
+    assert "'hevc'" in message
+    assert "'codec'" in message
+    assert "/no/such/model" not in done.stderr
+
+
+def test_device_mode_says_what_to_add(tmp_path: Path) -> None:
+    done = _run([*LAUNCH, *NO_MODEL, *KVFETCH], tmp_path)
+    assert done.returncode == 1
+    assert "add --enable-hierarchical-cache" in done.stderr.strip().splitlines()[-1]
+
+
+def test_an_engine_raises_our_error_to_its_caller(tmp_path: Path) -> None:
+    script = """
+import sglang
+from sgl_kvfetch.errors import ConfigError
+try:
+    sglang.Engine(
+        model_path="/no/such/model", device="cpu", enable_hierarchical_cache=True,
+        hicache_storage_backend="kvfetch", hicache_storage_backend_extra_config='{"store": "nowhere"}',
+    )
+except ConfigError as error:
+    print("raised", error)
+"""
+    done = _run([sys.executable, "-c", script], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "raised" in done.stdout
+    assert "nowhere" in done.stdout
+
+
+def test_another_sglang_stops_a_launch_that_selects_us(tmp_path: Path) -> None:
+    done = _run([sys.executable, "-c", OTHER_VERSION, *NO_MODEL, *KVFETCH], tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1] == "sgl_kvfetch: found sglang 0.5.23, expected 9.9.9"
+
+
+def test_another_sglang_stops_a_launch_whose_config_file_selects_us(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("hicache-storage-backend: kvfetch\n")
+    done = _run([sys.executable, "-c", OTHER_VERSION, *NO_MODEL, "--config", str(config)], tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1] == "sgl_kvfetch: found sglang 0.5.23, expected 9.9.9"
+
+
+@pytest.mark.parametrize("flags", [[], ["--hicache-storage-backend", "file"]], ids=["none", "file"])
+def test_another_sglang_is_left_alone_otherwise(flags: list[str], tmp_path: Path) -> None:
+    done = _run([sys.executable, "-c", OTHER_VERSION, *NO_MODEL, *flags], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["backend", flags[-1] if flags else "None"]
+
+
+def test_the_cpu_engine_is_off_unless_asked_for(tmp_path: Path) -> None:
+    script = """
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.platforms import current_platform
+from sglang.srt.entrypoints.engine import _set_envs_and_config
+print(type(current_platform).__module__.partition(".")[0], hasattr(_set_envs_and_config, "__wrapped__"))
+"""
+    answers = {}
+    for switch in ("0", "1"):
+        done = _run([sys.executable, "-c", script], tmp_path, SGL_KVFETCH_CPU_ENGINE=switch)
+        assert done.returncode == 0, done.stderr
+        answers[switch] = done.stdout.split()
+    assert answers["0"] == ["sglang", "False"]
+    assert answers["1"] in (["sgl_kvfetch", "True"], answers["0"])  # the second where there is an accelerator
