@@ -52,7 +52,7 @@ class HostPages(PagePool):
         """Pages of a run of whole pages, given as SGLang does: every token's index."""
         size = self.geometry.page_size
         assert token_indices.numel() % size == 0
-        return (token_indices[::size] // size).tolist()  # type: ignore[no-any-return]
+        return (token_indices[::size] // size).tolist()
 
 
 def _pages_view(buffer: torch.Tensor, layout: str, page_size: int) -> torch.Tensor:

@@ -42,6 +42,7 @@ from sgl_kvfetch.loop import LoopThread
 from sgl_kvfetch.plugin.host_pages import HostPages
 from sgl_kvfetch.plugin.namespace import engine_namespace
 from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.stores.http import HttpOptions
 from sgl_kvfetch.stores.open import open_store
 from sgl_kvfetch.types import TENSORS
 from sgl_kvfetch.write.gather import PageBatch
@@ -53,6 +54,7 @@ _limited = LimitedLogger(logger)
 _MAX_KNOWN_PAGES = 1 << 17  # page sources remembered between a lookup and its fetch
 _GRACE_S = 1.0  # how long a thread waits beyond a deadline before it leaves the event loop to itself
 _CLOSE_S = 10.0  # how long closing waits for writes
+_CONNECT_S = 5.0  # at most, for one attempt to connect to the store
 _MAX_STATS = 1024
 
 
@@ -94,9 +96,12 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         self._store = open_store(
             config.store,
             token=config.token,
-            max_connections=config.max_connections,
-            timeout_s=config.fetch_timeout_s,
-            on_retry=metrics.RETRIES.inc,
+            options=HttpOptions(
+                timeout_s=config.fetch_timeout_s,
+                connect_timeout_s=min(_CONNECT_S, config.lookup_timeout_s),
+                max_connections=config.max_connections,
+                on_retry=lambda error: metrics.RETRIES.inc(),
+            ),
         )
         self._fetcher = Fetcher(
             self._store, self._decode_pool, read_bytes=config.read_bytes, inflight_bytes=config.inflight_bytes

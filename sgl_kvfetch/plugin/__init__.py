@@ -1,0 +1,1 @@
+"""Everything that touches SGLang. Nothing else in the package imports it."""

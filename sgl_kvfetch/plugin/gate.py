@@ -1,0 +1,65 @@
+"""The start-up check: a launch that selects our backend and cannot work stops before a model is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_kvfetch.config import parse_config
+from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
+from sgl_kvfetch.plugin.cpu_platform import is_active
+from sgl_kvfetch.plugin.hooks import BACKEND
+from sgl_kvfetch.plugin.seams import Scope, check_seams
+
+
+def check_launch(server_args: Any) -> None:
+    """Check SGLang, the flags and our config. Does nothing unless the flags select our backend.
+
+    Raises ``SeamError`` for another SGLang than the one we know, ``UnsupportedError`` for flags that we cannot serve
+    and ``ConfigError`` for the backend's extra config.
+    """
+    if getattr(server_args, "hicache_storage_backend", None) != BACKEND:
+        return
+    scopes = {Scope.GATE, Scope.HOST} | ({Scope.CPU_ENGINE} if is_active() else set())
+    if mismatches := check_seams(scopes):
+        raise SeamError("; ".join(mismatches))
+    _check_flags(server_args)
+    parse_config(_extra_config(server_args.hicache_storage_backend_extra_config))
+
+
+def _check_flags(server_args: Any) -> None:
+    if server_args.disaggregation_decode_enable_offload_kvcache:
+        raise UnsupportedError(
+            f"--hicache-storage-backend {BACKEND} does not work with "
+            "--disaggregation-decode-enable-offload-kvcache: it writes pages without saying where they belong"
+        )
+    if not server_args.enable_hierarchical_cache:
+        raise UnsupportedError(
+            f"--hicache-storage-backend {BACKEND} without a host tier (device mode) is not there yet: "
+            "add --enable-hierarchical-cache"
+        )
+    if server_args.hicache_mem_layout == "page_first_kv_split":
+        raise UnsupportedError(
+            f"--hicache-storage-backend {BACKEND} does not know --hicache-mem-layout page_first_kv_split: "
+            "use page_first_direct, page_first, page_head or layer_first"
+        )
+    if server_args.hicache_host_memory_mode == "buffer_only" and server_args.pp_size > 1:
+        raise UnsupportedError(
+            f"--hicache-storage-backend {BACKEND} does not work with --hicache-host-memory-mode buffer_only "
+            f"and --pp-size {server_args.pp_size}: use the mode cache, or --pp-size 1"
+        )
+
+
+def _extra_config(text: Any) -> dict[str, Any]:
+    """SGLang's reading of ``--hicache-storage-backend-extra-config``, without the keys that are SGLang's own."""
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+    try:
+        extra, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
+    except Exception as error:  # whatever the JSON, TOML and YAML readers and the file system raise
+        raise ConfigError(
+            f"--hicache-storage-backend-extra-config {text!r} cannot be read ({error}): "
+            "expected a JSON object, or @ and the path of a JSON, TOML or YAML file"
+        ) from error
+    if not isinstance(extra, dict):
+        raise ConfigError(f"--hicache-storage-backend-extra-config {text!r} is no JSON object")
+    return extra

@@ -1,0 +1,50 @@
+"""The general plugin: puts the hooks of the seam table in place. SGLang calls ``register`` in each of its processes."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import pkgutil
+import sys
+from collections.abc import Iterable, Sequence
+
+from sgl_kvfetch.plugin.cpu_platform import is_active
+from sgl_kvfetch.plugin.hooks import BACKEND
+from sgl_kvfetch.plugin.seams import SEAMS, Scope, Seam, check_seam, check_seams
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Register the hooks of ``SEAMS`` that apply here. Changes nothing for a launch that does not select our backend.
+
+    With an SGLang that is not the one we were checked against, only the gate's hooks are registered, as far as they
+    fit: they stop a launch that selects our backend and nothing else. SGLang logs what a plugin raises and goes on, so
+    a command line that selects it is stopped here, with ``SystemExit``.
+    """
+    scopes = {Scope.GATE, Scope.HOST}
+    if is_active():
+        scopes.add(Scope.CPU_ENGINE)
+    mismatches = check_seams(scopes)
+    if mismatches:
+        message = "; ".join(mismatches)
+        if selects_backend(sys.argv[1:]):
+            raise SystemExit(f"sgl_kvfetch: {message}")
+        logger.warning("sgl_kvfetch is off: %s", message)
+        _install(seam for seam in SEAMS if seam.scope is Scope.GATE and check_seam(seam) is None)
+    else:
+        _install(seam for seam in SEAMS if seam.scope in scopes)
+
+
+def selects_backend(argv: Sequence[str]) -> bool:
+    """Whether a command line names our storage backend."""
+    flag = "--hicache-storage-backend"
+    return f"{flag}={BACKEND}" in argv or any(pair == (flag, BACKEND) for pair in itertools.pairwise(argv))
+
+
+def _install(seams: Iterable[Seam]) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for seam in seams:
+        if seam.hook is not None:
+            HookRegistry.register(seam.path, pkgutil.resolve_name(seam.hook), HookType(seam.use.value))

@@ -1,0 +1,432 @@
+"""Every place where we touch SGLang: one table, checked against the installed version.
+
+SGLang's plugin loader logs what goes wrong and goes on, so a seam that moved would show as a backend that is silently
+not there. `register.py` installs its hooks from this table and the gate checks it before a launch: what is not in here
+is not used, and a test compares the table with the imports of this package.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.metadata
+import inspect
+import pkgutil
+import types
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+SGLANG_VERSION = "0.5.23"
+
+
+class Use(enum.Enum):
+    """What we do at a seam. The first four are hooks; their values are those of SGLang's ``HookType``."""
+
+    BEFORE = "before"
+    AFTER = "after"
+    AROUND = "around"
+    REPLACE = "replace"
+    SUBCLASS = "subclass"
+    CALL = "call"
+    READ = "read"
+
+
+class Scope(enum.Enum):
+    """When a seam is needed."""
+
+    GATE = "gate"  # to accept the backend's name and to refuse a launch that cannot work
+    HOST = "host"  # for the storage backend behind the host pool
+    CPU_ENGINE = "cpu_engine"  # to run without an accelerator
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One place in SGLang that we depend on.
+
+    ``params`` are the exact parameter names of a callable, ``has`` are fields or attributes of a class, and
+    ``mentions`` are names that a function's own code must use: attributes that only exist on instances.
+    """
+
+    path: str
+    use: Use
+    why: str
+    hook: str | None = None
+    params: tuple[str, ...] | None = None
+    has: tuple[str, ...] = ()
+    mentions: tuple[str, ...] = ()
+    scope: Scope = Scope.HOST
+
+    def __post_init__(self) -> None:
+        is_hook = self.use in (Use.BEFORE, Use.AFTER, Use.AROUND, Use.REPLACE)
+        assert is_hook == (self.hook is not None), self.path
+
+
+_HOOKS = "sgl_kvfetch.plugin.hooks"
+_CPU = "sgl_kvfetch.plugin.cpu_engine"
+_SRT = "sglang.srt"
+_STORAGE = "sglang.srt.mem_cache.hicache_storage"
+_CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
+_MHA_HOST = "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        f"{_SRT}.plugins.hook_registry.HookRegistry.register",
+        Use.CALL,
+        "installs the hooks of this table",
+        params=("target", "hook", "hook_type", "source"),
+        scope=Scope.GATE,
+    ),
+    Seam(
+        f"{_SRT}.plugins.hook_registry.HookType",
+        Use.READ,
+        "names the kinds of hook",
+        has=("BEFORE", "AFTER", "AROUND", "REPLACE"),
+        scope=Scope.GATE,
+    ),
+    Seam(
+        f"{_SRT}.server_args.ServerArgs.add_cli_args",
+        Use.AFTER,
+        "--hicache-storage-backend has fixed choices",
+        hook=f"{_HOOKS}.allow_choice",
+        params=("parser",),
+        scope=Scope.GATE,
+    ),
+    Seam(
+        f"{_SRT}.server_args.prepare_server_args",
+        Use.AFTER,
+        "the command line's way in: a launch that cannot work stops with one message",
+        hook=f"{_HOOKS}.gate_command_line",
+        params=("argv",),
+        scope=Scope.GATE,
+    ),
+    Seam(
+        f"{_SRT}.server_args.ServerArgs.resolve_once",
+        Use.BEFORE,
+        "every launch's way in (sgl.Engine too), before a model is looked at",
+        hook=f"{_HOOKS}.gate_launch",
+        params=("self",),
+        scope=Scope.GATE,
+    ),
+    Seam(
+        f"{_SRT}.server_args.ServerArgs",
+        Use.READ,
+        "the flags that the gate looks at",
+        has=(
+            "hicache_storage_backend",
+            "hicache_storage_backend_extra_config",
+            "enable_hierarchical_cache",
+            "hicache_mem_layout",
+            "hicache_host_memory_mode",
+            "pp_size",
+            "disaggregation_decode_enable_offload_kvcache",
+        ),
+        scope=Scope.GATE,
+    ),
+    Seam(
+        f"{_SRT}.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+        ".parse_storage_backend_extra_config",
+        Use.CALL,
+        "reads the extra config as SGLang will: JSON or @file, SGLang's own keys taken out",
+        params=("storage_backend_extra_config",),
+        scope=Scope.GATE,
+    ),
+    Seam(
+        f"{_SRT}.mem_cache.storage.backend_factory.StorageBackendFactory._do_create_backend",
+        Use.AROUND,
+        "a registered name is refused by _create_builtin_backend unless SGLang knows it",
+        hook=f"{_HOOKS}.create_backend",
+        params=("backend_name", "storage_config", "mem_pool_host", "kwargs"),
+    ),
+    Seam(
+        f"{_CONTROLLER}.attach_storage_backend",
+        Use.AFTER,
+        "the zero-copy interface is given to a fixed list of names; runs at start-up and at run time",
+        hook=f"{_HOOKS}.use_zero_copy",
+        params=(
+            "self",
+            "storage_backend",
+            "prefetch_threshold",
+            "model_name",
+            "storage_backend_extra_config",
+        ),
+        mentions=(
+            "storage_backend_type",
+            "page_get_func",
+            "page_set_func",
+            "_page_get_zero_copy",
+            "_page_set_zero_copy",
+        ),
+    ),
+    Seam(
+        f"{_CONTROLLER}._page_get_zero_copy",
+        Use.CALL,
+        "calls batch_get_v1",
+        params=("self", "operation", "hash_values", "host_indices", "extra_info"),
+        mentions=("batch_get_v1",),
+    ),
+    Seam(
+        f"{_CONTROLLER}._page_set_zero_copy",
+        Use.CALL,
+        "calls batch_set_v1",
+        params=("self", "hash_values", "host_indices", "extra_info"),
+        mentions=("batch_set_v1",),
+    ),
+    Seam(
+        f"{_SRT}.mem_cache.unified_cache.storage_attachment.StorageAttachment.apply_runtime_config",
+        Use.BEFORE,
+        "forces hicache_storage_pass_prefix_keys, at start-up and at run time",
+        hook=f"{_HOOKS}.pass_prefix_keys",
+        params=(
+            "self",
+            "storage_backend",
+            "prefetch_threshold",
+            "prefetch_timeout_base",
+            "prefetch_timeout_per_ki_token",
+            "hicache_storage_pass_prefix_keys",
+            "enable_storage",
+            "enable_storage_metrics",
+            "extra_metric_labels",
+        ),
+    ),
+    Seam(
+        f"{_STORAGE}.HiCacheStorage",
+        Use.SUBCLASS,
+        "the storage backend",
+        has=("register_mem_pool_host", "on_host_pools_registered", "get", "set", "batch_get", "batch_set", "clear"),
+    ),
+    Seam(
+        f"{_STORAGE}.HiCacheStorage.exists",
+        Use.SUBCLASS,
+        "the storage backend's lookup of one page",
+        params=("self", "key"),
+    ),
+    Seam(
+        f"{_STORAGE}.HiCacheStorage.batch_exists",
+        Use.SUBCLASS,
+        "the storage backend's lookup",
+        params=("self", "keys", "extra_info"),
+    ),
+    Seam(
+        f"{_STORAGE}.HiCacheStorage.batch_get_v1",
+        Use.SUBCLASS,
+        "the storage backend's read",
+        params=("self", "keys", "host_indices", "extra_info"),
+    ),
+    Seam(
+        f"{_STORAGE}.HiCacheStorage.batch_set_v1",
+        Use.SUBCLASS,
+        "the storage backend's write",
+        params=("self", "keys", "host_indices", "extra_info"),
+    ),
+    Seam(
+        f"{_STORAGE}.HiCacheStorage.batch_exists_v2",
+        Use.SUBCLASS,
+        "the same for models with side pools",
+        params=("self", "keys", "pool_transfers", "extra_info"),
+    ),
+    Seam(
+        f"{_STORAGE}.HiCacheStorage.batch_get_v2",
+        Use.SUBCLASS,
+        "the same for models with side pools",
+        params=("self", "transfers", "extra_info"),
+    ),
+    Seam(
+        f"{_STORAGE}.HiCacheStorage.batch_set_v2",
+        Use.SUBCLASS,
+        "the same for models with side pools",
+        params=("self", "transfers", "extra_info"),
+    ),
+    Seam(
+        f"{_STORAGE}.HiCacheStorage.register_mem_host_pool_v2",
+        Use.SUBCLASS,
+        "refuses side pools",
+        params=("self", "host_pool", "host_pool_name"),
+    ),
+    Seam(f"{_STORAGE}.HiCacheStorage.get_stats", Use.SUBCLASS, "pages and speeds of transfers", params=("self",)),
+    Seam(
+        f"{_SRT}.observability.metrics_collector.StorageMetrics",
+        Use.CALL,
+        "what get_stats returns",
+        params=("prefetch_pgs", "backup_pgs", "prefetch_bandwidth", "backup_bandwidth"),
+    ),
+    Seam(
+        f"{_STORAGE}.HiCacheStorageConfig",
+        Use.READ,
+        "the rank's place in the model, and the extra config",
+        has=(
+            "tp_rank",
+            "tp_size",
+            "attn_cp_size",
+            "dcp_size",
+            "is_mla_model",
+            "should_split_heads",
+            "extra_config",
+        ),
+    ),
+    Seam(f"{_STORAGE}.HiCacheStorageExtraInfo", Use.READ, "the keys before a batch", has=("prefix_keys",)),
+    Seam(f"{_STORAGE}.PoolName", Use.READ, "names the KV cache itself among the pools", has=("KV",)),
+    Seam(f"{_STORAGE}.PoolTransfer", Use.READ, "a batch of v2", has=("name", "keys", "host_indices")),
+    Seam(
+        f"{_STORAGE}.PoolTransferResult",
+        Use.CALL,
+        "what batch_exists_v2 returns",
+        params=("kv_hit_pages", "extra_pool_hit_pages", "restorable_prefix_pages"),
+    ),
+    Seam(
+        f"{_SRT}.runtime_context.get_model",
+        Use.CALL,
+        "which weights, and how they are computed with, for the namespace",
+        params=(),
+    ),
+    Seam(
+        f"{_SRT}.server_args.ServerArgs",
+        Use.READ,
+        "the fields that get_model() has",
+        has=("model_path", "revision", "load_format", "dtype", "quantization", "json_model_override_args"),
+    ),
+    Seam(_MHA_HOST, Use.READ, "the host pool's buffers", has=("k_buffer", "v_buffer", "storage_format_tag")),
+    Seam(
+        f"{_MHA_HOST}.__init__",
+        Use.READ,
+        "the host pool's layers",
+        mentions=("dtype", "page_size", "layer_num", "target_layer_num"),
+    ),
+    Seam(
+        f"{_SRT}.mem_cache.pool_host.base.HostKVCache.__init__",
+        Use.READ,
+        "the host pool's layout",
+        mentions=("layout", "start_layer"),
+    ),
+    Seam(
+        f"{_SRT}.platforms.cpu.CpuSRTPlatform",
+        Use.SUBCLASS,
+        "a CPU without sgl-kernel",
+        has=("_enum", "get_dispatch_key_name"),
+        scope=Scope.CPU_ENGINE,
+    ),
+    Seam(
+        f"{_SRT}.platforms.device_mixin.PlatformEnum",
+        Use.READ,
+        "marks the platform as out of tree",
+        has=("OOT",),
+        scope=Scope.CPU_ENGINE,
+    ),
+    Seam(
+        f"{_SRT}.entrypoints.engine._set_envs_and_config",
+        Use.AFTER,
+        "SGLang forces spawn, so that every process imports it again, and one NUMA node a rank",
+        hook=f"{_CPU}.prepare_children",
+        params=("server_args",),
+        mentions=("set_start_method",),
+        scope=Scope.CPU_ENGINE,
+    ),
+    Seam(
+        f"{_MHA_HOST}.__init__",
+        Use.BEFORE,
+        "the host pool pins its memory with CUDA",
+        hook=f"{_CPU}.without_pinning",
+        params=(
+            "self",
+            "buffer_info",
+            "host_to_device_ratio",
+            "host_size",
+            "page_size",
+            "layout",
+            "pin_memory",
+            "device",
+            "allocator_type",
+            "device_capacity_tokens",
+            "start_layer",
+            "end_layer",
+            "draft_buffer_infos",
+            "write_back_staging",
+            "pool_label",
+            "head_group_num",
+            "host_token_capacity",
+        ),
+        scope=Scope.CPU_ENGINE,
+    ),
+    Seam(
+        f"{_MHA_HOST}.load_to_device_per_layer",
+        Use.REPLACE,
+        "pages move with CUDA operators",
+        hook=f"{_CPU}.load_layer",
+        params=(
+            "self",
+            "device_pool",
+            "host_indices",
+            "device_indices",
+            "layer_id",
+            "io_backend",
+            "is_draft",
+        ),
+        mentions=("device_k_buffers", "device_v_buffers", "target_layer_num"),
+        scope=Scope.CPU_ENGINE,
+    ),
+    Seam(
+        f"{_MHA_HOST}.backup_from_device_all_layer",
+        Use.REPLACE,
+        "pages move with CUDA operators",
+        hook=f"{_CPU}.backup_layers",
+        params=("self", "device_pool", "host_indices", "device_indices", "io_backend"),
+        mentions=("device_k_buffers", "device_v_buffers"),
+        scope=Scope.CPU_ENGINE,
+    ),
+)
+
+
+def check_version() -> str | None:
+    """What is wrong with the installed SGLang's version, or None."""
+    try:
+        found = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
+    return None if found == SGLANG_VERSION else f"found sglang {found}, expected {SGLANG_VERSION}"
+
+
+def check_seam(seam: Seam) -> str | None:
+    """What is wrong with one seam (what was found and what was expected), or None. Imports the seam's module."""
+    try:
+        target = pkgutil.resolve_name(seam.path)
+    except (ImportError, AttributeError) as error:
+        return f"{seam.path} not found ({error})"
+    if seam.params is not None:
+        found = tuple(inspect.signature(target).parameters) if callable(target) else None
+        if found != seam.params:
+            expected = f"expected ({', '.join(seam.params)})"
+            return f"{seam.path}: found {_describe(found)}, {expected}"
+    absent = [name for name in seam.has if name not in _members(target)]
+    absent += [name for name in seam.mentions if name not in _mentioned(target)]
+    return f"{seam.path}: expected {', '.join(absent)}, found none of that name" if absent else None
+
+
+def check_seams(scopes: Collection[Scope] = tuple(Scope)) -> list[str]:
+    """Every mismatch between the table and the installed SGLang, version first. An empty list is a pass."""
+    version = check_version()
+    mismatches = [] if version is None else [version]
+    for seam in SEAMS:
+        if seam.scope in scopes and (mismatch := check_seam(seam)) is not None:
+            mismatches.append(mismatch)
+    return mismatches
+
+
+def _describe(params: tuple[str, ...] | None) -> str:
+    return "no callable" if params is None else f"({', '.join(params)})"
+
+
+def _members(target: Any) -> set[str]:
+    """Attributes of a class and its fields: a field without a default is no attribute of the class."""
+    fields = {name for cls in getattr(target, "__mro__", ()) for name in inspect.get_annotations(cls)}
+    return fields | set(dir(target))
+
+
+def _mentioned(target: Any) -> set[str]:
+    """Names that the code of a function uses, nested functions included. Hooks are looked through."""
+    function = inspect.unwrap(target)
+    pending = [function.__code__] if isinstance(function, types.FunctionType) else []
+    names: set[str] = set()
+    while pending:
+        code = pending.pop()
+        names.update(code.co_names)
+        pending.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return names

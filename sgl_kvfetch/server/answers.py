@@ -1,0 +1,24 @@
+"""Errors as answers: a status and a small JSON body."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from sgl_kvfetch.errors import StoreError, StoreErrorReason
+from sgl_kvfetch.stores import wire
+from sgl_kvfetch.stores.local import IncompleteSegmentError
+
+_STATUS: dict[StoreErrorReason, int] = {"full": 507, "invalid": 422, "too_large": 413, "truncated": 416}
+
+
+def error_answer(status: int, error: str, message: str) -> web.Response:
+    body = msgspec.json.encode(wire.ErrorBody(error, message))
+    return web.Response(status=status, body=body, content_type="application/json")
+
+
+def store_error_answer(error: StoreError) -> web.Response:
+    """409 for a manifest before its data, 422 for other invalid objects, 507 when full, 500 for the rest."""
+    if isinstance(error, IncompleteSegmentError):
+        return error_answer(409, "incomplete", str(error))
+    return error_answer(_STATUS.get(error.reason, 500), error.reason, str(error))

@@ -1,0 +1,150 @@
+"""The server's application: routes, and what goes around every request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.server.answers import error_answer, store_error_answer
+from sgl_kvfetch.server.config import ServerConfig
+from sgl_kvfetch.server.lookup import LookupHandler
+from sgl_kvfetch.server.metrics import ServerMetrics
+from sgl_kvfetch.server.objects import ObjectHandlers
+from sgl_kvfetch.server.throttle import Link
+from sgl_kvfetch.stores import wire
+from sgl_kvfetch.stores.local import LocalStore
+
+logger = logging.getLogger(__name__)
+
+_PREPARED = web.RequestKey("prepared", bool)  # the answer's head is sent
+
+
+def create_app(config: ServerConfig) -> web.Application:
+    """The application over ``config.root``. It owns its store, and closes it on clean-up.
+
+    Raises ConfigError if the token's file cannot be read.
+    """
+    token = config.read_token()
+    metrics = ServerMetrics()
+    store = LocalStore(config.root, capacity_bytes=config.capacity_bytes, orphan_age_s=config.orphan_age_s)
+    link = Link(config.link_gbps) if config.link_gbps else None
+    objects = ObjectHandlers(store, metrics, config.max_body_bytes, link)
+    lookup = LookupHandler(store, metrics, link)
+
+    async def healthz(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"status": "ok"})
+
+    async def show_metrics(request: web.Request) -> web.StreamResponse:
+        metrics.note_usage(await store.usage())
+        return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def run_store(app: web.Application) -> AsyncIterator[None]:
+        collecting = asyncio.create_task(_collect(store, config.orphan_age_s))
+        yield
+        collecting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await collecting
+        await store.close()
+
+    app = web.Application(
+        middlewares=[_measured(metrics), _errors_as_json, _authorised(token)],
+        client_max_size=wire.MAX_LOOKUP_REQUEST_BYTES,
+    )
+    app.cleanup_ctx.append(run_store)
+    app.on_response_prepare.append(_note_prepared)
+    one_object = wire.OBJECTS_PATH + "/{name:.+}"
+    app.add_routes(
+        [
+            web.get(wire.HEALTH_PATH, healthz),
+            web.get(wire.METRICS_PATH, show_metrics),
+            web.get(wire.OBJECTS_PATH, objects.list, allow_head=False),
+            web.get(one_object, objects.get, allow_head=False),
+            web.head(one_object, objects.head),
+            web.put(one_object, objects.put),
+            web.delete(one_object, objects.delete),
+            web.post(wire.LOOKUP_PATH, lookup),
+        ]
+    )
+    return app
+
+
+async def _collect(store: LocalStore, every_s: float) -> None:
+    """Remove orphans now and then, on a store that nobody writes to as well."""
+    while True:
+        try:
+            await store.collect()
+        except StoreError as e:
+            logger.warning("collecting orphans failed: %s", e)
+        await asyncio.sleep(every_s)
+
+
+def _measured(metrics: ServerMetrics) -> Middleware:
+    @web.middleware
+    async def measure(request: web.Request, handler: Handler) -> web.StreamResponse:
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource is not None else "other"  # an unknown path is no label
+        started = time.monotonic()
+        status = "aborted"
+        with metrics.in_flight.track_inprogress():
+            try:
+                response = await handler(request)
+                status = str(response.status)
+                return response
+            finally:
+                method = request.method if resource is not None else "other"
+                metrics.requests.labels(method, route, status).inc()
+                metrics.seconds.labels(method, route).observe(time.monotonic() - started)
+
+    return measure
+
+
+async def _note_prepared(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    request[_PREPARED] = True
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException as e:
+        answer = error_answer(e.status, e.reason.lower().replace(" ", "_"), e.text or e.reason)
+        if "Allow" in e.headers:
+            answer.headers["Allow"] = e.headers["Allow"]
+        return answer
+    except ConnectionError:
+        raise  # the client went away
+    except Exception as e:
+        if not isinstance(e, StoreError):
+            logger.exception("%s %s failed", request.method, request.path)
+        if request.get(_PREPARED):
+            # Too late for a status: a broken connection is the only way to say that the body is not whole.
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("failed while sending the body") from e
+        return store_error_answer(e) if isinstance(e, StoreError) else error_answer(500, "server", "internal error")
+
+
+def _authorised(token: str | None) -> Middleware:
+    expected = None if token is None else f"Bearer {token}".encode()
+
+    @web.middleware
+    async def authorise(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if expected is None or request.path == wire.HEALTH_PATH:
+            return await handler(request)
+        sent = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if hmac.compare_digest(sent, expected):
+            return await handler(request)
+        answer = error_answer(401, "unauthorised", "a bearer token is needed")
+        answer.headers["WWW-Authenticate"] = "Bearer"
+        return answer
+
+    return authorise

@@ -1,0 +1,69 @@
+"""How a server is set up."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgl_kvfetch.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Raises ConfigError for values that are not allowed, and for an open door: see ``insecure``."""
+
+    root: Path  # the directory with the objects
+    host: str = "127.0.0.1"
+    port: int = 7450  # 0 picks a free one
+    token: str | None = None  # what clients must send
+    token_file: Path | None = None  # or where to read it from, at the start
+    insecure: bool = False  # allow other hosts in without a token
+    capacity_bytes: int | None = None  # evict beyond it; None for no limit
+    max_body_bytes: int = 4 << 30  # of one uploaded object
+    orphan_age_s: float = 900.0  # when unreferenced data and temporary files are collected
+    grace_s: float = 10.0  # for requests in flight when the server stops
+    link_gbps: float | None = None  # shape all responses together to this many 1e9 bits a second
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; expected 0 to 65535")
+        if self.token is not None and self.token_file is not None:
+            raise ConfigError("token and token_file are both given; expected one of them")
+        if self.token is not None and not self.token.strip():
+            raise ConfigError("token is empty")
+        for field in ("capacity_bytes", "max_body_bytes", "orphan_age_s", "link_gbps"):
+            value = getattr(self, field)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{field} is {value}; expected more than 0")
+        if self.grace_s < 0:
+            raise ConfigError(f"grace_s is {self.grace_s}; expected 0 or more")
+        if not (self.has_token or self.insecure or is_loopback(self.host)):
+            raise ConfigError(
+                f"host is {self.host!r}, which others can reach, and there is no token; "
+                "give a token, or allow anybody in with insecure"
+            )
+
+    @property
+    def has_token(self) -> bool:
+        return self.token is not None or self.token_file is not None
+
+    def read_token(self) -> str | None:
+        """The token, from its file if need be. Raises ConfigError if the file cannot be read or is empty."""
+        if self.token_file is None:
+            return self.token.strip() if self.token is not None else None
+        try:
+            token = self.token_file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"token_file {self.token_file} cannot be read: {e}") from e
+        if not token:
+            raise ConfigError(f"token_file {self.token_file} is empty")
+        return token
+
+
+def is_loopback(host: str) -> bool:
+    """Names other than ``localhost`` count as reachable: what they resolve to may change."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,52 @@
+"""Lookups over HTTP."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from sgl_kvfetch.keys import PAGE_HASH_BYTES
+from sgl_kvfetch.server.metrics import ServerMetrics
+from sgl_kvfetch.server.throttle import Link
+from sgl_kvfetch.stores import wire
+from sgl_kvfetch.stores.base import Lookup
+from sgl_kvfetch.stores.local import LocalStore
+
+
+class LookupHandler:
+    def __init__(self, store: LocalStore, metrics: ServerMetrics, link: Link | None) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._link = link
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()  # bounded by the application's client_max_size
+        self._metrics.received_bytes.inc(len(body))
+        try:
+            asked = msgspec.msgpack.decode(body, type=wire.LookupRequest)
+        except msgspec.DecodeError as e:
+            raise web.HTTPBadRequest(text=f"malformed lookup: {e}") from e
+        if len(asked.page_hashes) % PAGE_HASH_BYTES:
+            raise web.HTTPBadRequest(text=f"page_hashes has {len(asked.page_hashes)} bytes, not a multiple of 32")
+        page_hashes = [
+            asked.page_hashes[i : i + PAGE_HASH_BYTES] for i in range(0, len(asked.page_hashes), PAGE_HASH_BYTES)
+        ]
+        found = await self._store.lookup(asked.namespace, page_hashes)
+        self._metrics.note_lookup(len(page_hashes), found.num_pages)
+        answer = msgspec.msgpack.encode(_rows(found))
+        if self._link is not None:
+            await self._link.take(len(answer))
+        self._metrics.sent_bytes.inc(len(answer))
+        return web.Response(body=answer, content_type=wire.MSGPACK_TYPE)
+
+
+def _rows(found: Lookup) -> list[wire.HitRow]:
+    """The leading hits that fit into one answer."""
+    rows = []
+    room = wire.MAX_LOOKUP_ANSWER_BYTES
+    for hit in found.hits:
+        room -= len(hit.manifest) + 64  # more than a row's own framing takes
+        if room < 0:
+            break
+        rows.append(wire.HitRow(hit.manifest, hit.first_page, hit.num_pages))
+    return rows

@@ -1,0 +1,54 @@
+"""The server's metrics, in a registry of their own."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from sgl_kvfetch.stores.local import StoreUsage
+
+_LATENCY_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+
+
+class ServerMetrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        counter = partial(Counter, namespace="kvfetch", subsystem="server", registry=self.registry)
+        gauge = partial(Gauge, namespace="kvfetch", subsystem="server", registry=self.registry)
+        labels = ("method", "route")
+        self.requests = counter("requests", "Requests answered", (*labels, "status"))
+        self.seconds = Histogram(
+            "request_seconds",
+            "Time to answer, body included",
+            labels,
+            namespace="kvfetch",
+            subsystem="server",
+            buckets=_LATENCY_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.in_flight = gauge("requests_in_flight", "Requests being answered")
+        self.received_bytes = counter("received_bytes", "Bytes of request bodies")
+        self.sent_bytes = counter("sent_bytes", "Bytes of response bodies")
+        self.lookups = counter("lookups", "Lookups, by what they found", ("result",))
+        self.lookup_pages = counter("lookup_pages", "Pages looked up", ("result",))
+        self._stored_bytes = gauge("stored_bytes", "Bytes of all objects")
+        self._segments = gauge("segments", "Segments that lookups can find")
+        self._evicted = counter("evicted_segments", "Segments evicted to make room")
+        self._collected = counter("collected_objects", "Orphaned objects and temporary files removed")
+        self._unreadable = counter("unreadable_manifests", "Manifests skipped as unreadable")
+        self._last = StoreUsage(0, 0, 0, 0, 0)
+
+    def note_lookup(self, pages_asked: int, pages_found: int) -> None:
+        result = "hit" if pages_found == pages_asked else "partial" if pages_found else "miss"
+        self.lookups.labels(result).inc()
+        self.lookup_pages.labels("hit").inc(pages_found)
+        self.lookup_pages.labels("miss").inc(pages_asked - pages_found)
+
+    def note_usage(self, usage: StoreUsage) -> None:
+        self._stored_bytes.set(usage.stored_bytes)
+        self._segments.set(usage.num_segments)
+        self._evicted.inc(usage.num_evicted - self._last.num_evicted)
+        self._collected.inc(usage.num_collected - self._last.num_collected)
+        self._unreadable.inc(usage.num_unreadable - self._last.num_unreadable)
+        self._last = usage

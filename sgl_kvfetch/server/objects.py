@@ -1,0 +1,183 @@
+"""Objects over HTTP: put, get in ranges, head, delete, list."""
+
+from __future__ import annotations
+
+import asyncio
+from email.utils import formatdate
+
+import msgspec
+from aiohttp import web
+
+from sgl_kvfetch.container.manifest import MAX_MANIFEST_BYTES
+from sgl_kvfetch.errors import FormatError
+from sgl_kvfetch.keys import ObjectName, parse_object_name
+from sgl_kvfetch.server.answers import error_answer
+from sgl_kvfetch.server.metrics import ServerMetrics
+from sgl_kvfetch.server.ranges import RangeError, parse_range
+from sgl_kvfetch.server.throttle import Link
+from sgl_kvfetch.stores import wire
+from sgl_kvfetch.stores.base import ObjectInfo
+from sgl_kvfetch.stores.files import OpenObject
+from sgl_kvfetch.stores.local import LocalStore
+
+# Pieces of a file as they are sent, and of a body as it is written.
+_SEND_PIECE_BYTES = 8 << 20
+_WRITE_PIECE_BYTES = 1 << 20
+_LIST_PIECE_BYTES = 64 << 10
+
+
+class BodyTooLarge(web.HTTPRequestEntityTooLarge):
+    def __init__(self, most: int) -> None:
+        super().__init__(max_size=most, actual_size=most + 1, text=f"the body has more than {most} bytes")
+
+
+class ObjectHandlers:
+    def __init__(self, store: LocalStore, metrics: ServerMetrics, max_body_bytes: int, link: Link | None) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._max_body_bytes = max_body_bytes
+        self._link = link
+
+    async def put(self, request: web.Request) -> web.StreamResponse:
+        name = _name(request)
+        if name.is_manifest:
+            body = await self._read_manifest(request)
+            await self._store.put(name.segment.manifest_name, body)
+        else:
+            await self._receive_data(request)
+        return web.Response(status=201)
+
+    async def _read_manifest(self, request: web.Request) -> bytes:
+        most = min(self._max_body_bytes, MAX_MANIFEST_BYTES)
+        _require_fits(request, most)
+        body = bytearray()
+        while piece := await self._next_piece(request):
+            body += piece
+            if len(body) > most:
+                raise BodyTooLarge(most)
+        return bytes(body)
+
+    async def _receive_data(self, request: web.Request) -> None:
+        _require_fits(request, self._max_body_bytes)
+        received = 0
+        async with self._store.upload(request.match_info["name"]) as upload:
+            while piece := await self._next_piece(request):
+                received += len(piece)
+                if received > self._max_body_bytes:
+                    raise BodyTooLarge(self._max_body_bytes)
+                await upload.write(piece)
+            await upload.commit()
+
+    async def _next_piece(self, request: web.Request) -> bytes:
+        """About a MiB of the body, b"" at its end. A body that breaks off raises ConnectionError."""
+        pieces: list[bytes] = []
+        size = 0
+        while size < _WRITE_PIECE_BYTES:
+            piece = await request.content.read(_WRITE_PIECE_BYTES - size)
+            if not piece:
+                break
+            pieces.append(piece)
+            size += len(piece)
+        self._metrics.received_bytes.inc(size)
+        return b"".join(pieces)
+
+    async def get(self, request: web.Request) -> web.StreamResponse:
+        _name(request)
+        opened = await self._store.open_object(request.match_info["name"])
+        if opened is None:
+            return _not_found(request)
+        with opened.file:
+            return await self._send(request, opened)
+
+    async def _send(self, request: web.Request, opened: OpenObject) -> web.StreamResponse:
+        size = opened.info.size_bytes
+        start, end = 0, size
+        response = web.StreamResponse(headers=_headers(opened.info))
+        if "Range" in request.headers:
+            try:
+                start, end = parse_range(request.headers["Range"], size)
+            except RangeError as e:
+                answer = error_answer(416, "range", str(e))
+                answer.headers["Content-Range"] = f"bytes */{size}"
+                return answer
+            response.set_status(206)
+            response.headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+        response.content_length = end - start
+        await response.prepare(request)
+        await self._send_file(request, opened, start, end)
+        await response.write_eof()
+        return response
+
+    async def _send_file(self, request: web.Request, opened: OpenObject, start: int, end: int) -> None:
+        """The kernel copies from the file to the socket: nothing of it passes through this process."""
+        loop = asyncio.get_running_loop()
+        first = start
+        piece_bytes = self._link.piece_bytes if self._link else _SEND_PIECE_BYTES
+        while start < end:
+            length = min(piece_bytes, end - start)
+            if self._link is not None:
+                await self._link.take(length, continuing=start > first)
+            if request.transport is None:
+                raise ConnectionResetError("the client went away")
+            sent = await loop.sendfile(request.transport, opened.file, start, length)
+            if sent < length:
+                raise ConnectionResetError("the file ended early")
+            self._metrics.sent_bytes.inc(sent)
+            start += sent
+
+    async def head(self, request: web.Request) -> web.StreamResponse:
+        _name(request)
+        info = await self._store.head(request.match_info["name"])
+        if info is None:
+            return _not_found(request)
+        return web.Response(headers=_headers(info) | {"Content-Length": str(info.size_bytes)})
+
+    async def delete(self, request: web.Request) -> web.StreamResponse:
+        _name(request)
+        if await self._store.delete(request.match_info["name"]):
+            return web.Response(status=204)
+        return _not_found(request)
+
+    async def list(self, request: web.Request) -> web.StreamResponse:
+        """One JSON object a line; a listing that fails on the way ends without its last chunk."""
+        response = web.StreamResponse(headers={"Content-Type": wire.NDJSON_TYPE})
+        lines = bytearray()
+        await response.prepare(request)
+        async for info in self._store.list(request.query.get("prefix", "")):
+            lines += msgspec.json.encode(wire.ListedObject(info.name, info.size_bytes, info.modified_s)) + b"\n"
+            if len(lines) >= _LIST_PIECE_BYTES:
+                await self._send_lines(response, lines)
+        await self._send_lines(response, lines)
+        await response.write_eof()
+        return response
+
+    async def _send_lines(self, response: web.StreamResponse, lines: bytearray) -> None:
+        if lines:
+            await response.write(bytes(lines))
+            self._metrics.sent_bytes.inc(len(lines))
+            lines.clear()
+
+
+def _name(request: web.Request) -> ObjectName:
+    try:
+        return parse_object_name(request.match_info["name"])
+    except FormatError as e:
+        raise web.HTTPBadRequest(text=str(e)) from e
+
+
+def _require_fits(request: web.Request, most: int) -> None:
+    """Refuse what is announced as too large before it is sent."""
+    if request.content_length is not None and request.content_length > most:
+        raise BodyTooLarge(most)
+
+
+def _headers(info: ObjectInfo) -> dict[str, str]:
+    return {
+        "Accept-Ranges": "bytes",
+        "Content-Type": wire.BYTES_TYPE,
+        "Last-Modified": formatdate(info.modified_s, usegmt=True),
+    }
+
+
+def _not_found(request: web.Request) -> web.Response:
+    return error_answer(404, "not_found", f"no object {request.match_info['name']}")

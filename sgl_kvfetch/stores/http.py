@@ -1,0 +1,290 @@
+"""Client of a store behind HTTP: ``kvfetch serve``, or any server that speaks the same paths."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception,
+    stop_after_attempt,
+    stop_before_delay,
+    wait_exponential_jitter,
+)
+
+from sgl_kvfetch.container.manifest import MAX_MANIFEST_BYTES
+from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.keys import PAGE_HASH_BYTES
+from sgl_kvfetch.stores import wire
+from sgl_kvfetch.stores.base import Lookup, ObjectInfo, SegmentHit, Store
+from sgl_kvfetch.stores.files import require_name, require_namespace
+from sgl_kvfetch.stores.http_answers import (
+    client_errors,
+    decode_hits,
+    decode_listed,
+    read_range,
+    read_whole,
+    require_status,
+)
+
+T = TypeVar("T")
+
+# The reasons for which the same request may do better at once. A full store, say, will not.
+RETRIED = frozenset({"refused", "server", "truncated", "timeout"})
+_SEND_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    timeout_s: float = 30.0  # of one call, retries and waiting for a connection included
+    connect_timeout_s: float = 5.0  # of one attempt
+    max_connections: int = 32
+    max_attempts: int = 4
+    backoff_s: float = 0.05  # before the first retry; doubles, with jitter
+    max_object_bytes: int = 1 << 30  # the largest body that is read into memory
+    on_retry: Callable[[StoreError], None] | None = None  # called before each retry, on the event loop
+
+    def __post_init__(self) -> None:
+        for field in ("timeout_s", "connect_timeout_s", "max_connections", "max_attempts", "max_object_bytes"):
+            if not getattr(self, field) > 0:
+                raise ConfigError(f"{field} is {getattr(self, field)}; expected more than 0")
+        if self.backoff_s < 0:
+            raise ConfigError(f"backoff_s is {self.backoff_s}; expected 0 or more")
+
+
+class HttpStore(Store):
+    """One pool of connections, made at the first call on the loop that makes it.
+
+    Every request is idempotent, so attempts that failed on the way, or on the server's side, are repeated until the
+    deadline. Nothing of an answer is trusted: it is no larger than asked for, and well-formed, or an error.
+    """
+
+    def __init__(self, url: str, *, token: str | None = None, options: HttpOptions | None = None) -> None:
+        """Raises ConfigError for anything but an http(s) URL with a host and, if need be, a path."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ConfigError(f"store URL {url!r} is not http(s)://host[:port][/path]")
+        if parts.username or parts.password:
+            raise ConfigError("a store URL carries no user or password; use a token")
+        if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token != ""):
+            raise ConfigError("the token is empty or has spaces around it or unprintable characters in it")
+        self.url = url.rstrip("/")
+        self.options = options or HttpOptions()
+        self._headers = {"Accept-Encoding": "identity"}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        """Also raises ``too_large`` if the object is larger than ``max_object_bytes`` and no length is given."""
+        assert start >= 0
+        assert length is None or length >= 0
+        parsed = require_name(name)
+        most = MAX_MANIFEST_BYTES if parsed.is_manifest else self.options.max_object_bytes
+        if length == 0:  # HTTP has no empty range
+            return await self._get_nothing(name, start)
+        whole = start == 0 and length is None
+        headers = {} if whole else {"Range": f"bytes={start}-{start + length - 1 if length else ''}"}
+
+        async def attempt() -> bytes | None:
+            async with self._request("GET", self._object_url(name), headers=headers) as response:
+                if response.status == 404:
+                    return None
+                if whole:
+                    await require_status(response, 200)
+                    return await read_whole(response, most)
+                return await read_range(response, start, length, most)
+
+        return await self._retried(f"getting {name}", attempt)
+
+    async def _get_nothing(self, name: str, start: int) -> bytes | None:
+        info = await self.head(name)
+        if info is not None and start > info.size_bytes:
+            raise StoreError("truncated", f"{name} has {info.size_bytes} bytes; asked for some from {start} on")
+        return None if info is None else b""
+
+    async def put(self, name: str, data: bytes) -> None:
+        require_name(name)
+        headers = {"Content-Type": wire.BYTES_TYPE}
+
+        async def attempt() -> None:
+            url = self._object_url(name)
+            async with self._request("PUT", url, headers=headers, body=data) as response:
+                await require_status(response, 200, 201, 204)
+
+        await self._retried(f"putting {name}", attempt)
+
+    async def head(self, name: str) -> ObjectInfo | None:
+        """The time of change is in whole seconds, 0 if the server does not say."""
+        require_name(name)
+
+        async def attempt() -> ObjectInfo | None:
+            async with self._request("HEAD", self._object_url(name)) as response:
+                if response.status == 404:
+                    return None
+                await require_status(response, 200)
+                if response.content_length is None:
+                    raise StoreError("protocol", f"{name}: the answer to HEAD has no Content-Length")
+                modified_s = _http_date_s(response.headers.get("Last-Modified"))
+                return ObjectInfo(name, response.content_length, modified_s)
+
+        return await self._retried(f"looking at {name}", attempt)
+
+    async def delete(self, name: str) -> bool:
+        """After a retry, False may mean that an earlier attempt deleted it."""
+        require_name(name)
+
+        async def attempt() -> bool:
+            async with self._request("DELETE", self._object_url(name)) as response:
+                if response.status == 404:
+                    return False
+                await require_status(response, 200, 204)
+                return True
+
+        return await self._retried(f"deleting {name}", attempt)
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        """Streamed, without retries: the deadline holds for each line."""
+        what = f"listing {prefix!r}"
+        with client_errors(what):
+            async with self._deadline(what):
+                url = self.url + wire.OBJECTS_PATH
+                response = await self._request("GET", url, params={"prefix": prefix})
+            async with response:
+                await require_status(response, 200)
+                while line := await self._next_line(what, response):
+                    yield decode_listed(line, prefix)
+
+    async def _next_line(self, what: str, response: aiohttp.ClientResponse) -> bytes:
+        async with self._deadline(what):
+            return await response.content.readline(max_line_length=wire.MAX_LINE_BYTES)
+
+    async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
+        require_namespace(namespace)
+        assert all(len(page_hash) == PAGE_HASH_BYTES for page_hash in page_hashes)
+        hits: tuple[SegmentHit, ...] = ()
+        for first in range(0, len(page_hashes), wire.MAX_LOOKUP_PAGES):
+            asked = page_hashes[first : first + wire.MAX_LOOKUP_PAGES]
+            found = await self._lookup_once(namespace, asked)
+            hits += found.hits
+            if found.num_pages < len(asked):
+                break
+        return Lookup(hits)
+
+    async def _lookup_once(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
+        body = msgspec.msgpack.encode(wire.LookupRequest(namespace, b"".join(page_hashes)))
+        headers = {"Content-Type": wire.MSGPACK_TYPE}
+
+        async def attempt() -> bytes:
+            url = self.url + wire.LOOKUP_PATH
+            async with self._request("POST", url, headers=headers, body=body) as response:
+                await require_status(response, 200)
+                return await read_whole(response, wire.MAX_LOOKUP_ANSWER_BYTES)
+
+        what = f"looking up {len(page_hashes)} pages in {namespace}"
+        return decode_hits(what, await self._retried(what, attempt), len(page_hashes))
+
+    async def close(self) -> None:
+        self._closed = True
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def _object_url(self, name: str) -> str:
+        return f"{self.url}{wire.OBJECTS_PATH}/{name}"
+
+    def _request(
+        self,
+        method: str,
+        url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        params: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+    ) -> aiohttp.client._RequestContextManager:
+        if self._closed:
+            raise StoreError("io", f"the client of {self.url} is closed")
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self.options.max_connections),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.options.connect_timeout_s),
+                headers=self._headers,
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                read_bufsize=1 << 20,
+            )
+        if body is not None:
+            headers = {**(headers or {}), "Content-Length": str(len(body))}
+        # Redirects would carry the token to another host.
+        return self._session.request(
+            method,
+            url,
+            headers=headers,
+            params=params,
+            data=None if body is None else _pieces(body),
+            allow_redirects=False,
+        )
+
+    @asynccontextmanager
+    async def _deadline(self, what: str) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self.options.timeout_s):
+                yield
+        except TimeoutError as e:
+            message = f"{what}: no answer from {self.url} within {self.options.timeout_s} s"
+            raise StoreError("timeout", message, retriable=True) from e
+
+    async def _retried(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Raises StoreError: the last attempt's, or ``timeout`` once the deadline passes."""
+        options = self.options
+
+        def note_retry(state: RetryCallState) -> None:
+            error = state.outcome.exception() if state.outcome else None
+            if options.on_retry is not None and isinstance(error, StoreError):
+                options.on_retry(error)
+
+        retrying = AsyncRetrying(
+            stop=stop_after_attempt(options.max_attempts) | stop_before_delay(options.timeout_s),
+            wait=wait_exponential_jitter(options.backoff_s, max=options.timeout_s, jitter=options.backoff_s),
+            retry=retry_if_exception(_may_help),
+            before_sleep=note_retry,
+            reraise=True,
+        )
+
+        async def translated() -> T:
+            with client_errors(what):
+                return await attempt()
+
+        async with self._deadline(what):
+            return await retrying(translated)
+
+
+def _may_help(error: BaseException) -> bool:
+    return isinstance(error, StoreError) and error.retriable and error.reason in RETRIED
+
+
+async def _pieces(data: bytes) -> AsyncIterator[memoryview]:
+    """A body in pieces, so that the event loop turns between them. Made anew for each attempt."""
+    view = memoryview(data)
+    for start in range(0, len(view), _SEND_PIECE_BYTES):
+        yield view[start : start + _SEND_PIECE_BYTES]
+
+
+def _http_date_s(value: str | None) -> float:
+    """Seconds since the epoch; 0 for none or nonsense."""
+    if value is None:
+        return 0.0
+    try:
+        return parsedate_to_datetime(value).timestamp()
+    except ValueError:
+        return 0.0

@@ -1,0 +1,228 @@
+"""A store in a directory, for one machine or a shared file system."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import ParamSpec, Self, TypeVar
+
+from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.stores import files
+from sgl_kvfetch.stores.base import Lookup, ObjectInfo, Store
+from sgl_kvfetch.stores.capacity import Capacity
+from sgl_kvfetch.stores.catalog import Catalog
+from sgl_kvfetch.stores.files import OpenObject
+from sgl_kvfetch.stores.writing import DataWriter, IncompleteSegmentError, Shelf, write_manifest
+
+__all__ = ["IncompleteSegmentError", "LocalStore", "StoreUsage", "Upload"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    stored_bytes: int
+    num_segments: int  # that lookups can find
+    num_evicted: int  # segments, since the start
+    num_collected: int  # orphaned objects and temporary files, since the start
+    num_unreadable: int  # manifests skipped, since the start
+
+
+class LocalStore(Store):
+    """A directory of objects. Other processes may use it at the same time; each object is replaced atomically.
+
+    With a capacity, the least recently used segments make room for new ones: manifest first, then data. What a
+    writer left unfinished is removed once it is ``orphan_age_s`` old.
+    """
+
+    def __init__(
+        self,
+        root: Path | str,
+        *,
+        capacity_bytes: int | None = None,
+        orphan_age_s: float = 900.0,
+        num_threads: int = 8,
+    ) -> None:
+        """Makes the directory at the first write. Raises ConfigError for a capacity below one byte."""
+        if capacity_bytes is not None and capacity_bytes < 1:
+            raise ConfigError(f"capacity_bytes is {capacity_bytes}; expected at least 1, or none for no limit")
+        self.root = Path(root)
+        catalog = Catalog(self.root)
+        self._shelf = Shelf(self.root, threading.RLock(), catalog, Capacity(catalog, capacity_bytes, orphan_age_s))
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="kvfetch-local")
+        self._closed = False
+
+    async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        assert start >= 0
+        assert length is None or length >= 0
+        files.require_name(name)
+        return await self._run(self._get, name, start, length)
+
+    def _get(self, name: str, start: int, length: int | None) -> bytes | None:
+        opened = self._open(name)
+        if opened is None:
+            return None
+        with opened.file as file, files.os_errors(f"reading {name}"):
+            wanted = opened.info.size_bytes - start if length is None else length
+            data = files.read_fully(file, start, wanted) if wanted >= 0 else b""
+        if wanted < 0 or start > opened.info.size_bytes or len(data) < wanted:
+            raise StoreError(
+                "truncated",
+                f"{name} has {opened.info.size_bytes} bytes; asked for {length} from {start} on",
+            )
+        return data
+
+    async def put(self, name: str, data: bytes) -> None:
+        """Raises StoreError, ``invalid`` for data whose digest is not the name's, or a manifest before its data."""
+        parsed = files.require_name(name)
+        if parsed.is_manifest:
+            await self._run(write_manifest, self._shelf, name, data)
+        else:
+            await self._run(self._put_data, DataWriter(self._shelf, parsed), data)
+
+    def _put_data(self, writer: DataWriter, data: bytes) -> None:
+        try:
+            writer.write(data)
+            writer.commit()
+        finally:
+            writer.discard()
+
+    def upload(self, name: str) -> Upload:
+        """Write a data object piece by piece. Raises StoreError (``invalid``) for other names."""
+        parsed = files.require_name(name)
+        if parsed.is_manifest:
+            raise StoreError("invalid", f"{name} is a manifest: it is put whole")
+        return Upload(self, DataWriter(self._shelf, parsed))
+
+    async def open_object(self, name: str) -> OpenObject | None:
+        """Open an object for reading in pieces; the caller closes it. None if it is missing."""
+        files.require_name(name)
+        opening = asyncio.ensure_future(self._run(self._open, name))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_opened)
+            raise
+
+    def _open(self, name: str) -> OpenObject | None:
+        with files.os_errors(f"opening {name}"):
+            opened = files.open_object(self.root, name)
+        if opened is not None:
+            manifest_name = files.require_name(name).segment.manifest_name
+            with self._shelf.lock:
+                self._shelf.catalog.touch((manifest_name,))
+        return opened
+
+    async def head(self, name: str) -> ObjectInfo | None:
+        files.require_name(name)
+        return await self._run(self._head, name)
+
+    def _head(self, name: str) -> ObjectInfo | None:
+        with files.os_errors(f"looking at {name}"):
+            return files.stat_object(self.root, name)
+
+    async def delete(self, name: str) -> bool:
+        """Deleting a manifest, or data that it needs, hides the segment from lookups at once."""
+        files.require_name(name)
+        return await self._run(self._delete, name)
+
+    def _delete(self, name: str) -> bool:
+        with self._shelf.lock, files.os_errors(f"deleting {name}"):
+            found = files.delete_object(self.root, name)
+            self._shelf.catalog.forget(name)
+        return found
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        for namespace in await self._run(self._namespaces):
+            if namespace.startswith(prefix[: len(namespace)]):
+                for info in await self._run(self._list, namespace, prefix):
+                    yield info
+
+    def _namespaces(self) -> Sequence[str]:
+        with files.os_errors("listing namespaces"):
+            return files.namespaces(self.root)
+
+    def _list(self, namespace: str, prefix: str) -> Sequence[ObjectInfo]:
+        with files.os_errors(f"listing {namespace}"):
+            return files.list_objects(self.root, namespace, prefix)
+
+    async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
+        files.require_namespace(namespace)
+        return await self._run(self._lookup, namespace, page_hashes)
+
+    def _lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
+        with self._shelf.lock, files.os_errors(f"looking up in {namespace}"):
+            self._shelf.catalog.refresh(namespace)
+            found = self._shelf.catalog.index.find(namespace, page_hashes)
+            self._shelf.catalog.touch(name for name, _ in found)
+        return Lookup(tuple(hit for _, hit in found))
+
+    async def usage(self) -> StoreUsage:
+        """Sizes and counters. The first call reads every manifest, later ones what changed."""
+        return await self._run(self._usage)
+
+    def _usage(self) -> StoreUsage:
+        catalog, capacity = self._shelf.catalog, self._shelf.capacity
+        with self._shelf.lock, files.os_errors("scanning"):
+            catalog.refresh_all()
+            return StoreUsage(
+                catalog.stored_bytes,
+                len(catalog.index),
+                capacity.num_evicted,
+                capacity.num_collected,
+                catalog.num_unreadable,
+            )
+
+    async def collect(self) -> None:
+        """Remove old orphans now. Writes do so too, once every ``orphan_age_s``."""
+        await self._run(self._collect)
+
+    def _collect(self) -> None:
+        with self._shelf.lock, files.os_errors("collecting orphans"):
+            self._shelf.capacity.collect()
+
+    async def close(self) -> None:
+        self._closed = True
+        await asyncio.to_thread(self._executor.shutdown)
+
+    async def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._closed:
+            raise StoreError("io", f"the store {self.root} is closed")
+        return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: call(*args, **kwargs))
+
+
+class Upload:
+    """A data object that is written in pieces. Leaving the context without ``commit`` leaves nothing behind."""
+
+    def __init__(self, store: LocalStore, writer: DataWriter) -> None:
+        self._store = store
+        self._writer = writer
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.shield(asyncio.to_thread(self._writer.discard))  # also after the store was closed
+
+    async def write(self, data: bytes) -> None:
+        """Raises StoreError (``full``, ``io``)."""
+        await self._store._run(self._writer.write, data)
+
+    async def commit(self) -> None:
+        """Raises StoreError (``invalid`` if the bytes do not match the name's digest; ``full``, ``io``)."""
+        await self._store._run(self._writer.commit)
+
+
+def _close_opened(opening: asyncio.Future[OpenObject | None]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opened = opening.result()
+        if opened is not None:
+            opened.file.close()

@@ -1,0 +1,52 @@
+"""What the HTTP client and the server say to each other beyond plain HTTP. docs/protocol.md describes it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from sgl_kvfetch.container.manifest import MAX_MANIFEST_BYTES, MAX_SEGMENT_PAGES
+from sgl_kvfetch.keys import NAMESPACE_HEX_DIGITS, PAGE_HASH_BYTES
+
+OBJECTS_PATH = "/v1/objects"
+LOOKUP_PATH = "/v1/lookup"
+HEALTH_PATH = "/healthz"
+METRICS_PATH = "/metrics"
+
+MSGPACK_TYPE = "application/msgpack"
+NDJSON_TYPE = "application/x-ndjson"
+BYTES_TYPE = "application/octet-stream"
+
+MAX_LOOKUP_PAGES = 1 << 16  # in one request; clients ask again for more
+MAX_LOOKUP_REQUEST_BYTES = MAX_LOOKUP_PAGES * PAGE_HASH_BYTES + 1024
+# A server ends a run early rather than answer with more than this; one manifest always fits.
+MAX_LOOKUP_ANSWER_BYTES = 4 * MAX_MANIFEST_BYTES
+MAX_LINE_BYTES = 4096  # of a listing
+
+
+class LookupRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    namespace: Annotated[str, Meta(pattern=f"^[0-9a-f]{{{NAMESPACE_HEX_DIGITS}}}$")]
+    page_hashes: Annotated[bytes, Meta(max_length=MAX_LOOKUP_PAGES * PAGE_HASH_BYTES)]  # one after another
+
+
+class HitRow(msgspec.Struct, frozen=True, array_like=True):
+    manifest: Annotated[bytes, Meta(min_length=1, max_length=MAX_MANIFEST_BYTES)]
+    first_page: Annotated[int, Meta(ge=0, lt=MAX_SEGMENT_PAGES)]
+    num_pages: Annotated[int, Meta(ge=1, le=MAX_SEGMENT_PAGES)]
+
+
+class ListedObject(msgspec.Struct, frozen=True):
+    """One line of a listing."""
+
+    name: str
+    size_bytes: Annotated[int, Meta(ge=0)]
+    modified_s: float
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The body of every answer from 400 on. ``error`` is a fixed word, ``message`` is for people."""
+
+    error: str
+    message: str

@@ -1,0 +1,163 @@
+"""Writing into a local store. Blocking; safe to use from several threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from sgl_kvfetch.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.errors import FormatError, StoreError
+from sgl_kvfetch.keys import ObjectName
+from sgl_kvfetch.stores import files
+from sgl_kvfetch.stores.capacity import Capacity
+from sgl_kvfetch.stores.catalog import Catalog
+
+
+class IncompleteSegmentError(StoreError):
+    """A manifest came before its data."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("invalid", message)
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """The parts of a local store that its writers share. ``lock`` guards the catalog and the capacity."""
+
+    root: Path
+    lock: threading.RLock
+    catalog: Catalog
+    capacity: Capacity
+
+
+def write_manifest(shelf: Shelf, name: str, content: bytes) -> None:
+    """Commit a segment. Raises StoreError (``invalid`` if it is malformed, misnamed or its data is missing)."""
+    try:
+        manifest = decode_manifest(content)
+    except FormatError as e:
+        raise StoreError("invalid", f"{name}: {e}") from e
+    key = manifest.key
+    if key.manifest_name != name:
+        raise StoreError("invalid", f"{name}: the manifest belongs under the name {key.manifest_name}")
+    with files.os_errors(f"writing {name}"):
+        with shelf.lock:
+            shelf.capacity.start_writing(name)
+        try:
+            _write_manifest(shelf, name, content, manifest)
+        finally:
+            with shelf.lock:
+                shelf.capacity.stop_writing(name)
+
+
+def _write_manifest(shelf: Shelf, name: str, content: bytes, manifest: Manifest) -> None:
+    with shelf.lock:
+        shelf.capacity.reserve(len(content))
+    try:
+        temp = files.TempFile(shelf.root, name)
+        try:
+            temp.write(content)
+            temp.sync()
+            with shelf.lock:
+                _require_data(shelf, manifest)
+                temp.commit()
+                status = os.stat(shelf.root / name, follow_symlinks=False)
+                shelf.catalog.note_manifest(content, manifest, status)
+                shelf.capacity.manifest_committed(name)
+        finally:
+            temp.discard()
+    finally:
+        with shelf.lock:
+            shelf.capacity.release(len(content))
+
+
+def _require_data(shelf: Shelf, manifest: Manifest) -> None:
+    for variant in manifest.variants:
+        name, size_bytes = manifest.data_name(variant), manifest.data_bytes(variant)
+        info = files.stat_object(shelf.root, name)
+        if info is None:
+            raise IncompleteSegmentError(f"data object {name} is missing; data comes before the manifest")
+        if info.size_bytes != size_bytes:
+            raise IncompleteSegmentError(
+                f"data object {name} has {info.size_bytes} bytes, the manifest says {size_bytes}"
+            )
+        shelf.catalog.note_data(name, size_bytes)  # another process may have written it
+
+
+class DataWriter:
+    """One data object on its way in, piece by piece. Nothing shows before ``commit``.
+
+    The name's digest is checked: data goes by its content, so wrong bytes under a name would stay for good.
+    """
+
+    def __init__(self, shelf: Shelf, name: ObjectName) -> None:
+        assert name.content_digest is not None
+        self._shelf = shelf
+        self._owner = name.segment.manifest_name
+        self._digest = name.content_digest
+        self.name = name.segment.data_name(name.content_digest)
+        self._hasher = xxhash.xxh3_128()
+        self._size_bytes = 0
+        self._temp: files.TempFile | None = None
+        self._finished = False
+        # An await that is cancelled leaves its thread running: discard must not close the file under a write.
+        self._lock = threading.Lock()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Raises StoreError (``full``, ``io``)."""
+        with self._lock, files.os_errors(f"writing {self.name}"):
+            if self._finished:
+                return  # given up meanwhile
+            temp = self._opened()
+            with self._shelf.lock:
+                self._shelf.capacity.reserve(len(data))
+                self._size_bytes += len(data)
+            self._hasher.update(data)
+            temp.write(data)
+
+    def commit(self) -> None:
+        """Raises StoreError (``invalid`` if the bytes do not match the name's digest; ``full``, ``io``)."""
+        with self._lock, files.os_errors(f"writing {self.name}"):
+            if self._finished:
+                return
+            temp = self._opened()
+            if self._hasher.hexdigest() != self._digest:
+                raise StoreError(
+                    "invalid",
+                    f"{self.name}: the content's digest is {self._hasher.hexdigest()}, the name's is another",
+                )
+            temp.sync()
+            with self._shelf.lock:
+                temp.commit()
+                self._shelf.catalog.note_data(self.name, self._size_bytes)
+                self._shelf.capacity.data_committed(self._owner)
+                self._finish()
+
+    def discard(self) -> None:
+        """Remove what was written, unless it is committed. Idempotent. Raises StoreError (``io``)."""
+        with self._lock, files.os_errors(f"removing what was written of {self.name}"):
+            if self._finished:
+                return
+            opened = self._temp
+            try:
+                if opened is not None:
+                    opened.discard()
+            finally:
+                with self._shelf.lock:
+                    self._finish()
+
+    def _opened(self) -> files.TempFile:
+        if self._temp is None:
+            self._temp = files.TempFile(self._shelf.root, self.name)
+            with self._shelf.lock:
+                self._shelf.capacity.start_writing(self._owner)
+        return self._temp
+
+    def _finish(self) -> None:
+        self._finished = True
+        self._shelf.capacity.release(self._size_bytes)
+        if self._temp is not None:
+            self._shelf.capacity.stop_writing(self._owner)

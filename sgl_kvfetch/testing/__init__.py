@@ -1,0 +1,1 @@
+"""Helpers for tests, demonstrations and benchmarks that run a real SGLang."""

@@ -1,0 +1,258 @@
+"""Run a real SGLang server as a child process: for tests, demonstrations and benchmarks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+CPU_ARGS: tuple[str, ...] = (
+    *("--device", "cpu"),
+    *("--attention-backend", "torch_native"),
+    *("--dtype", "float32"),
+    *("--max-total-tokens", "4096"),
+    *("--max-running-requests", "4"),
+    *("--context-length", "2048"),
+    "--disable-cuda-graph",
+    "--skip-server-warmup",
+)
+COMMON_ARGS: tuple[str, ...] = ("--page-size", "16", "--enable-cache-report", "--enable-metrics")
+
+_LOG_TAIL_LINES = 60
+_EXIT_S = 15.0
+
+
+class ServerError(RuntimeError):
+    """The server did not start, died, or refused a request. The message holds what it said."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One answer of ``/generate``.
+
+    ``logprobs`` are those of the output tokens, where they were asked for. ``cached_tokens`` counts the prompt's
+    tokens that were not computed, and ``cached_tokens_details`` says which tier they came from.
+    """
+
+    text: str
+    output_ids: list[int]
+    logprobs: list[float]
+    cached_tokens: int
+    cached_tokens_details: dict[str, Any]
+    meta_info: dict[str, Any] = field(repr=False)
+
+
+def hicache_args(
+    store_url: str,
+    *,
+    layout: str = "page_first_direct",
+    io_backend: str = "direct",
+    prefetch_policy: str = "wait_complete",
+    prefetch_threshold: int = 16,
+    **config: Any,
+) -> list[str]:
+    """The flags of host mode: our storage backend behind SGLang's host pool.
+
+    ``prefetch_threshold`` is in tokens; SGLang's own default of 256 ignores short prompts. ``config`` holds further
+    keys of our config.
+    """
+    extra = {"store": store_url, "prefetch_threshold": prefetch_threshold, **config}
+    return [
+        "--enable-hierarchical-cache",
+        *("--hicache-mem-layout", layout),
+        *("--hicache-io-backend", io_backend),
+        *("--hicache-storage-prefetch-policy", prefetch_policy),
+        *("--hicache-storage-backend", "kvfetch"),
+        *("--hicache-storage-backend-extra-config", json.dumps(extra)),
+    ]
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class SGLangServer:
+    """A context manager: ``python -m sglang.launch_server`` on a free loopback port, ready when entered.
+
+    ``extra_args`` follow the defaults and win over them. ``env`` is added to this process's environment. On a machine
+    without an accelerator the CPU engine is switched on and ``CPU_ARGS`` are passed. The log goes to ``log_path``, or
+    to the server's temporary directory, which is also where it runs: the folder `triton_kernels` of a checkout must
+    not be importable in it. SGLang wants an ``admin_api_key`` for attaching a storage backend at run time; every
+    request carries it.
+
+    Entering raises ``ServerError``, with the log's tail, if the server exits or is not healthy in time.
+    """
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        extra_args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        log_path: str | os.PathLike[str] | None = None,
+        admin_api_key: str | None = None,
+        start_timeout_s: float = 240.0,
+        request_timeout_s: float = 240.0,
+    ) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="sglang-", ignore_cleanup_errors=True)
+        self.log_path = Path(log_path) if log_path is not None else Path(self._directory.name, "server.log")
+        self.log_path = self.log_path.absolute()
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._start_timeout_s = start_timeout_s
+        self._request_timeout_s = request_timeout_s
+        self._env = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+        args = [*COMMON_ARGS, *extra_args]
+        self._headers = {"Content-Type": "application/json"}
+        if admin_api_key is not None:
+            args += ["--admin-api-key", admin_api_key]
+            self._headers["Authorization"] = f"Bearer {admin_api_key}"
+        if not torch.accelerator.is_available():
+            args = [*CPU_ARGS, *args]
+            self._env["SGL_KVFETCH_CPU_ENGINE"] = "1"
+        self._env.update(env or {})
+        model = os.path.abspath(model_path) if os.path.exists(model_path) else os.fspath(model_path)
+        self.command = [
+            *(sys.executable, "-m", "sglang.launch_server", "--model-path", model),
+            *("--host", "127.0.0.1", "--port", str(self.port)),
+            *args,
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the server and wait until it answers ``/health``. Leaves nothing running if it raises."""
+        assert self._process is None, "already started"
+        with open(self.log_path, "wb") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                cwd=self._directory.name,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for the server to exit by itself; return its exit code. Raises ``subprocess.TimeoutExpired``."""
+        assert self._process is not None, "not started"
+        return self._process.wait(timeout_s)
+
+    def log(self) -> str:
+        """Everything that the server has printed so far."""
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    def log_tail(self) -> str:
+        """The last lines of the log."""
+        return "\n".join(self.log().splitlines()[-_LOG_TAIL_LINES:])
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        input_ids: Sequence[int] | None = None,
+        max_new_tokens: int = 8,
+        temperature: float = 0.0,
+        logprobs: bool = False,
+        **sampling: Any,
+    ) -> Generation:
+        """Generate from a text or from token ids, greedily by default. ``sampling`` holds further parameters."""
+        assert (prompt is None) != (input_ids is None), "give either a prompt or input_ids"
+        params = {"max_new_tokens": max_new_tokens, "temperature": temperature, "ignore_eos": True}
+        body: dict[str, Any] = {"sampling_params": params | sampling, "return_logprob": logprobs}
+        body |= {"text": prompt} if prompt is not None else {"input_ids": list(input_ids or ())}
+        answer = json.loads(self.request("POST", "/generate", body))
+        meta = answer["meta_info"]
+        return Generation(
+            text=answer["text"],
+            output_ids=list(answer["output_ids"]),
+            logprobs=[entry[0] for entry in meta.get("output_token_logprobs") or ()],
+            cached_tokens=meta["cached_tokens"],
+            cached_tokens_details=meta.get("cached_tokens_details") or {},
+            meta_info=meta,
+        )
+
+    def metrics(self) -> str:
+        """The text of ``/metrics``."""
+        return self.request("GET", "/metrics")
+
+    def flush(self, timeout_s: float = 30.0) -> None:
+        """Empty the device and the host tier; what is stored remotely stays. Waits until the server is idle."""
+        self.request("POST", f"/flush_cache?timeout={timeout_s:g}")
+
+    def request(self, method: str, path: str, body: Any = None) -> str:
+        """One request; returns the body. Raises ``ServerError`` with the answer for any status but success."""
+        request = urllib.request.Request(
+            self.url + path,
+            data=None if body is None else json.dumps(body).encode(),
+            headers=self._headers,
+            method=method,
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=self._request_timeout_s) as response:
+                return str(response.read().decode())
+        except urllib.error.HTTPError as error:
+            with error:
+                text = error.read().decode(errors="replace")
+            raise ServerError(f"{method} {path}: status {error.code}: {text}") from error
+        except OSError as error:
+            raise ServerError(f"{method} {path}: {error}\n{self.log_tail()}") from error
+
+    def stop(self) -> None:
+        """End the server and every process that it started. Does nothing if it is not running."""
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        try:
+            # To the server alone: it takes a signalled scheduler for a crash, and stays seconds to diagnose it.
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_EXIT_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            self._directory.cleanup()
+
+    def _wait_until_healthy(self) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + self._start_timeout_s
+        while time.monotonic() < deadline:
+            if (code := self._process.poll()) is not None:
+                raise ServerError(f"the server exited with code {code}:\n{self.log_tail()}")
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                return
+            time.sleep(0.1)
+        raise ServerError(f"the server is not healthy after {self._start_timeout_s:g} s:\n{self.log_tail()}")

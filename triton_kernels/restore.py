@@ -1,0 +1,382 @@
+"""restore: decoded frames -> slots of the K or V buffers. Dequantise, reshape and scatter in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sgl_kvfetch.layout.frames import PLANES, FrameLayout
+from sgl_kvfetch.triton_kernels.runtime import (
+    COMPILE_OPTIONS,
+    integer_view,
+    jit,
+    on_device,
+    require,
+    require_buffers,
+    require_scalable,
+    tl,
+    triton,
+    use_kernels,
+)
+from sgl_kvfetch.triton_kernels.tiles import (
+    BLOCK_VALUES,
+    NUM_WARPS,
+    chunk_of,
+    layout_constants,
+    pixel_of,
+    round_float32,
+    token_of,
+)
+
+
+def restore(
+    frames: Sequence[torch.Tensor],
+    layout: FrameLayout,
+    slots: torch.Tensor,
+    outputs: Sequence[torch.Tensor],
+    *,
+    scales: torch.Tensor | None = None,
+    centres: Sequence[int] | None = None,
+    first_frame: int = 0,
+) -> None:
+    """Write the tokens that some frames of a span hold. The same bits as ``Quantiser.dequantise`` would give.
+
+    On the CPU the reference runs, unless Triton interprets; elsewhere the kernels, on the current stream.
+
+    Args:
+        frames: One tensor a byte plane, uint8 ``(n, 3, height, width)`` each: frames ``first_frame`` to
+            ``first_frame + n`` of the span's. Each frame is contiguous; the distance between frames is free. One plane
+            with ``scales``; without, as many as a value has bytes, the least significant first.
+        slots: int64 ``(tokens,)``: for every token of the span, the row it goes to; -1 leaves a token out. No row
+            twice. Rows outside the buffers are the caller's fault, and go unnoticed on a GPU.
+        outputs: Each layer's buffer, 1 to 3 of ``(num_slots, heads, dim)``, alike in shape, strides and dtype. Slots
+            and heads may lie apart, a head's values may not.
+        scales: bfloat16 ``(tokens, layers, heads or 1)``, the symmetric quantisers' step widths; None for ``exact``.
+        centres: ``(layers,)``, the integers that stand for zero. With ``scales`` only.
+
+    Raises:
+        ValueError: arguments that do not fit together.
+        FormatError: the layout does not hold tokens of this shape.
+        UnsupportedError: ``scales`` for a dtype that cannot be scaled, or a GPU without Triton.
+    """
+    frames, outputs = list(frames), list(outputs)
+    require_buffers(outputs, slots)
+    _require_frames(frames, layout, slots, outputs, first_frame, planes_of(outputs, scales))
+    if scales is not None:
+        _require_scales(scales, centres, slots, outputs)
+    else:
+        require(centres is None, "centres without scales")
+    if not slots.numel() or not frames[0].shape[0]:
+        return
+    if use_kernels(slots.device):
+        _launch(frames, layout, slots, outputs, scales, centres, first_frame)
+    else:
+        restore_reference(frames, layout, slots, outputs, scales, centres, first_frame)
+
+
+def planes_of(buffers: Sequence[torch.Tensor], scales: torch.Tensor | None) -> int:
+    """Byte planes of one value."""
+    return buffers[0].dtype.itemsize if scales is None else 1
+
+
+def restore_reference(
+    frames: Sequence[torch.Tensor],
+    layout: FrameLayout,
+    slots: torch.Tensor,
+    outputs: Sequence[torch.Tensor],
+    scales: torch.Tensor | None,
+    centres: Sequence[int] | None,
+    first_frame: int,
+) -> None:
+    """``restore`` in PyTorch, on any device. Arguments as there."""
+    num_layers, (_, num_heads, head_dim) = len(outputs), outputs[0].shape
+    tokens = _tokens_of_frames(layout, slots.numel(), first_frame, frames[0].shape[0], slots.device)
+    kept = (tokens < slots.numel()).nonzero().squeeze(1)
+    kept = kept[slots[tokens[kept]] >= 0]
+    tokens = tokens[kept]
+    integers = [layout.from_frames(f, f.shape[0] * layout.tokens_per_frame, num_layers, num_heads, head_dim)[kept] for f in frames]
+    if scales is None:
+        values = torch.stack(integers, dim=-1).flatten(-2).view(integer_view(outputs[0]).dtype)
+    else:
+        centre = torch.tensor(centres, dtype=torch.float32, device=slots.device).view(1, -1, 1, 1)
+        step = scales[tokens].to(torch.float32).unsqueeze(-1)  # (tokens, layers, heads or 1, 1)
+        values = integer_view(((integers[0].to(torch.float32) - centre) * step).to(outputs[0].dtype))
+    for i_layer, output in enumerate(outputs):
+        integer_view(output)[slots[tokens]] = values[:, i_layer]
+
+
+def _tokens_of_frames(
+    layout: FrameLayout, num_tokens: int, first_frame: int, num_frames: int, device: torch.device
+) -> torch.Tensor:
+    """Which token of the span each token of ``from_frames`` is, int64 ``(frames * tiles,)``, when it is given some of
+    the span's frames as if they were all."""
+    local = torch.arange(num_frames * layout.tokens_per_frame, device=device)
+    if layout.inter_frame == "sequential":
+        return first_frame * layout.tokens_per_frame + local
+    return local // num_frames * layout.num_frames(num_tokens) + first_frame + local % num_frames
+
+
+def _require_frames(
+    frames: Sequence[torch.Tensor],
+    layout: FrameLayout,
+    slots: torch.Tensor,
+    outputs: Sequence[torch.Tensor],
+    first_frame: int,
+    num_planes: int,
+) -> None:
+    layout.require_fits(*outputs[0].shape[1:])
+    require(
+        len(frames) == num_planes,
+        f"{len(frames)} byte planes of frames, expected {num_planes} for {outputs[0].dtype}",
+    )
+    plane = (layout.height, layout.width)
+    first = frames[0]
+    for x in frames:
+        require(
+            x.ndim == 4 and x.shape[1:] == (PLANES, *plane) and x.dtype == torch.uint8,
+            f"frames are {x.dtype} {tuple(x.shape)}, expected uint8 (n, {PLANES}, {plane[0]}, {plane[1]})",
+        )
+        require(
+            x.stride()[1:] == (plane[0] * plane[1], plane[1], 1),
+            f"frames have strides {x.stride()}: each of {PLANES}x{plane[0]}x{plane[1]} must be contiguous",
+        )
+        require(
+            x.shape == first.shape and x.stride(0) == first.stride(0),
+            f"byte planes differ: frames of shape {tuple(first.shape)} and {tuple(x.shape)}, "
+            f"strides {first.stride()} and {x.stride()}",
+        )
+        require(x.device == slots.device, f"frames are on {x.device}, slots on {slots.device}")
+    num_frames = layout.num_frames(slots.numel())
+    require(
+        0 <= first_frame and first_frame + first.shape[0] <= num_frames,
+        f"frames {first_frame} to {first_frame + first.shape[0]}, but {tuple(slots.shape)} tokens fill {num_frames}",
+    )
+
+
+def _require_scales(
+    scales: torch.Tensor,
+    centres: Sequence[int] | None,
+    slots: torch.Tensor,
+    outputs: Sequence[torch.Tensor],
+) -> None:
+    require_scalable(outputs[0].dtype)
+    num_tokens, num_layers, num_heads = slots.numel(), len(outputs), outputs[0].shape[1]
+    require(
+        scales.ndim == 3
+        and scales.shape[:2] == (num_tokens, num_layers)
+        and scales.shape[2] in (1, num_heads),
+        f"scales have shape {tuple(scales.shape)}, expected ({num_tokens}, {num_layers}, {num_heads} or 1) "
+        f"for buffers of shape {tuple(outputs[0].shape)}",
+    )
+    require(
+        scales.dtype == torch.bfloat16 and scales.device == slots.device and scales.is_contiguous(),
+        f"scales are {scales.dtype} on {scales.device} with strides {scales.stride()}, "
+        f"expected contiguous bfloat16 on {slots.device}",
+    )
+    require(
+        centres is not None and len(centres) == num_layers, f"centres are {centres}, expected {num_layers}"
+    )
+
+
+def _launch(
+    frames: Sequence[torch.Tensor],
+    layout: FrameLayout,
+    slots: torch.Tensor,
+    outputs: Sequence[torch.Tensor],
+    scales: torch.Tensor | None,
+    centres: Sequence[int] | None,
+    first_frame: int,
+) -> None:
+    _, num_heads, head_dim = outputs[0].shape
+    chunk = chunk_of(head_dim)
+    rows = BLOCK_VALUES // chunk
+    rows_per_frame = layout.tokens_per_frame * num_heads * -(-head_dim // chunk)
+    grid = (triton.cdiv(rows_per_frame, rows), frames[0].shape[0])
+    common = (
+        slots,
+        slots.numel(),
+        first_frame,
+        layout.num_frames(slots.numel()),
+        frames[0].stride(0),
+        outputs[0].stride(0),
+        outputs[0].stride(1),
+    )
+    constants = {**layout_constants(layout, num_heads, head_dim), "CHUNK": chunk, "ROWS": rows}
+    options = {"num_warps": NUM_WARPS, **COMPILE_OPTIONS}
+    with on_device(slots.device):
+        if scales is None:
+            buffers = tuple(integer_view(x) for x in outputs)
+            restore_exact_kernel[grid](tuple(frames), buffers, *common, **constants, **options)
+        else:
+            assert centres is not None
+            restore_symmetric_kernel[grid](
+                frames[0],
+                scales.view(torch.int16),
+                tuple(map(float, centres)),
+                tuple(outputs),
+                *common,
+                **constants,
+                NUM_SCALES=scales.shape[2],
+                **options,
+            )
+
+
+@jit
+def _locate(
+    p_slots,  # (tokens,)
+    num_tokens,
+    first_frame,
+    num_frames,
+    SLICED: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+    HEAD_ROWS: tl.constexpr,
+    HEAD_COLS: tl.constexpr,
+    DIM_ROWS: tl.constexpr,
+    DIM_COLS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Of this program's ROWS rows: token, slot, head, each ``(ROWS,)``; dim, pixel, mask, each ``(ROWS, CHUNK)``."""
+    CHUNKS: tl.constexpr = (HEAD_DIM + CHUNK - 1) // CHUNK
+    o_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    o_head = o_row // CHUNKS % NUM_HEADS
+    o_tile = o_row // (CHUNKS * NUM_HEADS)
+    o_token = token_of(first_frame + tl.program_id(1), o_tile, num_frames, SLICED, TILES)
+    m_row = (o_tile < TILES) & (o_token < num_tokens)
+    b_slot = tl.load(p_slots + o_token, mask=m_row, other=-1)
+    m_row = m_row & (b_slot >= 0)
+    o_dim = (o_row % CHUNKS * CHUNK)[:, None] + tl.arange(0, CHUNK)[None, :]
+    o_pixel = pixel_of(
+        o_tile[:, None],
+        o_head[:, None],
+        o_dim,
+        TILE_COLS,
+        HEAD_ROWS,
+        HEAD_COLS,
+        DIM_ROWS,
+        DIM_COLS,
+        WIDTH,
+    )
+    return o_token, b_slot, o_head, o_dim, o_pixel, m_row[:, None] & (o_dim < HEAD_DIM)
+
+
+@jit
+def restore_symmetric_kernel(
+    p_frames,  # (n, 3, HEIGHT, WIDTH)
+    p_scales,  # (tokens, layers, NUM_SCALES), bfloat16 bits
+    centres,  # (layers,), by value
+    p_outputs,  # layers of (num_slots, NUM_HEADS, HEAD_DIM)
+    p_slots,  # (tokens,)
+    num_tokens,
+    first_frame,
+    num_frames,
+    stride_frame,
+    stride_slot,
+    stride_head,
+    SLICED: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+    HEAD_ROWS: tl.constexpr,
+    HEAD_COLS: tl.constexpr,
+    DIM_ROWS: tl.constexpr,
+    DIM_COLS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
+):
+    o_token, b_slot, o_head, o_dim, o_pixel, m = _locate(
+        p_slots,
+        num_tokens,
+        first_frame,
+        num_frames,
+        SLICED,
+        TILES,
+        TILE_COLS,
+        HEAD_ROWS,
+        HEAD_COLS,
+        DIM_ROWS,
+        DIM_COLS,
+        WIDTH,
+        NUM_HEADS,
+        HEAD_DIM,
+        CHUNK,
+        ROWS,
+    )
+    p_frame = p_frames + tl.program_id(1).to(tl.int64) * stride_frame
+    o_output = (b_slot * stride_slot + o_head * stride_head)[:, None] + o_dim
+    o_scale = o_token.to(tl.int64) * (len(p_outputs) * NUM_SCALES)
+    if NUM_SCALES > 1:
+        o_scale += o_head
+    m_row = b_slot >= 0
+    for i_layer in tl.static_range(len(p_outputs)):
+        b_integer = tl.load(p_frame + i_layer * (HEIGHT * WIDTH) + o_pixel, mask=m, other=0)
+        b_bits = tl.load(p_scales + i_layer * NUM_SCALES + o_scale, mask=m_row, other=0)
+        b_step = (b_bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        b_value = (b_integer.to(tl.float32) - centres[i_layer]) * b_step[:, None]
+        tl.store(
+            p_outputs[i_layer] + o_output, round_float32(b_value, p_outputs[i_layer].dtype.element_ty), mask=m
+        )
+
+
+@jit
+def restore_exact_kernel(
+    p_frames,  # byte planes of (n, 3, HEIGHT, WIDTH)
+    p_outputs,  # layers of (num_slots, NUM_HEADS, HEAD_DIM), integers
+    p_slots,  # (tokens,)
+    num_tokens,
+    first_frame,
+    num_frames,
+    stride_frame,
+    stride_slot,
+    stride_head,
+    SLICED: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+    HEAD_ROWS: tl.constexpr,
+    HEAD_COLS: tl.constexpr,
+    DIM_ROWS: tl.constexpr,
+    DIM_COLS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    _, b_slot, o_head, o_dim, o_pixel, m = _locate(
+        p_slots,
+        num_tokens,
+        first_frame,
+        num_frames,
+        SLICED,
+        TILES,
+        TILE_COLS,
+        HEAD_ROWS,
+        HEAD_COLS,
+        DIM_ROWS,
+        DIM_COLS,
+        WIDTH,
+        NUM_HEADS,
+        HEAD_DIM,
+        CHUNK,
+        ROWS,
+    )
+    o_frame = tl.program_id(1).to(tl.int64) * stride_frame
+    o_output = (b_slot * stride_slot + o_head * stride_head)[:, None] + o_dim
+    for i_layer in tl.static_range(len(p_outputs)):
+        b_value = tl.zeros((ROWS, CHUNK), dtype=tl.uint32)
+        for i_plane in tl.static_range(len(p_frames)):
+            b_byte = tl.load(
+                p_frames[i_plane] + o_frame + i_layer * (HEIGHT * WIDTH) + o_pixel, mask=m, other=0
+            )
+            b_value |= b_byte.to(tl.uint32) << (8 * i_plane)
+        tl.store(p_outputs[i_layer] + o_output, b_value.to(p_outputs[i_layer].dtype.element_ty), mask=m)

@@ -1,0 +1,94 @@
+"""Triton, where there is one, and what both kernels ask of their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.layout.frames import PLANES
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # the references need none
+    triton = tl = None
+
+INTERPRETED: bool = triton is not None and bool(triton.knobs.runtime.interpret)
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+# Contracting a multiply and an add would round once where the reference rounds twice.
+COMPILE_OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
+
+
+def jit(function: Any) -> Any:
+    """``triton.jit``; without Triton, the function as it is, never to be called."""
+    return function if triton is None else triton.jit(function)
+
+
+def use_kernels(device: torch.device) -> bool:
+    """Whether tensors of this device go to the kernels: all but CPU tensors, and these too when Triton interprets.
+
+    Raises UnsupportedError where kernels are needed and Triton is missing.
+    """
+    if device.type == "cpu":
+        return INTERPRETED
+    if triton is None:
+        raise UnsupportedError(f"tensors on {device} need triton, which is not installed")
+    return True
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make it the current device: Triton launches there, whatever its arguments are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def integer_view(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of the same size, so that no bit pattern is changed on its way."""
+    return x.view(_INTEGER_OF_SIZE[x.dtype.itemsize])
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def require_buffers(buffers: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
+    """Raise ValueError unless these are KV buffers of one layer group and token rows in them.
+
+    ``buffers``: 1 to 3 of ``(num_slots, heads, dim)``, alike in shape, strides, dtype and device, dim contiguous.
+    ``slots``: int64 ``(tokens,)``. Their values are looked at on the CPU only: elsewhere that would wait for the device.
+    """
+    require(1 <= len(buffers) <= PLANES, f"{len(buffers)} buffers, expected one a layer, 1 to {PLANES}")
+    first = buffers[0]
+    require(first.ndim == 3, f"buffer has shape {tuple(first.shape)}, expected (num_slots, heads, dim)")
+    require(first.stride(2) == 1, f"buffer has strides {first.stride()}, expected the last to be 1")
+    require(first.dtype.itemsize in _INTEGER_OF_SIZE, f"buffers of {first.dtype} are not supported")
+    for other in buffers[1:]:
+        require(
+            (other.shape, other.stride(), other.dtype, other.device)
+            == (first.shape, first.stride(), first.dtype, first.device),
+            f"buffers differ: {_describe(first)} and {_describe(other)}",
+        )
+    require(
+        slots.ndim == 1 and slots.dtype == torch.int64 and slots.device == first.device,
+        f"slots are {_describe(slots)}, expected int64 (tokens,) on {first.device}",
+    )
+    if slots.device.type == "cpu" and slots.numel():
+        top = int(slots.max())
+        require(top < first.shape[0], f"slot {top} is outside a buffer of shape {tuple(first.shape)}")
+
+
+def require_scalable(dtype: torch.dtype) -> None:
+    """Raise UnsupportedError for a dtype that no scale applies to: fp8 has 8 bits already and is stored exactly."""
+    if dtype not in FLOAT_DTYPES:
+        raise UnsupportedError(f"{dtype} has no scales; only the exact quantiser takes it")
+
+
+def _describe(x: torch.Tensor) -> str:
+    return f"{x.dtype} {tuple(x.shape)} with strides {x.stride()} on {x.device}"
