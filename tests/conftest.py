@@ -12,7 +12,7 @@ from sgl_kvfetch.testing.models import make_tiny_llama
 
 # Before anything imports SGLang or Triton: both decide at import what they run on.
 if not torch.accelerator.is_available():
-    os.environ.setdefault("SGL_KVFETCH_CPU_ENGINE", "1")
+    os.environ.setdefault("KVFETCH_CPU_ENGINE", "1")
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 

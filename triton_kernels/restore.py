@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-
-from sgl_kvfetch.layout.frames import PLANES, FrameLayout
 from sgl_kvfetch.triton_kernels.runtime import (
     COMPILE_OPTIONS,
     integer_view,
@@ -25,9 +23,14 @@ from sgl_kvfetch.triton_kernels.tiles import (
     chunk_of,
     layout_constants,
     pixel_of,
+    program_of,
     round_float32,
     token_of,
 )
+
+from sgl_kvfetch.layout.frames import PLANES, FrameLayout
+from sgl_kvfetch.quant.base import Quantised
+from sgl_kvfetch.quant.exact import ExactQuantiser
 
 
 def restore(
@@ -95,9 +98,14 @@ def restore_reference(
     kept = (tokens < slots.numel()).nonzero().squeeze(1)
     kept = kept[slots[tokens[kept]] >= 0]
     tokens = tokens[kept]
-    integers = [layout.from_frames(f, f.shape[0] * layout.tokens_per_frame, num_layers, num_heads, head_dim)[kept] for f in frames]
+    integers = [
+        layout.from_frames(f, f.shape[0] * layout.tokens_per_frame, num_layers, num_heads, head_dim)[kept]
+        for f in frames
+    ]
     if scales is None:
-        values = torch.stack(integers, dim=-1).flatten(-2).view(integer_view(outputs[0]).dtype)
+        values = ExactQuantiser().dequantise(
+            Quantised(torch.stack(integers), None), integer_view(outputs[0]).dtype, "k", 0
+        )
     else:
         centre = torch.tensor(centres, dtype=torch.float32, device=slots.device).view(1, -1, 1, 1)
         step = scales[tokens].to(torch.float32).unsqueeze(-1)  # (tokens, layers, heads or 1, 1)
@@ -149,7 +157,7 @@ def _require_frames(
         require(x.device == slots.device, f"frames are on {x.device}, slots on {slots.device}")
     num_frames = layout.num_frames(slots.numel())
     require(
-        0 <= first_frame and first_frame + first.shape[0] <= num_frames,
+        first_frame >= 0 and first_frame + first.shape[0] <= num_frames,
         f"frames {first_frame} to {first_frame + first.shape[0]}, but {tuple(slots.shape)} tokens fill {num_frames}",
     )
 
@@ -163,9 +171,7 @@ def _require_scales(
     require_scalable(outputs[0].dtype)
     num_tokens, num_layers, num_heads = slots.numel(), len(outputs), outputs[0].shape[1]
     require(
-        scales.ndim == 3
-        and scales.shape[:2] == (num_tokens, num_layers)
-        and scales.shape[2] in (1, num_heads),
+        scales.ndim == 3 and scales.shape[:2] == (num_tokens, num_layers) and scales.shape[2] in (1, num_heads),
         f"scales have shape {tuple(scales.shape)}, expected ({num_tokens}, {num_layers}, {num_heads} or 1) "
         f"for buffers of shape {tuple(outputs[0].shape)}",
     )
@@ -174,9 +180,7 @@ def _require_scales(
         f"scales are {scales.dtype} on {scales.device} with strides {scales.stride()}, "
         f"expected contiguous bfloat16 on {slots.device}",
     )
-    require(
-        centres is not None and len(centres) == num_layers, f"centres are {centres}, expected {num_layers}"
-    )
+    require(centres is not None and len(centres) == num_layers, f"centres are {centres}, expected {num_layers}")
 
 
 def _launch(
@@ -191,8 +195,8 @@ def _launch(
     _, num_heads, head_dim = outputs[0].shape
     chunk = chunk_of(head_dim)
     rows = BLOCK_VALUES // chunk
-    rows_per_frame = layout.tokens_per_frame * num_heads * -(-head_dim // chunk)
-    grid = (triton.cdiv(rows_per_frame, rows), frames[0].shape[0])
+    rows_per_frame = layout.tokens_per_frame * num_heads * triton.cdiv(head_dim, chunk)
+    grid = (triton.cdiv(rows_per_frame, rows) * frames[0].shape[0],)
     common = (
         slots,
         slots.numel(),
@@ -241,12 +245,14 @@ def _locate(
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Of this program's ROWS rows: token, slot, head, each ``(ROWS,)``; dim, pixel, mask, each ``(ROWS, CHUNK)``."""
+    """This program's frame, and of its ROWS rows: token, slot and head, ``(ROWS,)``; dim, pixel and mask, ``(ROWS,
+    CHUNK)``."""
     CHUNKS: tl.constexpr = (HEAD_DIM + CHUNK - 1) // CHUNK
-    o_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    i_block, i_frame = program_of((TILES * NUM_HEADS * CHUNKS + ROWS - 1) // ROWS)
+    o_row = i_block * ROWS + tl.arange(0, ROWS)
     o_head = o_row // CHUNKS % NUM_HEADS
     o_tile = o_row // (CHUNKS * NUM_HEADS)
-    o_token = token_of(first_frame + tl.program_id(1), o_tile, num_frames, SLICED, TILES)
+    o_token = token_of(first_frame + i_frame, o_tile, num_frames, SLICED, TILES)
     m_row = (o_tile < TILES) & (o_token < num_tokens)
     b_slot = tl.load(p_slots + o_token, mask=m_row, other=-1)
     m_row = m_row & (b_slot >= 0)
@@ -262,7 +268,7 @@ def _locate(
         DIM_COLS,
         WIDTH,
     )
-    return o_token, b_slot, o_head, o_dim, o_pixel, m_row[:, None] & (o_dim < HEAD_DIM)
+    return i_frame, o_token, b_slot, o_head, o_dim, o_pixel, m_row[:, None] & (o_dim < HEAD_DIM)
 
 
 @jit
@@ -293,7 +299,7 @@ def restore_symmetric_kernel(
     ROWS: tl.constexpr,
     NUM_SCALES: tl.constexpr,
 ):
-    o_token, b_slot, o_head, o_dim, o_pixel, m = _locate(
+    i_frame, o_token, b_slot, o_head, o_dim, o_pixel, m = _locate(
         p_slots,
         num_tokens,
         first_frame,
@@ -311,7 +317,7 @@ def restore_symmetric_kernel(
         CHUNK,
         ROWS,
     )
-    p_frame = p_frames + tl.program_id(1).to(tl.int64) * stride_frame
+    p_frame = p_frames + i_frame.to(tl.int64) * stride_frame
     o_output = (b_slot * stride_slot + o_head * stride_head)[:, None] + o_dim
     o_scale = o_token.to(tl.int64) * (len(p_outputs) * NUM_SCALES)
     if NUM_SCALES > 1:
@@ -322,9 +328,7 @@ def restore_symmetric_kernel(
         b_bits = tl.load(p_scales + i_layer * NUM_SCALES + o_scale, mask=m_row, other=0)
         b_step = (b_bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
         b_value = (b_integer.to(tl.float32) - centres[i_layer]) * b_step[:, None]
-        tl.store(
-            p_outputs[i_layer] + o_output, round_float32(b_value, p_outputs[i_layer].dtype.element_ty), mask=m
-        )
+        tl.store(p_outputs[i_layer] + o_output, round_float32(b_value, p_outputs[i_layer].dtype.element_ty), mask=m)
 
 
 @jit
@@ -352,7 +356,7 @@ def restore_exact_kernel(
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    _, b_slot, o_head, o_dim, o_pixel, m = _locate(
+    i_frame, _, b_slot, o_head, o_dim, o_pixel, m = _locate(
         p_slots,
         num_tokens,
         first_frame,
@@ -370,13 +374,12 @@ def restore_exact_kernel(
         CHUNK,
         ROWS,
     )
-    o_frame = tl.program_id(1).to(tl.int64) * stride_frame
+    o_frame = i_frame.to(tl.int64) * stride_frame
     o_output = (b_slot * stride_slot + o_head * stride_head)[:, None] + o_dim
     for i_layer in tl.static_range(len(p_outputs)):
         b_value = tl.zeros((ROWS, CHUNK), dtype=tl.uint32)
         for i_plane in tl.static_range(len(p_frames)):
-            b_byte = tl.load(
-                p_frames[i_plane] + o_frame + i_layer * (HEIGHT * WIDTH) + o_pixel, mask=m, other=0
-            )
+            b_byte = tl.load(p_frames[i_plane] + o_frame + i_layer * (HEIGHT * WIDTH) + o_pixel, mask=m, other=0)
             b_value |= b_byte.to(tl.uint32) << (8 * i_plane)
+        b_value = (b_value >> 1) | (b_value << (8 * len(p_frames) - 1))  # ``ExactQuantiser``: the sign comes back
         tl.store(p_outputs[i_layer] + o_output, b_value.to(p_outputs[i_layer].dtype.element_ty), mask=m)

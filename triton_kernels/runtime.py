@@ -22,13 +22,16 @@ INTERPRETED: bool = triton is not None and bool(triton.knobs.runtime.interpret)
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
+# They differ from launch to launch: a kernel compiled anew for each multiple of 16 would stall the restore.
+_VARYING = ("num_tokens", "first_frame", "num_frames")
+
 # Contracting a multiply and an add would round once where the reference rounds twice.
 COMPILE_OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 def jit(function: Any) -> Any:
     """``triton.jit``; without Triton, the function as it is, never to be called."""
-    return function if triton is None else triton.jit(function)
+    return function if triton is None else triton.jit(function, do_not_specialize=_VARYING)
 
 
 def use_kernels(device: torch.device) -> bool:
@@ -62,7 +65,7 @@ def require_buffers(buffers: Sequence[torch.Tensor], slots: torch.Tensor) -> Non
     """Raise ValueError unless these are KV buffers of one layer group and token rows in them.
 
     ``buffers``: 1 to 3 of ``(num_slots, heads, dim)``, alike in shape, strides, dtype and device, dim contiguous.
-    ``slots``: int64 ``(tokens,)``. Their values are looked at on the CPU only: elsewhere that would wait for the device.
+    ``slots``: int64 ``(tokens,)``. Their values are looked at on the CPU only: a GPU would have to be waited for.
     """
     require(1 <= len(buffers) <= PLANES, f"{len(buffers)} buffers, expected one a layer, 1 to {PLANES}")
     first = buffers[0]

@@ -8,8 +8,9 @@ shifts, and the compiler sees which loads it may widen. A server uses few layout
 
 from __future__ import annotations
 
-from sgl_kvfetch.layout.frames import FrameLayout
 from sgl_kvfetch.triton_kernels.runtime import jit, tl
+
+from sgl_kvfetch.layout.frames import FrameLayout
 
 BLOCK_VALUES = 2048  # of one layer, in one program
 NUM_WARPS = 4
@@ -41,6 +42,12 @@ def chunk_of(head_dim: int) -> int:
 
 def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+@jit
+def program_of(BLOCKS: tl.constexpr):
+    """Block and frame of this program. One grid axis: the others hold no more than 65535."""
+    return tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
 
 
 @jit

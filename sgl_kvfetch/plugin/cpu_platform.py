@@ -1,4 +1,4 @@
-"""The SGLang platform of a machine without an accelerator, switched on by ``SGL_KVFETCH_CPU_ENGINE=1``.
+"""The SGLang platform of a machine without an accelerator, switched on by ``KVFETCH_CPU_ENGINE=1``.
 
 SGLang on a plain CPU wants `sgl-kernel` (its rotary embedding, among others). For an out-of-tree platform it uses the
 layers' own PyTorch code, which runs anywhere.
@@ -13,7 +13,7 @@ import torch
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.device_mixin import PlatformEnum
 
-ENV = "SGL_KVFETCH_CPU_ENGINE"
+ENV = "KVFETCH_CPU_ENGINE"
 
 
 class CpuEnginePlatform(CpuSRTPlatform):  # type: ignore[misc]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Literal
 
+from sgl_kvfetch.errors import ConfigError, FormatError
 from sgl_kvfetch.quant.base import Quantiser
 from sgl_kvfetch.quant.exact import ExactQuantiser
 from sgl_kvfetch.quant.symmetric import SymmetricQuantiser
@@ -14,6 +16,9 @@ QuantiserName = Literal["exact", "uint8", "cachegen"]
 # CacheGen's own choice (LMCache's CacheGenConfig for 32-layer models): finer bins for early layers.
 CACHEGEN_K_BINS = (32,) * 10 + (16,)
 CACHEGEN_V_BINS = (32,) * 2 + (16,)
+
+_BINS = r"[0-9]{1,3}(?:,[0-9]{1,3})*"
+_CACHEGEN = re.compile(rf"cachegen\(k=({_BINS});v=({_BINS})\)")
 
 
 def make_quantiser(
@@ -27,3 +32,18 @@ def make_quantiser(
             return SymmetricQuantiser("uint8", "head", (256,), (256,))
         case "cachegen":
             return SymmetricQuantiser("cachegen", "layer", k_bins or CACHEGEN_K_BINS, v_bins or CACHEGEN_V_BINS)
+
+
+def quantiser_from_identity(identity: str) -> Quantiser:
+    """The inverse of ``Quantiser.identity``: what a stored namespace was written with. Raises FormatError."""
+    plain: tuple[QuantiserName, ...] = ("exact", "uint8")
+    for name in plain:
+        if (quantiser := make_quantiser(name)).identity == identity:
+            return quantiser
+    if match := _CACHEGEN.fullmatch(identity):
+        k_bins, v_bins = ([int(bins) for bins in group.split(",")] for group in match.groups())
+        try:
+            return make_quantiser("cachegen", k_bins, v_bins)
+        except ConfigError as e:
+            raise FormatError(f"quantiser {identity[:120]!r} is not valid: {e}") from e
+    raise FormatError(f"quantiser {identity[:120]!r} is unknown; known are exact, uint8 and cachegen")

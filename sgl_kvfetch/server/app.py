@@ -71,7 +71,7 @@ def create_app(config: ServerConfig) -> web.Application:
             web.head(one_object, objects.head),
             web.put(one_object, objects.put),
             web.delete(one_object, objects.delete),
-            web.post(wire.LOOKUP_PATH, lookup),
+            web.post(wire.LOOKUP_PATH, lookup.post),
         ]
     )
     return app

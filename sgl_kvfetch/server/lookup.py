@@ -19,7 +19,7 @@ class LookupHandler:
         self._metrics = metrics
         self._link = link
 
-    async def __call__(self, request: web.Request) -> web.StreamResponse:
+    async def post(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()  # bounded by the application's client_max_size
         self._metrics.received_bytes.inc(len(body))
         try:

@@ -100,12 +100,11 @@ def open_object(root: Path, name: str) -> OpenObject | None:
             if e.errno in _ABSENT:
                 return None
             raise
-    file = FileIO(fd)
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        file.close()
+        os.close(fd)
         return None
-    return OpenObject(file, ObjectInfo(name, status.st_size, status.st_mtime))
+    return OpenObject(FileIO(fd), ObjectInfo(name, status.st_size, status.st_mtime))
 
 
 def read_fully(file: FileIO, start: int, length: int) -> bytes:

@@ -18,7 +18,7 @@ from tenacity import (
     retry_if_exception,
     stop_after_attempt,
     stop_before_delay,
-    wait_exponential_jitter,
+    wait_random_exponential,
 )
 
 from sgl_kvfetch.container.manifest import MAX_MANIFEST_BYTES
@@ -49,7 +49,7 @@ class HttpOptions:
     connect_timeout_s: float = 5.0  # of one attempt
     max_connections: int = 32
     max_attempts: int = 4
-    backoff_s: float = 0.05  # before the first retry; doubles, with jitter
+    backoff_s: float = 0.1  # at most, before the first retry; doubles; the real wait is random below it
     max_object_bytes: int = 1 << 30  # the largest body that is read into memory
     on_retry: Callable[[StoreError], None] | None = None  # called before each retry, on the event loop
 
@@ -255,7 +255,7 @@ class HttpStore(Store):
 
         retrying = AsyncRetrying(
             stop=stop_after_attempt(options.max_attempts) | stop_before_delay(options.timeout_s),
-            wait=wait_exponential_jitter(options.backoff_s, max=options.timeout_s, jitter=options.backoff_s),
+            wait=wait_random_exponential(options.backoff_s, max=options.timeout_s),
             retry=retry_if_exception(_may_help),
             before_sleep=note_retry,
             reraise=True,

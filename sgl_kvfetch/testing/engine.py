@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -46,7 +47,8 @@ class Generation:
     """One answer of ``/generate``.
 
     ``logprobs`` are those of the output tokens, where they were asked for. ``cached_tokens`` counts the prompt's
-    tokens that were not computed, and ``cached_tokens_details`` says which tier they came from.
+    tokens that were not computed, and ``cached_tokens_details`` says which tier they came from. ``ttft_s`` is
+    the client's view.
     """
 
     text: str
@@ -54,6 +56,7 @@ class Generation:
     logprobs: list[float]
     cached_tokens: int
     cached_tokens_details: dict[str, Any]
+    ttft_s: float
     meta_info: dict[str, Any] = field(repr=False)
 
 
@@ -127,7 +130,7 @@ class SGLangServer:
             self._headers["Authorization"] = f"Bearer {admin_api_key}"
         if not torch.accelerator.is_available():
             args = [*CPU_ARGS, *args]
-            self._env["SGL_KVFETCH_CPU_ENGINE"] = "1"
+            self._env["KVFETCH_CPU_ENGINE"] = "1"
         self._env.update(env or {})
         model = os.path.abspath(model_path) if os.path.exists(model_path) else os.fspath(model_path)
         self.command = [
@@ -191,9 +194,9 @@ class SGLangServer:
         """Generate from a text or from token ids, greedily by default. ``sampling`` holds further parameters."""
         assert (prompt is None) != (input_ids is None), "give either a prompt or input_ids"
         params = {"max_new_tokens": max_new_tokens, "temperature": temperature, "ignore_eos": True}
-        body: dict[str, Any] = {"sampling_params": params | sampling, "return_logprob": logprobs}
+        body: dict[str, Any] = {"sampling_params": params | sampling, "return_logprob": logprobs, "stream": True}
         body |= {"text": prompt} if prompt is not None else {"input_ids": list(input_ids or ())}
-        answer = json.loads(self.request("POST", "/generate", body))
+        answer, ttft_s = self._last_event("/generate", body)
         meta = answer["meta_info"]
         return Generation(
             text=answer["text"],
@@ -201,6 +204,7 @@ class SGLangServer:
             logprobs=[entry[0] for entry in meta.get("output_token_logprobs") or ()],
             cached_tokens=meta["cached_tokens"],
             cached_tokens_details=meta.get("cached_tokens_details") or {},
+            ttft_s=ttft_s,
             meta_info=meta,
         )
 
@@ -214,6 +218,27 @@ class SGLangServer:
 
     def request(self, method: str, path: str, body: Any = None) -> str:
         """One request; returns the body. Raises ``ServerError`` with the answer for any status but success."""
+        with self._open(method, path, body) as response:
+            return str(response.read().decode())
+
+    def _last_event(self, path: str, body: Any) -> tuple[dict[str, Any], float]:
+        """The last event of a streamed answer, which holds all of it, and the seconds until the first."""
+        started_s = time.monotonic()
+        ttft_s, last = None, b""
+        with self._open("POST", path, body) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    ttft_s = ttft_s or time.monotonic() - started_s
+                    last = line
+        if ttft_s is None:
+            raise ServerError(f"POST {path}: no event in the answer\n{self.log_tail()}")
+        event = json.loads(last.removeprefix(b"data: "))
+        if "error" in event:
+            raise ServerError(f"POST {path}: {event['error']}")
+        return event, ttft_s
+
+    @contextlib.contextmanager
+    def _open(self, method: str, path: str, body: Any) -> Iterator[Any]:
         request = urllib.request.Request(
             self.url + path,
             data=None if body is None else json.dumps(body).encode(),
@@ -222,12 +247,12 @@ class SGLangServer:
         )
         try:
             with urllib.request.urlopen(request, timeout=self._request_timeout_s) as response:
-                return str(response.read().decode())
+                yield response
         except urllib.error.HTTPError as error:
             with error:
                 text = error.read().decode(errors="replace")
             raise ServerError(f"{method} {path}: status {error.code}: {text}") from error
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"{method} {path}: {error}\n{self.log_tail()}") from error
 
     def stop(self) -> None:

@@ -111,7 +111,7 @@ print(type(current_platform).__module__.partition(".")[0], hasattr(_set_envs_and
 """
     answers = {}
     for switch in ("0", "1"):
-        done = _run([sys.executable, "-c", script], tmp_path, SGL_KVFETCH_CPU_ENGINE=switch)
+        done = _run([sys.executable, "-c", script], tmp_path, KVFETCH_CPU_ENGINE=switch)
         assert done.returncode == 0, done.stderr
         answers[switch] = done.stdout.split()
     assert answers["0"] == ["sglang", "False"]

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from sgl_kvfetch.errors import ConfigError, QuantiseError
-from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
+from sgl_kvfetch.quant import Quantiser, make_quantiser, quantiser_from_identity
 from sgl_kvfetch.types import KV_DTYPES
 
 DTYPES = list(KV_DTYPES)
@@ -93,3 +93,40 @@ def test_identity_names_what_matters() -> None:
 def test_bad_bins_are_named() -> None:
     with pytest.raises(ConfigError, match=r"k_bins = \[2\].*4 to 256"):
         make_quantiser("cachegen", k_bins=[2])
+
+
+@pytest.mark.parametrize(
+    "quantiser",
+    [
+        make_quantiser("exact"),
+        make_quantiser("uint8"),
+        make_quantiser("cachegen"),
+        make_quantiser("cachegen", k_bins=[64, 4], v_bins=[256]),
+    ],
+)
+def test_an_identity_gives_its_quantiser_back(quantiser: Quantiser) -> None:
+    again = quantiser_from_identity(quantiser.identity)
+    assert again.identity == quantiser.identity
+    values = torch.randn((5, 3, 2, 48), generator=torch.Generator().manual_seed(4))
+    assert torch.equal(again.quantise(values, "k", 1).integers, quantiser.quantise(values, "k", 1).integers)
+
+
+@pytest.mark.parametrize(
+    "identity",
+    [
+        "",
+        "Exact",
+        "exact ",
+        "uint8",
+        "uint8(k=128;v=256)",
+        "cachegen()",
+        "cachegen(k=2;v=16)",
+        "cachegen(k=300;v=16)",
+        "cachegen(k=32,;v=16)",
+        "cachegen(k=32;v=16)x",
+        "cachegen(k=999999999999;v=16)",
+    ],
+)
+def test_an_unknown_identity_is_a_format_error(identity: str) -> None:
+    with pytest.raises(FormatError, match="quantiser"):
+        quantiser_from_identity(identity)

@@ -1,0 +1,118 @@
+"""The main job, end to end: a prompt's KV cache goes to a remote store as lossless video, and a fresh SGLang takes it
+from there. Prints where the prompt's tokens came from, both answers, both times to first token, and what moved.
+
+    python -m benchmarks.demo [--model PATH] [--quantiser exact|uint8|cachegen] [--codec hevc|zstd|...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from sgl_kvfetch.testing.engine import Generation, SGLangServer, hicache_args
+from sgl_kvfetch.testing.metrics import read_metric, wait_until_written
+from sgl_kvfetch.testing.models import make_tiny_llama
+from sgl_kvfetch.testing.store_process import StoreProcess
+
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Run:
+    answer: Generation
+    start_s: float
+    metrics: str
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parse(argv)
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix="kvfetch-demo-") as folder:
+        model = Path(args.model) if args.model else make_tiny_llama(Path(folder, "model"))
+        console.print(f"model: {args.model or 'a small random Llama, made just now'}")
+        prompt = _prompt(args.prompt_tokens)
+        with StoreProcess(Path(folder, "store")) as store:
+            console.print(f"store: {store.url}, an empty directory behind it")
+            flags = hicache_args(store.url, quantiser=args.quantiser, codec=args.codec)
+            num_pages = len(prompt) // PAGE_SIZE
+            first = _run(console, "first SGLang: computes and stores", model, flags, prompt, num_pages)
+            second = _run(console, "fresh SGLang: takes from the store", model, flags, prompt, 0)
+        _report(console, len(prompt), first, second, args)
+    from_storage = second.answer.cached_tokens_details.get("storage", 0)
+    equal = first.answer.output_ids == second.answer.output_ids
+    if from_storage < 0.9 * len(prompt) or (args.quantiser == "exact" and not equal):
+        console.print("[bold red]This is not what should have happened.[/]")
+        return 1
+    return 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a transformers model's directory; a small random one is made if not given")
+    parser.add_argument("--prompt-tokens", type=int, default=1600, help="length of the prompt (default: %(default)s)")
+    parser.add_argument("--quantiser", default="exact", choices=["exact", "uint8", "cachegen"])
+    parser.add_argument("--codec", default="hevc", choices=["hevc", "hevc420", "zstd", "deflate"])
+    args = parser.parse_args(argv)
+    if not 2 * PAGE_SIZE <= args.prompt_tokens <= 2000:
+        parser.error(f"--prompt-tokens is {args.prompt_tokens}; allowed are {2 * PAGE_SIZE} to 2000")
+    return args
+
+
+def _prompt(num_tokens: int) -> list[int]:
+    """Token ids that any model has."""
+    rng = random.Random(0)
+    return [rng.randrange(3, 1000) for _ in range(num_tokens)]
+
+
+def _run(console: Console, title: str, model: Path, flags: list[str], prompt: list[int], num_pages: int) -> Run:
+    """Start a server, send the prompt, wait until ``num_pages`` are written, stop the server."""
+    with console.status(title):
+        started_s = time.monotonic()
+        with SGLangServer(model, extra_args=flags) as server:
+            ready_s = time.monotonic()
+            # One request to warm up, so that the two measured ones differ in the cache alone.
+            server.generate(input_ids=list(range(3, 3 + PAGE_SIZE)), max_new_tokens=1)
+            answer = server.generate(input_ids=prompt, max_new_tokens=16)
+            if num_pages:
+                wait_until_written(server, num_pages)
+            return Run(answer, ready_s - started_s, server.metrics())
+
+
+def _report(console: Console, num_tokens: int, first: Run, second: Run, args: argparse.Namespace) -> None:
+    table = Table(title=f"{num_tokens} tokens, quantiser {args.quantiser}, codec {args.codec}")
+    for column in ("", "first SGLang", "fresh SGLang"):
+        table.add_column(column, justify="left" if not column else "right")
+    runs = (first, second)
+    for tier in ("device", "host", "storage"):
+        counts = (str(run.answer.cached_tokens_details.get(tier, 0)) for run in runs)
+        table.add_row(f"cached tokens from {tier}", *counts)
+    table.add_row("time to first token", *(f"{run.answer.ttft_s * 1e3:.0f} ms" for run in runs))
+    table.add_row("start of the server", *(f"{run.start_s:.1f} s" for run in runs))
+    for what, name in (("raw KV", "raw"), ("on the wire", "wire")):
+        table.add_row(
+            what,
+            f"{_bytes(first, name, 'write')} written",
+            f"{_bytes(second, name, 'read')} read",
+        )
+    console.print(table)
+    for run, title in zip(runs, ("first", "fresh"), strict=True):
+        console.print(f"answer of the {title} SGLang: {run.answer.output_ids}")
+    equal = first.answer.output_ids == second.answer.output_ids
+    console.print(f"the answers are {'equal' if equal else 'NOT equal'}")
+
+
+def _bytes(run: Run, name: str, direction: str) -> str:
+    num_bytes = read_metric(run.metrics, f"sgl_kvfetch_{name}_bytes_total", direction=direction)
+    return f"{num_bytes / 1e6:.2f} MB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Checks of the GPU and its video engines."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+
+from sgl_kvfetch.cli.checks import Check, first_line
+
+CPU_ENGINE_ENV = "SGL_KVFETCH_CPU_ENGINE"
+INSTALL = 'pip install "sgl-kvfetch[gpu]"'
+_CPU_CODECS = "codecs run on the CPU"
+
+# Enumerators of the Video Codec SDK's cuviddec.h.
+_HEVC = 8
+_CHROMA = {"4:4:4": 3, "4:2:0": 1}
+
+
+class _DecodeCaps(ctypes.Structure):
+    """CUVIDDECODECAPS of cuviddec.h."""
+
+    _fields_ = (
+        ("codec", ctypes.c_int),
+        ("chroma", ctypes.c_int),
+        ("bit_depth_minus_8", ctypes.c_uint),
+        ("reserved1", ctypes.c_uint * 3),
+        ("is_supported", ctypes.c_ubyte),
+        ("num_engines", ctypes.c_ubyte),
+        ("output_formats", ctypes.c_ushort),
+        ("max_width", ctypes.c_uint),
+        ("max_height", ctypes.c_uint),
+        ("max_macroblocks", ctypes.c_uint),
+        ("min_width", ctypes.c_ushort),
+        ("min_height", ctypes.c_ushort),
+        ("has_histogram", ctypes.c_ubyte),
+        ("histogram_bits", ctypes.c_ubyte),
+        ("max_histogram_bins", ctypes.c_ushort),
+        ("reserved3", ctypes.c_uint * 10),
+    )
+
+
+def check_gpu() -> list[Check]:
+    """The GPU, and where there is one, its video engines."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return [_without_gpu(torch.__version__)]
+    major, minor = torch.cuda.get_device_capability()
+    count = torch.cuda.device_count()
+    found = f"{count} x {torch.cuda.get_device_name()}, compute capability {major}.{minor}, torch {torch.__version__}"
+    torch.cuda.init()
+    torch.zeros(1, device="cuda")  # makes the context current that the video libraries look for
+    return [Check("CUDA GPU", "yes", found), *_check_nvdec(), _check_nvenc()]
+
+
+def _without_gpu(torch_version: str) -> Check:
+    if os.environ.get(CPU_ENGINE_ENV) == "1":
+        advice = "nothing, for tests; serve models from a machine with a GPU"
+        return Check("CUDA GPU", "warn", f"none (torch {torch_version}); {CPU_ENGINE_ENV}=1 is set", advice)
+    advice = (
+        f"set {CPU_ENGINE_ENV}=1 to run SGLang on this CPU, for tests; "
+        "if there is a GPU, check nvidia-smi and install a CUDA build of torch"
+    )
+    return Check("CUDA GPU", "warn", f"none that torch {torch_version} can use", advice)
+
+
+def _check_nvdec() -> list[Check]:
+    binding = _check_binding()
+    try:
+        library = ctypes.CDLL("libnvcuvid.so.1")
+    except OSError as e:
+        advice = (
+            "install the driver's video libraries; in a container, set NVIDIA_DRIVER_CAPABILITIES=compute,video,utility"
+        )
+        return [binding, Check("NVDEC", "warn", f"{first_line(e)}; {_CPU_CODECS}", advice)]
+    found = {chroma: _decode_caps(library, number) for chroma, number in _CHROMA.items()}
+    if (caps := found["4:4:4"]) is not None:
+        size = f"up to {caps.max_width}x{caps.max_height}"
+        return [binding, Check("NVDEC", "yes", f"HEVC 4:4:4 8-bit, {caps.num_engines} engines, {size}")]
+    if (caps := found["4:2:0"]) is not None:
+        advice = 'write with codec = "hevc420", which this GPU decodes'
+        return [binding, Check("NVDEC", "warn", f"HEVC 4:2:0 only, {caps.num_engines} engines", advice)]
+    return [binding, Check("NVDEC", "warn", f"decodes no HEVC; {_CPU_CODECS}", 'write with codec = "zstd"')]
+
+
+def _check_binding() -> Check:
+    name = "PyNvVideoCodec"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError:
+        return Check(name, "warn", f"not installed; {_CPU_CODECS}", INSTALL)
+    except Exception as e:  # it loads the driver's libraries
+        return Check(name, "warn", f"does not import: {first_line(e)}", "update the NVIDIA driver, then: " + INSTALL)
+    return Check(name, "yes", str(getattr(module, "__version__", "installed")))
+
+
+def _decode_caps(library: ctypes.CDLL, chroma: int) -> _DecodeCaps | None:
+    """What the current device decodes of 8-bit HEVC, or None if nothing."""
+    caps = _DecodeCaps(codec=_HEVC, chroma=chroma)
+    failed = library.cuvidGetDecoderCaps(ctypes.byref(caps))
+    return None if failed or not caps.is_supported else caps
+
+
+def _check_nvenc() -> Check:
+    """Open an encoder: the library is there on GPUs without NVENC as well."""
+    name, advice = "NVENC", "nothing: encoding runs on the CPU (H100, H200 and A100 have no NVENC)"
+    try:
+        codec = importlib.import_module("PyNvVideoCodec")
+        codec.CreateEncoder(256, 256, "YUV444", True, codec="hevc", preset="P1", tuning_info="lossless")
+    except Exception as e:
+        return Check(name, "warn", f"no encoder: {first_line(e)}", advice)
+    return Check(name, "yes", "HEVC 4:4:4, lossless")

@@ -1,0 +1,50 @@
+"""A store's objects, sorted by segment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sgl_kvfetch.cli.target import Objects
+from sgl_kvfetch.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.errors import FormatError
+from sgl_kvfetch.keys import SegmentKey, parse_object_name
+from sgl_kvfetch.stores.base import ObjectInfo
+
+
+@dataclass(slots=True)
+class StoredSegment:
+    """What lies under one segment's name. Without a manifest it is no segment, only data that nobody can find."""
+
+    key: SegmentKey
+    manifest: ObjectInfo | None = None
+    data: dict[str, ObjectInfo] = field(default_factory=dict)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Manifest and data."""
+        own = self.manifest.size_bytes if self.manifest else 0
+        return own + sum(info.size_bytes for info in self.data.values())
+
+
+async def list_segments(objects: Objects, prefix: str) -> list[StoredSegment]:
+    """The segments below ``prefix``, in the order of their names."""
+    segments: dict[str, StoredSegment] = {}
+    async for info in objects.list(prefix):
+        parsed = parse_object_name(info.name)
+        segment = segments.setdefault(parsed.segment.stem, StoredSegment(parsed.segment))
+        if parsed.is_manifest:
+            segment.manifest = info
+        else:
+            segment.data[info.name] = info
+    return [segments[stem] for stem in sorted(segments)]
+
+
+async def read_manifest(objects: Objects, name: str) -> Manifest | None:
+    """None if it is gone. Raises FormatError, also for a manifest that belongs under another name."""
+    content = await objects.get(name)
+    if content is None:
+        return None
+    manifest = decode_manifest(content)
+    if manifest.key.manifest_name != name:
+        raise FormatError(f"manifest belongs under the name {manifest.key.manifest_name}")
+    return manifest

@@ -1,0 +1,58 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from sgl_kvfetch.errors import ConfigError
+
+TOKEN_ENV = "KVFETCH_TOKEN"  # as in sgl_kvfetch.config, which imports torch
+
+TARGET_HELP = (
+    "What to look at: a store (http://HOST:PORT, https://..., file:///DIRECTORY or a directory), "
+    "a part of it (STORE#PREFIX, PREFIX being the beginning of an object's name: a namespace, or a segment), "
+    "or a manifest or data file (*.kvm, *.kvd)."
+)
+
+TokenOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOKEN",
+        help=f"Bearer token of an HTTP store. Other users of this machine can see it: prefer --token-file, "
+        f"or {TOKEN_ENV} in the environment.",
+        show_default=False,
+    ),
+]
+TokenFileOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A file that holds the token.", show_default=False)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def read_token(token: str | None, token_file: Path | None) -> str | None:
+    """The token that was given on the command line, or else in the environment. Raises ConfigError."""
+    if token is not None and token_file is not None:
+        raise ConfigError("--token and --token-file exclude each other")
+    if token_file is not None:
+        try:
+            token = token_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"--token-file {token_file}: {e}") from e
+        if not token:
+            raise ConfigError(f"--token-file {token_file} is empty")
+    if token == "":
+        raise ConfigError("--token is empty")
+    return token or os.environ.get(TOKEN_ENV) or None
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """Prints text as it is. Where nobody looks at a terminal, lines are long enough for any object's name."""
+    console = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 200
+    return console

@@ -1,0 +1,124 @@
+"""A segment's frames as PNG files."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import torch
+
+from sgl_kvfetch.cli.glyphs import draw_text, text_size
+from sgl_kvfetch.cli.summary import byte_names, layers_of
+from sgl_kvfetch.container.manifest import Cell
+from sgl_kvfetch.container.segment import SegmentReader
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.layout.frames import FILL
+from sgl_kvfetch.types import TENSORS, TensorName
+
+THUMBNAIL_SIDE = 432  # pixels, at most
+MAX_SHEET_GROUPS = 24
+_MARGIN = 12
+_TEXT_SCALE = 3
+
+
+class PictureWriter:
+    """Writes the pictures of one span's cells, and collects each chunk's first frame for the contact sheet.
+
+    A frame becomes two pictures: ``.planes.png`` shows its three colour planes (one a layer) side by side in grey,
+    ``.rgb.png`` shows them as red, green and blue. Where the three layers look alike, the latter is grey too.
+    """
+
+    def __init__(self, directory: Path, reader: SegmentReader, max_frames: int) -> None:
+        """Makes the directory. Raises ConfigError if it cannot."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise ConfigError(f"cannot make {directory}: {e.strerror or e}") from e
+        self._directory = directory
+        self._reader = reader
+        self._manifest = reader.manifest
+        self._max_frames = max_frames
+        self._thumbnails: dict[tuple[int, TensorName, int], np.ndarray] = {}
+        self._span = 0
+
+    def write_cell(self, cell: Cell, integers: torch.Tensor) -> list[str]:
+        """``integers`` is ``(planes, tokens, layers, heads, dim)``. Returns a line on each byte plane's pictures."""
+        layout = self._reader.variant.layout(cell.tensor)
+        self._span = cell.span
+        lines = []
+        for index, name in enumerate(byte_names(self._manifest)):
+            # The layout is a bijection: these are the frames that the codec gave.
+            frames = layout.to_frames(integers[index]).numpy()
+            stem = "_".join(
+                (
+                    f"span{cell.span}",
+                    f"layers{layers_of(self._manifest, cell)}",
+                    cell.tensor.upper(),
+                    name.replace(" ", ""),
+                )
+            )
+            count = min(len(frames), self._max_frames)
+            for frame_idx, frame in enumerate(frames[:count]):
+                planes, rgb = np.concatenate(list(frame), axis=1), frame.transpose(1, 2, 0)
+                self._save(f"{stem}_frame{frame_idx:03}.planes.png", planes)
+                self._save(f"{stem}_frame{frame_idx:03}.rgb.png", rgb)
+            if cell.layer_group < MAX_SHEET_GROUPS:
+                self._thumbnails[cell.layer_group, cell.tensor, index] = _shrink(frames[0].transpose(1, 2, 0))
+            pattern = self._directory / f"{stem}_frame*.png"
+            lines.append(f"{pattern}: {count} of {len(frames)} frames, {layout.width}x{layout.height}")
+        return lines
+
+    def write_contact_sheet(self) -> Path:
+        """The first frame of each chunk: a row a layer group, a column for each byte plane of K and of V."""
+        names = byte_names(self._manifest)
+        columns = [(tensor, index) for tensor in TENSORS for index in range(len(names))]
+        groups = range(min(self._manifest.num_layer_groups, MAX_SHEET_GROUPS))
+        labels = [f"layers {layers_of(self._manifest, Cell(0, group, 'k'))}" for group in groups]
+        text_height, label_width = text_size(max(labels, key=len), _TEXT_SCALE)
+        heights = [max(self._thumbnails[group, t, i].shape[0] for t, i in columns) for group in groups]
+        heads = [f"{tensor} {names[index]}" for tensor, index in columns]
+        widths = [
+            max(text_size(head, _TEXT_SCALE)[1], *(self._thumbnails[group, t, i].shape[1] for group in groups))
+            for head, (t, i) in zip(heads, columns, strict=True)
+        ]
+        lefts = np.cumsum([2 * _MARGIN + label_width] + [w + _MARGIN for w in widths]).tolist()
+        tops = np.cumsum([2 * _MARGIN + text_height] + [h + _MARGIN for h in heights]).tolist()
+        sheet = np.full((tops[-1], lefts[-1], 3), 24, np.uint8)
+        for head, left in zip(heads, lefts, strict=False):
+            draw_text(sheet, head, _MARGIN, left, _TEXT_SCALE)
+        for group, label, top in zip(groups, labels, tops, strict=False):
+            draw_text(sheet, label, top, _MARGIN, _TEXT_SCALE)
+            for (tensor, index), left in zip(columns, lefts, strict=False):
+                thumbnail = self._thumbnails[group, tensor, index]
+                sheet[top : top + thumbnail.shape[0], left : left + thumbnail.shape[1]] = thumbnail
+        return self._save(f"span{self._span}_contact-sheet.png", sheet)
+
+    def _save(self, name: str, pixels: np.ndarray) -> Path:
+        path = self._directory / name
+        try:
+            path.write_bytes(encode_png(pixels))
+        except OSError as e:
+            raise ConfigError(f"cannot write {path}: {e.strerror or e}") from e
+        return path
+
+
+def encode_png(pixels: np.ndarray) -> bytes:
+    """uint8, ``(height, width)`` for grey or ``(height, width, 3)`` for red, green, blue."""
+    encoder = av.CodecContext.create("png", "w")
+    assert isinstance(encoder, av.VideoCodecContext)
+    encoder.height, encoder.width = pixels.shape[:2]
+    encoder.pix_fmt = "gray" if pixels.ndim == 2 else "rgb24"
+    encoder.time_base = Fraction(1, 1)
+    frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format=encoder.pix_fmt)
+    return b"".join(map(bytes, [*encoder.encode(frame), *encoder.encode(None)]))
+
+
+def _shrink(picture: np.ndarray) -> np.ndarray:
+    """By a whole factor, each pixel the mean of those it stands for, to at most ``THUMBNAIL_SIDE`` a side."""
+    height, width = picture.shape[:2]
+    factor = -(-max(height, width) // THUMBNAIL_SIDE)
+    padded = np.pad(picture, ((0, -height % factor), (0, -width % factor), (0, 0)), constant_values=FILL)
+    blocks = padded.reshape(padded.shape[0] // factor, factor, padded.shape[1] // factor, factor, 3)
+    return blocks.mean(axis=(1, 3)).astype(np.uint8)

@@ -1,0 +1,216 @@
+"""What a store or a segment holds, in numbers. Sizes count everything that is stored: scales and manifests too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from sgl_kvfetch.cli.listing import StoredSegment, read_manifest
+from sgl_kvfetch.cli.target import Objects
+from sgl_kvfetch.container.manifest import Cell, Manifest, Variant
+from sgl_kvfetch.errors import FormatError
+from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.layout.frames import FrameLayout
+from sgl_kvfetch.types import KV_DTYPES, TENSORS, TensorName
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """``ratio`` is raw over stored; ``bits_per_value`` is what one K or V number takes in the store."""
+
+    raw_bytes: int
+    stored_bytes: int
+    ratio: float
+    bits_per_value: float
+
+
+def sizes(raw_bytes: int, stored_bytes: int, dtype: str) -> Sizes:
+    num_values = raw_bytes / KV_DTYPES[dtype].itemsize
+    return Sizes(raw_bytes, stored_bytes, raw_bytes / stored_bytes, 8 * stored_bytes / num_values)
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceSummary:
+    """Segments that overlap are each counted. The last three are None if no manifest here can be read."""
+
+    digest: str
+    num_segments: int
+    num_pages: int
+    stored_bytes: int
+    num_tokens: int | None
+    sizes: Sizes | None
+    namespace: Namespace | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSummary:
+    namespaces: tuple[NamespaceSummary, ...]
+    num_orphans: int  # data objects without a manifest
+    orphan_bytes: int
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.orphan_bytes + sum(n.stored_bytes for n in self.namespaces)
+
+
+async def summarise_store(objects: Objects, segments: Sequence[StoredSegment]) -> StoreSummary:
+    """From the names, the sizes and one manifest of each namespace: cheap, however much the store holds."""
+    orphans = [info for s in segments if s.manifest is None for info in s.data.values()]
+    whole = [s for s in segments if s.manifest is not None]
+    namespaces = []
+    for digest, group in groupby(whole, key=lambda s: s.key.namespace):
+        namespaces.append(await _summarise_namespace(objects, digest, list(group)))
+    return StoreSummary(tuple(namespaces), len(orphans), sum(info.size_bytes for info in orphans))
+
+
+async def _summarise_namespace(objects: Objects, digest: str, segments: Sequence[StoredSegment]) -> NamespaceSummary:
+    num_pages = sum(s.key.num_pages for s in segments)
+    stored_bytes = sum(s.stored_bytes for s in segments)
+    manifest = await _first_readable(objects, segments)
+    if manifest is None:
+        return NamespaceSummary(digest, len(segments), num_pages, stored_bytes, None, None, None)
+    geometry = manifest.geometry
+    return NamespaceSummary(
+        digest,
+        len(segments),
+        num_pages,
+        stored_bytes,
+        num_pages * geometry.page_size,
+        sizes(num_pages * geometry.page_bytes, stored_bytes, geometry.dtype),
+        manifest.namespace,
+    )
+
+
+async def _first_readable(objects: Objects, segments: Iterable[StoredSegment]) -> Manifest | None:
+    for segment in segments:
+        assert segment.manifest is not None
+        try:
+            manifest = await read_manifest(objects, segment.manifest.name)
+        except FormatError:
+            continue  # ``kvfetch verify`` reports those
+        if manifest is not None:
+            return manifest
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class PartSummary:
+    """The chunks of one layer group's K or V that hold the same thing, over all spans."""
+
+    tensor: TensorName
+    first_layer: int  # of the model
+    end_layer: int
+    part: str  # see ``part_names``
+    codecs: tuple[str, ...]
+    num_chunks: int
+    stored_bytes: int
+    bits_per_value: float
+
+
+@dataclass(frozen=True, slots=True)
+class VariantSummary:
+    data_name: str
+    missing: bool
+    k_layout: FrameLayout
+    v_layout: FrameLayout
+    sizes: Sizes  # of this variant and the manifest
+    parts: tuple[PartSummary, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSummary:
+    manifest_name: str
+    namespace: Namespace
+    first_page: int
+    num_pages: int
+    num_tokens: int
+    num_spans: int
+    span_tokens: int
+    num_layer_groups: int
+    manifest_bytes: int
+    sizes: Sizes  # everything under the segment's name
+    variants: tuple[VariantSummary, ...]
+
+
+def summarise_segment(stored: StoredSegment, manifest: Manifest) -> SegmentSummary:
+    assert stored.manifest is not None
+    variants = tuple(_summarise_variant(stored, manifest, variant) for variant in manifest.variants)
+    return SegmentSummary(
+        stored.manifest.name,
+        manifest.namespace,
+        manifest.first_page,
+        manifest.num_pages,
+        manifest.num_pages * manifest.namespace.page_size,
+        manifest.num_spans,
+        manifest.span_tokens(0),
+        manifest.num_layer_groups,
+        stored.manifest.size_bytes,
+        sizes(manifest.raw_bytes, stored.stored_bytes, manifest.namespace.kv_dtype),
+        variants,
+    )
+
+
+def _summarise_variant(stored: StoredSegment, manifest: Manifest, variant: Variant) -> VariantSummary:
+    assert stored.manifest is not None
+    name = manifest.data_name(variant)
+    stored_bytes = stored.manifest.size_bytes + manifest.data_bytes(variant)
+    parts = [
+        _summarise_part(manifest, variant, group, tensor, index)
+        for group in range(manifest.num_layer_groups)
+        for tensor in TENSORS
+        for index in range(manifest.chunks_per_cell)
+    ]
+    return VariantSummary(
+        name,
+        name not in stored.data,
+        variant.k_layout,
+        variant.v_layout,
+        sizes(manifest.raw_bytes, stored_bytes, manifest.namespace.kv_dtype),
+        tuple(parts),
+    )
+
+
+def _summarise_part(
+    manifest: Manifest, variant: Variant, layer_group: int, tensor: TensorName, index: int
+) -> PartSummary:
+    per_cell, per_span = manifest.chunks_per_cell, manifest.cells_per_span * manifest.chunks_per_cell
+    first = (layer_group * len(TENSORS) + TENSORS.index(tensor)) * per_cell + index
+    chunks = variant.chunks[first::per_span]
+    stored_bytes = sum(chunk.size_bytes for chunk in chunks)
+    first_layer, end_layer = manifest.group_layers(layer_group)
+    geometry, offset = manifest.geometry, manifest.namespace.first_layer
+    num_tokens = manifest.num_pages * geometry.page_size
+    num_values = num_tokens * (end_layer - first_layer) * geometry.num_heads * geometry.head_dim(tensor)
+    return PartSummary(
+        tensor,
+        offset + first_layer,
+        offset + end_layer,
+        part_names(manifest)[index],
+        tuple(sorted({chunk.codec for chunk in chunks})),
+        len(chunks),
+        stored_bytes,
+        8 * stored_bytes / num_values,
+    )
+
+
+def part_names(manifest: Manifest) -> list[str]:
+    """What each chunk of a cell holds, in their order."""
+    return ["scales"] * manifest.has_scales + byte_names(manifest)
+
+
+def byte_names(manifest: Manifest) -> list[str]:
+    """What to call the byte planes. The last holds the sign (see ``ExactQuantiser``)."""
+    if manifest.planes == 1:
+        return ["integers"]
+    return [f"byte {index}" for index in range(manifest.planes)]
+
+
+def layers_of(manifest: Manifest, cell: Cell) -> str:
+    """A cell's layers, counted as the model does, for reading."""
+    first, end = manifest.group_layers(cell.layer_group)
+    return layer_range(manifest.namespace.first_layer + first, manifest.namespace.first_layer + end)
+
+
+def layer_range(first: int, end: int) -> str:
+    return f"{first}-{end - 1}" if end - first > 1 else str(first)

@@ -1,0 +1,170 @@
+"""Summaries as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.table import Table
+
+from sgl_kvfetch.cli.summary import (
+    NamespaceSummary,
+    PartSummary,
+    SegmentSummary,
+    Sizes,
+    StoreSummary,
+    VariantSummary,
+    layer_range,
+)
+from sgl_kvfetch.cli.units import format_ratio, format_size, printable
+from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.layout.frames import FrameLayout
+
+
+def make_table(title: str, left: Sequence[str], right: Sequence[str] = ()) -> Table:
+    """Columns of text, then columns of numbers."""
+    table = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for name in left:
+        table.add_column(name, overflow="fold")
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def describe_sizes(sizes: Sizes) -> str:
+    return (
+        f"{format_size(sizes.raw_bytes)} raw, {format_size(sizes.stored_bytes)} stored with scales and manifest: "
+        f"{format_ratio(sizes.ratio)} smaller, {sizes.bits_per_value:.2f} bits a value"
+    )
+
+
+def store_tables(label: str, summary: StoreSummary, limit: int) -> Iterator[Table | str]:
+    """A table with a row a namespace, and what it leaves out."""
+    yield printable(label)
+    if summary.namespaces:
+        yield _namespace_table(summary.namespaces[:limit])
+        if len(summary.namespaces) > limit:
+            yield f"... and {len(summary.namespaces) - limit} more namespaces (--limit)"
+    else:
+        yield "no segments"
+    yield f"stored in all: {format_size(summary.stored_bytes)}"
+    if summary.num_orphans:
+        orphans = f"{summary.num_orphans} data objects ({format_size(summary.orphan_bytes)})"
+        yield f"of these, {orphans} have no manifest: being written, or left behind"
+
+
+def _namespace_table(namespaces: Sequence[NamespaceSummary]) -> Table:
+    table = make_table(
+        "",
+        ("namespace", "model", "cache", "quantiser", "rank"),
+        ("segments", "pages", "tokens", "raw", "stored", "ratio", "bits/value"),
+    )
+    for summary in namespaces:
+        namespace, found = summary.namespace, summary.sizes
+        fields = _namespace_cells(namespace) if namespace else ("no readable manifest", "", "", "")
+        table.add_row(
+            summary.digest,
+            *fields,
+            str(summary.num_segments),
+            str(summary.num_pages),
+            "-" if summary.num_tokens is None else str(summary.num_tokens),
+            format_size(found.raw_bytes) if found else "-",
+            format_size(summary.stored_bytes),
+            format_ratio(found.ratio if found else None),
+            f"{found.bits_per_value:.2f}" if found else "-",
+        )
+    return table
+
+
+def _namespace_cells(n: Namespace) -> tuple[str, str, str, str]:
+    dims = str(n.k_head_dim) if n.k_head_dim == n.v_head_dim else f"{n.k_head_dim}/{n.v_head_dim}"
+    cache = f"{n.attention} {n.kv_dtype}, {n.num_layers} layers x {n.num_heads} heads x {dims}, page {n.page_size}"
+    rank = f"{n.head_slice}, layers {layer_range(n.first_layer, n.first_layer + n.num_layers)}"
+    return printable(n.model), printable(cache), printable(n.quantiser), printable(rank)
+
+
+def segments_table(segments: Sequence[SegmentSummary]) -> Table:
+    """A row a segment, under names short enough to read and long enough to give as a prefix."""
+    table = make_table("", ("segment", "codecs"), ("pages", "first page", "tokens", "raw", "stored", "ratio"))
+    for s in segments:
+        codecs = {codec for v in s.variants for part in v.parts if part.part != "scales" for codec in part.codecs}
+        table.add_row(
+            short_name(s.manifest_name),
+            ", ".join(sorted(map(printable, codecs))),
+            str(s.num_pages),
+            str(s.first_page),
+            str(s.num_tokens),
+            format_size(s.sizes.raw_bytes),
+            format_size(s.sizes.stored_bytes),
+            format_ratio(s.sizes.ratio),
+        )
+    return table
+
+
+def short_name(name: str) -> str:
+    """An object's name with 16 digits of the segment's hash: still a prefix of the name."""
+    stem, separator, page_hash = name.partition("-")
+    return f"{stem}{separator}{page_hash[:16]}"
+
+
+def segment_tables(s: SegmentSummary) -> Iterator[Table | str]:
+    yield s.manifest_name
+    yield _facts(s)
+    for index, variant in enumerate(s.variants):
+        yield _parts_table(variant, f"variant {index}: {variant.data_name.rpartition('/')[2]}")
+        if variant.missing:
+            yield "this variant's data object is MISSING"
+    yield f"against raw: {describe_sizes(s.sizes)}"
+
+
+def _facts(s: SegmentSummary) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    last_page = s.first_page + s.num_pages - 1
+    pages = f"{s.num_pages} pages of {s.namespace.page_size} tokens, from page {s.first_page} to {last_page}"
+    table.add_row("holds", f"{s.num_tokens} tokens: {pages}")
+    table.add_row("spans", f"{s.num_spans} of up to {s.span_tokens} tokens, {s.num_layer_groups} layer groups")
+    for field in s.namespace.__slots__:
+        table.add_row(field, printable(str(getattr(s.namespace, field))))
+    for index, variant in enumerate(s.variants):
+        table.add_row(f"layout of K, variant {index}", _describe_layout(variant.k_layout))
+        table.add_row(f"layout of V, variant {index}", _describe_layout(variant.v_layout))
+    table.add_row("manifest", format_size(s.manifest_bytes))
+    return table
+
+
+def _describe_layout(layout: FrameLayout) -> str:
+    return (
+        f"pictures of {layout.width}x{layout.height}, {layout.inter_frame}, {layout.tokens_per_frame} tokens a frame; "
+        f"a tile is {layout.head_rows}x{layout.head_cols} heads of {layout.dim_rows}x{layout.dim_cols} values"
+    )
+
+
+def _parts_table(variant: VariantSummary, title: str) -> Table:
+    table = make_table(title, ("layers", "tensor", "part", "codec"), ("chunks", "stored", "share", "bits/value"))
+    total = sum(part.stored_bytes for part in variant.parts)
+    for part in variant.parts:
+        layers = layer_range(part.first_layer, part.end_layer)
+        table.add_row(layers, part.tensor.upper(), *_part_cells([part], total), f"{part.bits_per_value:.2f}")
+    table.add_section()
+    kinds = list(dict.fromkeys((part.tensor, part.part) for part in variant.parts))
+    for tensor, name in kinds:
+        alike = [part for part in variant.parts if (part.tensor, part.part) == (tensor, name)]
+        # A mean over layer groups, weighted by the values each holds.
+        num_values = sum(8 * part.stored_bytes / part.bits_per_value for part in alike)
+        bits = 8 * sum(part.stored_bytes for part in alike) / num_values
+        table.add_row("all", tensor.upper(), *_part_cells(alike, total), f"{bits:.2f}")
+    return table
+
+
+def _part_cells(parts: Sequence[PartSummary], total_bytes: int) -> tuple[str, ...]:
+    stored = sum(part.stored_bytes for part in parts)
+    codecs = sorted({printable(codec) for part in parts for codec in part.codecs})
+    return (
+        parts[0].part,
+        ", ".join(codecs),
+        str(sum(part.num_chunks for part in parts)),
+        format_size(stored),
+        f"{stored / total_bytes:.1%}",
+    )

@@ -1,0 +1,39 @@
+"""Read our metrics from a server's ``/metrics``."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from sgl_kvfetch.testing.engine import SGLangServer
+
+
+def read_metric(text: str, name: str, **labels: str) -> float:
+    """The sum of all samples of that name with those labels, over all ranks; 0 if there are none.
+
+    ``name`` is the sample's: a counter's ends in ``_total``.
+    """
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and all(sample.labels.get(key) == value for key, value in labels.items())
+    )
+
+
+def wait_until_written(server: SGLangServer, num_pages: int, timeout_s: float = 60.0) -> None:
+    """Wait until the writes of at least that many pages (of all ranks together) have ended, and none waits.
+
+    Raises TimeoutError, with the counts, if that does not happen.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        text = server.metrics()
+        written = read_metric(text, "sgl_kvfetch_written_pages_total")
+        queued_bytes = read_metric(text, "sgl_kvfetch_queued_bytes", queue="write")
+        if written >= num_pages and queued_bytes == 0:
+            return
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{written:g} of {num_pages} pages written, {queued_bytes:g} bytes queued")
+        time.sleep(0.1)

@@ -1,0 +1,339 @@
+"""What every store must do, as a test class. For a store of your own:
+
+    class TestMyStore(StoreConformance):
+        @pytest.fixture
+        async def store(self, tmp_path):
+            store = MyStore(...)              # empty
+            yield store
+            await store.close()
+
+The tests are coroutines: run them with pytest-asyncio in its ``auto`` mode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import xxhash
+
+from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.keys import Namespace, SegmentKey
+from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.stores.base import Lookup, Store
+
+NAMESPACE = Namespace(
+    model="conformance",
+    model_dtype="bfloat16",
+    attention="mha",
+    kv_dtype="bfloat16",
+    page_size=1,
+    num_layers=1,
+    first_layer=0,
+    num_heads=1,
+    k_head_dim=48,
+    v_head_dim=48,
+    head_slice="0/1",
+    quantiser="exact",
+)
+
+
+def page_hashes(num_pages: int, branch: str = "", branch_at: int = 0) -> list[bytes]:
+    """A chain of page hashes. Chains are alike before ``branch_at``, and differ by ``branch`` from there on."""
+    chain, last = [], b""
+    for page in range(num_pages):
+        content = f"{page}{branch if page >= branch_at else ''}"
+        last = hashlib.sha256(last + content.encode()).digest()
+        chain.append(last)
+    return chain
+
+
+@cache
+def _coded(model: str, first_page: int, hashes: tuple[bytes, ...], codec: str, content: int) -> CodedSegment:
+    spec = SegmentSpec(replace(NAMESPACE, model=model), make_quantiser("exact"), codec, "240p", 8)
+    shape = (len(hashes), 1, 1, 48)
+    generator = torch.Generator().manual_seed(content)
+    values = torch.randn(shape, generator=generator).to(torch.bfloat16)
+    return encode_segment(spec, {"k": values, "v": -values}, first_page, list(hashes))
+
+
+def make_segment(
+    chain: Sequence[bytes],
+    first_page: int,
+    num_pages: int,
+    *,
+    model: str = "conformance",
+    codec: str = "zstd",
+    content: int = 0,
+) -> CodedSegment:
+    """A small real segment of pages ``[first_page, first_page + num_pages)``. ``content`` seeds its values."""
+    return _coded(model, first_page, tuple(chain[first_page : first_page + num_pages]), codec, content)
+
+
+async def put_segment(store: Store, segment: CodedSegment) -> None:
+    await store.put(segment.data_name, segment.data)
+    await store.put(segment.manifest.key.manifest_name, segment.manifest.encode())
+
+
+def data_object(content: bytes) -> str:
+    """A name for a data object of this content, of a segment that has no manifest."""
+    key = SegmentKey(NAMESPACE.digest(), 1, hashlib.sha256(content).digest())
+    return key.data_name(xxhash.xxh3_128_hexdigest(content))
+
+
+def parts(found: Lookup) -> list[tuple[int, int]]:
+    return [(hit.first_page, hit.num_pages) for hit in found.hits]
+
+
+BAD_NAMES = (
+    "",
+    "x",
+    "/etc/passwd",
+    "../../etc/passwd",
+    f"{'0' * 32}/../{'0' * 32}/1-{'0' * 64}.kvm",
+    f"{'0' * 32}/1-{'0' * 64}.kvm/..",
+    f"{'0' * 32}/1-{'0' * 64}.kvm\n",
+    f"{'0' * 32}/%2e%2e/1-{'0' * 64}.kvm",
+    f"{'0' * 32}/0-{'0' * 64}.kvm",
+    f"{'0' * 32}/1-{'0' * 64}.tmp",
+    f"{'0' * 32}\\1-{'0' * 64}.kvm",
+)
+
+
+class StoreConformance:
+    """Stores that cannot check a manifest when it is put set ``checks_manifests`` to False."""
+
+    checks_manifests = True
+
+    async def test_get_returns_what_was_put(self, store: Store) -> None:
+        content = bytes(range(256)) * 5000
+        name = data_object(content)
+        await store.put(name, content)
+        assert await store.get(name) == content
+
+    async def test_ranges(self, store: Store) -> None:
+        content = bytes(range(200))
+        name = data_object(content)
+        await store.put(name, content)
+        for start, length in ((0, 1), (0, 200), (199, 1), (50, 100), (0, 0), (7, 0), (200, 0)):
+            assert await store.get(name, start, length) == content[start : start + length]
+        for start in (0, 1, 199, 200):
+            assert await store.get(name, start) == content[start:]
+
+    async def test_range_beyond_the_end_is_truncated(self, store: Store) -> None:
+        content = b"0123456789"
+        name = data_object(content)
+        await store.put(name, content)
+        for start, length in ((0, 11), (9, 2), (10, 1), (11, 0), (50, 1), (11, None)):
+            with pytest.raises(StoreError) as caught:
+                await store.get(name, start, length)
+            assert caught.value.reason == "truncated", (start, length)
+
+    async def test_missing_objects(self, store: Store) -> None:
+        name = data_object(b"never put")
+        assert await store.get(name) is None
+        assert await store.get(name, 5, 10) is None
+        assert await store.get(name, 5, 0) is None
+        assert await store.head(name) is None
+        assert await store.delete(name) is False
+
+    async def test_head(self, store: Store) -> None:
+        content = b"twelve bytes"
+        name = data_object(content)
+        await store.put(name, content)
+        info = await store.head(name)
+        assert info is not None
+        assert (info.name, info.size_bytes) == (name, 12)
+        assert abs(info.modified_s - time.time()) < 3600
+
+    async def test_delete(self, store: Store) -> None:
+        content = b"short-lived"
+        name = data_object(content)
+        await store.put(name, content)
+        assert await store.delete(name) is True
+        assert await store.get(name) is None
+        assert await store.delete(name) is False
+
+    async def test_list(self, store: Store) -> None:
+        assert [info async for info in store.list()] == []
+        chain = page_hashes(4)
+        segments = [make_segment(chain, 0, 4), make_segment(chain, 0, 4, model="another")]
+        for segment in segments:
+            await put_segment(store, segment)
+        expected = {s.data_name: len(s.data) for s in segments}
+        expected |= {s.manifest.key.manifest_name: len(s.manifest.encode()) for s in segments}
+        assert {info.name: info.size_bytes async for info in store.list()} == expected
+        key = segments[0].manifest.key
+        for prefix in (key.namespace, key.namespace[:5], key.stem, key.manifest_name, "no such"):
+            listed = {info.name async for info in store.list(prefix)}
+            assert listed == {name for name in expected if name.startswith(prefix)}, prefix
+
+    async def test_bad_names_are_invalid(self, store: Store) -> None:
+        for name in BAD_NAMES:
+            for call in (store.get(name), store.put(name, b"x"), store.head(name), store.delete(name)):
+                with pytest.raises(StoreError) as caught:
+                    await call
+                assert caught.value.reason == "invalid", name
+
+    async def test_lookup_of_a_namespace_that_is_none(self, store: Store) -> None:
+        for namespace in ("", "..", "0" * 31, "A" * 32):
+            with pytest.raises(StoreError) as caught:
+                await store.lookup(namespace, page_hashes(1))
+            assert caught.value.reason == "invalid"
+
+    async def test_lookup_in_an_empty_store(self, store: Store) -> None:
+        assert await store.lookup(NAMESPACE.digest(), page_hashes(3)) == Lookup(())
+        assert await store.lookup(NAMESPACE.digest(), []) == Lookup(())
+
+    async def test_lookup_finds_a_segment(self, store: Store) -> None:
+        chain = page_hashes(8)
+        segment = make_segment(chain, 0, 8)
+        await put_segment(store, segment)
+        found = await store.lookup(NAMESPACE.digest(), chain)
+        assert parts(found) == [(0, 8)]
+        assert found.hits[0].manifest == segment.manifest.encode()
+        assert await store.lookup(replace(NAMESPACE, model="another").digest(), chain) == Lookup(())
+
+    async def test_lookup_uses_parts_of_a_segment(self, store: Store) -> None:
+        chain = page_hashes(16)
+        await put_segment(store, make_segment(chain, 8, 8))
+        for first, end, expected in (
+            (8, 12, [(0, 4)]),
+            (12, 16, [(4, 4)]),
+            (10, 13, [(2, 3)]),
+            (15, 16, [(7, 1)]),
+            (7, 16, []),
+        ):
+            assert parts(await store.lookup(NAMESPACE.digest(), chain[first:end])) == expected
+
+    async def test_lookup_ends_where_the_prefix_branches_off(self, store: Store) -> None:
+        await put_segment(store, make_segment(page_hashes(8), 0, 8))
+        other = page_hashes(12, "another question", branch_at=5)
+        assert parts(await store.lookup(NAMESPACE.digest(), other)) == [(0, 5)]
+        await put_segment(store, make_segment(other, 0, 8))
+        assert parts(await store.lookup(NAMESPACE.digest(), other)) == [(0, 8)]
+        assert parts(await store.lookup(NAMESPACE.digest(), page_hashes(8))) == [(0, 8)]
+
+    async def test_lookup_joins_segments_of_a_growing_prefix(self, store: Store) -> None:
+        chain = page_hashes(16)
+        for first, length, expected in (
+            (0, 4, [(0, 4)]),
+            (4, 2, [(0, 4), (0, 2)]),
+            (6, 1, [(0, 4), (0, 2), (0, 1)]),
+            (0, 8, [(0, 8)]),  # merged
+            (8, 8, [(0, 8), (0, 8)]),
+        ):
+            await put_segment(store, make_segment(chain, first, length))
+            assert parts(await store.lookup(NAMESPACE.digest(), chain)) == expected
+        assert parts(await store.lookup(NAMESPACE.digest(), chain[3:12])) == [(3, 5), (0, 4)]
+
+    async def test_lookup_ends_at_a_gap(self, store: Store) -> None:
+        chain = page_hashes(12)
+        await put_segment(store, make_segment(chain, 0, 4))
+        await put_segment(store, make_segment(chain, 8, 4))
+        assert parts(await store.lookup(NAMESPACE.digest(), chain)) == [(0, 4)]
+
+    async def test_a_deleted_manifest_is_not_found(self, store: Store) -> None:
+        chain = page_hashes(4)
+        segment = make_segment(chain, 0, 4)
+        await put_segment(store, segment)
+        assert await store.delete(segment.manifest.key.manifest_name)
+        assert await store.lookup(NAMESPACE.digest(), chain) == Lookup(())
+
+    async def test_a_replaced_manifest_is_found(self, store: Store) -> None:
+        chain = page_hashes(4)
+        old, new = make_segment(chain, 0, 4), make_segment(chain, 0, 4, codec="deflate")
+        assert old.manifest.key == new.manifest.key
+        await put_segment(store, old)
+        await put_segment(store, new)
+        found = await store.lookup(NAMESPACE.digest(), chain)
+        assert [hit.manifest for hit in found.hits] == [new.manifest.encode()]
+        assert await store.get(new.manifest.key.manifest_name) == new.manifest.encode()
+        assert await store.get(old.data_name) == old.data
+
+    async def test_data_without_manifest_is_not_found(self, store: Store) -> None:
+        chain = page_hashes(4)
+        segment = make_segment(chain, 0, 4)
+        await store.put(segment.data_name, segment.data)
+        assert await store.lookup(NAMESPACE.digest(), chain) == Lookup(())
+
+    async def test_a_manifest_is_checked(self, store: Store) -> None:
+        if not self.checks_manifests:
+            pytest.skip("this store does not check manifests")
+        chain = page_hashes(8)
+        segment, other = make_segment(chain, 0, 4), make_segment(chain, 4, 4)
+        name, content = segment.manifest.key.manifest_name, segment.manifest.encode()
+        with pytest.raises(StoreError) as before_data:
+            await store.put(name, content)
+        assert before_data.value.reason == "invalid"
+        await store.put(segment.data_name, segment.data)
+        for bad in (b"", b"nonsense", content[:-1], content + b"x", other.manifest.encode()):
+            with pytest.raises(StoreError) as caught:
+                await store.put(name, bad)
+            assert caught.value.reason == "invalid"
+        assert await store.get(name) is None
+        await store.put(name, content)
+
+    async def test_many_at_once(self, store: Store) -> None:
+        async def write_and_read(task: int) -> None:
+            chain = page_hashes(4, f"task {task}")
+            segment = make_segment(chain, 0, 4, content=task)
+            await put_segment(store, segment)
+            assert parts(await store.lookup(NAMESPACE.digest(), chain)) == [(0, 4)]
+            for start in range(0, len(segment.data) - 10, 50):
+                assert await store.get(segment.data_name, start, 10) == segment.data[start : start + 10]
+
+        async with asyncio.TaskGroup() as tasks:
+            for task in range(32):
+                tasks.create_task(write_and_read(task))
+
+    async def test_replacing_is_atomic(self, store: Store) -> None:
+        chain = page_hashes(4)
+        segments = [make_segment(chain, 0, 4), make_segment(chain, 0, 4, codec="deflate")]
+        manifests = [segment.manifest.encode() for segment in segments]
+        name = segments[0].manifest.key.manifest_name
+        for segment in segments:
+            await put_segment(store, segment)
+
+        async def replace_often() -> None:
+            for turn in range(30):
+                await store.put(name, manifests[turn % 2])
+
+        async def read_until(writing: asyncio.Task[None]) -> None:
+            while not writing.done():
+                assert await store.get(name) in manifests
+                (hit,) = (await store.lookup(NAMESPACE.digest(), chain)).hits
+                assert hit.manifest in manifests
+
+        async with asyncio.TaskGroup() as tasks:
+            writing = tasks.create_task(replace_often())
+            for _ in range(4):
+                tasks.create_task(read_until(writing))
+
+    async def test_cancelled_calls_leave_a_working_store(self, store: Store) -> None:
+        content = b"c" * 3_000_000
+        name = data_object(content)
+        for delay_s in (0.0, 0.0005, 0.002, 0.01):
+            put = asyncio.create_task(store.put(name, content))
+            await asyncio.sleep(delay_s)
+            put.cancel()
+            await asyncio.gather(put, return_exceptions=True)
+            assert await store.get(name) in (None, content)
+        await store.put(name, content)
+        get = asyncio.create_task(store.get(name))
+        await asyncio.sleep(0.0005)
+        get.cancel()
+        await asyncio.gather(get, return_exceptions=True)
+        assert await store.get(name) == content
+
+    async def test_close_is_idempotent(self, store: Store) -> None:
+        await store.head(data_object(b"x"))
+        await store.close()
+        await store.close()

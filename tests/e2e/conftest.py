@@ -1,0 +1,70 @@
+"""Real SGLang, a real store over real sockets, real video, each in a process of its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sgl_kvfetch.testing.engine import Generation, SGLangServer
+from sgl_kvfetch.testing.models import make_tiny_llama
+from sgl_kvfetch.testing.store_process import StoreProcess
+
+PAGE_SIZE = 16
+
+
+def make_prompt(seed: int, num_tokens: int = 640) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 2048) for _ in range(num_tokens)]
+
+
+def ask(server: SGLangServer, prompt: list[int]) -> Generation:
+    return server.generate(input_ids=prompt, max_new_tokens=12, logprobs=True)
+
+
+def from_storage(answer: Generation) -> int:
+    return int(answer.cached_tokens_details.get("storage", 0))
+
+
+def same_answer(found: Generation, expected: Generation) -> bool:
+    """The same tokens, with logprobs equal up to what another split of the prefill does to float32 sums."""
+    return found.output_ids == expected.output_ids and found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other weights under the same name: the last component of the path, and everything but the weights."""
+    return make_tiny_llama(tmp_path_factory.mktemp("other") / "model", seed=1)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Answers without any cache but SGLang's own, of a server that knows nothing of kvfetch."""
+
+    answers: dict[int, Generation]
+
+    def __getitem__(self, seed: int) -> Generation:
+        return self.answers[seed]
+
+
+NUM_PROMPTS = 24
+
+
+@pytest.fixture(scope="session")
+def expected(model: Path) -> Expected:
+    with SGLangServer(model) as server:
+        return Expected({seed: ask(server, make_prompt(seed)) for seed in range(NUM_PROMPTS)})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[StoreProcess]:
+    with StoreProcess(tmp_path / "store") as process:
+        yield process

@@ -1,0 +1,190 @@
+"""Whatever the store does, requests end in their deadline, with the answers they would have without a cache."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sgl_kvfetch.loop import LoopThread
+from sgl_kvfetch.testing.engine import SGLangServer, hicache_args
+from sgl_kvfetch.testing.faults import Fault, FaultyProxy
+from sgl_kvfetch.testing.metrics import read_metric, wait_until_written
+from sgl_kvfetch.testing.store_process import StoreProcess
+from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+PAGES = 640 // PAGE_SIZE
+DEADLINE_S = 3.0
+SLACK_S = 4.0  # the lookup's own deadline, the prefill, and a slow machine
+NUM_STORED = 12
+
+
+@pytest.fixture(scope="module")
+def filled(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProcess]:
+    """A store that holds the first prompts."""
+    with StoreProcess(tmp_path_factory.mktemp("filled") / "store") as store:
+        with SGLangServer(model, extra_args=hicache_args(store.url, codec="hevc")) as writer:
+            for seed in range(NUM_STORED):
+                ask(writer, make_prompt(seed))
+            wait_until_written(writer, NUM_STORED * PAGES)
+        yield store
+
+
+class Proxy:
+    """A FaultyProxy on a thread of its own."""
+
+    def __init__(self, store: StoreProcess) -> None:
+        self._loop = LoopThread("proxy")
+        self._proxy = FaultyProxy("127.0.0.1", store.port)
+        self._loop.run(self._proxy.__aenter__(), 5)
+        self.url = self._proxy.url
+
+    def set(self, fault: Fault | None) -> None:
+        self._loop.run(self._proxy.set(fault), 5)
+
+    def close(self) -> None:
+        self._loop.run(self._proxy.__aexit__(None, None, None), 5)
+        self._loop.close()
+
+
+def is_data(method: str, path: str) -> bool:
+    return method == "GET" and path.endswith(".kvd")
+
+
+@pytest.fixture(scope="module")
+def proxy(filled: StoreProcess) -> Iterator[Proxy]:
+    proxy = Proxy(filled)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture(scope="module")
+def reader(model: Path, proxy: Proxy) -> Iterator[SGLangServer]:
+    flags = hicache_args(
+        proxy.url, mode="read_only", fetch_timeout_s=DEADLINE_S, lookup_timeout_s=1.0, read_bytes=64 << 10
+    )
+    with SGLangServer(model, extra_args=flags) as server:
+        ask(server, make_prompt(NUM_STORED))  # warm
+        yield server
+
+
+FAULTS: list[tuple[str, Fault, str, set[str]]] = [
+    # name, fault, stage that falls short, reasons it may be counted under
+    ("refuses", Fault("refuse"), "lookup", {"refused", "timeout"}),
+    ("hangs", Fault("hang"), "lookup", {"timeout"}),
+    ("answers 500", Fault("error", status=500), "lookup", {"server", "timeout"}),
+    ("says garbage", Fault("garbage"), "lookup", {"protocol", "truncated", "timeout"}),
+    ("hangs in mid-fetch", Fault("hang", only=is_data), "fetch", {"timeout"}),
+    ("answers data with 500", Fault("error", status=500, only=is_data), "fetch", {"server", "timeout"}),
+    ("closes in mid-body", Fault("close", after_bytes=1000, only=is_data), "fetch", {"truncated", "timeout"}),
+    ("is slow", Fault("slow", bytes_per_s=2e3, only=is_data), "fetch", {"timeout"}),
+    ("returns a wrong length", Fault("wrong_length", extra_bytes=-7, only=is_data), "fetch", {"truncated", "timeout"}),
+    ("returns other bytes", Fault("flip", after_bytes=500, only=is_data), "fetch", {"corrupt"}),
+]
+
+
+def counted(server: SGLangServer, stage: str, reasons: set[str]) -> float:
+    text = server.metrics()
+    return sum(read_metric(text, "sgl_kvfetch_misses_total", stage=stage, reason=reason) for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("seed", "fault", "stage", "reasons"), [(i, *case[1:]) for i, case in enumerate(FAULTS)], ids=[c[0] for c in FAULTS]
+)
+def test_a_store_that(
+    seed: int,
+    fault: Fault,
+    stage: str,
+    reasons: set[str],
+    proxy: Proxy,
+    reader: SGLangServer,
+    expected: Expected,
+) -> None:
+    before = counted(reader, stage, reasons)
+    proxy.set(fault)
+    try:
+        started_s = time.monotonic()
+        answer = ask(reader, make_prompt(seed))
+        took_s = time.monotonic() - started_s
+    finally:
+        proxy.set(None)
+    assert same_answer(answer, expected[seed])
+    assert from_storage(answer) < 640 // 2
+    assert took_s < DEADLINE_S + SLACK_S
+    assert counted(reader, stage, reasons) > before
+    # All is well again, and so is the next request, once the pause after failed lookups is over.
+    reader.flush()
+    deadline_s = time.monotonic() + 30
+    while from_storage(ask(reader, make_prompt(seed))) < 0.9 * 640:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.5)
+        reader.flush()
+
+
+def test_one_byte_flipped_in_every_object(
+    model: Path, filled: StoreProcess, tmp_path: Path, expected: Expected
+) -> None:
+    directory = tmp_path / "flipped"
+    flipped = 0
+    for path in filled.directory.rglob("*.kv?"):
+        data = bytearray(path.read_bytes())
+        if path.suffix == ".kvd":
+            data[len(data) // 2] ^= 1
+            flipped += 1
+        target = directory / path.relative_to(filled.directory)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+    assert flipped
+    with (
+        StoreProcess(directory) as store,
+        SGLangServer(model, extra_args=hicache_args(store.url, mode="read_only")) as reader,
+    ):
+        for seed in range(3):
+            answer = ask(reader, make_prompt(seed))
+            assert same_answer(answer, expected[seed])
+        assert read_metric(reader.metrics(), "sgl_kvfetch_corrupt_chunks_total") >= 3
+
+
+def test_flipped_manifests_are_misses(model: Path, filled: StoreProcess, tmp_path: Path, expected: Expected) -> None:
+    """The local store hands out what is in the directory, with no server before it to judge."""
+    directory = tmp_path / "flipped"
+    for path in filled.directory.rglob("*.kv?"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 3] ^= 0x10
+        target = directory / path.relative_to(filled.directory)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+    with SGLangServer(model, extra_args=hicache_args(f"file://{directory}", mode="read_only")) as reader:
+        answer = ask(reader, make_prompt(0))
+        assert from_storage(answer) == 0
+        assert same_answer(answer, expected[0])
+
+
+def test_a_store_killed_during_a_fetch(model: Path, filled: StoreProcess, expected: Expected) -> None:
+    with StoreProcess(filled.directory) as store:
+        proxy = Proxy(store)  # so slow that the fetch is under way when the store dies
+        proxy.set(Fault("slow", bytes_per_s=50e3, only=is_data))
+        flags = hicache_args(proxy.url, mode="read_only", fetch_timeout_s=DEADLINE_S, lookup_timeout_s=1.0)
+        try:
+            with SGLangServer(model, extra_args=flags) as reader:
+                ask(reader, make_prompt(NUM_STORED))
+                killer = threading.Timer(0.7, lambda: (store.kill(), proxy.set(Fault("refuse"))))
+                killer.start()
+                started_s = time.monotonic()
+                answer = ask(reader, make_prompt(0))
+                took_s = time.monotonic() - started_s
+                killer.join()
+                assert same_answer(answer, expected[0])
+                assert from_storage(answer) < 640
+                assert 0.7 < took_s < DEADLINE_S + SLACK_S
+                assert counted(reader, "fetch", {"refused", "truncated", "timeout"}) >= 1
+                # The next request does not wait for a store that is gone.
+                answer = ask(reader, make_prompt(1))
+                assert same_answer(answer, expected[1])
+        finally:
+            proxy.close()

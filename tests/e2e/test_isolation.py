@@ -1,0 +1,43 @@
+"""Many engines share one store and never take each other's pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sgl_kvfetch.testing.engine import SGLangServer, hicache_args
+from sgl_kvfetch.testing.metrics import wait_until_written
+from sgl_kvfetch.testing.store_process import StoreProcess
+from tests.e2e.conftest import ask, from_storage, make_prompt, same_answer
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+
+def test_page_sizes_dtypes_and_weights_do_not_mix(model: Path, other_model: Path, store: StoreProcess) -> None:
+    """Each engine is asked the same prompt twice, with its own tiers emptied between: first nothing may come from what
+    the engines before it stored, then all of it from what it stored itself."""
+    prompt = make_prompt(0)
+    flags = hicache_args(store.url, codec="zstd")
+    assert model.name == other_model.name
+    engines: list[tuple[Path, int, list[str]]] = [
+        (model, 16, []),
+        (model, 64, ["--page-size", "64"]),
+        (model, 16, ["--dtype", "bfloat16"]),
+        (other_model, 16, []),
+    ]
+    tokens = set()
+    for path, page_size, extra in engines:
+        with SGLangServer(path, extra_args=[*flags, *extra, "--served-model-name", "m"]) as server:
+            first = ask(server, prompt)
+            assert from_storage(first) == 0
+            wait_until_written(server, len(prompt) // page_size)
+            server.flush()
+            second = ask(server, prompt)
+            assert from_storage(second) >= 0.9 * len(prompt) - page_size
+            if "bfloat16" not in extra:
+                assert same_answer(second, first)
+            tokens.add(tuple(first.output_ids))
+    assert len(list(store.directory.glob("*/*.kvm"))) >= len(engines)
+    assert len([d for d in store.directory.iterdir() if len(d.name) == 32]) == len(engines)
+    assert len(tokens) >= 2

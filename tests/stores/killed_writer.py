@@ -1,0 +1,24 @@
+"""Run by test_killed_writer: writes segments until it is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from sgl_kvfetch.stores.local import LocalStore
+
+
+async def write(root: Path, segments: Path) -> None:
+    store = LocalStore(root)
+    names = (segments / "names").read_text().splitlines()
+    contents = [(name, (segments / str(i)).read_bytes()) for i, name in enumerate(names)]
+    print("ready", flush=True)
+    while True:
+        for name, content in contents:
+            await store.put(name, content)
+            if name.endswith(".kvm"):
+                await store.delete(name)
+
+
+asyncio.run(write(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from sgl_kvfetch.server import RunningServer
+from sgl_kvfetch.stores.base import Store
+from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.testing.faults import FaultyProxy
+from sgl_kvfetch.testing.stores import StoreConformance
+
+
+class TestLocalStore(StoreConformance):
+    @pytest.fixture
+    async def store(self, tmp_path: Path) -> AsyncIterator[Store]:
+        store = LocalStore(tmp_path / "store")
+        yield store
+        await store.close()
+
+
+class TestBoundedLocalStore(StoreConformance):
+    @pytest.fixture
+    async def store(self, tmp_path: Path) -> AsyncIterator[Store]:
+        store = LocalStore(tmp_path / "store", capacity_bytes=100 << 20)
+        yield store
+        await store.close()
+
+
+class TestHttpStore(StoreConformance):
+    @pytest.fixture
+    async def store(self, server: RunningServer) -> AsyncIterator[Store]:
+        store = HttpStore(server.url)
+        yield store
+        await store.close()
+
+
+class TestHttpStoreThroughProxy(StoreConformance):
+    """A connection for each request; also shows that the proxy itself breaks nothing."""
+
+    @pytest.fixture
+    async def store(self, proxy: FaultyProxy) -> AsyncIterator[Store]:
+        store = HttpStore(proxy.url)
+        yield store
+        await store.close()

@@ -1,0 +1,329 @@
+"""The HTTP client against a server that misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from sgl_kvfetch.errors import ConfigError, StoreError, StoreErrorReason
+from sgl_kvfetch.server import RunningServer
+from sgl_kvfetch.stores import wire
+from sgl_kvfetch.stores.base import Lookup, SegmentHit
+from sgl_kvfetch.stores.http import HttpOptions, HttpStore
+from sgl_kvfetch.testing.faults import Fault, FaultyProxy
+from sgl_kvfetch.testing.stores import NAMESPACE, data_object, make_segment, page_hashes, put_segment
+
+CONTENT = bytes(range(256)) * 1000
+NAME = data_object(CONTENT)
+DEADLINE_S = 0.5
+QUICK = HttpOptions(timeout_s=DEADLINE_S, backoff_s=0.01)
+
+
+@pytest.fixture
+async def store(proxy: FaultyProxy) -> AsyncIterator[HttpStore]:
+    store = HttpStore(proxy.url, options=QUICK)
+    await store.put(NAME, CONTENT)
+    proxy.requests.clear()
+    yield store
+    await store.close()
+
+
+async def reason_of(call: Awaitable[object]) -> StoreErrorReason:
+    started = time.monotonic()
+    with pytest.raises(StoreError) as caught:
+        await call
+    assert time.monotonic() - started < DEADLINE_S + 0.5
+    return caught.value.reason
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (Fault("refuse"), "refused"),
+        (Fault("hang"), "timeout"),
+        (Fault("slow", bytes_per_s=1e5), "timeout"),
+        (Fault("error", status=500), "server"),
+        (Fault("error", status=503), "server"),
+        (Fault("error", status=401), "unauthorised"),
+        (Fault("error", status=403), "unauthorised"),
+        (Fault("error", status=507), "full"),
+        (Fault("error", status=400), "invalid"),
+        (Fault("error", status=302), "protocol"),
+        (Fault("error", status=418), "protocol"),
+        (Fault("error", status=204), "protocol"),
+        (Fault("close", after_bytes=0), "truncated"),
+        (Fault("close", after_bytes=1000), "truncated"),
+        (Fault("wrong_length", extra_bytes=10), "truncated"),
+        (Fault("garbage"), "protocol"),
+    ],
+    ids=lambda value: f"{value.kind}-{value.status}" if isinstance(value, Fault) else value,
+)
+async def test_faults_have_their_reasons(
+    store: HttpStore, proxy: FaultyProxy, fault: Fault, reason: StoreErrorReason
+) -> None:
+    await proxy.set(fault)
+    assert await reason_of(store.get(NAME)) == reason
+    assert await reason_of(store.get(NAME, 500, 200_000)) == reason
+    await proxy.set(None)
+    assert await store.get(NAME) == CONTENT
+
+
+async def test_a_body_shorter_than_its_range(store: HttpStore, proxy: FaultyProxy) -> None:
+    await proxy.set(Fault("wrong_length", extra_bytes=-10))
+    assert await reason_of(store.get(NAME, 100, 1000)) == "truncated"
+
+
+@pytest.mark.parametrize("fault", [Fault("refuse"), Fault("hang"), Fault("error")], ids=lambda fault: fault.kind)
+async def test_every_call_ends_by_the_deadline(store: HttpStore, proxy: FaultyProxy, fault: Fault) -> None:
+    reason = {"refuse": "refused", "hang": "timeout", "error": "server"}[fault.kind]
+    await proxy.set(fault)
+    for call in (
+        store.put(NAME, CONTENT),
+        store.head(NAME),
+        store.delete(NAME),
+        store.lookup(NAMESPACE.digest(), page_hashes(1)),
+        anext(aiter(store.list())),
+    ):
+        assert await reason_of(call) == reason
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("error", status=500, times=2),
+        Fault("close", after_bytes=10, times=2),
+        Fault("wrong_length", extra_bytes=5, times=1),
+    ],
+    ids=lambda fault: fault.kind,
+)
+async def test_what_may_pass_is_tried_again(proxy: FaultyProxy, fault: Fault) -> None:
+    retried: list[StoreErrorReason] = []
+    options = HttpOptions(timeout_s=5, backoff_s=0.01, on_retry=lambda error: retried.append(error.reason))
+    store = HttpStore(proxy.url, options=options)
+    await store.put(NAME, CONTENT)
+    await proxy.set(fault)
+    assert await store.get(NAME, 1, 2000) == CONTENT[1:2001]
+    assert len(retried) == fault.times
+    await proxy.set(Fault("error", status=502, times=1))
+    await store.put(NAME, CONTENT)
+    await proxy.set(Fault("error", status=502, times=1))
+    assert await store.lookup(NAMESPACE.digest(), page_hashes(1)) == Lookup(())
+    await store.close()
+
+
+async def test_what_will_not_pass_is_not(store: HttpStore, proxy: FaultyProxy) -> None:
+    for status in (400, 401, 404, 413, 422, 507):
+        await proxy.set(Fault("error", status=status))
+        proxy.requests.clear()
+        if status == 404:
+            assert await store.get(NAME) is None
+        else:
+            await reason_of(store.get(NAME))
+        assert len(proxy.requests) == 1, status
+
+
+async def test_attempts_are_bounded(store: HttpStore, proxy: FaultyProxy) -> None:
+    await proxy.set(Fault("error"))
+    await reason_of(store.get(NAME))
+    assert len(proxy.requests) == QUICK.max_attempts
+
+
+async def test_a_flipped_byte_comes_through(store: HttpStore, proxy: FaultyProxy) -> None:
+    """The transport does not notice; readers have checksums for this."""
+    await proxy.set(Fault("flip", after_bytes=7))
+    body = await store.get(NAME)
+    assert body is not None
+    assert body != CONTENT
+    assert body[8:] == CONTENT[8:]
+
+
+async def test_a_cancelled_call_leaves_the_pool_usable(store: HttpStore, proxy: FaultyProxy) -> None:
+    await proxy.set(Fault("hang"))
+    calls = [asyncio.create_task(store.get(NAME)) for _ in range(40)]  # more than there are connections
+    await asyncio.sleep(0.05)
+    for call in calls:
+        call.cancel()
+    assert all(isinstance(e, asyncio.CancelledError) for e in await asyncio.gather(*calls, return_exceptions=True))
+    await proxy.set(None)
+    assert await store.get(NAME) == CONTENT
+
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@pytest.fixture
+async def answering() -> AsyncIterator[Callable[[Answer], Awaitable[HttpStore]]]:
+    """A store's client whose every request is answered by a function."""
+    runners: list[web.ServerRunner] = []
+    stores: list[HttpStore] = []
+
+    async def start(answer: Answer) -> HttpStore:
+        runner = web.ServerRunner(web.Server(answer), shutdown_timeout=0.1)  # type: ignore[arg-type]
+        await runner.setup()
+        runners.append(runner)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        store = HttpStore(f"http://127.0.0.1:{runner.addresses[0][1]}", options=QUICK)
+        stores.append(store)
+        return store
+
+    yield start
+    for store in stores:
+        await store.close()
+    for runner in runners:
+        await runner.cleanup()
+
+
+Start = Callable[[Answer], Awaitable[HttpStore]]
+
+
+async def test_a_server_that_knows_no_ranges(answering: Start) -> None:
+    async def whole(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=CONTENT)
+
+    store = await answering(whole)
+    assert await store.get(NAME, 100, 50) == CONTENT[100:150]
+    assert await store.get(NAME, 100) == CONTENT[100:]
+    assert await store.get(NAME, len(CONTENT)) == b""
+    assert await reason_of(store.get(NAME, 100, len(CONTENT))) == "truncated"
+    assert await reason_of(store.get(NAME, len(CONTENT) + 1)) == "truncated"
+
+
+async def test_a_body_without_end(answering: Start) -> None:
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=int(request.headers.get("X-Status", "200")))
+        await response.prepare(request)
+        while True:
+            await response.write(bytes(1 << 16))
+
+    store = await answering(endless)
+    store.options = HttpOptions(timeout_s=5, max_object_bytes=1 << 20)
+    assert await store.get(NAME, 1000, 5000) == bytes(5000)
+    assert await reason_of(store.get(NAME)) == "too_large"
+    assert await reason_of(store.get(NAME, 10)) == "too_large"
+    assert await reason_of(store.lookup(NAMESPACE.digest(), page_hashes(1))) == "too_large"
+    assert await reason_of(anext(aiter(store.list()))) == "protocol"
+
+
+@pytest.mark.parametrize(
+    ("content_range", "body", "reason"),
+    [
+        (None, b"x" * 10, "protocol"),
+        ("bytes 0-9/100", b"x" * 10, "protocol"),  # another start
+        ("bytes 5-14/100", b"x" * 9, "truncated"),
+        ("bytes 5-14/100", b"x" * 11, "truncated"),
+        ("bytes 5-9/10", b"x" * 5, "truncated"),  # the object ends early
+        ("bytes 5-4/10", b"", "protocol"),
+        ("lines 5-14/100", b"x" * 10, "protocol"),
+        ("bytes 5-99999999999999999999/*", b"x", "protocol"),
+    ],
+)
+async def test_ranges_that_make_no_sense(
+    answering: Start, content_range: str | None, body: bytes, reason: StoreErrorReason
+) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        headers = {} if content_range is None else {"Content-Range": content_range}
+        return web.Response(status=206, body=body, headers=headers)
+
+    assert await reason_of((await answering(answer)).get(NAME, 5, 10)) == reason
+
+
+ROW = [b"manifest", 0, 2]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode({"hits": []}),
+        msgspec.msgpack.encode([ROW, ROW]),  # four pages, three were asked for
+        msgspec.msgpack.encode([[b"m", 0, 0]]),
+        msgspec.msgpack.encode([[b"m", -1, 1]]),
+        msgspec.msgpack.encode([[b"", 0, 1]]),
+        msgspec.msgpack.encode([["text", 0, 1]]),
+        msgspec.msgpack.encode([[b"m", 0]]),
+        msgspec.msgpack.encode([[b"m", 0, 1 << 60]]),
+    ],
+)
+async def test_lookup_answers_that_make_no_sense(answering: Start, answer: bytes) -> None:
+    async def respond(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=answer)
+
+    store = await answering(respond)
+    assert await reason_of(store.lookup(NAMESPACE.digest(), page_hashes(3))) == "protocol"
+
+
+async def test_long_lookups_are_asked_in_parts(answering: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_LOOKUP_PAGES", 4)
+    asked = []
+
+    async def respond(request: web.Request) -> web.StreamResponse:
+        lookup = msgspec.msgpack.decode(await request.read(), type=wire.LookupRequest)
+        num_pages = len(lookup.page_hashes) // 32
+        asked.append(num_pages)
+        return web.Response(body=msgspec.msgpack.encode([[b"m", 0, min(num_pages, 4 if len(asked) < 3 else 1)]]))
+
+    store = await answering(respond)
+    found = await store.lookup(NAMESPACE.digest(), page_hashes(20))
+    assert asked == [4, 4, 4]
+    assert found.hits == (SegmentHit(b"m", 0, 4), SegmentHit(b"m", 0, 4), SegmentHit(b"m", 0, 1))
+
+
+@pytest.mark.parametrize("line", [b"nonsense\n", b'{"name": "../x", "size_bytes": 1, "modified_s": 1}\n', b"{}\n"])
+async def test_listings_that_make_no_sense(answering: Start, line: bytes) -> None:
+    async def respond(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=line)
+
+    assert await reason_of(anext(aiter((await answering(respond)).list()))) == "protocol"
+
+
+async def test_a_listing_that_breaks_off(store: HttpStore, proxy: FaultyProxy) -> None:
+    await put_segment(store, make_segment(page_hashes(4), 0, 4))
+    await proxy.set(Fault("close", after_bytes=200))
+
+    async def read() -> None:
+        async for _ in store.list():
+            pass
+
+    assert await reason_of(read()) == "truncated"
+
+
+async def test_bodies_are_not_decompressed(answering: Start) -> None:
+    async def bomb(request: web.Request) -> web.StreamResponse:
+        assert request.headers["Accept-Encoding"] == "identity"
+        return web.Response(body=b"not gzip", headers={"Content-Encoding": "gzip"})
+
+    assert await (await answering(bomb)).get(NAME) == b"not gzip"
+
+
+async def test_a_closed_client_says_so(server: RunningServer) -> None:
+    store = HttpStore(server.url)
+    await store.close()
+    assert await reason_of(store.head(NAME)) == "io"
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://", "ftp://x", "http://user:secret@host", "http://host/?query", "http://host/#part", "host:80", ""],
+)
+def test_bad_urls(url: str) -> None:
+    with pytest.raises(ConfigError):
+        HttpStore(url)
+
+
+@pytest.mark.parametrize("token", ["", " ", "a\nb", "a ", "ü"])
+def test_bad_tokens(token: str) -> None:
+    with pytest.raises(ConfigError, match="token"):
+        HttpStore("http://host", token=token)
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ConfigError, match="timeout_s is 0"):
+        HttpOptions(timeout_s=0)
+    with pytest.raises(ConfigError, match="backoff_s"):
+        HttpOptions(backoff_s=-1)

@@ -1,0 +1,156 @@
+"""Compile what the wrappers launch, for GPUs that need not be there. A script: Triton must not interpret.
+
+Prints one JSON object a line: kernel, capability, and what the assembler says of the machine code.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from sgl_kvfetch.layout.choose import default_layout
+from sgl_kvfetch.triton_kernels import pack, restore
+
+CAPABILITIES = (80, 89, 90, 100)
+TOKENS, LAYERS, HEADS, DIM, SLOTS = 1000, 3, 8, 128, 4096
+
+_POINTER = {
+    torch.uint8: "*u8",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+}
+
+
+class Recorder:
+    """Stands in for a kernel and keeps what it was launched with."""
+
+    def __init__(self, kernel: JITFunction[Any]) -> None:
+        self.kernel = kernel
+        self.source: ASTSource | None = None
+        self.options: dict[str, Any] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        names = [p.name for p in self.kernel.params]
+        values = {**dict(zip(names, args, strict=False)), **{k: v for k, v in kwargs.items() if k in names}}
+        self.options = {k: v for k, v in kwargs.items() if k not in names}
+        signature, constants, attributes = {}, {}, {}
+        for i, param in enumerate(self.kernel.params):
+            value = values[param.name]
+            if param.is_constexpr:
+                signature[param.name] = "constexpr"
+                constants[(i,)] = value
+                continue
+            signature[param.name] = _type(value)
+            for path, leaf in _leaves(value, (i,)):
+                if isinstance(leaf, torch.Tensor) or (
+                    isinstance(leaf, int) and leaf % 16 == 0 and not param.do_not_specialize
+                ):
+                    attributes[path] = [["tt.divisibility", 16]]
+        self.source = ASTSource(self.kernel, signature, constants, attributes)
+
+
+def _type(value: Any) -> Any:
+    match value:
+        case tuple():
+            return tuple(map(_type, value))
+        case torch.Tensor():
+            return _POINTER[value.dtype]
+        case float():
+            return "fp32"
+        case int():
+            return "i32" if value < 2**31 else "i64"
+    raise TypeError(type(value))
+
+
+def _leaves(value: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
+    if isinstance(value, tuple):
+        for i, x in enumerate(value):
+            yield from _leaves(x, (*path, i))
+    else:
+        yield path, value
+
+
+@contextmanager
+def recording(module: Any, kernel: str) -> Iterator[Recorder]:
+    original = getattr(module, kernel)
+    recorder = Recorder(original)
+    setattr(module, kernel, recorder)
+    try:
+        yield recorder
+    finally:
+        setattr(module, kernel, original)
+
+
+def recorded() -> Iterator[tuple[str, Recorder]]:
+    """Every variant, launched by its wrapper on tensors without memory."""
+    layout = default_layout(HEADS, DIM, TOKENS)
+    slots = torch.empty(TOKENS, dtype=torch.int64, device="meta")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        buffers = [torch.empty((SLOTS, HEADS, DIM), dtype=dtype, device="meta") for _ in range(LAYERS)]
+        name = str(dtype).removeprefix("torch.")
+        with recording(pack, "pack_exact_kernel") as recorder:
+            packed = pack.pack(buffers, slots, layout)
+        yield f"pack-exact-{name}", recorder
+        with recording(restore, "restore_exact_kernel") as recorder:
+            restore.restore(list(packed.frames), layout, slots, buffers)
+        yield f"restore-exact-{name}", recorder
+        if dtype == torch.float8_e4m3fn:
+            continue
+        for scale_over in ("head", "layer"):
+            with recording(pack, f"pack_{scale_over}_kernel") as recorder:
+                packed = pack.pack(buffers, slots, layout, centres=(127,) * LAYERS, scale_over=scale_over)
+            yield f"pack-{scale_over}-{name}", recorder
+            with recording(restore, "restore_symmetric_kernel") as recorder:
+                restore.restore(
+                    list(packed.frames), layout, slots, buffers, scales=packed.scales, centres=(127,) * LAYERS
+                )
+            yield f"restore-{scale_over}-{name}", recorder
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """Registers, and bytes of the stack that they spill to."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {key.lower(): int(re.search(rf"{key}:(\d+)", text)[1]) for key in ("REG", "STACK")}  # type: ignore[index]
+
+
+def main() -> None:
+    assert not triton.knobs.runtime.interpret
+    for name, recorder in recorded():
+        assert recorder.source is not None, f"{name} was not launched"
+        for capability in CAPABILITIES:
+            target = GPUTarget("cuda", capability, 32)
+            compiled = triton.compile(recorder.source, target=target, options=recorder.options)
+            cubin = compiled.asm["cubin"]
+            result = {"kernel": name, "capability": capability, "cubin_bytes": len(cubin), **usage(cubin)}
+            print(json.dumps(result), flush=True)
+            if len(sys.argv) > 1:
+                for kind in ("ttgir", "ptx"):
+                    with open(f"{sys.argv[1]}/{name}-{capability}.{kind}", "w") as file:
+                        file.write(compiled.asm[kind])
+
+
+if __name__ == "__main__":
+    main()
