@@ -34,14 +34,8 @@ def run_check(name: str, check: Callable[[], list[Check]]) -> list[Check]:
     except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as e:  # SystemExit too: SGLang's modules may raise it on import
-        return [
-            Check(
-                name,
-                "no",
-                f"{type(e).__name__}: {first_line(e)}",
-                "see the message: something that it names is broken or missing",
-            )
-        ]
+        advice = "see the message: something that it names is broken or missing"
+        return [Check(name, "no", f"{type(e).__name__}: {first_line(e)}", advice)]
 
 
 def first_line(error: BaseException) -> str:

@@ -67,7 +67,7 @@ def _print(checks: Sequence[Check]) -> None:
 
     from sgl_kvfetch.cli.tables import make_table
 
-    table = make_table("", ("check", "", "found", "what to do"))
+    table = make_table(("check", "", "found", "what to do"))
     for check in checks:
         table.add_row(check.name, Text(check.status, _STYLES[check.status]), check.found, check.advice)
     console = make_console()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+_CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ- "
 # Five rows from top to bottom, an octal digit each: its bits are the pixels from left to right.
-_GLYPHS = {
-    **dict(zip("0123456789", "75557 26227 71747 71717 55711 74717 74757 71122 75757 75717".split(), strict=True)),
-    **dict(zip("ABCDEFGHI", "25755 65656 34443 65556 74647 74644 34553 55755 72227".split(), strict=True)),
-    **dict(zip("JKLMNOPQR", "11152 55655 44447 57755 65555 25552 65644 25563 65655".split(), strict=True)),
-    **dict(zip("STUVWXYZ-", "34216 72222 55557 55552 55775 55255 55222 71247 00700".split(), strict=True)),
-    " ": "00000",
-}
+_ROWS = (
+    "75557 26227 71747 71717 55711 74717 74757 71122 75757 75717 "  # digits
+    "25755 65656 34443 65556 74647 74644 34553 55755 72227 "  # A to I
+    "11152 55655 44447 57755 65555 25552 65644 25563 65655 "  # J to R
+    "34216 72222 55557 55522 55775 55255 55222 71247 00700 00000"  # S to Z, dash, space
+)
+_GLYPHS = dict(zip(_CHARACTERS, _ROWS.split(), strict=True))
 _WIDTH, _HEIGHT = 3, 5
 
 

@@ -49,7 +49,6 @@ def check_gpu() -> list[Check]:
     major, minor = torch.cuda.get_device_capability()
     count = torch.cuda.device_count()
     found = f"{count} x {torch.cuda.get_device_name()}, compute capability {major}.{minor}, torch {torch.__version__}"
-    torch.cuda.init()
     torch.zeros(1, device="cuda")  # makes the context current that the video libraries look for
     return [Check("CUDA GPU", "yes", found), *_check_nvdec(), _check_nvenc()]
 
@@ -70,9 +69,7 @@ def _check_nvdec() -> list[Check]:
     try:
         library = ctypes.CDLL("libnvcuvid.so.1")
     except OSError as e:
-        advice = (
-            "install the driver's video libraries; in a container, set NVIDIA_DRIVER_CAPABILITIES=compute,video,utility"
-        )
+        advice = "install the driver's video libraries (containers: NVIDIA_DRIVER_CAPABILITIES=compute,video,utility)"
         return [binding, Check("NVDEC", "warn", f"{first_line(e)}; {_CPU_CODECS}", advice)]
     found = {chroma: _decode_caps(library, number) for chroma, number in _CHROMA.items()}
     if (caps := found["4:4:4"]) is not None:

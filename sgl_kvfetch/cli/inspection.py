@@ -14,7 +14,7 @@ from sgl_kvfetch.cli.listing import StoredSegment, list_segments, read_manifest
 from sgl_kvfetch.cli.options import make_console
 from sgl_kvfetch.cli.pictures import PictureWriter
 from sgl_kvfetch.cli.summary import SegmentSummary, summarise_segment, summarise_store
-from sgl_kvfetch.cli.tables import segment_tables, segments_table, store_tables
+from sgl_kvfetch.cli.tables import segment_tables, segments_tables, store_tables
 from sgl_kvfetch.cli.target import Target, open_target
 from sgl_kvfetch.container.manifest import Manifest
 from sgl_kvfetch.container.segment import SegmentReader
@@ -69,8 +69,7 @@ async def _show_segments(target: Target, segments: Sequence[StoredSegment], num_
         notes.append(f"... and {len(in_order) - request.limit} more segments (--limit)")
     if num_orphans:
         notes.append(f"{num_orphans} segments have data and no manifest: being written, or left behind")
-    tables = [segments_table(summaries)] if summaries else []
-    _print(summaries, [target.label, *tables, *notes], request.as_json)
+    _print(summaries, [*segments_tables(summaries), *notes], request.as_json)
 
 
 async def _show_segment(target: Target, stored: StoredSegment, request: Request) -> None:

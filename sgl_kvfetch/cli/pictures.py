@@ -65,13 +65,16 @@ class PictureWriter:
                 self._save(f"{stem}_frame{frame_idx:03}.planes.png", planes)
                 self._save(f"{stem}_frame{frame_idx:03}.rgb.png", rgb)
             if cell.layer_group < MAX_SHEET_GROUPS:
-                self._thumbnails[cell.layer_group, cell.tensor, index] = _shrink(frames[0].transpose(1, 2, 0))
+                self._thumbnails[cell.layer_group, cell.tensor, index] = _thumbnail(frames[0].transpose(1, 2, 0))
             pattern = self._directory / f"{stem}_frame*.png"
             lines.append(f"{pattern}: {count} of {len(frames)} frames, {layout.width}x{layout.height}")
         return lines
 
     def write_contact_sheet(self) -> Path:
-        """The first frame of each chunk: a row a layer group, a column for each byte plane of K and of V."""
+        """The first frame of each chunk: a row a layer group, a column for each byte plane of K and of V.
+
+        Unlike the other pictures, these have their contrast stretched: some planes use few values.
+        """
         names = byte_names(self._manifest)
         columns = [(tensor, index) for tensor in TENSORS for index in range(len(names))]
         groups = range(min(self._manifest.num_layer_groups, MAX_SHEET_GROUPS))
@@ -115,10 +118,13 @@ def encode_png(pixels: np.ndarray) -> bytes:
     return b"".join(map(bytes, [*encoder.encode(frame), *encoder.encode(None)]))
 
 
-def _shrink(picture: np.ndarray) -> np.ndarray:
-    """By a whole factor, each pixel the mean of those it stands for, to at most ``THUMBNAIL_SIDE`` a side."""
+def _thumbnail(picture: np.ndarray) -> np.ndarray:
+    """At most ``THUMBNAIL_SIDE`` a side, by a whole factor; its middle 98% of values stretched over the whole range."""
     height, width = picture.shape[:2]
     factor = -(-max(height, width) // THUMBNAIL_SIDE)
     padded = np.pad(picture, ((0, -height % factor), (0, -width % factor), (0, 0)), constant_values=FILL)
     blocks = padded.reshape(padded.shape[0] // factor, factor, padded.shape[1] // factor, factor, 3)
-    return blocks.mean(axis=(1, 3)).astype(np.uint8)
+    means: np.ndarray = blocks.mean(axis=(1, 3))
+    low, high = np.percentile(means, (1, 99))
+    stretched: np.ndarray = (means - low) * (255 / max(high - low, 1))
+    return stretched.clip(0, 255).astype(np.uint8)

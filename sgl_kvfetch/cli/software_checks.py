@@ -118,7 +118,5 @@ def check_codecs() -> list[Check]:
         if same:
             checks.append(Check(label, "yes", f"bit for bit, on the CPU ({took_ms:.0f} ms)"))
         else:
-            checks.append(
-                Check(label, "no", "other frames came back", f"choose another codec than {name}, report this")
-            )
+            checks.append(Check(label, "no", "other frames came back", f"choose another codec than {name}"))
     return checks

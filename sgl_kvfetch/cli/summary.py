@@ -200,7 +200,7 @@ def part_names(manifest: Manifest) -> list[str]:
 
 
 def byte_names(manifest: Manifest) -> list[str]:
-    """What to call the byte planes. The last holds the sign (see ``ExactQuantiser``)."""
+    """What to call the byte planes. The last holds the exponent (see ``ExactQuantiser``)."""
     if manifest.planes == 1:
         return ["integers"]
     return [f"byte {index}" for index in range(manifest.planes)]

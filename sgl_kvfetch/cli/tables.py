@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
 from rich import box
 from rich.table import Table
@@ -17,15 +18,16 @@ from sgl_kvfetch.cli.summary import (
     layer_range,
 )
 from sgl_kvfetch.cli.units import format_ratio, format_size, printable
-from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.layout.frames import FrameLayout
 
+NAMESPACE_DIGITS, HASH_DIGITS = 12, 16  # enough to tell them apart, and to give as a prefix
 
-def make_table(title: str, left: Sequence[str], right: Sequence[str] = ()) -> Table:
-    """Columns of text, then columns of numbers."""
-    table = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-    for name in left:
-        table.add_column(name, overflow="fold")
+
+def make_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
+    """Columns of text, the first of them names that stay in one piece, then columns of numbers."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for index, name in enumerate(left):
+        table.add_column(name, overflow="fold", no_wrap=index == 0)
     for name in right:
         table.add_column(name, justify="right", no_wrap=True)
     return table
@@ -39,10 +41,11 @@ def describe_sizes(sizes: Sizes) -> str:
 
 
 def store_tables(label: str, summary: StoreSummary, limit: int) -> Iterator[Table | str]:
-    """A table with a row a namespace, and what it leaves out."""
+    """Two rows a namespace: what it is, and how much there is of it; then what they leave out."""
     yield printable(label)
     if summary.namespaces:
-        yield _namespace_table(summary.namespaces[:limit])
+        yield _fields_table(summary.namespaces[:limit])
+        yield _sizes_table(summary.namespaces[:limit])
         if len(summary.namespaces) > limit:
             yield f"... and {len(summary.namespaces) - limit} more namespaces (--limit)"
     else:
@@ -53,18 +56,28 @@ def store_tables(label: str, summary: StoreSummary, limit: int) -> Iterator[Tabl
         yield f"of these, {orphans} have no manifest: being written, or left behind"
 
 
-def _namespace_table(namespaces: Sequence[NamespaceSummary]) -> Table:
-    table = make_table(
-        "",
-        ("namespace", "model", "cache", "quantiser", "rank"),
-        ("segments", "pages", "tokens", "raw", "stored", "ratio", "bits/value"),
-    )
+def _fields_table(namespaces: Sequence[NamespaceSummary]) -> Table:
+    table = make_table(("namespace", "model", "cache", "quantiser", "rank"))
     for summary in namespaces:
-        namespace, found = summary.namespace, summary.sizes
-        fields = _namespace_cells(namespace) if namespace else ("no readable manifest", "", "", "")
+        n = summary.namespace
+        if n is None:
+            table.add_row(summary.digest[:NAMESPACE_DIGITS], "no readable manifest (kvfetch verify says why)")
+            continue
+        dims = str(n.k_head_dim) if n.k_head_dim == n.v_head_dim else f"{n.k_head_dim}/{n.v_head_dim}"
+        cache = f"{n.attention} {n.kv_dtype}, {n.num_layers} layers x {n.num_heads} heads x {dims}, page {n.page_size}"
+        rank = f"{n.head_slice}, layers {layer_range(n.first_layer, n.first_layer + n.num_layers)}"
+        row = (summary.digest[:NAMESPACE_DIGITS], n.model, cache, n.quantiser, rank)
+        table.add_row(*map(printable, row))
+    return table
+
+
+def _sizes_table(namespaces: Sequence[NamespaceSummary]) -> Table:
+    numbers = ("segments", "pages", "tokens", "raw", "stored", "ratio", "bits/value")
+    table = make_table(("namespace",), numbers)
+    for summary in namespaces:
+        found = summary.sizes
         table.add_row(
-            summary.digest,
-            *fields,
+            summary.digest[:NAMESPACE_DIGITS],
             str(summary.num_segments),
             str(summary.num_pages),
             "-" if summary.num_tokens is None else str(summary.num_tokens),
@@ -76,20 +89,20 @@ def _namespace_table(namespaces: Sequence[NamespaceSummary]) -> Table:
     return table
 
 
-def _namespace_cells(n: Namespace) -> tuple[str, str, str, str]:
-    dims = str(n.k_head_dim) if n.k_head_dim == n.v_head_dim else f"{n.k_head_dim}/{n.v_head_dim}"
-    cache = f"{n.attention} {n.kv_dtype}, {n.num_layers} layers x {n.num_heads} heads x {dims}, page {n.page_size}"
-    rank = f"{n.head_slice}, layers {layer_range(n.first_layer, n.first_layer + n.num_layers)}"
-    return printable(n.model), printable(cache), printable(n.quantiser), printable(rank)
+def segments_tables(segments: Sequence[SegmentSummary]) -> Iterator[Table | str]:
+    """A row a segment, by namespace. A namespace and the shown part of a segment's name make a prefix."""
+    for namespace, group in groupby(segments, key=lambda s: s.manifest_name.partition("/")[0]):
+        yield f"{namespace}/"
+        yield _segments_table(group)
 
 
-def segments_table(segments: Sequence[SegmentSummary]) -> Table:
-    """A row a segment, under names short enough to read and long enough to give as a prefix."""
-    table = make_table("", ("segment", "codecs"), ("pages", "first page", "tokens", "raw", "stored", "ratio"))
+def _segments_table(segments: Iterable[SegmentSummary]) -> Table:
+    table = make_table(("segment", "codecs"), ("pages", "first page", "tokens", "raw", "stored", "ratio"))
     for s in segments:
         codecs = {codec for v in s.variants for part in v.parts if part.part != "scales" for codec in part.codecs}
+        num_pages, _, page_hash = s.manifest_name.partition("/")[2].partition("-")
         table.add_row(
-            short_name(s.manifest_name),
+            f"{num_pages}-{page_hash[:HASH_DIGITS]}",
             ", ".join(sorted(map(printable, codecs))),
             str(s.num_pages),
             str(s.first_page),
@@ -101,17 +114,12 @@ def segments_table(segments: Sequence[SegmentSummary]) -> Table:
     return table
 
 
-def short_name(name: str) -> str:
-    """An object's name with 16 digits of the segment's hash: still a prefix of the name."""
-    stem, separator, page_hash = name.partition("-")
-    return f"{stem}{separator}{page_hash[:16]}"
-
-
 def segment_tables(s: SegmentSummary) -> Iterator[Table | str]:
     yield s.manifest_name
     yield _facts(s)
     for index, variant in enumerate(s.variants):
-        yield _parts_table(variant, f"variant {index}: {variant.data_name.rpartition('/')[2]}")
+        yield f"variant {index}: {variant.data_name}"
+        yield _parts_table(variant)
         if variant.missing:
             yield "this variant's data object is MISSING"
     yield f"against raw: {describe_sizes(s.sizes)}"
@@ -141,8 +149,8 @@ def _describe_layout(layout: FrameLayout) -> str:
     )
 
 
-def _parts_table(variant: VariantSummary, title: str) -> Table:
-    table = make_table(title, ("layers", "tensor", "part", "codec"), ("chunks", "stored", "share", "bits/value"))
+def _parts_table(variant: VariantSummary) -> Table:
+    table = make_table(("layers", "tensor", "part", "codec"), ("chunks", "stored", "share", "bits/value"))
     total = sum(part.stored_bytes for part in variant.parts)
     for part in variant.parts:
         layers = layer_range(part.first_layer, part.end_layer)

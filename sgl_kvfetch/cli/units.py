@@ -27,14 +27,10 @@ def parse_size(text: str) -> int:
 
 def format_size(num_bytes: int) -> str:
     """Three digits or so, in powers of 1024."""
-    if num_bytes < 1024:
-        return f"{num_bytes} B"
-    size = float(num_bytes)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        size /= 1024
-        if size < 999.5:
-            break
-    return f"{size:.3g} {unit}" if size < 999.5 else f"{size:.0f} {unit}"
+    size, unit = float(num_bytes), 0
+    while size >= 1000 and unit < len(_UNITS):
+        size, unit = size / 1024, unit + 1
+    return f"{size:.3g} {_UNITS[unit - 1].upper()}iB" if unit else f"{num_bytes} B"
 
 
 def format_ratio(ratio: float | None) -> str:

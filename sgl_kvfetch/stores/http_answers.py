@@ -77,7 +77,7 @@ async def read_whole(response: aiohttp.ClientResponse, most: int) -> bytes:
     body = await _read_up_to(response, most + 1)
     if len(body) > most:
         raise StoreError("too_large", f"{response.url}: more than {most} bytes")
-    _require_length(response, body, announced)
+    _require_length(response, len(body), announced)
     return body
 
 
@@ -103,8 +103,9 @@ async def read_range(response: aiohttp.ClientResponse, start: int, length: int |
         raise StoreError("truncated", f"{response.url}: asked for {length} bytes, answered {num_bytes}")
     if length is None and num_bytes > most:
         raise StoreError("too_large", f"{response.url}: {num_bytes} bytes, more than {most}")
+    _require_length(response, response.content_length, num_bytes)
     body = await _read_up_to(response, num_bytes + 1)
-    _require_length(response, body, num_bytes)
+    _require_length(response, len(body), num_bytes)
     return body
 
 
@@ -120,13 +121,13 @@ async def _cut(response: aiohttp.ClientResponse, start: int, length: int | None,
         to_skip -= len(piece)
     if length is not None:
         body = await _read_up_to(response, length)
-        _require_length(response, body, length)
+        _require_length(response, len(body), length)
         response.close()  # rather than read the rest
         return body
     body = await _read_up_to(response, most + 1)
     if len(body) > most:
         raise StoreError("too_large", f"{response.url}: more than {most} bytes from {start} on")
-    _require_length(response, body, None if announced is None else announced - start)
+    _require_length(response, len(body), None if announced is None else announced - start)
     return body
 
 
@@ -141,9 +142,9 @@ async def _read_up_to(response: aiohttp.ClientResponse, most: int) -> bytes:
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def _require_length(response: aiohttp.ClientResponse, body: bytes, expected: int | None) -> None:
-    if expected is not None and len(body) != expected:
-        raise StoreError("truncated", f"{response.url}: {len(body)} bytes, expected {expected}", retriable=True)
+def _require_length(response: aiohttp.ClientResponse, found: int | None, expected: int | None) -> None:
+    if found is not None and expected is not None and found != expected:
+        raise StoreError("truncated", f"{response.url}: {found} bytes, expected {expected}", retriable=True)
 
 
 def decode_hits(what: str, body: bytes, pages_asked: int) -> Lookup:

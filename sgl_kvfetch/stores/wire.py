@@ -1,4 +1,4 @@
-"""What the HTTP client and the server say to each other beyond plain HTTP. docs/protocol.md describes it."""
+"""What the HTTP client and the server say to each other beyond plain HTTP."""
 
 from __future__ import annotations
 

@@ -13,84 +13,21 @@ The tests are coroutines: run them with pytest-asyncio in its ``auto`` mode.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
 import pytest
-import torch
-import xxhash
 
-from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.keys import Namespace, SegmentKey
-from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.stores.base import Lookup, Store
-
-NAMESPACE = Namespace(
-    model="conformance",
-    model_dtype="bfloat16",
-    attention="mha",
-    kv_dtype="bfloat16",
-    page_size=1,
-    num_layers=1,
-    first_layer=0,
-    num_heads=1,
-    k_head_dim=48,
-    v_head_dim=48,
-    head_slice="0/1",
-    quantiser="exact",
+from sgl_kvfetch.testing.small_segments import (
+    NAMESPACE,
+    data_object,
+    make_segment,
+    page_hashes,
+    parts,
+    put_segment,
 )
-
-
-def page_hashes(num_pages: int, branch: str = "", branch_at: int = 0) -> list[bytes]:
-    """A chain of page hashes. Chains are alike before ``branch_at``, and differ by ``branch`` from there on."""
-    chain, last = [], b""
-    for page in range(num_pages):
-        content = f"{page}{branch if page >= branch_at else ''}"
-        last = hashlib.sha256(last + content.encode()).digest()
-        chain.append(last)
-    return chain
-
-
-@cache
-def _coded(model: str, first_page: int, hashes: tuple[bytes, ...], codec: str, content: int) -> CodedSegment:
-    spec = SegmentSpec(replace(NAMESPACE, model=model), make_quantiser("exact"), codec, "240p", 8)
-    shape = (len(hashes), 1, 1, 48)
-    generator = torch.Generator().manual_seed(content)
-    values = torch.randn(shape, generator=generator).to(torch.bfloat16)
-    return encode_segment(spec, {"k": values, "v": -values}, first_page, list(hashes))
-
-
-def make_segment(
-    chain: Sequence[bytes],
-    first_page: int,
-    num_pages: int,
-    *,
-    model: str = "conformance",
-    codec: str = "zstd",
-    content: int = 0,
-) -> CodedSegment:
-    """A small real segment of pages ``[first_page, first_page + num_pages)``. ``content`` seeds its values."""
-    return _coded(model, first_page, tuple(chain[first_page : first_page + num_pages]), codec, content)
-
-
-async def put_segment(store: Store, segment: CodedSegment) -> None:
-    await store.put(segment.data_name, segment.data)
-    await store.put(segment.manifest.key.manifest_name, segment.manifest.encode())
-
-
-def data_object(content: bytes) -> str:
-    """A name for a data object of this content, of a segment that has no manifest."""
-    key = SegmentKey(NAMESPACE.digest(), 1, hashlib.sha256(content).digest())
-    return key.data_name(xxhash.xxh3_128_hexdigest(content))
-
-
-def parts(found: Lookup) -> list[tuple[int, int]]:
-    return [(hit.first_page, hit.num_pages) for hit in found.hits]
-
 
 BAD_NAMES = (
     "",

@@ -36,7 +36,7 @@ def same_answer(found: Generation, expected: Generation) -> bool:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("model"))
+    return make_tiny_llama(tmp_path_factory.mktemp("one") / "model")
 
 
 @pytest.fixture(scope="session")

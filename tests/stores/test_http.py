@@ -16,7 +16,7 @@ from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import Lookup, SegmentHit
 from sgl_kvfetch.stores.http import HttpOptions, HttpStore
 from sgl_kvfetch.testing.faults import Fault, FaultyProxy
-from sgl_kvfetch.testing.stores import NAMESPACE, data_object, make_segment, page_hashes, put_segment
+from sgl_kvfetch.testing.small_segments import NAMESPACE, data_object, make_segment, page_hashes, put_segment
 
 CONTENT = bytes(range(256)) * 1000
 NAME = data_object(CONTENT)
@@ -75,7 +75,9 @@ async def test_faults_have_their_reasons(
 
 async def test_a_body_shorter_than_its_range(store: HttpStore, proxy: FaultyProxy) -> None:
     await proxy.set(Fault("wrong_length", extra_bytes=-10))
-    assert await reason_of(store.get(NAME, 100, 1000)) == "truncated"
+    # What it is called depends on who sees it first: aiohttp, bytes after the last; or we, a length that is not the
+    # range's.
+    assert await reason_of(store.get(NAME, 100, 1000)) in ("truncated", "protocol")
 
 
 @pytest.mark.parametrize("fault", [Fault("refuse"), Fault("hang"), Fault("error")], ids=lambda fault: fault.kind)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sgl_kvfetch.container.manifest import Manifest
 from sgl_kvfetch.stores.index import PageIndex
-from sgl_kvfetch.testing.stores import NAMESPACE, page_hashes
+from sgl_kvfetch.testing.small_segments import NAMESPACE, page_hashes
 
 SPACE = NAMESPACE.digest()
 NUM_PAGES = 16

@@ -11,7 +11,7 @@ import pytest
 
 from sgl_kvfetch.container.manifest import decode_manifest
 from sgl_kvfetch.stores.local import LocalStore
-from sgl_kvfetch.testing.stores import NAMESPACE, make_segment, page_hashes
+from sgl_kvfetch.testing.small_segments import NAMESPACE, make_segment, page_hashes
 
 NUM_SEGMENTS = 4
 

@@ -16,7 +16,7 @@ from sgl_kvfetch.container.manifest import decode_manifest
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.stores.local import LocalStore
-from sgl_kvfetch.testing.stores import NAMESPACE, data_object, make_segment, page_hashes, parts, put_segment
+from sgl_kvfetch.testing.small_segments import NAMESPACE, data_object, make_segment, page_hashes, parts, put_segment
 
 SPACE = NAMESPACE.digest()
 

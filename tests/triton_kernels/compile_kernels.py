@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -144,12 +143,14 @@ def main() -> None:
             target = GPUTarget("cuda", capability, 32)
             compiled = triton.compile(recorder.source, target=target, options=recorder.options)
             cubin = compiled.asm["cubin"]
-            result = {"kernel": name, "capability": capability, "cubin_bytes": len(cubin), **usage(cubin)}
+            result = {
+                "kernel": name,
+                "capability": capability,
+                "cubin_bytes": len(cubin),
+                "wide": f"{'st' if name.startswith('restore') else 'ld'}.global.v4.b32" in compiled.asm["ptx"],
+                **usage(cubin),
+            }
             print(json.dumps(result), flush=True)
-            if len(sys.argv) > 1:
-                for kind in ("ttgir", "ptx"):
-                    with open(f"{sys.argv[1]}/{name}-{capability}.{kind}", "w") as file:
-                        file.write(compiled.asm[kind])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,360 @@
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.server import RunningServer, ServerConfig, running_server
+from sgl_kvfetch.stores import wire
+from sgl_kvfetch.stores.http import HttpOptions, HttpStore
+from sgl_kvfetch.testing.small_segments import NAMESPACE, data_object, make_segment, page_hashes, put_segment
+from sgl_kvfetch.testing.stores import BAD_NAMES
+
+CONTENT = bytes(range(200))
+NAME = data_object(CONTENT)
+OBJECT = f"{wire.OBJECTS_PATH}/{NAME}"
+
+
+@asynccontextmanager
+async def serving(root: Path, **options: Any) -> AsyncIterator[tuple[RunningServer, aiohttp.ClientSession]]:
+    async with (
+        running_server(ServerConfig(root, port=0, **({"grace_s": 1} | options))) as server,
+        aiohttp.ClientSession(server.url) as session,
+    ):
+        yield server, session
+
+
+@pytest.fixture
+async def session(tmp_path: Path) -> AsyncIterator[aiohttp.ClientSession]:
+    async with serving(tmp_path) as (_, session):
+        async with session.put(OBJECT, data=CONTENT) as response:
+            assert response.status == 201
+        yield session
+
+
+def files(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*") if path.is_file()]
+
+
+async def error_of(response: aiohttp.ClientResponse) -> str:
+    body = await response.json()
+    assert set(body) == {"error", "message"}
+    assert body["message"]
+    return str(body["error"])
+
+
+async def raw(server: RunningServer, request: bytes) -> bytes:
+    """What the server answers to these bytes on a connection of their own."""
+    reader, writer = await asyncio.open_connection(server.host, server.port)
+    writer.write(request)
+    await writer.drain()
+    answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    return answer
+
+
+async def metric(session: aiohttp.ClientSession, name: str, **labels: str) -> float:
+    async with session.get(wire.METRICS_PATH) as response:
+        assert response.status == 200
+        families = list(text_string_to_metric_families(await response.text()))
+    found = [
+        sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == f"kvfetch_server_{name}" and labels.items() <= sample.labels.items()
+    ]
+    return sum(found)
+
+
+@pytest.mark.parametrize(
+    ("header", "start", "end"),
+    [
+        ("bytes=0-0", 0, 1),
+        ("bytes=0-199", 0, 200),
+        ("bytes=10-", 10, 200),
+        ("bytes=-5", 195, 200),
+        ("bytes=-500", 0, 200),
+        ("bytes=190-1000", 190, 200),
+    ],
+)
+async def test_ranges(session: aiohttp.ClientSession, header: str, start: int, end: int) -> None:
+    async with session.get(OBJECT, headers={"Range": header}) as response:
+        assert response.status == 206
+        assert response.headers["Content-Range"] == f"bytes {start}-{end - 1}/200"
+        assert await response.read() == CONTENT[start:end]
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["bytes=200-", "bytes=5-4", "bytes=", "bytes=-", "bytes=-0", "bytes=0-1,5-6", "lines=1-2", "bytes=a-b", ""],
+)
+async def test_bad_ranges(session: aiohttp.ClientSession, header: str) -> None:
+    async with session.get(OBJECT, headers={"Range": header}) as response:
+        assert response.status == 416
+        assert response.headers["Content-Range"] == "bytes */200"
+        assert await error_of(response) == "range"
+
+
+async def test_head(session: aiohttp.ClientSession) -> None:
+    async with session.head(OBJECT) as response:
+        assert response.status == 200
+        assert response.content_length == 200
+        assert response.headers["Accept-Ranges"] == "bytes"
+        assert "Last-Modified" in response.headers
+
+
+async def test_statuses(session: aiohttp.ClientSession) -> None:
+    missing = f"{wire.OBJECTS_PATH}/{data_object(b'missing')}"
+    segment = make_segment(page_hashes(4), 0, 4)
+    manifest = f"{wire.OBJECTS_PATH}/{segment.manifest.key.manifest_name}"
+    for method, path, body, status, error in (
+        ("GET", missing, None, 404, "not_found"),
+        ("DELETE", missing, None, 404, "not_found"),
+        ("GET", "/elsewhere", None, 404, "not_found"),
+        ("POST", OBJECT, b"", 405, "method_not_allowed"),
+        ("GET", wire.OBJECTS_PATH + "/bad", None, 400, "bad_request"),
+        ("PUT", wire.OBJECTS_PATH + "/bad", b"x", 400, "bad_request"),
+        ("PUT", OBJECT, b"not the digest's content", 422, "invalid"),
+        ("PUT", manifest, segment.manifest.encode(), 409, "incomplete"),
+        ("PUT", manifest, b"nonsense", 422, "invalid"),
+    ):
+        async with session.request(method, path, data=body) as response:
+            assert response.status == status, (method, path)
+            assert await error_of(response) == error
+    async with session.delete(OBJECT) as response:
+        assert response.status == 204
+
+
+async def test_paths_do_not_escape(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"secret")
+    async with serving(tmp_path / "a" / "root") as (server, _):
+        names = [
+            *BAD_NAMES,
+            "%2e%2e/%2e%2e/secret",
+            "..%2f..%2fsecret",
+            "%2Fetc%2Fpasswd",
+            "%00",
+            f"{'0' * 32}/%2e%2e/%2e%2e/secret",
+        ]
+        for name in names:
+            if "\n" in name or not name:
+                continue
+            for method in ("GET", "PUT", "DELETE", "HEAD"):
+                head = f"{method} {wire.OBJECTS_PATH}/{name} HTTP/1.1\r\nHost: x\r\n"
+                answer = await raw(server, f"{head}Content-Length: 1\r\nConnection: close\r\n\r\nx".encode())
+                assert answer.split(b" ", 2)[1] in (b"400", b"404"), (method, name)
+    assert files(tmp_path) == [tmp_path / "secret"]
+    assert (tmp_path / "secret").read_bytes() == b"secret"
+
+
+class TestToken:
+    @pytest.fixture
+    async def server(self, tmp_path: Path) -> AsyncIterator[RunningServer]:
+        token_file = tmp_path / "token"
+        token_file.write_text("s3cret-tökén\n")
+        async with running_server(ServerConfig(tmp_path, port=0, token_file=token_file)) as server:
+            yield server
+
+    @pytest.mark.parametrize("header", [None, "", "s3cret", "Bearer", "Bearer s3cret", "Basic s3cret", "bearer \udcff"])
+    async def test_without_it(self, server: RunningServer, header: str | None) -> None:
+        headers = b"" if header is None else b"Authorization: " + header.encode("utf-8", "surrogateescape") + b"\r\n"
+        for line in (f"GET {OBJECT}", f"PUT {OBJECT}", "GET /metrics", "GET /v1/objects", "POST /v1/lookup", "GET /x"):
+            answer = await raw(
+                server, line.encode() + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + headers + b"\r\n"
+            )
+            assert answer.startswith(b"HTTP/1.1 401"), line
+            assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"] == "unauthorised"
+        answer = await raw(server, b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200")
+
+    async def test_with_it(self, server: RunningServer) -> None:
+        async with aiohttp.ClientSession(server.url) as session:
+            for token, status in (("s3cret-tökén", 404), ("s3cret", 401)):
+                async with session.get(OBJECT, headers={"Authorization": f"Bearer {token}"}) as response:
+                    assert response.status == status
+
+    async def test_the_client(self, tmp_path: Path) -> None:
+        async with running_server(ServerConfig(tmp_path, port=0, token="abc")) as server:
+            right, wrong = HttpStore(server.url, token="abc"), HttpStore(server.url, token="abd")
+            await right.put(NAME, CONTENT)
+            assert await right.get(NAME) == CONTENT
+            for call in (wrong.get(NAME), wrong.put(NAME, CONTENT), wrong.head(NAME)):
+                with pytest.raises(StoreError) as caught:
+                    await call
+                assert caught.value.reason == "unauthorised"
+            await right.close()
+            await wrong.close()
+
+
+class TestBodies:
+    async def test_too_large(self, tmp_path: Path) -> None:
+        content = b"x" * 2_000_000
+        path = f"{wire.OBJECTS_PATH}/{data_object(content)}"
+
+        async def unannounced() -> AsyncIterator[bytes]:
+            for start in range(0, len(content), 1000):
+                yield content[start : start + 1000]
+
+        async with serving(tmp_path, max_body_bytes=1_500_000) as (server, session):
+            async with session.put(path, data=unannounced()) as response:
+                assert response.status == 413
+                assert await error_of(response) == "request_entity_too_large"
+            store = HttpStore(server.url)
+            with pytest.raises(StoreError) as caught:
+                await store.put(data_object(content), content)
+            assert caught.value.reason == "too_large"
+            await store.close()
+        assert files(tmp_path) == []
+
+    @pytest.mark.parametrize("sent", [0, 10, 1_200_000])
+    async def test_half_received_leaves_nothing(self, tmp_path: Path, sent: int) -> None:
+        content = b"y" * 3_000_000
+        async with serving(tmp_path) as (server, session):
+            _, writer = await asyncio.open_connection(server.host, server.port)
+            head = (
+                f"PUT {wire.OBJECTS_PATH}/{data_object(content)} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}"
+            )
+            writer.write(head.encode() + b"\r\n\r\n" + content[:sent])
+            await writer.drain()
+            await asyncio.sleep(0.1)
+            writer.close()
+            await writer.wait_closed()
+            await asyncio.sleep(0.2)
+            assert await metric(session, "stored_bytes") == 0
+            assert files(tmp_path) == []
+
+    async def test_a_full_store(self, tmp_path: Path) -> None:
+        content = b"z" * 100_000
+        async with serving(tmp_path, capacity_bytes=50_000) as (server, session):
+            async with session.put(f"{wire.OBJECTS_PATH}/{data_object(content)}", data=content) as response:
+                assert response.status == 507
+                assert await error_of(response) == "full"
+            store = HttpStore(server.url)
+            with pytest.raises(StoreError) as caught:
+                await store.put(data_object(content), content)
+            assert caught.value.reason == "full"
+            await store.close()
+
+    async def test_a_large_body_both_ways(self, tmp_path: Path) -> None:
+        content = bytes(range(256)) * (150 << 10)
+        async with serving(tmp_path) as (server, _):
+            store = HttpStore(server.url)
+            name = data_object(content)
+            await store.put(name, content)
+            assert await store.get(name) == content
+            assert await store.get(name, 12345, 20 << 20) == content[12345 : 12345 + (20 << 20)]
+            await store.close()
+
+
+class TestLookup:
+    async def post(self, session: aiohttp.ClientSession, body: bytes) -> tuple[int, bytes]:
+        async with session.post(wire.LOOKUP_PATH, data=io.BytesIO(body)) as response:
+            return response.status, await response.read()
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            b"",
+            b"\xc1",
+            msgspec.msgpack.encode({"namespace": "x", "page_hashes": b""}),
+            msgspec.msgpack.encode({"namespace": NAMESPACE.digest(), "page_hashes": b"short"}),
+            msgspec.msgpack.encode({"namespace": NAMESPACE.digest(), "page_hashes": "0" * 32}),
+            msgspec.msgpack.encode({"namespace": NAMESPACE.digest(), "page_hashes": b"", "more": 1}),
+        ],
+    )
+    async def test_malformed(self, session: aiohttp.ClientSession, body: bytes) -> None:
+        assert (await self.post(session, body))[0] == 400
+
+    async def test_too_large(self, session: aiohttp.ClientSession) -> None:
+        request = {"namespace": NAMESPACE.digest(), "page_hashes": bytes(wire.MAX_LOOKUP_REQUEST_BYTES)}
+        body = msgspec.msgpack.encode(request)
+        assert (await self.post(session, body))[0] == 413
+        most = bytes(wire.MAX_LOOKUP_PAGES * 32)
+        body = msgspec.msgpack.encode({"namespace": NAMESPACE.digest(), "page_hashes": most})
+        assert (await self.post(session, body)) == (200, b"\x90")
+
+    async def test_an_answer_is_bounded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        chain = page_hashes(8)
+        segments = [make_segment(chain, first, 2) for first in range(0, 8, 2)]
+        room = 2 * (len(segments[0].manifest.encode()) + 70)
+        monkeypatch.setattr(wire, "MAX_LOOKUP_ANSWER_BYTES", room)
+        async with serving(tmp_path) as (server, _):
+            store = HttpStore(server.url)
+            for segment in segments:
+                await put_segment(store, segment)
+            assert (await store.lookup(NAMESPACE.digest(), chain)).num_pages == 4
+            await store.close()
+
+
+async def test_metrics(tmp_path: Path) -> None:
+    chain = page_hashes(8)
+    segment = make_segment(chain, 0, 4)
+    async with serving(tmp_path) as (server, session):
+        store = HttpStore(server.url)
+        await put_segment(store, segment)
+        for first, end in ((0, 4), (0, 8), (4, 8)):
+            await store.lookup(NAMESPACE.digest(), chain[first:end])
+        await store.get(segment.data_name, 0, 100)
+        route = wire.OBJECTS_PATH + "/{name}"
+        assert await metric(session, "requests_total", method="PUT", route=route, status="201") == 2
+        assert await metric(session, "requests_total", method="GET", route=route, status="206") == 1
+        assert await metric(session, "lookups_total", result="hit") == 1
+        assert await metric(session, "lookups_total", result="partial") == 1
+        assert await metric(session, "lookups_total", result="miss") == 1
+        assert await metric(session, "lookup_pages_total", result="hit") == 8
+        assert await metric(session, "lookup_pages_total", result="miss") == 8
+        stored = len(segment.data) + len(segment.manifest.encode())
+        assert await metric(session, "stored_bytes") == stored
+        assert await metric(session, "received_bytes_total") > stored
+        assert await metric(session, "sent_bytes_total") > 100
+        assert await metric(session, "segments") == 1
+        assert await metric(session, "requests_in_flight") == 1  # the one that asks
+        async with session.get("/made/up/path") as response:
+            assert response.status == 404
+        assert await metric(session, "requests_total", route="other") == 1
+        await store.close()
+        async with serving(tmp_path) as (_, another):  # each application counts for itself
+            assert await metric(another, "lookups_total") == 0
+
+
+class TestStopping:
+    async def test_requests_in_flight_are_finished(self, tmp_path: Path) -> None:
+        content = bytes(2_000_000)
+        store = None
+        async with running_server(ServerConfig(tmp_path, port=0, grace_s=5, link_gbps=0.08)) as server:
+            store = HttpStore(server.url)
+            await store.put(data_object(content), content)
+            fetching = asyncio.create_task(store.get(data_object(content)))
+            await asyncio.sleep(0.05)
+        assert fetching.done()
+        assert await fetching == content
+        with pytest.raises(StoreError) as caught:
+            await store.get(data_object(content))
+        assert caught.value.reason == "refused"
+        await store.close()
+
+    async def test_but_not_for_ever(self, tmp_path: Path) -> None:
+        content = bytes(2_000_000)
+        loop = asyncio.get_running_loop()
+        async with running_server(ServerConfig(tmp_path, port=0, grace_s=0.2, link_gbps=0.001)) as server:
+            store = HttpStore(server.url, options=HttpOptions(max_attempts=1))
+            await store.put(data_object(content), content)
+            fetching = asyncio.create_task(store.get(data_object(content)))
+            await asyncio.sleep(0.05)
+            started = loop.time()
+        assert loop.time() - started < 2
+        with pytest.raises(StoreError) as caught:
+            await fetching
+        assert caught.value.reason == "truncated"
+        await store.close()

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.server import ServerConfig, create_app, running_server
+
+ROOT = Path("unused")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "store.example", ""])
+def test_an_open_door_needs_a_word(host: str) -> None:
+    with pytest.raises(ConfigError, match="no token"):
+        ServerConfig(ROOT, host=host)
+    assert ServerConfig(ROOT, host=host, token="t").has_token
+    assert ServerConfig(ROOT, host=host, token_file=Path("token")).has_token
+    assert ServerConfig(ROOT, host=host, insecure=True).insecure
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
+def test_the_loopback_needs_none(host: str) -> None:
+    ServerConfig(ROOT, host=host)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"port": -1}, "port is -1"),
+        ({"port": 65536}, "port is 65536"),
+        ({"capacity_bytes": 0}, "capacity_bytes is 0"),
+        ({"max_body_bytes": 0}, "max_body_bytes is 0"),
+        ({"link_gbps": -1.0}, "link_gbps is -1"),
+        ({"grace_s": -1}, "grace_s is -1"),
+        ({"orphan_age_s": 0}, "orphan_age_s is 0"),
+        ({"token": " "}, "token is empty"),
+        ({"token": "t", "token_file": Path("t")}, "both"),
+    ],
+)
+def test_bad_values_are_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        ServerConfig(ROOT, **options)
+
+
+def test_token_files(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        create_app(ServerConfig(ROOT, token_file=path))
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="empty"):
+        create_app(ServerConfig(ROOT, token_file=path))
+    path.write_text(" secret\n")
+    assert ServerConfig(ROOT, token_file=path).read_token() == "secret"
+
+
+async def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    async with running_server(ServerConfig(tmp_path, port=0)) as server:
+        second = running_server(ServerConfig(tmp_path, port=server.port))
+        with pytest.raises(ConfigError, match=f"port {server.port}"):
+            await second.__aenter__()

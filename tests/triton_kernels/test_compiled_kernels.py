@@ -1,0 +1,81 @@
+"""The kernels as machine code, and the package without Triton. Each in a process of its own: this one interprets."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CAPABILITIES = (80, 89, 90, 100)
+KERNELS = [
+    *(
+        f"{op}-exact-{dtype}"
+        for op in ("pack", "restore")
+        for dtype in ("float32", "bfloat16", "float16", "float8_e4m3fn")
+    ),
+    *(
+        f"{op}-{over}-{dtype}"
+        for op in ("pack", "restore")
+        for over in ("head", "layer")
+        for dtype in ("float32", "bfloat16", "float16")
+    ),
+]
+
+
+def run_python(*args: str) -> str:
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    result = subprocess.run([sys.executable, *args], env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="session")
+def compiled() -> dict[tuple[str, int], dict[str, Any]]:
+    script = Path(__file__).with_name("compile_kernels.py")
+    results = [json.loads(line) for line in run_python("-W", "error", str(script)).splitlines()]
+    return {(r["kernel"], r["capability"]): r for r in results}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_compiles(kernel: str, capability: int, compiled: dict[tuple[str, int], dict[str, Any]]) -> None:
+    result = compiled[kernel, capability]
+    assert result["cubin_bytes"] > 0
+    assert result["stack"] == 0, "registers spill"
+    assert result["reg"] <= 64, "fewer than 1024 threads fit an SM"
+    assert result["wide"], "KV buffers are not accessed 16 bytes at a time"
+
+
+def test_every_variant_is_named_here(compiled: dict[tuple[str, int], dict[str, Any]]) -> None:
+    assert {kernel for kernel, _ in compiled} == set(KERNELS)
+
+
+def test_references_need_no_triton() -> None:
+    run_python(
+        "-c",
+        """
+import sys
+sys.modules["triton"] = None
+import torch
+from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.layout.choose import default_layout
+from sgl_kvfetch.triton_kernels.pack import pack
+from sgl_kvfetch.triton_kernels.restore import restore
+
+buffer, output, slots = torch.randn(9, 2, 64), torch.zeros(9, 2, 64), torch.arange(9)
+layout = default_layout(2, 64, 9)
+restore(list(pack([buffer], slots, layout).frames), layout, slots, [output])
+assert torch.equal(buffer, output)
+try:
+    pack([buffer.to("meta")], slots.to("meta"), layout)
+except UnsupportedError as e:
+    assert "triton" in str(e)
+else:
+    raise AssertionError("no error")
+""",
+    )
