@@ -109,7 +109,7 @@ def parse_config(extra: Mapping[str, Any], environ: Mapping[str, str] = os.envir
     Raises ConfigError naming each key at fault, its value and what is allowed.
     """
     ours = {key: value for key, value in extra.items() if key not in SGLANG_KEYS}
-    if "token" not in ours and environ.get(TOKEN_ENV):
+    if "token" not in ours and environ.get(TOKEN_ENV) and not str(ours.get("store")).startswith("file:"):
         ours["token"] = environ[TOKEN_ENV]
     try:
         return KVFetchConfig.model_validate(ours)

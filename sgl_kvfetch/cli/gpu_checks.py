@@ -8,7 +8,7 @@ import os
 
 from sgl_kvfetch.cli.checks import Check, first_line
 
-CPU_ENGINE_ENV = "SGL_KVFETCH_CPU_ENGINE"
+CPU_ENGINE_ENV = "KVFETCH_CPU_ENGINE"
 INSTALL = 'pip install "sgl-kvfetch[gpu]"'
 _CPU_CODECS = "codecs run on the CPU"
 

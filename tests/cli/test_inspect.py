@@ -24,7 +24,7 @@ def inspect_json(*args: str) -> Any:
 def read_png(path: Path) -> np.ndarray:
     with av.open(str(path)) as container:
         frame = next(container.decode(video=0))
-        return frame.to_ndarray(format=frame.format.name)
+        return np.asarray(frame.to_ndarray(format=frame.format.name))
 
 
 def test_a_store_is_shown_by_namespace(stored: Stored) -> None:

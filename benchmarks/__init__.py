@@ -1,0 +1,1 @@
+"""Demonstrations and measurements against real SGLang servers. Run from the repository's root, as modules."""

@@ -1,0 +1,132 @@
+"""One streamed request to SGLang's ``/generate``, and what is measured of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+_SAID_CHARS = 500
+
+
+class StreamError(Exception):
+    """The server refused or broke off a request. The message holds what it said."""
+
+
+@dataclass
+class CachedTokens:
+    """The prompt's tokens that were not computed, by the tier that they came from."""
+
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.device + self.host + self.storage
+
+
+@dataclass
+class Answer:
+    """``ttft_s`` runs from sending to the first token. ``itl_s`` holds the gap before each later token; tokens that
+    arrive together share the gap before them."""
+
+    output_ids: list[int] = field(default_factory=list)
+    ttft_s: float = 0.0
+    e2e_s: float = 0.0
+    itl_s: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached: CachedTokens = field(default_factory=CachedTokens)
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per later token; None if there is no later one."""
+        return sum(self.itl_s) / len(self.itl_s) if self.itl_s else None
+
+
+class EventDecoder:
+    """Server-sent events, sans-IO: bytes in, the ``data`` of whole events out."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, received: bytes) -> list[str]:
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        return [line[5:].strip().decode() for line in lines if line.startswith(b"data:")]
+
+
+class AnswerBuilder:
+    """Puts an answer together from the stream's events."""
+
+    def __init__(self, started_s: float) -> None:
+        self.answer = Answer()
+        self._started_s = started_s
+        self._last_s = started_s
+
+    def add(self, event: dict[str, Any], now_s: float) -> None:
+        """Raises StreamError for an event that says that the request failed."""
+        if "error" in event:
+            raise StreamError(f"the server answered: {json.dumps(event['error'])[:_SAID_CHARS]}")
+        meta = event["meta_info"]
+        reason = meta.get("finish_reason") or {}
+        if reason.get("type") == "abort":
+            raise StreamError(f"the server aborted the request: {reason.get('message', reason)}"[:_SAID_CHARS])
+        answer = self.answer
+        num_before = len(answer.output_ids)
+        # `completion_tokens` counts all tokens so far, also where an event carries only the new ones
+        # (--incremental-streaming-output); an event that repeats all of them has that many ids.
+        ids = list(event["output_ids"])
+        answer.output_ids = ids if len(ids) == meta["completion_tokens"] else answer.output_ids + ids
+        num_new = len(answer.output_ids) - num_before
+        if num_new <= 0:
+            return
+        if num_before == 0:
+            answer.ttft_s = now_s - self._started_s
+            # Tokens that come with the first one took no time of their own.
+            answer.itl_s += [0.0] * (num_new - 1)
+        else:
+            answer.itl_s += [(now_s - self._last_s) / num_new] * num_new
+        self._last_s = now_s
+        answer.e2e_s = now_s - self._started_s
+        answer.prompt_tokens = meta["prompt_tokens"]
+        answer.cached = _cached_tokens(meta)
+
+
+async def stream_generate(
+    session: aiohttp.ClientSession, url: str, input_ids: Sequence[int], max_new_tokens: int
+) -> Answer:
+    """Generate greedily, exactly ``max_new_tokens``.
+
+    Raises StreamError, TimeoutError (by the session's timeout) and aiohttp.ClientError.
+    """
+    body = {
+        "input_ids": list(input_ids),
+        "sampling_params": {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True},
+        "stream": True,
+    }
+    decoder = EventDecoder()
+    builder = AnswerBuilder(time.perf_counter())
+    async with session.post(f"{url}/generate", json=body) as response:
+        if response.status != 200:
+            said = (await response.text())[:_SAID_CHARS]
+            raise StreamError(f"status {response.status}: {said}")
+        async for received in response.content.iter_any():
+            now_s = time.perf_counter()
+            for data in decoder.feed(received):
+                if data == "[DONE]":
+                    break
+                builder.add(json.loads(data), now_s)
+    if len(builder.answer.output_ids) != max_new_tokens:
+        raise StreamError(f"the stream ended after {len(builder.answer.output_ids)} of {max_new_tokens} tokens")
+    return builder.answer
+
+
+def _cached_tokens(meta: dict[str, Any]) -> CachedTokens:
+    details = meta.get("cached_tokens_details")
+    if details is None:
+        return CachedTokens(device=meta.get("cached_tokens", 0))
+    return CachedTokens(*(details.get(tier, 0) for tier in ("device", "host", "storage")))

@@ -1,0 +1,222 @@
+"""The pipeline over a real directory store; faults by a store that delays or spoils what it reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from sgl_kvfetch.container.segment import CodedSegment, SegmentReader
+from sgl_kvfetch.errors import CorruptError, StoreError
+from sgl_kvfetch.fetch.fetcher import Fetcher, FetchResult
+from sgl_kvfetch.fetch.plan import PageSource, read_units, span_parts
+from sgl_kvfetch.fetch.sink import GuardedSink, PagePool
+from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.types import TENSORS, TensorName
+from tests.segments import SMALL, make_segment
+
+NUM_PAGES = 8
+POISON = 57.0
+
+
+class MemoryPool(PagePool):
+    """Pages in memory, poisoned, so that what was not written shows."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.values = {
+            t: torch.full(
+                (num_pages, SMALL.page_size, SMALL.num_layers, SMALL.num_heads, SMALL.head_dim(t)), POISON
+            ).to(SMALL.torch_dtype)
+            for t in TENSORS
+        }
+
+    def write(self, tensor: TensorName, first_layer: int, pages: Sequence[int], values: torch.Tensor) -> None:
+        self.values[tensor][list(pages), :, first_layer : first_layer + values.shape[2]] = values
+
+    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
+        return self.values[tensor][list(pages)]
+
+    def is_poisoned(self, page: int) -> bool:
+        return all(bool((self.values[t][page] == POISON).all()) for t in TENSORS)
+
+
+class SpoiltStore(LocalStore):
+    """Reads that begin in a given part of an object are delayed, fail, or have a byte flipped."""
+
+    delay_s = 0.0
+    flip_from: int | None = None
+    fail_from: int | None = None
+    num_gets = 0
+
+    async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        self.num_gets += 1
+        await asyncio.sleep(self.delay_s)
+        if self.fail_from is not None and start >= self.fail_from:
+            raise StoreError("server", "as told")
+        data = await super().get(name, start, length)
+        if data is not None and self.flip_from is not None and start >= self.flip_from:
+            return bytes([data[0] ^ 1]) + data[1:]
+        return data
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[SpoiltStore]:
+    store = SpoiltStore(tmp_path)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def segment(store: SpoiltStore) -> tuple[CodedSegment, dict[TensorName, torch.Tensor]]:
+    coded, values = make_segment(SMALL, NUM_PAGES, span_pages=2)
+    await store.put(coded.data_name, coded.data)
+    await store.put(coded.manifest.key.manifest_name, coded.manifest.encode())
+    pages = {t: v.view(NUM_PAGES, SMALL.page_size, *v.shape[1:]) for t, v in values.items()}
+    return coded, pages
+
+
+@pytest.fixture
+def fetcher(store: SpoiltStore) -> Iterator[Fetcher]:
+    with ThreadPoolExecutor(2) as pool:
+        yield Fetcher(store, pool, read_bytes=600, inflight_bytes=4000)
+
+
+Segment = tuple[CodedSegment, dict[TensorName, torch.Tensor]]
+
+
+def sources(segment: Segment, pages: Sequence[int]) -> list[PageSource]:
+    reader = SegmentReader(segment[0].manifest, make_quantiser("exact"))
+    return [PageSource(reader, page) for page in pages]
+
+
+def holds(pool: MemoryPool, segment: Segment, pages: Sequence[int], pool_pages: Sequence[int]) -> bool:
+    return all(torch.equal(pool.read(t, pool_pages), segment[1][t][list(pages)]) for t in TENSORS)
+
+
+async def fetch(
+    fetcher: Fetcher, wanted: Sequence[PageSource], pool: MemoryPool, pool_pages: Sequence[int], timeout_s: float = 10
+) -> FetchResult:
+    result = await fetcher.fetch(wanted, pool_pages, GuardedSink(pool), timeout_s)
+    assert fetcher._fetch_budget.used_bytes == 0
+    return result
+
+
+@pytest.mark.parametrize(
+    "pages", [range(8), range(3), range(5, 8), range(1, 6), [3]], ids=["all", "start", "end", "middle", "one"]
+)
+async def test_pages_land_where_they_are_wanted(fetcher: Fetcher, segment: Segment, pages: Sequence[int]) -> None:
+    pool = MemoryPool(32)
+    pool_pages = [31 - 2 * i for i in range(len(pages))]
+    result = await fetch(fetcher, sources(segment, pages), pool, pool_pages)
+    assert result == FetchResult(len(pages), (), False)
+    assert holds(pool, segment, pages, pool_pages)
+    assert all(pool.is_poisoned(page) for page in set(range(32)) - set(pool_pages))
+
+
+async def test_only_the_spans_that_are_needed_are_read(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
+    units = {span: list(read_units(sources(segment, [0])[0].reader, span, 600)) for span in range(4)}
+    assert all(len(u) > 1 for u in units.values())
+    await fetch(fetcher, sources(segment, [2, 3, 4]), MemoryPool(3), [0, 1, 2])
+    assert store.num_gets == len(units[1]) + len(units[2])
+
+
+async def test_what_was_read_ahead_is_not_read_again(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
+    wanted = sources(segment, range(2))
+    fetcher.read_ahead(wanted, expire_s=60)
+    fetcher.read_ahead(wanted, expire_s=60)
+    await asyncio.sleep(0.1)
+    ahead = store.num_gets
+    assert ahead > 0
+    pool = MemoryPool(2)
+    assert (await fetch(fetcher, wanted, pool, [0, 1])).num_pages == 2
+    assert holds(pool, segment, range(2), [0, 1])
+    reader = wanted[0].reader
+    assert store.num_gets == len(list(read_units(reader, 0, 600)))
+    assert fetcher._ahead_budget.used_bytes == 0
+
+
+async def test_reading_ahead_is_bounded_and_expires(fetcher: Fetcher, segment: Segment) -> None:
+    fetcher.read_ahead(sources(segment, range(8)), expire_s=0.05)
+    assert 0 < fetcher._ahead_budget.used_bytes <= 2000
+    await asyncio.sleep(0.2)
+    assert fetcher._ahead_budget.used_bytes == 0
+    assert fetcher._ahead == {}
+
+
+async def test_a_failed_read_ahead_fails_the_fetch_that_takes_it(
+    fetcher: Fetcher, segment: Segment, store: SpoiltStore
+) -> None:
+    store.fail_from = 0
+    wanted = sources(segment, range(2))
+    fetcher.read_ahead(wanted, expire_s=60)
+    await asyncio.sleep(0.1)
+    store.fail_from = None
+    result = await fetch(fetcher, wanted, MemoryPool(2), [0, 1])
+    assert result.num_pages == 0
+    assert isinstance(result.failures[0], StoreError)
+    assert (await fetch(fetcher, wanted, MemoryPool(2), [0, 1])).num_pages == 2
+
+
+async def test_a_corrupt_span_ends_the_hit(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
+    wanted = sources(segment, range(8))
+    store.flip_from = next(read_units(wanted[0].reader, 2, 600)).start
+    pool = MemoryPool(8)
+    result = await fetch(fetcher, wanted, pool, list(range(8)))
+    assert result.num_pages == 4
+    assert isinstance(result.failures[0], CorruptError)
+    assert holds(pool, segment, range(4), range(4))
+
+
+async def test_a_missing_object_is_a_miss(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
+    await store.delete(segment[0].manifest.key.manifest_name)
+    await store.delete(segment[0].data_name)
+    result = await fetch(fetcher, sources(segment, range(8)), MemoryPool(8), list(range(8)))
+    assert result.num_pages == 0
+    assert isinstance(result.failures[0], StoreError)
+    assert result.failures[0].reason == "missing"
+
+
+async def test_after_the_deadline_nothing_is_written(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
+    store.delay_s = 0.3
+    pool = MemoryPool(8)
+    result = await fetch(fetcher, sources(segment, range(8)), pool, list(range(8)), timeout_s=0.1)
+    assert result.timed_out
+    assert result.num_pages == 0
+    await asyncio.sleep(0.5)
+    assert all(pool.is_poisoned(page) for page in range(8))
+
+
+async def test_many_fetches_at_once(fetcher: Fetcher, segment: Segment) -> None:
+    pools = [MemoryPool(8) for _ in range(8)]
+    wanted = sources(segment, range(8))
+    results = await asyncio.gather(*(fetcher.fetch(wanted, list(range(8)), GuardedSink(p), 30) for p in pools))
+    assert [r.num_pages for r in results] == [8] * 8
+    assert all(holds(pool, segment, range(8), range(8)) for pool in pools)
+    assert fetcher._fetch_budget.used_bytes == 0
+
+
+async def test_a_cancelled_fetch_gives_everything_back(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
+    store.delay_s = 0.2
+    sink = GuardedSink(MemoryPool(8))
+    task = asyncio.create_task(fetcher.fetch(sources(segment, range(8)), list(range(8)), sink, 30))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert fetcher._fetch_budget.used_bytes == 0
+    assert not sink.write("k", 0, [0], torch.zeros(1))
+
+
+def test_span_parts() -> None:
+    coded, _ = make_segment(SMALL, NUM_PAGES, span_pages=4)
+    other, _ = make_segment(SMALL, 4, span_pages=4, seed="other")
+    exact = make_quantiser("exact")
+    first, second = SegmentReader(coded.manifest, exact), SegmentReader(other.manifest, exact)
+    wanted = [PageSource(first, p) for p in (2, 3, 4, 5)] + [PageSource(second, p) for p in (0, 1)]
+    parts = [(p.reader is first, p.span, p.request_pages, p.span_pages) for p in span_parts(wanted)]
+    assert parts == [(True, 0, (0, 1), (2, 3)), (True, 1, (2, 3), (0, 1)), (False, 0, (4, 5), (0, 1))]

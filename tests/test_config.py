@@ -1,0 +1,65 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from sgl_kvfetch.config import TOKEN_ENV, KVFetchConfig, parse_config
+from sgl_kvfetch.errors import ConfigError
+
+STORE = {"store": "http://store:8700"}
+
+
+def test_defaults_and_sglangs_own_keys() -> None:
+    config = parse_config(STORE | {"prefetch_threshold": 16, "hicache_storage_pass_prefix_keys": True}, {})
+    assert config.quantiser == "exact"
+    assert config.codec == "hevc"
+    assert config.token is None
+    assert config.reads
+    assert config.writes
+
+
+def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
+    config = parse_config(STORE, {TOKEN_ENV: "secret"})
+    assert config.token == "secret"
+    assert "secret" not in repr(config)
+    assert parse_config(STORE | {"token": "mine"}, {TOKEN_ENV: "secret"}).token == "mine"
+    assert parse_config({"store": "file:///kv"}, {TOKEN_ENV: "secret"}).token is None
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"quantizer": "uint8"}, r"unknown key 'quantizer' \(= 'uint8'\); did you mean 'quantiser'"),
+        ({"zzz": 1}, r"unknown key 'zzz' \(= 1\); known keys are store, token"),
+        ({"codec": "h264"}, "codec = 'h264': .*'hevc', 'hevc420', 'zstd' or 'deflate'"),
+        ({"quantiser": "int4"}, "quantiser = 'int4': .*'exact', 'uint8' or 'cachegen'"),
+        ({"fetch_timeout_s": 0}, "fetch_timeout_s = 0: .*greater than 0"),
+        ({"max_connections": "many"}, "max_connections = 'many': .*integer"),
+        ({"quantiser": "cachegen", "cachegen_k_bins": [300]}, "cachegen_k_bins.0 = 300: .*256"),
+        ({"cachegen_k_bins": [16]}, "need quantiser = 'cachegen', not 'exact'"),
+        ({"store": "ftp://x"}, "store = 'ftp://x': allowed are http://"),
+        ({"token": 5}, r"token = \(hidden\)"),
+    ],
+)
+def test_faults_name_key_value_and_what_is_allowed(extra: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(STORE | extra, {})
+
+
+def test_a_missing_store_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"'store' is required: .*http://HOST:PORT"):
+        parse_config({}, {})
+
+
+def test_the_readme_has_every_key_with_its_default() -> None:
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    table = text[text.index("### Configuration") : text.index("Encoding HEVC on a CPU")]
+    rows = {}
+    for line in table.splitlines():
+        if line.startswith("| `"):
+            keys, default = line.split(" | ")[:2]
+            rows |= {key: default for key in re.findall("`([a-z0-9_]+)`", keys)}
+    assert set(rows) == set(KVFetchConfig.model_fields)
+    for key, field in KVFetchConfig.model_fields.items():
+        if not field.is_required() and field.default_factory is None and field.default is not None:
+            assert rows[key].strip("`") == str(field.default), key
