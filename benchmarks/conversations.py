@@ -60,9 +60,7 @@ def make_conversations(dataset: Dataset, tokens: Tokens, cut: Cut, *, dataset_an
     return list(_from_texts(list(texts), cut))
 
 
-def _from_dialogue(
-    dialogue: tuple[Exchange, ...], tokens: Tokens, cut: Cut, dataset_answers: bool
-) -> Conversation:
+def _from_dialogue(dialogue: tuple[Exchange, ...], tokens: Tokens, cut: Cut, dataset_answers: bool) -> Conversation:
     """As many turns as fit. A first turn that is too long is cut off."""
     turns: list[Turn] = []
     used = 0

@@ -122,7 +122,7 @@ def pack_reference(
     integers = (torch.clamp(steps, -centre, centre) + centre).to(torch.uint8)
     return Packed(
         layout.to_frames(integers).unsqueeze(0),
-        scales.reshape(*x.shape[:2], -1),
+        scales.flatten(2),
         (~finite).any().to(torch.int32).view(1),
     )
 

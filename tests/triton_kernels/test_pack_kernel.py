@@ -105,19 +105,20 @@ def test_shapes_with_one_scale_for_all_heads(shape: Shape, run: Pack) -> None:
 @both
 @pytest.mark.parametrize("name", ["uint8", "cachegen"])
 def test_values_that_are_not_finite_are_reported(name: QuantiserName, run: Pack) -> None:
+    shape = Shape(7, 2, 3, 80)
     quantiser = make_quantiser(name)
-    values = make_values(SMALL, torch.float32, quantiser)
-    slots = scattered_slots(SMALL.tokens, NUM_SLOTS)
-    arguments = {**centres_of(quantiser, SMALL.layers), **scale_over(name)}
+    values = make_values(shape, torch.float32, quantiser)
+    slots = scattered_slots(shape.tokens, NUM_SLOTS)
+    arguments = {**centres_of(quantiser, shape.layers), **scale_over(name)}
     for worst in (float("nan"), float("inf"), float("-inf")):
         broken = values.clone()
-        broken[17, 1] = worst
-        broken[18, 0, 1, 7] = worst
+        broken[2, 1] = worst
+        broken[3, 0, 1, 7] = worst
         packed = run(buffers_with(broken, slots), slots, wasteful(), **arguments)
         with pytest.raises(QuantiseError, match="not finite"):
             packed.require_finite()
-        broken[17, 1] = 0.0
-        broken[18, 0, slice(1, 2) if name == "uint8" else slice(None)] = 0.0
+        broken[2, 1] = 0.0
+        broken[3, 0, slice(1, 2) if name == "uint8" else slice(None)] = 0.0
         packed.not_finite.zero_()  # type: ignore[union-attr]
         assert_packed(packed, name, broken, wasteful())
 

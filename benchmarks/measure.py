@@ -1,0 +1,145 @@
+"""One server under load: the prompts are cut to what it takes, it is warmed up, and what follows is measured."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.conversations import Conversation, Cut, Turn, make_conversations
+from benchmarks.dataset import Dataset
+from benchmarks.load import Arrivals, Load, LoadResult, Record, Transcript
+from benchmarks.options import Options
+from benchmarks.server_facts import ServerFacts
+from benchmarks.stats import RunStats, Traffic, same_answers, summarise
+from benchmarks.tokens import Tokens, load_tokens
+
+_WARMUP_NEW_TOKENS = 4
+_WARMUP_TIMEOUT_S = 600.0  # the first request of all may compile
+
+
+class BenchmarkError(RuntimeError):
+    """The run cannot go on."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """``fill`` is what was done, and how long it took, to fill the store before; None without storage."""
+
+    name: str
+    description: str
+    result: LoadResult
+    stats: RunStats
+    traffic: Traffic
+    same_answers: int
+    fill: dict[str, Any] | None = None
+
+
+@dataclass
+class Workload:
+    """The conversations, made once, for the first server, and sent to all."""
+
+    options: Options
+    dataset: Dataset
+    transcript: Transcript = field(default_factory=Transcript)
+    conversations: list[Conversation] = field(default_factory=list)
+    tokens: Tokens | None = None
+    max_input_tokens: int = 0
+    server: ServerFacts | None = None
+
+    def prepare(self, facts: ServerFacts) -> bool:
+        """Cut the conversations, if that is not done; return whether it was done now.
+
+        Raises TokenizerError, and BenchmarkError if nothing fits.
+        """
+        if self.server is not None:
+            return False
+        options = self.options
+        # One token of air: SGLang wants prompt and answer together below its limit.
+        room = facts.max_prompt_tokens - options.max_new_tokens - 1
+        try:
+            cut = Cut(
+                options.num_conversations,
+                options.turns,
+                min(options.max_input_tokens, room),
+                options.max_new_tokens,
+            )
+        except ValueError as e:
+            raise BenchmarkError(str(e)) from e
+        tokens = load_tokens(options.tokenizer or facts.tokenizer_path, self.dataset.sample())
+        conversations = make_conversations(self.dataset, tokens, cut, dataset_answers=options.dataset_answers)
+        if not conversations:
+            raise BenchmarkError(f"{options.dataset} is too short for a conversation of {options.turns} turns")
+        self.server, self.tokens, self.max_input_tokens = facts, tokens, cut.max_input_tokens
+        self.conversations = conversations
+        return True
+
+    @property
+    def num_requests(self) -> int:
+        return sum(len(conversation.turns) for conversation in self.conversations)
+
+    def send(self, url: str, arrivals: Arrivals, title: str, before: Callable[[], None] = lambda: None) -> LoadResult:
+        """Warm the server up, call ``before``, and send everything, with a progress bar. Raises BenchmarkError."""
+        self._warm_up(url)
+        before()
+        with tqdm(total=self.num_requests, desc=title, unit="request", dynamic_ncols=True) as bar:
+            failures = 0
+
+            def count(record: Record) -> None:
+                nonlocal failures
+                failures += record.error is not None
+                bar.set_postfix(failures=failures, refresh=False)
+                bar.update()
+
+            load = self._load(url, self.conversations, self.options.timeout_s, count)
+            return asyncio.run(load.run(arrivals))
+
+    def _warm_up(self, url: str) -> None:
+        """A prompt of full length, twice: the same in all runs, so that it comes from storage where there is one, and
+        the paths that the measured requests take are warm."""
+        assert self.tokens is not None
+        rng = random.Random("warm-up")
+        vocabulary = sorted(
+            {i for conversation in self.conversations for turn in conversation.turns for i in turn.user_ids}
+        )
+        prompt = Turn(tuple(rng.choices(vocabulary, k=self.max_input_tokens)))
+        load = self._load(url, [Conversation((prompt,))] * 2, _WARMUP_TIMEOUT_S, transcript=Transcript())
+        failed = [record.error for record in asyncio.run(load.run(Arrivals(concurrency=1))).records if record.error]
+        if failed:
+            raise BenchmarkError(f"the server failed the first request: {failed[0]}")
+
+    def _load(
+        self,
+        url: str,
+        conversations: list[Conversation],
+        timeout_s: float,
+        on_record: Callable[[Record], None] = lambda record: None,
+        transcript: Transcript | None = None,
+    ) -> Load:
+        return Load(
+            url,
+            conversations,
+            self.transcript if transcript is None else transcript,
+            max_new_tokens=self.options.max_new_tokens if transcript is None else _WARMUP_NEW_TOKENS,
+            timeout_s=timeout_s,
+            api_key=self.options.api_key,
+            on_record=on_record,
+        )
+
+
+def make_run(
+    name: str,
+    description: str,
+    result: LoadResult,
+    traffic: Callable[[int], Traffic],
+    first: LoadResult | None,
+    fill: dict[str, Any] | None = None,
+) -> Run:
+    """``traffic`` says what was read, given the tokens that came from storage."""
+    stats = summarise(result)
+    read = traffic(stats.cached_tokens.storage)
+    return Run(name, description, result, stats, read, same_answers(result, first or result), fill)
