@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -94,5 +95,5 @@ def _from_texts(texts: list[list[int]], cut: Cut) -> Iterator[Conversation]:
 
 def _equal_turns(piece: list[int], num_turns: int) -> Iterator[Turn]:
     bounds = [len(piece) * i // num_turns for i in range(num_turns + 1)]
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         yield Turn(tuple(piece[start:end]))

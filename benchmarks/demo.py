@@ -1,7 +1,7 @@
 """The main job, end to end: a prompt's KV cache goes to a remote store as lossless video, and a fresh SGLang takes it
 from there. Prints where the prompt's tokens came from, both answers, both times to first token, and what moved.
 
-    python -m benchmarks.demo [--model PATH] [--quantiser exact|uint8|cachegen] [--codec hevc|zstd|...]
+    python -m benchmarks.demo [--model PATH] [--text FILE] [--quantiser exact|uint8|cachegen] [--codec hevc|...]
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="kvfetch-demo-") as folder:
         model = Path(args.model) if args.model else make_tiny_llama(Path(folder, "model"))
         console.print(f"model: {args.model or 'a small random Llama, made just now'}")
-        prompt = _prompt(0, args.prompt_tokens)
-        with StoreProcess(Path(folder, "store")) as store:
-            console.print(f"store: {store.url}, an empty directory behind it")
+        prompt = _text_prompt(args, model) if args.text else _prompt(0, args.prompt_tokens)
+        with StoreProcess(args.store or Path(folder, "store")) as store:
+            console.print(f"store: {store.url}, over {args.store or 'an empty directory'}")
             flags = hicache_args(store.url, quantiser=args.quantiser, codec=args.codec)
             first = _run(console, "first SGLang: computes and stores", model, flags, prompt, _prompt(1, len(prompt)))
             second = _run(console, "fresh SGLang: takes from the store", model, flags, prompt, _prompt(2, len(prompt)))
@@ -59,12 +59,25 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a transformers model's directory; a small random one is made if not given")
     parser.add_argument("--prompt-tokens", type=int, default=1600, help="length of the prompt (default: %(default)s)")
+    parser.add_argument("--text", help="a file whose first tokens are the prompt; random tokens if not given")
+    parser.add_argument("--store", help="an empty or missing directory, kept, to look at with `kvfetch inspect`")
     parser.add_argument("--quantiser", default="exact", choices=["exact", "uint8", "cachegen"])
     parser.add_argument("--codec", default="hevc", choices=["hevc", "hevc420", "zstd", "deflate"])
     args = parser.parse_args(argv)
     if not 2 * PAGE_SIZE <= args.prompt_tokens <= 2000:
         parser.error(f"--prompt-tokens is {args.prompt_tokens}; allowed are {2 * PAGE_SIZE} to 2000")
+    if args.store and Path(args.store).exists() and any(Path(args.store).iterdir()):
+        parser.error(f"--store {args.store} is not empty")
     return args
+
+
+def _text_prompt(args: argparse.Namespace, model: Path) -> list[int]:
+    from transformers import AutoTokenizer
+
+    ids: list[int] = AutoTokenizer.from_pretrained(model)(Path(args.text).read_text())["input_ids"]
+    if len(ids) < args.prompt_tokens:
+        raise SystemExit(f"{args.text} has {len(ids)} tokens; --prompt-tokens is {args.prompt_tokens}")
+    return ids[: args.prompt_tokens]
 
 
 def _prompt(seed: int, num_tokens: int) -> list[int]:
@@ -113,7 +126,7 @@ def _report(console: Console, num_tokens: int, first: Run, second: Run, args: ar
     equal = first.answer.output_ids == second.answer.output_ids
     console.print(f"the answers are {'equal' if equal else 'NOT equal'}")
     if not torch.accelerator.is_available():
-        console.print("Times are those of a toy model on a CPU, for which computing is cheaper than decoding video.")
+        console.print("Times are those of a small model on a CPU: they say nothing of a GPU server.")
 
 
 def _bytes(run: Run, name: str, direction: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ METHOD = (
 )
 
 
-def launch_runs(workload: Workload, console: Console) -> Iterator[Run]:
+def launch_runs(workload: Workload, console: Console) -> Generator[Run, None, None]:
     """One run per backend. Whatever was started is stopped, and removed, when the iterator ends or is closed."""
     options = workload.options
     with tempfile.TemporaryDirectory(prefix="kvfetch-bench-", ignore_cleanup_errors=True) as folder:

@@ -109,7 +109,7 @@ class Load:
                 group.create_task(self._converse(session, slots, idx, started_s, start_s))
         duration_s = time.perf_counter() - started_s
         self._records.sort(key=lambda record: (record.conversation, record.turn))
-        digest = xxh3_64("".join(self._digests[key] for key in sorted(self._digests)))
+        digest = xxh3_64("".join(self._digests[key] for key in sorted(self._digests)).encode())
         return LoadResult(self._records, duration_s, digest.hexdigest())
 
     async def _converse(
@@ -137,7 +137,7 @@ class Load:
                 history += self._answer_ids(record, turn.answer_ids)
 
     async def _ask(self, session: aiohttp.ClientSession, prompt: list[int], record: Record) -> None:
-        self._digests[record.conversation, record.turn] = xxh3_64(repr(prompt)).hexdigest()
+        self._digests[record.conversation, record.turn] = xxh3_64(repr(prompt).encode()).hexdigest()
         try:
             record.answer = await stream_generate(session, self._url, prompt, self._max_new_tokens)
         except TimeoutError:

@@ -119,12 +119,17 @@ def encode_png(pixels: np.ndarray) -> bytes:
 
 
 def _thumbnail(picture: np.ndarray) -> np.ndarray:
-    """At most ``THUMBNAIL_SIDE`` a side, by a whole factor; its middle 98% of values stretched over the whole range."""
+    """At most ``THUMBNAIL_SIDE`` a side, by a whole factor. In each plane the middle 98% of the values, but for those
+    that fill what holds nothing, are stretched over the whole range."""
     height, width = picture.shape[:2]
     factor = -(-max(height, width) // THUMBNAIL_SIDE)
     padded = np.pad(picture, ((0, -height % factor), (0, -width % factor), (0, 0)), constant_values=FILL)
     blocks = padded.reshape(padded.shape[0] // factor, factor, padded.shape[1] // factor, factor, 3)
     means: np.ndarray = blocks.mean(axis=(1, 3))
-    low, high = np.percentile(means, (1, 99))
-    stretched: np.ndarray = (means - low) * (255 / max(high - low, 1))
+    stretched = np.empty_like(means)
+    for plane in range(3):
+        values = means[..., plane]
+        held = values[values != FILL]
+        low, high = np.percentile(held if held.size else values, (1, 99))
+        stretched[..., plane] = np.where(values == FILL, FILL, (values - low) * (255 / max(high - low, 1)))
     return stretched.clip(0, 255).astype(np.uint8)

@@ -26,6 +26,7 @@ _X265 = {
     "lossless": 1,
     "bframes": 0,
     "keyint": -1,
+    "min-cu-size": 8,  # the preset's 16 costs 5% here: tiles are smaller
     "repeat-headers": 1,
     "annexb": 1,
     "info": 0,

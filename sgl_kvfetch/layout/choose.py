@@ -21,15 +21,18 @@ def default_layout(
 ) -> FrameLayout:
     """A layout for spans of up to ``span_tokens`` tokens at no more than the resolution's nominal size.
 
-    The picture is a whole number of tiles, and no taller than the span needs; where a tile alone is larger than the
-    resolution, or less than the decoder's minimum remains, the picture is padded or grows to fit.
+    The picture is a whole number of tiles, and no taller than a full span needs to fill all its frames; where a tile
+    alone is larger than the resolution, or less than the decoder's minimum remains, the picture grows or is padded.
     """
     dim_rows, dim_cols = _near_square(head_dim)
     head_rows, head_cols = _near_square(num_heads)
     tile_width, tile_height = head_cols * dim_cols, head_rows * dim_rows
     nominal_width, nominal_height = RESOLUTIONS[resolution]
     tile_cols = max(1, min(nominal_width // tile_width, span_tokens))
-    tile_rows = max(1, min(nominal_height // tile_height, -(-span_tokens // tile_cols)))
+    most_tokens = tile_cols * max(1, nominal_height // tile_height)
+    # As many frames as the largest picture needs, in pictures just large enough for that many.
+    num_frames = -(-span_tokens // most_tokens)
+    tile_rows = -(-span_tokens // (num_frames * tile_cols))
     return FrameLayout(
         width=_picture_side(tile_cols * tile_width),
         height=_picture_side(tile_rows * tile_height),
