@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.backends import Backend, FileStorage, KVFetchStorage, NoStorage, wait_until_settled
+from benchmarks.contention import CpuUse, other_cores
 from benchmarks.measure import Run, Workload, make_run
 from benchmarks.options import Options
 from benchmarks.server_facts import ServerClient
@@ -65,20 +66,25 @@ def _run(backend: Backend, model: str, workload: Workload, first: Run | None, co
     console.print(f"[bold]{backend.name}[/]: {backend.description}")
     fill = _fill(backend, model, workload, console) if backend.fills else None
     with _server(backend, model, workload, console) as server:
-        before: list[str] = []
-        result = workload.send(
-            server.url, workload.options.arrivals, f"{backend.name}: measure", lambda: before.append(server.metrics())
-        )
-        after = server.metrics()
+        metrics: list[str] = []
+        cpu: list[CpuUse | None] = []
+
+        def look() -> None:
+            metrics.append(server.metrics())
+            cpu.append(CpuUse.now())
+
+        result = workload.send(server.url, workload.options.arrivals, f"{backend.name}: measure", look)
+        look()
     assert workload.server is not None
     page_size = workload.server.page_size
     return make_run(
         backend.name,
         backend.description,
         result,
-        lambda storage_tokens: backend.read(before[0], after, storage_tokens, page_size),
+        lambda storage_tokens: backend.read(metrics[0], metrics[1], storage_tokens, page_size),
         first.result if first is not None else None,
-        fill,
+        other_cores=other_cores(cpu[0], cpu[1]),
+        fill=fill,
     )
 
 

@@ -28,7 +28,10 @@ class BenchmarkError(RuntimeError):
 
 @dataclass(frozen=True)
 class Run:
-    """``fill`` is what was done, and how long it took, to fill the store before; None without storage."""
+    """``fill`` is what was done, and how long it took, to fill the store before; None without storage.
+
+    ``other_cores`` is what processes other than ours used of this machine meanwhile; None if that is not known.
+    """
 
     name: str
     description: str
@@ -36,6 +39,7 @@ class Run:
     stats: RunStats
     traffic: Traffic
     same_answers: int
+    other_cores: float | None = None
     fill: dict[str, Any] | None = None
 
 
@@ -137,9 +141,11 @@ def make_run(
     result: LoadResult,
     traffic: Callable[[int], Traffic],
     first: LoadResult | None,
+    *,
+    other_cores: float | None = None,
     fill: dict[str, Any] | None = None,
 ) -> Run:
     """``traffic`` says what was read, given the tokens that came from storage."""
     stats = summarise(result)
     read = traffic(stats.cached_tokens.storage)
-    return Run(name, description, result, stats, read, same_answers(result, first or result), fill)
+    return Run(name, description, result, stats, read, same_answers(result, first or result), other_cores, fill)

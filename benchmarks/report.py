@@ -18,6 +18,7 @@ from benchmarks.measure import Run, Workload
 from benchmarks.stats import Distribution
 
 FORMAT = 1
+_BUSY_SHARE = 0.1  # of the cores
 
 
 def print_table(runs: Sequence[Run], console: Console) -> None:
@@ -36,6 +37,13 @@ def print_table(runs: Sequence[Run], console: Console) -> None:
             console.print(f"[red]{run.name}: {count} x {error}[/]", highlight=False)
     if len({run.result.prompts_digest for run in runs}) > 1:
         console.print("[red]The runs did not send the same prompts, since requests failed.[/]")
+    cores = machine()["cores"]
+    for run in runs:
+        if run.other_cores is not None and run.other_cores > _BUSY_SHARE * cores:
+            console.print(
+                f"[yellow]{run.name}: other programs used {run.other_cores:.1f} of {cores} cores meanwhile; "
+                "do not rely on its times.[/]"
+            )
     if not torch.accelerator.is_available():
         console.print("No GPU: times are those of a CPU, where decoding video competes with the model for the cores.")
 
@@ -75,6 +83,7 @@ def _run_json(run: Run) -> dict[str, Any]:
         **dataclasses.asdict(run.stats),
         **dataclasses.asdict(run.traffic),
         "same_answers_as_first_run": run.same_answers,
+        "other_cores": run.other_cores,
         "prompts_digest": run.result.prompts_digest,
         "fill": run.fill,
         "records": [dataclasses.asdict(record) for record in run.result.records],
@@ -89,9 +98,17 @@ def _mb(value: int | None) -> str:
     return "unknown" if value is None else f"{value / 1e6:.2f}"
 
 
-def _ratio(run: Run) -> str:
-    wire_bytes, raw_bytes = run.traffic.wire_bytes, run.traffic.raw_bytes
+def _ratio(wire_bytes: int | None, raw_bytes: int | None) -> str:
     return f"{raw_bytes / wire_bytes:.2f}" if wire_bytes and raw_bytes else "-"
+
+
+def _stored(run: Run, what: str) -> int | None:
+    """What the fill wrote, its warm-up included."""
+    return (run.fill or {}).get(f"{what}_bytes", 0)
+
+
+def _cores(run: Run) -> str:
+    return "-" if run.other_cores is None else f"{run.other_cores:.1f}"
 
 
 def _share(run: Run) -> str:
@@ -129,5 +146,11 @@ _ROWS: list[tuple[str, Callable[[Run], str]]] = [
     ("", str),
     ("read, on the wire (MB)", lambda run: _mb(run.traffic.wire_bytes)),
     ("read, raw (MB)", lambda run: _mb(run.traffic.raw_bytes)),
-    ("raw / wire", _ratio),
+    ("raw / wire", lambda run: _ratio(run.traffic.wire_bytes, run.traffic.raw_bytes)),
+    ("", str),
+    ("stored before, on the wire (MB)", lambda run: _mb(_stored(run, "wire"))),
+    ("stored before, raw (MB)", lambda run: _mb(_stored(run, "raw"))),
+    ("raw / wire", lambda run: _ratio(_stored(run, "wire"), _stored(run, "raw"))),
+    ("", str),
+    ("cores that others used", _cores),
 ]

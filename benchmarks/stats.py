@@ -41,7 +41,7 @@ class TurnStats:
 
 @dataclass(frozen=True)
 class RunStats:
-    """``answers_as_first_run`` counts the requests that were answered with the same tokens as in the first run."""
+    """Times, tokens and rates of the requests that were answered; ``errors`` counts the others by reason."""
 
     requests: int
     failures: int

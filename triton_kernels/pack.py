@@ -6,6 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from sgl_kvfetch.errors import QuantiseError
+from sgl_kvfetch.layout.frames import FILL, PLANES, FrameLayout
+from sgl_kvfetch.quant.exact import ExactQuantiser
+from sgl_kvfetch.quant.symmetric import ScaleOver, step_widths
 from sgl_kvfetch.triton_kernels.runtime import (
     COMPILE_OPTIONS,
     integer_view,
@@ -29,11 +34,6 @@ from sgl_kvfetch.triton_kernels.tiles import (
     to_float32,
     token_of,
 )
-
-from sgl_kvfetch.errors import QuantiseError
-from sgl_kvfetch.layout.frames import FILL, PLANES, FrameLayout
-from sgl_kvfetch.quant.exact import ExactQuantiser
-from sgl_kvfetch.quant.symmetric import ScaleOver
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def pack_reference(
     centre = torch.tensor(centres, dtype=torch.float32, device=slots.device).view(1, -1, 1, 1)
     magnitude = x.abs().amax(dim=(-1,) if scale_over == "head" else (-2, -1), keepdim=True)  # NaN wins
     finite = torch.isfinite(magnitude)
-    scales = _bfloat16_up(torch.where(finite, magnitude, 0.0) / centre)
+    scales = step_widths(torch.where(finite, magnitude, 0.0), centre, values.dtype)
     step = scales.to(torch.float32)
     steps = torch.where(step > 0, x / step, 0.0).round()
     integers = (torch.clamp(steps, -centre, centre) + centre).to(torch.uint8)
@@ -125,11 +125,6 @@ def pack_reference(
         scales.flatten(2),
         (~finite).any().to(torch.int32).view(1),
     )
-
-
-def _bfloat16_up(x: torch.Tensor) -> torch.Tensor:
-    bits = x.contiguous().view(torch.int32)
-    return ((bits + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def _launch(
@@ -170,6 +165,7 @@ def _launch(
                 **options,
             )
             return Packed(frames, None, None)
+        constants["LARGEST"] = torch.finfo(buffers[0].dtype).max
         arguments = (tuple(buffers), frames, scales.view(torch.int16), not_finite, tuple(map(float, centres)), *common)
         if scale_over == "head":
             chunk = next_power_of_2(head_dim)
@@ -190,11 +186,16 @@ def _magnitude_bits(b_x):
 
 
 @jit
-def _scale_bits(b_magnitude_bits, centre):
-    """The step width that a largest magnitude asks for, rounded up to bfloat16: its bits. 0 if it is not finite."""
+def _scale_bits(b_magnitude_bits, centre, LARGEST: tl.constexpr):
+    """The bits of a largest magnitude's step width, as ``step_widths`` has it. 0 if the magnitude is not finite.
+
+    LARGEST is the largest finite value of the buffers' dtype.
+    """
     b_magnitude_bits = tl.where(b_magnitude_bits < 0x7F800000, b_magnitude_bits, 0)
     b_step = tl.div_rn(b_magnitude_bits.to(tl.float32, bitcast=True), centre)
-    return (b_step.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+    b_up = (b_step.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+    m_too_far = (b_up << 16).to(tl.float32, bitcast=True) * centre > LARGEST
+    return tl.where(m_too_far, b_up - 1, b_up)
 
 
 @jit
@@ -232,6 +233,7 @@ def pack_head_kernel(
     HEIGHT: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    LARGEST: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -256,7 +258,7 @@ def pack_head_kernel(
         b_x = to_float32(tl.load(p_buffers[i_layer] + o_buffer, mask=m_load, other=0.0))
         b_magnitude = tl.max(_magnitude_bits(b_x), axis=1)
         tl.store(p_not_finite, 1, mask=tl.max(b_magnitude, axis=0) >= 0x7F800000)
-        b_scale = _scale_bits(b_magnitude, centres[i_layer])
+        b_scale = _scale_bits(b_magnitude, centres[i_layer], LARGEST)
         tl.store(p_scales + i_layer * NUM_HEADS + o_scale, b_scale.to(tl.int16), mask=m_row)
         b_integer = _quantise(b_x, b_scale[:, None], centres[i_layer])
         tl.store(p_frame + i_layer * (HEIGHT * WIDTH) + o_pixel, b_integer, mask=m)
@@ -285,6 +287,7 @@ def pack_layer_kernel(
     HEIGHT: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    LARGEST: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -308,7 +311,7 @@ def pack_layer_kernel(
                 b_magnitude = tl.maximum(b_magnitude, _magnitude_bits(b_x))
             magnitude = tl.max(tl.max(b_magnitude, axis=1), axis=0)
             tl.store(p_not_finite, 1, mask=magnitude >= 0x7F800000)
-            scale = _scale_bits(magnitude, centres[i_layer])
+            scale = _scale_bits(magnitude, centres[i_layer], LARGEST)
             tl.store(p_scales + i_layer + o_scale, scale.to(tl.int16))
             for i_block in range(BLOCKS):
                 o_head, o_dim = _head_and_dim(i_block, CHUNKS, CHUNK, ROWS)

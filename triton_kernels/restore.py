@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
+from sgl_kvfetch.layout.frames import PLANES, FrameLayout
+from sgl_kvfetch.quant.base import Quantised
+from sgl_kvfetch.quant.exact import ExactQuantiser
 from sgl_kvfetch.triton_kernels.runtime import (
     COMPILE_OPTIONS,
     integer_view,
@@ -27,10 +31,6 @@ from sgl_kvfetch.triton_kernels.tiles import (
     round_float32,
     token_of,
 )
-
-from sgl_kvfetch.layout.frames import PLANES, FrameLayout
-from sgl_kvfetch.quant.base import Quantised
-from sgl_kvfetch.quant.exact import ExactQuantiser
 
 
 def restore(

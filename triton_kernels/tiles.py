@@ -8,9 +8,8 @@ shifts, and the compiler sees which loads it may widen. A server uses few layout
 
 from __future__ import annotations
 
-from sgl_kvfetch.triton_kernels.runtime import jit, tl
-
 from sgl_kvfetch.layout.frames import FrameLayout
+from sgl_kvfetch.triton_kernels.runtime import jit, tl
 
 BLOCK_VALUES = 2048  # of one layer, in one program
 NUM_WARPS = 4

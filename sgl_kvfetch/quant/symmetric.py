@@ -65,7 +65,7 @@ class SymmetricQuantiser(Quantiser):
         magnitude = x.abs().amax(dim=over, keepdim=True)
         if not bool(torch.isfinite(magnitude).all()):
             raise QuantiseError("values are not finite")
-        scales = _bfloat16_up(magnitude / centre)
+        scales = step_widths(magnitude, centre, values.dtype)
         step = scales.to(torch.float32)
         # A zero step belongs to a vector of zeros (or of values too small to matter): all centre.
         steps = torch.where(step > 0, x / step, 0.0).round()
@@ -85,8 +85,13 @@ class SymmetricQuantiser(Quantiser):
         return torch.tensor(centres, dtype=torch.float32, device=like.device).view(1, -1, 1, 1)
 
 
-def _bfloat16_up(x: torch.Tensor) -> torch.Tensor:
-    """The smallest bfloat16 that is not below ``x`` (non-negative float32)."""
-    bits = x.contiguous().view(torch.int32)
+def step_widths(magnitude: torch.Tensor, centre: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The steps that the largest magnitudes (finite float32) ask for, rounded up to bfloat16.
+
+    Rounded down instead where ``centre`` steps would lead out of ``dtype``: the largest float16 must not come back as
+    infinity.
+    """
+    bits = (magnitude / centre).contiguous().view(torch.int32)
     up = (bits + 0xFFFF) >> 16
-    return up.to(torch.int16).view(torch.bfloat16)
+    too_far = (up << 16).view(torch.float32) * centre > torch.finfo(dtype).max
+    return (up - too_far.to(torch.int32)).to(torch.int16).view(torch.bfloat16)

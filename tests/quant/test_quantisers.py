@@ -60,6 +60,18 @@ def test_zeros_and_the_smallest_values_stay_finite() -> None:
         assert torch.isfinite(restored).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_largest_values_stay_finite(dtype: str) -> None:
+    largest = torch.finfo(KV_DTYPES[dtype]).max
+    values = torch.full((3, 2, 2, 48), largest).to(KV_DTYPES[dtype])
+    values[1:] = -values[1:]
+    for name, bins in (("uint8", None), ("cachegen", None), ("cachegen", [4])):
+        quantiser = make_quantiser(name, k_bins=bins)  # type: ignore[arg-type]
+        restored = quantiser.dequantise(quantiser.quantise(values, "k", 0), values.dtype, "k", 0)
+        assert torch.isfinite(restored).all()
+        assert (restored.double() / values.double() > 0.98).all()
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_is_refused(bad: float) -> None:
     values = torch.zeros((3, 2, 2, 48))

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sgl_kvfetch.triton_kernels.runtime import integer_view
 
 from sgl_kvfetch.layout.choose import default_layout
 from sgl_kvfetch.layout.frames import FrameLayout
 from sgl_kvfetch.quant import Quantiser
 from sgl_kvfetch.quant.registry import QuantiserName
 from sgl_kvfetch.quant.symmetric import SymmetricQuantiser
+from sgl_kvfetch.triton_kernels.runtime import integer_view
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

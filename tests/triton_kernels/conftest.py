@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from sgl_kvfetch.triton_kernels.runtime import use_kernels
 
+from sgl_kvfetch.triton_kernels.runtime import use_kernels
 from tests.triton_kernels.cases import DEVICE
 
 

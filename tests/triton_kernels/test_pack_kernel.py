@@ -5,16 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from sgl_kvfetch.triton_kernels.pack import Packed, pack, pack_reference
-from sgl_kvfetch.triton_kernels.restore import restore
 
 from sgl_kvfetch.errors import FormatError, QuantiseError, UnsupportedError
 from sgl_kvfetch.layout.frames import FrameLayout
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.quant.registry import QuantiserName
+from sgl_kvfetch.triton_kernels.pack import Packed, pack, pack_reference
+from sgl_kvfetch.triton_kernels.restore import restore
 from tests.triton_kernels.cases import (
     DEVICE,
     FIRST_LAYER,
+    FLOATS,
     KINDS,
     ODD_SHAPES,
     SMALL,
@@ -122,6 +123,21 @@ def test_values_that_are_not_finite_are_reported(name: QuantiserName, run: Pack)
         assert packed.not_finite is not None
         packed.not_finite.zero_()
         assert_packed(packed, name, broken, wasteful())
+
+
+@both
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", ["uint8", "cachegen"])
+def test_the_largest_values_keep_their_step_within_the_dtype(
+    name: QuantiserName, dtype: torch.dtype, run: Pack
+) -> None:
+    shape = Shape(7, 2, 3, 80)
+    quantiser = make_quantiser(name)
+    values = make_values(shape, dtype, quantiser)
+    values[::2, :, :, 5] = torch.finfo(dtype).max
+    slots = scattered_slots(shape.tokens, NUM_SLOTS)
+    arguments = {**centres_of(quantiser, shape.layers), **scale_over(name)}
+    assert_packed(run(buffers_with(values, slots), slots, wasteful(), **arguments), name, values, wasteful())
 
 
 @both

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from sgl_kvfetch.triton_kernels.restore import restore, restore_reference
 
 from sgl_kvfetch.errors import FormatError, UnsupportedError
 from sgl_kvfetch.layout.frames import FrameLayout
 from sgl_kvfetch.quant import Quantised, Quantiser, make_quantiser
 from sgl_kvfetch.quant.registry import QuantiserName
+from sgl_kvfetch.triton_kernels.restore import restore, restore_reference
 from tests.triton_kernels.cases import (
     DEVICE,
     FIRST_LAYER,
