@@ -99,40 +99,36 @@ class Workload:
                 bar.set_postfix(failures=failures, refresh=False)
                 bar.update()
 
-            load = self._load(url, self.conversations, self.options.timeout_s, count)
+            load = Load(
+                url,
+                self.conversations,
+                self.transcript,
+                max_new_tokens=self.options.max_new_tokens,
+                timeout_s=self.options.timeout_s,
+                api_key=self.options.api_key,
+                on_record=count,
+            )
             return asyncio.run(load.run(arrivals))
 
     def _warm_up(self, url: str) -> None:
         """A prompt of full length, twice: the same in all runs, so that it comes from storage where there is one, and
         the paths that the measured requests take are warm."""
-        assert self.tokens is not None
         rng = random.Random("warm-up")
         vocabulary = sorted(
             {i for conversation in self.conversations for turn in conversation.turns for i in turn.user_ids}
         )
         prompt = Turn(tuple(rng.choices(vocabulary, k=self.max_input_tokens)))
-        load = self._load(url, [Conversation((prompt,))] * 2, _WARMUP_TIMEOUT_S, transcript=Transcript())
+        load = Load(
+            url,
+            [Conversation((prompt,))] * 2,
+            Transcript(),
+            max_new_tokens=min(_WARMUP_NEW_TOKENS, self.options.max_new_tokens),
+            timeout_s=_WARMUP_TIMEOUT_S,
+            api_key=self.options.api_key,
+        )
         failed = [record.error for record in asyncio.run(load.run(Arrivals(concurrency=1))).records if record.error]
         if failed:
             raise BenchmarkError(f"the server failed the first request: {failed[0]}")
-
-    def _load(
-        self,
-        url: str,
-        conversations: list[Conversation],
-        timeout_s: float,
-        on_record: Callable[[Record], None] = lambda record: None,
-        transcript: Transcript | None = None,
-    ) -> Load:
-        return Load(
-            url,
-            conversations,
-            self.transcript if transcript is None else transcript,
-            max_new_tokens=self.options.max_new_tokens if transcript is None else _WARMUP_NEW_TOKENS,
-            timeout_s=timeout_s,
-            api_key=self.options.api_key,
-            on_record=on_record,
-        )
 
 
 def make_run(

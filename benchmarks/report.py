@@ -104,7 +104,8 @@ def _ratio(wire_bytes: int | None, raw_bytes: int | None) -> str:
 
 def _stored(run: Run, what: str) -> int | None:
     """What the fill wrote, its warm-up included."""
-    return (run.fill or {}).get(f"{what}_bytes", 0)
+    stored: int | None = (run.fill or {}).get(f"{what}_bytes", 0)
+    return stored
 
 
 def _cores(run: Run) -> str:

@@ -57,7 +57,8 @@ def load_tokens(tokenizer_path: str, sample: str) -> Tokens:
     try:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
     except (OSError, ValueError) as e:
-        raise TokenizerError(f"no tokenizer at {tokenizer_path!r} ({e}); name one with --tokenizer") from e
+        said = str(e).strip().partition("\n")[0]
+        raise TokenizerError(f"no tokenizer at {tokenizer_path!r} ({said}); name one with --tokenizer") from e
     return choose_tokens(tokenizer, sample)
 
 

@@ -1,21 +1,20 @@
-"""Plain values that several parts share: what a KV cache looks like."""
+"""Plain values that several parts share: what a KV cache looks like.
+
+Torch is imported only where a tensor's dtype is asked for: a store knows geometries, and starts without it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from sgl_kvfetch.errors import UnsupportedError
 
-KV_DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
-}
+if TYPE_CHECKING:
+    import torch
+
+# Names, as torch has them, and bytes a value.
+KV_DTYPES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 TensorName = Literal["k", "v"]
 TENSORS: tuple[TensorName, TensorName] = ("k", "v")
@@ -28,10 +27,19 @@ MAX_PAGE_TOKENS = 4096
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The stored name of a KV dtype. Raises UnsupportedError for one that has none."""
-    for name, known in KV_DTYPES.items():
-        if known == dtype:
-            return name
-    raise UnsupportedError(f"KV dtype {dtype} is not supported; supported are {', '.join(KV_DTYPES)}")
+    name = str(dtype).removeprefix("torch.")
+    if name not in KV_DTYPES:
+        raise UnsupportedError(f"KV dtype {dtype} is not supported; supported are {', '.join(KV_DTYPES)}")
+    return name
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a stored name."""
+    import torch
+
+    assert name in KV_DTYPES, name
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +68,7 @@ class KVGeometry:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return KV_DTYPES[self.dtype]
+        return torch_dtype(self.dtype)
 
     def head_dim(self, tensor: TensorName) -> int:
         return self.k_head_dim if tensor == "k" else self.v_head_dim
@@ -69,7 +77,7 @@ class KVGeometry:
     def token_bytes(self) -> int:
         """Raw bytes of one token: K and V, all layers."""
         width = self.num_heads * (self.k_head_dim + self.v_head_dim)
-        return self.num_layers * width * self.torch_dtype.itemsize
+        return self.num_layers * width * KV_DTYPES[self.dtype]
 
     @property
     def page_bytes(self) -> int:

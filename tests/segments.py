@@ -9,7 +9,7 @@ import torch
 from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.quant import Quantiser, make_quantiser
-from sgl_kvfetch.types import KV_DTYPES, TENSORS, KVGeometry, TensorName
+from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, torch_dtype
 
 SMALL = KVGeometry(num_layers=4, num_heads=2, k_head_dim=48, v_head_dim=64, page_size=4, dtype="bfloat16")
 
@@ -47,7 +47,7 @@ def make_values(geometry: KVGeometry, num_pages: int, seed: int = 0) -> dict[Ten
         shape = (num_pages * geometry.page_size, geometry.num_layers, geometry.num_heads, geometry.head_dim(tensor))
         drift = torch.randn(shape, generator=generator).cumsum(0) * 0.1
         offset = torch.randn((1, *shape[1:]), generator=generator)
-        values[tensor] = (drift + offset).to(KV_DTYPES[geometry.dtype])
+        values[tensor] = (drift + offset).to(torch_dtype(geometry.dtype))
     return values
 
 

@@ -26,7 +26,7 @@ class Sizes:
 
 
 def sizes(raw_bytes: int, stored_bytes: int, dtype: str) -> Sizes:
-    num_values = raw_bytes / KV_DTYPES[dtype].itemsize
+    num_values = raw_bytes / KV_DTYPES[dtype]
     return Sizes(raw_bytes, stored_bytes, raw_bytes / stored_bytes, 8 * stored_bytes / num_values)
 
 

@@ -8,13 +8,15 @@ head, dimensions in row-major order; heads never mix. The three layers of a grou
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
-import torch
 from msgspec import Meta
 
 from sgl_kvfetch.errors import FormatError
+
+if TYPE_CHECKING:
+    import torch
 
 PLANES = 3
 FILL = 128  # where a picture holds nothing; constant areas cost next to nothing
@@ -83,7 +85,7 @@ class FrameLayout(msgspec.Struct, frozen=True, kw_only=True):
     def to_frames(self, integers: torch.Tensor) -> torch.Tensor:
         """``(tokens, layers <= 3, heads, dim)`` uint8 -> ``(frames, 3, height, width)`` uint8, on the same device."""
         num_tokens, num_layers, num_heads, head_dim = integers.shape
-        assert integers.dtype == torch.uint8
+        assert integers.element_size() == 1
         assert 1 <= num_layers <= PLANES
         self.require_fits(num_heads, head_dim)
         num_frames, tiles = self.num_frames(num_tokens), self.tokens_per_frame

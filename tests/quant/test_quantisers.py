@@ -3,7 +3,7 @@ import torch
 
 from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
 from sgl_kvfetch.quant import Quantiser, make_quantiser, quantiser_from_identity
-from sgl_kvfetch.types import KV_DTYPES
+from sgl_kvfetch.types import KV_DTYPES, torch_dtype
 
 DTYPES = list(KV_DTYPES)
 
@@ -18,7 +18,7 @@ def random_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_exact_gives_every_bit_back(dtype: str) -> None:
     quantiser = make_quantiser("exact")
-    values = random_bits(KV_DTYPES[dtype], (7, 5, 3, 50))
+    values = random_bits(torch_dtype(dtype), (7, 5, 3, 50))
     quantised = quantiser.quantise(values, "k", 0)
     assert quantised.scales is None
     assert quantised.integers.shape == (quantiser.planes(values.dtype), 7, 5, 3, 50)
@@ -40,7 +40,7 @@ def test_error_is_at_most_half_a_step(name: str, dtype: str) -> None:
     quantiser = make_quantiser(name)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(2)
     spread = torch.rand((63, 5, 3, 1), generator=generator) * 10
-    values = (torch.randn((63, 5, 3, 80), generator=generator) * spread).to(KV_DTYPES[dtype])
+    values = (torch.randn((63, 5, 3, 80), generator=generator) * spread).to(torch_dtype(dtype))
     quantised = quantiser.quantise(values, "v", 0)
     assert quantised.scales is not None
     assert quantised.scales.shape == (63, 5, quantiser.scales_per_layer(3))
@@ -62,8 +62,8 @@ def test_zeros_and_the_smallest_values_stay_finite() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_largest_values_stay_finite(dtype: str) -> None:
-    largest = torch.finfo(KV_DTYPES[dtype]).max
-    values = torch.full((3, 2, 2, 48), largest).to(KV_DTYPES[dtype])
+    largest = torch.finfo(torch_dtype(dtype)).max
+    values = torch.full((3, 2, 2, 48), largest).to(torch_dtype(dtype))
     values[1:] = -values[1:]
     for name, bins in (("uint8", None), ("cachegen", None), ("cachegen", [4])):
         quantiser = make_quantiser(name, k_bins=bins)  # type: ignore[arg-type]
