@@ -18,6 +18,7 @@ from benchmarks.measure import Run, Workload
 from benchmarks.stats import Distribution
 
 FORMAT = 1
+_NOTHING = "-"  # a row of nothing else is left out
 _BUSY_SHARE = 0.1  # of the cores
 
 
@@ -27,10 +28,11 @@ def print_table(runs: Sequence[Run], console: Console) -> None:
     for run in runs:
         table.add_column(run.name, justify="right")
     for title, show in _ROWS:
-        if title:
-            table.add_row(title, *(show(run) for run in runs))
-        else:
+        cells = [show(run) for run in runs] if title else []
+        if not title:
             table.add_section()
+        elif any(cell != _NOTHING for cell in cells):
+            table.add_row(title, *cells)
     console.print(table)
     for run in runs:
         for error, count in run.stats.errors.items():
@@ -91,7 +93,7 @@ def _run_json(run: Run) -> dict[str, Any]:
 
 
 def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value * 1e3:.1f}" if value < 0.1 else f"{value * 1e3:.0f}"
+    return _NOTHING if value is None else f"{value * 1e3:.1f}" if value < 0.1 else f"{value * 1e3:.0f}"
 
 
 def _mb(value: int | None) -> str:
@@ -99,21 +101,25 @@ def _mb(value: int | None) -> str:
 
 
 def _ratio(wire_bytes: int | None, raw_bytes: int | None) -> str:
-    return f"{raw_bytes / wire_bytes:.2f}" if wire_bytes and raw_bytes else "-"
+    return f"{raw_bytes / wire_bytes:.2f}" if wire_bytes and raw_bytes else _NOTHING
 
 
 def _stored(run: Run, what: str) -> int | None:
-    """What the fill wrote, its warm-up included."""
-    stored: int | None = (run.fill or {}).get(f"{what}_bytes", 0)
+    """What the fill wrote, its warm-up included; None if there was none."""
+    stored: int | None = (run.fill or {}).get(f"{what}_bytes")
     return stored
 
 
+def _stored_mb(run: Run, what: str) -> str:
+    return _NOTHING if run.fill is None else _mb(_stored(run, what))
+
+
 def _cores(run: Run) -> str:
-    return "-" if run.other_cores is None else f"{run.other_cores:.1f}"
+    return _NOTHING if run.other_cores is None else f"{run.other_cores:.1f}"
 
 
 def _share(run: Run) -> str:
-    return f"{run.stats.cached_tokens.total / run.stats.prompt_tokens:.0%}" if run.stats.prompt_tokens else "-"
+    return f"{run.stats.cached_tokens.total / run.stats.prompt_tokens:.0%}" if run.stats.prompt_tokens else _NOTHING
 
 
 def _times(title: str, pick: Callable[[Run], Distribution]) -> list[tuple[str, Callable[[Run], str]]]:
@@ -149,8 +155,8 @@ _ROWS: list[tuple[str, Callable[[Run], str]]] = [
     ("read, raw (MB)", lambda run: _mb(run.traffic.raw_bytes)),
     ("raw / wire", lambda run: _ratio(run.traffic.wire_bytes, run.traffic.raw_bytes)),
     ("", str),
-    ("stored before, on the wire (MB)", lambda run: _mb(_stored(run, "wire"))),
-    ("stored before, raw (MB)", lambda run: _mb(_stored(run, "raw"))),
+    ("stored before, on the wire (MB)", lambda run: _stored_mb(run, "wire")),
+    ("stored before, raw (MB)", lambda run: _stored_mb(run, "raw")),
     ("raw / wire", lambda run: _ratio(_stored(run, "wire"), _stored(run, "raw"))),
     ("", str),
     ("cores that others used", _cores),

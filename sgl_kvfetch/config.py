@@ -73,6 +73,7 @@ class KVFetchConfig(BaseModel):
     write_linger_s: float = Field(
         0.25, ge=0, le=60, description="how long pages wait for the next ones before a segment is cut"
     )
+    merge: bool = Field(True, description="merge neighbouring segments into longer ones as a prefix grows")
     codec_threads: int = Field(
         default_factory=lambda: max(1, min(8, (os.cpu_count() or 1) // 2)),
         ge=1,

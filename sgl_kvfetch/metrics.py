@@ -24,6 +24,7 @@ STAGE_SECONDS = Histogram(
 )
 WRITTEN_PAGES = Counter("sgl_kvfetch_written_pages", "Pages handed over for writing", ["result"])
 # stored, known (the store had them), dropped_full, dropped_invalid, dropped_error
+MERGES = Counter("sgl_kvfetch_merges", "Pairs of segments merged into one of twice the length")
 QUEUED_BYTES = Gauge(
     "sgl_kvfetch_queued_bytes",
     "Bytes that wait, by queue: write (raw), read (compressed)",

@@ -67,4 +67,5 @@ def make_segment(
     values = make_values(geometry, num_pages)
     spec = SegmentSpec(namespace, quantiser, codec, "240p", span_pages)
     hashes = page_hashes(num_pages, seed, first_page)
-    return encode_segment(spec, values, first_page, hashes), values
+    previous = page_hashes(1, seed, first_page - 1)[0] if first_page else None
+    return encode_segment(spec, values, first_page, previous, hashes), values

@@ -62,6 +62,7 @@ class Variant(msgspec.Struct, frozen=True):
 class _Body(msgspec.Struct, frozen=True):
     namespace: Namespace
     first_page: Annotated[int, Meta(ge=0, le=1 << 40)]
+    previous_hash: bytes | None
     page_hashes: bytes
     span_pages: Annotated[int, Meta(ge=1, le=MAX_SEGMENT_PAGES)]
     planes: Annotated[int, Meta(ge=1, le=8)]
@@ -87,6 +88,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     namespace: Namespace
     first_page: int  # position of the first page in the sequence
+    previous_hash: bytes | None  # of the page before it; None at the sequence's start
     page_hashes: tuple[bytes, ...]
     span_pages: int
     planes: int
@@ -103,8 +105,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def geometry(self) -> KVGeometry:
-        n = self.namespace
-        return KVGeometry(n.num_layers, n.num_heads, n.k_head_dim, n.v_head_dim, n.page_size, n.kv_dtype)
+        return namespace_geometry(self.namespace)
 
     @property
     def num_spans(self) -> int:
@@ -161,6 +162,7 @@ class Manifest(msgspec.Struct, frozen=True):
         body = _Body(
             self.namespace,
             self.first_page,
+            self.previous_hash,
             b"".join(self.page_hashes),
             self.span_pages,
             self.planes,
@@ -170,6 +172,11 @@ class Manifest(msgspec.Struct, frozen=True):
         packed = msgspec.msgpack.encode(body)
         head = _HEADER.pack(MAGIC, FORMAT_MAJOR, FORMAT_MINOR, len(packed)) + packed
         return head + xxhash.xxh3_128_digest(head)
+
+
+def namespace_geometry(n: Namespace) -> KVGeometry:
+    """Raises UnsupportedError for numbers out of bounds."""
+    return KVGeometry(n.num_layers, n.num_heads, n.k_head_dim, n.v_head_dim, n.page_size, n.kv_dtype)
 
 
 def num_layer_groups(num_layers: int) -> int:
@@ -209,11 +216,15 @@ def _validated(body: _Body) -> Manifest:
         raise FormatError(f"manifest has {len(body.page_hashes)} bytes of page hashes, not a power of two of them")
     if body.first_page % num_pages:
         raise FormatError(f"segment of {num_pages} pages starts at page {body.first_page}, which is not aligned")
+    previous_bytes = PAGE_HASH_BYTES if body.first_page else 0
+    if len(body.previous_hash or b"") != previous_bytes:
+        raise FormatError(f"previous_hash has not {previous_bytes} bytes in a segment that starts at {body.first_page}")
     if body.namespace.format_major != FORMAT_MAJOR:
         raise FormatVersionError(f"namespace has format version {body.namespace.format_major}")
     manifest = Manifest(
         body.namespace,
         body.first_page,
+        body.previous_hash,
         tuple(body.page_hashes[i : i + PAGE_HASH_BYTES] for i in range(0, len(body.page_hashes), PAGE_HASH_BYTES)),
         body.span_pages,
         body.planes,

@@ -17,7 +17,7 @@ import xxhash
 
 from sgl_kvfetch.codecs import get_codec
 from sgl_kvfetch.codecs.entropy import ZstdCodec
-from sgl_kvfetch.container.manifest import Cell, Chunk, Manifest, Variant
+from sgl_kvfetch.container.manifest import Cell, Chunk, Manifest, Variant, namespace_geometry
 from sgl_kvfetch.errors import CorruptError, FormatError
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.layout.choose import default_layout
@@ -62,51 +62,80 @@ def encode_segment(
     spec: SegmentSpec,
     values: Mapping[TensorName, torch.Tensor],
     first_page: int,
+    previous_hash: bytes | None,
     page_hashes: Sequence[bytes],
     executor: Executor | None = None,
 ) -> CodedSegment:
     """Code one segment. ``values`` holds K and V, each ``(tokens, layers, heads, dim)`` of the namespace's dtype.
+    ``previous_hash`` is that of the page before the first, None at the sequence's start.
 
     Cells are coded side by side on ``executor``, if there is one. Raises QuantiseError.
     """
     namespace = spec.namespace
-    num_tokens = len(page_hashes) * namespace.page_size
     for tensor in TENSORS:
-        assert values[tensor].shape[:3] == (num_tokens, namespace.num_layers, namespace.num_heads)
+        expected = (len(page_hashes) * namespace.page_size, namespace.num_layers, namespace.num_heads)
+        assert values[tensor].shape[:3] == expected, (values[tensor].shape, expected)
+
+    def quantise(manifest: Manifest, cell: Cell) -> Quantised:
+        first_token, end_token = (page * namespace.page_size for page in manifest.span_range(cell.span))
+        first_layer, end_layer = manifest.group_layers(cell.layer_group)
+        return spec.quantiser.quantise(
+            values[cell.tensor][first_token:end_token, first_layer:end_layer],
+            cell.tensor,
+            namespace.first_layer + first_layer,
+        )
+
+    return encode_cells(spec, first_page, previous_hash, page_hashes, quantise, executor)
+
+
+def encode_cells(
+    spec: SegmentSpec,
+    first_page: int,
+    previous_hash: bytes | None,
+    page_hashes: Sequence[bytes],
+    quantised: Callable[[Manifest, Cell], Quantised],
+    executor: Executor | None = None,
+) -> CodedSegment:
+    """Code a segment whose cells' integers and scales ``quantised`` gives, given the manifest without its variants."""
+    namespace = spec.namespace
+    geometry = namespace_geometry(namespace)
     span_pages = min(spec.span_pages, len(page_hashes))
     layouts = {
         tensor: default_layout(
-            namespace.num_heads,
-            values[tensor].shape[3],
-            span_pages * namespace.page_size,
-            spec.resolution,
+            geometry.num_heads, geometry.head_dim(tensor), span_pages * geometry.page_size, spec.resolution
         )
         for tensor in TENSORS
     }
     manifest = Manifest(
         namespace,
         first_page,
+        previous_hash,
         tuple(page_hashes),
         span_pages,
-        spec.quantiser.planes(values["k"].dtype),
-        spec.quantiser.scales_per_layer(namespace.num_heads) > 0,
+        spec.quantiser.planes(geometry.torch_dtype),
+        spec.quantiser.scales_per_layer(geometry.num_heads) > 0,
         (),
     )
 
     def encode(cell: Cell) -> list[tuple[Chunk, bytes]]:
-        first_token, end_token = (page * namespace.page_size for page in manifest.span_range(cell.span))
-        first_layer, end_layer = manifest.group_layers(cell.layer_group)
-        quantised = spec.quantiser.quantise(
-            values[cell.tensor][first_token:end_token, first_layer:end_layer],
-            cell.tensor,
-            namespace.first_layer + first_layer,
-        )
-        return _encode_cell(quantised, layouts[cell.tensor], spec.codec)
+        return _encode_cell(quantised(manifest, cell), layouts[cell.tensor], spec.codec)
 
     run: Callable[..., Iterable[list[tuple[Chunk, bytes]]]] = executor.map if executor else map
     coded = [chunk for cell in run(encode, manifest.cells()) for chunk in cell]
-    data = b"".join(bitstream for _, bitstream in coded)
-    variant = Variant(xxhash.xxh3_128_hexdigest(data), layouts["k"], layouts["v"], tuple(chunk for chunk, _ in coded))
+    return assemble(
+        manifest,
+        layouts["k"],
+        layouts["v"],
+        [chunk for chunk, _ in coded],
+        b"".join(bitstream for _, bitstream in coded),
+    )
+
+
+def assemble(
+    manifest: Manifest, k_layout: FrameLayout, v_layout: FrameLayout, chunks: Sequence[Chunk], data: bytes
+) -> CodedSegment:
+    """A segment of one variant from its chunks."""
+    variant = Variant(xxhash.xxh3_128_hexdigest(data), k_layout, v_layout, tuple(chunks))
     return CodedSegment(msgspec.structs.replace(manifest, variants=(variant,)), data)
 
 

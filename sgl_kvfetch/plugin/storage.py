@@ -54,6 +54,7 @@ _limited = LimitedLogger(logger)
 _MAX_KNOWN_PAGES = 1 << 17  # page sources remembered between a lookup and its fetch
 _GRACE_S = 1.0  # how long a thread waits beyond a deadline before it leaves the event loop to itself
 _CLOSE_S = 10.0  # how long closing waits for writes
+_RETIRE_S = 60.0  # at least so long merged halves stay, for readers that know no better
 _CONNECT_S = 5.0  # at most, for one attempt to connect to the store
 _MAX_STATS = 1024
 
@@ -119,6 +120,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             max_segment_pages=_power_of_two_pages(config.max_segment_tokens, geometry.page_size),
             queue_bytes=config.write_queue_bytes,
             linger_s=config.write_linger_s,
+            retire_s=max(_RETIRE_S, 2 * config.fetch_timeout_s) if config.merge else None,
         )
 
     # Lookup
@@ -263,9 +265,9 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         started_s = time.monotonic()
         pool_pages = self._pages.page_indices(host_indices)
         values = {tensor: self._pages.read(tensor, pool_pages) for tensor in TENSORS}
-        previous = extra_info.prefix_keys[-1:]
-        batch = PageBatch(len(extra_info.prefix_keys), _hashes(keys), values)
-        self._writer.submit(batch, _hashes(previous)[0] if previous else None)
+        before = extra_info.prefix_keys
+        batch = PageBatch(len(before), _hashes(before[-1:])[0] if before else None, _hashes(keys), values)
+        self._writer.submit(batch)
         self._stats_pages["write"].append(num_pages)
         self._stats_gb_s["write"].append(batch.size_bytes / 1e9 / max(time.monotonic() - started_s, 1e-9))
         return [True] * num_pages

@@ -42,12 +42,14 @@ def page_hashes(num_pages: int, branch: str = "", branch_at: int = 0) -> list[by
 
 
 @cache
-def _coded(model: str, first_page: int, hashes: tuple[bytes, ...], codec: str, content: int) -> CodedSegment:
+def _coded(
+    model: str, first_page: int, previous: bytes | None, hashes: tuple[bytes, ...], codec: str, content: int
+) -> CodedSegment:
     spec = SegmentSpec(replace(NAMESPACE, model=model), make_quantiser("exact"), codec, "240p", 8)
     shape = (len(hashes), 1, 1, 48)
     generator = torch.Generator().manual_seed(content)
     values = torch.randn(shape, generator=generator).to(torch.bfloat16)
-    return encode_segment(spec, {"k": values, "v": -values}, first_page, list(hashes))
+    return encode_segment(spec, {"k": values, "v": -values}, first_page, previous, list(hashes))
 
 
 def make_segment(
@@ -60,7 +62,8 @@ def make_segment(
     content: int = 0,
 ) -> CodedSegment:
     """A small real segment of pages ``[first_page, first_page + num_pages)``. ``content`` seeds its values."""
-    return _coded(model, first_page, tuple(chain[first_page : first_page + num_pages]), codec, content)
+    previous = chain[first_page - 1] if first_page else None
+    return _coded(model, first_page, previous, tuple(chain[first_page : first_page + num_pages]), codec, content)
 
 
 async def put_segment(store: Store, segment: CodedSegment) -> None:

@@ -17,6 +17,7 @@ class PageBatch:
     """Consecutive pages. ``values``: K and V, each ``(pages, page_size, layers, heads, dim)``."""
 
     first_page: int  # position in the sequence
+    previous_hash: bytes | None  # of the page before, None at the sequence's start
     page_hashes: Sequence[bytes]
     values: dict[TensorName, torch.Tensor]
 
@@ -34,12 +35,17 @@ class _Run:
     """Batches that follow one another, cut as far as ``next_page``."""
 
     batches: list[PageBatch]
-    next_page: int
     changed_s: float
-    last_hash: bytes = field(init=False)
+    next_page: int = field(init=False)
+    previous_hash: bytes | None = field(init=False)  # of the page before next_page
 
     def __post_init__(self) -> None:
-        self.last_hash = self.batches[-1].page_hashes[-1]
+        self.next_page = self.batches[0].first_page
+        self.previous_hash = self.batches[0].previous_hash
+
+    @property
+    def last_hash(self) -> bytes:
+        return self.batches[-1].page_hashes[-1]
 
     @property
     def end_page(self) -> int:
@@ -58,9 +64,10 @@ class _Run:
                 for tensor in TENSORS:
                     pieces[tensor].append(batch.values[tensor][part])
         self.batches = [batch for batch in self.batches if batch.end_page > end] or self.batches[-1:]
-        self.next_page = end
         values = {t: p[0] if len(p) == 1 else torch.cat(p) for t, p in pieces.items()}
-        return PageBatch(first_page, hashes, values)
+        taken = PageBatch(first_page, self.previous_hash, hashes, values)
+        self.next_page, self.previous_hash = end, hashes[-1]
+        return taken
 
 
 class Gatherer:
@@ -75,16 +82,15 @@ class Gatherer:
         self._linger_s = linger_s
         self._runs: list[_Run] = []
 
-    def add(self, batch: PageBatch, previous_hash: bytes | None, now_s: float) -> list[PageBatch]:
-        """Take in a batch that follows the page ``previous_hash`` (None at the sequence's start). Returns segments
-        that are ready."""
-        run = next((r for r in self._runs if r.last_hash == previous_hash and r.end_page == batch.first_page), None)
+    def add(self, batch: PageBatch, now_s: float) -> list[PageBatch]:
+        """Take in a batch. Returns the segments that are ready."""
+        before = (batch.first_page, batch.previous_hash)
+        run = next((r for r in self._runs if (r.end_page, r.last_hash) == before), None)
         if run is None:
-            run = _Run([batch], batch.first_page, now_s)
+            run = _Run([batch], now_s)
             self._runs.append(run)
         else:
             run.batches.append(batch)
-            run.last_hash = batch.page_hashes[-1]
             run.changed_s = now_s
         return self._cut(run, only_longest=True)
 

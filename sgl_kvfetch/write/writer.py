@@ -6,15 +6,18 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 
 from sgl_kvfetch import metrics
+from sgl_kvfetch.container.manifest import Manifest
 from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.errors import KVFetchError, QuantiseError
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.write.gather import Gatherer, PageBatch
+from sgl_kvfetch.write.merger import Merger
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
@@ -37,8 +40,9 @@ class Writer:
         max_segment_pages: int,
         queue_bytes: int,
         linger_s: float,
+        retire_s: float | None,
     ) -> None:
-        """Call on the event loop that is to do the work."""
+        """Call on the event loop that is to do the work. ``retire_s``: see ``Merger``; None merges nothing."""
         self._store = store
         self._spec = spec
         self._encode_pool = encode_pool
@@ -52,6 +56,12 @@ class Writer:
         self._loop = asyncio.get_running_loop()
         self._in_work = asyncio.Semaphore(_CONCURRENT_SEGMENTS)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._merging = asyncio.Lock()
+        self._merger: Merger | None = None
+        if retire_s is not None:
+            self._merger = Merger(
+                store, spec, max_segment_pages=max_segment_pages, retire_s=retire_s, executor=encode_pool
+            )
 
     def reserve(self, num_bytes: int) -> bool:
         """Take room in the queue, before the pages are copied. False, and counted by the caller, if there is none."""
@@ -62,29 +72,46 @@ class Writer:
             metrics.QUEUED_BYTES.labels("write").set(self._used_bytes)
             return True
 
-    def submit(self, batch: PageBatch, previous_hash: bytes | None) -> None:
+    def submit(self, batch: PageBatch) -> None:
         """Hand over pages whose room is reserved. From any thread; never waits."""
-        self._loop.call_soon_threadsafe(self._add, batch, previous_hash)
+        self._loop.call_soon_threadsafe(self._add, batch)
 
-    def _add(self, batch: PageBatch, previous_hash: bytes | None) -> None:
-        self._start(self._gatherer.add(batch, previous_hash, time.monotonic()))
+    def _add(self, batch: PageBatch) -> None:
+        self._start(self._gatherer.add(batch, time.monotonic()))
         self._loop.call_later(self._linger_s + _TIMER_SLACK_S, self._cut_due)
 
     def _cut_due(self) -> None:
         self._start(self._gatherer.due(time.monotonic()))
 
     def _start(self, segments: Sequence[PageBatch]) -> None:
-        for segment in segments:
-            task = self._loop.create_task(self._write(segment))
+        if segments:
+            task = self._loop.create_task(self._write_all(segments))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _write(self, segment: PageBatch) -> None:
+    async def _write_all(self, segments: Sequence[PageBatch]) -> None:
+        """Commit neighbouring segments side by side, then let them grow, in their order: each may be the buddy that the
+        next one needs."""
+        manifests = await asyncio.gather(*map(self._write, segments))
+        if self._merger is None:
+            return
+        async with self._merging:
+            for manifest in manifests:
+                if manifest is None:
+                    continue
+                try:
+                    metrics.MERGES.inc(await self._merger.grow(manifest, self._run))
+                except KVFetchError as e:
+                    _limited.warning(f"merge {type(e).__name__}", f"segments not merged: {e}")
+
+    async def _write(self, segment: PageBatch) -> Manifest | None:
+        """The manifest that was committed, if one was."""
         num_pages = len(segment.page_hashes)
-        result = "dropped_error"
+        result, manifest = "dropped_error", None
         try:
             async with self._in_work:
-                result = await self._encode_and_commit(segment)
+                manifest = await self._encode_and_commit(segment)
+            result = "stored" if manifest else "known"
         except QuantiseError as e:
             result = "dropped_invalid"
             _limited.warning("quantise", f"segment of {num_pages} pages not written: {e}")
@@ -95,13 +122,18 @@ class Writer:
         finally:
             metrics.WRITTEN_PAGES.labels(result).inc(num_pages)
             self._release(segment.size_bytes)
+        return manifest
 
-    async def _encode_and_commit(self, segment: PageBatch) -> str:
+    def _run(self, compute: Callable[[], CodedSegment]) -> asyncio.Future[CodedSegment]:
+        return self._loop.run_in_executor(self._segment_pool, compute)
+
+    async def _encode_and_commit(self, segment: PageBatch) -> Manifest | None:
+        """None if the store has these pages already."""
         namespace = self._spec.namespace.digest()
         if (await self._store.lookup(namespace, segment.page_hashes)).num_pages == len(segment.page_hashes):
-            return "known"
+            return None
         started_s = time.monotonic()
-        coded = await self._loop.run_in_executor(self._segment_pool, self._encode, segment)
+        coded = await self._run(partial(self._encode, segment))
         encoded_s = time.monotonic()
         manifest = coded.manifest.encode()
         await self._store.put(coded.data_name, coded.data)
@@ -110,13 +142,14 @@ class Writer:
         metrics.STAGE_SECONDS.labels("commit").observe(time.monotonic() - encoded_s)
         metrics.WIRE_BYTES.labels("write").inc(len(coded.data) + len(manifest))
         metrics.RAW_BYTES.labels("write").inc(segment.size_bytes)
-        return "stored"
+        return coded.manifest
 
     def _encode(self, segment: PageBatch) -> CodedSegment:
         return encode_segment(
             self._spec,
             {tensor: values.flatten(0, 1) for tensor, values in segment.values.items()},
             segment.first_page,
+            segment.previous_hash,
             segment.page_hashes,
             self._encode_pool,
         )
@@ -137,4 +170,6 @@ class Writer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._merger is not None:
+            await self._merger.close()
         self._segment_pool.shutdown(wait=False, cancel_futures=True)

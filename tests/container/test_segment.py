@@ -72,7 +72,7 @@ def test_an_executor_changes_nothing() -> None:
     spec = SegmentSpec(namespace, quantiser, "hevc", "240p", 2)
     values, hashes = make_values(SMALL, 8), page_hashes(8)
     with ThreadPoolExecutor(3) as pool:
-        assert encode_segment(spec, values, 0, hashes, pool) == encode_segment(spec, values, 0, hashes)
+        assert encode_segment(spec, values, 0, None, hashes, pool) == encode_segment(spec, values, 0, None, hashes)
 
 
 def test_noise_is_not_coded_as_video() -> None:
@@ -83,7 +83,7 @@ def test_noise_is_not_coded_as_video() -> None:
     values = (bits | 0x3F800000).view(torch.float32)  # the numbers from 1 to 2
     values *= torch.randint(0, 2, values.shape, generator=generator) * 2 - 1
     spec = SegmentSpec(make_namespace(geometry), make_quantiser("exact"), "hevc", "240p", 4)
-    coded = encode_segment(spec, {"k": values, "v": values}, 0, page_hashes(4))
+    coded = encode_segment(spec, {"k": values, "v": values}, 0, None, page_hashes(4))
     chunks = coded.manifest.variants[0].chunks
     assert [chunk.codec for chunk in chunks] == ["zstd", "zstd", "zstd", "hevc"] * 2
     assert chunks[0].size_bytes <= 1.01 * values.numel()

@@ -10,7 +10,9 @@ from tests.segments import page_hashes
 def batch(first_page: int, num_pages: int, seed: str = "") -> PageBatch:
     """Each page's values are its position, so that a mix-up shows."""
     pages = torch.arange(first_page, first_page + num_pages).view(-1, 1, 1, 1, 1)
-    return PageBatch(first_page, page_hashes(num_pages, seed, first_page), {"k": pages, "v": -pages})
+    return PageBatch(
+        first_page, previous(first_page, seed), page_hashes(num_pages, seed, first_page), {"k": pages, "v": -pages}
+    )
 
 
 def previous(first_page: int, seed: str = "") -> bytes | None:
@@ -28,22 +30,23 @@ def test_batches_become_the_segments_of_the_whole(start: int, sizes: list[int]) 
     segments: list[PageBatch] = []
     page = start
     for size in sizes:
-        segments += gatherer.add(batch(page, size), previous(page), now_s=0.0)
+        segments += gatherer.add(batch(page, size), now_s=0.0)
         page += size
     segments += gatherer.flush()
     assert shape(segments) == list(buddy_split(start, page - start, 16))
     for segment in segments:
         end = segment.first_page + len(segment.page_hashes)
         assert segment.values["k"].flatten().tolist() == list(range(segment.first_page, end))
+        assert segment.previous_hash == previous(segment.first_page)
         assert segment.page_hashes == page_hashes(end - segment.first_page, "", segment.first_page)
     assert gatherer.flush() == []
 
 
 def test_longest_segments_are_cut_at_once_and_the_rest_lingers() -> None:
     gatherer = Gatherer(max_pages=8, linger_s=1.0)
-    assert shape(gatherer.add(batch(0, 11), None, now_s=0.0)) == [(0, 8)]
+    assert shape(gatherer.add(batch(0, 11), now_s=0.0)) == [(0, 8)]
     assert gatherer.due(now_s=0.9) == []
-    assert shape(gatherer.add(batch(11, 2), previous(11), now_s=0.9)) == []
+    assert shape(gatherer.add(batch(11, 2), now_s=0.9)) == []
     assert gatherer.due(now_s=1.5) == []
     assert shape(gatherer.due(now_s=2.0)) == [(8, 4), (12, 1)]
     assert gatherer.due(now_s=9.0) == []
@@ -51,8 +54,8 @@ def test_longest_segments_are_cut_at_once_and_the_rest_lingers() -> None:
 
 def test_sequences_do_not_mix() -> None:
     gatherer = Gatherer(max_pages=8, linger_s=1.0)
-    gatherer.add(batch(0, 4, "a"), None, now_s=0.0)
-    gatherer.add(batch(0, 4, "b"), None, now_s=0.0)
-    joined = gatherer.add(batch(4, 4, "b"), previous(4, "b"), now_s=0.0)
+    gatherer.add(batch(0, 4, "a"), now_s=0.0)
+    gatherer.add(batch(0, 4, "b"), now_s=0.0)
+    joined = gatherer.add(batch(4, 4, "b"), now_s=0.0)
     assert [s.page_hashes for s in joined] == [page_hashes(8, "b")]
     assert [s.page_hashes for s in gatherer.flush()] == [page_hashes(4, "a")]

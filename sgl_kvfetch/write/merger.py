@@ -1,0 +1,84 @@
+"""Let segments grow with their prefix: merge buddies in the store into segments of twice the length."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
+
+from sgl_kvfetch.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.container.merge import merge_segments
+from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec
+from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.keys import SegmentKey
+from sgl_kvfetch.stores.base import Store
+
+Run = Callable[[Callable[[], CodedSegment]], asyncio.Future[CodedSegment]]
+
+
+class Merger:
+    """Merges what a writer has just committed with its left buddy, as often as there is one.
+
+    Halves are deleted ``retire_s`` after the whole is committed: a reader that was told of them before is done by then.
+    """
+
+    def __init__(
+        self, store: Store, spec: SegmentSpec, *, max_segment_pages: int, retire_s: float, executor: Executor
+    ) -> None:
+        """``executor`` codes what must be coded again. It must not be the one that ``run`` of ``grow`` uses."""
+        self._store = store
+        self._spec = spec
+        self._max_pages = max_segment_pages
+        self._retire_s = retire_s
+        self._executor = executor
+        self._retiring: set[asyncio.Task[None]] = set()
+
+    async def grow(self, manifest: Manifest, run: Run) -> int:
+        """Merge a segment of the store with its left buddy, the result with its own, and so on.
+
+        ``run`` computes off the event loop. Returns how many merges were committed. Raises KVFetchError; what was
+        committed before stays.
+        """
+        num_merged = 0
+        while (left := await self._left_buddy(manifest)) and (segment := await self._read(manifest)):
+            whole = await run(partial(merge_segments, self._spec, left, segment, self._executor))
+            await self._store.put(whole.data_name, whole.data)
+            await self._store.put(whole.manifest.key.manifest_name, whole.manifest.encode())
+            self._retire(left)
+            self._retire(segment)
+            manifest = whole.manifest
+            num_merged += 1
+        return num_merged
+
+    async def _left_buddy(self, manifest: Manifest) -> CodedSegment | None:
+        is_right_half = manifest.first_page & manifest.num_pages
+        if not is_right_half or 2 * manifest.num_pages > self._max_pages:
+            return None
+        assert manifest.previous_hash is not None
+        key = SegmentKey(manifest.namespace.digest(), manifest.num_pages, manifest.previous_hash)
+        stored = await self._store.get(key.manifest_name)
+        return None if stored is None else await self._read(decode_manifest(stored))
+
+    async def _read(self, manifest: Manifest) -> CodedSegment | None:
+        data = await self._store.get(manifest.data_name(manifest.variants[0]))
+        return None if data is None else CodedSegment(manifest, data)
+
+    def _retire(self, segment: CodedSegment) -> None:
+        task = asyncio.get_running_loop().create_task(self._delete_later(segment))
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+
+    async def _delete_later(self, segment: CodedSegment) -> None:
+        await asyncio.sleep(self._retire_s)
+        # If that fails it stays until the store's capacity asks for it: longer segments are found before it.
+        with contextlib.suppress(KVFetchError):
+            await self._store.delete(segment.manifest.key.manifest_name)
+            await self._store.delete(segment.data_name)
+
+    async def close(self) -> None:
+        """Forget the halves that were to be deleted; they do no harm."""
+        for task in self._retiring:
+            task.cancel()
+        await asyncio.gather(*self._retiring, return_exceptions=True)

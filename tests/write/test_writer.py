@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sgl_kvfetch.container.segment import SegmentSpec
+from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.write.gather import PageBatch
+from sgl_kvfetch.write.writer import Writer
+from tests.segments import SMALL, make_namespace, make_values, page_hashes
+
+SPEC = SegmentSpec(make_namespace(SMALL), make_quantiser("exact"), "zstd", "240p", 4)
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[LocalStore]:
+    store = LocalStore(tmp_path)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def make(store: LocalStore) -> AsyncIterator[Callable[..., Writer]]:
+    made = []
+    with ThreadPoolExecutor(2) as pool:
+
+        def build(**changes: float | None) -> Writer:
+            options: dict[str, float | None] = dict(queue_bytes=1 << 20, linger_s=0.01, retire_s=0.05) | changes
+            made.append(Writer(store, SPEC, pool, max_segment_pages=16, **options))  # type: ignore[arg-type]
+            return made[-1]
+
+        yield build
+        for writer in made:
+            await writer.close()
+
+
+def batch(first_page: int, num_pages: int) -> PageBatch:
+    values = {t: v.view(-1, SMALL.page_size, *v.shape[1:]) for t, v in make_values(SMALL, num_pages).items()}
+    previous = page_hashes(1, "", first_page - 1)[0] if first_page else None
+    return PageBatch(first_page, previous, page_hashes(num_pages, "", first_page), values)
+
+
+async def write(writer: Writer, first_page: int, num_pages: int) -> None:
+    pages = batch(first_page, num_pages)
+    assert writer.reserve(pages.size_bytes)
+    writer.submit(pages)
+    await asyncio.sleep(0)
+    await writer.drain()
+
+
+async def lengths(store: LocalStore) -> list[int]:
+    names = [info.name async for info in store.list() if info.name.endswith(".kvm")]
+    return sorted(int(name.split("/")[1].split("-")[0]) for name in names)
+
+
+async def found(store: LocalStore, num_pages: int) -> list[int]:
+    lookup = await store.lookup(SPEC.namespace.digest(), page_hashes(num_pages))
+    return [hit.num_pages for hit in lookup.hits]
+
+
+async def test_segments_grow_with_their_prefix(store: LocalStore, make: Callable[..., Writer]) -> None:
+    writer = make()
+    await write(writer, 0, 7)
+    assert await found(store, 7) == [4, 2, 1]
+    # Page 7 completes 6-7, 4-7 and 0-7; the next eight complete all sixteen.
+    await write(writer, 7, 9)
+    assert await found(store, 16) == [16]
+    await asyncio.sleep(0.3)
+    assert await lengths(store) == [16]
+    await write(writer, 16, 5)
+    assert await found(store, 21) == [16, 4, 1]
+
+
+async def test_halves_stay_until_their_readers_are_done(store: LocalStore, make: Callable[..., Writer]) -> None:
+    writer = make(retire_s=60.0)
+    await write(writer, 0, 1)
+    await write(writer, 1, 1)
+    assert await lengths(store) == [1, 1, 2]
+    assert await found(store, 2) == [2]
+
+
+async def test_without_merging_segments_stay(store: LocalStore, make: Callable[..., Writer]) -> None:
+    writer = make(retire_s=None)
+    await write(writer, 0, 1)
+    await write(writer, 1, 1)
+    assert await lengths(store) == [1, 1]
+
+
+async def test_what_the_store_has_is_not_written_again(store: LocalStore, make: Callable[..., Writer]) -> None:
+    await write(make(), 0, 8)
+    before = sorted([info.name async for info in store.list()])
+    await write(make(), 0, 8)
+    assert sorted([info.name async for info in store.list()]) == before
+
+
+async def test_room_is_given_back(store: LocalStore, make: Callable[..., Writer]) -> None:
+    writer = make()
+    assert not writer.reserve((1 << 20) + 1)
+    for _ in range(3):
+        await write(writer, 0, 8)
+    assert writer.reserve(1 << 20)
+    assert not writer.reserve(1)
