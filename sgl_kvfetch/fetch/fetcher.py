@@ -29,6 +29,7 @@ class _Progress:
     cells_left: list[int]
     failed_from: int
     failures: list[KVFetchError] = field(default_factory=list)
+    begun: dict[tuple[str, int], bytes] = field(default_factory=dict)
 
     def fail(self, part: int, error: KVFetchError) -> None:
         self.failures.append(error)
@@ -59,13 +60,16 @@ class Fetcher:
         self._ahead_budget = BytesBudget(max(1, inflight_bytes // 2))
         self._fetch_budget = BytesBudget(max(1, inflight_bytes - inflight_bytes // 2))
         self._ahead: dict[tuple[str, int], asyncio.Task[bytes]] = {}
+        # Bytes of the last fetch's last span, if that was used in part: SGLang fetches in batches of 128 pages, and the
+        # next one begins with the rest.
+        self._begun: dict[tuple[str, int], bytes] = {}
 
     def read_ahead(self, sources: Sequence[PageSource], expire_s: float) -> None:
         """Begin to transmit what these pages need, as far as there is room, and keep it for ``expire_s``."""
         loop = asyncio.get_running_loop()
         for part in span_parts(sources):
             for unit in read_units(part.reader, part.span, self._read_bytes):
-                if unit.key in self._ahead:
+                if unit.key in self._ahead or unit.key in self._begun:
                     continue
                 if not self._ahead_budget.try_acquire(unit.size_bytes):
                     return
@@ -101,6 +105,7 @@ class Fetcher:
             timed_out = True
         finally:
             sink.close()
+        self._begun = progress.begun
         num_pages = sum(len(part.request_pages) for part in parts[: progress.num_whole])
         return FetchResult(num_pages, tuple(progress.failures), timed_out)
 
@@ -128,6 +133,8 @@ class Fetcher:
                 )
             )
             progress.cells_left[index] -= len(unit.cells)
+            if index == len(progress.cells_left) - 1 and part.is_begun:
+                progress.begun[unit.key] = data
         except KVFetchError as e:
             if isinstance(e, FormatError):
                 metrics.CORRUPT_CHUNKS.inc()
@@ -138,6 +145,8 @@ class Fetcher:
         self._report_queue()
 
     async def _bytes_of(self, unit: ReadUnit) -> bytes:
+        if unit.key in self._begun:
+            return self._begun[unit.key]
         ahead = self._ahead.pop(unit.key, None)
         if ahead is None:
             return await self._transmit(unit)

@@ -26,6 +26,12 @@ class SpanPart:
     request_pages: tuple[int, ...]  # their places in the request
     span_pages: tuple[int, ...]  # their places in the span
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether the span goes on where this part ends."""
+        first, end = self.reader.manifest.span_range(self.span)
+        return self.span_pages[-1] + 1 < end - first
+
 
 @dataclass(frozen=True, slots=True)
 class ReadUnit:

@@ -140,6 +140,18 @@ async def test_what_was_read_ahead_is_not_read_again(fetcher: Fetcher, segment: 
     assert fetcher._ahead_budget.used_bytes == 0
 
 
+async def test_a_span_that_two_batches_share_is_read_once(
+    fetcher: Fetcher, segment: Segment, store: SpoiltStore
+) -> None:
+    pool = MemoryPool(8)
+    fetcher.read_ahead(sources(segment, range(1, 6)), expire_s=60)
+    assert (await fetch(fetcher, sources(segment, [1, 2]), pool, [1, 2])).num_pages == 2
+    assert (await fetch(fetcher, sources(segment, [3, 4, 5]), pool, [3, 4, 5])).num_pages == 3
+    assert holds(pool, segment, range(1, 6), range(1, 6))
+    reader = sources(segment, [0])[0].reader
+    assert store.num_gets == sum(len(list(read_units(reader, span, 600))) for span in range(3))
+
+
 async def test_reading_ahead_is_bounded_and_expires(fetcher: Fetcher, segment: Segment) -> None:
     fetcher.read_ahead(sources(segment, range(8)), expire_s=0.05)
     assert 0 < fetcher._ahead_budget.used_bytes <= 2000
