@@ -45,7 +45,9 @@ def check_gpu() -> list[Check]:
     import torch
 
     if not torch.cuda.is_available():
-        return [_without_gpu(torch.__version__)]
+        advice = "nothing here; on a server with a GPU, run doctor there"
+        engines = [Check(name, "warn", f"no GPU; {_CPU_CODECS}", advice) for name in ("NVDEC", "NVENC")]
+        return [_without_gpu(torch.__version__), *engines]
     major, minor = torch.cuda.get_device_capability()
     count = torch.cuda.device_count()
     found = f"{count} x {torch.cuda.get_device_name()}, compute capability {major}.{minor}, torch {torch.__version__}"

@@ -136,7 +136,8 @@ def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_checks.CPU_ENGINE_ENV == ENV
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv(ENV, raising=False)
-    (check,) = gpu_checks.check_gpu()
+    check, nvdec, nvenc = gpu_checks.check_gpu()
+    assert [nvdec.status, nvenc.status] == ["warn", "warn"]
     assert check.status == "warn"
     assert f"set {ENV}=1" in check.advice
     monkeypatch.setenv(ENV, "1")
