@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_POLL_S = 0.05
 
 
 class LoopThread:
@@ -22,14 +25,32 @@ class LoopThread:
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """The coroutine's result. Cancels it and raises TimeoutError after ``timeout_s``."""
+    def run(
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        timeout_s: float,
+        is_cancelled: Callable[[], bool] | None = None,
+    ) -> T:
+        """The coroutine's result.
+
+        Cancels it and raises TimeoutError after ``timeout_s``, or CancelledError (of concurrent.futures) soon after
+        ``is_cancelled`` says so.
+        """
         future = self.submit(coroutine)
-        try:
-            return future.result(timeout_s)
-        except concurrent.futures.TimeoutError:
-            future.cancel()
-            raise TimeoutError(f"no result within {timeout_s:g} s") from None
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            left_s = deadline_s - time.monotonic()
+            try:
+                return future.result(max(0.0, left_s if is_cancelled is None else min(left_s, _POLL_S)))
+            except concurrent.futures.TimeoutError:
+                if future.done():  # the coroutine's own TimeoutError
+                    raise
+            if is_cancelled is not None and is_cancelled():
+                future.cancel()
+                raise concurrent.futures.CancelledError
+            if left_s <= 0:
+                future.cancel()
+                raise TimeoutError(f"no result within {timeout_s:g} s")
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Cancel what still runs and stop the thread. Idempotent."""

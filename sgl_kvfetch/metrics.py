@@ -15,7 +15,9 @@ FETCHED_PAGES = Counter("sgl_kvfetch_fetched_pages", "Pages asked of a fetch", [
 WIRE_BYTES = Counter("sgl_kvfetch_wire_bytes", "Bytes on the wire", ["direction"])  # read, write
 RAW_BYTES = Counter("sgl_kvfetch_raw_bytes", "The same pages as they are in the pool", ["direction"])
 CORRUPT_CHUNKS = Counter("sgl_kvfetch_corrupt_chunks", "Cells that failed a checksum or did not decode")
+DELETED_SEGMENTS = Counter("sgl_kvfetch_deleted_segments", "Segments deleted because they were corrupt, twice read")
 RETRIES = Counter("sgl_kvfetch_retries", "Requests to the store that were tried again")
+SUSPENSIONS = Counter("sgl_kvfetch_suspensions", "Backends switched off because the model's weights were changed")
 STAGE_SECONDS = Histogram(
     "sgl_kvfetch_stage_seconds",
     "Time of one unit of a stage: lookup, transmit, decode, restore, encode, commit",

@@ -7,6 +7,8 @@ The event loop transmits; decoding and restoring run on a thread pool. What is d
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -20,6 +22,8 @@ from sgl_kvfetch.fetch.budget import BytesBudget
 from sgl_kvfetch.fetch.plan import PageSource, ReadUnit, SpanPart, read_units, span_parts
 from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.stores.base import Store
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -52,14 +56,19 @@ class FetchResult:
 class Fetcher:
     """Fetches pages from one store. Belongs to one event loop."""
 
-    def __init__(self, store: Store, decode_pool: Executor, *, read_bytes: int, inflight_bytes: int) -> None:
+    def __init__(
+        self, store: Store, decode_pool: Executor, *, read_bytes: int, inflight_bytes: int, may_delete: bool
+    ) -> None:
+        """``may_delete``: whether segments that prove corrupt are deleted, so that they can be written again."""
         self._store = store
         self._decode_pool = decode_pool
         self._read_bytes = read_bytes
         # Half each, so that reads ahead, which nobody may come for, never keep a fetch from its bytes.
         self._ahead_budget = BytesBudget(max(1, inflight_bytes // 2))
         self._fetch_budget = BytesBudget(max(1, inflight_bytes - inflight_bytes // 2))
-        self._ahead: dict[tuple[str, int], asyncio.Task[bytes]] = {}
+        self._may_delete = may_delete
+        self._condemning: dict[str, asyncio.Task[None]] = {}
+        self._ahead: dict[tuple[str, int], tuple[ReadUnit, asyncio.Task[bytes], asyncio.TimerHandle]] = {}
         # Bytes of the last fetch's last span, if that was used in part: SGLang fetches in batches of 128 pages, and the
         # next one begins with the rest.
         self._begun: dict[tuple[str, int], bytes] = {}
@@ -74,9 +83,8 @@ class Fetcher:
                 if not self._ahead_budget.try_acquire(unit.size_bytes):
                     return
                 task = loop.create_task(self._transmit(unit))
-                self._ahead[unit.key] = task
                 task.add_done_callback(_retrieve_exception)
-                loop.call_later(expire_s, self._expire, unit, task)
+                self._ahead[unit.key] = unit, task, loop.call_later(expire_s, self._expire, unit.key)
 
     async def fetch(
         self, sources: Sequence[PageSource], pool_pages: Sequence[int], sink: GuardedSink, timeout_s: float
@@ -138,6 +146,7 @@ class Fetcher:
         except KVFetchError as e:
             if isinstance(e, FormatError):
                 metrics.CORRUPT_CHUNKS.inc()
+                self._condemn(unit)
             progress.fail(index, e)
 
     def _release(self, unit: ReadUnit, _: asyncio.Task[None]) -> None:
@@ -147,21 +156,49 @@ class Fetcher:
     async def _bytes_of(self, unit: ReadUnit) -> bytes:
         if unit.key in self._begun:
             return self._begun[unit.key]
-        ahead = self._ahead.pop(unit.key, None)
-        if ahead is None:
+        if unit.key not in self._ahead:
             return await self._transmit(unit)
+        _, task, timer = self._ahead.pop(unit.key)
+        timer.cancel()  # it holds the task, and so the bytes
         try:
-            return await ahead
+            return await task
         finally:
             self._ahead_budget.release(unit.size_bytes)
 
-    def _expire(self, unit: ReadUnit, task: asyncio.Task[bytes]) -> None:
-        """Nobody came for a read ahead."""
-        if self._ahead.get(unit.key) is task:
-            del self._ahead[unit.key]
-            task.cancel()
-            self._ahead_budget.release(unit.size_bytes)
-            self._report_queue()
+    def _expire(self, key: tuple[str, int]) -> None:
+        """Nobody is to use a read ahead any more."""
+        unit, task, timer = self._ahead.pop(key)
+        timer.cancel()
+        task.cancel()
+        self._ahead_budget.release(unit.size_bytes)
+        self._report_queue()
+
+    def _condemn(self, unit: ReadUnit) -> None:
+        """Look at a corrupt segment once more in the background; delete it if it is corrupt indeed, not garbled on the
+        way: lookups would go on to find it, and writers would think its pages stored."""
+        name = unit.reader.data_name
+        if self._may_delete and name not in self._condemning:
+            task = asyncio.get_running_loop().create_task(self._delete_if_corrupt(unit))
+            self._condemning[name] = task
+            task.add_done_callback(lambda _: self._condemning.pop(name))
+
+    async def _delete_if_corrupt(self, unit: ReadUnit) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            data = await self._transmit(unit)
+            for cell in unit.cells:
+                await loop.run_in_executor(self._decode_pool, unit.reader.decode_cell, cell, unit.piece(cell, data))
+        except StoreError as e:
+            logger.debug("corrupt segment not looked at again: %s", e)
+        except FormatError:
+            manifest = unit.reader.manifest
+            logger.warning("deleting the corrupt segment %s", manifest.key.stem)
+            metrics.DELETED_SEGMENTS.inc()
+            # Not its data: they are garbage now, and may be under way anew from a writer, under the same name.
+            with contextlib.suppress(StoreError):
+                await self._store.delete(manifest.key.manifest_name)
+            for key in [key for key in self._ahead if key[0] == unit.reader.data_name]:
+                self._expire(key)
 
     async def _transmit(self, unit: ReadUnit) -> bytes:
         started_s = time.monotonic()
@@ -183,9 +220,8 @@ def _restore(
 ) -> None:
     """Decode one cell and write the wanted pages of it. Runs on the decode pool."""
     reader = unit.reader
-    start, end = reader.cell_range(cell)
     started_s = time.monotonic()
-    quantised = reader.decode_cell(cell, memoryview(data)[start - unit.start : end - unit.start])
+    quantised = reader.decode_cell(cell, unit.piece(cell, data))
     decoded_s = time.monotonic()
     values = reader.dequantise_cell(cell, quantised)
     values = values.view(-1, reader.geometry.page_size, *values.shape[1:])  # (pages, page_size, layers, heads, dim)

@@ -50,6 +50,11 @@ class ReadUnit:
     def size_bytes(self) -> int:
         return self.end - self.start
 
+    def piece(self, cell: Cell, data: bytes) -> memoryview:
+        """A cell's part of the unit's bytes."""
+        start, end = self.reader.cell_range(cell)
+        return memoryview(data)[start - self.start : end - self.start]
+
 
 def span_parts(sources: Sequence[PageSource]) -> list[SpanPart]:
     """Group a request's pages by the span that holds them, in the request's order."""

@@ -7,6 +7,7 @@ backend in question is ours.
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,19 +56,71 @@ def create_backend(
     """Around ``StorageBackendFactory._do_create_backend``: build ours, leave the others to SGLang."""
     if backend_name != BACKEND:
         return original(factory, backend_name, storage_config, mem_pool_host, **kwargs)
+    from sgl_kvfetch.plugin import live
     from sgl_kvfetch.plugin.storage import KVFetchStorage
 
-    return KVFetchStorage(storage_config, mem_pool_host)
+    backend = KVFetchStorage(storage_config, mem_pool_host)
+    live.register(backend, (storage_config.extra_config or {}).get("model_id"))
+    return backend
+
+
+def suspend_for_update(manager: Any, recv_req: Any) -> None:
+    """Before each of the scheduler's ways to change weights: our pages are the old ones'.
+
+    Before, and whatever comes of it: an update that fails may have changed some. What begins a session of several
+    updates counts too, since other processes may write into the weights from then on.
+    """
+    from sgl_kvfetch.plugin import live
+
+    live.weights_change(type(recv_req).__name__)
+
+
+def suspend_for_reset(manager: Any, recv_req: Any) -> None:
+    """Before ``SchedulerWeightUpdaterManager.check_weights``, which can also overwrite them, to test an update."""
+    if recv_req.action == "reset_tensors":
+        suspend_for_update(manager, recv_req)
+
+
+def suspend_for_release(manager: Any, recv_req: Any) -> None:
+    """Before ``SchedulerWeightUpdaterManager.release_memory_occupation``: weights given up come back as anything.
+
+    Unless SGLang keeps a copy of them, or has no memory saver to give them up with.
+    """
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+    from sglang.srt.runtime_context import get_exec
+
+    features = get_exec().features
+    if not features.enable_memory_saver or features.enable_weights_cpu_backup:
+        return
+    if not recv_req.tags or GPU_MEMORY_TYPE_WEIGHTS in recv_req.tags:
+        suspend_for_update(manager, recv_req)
 
 
 def use_zero_copy(result: None, controller: Any, *args: Any, **kwargs: Any) -> None:
-    """After ``HiCacheController.attach_storage_backend``: move pages with ``batch_get_v1`` and ``batch_set_v1``.
+    """After ``HiCacheController.attach_storage_backend``: move pages between the store and the host pool in place.
 
     The storage threads run already, but nothing is queued before the scheduler sees the attachment succeed.
     """
     if controller.storage_backend_type == BACKEND:
-        controller.page_get_func = controller._page_get_zero_copy
+        controller.page_get_func = functools.partial(fetch_pages, controller)
         controller.page_set_func = controller._page_set_zero_copy
+
+
+def fetch_pages(
+    controller: Any, operation: Any, hash_values: list[str], host_indices: Any, extra_info: Any = None
+) -> int:
+    """In the place of ``HiCacheController._page_get_zero_copy``, which cannot be interrupted.
+
+    SGLang gives up prefetches that take long, and joins this thread within 10 s when it flushes, detaches or updates
+    weights; if that fails, the scheduler dies. So a fetch ends as soon as either happens.
+    """
+    return int(
+        controller.storage_backend.fetch_pages(
+            hash_values,
+            host_indices,
+            lambda: operation.is_terminated() or controller.storage_stop_event.is_set(),
+        )
+    )
 
 
 def pass_prefix_keys(

@@ -159,10 +159,23 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_CONTROLLER}._page_get_zero_copy",
-        Use.CALL,
-        "calls batch_get_v1",
+        Use.READ,
+        "hooks.fetch_pages takes its place, with its parameters, since it cannot be interrupted",
         params=("self", "operation", "hash_values", "host_indices", "extra_info"),
-        mentions=("batch_get_v1",),
+        mentions=("batch_get_v1", "storage_backend"),
+    ),
+    Seam(
+        f"{_CONTROLLER}._stop_storage_threads",
+        Use.READ,
+        "sets the event on which a fetch gives up, before it joins the thread that waits for it",
+        params=("self",),
+        mentions=("storage_stop_event",),
+    ),
+    Seam(
+        "sglang.srt.managers.cache_controller.PrefetchOperation.is_terminated",
+        Use.CALL,
+        "says that SGLang waits for a fetch no longer",
+        params=("self",),
     ),
     Seam(
         f"{_CONTROLLER}._page_set_zero_copy",

@@ -12,8 +12,8 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -51,9 +51,13 @@ from sgl_kvfetch.write.writer import Writer
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
 
-_MAX_KNOWN_PAGES = 1 << 17  # page sources remembered between a lookup and its fetch
+_MAX_KNOWN_PAGES = 1 << 15  # page sources remembered between a lookup and its fetch
 _GRACE_S = 1.0  # how long a thread waits beyond a deadline before it leaves the event loop to itself
-_CLOSE_S = 10.0  # how long closing waits for writes
+_CLOSE_S = 3.0  # how long each step of closing may take: SGLang closes on its scheduler thread
+_CLEAR_S = 5.0  # and clears there, too
+_WRITE_WAIT_S = 1.0  # how long a batch of pages may wait for room in the write queue
+_PIECES = 4  # a batch goes into the queue in pieces of at most so much of it
+_BATCH_PAGES = 128  # SGLang fetches so many pages at a time
 _RETIRE_S = 60.0  # at least so long merged halves stay, for readers that know no better
 _CONNECT_S = 5.0  # at most, for one attempt to connect to the store
 _MAX_STATS = 1024
@@ -72,7 +76,9 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         geometry = self._pages.geometry
         self._namespace = engine_namespace(config, self._quantiser, storage_config, geometry, mem_pool_host.start_layer)
         self._digest = self._namespace.digest()
-        self._breaker = Breaker()
+        self._lookup_breaker = Breaker()
+        self._fetch_breaker = Breaker()
+        self._suspended: str | None = None
         self._known: OrderedDict[bytes, PageSource] = OrderedDict()
         self._known_lock = threading.Lock()
         self._stats_pages: dict[str, deque[int]] = {"read": deque(maxlen=_MAX_STATS), "write": deque(maxlen=_MAX_STATS)}
@@ -105,7 +111,11 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             ),
         )
         self._fetcher = Fetcher(
-            self._store, self._decode_pool, read_bytes=config.read_bytes, inflight_bytes=config.inflight_bytes
+            self._store,
+            self._decode_pool,
+            read_bytes=config.read_bytes,
+            inflight_bytes=config.inflight_bytes,
+            may_delete=config.writes,
         )
         self._writer = Writer(
             self._store,
@@ -114,7 +124,8 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                 self._quantiser,
                 config.codec,
                 config.resolution,
-                span_pages=_power_of_two_pages(config.span_tokens, geometry.page_size),
+                # A span longer than a fetch would be decoded by several.
+                span_pages=min(_BATCH_PAGES, _power_of_two_pages(config.span_tokens, geometry.page_size)),
             ),
             self._encode_pool,
             max_segment_pages=_power_of_two_pages(config.max_segment_tokens, geometry.page_size),
@@ -123,6 +134,21 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             retire_s=max(_RETIRE_S, 2 * config.fetch_timeout_s) if config.merge else None,
         )
 
+    def suspend(self, reason: str) -> None:
+        """Neither read nor write from now on: what the engine computes no longer belongs to this namespace. For good,
+        until the backend is detached and attached again. From any thread; never waits."""
+        if self._suspended is None:
+            self._suspended = reason
+            logger.warning("kvfetch neither reads nor writes any more: %s", reason)
+
+    @property
+    def _reads(self) -> bool:
+        return self._config.reads and self._suspended is None
+
+    @property
+    def _writes(self) -> bool:
+        return self._config.writes and self._suspended is None
+
     # Lookup
 
     def exists(self, key: str) -> bool:
@@ -130,7 +156,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Pages stored from the first key on, without a gap. Begins to transmit them."""
-        if not keys or not self._config.reads:
+        if not keys or not self._reads:
             return 0
         try:
             sources = self._loop.run(
@@ -162,16 +188,16 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
     async def _lookup(self, hashes: Sequence[bytes]) -> list[PageSource]:
         """Where the longest stored run of these pages is. Raises StoreError, TimeoutError."""
         now_s = time.monotonic()
-        if self._breaker.is_open(now_s):
-            raise StoreError("skipped", "lookups are skipped for a while, since the store keeps failing")
+        if self._lookup_breaker.is_open(now_s) or self._fetch_breaker.is_open(now_s):
+            raise StoreError("skipped", "lookups pause, since the store keeps failing")
         try:
             async with asyncio.timeout(self._config.lookup_timeout_s):
                 lookup = await self._store.lookup(self._digest, hashes)
         except (StoreError, TimeoutError):
-            self._breaker.failed(time.monotonic())
-            metrics.STORE_DOWN.set(self._breaker.is_open(time.monotonic()))
+            self._lookup_breaker.failed(time.monotonic())
+            metrics.STORE_DOWN.set(self._lookup_breaker.is_open(time.monotonic()))
             raise
-        self._breaker.succeeded()
+        self._lookup_breaker.succeeded()
         metrics.STORE_DOWN.set(0)
         metrics.STAGE_SECONDS.labels("lookup").observe(time.monotonic() - now_s)
         sources: list[PageSource] = []
@@ -205,19 +231,33 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Restore pages into the host pool. True for each page of the leading run that is there and verified."""
-        if not keys or not self._config.reads:
-            return [False] * len(keys)
+        num_pages = self.fetch_pages(keys, host_indices)
+        return [page < num_pages for page in range(len(keys))]
+
+    def fetch_pages(
+        self, keys: list[str], host_indices: torch.Tensor, is_cancelled: Callable[[], bool] | None = None
+    ) -> int:
+        """Restore pages into the host pool. Returns how many, from the first one on, are there and verified.
+
+        Returns within ``fetch_timeout_s``, or soon after ``is_cancelled`` says so; from then on nothing is written.
+        """
+        if not keys or not self._reads:
+            return 0
         started_s = time.monotonic()
         sink = GuardedSink(self._pages)
         timeout_s = self._config.fetch_timeout_s
+        result = FetchResult(0, (), False)
         try:
-            result = self._loop.run(
-                self._fetch(_hashes(keys), self._pages.page_indices(host_indices), sink, timeout_s),
-                timeout_s + _GRACE_S,
-            )
+            hashes, pool_pages = _hashes(keys), self._pages.page_indices(host_indices)
+            fetch = self._fetch(hashes, pool_pages, sink, timeout_s)
+            result = self._loop.run(fetch, timeout_s + _GRACE_S, is_cancelled)
+        except CancelledError:
+            metrics.MISSES.labels("fetch", "cancelled").inc()
         except (KVFetchError, TimeoutError) as e:
             self._missed("fetch", e)
-            result = FetchResult(0, (), False)
+        except Exception:
+            logger.exception("kvfetch fetch failed")
+            metrics.MISSES.labels("fetch", "internal").inc()
         finally:
             sink.close()
         for failure in result.failures:
@@ -225,7 +265,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         if result.timed_out:
             self._missed("fetch", TimeoutError(f"not all pages came within {timeout_s:g} s"))
         self._count_read(len(keys), result.num_pages, time.monotonic() - started_s)
-        return [page < result.num_pages for page in range(len(keys))]
+        return result.num_pages
 
     async def _fetch(
         self, hashes: Sequence[bytes], pool_pages: Sequence[int], sink: GuardedSink, timeout_s: float
@@ -234,7 +274,17 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             sources = [source for h in hashes if (source := self._known.get(h)) is not None]
         if len(sources) < len(hashes):
             sources = await self._lookup(hashes)
-        return await self._fetcher.fetch(sources, pool_pages[: len(sources)], sink, timeout_s)
+        result = await self._fetcher.fetch(sources, pool_pages[: len(sources)], sink, timeout_s)
+        if result.num_pages < len(sources):
+            # Merged, evicted, or corrupt: whatever it is, the next lookup knows better.
+            with self._known_lock:
+                for page_hash in hashes[result.num_pages :]:
+                    self._known.pop(page_hash, None)
+        if result.timed_out or any(isinstance(f, StoreError) and f.reason != "missing" for f in result.failures):
+            self._fetch_breaker.failed(time.monotonic())
+        elif sources:
+            self._fetch_breaker.succeeded()
+        return result
 
     def _count_read(self, asked: int, got: int, seconds: float) -> None:
         raw_bytes = got * self._pages.geometry.page_bytes
@@ -250,27 +300,58 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Copy pages out of the host pool and queue them for writing. False for all if the queue is full."""
+        """Copy pages out of the host pool and queue them for writing. True for each page that was queued.
+
+        Waits a little for room in the queue: this is SGLang's backup thread, on which nothing else waits.
+        """
         num_pages = len(keys)
-        if not num_pages or not self._config.writes:
+        if not num_pages or not self._writes:
             return [True] * num_pages
-        if extra_info is None or extra_info.prefix_keys is None:
+        before = None if extra_info is None else extra_info.prefix_keys
+        if before is None:
             _limited.warning("prefix", "pages not written: SGLang did not say what comes before them")
             metrics.WRITTEN_PAGES.labels("dropped_invalid").inc(num_pages)
             return [False] * num_pages
-        if not self._writer.reserve(num_pages * self._pages.geometry.page_bytes):
-            metrics.WRITTEN_PAGES.labels("dropped_full").inc(num_pages)
-            _limited.warning("full", f"{num_pages} pages not written: the write queue is full")
-            return [False] * num_pages
         started_s = time.monotonic()
+        hashes, previous = _hashes(keys), _hashes(before[-1:])
         pool_pages = self._pages.page_indices(host_indices)
-        values = {tensor: self._pages.read(tensor, pool_pages) for tensor in TENSORS}
-        before = extra_info.prefix_keys
-        batch = PageBatch(len(before), _hashes(before[-1:])[0] if before else None, _hashes(keys), values)
-        self._writer.submit(batch)
-        self._stats_pages["write"].append(num_pages)
-        self._stats_gb_s["write"].append(batch.size_bytes / 1e9 / max(time.monotonic() - started_s, 1e-9))
-        return [True] * num_pages
+        page_bytes = self._pages.geometry.page_bytes
+        step = max(1, self._config.write_queue_bytes // _PIECES // page_bytes)
+        num_queued = 0
+        for first in range(0, num_pages, step):
+            piece = slice(first, first + step)
+            last_hash = hashes[first - 1] if first else (previous[0] if previous else None)
+            left_s = max(0.0, started_s + _WRITE_WAIT_S - time.monotonic())
+            if not self._queue_pages(len(before) + first, last_hash, hashes[piece], pool_pages[piece], left_s):
+                break
+            num_queued += len(hashes[piece])
+        if num_queued < num_pages:
+            metrics.WRITTEN_PAGES.labels("dropped_full").inc(num_pages - num_queued)
+            _limited.warning("full", f"{num_pages - num_queued} pages not written: the write queue is full")
+        if num_queued:
+            self._stats_pages["write"].append(num_queued)
+            seconds = max(time.monotonic() - started_s, 1e-9)
+            self._stats_gb_s["write"].append(num_queued * page_bytes / 1e9 / seconds)
+        return [page < num_queued for page in range(num_pages)]
+
+    def _queue_pages(
+        self,
+        first_page: int,
+        previous_hash: bytes | None,
+        hashes: list[bytes],
+        pool_pages: list[int],
+        timeout_s: float,
+    ) -> bool:
+        num_bytes = len(hashes) * self._pages.geometry.page_bytes
+        if not self._writer.reserve(num_bytes, timeout_s):
+            return False
+        try:
+            values = {tensor: [self._pages.read(tensor, pool_pages)] for tensor in TENSORS}
+            self._writer.submit(PageBatch(first_page, previous_hash, hashes, values))
+        except BaseException:
+            self._writer.release(num_bytes)
+            raise
+        return True
 
     # v2, for the KV pool alone
 
@@ -311,7 +392,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         with self._known_lock:
             self._known.clear()
         try:
-            self._loop.run(self._clear(), self._config.fetch_timeout_s + _GRACE_S)
+            self._loop.run(self._clear(), _CLEAR_S)
         except (KVFetchError, TimeoutError) as e:
             raise RuntimeError(f"the store could not be cleared: {e}") from e
 
@@ -326,12 +407,11 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         if self._closed:
             return
         self._closed = True
-        try:
-            self._loop.run(self._writer.drain(), _CLOSE_S)
-        except TimeoutError:
-            logger.warning("kvfetch: closed with pages still unwritten after %g s", _CLOSE_S)
-        self._loop.run(self._writer.close(), _CLOSE_S)
-        self._loop.run(self._store.close(), _CLOSE_S)
+        for step in (self._writer.drain, self._writer.close, self._store.close):
+            try:
+                self._loop.run(step(), _CLOSE_S)
+            except TimeoutError:
+                logger.warning("kvfetch: %s not done after %g s; closing all the same", step.__qualname__, _CLOSE_S)
         self._loop.close()
         for pool in (self._decode_pool, self._encode_pool):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -377,12 +457,17 @@ def _require_kv(name: Any) -> None:
 
 def _require_supported(storage_config: HiCacheStorageConfig, pool: Any) -> None:
     """Raises UnsupportedError for what host mode cannot store yet."""
+    from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
+
     if storage_config.is_mla_model:
         raise UnsupportedError("models with MLA are not supported yet")
     if storage_config.attn_cp_size > 1 or storage_config.dcp_size > 1:
         raise UnsupportedError("context parallelism is not supported")
     if storage_config.should_split_heads:
         raise UnsupportedError("tp_lcm_size (pages shared between sizes of tensor parallelism) is not supported")
+    # No other subclass: one may keep more than K and V, as that for mxfp8 keeps scales.
+    if type(pool) not in (MHATokenToKVPoolHost, AsymmetricMHATokenToKVPoolHost):
+        raise UnsupportedError(f"host pools of the kind {type(pool).__name__} are not supported")
     if pool.storage_format_tag is not None:
         raise UnsupportedError(f"host pool with page format {pool.storage_format_tag!r} is not supported")
     if pool.layer_num != pool.target_layer_num:

@@ -1,7 +1,7 @@
 """What a local store's directory holds: sizes, last uses and the page index.
 
-All of it is derived from the files and may be rebuilt at any time. Other processes may write to the directory too, so
-a namespace is scanned again when its directory changed. Blocking, and not thread-safe: the store holds its lock.
+All of it is derived from the files and may be rebuilt at any time; ``scanning`` does so. Not thread-safe: whoever uses
+it holds the store's lock.
 """
 
 from __future__ import annotations
@@ -15,17 +15,11 @@ from pathlib import Path
 
 from sgl_kvfetch.container.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from sgl_kvfetch.errors import FormatError
-from sgl_kvfetch.keys import MANIFEST_SUFFIX, parse_object_name
-from sgl_kvfetch.stores import files
+from sgl_kvfetch.keys import parse_object_name
 from sgl_kvfetch.stores.index import PageIndex
 
 logger = logging.getLogger(__name__)
 
-# A directory's mtime is coarse: one that was this young when it was read may stand for later changes too.
-YOUNG_S = 1.0
-# A scan that took long is not repeated before this many times its length, so that scanning takes a tenth of the time.
-REST_FACTOR = 10
-LONG_SCAN_S = 0.02
 # How often a segment's last use is written to its file's atime, from where a restart reads it.
 SAVE_USE_EVERY_S = 60.0
 
@@ -46,9 +40,25 @@ class StoredManifest:
 class NamespaceFiles:
     manifests: dict[str, StoredManifest] = field(default_factory=dict)
     data: dict[str, dict[str, int]] = field(default_factory=dict)  # manifest's name -> data name -> bytes
-    scanned_mtime_ns: int = -1
-    scanned_s: float = 0.0  # seconds since the epoch
-    rest_until: float = 0.0  # monotonic seconds
+    changed: set[str] | None = None  # names that were noted or forgotten since the scan that runs began
+
+
+@dataclass(frozen=True, slots=True)
+class KnownNames:
+    """What a scan compares the directory with."""
+
+    stamps: dict[str, tuple[int, int]]  # by manifest's name
+    data: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundManifest:
+    """A manifest's file as it was read. ``manifest`` is None where it cannot be read, for ``problem``."""
+
+    status: os.stat_result
+    content: bytes
+    manifest: Manifest | None
+    problem: str = ""
 
 
 class Catalog:
@@ -59,73 +69,46 @@ class Catalog:
         self.num_unreadable = 0  # manifests skipped since the start, each counted once
         self._namespaces: dict[str, NamespaceFiles] = {}
 
-    # Reading the directory. Raises OSError.
+    # What a scan finds. Names that the store itself changed since the scan began are passed over: it knows better.
 
-    def refresh_all(self, *, rest: bool = True) -> None:
-        for namespace in {*self._namespaces, *files.namespaces(self.root)}:
-            self.refresh(namespace, rest=rest)
+    def start_scan(self, namespace: str) -> KnownNames:
+        known = self._namespaces.setdefault(namespace, NamespaceFiles())
+        known.changed = set()
+        return KnownNames(
+            {name: stored.stamp for name, stored in known.manifests.items()},
+            frozenset(name for sizes in known.data.values() for name in sizes),
+        )
 
-    def refresh(self, namespace: str, *, rest: bool = True) -> None:
-        """Scan a namespace's directory if it may have changed; with ``rest``, not right after a long scan."""
-        with files.namespace_dir(self.root, namespace) as directory:
-            if directory is None:
-                self._forget_namespace(namespace)
-                return
-            known = self._namespaces.setdefault(namespace, NamespaceFiles())
-            mtime_ns = os.fstat(directory).st_mtime_ns
-            settled = mtime_ns == known.scanned_mtime_ns and known.scanned_s - mtime_ns / 1e9 > YOUNG_S
-            started = time.monotonic()
-            if settled or (rest and started < known.rest_until):
-                return
-            known.scanned_mtime_ns, known.scanned_s = mtime_ns, time.time()
-            self._scan(namespace, known, directory)
-            took_s = time.monotonic() - started
-            known.rest_until = started + REST_FACTOR * took_s if took_s > LONG_SCAN_S else 0.0
+    def end_scan(self, namespace: str) -> None:
+        known = self._namespaces.get(namespace)
+        if known is not None:
+            known.changed = None
 
-    def _scan(self, namespace: str, known: NamespaceFiles, directory: int) -> None:
-        manifests: dict[str, os.stat_result] = {}
-        data: set[str] = set()
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                name = f"{namespace}/{entry.name}"
-                if not files.is_object(name, entry):
-                    continue
-                try:
-                    if name.endswith(MANIFEST_SUFFIX):
-                        manifests[name] = entry.stat(follow_symlinks=False)
-                    else:
-                        # Data never changes under its name, so a size once known stays.
-                        if not self._has_data(name):
-                            self._note_data(name, entry.stat(follow_symlinks=False).st_size)
-                        data.add(name)
-                except FileNotFoundError:
-                    continue  # deleted meanwhile
-        gone = [name for sizes in known.data.values() for name in sizes if name not in data]
-        gone += [name for name in known.manifests if name not in manifests]
-        for name in gone:
+    def found_data(self, name: str, size_bytes: int) -> None:
+        if not self._is_newer(name):
+            self.note_data(name, size_bytes)
+
+    def found_manifest(self, name: str, found: FoundManifest | None) -> None:
+        if not self._is_newer(name):
+            self._note_found(name, found)
+
+    def lost(self, name: str) -> None:
+        if not self._is_newer(name):
             self.forget(name)
-        for name, status in manifests.items():
-            stored = known.manifests.get(name)
-            if stored is None or stored.stamp != _stamp(status):
-                self._read_manifest(name, status)
-            else:
-                self._offer(stored)
 
-    def _read_manifest(self, name: str, status: os.stat_result) -> None:
-        content = _read_quietly(self.root / name)
-        if content is None:
+    def _is_newer(self, name: str) -> bool:
+        known = self._namespaces.get(name.partition("/")[0])
+        return known is not None and known.changed is not None and name in known.changed
+
+    def _note_found(self, name: str, found: FoundManifest | None) -> None:
+        if found is None:
             self.forget(name)
-            return
-        try:
-            manifest = decode_manifest(content)
-            if manifest.key.manifest_name != name:
-                raise FormatError(f"manifest belongs under the name {manifest.key.manifest_name}")
-        except FormatError as e:
+        elif found.manifest is None:
             self.num_unreadable += 1
-            logger.warning("skipping unreadable manifest %s: %s", name, e)
-            self._note_manifest(name, status, None)
-            return
-        self.note_manifest(content, manifest, status)
+            logger.warning("skipping unreadable manifest %s: %s", name, found.problem)
+            self._note_manifest(name, found.status, None)
+        else:
+            self.note_manifest(found.content, found.manifest, found.status)
 
     # What the store itself does to the files.
 
@@ -150,6 +133,7 @@ class Catalog:
         known = self._namespaces.get(namespace)
         if known is None:
             return
+        _note_change(known, name)
         if name == owner:
             stored = known.manifests.pop(name, None)
             self.stored_bytes -= stored.size_bytes if stored else 0
@@ -186,8 +170,11 @@ class Catalog:
         known = self._namespaces.get(_owner(manifest_name)[0])
         return known.data.get(manifest_name, {}) if known else {}
 
-    def unreferenced_data(self) -> Iterator[str]:
-        """Data objects that no manifest needs. Those of an unreadable manifest count as needed: it may be newer."""
+    def orphans(self) -> Iterator[str]:
+        """Data that no manifest needs, and readable manifests some of whose data is missing.
+
+        Data of an unreadable manifest counts as needed: the manifest may be newer than we are.
+        """
         for known in self._namespaces.values():
             for owner, sizes in known.data.items():
                 stored = known.manifests.get(owner)
@@ -195,10 +182,18 @@ class Catalog:
                     yield from sizes
                 elif stored.needs is not None:
                     yield from (name for name in sizes if name not in stored.needs)
+            for name, stored in known.manifests.items():
+                if stored.needs is not None and not _holds(known.data.get(name, {}), stored.needs):
+                    yield name
 
-    def is_broken(self, stored: StoredManifest) -> bool:
-        """Readable, but some of its data is missing."""
-        return stored.needs is not None and not self._is_whole(stored)
+    def is_orphan(self, name: str) -> bool:
+        """Whether ``orphans`` has this name."""
+        stored = self._manifest(_owner(name)[1])
+        if stored is None:
+            return self._has_data(name)
+        if stored.needs is None:
+            return False
+        return not self._is_whole(stored) if name == stored.name else name not in stored.needs
 
     def _manifest(self, name: str) -> StoredManifest | None:
         known = self._namespaces.get(_owner(name)[0])
@@ -208,10 +203,7 @@ class Catalog:
         return name in self.data_of(_owner(name)[1])
 
     def _is_whole(self, stored: StoredManifest) -> bool:
-        if stored.needs is None:
-            return False
-        present = self.data_of(stored.name)
-        return all(present.get(name) == size for name, size in stored.needs.items())
+        return stored.needs is not None and _holds(self.data_of(stored.name), stored.needs)
 
     def _offer(self, stored: StoredManifest) -> None:
         """Bring the index in line with the data that is there."""
@@ -224,11 +216,13 @@ class Catalog:
                 status = os.stat(self.root / stored.name, follow_symlinks=False)
             except FileNotFoundError:
                 return
-            self._read_manifest(stored.name, status)
+            self._note_found(stored.name, read_manifest(self.root, stored.name, status))
 
     def _note_data(self, name: str, size_bytes: int) -> None:
         namespace, owner = _owner(name)
-        sizes = self._namespaces.setdefault(namespace, NamespaceFiles()).data.setdefault(owner, {})
+        known = self._namespaces.setdefault(namespace, NamespaceFiles())
+        _note_change(known, name)
+        sizes = known.data.setdefault(owner, {})
         self.stored_bytes += size_bytes - sizes.get(name, 0)
         sizes[name] = size_bytes
 
@@ -236,17 +230,43 @@ class Catalog:
         self.forget(name)
         used_s = max(status.st_atime, status.st_mtime)
         stored = StoredManifest(name, status.st_size, _stamp(status), needs, used_s, used_s)
-        self._namespaces.setdefault(_owner(name)[0], NamespaceFiles()).manifests[name] = stored
+        known = self._namespaces.setdefault(_owner(name)[0], NamespaceFiles())
+        _note_change(known, name)
+        known.manifests[name] = stored
         self.stored_bytes += stored.size_bytes
         return stored
 
-    def _forget_namespace(self, namespace: str) -> None:
+    def forget_namespace(self, namespace: str) -> None:
+        """Its directory is gone."""
         known = self._namespaces.get(namespace)
         if known is None:
             return
         for name in [*known.manifests, *(name for sizes in known.data.values() for name in sizes)]:
             self.forget(name)
         del self._namespaces[namespace]
+
+
+def read_manifest(root: Path, name: str, status: os.stat_result) -> FoundManifest | None:
+    """Read and decode a manifest's file, whose state was ``status`` before. None if it is gone. Raises OSError."""
+    content = _read_quietly(root / name)
+    if content is None:
+        return None
+    try:
+        manifest = decode_manifest(content)
+        if manifest.key.manifest_name != name:
+            raise FormatError(f"manifest belongs under the name {manifest.key.manifest_name}")
+    except FormatError as e:
+        return FoundManifest(status, b"", None, str(e))
+    return FoundManifest(status, content, manifest)
+
+
+def _note_change(known: NamespaceFiles, name: str) -> None:
+    if known.changed is not None:
+        known.changed.add(name)
+
+
+def _holds(present: dict[str, int], needs: dict[str, int]) -> bool:
+    return all(present.get(name) == size for name, size in needs.items())
 
 
 def _owner(name: str) -> tuple[str, str]:

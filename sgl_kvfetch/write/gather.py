@@ -14,12 +14,13 @@ from sgl_kvfetch.types import TENSORS, TensorName
 
 @dataclass(frozen=True, slots=True)
 class PageBatch:
-    """Consecutive pages. ``values``: K and V, each ``(pages, page_size, layers, heads, dim)``."""
+    """Consecutive pages. ``values``: K and V, each in pieces, one after another, of ``(pages, page_size, layers, heads,
+    dim)``."""
 
     first_page: int  # position in the sequence
     previous_hash: bytes | None  # of the page before, None at the sequence's start
     page_hashes: Sequence[bytes]
-    values: dict[TensorName, torch.Tensor]
+    values: dict[TensorName, list[torch.Tensor]]
 
     @property
     def end_page(self) -> int:
@@ -27,7 +28,7 @@ class PageBatch:
 
     @property
     def size_bytes(self) -> int:
-        return sum(v.nbytes for v in self.values.values())
+        return sum(piece.nbytes for pieces in self.values.values() for piece in pieces)
 
 
 @dataclass(slots=True)
@@ -62,10 +63,11 @@ class _Run:
                 part = slice(lo - batch.first_page, hi - batch.first_page)
                 hashes += batch.page_hashes[part]
                 for tensor in TENSORS:
-                    pieces[tensor].append(batch.values[tensor][part])
+                    (whole,) = batch.values[tensor]
+                    pieces[tensor].append(whole[part])
         self.batches = [batch for batch in self.batches if batch.end_page > end] or self.batches[-1:]
-        values = {t: p[0] if len(p) == 1 else torch.cat(p) for t, p in pieces.items()}
-        taken = PageBatch(first_page, self.previous_hash, hashes, values)
+        # Not joined here: that copies, and this is the event loop.
+        taken = PageBatch(first_page, self.previous_hash, hashes, pieces)
         self.next_page, self.previous_hash = end, hashes[-1]
         return taken
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 
+import torch
+
 from sgl_kvfetch import metrics
 from sgl_kvfetch.container.manifest import Manifest
 from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment
@@ -51,7 +53,7 @@ class Writer:
         self._gatherer = Gatherer(max_segment_pages, linger_s)
         self._linger_s = linger_s
         self._queue_bytes = queue_bytes
-        self._lock = threading.Lock()
+        self._room = threading.Condition()
         self._used_bytes = 0
         self._loop = asyncio.get_running_loop()
         self._in_work = asyncio.Semaphore(_CONCURRENT_SEGMENTS)
@@ -63,14 +65,24 @@ class Writer:
                 store, spec, max_segment_pages=max_segment_pages, retire_s=retire_s, executor=encode_pool
             )
 
-    def reserve(self, num_bytes: int) -> bool:
-        """Take room in the queue, before the pages are copied. False, and counted by the caller, if there is none."""
-        with self._lock:
-            if self._used_bytes + num_bytes > self._queue_bytes:
+    def reserve(self, num_bytes: int, timeout_s: float) -> bool:
+        """Take room in the queue, before the pages are copied; wait for it up to ``timeout_s``. From any thread but the
+        event loop's. More than the whole queue is granted when it is empty."""
+        with self._room:
+            if not self._room.wait_for(
+                lambda: not self._used_bytes or self._used_bytes + num_bytes <= self._queue_bytes, timeout_s
+            ):
                 return False
             self._used_bytes += num_bytes
             metrics.QUEUED_BYTES.labels("write").set(self._used_bytes)
             return True
+
+    def release(self, num_bytes: int) -> None:
+        """Give back room that was reserved and not submitted."""
+        with self._room:
+            self._used_bytes -= num_bytes
+            metrics.QUEUED_BYTES.labels("write").set(self._used_bytes)
+            self._room.notify_all()
 
     def submit(self, batch: PageBatch) -> None:
         """Hand over pages whose room is reserved. From any thread; never waits."""
@@ -121,7 +133,7 @@ class Writer:
             logger.exception("segment of %d pages not written", num_pages)
         finally:
             metrics.WRITTEN_PAGES.labels(result).inc(num_pages)
-            self._release(segment.size_bytes)
+            self.release(segment.size_bytes)
         return manifest
 
     def _run(self, compute: Callable[[], CodedSegment]) -> asyncio.Future[CodedSegment]:
@@ -147,17 +159,12 @@ class Writer:
     def _encode(self, segment: PageBatch) -> CodedSegment:
         return encode_segment(
             self._spec,
-            {tensor: values.flatten(0, 1) for tensor, values in segment.values.items()},
+            {tensor: torch.cat(pieces).flatten(0, 1) for tensor, pieces in segment.values.items()},
             segment.first_page,
             segment.previous_hash,
             segment.page_hashes,
             self._encode_pool,
         )
-
-    def _release(self, num_bytes: int) -> None:
-        with self._lock:
-            self._used_bytes -= num_bytes
-            metrics.QUEUED_BYTES.labels("write").set(self._used_bytes)
 
     async def drain(self) -> None:
         """Write all that waits."""

@@ -83,7 +83,7 @@ async def segment(store: SpoiltStore) -> tuple[CodedSegment, dict[TensorName, to
 @pytest.fixture
 def fetcher(store: SpoiltStore) -> Iterator[Fetcher]:
     with ThreadPoolExecutor(2) as pool:
-        yield Fetcher(store, pool, read_bytes=600, inflight_bytes=4000)
+        yield Fetcher(store, pool, read_bytes=600, inflight_bytes=4000, may_delete=True)
 
 
 Segment = tuple[CodedSegment, dict[TensorName, torch.Tensor]]
@@ -182,6 +182,40 @@ async def test_a_corrupt_span_ends_the_hit(fetcher: Fetcher, segment: Segment, s
     assert result.num_pages == 4
     assert isinstance(result.failures[0], CorruptError)
     assert holds(pool, segment, range(4), range(4))
+
+
+async def test_a_segment_that_is_corrupt_twice_is_deleted(
+    fetcher: Fetcher, segment: Segment, store: SpoiltStore
+) -> None:
+    store.flip_from = 0
+    await fetch(fetcher, sources(segment, range(8)), MemoryPool(8), list(range(8)))
+    await asyncio.gather(*fetcher._condemning.values())
+    store.flip_from = None
+    assert [info.name async for info in store.list()] == [segment[0].data_name]
+    await asyncio.sleep(0)
+    assert fetcher._condemning == {}
+
+
+async def test_a_segment_that_was_garbled_on_the_way_stays(
+    fetcher: Fetcher, segment: Segment, store: SpoiltStore
+) -> None:
+    store.flip_from = 0
+    assert (await fetch(fetcher, sources(segment, range(2)), MemoryPool(2), [0, 1])).num_pages == 0
+    store.flip_from = None
+    await asyncio.gather(*fetcher._condemning.values())
+    assert len([info async for info in store.list()]) == 2
+    assert (await fetch(fetcher, sources(segment, range(2)), MemoryPool(2), [0, 1])).num_pages == 2
+
+
+async def test_bytes_read_ahead_are_let_go_when_they_are_used(
+    fetcher: Fetcher, segment: Segment, store: SpoiltStore
+) -> None:
+    wanted = sources(segment, range(2))
+    fetcher.read_ahead(wanted, expire_s=60)
+    (_, task, timer), *_ = fetcher._ahead.values()
+    await fetch(fetcher, wanted, MemoryPool(2), [0, 1])
+    assert task.done()
+    assert timer.cancelled()
 
 
 async def test_a_missing_object_is_a_miss(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:

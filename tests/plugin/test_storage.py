@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -140,12 +141,65 @@ def test_batches_of_one_prefix_are_gathered_and_found_by_others(make: Make, tmp_
     assert reader.batch_get_v1(names[3:] + keys(2, "other"), tokens(list(range(15)))) == [True] * 13 + [False] * 2
 
 
-def test_a_full_queue_drops_and_says_so(make: Make) -> None:
+def test_a_full_queue_takes_what_fits_and_says_so(make: Make) -> None:
     backend = make(write_queue_bytes=1 << 20, write_linger_s=30)
     page_bytes = backend._pages.geometry.page_bytes
     fits = (1 << 20) // page_bytes
-    results = [backend.batch_set_v1(keys(1, str(i)), tokens([0]), after([])) for i in range(fits + 3)]
-    assert results == [[True]] * fits + [[False]] * 3
+    results = [backend.batch_set_v1(keys(1, str(i)), tokens([0]), after([])) for i in range(fits)]
+    assert results == [[True]] * fits
+    started_s = time.monotonic()
+    assert backend.batch_set_v1(keys(1, "more"), tokens([0]), after([])) == [False]
+    assert 0.5 < time.monotonic() - started_s < 3
+
+
+def test_a_batch_larger_than_the_queue_is_written_in_pieces(make: Make) -> None:
+    backend = make(write_queue_bytes=1 << 20)
+    num_pages = 2 * (1 << 20) // backend._pages.geometry.page_bytes
+    names = keys(num_pages)
+    pages = [page % POOL_PAGES for page in range(num_pages)]
+    assert backend.batch_set_v1(names, tokens(pages), after([])) == [True] * num_pages
+    wait_until(lambda: backend.batch_exists(names) == num_pages)
+
+
+def test_a_suspended_backend_neither_reads_nor_writes(make: Make, tmp_path: Path) -> None:
+    backend = make()
+    store_pages(backend, keys(2), [0, 1])
+    backend.suspend("other weights")
+    assert backend.batch_exists(keys(2)) == 0
+    assert backend.batch_get_v1(keys(2), tokens([3, 4])) == [False, False]
+    assert backend.batch_set_v1(keys(2, "new"), tokens([0, 1]), after([])) == [True, True]
+    backend.close()
+    assert len(list(tmp_path.rglob("*.kvm"))) == 1
+
+
+def test_a_fetch_ends_when_sglang_gives_it_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = make()
+    store_pages(backend, keys(2), [0, 1])
+
+    async def hang(*args: Any) -> bytes:
+        await asyncio.sleep(60)
+        return b""
+
+    backend.batch_exists(keys(2, "other"))  # so that nothing is read ahead
+    monkeypatch.setattr(backend._store, "get", hang)
+    backend._fetcher._ahead.clear()
+    started_s = time.monotonic()
+    given_up = iter([False, False, True])
+    assert backend.fetch_pages(keys(2), tokens([3, 4]), lambda: next(given_up)) == 0
+    assert time.monotonic() - started_s < 2
+
+
+def test_a_corrupt_segment_heals(make: Make, tmp_path: Path) -> None:
+    backend = make()
+    store_pages(backend, keys(2), [0, 1])
+    (path,) = tmp_path.rglob("*.kvd")
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    other = make()
+    assert other.batch_exists(keys(2)) == 2
+    assert other.batch_get_v1(keys(2), tokens([3, 4])) == [False, False]
+    wait_until(lambda: other.batch_exists(keys(2)) == 0)
+    store_pages(other, keys(2), [0, 1])
+    assert other.batch_get_v1(keys(2), tokens([3, 4])) == [True, True]
 
 
 def test_modes(make: Make, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ def batch(first_page: int, num_pages: int, seed: str = "") -> PageBatch:
     """Each page's values are its position, so that a mix-up shows."""
     pages = torch.arange(first_page, first_page + num_pages).view(-1, 1, 1, 1, 1)
     return PageBatch(
-        first_page, previous(first_page, seed), page_hashes(num_pages, seed, first_page), {"k": pages, "v": -pages}
+        first_page, previous(first_page, seed), page_hashes(num_pages, seed, first_page), {"k": [pages], "v": [-pages]}
     )
 
 
@@ -36,7 +36,7 @@ def test_batches_become_the_segments_of_the_whole(start: int, sizes: list[int]) 
     assert shape(segments) == list(buddy_split(start, page - start, 16))
     for segment in segments:
         end = segment.first_page + len(segment.page_hashes)
-        assert segment.values["k"].flatten().tolist() == list(range(segment.first_page, end))
+        assert torch.cat(segment.values["k"]).flatten().tolist() == list(range(segment.first_page, end))
         assert segment.previous_hash == previous(segment.first_page)
         assert segment.page_hashes == page_hashes(end - segment.first_page, "", segment.first_page)
     assert gatherer.flush() == []

@@ -40,14 +40,14 @@ async def make(store: LocalStore) -> AsyncIterator[Callable[..., Writer]]:
 
 
 def batch(first_page: int, num_pages: int) -> PageBatch:
-    values = {t: v.view(-1, SMALL.page_size, *v.shape[1:]) for t, v in make_values(SMALL, num_pages).items()}
+    values = {t: [v.view(-1, SMALL.page_size, *v.shape[1:])] for t, v in make_values(SMALL, num_pages).items()}
     previous = page_hashes(1, "", first_page - 1)[0] if first_page else None
     return PageBatch(first_page, previous, page_hashes(num_pages, "", first_page), values)
 
 
 async def write(writer: Writer, first_page: int, num_pages: int) -> None:
     pages = batch(first_page, num_pages)
-    assert writer.reserve(pages.size_bytes)
+    assert writer.reserve(pages.size_bytes, 1.0)
     writer.submit(pages)
     await asyncio.sleep(0)
     await writer.drain()
@@ -100,8 +100,25 @@ async def test_what_the_store_has_is_not_written_again(store: LocalStore, make: 
 
 async def test_room_is_given_back(store: LocalStore, make: Callable[..., Writer]) -> None:
     writer = make()
-    assert not writer.reserve((1 << 20) + 1)
     for _ in range(3):
         await write(writer, 0, 8)
-    assert writer.reserve(1 << 20)
-    assert not writer.reserve(1)
+    assert writer.reserve(1 << 20, 0.0)
+    assert not writer.reserve(1, 0.0)
+
+
+async def test_reserving_waits_for_room_a_little(store: LocalStore, make: Callable[..., Writer]) -> None:
+    writer = make()
+    assert writer.reserve(1 << 20, 0.0)
+    waiting = asyncio.create_task(asyncio.to_thread(writer.reserve, 10, 5.0))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    writer.release(1 << 20)
+    assert await waiting
+
+
+async def test_what_is_larger_than_the_queue_goes_alone(store: LocalStore, make: Callable[..., Writer]) -> None:
+    writer = make()
+    assert writer.reserve(1 << 30, 0.0)
+    assert not writer.reserve(1, 0.0)
+    writer.release(1 << 30)
+    assert writer.reserve(1, 0.0)

@@ -1,0 +1,245 @@
+"""Keeping a local store's catalog in line with its directory, without holding up lookups.
+
+Scans run one after another on a thread of their own. They list and read without the store's lock, and take it only to
+note a few findings at a time; lookups go by what is noted so far. What this process itself changes is noted when it
+happens, so it causes no scan: ``own_change`` keeps track of what it does to a directory's mtime. A change that another
+process makes within the same tick of the file system's clock may then go unseen, until its next one or the next
+collection of orphans, which always scans.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.keys import MANIFEST_SUFFIX
+from sgl_kvfetch.stores import files
+from sgl_kvfetch.stores.catalog import Catalog, KnownNames, read_manifest
+
+T = TypeVar("T")
+
+# A directory's mtime is coarse: one that was this young when it was read may stand for later changes too.
+YOUNG_S = 1.0
+# A scan that took long is not repeated before this many times its length, so that scanning takes a tenth of the time.
+REST_FACTOR = 10
+LONG_SCAN_S = 0.05
+# How many findings are noted before others may have the lock.
+_NOTED_AT_ONCE = 32
+# Between two notes. Any sleep lets those who wait for the lock have it; without one we would nearly always be faster.
+_LET_OTHERS_S = 1e-5
+
+
+@dataclass(slots=True, eq=False)
+class _Seen:
+    """What we know of a namespace's directory."""
+
+    mtime_ns: int = -1  # up to which all changes are noted
+    trusted: bool = False  # nothing of that mtime can have been missed
+    own_mtime_ns: int = -1  # what our last change left
+    took_s: float = 0.0  # the last scan
+    rest_until: float = 0.0  # monotonic seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """A scan that waits or runs. Its result is what it failed with."""
+
+    future: Future[StoreError | None]
+    is_long: bool  # to judge by the last one
+
+
+class Scanner:
+    """Safe to use from several threads. ``lock`` guards the catalog; only ``own_change`` may be used under it."""
+
+    def __init__(self, catalog: Catalog, lock: threading.RLock) -> None:
+        self.has_scanned_all = False  # once at least
+        self._catalog = catalog
+        self._lock = lock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvfetch-local-scan")
+        self._stopped = False
+        self._mutex = threading.Lock()  # guards what follows; taken under ``lock``, never the other way around
+        self._seen: dict[str, _Seen] = {}
+        self._pending: dict[str, Scan] = {}
+
+    def start(self, namespace: str, *, force: bool = False) -> Scan | None:
+        """Have a namespace scanned if it may have changed, though not right after a long scan. None if need not be.
+
+        With ``force`` in any case. A scan that is under way already is returned instead. Raises OSError.
+        """
+        with self._mutex:
+            pending = self._pending.get(namespace)
+            if pending is not None or self._stopped:
+                return pending
+            seen = self._seen.get(namespace)
+            mtime_ns = _mtime_ns(self._catalog.root, namespace)
+            if mtime_ns is None and seen is None:
+                return None
+            if mtime_ns is not None and seen is not None and not force:
+                settled = seen.trusted and seen.mtime_ns == mtime_ns
+                if settled or time.monotonic() < seen.rest_until:
+                    return None
+            future = self._thread.submit(self._run, namespace)
+            scan = Scan(future, is_long=seen is not None and seen.took_s > LONG_SCAN_S)
+            self._pending[namespace] = scan
+            return scan
+
+    def start_all(self, *, force: bool = False) -> list[Scan]:
+        """``start`` for every namespace. Raises OSError."""
+        with self._mutex:
+            known = list(self._seen)
+        scans = (self.start(namespace, force=force) for namespace in {*known, *files.namespaces(self._catalog.root)})
+        return [scan for scan in scans if scan is not None]
+
+    def refresh_all(self, *, force: bool = False) -> None:
+        """``start_all``, and wait. Raises StoreError, OSError."""
+        self.finish_all([scan.future.result() for scan in self.start_all(force=force)])
+
+    def finish_all(self, results: Sequence[StoreError | None]) -> None:
+        """All scans of a ``start_all`` are done. Raises the first one's error."""
+        for error in results:
+            if error is not None:
+                raise error
+        self.has_scanned_all = True
+
+    @contextmanager
+    def own_change(self, namespace: str) -> Iterator[None]:
+        """Around what this process does to a namespace's directory, and notes in the catalog. Raises OSError."""
+        root = self._catalog.root
+        with self._mutex:
+            before = _mtime_ns(root, namespace)
+            try:
+                yield
+            finally:
+                after = _mtime_ns(root, namespace)
+                if after is not None:
+                    seen = self._seen.setdefault(namespace, _Seen(trusted=before is None))
+                    if seen.trusted and before in (None, seen.mtime_ns):
+                        seen.mtime_ns = after
+                    seen.own_mtime_ns = after
+
+    def stop(self) -> None:
+        """Give up the scan that runs, and end the thread. Idempotent."""
+        self._stopped = True
+        self._thread.shutdown(cancel_futures=True)
+
+    def _run(self, namespace: str) -> StoreError | None:
+        started = time.monotonic()
+        error: StoreError | None = None
+        try:
+            with files.os_errors(f"scanning {namespace}"):
+                self._scan(namespace)
+        except StoreError as e:
+            error = e
+        finally:
+            took_s = time.monotonic() - started
+            with self._mutex:
+                del self._pending[namespace]
+                seen = self._seen.get(namespace)
+                if seen is not None:
+                    seen.took_s = took_s
+                    seen.rest_until = started + REST_FACTOR * took_s if took_s > LONG_SCAN_S else 0.0
+                    seen.trusted = seen.trusted and error is None and not self._stopped
+        return error
+
+    def _scan(self, namespace: str) -> None:
+        with files.namespace_dir(self._catalog.root, namespace) as directory:
+            if directory is None:
+                self._forget(namespace)
+                return
+            with self._mutex:
+                seen = self._seen.setdefault(namespace, _Seen())
+                seen.mtime_ns = os.fstat(directory).st_mtime_ns
+                young = time.time() - seen.mtime_ns / 1e9 <= YOUNG_S
+                # Were our own changes not trusted while they are young, a store that is written to would always scan.
+                seen.trusted = not young or seen.mtime_ns == seen.own_mtime_ns
+            with self._lock:
+                known = self._catalog.start_scan(namespace)
+            try:
+                self._note_differences(namespace, known, directory)
+            finally:
+                with self._lock:
+                    self._catalog.end_scan(namespace)
+
+    def _forget(self, namespace: str) -> None:
+        with self._lock:
+            if _mtime_ns(self._catalog.root, namespace) is None:  # we may have made it since
+                self._catalog.forget_namespace(namespace)
+                with self._mutex:
+                    self._seen.pop(namespace, None)
+
+    def _note_differences(self, namespace: str, known: KnownNames, directory: int) -> None:
+        """What the catalog hears of our own changes meanwhile is newer than what we found: it passes over the latter."""
+        catalog = self._catalog
+        manifests, data, new_data = _list(namespace, known, directory)
+        gone = [name for name in known.data if name not in data]
+        gone += [name for name in known.stamps if name not in manifests]
+        self._in_steps(gone, catalog.lost)
+        # Data first: a manifest is offered once all its data is known.
+        self._in_steps(list(new_data.items()), lambda found: catalog.found_data(*found))
+        changed = [
+            (name, status)
+            for name, status in manifests.items()
+            if known.stamps.get(name) != (status.st_ino, status.st_mtime_ns)
+        ]
+        for first in range(0, len(changed), _NOTED_AT_ONCE):
+            some = [
+                (name, read_manifest(catalog.root, name, status))
+                for name, status in changed[first : first + _NOTED_AT_ONCE]
+            ]
+            self._in_steps(some, lambda found: catalog.found_manifest(*found))
+
+    def _in_steps(self, found: Sequence[T], note: Callable[[T], None]) -> None:
+        for first in range(0, len(found), _NOTED_AT_ONCE):
+            if self._stopped:
+                return
+            with self._lock:
+                for one in found[first : first + _NOTED_AT_ONCE]:
+                    note(one)
+            time.sleep(_LET_OTHERS_S)
+
+
+def _list(
+    namespace: str, known: KnownNames, directory: int
+) -> tuple[dict[str, os.stat_result], set[str], dict[str, int]]:
+    """Manifests with their state, names of data, and sizes of data that is not known. Raises OSError."""
+    manifests: dict[str, os.stat_result] = {}
+    data: set[str] = set()
+    new_data: dict[str, int] = {}
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            name = f"{namespace}/{entry.name}"
+            # Names that are known need not be parsed again; nor does data change under its name.
+            is_known_data = name in known.data
+            if is_known_data or name in known.stamps:
+                if not entry.is_file(follow_symlinks=False):
+                    continue
+            elif not files.is_object(name, entry):
+                continue
+            try:
+                if name.endswith(MANIFEST_SUFFIX):
+                    manifests[name] = entry.stat(follow_symlinks=False)
+                else:
+                    if not is_known_data:
+                        new_data[name] = entry.stat(follow_symlinks=False).st_size
+                    data.add(name)
+            except FileNotFoundError:
+                continue  # deleted meanwhile
+    return manifests, data, new_data
+
+
+def _mtime_ns(root: Path, namespace: str) -> int | None:
+    """None if there is no such directory. Raises OSError."""
+    try:
+        status = os.stat(root / namespace, follow_symlinks=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_mtime_ns if stat.S_ISDIR(status.st_mode) else None
