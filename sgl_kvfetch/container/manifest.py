@@ -35,6 +35,11 @@ MAX_DATA_BYTES = 1 << 40
 
 LAYERS_PER_GROUP = PLANES
 
+# What a reader allocates for one chunk is bounded by what the chunk holds.
+_MAX_CHUNK_BYTES = 1 << 30
+_MAX_EMPTINESS = 16
+_SMALL_FRAMES_BYTES = 8 << 20
+
 _Checksum = Annotated[bytes, Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
 
 
@@ -240,5 +245,18 @@ def _validated(body: _Body) -> Manifest:
         if len(variant.chunks) != num_chunks:
             raise FormatError(f"manifest lists {len(variant.chunks)} chunks, its geometry has {num_chunks}")
         for tensor in TENSORS:
-            variant.layout(tensor).require_fits(geometry.num_heads, geometry.head_dim(tensor))
+            _check_layout(variant.layout(tensor), manifest, geometry, tensor)
+        for chunk in variant.chunks:
+            if chunk.size_bytes > _MAX_CHUNK_BYTES:
+                raise FormatError(f"chunk of {chunk.size_bytes} bytes exceeds {_MAX_CHUNK_BYTES}")
     return manifest
+
+
+def _check_layout(layout: FrameLayout, manifest: Manifest, geometry: KVGeometry, tensor: TensorName) -> None:
+    """Refuse layouts that do not hold the tensor, or whose frames are mostly empty: reading one would fill memory."""
+    layout.require_fits(geometry.num_heads, geometry.head_dim(tensor))
+    num_tokens = min(manifest.span_pages, manifest.num_pages) * geometry.page_size
+    held = num_tokens * PLANES * geometry.num_heads * geometry.head_dim(tensor)
+    frames = layout.num_frames(num_tokens) * PLANES * layout.width * layout.height
+    if frames > _MAX_EMPTINESS * held + _SMALL_FRAMES_BYTES:
+        raise FormatError(f"{tensor} frames of {frames} bytes for {held} values")

@@ -173,12 +173,14 @@ class SegmentReader:
     """Decodes the cells of one variant of a segment."""
 
     def __init__(self, manifest: Manifest, quantiser: Quantiser, variant: int = 0) -> None:
-        """Raises FormatError if the manifest was not written with this quantiser."""
+        """Raises FormatError if the manifest was not written with this quantiser, or names a codec that is not here."""
         self.manifest = manifest
         self.quantiser = quantiser
         self.variant = manifest.variants[variant]
         self.geometry: KVGeometry = manifest.geometry
         self._check_quantiser()
+        for codec in {chunk.codec for chunk in self.variant.chunks}:
+            get_codec(codec)
         sizes = (chunk.size_bytes for chunk in self.variant.chunks)
         self._offsets = [0, *accumulate(sizes)]
 

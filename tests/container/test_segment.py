@@ -123,3 +123,22 @@ def test_a_namespace_with_impossible_numbers_is_refused() -> None:
     namespace = replace(coded.manifest.namespace, num_heads=1 << 40)
     with pytest.raises(FormatError, match="num_heads"):
         decode_manifest(msgspec.structs.replace(coded.manifest, namespace=namespace).encode())
+
+
+def test_frames_that_are_mostly_empty_are_refused() -> None:
+    """A few coded bytes could ask for gigabytes otherwise."""
+    coded, _ = make_segment()
+    variant = coded.manifest.variants[0]
+    huge = msgspec.structs.replace(variant.k_layout, width=8000, height=8000)
+    bomb = msgspec.structs.replace(variant, k_layout=huge)
+    with pytest.raises(FormatError, match=r"k frames of \d+ bytes for"):
+        decode_manifest(msgspec.structs.replace(coded.manifest, variants=(bomb,)).encode())
+
+
+def test_an_unknown_codec_is_refused_before_anything_is_read() -> None:
+    coded, _ = make_segment()
+    variant = coded.manifest.variants[0]
+    chunks = (msgspec.structs.replace(variant.chunks[0], codec="av1"), *variant.chunks[1:])
+    manifest = msgspec.structs.replace(coded.manifest, variants=(msgspec.structs.replace(variant, chunks=chunks),))
+    with pytest.raises(FormatError, match="'av1' is unknown"):
+        SegmentReader(manifest, make_quantiser("exact"))

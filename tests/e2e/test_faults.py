@@ -126,6 +126,22 @@ def test_a_store_that(
         reader.flush()
 
 
+def test_a_fetch_that_hangs_does_not_keep_the_cache_from_being_flushed(
+    model: Path, filled: StoreProcess, expected: Expected
+) -> None:
+    """SGLang joins the fetching thread for 10 s when it flushes, and dies if it does not end."""
+    proxy = Proxy(filled)
+    proxy.set(Fault("hang", only=is_data))
+    flags = hicache_args(proxy.url, mode="read_only", prefetch_policy="timeout", fetch_timeout_s=60)
+    try:
+        with SGLangServer(model, extra_args=flags) as reader:
+            assert same_answer(ask(reader, make_prompt(0)), expected[0])
+            reader.flush()
+            assert same_answer(ask(reader, make_prompt(1)), expected[1])
+    finally:
+        proxy.close()
+
+
 def test_one_byte_flipped_in_every_object(
     model: Path, filled: StoreProcess, tmp_path: Path, expected: Expected
 ) -> None:
