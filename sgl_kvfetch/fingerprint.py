@@ -12,41 +12,53 @@ import xxhash
 from sgl_kvfetch.errors import UnsupportedError
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
-# Files besides the weights that change what K and V are.
-CONFIG_FILES = ("config.json",)
+# Files besides the weights that change what K and V are: shapes, how weights are quantised, and the model's own code.
+CONFIG_FILES = frozenset(
+    {"config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "quantization_config.json"}
+)
+CODE_SUFFIX = ".py"
+
+# Digests that this process has computed, by what changes when a file does: attaching again reads nothing again.
+_known: dict[tuple[Path, int, int, int], str] = {}
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def fingerprint_model(model_path: str, revision: str | None = None) -> str:
-    """32 hex digits over the names and contents of a model's weight files and its config.
+    """32 hex digits over the names and contents of a model's weight files, configs and code, subfolders included.
 
     ``model_path`` is a directory, a weight file, or the name of a repository in the local Hugging Face cache. Every
     byte is read, once, except where the cache's own file names already are digests. Raises UnsupportedError if there
     are no weights to be found.
     """
-    files = _model_files(model_path, revision)
+    folder, files = _model_files(model_path, revision)
     if not any(f.suffix in WEIGHT_SUFFIXES for f in files):
         raise UnsupportedError(
             f"no weight files found for {model_path!r}, so they cannot be told from others of that name; "
             "set model_id in the kvfetch config to a name of your own for these weights"
         )
     with ThreadPoolExecutor(4) as pool:
-        digests = pool.map(_file_digest, files)
+        digests = pool.map(digest_file, files)
         whole = xxhash.xxh3_128()
         for file, digest in zip(files, digests, strict=True):
-            whole.update(f"{file.name}\0{digest}\n".encode())
+            whole.update(f"{file.relative_to(folder).as_posix()}\0{digest}\n".encode())
     return whole.hexdigest()
 
 
-def _model_files(model_path: str, revision: str | None) -> list[Path]:
+def _model_files(model_path: str, revision: str | None) -> tuple[Path, list[Path]]:
+    """The model's folder, and the files in it that make it this model."""
     path = Path(model_path)
     if path.is_file():
-        return [path]
+        return path.parent, [path]
     if not path.is_dir():
         path = _cached_repository(model_path, revision)
-    wanted = (f for f in path.iterdir() if f.suffix in WEIGHT_SUFFIXES or f.name in CONFIG_FILES)
-    return sorted(f for f in wanted if f.is_file())
+    return path, sorted(f for f in path.rglob("*") if _matters(f.relative_to(path)) and f.is_file())
+
+
+def _matters(name: Path) -> bool:
+    if any(part.startswith(".") for part in name.parts):  # version control and caches
+        return False
+    return name.suffix in WEIGHT_SUFFIXES or name.suffix == CODE_SUFFIX or name.name in CONFIG_FILES
 
 
 def _cached_repository(name: str, revision: str | None) -> Path:
@@ -62,11 +74,16 @@ def _cached_repository(name: str, revision: str | None) -> Path:
         ) from e
 
 
-def _file_digest(file: Path) -> str:
-    target = file.resolve().name
-    if _SHA256.fullmatch(target):  # the Hugging Face cache names large files by their SHA-256
-        return target
-    if file.stat().st_size == 0:
+def digest_file(file: Path) -> str:
+    """A digest of a file's content, known from its name or from before where possible."""
+    target = file.resolve()
+    if _SHA256.fullmatch(target.name):  # the Hugging Face cache names large files by their SHA-256
+        return target.name
+    stat = target.stat()
+    if stat.st_size == 0:
         return "empty"
-    with file.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        return xxhash.xxh3_128_hexdigest(mapped)
+    key = (target, stat.st_size, stat.st_mtime_ns, stat.st_ino)
+    if (digest := _known.get(key)) is None:
+        with target.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            digest = _known[key] = xxhash.xxh3_128_hexdigest(mapped)
+    return digest

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from sgl_kvfetch import fingerprint
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.fingerprint import fingerprint_model
 
@@ -26,6 +27,51 @@ def test_one_bit_of_the_weights_or_the_config_makes_another_model(tmp_path: Path
         make_model(tmp_path / "c", config='{"rope_theta": 1}'),
     ]
     assert len({fingerprint_model(str(m)) for m in models}) == 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hf_quant_config.json",
+        "quantize_config.json",
+        "quantization_config.json",
+        "modeling.py",
+        "part/extra.safetensors",
+    ],
+)
+def test_other_files_that_make_the_model(tmp_path: Path, name: str) -> None:
+    model = make_model(tmp_path / "a")
+    digests = {fingerprint_model(str(model))}
+    (model / name).parent.mkdir(exist_ok=True)
+    for content in ("1", "2"):
+        (model / name).write_text(content)
+        digests.add(fingerprint_model(str(model)))
+    assert len(digests) == 3
+
+
+def test_names_of_subfolders_count_and_hidden_ones_do_not(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "a")
+    whole = fingerprint_model(str(model))
+    (model / ".cache").mkdir()
+    (model / ".cache" / "config.json").write_text("{}")
+    assert fingerprint_model(str(model)) == whole
+    digests = set()
+    for folder in ("x", "y"):
+        (model / folder).mkdir()
+        (model / folder / "more.bin").write_bytes(b"w")
+        digests.add(fingerprint_model(str(model)))
+        (model / folder / "more.bin").unlink()
+    assert len(digests | {whole}) == 3
+
+
+def test_unchanged_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(tmp_path / "a")
+    first = fingerprint_model(str(model))
+    with monkeypatch.context() as patch:
+        patch.setattr(fingerprint.mmap, "mmap", lambda *args, **kwargs: pytest.fail("read again"))
+        assert fingerprint_model(str(model)) == first
+    (model / "model-1.safetensors").write_bytes(b"v" * 5000)
+    assert fingerprint_model(str(model)) != first
 
 
 def test_the_hugging_face_caches_file_names_are_digests(tmp_path: Path) -> None:

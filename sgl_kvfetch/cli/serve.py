@@ -44,6 +44,13 @@ def serve(
         float, typer.Option("--orphan-age", metavar="SECONDS", help="Age at which unfinished writes are removed.")
     ] = 900.0,
     max_object: Annotated[str, typer.Option(metavar="SIZE", help="Largest object that is taken.")] = "4GiB",
+    max_uploads: Annotated[
+        int, typer.Option(metavar="COUNT", help="Uploads at the same time; beyond them clients are asked to wait.")
+    ] = 64,
+    idle_timeout_s: Annotated[
+        float,
+        typer.Option("--idle-timeout", metavar="SECONDS", help="Give up uploads that bring less than a MiB in it."),
+    ] = 30.0,
     link_gbps: Annotated[
         float | None,
         typer.Option(
@@ -74,6 +81,8 @@ def serve(
         insecure=insecure,
         capacity_bytes=parse_size(capacity) if capacity is not None else None,
         max_body_bytes=parse_size(max_object),
+        max_uploads=max_uploads,
+        idle_timeout_s=idle_timeout_s,
         orphan_age_s=orphan_age_s,
         grace_s=grace_s,
         link_gbps=link_gbps,

@@ -8,6 +8,7 @@ from sgl_kvfetch.config import parse_config
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
 from sgl_kvfetch.plugin.cpu_platform import is_active
 from sgl_kvfetch.plugin.hooks import BACKEND
+from sgl_kvfetch.plugin.namespace import LORA_NEEDS_MODEL_ID
 from sgl_kvfetch.plugin.seams import Scope, check_seams
 
 
@@ -23,7 +24,9 @@ def check_launch(server_args: Any) -> None:
     if mismatches := check_seams(scopes):
         raise SeamError("; ".join(mismatches))
     _check_flags(server_args)
-    parse_config(_extra_config(server_args.hicache_storage_backend_extra_config))
+    config = parse_config(_extra_config(server_args.hicache_storage_backend_extra_config))
+    if (server_args.enable_lora or server_args.lora_paths) and config.model_id is None:
+        raise UnsupportedError(LORA_NEEDS_MODEL_ID)
 
 
 def _check_flags(server_args: Any) -> None:

@@ -18,6 +18,8 @@ from sgl_kvfetch.types import KVGeometry, TensorName, dtype_name
 #   page_head          (pages, heads, page_size, layers, dim)
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
+_FP8_FLAGS = {"auto": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
 
 class HostPages(PagePool):
     """Reads and writes the pages of an ``MHATokenToKVPoolHost`` in place, whatever its layout."""
@@ -33,26 +35,45 @@ class HostPages(PagePool):
             "v": _pages_view(pool.v_buffer, pool.layout, pool.page_size),
         }
         k, v = self._views["k"], self._views["v"]
+        # Pages are picked and placed as what the pool has them as: torch cannot index fp8 everywhere.
+        self._raw_dtype, self._dtype = pool.dtype, _value_dtype(pool.dtype)
         self.geometry = KVGeometry(
             num_layers=k.shape[2],
             num_heads=k.shape[3],
             k_head_dim=k.shape[4],
             v_head_dim=v.shape[4],
             page_size=pool.page_size,
-            dtype=dtype_name(pool.dtype),
+            dtype=dtype_name(self._dtype),
         )
 
     def write(self, tensor: TensorName, first_layer: int, pages: Sequence[int], values: torch.Tensor) -> None:
-        self._views[tensor][list(pages), :, first_layer : first_layer + values.shape[2]] = values
+        self._views[tensor][list(pages), :, first_layer : first_layer + values.shape[2]] = values.view(self._raw_dtype)
 
     def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
-        return self._views[tensor][list(pages)]
+        return self._views[tensor][list(pages)].view(self._dtype)
 
     def page_indices(self, token_indices: torch.Tensor) -> list[int]:
         """Pages of a run of whole pages, given as SGLang does: every token's index."""
         size = self.geometry.page_size
         assert token_indices.numel() % size == 0
         return (token_indices[::size] // size).tolist()
+
+
+def _value_dtype(pool_dtype: torch.dtype) -> torch.dtype:
+    """What a pool's values are: SGLang keeps fp8 as bytes, and nothing of the host pool says which.
+
+    Raises UnsupportedError for bytes that are anything else.
+    """
+    if pool_dtype != torch.uint8:
+        return pool_dtype
+    from sglang.srt.runtime_context import get_model
+
+    # As SGLang's configure_kv_cache_dtype resolves it; "auto" gives bytes only for a checkpoint with an fp8 KV cache.
+    # On ROCm all three are another format.
+    flag = get_model().kv_cache_dtype
+    if flag not in _FP8_FLAGS or torch.version.hip is not None:
+        raise UnsupportedError(f"a KV cache that SGLang keeps as bytes (--kv-cache-dtype {flag}) is not supported")
+    return _FP8_FLAGS[flag]
 
 
 def _pages_view(buffer: torch.Tensor, layout: str, page_size: int) -> torch.Tensor:

@@ -39,7 +39,7 @@ _state = _State()
 
 
 def register(backend: Suspendable, model_id: str | None) -> None:
-    """Have ``backend`` suspended when the weights change. ``model_id`` is what the user called those it was made for."""
+    """Have ``backend`` suspended when the weights change. ``model_id`` is what the user calls those of this moment."""
     _state.backends.add(backend)
     if model_id is not None:
         _state.model_ids.add(model_id)

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Any
 
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.fingerprint import fingerprint_model
 from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.plugin.compute_flags import compute_flags
+from sgl_kvfetch.plugin.live import require_known_weights
 from sgl_kvfetch.quant import Quantiser
 from sgl_kvfetch.types import KVGeometry
+
+# Formats whose weights are not those of the model's files.
+_ELSEWHERE = {
+    "dummy": "has random weights",
+    "remote": "takes the weights from elsewhere",
+    "remote_instance": "takes the weights from another server",
+}
+LORA_NEEDS_MODEL_ID = (
+    "LoRA needs model_id in the kvfetch config: SGLang tells adapters apart by their names and paths, so one that is "
+    "trained again in the same place would be answered with the KV cache of the old one. Change model_id when you "
+    "change an adapter"
+)
 
 
 def engine_namespace(
@@ -20,20 +32,13 @@ def engine_namespace(
     """What distinguishes this rank's KV cache from all that it must not be confused with.
 
     Reads the weights of the model unless ``model_id`` is set. Raises UnsupportedError where nothing tells them from
-    others.
+    others, or the name from that of weights that the server had before.
     """
-    from sglang.srt.runtime_context import get_model
-
-    model = get_model()
-    if config.model_id is not None:
-        name = f"id:{config.model_id}"
-    elif model.load_format == "dummy":
-        raise UnsupportedError("--load-format dummy has random weights; set model_id in the kvfetch config")
-    else:
-        name = f"weights:{fingerprint_model(model.model_path, model.revision)}"
+    require_known_weights(config.model_id)
+    name = f"id:{config.model_id}" if config.model_id is not None else f"weights:{_weights_digest()}"
     return Namespace(
         model=name,
-        model_dtype=_model_dtype(model),
+        model_dtype=compute_flags(),
         attention="mha",
         kv_dtype=geometry.dtype,
         page_size=geometry.page_size,
@@ -47,11 +52,19 @@ def engine_namespace(
     )
 
 
-def _model_dtype(model: Any) -> str:
-    """The dtype the model computes in, with everything on the command line that changes its values."""
-    overrides = json.loads(model.json_model_override_args or "{}")
-    parts = [f"dtype={model.dtype}", f"quantization={model.quantization}"]
-    if overrides:
-        digest = hashlib.sha256(json.dumps(overrides, sort_keys=True).encode()).hexdigest()[:16]
-        parts.append(f"overrides={digest}")
-    return ";".join(parts)
+def _weights_digest() -> str:
+    """The fingerprint of the weights that this process has loaded. Raises UnsupportedError if files do not tell."""
+    from sglang.srt.runtime_context import get_lora, get_model
+
+    model = get_model()
+    if get_lora().enable_lora:
+        raise UnsupportedError(LORA_NEEDS_MODEL_ID)
+    if model.load_format in _ELSEWHERE:
+        raise UnsupportedError(
+            f"--load-format {model.load_format} {_ELSEWHERE[model.load_format]}; set model_id in the kvfetch config"
+        )
+    if model.weight_cache_mode == "client":
+        raise UnsupportedError(
+            "--weight-cache-mode client takes the weights from a daemon; set model_id in the kvfetch config"
+        )
+    return fingerprint_model(model.model_path, model.revision)

@@ -7,11 +7,9 @@ may wait, within their deadlines. Nothing here raises into those threads: what g
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
@@ -29,11 +27,10 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.config import KVFetchConfig, parse_config
-from sgl_kvfetch.container.manifest import decode_manifest
-from sgl_kvfetch.container.segment import SegmentReader, SegmentSpec
-from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError, UnsupportedError
-from sgl_kvfetch.fetch.breaker import Breaker
+from sgl_kvfetch.container.segment import SegmentSpec
+from sgl_kvfetch.errors import KVFetchError, UnsupportedError
 from sgl_kvfetch.fetch.fetcher import Fetcher, FetchResult, failure_reason
+from sgl_kvfetch.fetch.finder import PageFinder
 from sgl_kvfetch.fetch.plan import PageSource
 from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES
@@ -51,7 +48,6 @@ from sgl_kvfetch.write.writer import Writer
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
 
-_MAX_KNOWN_PAGES = 1 << 15  # page sources remembered between a lookup and its fetch
 _GRACE_S = 1.0  # how long a thread waits beyond a deadline before it leaves the event loop to itself
 _CLOSE_S = 3.0  # how long each step of closing may take: SGLang closes on its scheduler thread
 _CLEAR_S = 5.0  # and clears there, too
@@ -76,11 +72,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         geometry = self._pages.geometry
         self._namespace = engine_namespace(config, self._quantiser, storage_config, geometry, mem_pool_host.start_layer)
         self._digest = self._namespace.digest()
-        self._lookup_breaker = Breaker()
-        self._fetch_breaker = Breaker()
         self._suspended: str | None = None
-        self._known: OrderedDict[bytes, PageSource] = OrderedDict()
-        self._known_lock = threading.Lock()
         self._stats_pages: dict[str, deque[int]] = {"read": deque(maxlen=_MAX_STATS), "write": deque(maxlen=_MAX_STATS)}
         self._stats_gb_s: dict[str, deque[float]] = {
             "read": deque(maxlen=_MAX_STATS),
@@ -110,6 +102,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                 on_retry=lambda error: metrics.RETRIES.inc(),
             ),
         )
+        self._finder = PageFinder(self._store, self._namespace, self._quantiser, self._on_lookup_fault)
         self._fetcher = Fetcher(
             self._store,
             self._decode_pool,
@@ -181,49 +174,12 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(hit, {PoolName.KV: hit} if hit else {}, list(range(1, hit + 1)))
 
     async def _lookup_and_read_ahead(self, hashes: Sequence[bytes]) -> list[PageSource]:
-        sources = await self._lookup(hashes)
+        sources = await self._finder.find(hashes, self._config.lookup_timeout_s)
         self._fetcher.read_ahead(sources, expire_s=self._config.fetch_timeout_s)
         return sources
 
-    async def _lookup(self, hashes: Sequence[bytes]) -> list[PageSource]:
-        """Where the longest stored run of these pages is. Raises StoreError, TimeoutError."""
-        now_s = time.monotonic()
-        if self._lookup_breaker.is_open(now_s) or self._fetch_breaker.is_open(now_s):
-            raise StoreError("skipped", "lookups pause, since the store keeps failing")
-        try:
-            async with asyncio.timeout(self._config.lookup_timeout_s):
-                lookup = await self._store.lookup(self._digest, hashes)
-        except (StoreError, TimeoutError):
-            self._lookup_breaker.failed(time.monotonic())
-            metrics.STORE_DOWN.set(self._lookup_breaker.is_open(time.monotonic()))
-            raise
-        self._lookup_breaker.succeeded()
-        metrics.STORE_DOWN.set(0)
-        metrics.STAGE_SECONDS.labels("lookup").observe(time.monotonic() - now_s)
-        sources: list[PageSource] = []
-        for hit in lookup.hits:
-            try:
-                manifest = decode_manifest(hit.manifest)
-                self._namespace.require_same(manifest.namespace)
-                reader = SegmentReader(manifest, self._quantiser)
-                pages = range(hit.first_page, hit.first_page + hit.num_pages)
-                asked = hashes[len(sources) : len(sources) + hit.num_pages]
-                if tuple(asked) != manifest.page_hashes[pages.start : pages.stop]:
-                    raise FormatError("the store's answer holds other pages than those asked for")
-            except KVFetchError as e:
-                self._missed("lookup", e)
-                break
-            sources += (PageSource(reader, page) for page in pages)
-        self._remember(hashes, sources)
-        return sources
-
-    def _remember(self, hashes: Sequence[bytes], sources: Sequence[PageSource]) -> None:
-        with self._known_lock:
-            for page_hash, source in zip(hashes, sources, strict=False):
-                self._known[page_hash] = source
-                self._known.move_to_end(page_hash)
-            while len(self._known) > _MAX_KNOWN_PAGES:
-                self._known.popitem(last=False)
+    def _on_lookup_fault(self, error: KVFetchError) -> None:
+        self._missed("lookup", error)
 
     # Read
 
@@ -270,20 +226,9 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
     async def _fetch(
         self, hashes: Sequence[bytes], pool_pages: Sequence[int], sink: GuardedSink, timeout_s: float
     ) -> FetchResult:
-        with self._known_lock:
-            sources = [source for h in hashes if (source := self._known.get(h)) is not None]
-        if len(sources) < len(hashes):
-            sources = await self._lookup(hashes)
+        sources = await self._finder.recall(hashes, self._config.lookup_timeout_s)
         result = await self._fetcher.fetch(sources, pool_pages[: len(sources)], sink, timeout_s)
-        if result.num_pages < len(sources):
-            # Merged, evicted, or corrupt: whatever it is, the next lookup knows better.
-            with self._known_lock:
-                for page_hash in hashes[result.num_pages :]:
-                    self._known.pop(page_hash, None)
-        if result.timed_out or any(isinstance(f, StoreError) and f.reason != "missing" for f in result.failures):
-            self._fetch_breaker.failed(time.monotonic())
-        elif sources:
-            self._fetch_breaker.succeeded()
+        self._finder.fetched(hashes, sources, result)
         return result
 
     def _count_read(self, asked: int, got: int, seconds: float) -> None:
@@ -389,14 +334,13 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
 
     def clear(self) -> None:
         """Delete the segments of this namespace from the store."""
-        with self._known_lock:
-            self._known.clear()
         try:
             self._loop.run(self._clear(), _CLEAR_S)
         except (KVFetchError, TimeoutError) as e:
             raise RuntimeError(f"the store could not be cleared: {e}") from e
 
     async def _clear(self) -> None:
+        self._finder.forget()
         names = [info.name async for info in self._store.list(self._digest + "/")]
         # Manifests first: a segment without one does not exist, whatever of it is left.
         for name in sorted(names, key=lambda name: not name.endswith(MANIFEST_SUFFIX)):

@@ -37,7 +37,7 @@ def create_app(config: ServerConfig) -> web.Application:
     metrics = ServerMetrics()
     store = LocalStore(config.root, capacity_bytes=config.capacity_bytes, orphan_age_s=config.orphan_age_s)
     link = Link(config.link_gbps) if config.link_gbps else None
-    objects = ObjectHandlers(store, metrics, config.max_body_bytes, link)
+    objects = ObjectHandlers(store, metrics, config, link)
     lookup = LookupHandler(store, metrics, link)
 
     async def healthz(request: web.Request) -> web.StreamResponse:
@@ -48,6 +48,7 @@ def create_app(config: ServerConfig) -> web.Application:
         return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def run_store(app: web.Application) -> AsyncIterator[None]:
+        await _warm_up(store)  # the server listens only after this
         collecting = asyncio.create_task(_collect(store, config.orphan_age_s))
         yield
         collecting.cancel()
@@ -67,6 +68,7 @@ def create_app(config: ServerConfig) -> web.Application:
             web.get(wire.HEALTH_PATH, healthz),
             web.get(wire.METRICS_PATH, show_metrics),
             web.get(wire.OBJECTS_PATH, objects.list, allow_head=False),
+            web.delete(wire.OBJECTS_PATH, objects.delete_prefix),
             web.get(one_object, objects.get, allow_head=False),
             web.head(one_object, objects.head),
             web.put(one_object, objects.put),
@@ -75,6 +77,16 @@ def create_app(config: ServerConfig) -> web.Application:
         ]
     )
     return app
+
+
+async def _warm_up(store: LocalStore) -> None:
+    started = time.monotonic()
+    try:
+        num_segments = await store.warm_up()
+    except StoreError as e:
+        logger.warning("reading what is stored failed: %s", e)
+        return
+    logger.info("found %d segments in %.1f s", num_segments, time.monotonic() - started)
 
 
 async def _collect(store: LocalStore, every_s: float) -> None:
@@ -117,8 +129,9 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return await handler(request)
     except web.HTTPException as e:
         answer = error_answer(e.status, e.reason.lower().replace(" ", "_"), e.text or e.reason)
-        if "Allow" in e.headers:
-            answer.headers["Allow"] = e.headers["Allow"]
+        for header in ("Allow", "Retry-After", "Connection"):
+            if header in e.headers:
+                answer.headers[header] = e.headers[header]
         return answer
     except ConnectionError:
         raise  # the client went away

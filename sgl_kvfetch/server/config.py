@@ -21,6 +21,9 @@ class ServerConfig:
     insecure: bool = False  # allow other hosts in without a token
     capacity_bytes: int | None = None  # evict beyond it; None for no limit
     max_body_bytes: int = 4 << 30  # of one uploaded object
+    max_uploads: int = 64  # at the same time; others wait a little, and are then turned away
+    upload_wait_s: float = 5.0  # how long they wait
+    idle_timeout_s: float = 30.0  # an upload that brings less than a MiB within it is given up
     orphan_age_s: float = 900.0  # when unreferenced data and temporary files are collected
     grace_s: float = 10.0  # for requests in flight when the server stops
     link_gbps: float | None = None  # shape all responses together to this many 1e9 bits a second
@@ -32,12 +35,13 @@ class ServerConfig:
             raise ConfigError("token and token_file are both given; expected one of them")
         if self.token is not None and not self.token.strip():
             raise ConfigError("token is empty")
-        for field in ("capacity_bytes", "max_body_bytes", "orphan_age_s", "link_gbps"):
+        for field in ("capacity_bytes", "max_body_bytes", "max_uploads", "idle_timeout_s", "orphan_age_s", "link_gbps"):
             value = getattr(self, field)
             if value is not None and value <= 0:
                 raise ConfigError(f"{field} is {value}; expected more than 0")
-        if self.grace_s < 0:
-            raise ConfigError(f"grace_s is {self.grace_s}; expected 0 or more")
+        for field in ("upload_wait_s", "grace_s"):
+            if getattr(self, field) < 0:
+                raise ConfigError(f"{field} is {getattr(self, field)}; expected 0 or more")
         if not (self.has_token or self.insecure or is_loopback(self.host)):
             raise ConfigError(
                 f"host is {self.host!r}, which others can reach, and there is no token; "

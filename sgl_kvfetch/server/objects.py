@@ -1,8 +1,10 @@
-"""Objects over HTTP: put, get in ranges, head, delete, list."""
+"""Objects over HTTP: put, get in ranges, head, delete one or all with a prefix, list."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from email.utils import formatdate
 
 import msgspec
@@ -12,6 +14,7 @@ from sgl_kvfetch.container.manifest import MAX_MANIFEST_BYTES
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import ObjectName, parse_object_name
 from sgl_kvfetch.server.answers import error_answer
+from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.ranges import RangeError, parse_range
 from sgl_kvfetch.server.throttle import Link
@@ -24,6 +27,8 @@ from sgl_kvfetch.stores.local import LocalStore
 _SEND_PIECE_BYTES = 8 << 20
 _WRITE_PIECE_BYTES = 1 << 20
 _LIST_PIECE_BYTES = 64 << 10
+# Well below clients' deadlines: they ask again where this was not enough.
+_DELETE_TURN_S = 5.0
 
 
 class BodyTooLarge(web.HTTPRequestEntityTooLarge):
@@ -32,20 +37,39 @@ class BodyTooLarge(web.HTTPRequestEntityTooLarge):
 
 
 class ObjectHandlers:
-    def __init__(self, store: LocalStore, metrics: ServerMetrics, max_body_bytes: int, link: Link | None) -> None:
+    def __init__(self, store: LocalStore, metrics: ServerMetrics, config: ServerConfig, link: Link | None) -> None:
         self._store = store
         self._metrics = metrics
-        self._max_body_bytes = max_body_bytes
+        self._max_body_bytes = config.max_body_bytes
+        self._idle_timeout_s = config.idle_timeout_s
+        self._upload_wait_s = config.upload_wait_s
+        self._uploads = asyncio.Semaphore(config.max_uploads)
         self._link = link
 
     async def put(self, request: web.Request) -> web.StreamResponse:
         name = _name(request)
-        if name.is_manifest:
-            body = await self._read_manifest(request)
-            await self._store.put(name.segment.manifest_name, body)
-        else:
-            await self._receive_data(request)
+        async with self._upload_slot():
+            if name.is_manifest:
+                body = await self._read_manifest(request)
+                await self._store.put(name.segment.manifest_name, body)
+            else:
+                await self._receive_data(request)
         return web.Response(status=201)
+
+    @asynccontextmanager
+    async def _upload_slot(self) -> AsyncIterator[None]:
+        """Bounds what uploads hold together. 503 once none came free for a while."""
+        try:
+            async with asyncio.timeout(self._upload_wait_s):
+                await self._uploads.acquire()
+        except TimeoutError as e:
+            raise web.HTTPServiceUnavailable(
+                text="too many uploads at the same time", headers={"Retry-After": "1", "Connection": "close"}
+            ) from e
+        try:
+            yield
+        finally:
+            self._uploads.release()
 
     async def _read_manifest(self, request: web.Request) -> bytes:
         most = min(self._max_body_bytes, MAX_MANIFEST_BYTES)
@@ -69,15 +93,24 @@ class ObjectHandlers:
             await upload.commit()
 
     async def _next_piece(self, request: web.Request) -> bytes:
-        """About a MiB of the body, b"" at its end. A body that breaks off raises ConnectionError."""
+        """About a MiB of the body, b"" at its end. A body that breaks off raises ConnectionError.
+
+        The time-out is for all of it: a client that trickles holds its reservation as one that has stalled.
+        """
         pieces: list[bytes] = []
         size = 0
-        while size < _WRITE_PIECE_BYTES:
-            piece = await request.content.read(_WRITE_PIECE_BYTES - size)
-            if not piece:
-                break
-            pieces.append(piece)
-            size += len(piece)
+        try:
+            async with asyncio.timeout(self._idle_timeout_s):
+                while size < _WRITE_PIECE_BYTES:
+                    piece = await request.content.read(_WRITE_PIECE_BYTES - size)
+                    if not piece:
+                        break
+                    pieces.append(piece)
+                    size += len(piece)
+        except TimeoutError as e:
+            raise web.HTTPRequestTimeout(
+                text=f"the body stalled for {self._idle_timeout_s:g} s", headers={"Connection": "close"}
+            ) from e
         self._metrics.received_bytes.inc(size)
         return b"".join(pieces)
 
@@ -137,6 +170,14 @@ class ObjectHandlers:
         if await self._store.delete(request.match_info["name"]):
             return web.Response(status=204)
         return _not_found(request)
+
+    async def delete_prefix(self, request: web.Request) -> web.StreamResponse:
+        """A prefix must be given, if an empty one: nobody empties a store by leaving something out."""
+        prefix = request.query.get("prefix")
+        if prefix is None:
+            raise web.HTTPBadRequest(text="the parameter prefix is missing")
+        deleted, more = await self._store.delete_some(prefix, _DELETE_TURN_S)
+        return web.Response(body=msgspec.json.encode(wire.Deleted(deleted, more)), content_type="application/json")
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         """One JSON object a line; a listing that fails on the way ends without its last chunk."""

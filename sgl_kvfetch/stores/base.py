@@ -11,9 +11,14 @@ Writers put the data first and the manifest last. A missing object is ``None``; 
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+
+from sgl_kvfetch.keys import MANIFEST_SUFFIX
+
+_DELETES_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,30 @@ class Store(ABC):
     @abstractmethod
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         """All objects whose name starts with ``prefix``, in no particular order."""
+
+    async def delete_prefix(self, prefix: str) -> int:
+        """Delete all objects whose name starts with ``prefix``; with "", all there are. How many were deleted.
+
+        Manifests go first, so that nobody finds a segment without its data. What is put meanwhile may stay. Raises the
+        first StoreError, with some of the objects deleted.
+        """
+        names = [info.name async for info in self.list(prefix)]
+        count = 0
+        for are_manifests in (True, False):
+            left = iter([name for name in names if name.endswith(MANIFEST_SUFFIX) == are_manifests])
+            try:
+                async with asyncio.TaskGroup() as group:
+                    workers = [group.create_task(self._delete_each(left)) for _ in range(_DELETES_AT_ONCE)]
+            except ExceptionGroup as e:
+                raise e.exceptions[0] from None
+            count += sum(worker.result() for worker in workers)
+        return count
+
+    async def _delete_each(self, names: Iterator[str]) -> int:
+        count = 0
+        for name in names:
+            count += await self.delete(name)
+        return count
 
     @abstractmethod
     async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:

@@ -1,6 +1,6 @@
-"""Room in a local store: reservations, eviction of the least recently used segments, and garbage collection.
+"""Room in a local store: reservations, and eviction of the least recently used segments.
 
-Blocking, and not thread-safe: the store holds its lock.
+Blocking, and not thread-safe: whoever uses it holds the store's lock.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import Counter
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores import files
 from sgl_kvfetch.stores.catalog import Catalog, StoredManifest
+from sgl_kvfetch.stores.scanning import Scanner
 
 logger = logging.getLogger(__name__)
 
@@ -20,24 +21,31 @@ SPARE_PART = 1 / 50
 
 
 class Capacity:
-    def __init__(self, catalog: Catalog, capacity_bytes: int | None, orphan_age_s: float) -> None:
-        """``orphan_age_s``: how old unreferenced data and temporary files must be before they are collected."""
+    def __init__(self, catalog: Catalog, scanner: Scanner, capacity_bytes: int | None, orphan_age_s: float) -> None:
+        """``orphan_age_s``: how long data may wait for its manifest."""
         self.num_evicted = 0  # segments
-        self.num_collected = 0  # objects and temporary files
         self._catalog = catalog
+        self._scanner = scanner
         self._capacity_bytes = capacity_bytes
         self._orphan_age_s = orphan_age_s
         self._reserved_bytes = 0
         self._writing: Counter[str] = Counter()  # by manifest's name
         self._awaits_manifest: dict[str, float] = {}  # manifest's name -> when its data came, monotonic
-        self._collected_at = float("-inf")
+
+    @property
+    def is_bounded(self) -> bool:
+        return self._capacity_bytes is not None
+
+    def reserve_if_free(self, num_bytes: int) -> bool:
+        """Reserve room for bytes that are about to be written if nothing needs to go for it."""
+        if self._short_bytes(num_bytes) > 0:
+            return False
+        self._reserved_bytes += num_bytes
+        return True
 
     def reserve(self, num_bytes: int) -> None:
         """Make room for bytes that are about to be written. Raises StoreError (``full``), OSError."""
-        if time.monotonic() - self._collected_at > self._orphan_age_s:
-            self.collect()
-        if self._capacity_bytes is not None and self._short_bytes(num_bytes) > 0:
-            self._catalog.refresh_all()
+        if self._short_bytes(num_bytes) > 0:
             self._evict(num_bytes)
             if self._short_bytes(num_bytes) > 0:
                 raise StoreError(
@@ -69,26 +77,23 @@ class Capacity:
     def manifest_committed(self, manifest_name: str) -> None:
         self._awaits_manifest.pop(manifest_name, None)
 
-    def collect(self) -> None:
-        """Remove old orphans: data that no manifest needs, manifests without data, temporary files."""
-        self._collected_at = time.monotonic()
+    def forget_late(self) -> None:
+        """Stop waiting for manifests whose data came longer ago than an orphan may live."""
+        now = time.monotonic()
         for name, since in list(self._awaits_manifest.items()):
-            if self._collected_at - since > self._orphan_age_s:
+            if now - since > self._orphan_age_s:
                 del self._awaits_manifest[name]
-        catalog = self._catalog
-        catalog.refresh_all(rest=False)
-        orphans = [*catalog.unreferenced_data(), *(m.name for m in catalog.manifests() if catalog.is_broken(m))]
-        limit = time.time() - self._orphan_age_s
-        for name in orphans:
-            info = files.stat_object(catalog.root, name)
-            if info is not None and info.modified_s < limit:
-                self._delete(name)
-                self.num_collected += 1
-        for namespace in files.namespaces(catalog.root):
-            self.num_collected += files.remove_stale_temps(catalog.root, namespace, self._orphan_age_s)
+
+    def delete(self, name: str) -> bool:
+        """Delete an object's file, and the catalog's knowledge of it. True if it was there. Raises OSError."""
+        with self._scanner.own_change(name.partition("/")[0]):
+            found = files.delete_object(self._catalog.root, name)
+        self._catalog.forget(name)
+        return found
 
     def _short_bytes(self, num_bytes: int) -> int:
-        assert self._capacity_bytes is not None
+        if self._capacity_bytes is None:
+            return 0
         return self._catalog.stored_bytes + self._reserved_bytes + num_bytes - self._capacity_bytes
 
     def _evict(self, num_bytes: int) -> None:
@@ -103,14 +108,10 @@ class Capacity:
     def _evict_segment(self, stored: StoredManifest) -> None:
         # The manifest first: a reader finds the whole segment, or none.
         data = list(self._catalog.data_of(stored.name))
-        self._delete(stored.name)
+        self.delete(stored.name)
         for name in data:
             # Data that the manifest does not know may be another process's, on its way to a newer manifest.
             if stored.needs is None or name in stored.needs:
-                self._delete(name)
+                self.delete(name)
         self.num_evicted += 1
         logger.debug("evicted %s", stored.name)
-
-    def _delete(self, name: str) -> None:
-        files.delete_object(self._catalog.root, name)
-        self._catalog.forget(name)

@@ -171,22 +171,21 @@ def is_object(name: str, entry: os.DirEntry[str]) -> bool:
     return entry.is_file(follow_symlinks=False)
 
 
-def remove_stale_temps(root: Path, namespace: str, older_than_s: float) -> int:
-    """Remove what writers left that died. Returns how many. Raises OSError."""
+def stale_temps(root: Path, namespace: str, older_than_s: float) -> list[str]:
+    """What writers left that died: names as for ``delete_object``. Raises OSError."""
     limit = time.time() - older_than_s
-    count = 0
+    found = []
     with namespace_dir(root, namespace) as directory:
         if directory is None:
-            return 0
+            return []
         for file_name in os.listdir(directory):
             if file_name.startswith(TEMP_PREFIX):
                 try:
                     if os.stat(file_name, dir_fd=directory, follow_symlinks=False).st_mtime < limit:
-                        os.unlink(file_name, dir_fd=directory)
-                        count += 1
+                        found.append(f"{namespace}/{file_name}")
                 except FileNotFoundError:
                     pass  # committed or removed meanwhile
-    return count
+    return found
 
 
 class TempFile:
@@ -205,6 +204,11 @@ class TempFile:
             os.close(self._directory)
             raise
         self._open = True
+
+    @property
+    def is_open(self) -> bool:
+        """Neither committed nor discarded."""
+        return self._open
 
     def write(self, data: bytes | memoryview) -> None:
         view = memoryview(data)

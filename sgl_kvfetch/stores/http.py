@@ -29,6 +29,7 @@ from sgl_kvfetch.stores.base import Lookup, ObjectInfo, SegmentHit, Store
 from sgl_kvfetch.stores.files import require_name, require_namespace
 from sgl_kvfetch.stores.http_answers import (
     client_errors,
+    decode_deleted,
     decode_hits,
     decode_listed,
     read_range,
@@ -46,6 +47,8 @@ _SEND_PIECE_BYTES = 1 << 20
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
     timeout_s: float = 30.0  # of one call, retries and waiting for a connection included
+    # What a put, or a get of a given length, may need beyond that: its bytes at this speed.
+    min_bytes_per_s: float = 8e6
     connect_timeout_s: float = 5.0  # of one attempt
     max_connections: int = 32
     max_attempts: int = 4
@@ -54,7 +57,14 @@ class HttpOptions:
     on_retry: Callable[[StoreError], None] | None = None  # called before each retry, on the event loop
 
     def __post_init__(self) -> None:
-        for field in ("timeout_s", "connect_timeout_s", "max_connections", "max_attempts", "max_object_bytes"):
+        for field in (
+            "timeout_s",
+            "min_bytes_per_s",
+            "connect_timeout_s",
+            "max_connections",
+            "max_attempts",
+            "max_object_bytes",
+        ):
             if not getattr(self, field) > 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; expected more than 0")
         if self.backoff_s < 0:
@@ -86,13 +96,18 @@ class HttpStore(Store):
         self._closed = False
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-        """Also raises ``too_large`` if the object is larger than ``max_object_bytes`` and no length is given."""
+        """Also raises ``too_large`` for more than ``max_object_bytes``, or than a manifest may have.
+
+        Without a length the size is not known beforehand, and the deadline is ``timeout_s``.
+        """
         assert start >= 0
         assert length is None or length >= 0
         parsed = require_name(name)
         most = MAX_MANIFEST_BYTES if parsed.is_manifest else self.options.max_object_bytes
         if length == 0:  # HTTP has no empty range
             return await self._get_nothing(name, start)
+        if length is not None and length > most:
+            raise StoreError("too_large", f"getting {name}: asked for {length} bytes, more than {most}")
         whole = start == 0 and length is None
         headers = {} if whole else {"Range": f"bytes={start}-{start + length - 1 if length else ''}"}
 
@@ -105,7 +120,7 @@ class HttpStore(Store):
                     return await read_whole(response, most)
                 return await read_range(response, start, length, most)
 
-        return await self._retried(f"getting {name}", attempt)
+        return await self._retried(f"getting {name}", attempt, length or 0)
 
     async def _get_nothing(self, name: str, start: int) -> bytes | None:
         info = await self.head(name)
@@ -122,7 +137,7 @@ class HttpStore(Store):
             async with self._request("PUT", url, headers=headers, body=data) as response:
                 await require_status(response, 200, 201, 204)
 
-        await self._retried(f"putting {name}", attempt)
+        await self._retried(f"putting {name}", attempt, len(data))
 
     async def head(self, name: str) -> ObjectInfo | None:
         """The time of change is in whole seconds, 0 if the server does not say."""
@@ -153,21 +168,51 @@ class HttpStore(Store):
 
         return await self._retried(f"deleting {name}", attempt)
 
-    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """Streamed, without retries: the deadline holds for each line."""
-        what = f"listing {prefix!r}"
-        with client_errors(what):
-            async with self._deadline(what):
-                url = self.url + wire.OBJECTS_PATH
-                response = await self._request("GET", url, params={"prefix": prefix})
-            async with response:
-                await require_status(response, 200)
-                while line := await self._next_line(what, response):
-                    yield decode_listed(line, prefix)
+    async def delete_prefix(self, prefix: str) -> int:
+        """In a few requests, or object by object where the server knows no better.
 
-    async def _next_line(self, what: str, response: aiohttp.ClientResponse) -> bytes:
-        async with self._deadline(what):
-            return await response.content.readline(max_line_length=wire.MAX_LINE_BYTES)
+        After a retry, the count may lack what an earlier attempt deleted.
+        """
+        what = f"deleting {prefix!r}*"
+
+        async def attempt() -> bytes | None:
+            url = self.url + wire.OBJECTS_PATH
+            async with self._request("DELETE", url, params={"prefix": prefix}) as response:
+                if response.status in (404, 405, 501):
+                    return None
+                await require_status(response, 200)
+                return await read_whole(response, wire.MAX_DELETED_BYTES)
+
+        count = 0
+        while True:
+            body = await self._retried(what, attempt)
+            if body is None:
+                return count + await super().delete_prefix(prefix)
+            answer = decode_deleted(what, body)
+            count += answer.deleted
+            if not answer.more:
+                return count
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        """Streamed. Retried up to the first line; from there on, the deadline holds for each line."""
+        what = f"listing {prefix!r}"
+
+        async def start() -> tuple[aiohttp.ClientResponse, bytes]:
+            response = await self._request("GET", self.url + wire.OBJECTS_PATH, params={"prefix": prefix})
+            try:
+                await require_status(response, 200)
+                return response, await _read_line(response)
+            except BaseException:
+                response.close()
+                raise
+
+        response, line = await self._retried(what, start)
+        with client_errors(what):
+            async with response:
+                while line:
+                    yield decode_listed(line, prefix)
+                    async with self._deadline(what, self.options.timeout_s):
+                        line = await _read_line(response)
 
     async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
         require_namespace(namespace)
@@ -236,17 +281,21 @@ class HttpStore(Store):
         )
 
     @asynccontextmanager
-    async def _deadline(self, what: str) -> AsyncIterator[None]:
+    async def _deadline(self, what: str, timeout_s: float) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(self.options.timeout_s):
+            async with asyncio.timeout(timeout_s):
                 yield
         except TimeoutError as e:
-            message = f"{what}: no answer from {self.url} within {self.options.timeout_s} s"
+            message = f"{what}: no answer from {self.url} within {timeout_s:g} s"
             raise StoreError("timeout", message, retriable=True) from e
 
-    async def _retried(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Raises StoreError: the last attempt's, or ``timeout`` once the deadline passes."""
+    async def _retried(self, what: str, attempt: Callable[[], Awaitable[T]], num_bytes: int = 0) -> T:
+        """``num_bytes``: how many are known to be transferred, for which the deadline is extended.
+
+        Raises StoreError: the last attempt's, or ``timeout`` once the deadline passes.
+        """
         options = self.options
+        timeout_s = options.timeout_s + num_bytes / options.min_bytes_per_s
 
         def note_retry(state: RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome else None
@@ -254,8 +303,8 @@ class HttpStore(Store):
                 options.on_retry(error)
 
         retrying = AsyncRetrying(
-            stop=stop_after_attempt(options.max_attempts) | stop_before_delay(options.timeout_s),
-            wait=wait_random_exponential(options.backoff_s, max=options.timeout_s),
+            stop=stop_after_attempt(options.max_attempts) | stop_before_delay(timeout_s),
+            wait=wait_random_exponential(options.backoff_s, max=timeout_s),
             retry=retry_if_exception(_may_help),
             before_sleep=note_retry,
             reraise=True,
@@ -265,8 +314,13 @@ class HttpStore(Store):
             with client_errors(what):
                 return await attempt()
 
-        async with self._deadline(what):
+        async with self._deadline(what, timeout_s):
             return await retrying(translated)
+
+
+async def _read_line(response: aiohttp.ClientResponse) -> bytes:
+    """b"" at the end."""
+    return await response.content.readline(max_line_length=wire.MAX_LINE_BYTES)
 
 
 def _may_help(error: BaseException) -> bool:

@@ -84,8 +84,10 @@ async def read_whole(response: aiohttp.ClientResponse, most: int) -> bytes:
 async def read_range(response: aiohttp.ClientResponse, start: int, length: int | None, most: int) -> bytes:
     """The body of an answer to a ranged request; a server that ignored the range is read through, and cut.
 
-    Raises ``truncated`` where the object ends too early, ``too_large`` if an open range has more than ``most`` bytes.
+    Raises ``truncated`` where the object ends too early, ``too_large`` for more than ``most`` bytes.
     """
+    if length is not None and length > most:
+        raise StoreError("too_large", f"{response.url}: asked for {length} bytes, more than {most}")
     if response.status == 200:
         return await _cut(response, start, length, most)
     if response.status == 416:
@@ -101,7 +103,7 @@ async def read_range(response: aiohttp.ClientResponse, start: int, length: int |
     num_bytes = int(sent[2]) + 1 - start
     if length is not None and num_bytes != length:
         raise StoreError("truncated", f"{response.url}: asked for {length} bytes, answered {num_bytes}")
-    if length is None and num_bytes > most:
+    if num_bytes > most:
         raise StoreError("too_large", f"{response.url}: {num_bytes} bytes, more than {most}")
     _require_length(response, response.content_length, num_bytes)
     body = await _read_up_to(response, num_bytes + 1)
@@ -157,6 +159,14 @@ def decode_hits(what: str, body: bytes, pages_asked: int) -> Lookup:
     if found > pages_asked:
         raise StoreError("protocol", f"{what}: the answer has {found} pages")
     return Lookup(tuple(SegmentHit(row.manifest, row.first_page, row.num_pages) for row in rows))
+
+
+def decode_deleted(what: str, body: bytes) -> wire.Deleted:
+    """The answer to a deletion by prefix. Raises StoreError (``protocol``)."""
+    try:
+        return msgspec.json.decode(body, type=wire.Deleted)
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise StoreError("protocol", f"{what}: the answer is malformed: {e}") from e
 
 
 def decode_listed(line: bytes, prefix: str) -> ObjectInfo:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,15 +14,20 @@ from typing import ParamSpec, Self, TypeVar
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores import files
 from sgl_kvfetch.stores.base import Lookup, ObjectInfo, Store
-from sgl_kvfetch.stores.capacity import Capacity
-from sgl_kvfetch.stores.catalog import Catalog
 from sgl_kvfetch.stores.files import OpenObject
-from sgl_kvfetch.stores.writing import DataWriter, IncompleteSegmentError, Shelf, write_manifest
+from sgl_kvfetch.stores.scanning import Scan
+from sgl_kvfetch.stores.shelf import Shelf
+from sgl_kvfetch.stores.writing import DataWriter, IncompleteSegmentError, write_manifest
 
 __all__ = ["IncompleteSegmentError", "LocalStore", "StoreUsage", "Upload"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+# How long a lookup waits for a scan that should be short. It waits for no scan whose last one was long.
+SCAN_WAIT_S = 1.0
+_LOOKUP_THREADS = 2
+_DELETE_TURN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +58,10 @@ class LocalStore(Store):
         if capacity_bytes is not None and capacity_bytes < 1:
             raise ConfigError(f"capacity_bytes is {capacity_bytes}; expected at least 1, or none for no limit")
         self.root = Path(root)
-        catalog = Catalog(self.root)
-        self._shelf = Shelf(self.root, threading.RLock(), catalog, Capacity(catalog, capacity_bytes, orphan_age_s))
+        self._shelf = Shelf(self.root, capacity_bytes, orphan_age_s)
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="kvfetch-local")
+        # Threads of their own: the others may all be waiting for the disk.
+        self._lookups = ThreadPoolExecutor(_LOOKUP_THREADS, thread_name_prefix="kvfetch-lookup")
         self._closed = False
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
@@ -133,9 +139,22 @@ class LocalStore(Store):
 
     def _delete(self, name: str) -> bool:
         with self._shelf.lock, files.os_errors(f"deleting {name}"):
-            found = files.delete_object(self.root, name)
-            self._shelf.catalog.forget(name)
-        return found
+            return self._shelf.capacity.delete(name)
+
+    async def delete_prefix(self, prefix: str) -> int:
+        count, more = 0, True
+        while more:
+            some, more = await self.delete_some(prefix, _DELETE_TURN_S)
+            count += some
+        return count
+
+    async def delete_some(self, prefix: str, within_s: float) -> tuple[int, bool]:
+        """``delete_prefix`` for about so long: how many were deleted, and whether some may be left."""
+        return await self._run(self._delete_some, prefix, time.monotonic() + within_s)
+
+    def _delete_some(self, prefix: str, until: float) -> tuple[int, bool]:
+        with files.os_errors(f"deleting {prefix}*"):
+            return self._shelf.delete_some(prefix, until)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         for namespace in await self._run(self._namespaces):
@@ -151,31 +170,61 @@ class LocalStore(Store):
         with files.os_errors(f"listing {namespace}"):
             return files.list_objects(self.root, namespace, prefix)
 
+    async def warm_up(self) -> int:
+        """Read all manifests, so that the first lookups need not wait for it. How many segments there are."""
+        return (await self.usage()).num_segments
+
     async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
+        """While a long scan is under way, the answer is from what is known so far: it may lack other processes' news.
+
+        What was put through this store is always found.
+        """
         files.require_namespace(namespace)
-        return await self._run(self._lookup, namespace, page_hashes)
+        found = await self._run_in(self._lookups, self._lookup_or_scan, namespace, page_hashes)
+        if isinstance(found, Lookup):
+            return found
+        # Not by gather or wait_for: they would cancel the scan, which others wait for too.
+        done, _ = await asyncio.wait({asyncio.wrap_future(found.future)}, timeout=SCAN_WAIT_S)
+        for scan in done:
+            error = scan.result()
+            if error is not None:
+                raise error
+        return await self._run_in(self._lookups, self._lookup, namespace, page_hashes)
+
+    def _lookup_or_scan(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup | Scan:
+        with files.os_errors(f"looking up in {namespace}"):
+            scan = self._shelf.scanner.start(namespace)
+        return self._lookup(namespace, page_hashes) if scan is None or scan.is_long else scan
 
     def _lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
-        with self._shelf.lock, files.os_errors(f"looking up in {namespace}"):
-            self._shelf.catalog.refresh(namespace)
+        with self._shelf.lock:
             found = self._shelf.catalog.index.find(namespace, page_hashes)
             self._shelf.catalog.touch(name for name, _ in found)
         return Lookup(tuple(hit for _, hit in found))
 
     async def usage(self) -> StoreUsage:
-        """Sizes and counters. The first call reads every manifest, later ones what changed."""
+        """Sizes and counters. The first call reads every manifest, later ones what other processes changed."""
+        scans = await self._run(self._start_scans)
+        if scans:
+            done, _ = await asyncio.wait({asyncio.wrap_future(scan.future) for scan in scans})
+            self._shelf.scanner.finish_all([scan.result() for scan in done])
+        else:
+            self._shelf.scanner.finish_all([])
         return await self._run(self._usage)
 
+    def _start_scans(self) -> Sequence[Scan]:
+        with files.os_errors("scanning"):
+            return self._shelf.scanner.start_all()
+
     def _usage(self) -> StoreUsage:
-        catalog, capacity = self._shelf.catalog, self._shelf.capacity
-        with self._shelf.lock, files.os_errors("scanning"):
-            catalog.refresh_all()
+        shelf = self._shelf
+        with shelf.lock:
             return StoreUsage(
-                catalog.stored_bytes,
-                len(catalog.index),
-                capacity.num_evicted,
-                capacity.num_collected,
-                catalog.num_unreadable,
+                shelf.catalog.stored_bytes,
+                len(shelf.catalog.index),
+                shelf.capacity.num_evicted,
+                shelf.num_collected,
+                shelf.catalog.num_unreadable,
             )
 
     async def collect(self) -> None:
@@ -183,17 +232,25 @@ class LocalStore(Store):
         await self._run(self._collect)
 
     def _collect(self) -> None:
-        with self._shelf.lock, files.os_errors("collecting orphans"):
-            self._shelf.capacity.collect()
+        with files.os_errors("collecting orphans"):
+            self._shelf.collect()
 
     async def close(self) -> None:
         self._closed = True
-        await asyncio.to_thread(self._executor.shutdown)
+        await asyncio.to_thread(self._shut_down)
+
+    def _shut_down(self) -> None:
+        self._shelf.scanner.stop()
+        self._lookups.shutdown()
+        self._executor.shutdown()
 
     async def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._run_in(self._executor, call, *args, **kwargs)
+
+    async def _run_in(self, threads: ThreadPoolExecutor, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         if self._closed:
             raise StoreError("io", f"the store {self.root} is closed")
-        return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: call(*args, **kwargs))
+        return await asyncio.get_running_loop().run_in_executor(threads, lambda: call(*args, **kwargs))
 
 
 class Upload:

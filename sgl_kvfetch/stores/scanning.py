@@ -121,15 +121,18 @@ class Scanner:
             finally:
                 after = _mtime_ns(root, namespace)
                 if after is not None:
-                    seen = self._seen.setdefault(namespace, _Seen(trusted=before is None))
-                    if seen.trusted and before in (None, seen.mtime_ns):
+                    seen = self._seen.get(namespace)
+                    if seen is None:
+                        seen = self._seen[namespace] = _Seen(after, trusted=before is None)
+                    elif before == seen.mtime_ns:
                         seen.mtime_ns = after
                     seen.own_mtime_ns = after
 
     def stop(self) -> None:
         """Give up the scan that runs, and end the thread. Idempotent."""
-        self._stopped = True
-        self._thread.shutdown(cancel_futures=True)
+        with self._mutex:
+            self._stopped = True
+        self._thread.shutdown()
 
     def _run(self, namespace: str) -> StoreError | None:
         started = time.monotonic()
@@ -151,6 +154,8 @@ class Scanner:
         return error
 
     def _scan(self, namespace: str) -> None:
+        if self._stopped:
+            return
         with files.namespace_dir(self._catalog.root, namespace) as directory:
             if directory is None:
                 self._forget(namespace)
@@ -177,7 +182,7 @@ class Scanner:
                     self._seen.pop(namespace, None)
 
     def _note_differences(self, namespace: str, known: KnownNames, directory: int) -> None:
-        """What the catalog hears of our own changes meanwhile is newer than what we found: it passes over the latter."""
+        """The catalog passes over findings about what we changed ourselves meanwhile: they are older."""
         catalog = self._catalog
         manifests, data, new_data = _list(namespace, known, directory)
         gone = [name for name in known.data if name not in data]

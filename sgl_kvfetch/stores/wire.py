@@ -24,6 +24,7 @@ MAX_LOOKUP_REQUEST_BYTES = MAX_LOOKUP_PAGES * PAGE_HASH_BYTES + 1024
 # A server ends a run early rather than answer with more than this; one manifest always fits.
 MAX_LOOKUP_ANSWER_BYTES = 4 * MAX_MANIFEST_BYTES
 MAX_LINE_BYTES = 4096  # of a listing
+MAX_DELETED_BYTES = 4096  # of the answer to a deletion by prefix
 
 
 class LookupRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,6 +44,13 @@ class ListedObject(msgspec.Struct, frozen=True):
     name: str
     size_bytes: Annotated[int, Meta(ge=0)]
     modified_s: float
+
+
+class Deleted(msgspec.Struct, frozen=True):
+    """The answer to a deletion by prefix. With ``more`` some may be left: servers bound the time of one request."""
+
+    deleted: Annotated[int, Meta(ge=0)]
+    more: bool
 
 
 class ErrorBody(msgspec.Struct, frozen=True):

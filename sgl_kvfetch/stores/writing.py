@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass
-from pathlib import Path
 
 import xxhash
 
@@ -13,8 +11,7 @@ from sgl_kvfetch.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import ObjectName
 from sgl_kvfetch.stores import files
-from sgl_kvfetch.stores.capacity import Capacity
-from sgl_kvfetch.stores.catalog import Catalog
+from sgl_kvfetch.stores.shelf import Shelf
 
 
 class IncompleteSegmentError(StoreError):
@@ -22,16 +19,6 @@ class IncompleteSegmentError(StoreError):
 
     def __init__(self, message: str) -> None:
         super().__init__("invalid", message)
-
-
-@dataclass(frozen=True, slots=True)
-class Shelf:
-    """The parts of a local store that its writers share. ``lock`` guards the catalog and the capacity."""
-
-    root: Path
-    lock: threading.RLock
-    catalog: Catalog
-    capacity: Capacity
 
 
 def write_manifest(shelf: Shelf, name: str, content: bytes) -> None:
@@ -54,21 +41,25 @@ def write_manifest(shelf: Shelf, name: str, content: bytes) -> None:
 
 
 def _write_manifest(shelf: Shelf, name: str, content: bytes, manifest: Manifest) -> None:
-    with shelf.lock:
-        shelf.capacity.reserve(len(content))
+    namespace = manifest.key.namespace
+    shelf.reserve(len(content))
     try:
-        temp = files.TempFile(shelf.root, name)
+        with shelf.scanner.own_change(namespace):
+            temp = files.TempFile(shelf.root, name)
         try:
             temp.write(content)
             temp.sync()
             with shelf.lock:
                 _require_data(shelf, manifest)
-                temp.commit()
+                with shelf.scanner.own_change(namespace):
+                    temp.commit()
                 status = os.stat(shelf.root / name, follow_symlinks=False)
                 shelf.catalog.note_manifest(content, manifest, status)
                 shelf.capacity.manifest_committed(name)
         finally:
-            temp.discard()
+            if temp.is_open:
+                with shelf.scanner.own_change(namespace):
+                    temp.discard()
     finally:
         with shelf.lock:
             shelf.capacity.release(len(content))
@@ -97,6 +88,7 @@ class DataWriter:
         assert name.content_digest is not None
         self._shelf = shelf
         self._owner = name.segment.manifest_name
+        self._namespace = name.segment.namespace
         self._digest = name.content_digest
         self.name = name.segment.data_name(name.content_digest)
         self._hasher = xxhash.xxh3_128()
@@ -112,9 +104,8 @@ class DataWriter:
             if self._finished:
                 return  # given up meanwhile
             temp = self._opened()
-            with self._shelf.lock:
-                self._shelf.capacity.reserve(len(data))
-                self._size_bytes += len(data)
+            self._shelf.reserve(len(data))
+            self._size_bytes += len(data)
             self._hasher.update(data)
             temp.write(data)
 
@@ -131,7 +122,8 @@ class DataWriter:
                 )
             temp.sync()
             with self._shelf.lock:
-                temp.commit()
+                with self._shelf.scanner.own_change(self._namespace):
+                    temp.commit()
                 self._shelf.catalog.note_data(self.name, self._size_bytes)
                 self._shelf.capacity.data_committed(self._owner)
                 self._finish()
@@ -144,14 +136,16 @@ class DataWriter:
             opened = self._temp
             try:
                 if opened is not None:
-                    opened.discard()
+                    with self._shelf.scanner.own_change(self._namespace):
+                        opened.discard()
             finally:
                 with self._shelf.lock:
                     self._finish()
 
     def _opened(self) -> files.TempFile:
         if self._temp is None:
-            self._temp = files.TempFile(self._shelf.root, self.name)
+            with self._shelf.scanner.own_change(self._namespace):
+                self._temp = files.TempFile(self._shelf.root, self.name)
             with self._shelf.lock:
                 self._shelf.capacity.start_writing(self._owner)
         return self._temp

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sgl_kvfetch.testing.engine import Generation, ServerError, SGLangServer, hicache_args
+from sgl_kvfetch.testing.models import make_tiny_llama
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -88,3 +89,29 @@ def test_a_server_that_dies_says_why(tmp_path: Path) -> None:
     server = SGLangServer("/no/such/model", extra_args=["--no-such-flag"], log_path=tmp_path / "server.log")
     with pytest.raises(ServerError, match=r"exited with code 2:[\s\S]*--no-such-flag"), server:
         pass
+
+
+def test_other_weights_are_never_served_the_old_ones_pages(tiny_llama: Path, tmp_path: Path) -> None:
+    other = str(make_tiny_llama(tmp_path / "other", seed=1))
+    store = f"file://{tmp_path / 'store'}"
+    log_path = tmp_path / "server.log"
+    with SGLangServer(tiny_llama, extra_args=hicache_args(store), admin_api_key="admin", log_path=log_path) as server:
+        old = server.generate(input_ids=PROMPT)
+        _hit_after_flush(server)
+        server.request("POST", "/update_weights_from_disk", {"model_path": other})
+        new = server.generate(input_ids=PROMPT)
+        assert new.output_ids != old.output_ids
+        assert new.cached_tokens == 0
+        server.flush()
+        again = server.generate(input_ids=PROMPT)  # nor were the new weights' pages written under the old name
+        assert (again.cached_tokens, again.output_ids) == (0, new.output_ids)
+        log = log_path.read_text()
+        assert log.count("the model's weights change (UpdateWeightFromDiskReqInput)") == 1
+
+        assert "detached" in server.request("DELETE", ATTACH)
+        with pytest.raises(ServerError, match=r"status 400[\s\S]*set model_id"):
+            _attach(server, {"store": store, "prefetch_threshold": 16})
+        assert "attached" in _attach(server, {"store": store, "prefetch_threshold": 16, "model_id": "other"})
+        server.flush()
+        assert server.generate(input_ids=PROMPT).output_ids == new.output_ids
+        assert _hit_after_flush(server).output_ids == new.output_ids

@@ -27,12 +27,21 @@ def _args(extra: Any = STORE, **flags: Any) -> SimpleNamespace:
         "hicache_host_memory_mode": "cache",
         "pp_size": 1,
         "disaggregation_decode_enable_offload_kvcache": False,
+        "enable_lora": None,
+        "lora_paths": None,
     }
     return SimpleNamespace(**(defaults | flags))
 
 
 def test_a_good_launch_passes() -> None:
     check_launch(_args())
+
+
+@pytest.mark.parametrize("flags", [{"enable_lora": True}, {"lora_paths": ["a"]}])
+def test_adapters_need_a_name_of_the_users(flags: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match="LoRA needs model_id"):
+        check_launch(_args(**flags))
+    check_launch(_args(STORE | {"model_id": "mine"}, **flags))
 
 
 def test_sglangs_own_keys_are_not_ours() -> None:

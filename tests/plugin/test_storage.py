@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo, PoolName, PoolTransfer
+from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mha_mxfp8 import MHATokenToKVPoolMXFP8Host
 
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.plugin import storage as storage_module
@@ -23,8 +25,14 @@ from tests.segments import make_namespace, page_hashes
 PAGE_SIZE, LAYERS, HEADS, DIM, POOL_PAGES = 4, 5, 2, 48, 40
 
 
-def make_pool(layout: str = "page_first_direct", k_dim: int = DIM, v_dim: int = DIM) -> SimpleNamespace:
-    """What the backend reads of an ``MHATokenToKVPoolHost``, filled with numbers."""
+def make_pool(
+    layout: str = "page_first_direct",
+    k_dim: int = DIM,
+    v_dim: int = DIM,
+    kind: type[MHATokenToKVPoolHost] | None = None,
+    **changes: Any,
+) -> MHATokenToKVPoolHost:
+    """One of SGLang's host pools, with no more to it than the backend reads, filled with numbers."""
 
     def buffer(dim: int, sign: int) -> torch.Tensor:
         shape = {
@@ -35,17 +43,28 @@ def make_pool(layout: str = "page_first_direct", k_dim: int = DIM, v_dim: int = 
         }[layout]
         return sign * torch.randn(shape, generator=torch.Generator().manual_seed(dim))
 
-    return SimpleNamespace(
+    kind = kind or (MHATokenToKVPoolHost if k_dim == v_dim else AsymmetricMHATokenToKVPoolHost)
+    pool = object.__new__(kind)
+    attributes: dict[str, Any] = dict(
         layout=layout,
         page_size=PAGE_SIZE,
         dtype=torch.float32,
         layer_num=LAYERS,
         target_layer_num=LAYERS,
         start_layer=0,
-        storage_format_tag=None,
-        k_buffer=buffer(k_dim, 1),
-        v_buffer=buffer(v_dim, -1),
+        kv_buffer=(buffer(k_dim, 1), buffer(v_dim, -1)),
     )
+    for name, value in (attributes | changes).items():
+        setattr(pool, name, value)
+    return pool
+
+
+def make_fp8_pool(dtype: torch.dtype) -> MHATokenToKVPoolHost:
+    """As SGLang keeps it: bytes."""
+    pool = make_pool()
+    pool.kv_buffer = tuple(buffer.to(dtype).view(torch.uint8) for buffer in pool.kv_buffer)
+    pool.dtype = torch.uint8
+    return pool
 
 
 def storage_config(**changes: Any) -> HiCacheStorageConfig:
@@ -77,7 +96,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr(storage_module, "engine_namespace", namespace)
     made: list[KVFetchStorage] = []
 
-    def build(pool: SimpleNamespace | None = None, **config: Any) -> KVFetchStorage:
+    def build(pool: MHATokenToKVPoolHost | None = None, **config: Any) -> KVFetchStorage:
         extra = {"store": f"file://{tmp_path}", "codec": "zstd", "write_linger_s": 0.01} | config
         made.append(KVFetchStorage(storage_config(extra_config=extra), pool or make_pool()))
         return made[-1]
@@ -292,11 +311,42 @@ def test_what_is_not_supported_is_refused_by_name(change: dict[str, Any], messag
 
 def test_pools_that_are_not_supported_are_refused() -> None:
     config = storage_config(extra_config={"store": "file:///nowhere"})
-    for change, message in (({"storage_format_tag": "x"}, "'x'"), ({"target_layer_num": 4}, "draft")):
+    for change, message in (
+        ({"storage_format_tag": "x"}, "'x'"),
+        ({"target_layer_num": 4}, "draft"),
+        ({"kind": MHATokenToKVPoolMXFP8Host}, "MHATokenToKVPoolMXFP8Host are not supported"),
+    ):
         with pytest.raises(UnsupportedError, match=message):
-            KVFetchStorage(config, SimpleNamespace(**vars(make_pool()) | change))
+            KVFetchStorage(config, make_pool(**change))
+    pool = make_pool()
+    pool.layout = "page_unified"
     with pytest.raises(UnsupportedError, match="page_unified is not supported; use one of layer_first"):
-        KVFetchStorage(config, SimpleNamespace(**vars(make_pool()) | {"layout": "page_unified"}))
+        KVFetchStorage(config, pool)
+
+
+@pytest.mark.parametrize(
+    ("flag", "dtype"),
+    [("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2), ("auto", torch.float8_e4m3fn)],
+)
+def test_fp8_is_told_from_bytes(make: Make, monkeypatch: pytest.MonkeyPatch, flag: str, dtype: torch.dtype) -> None:
+    monkeypatch.setattr("sglang.srt.runtime_context.get_model", lambda: SimpleNamespace(kv_cache_dtype=flag))
+    pool = make_fp8_pool(dtype)
+    backend = make(pool, quantiser="exact")
+    pages = HostPages(pool)
+    assert pages.geometry.torch_dtype == pages.read("k", [0]).dtype == dtype
+    expected = [buffer[:7].clone() for buffer in pool.kv_buffer]
+    store_pages(backend, keys(7), list(range(7)))
+    assert backend.batch_get_v1(keys(7), tokens(list(range(20, 27)))) == [True] * 7
+    for buffer, values in zip(pool.kv_buffer, expected, strict=True):
+        assert torch.equal(buffer[20:27], values)
+        assert torch.equal(buffer[:7], values)
+
+
+@pytest.mark.parametrize("flag", ["mxfp8", "nvfp4", "bfloat16"])
+def test_other_bytes_are_refused(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    monkeypatch.setattr("sglang.srt.runtime_context.get_model", lambda: SimpleNamespace(kv_cache_dtype=flag))
+    with pytest.raises(UnsupportedError, match=f"bytes .*{flag}.* is not supported"):
+        HostPages(make_fp8_pool(torch.float8_e5m2))
 
 
 def test_bad_config_is_refused(make: Make) -> None:

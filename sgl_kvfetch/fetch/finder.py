@@ -1,0 +1,104 @@
+"""Where pages are stored: lookups, what they told, and when not to ask."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from sgl_kvfetch import metrics
+from sgl_kvfetch.container.manifest import decode_manifest
+from sgl_kvfetch.container.segment import SegmentReader
+from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
+from sgl_kvfetch.fetch.breaker import Breaker
+from sgl_kvfetch.fetch.fetcher import FetchResult
+from sgl_kvfetch.fetch.plan import PageSource
+from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.quant import Quantiser
+from sgl_kvfetch.stores.base import Store
+
+_MAX_KNOWN_PAGES = 1 << 15  # remembered between a lookup and its fetch
+
+
+class PageFinder:
+    """Finds the pages of one namespace. Belongs to one event loop.
+
+    A store whose lookups, or whose fetches, fail several times in a row is left alone for a while.
+    """
+
+    def __init__(
+        self, store: Store, namespace: Namespace, quantiser: Quantiser, on_fault: Callable[[KVFetchError], None]
+    ) -> None:
+        """``on_fault`` is told of segments that the store named and that cannot be used."""
+        self._store = store
+        self._namespace = namespace
+        self._digest = namespace.digest()
+        self._quantiser = quantiser
+        self._on_fault = on_fault
+        self._lookups = Breaker()
+        self._fetches = Breaker()
+        self._known: OrderedDict[bytes, PageSource] = OrderedDict()
+
+    async def find(self, hashes: Sequence[bytes], timeout_s: float) -> list[PageSource]:
+        """Ask the store for the longest run of these pages. Raises StoreError, TimeoutError."""
+        started_s = time.monotonic()
+        if self._is_paused(started_s):
+            raise StoreError("skipped", "lookups pause, since the store keeps failing")
+        try:
+            async with asyncio.timeout(timeout_s):
+                lookup = await self._store.lookup(self._digest, hashes)
+        except (StoreError, TimeoutError):
+            self._lookups.failed(time.monotonic())
+            raise
+        else:
+            self._lookups.succeeded()
+        finally:
+            metrics.STORE_DOWN.set(self._is_paused(time.monotonic()))
+        metrics.STAGE_SECONDS.labels("lookup").observe(time.monotonic() - started_s)
+        sources: list[PageSource] = []
+        for hit in lookup.hits:
+            asked = hashes[len(sources) : len(sources) + hit.num_pages]
+            try:
+                sources += self._sources(hit.manifest, hit.first_page, asked)
+            except KVFetchError as e:
+                self._on_fault(e)
+                break
+        self._remember(hashes, sources)
+        return sources
+
+    async def recall(self, hashes: Sequence[bytes], timeout_s: float) -> list[PageSource]:
+        """The same, without asking if a lookup told of all these pages before."""
+        known = [source for page_hash in hashes if (source := self._known.get(page_hash)) is not None]
+        return known if len(known) == len(hashes) else await self.find(hashes, timeout_s)
+
+    def fetched(self, hashes: Sequence[bytes], sources: Sequence[PageSource], result: FetchResult) -> None:
+        """Learn from a fetch of ``sources``."""
+        # Merged, evicted or corrupt: whatever became of the rest, the next lookup knows better.
+        for page_hash in hashes[result.num_pages :]:
+            self._known.pop(page_hash, None)
+        if result.timed_out or any(isinstance(f, StoreError) and f.reason != "missing" for f in result.failures):
+            self._fetches.failed(time.monotonic())
+        elif sources:
+            self._fetches.succeeded()
+
+    def forget(self) -> None:
+        self._known.clear()
+
+    def _is_paused(self, now_s: float) -> bool:
+        return self._lookups.is_open(now_s) or self._fetches.is_open(now_s)
+
+    def _sources(self, manifest_bytes: bytes, first_page: int, asked: Sequence[bytes]) -> list[PageSource]:
+        manifest = decode_manifest(manifest_bytes)
+        self._namespace.require_same(manifest.namespace)
+        reader = SegmentReader(manifest, self._quantiser)
+        if tuple(asked) != manifest.page_hashes[first_page : first_page + len(asked)]:
+            raise FormatError("the store's answer holds other pages than those asked for")
+        return [PageSource(reader, first_page + i) for i in range(len(asked))]
+
+    def _remember(self, hashes: Sequence[bytes], sources: Sequence[PageSource]) -> None:
+        for page_hash, source in zip(hashes, sources, strict=False):
+            self._known[page_hash] = source
+            self._known.move_to_end(page_hash)
+        while len(self._known) > _MAX_KNOWN_PAGES:
+            self._known.popitem(last=False)

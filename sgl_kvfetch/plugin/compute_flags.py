@@ -1,0 +1,148 @@
+"""What on SGLang's command line changes the values of K and V, beside the weights, as one short string."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from sgl_kvfetch.fingerprint import digest_file
+
+logger = logging.getLogger(__name__)
+
+# Of the group ``model`` all fields count but these. A field that is new in another SGLang counts until it is known.
+IRRELEVANT = frozenset(
+    {
+        # In the namespace by themselves.
+        "model_path",
+        "revision",
+        "dtype",
+        "quantization",
+        # Where the same files lie, how they are read, and what is checked, written or deleted on the way.
+        "download_dir",
+        "model_checksum",
+        "modelopt_checkpoint_save_path",
+        "modelopt_export_path",
+        "delete_ckpt_after_loading",
+        "startup_weight_load_mode",
+        "weight_loader_disable_mmap",
+        "weight_loader_prefetch_checkpoints",
+        "weight_loader_prefetch_num_threads",
+        "weight_loader_drop_cache_after_load",
+        # Weights that do not come from the model's files: `namespace.py` and `live.py` ask for a model_id then.
+        "remote_instance_weight_loader_seed_instance_ip",
+        "remote_instance_weight_loader_seed_instance_service_port",
+        "remote_instance_weight_loader_send_weights_group_ports",
+        "remote_instance_weight_loader_backend",
+        "remote_instance_weight_loader_start_seed_via_transfer_engine",
+        "engine_info_bootstrap_port",
+        "modelexpress_config",
+        "checkpoint_engine_wait_weights_before_ready",
+        "weight_cache_mode",
+        "weight_cache_socket",
+        "weight_cache_timeout",
+        # The draft model's.
+        "decrypted_draft_config_file",
+    }
+)
+# Of the other groups only these count. Kernels and parallelism change no more than the rounding.
+RELEVANT = (
+    "exec.dllm.dllm_algorithm",
+    "exec.dllm.dllm_algorithm_config",
+    "exec.comm.enable_quant_communications",
+    "exec.moe.enable_w4a4_mxfp4_megamoe",
+    "exec.moe.flashinfer_mxfp4_moe_precision",
+    "exec.moe.kt_weight_path",
+    "exec.moe.kt_method",
+    "exec.moe.kt_num_gpu_experts",
+    "exec.moe.kt_max_deferred_experts_per_token",
+    # Who asks for these wants the last bit to be reproducible.
+    "exec.deterministic.enable_deterministic_inference",
+    "exec.deterministic.rl_on_policy_target",
+    "observability.forward_hooks",
+    "mm.mm_process_config",
+    "mm.trust_mm_content_hashes",
+)
+# Paths: what lies there counts, not where it lies.
+FILES = frozenset(
+    {
+        "quantization_param_path",
+        "decrypted_config_file",
+        "modelopt_checkpoint_restore_path",
+        "rl_quant_profile",
+        "dllm_algorithm_config",
+        "kt_weight_path",
+    }
+)
+JSON_TEXTS = frozenset({"json_model_override_args", "model_loader_extra_config"})
+
+
+def compute_flags() -> str:
+    """``dtype=...;quantization=...``, and a digest of the flags that differ from SGLang's defaults if any do.
+
+    To be called where SGLang's resolved config is published. Files that flags name are read.
+    """
+    from sglang.srt.runtime_context import get_model
+
+    model = get_model()
+    text = f"dtype={model.dtype};quantization={model.quantization}"
+    changed = dict(_changed_flags())
+    if not changed:
+        return text
+    logger.info("kvfetch: flags that are part of the namespace: %s", ", ".join(sorted(changed)))
+    return f"{text};flags={xxhash.xxh3_64_hexdigest(msgspec.json.encode(changed, order='sorted'))}"
+
+
+def _changed_flags() -> Iterator[tuple[str, Any]]:
+    """Names and values, as JSON has them, of the flags that count and are not SGLang's defaults."""
+    from sglang.srt.arg_groups.arg_utils import namespace_of
+    from sglang.srt.server_args import ServerArgs
+
+    groups = namespace_of(ServerArgs)
+    for field in msgspec.structs.fields(ServerArgs):
+        group = groups[field.name]
+        if field.name in IRRELEVANT if group == "model" else f"{group}.{field.name}" not in RELEVANT:
+            continue
+        value = _comparable(field.name, _resolved(group, field.name))
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        if value != _comparable(field.name, default):
+            yield field.name, value
+
+
+def _resolved(group: str, name: str) -> Any:
+    from sglang.srt.runtime_context import get_context
+
+    top, *subgroups = group.split(".")
+    bag = get_context().config_bag(top)
+    for subgroup in subgroups:
+        bag = getattr(bag, subgroup)
+    return getattr(bag, name)
+
+
+def _comparable(name: str, value: Any) -> Any:
+    """A flag's value such that equal ones mean the same. Unknown kinds of value become text."""
+    if name in FILES and value is not None:
+        return _path_digest(Path(value))
+    if name in JSON_TEXTS:
+        try:
+            return json.loads(value or "{}")
+        except ValueError:
+            return value
+    return msgspec.to_builtins(value, enc_hook=repr)
+
+
+def _path_digest(path: Path) -> str:
+    """A digest of a file, or of all files below a folder and their names. The path itself if there is nothing."""
+    if path.is_file():
+        return digest_file(path)
+    files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else []
+    if not files:
+        return str(path)
+    return xxhash.xxh3_128_hexdigest(
+        "".join(f"{f.relative_to(path).as_posix()}\0{digest_file(f)}\n" for f in files).encode()
+    )

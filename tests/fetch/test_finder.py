@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sgl_kvfetch.errors import KVFetchError, NamespaceMismatchError, StoreError
+from sgl_kvfetch.fetch.fetcher import FetchResult
+from sgl_kvfetch.fetch.finder import PageFinder
+from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.stores.base import Lookup
+from sgl_kvfetch.stores.local import LocalStore
+from tests.segments import make_namespace, make_segment, page_hashes
+
+NUM_PAGES = 8
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[LocalStore]:
+    store = LocalStore(tmp_path)
+    coded, _ = make_segment(num_pages=NUM_PAGES)
+    await store.put(coded.data_name, coded.data)
+    await store.put(coded.manifest.key.manifest_name, coded.manifest.encode())
+    yield store
+    await store.close()
+
+
+def finder(store: LocalStore, namespace: Namespace | None = None) -> tuple[PageFinder, list[KVFetchError]]:
+    faults: list[KVFetchError] = []
+    return PageFinder(store, namespace or make_namespace(), make_quantiser("exact"), faults.append), faults
+
+
+async def test_pages_are_found_and_recalled_without_asking(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, _ = finder(store)
+    hashes = page_hashes(NUM_PAGES)
+    found = await pages.find([*hashes, bytes(32)], 1.0)
+    assert [source.page for source in found] == list(range(NUM_PAGES))
+
+    async def fail(*args: object) -> Lookup:
+        raise StoreError("server", "not to be asked")
+
+    monkeypatch.setattr(store, "lookup", fail)
+    assert await pages.recall(hashes[3:], 1.0) == found[3:]
+    pages.fetched(hashes, found, FetchResult(4, (), False))
+    assert await pages.recall(hashes[:4], 1.0) == found[:4]
+    with pytest.raises(StoreError, match="not to be asked"):
+        await pages.recall(hashes, 1.0)
+    pages.forget()
+    with pytest.raises(StoreError, match="not to be asked"):
+        await pages.recall(hashes[:1], 1.0)
+
+
+async def test_lookups_pause_after_fetches_that_fail_in_a_row(store: LocalStore) -> None:
+    pages, _ = finder(store)
+    hashes = page_hashes(NUM_PAGES)
+    found = await pages.find(hashes, 1.0)
+    pages.fetched(hashes, found, FetchResult(0, (), True))
+    pages.fetched(hashes, found, FetchResult(8, (), False))
+    for _ in range(3):
+        assert await pages.find(hashes, 1.0)
+        pages.fetched(hashes, found, FetchResult(0, (), True))
+    with pytest.raises(StoreError, match="lookups pause") as caught:
+        await pages.find(hashes, 1.0)
+    assert caught.value.reason == "skipped"
+
+
+async def test_a_segment_of_another_namespace_is_a_fault_that_names_the_field(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that answers with what was not asked for."""
+    theirs = await store.lookup(make_namespace().digest(), page_hashes(NUM_PAGES))
+    mine = replace(make_namespace(), kv_dtype="float16")
+
+    async def answer(*args: object) -> Lookup:
+        return theirs
+
+    monkeypatch.setattr(store, "lookup", answer)
+    pages, faults = finder(store, mine)
+    assert await pages.find(page_hashes(NUM_PAGES), 1.0) == []
+    assert isinstance(faults[0], NamespaceMismatchError)
+    assert "kv_dtype is 'bfloat16', expected 'float16'" in str(faults[0])
+
+
+async def test_an_answer_with_other_pages_is_a_fault(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = await store.lookup(make_namespace().digest(), page_hashes(NUM_PAGES))
+
+    async def answer(*args: object) -> Lookup:
+        return theirs
+
+    monkeypatch.setattr(store, "lookup", answer)
+    pages, faults = finder(store)
+    assert await pages.find(page_hashes(NUM_PAGES, "others"), 1.0) == []
+    assert "other pages than those asked for" in str(faults[0])

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.metrics import SUSPENSIONS
+from sgl_kvfetch.plugin import hooks, live
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Backend:
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def suspend(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+class UpdateWeightsFromSomewhere:
+    tags: list[str] | None = None
+    action = "checksum"
+
+
+@pytest.fixture(autouse=True)
+def state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_state", live._State())
+
+
+def test_every_backend_is_suspended_once_and_told_what_to_do() -> None:
+    backends = [Backend(), Backend()]
+    for backend in backends:
+        live.register(backend, None)
+    before = SUSPENSIONS._value.get()
+    for _ in range(3):
+        hooks.suspend_for_update(None, UpdateWeightsFromSomewhere())
+    assert SUSPENSIONS._value.get() == before + 2
+    for backend in backends:
+        assert len(backend.reasons) == 1
+        for words in ("UpdateWeightsFromSomewhere", "detach", "attach", "model_id", "restart"):
+            assert words in backend.reasons[0]
+
+
+def test_a_backend_that_is_gone_is_forgotten() -> None:
+    live.register(Backend(), None)
+    gc.collect()
+    assert not live._state.backends
+    live.weights_change("x")
+
+
+def test_changed_weights_need_a_name_that_is_new() -> None:
+    live.require_known_weights(None)
+    live.register(Backend(), "one")
+    live.require_known_weights("one")
+    live.weights_change("UpdateWeights")
+    with pytest.raises(UnsupportedError, match=r"changed while the server ran \(UpdateWeights\).*set model_id"):
+        live.require_known_weights(None)
+    with pytest.raises(UnsupportedError, match="'one' names the weights that the server had before"):
+        live.require_known_weights("one")
+    live.require_known_weights("two")
+    live.register(backend := Backend(), "two")
+    live.require_known_weights("two")
+    live.weights_change("again")
+    assert len(backend.reasons) == 1
+    for name in ("one", "two"):
+        with pytest.raises(UnsupportedError, match=name):
+            live.require_known_weights(name)
+
+
+@pytest.mark.parametrize(("action", "suspends"), [("checksum", False), ("compare", False), ("reset_tensors", True)])
+def test_checking_weights_may_overwrite_them(action: str, suspends: bool) -> None:
+    live.register(backend := Backend(), None)
+    hooks.suspend_for_reset(None, SimpleNamespace(action=action))
+    assert bool(backend.reasons) is suspends
+
+
+@pytest.mark.parametrize(
+    ("tags", "saver", "copy", "suspends"),
+    [
+        (None, True, False, True),
+        ([], True, False, True),
+        (["weights", "kv_cache"], True, False, True),
+        (["kv_cache"], True, False, False),
+        (None, True, True, False),
+        (None, False, False, False),
+    ],
+)
+def test_weights_that_are_given_up(
+    monkeypatch: pytest.MonkeyPatch, tags: Any, saver: bool, copy: bool, suspends: bool
+) -> None:
+    features = SimpleNamespace(enable_memory_saver=saver, enable_weights_cpu_backup=copy)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_exec", lambda: SimpleNamespace(features=features))
+    live.register(backend := Backend(), None)
+    hooks.suspend_for_release(None, SimpleNamespace(tags=tags))
+    assert bool(backend.reasons) is suspends
+
+
+def test_the_factory_registers_our_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sgl_kvfetch.plugin import storage
+
+    backend = Backend()
+    monkeypatch.setattr(storage, "KVFetchStorage", lambda config, pool: backend)
+    config = SimpleNamespace(extra_config={"model_id": "mine"})
+    assert hooks.create_backend(pytest.fail, None, "kvfetch", config, None) is backend
+    live.weights_change("x")
+    assert backend.reasons
+    with pytest.raises(UnsupportedError, match="'mine'"):
+        live.require_known_weights("mine")
