@@ -31,8 +31,8 @@ _NAME = re.compile(
 class Namespace:
     """Everything that makes two KV caches incompatible. Equal namespaces may share segments; others never mix."""
 
-    model: str  # fingerprint of the weights, or what the user vouches for
-    model_dtype: str  # dtype the model computes in, with quantisation and overrides
+    model: str  # fingerprint of the weights and their configs, or what the user vouches for
+    model_dtype: str  # dtype the model computes in, quantisation, and a digest of other flags
     attention: str  # "mha" or "mla"
     kv_dtype: str
     page_size: int

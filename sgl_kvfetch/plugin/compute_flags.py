@@ -133,6 +133,8 @@ def _comparable(name: str, value: Any) -> Any:
             return json.loads(value or "{}")
         except ValueError:
             return value
+    if value in ("", [], {}):  # SGLang resolves some flags that are not set to one of these
+        return None
     return msgspec.to_builtins(value, enc_hook=repr)
 
 

@@ -15,8 +15,8 @@ from typing import Protocol
 from sgl_kvfetch.errors import UnsupportedError
 
 _WHAT_TO_DO = (
-    "detach the storage backend and attach it again with a model_id that names the new weights "
-    "(DELETE and PUT /hicache/storage-backend), or restart"
+    "flush the cache (POST /flush_cache), detach the storage backend and attach it again with a model_id that names "
+    "the new weights (DELETE and PUT /hicache/storage-backend), or restart"
 )
 
 

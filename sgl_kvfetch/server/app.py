@@ -86,7 +86,7 @@ async def _warm_up(store: LocalStore) -> None:
     except StoreError as e:
         logger.warning("reading what is stored failed: %s", e)
         return
-    logger.info("found %d segments in %.1f s", num_segments, time.monotonic() - started)
+    logger.debug("found %d segments in %.1f s", num_segments, time.monotonic() - started)
 
 
 async def _collect(store: LocalStore, every_s: float) -> None:

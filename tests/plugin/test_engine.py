@@ -85,6 +85,15 @@ def test_two_ranks_keep_their_own_heads(tiny_llama: Path, tmp_path: Path) -> Non
         assert _hit_after_flush(server).output_ids == computed.output_ids
 
 
+def test_an_fp8_cache_is_stored_as_fp8(tiny_llama: Path, tmp_path: Path) -> None:
+    args = [*hicache_args(f"file://{tmp_path / 'store'}", quantiser="exact"), "--kv-cache-dtype", "fp8_e4m3"]
+    log_path = tmp_path / "server.log"
+    with SGLangServer(tiny_llama, extra_args=args, log_path=log_path) as server:
+        computed = server.generate(input_ids=PROMPT)
+        assert _hit_after_flush(server).output_ids == computed.output_ids
+    assert "kv_dtype='float8_e4m3fn'" in log_path.read_text()
+
+
 def test_a_server_that_dies_says_why(tmp_path: Path) -> None:
     server = SGLangServer("/no/such/model", extra_args=["--no-such-flag"], log_path=tmp_path / "server.log")
     with pytest.raises(ServerError, match=r"exited with code 2:[\s\S]*--no-such-flag"), server:

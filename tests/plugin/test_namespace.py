@@ -69,6 +69,7 @@ def test_defaults_are_a_stable_short_string(flags: dict[str, Bag]) -> None:
     flags["model"].json_model_override_args = " { } "
     flags["model"].model_path = "/elsewhere"
     flags["model"].download_dir = "/elsewhere"
+    flags["model"].custom_weight_loader = []
     flags["exec.kernel"].attention_backend = "triton"
     assert compute_flags() == "dtype=auto;quantization=None"
 

@@ -342,6 +342,15 @@ def test_fp8_is_told_from_bytes(make: Make, monkeypatch: pytest.MonkeyPatch, fla
         assert torch.equal(buffer[:7], values)
 
 
+def test_fp8_may_be_quantised(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang.srt.runtime_context.get_model", lambda: SimpleNamespace(kv_cache_dtype="fp8_e4m3"))
+    backend = make(pool := make_fp8_pool(torch.float8_e4m3fn), quantiser="uint8")
+    store_pages(backend, keys(3), [0, 1, 2])
+    assert backend.batch_get_v1(keys(3), tokens([10, 11, 12])) == [True] * 3
+    got, expected = (HostPages(pool).read("k", pages).float() for pages in ([10, 11, 12], [0, 1, 2]))
+    torch.testing.assert_close(got, expected, rtol=0.13, atol=0.03)
+
+
 @pytest.mark.parametrize("flag", ["mxfp8", "nvfp4", "bfloat16"])
 def test_other_bytes_are_refused(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
     monkeypatch.setattr("sglang.srt.runtime_context.get_model", lambda: SimpleNamespace(kv_cache_dtype=flag))

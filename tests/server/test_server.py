@@ -287,7 +287,7 @@ class TestLookup:
     async def test_an_answer_is_bounded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         chain = page_hashes(8)
         segments = [make_segment(chain, first, 2) for first in range(0, 8, 2)]
-        room = 2 * (len(segments[0].manifest.encode()) + 70)
+        room = sum(len(segment.manifest.encode()) + 70 for segment in segments[:2])
         monkeypatch.setattr(wire, "MAX_LOOKUP_ANSWER_BYTES", room)
         async with serving(tmp_path) as (server, _):
             store = HttpStore(server.url)
