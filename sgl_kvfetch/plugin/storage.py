@@ -33,7 +33,7 @@ from sgl_kvfetch.fetch.fetcher import Fetcher, FetchResult, failure_reason
 from sgl_kvfetch.fetch.finder import PageFinder
 from sgl_kvfetch.fetch.plan import PageSource
 from sgl_kvfetch.fetch.sink import GuardedSink
-from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES
+from sgl_kvfetch.keys import PAGE_HASH_BYTES
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.loop import LoopThread
 from sgl_kvfetch.plugin.host_pages import HostPages
@@ -341,10 +341,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
 
     async def _clear(self) -> None:
         self._finder.forget()
-        names = [info.name async for info in self._store.list(self._digest + "/")]
-        # Manifests first: a segment without one does not exist, whatever of it is left.
-        for name in sorted(names, key=lambda name: not name.endswith(MANIFEST_SUFFIX)):
-            await self._store.delete(name)
+        await self._store.delete_prefix(self._digest + "/")
 
     def close(self) -> None:
         """Write what is queued, within a few seconds, and release threads and sockets. Idempotent."""

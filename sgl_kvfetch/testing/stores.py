@@ -112,6 +112,28 @@ class StoreConformance:
             listed = {info.name async for info in store.list(prefix)}
             assert listed == {name for name in expected if name.startswith(prefix)}, prefix
 
+    async def test_delete_prefix(self, store: Store) -> None:
+        assert await store.delete_prefix("") == 0
+        chain = page_hashes(8)
+        first, second = make_segment(chain, 0, 4), make_segment(chain, 4, 4)
+        another = make_segment(chain, 0, 4, model="another")
+        for segment in (first, second, another):
+            await put_segment(store, segment)
+        assert await store.delete_prefix("no such") == 0
+        assert await store.delete_prefix(first.manifest.key.stem) == 2
+        assert {info.name async for info in store.list(NAMESPACE.digest())} == {
+            second.data_name,
+            second.manifest.key.manifest_name,
+        }
+        assert await store.lookup(NAMESPACE.digest(), chain) == Lookup(())
+        assert parts(await store.lookup(NAMESPACE.digest(), chain[4:])) == [(0, 4)]
+        assert await store.delete_prefix(NAMESPACE.digest()) == 2
+        assert await store.lookup(NAMESPACE.digest(), chain[4:]) == Lookup(())
+        assert parts(await store.lookup(another.manifest.key.namespace, chain)) == [(0, 4)]
+        await put_segment(store, first)
+        assert await store.delete_prefix("") == 4
+        assert [info async for info in store.list()] == []
+
     async def test_bad_names_are_invalid(self, store: Store) -> None:
         for name in BAD_NAMES:
             for call in (store.get(name), store.put(name, b"x"), store.head(name), store.delete(name)):

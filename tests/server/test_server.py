@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 from collections.abc import AsyncIterator
@@ -17,6 +18,7 @@ from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server import RunningServer, ServerConfig, running_server
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.http import HttpOptions, HttpStore
+from sgl_kvfetch.stores.local import LocalStore
 from sgl_kvfetch.testing.small_segments import NAMESPACE, data_object, make_segment, page_hashes, put_segment
 from sgl_kvfetch.testing.stores import BAD_NAMES
 
@@ -62,6 +64,12 @@ async def raw(server: RunningServer, request: bytes) -> bytes:
     writer.close()
     await writer.wait_closed()
     return answer
+
+
+async def shut(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
 
 
 async def metric(session: aiohttp.ClientSession, name: str, **labels: str) -> float:
@@ -255,6 +263,72 @@ class TestBodies:
             assert await store.get(name) == content
             assert await store.get(name, 12345, 20 << 20) == content[12345 : 12345 + (20 << 20)]
             await store.close()
+
+
+class TestUploads:
+    CONTENT = b"u" * 3_000_000
+    PATH = f"{wire.OBJECTS_PATH}/{data_object(CONTENT)}"
+
+    async def stall(self, server: RunningServer, sent: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(server.host, server.port)
+        head = f"PUT {self.PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(self.CONTENT)}\r\n\r\n"
+        writer.write(head.encode() + self.CONTENT[:sent])
+        await writer.drain()
+        return reader, writer
+
+    async def test_stalled_ones_lose_their_room(self, tmp_path: Path) -> None:
+        async with serving(tmp_path, capacity_bytes=8_000_000, idle_timeout_s=0.5) as (server, session):
+            stalled = [await self.stall(server, 1_200_000) for _ in range(7)]
+            await asyncio.sleep(0.2)
+            async with session.put(self.PATH, data=io.BytesIO(self.CONTENT)) as response:
+                assert response.status == 507
+            for reader, _ in stalled:
+                assert (await reader.readline()).split()[1] == b"408"
+            async with session.put(self.PATH, data=io.BytesIO(self.CONTENT)) as response:
+                assert response.status == 201
+            for _, writer in stalled:
+                await shut(writer)
+
+    async def test_too_many_are_turned_away_after_a_while(self, tmp_path: Path) -> None:
+        async with serving(tmp_path, max_uploads=2, upload_wait_s=0.2) as (server, session):
+            stalled = [await self.stall(server, 1000) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            async with session.put(OBJECT, data=CONTENT) as response:
+                assert response.status == 503
+                assert response.headers["Retry-After"] == "1"
+                assert await error_of(response) == "service_unavailable"
+            waiting = asyncio.create_task(session.put(OBJECT, data=CONTENT))
+            await shut(stalled[0][1])
+            async with await waiting as response:
+                assert response.status == 201
+            await shut(stalled[1][1])
+
+
+async def test_all_is_read_before_the_server_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = page_hashes(4)
+    local = LocalStore(tmp_path)
+    await put_segment(local, make_segment(chain, 0, 4))
+    await local.close()
+    warmed: list[int] = []
+    warm_up = LocalStore.warm_up
+
+    async def slow(store: LocalStore) -> int:
+        await asyncio.sleep(0.1)
+        warmed.append(await warm_up(store))
+        return warmed[-1]
+
+    monkeypatch.setattr(LocalStore, "warm_up", slow)
+    async with running_server(ServerConfig(tmp_path, port=0)):
+        assert warmed == [1]
+
+
+async def test_deleting_without_a_prefix(session: aiohttp.ClientSession) -> None:
+    async with session.delete(wire.OBJECTS_PATH) as response:
+        assert response.status == 400
+    async with session.delete(wire.OBJECTS_PATH, params={"prefix": "no such"}) as response:
+        assert await response.json() == {"deleted": 0, "more": False}
+    async with session.delete(wire.OBJECTS_PATH, params={"prefix": ""}) as response:
+        assert await response.json() == {"deleted": 1, "more": False}
 
 
 class TestLookup:

@@ -118,6 +118,81 @@ async def test_what_may_pass_is_tried_again(proxy: FaultyProxy, fault: Fault) ->
     await store.close()
 
 
+@pytest.mark.parametrize("fault", [Fault("error", status=503, times=2), Fault("close", after_bytes=0, times=2)])
+async def test_a_listing_s_start_is_tried_again(proxy: FaultyProxy, fault: Fault) -> None:
+    store = HttpStore(proxy.url, options=HttpOptions(timeout_s=5, backoff_s=0.01))
+    await store.put(NAME, CONTENT)
+    await proxy.set(fault)
+    assert [info.name async for info in store.list()] == [NAME]
+    await store.close()
+
+
+async def test_large_transfers_get_more_time(proxy: FaultyProxy) -> None:
+    took_s = len(CONTENT) / 4e5
+    for min_bytes_per_s, reason in ((1e9, "timeout"), (1e5, None)):
+        options = HttpOptions(timeout_s=took_s / 2, min_bytes_per_s=min_bytes_per_s, max_attempts=1)
+        store = HttpStore(proxy.url, options=options)
+        await proxy.set(None)
+        await store.put(NAME, CONTENT)
+        await proxy.set(Fault("slow", bytes_per_s=4e5))
+        if reason is None:
+            assert await store.get(NAME, 0, len(CONTENT)) == CONTENT
+        else:
+            assert await reason_of(store.get(NAME, 0, len(CONTENT))) == reason
+        assert await reason_of(store.get(NAME)) == "timeout"  # nobody knows its size beforehand
+        await store.close()
+
+
+async def test_a_large_put_gets_more_time(answering: Start) -> None:
+    async def slow(request: web.Request) -> web.StreamResponse:
+        await request.read()
+        await asyncio.sleep(2 * DEADLINE_S)
+        return web.Response(status=201)
+
+    store = await answering(slow)
+    assert await reason_of(store.put(NAME, CONTENT)) == "timeout"
+    store.options = HttpOptions(timeout_s=DEADLINE_S, min_bytes_per_s=len(CONTENT) / 10)
+    await store.put(NAME, CONTENT)
+
+
+async def test_no_range_is_larger_than_an_object_may_be(answering: Start) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        raise AssertionError("nothing was to be asked")
+
+    store = await answering(answer)
+    store.options = HttpOptions(max_object_bytes=1000)
+    assert await reason_of(store.get(NAME, 5, 1001)) == "too_large"
+
+
+async def test_prefixes_are_deleted_where_the_server_knows_no_such_thing(answering: Start) -> None:
+    names = [NAME, make_segment(page_hashes(4), 0, 4).manifest.key.manifest_name]
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.method == "GET":
+            lines = (msgspec.json.encode(wire.ListedObject(name, 1, 0.0)) + b"\n" for name in names)
+            return web.Response(body=b"".join(lines))
+        if request.path == wire.OBJECTS_PATH:
+            return web.Response(status=405)
+        asked.append(request.path.removeprefix(wire.OBJECTS_PATH + "/"))
+        return web.Response(status=204)
+
+    assert await (await answering(answer)).delete_prefix("") == 2
+    assert asked == names[::-1]  # the manifest first
+
+
+async def test_prefixes_are_deleted_in_several_requests(answering: Start) -> None:
+    answers = [b'{"deleted": 5, "more": true}', b'{"deleted": 2, "more": false}', b'{"deleted": -1, "more": false}']
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        assert request.query["prefix"] == "ab"
+        return web.Response(body=answers.pop(0))
+
+    store = await answering(answer)
+    assert await store.delete_prefix("ab") == 7
+    assert await reason_of(store.delete_prefix("ab")) == "protocol"
+
+
 async def test_what_will_not_pass_is_not(store: HttpStore, proxy: FaultyProxy) -> None:
     for status in (400, 401, 404, 413, 422, 507):
         await proxy.set(Fault("error", status=status))
@@ -329,3 +404,5 @@ def test_bad_options() -> None:
         HttpOptions(timeout_s=0)
     with pytest.raises(ConfigError, match="backoff_s"):
         HttpOptions(backoff_s=-1)
+    with pytest.raises(ConfigError, match="min_bytes_per_s is 0"):
+        HttpOptions(min_bytes_per_s=0)
