@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -69,9 +70,10 @@ class Fetcher:
         self._may_delete = may_delete
         self._condemning: dict[str, asyncio.Task[None]] = {}
         self._ahead: dict[tuple[str, int], tuple[ReadUnit, asyncio.Task[bytes], asyncio.TimerHandle]] = {}
-        # Bytes of the last fetch's last span, if that was used in part: SGLang fetches in batches of 128 pages, and the
-        # next one begins with the rest.
-        self._begun: dict[tuple[str, int], bytes] = {}
+        # Bytes of spans that fetches used in part: SGLang fetches in batches of 128 pages, and the next batch, or the
+        # next turn of a conversation, begins with the rest.
+        self._begun: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._begun_bytes = inflight_bytes // 8
 
     def read_ahead(self, sources: Sequence[PageSource], expire_s: float) -> None:
         """Begin to transmit what these pages need, as far as there is room, and keep it for ``expire_s``."""
@@ -113,7 +115,7 @@ class Fetcher:
             timed_out = True
         finally:
             sink.close()
-        self._begun = progress.begun
+        self._keep_begun(progress.begun)
         num_pages = sum(len(part.request_pages) for part in parts[: progress.num_whole])
         return FetchResult(num_pages, tuple(progress.failures), timed_out)
 
@@ -164,6 +166,14 @@ class Fetcher:
             return await task
         finally:
             self._ahead_budget.release(unit.size_bytes)
+
+    def _keep_begun(self, begun: dict[tuple[str, int], bytes]) -> None:
+        """Keep these, and as many older ones as there is room for."""
+        for key, data in begun.items():
+            self._begun[key] = data
+            self._begun.move_to_end(key)
+        while len(self._begun) > len(begun) and sum(map(len, self._begun.values())) > self._begun_bytes:
+            self._begun.popitem(last=False)
 
     def _expire(self, key: tuple[str, int]) -> None:
         """Nobody is to use a read ahead any more."""

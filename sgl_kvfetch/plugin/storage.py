@@ -1,8 +1,9 @@
 """Host mode: SGLang's HiCache asks us for pages by their hashes, and we move them between store and host pool.
 
 SGLang calls from three threads of its own: lookups (``batch_exists``) from one, fetches (``batch_get_v1``) from
-another, writes (``batch_set_v1``) from a third; ``get_stats`` alone is called on the scheduler's. Lookups and fetches
-may wait, within their deadlines. Nothing here raises into those threads: what goes wrong is a miss, counted by reason.
+another, writes (``batch_set_v1``) from a third; the scheduler's own thread calls ``get_stats``, and at an operator's
+bidding ``clear`` and ``close``. Lookups and fetches may wait, within their deadlines. What goes wrong is a miss, counted
+by reason; nothing raises into those threads.
 """
 
 from __future__ import annotations

@@ -152,6 +152,29 @@ async def test_a_span_that_two_batches_share_is_read_once(
     assert store.num_gets == sum(len(list(read_units(reader, span, 600))) for span in range(3))
 
 
+async def test_begun_spans_of_several_conversations_are_kept_within_bounds(
+    store: SpoiltStore, segment: Segment
+) -> None:
+    wanted = sources(segment, range(8))
+    largest = max(unit.size_bytes for span in range(4) for unit in read_units(wanted[0].reader, span, 600))
+    with ThreadPoolExecutor(2) as pool:
+        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=8 * 20 * largest, may_delete=False)
+        for page in (0, 2, 4):
+            assert (await fetch(fetcher, wanted[page : page + 1], MemoryPool(8), [page])).num_pages == 1
+        num_gets = store.num_gets
+        for page in (1, 3, 5):
+            memory = MemoryPool(8)
+            assert (await fetch(fetcher, wanted[page : page + 1], memory, [page])).num_pages == 1
+            assert holds(memory, segment, [page], [page])
+        assert store.num_gets == num_gets
+
+        bounded = Fetcher(store, pool, read_bytes=600, inflight_bytes=8 * largest, may_delete=False)
+        for page in (0, 2, 4):
+            await fetch(bounded, wanted[page : page + 1], MemoryPool(8), [page])
+            span = page // 2
+            assert {key[1] for key in bounded._begun} == {u.start for u in read_units(wanted[0].reader, span, 600)}
+
+
 async def test_reading_ahead_is_bounded_and_expires(fetcher: Fetcher, segment: Segment) -> None:
     fetcher.read_ahead(sources(segment, range(8)), expire_s=0.05)
     assert 0 < fetcher._ahead_budget.used_bytes <= 2000
