@@ -2,8 +2,8 @@
 
 SGLang calls from three threads of its own: lookups (``batch_exists``) from one, fetches (``batch_get_v1``) from
 another, writes (``batch_set_v1``) from a third; the scheduler's own thread calls ``get_stats``, and at an operator's
-bidding ``clear`` and ``close``. Lookups and fetches may wait, within their deadlines. What goes wrong is a miss, counted
-by reason; nothing raises into those threads.
+bidding ``clear`` and ``close``. Lookups and fetches may wait, within their deadlines. What goes wrong is a miss,
+counted by reason; nothing raises into those threads.
 """
 
 from __future__ import annotations
