@@ -15,7 +15,7 @@ class ServerConfig:
 
     root: Path  # the directory with the objects
     host: str = "127.0.0.1"
-    port: int = 7450  # 0 picks a free one
+    port: int = 8700  # 0 picks a free one
     token: str | None = None  # what clients must send
     token_file: Path | None = None  # or where to read it from, at the start
     insecure: bool = False  # allow other hosts in without a token
