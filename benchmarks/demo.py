@@ -18,8 +18,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.server_facts import kvfetch_traffic
 from sgl_kvfetch.testing.engine import Generation, SGLangServer, hicache_args
-from sgl_kvfetch.testing.metrics import read_metric, wait_until_written
+from sgl_kvfetch.testing.metrics import wait_until_written
 from sgl_kvfetch.testing.models import make_tiny_llama
 from sgl_kvfetch.testing.store_process import StoreProcess
 
@@ -114,12 +115,13 @@ def _report(console: Console, num_tokens: int, first: Run, second: Run, args: ar
         table.add_row(f"cached tokens from {tier}", *counts)
     table.add_row("time to first token", *(f"{run.answer.ttft_s * 1e3:.0f} ms" for run in runs))
     table.add_row("start of the server", *(f"{run.start_s:.1f} s" for run in runs))
-    for what, name in (("raw KV", "raw"), ("on the wire", "wire")):
-        table.add_row(
-            what,
-            f"{_bytes(first, name, 'write')} written",
-            f"{_bytes(second, name, 'read')} read",
-        )
+    written = kvfetch_traffic(first.metrics_before, first.metrics_after, "write")
+    read = kvfetch_traffic(second.metrics_before, second.metrics_after)
+    for what, of_written, of_read in (
+        ("raw KV", written.raw_bytes, read.raw_bytes),
+        ("on the wire", written.wire_bytes, read.wire_bytes),
+    ):
+        table.add_row(what, f"{of_written / 1e6:.2f} MB written", f"{of_read / 1e6:.2f} MB read")
     console.print(table)
     for run, title in zip(runs, ("first", "fresh"), strict=True):
         console.print(f"answer of the {title} SGLang: {run.answer.output_ids}")
@@ -127,12 +129,6 @@ def _report(console: Console, num_tokens: int, first: Run, second: Run, args: ar
     console.print(f"the answers are {'equal' if equal else 'NOT equal'}")
     if not torch.accelerator.is_available():
         console.print("Times are those of a small model on a CPU: they say nothing of a GPU server.")
-
-
-def _bytes(run: Run, name: str, direction: str) -> str:
-    name = f"sgl_kvfetch_{name}_bytes_total"
-    after, before = (read_metric(text, name, direction=direction) for text in (run.metrics_after, run.metrics_before))
-    return f"{(after - before) / 1e6:.2f} MB"
 
 
 if __name__ == "__main__":

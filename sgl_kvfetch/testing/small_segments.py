@@ -14,6 +14,7 @@ from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segm
 from sgl_kvfetch.keys import Namespace, SegmentKey
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.stores.base import Lookup, Store
+from sgl_kvfetch.write.commit import commit_segment
 
 NAMESPACE = Namespace(
     model="conformance",
@@ -67,8 +68,7 @@ def make_segment(
 
 
 async def put_segment(store: Store, segment: CodedSegment) -> None:
-    await store.put(segment.data_name, segment.data)
-    await store.put(segment.manifest.key.manifest_name, segment.manifest.encode())
+    await commit_segment(store, segment)
 
 
 def data_object(content: bytes) -> str:

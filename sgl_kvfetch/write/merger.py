@@ -14,6 +14,7 @@ from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec
 from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.stores.base import Store
+from sgl_kvfetch.write.commit import commit_segment
 
 Run = Callable[[Callable[[], CodedSegment]], asyncio.Future[CodedSegment]]
 
@@ -42,13 +43,16 @@ class Merger:
         committed before stays.
         """
         num_merged = 0
-        while (left := await self._left_buddy(manifest)) and (segment := await self._read(manifest)):
+        segment: CodedSegment | None = None
+        while left := await self._left_buddy(manifest):
+            segment = segment or await self._read(manifest)
+            if segment is None:
+                break
             whole = await run(partial(merge_segments, self._spec, left, segment, self._executor))
-            await self._store.put(whole.data_name, whole.data)
-            await self._store.put(whole.manifest.key.manifest_name, whole.manifest.encode())
+            await commit_segment(self._store, whole)
             self._retire(left)
             self._retire(segment)
-            manifest = whole.manifest
+            segment, manifest = whole, whole.manifest
             num_merged += 1
         return num_merged
 

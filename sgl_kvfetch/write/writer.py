@@ -18,6 +18,7 @@ from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segm
 from sgl_kvfetch.errors import KVFetchError, QuantiseError
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.stores.base import Store
+from sgl_kvfetch.write.commit import commit_segment
 from sgl_kvfetch.write.gather import Gatherer, PageBatch
 from sgl_kvfetch.write.merger import Merger
 
@@ -147,12 +148,10 @@ class Writer:
         started_s = time.monotonic()
         coded = await self._run(partial(self._encode, segment))
         encoded_s = time.monotonic()
-        manifest = coded.manifest.encode()
-        await self._store.put(coded.data_name, coded.data)
-        await self._store.put(coded.manifest.key.manifest_name, manifest)
+        num_bytes = await commit_segment(self._store, coded)
         metrics.STAGE_SECONDS.labels("encode").observe(encoded_s - started_s)
         metrics.STAGE_SECONDS.labels("commit").observe(time.monotonic() - encoded_s)
-        metrics.WIRE_BYTES.labels("write").inc(len(coded.data) + len(manifest))
+        metrics.WIRE_BYTES.labels("write").inc(num_bytes)
         metrics.RAW_BYTES.labels("write").inc(segment.size_bytes)
         return coded.manifest
 
