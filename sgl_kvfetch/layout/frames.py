@@ -1,9 +1,13 @@
 """Integers <-> frames: which frame, plane and tile holds which token, layer and head.
 
-KVFetcher, section 3.2. *Inter-frame*: the tokens of a span are cut into as many slices as a frame has tiles; slice i
-fills tile i, its tokens one after another in consecutive frames, so that neighbours lie at the same place and the
-codec can predict one from the other. *Intra-frame*: a tile holds one token's heads as a grid of rectangles, one a
+KVFetcher, section 3.2. *Inter-frame*: the tokens of a span are cut into as many slices as a frame has places for one;
+slice i fills place i, its tokens one after another in consecutive frames, so that neighbours lie at the same place and
+the codec can predict one from the other. *Intra-frame*: a tile holds one token's heads as a grid of rectangles, one a
 head, dimensions in row-major order; heads never mix. The three layers of a group fill the three colour planes.
+
+Beyond the paper, a tile may hold a block of tokens: each value's pixel becomes a small rectangle, the same value of
+each token of the block. Transform coefficients, which vary more from one to the next than from token to token, lie
+better so: see ``channel_layout``.
 """
 
 from __future__ import annotations
@@ -29,12 +33,13 @@ InterFrame = Literal["sliced", "sequential"]
 _Dim = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
-class FrameLayout(msgspec.Struct, frozen=True, kw_only=True):
+class FrameLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One tensor's layout, as it is stored in the manifest.
 
-    ``inter_frame``: "sliced" puts token t of T into tile ``t // F`` of frame ``t % F``, F being the number of frames;
-    "sequential" fills one frame after the other. A tile is ``head_rows x head_cols`` heads, each ``dim_rows x
-    dim_cols`` values.
+    A tile is ``head_rows x head_cols`` heads, each ``dim_rows x dim_cols`` values, each of them of ``token_rows x
+    token_cols`` tokens. The *places* of a frame, one a token, are numbered tile by tile, row by row within a tile's
+    block of tokens. ``inter_frame``: "sliced" puts token t of T into place ``t // F`` of frame ``t % F``, F being the
+    number of frames; "sequential" fills one frame after the other.
     """
 
     width: _Dim
@@ -43,15 +48,18 @@ class FrameLayout(msgspec.Struct, frozen=True, kw_only=True):
     head_cols: _Dim
     dim_rows: _Dim
     dim_cols: _Dim
-    inter_frame: InterFrame = "sliced"
+    # A factory, for ``omit_defaults`` passes those over: this field is written always.
+    inter_frame: InterFrame = msgspec.field(default_factory=lambda: "sliced")
+    token_rows: _Dim = 1
+    token_cols: _Dim = 1
 
     @property
     def tile_width(self) -> int:
-        return self.head_cols * self.dim_cols
+        return self.head_cols * self.dim_cols * self.token_cols
 
     @property
     def tile_height(self) -> int:
-        return self.head_rows * self.dim_rows
+        return self.head_rows * self.dim_rows * self.token_rows
 
     @property
     def tile_cols(self) -> int:
@@ -62,14 +70,18 @@ class FrameLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.height // self.tile_height
 
     @property
+    def tokens_per_tile(self) -> int:
+        return self.token_rows * self.token_cols
+
+    @property
     def tokens_per_frame(self) -> int:
-        return self.tile_rows * self.tile_cols
+        return self.tile_rows * self.tile_cols * self.tokens_per_tile
 
     def num_frames(self, num_tokens: int) -> int:
         return -(-num_tokens // self.tokens_per_frame)
 
     def require_fits(self, num_heads: int, head_dim: int) -> None:
-        """Raise FormatError unless a tile holds one token's heads and a picture at least one tile."""
+        """Raise FormatError unless a tile holds a token's heads and a picture at least one tile."""
         if self.head_rows * self.head_cols < num_heads or self.dim_rows * self.dim_cols < head_dim:
             raise FormatError(
                 f"tile of {self.head_rows}x{self.head_cols} heads of {self.dim_rows}x{self.dim_cols} values "
@@ -88,10 +100,10 @@ class FrameLayout(msgspec.Struct, frozen=True, kw_only=True):
         assert integers.element_size() == 1
         assert 1 <= num_layers <= PLANES
         self.require_fits(num_heads, head_dim)
-        num_frames, tiles = self.num_frames(num_tokens), self.tokens_per_frame
+        num_frames, places = self.num_frames(num_tokens), self.tokens_per_frame
 
         grid = integers.new_full(
-            (num_frames * tiles, PLANES, self.head_rows * self.head_cols, self.dim_rows * self.dim_cols), FILL
+            (num_frames * places, PLANES, self.head_rows * self.head_cols, self.dim_rows * self.dim_cols), FILL
         )
         grid[:num_tokens, :num_layers, :num_heads, :head_dim] = integers
         grid = grid.view(
@@ -122,9 +134,11 @@ class FrameLayout(msgspec.Struct, frozen=True, kw_only=True):
             self.tile_rows,
             self.head_rows,
             self.dim_rows,
+            self.token_rows,
             self.tile_cols,
             self.head_cols,
             self.dim_cols,
+            self.token_cols,
         )
         grid = pixels.permute(*_FROM_FRAMES[self.inter_frame]).reshape(
             num_frames * self.tokens_per_frame,
@@ -134,19 +148,18 @@ class FrameLayout(msgspec.Struct, frozen=True, kw_only=True):
         )
         return grid[:num_tokens, :num_layers, :num_heads, :head_dim].contiguous()
 
-    def _token_axes(self, num_frames: int) -> tuple[int, int, int]:
-        if self.inter_frame == "sliced":
-            return self.tile_rows, self.tile_cols, num_frames
-        return num_frames, self.tile_rows, self.tile_cols
+    def _token_axes(self, num_frames: int) -> tuple[int, ...]:
+        places = (self.tile_rows, self.tile_cols, self.token_rows, self.token_cols)
+        return (*places, num_frames) if self.inter_frame == "sliced" else (num_frames, *places)
 
 
-# Grid axes: three of the token (see ``_token_axes``), plane, head_row, head_col, dim_row, dim_col.
-# Frame axes: frame, plane, tile_row, head_row, dim_row, tile_col, head_col, dim_col.
+# Grid axes: five of the token (see ``_token_axes``), plane, head_row, head_col, dim_row, dim_col.
+# Frame axes: frame, plane, tile_row, head_row, dim_row, token_row, tile_col, head_col, dim_col, token_col.
 _TO_FRAMES: dict[InterFrame, tuple[int, ...]] = {
-    "sliced": (2, 3, 0, 4, 6, 1, 5, 7),
-    "sequential": (0, 3, 1, 4, 6, 2, 5, 7),
+    "sliced": (4, 5, 0, 6, 8, 2, 1, 7, 9, 3),
+    "sequential": (0, 5, 1, 6, 8, 3, 2, 7, 9, 4),
 }
 _FROM_FRAMES: dict[InterFrame, tuple[int, ...]] = {
-    "sliced": (2, 5, 0, 1, 3, 6, 4, 7),
-    "sequential": (0, 2, 5, 1, 3, 6, 4, 7),
+    "sliced": (2, 6, 5, 9, 0, 1, 3, 7, 4, 8),
+    "sequential": (0, 2, 6, 5, 9, 1, 3, 7, 4, 8),
 }

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sgl_kvfetch.layout.choose import default_layout
+from sgl_kvfetch.layout.frames import FrameLayout
 from sgl_kvfetch.types import TensorName
 
 
@@ -36,14 +38,21 @@ class Quantiser(ABC):
         """How many scales one token has in one layer; 0 for none."""
 
     @abstractmethod
-    def quantise(self, values: torch.Tensor, tensor: TensorName, first_layer: int) -> Quantised:
-        """``values``: ``(tokens, layers, heads, dim)``; its layers are the model's from ``first_layer`` on.
+    def quantise(self, values: torch.Tensor, tensor: TensorName, first_layer: int, first_token: int = 0) -> Quantised:
+        """``values``: ``(tokens, layers, heads, dim)``; its layers are the model's from ``first_layer`` on, its tokens
+        the sequence's from ``first_token`` on.
 
         Raises QuantiseError for values that the quantiser cannot represent.
         """
 
     @abstractmethod
     def dequantise(
-        self, quantised: Quantised, dtype: torch.dtype, tensor: TensorName, first_layer: int
+        self, quantised: Quantised, dtype: torch.dtype, tensor: TensorName, first_layer: int, first_token: int = 0
     ) -> torch.Tensor:
         """The inverse, up to rounding: ``(tokens, layers, heads, dim)`` of ``dtype``."""
+
+    def layout(
+        self, tensor: TensorName, num_heads: int, head_dim: int, span_tokens: int, resolution: str
+    ) -> FrameLayout:
+        """How these integers lie best in frames, in spans of up to ``span_tokens`` tokens."""
+        return default_layout(num_heads, head_dim, span_tokens, resolution)

@@ -24,12 +24,12 @@ class ExactQuantiser(Quantiser):
     def scales_per_layer(self, num_heads: int) -> int:
         return 0
 
-    def quantise(self, values: torch.Tensor, tensor: TensorName, first_layer: int) -> Quantised:
+    def quantise(self, values: torch.Tensor, tensor: TensorName, first_layer: int, first_token: int = 0) -> Quantised:
         planes = values.contiguous().view(torch.uint8).view(*values.shape, values.dtype.itemsize).movedim(-1, 0)
         return Quantised((planes << 1) | (planes.roll(1, 0) >> 7), None)
 
     def dequantise(
-        self, quantised: Quantised, dtype: torch.dtype, tensor: TensorName, first_layer: int
+        self, quantised: Quantised, dtype: torch.dtype, tensor: TensorName, first_layer: int, first_token: int = 0
     ) -> torch.Tensor:
         rotated = quantised.integers
         assert rotated.shape[0] == dtype.itemsize

@@ -9,9 +9,10 @@ from typing import Literal
 from sgl_kvfetch.errors import ConfigError, FormatError
 from sgl_kvfetch.quant.base import Quantiser
 from sgl_kvfetch.quant.exact import ExactQuantiser
+from sgl_kvfetch.quant.klt import KltIntegers
 from sgl_kvfetch.quant.symmetric import SymmetricQuantiser
 
-QuantiserName = Literal["exact", "uint8", "cachegen"]
+QuantiserName = Literal["exact", "uint8", "cachegen", "klt"]
 
 # CacheGen's own choice (LMCache's CacheGenConfig for 32-layer models): finer bins for early layers.
 CACHEGEN_K_BINS = (32,) * 10 + (16,)
@@ -22,9 +23,14 @@ _CACHEGEN = re.compile(rf"cachegen\(k=({_BINS});v=({_BINS})\)")
 
 
 def make_quantiser(
-    name: QuantiserName, k_bins: Sequence[int] | None = None, v_bins: Sequence[int] | None = None
+    name: Literal["exact", "uint8", "cachegen"],
+    k_bins: Sequence[int] | None = None,
+    v_bins: Sequence[int] | None = None,
 ) -> Quantiser:
-    """Build a quantiser. Bins matter to ``cachegen`` alone. Raises ConfigError for bins that are not allowed."""
+    """Build a quantiser that needs no profile. Bins matter to ``cachegen`` alone.
+
+    Raises ConfigError for bins that are not allowed.
+    """
     match name:
         case "exact":
             return ExactQuantiser()
@@ -35,8 +41,11 @@ def make_quantiser(
 
 
 def quantiser_from_identity(identity: str) -> Quantiser:
-    """The inverse of ``Quantiser.identity``: what a stored namespace was written with. Raises FormatError."""
-    plain: tuple[QuantiserName, ...] = ("exact", "uint8")
+    """The inverse of ``Quantiser.identity``: what a stored namespace was written with.
+
+    For ``klt``, whose profile is not stored, one that knows the integers and not the values. Raises FormatError.
+    """
+    plain: tuple[Literal["exact", "uint8"], ...] = ("exact", "uint8")
     for name in plain:
         if (quantiser := make_quantiser(name)).identity == identity:
             return quantiser
@@ -46,4 +55,6 @@ def quantiser_from_identity(identity: str) -> Quantiser:
             return make_quantiser("cachegen", k_bins, v_bins)
         except ConfigError as e:
             raise FormatError(f"quantiser {identity[:120]!r} is not valid: {e}") from e
-    raise FormatError(f"quantiser {identity[:120]!r} is unknown; known are exact, uint8 and cachegen")
+    if klt := KltIntegers.of_identity(identity):
+        return klt
+    raise FormatError(f"quantiser {identity[:120]!r} is unknown; known are exact, uint8, cachegen and klt")

@@ -58,7 +58,7 @@ class SymmetricQuantiser(Quantiser):
         bins = self._bins[tensor]
         return [centre_of(bins[min(first_layer + i, len(bins) - 1)]) for i in range(num_layers)]
 
-    def quantise(self, values: torch.Tensor, tensor: TensorName, first_layer: int) -> Quantised:
+    def quantise(self, values: torch.Tensor, tensor: TensorName, first_layer: int, first_token: int = 0) -> Quantised:
         x = values.to(torch.float32)
         centre = self._centre_tensor(x, tensor, first_layer)
         over = (-1,) if self._scale_over == "head" else (-2, -1)
@@ -73,7 +73,7 @@ class SymmetricQuantiser(Quantiser):
         return Quantised(integers.unsqueeze(0), scales.reshape(*x.shape[:2], -1))
 
     def dequantise(
-        self, quantised: Quantised, dtype: torch.dtype, tensor: TensorName, first_layer: int
+        self, quantised: Quantised, dtype: torch.dtype, tensor: TensorName, first_layer: int, first_token: int = 0
     ) -> torch.Tensor:
         assert quantised.scales is not None
         integers = quantised.integers[0].to(torch.float32)
