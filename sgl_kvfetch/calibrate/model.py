@@ -1,0 +1,134 @@
+"""A transformers model, seen as what makes a KV cache and what goes on from one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_kvfetch.errors import ConfigError, UnsupportedError
+
+
+class KVModel:
+    """Any causal language model of transformers whose cache holds keys and values of full attention.
+
+    K and V have the shape ``(tokens, layers, heads, dim)`` everywhere, K with its rotary embedding applied: as SGLang's
+    pools hold them.
+    """
+
+    def __init__(self, path: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        """``path``: what transformers loads. float32 keeps the model's own rounding out of small divergences.
+
+        Raises ConfigError where nothing can be loaded, UnsupportedError for an attention that has no plain K and V.
+        """
+        try:
+            from transformers import AutoModelForCausalLM, AutoTokenizer
+        except ImportError as e:
+            raise ConfigError(
+                f"this needs transformers, which is not installed: pip install 'sgl-kvfetch[bench]' ({e})"
+            ) from e
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
+            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"no model with a tokenizer at {path!r}: {str(e).splitlines()[0]}") from e
+        self.path = path
+        self.device = device
+        self.model = model.eval().requires_grad_(False).to(device)
+        self.config: Any = model.config.get_text_config()
+        k, v = self.kv(torch.zeros(1, dtype=torch.long))
+        self.num_layers, self.num_heads, self.k_head_dim = k.shape[1:]
+        self.v_head_dim = v.shape[3]
+
+    def tokenise(self, text: str) -> torch.Tensor:
+        """``(tokens,)`` int64."""
+        ids: torch.Tensor = self.tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
+        return ids
+
+    @torch.no_grad()
+    def kv(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a sequence from its start."""
+        cache = self.model(ids[None].to(self.device), use_cache=True, logits_to_keep=1).past_key_values
+        layers = getattr(cache, "layers", [])
+        if any(getattr(layer, "keys", None) is None or layer.keys.ndim != 4 for layer in layers) or not layers:
+            raise UnsupportedError(f"{self.path}: its cache does not hold keys and values of plain attention")
+        if len({(layer.keys.shape, layer.values.shape) for layer in layers}) != 1:
+            raise UnsupportedError(f"{self.path}: its layers have keys and values of different shapes")
+        k = torch.stack([layer.keys[0].transpose(0, 1) for layer in layers], 1)
+        v = torch.stack([layer.values[0].transpose(0, 1) for layer in layers], 1)
+        return k, v
+
+    def log_probabilities(self, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """``(len(ids), vocabulary)`` float32: for each of ``ids``, which follow on ``k`` and ``v``, the distribution of
+        the token after it. Gradients flow to ``k`` and ``v`` where they ask for them."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        dtype = self.model.dtype
+        for layer in range(k.shape[1]):
+            pair = (x[:, layer].transpose(0, 1)[None].to(self.device, dtype).contiguous() for x in (k, v))
+            cache.update(*pair, layer)
+        logits = self.model(ids[None].to(self.device), past_key_values=cache, use_cache=True).logits[0]
+        return torch.log_softmax(logits.float(), -1)
+
+
+def read_text(file: Path) -> list[str]:
+    """The texts of a file: one if it is plain text, one a line if it is JSONL with a field ``prompt``.
+
+    Raises ConfigError naming the file, the line, and what is wrong.
+    """
+    try:
+        content = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{file}: {e}") from e
+    if file.suffix != ".jsonl":
+        if not content.strip():
+            raise ConfigError(f"{file} is empty")
+        return [content]
+    texts = []
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as e:
+            raise ConfigError(f"{file}:{number}: not JSON: {e}") from e
+        prompt = record.get("prompt") if isinstance(record, dict) else None
+        if not isinstance(prompt, str):
+            raise ConfigError(f"{file}:{number}: expected an object with a string 'prompt', found {line[:60]!r}")
+        texts.append(prompt)
+    if not texts:
+        raise ConfigError(f"{file} holds no prompts")
+    return texts
+
+
+def cut_windows(texts: Sequence[torch.Tensor], num_windows: int, window_tokens: int) -> list[torch.Tensor]:
+    """``num_windows`` windows of ``(window_tokens,)`` that overlap nowhere, spread evenly over the texts' tokens.
+
+    Raises ConfigError, saying how many there are, if there are fewer.
+    """
+    windows = [
+        text[start : start + window_tokens]
+        for text in texts
+        for start in range(0, len(text) - window_tokens + 1, window_tokens)
+    ]
+    if len(windows) < num_windows:
+        raise ConfigError(
+            f"the text has {len(windows)} windows of {window_tokens} tokens, expected {num_windows} or more; "
+            "give more text, or ask for fewer or shorter windows"
+        )
+    return [windows[i * len(windows) // num_windows] for i in range(num_windows)]
+
+
+def part_of(text: torch.Tensor, part: str) -> torch.Tensor:
+    """The tokens from one fraction of a text to another, given as ``FROM:TO``. Raises ConfigError."""
+    try:
+        first, end = map(float, part.split(":"))
+    except ValueError:
+        first = end = -1.0
+    if not 0 <= first < end <= 1:
+        raise ConfigError(f"part {part!r}: expected FROM:TO with 0 <= FROM < TO <= 1, such as 0.5:1")
+    return text[int(first * len(text)) : int(end * len(text))]

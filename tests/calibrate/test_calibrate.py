@@ -1,0 +1,135 @@
+"""Calibration of a small random model: the Fisher information foretells the divergence that is measured."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sgl_kvfetch.calibrate.fit import Options, calibrate, measure_curve
+from sgl_kvfetch.calibrate.model import KVModel, cut_windows, part_of, read_text
+from sgl_kvfetch.errors import ConfigError, UnsupportedError
+from sgl_kvfetch.quant.profile import Profile
+from sgl_kvfetch.quant.rope import rope_of_config
+from sgl_kvfetch.testing.models import make_tiny_llama
+from tests.quant.profiles import CALIBRATION
+
+CONTEXT, CONTINUATION = 256, 64
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> KVModel:
+    path = make_tiny_llama(tmp_path_factory.mktemp("m"), num_layers=2, hidden_size=64, head_dim=32, vocab_size=256)
+    model = KVModel(str(path))
+    model.model.lm_head.weight.mul_(0.02)  # random logits are far apart; these are as little sure as a trained model's
+    return model
+
+
+@pytest.fixture(scope="module")
+def windows() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 256, (CONTEXT + CONTINUATION,), generator=generator) for _ in range(10)]
+
+
+@pytest.fixture(scope="module")
+def profile(model: KVModel, windows: list[torch.Tensor]) -> Profile:
+    return calibrate(model, windows, rope_of_config(model.config), CALIBRATION, Options(num_context=CONTEXT))
+
+
+def test_the_profile_has_the_models_shape(model: KVModel, profile: Profile) -> None:
+    assert (profile.num_layers, profile.num_heads, profile.head_dim("k")) == (2, 2, 32)
+    assert profile.block_heads("k") == 2
+
+
+def test_fine_steps_cost_what_was_foretold(profile: Profile) -> None:
+    """A step of 1 is meant to cost 1e-4, and the cost to grow with its square."""
+    for point in profile.curve:
+        if point.step <= 1:
+            assert point.kl == pytest.approx(1e-4 * point.step**2, rel=0.4)
+
+
+def test_what_each_part_is_for(model: KVModel, windows: list[torch.Tensor], profile: Profile) -> None:
+    """At equal divergence, the whole transform needs fewer bits than one that knows only how channels vary."""
+
+    def bits_at(p: Profile, kl: float) -> float:
+        logs = torch.tensor([q.kl for q in p.curve]).log()
+        above = int((logs < torch.tensor(kl).log()).sum())
+        low, high = p.curve[above - 1], p.curve[above]
+        part = (torch.tensor(kl).log() - logs[above - 1]) / (logs[above] - logs[above - 1])
+        return float(low.bits_per_value + part * (high.bits_per_value - low.bits_per_value))
+
+    plain = calibrate(
+        model,
+        windows,
+        profile.rope,
+        CALIBRATION,
+        Options(num_context=CONTEXT, weights="none", decorrelate=False),
+    )
+    assert bits_at(profile, 2e-4) < bits_at(plain, 2e-4) - 0.2
+
+
+def test_the_curve_is_measured_on_what_is_given(model: KVModel, windows: list[torch.Tensor], profile: Profile) -> None:
+    again = measure_curve(model, profile, windows[:2], CONTEXT)
+    assert again.curve == profile.curve
+    other = measure_curve(model, profile, windows[2:4], CONTEXT)
+    assert other.curve != profile.curve
+    assert other.digest == profile.digest
+
+
+def test_one_window_is_too_little(model: KVModel, windows: list[torch.Tensor]) -> None:
+    with pytest.raises(ConfigError, match="two windows"):
+        calibrate(model, windows[:1], None, CALIBRATION, Options(num_context=CONTEXT))
+
+
+def test_what_is_no_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"no model with a tokenizer at '{tmp_path}'"):
+        KVModel(str(tmp_path))
+
+
+def test_a_model_without_plain_attention_is_refused(model: KVModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    state = SimpleNamespace(past_key_values=SimpleNamespace(layers=[SimpleNamespace()]))
+    monkeypatch.setattr(model, "model", lambda *args, **kwargs: state)
+    with pytest.raises(UnsupportedError, match="plain attention"):
+        model.kv(torch.zeros(1, dtype=torch.long))
+
+
+def test_texts(tmp_path: Path) -> None:
+    plain, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    plain.write_text("one\ntwo\n")
+    lines.write_text('{"prompt": "one"}\n\n{"prompt": "two", "more": 1}\n')
+    assert read_text(plain) == ["one\ntwo\n"]
+    assert read_text(lines) == ["one", "two"]
+    for content, message in (
+        ('{"prompt": 1}', r"b.jsonl:1: expected an object with a string 'prompt'"),
+        ("{", r"b.jsonl:1: not JSON"),
+        ("\n", "holds no prompts"),
+    ):
+        lines.write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            read_text(lines)
+    plain.write_text(" \n")
+    with pytest.raises(ConfigError, match="is empty"):
+        read_text(plain)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_text(tmp_path / "c.txt")
+
+
+def test_windows_do_not_overlap() -> None:
+    texts = [torch.arange(100), torch.arange(100, 125), torch.arange(200, 205)]
+    windows = cut_windows(texts, 7, 10)
+    assert all(len(w) == 10 and (w.diff() == 1).all() for w in windows)
+    seen = torch.cat(windows)
+    assert len(seen.unique()) == 70
+    assert seen.max() >= 100
+    with pytest.raises(ConfigError, match="has 12 windows of 10 tokens, expected 13"):
+        cut_windows(texts, 13, 10)
+
+
+def test_parts() -> None:
+    text = torch.arange(10)
+    assert part_of(text, "0.5:1").tolist() == [5, 6, 7, 8, 9]
+    assert part_of(text, "0:1").tolist() == text.tolist()
+    for bad in ("", "1", "0.5:0.5", "-1:1", "a:b", "0:2", "nan:1"):
+        with pytest.raises(ConfigError, match="expected FROM:TO"):
+            part_of(text, bad)

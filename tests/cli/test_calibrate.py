@@ -1,0 +1,89 @@
+"""``kvfetch calibrate`` on a small random model. That profiles serve is shown in ``tests/e2e/test_klt.py``."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from sgl_kvfetch.cli import app, calibrating
+from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.fingerprint import fingerprint_model
+from sgl_kvfetch.quant.profile import load_profile
+from sgl_kvfetch.testing.models import make_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("m"), num_layers=1, hidden_size=64, head_dim=32, vocab_size=128)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("t") / "words"
+    file.write_text(" ".join(f"w{3 + i * i % 125}" for i in range(1000)))
+    return file
+
+
+def run(model: Path, text: Path, out: Path, *args: str) -> Result:
+    command = ["calibrate", "--model", str(model), "--text", str(text), "-o", str(out)]
+    command += ["--windows", "2", "--context", "64", "--continuation", "32", *args]
+    return CliRunner().invoke(app, command)
+
+
+def test_a_profile_is_written_and_described(model: Path, text: Path, tmp_path: Path) -> None:
+    result = run(model, text, tmp_path / "p", "--part", "0.2:0.9")
+    assert result.exit_code == 0, result.output
+    profile = load_profile(tmp_path / "p")
+    assert profile.digest in result.output
+    assert profile.block_heads("k") == 2
+    assert profile.rope is not None
+    assert profile.calibration.weights == fingerprint_model(str(model))
+    assert (profile.calibration.model, profile.calibration.text) == (model.name, "words")
+
+
+def test_blocks_can_be_kept_small(model: Path, text: Path, tmp_path: Path) -> None:
+    assert run(model, text, tmp_path / "p", "--tp-size", "2").exit_code == 0
+    assert load_profile(tmp_path / "p").block_heads("k") == 1
+    assert run(model, text, tmp_path / "q", "--max-block-channels", "32").exit_code == 0
+    assert load_profile(tmp_path / "q").block_heads("k") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--windows", "40"), "the text has 10 windows of 96 tokens, expected 40"),
+        (("--part", "1:0"), "part '1:0': expected FROM:TO"),
+        (("--dtype", "int8"), "--dtype int8: allowed are float32, bfloat16, float16"),
+        (("--tp-size", "3"), "--tp-size 3: 2 KV heads cannot be shared out so"),
+    ],
+)
+def test_what_is_wrong_is_named(model: Path, text: Path, tmp_path: Path, args: tuple[str, ...], message: str) -> None:
+    result = run(model, text, tmp_path / "p", *args)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not (tmp_path / "p").exists()
+
+
+def test_files_that_are_not_there_are_named(model: Path, text: Path, tmp_path: Path) -> None:
+    for result, message in (
+        (run(tmp_path / "none", text, tmp_path / "p"), "no model with a tokenizer"),
+        (run(model, tmp_path / "none", tmp_path / "p"), "No such file"),
+        (run(model, text, tmp_path / "none" / "p"), "not a file in a directory that exists"),
+    ):
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
+def test_a_rotation_that_is_not_known_stays(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(config: object) -> None:
+        raise UnsupportedError("rope type 'spiral' is not known")
+
+    monkeypatch.setattr(calibrating, "rope_of_config", unknown)
+    result = run(model, text, tmp_path / "p")
+    assert result.exit_code == 0, result.output
+    assert "K stays rotated, which costs bits: rope type 'spiral'" in result.stderr
+    profile = load_profile(tmp_path / "p")
+    assert profile.rope is None
+    assert "spiral" in profile.calibration.notes[0]
