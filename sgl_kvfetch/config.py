@@ -28,6 +28,8 @@ SGLANG_KEYS = frozenset(
     }
 )
 
+DEFAULT_TARGET_KL = 1e-4
+
 Bins = list[Annotated[int, Field(ge=MIN_BINS, le=MAX_BINS)]]
 MiB = 1 << 20
 
@@ -48,7 +50,18 @@ class KVFetchConfig(BaseModel):
         "read_write", description="what to use the store for"
     )
 
-    quantiser: QuantiserName = Field("exact", description="how values become 8-bit integers")
+    quantiser: QuantiserName | None = Field(
+        None, description="how values become 8-bit integers; klt if there is a profile, exact otherwise"
+    )
+    profile: str | None = Field(
+        None, min_length=1, description="file that `kvfetch calibrate` made for this model; klt needs it"
+    )
+    target_kl: float = Field(
+        DEFAULT_TARGET_KL,
+        gt=0,
+        le=10,
+        description="what klt may cost: KL divergence of the next token's distribution, in nats, as calibrated",
+    )
     cachegen_k_bins: Bins | None = Field(
         None, min_length=1, description="bins of K by layer, the last for all that follow; CacheGen's if not set"
     )
@@ -90,10 +103,19 @@ class KVFetchConfig(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _bins_need_cachegen(self) -> Self:
-        if self.quantiser != "cachegen" and (self.cachegen_k_bins or self.cachegen_v_bins):
-            raise ValueError(f"cachegen_k_bins and cachegen_v_bins need quantiser = 'cachegen', not {self.quantiser!r}")
+    def _keys_fit_the_quantiser(self) -> Self:
+        name = self.quantiser_name
+        if name != "cachegen" and (self.cachegen_k_bins or self.cachegen_v_bins):
+            raise ValueError(f"cachegen_k_bins and cachegen_v_bins need quantiser = 'cachegen', not {name!r}")
+        if name == "klt" and self.profile is None:
+            raise ValueError("quantiser = 'klt' needs a profile: run kvfetch calibrate, and set profile to its file")
+        if name != "klt" and (self.profile is not None or "target_kl" in self.model_fields_set):
+            raise ValueError(f"profile and target_kl need quantiser = 'klt', not {name!r}")
         return self
+
+    @property
+    def quantiser_name(self) -> QuantiserName:
+        return self.quantiser or ("exact" if self.profile is None else "klt")
 
     @property
     def reads(self) -> bool:

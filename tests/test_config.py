@@ -11,11 +11,16 @@ STORE = {"store": "http://store:8700"}
 
 def test_defaults_and_sglangs_own_keys() -> None:
     config = parse_config(STORE | {"prefetch_threshold": 16, "hicache_storage_pass_prefix_keys": True}, {})
-    assert config.quantiser == "exact"
+    assert config.quantiser_name == "exact"
     assert config.codec == "hevc"
     assert config.token is None
     assert config.reads
     assert config.writes
+
+
+def test_a_profile_makes_klt_the_default() -> None:
+    config = parse_config(STORE | {"profile": "p"}, {})
+    assert config.quantiser_name == "klt"
 
 
 def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
@@ -32,11 +37,15 @@ def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
         ({"quantizer": "uint8"}, r"unknown key 'quantizer' \(= 'uint8'\); did you mean 'quantiser'"),
         ({"zzz": 1}, r"unknown key 'zzz' \(= 1\); known keys are store, token"),
         ({"codec": "h264"}, "codec = 'h264': .*'hevc', 'hevc420', 'zstd' or 'deflate'"),
-        ({"quantiser": "int4"}, "quantiser = 'int4': .*'exact', 'uint8' or 'cachegen'"),
+        ({"quantiser": "int4"}, "quantiser = 'int4': .*'exact', 'uint8', 'cachegen' or 'klt'"),
         ({"fetch_timeout_s": 0}, "fetch_timeout_s = 0: .*greater than 0"),
         ({"max_connections": "many"}, "max_connections = 'many': .*integer"),
         ({"quantiser": "cachegen", "cachegen_k_bins": [300]}, "cachegen_k_bins.0 = 300: .*256"),
         ({"cachegen_k_bins": [16]}, "need quantiser = 'cachegen', not 'exact'"),
+        ({"quantiser": "klt"}, "'klt' needs a profile: run kvfetch calibrate"),
+        ({"quantiser": "exact", "profile": "p"}, "profile and target_kl need quantiser = 'klt', not 'exact'"),
+        ({"target_kl": 1e-3}, "profile and target_kl need quantiser = 'klt', not 'exact'"),
+        ({"profile": "p", "target_kl": 0}, "target_kl = 0: .*greater than 0"),
         ({"store": "ftp://x"}, "store = 'ftp://x': allowed are http://"),
         ({"token": 5}, r"token = \(hidden\)"),
     ],

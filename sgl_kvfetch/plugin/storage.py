@@ -39,7 +39,7 @@ from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.loop import LoopThread
 from sgl_kvfetch.plugin.host_pages import HostPages
 from sgl_kvfetch.plugin.namespace import engine_namespace
-from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
 from sgl_kvfetch.stores.http import HttpOptions
 from sgl_kvfetch.stores.open import open_store
 from sgl_kvfetch.types import TENSORS
@@ -69,9 +69,10 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         _require_supported(storage_config, mem_pool_host)
         self._config = config
         self._pages = HostPages(mem_pool_host)
-        self._quantiser = make_quantiser(config.quantiser, config.cachegen_k_bins, config.cachegen_v_bins)
-        geometry = self._pages.geometry
-        self._namespace = engine_namespace(config, self._quantiser, storage_config, geometry, mem_pool_host.start_layer)
+        geometry, first_layer = self._pages.geometry, mem_pool_host.start_layer
+        self._quantiser = engine_quantiser(config, storage_config, geometry, first_layer)
+        self._namespace = engine_namespace(config, self._quantiser, storage_config, geometry, first_layer)
+        require_own_profile(config, self._quantiser, self._namespace)
         self._digest = self._namespace.digest()
         self._suspended: str | None = None
         self._stats_pages: dict[str, deque[int]] = {"read": deque(maxlen=_MAX_STATS), "write": deque(maxlen=_MAX_STATS)}

@@ -1,0 +1,64 @@
+"""The quantiser that the config asks for, for the engine that we are in."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from sgl_kvfetch.config import KVFetchConfig
+from sgl_kvfetch.errors import ConfigError, UnsupportedError
+from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.quant import Quantiser, make_quantiser
+from sgl_kvfetch.quant.klt import KltQuantiser
+from sgl_kvfetch.quant.profile import Profile, load_profile
+from sgl_kvfetch.types import TENSORS, KVGeometry
+
+logger = logging.getLogger(__name__)
+
+
+def engine_quantiser(config: KVFetchConfig, storage_config: Any, geometry: KVGeometry, first_layer: int) -> Quantiser:
+    """Raises ConfigError where the profile is not of this model, UnsupportedError for a KV cache it cannot code."""
+    if config.quantiser_name != "klt":
+        return make_quantiser(config.quantiser_name, config.cachegen_k_bins, config.cachegen_v_bins)
+    assert config.profile is not None
+    if geometry.torch_dtype.itemsize == 1:
+        raise UnsupportedError(f"quantiser 'klt' does not code a KV cache of {geometry.dtype}; use 'exact'")
+    profile = load_profile(Path(config.profile))
+    rank, ranks = storage_config.tp_rank, storage_config.tp_size
+    _require_same_shape(config.profile, profile, geometry, first_layer, ranks)
+    if profile.rope is None:
+        logger.warning(
+            "kvfetch: profile %s leaves K rotated, which costs bits: see the calibration's notes", config.profile
+        )
+    # With more ranks than heads, neighbouring ranks have the same head.
+    first_head = rank * profile.num_heads // ranks
+    return KltQuantiser(profile, config.target_kl, first_head=first_head, num_heads=geometry.num_heads)
+
+
+def require_own_profile(config: KVFetchConfig, quantiser: Quantiser, namespace: Namespace) -> None:
+    """Raise ConfigError for a profile that was calibrated for other weights. With ``model_id`` the user vouches."""
+    if config.model_id is not None or not isinstance(quantiser, KltQuantiser):
+        return
+    calibrated = quantiser.profile.calibration.weights
+    if namespace.model != f"weights:{calibrated}":
+        raise ConfigError(
+            f"profile {config.profile} was calibrated for {quantiser.profile.calibration.model!r} with weights "
+            f"{calibrated}, the engine has {namespace.model.removeprefix('weights:')}; calibrate for these, or set "
+            "model_id if you know better"
+        )
+
+
+def _require_same_shape(path: str, profile: Profile, geometry: KVGeometry, first_layer: int, ranks: int) -> None:
+    end_layer = first_layer + geometry.num_layers
+    expected = {
+        "KV heads a rank": (max(1, profile.num_heads // ranks), geometry.num_heads),
+        **{f"values a head of {t.upper()}": (profile.head_dim(t), geometry.head_dim(t)) for t in TENSORS},
+    }
+    for what, (found, wanted) in expected.items():
+        if found != wanted:
+            raise ConfigError(f"profile {path} is of another model: it has {found} {what}, the engine {wanted}")
+    if profile.num_layers < end_layer:
+        raise ConfigError(
+            f"profile {path} is of another model: it has {profile.num_layers} layers, the engine {end_layer} or more"
+        )

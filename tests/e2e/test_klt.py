@@ -1,0 +1,90 @@
+"""The quantiser ``klt``, from calibration on the command line to the answers of real SGLang."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgl_kvfetch.quant.klt import KltQuantiser
+from sgl_kvfetch.quant.profile import load_profile
+from sgl_kvfetch.testing.engine import Generation, ServerError, SGLangServer, hicache_args
+from sgl_kvfetch.testing.metrics import read_metric, wait_until_written
+from sgl_kvfetch.testing.store_process import StoreProcess
+from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt
+from tests.e2e.continuation import continue_from_quantised
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+PAGES = 640 // PAGE_SIZE
+
+
+@pytest.fixture(scope="module")
+def profile(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For two ranks, so that one does, too."""
+    folder = tmp_path_factory.mktemp("profile")
+    words = (f"w{token}" for seed in range(100, 106) for token in make_prompt(seed))
+    (folder / "text").write_text(" ".join(words))
+    command = [sys.executable, "-m", "sgl_kvfetch.cli", "calibrate", "--model", str(model), "--text", "text"]
+    command += ["--out", "profile", "--windows", "6", "--context", "512", "--continuation", "128", "--tp-size", "2"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "target_kl" in done.stdout
+    return folder / "profile"
+
+
+def test_sglang_goes_on_from_what_the_quantiser_restores(model: Path, store: StoreProcess, profile: Path) -> None:
+    """As transformers does from the same KV, quantised in memory; see ``test_round_trip.test_quantised``. Positions
+    are at stake here: the second half of the prompt is written by itself, and stands where it stood."""
+    calibrated = load_profile(profile)
+    target_kl = calibrated.curve[len(calibrated.curve) // 2].kl
+    flags = hicache_args(store.url, profile=str(profile), target_kl=target_kl)
+    prompt = make_prompt(0)
+    with SGLangServer(model, extra_args=flags) as writer:
+        ask(writer, prompt[:320])
+        wait_until_written(writer, PAGES // 2)
+        computed = ask(writer, prompt)
+        assert from_storage(computed) == 0
+        wait_until_written(writer, PAGES)
+    with SGLangServer(model, extra_args=flags) as reader:
+        answer = ask(reader, prompt)
+        metrics = reader.metrics()
+    num_cached = from_storage(answer)
+    assert num_cached >= 0.9 * 640
+    quantiser = KltQuantiser(calibrated, target_kl)
+    tokens, logprobs = continue_from_quantised(model, prompt, num_cached, quantiser, len(answer.output_ids))
+    assert answer.output_ids == tokens
+    assert answer.logprobs == pytest.approx(logprobs, abs=1e-3)
+    assert _first_differs(answer, computed)
+    assert read_metric(metrics, "sgl_kvfetch_misses_total") == 0
+
+
+def _first_differs(answer: Generation, computed: Generation) -> bool:
+    """Whether quantising was at work at all."""
+    return answer.logprobs[0] != pytest.approx(computed.logprobs[0], abs=1e-4)
+
+
+def test_two_ranks_share_a_profile(model: Path, store: StoreProcess, profile: Path) -> None:
+    finest = load_profile(profile).curve[0].kl
+    flags = [*hicache_args(store.url, profile=str(profile), target_kl=finest), "--tp-size", "2"]
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with SGLangServer(model, extra_args=flags, env=env) as server:
+        computed = ask(server, make_prompt(0))
+        wait_until_written(server, 2 * PAGES)
+        server.flush()
+        answer = ask(server, make_prompt(0))
+    assert from_storage(answer) >= 0.9 * 640
+    assert answer.output_ids[0] == computed.output_ids[0]
+    assert answer.logprobs[0] == pytest.approx(computed.logprobs[0], abs=0.1)
+
+
+def test_a_profile_of_other_weights_stops_the_start(
+    other_model: Path, store: StoreProcess, profile: Path, tmp_path: Path
+) -> None:
+    flags = hicache_args(store.url, profile=str(profile), target_kl=load_profile(profile).curve[1].kl)
+    server = SGLangServer(other_model, extra_args=flags, log_path=tmp_path / "log")
+    with pytest.raises(ServerError, match="exited with code"):
+        server.start()
+    assert "was calibrated for 'model' with weights" in server.log()

@@ -1,0 +1,73 @@
+"""Which quantiser an engine gets, and which profiles it refuses."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sgl_kvfetch.config import KVFetchConfig, parse_config
+from sgl_kvfetch.errors import ConfigError, UnsupportedError
+from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
+from sgl_kvfetch.quant.klt import KltQuantiser
+from sgl_kvfetch.types import KVGeometry
+from tests.quant.profiles import make_profile
+from tests.segments import make_namespace
+
+GEOMETRY = KVGeometry(num_layers=3, num_heads=4, k_head_dim=16, v_head_dim=16, page_size=4, dtype="bfloat16")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> KVFetchConfig:
+    make_profile(block_heads=2).save(tmp_path / "p")
+    return parse_config({"store": "file:///nowhere", "profile": str(tmp_path / "p")}, {})
+
+
+def rank(index: int = 0, of: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(tp_rank=index, tp_size=of)
+
+
+def test_a_profile_gives_its_quantiser(config: KVFetchConfig) -> None:
+    quantiser = engine_quantiser(config, rank(), GEOMETRY, 0)
+    assert isinstance(quantiser, KltQuantiser)
+    assert quantiser.step == make_profile(block_heads=2).step_for(config.target_kl)
+
+
+def test_each_rank_takes_its_heads(config: KVFetchConfig) -> None:
+    whole = engine_quantiser(config, rank(), GEOMETRY, 0)
+    second = engine_quantiser(config, rank(1, 2), replace(GEOMETRY, num_heads=2), 0)
+    assert isinstance(whole, KltQuantiser)
+    assert isinstance(second, KltQuantiser)
+    assert second.mean["k"].equal(whole.mean["k"][:, 2:])
+    with pytest.raises(ConfigError, match="calibrate again with --tp-size"):
+        engine_quantiser(config, rank(1, 4), replace(GEOMETRY, num_heads=1), 0)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "first_layer", "message"),
+    [
+        (replace(GEOMETRY, num_heads=8), 0, "it has 4 KV heads a rank, the engine 8"),
+        (replace(GEOMETRY, v_head_dim=32), 0, "it has 16 values a head of V, the engine 32"),
+        (GEOMETRY, 1, "it has 3 layers, the engine 4 or more"),
+    ],
+)
+def test_another_models_profile_is_refused(
+    config: KVFetchConfig, geometry: KVGeometry, first_layer: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine_quantiser(config, rank(), geometry, first_layer)
+
+
+def test_fp8_is_refused(config: KVFetchConfig) -> None:
+    with pytest.raises(UnsupportedError, match="float8_e4m3fn; use 'exact'"):
+        engine_quantiser(config, rank(), replace(GEOMETRY, dtype="float8_e4m3fn"), 0)
+
+
+def test_other_weights_are_refused_unless_the_user_vouches(config: KVFetchConfig) -> None:
+    quantiser = engine_quantiser(config, rank(), GEOMETRY, 0)
+    calibrated = make_profile().calibration.weights
+    require_own_profile(config, quantiser, make_namespace(model=f"weights:{calibrated}"))
+    with pytest.raises(ConfigError, match=f"weights {calibrated}, the engine has {'1' * 32}"):
+        require_own_profile(config, quantiser, make_namespace(model=f"weights:{'1' * 32}"))
+    vouched = config.model_copy(update={"model_id": "mine"})
+    require_own_profile(vouched, quantiser, make_namespace(model="id:mine"))
