@@ -1,0 +1,117 @@
+"""Bits and accuracy of ways to code KV caches, side by side.
+
+    python -m benchmarks.codec --model PATH --text FILE --json out.json
+
+See ``--help``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from tqdm import tqdm
+
+from benchmarks.codec.measure import Measured, measure
+from benchmarks.codec.method import Method
+from benchmarks.codec.methods import all_methods, select
+from benchmarks.codec.options import Options, parse_options
+from benchmarks.codec.plot import plot_rates
+from benchmarks.codec.report import print_methods, print_table, to_json
+from benchmarks.report import write_json
+from sgl_kvfetch.calibrate.model import KVModel, cut_windows, part_of, read_text
+from sgl_kvfetch.errors import ConfigError, KVFetchError
+from sgl_kvfetch.quant.profile import Profile, load_profile
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+_TABLE_WIDTH = 132  # a row in two lines cannot be compared with its neighbours
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0; 2 if the run could not be made."""
+    options = parse_options(sys.argv[1:] if argv is None else argv)
+    console = Console(soft_wrap=True, highlight=False)
+    console.width = max(console.width, _TABLE_WIDTH)
+    try:
+        return _benchmark(options, console)
+    except KVFetchError as e:
+        console.print(f"error: {e}", style="red", markup=False)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return EXIT_INTERRUPTED
+
+
+def _benchmark(options: Options, console: Console) -> int:
+    started_s = time.monotonic()
+    profile = load_profile(options.profile) if options.profile is not None else None
+    methods = select(all_methods(profile), options.methods)
+    if options.list_methods:
+        print_methods([(method.name, method.source) for method in methods], console)
+        return 0
+    assert options.model is not None
+    assert options.text is not None
+    texts = read_text(options.text)
+    model = KVModel(options.model, device=_device(options.device))
+    if profile is not None:
+        _require_profile_of(profile, model)
+    measured = _measure(model, texts, methods, options)
+    duration_s = time.monotonic() - started_s
+    print_table(measured, console)
+    if options.json_path is not None:
+        write_json(options.json_path, to_json(measured, options, model.device, duration_s))
+        console.print(f"wrote {options.json_path}")
+    if options.plot_path is not None:
+        subtitle = (
+            f"{Path(options.model).name} on {options.text.name}: {options.windows} windows, "
+            f"{options.context_tokens:,} tokens of context, {options.continuation_tokens:,} of continuation"
+        )
+        plot_rates(options.plot_path, measured.rows, subtitle)
+        console.print(f"wrote {options.plot_path}")
+    console.print(f"took {duration_s:.0f} s")
+    return 0
+
+
+def _measure(model: KVModel, texts: Sequence[str], methods: Sequence[Method], options: Options) -> Measured:
+    window_tokens = options.context_tokens + options.continuation_tokens + 1  # the last is only predicted
+    tokens = [part_of(model.tokenise(text), options.part) for text in texts]
+    windows = cut_windows(tokens, options.windows, window_tokens)
+    most = getattr(model.config, "max_position_embeddings", None)
+    if most is not None and window_tokens > most:
+        raise ConfigError(f"windows of {window_tokens} tokens are longer than the model's {most} positions")
+    with tqdm(total=len(windows) * len(methods), unit="run", disable=not sys.stderr.isatty()) as bar:
+
+        def on_step(name: str) -> None:
+            bar.set_postfix_str(name)
+            bar.update()
+
+        return measure(model, windows, options.context_tokens, methods, on_step)
+
+
+def _require_profile_of(profile: Profile, model: KVModel) -> None:
+    found = (profile.num_layers, profile.num_heads, profile.head_dim("k"), profile.head_dim("v"))
+    expected = (model.num_layers, model.num_heads, model.k_head_dim, model.v_head_dim)
+    if found != expected:
+        raise ConfigError(
+            f"the profile is of a model of {found[0]} layers, {found[1]} heads of {found[2]} (K) and {found[3]} (V); "
+            f"{model.path} has {expected[0]}, {expected[1]}, {expected[2]} and {expected[3]}"
+        )
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as e:
+        raise ConfigError(f"--device {name}: {str(e).splitlines()[0]}") from e
+    return name
+
+
+if __name__ == "__main__":
+    sys.exit(main())

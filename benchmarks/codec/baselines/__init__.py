@@ -1,0 +1,26 @@
+"""What others do, each in a module of its own, as close to its source as the source allows."""
+
+from __future__ import annotations
+
+from benchmarks.codec.baselines.cachegen import CacheGen
+from benchmarks.codec.baselines.kivi import Kivi
+from benchmarks.codec.baselines.kvfetcher import kvfetcher_methods
+from benchmarks.codec.baselines.llm265 import Llm265
+from benchmarks.codec.baselines.mean import Mean
+from benchmarks.codec.baselines.saw_int4 import SawInt4
+from benchmarks.codec.baselines.shadowserve import ShadowServe
+from benchmarks.codec.method import Method
+
+UNIFORM_BINS = (32, 16, 8)
+
+
+def baselines() -> list[Method]:
+    return [
+        *(CacheGen(chunk, bins) for chunk in (256, 2048) for bins in (None, *UNIFORM_BINS)),
+        *(ShadowServe(bins) for bins in UNIFORM_BINS),
+        *kvfetcher_methods((256, *UNIFORM_BINS)),
+        *(Llm265(qp) for qp in (8, 14, 20, 26, 32)),
+        *(Kivi(bits) for bits in (4, 2)),
+        *(SawInt4(rotate_v) for rotate_v in (False, True)),
+        Mean(),
+    ]

@@ -1,0 +1,94 @@
+"""LLM.265 (MICRO'25; arXiv 2407.00467 as VcLLM)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from fractions import Fraction
+
+import av
+import numpy as np
+import torch
+
+from benchmarks.codec.method import KV_DTYPE, KVShape, Method
+from sgl_kvfetch.types import TENSORS
+
+_RANGE = struct.Struct("<ff")
+_U32 = struct.Struct("<I")
+# ipratio: intra pictures would otherwise get a lower QP than the one asked for.
+_X265_PARAMS = "keyint=1:bframes=0:ipratio=1:annexb=1:info=0:pools=none:frame-threads=1:wpp=0:log-level=none"
+
+
+class Llm265(Method):
+    """Tokens by channels as one grey picture a layer, 8 bits between the picture's smallest and largest value, lossy
+    HEVC of intra pictures alone.
+
+    Assumed, where the paper leaves it open: a picture holds a layer's K or V of the whole context; its range as two
+    float32; libx265 at its preset ``fast``, tuned for squared error, and a constant QP, in place of NVENC.
+    """
+
+    family = "LLM.265"
+
+    def __init__(self, qp: int) -> None:
+        self.name = f"llm.265-qp{qp}"
+        self.source = f"LLM.265 (MICRO'25; arXiv 2407.00467), intra-only HEVC, QP {qp}"
+        self._qp = qp
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> Sequence[bytes]:
+        parts = []
+        for values in (k, v):
+            pictures = values.float().flatten(2).transpose(0, 1)  # (layers, tokens, channels)
+            smallest, largest = pictures.amin((1, 2), keepdim=True), pictures.amax((1, 2), keepdim=True)
+            unit = torch.where(largest > smallest, (pictures - smallest) / (largest - smallest), 0.0)
+            pixels = (unit * 255).round().to(torch.uint8).numpy()
+            ranges = zip(smallest.flatten().tolist(), largest.flatten().tolist(), strict=True)
+            parts += [b"".join(_RANGE.pack(*pair) for pair in ranges), self._encode_pictures(pixels)]
+        return parts
+
+    def decode(self, parts: Sequence[bytes], shape: KVShape) -> tuple[torch.Tensor, torch.Tensor]:
+        restored = []
+        for i, tensor in enumerate(TENSORS):
+            num_tokens, num_layers, num_heads, head_dim = shape.of_tensor(tensor)
+            ranges = torch.tensor(list(_RANGE.iter_unpack(parts[2 * i]))).view(num_layers, 2, 1, 1)
+            pixels = _decode_pictures(parts[2 * i + 1], num_tokens, num_heads * head_dim)
+            smallest, largest = ranges[:, 0], ranges[:, 1]
+            values = torch.from_numpy(pixels).float() / 255 * (largest - smallest) + smallest
+            restored.append(values.transpose(0, 1).reshape(num_tokens, num_layers, num_heads, head_dim).to(KV_DTYPE))
+        return restored[0], restored[1]
+
+    def _encode_pictures(self, pixels: np.ndarray) -> bytes:
+        """Access units, each after its length as u32."""
+        encoder = av.CodecContext.create("libx265", "w")
+        assert isinstance(encoder, av.VideoCodecContext)
+        encoder.width, encoder.height = pixels.shape[2], pixels.shape[1]
+        encoder.pix_fmt = "gray"
+        encoder.time_base = Fraction(1, 25)
+        encoder.thread_count = 1
+        params = f"qp={self._qp}:{_X265_PARAMS}"
+        encoder.options = {"preset": "fast", "tune": "psnr", "x265-params": params}
+        units: list[bytes] = []
+        for index, picture in enumerate(pixels):
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="gray")
+            frame.pts = index
+            units += map(bytes, encoder.encode(frame))
+        units += map(bytes, encoder.encode(None))
+        return b"".join(_U32.pack(len(unit)) + unit for unit in units)
+
+
+def _decode_pictures(data: bytes, height: int, width: int) -> np.ndarray:
+    """``(pictures, height, width)`` uint8."""
+    decoder = av.CodecContext.create("hevc", "r")
+    assert isinstance(decoder, av.VideoCodecContext)
+    decoder.thread_count = 1
+    pictures = []
+    offset = 0
+    packets: list[av.Packet | None] = []
+    while offset < len(data):
+        (size,) = _U32.unpack_from(data, offset)
+        offset += _U32.size + size
+        packets.append(av.Packet(data[offset - size : offset]))
+    for packet in [*packets, None]:
+        pictures += [frame.to_ndarray(format="gray") for frame in decoder.decode(packet)]
+    stacked = np.stack(pictures)
+    assert stacked.shape[1:] == (height, width), stacked.shape
+    return stacked

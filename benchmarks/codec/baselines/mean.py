@@ -1,0 +1,27 @@
+"""The context forgotten: how far KL can go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from benchmarks.codec.method import KV_DTYPE, KVShape, Method, from_bytes, to_bytes
+from sgl_kvfetch.types import TENSORS
+
+
+class Mean(Method):
+    """Each channel's mean over the context in the place of every token. Nobody would store it: its KL is the scale that
+    the others' are to be read against, for a model that makes little of its context forgives any of them."""
+
+    name = "mean"
+    source = "none: all tokens alike, for the scale of KL"
+    family = "context forgotten"
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> Sequence[bytes]:
+        return [to_bytes(x.float().mean(0).to(KV_DTYPE)) for x in (k, v)]
+
+    def decode(self, parts: Sequence[bytes], shape: KVShape) -> tuple[torch.Tensor, torch.Tensor]:
+        shapes = [shape.of_tensor(tensor) for tensor in TENSORS]
+        k, v = (from_bytes(part, KV_DTYPE, s[1:]).expand(s).contiguous() for part, s in zip(parts, shapes, strict=True))
+        return k, v

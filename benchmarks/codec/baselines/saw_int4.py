@@ -1,0 +1,62 @@
+"""SAW-INT4 (arXiv 2604.19157)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from benchmarks.codec.baselines.affine import META_DTYPE, from_levels, pack, to_levels, unpack
+from benchmarks.codec.method import KV_DTYPE, KVShape, Method, from_bytes, to_bytes
+from sgl_kvfetch.errors import UnsupportedError
+
+_BITS = 4
+_ORDER = 16
+
+
+class SawInt4(Method):
+    """K through a block-diagonal Hadamard transform, then four bits a value with a step and a smallest value for each
+    token and head.
+
+    Blocks of 16, K alone or V too, are what the authors' code runs (``HADAMARD_ORDER``, ``ROTATE_V``). Assumed: step
+    and smallest value in float16, which gives the 4.25 bits that are reported of it at a head dimension of 128.
+    """
+
+    family = "SAW-INT4"
+
+    def __init__(self, rotate_v: bool) -> None:
+        self.name = "saw-int4-kv" if rotate_v else "saw-int4"
+        self.source = f"SAW-INT4 (arXiv 2604.19157), Hadamard blocks of {_ORDER} on {'K and V' if rotate_v else 'K'}"
+        self._rotates = (True, rotate_v)
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> Sequence[bytes]:
+        parts = []
+        for values, rotates in zip((k, v), self._rotates, strict=True):
+            levels, meta = to_levels(_rotated(values.float()) if rotates else values, _BITS)
+            parts += [to_bytes(pack(levels, _BITS)), to_bytes(meta)]
+        return parts
+
+    def decode(self, parts: Sequence[bytes], shape: KVShape) -> tuple[torch.Tensor, torch.Tensor]:
+        k = _decode(parts[:2], shape.of_tensor("k"), self._rotates[0])
+        return k, _decode(parts[2:], shape.of_tensor("v"), self._rotates[1])
+
+
+def _decode(parts: Sequence[bytes], shape: tuple[int, ...], rotates: bool) -> torch.Tensor:
+    levels = unpack(from_bytes(parts[0], torch.uint8, (-1,)), _BITS, math.prod(shape)).view(shape)
+    values = from_levels(levels, from_bytes(parts[1], META_DTYPE, (*shape[:-1], 2)))
+    return (_rotated(values) if rotates else values).to(KV_DTYPE)
+
+
+def hadamard(order: int) -> torch.Tensor:
+    """Sylvester's matrix of a power of two, orthonormal: its own inverse."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < order:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / math.sqrt(order)
+
+
+def _rotated(values: torch.Tensor) -> torch.Tensor:
+    if values.shape[-1] % _ORDER:
+        raise UnsupportedError(f"saw-int4: heads of {values.shape[-1]} are no whole blocks of {_ORDER}")
+    return (values.unflatten(-1, (-1, _ORDER)) @ hadamard(_ORDER)).flatten(-2)

@@ -1,0 +1,54 @@
+"""ShadowServe (arXiv 2509.16857)."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from benchmarks.codec.baselines.bins import from_bins, to_bins
+from benchmarks.codec.method import KV_DTYPE, KVShape, Method, from_bytes, to_bytes
+from sgl_kvfetch.types import TENSORS
+
+_CHUNK_TOKENS = 256
+_LEVEL = 6
+
+
+class ShadowServe(Method):
+    """Vector-wise bins, then deflate, which a SmartNIC's engine inflates.
+
+    Assumed, where the paper is silent: CacheGen's bins, the same for all layers; an integer a byte, layer by layer and
+    token by token; chunks of 256 tokens, which is LMCache's default, K and V apart; zlib's level 6; the largest
+    magnitudes in bfloat16, outside of what is deflated.
+    """
+
+    family = "ShadowServe"
+
+    def __init__(self, bins: int) -> None:
+        self.name = f"shadowserve-{bins}"
+        self.source = "ShadowServe (arXiv 2509.16857): vector-wise bins, deflate"
+        self._bins = bins
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> Sequence[bytes]:
+        parts = []
+        for values in (k, v):
+            for chunk in values.split(_CHUNK_TOKENS):
+                integers, largest = to_bins(chunk, [self._bins] * chunk.shape[1])
+                parts += [to_bytes(largest), zlib.compress(to_bytes(integers), _LEVEL)]
+        return parts
+
+    def decode(self, parts: Sequence[bytes], shape: KVShape) -> tuple[torch.Tensor, torch.Tensor]:
+        left = iter(parts)
+        k, v = (self._decode_tensor(left, shape.of_tensor(tensor)) for tensor in TENSORS)
+        return k, v
+
+    def _decode_tensor(self, parts: Iterator[bytes], shape: tuple[int, int, int, int]) -> torch.Tensor:
+        num_tokens, num_layers, num_heads, head_dim = shape
+        chunks = []
+        for start in range(0, num_tokens, _CHUNK_TOKENS):
+            size = min(_CHUNK_TOKENS, num_tokens - start)
+            largest = from_bytes(next(parts), KV_DTYPE, (num_layers, size, 1))
+            integers = from_bytes(zlib.decompress(next(parts)), torch.uint8, (num_layers, size, num_heads * head_dim))
+            chunks.append(from_bins(integers, largest, [self._bins] * num_layers, (size, *shape[1:])))
+        return torch.cat(chunks)

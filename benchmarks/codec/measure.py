@@ -1,0 +1,138 @@
+"""What restored KV does to the model that goes on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.codec.method import KV_DTYPE, Coded, KVShape, Method
+from benchmarks.codec.statistics import Estimate, estimate
+from sgl_kvfetch.calibrate.model import KVModel
+from sgl_kvfetch.errors import QuantiseError, UnsupportedError
+
+_ROWS_AT_ONCE = 64  # of distributions in float64
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Means over the tokens of a continuation. ``kl``: nats from the distribution after exact KV to that after
+    restored KV. ``nll``: nats a token of the text. ``top1``: share of tokens whose likeliest successor is the same."""
+
+    kl: float
+    nll: float
+    top1: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method over all windows. Speeds in megabytes (10^6) of raw bfloat16 a second."""
+
+    name: str
+    source: str
+    family: str
+    bits_per_value: Estimate
+    ratio: float  # to bfloat16
+    kl: Estimate
+    dnll: Estimate  # nats a token more than after exact KV
+    top1: Estimate
+    encode_mb_s: float
+    decode_mb_s: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    shape: KVShape  # of one window
+    nll: Estimate  # after exact KV
+    rows: tuple[Row, ...]
+    left_out: dict[str, str]  # methods that have no form for this model's KV, and why
+
+
+@dataclass(frozen=True)
+class _Sample:
+    coded_bytes: int
+    encode_s: float
+    decode_s: float
+    divergence: Divergence
+    exact_nll: float
+
+
+def measure(
+    model: KVModel,
+    windows: Sequence[torch.Tensor],
+    context_tokens: int,
+    methods: Sequence[Method],
+    on_step: Callable[[str], None] = lambda name: None,
+) -> Measured:
+    """Code the context's KV of each window by each method and continue with what comes back.
+
+    ``windows``: ``(context_tokens + continuation + 1,)`` ids. The exact KV is what the model makes of the context,
+    rounded to bfloat16; it is the reference, so that a method without loss has a KL of 0. ``on_step`` is told the name
+    of each method before it runs on a window. A method that cannot code this KV is left out.
+    """
+    samples: dict[str, list[_Sample]] = {method.name: [] for method in methods}
+    shape: KVShape | None = None
+    nlls = []
+    left_out: dict[str, str] = {}
+    for ids in windows:
+        context, continuation, following = ids[:context_tokens], ids[context_tokens:-1], ids[context_tokens + 1 :]
+        k, v = (x.to(KV_DTYPE).cpu() for x in model.kv(context))
+        shape = KVShape.of(k, v)
+        exact = _continue(model, k, v, continuation)
+        exact_nll = _nll(exact, following)
+        nlls.append(exact_nll)
+        for method in methods:
+            on_step(method.name)
+            if method.name in left_out:
+                continue
+            try:
+                coded = method.code(k, v)
+            except (UnsupportedError, QuantiseError) as e:
+                left_out[method.name] = str(e)
+                continue
+            divergence = _divergence(exact, _continue(model, coded.k, coded.v, continuation), following)
+            samples[method.name].append(_sample(coded, divergence, exact_nll))
+    assert shape is not None
+    rows = tuple(_row(m, samples[m.name], shape) for m in methods if m.name not in left_out)
+    return Measured(shape, estimate(nlls), rows, left_out)
+
+
+@torch.no_grad()
+def _continue(model: KVModel, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return model.log_probabilities(k, v, ids).cpu()
+
+
+def _nll(log_probabilities: torch.Tensor, following: torch.Tensor) -> float:
+    return float(-log_probabilities.gather(1, following[:, None]).double().mean())
+
+
+def _divergence(exact: torch.Tensor, restored: torch.Tensor, following: torch.Tensor) -> Divergence:
+    """Of log probabilities ``(tokens, vocabulary)``."""
+    kl = 0.0
+    for p, q in zip(exact.split(_ROWS_AT_ONCE), restored.split(_ROWS_AT_ONCE), strict=True):
+        p, q = p.double(), q.double()
+        kl += float((p.exp() * (p - q)).sum())
+    top1 = float((exact.argmax(1) == restored.argmax(1)).double().mean())
+    return Divergence(kl / len(exact), _nll(restored, following), top1)
+
+
+def _sample(coded: Coded, divergence: Divergence, exact_nll: float) -> _Sample:
+    return _Sample(coded.num_bytes, coded.encode_s, coded.decode_s, divergence, exact_nll)
+
+
+def _row(method: Method, samples: Sequence[_Sample], shape: KVShape) -> Row:
+    bits = estimate([s.coded_bytes * 8 / shape.num_values for s in samples])
+    raw_mb = shape.raw_bytes * len(samples) / 1e6
+    return Row(
+        name=method.name,
+        source=method.source,
+        family=method.family,
+        bits_per_value=bits,
+        ratio=KV_DTYPE.itemsize * 8 / bits.mean,
+        kl=estimate([s.divergence.kl for s in samples]),
+        dnll=estimate([s.divergence.nll - s.exact_nll for s in samples]),
+        top1=estimate([s.divergence.top1 for s in samples]),
+        encode_mb_s=raw_mb / sum(s.encode_s for s in samples),
+        decode_mb_s=raw_mb / sum(s.decode_s for s in samples),
+    )

@@ -1,0 +1,31 @@
+"""All methods by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from benchmarks.codec.baselines import baselines
+from benchmarks.codec.method import Method
+from benchmarks.codec.ours import our_methods
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.quant.profile import Profile
+
+
+def all_methods(profile: Profile | None) -> list[Method]:
+    methods = [*our_methods(profile), *baselines()]
+    assert len({method.name for method in methods}) == len(methods)
+    return methods
+
+
+def select(methods: Sequence[Method], patterns: Sequence[str]) -> list[Method]:
+    """The methods whose names match a pattern, as shells match file names. All, if there are no patterns.
+
+    Raises ConfigError for a pattern that matches none.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(method.name, pattern) for method in methods):
+            names = ", ".join(method.name for method in methods)
+            hint = "; klt needs --profile" if pattern.startswith("klt") else ""
+            raise ConfigError(f"no method matches {pattern!r}; known are {names}{hint}")
+    return [m for m in methods if not patterns or any(fnmatchcase(m.name, pattern) for pattern in patterns)]

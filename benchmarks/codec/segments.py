@@ -1,0 +1,85 @@
+"""Any of our quantisers with any of our codecs, as a writer stores them: whole segments, manifests counted."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from benchmarks.codec.method import KV_DTYPE, KVShape, Method
+from sgl_kvfetch.config import KVFetchConfig
+from sgl_kvfetch.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.container.segment import SegmentReader, SegmentSpec, encode_segment
+from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.keys import Namespace, buddy_split
+from sgl_kvfetch.quant import Quantiser
+from sgl_kvfetch.types import dtype_name
+
+PAGE_TOKENS = 64
+_DEFAULTS = {name: field.default for name, field in KVFetchConfig.model_fields.items()}
+
+
+class SegmentMethod(Method):
+    """Segments, spans and pictures as ``KVFetchConfig`` has them if it is not told otherwise."""
+
+    def __init__(self, name: str, source: str, family: str, quantiser: Quantiser, codec: str) -> None:
+        self.name, self.source, self.family = name, source, family
+        self.quantiser = quantiser
+        self.codec = codec
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> Sequence[bytes]:
+        shape = KVShape.of(k, v)
+        if shape.num_tokens % PAGE_TOKENS:
+            raise UnsupportedError(f"{self.name}: {shape.num_tokens} tokens are no whole pages of {PAGE_TOKENS}")
+        hashes = [hashlib.sha256(f"page {page}".encode()).digest() for page in range(shape.num_tokens // PAGE_TOKENS)]
+        spec = SegmentSpec(
+            self._namespace(shape),
+            self.quantiser,
+            self.codec,
+            _DEFAULTS["resolution"],
+            _DEFAULTS["span_tokens"] // PAGE_TOKENS,
+        )
+        parts = []
+        for first, count in buddy_split(0, len(hashes), _DEFAULTS["max_segment_tokens"] // PAGE_TOKENS):
+            tokens = slice(first * PAGE_TOKENS, (first + count) * PAGE_TOKENS)
+            previous = hashes[first - 1] if first else None
+            segment = encode_segment(
+                spec, {"k": k[tokens], "v": v[tokens]}, first, previous, hashes[first : first + count]
+            )
+            parts += [segment.manifest.encode(), segment.data]
+        return parts
+
+    def decode(self, parts: Sequence[bytes], shape: KVShape) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = (torch.empty(shape.of_tensor(tensor), dtype=KV_DTYPE) for tensor in ("k", "v"))
+        for encoded, data in zip(parts[::2], parts[1::2], strict=True):
+            manifest = decode_manifest(encoded)
+            tokens = slice(manifest.first_page * PAGE_TOKENS, (manifest.first_page + manifest.num_pages) * PAGE_TOKENS)
+            self._decode_segment(manifest, data, {"k": k[tokens], "v": v[tokens]})
+        return k, v
+
+    def _decode_segment(self, manifest: Manifest, data: bytes, into: dict[str, torch.Tensor]) -> None:
+        reader = SegmentReader(manifest, self.quantiser)
+        view = memoryview(data)
+        for cell in manifest.cells():
+            start, end = reader.cell_range(cell)
+            values = reader.dequantise_cell(cell, reader.decode_cell(cell, view[start:end]))
+            first_token, end_token = (page * PAGE_TOKENS for page in manifest.span_range(cell.span))
+            layers = slice(*manifest.group_layers(cell.layer_group))
+            into[cell.tensor][first_token:end_token, layers] = values
+
+    def _namespace(self, shape: KVShape) -> Namespace:
+        return Namespace(
+            model="weights:" + "0" * 32,
+            model_dtype="dtype=bfloat16;quantization=None",
+            attention="mha",
+            kv_dtype=dtype_name(KV_DTYPE),
+            page_size=PAGE_TOKENS,
+            num_layers=shape.num_layers,
+            first_layer=0,
+            num_heads=shape.num_heads,
+            k_head_dim=shape.k_head_dim,
+            v_head_dim=shape.v_head_dim,
+            head_slice="0/1",
+            quantiser=self.quantiser.identity,
+        )

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.codec.baselines import baselines
+from benchmarks.codec.baselines.affine import from_levels, pack, to_levels, unpack
+from benchmarks.codec.baselines.bins import from_bins, lmcache_bins, to_bins
+from benchmarks.codec.baselines.cachegen import CacheGen
+from benchmarks.codec.baselines.kivi import Kivi
+from benchmarks.codec.baselines.llm265 import Llm265
+from benchmarks.codec.baselines.mean import Mean
+from benchmarks.codec.baselines.saw_int4 import SawInt4, hadamard
+from benchmarks.codec.baselines.shadowserve import ShadowServe
+from benchmarks.codec.method import KVShape, Method
+from benchmarks.codec.ours import our_methods
+from sgl_kvfetch.errors import UnsupportedError
+from tests.benchmarks.codec.kv import make_kv
+
+
+def _bits(method: Method, k: torch.Tensor, v: torch.Tensor) -> float:
+    return method.code(k, v).num_bytes * 8 / KVShape.of(k, v).num_values
+
+
+def _error(method: Method, k: torch.Tensor, v: torch.Tensor) -> float:
+    """Root of the mean square, K and V together."""
+    coded = method.code(k, v)
+    return float(torch.cat([(coded.k.float() - k.float()), (coded.v.float() - v.float())]).square().mean().sqrt())
+
+
+@pytest.mark.parametrize(
+    "method",
+    [method for method in (*our_methods(None), *baselines()) if not isinstance(method, Mean)],
+    ids=lambda method: method.name,
+)
+def test_what_comes_back_is_near_what_went_in(method: Method) -> None:
+    k, v = make_kv()
+    coded = method.code(k, v)
+    for restored, values in ((coded.k, k), (coded.v, v)):
+        assert float((restored.float() - values.float()).square().mean()) < 0.2 * float(values.float().var())
+    assert 0 < coded.num_bytes < 1.1 * KVShape.of(k, v).raw_bytes
+    assert coded.encode_s > 0
+    assert coded.decode_s > 0
+
+
+@pytest.mark.parametrize("method", our_methods(None)[:2], ids=lambda method: method.name)
+def test_exact_is_exact(method: Method) -> None:
+    k, v = make_kv()
+    coded = method.code(k, v)
+    assert torch.equal(coded.k, k)
+    assert torch.equal(coded.v, v)
+
+
+@pytest.mark.parametrize(
+    ("coarse", "fine"),
+    [
+        (CacheGen(256, 8), CacheGen(256, 32)),
+        (ShadowServe(8), ShadowServe(32)),
+        (Llm265(26), Llm265(8)),
+        (Kivi(2), Kivi(4)),
+    ],
+    ids=lambda method: method.name,
+)
+def test_more_bits_give_less_error(coarse: Method, fine: Method) -> None:
+    k, v = make_kv()
+    assert _bits(coarse, k, v) < _bits(fine, k, v)
+    assert _error(coarse, k, v) > 1.5 * _error(fine, k, v)
+
+
+def test_lmcache_bins() -> None:
+    assert lmcache_bins("k", 6) == lmcache_bins("v", 6) == [32] * 6
+    assert lmcache_bins("k", 12) == [32] * 10 + [16] * 2
+    assert lmcache_bins("v", 12) == [32] * 2 + [16] * 10
+
+
+def test_bins_err_by_half_a_bin_at_most() -> None:
+    values = make_kv()[0]
+    values[5] = 0  # a vector of zeros has no scale
+    bins = [32, 16, 8]
+    integers, largest = to_bins(values, bins)
+    assert all(int(layer.max()) <= b - 2 for layer, b in zip(integers, bins, strict=True))
+    restored = from_bins(integers, largest, bins, values.shape).float()
+    width = largest.float() / torch.tensor([15, 7, 3]).view(3, 1, 1)
+    error = (restored - values.float()).flatten(2).transpose(0, 1).abs()
+    # Half a bin, and bfloat16's rounding of the largest value.
+    assert bool((error <= 0.5 * width + 2**-8 * largest.float()).all())
+    assert not restored[5].any()
+
+
+def test_cachegen_stores_what_lmcache_stores() -> None:
+    k, v = make_kv(num_tokens=300)
+    shape = KVShape.of(k, v)
+    parts = CacheGen(256, 16).encode(k, v)
+    channels = shape.num_layers * shape.num_heads * shape.k_head_dim
+    per_chunk = [parts[i : i + 4] for i in range(0, len(parts), 4)]
+    assert len(per_chunk) == 4  # chunks of 256 and 44 tokens, of K and of V
+    for (largest, tables, lengths, streams), tokens in zip(per_chunk, (256, 44, 256, 44), strict=True):
+        assert len(largest) == 2 * shape.num_layers * tokens
+        assert len(tables) == 2 * channels * (16 + 1)
+        assert len(lengths) == 4 * channels
+        assert len(streams) <= channels * (tokens * 4 // 8 + 2)
+
+
+def test_a_long_cachegen_chunk_shares_its_tables() -> None:
+    k, v = make_kv(num_tokens=600)
+    short, long = CacheGen(256, 32).code(k, v), CacheGen(2048, 32).code(k, v)
+    assert torch.equal(short.k, long.k)
+    assert long.num_bytes < short.num_bytes - 1.5 * 2 * 2 * 3 * 64 * 33
+
+
+def test_packing() -> None:
+    levels = torch.arange(13, dtype=torch.uint8) % 4
+    packed = pack(levels, 2)
+    assert packed.shape == (4,)
+    assert packed[0] == 0b11_10_01_00
+    assert torch.equal(unpack(packed, 2, 13), levels)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_levels_err_by_half_a_step_at_most(bits: int) -> None:
+    groups = torch.randn(50, 32, generator=torch.Generator().manual_seed(1)) * 3 + 5
+    groups[7] = 2.5  # no spread
+    levels, meta = to_levels(groups, bits)
+    step = (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / (2**bits - 1)
+    error = (from_levels(levels, meta) - groups).abs()
+    assert bool((error <= 0.5 * step + 2**-9 * groups.abs().amax()).all())
+
+
+def test_levels_refuse_what_float16_does_not_hold() -> None:
+    with pytest.raises(UnsupportedError, match="do not fit the scales' float16"):
+        to_levels(torch.tensor([[0.0, 1e6]]), 4)
+
+
+@pytest.mark.parametrize("num_tokens", [64, 128, 320])
+def test_kivi_keeps_its_residual(num_tokens: int) -> None:
+    k, v = make_kv(num_tokens)
+    coded = Kivi(2).code(k, v)
+    k_coded, v_coded = num_tokens // 128 * 128, max(0, num_tokens - 128)
+    assert torch.equal(coded.k[k_coded:], k[k_coded:])
+    assert torch.equal(coded.v[v_coded:], v[v_coded:])
+    for restored, values, count in ((coded.k, k, k_coded), (coded.v, v, v_coded)):
+        assert not count or not torch.equal(restored[:count], values[:count])
+    per_token = 3 * 2 * 32
+    coded_bits = (k_coded + v_coded) * per_token * (2 + 2 * 16 / 32)
+    raw_bits = (2 * num_tokens - k_coded - v_coded) * per_token * 16
+    assert coded.num_bytes * 8 == coded_bits + raw_bits
+
+
+def test_kivi_follows_channels_in_k_and_tokens_in_v() -> None:
+    k, v = make_kv(256)
+    k[:, :, :, 3] += 100.0  # an outlier channel costs per-channel groups nothing
+    v[9] *= 100.0  # nor an outlier token per-token groups
+    coded = Kivi(4).code(k, v)
+    others = [c for c in range(k.shape[3]) if c != 3]
+    assert float((coded.k.float() - k.float())[..., others].abs().max()) < 1
+    tokens = [t for t in range(128) if t != 9]
+    assert float((coded.v.float() - v.float())[tokens].abs().max()) < 1
+
+
+def test_hadamard_is_its_own_inverse() -> None:
+    matrix = hadamard(16)
+    torch.testing.assert_close(matrix @ matrix, torch.eye(16))
+    assert set((matrix * 4).unique().tolist()) == {-1.0, 1.0}
+
+
+def test_saw_int4_spreads_outlier_channels_of_k() -> None:
+    k, v = make_kv()
+    k[..., 3] += 50.0
+    v[..., 3] += 50.0
+    plain_v, rotated_v = SawInt4(rotate_v=False), SawInt4(rotate_v=True)
+    assert _bits(plain_v, k, v) == 4 + 2 * 16 / 32
+    assert _error(rotated_v, k, v) < 0.8 * _error(plain_v, k, v)
+    k_error = (plain_v.code(k, v).k.float() - k.float()).square().mean()
+    v_error = (plain_v.code(k, v).v.float() - v.float()).square().mean()
+    assert k_error < 0.7 * v_error
+
+
+def test_saw_int4_refuses_heads_of_no_whole_blocks() -> None:
+    k, v = make_kv(64, dim=24)
+    with pytest.raises(UnsupportedError, match="heads of 24 are no whole blocks of 16"):
+        SawInt4(rotate_v=False).code(k, v)
+
+
+def test_the_mean_forgets_the_tokens() -> None:
+    k, v = make_kv()
+    coded = Mean().code(k, v)
+    torch.testing.assert_close(coded.k[17].float(), k.float().mean(0), atol=0.02, rtol=0.01)
+    assert torch.equal(coded.v, coded.v[:1].expand_as(v))
+    assert coded.num_bytes == 2 * (k[0].numel() + v[0].numel())
+
+
+def test_kv_heads_may_differ_in_width() -> None:
+    k, _ = make_kv(320, dim=48)
+    _, v = make_kv(320, dim=32)
+    for method in [*our_methods(None), *baselines()]:
+        coded = method.code(k, v)
+        assert (coded.k.shape, coded.v.shape) == (k.shape, v.shape), method.name

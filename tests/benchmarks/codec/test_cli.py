@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.codec.__main__ import EXIT_ERROR, main
+from benchmarks.codec.options import parse_options
+from tests.quant.profiles import make_profile
+
+ROOT = Path(__file__).parents[3]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def _text(directory: Path, num_words: int) -> Path:
+    path = directory / "text.txt"
+    path.write_text(" ".join(f"w{3 + i * 37 % 2000}" for i in range(num_words)))
+    return path
+
+
+def test_end_to_end(tiny_llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "benchmarks.codec", "--model", str(tiny_llama), "--text"]
+    command += [str(_text(tmp_path, 400)), "--json", str(out), "--windows", "2", "--context", "128"]
+    command += ["--continuation", "16", "--methods", "exact/zstd,cachegen-16/256,kivi-*"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert "cachegen-16/256" in run.stdout
+    assert out.with_suffix(".png").read_bytes().startswith(PNG)
+
+    content = json.loads(out.read_text())
+    assert content["model"] == str(tiny_llama)
+    assert content["text"].endswith("text.txt")
+    assert (content["windows"], content["context_tokens"], content["continuation_tokens"]) == (2, 128, 16)
+    assert content["machine"]["cores"] >= 1
+    assert content["versions"]["torch"]
+    assert content["kv"]["layers"] == 4
+    rows = {row["name"]: row for row in content["rows"]}
+    assert list(rows) == ["exact/zstd", "cachegen-16/256", "kivi-4", "kivi-2"]
+    for row in rows.values():
+        assert row["source"]
+        assert row["ratio"] == pytest.approx(16 / row["bits_per_value"])
+        for figure in ("bits", "kl", "dnll", "top1"):
+            low, high = row[f"{figure}_ci"]
+            mean = row["bits_per_value" if figure == "bits" else figure]
+            assert low <= mean <= high
+        assert row["encode_mb_s"] > 0
+        assert row["decode_mb_s"] > 0
+    assert rows["exact/zstd"]["kl"] == pytest.approx(0, abs=1e-9)
+    assert rows["exact/zstd"]["dnll"] == 0
+    assert rows["kivi-2"]["kl"] > rows["kivi-4"]["kl"] > 0
+
+
+def test_jsonl_of_prompts_and_all_lossless(tiny_llama: Path, tmp_path: Path) -> None:
+    text = tmp_path / "prompts.jsonl"
+    words = " ".join(f"w{i}" for i in range(3, 103))
+    text.write_text("\n".join(json.dumps({"prompt": words}) for _ in range(2)))
+    out = tmp_path / "out.json"
+    args = f"--model {tiny_llama} --text {text} --windows 2 --context 64 --continuation 8 --methods exact/zstd"
+    assert main([*args.split(), "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["rows"][0]["kl"] == 0
+    assert out.with_suffix(".png").read_bytes().startswith(PNG)
+
+
+def test_a_profile_of_another_model_is_refused(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = tmp_path / "other.profile"
+    make_profile().save(profile)
+    args = f"--model {tiny_llama} --text {_text(tmp_path, 200)} --windows 1 --context 64 --profile {profile}"
+    assert main(args.split()) == EXIT_ERROR
+    assert "the profile is of a model of 3 layers, 4 heads of 16 (K) and 16 (V)" in capsys.readouterr().out
+
+
+def test_list_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list", "--methods", "saw*"]) == 0
+    said = capsys.readouterr().out
+    assert "SAW-INT4 (arXiv 2604.19157)" in said
+    assert "cachegen" not in said
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("--text x", "--model is required"),
+        ("--model x", "--text is required"),
+        ("--model x --text x --context 100", "--context is 100; allowed are multiples of 64"),
+        ("--model x --text x --windows 0", "'0' is not a whole number of at least 1"),
+        ("--model x --text x --json no/such/directory/out.json", "is not a file in an existing directory"),
+    ],
+)
+def test_a_bad_argument_is_named(args: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(args.split())
+    said = " ".join(capsys.readouterr().err.split())
+    assert re.search(message, said), said
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("--methods cachegen*,zip", "no method matches 'zip'; known are exact/hevc"),
+        ("--methods klt*", "klt needs --profile"),
+        ("--profile no-such-file", "no-such-file cannot be read"),
+        ("--text no-such-text", "no-such-text"),
+        ("--model {empty}", "no model with a tokenizer at"),
+        ("--device no-such-device", "--device no-such-device: "),
+        ("--part 1:0", "expected FROM:TO"),
+        ("--part 0:0.3", "0 windows of 81 tokens, expected 1"),
+        ("--windows 9", "2 windows of 81 tokens, expected 9"),
+        ("--continuation 4096", "4161 tokens"),
+    ],
+)
+def test_what_cannot_be_run_is_said_without_a_traceback(
+    args: str, message: str, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = f"--model {tiny_llama} --text {_text(tmp_path, 200)} --windows 1 --context 64 --continuation 16"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert main([*common.split(), *args.format(empty=empty).split()]) == EXIT_ERROR
+    assert message in capsys.readouterr().out
