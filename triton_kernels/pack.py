@@ -27,10 +27,12 @@ from sgl_kvfetch.triton_kernels.tiles import (
     BLOCK_VALUES,
     NUM_WARPS,
     chunk_of,
-    layout_constants,
     next_power_of_2,
     pixel_of,
     program_of,
+    rows_of,
+    slots_of,
+    tiles_of,
     to_float32,
     token_of,
 )
@@ -135,7 +137,7 @@ def _launch(
     scale_over: ScaleOver,
 ) -> Packed:
     num_tokens, num_layers, (_, num_heads, head_dim) = slots.numel(), len(buffers), buffers[0].shape
-    num_frames, tiles = layout.num_frames(num_tokens), layout.tokens_per_frame
+    num_frames, places = layout.num_frames(num_tokens), layout.tokens_per_frame
     num_planes = buffers[0].dtype.itemsize if centres is None else 1
     shape = (num_planes, num_frames, PLANES, layout.height, layout.width)
     frames = torch.full(shape, FILL, dtype=torch.uint8, device=slots.device)
@@ -148,13 +150,13 @@ def _launch(
         return Packed(frames, scales, not_finite)
 
     common = (slots, num_tokens, num_frames, buffers[0].stride(0), buffers[0].stride(1))
-    constants = layout_constants(layout, num_heads, head_dim)
+    constants = {"L": tiles_of(layout, num_heads, head_dim)}
     options = {"num_warps": NUM_WARPS, **COMPILE_OPTIONS}
     with on_device(slots.device):
         if scales is None or centres is None:
             chunk = chunk_of(head_dim)
             rows = BLOCK_VALUES // chunk
-            grid = (triton.cdiv(tiles * num_heads * triton.cdiv(head_dim, chunk), rows) * num_frames,)
+            grid = (triton.cdiv(places * num_heads * triton.cdiv(head_dim, chunk), rows) * num_frames,)
             pack_exact_kernel[grid](
                 tuple(integer_view(x) for x in buffers),
                 tuple(frames),
@@ -170,12 +172,12 @@ def _launch(
         if scale_over == "head":
             chunk = next_power_of_2(head_dim)
             rows = max(1, BLOCK_VALUES // chunk)
-            grid = (triton.cdiv(tiles * num_heads, rows) * num_frames,)
+            grid = (triton.cdiv(places * num_heads, rows) * num_frames,)
             pack_head_kernel[grid](*arguments, **constants, CHUNK=chunk, ROWS=rows, **options)
         else:
             chunk = chunk_of(head_dim)
             rows = min(next_power_of_2(num_heads * triton.cdiv(head_dim, chunk)), BLOCK_VALUES // chunk)
-            pack_layer_kernel[(tiles * num_frames,)](*arguments, **constants, CHUNK=chunk, ROWS=rows, **options)
+            pack_layer_kernel[(places * num_frames,)](*arguments, **constants, CHUNK=chunk, ROWS=rows, **options)
     return Packed(frames, scales, not_finite)
 
 
@@ -212,9 +214,9 @@ def _quantise(b_x, b_scale_bits, centre):
 
 @jit
 def pack_head_kernel(
-    p_buffers,  # layers of (num_slots, NUM_HEADS, HEAD_DIM)
-    p_frames,  # (frames, 3, HEIGHT, WIDTH)
-    p_scales,  # (tokens, layers, NUM_HEADS), bfloat16 bits
+    p_buffers,  # layers of (num_slots, heads, dim)
+    p_frames,  # (frames, 3, height, width)
+    p_scales,  # (tokens, layers, heads), bfloat16 bits
     p_not_finite,  # (1,)
     centres,  # (layers,), by value
     p_slots,  # (tokens,)
@@ -222,52 +224,34 @@ def pack_head_kernel(
     num_frames,
     stride_slot,
     stride_head,
-    SLICED: tl.constexpr,
-    TILES: tl.constexpr,
-    TILE_COLS: tl.constexpr,
-    HEAD_ROWS: tl.constexpr,
-    HEAD_COLS: tl.constexpr,
-    DIM_ROWS: tl.constexpr,
-    DIM_COLS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    L: tl.constexpr,
     LARGEST: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """A row is a whole head, so that its largest magnitude is found within the program."""
-    i_block, i_frame = program_of((TILES * NUM_HEADS + ROWS - 1) // ROWS)
-    o_row = i_block * ROWS + tl.arange(0, ROWS)
-    o_head = o_row % NUM_HEADS
-    o_tile = o_row // NUM_HEADS
-    o_token = token_of(i_frame, o_tile, num_frames, SLICED, TILES)
-    m_row = (o_tile < TILES) & (o_token < num_tokens)
-    o_dim = tl.arange(0, CHUNK)[None, :]
-    m = m_row[:, None] & (o_dim < HEAD_DIM)
-    b_slot = tl.load(p_slots + o_token, mask=m_row, other=-1)
+    i_frame, o_place, o_head, o_dim = rows_of(L, CHUNK, ROWS)
+    o_token, m_row, b_slot = slots_of(p_slots, i_frame, o_place, num_tokens, num_frames, L)
+    m = m_row[:, None] & (o_dim < L.head_dim)
     m_load = m & (b_slot >= 0)[:, None]
     o_buffer = (b_slot * stride_slot + o_head * stride_head)[:, None] + o_dim
-    o_scale = o_token.to(tl.int64) * (len(p_buffers) * NUM_HEADS) + o_head
-    o_pixel = pixel_of(
-        o_tile[:, None], o_head[:, None], o_dim, TILE_COLS, HEAD_ROWS, HEAD_COLS, DIM_ROWS, DIM_COLS, WIDTH
-    )
-    p_frame = p_frames + i_frame.to(tl.int64) * (3 * HEIGHT * WIDTH)
+    o_scale = o_token.to(tl.int64) * (len(p_buffers) * L.num_heads) + o_head
+    o_pixel = pixel_of(o_place[:, None], o_head[:, None], o_dim, L)
+    p_frame = p_frames + i_frame.to(tl.int64) * (3 * L.height * L.width)
     for i_layer in tl.static_range(len(p_buffers)):
         b_x = to_float32(tl.load(p_buffers[i_layer] + o_buffer, mask=m_load, other=0.0))
         b_magnitude = tl.max(_magnitude_bits(b_x), axis=1)
         tl.store(p_not_finite, 1, mask=tl.max(b_magnitude, axis=0) >= 0x7F800000)
         b_scale = _scale_bits(b_magnitude, centres[i_layer], LARGEST)
-        tl.store(p_scales + i_layer * NUM_HEADS + o_scale, b_scale.to(tl.int16), mask=m_row)
+        tl.store(p_scales + i_layer * L.num_heads + o_scale, b_scale.to(tl.int16), mask=m_row)
         b_integer = _quantise(b_x, b_scale[:, None], centres[i_layer])
-        tl.store(p_frame + i_layer * (HEIGHT * WIDTH) + o_pixel, b_integer, mask=m)
+        tl.store(p_frame + i_layer * (L.height * L.width) + o_pixel, b_integer, mask=m)
 
 
 @jit
 def pack_layer_kernel(
-    p_buffers,  # layers of (num_slots, NUM_HEADS, HEAD_DIM)
-    p_frames,  # (frames, 3, HEIGHT, WIDTH)
+    p_buffers,  # layers of (num_slots, heads, dim)
+    p_frames,  # (frames, 3, height, width)
     p_scales,  # (tokens, layers, 1), bfloat16 bits
     p_not_finite,  # (1,)
     centres,  # (layers,), by value
@@ -276,37 +260,27 @@ def pack_layer_kernel(
     num_frames,
     stride_slot,
     stride_head,
-    SLICED: tl.constexpr,
-    TILES: tl.constexpr,
-    TILE_COLS: tl.constexpr,
-    HEAD_ROWS: tl.constexpr,
-    HEAD_COLS: tl.constexpr,
-    DIM_ROWS: tl.constexpr,
-    DIM_COLS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    L: tl.constexpr,
     LARGEST: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """One token a program: once over its heads for the largest magnitude, once more, from the cache, to quantise."""
-    CHUNKS: tl.constexpr = (HEAD_DIM + CHUNK - 1) // CHUNK
-    BLOCKS: tl.constexpr = (NUM_HEADS * CHUNKS + ROWS - 1) // ROWS
-    i_tile, i_frame = program_of(TILES)
-    i_token = token_of(i_frame, i_tile, num_frames, SLICED, TILES)
+    CHUNKS: tl.constexpr = (L.head_dim + CHUNK - 1) // CHUNK
+    BLOCKS: tl.constexpr = (L.num_heads * CHUNKS + ROWS - 1) // ROWS
+    i_place, i_frame = program_of(L.places)
+    i_token = token_of(i_frame, i_place, num_frames, L)
     if i_token < num_tokens:
         i_slot = tl.load(p_slots + i_token)
-        num_readable = tl.where(i_slot >= 0, NUM_HEADS, 0)
-        p_frame = p_frames + i_frame.to(tl.int64) * (3 * HEIGHT * WIDTH)
+        num_readable = tl.where(i_slot >= 0, L.num_heads, 0)
+        p_frame = p_frames + i_frame.to(tl.int64) * (3 * L.height * L.width)
         o_scale = i_token.to(tl.int64) * len(p_buffers)
         for i_layer in tl.static_range(len(p_buffers)):
             p_buffer = p_buffers[i_layer] + i_slot * stride_slot
             b_magnitude = tl.zeros((ROWS, CHUNK), dtype=tl.int32)
             for i_block in range(BLOCKS):
                 o_head, o_dim = _head_and_dim(i_block, CHUNKS, CHUNK, ROWS)
-                m = (o_head < num_readable) & (o_dim < HEAD_DIM)
+                m = (o_head < num_readable) & (o_dim < L.head_dim)
                 b_x = to_float32(tl.load(p_buffer + o_head * stride_head + o_dim, mask=m, other=0.0))
                 b_magnitude = tl.maximum(b_magnitude, _magnitude_bits(b_x))
             magnitude = tl.max(tl.max(b_magnitude, axis=1), axis=0)
@@ -315,12 +289,12 @@ def pack_layer_kernel(
             tl.store(p_scales + i_layer + o_scale, scale.to(tl.int16))
             for i_block in range(BLOCKS):
                 o_head, o_dim = _head_and_dim(i_block, CHUNKS, CHUNK, ROWS)
-                m = (o_head < num_readable) & (o_dim < HEAD_DIM)
+                m = (o_head < num_readable) & (o_dim < L.head_dim)
                 b_x = to_float32(tl.load(p_buffer + o_head * stride_head + o_dim, mask=m, other=0.0))
                 b_integer = _quantise(b_x, scale, centres[i_layer])
-                o_pixel = pixel_of(i_tile, o_head, o_dim, TILE_COLS, HEAD_ROWS, HEAD_COLS, DIM_ROWS, DIM_COLS, WIDTH)
-                m = (o_head < NUM_HEADS) & (o_dim < HEAD_DIM)
-                tl.store(p_frame + i_layer * (HEIGHT * WIDTH) + o_pixel, b_integer, mask=m)
+                o_pixel = pixel_of(i_place, o_head, o_dim, L)
+                m = (o_head < L.num_heads) & (o_dim < L.head_dim)
+                tl.store(p_frame + i_layer * (L.height * L.width) + o_pixel, b_integer, mask=m)
 
 
 @jit
@@ -332,48 +306,29 @@ def _head_and_dim(i_block, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.c
 
 @jit
 def pack_exact_kernel(
-    p_buffers,  # layers of (num_slots, NUM_HEADS, HEAD_DIM), integers
-    p_frames,  # byte planes of (frames, 3, HEIGHT, WIDTH)
+    p_buffers,  # layers of (num_slots, heads, dim), integers
+    p_frames,  # byte planes of (frames, 3, height, width)
     p_slots,  # (tokens,)
     num_tokens,
     num_frames,
     stride_slot,
     stride_head,
-    SLICED: tl.constexpr,
-    TILES: tl.constexpr,
-    TILE_COLS: tl.constexpr,
-    HEAD_ROWS: tl.constexpr,
-    HEAD_COLS: tl.constexpr,
-    DIM_ROWS: tl.constexpr,
-    DIM_COLS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    L: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    CHUNKS: tl.constexpr = (HEAD_DIM + CHUNK - 1) // CHUNK
     BITS: tl.constexpr = 8 * len(p_frames)
     LOW_BITS: tl.constexpr = (1 << BITS) - 1
-    i_block, i_frame = program_of((TILES * NUM_HEADS * CHUNKS + ROWS - 1) // ROWS)
-    o_row = i_block * ROWS + tl.arange(0, ROWS)
-    o_head = o_row // CHUNKS % NUM_HEADS
-    o_tile = o_row // (CHUNKS * NUM_HEADS)
-    o_token = token_of(i_frame, o_tile, num_frames, SLICED, TILES)
-    m_row = (o_tile < TILES) & (o_token < num_tokens)
-    b_slot = tl.load(p_slots + o_token, mask=m_row, other=-1)
-    o_dim = (o_row % CHUNKS * CHUNK)[:, None] + tl.arange(0, CHUNK)[None, :]
-    m = m_row[:, None] & (o_dim < HEAD_DIM)
+    i_frame, o_place, o_head, o_dim = rows_of(L, CHUNK, ROWS)
+    _, m_row, b_slot = slots_of(p_slots, i_frame, o_place, num_tokens, num_frames, L)
+    m = m_row[:, None] & (o_dim < L.head_dim)
     m_load = m & (b_slot >= 0)[:, None]
     o_buffer = (b_slot * stride_slot + o_head * stride_head)[:, None] + o_dim
-    o_pixel = pixel_of(
-        o_tile[:, None], o_head[:, None], o_dim, TILE_COLS, HEAD_ROWS, HEAD_COLS, DIM_ROWS, DIM_COLS, WIDTH
-    )
-    o_frame = i_frame.to(tl.int64) * (3 * HEIGHT * WIDTH)
+    o_pixel = pixel_of(o_place[:, None], o_head[:, None], o_dim, L)
+    o_frame = i_frame.to(tl.int64) * (3 * L.height * L.width)
     for i_layer in tl.static_range(len(p_buffers)):
         b_value = tl.load(p_buffers[i_layer] + o_buffer, mask=m_load, other=0).to(tl.uint32) & LOW_BITS
         b_value = (b_value << 1) | (b_value >> (BITS - 1))  # ``ExactQuantiser``: the sign goes to the lowest bit
         for i_plane in tl.static_range(len(p_frames)):
             b_byte = (b_value >> (8 * i_plane)).to(tl.uint8)
-            tl.store(p_frames[i_plane] + o_frame + i_layer * (HEIGHT * WIDTH) + o_pixel, b_byte, mask=m)
+            tl.store(p_frames[i_plane] + o_frame + i_layer * (L.height * L.width) + o_pixel, b_byte, mask=m)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sgl_kvfetch.layout.frames import PLANES, FrameLayout
+from sgl_kvfetch.layout.frames import FrameLayout
 from sgl_kvfetch.quant.base import Quantised
 from sgl_kvfetch.quant.exact import ExactQuantiser
 from sgl_kvfetch.triton_kernels.runtime import (
@@ -16,6 +16,7 @@ from sgl_kvfetch.triton_kernels.runtime import (
     on_device,
     require,
     require_buffers,
+    require_frames,
     require_scalable,
     tl,
     triton,
@@ -25,11 +26,12 @@ from sgl_kvfetch.triton_kernels.tiles import (
     BLOCK_VALUES,
     NUM_WARPS,
     chunk_of,
-    layout_constants,
     pixel_of,
-    program_of,
     round_float32,
-    token_of,
+    rows_of,
+    slots_of,
+    tiles_of,
+    tokens_of_frames,
 )
 
 
@@ -65,7 +67,7 @@ def restore(
     """
     frames, outputs = list(frames), list(outputs)
     require_buffers(outputs, slots)
-    _require_frames(frames, layout, slots, outputs, first_frame, planes_of(outputs, scales))
+    require_frames(frames, layout, slots, outputs, first_frame, planes_of(outputs, scales))
     if scales is not None:
         _require_scales(scales, centres, slots, outputs)
     else:
@@ -94,10 +96,7 @@ def restore_reference(
 ) -> None:
     """``restore`` in PyTorch, on any device. Arguments as there."""
     num_layers, (_, num_heads, head_dim) = len(outputs), outputs[0].shape
-    tokens = _tokens_of_frames(layout, slots.numel(), first_frame, frames[0].shape[0], slots.device)
-    kept = (tokens < slots.numel()).nonzero().squeeze(1)
-    kept = kept[slots[tokens[kept]] >= 0]
-    tokens = tokens[kept]
+    kept, tokens = tokens_of_frames(layout, slots, first_frame, frames[0].shape[0])
     integers = [
         layout.from_frames(f, f.shape[0] * layout.tokens_per_frame, num_layers, num_heads, head_dim)[kept]
         for f in frames
@@ -112,54 +111,6 @@ def restore_reference(
         values = integer_view(((integers[0].to(torch.float32) - centre) * step).to(outputs[0].dtype))
     for i_layer, output in enumerate(outputs):
         integer_view(output)[slots[tokens]] = values[:, i_layer]
-
-
-def _tokens_of_frames(
-    layout: FrameLayout, num_tokens: int, first_frame: int, num_frames: int, device: torch.device
-) -> torch.Tensor:
-    """Which token of the span each token of ``from_frames`` is, int64 ``(frames * tiles,)``, when it is given some of
-    the span's frames as if they were all."""
-    local = torch.arange(num_frames * layout.tokens_per_frame, device=device)
-    if layout.inter_frame == "sequential":
-        return first_frame * layout.tokens_per_frame + local
-    return local // num_frames * layout.num_frames(num_tokens) + first_frame + local % num_frames
-
-
-def _require_frames(
-    frames: Sequence[torch.Tensor],
-    layout: FrameLayout,
-    slots: torch.Tensor,
-    outputs: Sequence[torch.Tensor],
-    first_frame: int,
-    num_planes: int,
-) -> None:
-    layout.require_fits(*outputs[0].shape[1:])
-    require(
-        len(frames) == num_planes,
-        f"{len(frames)} byte planes of frames, expected {num_planes} for {outputs[0].dtype}",
-    )
-    plane = (layout.height, layout.width)
-    first = frames[0]
-    for x in frames:
-        require(
-            x.ndim == 4 and x.shape[1:] == (PLANES, *plane) and x.dtype == torch.uint8,
-            f"frames are {x.dtype} {tuple(x.shape)}, expected uint8 (n, {PLANES}, {plane[0]}, {plane[1]})",
-        )
-        require(
-            x.stride()[1:] == (plane[0] * plane[1], plane[1], 1),
-            f"frames have strides {x.stride()}: each of {PLANES}x{plane[0]}x{plane[1]} must be contiguous",
-        )
-        require(
-            x.shape == first.shape and x.stride(0) == first.stride(0),
-            f"byte planes differ: frames of shape {tuple(first.shape)} and {tuple(x.shape)}, "
-            f"strides {first.stride()} and {x.stride()}",
-        )
-        require(x.device == slots.device, f"frames are on {x.device}, slots on {slots.device}")
-    num_frames = layout.num_frames(slots.numel())
-    require(
-        first_frame >= 0 and first_frame + first.shape[0] <= num_frames,
-        f"frames {first_frame} to {first_frame + first.shape[0]}, but {tuple(slots.shape)} tokens fill {num_frames}",
-    )
 
 
 def _require_scales(
@@ -206,7 +157,7 @@ def _launch(
         outputs[0].stride(0),
         outputs[0].stride(1),
     )
-    constants = {**layout_constants(layout, num_heads, head_dim), "CHUNK": chunk, "ROWS": rows}
+    constants = {"L": tiles_of(layout, num_heads, head_dim), "CHUNK": chunk, "ROWS": rows}
     options = {"num_warps": NUM_WARPS, **COMPILE_OPTIONS}
     with on_device(slots.device):
         if scales is None:
@@ -227,56 +178,21 @@ def _launch(
 
 
 @jit
-def _locate(
-    p_slots,  # (tokens,)
-    num_tokens,
-    first_frame,
-    num_frames,
-    SLICED: tl.constexpr,
-    TILES: tl.constexpr,
-    TILE_COLS: tl.constexpr,
-    HEAD_ROWS: tl.constexpr,
-    HEAD_COLS: tl.constexpr,
-    DIM_ROWS: tl.constexpr,
-    DIM_COLS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def _locate(p_slots, num_tokens, first_frame, num_frames, L: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
     """This program's frame, and of its ROWS rows: token, slot and head, ``(ROWS,)``; dim, pixel and mask, ``(ROWS,
     CHUNK)``."""
-    CHUNKS: tl.constexpr = (HEAD_DIM + CHUNK - 1) // CHUNK
-    i_block, i_frame = program_of((TILES * NUM_HEADS * CHUNKS + ROWS - 1) // ROWS)
-    o_row = i_block * ROWS + tl.arange(0, ROWS)
-    o_head = o_row // CHUNKS % NUM_HEADS
-    o_tile = o_row // (CHUNKS * NUM_HEADS)
-    o_token = token_of(first_frame + i_frame, o_tile, num_frames, SLICED, TILES)
-    m_row = (o_tile < TILES) & (o_token < num_tokens)
-    b_slot = tl.load(p_slots + o_token, mask=m_row, other=-1)
-    m_row = m_row & (b_slot >= 0)
-    o_dim = (o_row % CHUNKS * CHUNK)[:, None] + tl.arange(0, CHUNK)[None, :]
-    o_pixel = pixel_of(
-        o_tile[:, None],
-        o_head[:, None],
-        o_dim,
-        TILE_COLS,
-        HEAD_ROWS,
-        HEAD_COLS,
-        DIM_ROWS,
-        DIM_COLS,
-        WIDTH,
-    )
-    return i_frame, o_token, b_slot, o_head, o_dim, o_pixel, m_row[:, None] & (o_dim < HEAD_DIM)
+    i_frame, o_place, o_head, o_dim = rows_of(L, CHUNK, ROWS)
+    o_token, _, b_slot = slots_of(p_slots, first_frame + i_frame, o_place, num_tokens, num_frames, L)
+    o_pixel = pixel_of(o_place[:, None], o_head[:, None], o_dim, L)
+    return i_frame, o_token, b_slot, o_head, o_dim, o_pixel, (b_slot >= 0)[:, None] & (o_dim < L.head_dim)
 
 
 @jit
 def restore_symmetric_kernel(
-    p_frames,  # (n, 3, HEIGHT, WIDTH)
+    p_frames,  # (n, 3, height, width)
     p_scales,  # (tokens, layers, NUM_SCALES), bfloat16 bits
     centres,  # (layers,), by value
-    p_outputs,  # layers of (num_slots, NUM_HEADS, HEAD_DIM)
+    p_outputs,  # layers of (num_slots, heads, dim)
     p_slots,  # (tokens,)
     num_tokens,
     first_frame,
@@ -284,38 +200,13 @@ def restore_symmetric_kernel(
     stride_frame,
     stride_slot,
     stride_head,
-    SLICED: tl.constexpr,
-    TILES: tl.constexpr,
-    TILE_COLS: tl.constexpr,
-    HEAD_ROWS: tl.constexpr,
-    HEAD_COLS: tl.constexpr,
-    DIM_ROWS: tl.constexpr,
-    DIM_COLS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    L: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     NUM_SCALES: tl.constexpr,
 ):
     i_frame, o_token, b_slot, o_head, o_dim, o_pixel, m = _locate(
-        p_slots,
-        num_tokens,
-        first_frame,
-        num_frames,
-        SLICED,
-        TILES,
-        TILE_COLS,
-        HEAD_ROWS,
-        HEAD_COLS,
-        DIM_ROWS,
-        DIM_COLS,
-        WIDTH,
-        NUM_HEADS,
-        HEAD_DIM,
-        CHUNK,
-        ROWS,
+        p_slots, num_tokens, first_frame, num_frames, L, CHUNK, ROWS
     )
     p_frame = p_frames + i_frame.to(tl.int64) * stride_frame
     o_output = (b_slot * stride_slot + o_head * stride_head)[:, None] + o_dim
@@ -324,7 +215,7 @@ def restore_symmetric_kernel(
         o_scale += o_head
     m_row = b_slot >= 0
     for i_layer in tl.static_range(len(p_outputs)):
-        b_integer = tl.load(p_frame + i_layer * (HEIGHT * WIDTH) + o_pixel, mask=m, other=0)
+        b_integer = tl.load(p_frame + i_layer * (L.height * L.width) + o_pixel, mask=m, other=0)
         b_bits = tl.load(p_scales + i_layer * NUM_SCALES + o_scale, mask=m_row, other=0)
         b_step = (b_bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
         b_value = (b_integer.to(tl.float32) - centres[i_layer]) * b_step[:, None]
@@ -333,8 +224,8 @@ def restore_symmetric_kernel(
 
 @jit
 def restore_exact_kernel(
-    p_frames,  # byte planes of (n, 3, HEIGHT, WIDTH)
-    p_outputs,  # layers of (num_slots, NUM_HEADS, HEAD_DIM), integers
+    p_frames,  # byte planes of (n, 3, height, width)
+    p_outputs,  # layers of (num_slots, heads, dim), integers
     p_slots,  # (tokens,)
     num_tokens,
     first_frame,
@@ -342,44 +233,19 @@ def restore_exact_kernel(
     stride_frame,
     stride_slot,
     stride_head,
-    SLICED: tl.constexpr,
-    TILES: tl.constexpr,
-    TILE_COLS: tl.constexpr,
-    HEAD_ROWS: tl.constexpr,
-    HEAD_COLS: tl.constexpr,
-    DIM_ROWS: tl.constexpr,
-    DIM_COLS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    L: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     i_frame, _, b_slot, o_head, o_dim, o_pixel, m = _locate(
-        p_slots,
-        num_tokens,
-        first_frame,
-        num_frames,
-        SLICED,
-        TILES,
-        TILE_COLS,
-        HEAD_ROWS,
-        HEAD_COLS,
-        DIM_ROWS,
-        DIM_COLS,
-        WIDTH,
-        NUM_HEADS,
-        HEAD_DIM,
-        CHUNK,
-        ROWS,
+        p_slots, num_tokens, first_frame, num_frames, L, CHUNK, ROWS
     )
     o_frame = i_frame.to(tl.int64) * stride_frame
     o_output = (b_slot * stride_slot + o_head * stride_head)[:, None] + o_dim
     for i_layer in tl.static_range(len(p_outputs)):
         b_value = tl.zeros((ROWS, CHUNK), dtype=tl.uint32)
         for i_plane in tl.static_range(len(p_frames)):
-            b_byte = tl.load(p_frames[i_plane] + o_frame + i_layer * (HEIGHT * WIDTH) + o_pixel, mask=m, other=0)
+            b_byte = tl.load(p_frames[i_plane] + o_frame + i_layer * (L.height * L.width) + o_pixel, mask=m, other=0)
             b_value |= b_byte.to(tl.uint32) << (8 * i_plane)
         b_value = (b_value >> 1) | (b_value << (8 * len(p_frames) - 1))  # ``ExactQuantiser``: the sign comes back
         tl.store(p_outputs[i_layer] + o_output, b_value.to(p_outputs[i_layer].dtype.element_ty), mask=m)

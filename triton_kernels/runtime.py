@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.layout.frames import PLANES
+from sgl_kvfetch.layout.frames import PLANES, FrameLayout
 
 try:
     import triton
@@ -85,6 +85,46 @@ def require_buffers(buffers: Sequence[torch.Tensor], slots: torch.Tensor) -> Non
     if slots.device.type == "cpu" and slots.numel():
         top = int(slots.max())
         require(top < first.shape[0], f"slot {top} is outside a buffer of shape {tuple(first.shape)}")
+
+
+def require_frames(
+    frames: Sequence[torch.Tensor],
+    layout: FrameLayout,
+    slots: torch.Tensor,
+    outputs: Sequence[torch.Tensor],
+    first_frame: int,
+    num_planes: int,
+) -> None:
+    """Raise ValueError unless these are ``num_planes`` byte planes of frames ``first_frame`` and on of the span that
+    ``slots`` are for, uint8 ``(n, 3, height, width)`` each, and FormatError unless they hold tokens of the outputs'
+    shape. Each frame is contiguous; the distance between frames is free."""
+    layout.require_fits(*outputs[0].shape[1:])
+    require(
+        len(frames) == num_planes,
+        f"{len(frames)} byte planes of frames, expected {num_planes} for {outputs[0].dtype}",
+    )
+    plane = (layout.height, layout.width)
+    first = frames[0]
+    for x in frames:
+        require(
+            x.ndim == 4 and x.shape[1:] == (PLANES, *plane) and x.dtype == torch.uint8,
+            f"frames are {x.dtype} {tuple(x.shape)}, expected uint8 (n, {PLANES}, {plane[0]}, {plane[1]})",
+        )
+        require(
+            x.stride()[1:] == (plane[0] * plane[1], plane[1], 1),
+            f"frames have strides {x.stride()}: each of {PLANES}x{plane[0]}x{plane[1]} must be contiguous",
+        )
+        require(
+            x.shape == first.shape and x.stride(0) == first.stride(0),
+            f"byte planes differ: frames of shape {tuple(first.shape)} and {tuple(x.shape)}, "
+            f"strides {first.stride()} and {x.stride()}",
+        )
+        require(x.device == slots.device, f"frames are on {x.device}, slots on {slots.device}")
+    num_frames = layout.num_frames(slots.numel())
+    require(
+        first_frame >= 0 and first_frame + first.shape[0] <= num_frames,
+        f"frames {first_frame} to {first_frame + first.shape[0]}, but {tuple(slots.shape)} tokens fill {num_frames}",
+    )
 
 
 def require_scalable(dtype: torch.dtype) -> None:

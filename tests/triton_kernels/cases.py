@@ -52,6 +52,21 @@ def wasteful(inter_frame: str = "sliced") -> FrameLayout:
     )
 
 
+def blocks_of_tokens(inter_frame: str = "sliced") -> FrameLayout:
+    """Four tiles of three by four tokens a frame, room left as in ``wasteful``."""
+    return FrameLayout(
+        width=160,
+        height=144,
+        head_rows=3,
+        head_cols=1,
+        dim_rows=6,
+        dim_cols=14,
+        inter_frame=inter_frame,  # type: ignore[arg-type]
+        token_rows=3,
+        token_cols=4,
+    )
+
+
 SMALL = Shape(tokens=63, layers=2, heads=3, dim=80)  # for ``wasteful``: 56 tiles a frame, two frames
 
 ODD_SHAPES = [

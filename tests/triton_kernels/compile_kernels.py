@@ -19,11 +19,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from sgl_kvfetch.layout.choose import default_layout
-from sgl_kvfetch.triton_kernels import pack, restore
+from sgl_kvfetch.layout.choose import channel_layout, default_layout
+from sgl_kvfetch.triton_kernels import pack, restore, restore_klt
 
 CAPABILITIES = (80, 89, 90, 100)
 TOKENS, LAYERS, HEADS, DIM, SLOTS = 1000, 3, 8, 128, 4096
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 _POINTER = {
     torch.uint8: "*u8",
@@ -54,7 +55,7 @@ class Recorder:
         signature, constants, attributes = {}, {}, {}
         for i, param in enumerate(self.kernel.params):
             value = values[param.name]
-            if param.is_constexpr:
+            if param.is_constexpr or value is None:
                 signature[param.name] = "constexpr"
                 constants[(i,)] = value
                 continue
@@ -103,7 +104,7 @@ def recorded() -> Iterator[tuple[str, Recorder]]:
     """Every variant, launched by its wrapper on tensors without memory."""
     layout = default_layout(HEADS, DIM, TOKENS)
     slots = torch.empty(TOKENS, dtype=torch.int64, device="meta")
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+    for dtype in (*FLOATS, torch.float8_e4m3fn):
         buffers = [torch.empty((SLOTS, HEADS, DIM), dtype=dtype, device="meta") for _ in range(LAYERS)]
         name = str(dtype).removeprefix("torch.")
         with recording(pack, "pack_exact_kernel") as recorder:
@@ -125,6 +126,35 @@ def recorded() -> Iterator[tuple[str, Recorder]]:
             yield f"restore-{scale_over}-{name}", recorder
 
 
+def recorded_klt() -> Iterator[tuple[str, Recorder]]:
+    """``restore_klt`` for each dtype and rotation, and with heads that are no power of two, or large."""
+    variants = [(dtype, DIM, "neox") for dtype in FLOATS]
+    variants += [
+        (torch.bfloat16, dim, kind) for dim, kind in ((DIM, "none"), (DIM, "gptj"), (80, "neox"), (256, "neox"))
+    ]
+    for dtype, dim, kind in variants:
+        layout = channel_layout(HEADS, dim, TOKENS, "1080p")
+        frames = torch.empty(
+            (layout.num_frames(TOKENS), 3, layout.height, layout.width), dtype=torch.uint8, device="meta"
+        )
+        outputs = [torch.empty((SLOTS, HEADS, dim), dtype=dtype, device="meta") for _ in range(LAYERS)]
+        rotation = torch.empty((TOKENS, dim), dtype=torch.float32, device="meta")
+        with recording(restore_klt, "restore_klt_kernel") as recorder:
+            restore_klt.restore_klt(
+                frames,
+                layout,
+                torch.empty(TOKENS, dtype=torch.int64, device="meta"),
+                outputs,
+                scales=torch.empty((TOKENS, LAYERS, 1), dtype=torch.bfloat16, device="meta"),
+                inverse=torch.empty((LAYERS, HEADS // 2, 2 * dim, 2 * dim), dtype=torch.bfloat16, device="meta"),
+                step=0.25,
+                means=torch.empty((LAYERS, HEADS, dim), dtype=torch.float32, device="meta"),
+                rotation=None if kind == "none" else rotation,
+                interleaved=kind == "gptj",
+            )
+        yield f"restore-klt-{kind}-{dim}-{str(dtype).removeprefix('torch.')}", recorder
+
+
 def usage(cubin: bytes) -> dict[str, int]:
     """Registers, and bytes of the stack that they spill to."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -137,7 +167,7 @@ def usage(cubin: bytes) -> dict[str, int]:
 
 def main() -> None:
     assert not triton.knobs.runtime.interpret
-    for name, recorder in recorded():
+    for name, recorder in (*recorded(), *recorded_klt()):
         assert recorder.source is not None, f"{name} was not launched"
         for capability in CAPABILITIES:
             target = GPUTarget("cuda", capability, 32)
@@ -148,6 +178,7 @@ def main() -> None:
                 "capability": capability,
                 "cubin_bytes": len(cubin),
                 "wide": f"{'st' if name.startswith('restore') else 'ld'}.global.v4.b32" in compiled.asm["ptx"],
+                "shared_bytes": compiled.metadata.shared,
                 **usage(cubin),
             }
             print(json.dumps(result), flush=True)

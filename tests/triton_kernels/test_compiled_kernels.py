@@ -19,6 +19,10 @@ KERNELS = [
     for dtype in ("float32", "bfloat16", "float16", "float8_e4m3fn")
     if kind == "exact" or dtype != "float8_e4m3fn"
 ]
+KLT_KERNELS = [
+    *(f"restore-klt-neox-128-{dtype}" for dtype in ("float32", "bfloat16", "float16")),
+    *(f"restore-klt-{kind}-bfloat16" for kind in ("none-128", "gptj-128", "neox-80", "neox-256")),
+]
 
 
 def run_python(*args: str) -> str:
@@ -45,8 +49,20 @@ def test_compiles(kernel: str, capability: int, compiled: dict[tuple[str, int], 
     assert result["wide"], "KV buffers are not accessed 16 bytes at a time"
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("kernel", KLT_KERNELS)
+def test_compiles_klt(kernel: str, capability: int, compiled: dict[tuple[str, int], dict[str, Any]]) -> None:
+    result = compiled[kernel, capability]
+    assert result["cubin_bytes"] > 0
+    assert result["stack"] == 0, "registers spill"
+    assert result["reg"] <= (160 if "gptj" in kernel else 128), "fewer than 512 threads fit an SM; with GPT-J's, 256"
+    assert result["shared_bytes"] <= 48 << 10
+    # GPT-J's pairs are stored two apart.
+    assert result["wide"] or "gptj" in kernel, "KV buffers are not accessed 16 bytes at a time"
+
+
 def test_every_variant_is_named_here(compiled: dict[tuple[str, int], dict[str, Any]]) -> None:
-    assert {kernel for kernel, _ in compiled} == set(KERNELS)
+    assert {kernel for kernel, _ in compiled} == {*KERNELS, *KLT_KERNELS}
 
 
 def test_references_need_no_triton() -> None:
@@ -60,11 +76,23 @@ from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.layout.choose import default_layout
 from sgl_kvfetch.triton_kernels.pack import pack
 from sgl_kvfetch.triton_kernels.restore import restore
+from sgl_kvfetch.triton_kernels.restore_klt import restore_klt
 
 buffer, output, slots = torch.randn(9, 2, 64), torch.zeros(9, 2, 64), torch.arange(9)
 layout = default_layout(2, 64, 9)
 restore(list(pack([buffer], slots, layout).frames), layout, slots, [output])
 assert torch.equal(buffer, output)
+restore_klt(
+    pack([buffer], slots, layout, centres=[127]).frames[0],
+    layout,
+    slots,
+    [output],
+    scales=torch.ones((9, 1, 1), dtype=torch.bfloat16),
+    inverse=torch.eye(64, dtype=torch.bfloat16).expand(1, 2, 64, 64).contiguous(),
+    step=0.0,
+    means=torch.full((1, 2, 64), 3.0),
+)
+assert bool((output == 3.0).all())
 try:
     pack([buffer.to("meta")], slots.to("meta"), layout)
 except UnsupportedError as e:

@@ -21,6 +21,7 @@ from tests.triton_kernels.cases import (
     SMALL,
     Shape,
     assert_same_bits,
+    blocks_of_tokens,
     centres_of,
     make_values,
     poisoned,
@@ -77,6 +78,13 @@ def assert_packed(packed: Packed, name: QuantiserName, values: torch.Tensor, lay
 @pytest.mark.parametrize(("name", "dtype"), KINDS, ids=str)
 def test_same_bits_as_the_quantiser(name: QuantiserName, dtype: torch.dtype, inter_frame: str, run: Pack) -> None:
     check(run, name, dtype, SMALL, wasteful(inter_frame))
+
+
+@both
+@pytest.mark.parametrize("inter_frame", ["sliced", "sequential"])
+@pytest.mark.parametrize("name", ["uint8", "cachegen", "exact"])
+def test_blocks_of_tokens(name: QuantiserName, inter_frame: str, run: Pack) -> None:
+    check(run, name, torch.bfloat16, SMALL, blocks_of_tokens(inter_frame))
 
 
 @both

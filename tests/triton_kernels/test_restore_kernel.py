@@ -19,6 +19,7 @@ from tests.triton_kernels.cases import (
     SMALL,
     Shape,
     assert_same_bits,
+    blocks_of_tokens,
     centres_of,
     make_values,
     poisoned,
@@ -85,6 +86,16 @@ def test_same_bits_as_the_quantiser(name: QuantiserName, dtype: torch.dtype, int
 
 
 @both
+@pytest.mark.parametrize("inter_frame", ["sliced", "sequential"])
+@pytest.mark.parametrize("name", ["uint8", "cachegen", "exact"])
+def test_blocks_of_tokens(name: QuantiserName, inter_frame: str, run: Restore) -> None:
+    span = Span(name, torch.bfloat16, SMALL, blocks_of_tokens(inter_frame))
+    outputs = span.buffers()
+    run(span.frames, span.layout, span.slots, outputs, **span.arguments)
+    assert_buffers(outputs, span.expected())
+
+
+@both
 @pytest.mark.parametrize("shape", ODD_SHAPES, ids=shape_id)
 @pytest.mark.parametrize("name", ["uint8", "exact"])
 def test_shapes(name: QuantiserName, shape: Shape, run: Restore) -> None:
@@ -114,10 +125,13 @@ def test_every_integer_and_any_scale(dtype: torch.dtype, run: Restore) -> None:
 
 @both
 @pytest.mark.parametrize("inter_frame", ["sliced", "sequential"])
+@pytest.mark.parametrize("make_layout", [wasteful, blocks_of_tokens])
 @pytest.mark.parametrize("name", ["cachegen", "exact"])
-def test_frame_by_frame(name: QuantiserName, inter_frame: str, run: Restore) -> None:
+def test_frame_by_frame(
+    name: QuantiserName, make_layout: Callable[[str], FrameLayout], inter_frame: str, run: Restore
+) -> None:
     shape = Shape(200, 2, 3, 80)
-    span = Span(name, torch.bfloat16, shape, wasteful(inter_frame))
+    span = Span(name, torch.bfloat16, shape, make_layout(inter_frame))
     num_frames, tiles = span.frames[0].shape[0], span.layout.tokens_per_frame
     tokens = torch.arange(shape.tokens, device=DEVICE)
     frame_of = tokens % num_frames if inter_frame == "sliced" else tokens // tiles
