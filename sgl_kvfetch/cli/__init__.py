@@ -14,8 +14,11 @@ import typer
 from typer.core import TyperGroup
 
 from sgl_kvfetch import __version__
+from sgl_kvfetch.cli.calibrate import calibrate
 from sgl_kvfetch.cli.doctor import doctor
+from sgl_kvfetch.cli.encode import encode
 from sgl_kvfetch.cli.inspect import inspect
+from sgl_kvfetch.cli.search_layout import search_layout
 from sgl_kvfetch.cli.serve import serve
 from sgl_kvfetch.cli.verify import verify
 from sgl_kvfetch.errors import KVFetchError
@@ -54,6 +57,9 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(inspect)
 app.command()(verify)
+app.command()(encode)
+app.command()(calibrate)
+app.command("search-layout")(search_layout)
 app.command()(doctor)
 
 

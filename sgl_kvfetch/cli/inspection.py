@@ -10,7 +10,6 @@ import msgspec
 import typer
 from rich.table import Table
 
-from sgl_kvfetch.cli.listing import StoredSegment, list_segments, read_manifest
 from sgl_kvfetch.cli.options import make_console
 from sgl_kvfetch.cli.pictures import PictureWriter
 from sgl_kvfetch.cli.summary import SegmentSummary, summarise_segment, summarise_store
@@ -20,6 +19,7 @@ from sgl_kvfetch.container.manifest import Manifest
 from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.quant import quantiser_from_identity
+from sgl_kvfetch.stores.listing import StoredSegment, list_segments, read_manifest
 
 
 @dataclass(frozen=True, slots=True)

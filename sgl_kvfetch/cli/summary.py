@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from sgl_kvfetch.cli.listing import StoredSegment, read_manifest
-from sgl_kvfetch.cli.target import Objects
 from sgl_kvfetch.container.manifest import Cell, Manifest, Variant
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.layout.frames import FrameLayout
+from sgl_kvfetch.stores.listing import Objects, StoredSegment, read_manifest
 from sgl_kvfetch.types import KV_DTYPES, TENSORS, TensorName
 
 
@@ -110,6 +109,8 @@ class PartSummary:
 
 @dataclass(frozen=True, slots=True)
 class VariantSummary:
+    codec: str  # what was asked for; "" where the writer did not record it
+    resolution: str
     data_name: str
     missing: bool
     k_layout: FrameLayout
@@ -162,6 +163,8 @@ def _summarise_variant(stored: StoredSegment, manifest: Manifest, variant: Varia
         for index in range(manifest.chunks_per_cell)
     ]
     return VariantSummary(
+        variant.codec,
+        variant.resolution,
         name,
         name not in stored.data,
         variant.k_layout,

@@ -118,7 +118,8 @@ def segment_tables(s: SegmentSummary) -> Iterator[Table | str]:
     yield s.manifest_name
     yield _facts(s)
     for index, variant in enumerate(s.variants):
-        yield f"variant {index}: {variant.data_name}"
+        made = f", {printable(variant.codec)} at {printable(variant.resolution)}" if variant.codec else ""
+        yield f"variant {index}{made}: {variant.data_name}"
         yield _parts_table(variant)
         if variant.missing:
             yield "this variant's data object is MISSING"
@@ -143,9 +144,11 @@ def _facts(s: SegmentSummary) -> Table:
 
 
 def _describe_layout(layout: FrameLayout) -> str:
+    blocks = layout.token_rows * layout.token_cols > 1
     return (
         f"pictures of {layout.width}x{layout.height}, {layout.inter_frame}, {layout.tokens_per_frame} tokens a frame; "
         f"a tile is {layout.head_rows}x{layout.head_cols} heads of {layout.dim_rows}x{layout.dim_cols} values"
+        + (f", each of {layout.token_rows}x{layout.token_cols} tokens" if blocks else "")
     )
 
 

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from sgl_kvfetch.cli.loose import LooseSegment
 from sgl_kvfetch.errors import ConfigError, FormatError
 from sgl_kvfetch.keys import DATA_SUFFIX, MANIFEST_SUFFIX, parse_object_name
-from sgl_kvfetch.stores.base import ObjectInfo
+from sgl_kvfetch.stores.listing import Objects
 from sgl_kvfetch.stores.open import open_store
-
-
-class Objects(Protocol):
-    """The part of a ``Store`` that reading everything needs."""
-
-    async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None: ...
-
-    def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]: ...
-
-    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

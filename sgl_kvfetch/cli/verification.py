@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from sgl_kvfetch.cli.listing import StoredSegment, read_manifest
-from sgl_kvfetch.cli.target import Objects
 from sgl_kvfetch.container.manifest import Cell, Manifest
 from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.errors import FormatError, StoreError, StoreErrorReason
 from sgl_kvfetch.fetch.plan import ReadUnit, read_units
 from sgl_kvfetch.quant import quantiser_from_identity
 from sgl_kvfetch.stores.base import ObjectInfo
+from sgl_kvfetch.stores.listing import Objects, StoredSegment, read_manifest
 
 # Failures that say something about one object, not about the store.
 _OBJECT_REASONS: frozenset[StoreErrorReason] = frozenset({"truncated", "io", "invalid", "too_large", "protocol"})

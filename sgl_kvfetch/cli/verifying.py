@@ -9,12 +9,12 @@ import msgspec
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from sgl_kvfetch.cli.listing import StoredSegment, list_segments
 from sgl_kvfetch.cli.options import make_console
 from sgl_kvfetch.cli.target import Target, open_target
 from sgl_kvfetch.cli.units import format_size, printable
 from sgl_kvfetch.cli.verification import Problem, Report, Verifier
 from sgl_kvfetch.errors import ConfigError, FormatError
+from sgl_kvfetch.stores.listing import StoredSegment, list_segments
 
 MAX_PROBLEMS_AN_OBJECT = 5
 

@@ -7,7 +7,9 @@ units themselves in Annex B form, one a picture. With the table a decoder, be it
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from fractions import Fraction
+from itertools import accumulate, pairwise
 
 import av
 import av.error
@@ -67,9 +69,36 @@ class HevcCodec(Codec):
 
     def decode(self, bitstream: bytes | memoryview, num_frames: int, height: int, width: int) -> torch.Tensor:
         access_units = split_access_units(bitstream)
-        expected = self._num_pictures(num_frames)
+        expected = self.num_access_units(num_frames, num_frames)
         if len(access_units) != expected:
             raise CorruptError(f"{self.name} bitstream has {len(access_units)} pictures, expected {expected}")
+        return self._decode(access_units, num_frames, height, width)
+
+    def decode_prefix(
+        self, prefix: bytes | memoryview, num_frames: int, end_frame: int, height: int, width: int
+    ) -> torch.Tensor:
+        """Frames ``[0, end_frame)`` of ``num_frames``, from a prefix of their bitstream: its bytes up to
+        ``access_unit_offsets(bitstream)[num_access_units(num_frames, end_frame)]``.
+
+        ``(end_frame, 3, height, width)``. Pictures are predicted from those before them and from no later ones, so
+        that a prefix decodes to the very same frames; a part from the middle decodes to nothing. Checksums are over
+        whole chunks: nothing says whether a prefix is corrupt, unless it does not decode. Raises CorruptError.
+        """
+        assert 1 <= end_frame <= num_frames
+        offsets = access_unit_offsets(prefix)
+        needed = self.num_access_units(num_frames, end_frame)
+        if len(offsets) - 1 != self.num_access_units(num_frames, num_frames) or len(prefix) < offsets[needed]:
+            raise CorruptError(
+                f"{self.name} prefix of {len(prefix)} bytes, of {len(offsets) - 1} pictures, lacks some of the first "
+                f"{needed} pictures, or is another's"
+            )
+        view = memoryview(prefix)
+        access_units = [view[offsets[i] : offsets[i + 1]] for i in range(needed)]
+        return self._decode(access_units, num_frames, height, width)[:end_frame]
+
+    def _decode(self, access_units: Sequence[memoryview], num_frames: int, height: int, width: int) -> torch.Tensor:
+        """``(num_frames, 3, height, width)``, of which only what these access units hold is set."""
+        expected = len(access_units)
         decoder = av.CodecContext.create("hevc", "r")
         assert isinstance(decoder, av.VideoCodecContext)
         decoder.thread_count = 1
@@ -94,8 +123,9 @@ class HevcCodec(Codec):
         if found != (self.pixel_format, width, height):
             raise CorruptError(f"{self.name} picture is {found}, expected {(self.pixel_format, width, height)}")
 
-    def _num_pictures(self, num_frames: int) -> int:
-        return num_frames
+    def num_access_units(self, num_frames: int, end_frame: int) -> int:
+        """How many access units, from the first on, hold frames ``[0, end_frame)`` of ``num_frames``."""
+        return end_frame
 
     def _to_pictures(self, frames: np.ndarray) -> list[np.ndarray]:
         return list(frames)
@@ -112,8 +142,8 @@ class Hevc420Codec(HevcCodec):
     name = "hevc420"
     pixel_format = "yuv420p"
 
-    def _num_pictures(self, num_frames: int) -> int:
-        return 3 * num_frames
+    def num_access_units(self, num_frames: int, end_frame: int) -> int:
+        return 2 * num_frames + end_frame  # the last layer's luma comes after all of the others'
 
     def _to_pictures(self, frames: np.ndarray) -> list[np.ndarray]:
         num_frames, _, height, width = frames.shape
@@ -137,19 +167,30 @@ def join_access_units(access_units: list[bytes]) -> bytes:
     return _U32.pack(len(access_units)) + sizes + b"".join(access_units)
 
 
-def split_access_units(bitstream: bytes | memoryview) -> list[memoryview]:
-    """Raises CorruptError unless the table accounts for every byte."""
-    view = memoryview(bitstream)
+def table_bytes(num_access_units: int) -> int:
+    """How long a bitstream's table is."""
+    return _U32.size * (1 + num_access_units)
+
+
+def access_unit_offsets(head: bytes | memoryview) -> list[int]:
+    """Where each access unit begins, and the last one ends, counted from the bitstream's start.
+
+    ``head`` is the bitstream or its beginning, with the whole table. Raises CorruptError if it is shorter.
+    """
+    view = memoryview(head)
     if len(view) < _U32.size:
         raise CorruptError(f"bitstream has {len(view)} bytes, too few for its table")
     (count,) = _U32.unpack_from(view)
-    offset = _U32.size * (1 + count)
+    offset = table_bytes(count)
     if offset > len(view):
         raise CorruptError(f"bitstream of {len(view)} bytes claims {count} access units")
-    units = []
-    for (size,) in _U32.iter_unpack(view[_U32.size : offset]):
-        units.append(view[offset : offset + size])
-        offset += size
-    if offset != len(view):
-        raise CorruptError(f"bitstream has {len(view)} bytes, its table accounts for {offset}")
-    return units
+    return list(accumulate((size for (size,) in _U32.iter_unpack(view[_U32.size : offset])), initial=offset))
+
+
+def split_access_units(bitstream: bytes | memoryview) -> list[memoryview]:
+    """Raises CorruptError unless the table accounts for every byte."""
+    view = memoryview(bitstream)
+    offsets = access_unit_offsets(view)
+    if offsets[-1] != len(view):
+        raise CorruptError(f"bitstream has {len(view)} bytes, its table accounts for {offsets[-1]}")
+    return [view[start:end] for start, end in pairwise(offsets)]

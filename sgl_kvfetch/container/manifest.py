@@ -32,6 +32,7 @@ CHECKSUM_BYTES = 16
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_SEGMENT_PAGES = 1 << 20
 MAX_DATA_BYTES = 1 << 40
+MAX_VARIANTS = 16
 
 LAYERS_PER_GROUP = PLANES
 
@@ -52,16 +53,25 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     decoded_checksum: _Checksum  # xxh3-128 of the integers, or of the scales
 
 
-class Variant(msgspec.Struct, frozen=True):
-    """The segment coded at one resolution: a data object and the table of its chunks, in storage order."""
+class Variant(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The segment coded in one way: a data object and the table of its chunks, in storage order."""
 
     data_digest: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
     k_layout: FrameLayout
     v_layout: FrameLayout
     chunks: tuple[Chunk, ...]
+    # What was asked for when it was coded, where the writer recorded it. Chunks may be in another codec (noise is), and
+    # short spans have smaller pictures: neither can be told from the rest.
+    codec: str = ""
+    resolution: str = ""
 
     def layout(self, tensor: TensorName) -> FrameLayout:
         return self.k_layout if tensor == "k" else self.v_layout
+
+    @property
+    def codecs(self) -> frozenset[str]:
+        """What a reader of this variant must be able to decode."""
+        return frozenset(chunk.codec for chunk in self.chunks)
 
 
 class _Body(msgspec.Struct, frozen=True):
@@ -72,7 +82,7 @@ class _Body(msgspec.Struct, frozen=True):
     span_pages: Annotated[int, Meta(ge=1, le=MAX_SEGMENT_PAGES)]
     planes: Annotated[int, Meta(ge=1, le=8)]
     has_scales: bool
-    variants: Annotated[tuple[Variant, ...], Meta(min_length=1, max_length=16)]
+    variants: Annotated[tuple[Variant, ...], Meta(min_length=1, max_length=MAX_VARIANTS)]
 
 
 class Cell(NamedTuple):
@@ -154,6 +164,11 @@ class Manifest(msgspec.Struct, frozen=True):
 
     def data_name(self, variant: Variant) -> str:
         return self.key.data_name(variant.data_digest)
+
+    @property
+    def data_names(self) -> frozenset[str]:
+        """The data objects of all variants. Variants that come out alike share one."""
+        return frozenset(map(self.data_name, self.variants))
 
     def data_bytes(self, variant: Variant) -> int:
         return sum(chunk.size_bytes for chunk in variant.chunks)

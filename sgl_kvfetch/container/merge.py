@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
 import msgspec
 import torch
+import xxhash
 
-from sgl_kvfetch.container.manifest import Cell, Manifest
-from sgl_kvfetch.container.segment import CodedSegment, SegmentReader, SegmentSpec, assemble, encode_cells
+from sgl_kvfetch.container.manifest import Cell, Manifest, Variant
+from sgl_kvfetch.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_cells, first_readable
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.quant import Quantised
 
@@ -18,9 +20,9 @@ def merge_segments(
 ) -> CodedSegment:
     """The segment that covers both. ``left`` and ``right`` are buddies: equally long, neighbours, and the pair aligned.
 
-    Where their spans are already as long as the writer's, chunks are copied as they are; otherwise they are decoded,
-    joined and coded again, integers and scales unchanged. Checksums of what is decoded are verified. Raises FormatError
-    and CorruptError.
+    Where their spans are already as long as the writer's, chunks are copied as they are, in the variants that both
+    have; otherwise they are decoded, joined and coded again as the writer does, integers and scales unchanged.
+    Checksums of what is decoded are verified. Raises FormatError and CorruptError.
     """
     a, b = left.manifest, right.manifest
     follows = b.first_page == a.first_page + a.num_pages and b.previous_hash == a.page_hashes[-1]
@@ -28,13 +30,12 @@ def merge_segments(
         raise FormatError(f"segments {a.key.stem} and {b.key.stem} are not neighbours of one length")
     if a.first_page % (2 * a.num_pages):
         raise FormatError(f"segments at page {a.first_page} of {a.num_pages} pages are not buddies")
-    if _spans_fit(spec, a, b):
-        merged = msgspec.structs.replace(a, page_hashes=a.page_hashes + b.page_hashes)
-        variant = a.variants[0]
-        chunks = variant.chunks + b.variants[0].chunks
-        return assemble(merged, variant.k_layout, variant.v_layout, chunks, left.data + right.data)
+    if a.span_pages == b.span_pages == spec.span_pages and a.num_pages % a.span_pages == 0:
+        pairs = _common_variants(a, b)
+        if pairs:
+            return _joined(left, right, pairs)
 
-    halves = [(SegmentReader(s.manifest, spec.quantiser), s.data) for s in (left, right)]
+    halves = [_reader_and_data(spec, segment) for segment in (left, right)]
 
     def joined(manifest: Manifest, cell: Cell) -> Quantised:
         """A merged span holds a whole number of the halves' spans, from its own first page on."""
@@ -54,11 +55,47 @@ def merge_segments(
     return encode_cells(spec, a.first_page, a.previous_hash, a.page_hashes + b.page_hashes, joined, executor)
 
 
-def _spans_fit(spec: SegmentSpec, a: Manifest, b: Manifest) -> bool:
-    """Whether the halves' chunks can stand in the merged segment as they are."""
-    x, y = a.variants[0], b.variants[0]
-    return (
-        a.span_pages == b.span_pages == spec.span_pages
-        and a.num_pages % a.span_pages == 0
-        and (x.k_layout, x.v_layout) == (y.k_layout, y.v_layout)
-    )
+def _reader_and_data(spec: SegmentSpec, segment: CodedSegment) -> tuple[SegmentReader, bytes]:
+    variant = first_readable(segment.manifest)
+    return SegmentReader(segment.manifest, spec.quantiser, variant), segment.variant_data(variant)
+
+
+def _common_variants(a: Manifest, b: Manifest) -> list[tuple[int, int]]:
+    """Pairs of variants whose chunks may stand side by side: those coded alike, or at least one laid out alike."""
+
+    def pairs(same: Callable[[Variant, Variant], bool]) -> list[tuple[int, int]]:
+        found = []
+        for i, x in enumerate(a.variants):
+            j = next((j for j, y in enumerate(b.variants) if same(x, y)), None)
+            if j is not None:
+                found.append((i, j))
+        return found
+
+    def laid_out_alike(x: Variant, y: Variant) -> bool:
+        return (x.k_layout, x.v_layout) == (y.k_layout, y.v_layout)
+
+    def coded_alike(x: Variant, y: Variant) -> bool:
+        return (x.codec, x.resolution) == (y.codec, y.resolution) and laid_out_alike(x, y)
+
+    return pairs(coded_alike) or pairs(laid_out_alike)[:1]
+
+
+def _joined(left: CodedSegment, right: CodedSegment, pairs: Sequence[tuple[int, int]]) -> CodedSegment:
+    """One segment from these pairs of variants, chunks as they are."""
+    a, b = left.manifest, right.manifest
+    variants, contents = [], []
+    for i, j in pairs:
+        x, y = a.variants[i], b.variants[j]
+        data = left.variant_data(i) + right.variant_data(j)
+        variants.append(
+            msgspec.structs.replace(
+                x,
+                data_digest=xxhash.xxh3_128_hexdigest(data),
+                chunks=x.chunks + y.chunks,
+                codec=x.codec if x.codec == y.codec else "",
+                resolution=x.resolution if x.resolution == y.resolution else "",
+            )
+        )
+        contents.append(data)
+    manifest = msgspec.structs.replace(a, page_hashes=a.page_hashes + b.page_hashes, variants=tuple(variants))
+    return CodedSegment(manifest, contents[0], tuple(contents[1:]))

@@ -5,7 +5,7 @@ The data object is the chunks' bitstreams, one after another, in the manifest's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,12 +15,11 @@ import numpy as np
 import torch
 import xxhash
 
-from sgl_kvfetch.codecs import get_codec
+from sgl_kvfetch.codecs import CODECS, get_codec
 from sgl_kvfetch.codecs.entropy import ZstdCodec
 from sgl_kvfetch.container.manifest import Cell, Chunk, Manifest, Variant, namespace_geometry
 from sgl_kvfetch.errors import CorruptError, FormatError
 from sgl_kvfetch.keys import Namespace
-from sgl_kvfetch.layout.choose import default_layout
 from sgl_kvfetch.layout.frames import FrameLayout
 from sgl_kvfetch.quant import Quantised, Quantiser
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
@@ -50,12 +49,26 @@ class SegmentSpec:
 
 @dataclass(frozen=True, slots=True)
 class CodedSegment:
+    """A segment as it is stored: ``data`` is the first variant's, ``more_data`` the others', in their order."""
+
     manifest: Manifest
     data: bytes
+    more_data: tuple[bytes, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.manifest.variants) == 1 + len(self.more_data)
 
     @property
     def data_name(self) -> str:
         return self.manifest.data_name(self.manifest.variants[0])
+
+    def variant_data(self, variant: int) -> bytes:
+        return (self.data, *self.more_data)[variant]
+
+    def data_objects(self) -> Iterator[tuple[str, bytes]]:
+        """Names and contents. Variants that came out alike share an object."""
+        objects = zip(self.manifest.variants, (self.data, *self.more_data), strict=True)
+        yield from {self.manifest.data_name(variant): data for variant, data in objects}.items()
 
 
 def encode_segment(
@@ -83,6 +96,7 @@ def encode_segment(
             values[cell.tensor][first_token:end_token, first_layer:end_layer],
             cell.tensor,
             namespace.first_layer + first_layer,
+            first_page * namespace.page_size + first_token,
         )
 
     return encode_cells(spec, first_page, previous_hash, page_hashes, quantise, executor)
@@ -101,8 +115,8 @@ def encode_cells(
     geometry = namespace_geometry(namespace)
     span_pages = min(spec.span_pages, len(page_hashes))
     layouts = {
-        tensor: default_layout(
-            geometry.num_heads, geometry.head_dim(tensor), span_pages * geometry.page_size, spec.resolution
+        tensor: spec.quantiser.layout(
+            tensor, geometry.num_heads, geometry.head_dim(tensor), span_pages * geometry.page_size, spec.resolution
         )
         for tensor in TENSORS
     }
@@ -118,28 +132,26 @@ def encode_cells(
     )
 
     def encode(cell: Cell) -> list[tuple[Chunk, bytes]]:
-        return _encode_cell(quantised(manifest, cell), layouts[cell.tensor], spec.codec)
+        return encode_cell(quantised(manifest, cell), layouts[cell.tensor], spec.codec)
 
     run: Callable[..., Iterable[list[tuple[Chunk, bytes]]]] = executor.map if executor else map
     coded = [chunk for cell in run(encode, manifest.cells()) for chunk in cell]
-    return assemble(
-        manifest,
-        layouts["k"],
-        layouts["v"],
-        [chunk for chunk, _ in coded],
-        b"".join(bitstream for _, bitstream in coded),
-    )
-
-
-def assemble(
-    manifest: Manifest, k_layout: FrameLayout, v_layout: FrameLayout, chunks: Sequence[Chunk], data: bytes
-) -> CodedSegment:
-    """A segment of one variant from its chunks."""
-    variant = Variant(xxhash.xxh3_128_hexdigest(data), k_layout, v_layout, tuple(chunks))
+    variant, data = make_variant(coded, layouts, spec.codec, spec.resolution)
     return CodedSegment(msgspec.structs.replace(manifest, variants=(variant,)), data)
 
 
-def _encode_cell(quantised: Quantised, layout: FrameLayout, codec: str) -> list[tuple[Chunk, bytes]]:
+def make_variant(
+    coded: Iterable[tuple[Chunk, bytes]], layouts: Mapping[TensorName, FrameLayout], codec: str, resolution: str
+) -> tuple[Variant, bytes]:
+    """A variant and its data object from chunks and bitstreams in storage order."""
+    chunks, bitstreams = zip(*coded, strict=True)
+    data = b"".join(bitstreams)
+    digest = xxhash.xxh3_128_hexdigest(data)
+    return Variant(digest, layouts["k"], layouts["v"], chunks, codec, resolution), data
+
+
+def encode_cell(quantised: Quantised, layout: FrameLayout, codec: str) -> list[tuple[Chunk, bytes]]:
+    """A cell's chunks: the scales, if there are any, then the planes."""
     chunks = []
     if quantised.scales is not None:
         raw = scales_to_bytes(quantised.scales)
@@ -172,11 +184,12 @@ def scales_to_bytes(scales: torch.Tensor) -> bytes:
 class SegmentReader:
     """Decodes the cells of one variant of a segment."""
 
-    def __init__(self, manifest: Manifest, quantiser: Quantiser, variant: int = 0) -> None:
-        """Raises FormatError if the manifest was not written with this quantiser, or names a codec that is not here."""
+    def __init__(self, manifest: Manifest, quantiser: Quantiser, variant: int | None = None) -> None:
+        """``variant``: its index; if None, the first whose codecs are here. Raises FormatError if the manifest was not
+        written with this quantiser, or if no codec is here for the variant."""
         self.manifest = manifest
         self.quantiser = quantiser
-        self.variant = manifest.variants[variant]
+        self.variant = manifest.variants[first_readable(manifest) if variant is None else variant]
         self.geometry: KVGeometry = manifest.geometry
         self._check_quantiser()
         for codec in {chunk.codec for chunk in self.variant.chunks}:
@@ -228,11 +241,13 @@ class SegmentReader:
     def dequantise_cell(self, cell: Cell, quantised: Quantised) -> torch.Tensor:
         """``(tokens, layers, heads, dim)`` of the KV dtype."""
         first_layer, _ = self.manifest.group_layers(cell.layer_group)
+        first_page, _ = self.manifest.span_range(cell.span)
         return self.quantiser.dequantise(
             quantised,
             self.geometry.torch_dtype,
             cell.tensor,
             self.manifest.namespace.first_layer + first_layer,
+            (self.manifest.first_page + first_page) * self.manifest.namespace.page_size,
         )
 
     def _num_layers(self, cell: Cell) -> int:
@@ -264,6 +279,11 @@ class SegmentReader:
             raise CorruptError(f"{cell} has {len(raw)} bytes of scales, expected {expected}")
         _require_checksum(raw, chunk.decoded_checksum, f"{cell}, scales")
         return torch.frombuffer(bytearray(raw), dtype=torch.bfloat16).view(shape)
+
+
+def first_readable(manifest: Manifest) -> int:
+    """The index of the first variant all of whose codecs are here; 0 if there is none, so that its lack is reported."""
+    return next((i for i, variant in enumerate(manifest.variants) if variant.codecs <= CODECS.keys()), 0)
 
 
 def _require_checksum(data: bytes | memoryview, expected: bytes, what: str) -> None:

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.container.manifest import Cell
+from sgl_kvfetch.container.manifest import Cell, decode_manifest
+from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.errors import CorruptError, FormatError, KVFetchError, StoreError
 from sgl_kvfetch.fetch.budget import BytesBudget
 from sgl_kvfetch.fetch.plan import PageSource, ReadUnit, SpanPart, read_units, span_parts
@@ -201,14 +202,24 @@ class Fetcher:
         except StoreError as e:
             logger.debug("corrupt segment not looked at again: %s", e)
         except FormatError:
-            manifest = unit.reader.manifest
-            logger.warning("deleting the corrupt segment %s", manifest.key.stem)
-            metrics.DELETED_SEGMENTS.inc()
-            # Not its data: they are garbage now, and may be under way anew from a writer, under the same name.
             with contextlib.suppress(StoreError):
-                await self._store.delete(manifest.key.manifest_name)
+                await self._delete_if_named(unit.reader)
             for key in [key for key in self._ahead if key[0] == unit.reader.data_name]:
                 self._expire(key)
+
+    async def _delete_if_named(self, reader: SegmentReader) -> None:
+        """Delete a segment, unless its manifest was replaced by one that does without the corrupt data."""
+        name = reader.manifest.key.manifest_name
+        stored = await self._store.get(name)
+        if stored is None:
+            return
+        with contextlib.suppress(FormatError):
+            if reader.data_name not in decode_manifest(stored).data_names:
+                return
+        logger.warning("deleting the corrupt segment %s", reader.manifest.key.stem)
+        metrics.DELETED_SEGMENTS.inc()
+        # Not its data: they are garbage now, and may be under way anew from a writer, under the same name.
+        await self._store.delete(name)
 
     async def _transmit(self, unit: ReadUnit) -> bytes:
         started_s = time.monotonic()

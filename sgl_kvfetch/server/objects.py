@@ -49,12 +49,24 @@ class ObjectHandlers:
     async def put(self, request: web.Request) -> web.StreamResponse:
         name = _name(request)
         async with self._upload_slot():
+            if "If-Match" in request.headers:
+                return await self._replace(request, name)
             if name.is_manifest:
                 body = await self._read_manifest(request)
                 await self._store.put(name.segment.manifest_name, body)
             else:
                 await self._receive_data(request)
         return web.Response(status=201)
+
+    async def _replace(self, request: web.Request, name: ObjectName) -> web.StreamResponse:
+        """A manifest in place of one whose digest the client knows."""
+        expected = wire.parse_entity_tag(request.headers["If-Match"])
+        if expected is None or not name.is_manifest:
+            raise web.HTTPBadRequest(text="If-Match is for a manifest, and takes its digest as one entity tag")
+        body = await self._read_manifest(request)
+        if await self._store.replace(name.segment.manifest_name, body, expected):
+            return web.Response(status=201)
+        return error_answer(412, "changed", "the manifest is not the expected one")
 
     @asynccontextmanager
     async def _upload_slot(self) -> AsyncIterator[None]:

@@ -16,9 +16,16 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 
+import xxhash
+
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 
 _DELETES_AT_ONCE = 16
+
+
+def object_digest(data: bytes) -> str:
+    """What an object's content goes by: the xxh3-128 in 32 hex digits."""
+    return xxhash.xxh3_128_hexdigest(data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,18 @@ class Store(ABC):
     @abstractmethod
     async def put(self, name: str, data: bytes) -> None:
         """Create or replace an object atomically: readers see the old bytes or the new ones, never a mixture."""
+
+    async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
+        """Put a manifest if the one of that name is as expected. True if the store holds ``data`` now.
+
+        ``expected_digest`` is the ``object_digest`` of the manifest that is to go; one that is gone is not as expected.
+        This default has a gap between looking and putting: a store that can do both in one step overrides it.
+        """
+        current = await self.get(name)
+        if current is None or object_digest(current) != expected_digest:
+            return current == data
+        await self.put(name, data)
+        return True
 
     @abstractmethod
     async def head(self, name: str) -> ObjectInfo | None:

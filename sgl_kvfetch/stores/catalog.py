@@ -16,6 +16,7 @@ from pathlib import Path
 from sgl_kvfetch.container.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import parse_object_name
+from sgl_kvfetch.stores.base import ObjectInfo
 from sgl_kvfetch.stores.index import PageIndex
 
 logger = logging.getLogger(__name__)
@@ -194,6 +195,12 @@ class Catalog:
         if stored.needs is None:
             return False
         return not self._is_whole(stored) if name == stored.name else name not in stored.needs
+
+    def orphan_since_s(self, info: ObjectInfo) -> float:
+        """When this orphan became one, at the latest. Data that a manifest does without was in use until that manifest
+        replaced another, however old the data are."""
+        stored = self._manifest(_owner(info.name)[1])
+        return info.modified_s if stored is None else max(info.modified_s, stored.stamp[1] / 1e9)
 
     def _manifest(self, name: str) -> StoredManifest | None:
         known = self._namespaces.get(_owner(name)[0])

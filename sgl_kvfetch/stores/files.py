@@ -7,13 +7,14 @@ followed, and anything that is not a regular file with an object's name is left 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import secrets
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -218,6 +219,13 @@ class TempFile:
     def sync(self) -> None:
         """Make the bytes durable. Before ``commit``, so that no name ever stands for bytes that a crash can lose."""
         os.fsync(self._fd)
+
+    @contextmanager
+    def directory_locked(self) -> Iterator[None]:
+        """Keeps out other processes that do the same, where the file system has locks."""
+        with suppress(OSError):
+            fcntl.flock(self._directory, fcntl.LOCK_EX)
+        yield  # closing the directory, which commit and discard do, unlocks it
 
     def commit(self) -> None:
         """Give the bytes their name, replacing an older object.

@@ -139,6 +139,22 @@ class HttpStore(Store):
 
         await self._retried(f"putting {name}", attempt, len(data))
 
+    async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
+        """By ``If-Match``, which the server must honour. Raises as ``put`` does."""
+        if not require_name(name).is_manifest:
+            raise StoreError("invalid", f"{name} is no manifest: data never changes")
+        headers = {"Content-Type": wire.BYTES_TYPE, "If-Match": wire.entity_tag(expected_digest)}
+
+        async def attempt() -> bool:
+            async with self._request("PUT", self._object_url(name), headers=headers, body=data) as response:
+                if response.status == 412:
+                    return False
+                await require_status(response, 200, 201, 204)
+                return True
+
+        # An earlier attempt may have done it, and its answer been lost.
+        return await self._retried(f"replacing {name}", attempt, len(data)) or await self.get(name) == data
+
     async def head(self, name: str) -> ObjectInfo | None:
         """The time of change is in whole seconds, 0 if the server does not say."""
         require_name(name)

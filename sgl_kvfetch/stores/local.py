@@ -92,6 +92,12 @@ class LocalStore(Store):
         else:
             await self._run(self._put_data, DataWriter(self._shelf, parsed), data)
 
+    async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
+        """Also beside other processes that use ``replace``, where the file system has locks. Raises as ``put`` does."""
+        if not files.require_name(name).is_manifest:
+            raise StoreError("invalid", f"{name} is no manifest: data never changes")
+        return await self._run(write_manifest, self._shelf, name, data, expected_digest)
+
     def _put_data(self, writer: DataWriter, data: bytes) -> None:
         try:
             writer.write(data)

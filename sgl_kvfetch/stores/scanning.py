@@ -185,9 +185,6 @@ class Scanner:
         """The catalog passes over findings about what we changed ourselves meanwhile: they are older."""
         catalog = self._catalog
         manifests, data, new_data = _list(namespace, known, directory)
-        gone = [name for name in known.data if name not in data]
-        gone += [name for name in known.stamps if name not in manifests]
-        self._in_steps(gone, catalog.lost)
         # Data first: a manifest is offered once all its data is known.
         self._in_steps(list(new_data.items()), lambda found: catalog.found_data(*found))
         changed = [
@@ -201,6 +198,10 @@ class Scanner:
                 for name, status in changed[first : first + _NOTED_AT_ONCE]
             ]
             self._in_steps(some, lambda found: catalog.found_manifest(*found))
+        # What is gone last: a manifest that was replaced does without some of it, and must not be missed in between.
+        gone = [name for name in known.data if name not in data]
+        gone += [name for name in known.stamps if name not in manifests]
+        self._in_steps(gone, catalog.lost)
 
     def _in_steps(self, found: Sequence[T], note: Callable[[T], None]) -> None:
         for first in range(0, len(found), _NOTED_AT_ONCE):

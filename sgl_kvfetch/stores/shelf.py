@@ -63,7 +63,8 @@ class Shelf:
             info = files.stat_object(self.root, name)
             if info is not None and info.modified_s < limit:
                 with self.lock:
-                    if self.catalog.is_orphan(name):  # its manifest may have come since
+                    # Its manifest may have come since.
+                    if self.catalog.is_orphan(name) and self.catalog.orphan_since_s(info) < limit:
                         self.num_collected += self.capacity.delete(name)
         for namespace in files.namespaces(self.root):
             for name in files.stale_temps(self.root, namespace, self._orphan_age_s):

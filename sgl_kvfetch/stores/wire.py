@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import msgspec
@@ -25,6 +26,20 @@ MAX_LOOKUP_REQUEST_BYTES = MAX_LOOKUP_PAGES * PAGE_HASH_BYTES + 1024
 MAX_LOOKUP_ANSWER_BYTES = 4 * MAX_MANIFEST_BYTES
 MAX_LINE_BYTES = 4096  # of a listing
 MAX_DELETED_BYTES = 4096  # of the answer to a deletion by prefix
+
+
+_ENTITY_TAG = re.compile(r'"([0-9a-f]{32})"')
+
+
+def entity_tag(digest: str) -> str:
+    """An object's digest as HTTP's ETag."""
+    return f'"{digest}"'
+
+
+def parse_entity_tag(text: str) -> str | None:
+    """The digest; None for anything but one entity tag of ours."""
+    match = _ENTITY_TAG.fullmatch(text.strip())
+    return match and match[1]
 
 
 class LookupRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,6 +11,7 @@ from sgl_kvfetch.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import ObjectName
 from sgl_kvfetch.stores import files
+from sgl_kvfetch.stores.base import object_digest
 from sgl_kvfetch.stores.shelf import Shelf
 
 
@@ -21,8 +22,9 @@ class IncompleteSegmentError(StoreError):
         super().__init__("invalid", message)
 
 
-def write_manifest(shelf: Shelf, name: str, content: bytes) -> None:
-    """Commit a segment. Raises StoreError (``invalid`` if it is malformed, misnamed or its data is missing)."""
+def write_manifest(shelf: Shelf, name: str, content: bytes, expected_digest: str | None = None) -> bool:
+    """Commit a segment; with ``expected_digest``, only in place of a manifest that has it. Whether ``content`` is there
+    now. Raises StoreError (``invalid`` if it is malformed, misnamed or its data is missing)."""
     try:
         manifest = decode_manifest(content)
     except FormatError as e:
@@ -34,13 +36,13 @@ def write_manifest(shelf: Shelf, name: str, content: bytes) -> None:
         with shelf.lock:
             shelf.capacity.start_writing(name)
         try:
-            _write_manifest(shelf, name, content, manifest)
+            return _write_manifest(shelf, name, content, manifest, expected_digest)
         finally:
             with shelf.lock:
                 shelf.capacity.stop_writing(name)
 
 
-def _write_manifest(shelf: Shelf, name: str, content: bytes, manifest: Manifest) -> None:
+def _write_manifest(shelf: Shelf, name: str, content: bytes, manifest: Manifest, expected_digest: str | None) -> bool:
     namespace = manifest.key.namespace
     shelf.reserve(len(content))
     try:
@@ -49,13 +51,18 @@ def _write_manifest(shelf: Shelf, name: str, content: bytes, manifest: Manifest)
         try:
             temp.write(content)
             temp.sync()
-            with shelf.lock:
+            with shelf.lock, temp.directory_locked():
+                if expected_digest is not None:
+                    current = _current_digest(shelf, name)
+                    if current != expected_digest:
+                        return current == object_digest(content)
                 _require_data(shelf, manifest)
                 with shelf.scanner.own_change(namespace):
                     temp.commit()
                 status = os.stat(shelf.root / name, follow_symlinks=False)
                 shelf.catalog.note_manifest(content, manifest, status)
                 shelf.capacity.manifest_committed(name)
+                return True
         finally:
             if temp.is_open:
                 with shelf.scanner.own_change(namespace):
@@ -63,6 +70,15 @@ def _write_manifest(shelf: Shelf, name: str, content: bytes, manifest: Manifest)
     finally:
         with shelf.lock:
             shelf.capacity.release(len(content))
+
+
+def _current_digest(shelf: Shelf, name: str) -> str | None:
+    """Of the manifest that is there. Raises OSError."""
+    opened = files.open_object(shelf.root, name)
+    if opened is None:
+        return None
+    with opened.file as file:
+        return object_digest(files.read_fully(file, 0, opened.info.size_bytes))
 
 
 def _require_data(shelf: Shelf, manifest: Manifest) -> None:

@@ -19,7 +19,7 @@ from dataclasses import replace
 import pytest
 
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.stores.base import Lookup, Store
+from sgl_kvfetch.stores.base import Lookup, Store, object_digest
 from sgl_kvfetch.testing.small_segments import (
     NAMESPACE,
     data_object,
@@ -216,6 +216,40 @@ class StoreConformance:
         assert [hit.manifest for hit in found.hits] == [new.manifest.encode()]
         assert await store.get(new.manifest.key.manifest_name) == new.manifest.encode()
         assert await store.get(old.data_name) == old.data
+
+    async def test_replace_wants_the_expected_manifest(self, store: Store) -> None:
+        chain = page_hashes(4)
+        old, new, other = (make_segment(chain, 0, 4, codec=codec) for codec in ("zstd", "deflate", "hevc"))
+        name = old.manifest.key.manifest_name
+        manifests = [segment.manifest.encode() for segment in (old, new, other)]
+        for segment in (old, new, other):
+            await store.put(segment.data_name, segment.data)
+        before, after, third = manifests
+        assert not await store.replace(name, after, object_digest(before))
+        assert await store.get(name) is None
+        await store.put(name, before)
+        assert not await store.replace(name, third, object_digest(after))
+        assert await store.get(name) == before
+        assert await store.replace(name, after, object_digest(before))
+        assert await store.get(name) == after
+        assert [hit.manifest for hit in (await store.lookup(NAMESPACE.digest(), chain)).hits] == [after]
+        # Again, as after an answer that was lost.
+        assert await store.replace(name, after, object_digest(before))
+        assert not await store.replace(name, third, object_digest(before))
+        assert await store.get(name) == after
+
+    async def test_one_of_many_replaces(self, store: Store) -> None:
+        chain = page_hashes(4)
+        segments = [make_segment(chain, 0, 4, codec=codec) for codec in ("zstd", "deflate", "hevc", "hevc420")]
+        name = segments[0].manifest.key.manifest_name
+        first, *others = [segment.manifest.encode() for segment in segments]
+        for segment in segments:
+            await store.put(segment.data_name, segment.data)
+        for _ in range(10):
+            await store.put(name, first)
+            done = await asyncio.gather(*(store.replace(name, other, object_digest(first)) for other in others))
+            assert done.count(True) == 1
+            assert await store.get(name) == others[done.index(True)]
 
     async def test_data_without_manifest_is_not_found(self, store: Store) -> None:
         chain = page_hashes(4)

@@ -14,7 +14,7 @@ from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec
 from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.stores.base import Store
-from sgl_kvfetch.write.commit import commit_segment
+from sgl_kvfetch.write.commit import commit_segment, delete_segment
 
 Run = Callable[[Callable[[], CodedSegment]], asyncio.Future[CodedSegment]]
 
@@ -50,8 +50,8 @@ class Merger:
                 break
             whole = await run(partial(merge_segments, self._spec, left, segment, self._executor))
             await commit_segment(self._store, whole)
-            self._retire(left)
-            self._retire(segment)
+            self._retire(left.manifest)
+            self._retire(segment.manifest)
             segment, manifest = whole, whole.manifest
             num_merged += 1
         return num_merged
@@ -66,20 +66,24 @@ class Merger:
         return None if stored is None else await self._read(decode_manifest(stored))
 
     async def _read(self, manifest: Manifest) -> CodedSegment | None:
-        data = await self._store.get(manifest.data_name(manifest.variants[0]))
-        return None if data is None else CodedSegment(manifest, data)
+        contents = []
+        for variant in manifest.variants:
+            data = await self._store.get(manifest.data_name(variant))
+            if data is None:
+                return None
+            contents.append(data)
+        return CodedSegment(manifest, contents[0], tuple(contents[1:]))
 
-    def _retire(self, segment: CodedSegment) -> None:
-        task = asyncio.get_running_loop().create_task(self._delete_later(segment))
+    def _retire(self, manifest: Manifest) -> None:
+        task = asyncio.get_running_loop().create_task(self._delete_later(manifest))
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
 
-    async def _delete_later(self, segment: CodedSegment) -> None:
+    async def _delete_later(self, manifest: Manifest) -> None:
         await asyncio.sleep(self._retire_s)
         # If that fails it stays until the store's capacity asks for it: longer segments are found before it.
         with contextlib.suppress(KVFetchError):
-            await self._store.delete(segment.manifest.key.manifest_name)
-            await self._store.delete(segment.data_name)
+            await delete_segment(self._store, manifest)
 
     async def close(self) -> None:
         """Forget the halves that were to be deleted; they do no harm."""

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from sgl_kvfetch.cli.listing import list_segments
 from sgl_kvfetch.cli.verification import Report, Verifier
 from sgl_kvfetch.container.manifest import Manifest
 from sgl_kvfetch.container.segment import CodedSegment
 from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.stores.listing import list_segments
 from sgl_kvfetch.stores.local import LocalStore
 from tests.cli.conftest import Stored, kvfetch, put, unchanged
 from tests.segments import make_segment

@@ -1,9 +1,12 @@
+import msgspec
 import pytest
 import torch
 
 from sgl_kvfetch.container.manifest import decode_manifest
 from sgl_kvfetch.container.merge import merge_segments
 from sgl_kvfetch.container.segment import CodedSegment, SegmentReader, SegmentSpec
+from sgl_kvfetch.encode.targets import make_targets
+from sgl_kvfetch.encode.transcode import transcode
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.quant import Quantised, Quantiser, make_quantiser
 from sgl_kvfetch.quant.registry import QuantiserName
@@ -68,3 +71,43 @@ def test_only_buddies_merge() -> None:
     odd = [make_segment(SMALL, 2, first_page=p, codec="hevc")[0] for p in (18, 20)]
     with pytest.raises(FormatError, match="not buddies"):
         merge_segments(spec, *odd)
+
+
+def encoded(segment: CodedSegment, *resolutions: str) -> CodedSegment:
+    return transcode(segment.manifest, segment.data, make_targets(["hevc"], resolutions))
+
+
+@pytest.mark.parametrize("name", ["exact", "uint8"])
+def test_variants_that_both_halves_have_are_merged(name: QuantiserName) -> None:
+    quantiser = make_quantiser(name)
+    left, right, spec = halves(4, 4, quantiser)
+    merged = merge_segments(spec, encoded(left, "1080p", "240p"), encoded(right, "240p", "480p", "1080p"))
+    assert [(v.codec, v.resolution) for v in merged.manifest.variants] == [("hevc", "1080p"), ("hevc", "240p")]
+    a, b = cells(left, quantiser), cells(right, quantiser)
+    for index in range(2):
+        only = CodedSegment(
+            msgspec.structs.replace(merged.manifest, variants=merged.manifest.variants[index : index + 1]),
+            merged.variant_data(index),
+        )
+        for key, quantised in cells(only, quantiser).items():
+            assert torch.equal(quantised.integers, torch.cat((a[key].integers, b[key].integers), dim=1))
+
+
+def test_a_half_that_is_encoded_merges_with_one_that_is_not() -> None:
+    """The whole is of no one codec then, and says so: the background encoder takes it up."""
+    quantiser = make_quantiser("exact")
+    left, right, spec = halves(4, 4, quantiser)
+    fast, _ = make_segment(SMALL, 4, codec="zstd", span_pages=4, first_page=20)
+    merged = merge_segments(spec, encoded(left, "240p"), fast)
+    (variant,) = merged.manifest.variants
+    assert (variant.codec, variant.resolution) == ("", "240p")
+    for key, quantised in cells(merged, quantiser).items():
+        expected = torch.cat((cells(left, quantiser)[key].integers, cells(right, quantiser)[key].integers), dim=1)
+        assert torch.equal(quantised.integers, expected)
+
+
+def test_short_halves_with_variants_become_one_variant() -> None:
+    quantiser = make_quantiser("uint8")
+    left, right, spec = halves(2, 8, quantiser)
+    merged = merge_segments(spec, encoded(left, "240p", "480p"), encoded(right, "480p"))
+    assert [(v.codec, v.resolution) for v in merged.manifest.variants] == [("hevc", "240p")]

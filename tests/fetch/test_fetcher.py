@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from sgl_kvfetch.container.segment import CodedSegment, SegmentReader
+from sgl_kvfetch.encode.targets import make_targets
+from sgl_kvfetch.encode.transcode import transcode
 from sgl_kvfetch.errors import CorruptError, StoreError
 from sgl_kvfetch.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.fetch.plan import PageSource, read_units, span_parts
@@ -18,6 +20,7 @@ from sgl_kvfetch.fetch.sink import GuardedSink, PagePool
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.stores.local import LocalStore
 from sgl_kvfetch.types import TENSORS, TensorName
+from sgl_kvfetch.write.commit import commit_segment
 from tests.segments import SMALL, make_segment
 
 NUM_PAGES = 8
@@ -50,6 +53,7 @@ class SpoiltStore(LocalStore):
 
     delay_s = 0.0
     flip_from: int | None = None
+    flips_left = 1 << 30
     fail_from: int | None = None
     num_gets = 0
 
@@ -59,7 +63,8 @@ class SpoiltStore(LocalStore):
         if self.fail_from is not None and start >= self.fail_from:
             raise StoreError("server", "as told")
         data = await super().get(name, start, length)
-        if data is not None and self.flip_from is not None and start >= self.flip_from:
+        if data is not None and self.flip_from is not None and start >= self.flip_from and self.flips_left:
+            self.flips_left -= 1
             return bytes([data[0] ^ 1]) + data[1:]
         return data
 
@@ -222,12 +227,38 @@ async def test_a_segment_that_is_corrupt_twice_is_deleted(
 async def test_a_segment_that_was_garbled_on_the_way_stays(
     fetcher: Fetcher, segment: Segment, store: SpoiltStore
 ) -> None:
-    store.flip_from = 0
+    store.flip_from, store.flips_left = 0, 1
     assert (await fetch(fetcher, sources(segment, range(2)), MemoryPool(2), [0, 1])).num_pages == 0
-    store.flip_from = None
     await asyncio.gather(*fetcher._condemning.values())
     assert len([info async for info in store.list()]) == 2
     assert (await fetch(fetcher, sources(segment, range(2)), MemoryPool(2), [0, 1])).num_pages == 2
+
+
+async def test_a_corrupt_segment_that_was_replaced_meanwhile_stays(
+    fetcher: Fetcher, segment: Segment, store: SpoiltStore
+) -> None:
+    """Its new manifest does without the corrupt data."""
+    coded, _ = segment
+    made = transcode(coded.manifest, coded.data, make_targets(["deflate"], ["240p"]))
+    wanted = sources(segment, range(2))
+    path = store.root / coded.data_name
+    path.write_bytes(bytes([coded.data[0] ^ 1]) + coded.data[1:])
+    await commit_segment(store, made)
+    assert (await fetch(fetcher, wanted, MemoryPool(2), [0, 1])).num_pages == 0
+    await asyncio.gather(*fetcher._condemning.values())
+    assert await store.get(made.manifest.key.manifest_name) == made.manifest.encode()
+
+
+async def test_any_variant_gives_the_same_pages(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
+    coded, _ = segment
+    made = transcode(coded.manifest, coded.data, make_targets(["hevc", "hevc420", "deflate"], ["240p"]))
+    await commit_segment(store, made)
+    for variant in range(3):
+        reader = SegmentReader(made.manifest, make_quantiser("exact"), variant)
+        pool = MemoryPool(8)
+        wanted = [PageSource(reader, page) for page in range(8)]
+        assert (await fetch(fetcher, wanted, pool, list(range(8)))).num_pages == 8
+        assert holds(pool, segment, range(8), range(8))
 
 
 async def test_bytes_read_ahead_are_let_go_when_they_are_used(

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server import RunningServer, ServerConfig, running_server
 from sgl_kvfetch.stores import wire
+from sgl_kvfetch.stores.base import object_digest
 from sgl_kvfetch.stores.http import HttpOptions, HttpStore
 from sgl_kvfetch.stores.local import LocalStore
 from sgl_kvfetch.testing.small_segments import NAMESPACE, data_object, make_segment, page_hashes, put_segment
@@ -53,6 +54,31 @@ async def error_of(response: aiohttp.ClientResponse) -> str:
     assert set(body) == {"error", "message"}
     assert body["message"]
     return str(body["error"])
+
+
+async def test_a_manifest_is_replaced_by_its_digest(tmp_path: Path) -> None:
+    old, new = (make_segment(page_hashes(4), 0, 4, codec=codec) for codec in ("zstd", "deflate"))
+    path = f"{wire.OBJECTS_PATH}/{old.manifest.key.manifest_name}"
+    content = new.manifest.encode()
+    tag = {"If-Match": wire.entity_tag(object_digest(old.manifest.encode()))}
+    async with serving(tmp_path) as (server, session):
+        store = HttpStore(server.url)
+        await put_segment(store, old)
+        async with session.put(path, data=content, headers=tag) as response:
+            assert (response.status, await error_of(response)) == (409, "incomplete")
+        await store.put(new.data_name, new.data)
+        for bad in ("*", "nonsense", '"' + "0" * 31 + '"', 'W/"' + "0" * 32 + '"', f'{tag["If-Match"]}, "x"'):
+            async with session.put(path, data=content, headers={"If-Match": bad}) as response:
+                assert response.status == 400, bad
+        async with session.put(path, data=content, headers={"If-Match": '"' + "0" * 32 + '"'}) as response:
+            assert (response.status, await error_of(response)) == (412, "changed")
+        assert await store.get(old.manifest.key.manifest_name) == old.manifest.encode()
+        async with session.put(path, data=content, headers=tag) as response:
+            assert response.status == 201
+        assert await store.get(old.manifest.key.manifest_name) == content
+        async with session.put(f"{wire.OBJECTS_PATH}/{new.data_name}", data=new.data, headers=tag) as response:
+            assert response.status == 400
+        await store.close()
 
 
 async def raw(server: RunningServer, request: bytes) -> bytes:

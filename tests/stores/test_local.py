@@ -13,6 +13,8 @@ import pytest
 import xxhash
 
 from sgl_kvfetch.container.manifest import decode_manifest
+from sgl_kvfetch.encode.targets import make_targets
+from sgl_kvfetch.encode.transcode import transcode
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.stores.local import LocalStore
@@ -328,6 +330,23 @@ class TestCapacity:
         assert usage.num_evicted == 1
         assert usage.stored_bytes <= int(4.5 * self.SIZE)
         assert usage.stored_bytes == disk_bytes(tmp_path)
+        await store.close()
+
+    async def test_all_variants_count_and_go_together(self, tmp_path: Path) -> None:
+        old, new = page_hashes(4, "old"), page_hashes(4, "new")
+        source = make_segment(old, 0, 4)
+        segment = transcode(source.manifest, source.data, make_targets(["deflate", "zstd", "hevc"], ["240p"]))
+        assert len(segment.manifest.data_names) == 3
+        store = LocalStore(tmp_path)
+        await put_segment(store, segment)
+        size = (await store.usage()).stored_bytes
+        assert size == disk_bytes(tmp_path)
+        await store.close()
+        store = LocalStore(tmp_path, capacity_bytes=size + self.SIZE // 2)
+        await put_segment(store, make_segment(new, 0, 4))
+        names = {info.name async for info in store.list()}
+        assert not any(name.startswith(segment.manifest.key.stem) for name in names)
+        assert len(names) == 2
         await store.close()
 
     async def test_uses_survive_a_restart(self, tmp_path: Path) -> None:

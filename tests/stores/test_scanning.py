@@ -6,14 +6,14 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from sgl_kvfetch.stores import scanning
 from sgl_kvfetch.stores.base import Lookup
-from sgl_kvfetch.stores.catalog import FoundManifest, read_manifest
+from sgl_kvfetch.stores.catalog import Catalog, FoundManifest, read_manifest
 from sgl_kvfetch.stores.local import SCAN_WAIT_S, LocalStore
 from sgl_kvfetch.testing.small_segments import NAMESPACE, make_segment, page_hashes, parts, put_segment
 
@@ -127,6 +127,29 @@ async def test_lookups_and_writes_go_on_during_a_scan(store: LocalStore, tmp_pat
     assert await store.lookup(SPACE, CHAIN[4:]) == Lookup(())
     assert parts(await store.lookup(SPACE, own)) == [(0, 4)]
     assert (await store.usage()).stored_bytes == stored_bytes(tmp_path)
+
+
+async def test_a_segment_that_another_process_replaced_is_never_missed(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its old data are gone by the time of the scan, and noted to be so."""
+    await put_segment(store, FIRST)
+    assert parts(await store.lookup(SPACE, CHAIN)) == [(0, 4)]
+    new = make_segment(CHAIN, 0, 4, codec="deflate")
+    await fill(tmp_path, new)
+    (tmp_path / FIRST.data_name).unlink()
+    offered = []
+    for method in ("found_data", "found_manifest", "lost"):
+        note = getattr(Catalog, method)
+
+        def watched(catalog: Catalog, name: str, *args: object, note: Callable[..., None] = note) -> None:
+            note(catalog, name, *args)
+            offered.append(FIRST.manifest.key.manifest_name in catalog.index)
+
+        monkeypatch.setattr(Catalog, method, watched)
+    (hit,) = (await store.lookup(SPACE, CHAIN)).hits
+    assert hit.manifest == new.manifest.encode()
+    assert offered == [True] * 3
 
 
 async def test_a_lookup_does_not_wait_for_a_scan_that_will_take_long(

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from sgl_kvfetch.container.manifest import decode_manifest
 from sgl_kvfetch.container.segment import SegmentSpec
+from sgl_kvfetch.encode.targets import make_targets
+from sgl_kvfetch.encode.transcode import transcode
+from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.write.commit import commit_segment
 from sgl_kvfetch.write.gather import PageBatch
 from sgl_kvfetch.write.writer import Writer
 from tests.segments import SMALL, make_namespace, make_values, page_hashes
@@ -82,6 +87,26 @@ async def test_halves_stay_until_their_readers_are_done(store: LocalStore, make:
     await write(writer, 1, 1)
     assert await lengths(store) == [1, 1, 2]
     assert await found(store, 2) == [2]
+
+
+async def test_a_half_that_was_encoded_goes_with_all_its_data(store: LocalStore, make: Callable[..., Writer]) -> None:
+    """Encoded again after the writer read it, and before it deletes it."""
+    writer = make(retire_s=1.0)
+    await write(writer, 0, 1)
+    await write(writer, 1, 1)
+    for page in range(2):
+        half = SegmentKey(SPEC.namespace.digest(), 1, page_hashes(2)[page])
+        content = await store.get(half.manifest_name)
+        assert content is not None
+        manifest = decode_manifest(content)
+        data = await store.get(manifest.data_name(manifest.variants[0]))
+        assert data is not None
+        await commit_segment(store, transcode(manifest, data, make_targets(["hevc", "hevc420"], ["240p"])))
+    whole = SegmentKey(SPEC.namespace.digest(), 2, page_hashes(2)[1])
+    await asyncio.sleep(1.5)
+    names = [info.name async for info in store.list()]
+    assert len(names) == 2
+    assert all(name.startswith(whole.stem) for name in names)
 
 
 async def test_without_merging_segments_stay(store: LocalStore, make: Callable[..., Writer]) -> None:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from sgl_kvfetch.cli.target import Objects
 from sgl_kvfetch.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import SegmentKey, parse_object_name
 from sgl_kvfetch.stores.base import ObjectInfo
+
+
+class Objects(Protocol):
+    """The part of a ``Store`` that reading everything needs."""
+
+    async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None: ...
+
+    def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]: ...
+
+    async def close(self) -> None: ...
 
 
 @dataclass(slots=True)

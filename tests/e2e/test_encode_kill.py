@@ -1,0 +1,276 @@
+"""``kvfetch encode --watch``, killed again and again while others write and read: nobody notices, nothing is lost.
+
+``KVFETCH_ENCODE_KILLS=50`` kills it more often (three minutes or so).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from sgl_kvfetch import metrics
+from sgl_kvfetch.container.manifest import decode_manifest
+from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment
+from sgl_kvfetch.fetch.fetcher import Fetcher
+from sgl_kvfetch.fetch.finder import PageFinder
+from sgl_kvfetch.fetch.sink import GuardedSink, PagePool
+from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.testing.store_process import StoreProcess
+from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
+from sgl_kvfetch.write.commit import commit_segment
+from tests.segments import make_namespace, make_values, page_hashes
+
+NUM_KILLS = int(os.environ.get("KVFETCH_ENCODE_KILLS", "15"))
+NUM_SEGMENTS = max(20, NUM_KILLS)
+NUM_AT_FIRST = 5
+NUM_PAGES = 8
+NUM_READERS = 3
+GRACE_S = 3.0  # readers here hold what a lookup told them for a third of it
+GEOMETRY = KVGeometry(num_layers=6, num_heads=2, k_head_dim=64, v_head_dim=64, page_size=16, dtype="bfloat16")
+QUANTISER = make_quantiser("uint8")
+NAMESPACE: Namespace = make_namespace(GEOMETRY, QUANTISER)
+TARGETS = [("hevc", "240p"), ("hevc", "480p")]
+STARTS_WITHIN_S = 120.0  # on a machine that has much else to do
+LIVES_AT_MOST_S = 20.0  # where the step does not come: there may be nothing left to do
+ARGUMENTS = ["--resolutions", "240p,480p", "--workers", "1"]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A segment, and what each of its pages must be restored to: ``(pages, page_size, layers, heads, dim)``."""
+
+    hashes: list[bytes]
+    coded: CodedSegment
+    expected: dict[TensorName, torch.Tensor]
+
+
+def make_stored(index: int) -> Stored:
+    hashes = page_hashes(NUM_PAGES, f"segment {index}")
+    values = make_values(GEOMETRY, NUM_PAGES, seed=index)
+    coded = encode_segment(SegmentSpec(NAMESPACE, QUANTISER, "zstd", "240p", 4), values, 0, None, hashes)
+    restored = {}
+    for tensor in TENSORS:
+        layers = [
+            QUANTISER.dequantise(
+                QUANTISER.quantise(values[tensor][:, first : first + 3], tensor, first),
+                GEOMETRY.torch_dtype,
+                tensor,
+                first,
+            )
+            for first in range(0, GEOMETRY.num_layers, 3)
+        ]
+        restored[tensor] = torch.cat(layers, dim=1).unflatten(0, (NUM_PAGES, -1))
+    return Stored(hashes, coded, restored)
+
+
+class Pages(PagePool):
+    def __init__(self, like: Stored) -> None:
+        self.values = {tensor: torch.full_like(x, float("nan")) for tensor, x in like.expected.items()}
+
+    def write(self, tensor: TensorName, first_layer: int, pages: Sequence[int], values: torch.Tensor) -> None:
+        self.values[tensor][list(pages), :, first_layer : first_layer + values.shape[2]] = values
+
+    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
+        return self.values[tensor][list(pages)]
+
+
+@dataclass
+class World:
+    """What runs beside the encoder."""
+
+    store: HttpStore
+    segments: list[Stored]
+    committed: list[Stored] = field(default_factory=list)
+    num_reads: Counter[str] = field(default_factory=Counter)  # by the codec that was read
+
+    async def commit_next(self) -> None:
+        if len(self.committed) < len(self.segments):
+            stored = self.segments[len(self.committed)]
+            await commit_segment(self.store, stored.coded)
+            self.committed.append(stored)
+
+    async def read_for_ever(self, seed: int, pool: ThreadPoolExecutor) -> None:
+        rng = random.Random(seed)
+
+        def on_fault(error: Exception) -> None:
+            raise AssertionError(f"the store named a segment that cannot be used: {error}")
+
+        finder = PageFinder(self.store, NAMESPACE, QUANTISER, on_fault)
+        fetcher = Fetcher(self.store, pool, read_bytes=64 << 10, inflight_bytes=64 << 20, may_delete=True)
+        while True:
+            stored = rng.choice(self.committed)
+            sources = await finder.find(stored.hashes, timeout_s=20)
+            assert len(sources) == NUM_PAGES, "pages that were committed are not found"
+            await asyncio.sleep(rng.uniform(0, GRACE_S / 3))
+            pages = Pages(stored)
+            result = await fetcher.fetch(sources, range(NUM_PAGES), GuardedSink(pages), timeout_s=20)
+            finder.fetched(stored.hashes, sources, result)
+            assert (result.num_pages, result.failures, result.timed_out) == (NUM_PAGES, (), False)
+            for tensor in TENSORS:
+                assert torch.equal(pages.values[tensor], stored.expected[tensor])
+            self.num_reads[sources[0].reader.variant.codec] += 1
+
+
+@dataclass(frozen=True)
+class Life:
+    """What an encoder did before it was killed: steps and the objects they were about."""
+
+    steps: list[tuple[str, str]]
+
+    @property
+    def num_finished(self) -> int:
+        return sum(step == "replaced" for step, _ in self.steps)
+
+    @property
+    def stage(self) -> str:
+        """What it was at when it was killed."""
+        match self.steps[-1][0]:
+            case "list" if len(self.steps) == 1:
+                return "listing"
+            case "read" | "encode":
+                return "encoding"
+            case "put":
+                return "putting data"
+            case "check" | "replace":
+                return "between data and manifest"
+        return "between replacing and deleting" if self.num_waiting else "idle"
+
+    @property
+    def num_waiting(self) -> int:
+        """Segments that it had replaced, and whose old data it had not deleted yet."""
+        waiting = set()
+        for step, name in self.steps:
+            segment = name.partition(".")[0]
+            if step == "replaced":
+                waiting.add(segment)
+            elif step == "delete":
+                waiting.discard(segment)
+        return len(waiting)
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "sgl_kvfetch.cli", *arguments]
+
+
+AIMED_AT = ("list", "put", "check", "replace", "replaced")
+
+
+async def live_and_die(url: str, lives_s: float, after_step: str = "list") -> Life:
+    """An encoder that is killed so long after it began a step for the first time, the first of all if not told."""
+    arguments = command("encode", "--store", url, "--watch", "--verbose", "--poll-interval", "0.2", *ARGUMENTS)
+    process = await asyncio.create_subprocess_exec(
+        *arguments, "--grace", str(GRACE_S / 1.5), stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stderr is not None
+    lines: list[bytes] = []
+    try:
+        async with asyncio.timeout(STARTS_WITHIN_S) as deadline:
+            while line := await process.stderr.readline():
+                lines.append(line)
+                now = asyncio.get_running_loop().time()
+                if len(lines) == 1:
+                    deadline.reschedule(now + LIVES_AT_MOST_S)
+                if after_step and line.startswith(f"{after_step} ".encode()):
+                    deadline.reschedule(now + lives_s)
+                    after_step = ""
+        raise AssertionError(f"the encoder ended by itself: {b''.join(lines).decode()}")
+    except TimeoutError:
+        pass
+    finally:
+        process.kill()
+        await process.wait()
+    lines += (await process.stderr.read()).splitlines()
+    said = [line.decode().strip().partition(" ") for line in lines if not line.startswith(b"kvfetch:")]
+    return Life([(step, name) for step, _, name in said])
+
+
+async def run(*arguments: str) -> bytes:
+    process = await asyncio.create_subprocess_exec(*command(*arguments), stdout=asyncio.subprocess.PIPE)
+    said, _ = await process.communicate()
+    assert process.returncode == 0, said.decode()
+    return said
+
+
+@asynccontextmanager
+async def closing_store(url: str) -> AsyncIterator[HttpStore]:
+    store = HttpStore(url)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@asynccontextmanager
+async def readers(world: World) -> AsyncIterator[None]:
+    with ThreadPoolExecutor(1) as pool:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(world.read_for_ever(seed, pool)) for seed in range(NUM_READERS)]
+            yield
+            for task in tasks:
+                task.cancel()
+
+
+@pytest.mark.slow
+async def test_an_encoder_killed_again_and_again(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    torch.set_num_threads(1)
+    corrupt_before = metrics.CORRUPT_CHUNKS._value.get()
+    lives: list[Life] = []
+    with StoreProcess(tmp_path / "store") as server:
+        async with closing_store(server.url) as store:
+            world = World(store, [make_stored(index) for index in range(NUM_SEGMENTS)])
+            for _ in range(NUM_AT_FIRST):
+                await world.commit_next()
+            async with readers(world):
+                for kill in range(NUM_KILLS):
+                    if kill % 3 == 0:
+                        step, lives_s = AIMED_AT[kill // 3 % len(AIMED_AT)], rng.uniform(0, 0.02)
+                    else:
+                        step, lives_s = "list", rng.uniform(0.3, 3.0)
+                    life = await live_and_die(server.url, lives_s, step)
+                    lives.append(life)
+                    print(
+                        f"life {kill + 1}: killed {lives_s:.2f} s after {step!r}, {life.stage}; {life.num_finished} "
+                        f"segments finished, {life.num_waiting} of them with their old data"
+                    )
+                    while len(world.committed) < NUM_AT_FIRST + (NUM_SEGMENTS - NUM_AT_FIRST) * (kill + 1) // NUM_KILLS:
+                        await world.commit_next()
+            assert len(world.committed) == NUM_SEGMENTS
+
+            await run("encode", "--store", server.url, "--grace", "0", *ARGUMENTS)
+            again = msgspec.json.decode(
+                await run("encode", "--store", server.url, "--grace", "0", "--json", *ARGUMENTS)
+            )
+            assert (again["num_encoded"], again["num_done"], again["num_deleted"]) == (0, NUM_SEGMENTS, 0)
+            report = msgspec.json.decode(await run("verify", server.url, "--json"))
+            assert (report["problems"], report["orphans"]) == ([], [])
+            assert report["num_segments"] == NUM_SEGMENTS
+            for stored in world.segments:
+                content = await store.get(stored.coded.manifest.key.manifest_name)
+                assert content is not None
+                assert [(v.codec, v.resolution) for v in decode_manifest(content).variants] == TARGETS
+
+    stages = Counter(life.stage for life in lives)
+    print(
+        f"killed {dict(stages)}; {sum(life.num_waiting > 0 for life in lives)} times with old data to delete; "
+        f"reads by codec {dict(world.num_reads)}"
+    )
+    assert metrics.CORRUPT_CHUNKS._value.get() == corrupt_before
+    assert world.num_reads["zstd"] > 0
+    assert world.num_reads["hevc"] > 0
+    assert len(stages) >= 3, stages
+    assert any(life.num_waiting for life in lives)

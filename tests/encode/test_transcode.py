@@ -1,0 +1,164 @@
+"""From one variant to others: nothing that is decoded changes."""
+
+import msgspec
+import pytest
+import torch
+
+from sgl_kvfetch.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.container.segment import CodedSegment, SegmentReader, first_readable
+from sgl_kvfetch.encode.targets import Target, is_done, make_targets, with_variants
+from sgl_kvfetch.encode.transcode import cheapest_variant, target_layouts, transcode, verify_variant
+from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError
+from sgl_kvfetch.layout.tiling import Tiling, layout_of
+from sgl_kvfetch.quant import Quantised, make_quantiser, quantiser_from_identity
+from sgl_kvfetch.quant.klt import KltIntegers
+from sgl_kvfetch.types import KVGeometry, TensorName
+from tests.segments import SMALL, make_segment
+
+WIDE = KVGeometry(num_layers=3, num_heads=4, k_head_dim=64, v_head_dim=64, page_size=64, dtype="bfloat16")
+TARGETS = (Target("hevc", "240p"), Target("hevc420", "480p"), Target("deflate", "1080p"))
+
+
+def decoded_equal(a: CodedSegment, i: int, b: CodedSegment, j: int) -> bool:
+    """Whether two variants hold the same integers and scales, checksums apart."""
+    quantiser = quantiser_from_identity(a.manifest.namespace.quantiser)
+    x, y = SegmentReader(a.manifest, quantiser, i), SegmentReader(b.manifest, quantiser, j)
+    for cell in a.manifest.cells():
+        one = x.decode_cell(cell, a.variant_data(i)[slice(*x.cell_range(cell))])
+        other = y.decode_cell(cell, b.variant_data(j)[slice(*y.cell_range(cell))])
+        if not torch.equal(one.integers, other.integers):
+            return False
+        if one.scales is not None and not torch.equal(one.scales, other.scales):  # type: ignore[arg-type]
+            return False
+    return True
+
+
+@pytest.mark.parametrize("codec", ["zstd", "deflate", "hevc"])
+@pytest.mark.parametrize("name", ["exact", "uint8", "cachegen"])
+def test_integers_and_scales_stay_as_they_are(name: str, codec: str) -> None:
+    source, _ = make_segment(SMALL, 4, quantiser=make_quantiser(name), codec=codec)  # type: ignore[arg-type]
+    made = transcode(source.manifest, source.data, TARGETS)
+    assert [Target(v.codec, v.resolution) for v in made.manifest.variants] == list(TARGETS)
+    original = [chunk.decoded_checksum for chunk in source.manifest.variants[0].chunks]
+    for index, variant in enumerate(made.manifest.variants):
+        assert [chunk.decoded_checksum for chunk in variant.chunks] == original
+        assert decoded_equal(made, index, source, 0)
+        assert variant.codecs <= {variant.codec, "zstd"}
+    assert decode_manifest(made.manifest.encode()) == made.manifest
+
+
+class WithoutProfile(KltIntegers):
+    """Makes integers such as ``klt`` stores, without its profile."""
+
+    def quantise(self, values: torch.Tensor, tensor: TensorName, first_layer: int, first_token: int = 0) -> Quantised:
+        integers = (values.float() * 4 + 128).round().clamp(1, 255).to(torch.uint8)
+        scales = torch.full((*values.shape[:2], 1), 2.0, dtype=torch.bfloat16)
+        return Quantised(integers.unsqueeze(0), scales)
+
+
+def test_no_profile_is_needed() -> None:
+    quantiser = WithoutProfile(f"klt(profile={'0' * 32};step=0.5)")
+    source, _ = make_segment(SMALL, 4, quantiser=quantiser)
+    made = transcode(source.manifest, source.data, TARGETS)
+    for index in range(len(TARGETS)):
+        assert decoded_equal(made, index, source, 0)
+
+
+def test_resolutions_differ_where_spans_fill_them() -> None:
+    source, _ = make_segment(WIDE, 16, quantiser=make_quantiser("uint8"), span_pages=16)
+    made = transcode(source.manifest, source.data, make_targets(["zstd"], ["240p", "480p", "640p", "1080p"]))
+    layouts = [v.k_layout for v in made.manifest.variants]
+    assert layouts == sorted(layouts, key=lambda layout: layout.width * layout.height)
+    assert len({(layout.width, layout.height) for layout in layouts}) == 4
+    assert len(list(made.data_objects())) == 4
+
+
+def test_variants_that_come_out_alike_share_an_object() -> None:
+    source, _ = make_segment(SMALL, 1)
+    made = transcode(source.manifest, source.data, make_targets(["hevc"], ["240p", "480p"]))
+    assert len(made.manifest.variants) == 2
+    ((name, data),) = made.data_objects()
+    assert made.manifest.data_names == {name}
+    assert made.variant_data(0) == made.variant_data(1) == data
+
+
+def test_the_writers_tiling_is_kept() -> None:
+    source, _ = make_segment(WIDE, 8, quantiser=make_quantiser("uint8"), span_pages=8)
+    tiling = Tiling(head_rows=1, head_cols=4, dim_rows=4, dim_cols=16, inter_frame="sequential")
+    own = layout_of(tiling, 8 * WIDE.page_size, "240p")
+    variant = msgspec.structs.replace(source.manifest.variants[0], k_layout=own)
+    manifest = msgspec.structs.replace(source.manifest, variants=(variant,))
+    quantiser = make_quantiser("uint8")
+    assert target_layouts(manifest, quantiser, 0, "240p") == {"k": own, "v": variant.v_layout}
+    larger = target_layouts(manifest, quantiser, 0, "1080p")
+    assert larger["k"] == layout_of(tiling, 8 * WIDE.page_size, "1080p")
+    assert larger["v"] == quantiser.layout("v", 4, 64, 8 * WIDE.page_size, "1080p")
+
+
+@pytest.mark.parametrize("position", [0, 1000, -1])
+def test_a_corrupt_source_is_not_coded_again(position: int) -> None:
+    source, _ = make_segment(SMALL, 4)
+    data = bytearray(source.data)
+    data[position] ^= 1
+    with pytest.raises(CorruptError):
+        transcode(source.manifest, bytes(data), TARGETS[:1])
+    with pytest.raises(CorruptError):
+        verify_variant(source.manifest, 0, bytes(data))
+    with pytest.raises(CorruptError):
+        verify_variant(source.manifest, 0, source.data + b"x")
+    verify_variant(source.manifest, 0, source.data)
+
+
+def several() -> CodedSegment:
+    source, _ = make_segment(SMALL, 4)
+    return transcode(source.manifest, source.data, make_targets(["hevc", "zstd", "deflate"], ["240p"]))
+
+
+def with_codec(manifest: Manifest, index: int, codec: str) -> Manifest:
+    variants = list(manifest.variants)
+    chunks = tuple(msgspec.structs.replace(chunk, codec=codec) for chunk in variants[index].chunks)
+    variants[index] = msgspec.structs.replace(variants[index], chunks=chunks)
+    return msgspec.structs.replace(manifest, variants=tuple(variants))
+
+
+def test_readers_take_the_first_variant_that_they_can_decode() -> None:
+    manifest = several().manifest
+    exact = make_quantiser("exact")
+    assert first_readable(manifest) == 0
+    newer = with_codec(manifest, 0, "av2")
+    assert first_readable(newer) == 1
+    assert SegmentReader(newer, exact).variant is newer.variants[1]
+    with pytest.raises(FormatError, match="'av2' is unknown"):
+        SegmentReader(newer, exact, 0)
+    all_newer = with_codec(with_codec(newer, 1, "av2"), 2, "av3")
+    with pytest.raises(FormatError, match="'av2' is unknown"):
+        SegmentReader(all_newer, exact)
+    with pytest.raises(FormatError, match="codecs are av2, av3, known hevc"):
+        cheapest_variant(all_newer)
+
+
+def test_what_decodes_fastest_is_the_source() -> None:
+    manifest = several().manifest
+    assert cheapest_variant(manifest) == 1
+    assert cheapest_variant(with_codec(manifest, 1, "av2")) == 2
+
+
+def test_targets() -> None:
+    assert make_targets(["hevc"], ["480p", "240p"]) == (Target("hevc", "480p"), Target("hevc", "240p"))
+    for codecs, resolutions in (([], ["240p"]), (["h264"], ["240p"]), (["hevc"], ["4k"]), (["hevc"] * 2, ["240p"])):
+        with pytest.raises(ConfigError):
+            make_targets(codecs, resolutions)
+
+
+def test_what_is_done_and_what_is_kept() -> None:
+    manifest = several().manifest
+    hevc, zstd, deflate = (Target(codec, "240p") for codec in ("hevc", "zstd", "deflate"))
+    assert is_done(manifest, [hevc, zstd, deflate], keep_source=False)
+    assert is_done(manifest, [hevc], keep_source=True)
+    assert not is_done(manifest, [hevc], keep_source=False)
+    assert not is_done(manifest, [zstd], keep_source=True)  # it must come first
+    assert not is_done(manifest, [hevc, Target("hevc", "480p")], keep_source=True)
+    assert with_variants(manifest, [zstd], None, False) == manifest.variants[1:2]
+    first, *others = with_variants(manifest, [deflate], None, True)
+    assert first == manifest.variants[2]
+    assert others == list(manifest.variants[:2])
