@@ -32,6 +32,7 @@ from sgl_kvfetch.testing.metrics import wait_until_written
 from sgl_kvfetch.testing.store_process import StoreProcess
 
 PAGE_SIZE = 16
+_TABLE_WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     console = Console()
+    console.width = max(console.width, _TABLE_WIDTH)
     try:
         prompts = _prompts(args)
     except ConfigError as e:

@@ -28,7 +28,7 @@ SGLANG_KEYS = frozenset(
     }
 )
 
-DEFAULT_TARGET_KL = 1e-4
+DEFAULT_TARGET_KL = 3e-5
 
 Bins = list[Annotated[int, Field(ge=MIN_BINS, le=MAX_BINS)]]
 MiB = 1 << 20

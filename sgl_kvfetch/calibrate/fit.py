@@ -19,7 +19,7 @@ from sgl_kvfetch.types import TENSORS, TensorName
 
 # A step of 1 is meant to cost so much: what the Fisher information foretells for fine steps.
 _UNIT_KL = 1e-4
-_STEPS = tuple(2.0**exponent for exponent in (-2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0))
+_STEPS = tuple(2.0 ** (half / 2) for half in range(-6, 7))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,8 @@ def _unit_steps(moments: BlockMoments, options: Options) -> torch.Tensor:
 def _spread(inverse: torch.Tensor, covariance: torch.Tensor) -> torch.Tensor:
     """Standard deviations of the coefficients, ``(layers, blocks, C)`` float32."""
     forward = torch.linalg.inv(inverse)
-    return (forward.mT @ covariance @ forward).diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt().float()
+    variances: torch.Tensor = (forward.mT @ covariance @ forward).diagonal(dim1=-2, dim2=-1)
+    return variances.clamp_min(0).sqrt().float()
 
 
 def measure_curve(
