@@ -1,12 +1,13 @@
 """The main job, end to end: a prompt's KV cache goes to a remote store as lossless video, and a fresh SGLang takes it
 from there. Prints where the prompt's tokens came from, both answers, both times to first token, and what moved.
 
-    python -m benchmarks.demo [--model PATH] [--text FILE] [--quantiser exact|uint8|cachegen] [--codec hevc|...]
+    python -m benchmarks.demo [--model PATH] [--text FILE] [--profile FILE] [--quantiser NAME] [--codec hevc|...]
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import tempfile
@@ -44,7 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         prompt = _text_prompt(args, model) if args.text else _prompt(0, args.prompt_tokens)
         with StoreProcess(args.store or Path(folder, "store")) as store:
             console.print(f"store: {store.url}, over {args.store or 'an empty directory'}")
-            flags = hicache_args(store.url, quantiser=args.quantiser, codec=args.codec)
+            settings = {"profile": os.path.abspath(args.profile)} if args.profile else {"quantiser": args.quantiser}
+            flags = hicache_args(store.url, codec=args.codec, **settings)
             first = _run(console, "first SGLang: computes and stores", model, flags, prompt, _prompt(1, len(prompt)))
             second = _run(console, "fresh SGLang: takes from the store", model, flags, prompt, _prompt(2, len(prompt)))
         _report(console, len(prompt), first, second, args)
@@ -62,11 +64,17 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=1600, help="length of the prompt (default: %(default)s)")
     parser.add_argument("--text", help="a file whose first tokens are the prompt; random tokens if not given")
     parser.add_argument("--store", help="an empty or missing directory, kept, to look at with `kvfetch inspect`")
-    parser.add_argument("--quantiser", default="exact", choices=["exact", "uint8", "cachegen"])
+    parser.add_argument("--quantiser", choices=["exact", "uint8", "cachegen"], help="(default: exact)")
+    parser.add_argument("--profile", help="what `kvfetch calibrate` made for the model: uses the quantiser klt")
     parser.add_argument("--codec", default="hevc", choices=["hevc", "hevc420", "zstd", "deflate"])
     args = parser.parse_args(argv)
     if not 2 * PAGE_SIZE <= args.prompt_tokens <= 2000:
         parser.error(f"--prompt-tokens is {args.prompt_tokens}; allowed are {2 * PAGE_SIZE} to 2000")
+    if args.profile and (args.quantiser or not args.model):
+        parser.error("--profile needs --model, and goes without --quantiser: it means klt")
+    if args.profile and not Path(args.profile).is_file():
+        parser.error(f"--profile {args.profile} is not a file; `kvfetch calibrate` makes one")
+    args.quantiser = "klt" if args.profile else args.quantiser or "exact"
     if args.store and Path(args.store).exists() and any(Path(args.store).iterdir()):
         parser.error(f"--store {args.store} is not empty")
     return args
