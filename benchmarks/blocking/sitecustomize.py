@@ -1,0 +1,42 @@
+"""Makes SGLang's scheduler wait for each fetch of device mode: the baseline `blocking` of benchmarks.interference.
+
+Python runs this at the start of every process that has this folder in PYTHONPATH, so the product needs no such switch.
+"""
+
+import importlib.abc
+import importlib.util
+import sys
+import time
+
+_TARGET = "sgl_kvfetch.plugin.device.cache"
+
+
+class _Patch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds one module, as the others would, and changes it when it has been loaded."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != _TARGET:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        self._loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec):
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module):
+        self._loader.exec_module(module)
+        cache = module.KVFetchRadixCache
+        ask = cache.check_prefetch_progress
+
+        def wait(self, request):
+            while not ask(self, request):
+                self.step()
+                time.sleep(0.0005)
+            return True
+
+        cache.check_prefetch_progress = wait
+
+
+sys.meta_path.insert(0, _Patch())
