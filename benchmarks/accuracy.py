@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks.machine import machine, versions
 from benchmarks.server_facts import kvfetch_traffic
-from sgl_kvfetch.calibrate.model import cut_windows, part_of, read_text
+from sgl_kvfetch.calibrate.model import cut_windows, part_of, prompt_start, read_text, tokenise
 from sgl_kvfetch.config import DEFAULT_TARGET_KL
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.testing.engine import Generation, SGLangServer, hicache_args
@@ -97,8 +97,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     default = ["exact", "uint8", "cachegen", *(["klt"] if args.profile else [])]
     args.configs = args.configs.split(",") if args.configs else default
     for config in args.configs:
-        name = config.partition(":")[0]
-        if name not in ("exact", "uint8", "cachegen", "klt"):
+        name, _, target = config.partition(":")
+        if name not in ("exact", "uint8", "cachegen", "klt") or (target and not (name == "klt" and _is_number(target))):
             parser.error(f"--configs: {config!r} is unknown; known are exact, uint8, cachegen, klt and klt:TARGET_KL")
         if name == "klt" and not args.profile:
             parser.error(f"--configs: {config!r} needs --profile")
@@ -110,14 +110,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def _is_number(text: str) -> bool:
+    try:
+        return float(text) > 0
+    except ValueError:
+        return False
+
+
 def _prompts(args: argparse.Namespace) -> list[list[int]]:
     """Raises ConfigError."""
-    import torch
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    texts = [torch.tensor(tokenizer(text, verbose=False)["input_ids"]) for text in read_text(Path(args.text))]
-    windows = cut_windows([part_of(text, args.part) for text in texts], args.prompts, args.prompt_tokens)
+    texts = [part_of(tokenise(tokenizer, text), args.part) for text in read_text(Path(args.text))]
+    windows = cut_windows(texts, args.prompts, args.prompt_tokens, prompt_start(tokenizer))
     return [window.tolist() for window in windows]
 
 

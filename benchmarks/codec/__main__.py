@@ -23,7 +23,7 @@ from benchmarks.codec.options import Options, parse_options
 from benchmarks.codec.plot import plot_rates
 from benchmarks.codec.report import print_methods, print_table, to_json
 from benchmarks.report import write_json
-from sgl_kvfetch.calibrate.model import KVModel, cut_windows, part_of, read_text
+from sgl_kvfetch.calibrate.model import KVModel, cut_windows, fractions_of, part_of, read_text
 from sgl_kvfetch.errors import ConfigError, KVFetchError
 from sgl_kvfetch.quant.profile import Profile, load_profile
 
@@ -63,6 +63,9 @@ def _benchmark(options: Options, console: Console) -> int:
     measured = _measure(model, texts, methods, options)
     duration_s = time.monotonic() - started_s
     print_table(measured, console)
+    if profile is not None and _was_calibrated_on(profile, options.text, options.part):
+        note = f"{options.profile} was calibrated on text that is measured here, which flatters klt; see --part"
+        console.print(note, style="yellow", markup=False)
     if options.json_path is not None:
         write_json(options.json_path, to_json(measured, options, model.device, duration_s))
         console.print(f"wrote {options.json_path}")
@@ -80,7 +83,7 @@ def _benchmark(options: Options, console: Console) -> int:
 def _measure(model: KVModel, texts: Sequence[str], methods: Sequence[Method], options: Options) -> Measured:
     window_tokens = options.context_tokens + options.continuation_tokens + 1  # the last is only predicted
     tokens = [part_of(model.tokenise(text), options.part) for text in texts]
-    windows = cut_windows(tokens, options.windows, window_tokens)
+    windows = cut_windows(tokens, options.windows, window_tokens, model.start)
     most = getattr(model.config, "max_position_embeddings", None)
     if most is not None and window_tokens > most:
         raise ConfigError(f"windows of {window_tokens} tokens are longer than the model's {most} positions")
@@ -101,6 +104,12 @@ def _require_profile_of(profile: Profile, model: KVModel) -> None:
             f"the profile is of a model of {found[0]} layers, {found[1]} heads of {found[2]} (K) and {found[3]} (V); "
             f"{model.path} has {expected[0]}, {expected[1]}, {expected[2]} and {expected[3]}"
         )
+
+
+def _was_calibrated_on(profile: Profile, text: Path, part: str) -> bool:
+    """As far as names tell."""
+    (first, end), (its_first, its_end) = fractions_of(part), fractions_of(profile.calibration.part or "0:1")
+    return profile.calibration.text == text.name and first < its_end and its_first < end
 
 
 def _device(name: str) -> str:

@@ -139,7 +139,7 @@ def _run(args: argparse.Namespace, console: Console) -> dict[str, object]:
 
 
 def _windows(model: KVModel, text: Path, part: str, count: int, length: int) -> list[torch.Tensor]:
-    return cut_windows([part_of(model.tokenise(t), part) for t in read_text(text)], count, length)
+    return cut_windows([part_of(model.tokenise(t), part) for t in read_text(text)], count, length, model.start)
 
 
 def _calibrated(model: KVModel, windows: Sequence[torch.Tensor], rope: Rope, variant: _Variant) -> Profile:

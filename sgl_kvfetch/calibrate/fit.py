@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,14 +47,16 @@ def calibrate(
     (one or more) is kept apart, to measure the curve on.
 
     ``progress`` wraps the loops: given their steps, how many, and what they do. Raises ConfigError where the text is
-    too little, or the model's divergence does not grow with the step.
+    too little, the model's numbers are not finite, or its divergence does not grow with the step.
     """
     num_held_out = max(1, len(windows) // 5)
     fitted, held_out = windows[num_held_out:], windows[:num_held_out]
     if not fitted:
         raise ConfigError("calibration needs two windows of text or more")
     moments = _gather_all(model, fitted, rope, options, progress)
-    inverse = {tensor: _unit_steps(m, options) for tensor, m in moments.items()}
+    _require_usable(moments)
+    num_coefficients = sum(m.first.numel() for m in moments.values()) * options.num_context
+    inverse = {tensor: _unit_steps(m, options, num_coefficients) for tensor, m in moments.items()}
     profile = Profile(
         inverse={tensor: x.to(torch.bfloat16) for tensor, x in inverse.items()},
         spread={tensor: _spread(x, moments[tensor].covariance) for tensor, x in inverse.items()},
@@ -85,13 +87,21 @@ def _gather_all(
     return moments
 
 
-def _unit_steps(moments: BlockMoments, options: Options) -> torch.Tensor:
+def _require_usable(moments: Mapping[TensorName, BlockMoments]) -> None:
+    """Raises ConfigError for what no transform can be made from."""
+    for tensor, m in moments.items():
+        if not all(bool(torch.isfinite(x).all()) for x in (m.covariance, m.information)):
+            raise ConfigError(f"values or gradients of {tensor.upper()} are not finite; does the model overflow?")
+        if not bool(m.information.any()):
+            raise ConfigError(f"what the model says does not depend on {tensor.upper()}: is this a trained model?")
+
+
+def _unit_steps(moments: BlockMoments, options: Options, num_coefficients: int) -> torch.Tensor:
     inverse = inverse_transform(
         moments.covariance, moments.information, weights=options.weights, decorrelate=options.decorrelate
     )
-    # A uniform error of one step has the variance step^2 / 12; each of the context's tokens costs half of it in every
-    # coefficient, of K and of V.
-    num_coefficients = 2 * inverse.shape[:3].numel() * options.num_context
+    # A uniform error of one step has the variance step^2 / 12 and costs half of that: in every coefficient, of K and of
+    # V, of each of the context's tokens.
     return inverse * math.sqrt(_UNIT_KL * 24 / num_coefficients)
 
 

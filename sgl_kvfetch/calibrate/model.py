@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
+from sgl_kvfetch.quant.rope import rope_of_config
 
 
 class KVModel:
-    """Any causal language model of transformers whose cache holds keys and values of full attention.
+    """Any causal language model of transformers whose cache holds keys and values of full attention, as SGLang serves
+    it.
 
     K and V have the shape ``(tokens, layers, heads, dim)`` everywhere, K with its rotary embedding applied: as SGLang's
     pools hold them.
@@ -37,24 +39,47 @@ class KVModel:
             raise ConfigError(f"no model with a tokenizer at {path!r}: {str(e).splitlines()[0]}") from e
         self.path = path
         self.device = device
+        self.start = prompt_start(self.tokenizer)
         self.model = model.eval().requires_grad_(False).to(device)
         self.config: Any = model.config.get_text_config()
+        self._rotate_as_sglang()
         k, v = self.kv(torch.zeros(1, dtype=torch.long))
         self.num_layers, self.num_heads, self.k_head_dim = k.shape[1:]
         self.v_head_dim = v.shape[3]
 
     def tokenise(self, text: str) -> torch.Tensor:
-        """``(tokens,)`` int64."""
-        ids: torch.Tensor = self.tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
-        return ids
+        """``(tokens,)`` int64, without ``start``."""
+        return tokenise(self.tokenizer, text)
+
+    def _rotate_as_sglang(self) -> None:
+        """Turn K by SGLang's frequencies where transformers has others: of rope type 'dynamic', which SGLang scales
+        whatever the length."""
+        try:
+            rope = rope_of_config(self.config)
+        except UnsupportedError:
+            return
+        ours = rope.frequencies
+        for theirs in self.inverse_frequencies():
+            if theirs.shape == ours.shape and not torch.allclose(theirs.float().cpu(), ours, rtol=1e-4, atol=0):
+                theirs.copy_(ours)
+
+    def inverse_frequencies(self) -> list[torch.Tensor]:
+        """The modules' buffers of what K is turned by, one number a pair of channels. Most models have them."""
+        return [x for name, x in self.model.named_buffers() if name.rpartition(".")[2] == "inv_freq"]
 
     @torch.no_grad()
     def kv(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a sequence from its start."""
+        """K and V of a sequence from its start. Raises UnsupportedError where the cache does not hold all of them."""
         cache = self.model(ids[None].to(self.device), use_cache=True, logits_to_keep=1).past_key_values
         layers = getattr(cache, "layers", [])
         if any(getattr(layer, "keys", None) is None or layer.keys.ndim != 4 for layer in layers) or not layers:
             raise UnsupportedError(f"{self.path}: its cache does not hold keys and values of plain attention")
+        fewest = min(layer.keys.shape[2] for layer in layers)
+        if fewest != len(ids):
+            raise UnsupportedError(
+                f"{self.path}: of {len(ids)} tokens its cache keeps {fewest}, those in its sliding window; take fewer "
+                "tokens of context"
+            )
         if len({(layer.keys.shape, layer.values.shape) for layer in layers}) != 1:
             raise UnsupportedError(f"{self.path}: its layers have keys and values of different shapes")
         k = torch.stack([layer.keys[0].transpose(0, 1) for layer in layers], 1)
@@ -73,6 +98,23 @@ class KVModel:
             cache.update(*pair, layer)
         logits = self.model(ids[None].to(self.device), past_key_values=cache, use_cache=True).logits[0]
         return torch.log_softmax(logits.float(), -1)
+
+
+def prompt_start(tokenizer: Any) -> torch.Tensor:
+    """What a transformers tokenizer puts before every text, a BOS token mostly: ``(tokens,)`` int64, often none.
+
+    Attention sinks are there: the KV cache of a window that lacks it is unlike that of any prompt.
+    """
+    whole, bare = (tokenizer("a", add_special_tokens=special).input_ids for special in (True, False))
+    found = (first for first in range(len(whole)) if whole[first : first + len(bare)] == bare)
+    return torch.tensor(whole[: next(found, 0)], dtype=torch.long)
+
+
+def tokenise(tokenizer: Any, text: str) -> torch.Tensor:
+    """A text's tokens, ``(tokens,)`` int64, without ``prompt_start``, even where the text itself spells it out."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    start = prompt_start(tokenizer).tolist()
+    return torch.tensor(ids[len(start) :] if start and ids[: len(start)] == start else ids, dtype=torch.long)
 
 
 def read_text(file: Path) -> list[str]:
@@ -105,15 +147,21 @@ def read_text(file: Path) -> list[str]:
     return texts
 
 
-def cut_windows(texts: Sequence[torch.Tensor], num_windows: int, window_tokens: int) -> list[torch.Tensor]:
-    """``num_windows`` windows of ``(window_tokens,)`` that overlap nowhere, spread evenly over the texts' tokens.
+def cut_windows(
+    texts: Sequence[torch.Tensor], num_windows: int, window_tokens: int, start: torch.Tensor
+) -> list[torch.Tensor]:
+    """``num_windows`` windows of ``(window_tokens,)``, spread evenly over the texts' tokens: each ``start`` (see
+    ``prompt_start``), as a prompt would, and then a piece of a text that no other has.
 
     Raises ConfigError, saying how many there are, if there are fewer.
     """
+    num_own = window_tokens - len(start)
+    if num_own < 1:
+        raise ConfigError(f"windows of {window_tokens} tokens hold no more than what every prompt begins with")
     windows = [
-        text[start : start + window_tokens]
+        torch.cat((start, text[first : first + num_own]))
         for text in texts
-        for start in range(0, len(text) - window_tokens + 1, window_tokens)
+        for first in range(0, len(text) - num_own + 1, num_own)
     ]
     if len(windows) < num_windows:
         raise ConfigError(
@@ -125,10 +173,16 @@ def cut_windows(texts: Sequence[torch.Tensor], num_windows: int, window_tokens: 
 
 def part_of(text: torch.Tensor, part: str) -> torch.Tensor:
     """The tokens from one fraction of a text to another, given as ``FROM:TO``. Raises ConfigError."""
+    first, end = fractions_of(part)
+    return text[int(first * len(text)) : int(end * len(text))]
+
+
+def fractions_of(part: str) -> tuple[float, float]:
+    """``FROM:TO`` as numbers. Raises ConfigError."""
     try:
         first, end = map(float, part.split(":"))
     except ValueError:
         first = end = -1.0
     if not 0 <= first < end <= 1:
         raise ConfigError(f"part {part!r}: expected FROM:TO with 0 <= FROM < TO <= 1, such as 0.5:1")
-    return text[int(first * len(text)) : int(end * len(text))]
+    return first, end

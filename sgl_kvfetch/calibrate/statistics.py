@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from sgl_kvfetch.calibrate.model import KVModel
+from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.quant.rope import Rope, rotate, unrotate
 from sgl_kvfetch.types import TENSORS, TensorName
 
@@ -89,7 +90,7 @@ def gather(
 ) -> None:
     """Add one window: ``num_context`` tokens whose K and V are looked at, and the tokens after them that judge.
 
-    Each of the ``draws`` is one backward pass through the continuation.
+    Each of the ``draws`` is one backward pass through the continuation. Raises ConfigError for a model that overflows.
     """
     k, v = model.kv(window[:num_context])
     turn = _turns(rope, num_context, k.device)
@@ -99,6 +100,8 @@ def gather(
     for _ in range(draws):
         leaves = {tensor: plain[tensor].clone().requires_grad_(True) for tensor in TENSORS}
         log_p = model.log_probabilities(turn(leaves["k"], back=False), leaves["v"], window[num_context:])
+        if bool(log_p.isnan().any()):
+            raise ConfigError(f"the model's predictions are not numbers in {model.model.dtype}; try float32")
         drawn = torch.multinomial(log_p.detach().exp().cpu(), 1, generator=generator).to(log_p.device)
         # Scores of different positions are uncorrelated, so one gradient of their sum serves for all; divided so that
         # its square is the mean over positions.

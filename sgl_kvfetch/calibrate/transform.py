@@ -21,6 +21,10 @@ Weights = Literal["matrix", "channel", "layer", "none"]
 # mean. From 0.3% to 10% make no difference in bits on the reference model.
 _FLOOR = 0.03
 
+# Nor does any block count less than so much of the mean block: one that the output does not depend on at all, a pruned
+# head say, still needs a transform.
+_BLOCK_FLOOR = 1e-6
+
 
 def inverse_transform(
     covariance: torch.Tensor, information: torch.Tensor, *, weights: Weights = "matrix", decorrelate: bool = True
@@ -46,7 +50,7 @@ def inverse_transform(
 
 def _weight(information: torch.Tensor, weights: Weights) -> torch.Tensor:
     diagonal = information.diagonal(dim1=-2, dim2=-1)
-    mean = diagonal.mean(-1, keepdim=True)
+    mean = diagonal.mean(-1, keepdim=True).clamp_min(_BLOCK_FLOOR * diagonal.mean())
     if weights == "matrix":
         return information + torch.diag_embed((_FLOOR * mean).expand_as(diagonal))
     if weights == "channel":

@@ -24,7 +24,12 @@ def calibrate(
         Path, typer.Option("--out", "-o", metavar="FILE", help="Where to write the profile.", show_default=False)
     ],
     windows: Annotated[int, typer.Option(min=2, help="Windows of text; a fifth of them measure the result.")] = 25,
-    context: Annotated[int, typer.Option(min=16, help="Tokens of a window whose KV cache is looked at.")] = 1024,
+    context: Annotated[
+        int,
+        typer.Option(
+            min=16, help="Tokens of a window whose KV cache is looked at: KL is what the errors in so many cost."
+        ),
+    ] = 1024,
     continuation: Annotated[int, typer.Option(min=16, help="Tokens after them that are predicted from it.")] = 512,
     part: Annotated[
         str, typer.Option(metavar="FROM:TO", help="Use this part of the text, in fractions of its tokens.")
@@ -36,7 +41,10 @@ def calibrate(
         int, typer.Option(min=1, help="The --tp-size that SGLang will run with, or a multiple of it.")
     ] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda, or cuda:N.", show_default="cuda if there is one")] = "",
-    dtype: Annotated[str, typer.Option(help="What the model computes in: float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[
+        str,
+        typer.Option(help="What the model computes in: float32; or bfloat16, whose rounding hides small divergences."),
+    ] = "float32",
     seed: Annotated[int, typer.Option(help="Of the tokens that are drawn to judge errors by.")] = 0,
 ) -> None:
     """Measure how a model's keys and values vary and how much errors in them matter, and write it to a profile.

@@ -14,12 +14,13 @@ from sgl_kvfetch.calibrate.fit import Options, calibrate
 from sgl_kvfetch.calibrate.model import KVModel, cut_windows, part_of, read_text
 from sgl_kvfetch.cli.options import make_console
 from sgl_kvfetch.cli.tables import make_table
+from sgl_kvfetch.config import DEFAULT_TARGET_KL
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.fingerprint import fingerprint_model
 from sgl_kvfetch.quant.profile import Calibration, Profile
 from sgl_kvfetch.quant.rope import Rope, rope_of_config
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # in float16 the gradients would be lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,13 @@ def run(model_path: str, text: Path, out: Path, request: Request) -> None:
     model = KVModel(model_path, device=device, dtype=_DTYPES[request.dtype])
     if model.num_heads % request.tp_size and request.tp_size % model.num_heads:
         raise ConfigError(f"--tp-size {request.tp_size}: {model.num_heads} KV heads cannot be shared out so")
+    window_tokens = request.num_context + request.num_continuation
+    most = getattr(model.config, "max_position_embeddings", None)
+    if most is not None and window_tokens > most:
+        raise ConfigError(f"--context and --continuation are {window_tokens} tokens, the model has {most} positions")
     rope, notes = _rope_or_why_not(model)
-    windows = cut_windows(
-        [part_of(model.tokenise(t), request.part) for t in texts],
-        request.num_windows,
-        request.num_context + request.num_continuation,
-    )
+    tokens = [part_of(model.tokenise(t), request.part) for t in texts]
+    windows = cut_windows(tokens, request.num_windows, window_tokens, model.start)
     describe = Calibration(
         model=os.path.basename(os.path.normpath(model_path)),
         weights=fingerprint_model(model_path),
@@ -62,6 +64,7 @@ def run(model_path: str, text: Path, out: Path, request: Request) -> None:
         context_tokens=request.num_context,
         continuation_tokens=request.num_continuation,
         notes=notes,
+        part=request.part,
     )
     options = Options(
         num_context=request.num_context,
@@ -76,11 +79,21 @@ def run(model_path: str, text: Path, out: Path, request: Request) -> None:
 
 def _rope_or_why_not(model: KVModel) -> tuple[Rope | None, tuple[str, ...]]:
     try:
-        return rope_of_config(model.config), ()
+        rope = rope_of_config(model.config)
+        _require_same_rotation(model, rope)
+        return rope, ()
     except UnsupportedError as e:
         note = f"K stays rotated, which costs bits: {e}"
         make_console(stderr=True).print(f"kvfetch: {note}")
         return None, (note,)
+
+
+def _require_same_rotation(model: KVModel, rope: Rope) -> None:
+    """Raises UnsupportedError where transformers, whose K we see, turns it by other angles than SGLang."""
+    ours = rope.frequencies
+    for theirs in model.inverse_frequencies():
+        if theirs.shape != ours.shape or not torch.allclose(theirs.float().cpu(), ours, rtol=1e-4, atol=0):
+            raise UnsupportedError("transformers rotates this model's K by other frequencies than SGLang")
 
 
 def _progress(steps: Iterator[int], total: int, what: str) -> Iterator[int]:
@@ -94,6 +107,13 @@ def _report(profile: Profile, out: Path) -> None:
         table.add_row(f"{point.kl:.2g}", f"{point.step:.3g}", f"{point.bits_per_value:.2f}", ratio)
     console = make_console()
     console.print(table)
+    finest, coarsest = profile.curve[0].kl, profile.curve[-1].kl
+    if not finest <= DEFAULT_TARGET_KL <= coarsest:
+        console.print(
+            f"target_kl must be set: {DEFAULT_TARGET_KL:g}, which it is otherwise, is not between {finest:.2g} and "
+            f"{coarsest:.2g}",
+            style="yellow",
+        )
     held_out = max(1, profile.calibration.num_windows // 5)
     console.print(
         f"Measured on {held_out} windows of {profile.calibration.text} that the transform was not fitted to; bits are "

@@ -56,7 +56,9 @@ def run(request: Request) -> None:
     texts = read_text(request.text)
     model = KVModel(request.model, device=request.device)
     quantiser = _quantiser(request, model, profile)
-    windows = cut_windows([model.tokenise(text) for text in texts], request.num_windows, request.span_tokens)
+    windows = cut_windows(
+        [model.tokenise(text) for text in texts], request.num_windows, request.span_tokens, model.start
+    )
 
     console = make_console()
     found: dict[TensorName, Found] = {}

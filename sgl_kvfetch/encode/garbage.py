@@ -23,7 +23,9 @@ class Garbage:
     """Deletes data ``grace_s`` after this process learnt that their segment's manifest does without them.
 
     A reader that was told of an older manifest is done by then. Goes by its own clock alone, not by the store's. What
-    belongs to no manifest at all is left to the store: a writer may be about to put one.
+    belongs to no manifest at all is left to the store: a writer may be about to put one. So are data younger than the
+    manifest: another encoder put them, and reads them back, which may take longer than the grace period, before it
+    names them.
     """
 
     def __init__(self, store: Store, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -71,16 +73,20 @@ class Garbage:
                     raise
 
     async def _delete(self, name: str, unnamed: _Unnamed, on_delete: Callable[[str, int], None]) -> None:
-        stored = await self._store.get(parse_object_name(name).segment.manifest_name)
+        manifest_name = parse_object_name(name).segment.manifest_name
+        manifest = await self._store.head(manifest_name)  # first: what is read next is as young or younger
+        stored = await self._store.get(manifest_name)
         is_unnamed = False
         if stored is not None:
             with contextlib.suppress(FormatError):  # a newer version's perhaps
                 is_unnamed = name not in decode_manifest(stored).data_names
         info = await self._store.head(name) if is_unnamed else None
-        if info is None:
+        if info is None or manifest is None:
             self._unnamed.pop(name, None)
         elif unnamed.modified_s not in (None, int(info.modified_s)):
             self.found(name, info.modified_s)  # put again: some manifest is about to name it
+        elif info.modified_s > manifest.modified_s:
+            self._unnamed.pop(name, None)
         else:
             if await self._store.delete(name):
                 on_delete(name, info.size_bytes)

@@ -89,7 +89,7 @@ class KltQuantiser(KltIntegers):
         """Either ``target_kl``, nats a token as measured in calibration, or ``step``. ``first_head``, ``num_heads``:
         the heads that values have; all of the model's if not given.
 
-        Raises ConfigError for a target that was not measured, or heads that cut a block.
+        Raises ConfigError for a target that was not measured, heads that cut a block, or a profile that overflows.
         """
         assert (target_kl is None) != (step is None)
         step = profile.step_for(target_kl) if target_kl is not None else step
@@ -112,6 +112,8 @@ class KltQuantiser(KltIntegers):
             coarser = (profile.spread[tensor][:, blocks] * _DEVIATIONS / (_LARGEST * step)).clamp_min(1.0)
             inverse = profile.inverse[tensor][:, blocks].float() * coarser[..., None]
             self.inverse[tensor] = inverse.to(torch.bfloat16)
+            if not bool(torch.isfinite(self.inverse[tensor]).all()):
+                raise ConfigError(f"the profile's {tensor}.spread is too large for a step of {step:g}")
 
     @cached_property
     def _forward(self) -> dict[TensorName, torch.Tensor]:

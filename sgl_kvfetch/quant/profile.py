@@ -45,6 +45,7 @@ class Calibration(msgspec.Struct, frozen=True):
     context_tokens: int
     continuation_tokens: int
     notes: tuple[str, ...] = ()
+    part: str = ""  # of the text, as FROM:TO
 
 
 class _Metadata(msgspec.Struct, frozen=True):
@@ -109,7 +110,8 @@ class Profile:
         points = self.curve
         if not points[0].kl <= target_kl <= points[-1].kl:
             raise ConfigError(
-                f"target_kl = {target_kl:g}: the profile was measured from {points[0].kl:.2g} to {points[-1].kl:.2g}"
+                f"target_kl = {target_kl:g}: the profile was measured from {points[0].kl:.2g} to {points[-1].kl:.2g}; "
+                "set target_kl to something between"
             )
         for low, high in itertools.pairwise(points):
             if target_kl <= high.kl:
@@ -189,8 +191,13 @@ def _validated(metadata: _Metadata, tensors: Mapping[str, torch.Tensor]) -> Prof
         raise _ProfileError(f"rope turns {metadata.rope.rotary_dim} channels, heads have {mean['k'].shape[2]}")
     curve = metadata.curve
     rises = all(a.step < b.step and a.kl < b.kl for a, b in itertools.pairwise(curve))
-    if len(curve) < 2 or not rises or min(curve[0].step, curve[0].kl) <= 0 or not math.isfinite(curve[-1].kl):
-        raise _ProfileError("its curve needs two or more points that rise in step and in kl")
+    ends = [number for p in (curve[0], curve[-1]) for number in (p.step, p.kl)] if curve else []
+    if len(curve) < 2 or not rises or not all(math.isfinite(number) and number > 0 for number in ends):
+        raise _ProfileError("its curve needs two or more points that rise in step and in kl, all above 0 and finite")
+    tiling: dict[TensorName, Tiling | None] = {"k": metadata.k_tiling, "v": metadata.v_tiling}
+    for tensor in TENSORS:
+        _require_invertible(tensor, found["inverse"][tensor])
+        _require_holds(tensor, tiling[tensor], mean[tensor].shape[2])
     return Profile(
         found["inverse"],
         found["spread"],
@@ -198,8 +205,21 @@ def _validated(metadata: _Metadata, tensors: Mapping[str, torch.Tensor]) -> Prof
         metadata.rope,
         curve,
         metadata.calibration,
-        {"k": metadata.k_tiling, "v": metadata.v_tiling},
+        tiling,
     )
+
+
+def _require_invertible(tensor: TensorName, inverse: torch.Tensor) -> None:
+    """Writers need the inverse: better to know now than while they serve."""
+    for layer, matrices in enumerate(inverse):
+        forward, failed = torch.linalg.inv_ex(matrices.double())
+        if bool(failed.any()) or not bool(torch.isfinite(forward.float()).all()):
+            raise _ProfileError(f"{tensor}.inverse is singular in layer {layer}")
+
+
+def _require_holds(tensor: TensorName, tiling: Tiling | None, head_dim: int) -> None:
+    if tiling is not None and tiling.dim_rows * tiling.dim_cols < head_dim:
+        raise _ProfileError(f"{tensor}_tiling is {tiling}, too small for heads of {head_dim} values")
 
 
 def _tensor(tensors: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype, ndim: int) -> torch.Tensor:

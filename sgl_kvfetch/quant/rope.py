@@ -44,6 +44,11 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     def rotary_dim(self) -> int:
         return 2 * len(self.inv_freq)
 
+    @property
+    def frequencies(self) -> torch.Tensor:
+        """Radians a position, float32 ``(rotary_dim / 2,)`` on the CPU."""
+        return torch.tensor(self.inv_freq, dtype=torch.float32, device="cpu") / self.position_divisor
+
     def table(self, first_token: int, num_tokens: int, device: torch.device | str | None = None) -> torch.Tensor:
         """``(tokens, rotary_dim)`` float32: cosines, then sines, of the positions from ``first_token`` on.
 

@@ -1,15 +1,16 @@
 """Calibration of a small random model: the Fisher information foretells the divergence that is measured."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from sgl_kvfetch.calibrate.fit import Options, calibrate, measure_curve
-from sgl_kvfetch.calibrate.model import KVModel, cut_windows, part_of, read_text
+from sgl_kvfetch.calibrate.model import KVModel, cut_windows, part_of, prompt_start, read_text, tokenise
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.quant.profile import Profile
-from sgl_kvfetch.quant.rope import rope_of_config
+from sgl_kvfetch.quant.rope import rope_of_config, unrotate
 from sgl_kvfetch.testing.models import make_tiny_llama
 from tests.quant.profiles import CALIBRATION
 
@@ -75,6 +76,21 @@ def test_the_curve_is_measured_on_what_is_given(model: KVModel, windows: list[to
     assert other.digest == profile.digest
 
 
+@pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic"])
+def test_k_is_rotated_as_sglang_does(tmp_path: Path, rope_type: str) -> None:
+    """K of layer 0 before its rotation depends on the token alone. Of 'dynamic', transformers scales nothing yet."""
+    path = make_tiny_llama(tmp_path, num_layers=1, hidden_size=64, head_dim=32, vocab_size=16)
+    config = json.loads((path / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0}
+    (path / "config.json").write_text(json.dumps(config))
+    model = KVModel(str(path))
+    rope = rope_of_config(model.config)
+    k, _ = model.kv(torch.full((300,), 7))
+    plain = unrotate(k, rope.table(0, 300), rope)
+    assert torch.allclose(plain, plain[:1].expand_as(plain), atol=1e-3)
+    assert not torch.allclose(k, k[:1].expand_as(k), atol=1e-1)
+
+
 def test_one_window_is_too_little(model: KVModel, windows: list[torch.Tensor]) -> None:
     with pytest.raises(ConfigError, match="two windows"):
         calibrate(model, windows[:1], None, CALIBRATION, Options(num_context=CONTEXT))
@@ -117,13 +133,81 @@ def test_texts(tmp_path: Path) -> None:
 
 def test_windows_do_not_overlap() -> None:
     texts = [torch.arange(100), torch.arange(100, 125), torch.arange(200, 205)]
-    windows = cut_windows(texts, 7, 10)
+    none = torch.tensor([], dtype=torch.long)
+    windows = cut_windows(texts, 7, 10, none)
     assert all(len(w) == 10 and (w.diff() == 1).all() for w in windows)
     seen = torch.cat(windows)
     assert len(seen.unique()) == 70
     assert seen.max() >= 100
     with pytest.raises(ConfigError, match="has 12 windows of 10 tokens, expected 13"):
-        cut_windows(texts, 13, 10)
+        cut_windows(texts, 13, 10, none)
+
+
+def test_every_window_begins_as_a_prompt_does() -> None:
+    windows = cut_windows([torch.arange(100)], 3, 34, torch.tensor([7]))
+    assert [w[:2].tolist() for w in windows] == [[7, 0], [7, 33], [7, 66]]
+    assert {len(w) for w in windows} == {34}
+    with pytest.raises(ConfigError, match="hold no more than what every prompt begins with"):
+        cut_windows([torch.arange(100)], 1, 2, torch.tensor([7, 8]))
+
+
+@pytest.mark.parametrize(
+    ("template", "start"), [("$A", []), ("<s> $A", [1]), ("<s> <s> $A", [1, 1]), ("$A </s>", []), ("<s> $A </s>", [1])]
+)
+def test_what_prompts_begin_with(tmp_path: Path, template: str, start: list[int]) -> None:
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    path = make_tiny_llama(tmp_path, num_layers=1, hidden_size=64, head_dim=32, vocab_size=16)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    special_tokens = [("<s>", 1), ("</s>", 2)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special_tokens)
+    assert prompt_start(tokenizer).tolist() == start
+    assert tokenise(tokenizer, "w5 w3").tolist() == [5, 3]
+    assert tokenise(tokenizer, "<s> w5 w3").tolist() == ([5, 3] if start == [1] else [1, 5, 3])
+    assert tokenise(tokenizer, "").tolist() == []
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "gemma2"])
+def test_a_cache_that_forgets_is_refused(tmp_path: Path, model_type: str) -> None:
+    """In all layers, or in every other one."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    make_tiny_llama(tmp_path, num_layers=1, hidden_size=64, head_dim=32, vocab_size=128)  # for its tokenizer
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=32,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = KVModel(str(tmp_path))
+    assert model.kv(torch.arange(3, 20))[0].shape == (17, 2, 2, 32)
+    with pytest.raises(UnsupportedError, match="of 64 tokens its cache keeps 31, those in its sliding window"):
+        model.kv(torch.arange(3, 67))
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"), [(0.0, "does not depend on K"), (float("inf"), "gradients of K are not finite")]
+)
+def test_a_model_that_no_transform_can_be_made_from_is_named(
+    model: KVModel, windows: list[torch.Tensor], scale: float, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = model.log_probabilities
+
+    def scaled(k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        log_p = exact(k, v, ids)
+        log_p.register_hook(lambda gradient: gradient * scale)
+        return log_p
+
+    monkeypatch.setattr(model, "log_probabilities", scaled)
+    with pytest.raises(ConfigError, match=message):
+        calibrate(model, windows[:2], None, CALIBRATION, Options(num_context=CONTEXT))
 
 
 def test_parts() -> None:
@@ -133,3 +217,12 @@ def test_parts() -> None:
     for bad in ("", "1", "0.5:0.5", "-1:1", "a:b", "0:2", "nan:1"):
         with pytest.raises(ConfigError, match="expected FROM:TO"):
             part_of(text, bad)
+
+
+def test_a_model_that_overflows_is_named(
+    model: KVModel, windows: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = model.log_probabilities
+    monkeypatch.setattr(model, "log_probabilities", lambda *args: exact(*args) * float("nan"))
+    with pytest.raises(ConfigError, match=r"predictions are not numbers in torch\.float32"):
+        calibrate(model, windows[:2], None, CALIBRATION, Options(num_context=CONTEXT))

@@ -32,6 +32,17 @@ def test_coefficients_do_not_vary_together_and_fall() -> None:
     assert (variances.diff() <= 0).all()
 
 
+def test_a_block_that_does_not_matter_has_a_transform_all_the_same() -> None:
+    """A pruned head: its errors cost nothing."""
+    covariance, information = random_moments()
+    information[0, 1] = 0
+    inverse = inverse_transform(covariance, information)
+    assert torch.isfinite(inverse).all()
+    assert torch.isfinite(torch.linalg.inv(inverse)).all()
+    assert inverse[0, 1].abs().max() > 100 * inverse[0, 0].abs().max()  # very coarse steps
+    assert torch.equal(inverse[1], inverse_transform(*random_moments())[1])
+
+
 def entropy(covariance: torch.Tensor, information: torch.Tensor, inverse: torch.Tensor) -> float:
     """Mean bits a coefficient of a Gaussian at steps small enough, all of them as costly as the plain transform's:
     half the logarithm of the coefficients' variances, in units of what an error costs."""

@@ -1,14 +1,19 @@
 """``kvfetch calibrate`` on a small random model. That profiles serve is shown in ``tests/e2e/test_klt.py``."""
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from sgl_kvfetch.cli import app, calibrating
-from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.fingerprint import fingerprint_model
 from sgl_kvfetch.quant.profile import load_profile
+from sgl_kvfetch.quant.rope import Rope, rope_of_config
 from sgl_kvfetch.testing.models import make_tiny_llama
 
 
@@ -39,6 +44,7 @@ def test_a_profile_is_written_and_described(model: Path, text: Path, tmp_path: P
     assert profile.rope is not None
     assert profile.calibration.weights == fingerprint_model(str(model))
     assert (profile.calibration.model, profile.calibration.text) == (model.name, "words")
+    assert profile.calibration.part == "0.2:0.9"
 
 
 def test_blocks_can_be_kept_small(model: Path, text: Path, tmp_path: Path) -> None:
@@ -53,7 +59,8 @@ def test_blocks_can_be_kept_small(model: Path, text: Path, tmp_path: Path) -> No
     [
         (("--windows", "40"), "the text has 10 windows of 96 tokens, expected 40"),
         (("--part", "1:0"), "part '1:0': expected FROM:TO"),
-        (("--dtype", "int8"), "--dtype int8: allowed are float32, bfloat16, float16"),
+        (("--dtype", "float16"), "--dtype float16: allowed are float32, bfloat16"),
+        (("--context", "4096"), "--context and --continuation are 4128 tokens, the model has 4096 positions"),
         (("--tp-size", "3"), "--tp-size 3: 2 KV heads cannot be shared out so"),
     ],
 )
@@ -87,3 +94,48 @@ def test_a_rotation_that_is_not_known_stays(
     profile = load_profile(tmp_path / "p")
     assert profile.rope is None
     assert "spiral" in profile.calibration.notes[0]
+
+
+def test_a_rotation_that_transformers_does_otherwise_stays(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = rope_of_config(AutoConfig.from_pretrained(model))
+    other = Rope(inv_freq=tuple(f * 1.01 for f in own.inv_freq))
+    monkeypatch.setattr(calibrating, "rope_of_config", lambda config: other)
+    result = run(model, text, tmp_path / "p")
+    assert result.exit_code == 0, result.output
+    assert "K stays rotated, which costs bits: transformers rotates" in " ".join(result.stderr.split())
+    assert load_profile(tmp_path / "p").rope is None
+
+
+def test_windows_from_the_middle_begin_as_prompts_do(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the BOS token that the tokenizer puts before a text, once."""
+    own = tmp_path / "m"
+    shutil.copytree(model, own)
+    tokenizer = AutoTokenizer.from_pretrained(own)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save_pretrained(own)
+    seen = []
+
+    def no_calibration(model: object, windows: list[torch.Tensor], *args: object) -> None:
+        seen.extend(windows)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(calibrating, "calibrate", no_calibration)
+    assert "enough" in run(own, text, tmp_path / "p", "--windows", "5").stderr
+    assert [w[0].item() for w in seen] == [1] * 5
+    assert all(len(w) == 96 and (w[1:] >= 3).all() for w in seen)
+
+
+@pytest.mark.parametrize(("default", "is_said"), [(1e-12, True), (None, False)])
+def test_a_default_that_was_not_measured_is_said_now_and_not_when_sglang_starts(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, default: float | None, is_said: bool
+) -> None:
+    assert run(model, text, tmp_path / "p").exit_code == 0
+    reachable = load_profile(tmp_path / "p").curve[1].kl
+    monkeypatch.setattr(calibrating, "DEFAULT_TARGET_KL", default or reachable)
+    result = run(model, text, tmp_path / "p")
+    assert result.exit_code == 0, result.output
+    assert ("target_kl must be set" in result.stdout) == is_said

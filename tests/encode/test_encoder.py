@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -450,6 +451,24 @@ class TestGarbage:
         await garbage.delete_due()
         assert await local.head(name) is not None
         assert garbage.due_in_s is None
+
+    async def test_data_younger_than_the_manifest_are_anothers_work(self, local: Meddler) -> None:
+        """An encoder that takes longer than the grace period to read back what it put."""
+        (segment,) = segments(1)
+        await commit_segment(local, segment)
+        made = transcode(segment.manifest, segment.data, HEVC)
+        ((name, data),) = made.data_objects()
+        await local.put(name, data)
+        manifest = await local.head(segment.manifest.key.manifest_name)
+        assert manifest is not None
+        for age_s, stays in ((5, True), (-5, False)):
+            put_s = manifest.modified_s + age_s
+            os.utime(local.root / name, (put_s, put_s))
+            garbage = Garbage(local, grace_s=0)
+            garbage.found(name, put_s)
+            await garbage.delete_due()
+            assert (await local.head(name) is not None) == stays
+            assert len(garbage) == 0
 
     async def test_what_cannot_be_deleted_holds_up_nothing_else(self, local: Meddler) -> None:
         class Stubborn(LocalStore):

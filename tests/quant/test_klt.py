@@ -212,6 +212,12 @@ def _edit_metadata(change: Callable[[dict], object]) -> Callable[[Path], None]:
         (_edit_metadata(lambda m: m.update(version=2)), "has version 2, this reader knows 1"),
         (_edit_metadata(lambda m: m.pop("curve")), "malformed.*curve"),
         (_edit_metadata(lambda m: m["curve"].reverse()), "rise in step and in kl"),
+        (_edit_metadata(lambda m: m.update(curve=[])), "two or more points"),
+        (_edit_metadata(lambda m: m["curve"][0].update(kl=0.0)), "above 0"),
+        (
+            _edit_metadata(lambda m: m.update(k_tiling={"head_rows": 2, "head_cols": 2, "dim_rows": 3, "dim_cols": 5})),
+            "k_tiling is heads 2x2, dims 3x5, sliced, too small for heads of 16 values",
+        ),
         (_edit_metadata(lambda m: m.update(rope={"inv_freq": [1.0] * 9})), "rope turns 18 channels, heads have 16"),
     ],
 )
@@ -238,3 +244,18 @@ def test_tensors_that_do_not_fit_together_are_named(tmp_path: Path, name: str) -
     _without(name)(make_profile()).save(tmp_path / "p")
     with pytest.raises(ConfigError, match=r"malformed: k\.(inverse|spread) has shape"):
         load_profile(tmp_path / "p")
+
+
+def test_a_transform_that_cannot_be_undone_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    profile = make_profile()
+    profile.inverse["v"][1, 0, 3] = 0
+    profile.save(tmp_path / "p")
+    with pytest.raises(ConfigError, match=r"v\.inverse is singular in layer 1"):
+        load_profile(tmp_path / "p")
+
+
+def test_a_profile_whose_transform_overflows_is_refused() -> None:
+    profile = make_profile()
+    profile.spread["k"][0, 0, 0] = 3e38
+    with pytest.raises(ConfigError, match=r"k\.spread is too large"):
+        KltQuantiser(profile, step=1e-3)

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from benchmarks.codec.__main__ import EXIT_ERROR, main
+from benchmarks.codec.__main__ import EXIT_ERROR, _was_calibrated_on, main
 from benchmarks.codec.options import parse_options
 from tests.quant.profiles import make_profile
 
@@ -74,6 +76,24 @@ def test_a_profile_of_another_model_is_refused(
     args = f"--model {tiny_llama} --text {_text(tmp_path, 200)} --windows 1 --context 64 --profile {profile}"
     assert main(args.split()) == EXIT_ERROR
     assert "the profile is of a model of 3 layers, 4 heads of 16 (K) and 16 (V)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "calibrated_part", "overlaps"),
+    [
+        ("none", "0:1", "0.5:1", True),
+        ("none", "0:0.5", "0.5:1", False),
+        ("none", "0:0.5", "", True),  # by a version that did not note it
+        ("other", "0:1", "0:1", False),
+    ],
+)
+def test_text_that_a_profile_was_calibrated_on_is_known(
+    name: str, part: str, calibrated_part: str, overlaps: bool
+) -> None:
+    profile = make_profile()
+    calibration = msgspec.structs.replace(profile.calibration, part=calibrated_part)
+    profile = dataclasses.replace(profile, calibration=calibration)
+    assert _was_calibrated_on(profile, Path("somewhere") / name, part) == overlaps
 
 
 def test_list_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:
