@@ -18,6 +18,7 @@ from sgl_kvfetch.cli.calibrate import calibrate
 from sgl_kvfetch.cli.doctor import doctor
 from sgl_kvfetch.cli.encode import encode
 from sgl_kvfetch.cli.inspect import inspect
+from sgl_kvfetch.cli.profile import profile
 from sgl_kvfetch.cli.search_layout import search_layout
 from sgl_kvfetch.cli.serve import serve
 from sgl_kvfetch.cli.verify import verify
@@ -60,6 +61,7 @@ app.command()(verify)
 app.command()(encode)
 app.command()(calibrate)
 app.command("search-layout")(search_layout)
+app.command()(profile)
 app.command()(doctor)
 
 

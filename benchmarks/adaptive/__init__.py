@@ -1,0 +1,1 @@
+"""Adaptive fetching, simulated: policies against fixed resolutions and against an oracle."""

@@ -1,0 +1,175 @@
+"""The links, GPUs and fetches on which policies are judged. Seeded: the same every time."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgl_kvfetch.adapt.profile import DecodeProfile
+from sgl_kvfetch.adapt.simulator import Scenario
+from sgl_kvfetch.errors import ConfigError
+
+GBPS = 1e9
+# What the paper's table is of in tokens, it does not say (as far as we have its text). Ours: a segment's most.
+CHUNK_TOKENS = 8192
+MIN_TOKENS, MAX_TOKENS = 20_000, 200_000
+MIN_GBPS, MAX_GBPS = 1.0, 40.0
+_LEAST_GBPS = 0.1  # where a random trace is cut: a link that stands still for good is not a matter of resolutions
+
+
+@dataclass(frozen=True)
+class Group:
+    """Scenarios that are judged together."""
+
+    name: str
+    description: str
+    scenarios: tuple[Scenario, ...]
+
+
+def num_chunks(tokens: int) -> int:
+    return max(1, math.ceil(tokens / CHUNK_TOKENS))
+
+
+def one_fetch(name: str, profile: DecodeProfile, gbps: list[float], chunks: int, sessions: int | None) -> Scenario:
+    trace = tuple(value * GBPS for value in gbps)
+    return Scenario(name, profile, trace, ((0.0, chunks),), sessions or profile.num_sessions)
+
+
+def paper_scene(profile: DecodeProfile, sessions: int | None) -> Group:
+    """The bandwidth of the paper's example, a third of the chunks each."""
+    scenarios = []
+    for chunks in (8, 9, 12, 16, 24):
+        gbps = [(6.0, 3.0, 4.0)[min(2, i * 3 // chunks)] for i in range(chunks)]
+        scenarios.append(one_fetch(f"paper, {profile.device}, {chunks} chunks", profile, gbps, chunks, sessions))
+    return Group("paper", "6, then 3, then 4 Gbps, a third of the chunks each", tuple(scenarios))
+
+
+def trace_file(path: Path, profiles: list[DecodeProfile], sessions: int | None) -> Group:
+    """Each line of the file, on each GPU: as many chunks as it has samples. Raises ConfigError."""
+    lines = list(read_traces(path))
+    scenarios = tuple(
+        one_fetch(f"{path.name}:{number}, {profile.device}", profile, gbps, len(gbps), sessions)
+        for profile in profiles
+        for number, gbps in lines
+    )
+    return Group("trace", f"{path.name}, a chunk a sample", scenarios)
+
+
+def read_traces(path: Path) -> Iterator[tuple[int, list[float]]]:
+    """Line numbers and bandwidths, Gbps. Raises ConfigError that names file and line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--trace {path}: {e}") from e
+    found = False
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            found = True
+            yield number, _parse_trace(line, f"{path}:{number}")
+    if not found:
+        raise ConfigError(f"--trace {path} holds no trace")
+
+
+def _parse_trace(line: str, where: str) -> list[float]:
+    try:
+        content = json.loads(line)
+    except ValueError as e:
+        raise ConfigError(f"{where}: not JSON: {e}") from e
+    samples = content.get("bw") if isinstance(content, dict) else None
+    if not isinstance(samples, list) or not samples:
+        raise ConfigError(f'{where}: expected an object like {{"bw": [Gbps, ...]}} with at least one sample')
+    for sample in samples:
+        if isinstance(sample, bool) or not isinstance(sample, int | float) or not 0 < sample < math.inf:
+            raise ConfigError(f"{where}: bandwidth is {sample!r}; expected a positive number of Gbps")
+    return [float(sample) for sample in samples]
+
+
+def random_traces(profiles: list[DecodeProfile], count: int, seed: int, sessions: int | None) -> Group:
+    """Any GPU, 20K to 200K tokens, a mean of 1 to 40 Gbps, and four ways to vary."""
+    rng = random.Random(seed)
+    scenarios = []
+    for i in range(count):
+        profile = rng.choice(profiles)
+        chunks = num_chunks(rng.randint(MIN_TOKENS, MAX_TOKENS))
+        kind = rng.choice(sorted(_KINDS))
+        level = math.exp(rng.uniform(math.log(MIN_GBPS), math.log(MAX_GBPS)))
+        gbps = [max(_LEAST_GBPS, level * factor) for factor in _KINDS[kind](rng, chunks)]
+        name = f"random {i}, {kind}, {level:.1f} Gbps, {profile.device}, {chunks} chunks"
+        scenarios.append(one_fetch(name, profile, gbps, chunks, sessions))
+    return Group("random", f"{count} random traces (seed {seed})", tuple(scenarios))
+
+
+def _steady(rng: random.Random, count: int) -> list[float]:
+    return [math.exp(rng.gauss(0, 0.05)) for _ in range(count)]
+
+
+def _independent(rng: random.Random, count: int) -> list[float]:
+    return [math.exp(rng.gauss(0, 0.7)) for _ in range(count)]
+
+
+def _walk(rng: random.Random, count: int) -> list[float]:
+    log, factors = rng.gauss(0, 0.4), []
+    for _ in range(count):
+        log = 0.9 * log + rng.gauss(0, 0.2)
+        factors.append(math.exp(log))
+    return factors
+
+
+def _jumps(rng: random.Random, count: int) -> list[float]:
+    factors: list[float] = []
+    while len(factors) < count:
+        factors += [math.exp(rng.uniform(math.log(0.3), math.log(3)))] * rng.randint(2, 8)
+    return factors[:count]
+
+
+_KINDS = {"steady": _steady, "independent": _independent, "walk": _walk, "jumps": _jumps}
+
+
+def several_fetches(profiles: list[DecodeProfile], sessions: int | None) -> Group:
+    """Fetches that run at once, over one link into one pool, the second and later ones coming a little after."""
+    scenarios = []
+    for profile in profiles:
+        for count in (2, 4):
+            for gbps in (5.0, 20.0, 40.0):
+                fetches = tuple((0.3 * i, num_chunks(60_000)) for i in range(count))
+                name = f"{count} fetches, {gbps:.0f} Gbps, {profile.device}"
+                trace = (gbps * GBPS,)
+                scenarios.append(Scenario(name, profile, trace, fetches, sessions or profile.num_sessions))
+    return Group("several", "2 and 4 fetches of 60K tokens, 0.3 s apart, steady links", tuple(scenarios))
+
+
+def wrong_profile(profiles: list[DecodeProfile], factor: float, sessions: int | None) -> Group:
+    """Decoders that are slower, or faster, than their profile says."""
+    scenarios = []
+    for profile in profiles:
+        slower = profile.corrected(dict.fromkeys(range(len(profile.variants)), factor))
+        for gbps in (5.0, 10.0, 20.0, 40.0):
+            fetches = ((0.0, num_chunks(120_000)),)
+            name = f"decoders take {factor:g}x, {gbps:.0f} Gbps, {profile.device}"
+            pool = sessions or profile.num_sessions
+            scenarios.append(Scenario(name, slower, (gbps * GBPS,), fetches, pool, believed=profile))
+    return Group(
+        f"{factor:g}x", f"decoding takes {factor:g} times what the profile says, 120K tokens", tuple(scenarios)
+    )
+
+
+HEAT_GBPS = (1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0, 40.0)
+HEAT_TOKENS = (20_000, 50_000, 80_000, 120_000, 160_000, 200_000)
+
+
+def grid(profile: DecodeProfile, sessions: int | None) -> Group:
+    """Steady links: bandwidth by length."""
+    scenarios = tuple(
+        one_fetch(
+            f"grid, {gbps:g} Gbps, {tokens} tokens, {profile.device}", profile, [gbps], num_chunks(tokens), sessions
+        )
+        for tokens in HEAT_TOKENS
+        for gbps in HEAT_GBPS
+    )
+    return Group(
+        f"grid {profile.device}", f"{profile.device}, steady links of 1 to 40 Gbps, 20K to 200K tokens", scenarios
+    )

@@ -1,0 +1,185 @@
+"""The best that could have been done, by one who knows the link's future: for judging policies, not for using.
+
+A beam search, with each state judged by its best fixed continuation; a local search from what it found; branch and
+bound, as far as it gets. A lower bound says how far
+from the optimum the answer can be at most: often it is met, and the answer proven.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sgl_kvfetch.adapt.pipeline import Pipeline
+from sgl_kvfetch.adapt.simulator import Scenario
+
+_BEAM = 4
+_LAMBDAS = tuple(i / 8 for i in range(9))
+_EQUAL = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``bound_s``: no plan ends sooner. Equal to ``finish_s``, up to rounding, where the search was exhaustive."""
+
+    variants: tuple[int, ...]
+    finish_s: float
+    bound_s: float
+
+    @property
+    def is_optimal(self) -> bool:
+        return self.finish_s <= self.bound_s * (1 + 2 * _EQUAL)
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    variants: tuple[int, ...]
+    link_free_s: float
+    pipeline: Pipeline
+
+
+def best_plan(scenario: Scenario, known: Sequence[tuple[int, ...]] = (), *, max_nodes: int = 300) -> Plan:
+    """The variants by which a scenario's last chunk is restored soonest, as far as found.
+
+    ``known``: plans to begin with, such as those of the policies that are to be judged. ``max_nodes`` bounds the
+    exhaustive part of the search.
+    """
+    search = _Search(scenario)
+    root = _State((), 0.0, Pipeline(scenario.profile, scenario.num_sessions))
+    bound_s = search.bound_s(root)
+    search.beam(root)
+    for variants in known:
+        search.try_plan(variants)
+    search.improve()
+    if search.best_s > bound_s * (1 + _EQUAL) and search.exhaust(root, max_nodes):
+        bound_s = search.best_s
+    bound_s = min(bound_s, search.best_s)
+    return Plan(search.best, search.best_s + scenario.restore_s, bound_s + scenario.restore_s)
+
+
+class _Search:
+    def __init__(self, scenario: Scenario) -> None:
+        profile, trace, num_chunks = scenario.profile, scenario.bandwidth_bps, scenario.num_chunks
+        self._scenario = scenario
+        self._variants = range(len(profile.variants))
+        # By chunk, then by variant.
+        self._transmit_s = [
+            [v.size_bytes * 8 / trace[i % len(trace)] for v in profile.variants] for i in range(num_chunks)
+        ]
+        # The link is never idle while a chunk of any fetch could be on it; whose chunk it is does not matter here.
+        self._release_s = [arrival_s for arrival_s, count in sorted(scenario.fetches) for _ in range(count)]
+        self._share_s = profile.pool_share_s
+        self._alone_s = [min(v.decode_s) for v in profile.variants]
+        self._rest = self._weighted_rest(self._transmit_s)
+        self.best: tuple[int, ...] = ()
+        self.best_s = math.inf
+        self._nodes = 0
+
+    def _weighted_rest(self, transmit_s: Sequence[Sequence[float]]) -> list[list[float]]:
+        """By lambda, then by chunk: the least that this and all later chunks add to the weighted bound, apart from
+        the last chunk's decoding."""
+        rest = []
+        for weight in _LAMBDAS:
+            sums = [0.0]
+            for chunk in reversed(transmit_s):
+                least = min(weight * chunk[v] + (1 - weight) * self._share_s[v] for v in self._variants)
+                sums.append(sums[-1] + least)
+            rest.append(sums[::-1])
+        return rest
+
+    def bound_s(self, state: _State) -> float:
+        """The end is no sooner than the last chunk's arrival and its decoding, nor than the pool gets through all that
+        it has to decode. Any weighted mean of the two is a bound too, and that one sees that a variant that is good
+        for one is bad for the other."""
+        done, num_chunks = len(state.variants), len(self._transmit_s)
+        pool_s = state.pipeline.now_s + state.pipeline.pool_share_left_s(self._share_s)
+        if done == num_chunks:
+            return pool_s
+        idle = state.pipeline.is_idle
+        bound_s = 0.0
+        for weight, rest in zip(_LAMBDAS, self._rest, strict=True):
+            value = weight * state.link_free_s + (1 - weight) * pool_s
+            last, first = self._transmit_s[-1], self._transmit_s[done]
+            # The last chunk decodes alone at best; an idle pool waits for the first to come.
+            if num_chunks - done == 1:
+                value += min(
+                    weight * (last[v] + self._alone_s[v])
+                    + (1 - weight) * (self._share_s[v] + (first[v] if idle else 0.0))
+                    for v in self._variants
+                )
+            else:
+                value += rest[done + 1] - rest[num_chunks - 1]
+                value += min(
+                    weight * first[v] + (1 - weight) * (self._share_s[v] + (first[v] if idle else 0.0))
+                    for v in self._variants
+                )
+                value += min(
+                    weight * (last[v] + self._alone_s[v]) + (1 - weight) * self._share_s[v] for v in self._variants
+                )
+            bound_s = max(bound_s, value)
+        return bound_s
+
+    def beam(self, root: _State) -> None:
+        states = [root]
+        for _ in self._transmit_s:
+            children = [self._child(state, v) for state in states for v in self._variants]
+            scored = sorted(((self._rollout_s(c), c.link_free_s, c.variants), c) for c in children)
+            states = [child for _, child in scored[:_BEAM]]
+
+    def exhaust(self, root: _State, max_nodes: int) -> bool:
+        """Whether every plan was looked at, or shown to be no better."""
+        self._nodes = max_nodes
+        return self._exhaust(root)
+
+    def _exhaust(self, state: _State) -> bool:
+        if len(state.variants) == len(self._transmit_s):
+            return True  # its rollout was the plan itself
+        children = [self._child(state, v) for v in self._variants]
+        scored = sorted(((self._rollout_s(c), i) for i, c in enumerate(children)))
+        for _, i in scored:
+            if self.bound_s(children[i]) >= self.best_s * (1 - _EQUAL):
+                continue
+            self._nodes -= 1
+            if self._nodes < 0 or not self._exhaust(children[i]):
+                return False
+        return True
+
+    def try_plan(self, variants: tuple[int, ...]) -> float:
+        """Its end; remembered if it is the best of all."""
+        scenario = self._scenario
+        return self._end_s(_State((), 0.0, Pipeline(scenario.profile, scenario.num_sessions)), variants)
+
+    def improve(self) -> None:
+        """Change one chunk of the best plan at a time, while that helps."""
+        before_s = math.inf
+        while self.best_s < before_s * (1 - _EQUAL):
+            before_s = self.best_s
+            for i, v in itertools.product(range(len(self._transmit_s)), self._variants):
+                if self.best[i] != v:
+                    self.try_plan((*self.best[:i], v, *self.best[i + 1 :]))
+
+    def _arrival_s(self, chunk: int, variant: int, link_free_s: float) -> float:
+        return max(link_free_s, self._release_s[chunk]) + self._transmit_s[chunk][variant]
+
+    def _child(self, state: _State, variant: int) -> _State:
+        at_s = self._arrival_s(len(state.variants), variant, state.link_free_s)
+        pipeline = state.pipeline.copy()
+        pipeline.deliver_at(at_s, variant, -1)
+        return _State((*state.variants, variant), at_s, pipeline)
+
+    def _rollout_s(self, state: _State) -> float:
+        """The end, if the rest is all in one variant, whichever is best."""
+        following = len(self._transmit_s) - len(state.variants)
+        return min(self._end_s(state, (v,) * following) for v in (self._variants if following else (0,)))
+
+    def _end_s(self, state: _State, following: tuple[int, ...]) -> float:
+        pipeline, at_s = state.pipeline.copy(), state.link_free_s
+        for chunk, variant in enumerate(following, len(state.variants)):
+            at_s = self._arrival_s(chunk, variant, at_s)
+            pipeline.deliver_at(at_s, variant, -1)
+        end_s = pipeline.drained_s()
+        if end_s < self.best_s:
+            self.best_s, self.best = end_s, (*state.variants, *following)
+        return end_s

@@ -1,0 +1,160 @@
+"""How a decode pool goes on as chunks arrive: the model by which policies look ahead and the simulator runs.
+
+Chunks that are decoded at once share the decoders: while ``k`` are, each moves at ``1 / decode_s[k - 1]`` of a chunk a
+second, and all change pace when one begins or ends. A session that switches variants first takes ``switch_s``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from sgl_kvfetch.adapt.board import UNCONFIGURED, PoolBoard, Start
+from sgl_kvfetch.adapt.profile import DecodeProfile
+
+
+@dataclass(frozen=True, slots=True)
+class SessionState:
+    """``configured``: the variant it decodes, or decoded last; None if it is new. ``switch_left_s`` and
+    ``chunks_left`` (1 is a whole chunk of the profile's size) are 0 if it is idle."""
+
+    configured: int | None = None
+    switch_left_s: float = 0.0
+    chunks_left: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """A decode pool at one moment. ``waiting``: variants of the chunks that have come and wait for a session."""
+
+    sessions: tuple[SessionState, ...]
+    waiting: tuple[int, ...] = ()
+
+    @property
+    def num_busy(self) -> int:
+        return sum(s.chunks_left > 0 or s.switch_left_s > 0 for s in self.sessions)
+
+
+class Observer(Protocol):
+    """Is told what sessions do, as it happens."""
+
+    def started(self, at_s: float, session: int, variant: int, switches: bool, work: float, item: int) -> None: ...
+
+    def finished(self, at_s: float, session: int, item: int) -> None: ...
+
+
+class Pipeline:
+    """A pool in model time. ``profile`` must live as long as its copies, which share what is derived from it."""
+
+    __slots__ = ("_active", "_switch_s", "_times", "board", "now_s", "observers", "work")
+
+    def __init__(
+        self, profile: DecodeProfile, num_sessions: int, *, work: float = 1.0, observers: Sequence[Observer] = ()
+    ) -> None:
+        """``work``: a chunk's integers against those of the profile's chunk."""
+        indices = range(len(profile.variants))
+        # By concurrency, then by variant.
+        self._times = [[0.0] * len(indices)] + [
+            [profile.decode_time_s(v, k) for v in indices] for k in range(1, num_sessions + 1)
+        ]
+        self._switch_s = [v.switch_s for v in profile.variants]
+        self.board: PoolBoard[tuple[int, float]] = PoolBoard(num_sessions)
+        self.now_s = 0.0
+        self.work = work
+        # [session, variant, seconds of switching left, chunks left, item]
+        self._active: list[list[float]] = []
+        self.observers = observers
+
+    @classmethod
+    def from_state(cls, profile: DecodeProfile, state: PoolState, *, work: float = 1.0) -> Pipeline:
+        new = cls(profile, len(state.sessions), work=work)
+        for i, session in enumerate(state.sessions):
+            if session.configured is None:
+                continue
+            new.board.configured[i] = session.configured
+            if session.chunks_left > 0 or session.switch_left_s > 0:
+                new.board.busy[i] = True
+                new._active.append([i, session.configured, session.switch_left_s, session.chunks_left, -1])
+        for variant in state.waiting:
+            new.deliver(variant, -1)
+        return new
+
+    def state(self) -> PoolState:
+        sessions = [SessionState(None if v == UNCONFIGURED else v) for v in self.board.configured]
+        for session, variant, switch_s, chunks, _ in self._active:
+            sessions[int(session)] = SessionState(int(variant), switch_s, chunks)
+        return PoolState(tuple(sessions), tuple(variant for variant, _ in self.board.waiting))
+
+    def copy(self) -> Pipeline:
+        """Without the observers."""
+        new = Pipeline.__new__(Pipeline)
+        new._times, new._switch_s, new.now_s, new.work = self._times, self._switch_s, self.now_s, self.work
+        new.board = self.board.copy()
+        new._active = [entry[:] for entry in self._active]
+        new.observers = ()
+        return new
+
+    def deliver(self, variant: int, item: int) -> None:
+        """A chunk has come, now."""
+        self._begin(self.board.submit(variant, (item, self.work)))
+
+    def deliver_at(self, at_s: float, variant: int, item: int) -> None:
+        self.run_until(at_s)
+        self.deliver(variant, item)
+
+    def run_until(self, until_s: float) -> None:
+        """Let time pass. With infinity: until all is decoded, which is ``now_s`` then."""
+        active = self._active
+        while active:
+            times = self._times[len(active)]
+            next_s, first = math.inf, active[0]
+            for entry in active:
+                left_s = entry[2] + entry[3] * times[int(entry[1])]
+                if left_s < next_s:
+                    next_s, first = left_s, entry
+            if self.now_s + next_s > until_s:
+                self._progress(until_s - self.now_s, times)
+                break
+            active.remove(first)
+            self._progress(next_s, times)
+            self.now_s += next_s
+            for observer in self.observers:
+                observer.finished(self.now_s, int(first[0]), int(first[4]))
+            self._begin(self.board.finish(int(first[0])))
+        if until_s < math.inf:
+            self.now_s = until_s
+
+    def drained_s(self) -> float:
+        """When all that has come will be decoded. Uses the pipeline up."""
+        self.run_until(math.inf)
+        return self.now_s
+
+    def pool_share_left_s(self, share_s: Sequence[float]) -> float:
+        """What is left to decode, in time of the whole pool; see ``DecodeProfile.pool_share_s``."""
+        active = sum(entry[3] * share_s[int(entry[1])] for entry in self._active)
+        return active + sum(work * share_s[variant] for variant, (_, work) in self.board.waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._active
+
+    def _begin(self, start: Start[tuple[int, float]] | None) -> None:
+        if start is not None:
+            switch_s = self._switch_s[start.variant] if start.switches else 0.0
+            item, work = start.item
+            self._active.append([start.session, start.variant, switch_s, work, item])
+            for observer in self.observers:
+                observer.started(self.now_s, start.session, start.variant, start.switches, work, item)
+
+    def _progress(self, elapsed_s: float, times: Sequence[float]) -> None:
+        for entry in self._active:
+            switch_s = entry[2]
+            if switch_s >= elapsed_s:
+                entry[2] = switch_s - elapsed_s
+            else:
+                entry[2] = 0.0
+                entry[3] -= (elapsed_s - switch_s) / times[int(entry[1])]
+                if entry[3] < 0.0:  # rounding
+                    entry[3] = 0.0

@@ -1,0 +1,141 @@
+"""Which variant to fetch next. Policies are pure: the same situation gets the same answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from sgl_kvfetch.adapt.estimate import UNKNOWN_LINK, LinkEstimate, Transfer, last_chunk, robust
+from sgl_kvfetch.adapt.pipeline import Pipeline, PoolState
+from sgl_kvfetch.adapt.profile import DecodeProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What is known when the next chunk is about to be asked for.
+
+    Variants are indices into ``profile.variants``; ``profile`` is corrected by what was observed. ``sizes_bytes`` and
+    ``work`` (integers against those of the profile's chunk) are of the next chunk; those after it are taken to be like
+    it. ``remaining`` counts it, and the chunks that other fetches of this process have yet to ask for: they share link
+    and decoders. ``transfers``: recent ones of this link, the oldest first, the running ones
+    with what they have brought so far (algorithm 1 takes the last).
+    """
+
+    profile: DecodeProfile
+    pool: PoolState
+    transfers: tuple[Transfer, ...]
+    remaining: int
+    previous: int | None  # the variant that was asked for last
+    sizes_bytes: tuple[int, ...]
+    available: tuple[int, ...]  # the variants that the next chunk is stored in
+    work: float = 1.0
+
+    def __post_init__(self) -> None:
+        assert self.remaining >= 1, self.remaining
+        assert len(self.sizes_bytes) == len(self.profile.variants)
+        assert self.available, "a chunk is stored in some variant"
+
+
+class Policy(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def choose(self, situation: Situation) -> int:
+        """One of ``situation.available``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Always the same variant; where a chunk lacks it, the next larger one, or else the largest there is."""
+
+    variant: int
+    name: str
+
+    def choose(self, situation: Situation) -> int:
+        larger = [v for v in situation.available if v >= self.variant]
+        return min(larger) if larger else max(situation.available)
+
+
+@dataclass(frozen=True, slots=True)
+class MinimalBubble:
+    """KVFetcher's algorithm 1 (section 3.3.2): the variant that takes most nearly as long to transmit as to decode.
+
+    The link's goodput is that of the last chunk. Decoding takes what the table says at the pool's load, and the
+    switching penalty if the variant is another than the last one.
+
+    Readings of ours, where we know of nothing in the paper: before the first chunk, when there is no goodput, the
+    largest variant; the load counts the chunks in the pool and the one to come, but no more than there are sessions;
+    of equals, the larger variant.
+    """
+
+    name: str = "algorithm1"
+
+    def choose(self, situation: Situation) -> int:
+        estimate = last_chunk(situation.transfers)
+        if estimate is None:
+            return max(situation.available)
+        load = min(situation.pool.num_busy + 1, len(situation.pool.sessions))
+
+        def bubble_s(variant: int) -> float:
+            transmit_s = situation.sizes_bytes[variant] * 8 / estimate.median_bps
+            decode_s = situation.profile.decode_time_s(variant, load) * situation.work
+            if situation.previous is not None and variant != situation.previous:
+                decode_s += situation.profile.variants[variant].switch_s
+            return abs(transmit_s - decode_s)
+
+        return min(situation.available, key=lambda v: (bubble_s(v), -v))
+
+
+# Gauss-Hermite nodes and weights: they integrate polynomials up to degree 5 against a normal distribution exactly.
+_NODES = ((-(3**0.5), 1 / 6), (0.0, 2 / 3), (3**0.5, 1 / 6))
+_TIE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class LookAhead:
+    """Ours: the variant from which the whole fetch ends soonest, in the mean over what the link may do.
+
+    Each variant is tried for the next chunk, and after it each for all that follow, through a model of link and pool
+    that knows what the decoders have before them; the best continuation counts. Since every chunk is decided anew,
+    what comes out is not confined to such plans. Of variants that end at the same time the smallest: it leaves more
+    of the link to others.
+
+    ``prior``: what the link is taken for before its first transfer. ``horizon``: chunks to look ahead, after which a
+    fetch is taken to end; time goes with it.
+    """
+
+    name: str = "ours"
+    prior: LinkEstimate = UNKNOWN_LINK
+    horizon: int = 32
+
+    def choose(self, situation: Situation) -> int:
+        if len(situation.available) == 1:
+            return situation.available[0]
+        estimate = robust(situation.transfers, self.prior)
+        now = Pipeline.from_state(situation.profile, situation.pool, work=situation.work)
+        scores = dict.fromkeys(situation.available, 0.0)
+        for sigmas, weight in _NODES:
+            transmit_s = [size * 8 / estimate.at(sigmas) for size in situation.sizes_bytes]
+            for variant in scores:
+                scores[variant] += weight * self._finish_s(now, variant, transmit_s, situation)
+        best = min(scores.values())
+        soonest = [v for v, score in scores.items() if score <= best * (1 + _TIE)]
+        return min(soonest, key=lambda v: (situation.sizes_bytes[v], v))
+
+    def _finish_s(self, now: Pipeline, variant: int, transmit_s: Sequence[float], situation: Situation) -> float:
+        """When the fetch ends that goes on with this variant, and after it with whichever is best."""
+        after = now.copy()
+        after.deliver_at(transmit_s[variant], variant, -1)
+        following = min(situation.remaining, self.horizon) - 1
+        if not following:
+            return after.drained_s()
+        return min(_finish_s(after, v, following, transmit_s[v], transmit_s[variant]) for v in situation.available)
+
+
+def _finish_s(pipeline: Pipeline, variant: int, count: int, transmit_s: float, link_free_s: float) -> float:
+    """When the last of these chunks is decoded, if they are transmitted one after the other from ``link_free_s`` on."""
+    rollout = pipeline.copy()
+    for i in range(1, count + 1):
+        rollout.deliver_at(link_free_s + i * transmit_s, variant, -1)
+    return rollout.drained_s()

@@ -1,0 +1,160 @@
+"""Fetches over one link into one decode pool, simulated: discrete events, no clock, no chance.
+
+The link carries one chunk at a time, in order; fetches that run at once take turns. A chunk is decoded when all of it
+is there (a real pipeline may begin earlier), by the first idle session. Restoring takes a constant time after
+decoding and occupies nobody. Policies see what they would see of a real pool, through the same code; the bandwidth to
+come they do not see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sgl_kvfetch.adapt.estimate import Transfer
+from sgl_kvfetch.adapt.pipeline import Pipeline
+from sgl_kvfetch.adapt.policy import Policy, Situation
+from sgl_kvfetch.adapt.profile import DecodeProfile
+from sgl_kvfetch.adapt.tracker import PoolTracker
+
+_MOST_TRANSFERS = 16  # that policies are told of
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """``bandwidth_bps[i]`` is the link's while the i-th chunk is on it, of all fetches; the trace repeats. ``fetches``:
+    when each comes, and how many chunks it has."""
+
+    name: str
+    profile: DecodeProfile
+    bandwidth_bps: tuple[float, ...]
+    fetches: tuple[tuple[float, int], ...]
+    num_sessions: int
+    restore_s: float = 0.0
+    believed: DecodeProfile | None = None  # what policies take the profile for; None is the truth
+
+    def __post_init__(self) -> None:
+        assert self.bandwidth_bps, self.name
+        assert min(self.bandwidth_bps) > 0, self.name
+        assert self.fetches, self.name
+        assert all(arrival_s >= 0 and num_chunks >= 1 for arrival_s, num_chunks in self.fetches), self.name
+
+    @property
+    def num_chunks(self) -> int:
+        return sum(num_chunks for _, num_chunks in self.fetches)
+
+
+class DecodeRecord(NamedTuple):
+    item: int
+    session: int
+    variant: int
+    start_s: float
+    end_s: float
+
+
+class TransmitRecord(NamedTuple):
+    item: int
+    fetch: int
+    variant: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """``end_s``: when the last chunk of all is restored. ``fetch_s``: for each fetch, from its arrival until its last
+    chunk is restored."""
+
+    end_s: float
+    fetch_s: tuple[float, ...]
+    transmitted: tuple[TransmitRecord, ...]
+    decoded: tuple[DecodeRecord, ...]
+
+    @property
+    def mean_fetch_s(self) -> float:
+        return sum(self.fetch_s) / len(self.fetch_s)
+
+    @property
+    def variants(self) -> tuple[int, ...]:
+        return tuple(t.variant for t in self.transmitted)
+
+
+class _Recorder:
+    """Implements ``pipeline.Observer``."""
+
+    def __init__(self) -> None:
+        self._started: dict[int, tuple[int, float]] = {}
+        self.records: list[DecodeRecord] = []
+
+    def started(self, at_s: float, session: int, variant: int, switches: bool, work: float, item: int) -> None:
+        self._started[session] = variant, at_s
+
+    def finished(self, at_s: float, session: int, item: int) -> None:
+        variant, start_s = self._started.pop(session)
+        self.records.append(DecodeRecord(item, session, variant, start_s, at_s))
+
+
+class _Turns:
+    """Whose chunk is next on the link."""
+
+    def __init__(self, fetches: Sequence[tuple[float, int]]) -> None:
+        self._fetches = fetches
+        self._left = [num_chunks for _, num_chunks in fetches]
+        self._last = -1
+
+    def next(self, link_free_s: float) -> tuple[int, float] | None:
+        """A fetch, and when its chunk may begin; None when all is transmitted."""
+        open_fetches = [i for i, left in enumerate(self._left) if left]
+        if not open_fetches:
+            return None
+        begin_s = max(link_free_s, min(self._fetches[i][0] for i in open_fetches))
+        come = [i for i in open_fetches if self._fetches[i][0] <= begin_s]
+        fetch = next((i for i in come if i > self._last), come[0])
+        self._left[fetch] -= 1
+        self._last = fetch
+        return fetch, begin_s
+
+    def remaining(self, now_s: float) -> int:
+        """Chunks of the fetches that have come."""
+        return sum(left for left, (arrival_s, _) in zip(self._left, self._fetches, strict=True) if arrival_s <= now_s)
+
+
+def simulate(scenario: Scenario, policy: Policy) -> Outcome:
+    """Run a scenario to its end. Deterministic."""
+    recorder = _Recorder()
+    tracker = PoolTracker(scenario.believed or scenario.profile, scenario.num_sessions)
+    pipeline = Pipeline(scenario.profile, scenario.num_sessions, observers=(recorder, tracker))
+    turns = _Turns(scenario.fetches)
+    sizes_bytes = tuple(v.size_bytes for v in scenario.profile.variants)
+    transmitted: list[TransmitRecord] = []
+    transfers: list[Transfer] = []
+    previous: int | None = None
+    link_free_s = 0.0
+    while (turn := turns.next(link_free_s)) is not None:
+        fetch, begin_s = turn
+        pipeline.run_until(begin_s)
+        situation = Situation(
+            profile=tracker.corrected_profile,
+            pool=tracker.state(begin_s, [variant for variant, _ in pipeline.board.waiting]),
+            transfers=tuple(transfers[-_MOST_TRANSFERS:]),
+            remaining=1 + turns.remaining(begin_s),
+            previous=previous,
+            sizes_bytes=sizes_bytes,
+            available=tuple(range(len(sizes_bytes))),
+        )
+        previous = policy.choose(situation)
+        item = len(transmitted)
+        bandwidth_bps = scenario.bandwidth_bps[item % len(scenario.bandwidth_bps)]
+        link_free_s = begin_s + sizes_bytes[previous] * 8 / bandwidth_bps
+        transmitted.append(TransmitRecord(item, fetch, previous, begin_s, link_free_s))
+        transfers.append(Transfer(sizes_bytes[previous], begin_s, link_free_s))
+        pipeline.deliver_at(link_free_s, previous, item)
+    pipeline.drained_s()
+    decoded = tuple(recorder.records)
+    ends_s = [0.0] * len(scenario.fetches)
+    for record in decoded:
+        fetch = transmitted[record.item].fetch
+        ends_s[fetch] = max(ends_s[fetch], record.end_s + scenario.restore_s)
+    fetch_s = tuple(end_s - arrival_s for end_s, (arrival_s, _) in zip(ends_s, scenario.fetches, strict=True))
+    return Outcome(max(ends_s), fetch_s, tuple(transmitted), decoded)

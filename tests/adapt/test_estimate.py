@@ -1,0 +1,99 @@
+"""What a link is taken for."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+
+import pytest
+
+from sgl_kvfetch.adapt.estimate import (
+    UNKNOWN_LINK,
+    LinkEstimate,
+    Transfer,
+    last_chunk,
+    robust,
+    together,
+)
+
+
+def transfers(*gbps: float) -> list[Transfer]:
+    """One a second."""
+    return [Transfer(int(rate * 1e9 / 8), float(i), i + 1.0) for i, rate in enumerate(gbps)]
+
+
+def test_nothing_is_known_before_the_first_transfer() -> None:
+    assert last_chunk([]) is None
+    assert robust([]) == UNKNOWN_LINK
+    prior = LinkEstimate(1e9, 0.1)
+    assert robust([], prior) is prior
+
+
+def test_the_papers_estimate_is_the_last_chunk() -> None:
+    assert last_chunk(transfers(6, 3, 4)) == LinkEstimate(4e9, 0.0)
+
+
+@pytest.mark.parametrize("odd", [0.01, 400.0])
+def test_one_stall_or_burst_does_not_move_it_much(odd: float) -> None:
+    calm = robust(transfers(5, 5.1, 4.9, 5, 5.2))
+    shaken = robust(transfers(5, 5.1, 4.9, 5, 5.2, odd))
+    assert shaken.median_bps == pytest.approx(calm.median_bps, rel=0.05)
+    assert last_chunk(transfers(5, odd)).median_bps == pytest.approx(odd * 1e9)  # the baseline goes all the way
+
+
+@pytest.mark.parametrize("new", [1.0, 30.0])
+def test_two_in_a_row_are_a_change(new: float) -> None:
+    before = transfers(5, 5.1, 4.9, 5, 5.2, 5, new)
+    after = transfers(5, 5.1, 4.9, 5, 5.2, 5, new, new)
+    assert robust(before).median_bps == pytest.approx(5e9, rel=0.05)
+    assert robust(after).median_bps == pytest.approx(new * 1e9, rel=0.01)
+
+
+def test_uncertainty_follows_the_spread() -> None:
+    steady = robust(transfers(*[5.0] * 8))
+    rng = random.Random(1)
+    noisy = robust(transfers(*[5.0 * 2 ** rng.gauss(0, 1) for _ in range(8)]))
+    first = robust(transfers(5.0))
+    assert steady.log_sigma < first.log_sigma < noisy.log_sigma
+
+
+def test_it_is_nearer_than_the_last_chunk_on_a_noisy_link() -> None:
+    rng = random.Random(2)
+    errors: dict[str, list[float]] = {"robust": [], "last": []}
+    for _ in range(200):
+        seen = transfers(*[5.0 * 1.5 ** rng.gauss(0, 1) for _ in range(8)])
+        errors["robust"].append(abs(robust(seen).median_bps - 5e9))
+        errors["last"].append(abs(last_chunk(seen).median_bps - 5e9))
+    assert statistics.fmean(errors["robust"]) < 0.6 * statistics.fmean(errors["last"])
+
+
+def test_connections_add_up() -> None:
+    """Two at once, each with half of the link, then one with all of it, after a pause in which nothing was asked."""
+    seen = [Transfer(500, 0.0, 1.0), Transfer(500, 0.0, 1.0), Transfer(1000, 3.0, 4.0)]
+    for order in itertools.permutations(seen):
+        assert [t.goodput_bps for t in together(order)] == [8000.0, 8000.0]
+
+
+def test_staggered_connections_add_up() -> None:
+    """Each has half of the link all the time; one of two begins where the other is halfway."""
+    seen = [Transfer(250, 0.0, 0.5), *(Transfer(500, i / 2, i / 2 + 1.0) for i in range(6)), Transfer(250, 3.0, 3.5)]
+    assert [t.goodput_bps for t in together(seen)] == pytest.approx([8000.0] * 7)
+    assert robust(seen).median_bps == pytest.approx(8000.0)
+
+
+def test_one_connection_is_left_as_it_is() -> None:
+    seen = [Transfer(10, 0.0, 1.0), Transfer(30, 1.0, 2.0), Transfer(7, 5.0, 5.5)]
+    assert together(seen) == seen
+    assert together([]) == []
+
+
+def test_fetches_share() -> None:
+    assert LinkEstimate(8e9, 0.2).shared(4) == LinkEstimate(2e9, 0.2)
+
+
+def test_quantiles() -> None:
+    estimate = LinkEstimate(8e9, 0.5)
+    assert estimate.at(0) == 8e9
+    assert estimate.at(1) == pytest.approx(8e9 * 1.6487, rel=1e-3)
+    assert estimate.at(-1) * estimate.at(1) == pytest.approx(64e18)
