@@ -86,6 +86,9 @@ class KVFetchConfig(BaseModel):
     write_linger_s: float = Field(
         0.25, ge=0, le=60, description="how long pages wait for the next ones before a segment is cut"
     )
+    device_pool_share: float = Field(
+        0.3, gt=0, le=1, description="device mode: share of the token-to-KV pool that fetches may hold"
+    )
     merge: bool = Field(True, description="merge neighbouring segments into longer ones as a prefix grows")
     codec_threads: int = Field(
         default_factory=lambda: max(1, min(8, (os.cpu_count() or 1) // 2)),

@@ -20,7 +20,7 @@ def check_launch(server_args: Any) -> None:
     """
     if getattr(server_args, "hicache_storage_backend", None) != BACKEND:
         return
-    scopes = {Scope.GATE, Scope.HOST} | ({Scope.CPU_ENGINE} if is_active() else set())
+    scopes = {Scope.GATE, Scope.HOST, Scope.DEVICE} | ({Scope.CPU_ENGINE} if is_active() else set())
     if mismatches := check_seams(scopes):
         raise SeamError("; ".join(mismatches))
     _check_flags(server_args)
@@ -36,10 +36,8 @@ def _check_flags(server_args: Any) -> None:
             "--disaggregation-decode-enable-offload-kvcache: it writes pages without saying where they belong"
         )
     if not server_args.enable_hierarchical_cache:
-        raise UnsupportedError(
-            f"--hicache-storage-backend {BACKEND} without a host tier (device mode) is not there yet: "
-            "add --enable-hierarchical-cache"
-        )
+        _check_device_mode(server_args)
+        return
     if server_args.hicache_mem_layout == "page_first_kv_split":
         raise UnsupportedError(
             f"--hicache-storage-backend {BACKEND} does not know --hicache-mem-layout page_first_kv_split: "
@@ -50,6 +48,30 @@ def _check_flags(server_args: Any) -> None:
             f"--hicache-storage-backend {BACKEND} does not work with --hicache-host-memory-mode buffer_only "
             f"and --pp-size {server_args.pp_size}: use the mode cache, or --pp-size 1"
         )
+
+
+def _check_device_mode(server_args: Any) -> None:
+    """Without a host tier our radix cache is in the place of SGLang's, and these need another one or another pool."""
+    refused = {
+        "--disable-radix-cache": server_args.disable_radix_cache,
+        "--radix-cache-backend": server_args.radix_cache_backend,
+        "--enable-lmcache": server_args.enable_lmcache,
+        "--enable-flexkv": server_args.enable_flexkv,
+        "--enable-unified-cache-external-linker": server_args.enable_unified_cache_external_linker,
+        "--enable-streaming-session": server_args.enable_streaming_session,
+        "--speculative-algorithm": server_args.speculative_algorithm,
+        "--disaggregation-mode": server_args.disaggregation_mode not in (None, "null"),
+        "--pp-size": server_args.pp_size > 1,
+        "--attn-dp-size": server_args.enable_dp_attention or server_args.attn_dp_size > 1,
+        "--attention-context-parallel-size": server_args.attn_cp_size > 1,
+        "--decode-context-parallel-size": server_args.dcp_size > 1,
+    }
+    for flag, is_given in refused.items():
+        if is_given:
+            raise UnsupportedError(
+                f"--hicache-storage-backend {BACKEND} without --enable-hierarchical-cache (device mode) "
+                f"does not work with {flag}: leave it out, or add --enable-hierarchical-cache"
+            )
 
 
 def _extra_config(text: Any) -> dict[str, Any]:

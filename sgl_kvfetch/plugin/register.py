@@ -22,7 +22,7 @@ def register() -> None:
     fit: they stop a launch that selects our backend and nothing else. SGLang logs what a plugin raises and goes on, so
     a command line that selects it is stopped here, with ``SystemExit``.
     """
-    scopes = {Scope.GATE, Scope.HOST}
+    scopes = {Scope.GATE, Scope.HOST, Scope.DEVICE}
     if is_active():
         scopes.add(Scope.CPU_ENGINE)
     mismatches = check_seams(scopes)

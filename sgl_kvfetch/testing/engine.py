@@ -85,6 +85,15 @@ def hicache_args(
     ]
 
 
+def device_args(store_url: str, *, prefetch_threshold: int = 16, **config: Any) -> list[str]:
+    """The flags of device mode: our storage backend without a host tier. Arguments as for ``hicache_args``."""
+    extra = {"store": store_url, "prefetch_threshold": prefetch_threshold, **config}
+    return [
+        *("--hicache-storage-backend", "kvfetch"),
+        *("--hicache-storage-backend-extra-config", json.dumps(extra)),
+    ]
+
+
 def free_port() -> int:
     """A loopback port that nobody listens on at this moment."""
     with socket.socket() as probe:

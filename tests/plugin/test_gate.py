@@ -29,6 +29,18 @@ def _args(extra: Any = STORE, **flags: Any) -> SimpleNamespace:
         "disaggregation_decode_enable_offload_kvcache": False,
         "enable_lora": None,
         "lora_paths": None,
+        "disable_radix_cache": False,
+        "radix_cache_backend": None,
+        "enable_lmcache": False,
+        "enable_flexkv": False,
+        "enable_unified_cache_external_linker": False,
+        "enable_streaming_session": False,
+        "speculative_algorithm": None,
+        "disaggregation_mode": "null",
+        "enable_dp_attention": False,
+        "attn_dp_size": 1,
+        "attn_cp_size": 1,
+        "dcp_size": 1,
     }
     return SimpleNamespace(**(defaults | flags))
 
@@ -64,7 +76,6 @@ def test_a_mismatch_of_sglang_stops_before_anything_else(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"enable_hierarchical_cache": False}, "device mode.*not there yet.*add --enable-hierarchical-cache"),
         ({"hicache_mem_layout": "page_first_kv_split"}, "page_first_kv_split: use page_first_direct"),
         ({"disaggregation_decode_enable_offload_kvcache": True}, "decode-enable-offload"),
         ({"hicache_host_memory_mode": "buffer_only", "pp_size": 2}, "buffer_only and --pp-size 2"),
@@ -73,6 +84,31 @@ def test_a_mismatch_of_sglang_stops_before_anything_else(monkeypatch: pytest.Mon
 def test_flags_that_cannot_work(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         check_launch(_args(**flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag"),
+    [
+        ({"disable_radix_cache": True}, "--disable-radix-cache"),
+        ({"radix_cache_backend": "other"}, "--radix-cache-backend"),
+        ({"enable_lmcache": True}, "--enable-lmcache"),
+        ({"enable_flexkv": True}, "--enable-flexkv"),
+        ({"enable_unified_cache_external_linker": True}, "--enable-unified-cache-external-linker"),
+        ({"enable_streaming_session": True}, "--enable-streaming-session"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+        ({"pp_size": 2}, "--pp-size"),
+        ({"enable_dp_attention": True}, "--attn-dp-size"),
+        ({"attn_dp_size": 2}, "--attn-dp-size"),
+        ({"attn_cp_size": 2}, "--attention-context-parallel-size"),
+        ({"dcp_size": 2}, "--decode-context-parallel-size"),
+    ],
+)
+def test_flags_that_device_mode_cannot_work_with(flags: dict[str, Any], flag: str) -> None:
+    check_launch(_args(**flags))
+    with pytest.raises(UnsupportedError, match=rf"device mode.*work with {flag}: .*add --enable-hierarchical-cache"):
+        check_launch(_args(enable_hierarchical_cache=False, **flags))
+    check_launch(_args(enable_hierarchical_cache=False))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +139,7 @@ def test_the_config_may_be_a_file(tmp_path: Path) -> None:
 
 def test_the_command_line_ends_with_the_message() -> None:
     with pytest.raises(SystemExit, match=r"^sgl_kvfetch: .*add --enable-hierarchical-cache$"):
-        gate_command_line(_args(enable_hierarchical_cache=False), [])
+        gate_command_line(_args(enable_hierarchical_cache=False, pp_size=2), [])
 
 
 @pytest.mark.parametrize(

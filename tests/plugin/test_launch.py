@@ -56,10 +56,12 @@ def test_a_wrong_config_key_stops_the_command_with_one_message(command: list[str
     assert "/no/such/model" not in done.stderr
 
 
-def test_device_mode_says_what_to_add(tmp_path: Path) -> None:
-    done = _run([*LAUNCH, *NO_MODEL, *KVFETCH], tmp_path)
+def test_device_mode_says_what_it_cannot_work_with(tmp_path: Path) -> None:
+    done = _run([*LAUNCH, *NO_MODEL, *KVFETCH, "--disable-radix-cache"], tmp_path)
     assert done.returncode == 1
-    assert "add --enable-hierarchical-cache" in done.stderr.strip().splitlines()[-1]
+    message = done.stderr.strip().splitlines()[-1]
+    assert message.startswith("sgl_kvfetch: ")
+    assert "(device mode) does not work with --disable-radix-cache" in message
 
 
 def test_an_engine_raises_our_error_to_its_caller(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from sgl_kvfetch.plugin.seams import SEAMS, Scope, Seam, Use, check_seam, check_
 # SGLang warns at import of all that a CPU cannot do.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-PLUGIN_FILES = sorted(Path(sgl_kvfetch.plugin.__file__).parent.glob("*.py"))
+PLUGIN_FILES = sorted(Path(sgl_kvfetch.plugin.__file__).parent.rglob("*.py"))
 
 
 def _sglang_imports(file: Path) -> set[str]:

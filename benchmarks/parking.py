@@ -1,0 +1,155 @@
+"""What parked requests cost the scheduler: ``python -m benchmarks.parking``.
+
+Times what device mode's hooks add to one step of the scheduler, by how many requests are parked: SGLang's own radix
+tree and pool, our cache, board and queue, and real lookups of a store that takes requests and never answers. In the
+place of what the hooks wrap stand functions that do nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import socket
+import statistics
+import threading
+import time
+from array import array
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("KVFETCH_CPU_ENGINE", "1")  # before SGLang is imported, which decides then what it runs on
+
+import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+from benchmarks.machine import machine, versions
+from sgl_kvfetch.config import parse_config
+from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.plugin.device.backend import DeviceBackend
+from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
+from sgl_kvfetch.plugin.device.hooks import count_pending, form_batch, step_cache
+from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.plugin.device.queue import WaitingQueue
+from sgl_kvfetch.quant import make_quantiser
+
+PAGE, SLOTS, PROMPT_TOKENS = 16, 4096, 1024
+LIMIT_US = 100.0
+
+
+def silent_store() -> tuple[socket.socket, str]:
+    """A server that takes requests and never answers. Returns it, to be closed, and its URL."""
+    server = socket.create_server(("127.0.0.1", 0), backlog=128)
+    taken: list[socket.socket] = []
+
+    def take() -> None:
+        try:
+            while True:
+                taken.append(server.accept()[0])
+        except OSError:
+            for connection in taken:
+                connection.close()
+
+    threading.Thread(target=take, daemon=True).start()
+    return server, f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def make_cache(store_url: str) -> KVFetchRadixCache:
+    pool = MHATokenToKVPool(SLOTS, PAGE, torch.float32, 2, 64, 4, "cpu", False)
+    allocator = PagedTokenToKVPoolAllocator(SLOTS, PAGE, torch.float32, "cpu", pool, False)
+    requests = ReqToTokenPool(8, SLOTS, "cpu", False)
+    cache = KVFetchRadixCache(CacheInitParams(False, requests, allocator, PAGE, tree_components=(ComponentType.FULL,)))
+    config = parse_config({"store": store_url, "lookup_timeout_s": 600, "fetch_timeout_s": 600})
+    pages, quantiser = DevicePages(pool, PAGE), make_quantiser("exact")
+    shape = pages.geometry
+    namespace = Namespace("benchmark", "float32", "mha", shape.dtype, PAGE, 4, 0, 2, 64, 64, "0/1", quantiser.identity)
+    cache.start(
+        lambda report: DeviceBackend(config, pages, namespace, quantiser, report),
+        max_fetch_tokens=SLOTS // 4,
+        threshold_tokens=PAGE,
+    )
+    return cache
+
+
+def park(cache: KVFetchRadixCache, queue: list[Any], number: int) -> None:
+    """A request arrives whose prefix the store is asked for."""
+    rng = random.Random(number)
+    handle = CacheRequestHandle(f"request {number}", 0)
+    tokens = array("q", (rng.randrange(1 << 15) for _ in range(PROMPT_TOKENS)))
+    cache.prefetch_from_storage(handle, cache.root_node_handle(), tokens, None, None)
+    queue.append(Request(handle))
+
+
+class Request:
+    """What the queue needs of a request."""
+
+    def __init__(self, handle: CacheRequestHandle) -> None:
+        self.cache_request_handle = handle
+
+
+def do_nothing(scheduler: Any) -> None:
+    pass
+
+
+def step(scheduler: Any) -> None:
+    """All that one step of the scheduler calls of us."""
+    step_cache(None, scheduler)
+    form_batch(do_nothing, scheduler)
+    count_pending(True, scheduler)
+
+
+def time_steps(scheduler: Any, num_steps: int) -> list[float]:
+    """Microseconds of each step."""
+    times = []
+    for _ in range(num_steps):
+        begin = time.perf_counter_ns()
+        step(scheduler)
+        times.append((time.perf_counter_ns() - begin) / 1e3)
+    return times
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(times, n=100)
+    return {"mean_us": statistics.fmean(times), "p50_us": cuts[49], "p99_us": cuts[98]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parked", type=int, nargs="+", default=[0, 10, 100, 1000])
+    parser.add_argument("--steps", type=int, default=20000)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    server, url = silent_store()
+    cache = make_cache(url)
+    scheduler = SimpleNamespace(tree_cache=cache, waiting_queue=[], _engine_paused=False)
+    results = []
+    for num_parked in sorted(options.parked):
+        for number in range(len(scheduler.waiting_queue), num_parked):
+            park(cache, scheduler.waiting_queue, number)
+        time.sleep(1.0)  # hashing and sending take place on other threads, and are not what is measured
+        time_steps(scheduler, 100)
+        queue: WaitingQueue = scheduler.waiting_queue
+        assert (len(queue), queue.num_parked) == (num_parked, num_parked)
+        result = {"parked": num_parked, **summary(time_steps(scheduler, options.steps))}
+        results.append(result)
+        print(
+            "{parked:5d} parked: mean {mean_us:6.2f} us, p50 {p50_us:6.2f}, p99 {p99_us:6.2f} a step".format(**result)
+        )
+    server.close()
+    cache.release_host_resources()
+    if options.json is not None:
+        content = {"machine": machine(), "versions": versions(), "steps": options.steps, "results": results}
+        options.json.write_text(json.dumps(content, indent=2) + "\n")
+    slowest = max(result["mean_us"] for result in results)
+    if slowest > LIMIT_US:
+        raise SystemExit(f"a step costs {slowest:.1f} us on average; at most {LIMIT_US:g} are allowed")
+
+
+if __name__ == "__main__":
+    main()

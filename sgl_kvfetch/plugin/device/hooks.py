@@ -1,0 +1,68 @@
+"""The functions that SGLang runs for device mode. `plugin/seams.py` says where each one is put, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sgl_kvfetch.plugin.device.queue import WaitingQueue
+from sgl_kvfetch.plugin.device.stepped import SteppedCache
+from sgl_kvfetch.plugin.hooks import BACKEND
+
+
+def build_cache(original: Callable[..., Any], ctx: Any) -> Any:
+    """Around ``default_radix_cache_factory``: our cache where our backend is chosen without a host tier."""
+    from sglang.srt.runtime_context import get_memory
+
+    if get_memory().hicache_storage_backend != BACKEND or ctx.enable_hierarchical_cache:
+        return original(ctx)
+    from sgl_kvfetch.plugin.device.build import build_radix_cache
+
+    return build_radix_cache(ctx)
+
+
+def step_cache(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """After ``Scheduler._process_hicache_events``, which calls no cache without a host tier."""
+    if isinstance(scheduler.tree_cache, SteppedCache):
+        scheduler.tree_cache.step()
+
+
+def form_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``Scheduler._get_new_batch_prefill_raw``: it sees the requests that are not parked, and no others."""
+    cache = scheduler.tree_cache
+    if not isinstance(cache, SteppedCache):
+        return original(scheduler, *args, **kwargs)
+    queue = scheduler.waiting_queue
+    if not isinstance(queue, WaitingQueue):  # at first, and whenever SGLang has made itself another list
+        queue = WaitingQueue(cache.is_parked, queue)
+    for handle in cache.take_changed():
+        queue.update(handle)
+    num_ready = len(queue.ready)
+    scheduler.waiting_queue = queue.ready
+    try:
+        return original(scheduler, *args, **kwargs)
+    finally:
+        left, scheduler.waiting_queue = scheduler.waiting_queue, queue
+        if left is not queue.ready or len(left) != num_ready:
+            queue.formed(left)
+
+
+def clear_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """Around ``Scheduler.clear_hicache_storage_wrapped``, which refuses to without a host tier."""
+    if not isinstance(scheduler.tree_cache, SteppedCache):
+        return original(scheduler, recv_req)
+    from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
+
+    return ClearHiCacheReqOutput(success=scheduler.tree_cache.clear_storage_backend())
+
+
+def count_pending(idle: bool, scheduler: Any, for_health_check: bool = False, ignore_waiting: bool = False) -> bool:
+    """After ``Scheduler.is_fully_idle``: a scheduler with slots out is not idle.
+
+    It would miss them in its count, and it must not empty the pool. A paused one may: it steps no more, and its
+    waiting requests may have begun fetches, which ``reset`` ends. A health check is about requests.
+    """
+    cache = scheduler.tree_cache
+    if not idle or for_health_check or scheduler._engine_paused or not isinstance(cache, SteppedCache):
+        return idle
+    return not cache.has_pending_cache_operations()

@@ -1,0 +1,35 @@
+"""Which pages the store has, as far as this process was told."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+_MAX_PAGES = 1 << 18
+
+
+class KnownPages:
+    """Page hashes that need not be written. The same on every rank, since it learns from what ranks agreed on."""
+
+    def __init__(self, max_pages: int = _MAX_PAGES) -> None:
+        self._hashes: OrderedDict[str, None] = OrderedDict()
+        self._max_pages = max_pages
+
+    def add(self, hashes: Iterable[str]) -> None:
+        for page_hash in hashes:
+            self._hashes[page_hash] = None
+            self._hashes.move_to_end(page_hash)
+        while len(self._hashes) > self._max_pages:
+            self._hashes.popitem(last=False)
+
+    def remove(self, hashes: Iterable[str]) -> None:
+        for page_hash in hashes:
+            self._hashes.pop(page_hash, None)
+
+    def clear(self) -> None:
+        self._hashes.clear()
+
+    def unknown_range(self, hashes: Sequence[str], start: int) -> range:
+        """From the first to the last page, of those from ``start`` on, that is not known."""
+        unknown = [i for i in range(start, len(hashes)) if hashes[i] not in self._hashes]
+        return range(unknown[0], unknown[-1] + 1) if unknown else range(0)

@@ -1,0 +1,88 @@
+"""The waiting queue with some of its requests parked."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable
+from typing import Any, SupportsIndex
+
+
+class WaitingQueue(list[Any]):
+    """In the place of the scheduler's ``waiting_queue``: all requests that wait, in the order in which they came.
+
+    Aborts, limits, timeouts, metrics and load reports work on the whole list. Batches are formed from ``ready`` alone,
+    which leaves out the parked requests, so that these cost a step nothing. Each request is in ``ready`` or parked.
+    """
+
+    def __init__(self, is_parked: Callable[[Any], bool], requests: Iterable[Any] = ()) -> None:
+        """``is_parked`` says of a request's handle whether the request waits for its fetch."""
+        super().__init__()
+        self._is_parked = is_parked
+        self._order: dict[Any, int] = {}  # of arrival, by request
+        self._requests: dict[Any, Any] = {}  # by handle
+        self._num_arrived = 0
+        self._parked: dict[Any, None] = {}
+        self.ready: list[Any] = []
+        self.extend(requests)
+
+    @property
+    def num_parked(self) -> int:
+        return len(self._parked)
+
+    def append(self, request: Any) -> None:
+        super().append(request)
+        self._num_arrived += 1
+        self._order[request] = self._num_arrived
+        self._requests[request.cache_request_handle] = request
+        if self._is_parked(request.cache_request_handle):
+            self._parked[request] = None
+        else:
+            self.ready.append(request)
+
+    def extend(self, requests: Iterable[Any]) -> None:
+        for request in requests:
+            self.append(request)
+
+    def pop(self, index: SupportsIndex = -1) -> Any:
+        request = super().pop(index)
+        self._forget(request)
+        if self._parked.pop(request, self) is self:
+            self.ready.remove(request)
+        return request
+
+    def remove(self, request: Any) -> None:
+        self.pop(self.index(request))
+
+    def update(self, handle: Any) -> None:
+        """A request's fetch may have begun or ended. It re-enters where its arrival puts it; an order of another kind
+        the scheduler's policy restores whenever it forms a batch."""
+        request = self._requests.get(handle)
+        if request is None:
+            return
+        is_parked = self._is_parked(handle)
+        if is_parked == (request in self._parked):
+            return
+        if is_parked:
+            self.ready.remove(request)
+            self._parked[request] = None
+        else:
+            del self._parked[request]
+            bisect.insort(self.ready, request, key=self._order.__getitem__)
+
+    def formed(self, left: list[Any]) -> None:
+        """A batch was formed from ``ready``. ``left`` is what remains, with what was put there meanwhile."""
+        fresh = [request for request in left if request not in self._order]
+        if left is self.ready and not fresh:
+            return
+        staying = set(left)
+        gone = {request for request in self.ready if request not in staying and request in self._order}
+        self.ready = [request for request in left if request in self._order]
+        if gone:
+            self[:] = [request for request in self if request not in gone]
+            for request in gone:
+                self._forget(request)
+        self.extend(fresh)
+
+    def _forget(self, request: Any) -> None:
+        del self._order[request]
+        self._requests.pop(request.cache_request_handle, None)

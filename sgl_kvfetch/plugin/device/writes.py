@@ -1,0 +1,78 @@
+"""When SGLang has put pages into the tree: what the store lacks is copied and written. On the scheduler's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from sgl_kvfetch import metrics
+from sgl_kvfetch.plugin.device.backend import CopyWork, DeviceBackend, PageRun
+from sgl_kvfetch.plugin.device.board import Board, Ticket
+from sgl_kvfetch.plugin.device.known import KnownPages
+
+_MAX_COPIES = 64  # that wait or run, with their pages locked
+
+
+class Writes:
+    """The pages that are being copied out of the pool. Their nodes are locked until they are."""
+
+    def __init__(
+        self,
+        cache: Any,
+        backend: DeviceBackend,
+        board: Board,
+        ends: dict[Ticket, Callable[[int], None]],
+        known: KnownPages,
+    ) -> None:
+        """``cache``: SGLang's ``UnifiedRadixCache``. ``ends``: where to leave what happens when a ticket is up."""
+        self._cache = cache
+        self._backend = backend
+        self._board = board
+        self._ends = ends
+        self._known = known
+        self._page_size: int = cache.page_size
+        self._num_seen: dict[str, int] = {}  # pages, by request
+        self._copies: dict[Ticket, CopyWork] = {}
+
+    def inserted(self, rid: str, node: Any) -> None:
+        """The path to ``node`` is in the tree; write the pages on it that the store is not known to have."""
+        if not self._backend.writes or self._cache.is_root(node):
+            return
+        core = self._cache.tree_core
+        hashes: list[str] = core.get_prefix_hash_values(node) + core.get_hash_values(node)
+        pages = self._known.unknown_range(hashes, self._num_seen.get(rid, 0))
+        self._num_seen[rid] = len(hashes)
+        if not pages:
+            return
+        if len(self._copies) >= _MAX_COPIES:
+            metrics.WRITTEN_PAGES.labels("dropped_full").inc(len(pages))
+            return
+        slots = self._cache.path_device_indices(node)
+        assert slots.numel() == len(hashes) * self._page_size, (slots.numel(), len(hashes))
+        run = PageRun(
+            first_page=pages.start,
+            previous_hash=hashes[pages.start - 1] if pages.start else None,
+            page_hashes=hashes[pages.start : pages.stop],
+            slots=slots[pages.start * self._page_size : pages.stop * self._page_size],
+        )
+        self._known.add(run.page_hashes)
+        ticket = self._board.open()
+        self._ends[ticket] = partial(self._copied, ticket, run, self._cache.lock(node))
+        self._copies[ticket] = self._backend.begin_write(ticket, run)
+
+    def _copied(self, ticket: Ticket, run: PageRun, lock: Any, num_pages: int) -> None:
+        del self._copies[ticket]
+        self._known.remove(run.page_hashes[num_pages:])
+        self._cache.unlock(lock)
+
+    def forget(self, rid: str) -> None:
+        """The request is over."""
+        self._num_seen.pop(rid, None)
+
+    def drop_all(self) -> None:
+        """The pool is about to be emptied: nothing is read from it from here on. Locks go with the tree."""
+        for work in self._copies.values():
+            work.source.close()
+        self._copies.clear()
+        self._num_seen.clear()

@@ -1,0 +1,98 @@
+"""Device mode: from the store straight into the token-to-KV pool, with the answers of an engine without a cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sgl_kvfetch.testing.engine import SGLangServer, device_args, hicache_args
+from sgl_kvfetch.testing.metrics import read_metric, wait_until_written
+from sgl_kvfetch.testing.store_process import StoreProcess
+from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+PAGES = 640 // PAGE_SIZE
+
+
+def test_exact(model: Path, store: StoreProcess, expected: Expected) -> None:
+    flags = device_args(store.url, quantiser="exact", codec="hevc")
+    with SGLangServer(model, extra_args=flags) as writer:
+        for seed in range(2):
+            answer = ask(writer, make_prompt(seed))
+            assert from_storage(answer) == 0
+            assert same_answer(answer, expected[seed])
+        wait_until_written(writer, 2 * PAGES)
+        assert read_metric(writer.metrics(), "sgl_kvfetch_written_pages_total", result="stored") == 2 * PAGES
+
+    with SGLangServer(model, extra_args=flags) as reader:
+        for seed in range(2):
+            answer = ask(reader, make_prompt(seed))
+            assert from_storage(answer) >= 0.9 * 640
+            assert same_answer(answer, expected[seed])
+        # In the tree now: nothing is fetched again.
+        again = ask(reader, make_prompt(0))
+        assert from_storage(again) == 0
+        assert again.cached_tokens >= 0.9 * 640
+
+        # Half of it is stored; the rest is computed.
+        reader.flush()
+        half = make_prompt(1)[:320] + make_prompt(9)[:320]
+        answer = ask(reader, half)
+        assert from_storage(answer) == 320
+        metrics = reader.metrics()
+        assert read_metric(metrics, "sgl_kvfetch_misses_total") == 0
+        reader.flush()
+        with SGLangServer(model) as plain:
+            assert same_answer(answer, ask(plain, half))
+
+        # Cleared through SGLang's own endpoint, the store has nothing left.
+        assert from_storage(ask(reader, make_prompt(1))) >= 0.9 * 640
+        reader.flush()
+        reader.request("POST", "/hicache/storage-backend/clear")
+        answer = ask(reader, make_prompt(1))
+        assert from_storage(answer) == 0
+        assert same_answer(answer, expected[1])
+        wait_until_written(reader, PAGES)
+        reader.flush()
+        assert from_storage(ask(reader, make_prompt(1))) >= 0.9 * 640
+        reader.flush()
+
+        # A store that is gone costs answers nothing.
+        store.stop()
+        answer = ask(reader, make_prompt(1))
+        assert from_storage(answer) == 0
+        assert same_answer(answer, expected[1])
+        reader.flush()
+
+
+def test_both_modes_share_a_store(model: Path, store: StoreProcess, expected: Expected) -> None:
+    with SGLangServer(model, extra_args=hicache_args(store.url)) as writer:
+        ask(writer, make_prompt(0))
+        wait_until_written(writer, PAGES)
+    with SGLangServer(model, extra_args=device_args(store.url)) as reader:
+        answer = ask(reader, make_prompt(0))
+        assert from_storage(answer) >= 0.9 * 640
+        assert same_answer(answer, expected[0])
+        ask(reader, make_prompt(1))
+        wait_until_written(reader, PAGES)
+    with SGLangServer(model, extra_args=hicache_args(store.url)) as reader:
+        answer = ask(reader, make_prompt(1))
+        assert from_storage(answer) >= 0.9 * 640
+        assert same_answer(answer, expected[1])
+
+
+def test_two_ranks(model: Path, store: StoreProcess) -> None:
+    flags = [*device_args(store.url, codec="hevc"), "--tp-size", "2"]
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with SGLangServer(model, extra_args=flags, env=env) as writer:
+        computed = ask(writer, make_prompt(0))
+        assert from_storage(computed) == 0
+        wait_until_written(writer, 2 * PAGES)
+    with SGLangServer(model, extra_args=flags, env=env) as reader:
+        answer = ask(reader, make_prompt(0))
+        assert from_storage(answer) >= 0.9 * 640
+        assert same_answer(answer, computed)
+        reader.flush()
+        assert same_answer(ask(reader, make_prompt(0)), computed)

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_kvfetch.plugin.device import backend as backend_module
+from sgl_kvfetch.stores.open import open_store
+from tests.plugin.device.rig import GatedStore, Rig, make_rig
+
+MakeRig = Callable[..., Rig]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
+    """Builds ranks on one store, and closes them."""
+    monkeypatch.setattr(backend_module, "open_store", lambda *args, **kwargs: GatedStore(open_store(*args, **kwargs)))
+    made: list[Rig] = []
+
+    def build(**changes: Any) -> Rig:
+        made.append(make_rig(tmp_path, **changes))
+        return made[-1]
+
+    yield build
+    for rig in made:
+        rig.store.lookups.is_open = rig.store.reads.is_open = True
+        rig.cache.release_host_resources()
+
+
+@pytest.fixture
+def rig(make: MakeRig) -> Rig:
+    return make()

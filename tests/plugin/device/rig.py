@@ -1,0 +1,277 @@
+"""SGLang's own tree, allocator and pool with our cache on them, in place of a whole engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import threading
+import time
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+from sgl_kvfetch.config import parse_config
+from sgl_kvfetch.plugin.device.backend import DeviceBackend
+from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
+from sgl_kvfetch.plugin.device.flow import Phase
+from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.stores.base import Lookup, ObjectInfo, Store
+from sgl_kvfetch.types import TENSORS
+from tests.segments import make_namespace
+
+PAGE, LAYERS, HEADS, DIM = 4, 4, 2, 48
+WAIT_S = 20.0
+
+
+class Gate:
+    """Lets requests through, or holds them, or fails them, while the test runs on another thread."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self.error: Exception | None = None
+        self.num_waiting = 0
+
+    async def pass_through(self) -> None:
+        self.num_waiting += 1
+        try:
+            while not self.is_open:  # noqa: ASYNC110 -- set from another thread
+                await asyncio.sleep(0.001)
+        finally:
+            self.num_waiting -= 1
+        if self.error is not None:
+            raise self.error
+
+
+class GatedStore(Store):
+    """A store whose lookups and reads go through gates."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.lookups, self.reads = Gate(), Gate()
+        self.num_lookups = 0
+        self.data_reads: list[tuple[str, int]] = []
+
+    async def lookup(self, namespace: str, hashes: Sequence[bytes]) -> Lookup:
+        self.num_lookups += 1
+        await self.lookups.pass_through()
+        return await self._store.lookup(namespace, hashes)
+
+    async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        if name.endswith(".kvd"):
+            self.data_reads.append((name, start))
+            await self.reads.pass_through()
+        return await self._store.get(name, start, length)
+
+    async def put(self, name: str, data: bytes) -> None:
+        await self._store.put(name, data)
+
+    async def head(self, name: str) -> ObjectInfo | None:
+        return await self._store.head(name)
+
+    async def delete(self, name: str) -> bool:
+        return await self._store.delete(name)
+
+    async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
+        return await self._store.replace(name, data, expected_digest)
+
+    def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        return self._store.list(prefix)
+
+    async def close(self) -> None:
+        await self._store.close()
+
+
+def page_values(tokens: Sequence[int], tensor: str) -> torch.Tensor:
+    """K or V of a prompt, ``(tokens, layers, heads, dim)``: each page depends on all that comes before it."""
+    pages = []
+    for end in range(PAGE, len(tokens) + 1, PAGE):
+        seed = int.from_bytes(hashlib.sha256(f"{tensor}{list(tokens[:end])}".encode()).digest()[:7], "big")
+        pages.append(torch.randn((PAGE, LAYERS, HEADS, DIM), generator=torch.Generator().manual_seed(seed)))
+    return torch.cat(pages)
+
+
+@dataclass
+class Rig:
+    """One rank. What a test does with it is what SGLang's scheduler does."""
+
+    cache: KVFetchRadixCache
+    pool: MHATokenToKVPool
+    backend: DeviceBackend
+    store: GatedStore
+    num_slots: int
+    _num_requests: int = field(default=0)
+
+    def arrive(self, tokens: Sequence[int]) -> CacheRequestHandle:
+        """A request arrives: SGLang matches it and tells the cache about the rest."""
+        self._num_requests += 1
+        handle = CacheRequestHandle(f"r{self._num_requests}", 0)
+        matched = self.cache.match_prefix(MatchPrefixParams(key=self.key(tokens)))
+        start = matched.device_prefix_len
+        ids = array("q", tokens)
+        self.cache.prefetch_from_storage(
+            handle,
+            matched.last_host_node,
+            ids[start:],
+            self.cache.get_last_hash_value(matched.last_host_node),
+            None,
+            matched_prefix_tokens=ids[:start],
+        )
+        return handle
+
+    def admit(self, handle: CacheRequestHandle, tokens: Sequence[int]) -> tuple[int, int, Any]:
+        """Tokens cached, of them from the store, and the request's own lock."""
+        assert self.cache.check_prefetch_progress(handle)
+        loaded, _ = self.cache.pop_prefetch_loaded_span(handle)
+        matched = self.cache.match_prefix(MatchPrefixParams(key=self.key(tokens)))
+        lock = self.cache.lock(matched.last_device_node)
+        self.cache.finish_storage_prefetch_admission(handle, loaded, None)
+        return matched.device_prefix_len, loaded, lock
+
+    def abort(self, handle: CacheRequestHandle) -> None:
+        self.cache.release_aborted_request(handle)
+
+    def compute(self, tokens: Sequence[int], rid: str = "computed") -> Any:
+        """A request is prefilled from its first token on, its pages inserted, and ends. Returns the tree's node."""
+        slots = self.cache.token_to_kv_pool_allocator.alloc(len(tokens))
+        assert slots is not None
+        for tensor, buffers in (("k", self.pool.k_buffer), ("v", self.pool.v_buffer)):
+            values = page_values(tokens, tensor)
+            for layer, buffer in enumerate(buffers):
+                buffer[slots] = values[:, layer]
+        result = self.cache.insert(InsertParams(key=self.key(tokens), value=slots))
+        assert self.cache._parts is not None
+        self.cache._parts.writes.inserted(rid, result.last_device_node)
+        self.cache._parts.writes.forget(rid)
+        return result.last_device_node
+
+    def stored(self, tokens: Sequence[int]) -> None:
+        """Have the store hold the pages of a prompt, and nothing but the store."""
+        self.compute(tokens)
+        self.settle()
+        self.backend._loop.run(self.backend._writer.drain(), WAIT_S)
+        self.flush()
+
+    def flush(self) -> None:
+        self.cache.reset()
+        self.cache.token_to_kv_pool_allocator.clear()
+        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
+            buffer.fill_(float("nan"))
+
+    def settle(self, until: Callable[[], bool] | None = None) -> None:
+        """Step until nothing is under way, or until ``until`` says so."""
+        deadline_s = time.monotonic() + WAIT_S
+        while True:
+            self.cache.step()
+            if until() if until is not None else not self.cache.has_pending_cache_operations():
+                return
+            assert time.monotonic() < deadline_s, "nothing happens"
+            time.sleep(0.001)
+
+    def key(self, tokens: Sequence[int]) -> RadixKey:
+        return RadixKey(array("q", tokens)).page_aligned(PAGE)
+
+    def cached_values(self, tokens: Sequence[int], num_tokens: int, tensor: str) -> torch.Tensor:
+        """What the pool holds for the first tokens of a prompt."""
+        matched = self.cache.match_prefix(MatchPrefixParams(key=self.key(tokens)[:num_tokens]))
+        assert matched.device_prefix_len == num_tokens
+        slots = self.cache.path_device_indices(matched.last_device_node)[:num_tokens]
+        buffers = self.pool.k_buffer if tensor == "k" else self.pool.v_buffer
+        return torch.stack([buffer[slots] for buffer in buffers], dim=1)
+
+    def holds(self, tokens: Sequence[int], num_tokens: int) -> bool:
+        """Whether the tree has these tokens, with the values that they must have."""
+        return all(
+            torch.equal(self.cached_values(tokens, num_tokens, t), page_values(tokens[:num_tokens], t)) for t in TENSORS
+        )
+
+    def phases(self) -> list[Phase]:
+        """Of the requests that are there, in their arrival's order."""
+        assert self.cache._parts is not None
+        return [flow.phase for flow in self.cache._parts.fetches._flows.values()]
+
+    @property
+    def num_available(self) -> int:
+        return int(self.cache.token_to_kv_pool_allocator.available_size())
+
+    def assert_nothing_held(self) -> None:
+        """Every slot is free or may be evicted."""
+        assert not self.cache.has_pending_cache_operations()
+        assert self.cache.protected_size() == 0
+        assert self.num_available + self.cache.evictable_size() == self.num_slots
+        assert self.cache._parts is not None
+        assert self.cache._parts.fetches.held_tokens == 0
+        assert self.backend._writer._used_bytes == 0
+
+
+def make_rig(
+    directory: Path,
+    *,
+    num_slots: int = 256,
+    agree: Callable[[torch.Tensor], None] | None = None,
+    rank: int = 0,
+    **config: Any,
+) -> Rig:
+    """A rank over a directory store. ``agree`` stands for the collective of several ranks."""
+    pool = MHATokenToKVPool(num_slots, PAGE, torch.float32, HEADS, DIM, LAYERS, "cpu", False)
+    allocator = PagedTokenToKVPoolAllocator(num_slots, PAGE, torch.float32, "cpu", pool, False)
+    params = CacheInitParams(
+        disable=False,
+        req_to_token_pool=ReqToTokenPool(8, num_slots, "cpu", False),
+        token_to_kv_pool_allocator=allocator,
+        page_size=PAGE,
+        tree_components=(ComponentType.FULL,),
+    )
+    cache = KVFetchRadixCache(params)
+    if agree is not None:
+        cache._num_ranks = lambda: 2  # type: ignore[method-assign]
+        cache._agree = agree  # type: ignore[method-assign]
+    extra = {"store": f"file://{directory}", "codec": "zstd", "write_linger_s": 0.01, "span_tokens": 8} | config
+    parsed = parse_config(extra)
+    pages, quantiser = DevicePages(pool, PAGE), make_quantiser("exact")
+    namespace = make_namespace(pages.geometry, quantiser, model=f"rank {rank}")
+    backend = cache.start(
+        lambda report: DeviceBackend(parsed, pages, namespace, quantiser, report),
+        max_fetch_tokens=int(num_slots * parsed.device_pool_share),
+        threshold_tokens=PAGE,
+    )
+    store = backend._store
+    assert isinstance(store, GatedStore)
+    return Rig(cache, pool, backend, store, num_slots)
+
+
+class Ranks:
+    """The collective of ranks that run on threads: the least of what each has."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._barrier = threading.Barrier(num_ranks, timeout=WAIT_S)
+        self._values: list[torch.Tensor | None] = [None] * num_ranks
+        self.num_collectives = 0
+
+    def agree(self, rank: int) -> Callable[[torch.Tensor], None]:
+        def take_least(values: torch.Tensor) -> None:
+            self._values[rank] = values.clone()
+            self._barrier.wait()
+            given = [v for v in self._values if v is not None]
+            least = torch.stack(given).amin(0)
+            self._barrier.wait()
+            values.copy_(least)
+            if rank == 0:
+                self.num_collectives += 1
+
+        return take_least
+
+    def abort(self) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self._barrier.abort()

@@ -1,0 +1,515 @@
+"""The cache driven as SGLang's scheduler drives it, on SGLang's own tree and pool. Whole engines are in tests/e2e."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, EvictParams
+
+from sgl_kvfetch.container.segment import SegmentReader
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.plugin.device.counts import FLOWS, HELD_SLOTS, PARKED
+from sgl_kvfetch.plugin.device.flow import Phase
+from sgl_kvfetch.plugin.device.order import AGEING_PAGES, Turns
+from tests.plugin.device.conftest import MakeRig
+from tests.plugin.device.rig import PAGE, WAIT_S, Rig
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def prompt(seed: int, num_pages: int = 8) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1000) for _ in range(num_pages * PAGE)]
+
+
+def test_what_was_computed_comes_back(rig: Rig) -> None:
+    tokens = prompt(0)
+    rig.stored(tokens)
+    handle = rig.arrive(tokens)
+    assert not rig.cache.check_prefetch_progress(handle)
+    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    assert rig.cache.protected_size() == len(tokens)  # until the request has it
+    cached, loaded, lock = rig.admit(handle, tokens)
+    assert (cached, loaded) == (32, 32)
+    assert rig.holds(tokens, 32)
+    rig.cache.unlock(lock)
+    rig.assert_nothing_held()
+
+
+def test_what_is_in_the_tree_is_not_fetched(rig: Rig) -> None:
+    tokens = prompt(0)
+    rig.stored(tokens)
+    rig.compute(tokens[:16])
+    handle = rig.arrive(tokens)
+    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    cached, loaded, lock = rig.admit(handle, tokens)
+    assert (cached, loaded) == (32, 16)
+    assert rig.holds(tokens, 32)
+    rig.cache.unlock(lock)
+    rig.settle()
+    rig.assert_nothing_held()
+
+
+def test_a_prompt_whose_first_half_is_stored(rig: Rig) -> None:
+    stored, asked = prompt(0), prompt(0)[:16] + prompt(1)[:16]
+    rig.stored(stored)
+    handle = rig.arrive(asked)
+    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    cached, loaded, lock = rig.admit(handle, asked)
+    assert (cached, loaded) == (16, 16)
+    assert rig.holds(asked, 16)
+    rig.cache.unlock(lock)
+    rig.assert_nothing_held()
+
+
+def test_nothing_stored(rig: Rig) -> None:
+    handle = rig.arrive(prompt(0))
+    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    cached, loaded, _ = rig.admit(handle, prompt(0))
+    assert (cached, loaded) == (0, 0)
+    rig.assert_nothing_held()
+
+
+def test_how_requests_end_is_counted(rig: Rig) -> None:
+    def counts() -> dict[str, float]:
+        samples = FLOWS.collect()[0].samples
+        return {s.labels["end"]: s.value for s in samples if s.name.endswith("_total")}
+
+    before = counts()
+    rig.stored(prompt(0))
+    rig.store.reads.is_open = False
+    handles = [rig.arrive(prompt(0)), rig.arrive(prompt(1)), rig.arrive(prompt(0))]
+    rig.settle(lambda: rig.phases() == [Phase.FETCHING, Phase.WAITING])
+    rig.cache.take_changed()
+    assert PARKED._value.get() == 2
+    assert HELD_SLOTS._value.get() == 32
+    rig.abort(handles[2])
+    rig.store.reads.is_open = True
+    rig.settle(lambda: rig.cache.check_prefetch_progress(handles[0]))
+    rig.abort(handles[0])
+    rig.cache.take_changed()
+    assert PARKED._value.get() == HELD_SLOTS._value.get() == 0
+    new = {end: count - before.get(end, 0) for end, count in counts().items()}
+    assert {end: count for end, count in new.items() if count} == {"landed": 1, "missed": 1, "aborted": 1}
+
+
+def test_short_tails_are_not_looked_up(rig: Rig) -> None:
+    handle = rig.arrive(prompt(0)[: PAGE - 1])
+    assert rig.cache.check_prefetch_progress(handle)
+    assert rig.store.num_lookups == 0
+
+
+def test_pages_are_fetched_once_for_requests_that_share_them(rig: Rig) -> None:
+    tokens, other = prompt(0, 12), prompt(1, 4)
+    rig.stored(tokens)
+    rig.stored(other)
+    rig.store.reads.is_open = False
+    first = rig.arrive(tokens[:32])
+    rig.settle(lambda: rig.store.reads.num_waiting > 0)
+    second, third = rig.arrive(tokens[:32]), rig.arrive(tokens)
+    rig.settle(lambda: rig.phases() == [Phase.FETCHING, Phase.WAITING, Phase.WAITING])
+    fourth = rig.arrive(other)  # which none of the others keeps waiting
+    rig.settle(lambda: rig.phases() == [Phase.FETCHING, Phase.WAITING, Phase.WAITING, Phase.FETCHING])
+    assert not any(rig.cache.check_prefetch_progress(h) for h in (first, second, third))
+    rig.store.reads.is_open = True
+    locks = []
+    for handle, asked, expected in ((first, tokens[:32], 32), (second, tokens[:32], 0), (third, tokens, 16)):
+        rig.settle(lambda handle=handle: rig.cache.check_prefetch_progress(handle))
+        cached, loaded, lock = rig.admit(handle, asked)
+        assert (cached, loaded) == (len(asked), expected)
+        locks.append(lock)
+    assert rig.holds(tokens, 48)
+    rig.settle(lambda: rig.cache.check_prefetch_progress(fourth))
+    rig.abort(fourth)
+    assert len(rig.store.data_reads) == len(set(rig.store.data_reads))
+    for lock in locks:
+        rig.cache.unlock(lock)
+    rig.assert_nothing_held()
+
+
+def test_a_follower_gets_what_its_aborted_leader_fetches(rig: Rig) -> None:
+    tokens = prompt(0)
+    rig.stored(tokens)
+    rig.store.reads.is_open = False
+    leader = rig.arrive(tokens)
+    rig.settle(lambda: rig.phases() == [Phase.FETCHING])
+    follower = rig.arrive(tokens)
+    rig.settle(lambda: rig.phases() == [Phase.FETCHING, Phase.WAITING])
+    rig.abort(leader)
+    rig.store.reads.is_open = True
+    rig.settle(lambda: rig.cache.check_prefetch_progress(follower))
+    cached, _, lock = rig.admit(follower, tokens)
+    assert cached == 32
+    assert rig.holds(tokens, 32)
+    rig.cache.unlock(lock)
+    rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("moment", ["lookup", "fetch", "landed", "waiting"])
+def test_an_abort_gives_everything_back(make: MakeRig, moment: str) -> None:
+    rig = make(device_pool_share=0.15)  # of 256 slots: one prompt at a time
+    tokens, other = prompt(0), prompt(1)
+    rig.stored(tokens)
+    rig.stored(other)
+    rig.store.lookups.is_open = moment != "lookup"
+    rig.store.reads.is_open = moment == "landed"
+    handle = rig.arrive(tokens)
+    second = rig.arrive(other) if moment == "waiting" else None
+    match moment:
+        case "lookup":
+            rig.settle(lambda: rig.store.lookups.num_waiting > 0)
+        case "fetch" | "waiting":
+            rig.settle(lambda: rig.phases() == [Phase.FETCHING, Phase.WAITING][: 2 if second else 1])
+        case "landed":
+            rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+            assert rig.cache.protected_size() == 32
+    if second is not None:
+        rig.abort(second)
+        assert rig.num_available == rig.num_slots - 32
+    rig.abort(handle)
+    rig.settle()
+    rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("moment", ["lookup", "fetch", "landed"])
+def test_a_reset_gives_everything_back_and_nothing_is_written_after(rig: Rig, moment: str) -> None:
+    tokens = prompt(0)
+    rig.stored(tokens)
+    rig.store.lookups.is_open = moment != "lookup"
+    rig.store.reads.is_open = moment == "landed"
+    handle = rig.arrive(tokens)
+    match moment:
+        case "lookup":
+            rig.settle(lambda: rig.store.lookups.num_waiting > 0)
+        case "fetch":
+            rig.settle(lambda: rig.phases() == [Phase.FETCHING])
+        case "landed":
+            rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    rig.cache.reset()
+    assert rig.num_available == rig.num_slots or moment == "landed"
+    rig.flush()
+    rig.store.lookups.is_open = rig.store.reads.is_open = True
+    assert rig.cache.check_prefetch_progress(handle)
+    rig.settle()
+    rig.backend._loop.run(rig.backend._writer.drain(), 5)
+    assert all(bool(buffer.isnan().all()) for buffer in rig.pool.k_buffer)
+    rig.assert_nothing_held()
+    # And it works on.
+    handle = rig.arrive(tokens)
+    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    assert rig.admit(handle, tokens)[:2] == (32, 32)
+
+
+def test_nothing_is_written_after_a_reset_even_if_it_is_decoded_already(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(0)
+    rig.stored(tokens)
+    decoding, reset, loop_is_free = threading.Semaphore(0), threading.Event(), threading.Event()
+    dequantise = SegmentReader.dequantise_cell
+
+    def dequantise_late(*args: Any) -> Any:
+        decoding.release()
+        assert reset.wait(WAIT_S)
+        return dequantise(*args)
+
+    async def keep_the_loop_busy() -> None:
+        loop_is_free.wait(WAIT_S)  # so that it cannot end the fetch itself
+
+    monkeypatch.setattr(SegmentReader, "dequantise_cell", dequantise_late)
+    rig.arrive(tokens)
+    rig.settle(lambda: decoding.acquire(blocking=False))
+    rig.backend._loop.submit(keep_the_loop_busy())
+    rig.flush()
+    reset.set()
+    rig.backend._decode_pool.shutdown(wait=True)
+    assert all(bool(buffer.isnan().all()) for buffer in rig.pool.k_buffer)
+    loop_is_free.set()
+
+
+def test_a_store_that_hangs_costs_its_deadline(make: MakeRig) -> None:
+    rig = make(fetch_timeout_s=0.2, lookup_timeout_s=0.2)
+    tokens = prompt(0)
+    rig.stored(tokens)
+    rig.store.reads.is_open = False
+    handle = rig.arrive(tokens)
+    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    assert rig.admit(handle, tokens)[:2] == (0, 0)
+    rig.settle()
+    rig.assert_nothing_held()
+    rig.store.lookups.is_open = False
+    handle = rig.arrive(tokens)
+    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    assert rig.admit(handle, tokens)[:2] == (0, 0)
+    rig.assert_nothing_held()
+
+
+def test_a_store_that_fails(rig: Rig) -> None:
+    tokens = prompt(0)
+    rig.stored(tokens)
+    rig.store.reads.error = StoreError("server", "no")
+    handle = rig.arrive(tokens)
+    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    assert rig.admit(handle, tokens)[:2] == (0, 0)
+    rig.assert_nothing_held()
+
+
+def test_fetches_keep_to_their_share(make: MakeRig) -> None:
+    rig = make(device_pool_share=0.2)  # 51 slots: 48 in whole pages
+    first, second = prompt(0), prompt(1)
+    rig.stored(first)
+    rig.stored(second)
+    one = rig.arrive(first)
+    rig.settle(lambda: rig.cache.check_prefetch_progress(one))
+    two = rig.arrive(second)
+    rig.settle(lambda: rig.phases() == [Phase.LANDED, Phase.WAITING])
+    for _ in range(100):
+        rig.cache.step()
+    assert not rig.cache.check_prefetch_progress(two)
+    assert rig.cache._parts is not None
+    assert rig.cache._parts.fetches.held_tokens == 32
+    rig.cache.unlock(rig.admit(one, first)[2])
+    rig.settle(lambda: rig.cache.check_prefetch_progress(two))
+    assert rig.admit(two, second)[:2] == (32, 32)
+
+
+def test_a_prefix_longer_than_the_share_is_fetched_in_rounds(make: MakeRig) -> None:
+    rig = make(device_pool_share=0.1)  # 25 slots: 24 in whole pages
+    tokens = prompt(0, 16)
+    rig.stored(tokens)
+    handle = rig.arrive(tokens)
+    most_being_filled = 0
+
+    def is_over() -> bool:
+        nonlocal most_being_filled
+        cache = rig.cache
+        being_filled = rig.num_slots - rig.num_available - cache.evictable_size() - cache.protected_size()
+        most_being_filled = max(most_being_filled, being_filled)
+        return rig.cache.check_prefetch_progress(handle)
+
+    rig.settle(is_over)
+    assert most_being_filled <= 24
+    cached, loaded, lock = rig.admit(handle, tokens)
+    assert (cached, loaded) == (64, 64)
+    assert rig.holds(tokens, 64)
+    rig.cache.unlock(lock)
+    rig.assert_nothing_held()
+
+
+def test_the_smallest_share_is_a_page(make: MakeRig) -> None:
+    rig = make(device_pool_share=0.001)
+    rig.stored(prompt(0, 3))
+    handle = rig.arrive(prompt(0, 3))
+    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    assert rig.admit(handle, prompt(0, 3))[:2] == (12, 12)
+
+
+def test_a_round_that_finds_no_room_is_not_waited_for(make: MakeRig) -> None:
+    rig = make(num_slots=64, device_pool_share=0.4, mode="read_only")  # 24 slots in whole pages
+    writer = make(num_slots=256)
+    tokens = prompt(0, 16)
+    writer.stored(tokens)
+    busy = rig.cache.lock(rig.compute(prompt(1, 8)))
+    handle = rig.arrive(tokens)
+    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    cached, loaded, lock = rig.admit(handle, tokens)
+    assert (cached, loaded) == (24, 24)
+    for one in (busy, lock):
+        rig.cache.unlock(one)
+    rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("moment", [0, 24, 48])
+def test_an_abort_between_rounds(make: MakeRig, moment: int) -> None:
+    rig = make(device_pool_share=0.1)
+    tokens = prompt(0, 16)
+    rig.stored(tokens)
+    rig.store.reads.is_open = bool(moment)
+    handle = rig.arrive(tokens)
+    rig.settle(lambda: rig.phases() == [Phase.FETCHING] and rig.cache.protected_size() >= moment)
+    rig.abort(handle)
+    rig.settle()
+    rig.assert_nothing_held()
+
+
+def test_the_shortest_is_first_but_none_starves() -> None:
+    @dataclass(eq=False)
+    class Waiter:
+        arrival: int
+        num_pages: int
+
+    turns: Turns[Waiter] = Turns()
+    long = Waiter(1, 100)
+    turns.add(long)
+    served = []
+    for arrival in range(2, 40):
+        turns.add(Waiter(arrival, 2))
+        first = turns.first()
+        assert first is not None
+        turns.discard(first)
+        served.append(first)
+    assert served.index(long) == 98 // AGEING_PAGES
+    again = Waiter(99, 1000)
+    turns.add(again, is_next=True)
+    assert turns.first() is again
+
+
+def test_a_fetch_evicts_what_nobody_uses(make: MakeRig) -> None:
+    rig = make(num_slots=96, mode="read_write")
+    tokens = prompt(0, 6)
+    rig.stored(tokens)
+    rig.compute(prompt(1, 24))
+    rig.settle()
+    assert rig.num_available == 0
+    handle = rig.arrive(tokens)
+    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    assert rig.admit(handle, tokens)[:2] == (24, 24)
+    assert rig.holds(tokens, 24)
+
+
+def test_a_full_pool_makes_it_wait(make: MakeRig) -> None:
+    rig = make(num_slots=96)
+    tokens = prompt(0, 6)
+    rig.stored(tokens)
+    busy = rig.cache.lock(rig.compute(prompt(1, 24)))
+    handle = rig.arrive(tokens)
+    rig.settle(lambda: rig.phases() == [Phase.WAITING])
+    for _ in range(100):
+        rig.cache.step()
+    assert not rig.cache.check_prefetch_progress(handle)
+    rig.cache.unlock(busy)
+    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    assert rig.holds(tokens, 24)
+
+
+def test_landed_prefixes_make_way_when_nobody_is_admitted(rig: Rig) -> None:
+    tokens = prompt(0)
+    rig.stored(tokens)
+    landed = rig.arrive(tokens)
+    rig.settle(lambda: rig.cache.check_prefetch_progress(landed))
+    for _ in range(200):  # the scheduler tries requests, and none fits
+        rig.cache.check_prefetch_progress(landed)
+        rig.cache.step()
+    assert rig.cache.protected_size() == 0
+    rig.cache.evict(EvictParams(num_tokens=32))
+    assert rig.cache.check_prefetch_progress(landed)
+    rig.abort(landed)
+    rig.assert_nothing_held()
+
+
+def test_nothing_lands_after_the_weights_changed(rig: Rig) -> None:
+    tokens = prompt(0)
+    rig.stored(tokens)
+    rig.store.reads.is_open = False
+    handle = rig.arrive(tokens)
+    rig.settle(lambda: rig.phases() == [Phase.FETCHING])
+    rig.backend.suspend("other weights")
+    rig.store.reads.is_open = True
+    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    assert rig.admit(handle, tokens)[:2] == (0, 0)
+    rig.assert_nothing_held()
+    rig.compute(tokens)
+    assert not rig.cache.has_pending_cache_operations()
+    assert rig.cache.check_prefetch_progress(rig.arrive(prompt(1)))
+
+
+def test_pages_that_are_written_once_are_not_written_again(rig: Rig) -> None:
+    tokens = prompt(0, 12)
+    rig.compute(tokens[:32])
+    rig.settle()
+    assert rig.cache._parts is not None
+    copies = rig.cache._parts.writes._copies
+    rig.cache._parts.writes.inserted("again", rig.compute(tokens[:32]))
+    assert not copies
+    rig.compute(tokens)
+    assert len(copies) == 1
+    rig.settle()
+
+
+def test_pages_that_were_dropped_are_written_when_they_come_again(make: MakeRig) -> None:
+    rig = make(write_queue_bytes=1 << 20)
+    tokens = prompt(0)
+    assert rig.backend._writer.reserve(1 << 20, 0)
+    rig.compute(tokens)
+    rig.settle()
+    rig.backend._writer.release(1 << 20)
+    rig.assert_nothing_held()
+    rig.stored(tokens)
+    handle = rig.arrive(tokens)
+    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    assert rig.admit(handle, tokens)[:2] == (32, 32)
+
+
+def test_pages_that_the_store_lost_are_written_again(rig: Rig) -> None:
+    tokens = prompt(0)
+    rig.stored(tokens)
+    rig.backend.clear()
+    handle = rig.arrive(tokens)
+    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    assert rig.admit(handle, tokens)[:2] == (0, 0)
+    rig.stored(tokens)
+    handle = rig.arrive(tokens)
+    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    assert rig.admit(handle, tokens)[:2] == (32, 32)
+
+
+def test_what_other_adapters_computed_is_not_ours(rig: Rig) -> None:
+    """The namespace of SGLang's tree is part of the page hashes, as in host mode."""
+    tokens = prompt(0)
+    rig.stored(tokens)
+    handle = CacheRequestHandle("adapter", 0)
+    rig.cache.prefetch_from_storage(
+        handle, rig.cache.root_node_handle(), array("q", tokens), None, None, extra_key="adapter"
+    )
+    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    assert rig.cache.pop_prefetch_loaded_span(handle) == (0, None)
+
+
+def test_aborts_at_random_moments(make: MakeRig) -> None:
+    rig = make(num_slots=512, device_pool_share=0.5)
+    rng = random.Random(0)
+    prompts = [prompt(seed % 3)[:16] + prompt(seed, 12) for seed in range(6)]
+    for tokens in prompts:
+        rig.stored(tokens)
+    alive: dict[object, list[int]] = {}
+    num_aborted = num_admitted = 0
+    while num_aborted < 500:
+        if len(alive) < 8 and rng.random() < 0.5:
+            tokens = rng.choice(prompts)
+            alive[rig.arrive(tokens)] = tokens
+        rig.store.reads.is_open = rng.random() < 0.7
+        rig.store.lookups.is_open = rng.random() < 0.8
+        for _ in range(rng.randrange(4)):
+            time.sleep(0.001)
+            rig.cache.step()
+        if alive and rng.random() < 0.4:
+            handle = rng.choice(list(alive))
+            del alive[handle]
+            rig.abort(handle)  # type: ignore[arg-type]
+            num_aborted += 1
+        for handle in [h for h in alive if rig.cache.check_prefetch_progress(h)]:
+            if rng.random() < 0.3:
+                cached, _, lock = rig.admit(handle, alive.pop(handle))  # type: ignore[arg-type]
+                rig.cache.unlock(lock)
+                num_admitted += cached > 0
+        if rng.random() < 0.05:
+            rig.cache.evict(EvictParams(num_tokens=256))
+    for handle in alive:
+        rig.abort(handle)  # type: ignore[arg-type]
+    rig.store.reads.is_open = rig.store.lookups.is_open = True
+    rig.settle()
+    rig.assert_nothing_held()
+    assert num_admitted > 0
+    for tokens in prompts:
+        handle = rig.arrive(tokens)
+        rig.settle(lambda handle=handle: rig.cache.check_prefetch_progress(handle))
+        cached, _, lock = rig.admit(handle, tokens)
+        assert cached == len(tokens)
+        assert rig.holds(tokens, cached)
+        rig.cache.unlock(lock)

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgl_kvfetch.plugin.device.hooks import count_pending, form_batch, step_cache
+from sgl_kvfetch.plugin.device.queue import WaitingQueue
+from sgl_kvfetch.plugin.device.stepped import SteppedCache
+
+
+@dataclass(eq=False)
+class Request:
+    cache_request_handle: int
+
+
+class Cache(SteppedCache):
+    def __init__(self) -> None:
+        self.parked: set[int] = set()
+        self.changed: list[int] = []
+        self.num_steps = 0
+        self.is_pending = False
+
+    def step(self) -> None:
+        self.num_steps += 1
+
+    def has_pending_cache_operations(self) -> bool:
+        return self.is_pending
+
+    def clear_storage_backend(self) -> bool:
+        return True
+
+    def is_parked(self, handle: int) -> bool:
+        return handle in self.parked
+
+    def take_changed(self) -> list[int]:
+        changed, self.changed = self.changed, []
+        return changed
+
+    def park(self, handle: int, parked: bool = True) -> None:
+        (self.parked.add if parked else self.parked.discard)(handle)
+        self.changed.append(handle)
+
+
+@dataclass
+class Scheduler:
+    """The part of SGLang's that forms batches, as it does: it goes through its list, and makes itself a new one."""
+
+    tree_cache: Any = field(default_factory=Cache)
+    waiting_queue: list[Request] = field(default_factory=list)
+    _engine_paused: bool = False
+    seen: list[int] = field(default_factory=list)
+
+    def arrive(self, *handles: int) -> None:
+        for handle in handles:
+            self.waiting_queue.append(Request(handle))
+
+    def form(self, *admit: int, preempt: tuple[int, ...] = ()) -> None:
+        self.seen = [request.cache_request_handle for request in self.waiting_queue]
+        if admit:
+            self.waiting_queue = [r for r in self.waiting_queue if r.cache_request_handle not in admit]
+        self.arrive(*preempt)
+
+    def step(self, *admit: int, preempt: tuple[int, ...] = ()) -> list[int]:
+        form_batch(Scheduler.form, self, *admit, preempt=preempt)
+        return self.seen
+
+    @property
+    def waiting(self) -> list[int]:
+        return [request.cache_request_handle for request in self.waiting_queue]
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    scheduler = Scheduler()
+    scheduler.arrive(1, 2, 3, 4)
+    return scheduler
+
+
+def test_parked_requests_wait_and_are_not_looked_at(scheduler: Scheduler) -> None:
+    scheduler.tree_cache.park(2)
+    scheduler.tree_cache.park(3)
+    assert scheduler.step() == [1, 4]
+    assert scheduler.waiting == [1, 2, 3, 4]
+    assert scheduler.step(1) == [1, 4]
+    assert scheduler.waiting == [2, 3, 4]
+
+
+def test_they_re_enter_where_their_arrival_puts_them(scheduler: Scheduler) -> None:
+    for handle in (1, 3):
+        scheduler.tree_cache.park(handle)
+    scheduler.step()
+    scheduler.arrive(5)
+    scheduler.tree_cache.park(3, False)
+    assert scheduler.step() == [2, 3, 4, 5]
+    scheduler.tree_cache.park(1, False)
+    assert scheduler.step(2, 3) == [1, 2, 3, 4, 5]
+    assert scheduler.step() == [1, 4, 5]
+    assert scheduler.waiting == [1, 4, 5]
+
+
+def test_requests_that_arrive_parked(scheduler: Scheduler) -> None:
+    scheduler.step()
+    scheduler.tree_cache.park(5)
+    scheduler.arrive(5)
+    assert scheduler.step() == [1, 2, 3, 4]
+    scheduler.tree_cache.park(5, False)
+    assert scheduler.step() == [1, 2, 3, 4, 5]
+
+
+def test_a_request_is_parked_again(scheduler: Scheduler) -> None:
+    """SGLang asks the store again when a prefix was evicted before the request was admitted."""
+    scheduler.step()
+    scheduler.tree_cache.park(2)
+    assert scheduler.step() == [1, 3, 4]
+
+
+def test_what_comes_back_while_a_batch_is_formed(scheduler: Scheduler) -> None:
+    scheduler.tree_cache.park(9)
+    assert scheduler.step(1, preempt=(8, 9)) == [1, 2, 3, 4]
+    assert scheduler.waiting == [2, 3, 4, 8, 9]
+    assert scheduler.step() == [2, 3, 4, 8]
+    scheduler.step(preempt=(10,))
+    assert scheduler.step() == [2, 3, 4, 8, 10]
+
+
+def test_aborts_reach_parked_and_ready_ones(scheduler: Scheduler) -> None:
+    scheduler.tree_cache.park(2)
+    scheduler.step()
+    for handle in (2, 3):
+        scheduler.waiting_queue.pop(scheduler.waiting.index(handle))
+    scheduler.tree_cache.park(2, False)
+    assert scheduler.step() == [1, 4]
+    assert scheduler.waiting == [1, 4]
+    assert isinstance(scheduler.waiting_queue, WaitingQueue)
+    assert scheduler.waiting_queue.num_parked == 0
+
+
+def test_the_list_is_whole_again_when_forming_a_batch_raises(scheduler: Scheduler) -> None:
+    def fail(scheduler: Scheduler) -> None:
+        raise RuntimeError
+
+    scheduler.tree_cache.park(2)
+    with pytest.raises(RuntimeError):
+        form_batch(fail, scheduler)
+    assert scheduler.waiting == [1, 2, 3, 4]
+
+
+def test_a_list_that_sglang_made_itself_is_taken_over(scheduler: Scheduler) -> None:
+    scheduler.tree_cache.park(2)
+    scheduler.step()
+    scheduler.waiting_queue = scheduler.waiting_queue[1:]
+    assert scheduler.step() == [3, 4]
+    assert scheduler.waiting == [2, 3, 4]
+
+
+def test_other_caches_are_left_alone() -> None:
+    scheduler = Scheduler(tree_cache=SimpleNamespace())
+    scheduler.arrive(1)
+    assert scheduler.step() == [1]
+    assert type(scheduler.waiting_queue) is list
+    step_cache(None, scheduler)
+    assert count_pending(True, scheduler)
+
+
+def test_a_scheduler_with_slots_out_is_not_idle(scheduler: Scheduler) -> None:
+    assert count_pending(True, scheduler)
+    scheduler.tree_cache.is_pending = True
+    assert not count_pending(True, scheduler)
+    assert not count_pending(False, scheduler)
+    assert count_pending(True, scheduler, for_health_check=True)
+    scheduler._engine_paused = True
+    assert count_pending(True, scheduler)
+
+
+def test_random_histories_against_one_plain_list() -> None:
+    rng = random.Random(0)
+    scheduler = Scheduler()
+    plain: list[int] = []
+    parked: set[int] = set()
+    for handle in range(2000):
+        if rng.random() < 0.5:
+            scheduler.tree_cache.park(handle)
+            parked.add(handle)
+        scheduler.arrive(handle)
+        plain.append(handle)
+        for other in rng.sample(plain, min(len(plain), rng.randrange(4))):
+            scheduler.tree_cache.park(other, other not in parked)
+            parked ^= {other}
+        if rng.random() < 0.4:
+            victim = plain.pop(rng.randrange(len(plain)))
+            scheduler.waiting_queue.pop(scheduler.waiting.index(victim))
+        ready = [h for h in plain if h not in parked]
+        admitted = rng.sample(ready, min(len(ready), rng.randrange(3)))
+        assert scheduler.step(*admitted) == ready
+        plain = [h for h in plain if h not in admitted]
+        assert scheduler.waiting == plain
