@@ -28,15 +28,15 @@ class _Patch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module):
         self._loader.exec_module(module)
         cache = module.KVFetchRadixCache
-        ask = cache.check_prefetch_progress
+        step = cache.step
 
-        def wait(self, request):
-            while not ask(self, request):
-                self.step()
+        def wait(self):
+            step(self)
+            while self._parts is not None and self._parts.board.num_open:
                 time.sleep(0.0005)
-            return True
+                step(self)
 
-        cache.check_prefetch_progress = wait
+        cache.step = wait
 
 
 sys.meta_path.insert(0, _Patch())
