@@ -28,23 +28,19 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.config import KVFetchConfig, parse_config
-from sgl_kvfetch.container.segment import SegmentSpec
 from sgl_kvfetch.errors import KVFetchError, UnsupportedError
-from sgl_kvfetch.fetch.fetcher import Fetcher, FetchResult, failure_reason
-from sgl_kvfetch.fetch.finder import PageFinder
+from sgl_kvfetch.fetch.fetcher import FetchResult, failure_reason
 from sgl_kvfetch.fetch.plan import PageSource
 from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.keys import PAGE_HASH_BYTES
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.loop import LoopThread
+from sgl_kvfetch.plugin.client import open_client
 from sgl_kvfetch.plugin.host_pages import HostPages
 from sgl_kvfetch.plugin.namespace import engine_namespace
 from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
-from sgl_kvfetch.stores.http import HttpOptions
-from sgl_kvfetch.stores.open import open_store
 from sgl_kvfetch.types import TENSORS
 from sgl_kvfetch.write.gather import PageBatch
-from sgl_kvfetch.write.writer import Writer
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
@@ -55,8 +51,6 @@ _CLEAR_S = 5.0  # and clears there, too
 _WRITE_WAIT_S = 1.0  # how long a batch of pages may wait for room in the write queue
 _PIECES = 4  # a batch goes into the queue in pieces of at most so much of it
 _BATCH_PAGES = 128  # SGLang fetches so many pages at a time
-_RETIRE_S = 60.0  # at least so long merged halves stay, for readers that know no better
-_CONNECT_S = 5.0  # at most, for one attempt to connect to the store
 _MAX_STATS = 1024
 
 
@@ -93,41 +87,17 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         logger.info("kvfetch: %s, namespace %s: %s", config.store, self._digest, self._namespace)
 
     async def _start(self, config: KVFetchConfig) -> None:
-        geometry = self._pages.geometry
-        self._store = open_store(
-            config.store,
-            token=config.token,
-            options=HttpOptions(
-                timeout_s=config.fetch_timeout_s,
-                connect_timeout_s=min(_CONNECT_S, config.lookup_timeout_s),
-                max_connections=config.max_connections,
-                on_retry=lambda error: metrics.RETRIES.inc(),
-            ),
+        client = open_client(
+            config,
+            self._namespace,
+            self._quantiser,
+            decode_pool=self._decode_pool,
+            encode_pool=self._encode_pool,
+            on_lookup_fault=self._on_lookup_fault,
+            max_span_pages=_BATCH_PAGES,  # a span longer than a fetch would be decoded by several
         )
-        self._finder = PageFinder(self._store, self._namespace, self._quantiser, self._on_lookup_fault)
-        self._fetcher = Fetcher(
-            self._store,
-            self._decode_pool,
-            read_bytes=config.read_bytes,
-            inflight_bytes=config.inflight_bytes,
-            may_delete=config.writes,
-        )
-        self._writer = Writer(
-            self._store,
-            SegmentSpec(
-                self._namespace,
-                self._quantiser,
-                config.codec,
-                config.resolution,
-                # A span longer than a fetch would be decoded by several.
-                span_pages=min(_BATCH_PAGES, _power_of_two_pages(config.span_tokens, geometry.page_size)),
-            ),
-            self._encode_pool,
-            max_segment_pages=_power_of_two_pages(config.max_segment_tokens, geometry.page_size),
-            queue_bytes=config.write_queue_bytes,
-            linger_s=config.write_linger_s,
-            retire_s=max(_RETIRE_S, 2 * config.fetch_timeout_s) if config.merge else None,
-        )
+        self._store, self._finder = client.store, client.finder
+        self._fetcher, self._writer = client.fetcher, client.writer
 
     def suspend(self, reason: str) -> None:
         """Neither read nor write from now on: what the engine computes no longer belongs to this namespace. For good,
@@ -383,12 +353,6 @@ def _hashes(keys: Sequence[str]) -> list[bytes]:
     if any(len(h) != PAGE_HASH_BYTES for h in hashes):
         raise UnsupportedError(f"page hashes are not {PAGE_HASH_BYTES} bytes: {keys[0]!r}")
     return hashes
-
-
-def _power_of_two_pages(tokens: int, page_size: int) -> int:
-    """The largest power of two of pages within ``tokens``; one if not even that fits."""
-    pages = max(1, tokens // page_size)
-    return 1 << (pages.bit_length() - 1)
 
 
 def _require_kv(name: Any) -> None:

@@ -17,23 +17,19 @@ import torch
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.config import KVFetchConfig
-from sgl_kvfetch.container.segment import SegmentSpec
 from sgl_kvfetch.errors import KVFetchError
-from sgl_kvfetch.fetch.fetcher import Fetcher, FetchResult, failure_reason
-from sgl_kvfetch.fetch.finder import PageFinder
+from sgl_kvfetch.fetch.fetcher import FetchResult, failure_reason
 from sgl_kvfetch.fetch.plan import PageSource
 from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.loop import LoopThread
+from sgl_kvfetch.plugin.client import open_client
 from sgl_kvfetch.plugin.device.board import Ticket
 from sgl_kvfetch.plugin.device.pages import DevicePages, GuardedSource
 from sgl_kvfetch.quant import Quantiser
-from sgl_kvfetch.stores.http import HttpOptions
-from sgl_kvfetch.stores.open import open_store
 from sgl_kvfetch.types import TENSORS
 from sgl_kvfetch.write.gather import PageBatch
-from sgl_kvfetch.write.writer import Writer
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
@@ -43,8 +39,6 @@ _CLOSE_S = 3.0  # how long each step of closing may take
 _CLEAR_S = 5.0
 _WRITE_WAIT_S = 1.0  # how long a copy may wait for room in the write queue, with its pages locked
 _PIECES = 4  # a copy goes into the queue in pieces of at most so much of it
-_RETIRE_S = 60.0  # at least so long merged halves stay, for readers that know no better
-_CONNECT_S = 5.0  # at most, for one attempt to connect to the store
 
 Report = Callable[[Ticket, int], None]
 
@@ -112,42 +106,16 @@ class DeviceBackend:
         logger.info("kvfetch in device mode: %s, namespace %s: %s", config.store, namespace.digest(), namespace)
 
     async def _start(self) -> None:
-        config, page_size = self._config, self._pages.geometry.page_size
-        self._store = open_store(
-            config.store,
-            token=config.token,
-            options=HttpOptions(
-                timeout_s=config.fetch_timeout_s,
-                connect_timeout_s=min(_CONNECT_S, config.lookup_timeout_s),
-                max_connections=config.max_connections,
-                on_retry=lambda error: metrics.RETRIES.inc(),
-            ),
+        client = open_client(
+            self._config,
+            self._namespace,
+            self._quantiser,
+            decode_pool=self._decode_pool,
+            encode_pool=self._encode_pool,
+            on_lookup_fault=lambda error: self._missed("lookup", error),
         )
-        self._finder = PageFinder(
-            self._store, self._namespace, self._quantiser, lambda error: self._missed("lookup", error)
-        )
-        self._fetcher = Fetcher(
-            self._store,
-            self._decode_pool,
-            read_bytes=config.read_bytes,
-            inflight_bytes=config.inflight_bytes,
-            may_delete=config.writes,
-        )
-        self._writer = Writer(
-            self._store,
-            SegmentSpec(
-                self._namespace,
-                self._quantiser,
-                config.codec,
-                config.resolution,
-                span_pages=_power_of_two_pages(config.span_tokens, page_size),
-            ),
-            self._encode_pool,
-            max_segment_pages=_power_of_two_pages(config.max_segment_tokens, page_size),
-            queue_bytes=config.write_queue_bytes,
-            linger_s=config.write_linger_s,
-            retire_s=max(_RETIRE_S, 2 * config.fetch_timeout_s) if config.merge else None,
-        )
+        self._store, self._finder = client.store, client.finder
+        self._fetcher, self._writer = client.fetcher, client.writer
 
     def suspend(self, reason: str) -> None:
         """Neither read nor write from now on: what the engine computes no longer belongs to this namespace."""
@@ -320,8 +288,3 @@ async def _cancel(work: Work) -> None:
 
 def _as_bytes(hashes: Sequence[str]) -> list[bytes]:
     return [bytes.fromhex(h) for h in hashes]
-
-
-def _power_of_two_pages(tokens: int, page_size: int) -> int:
-    """The largest power of two of pages within ``tokens``; one if not even that fits."""
-    return 1 << (max(1, tokens // page_size).bit_length() - 1)

@@ -1,0 +1,85 @@
+"""What both modes read and write the store with, built from the config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from sgl_kvfetch import metrics
+from sgl_kvfetch.config import KVFetchConfig
+from sgl_kvfetch.container.segment import SegmentSpec
+from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.fetch.fetcher import Fetcher
+from sgl_kvfetch.fetch.finder import PageFinder
+from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.quant import Quantiser
+from sgl_kvfetch.stores.base import Store
+from sgl_kvfetch.stores.http import HttpOptions
+from sgl_kvfetch.stores.open import open_store
+from sgl_kvfetch.write.writer import Writer
+
+_RETIRE_S = 60.0  # at least so long merged halves stay, for readers that know no better
+_CONNECT_S = 5.0  # at most, for one attempt to connect to the store
+
+
+@dataclass(frozen=True, slots=True)
+class StoreClient:
+    """All of them belong to one event loop."""
+
+    store: Store
+    finder: PageFinder
+    fetcher: Fetcher
+    writer: Writer
+
+
+def open_client(
+    config: KVFetchConfig,
+    namespace: Namespace,
+    quantiser: Quantiser,
+    *,
+    decode_pool: Executor,
+    encode_pool: Executor,
+    on_lookup_fault: Callable[[KVFetchError], None],
+    max_span_pages: int | None = None,
+) -> StoreClient:
+    """Call on the event loop. ``max_span_pages`` bounds what ``span_tokens`` asks for. Raises ConfigError."""
+    store = open_store(
+        config.store,
+        token=config.token,
+        options=HttpOptions(
+            timeout_s=config.fetch_timeout_s,
+            connect_timeout_s=min(_CONNECT_S, config.lookup_timeout_s),
+            max_connections=config.max_connections,
+            on_retry=lambda error: metrics.RETRIES.inc(),
+        ),
+    )
+    span_pages = _power_of_two_pages(config.span_tokens, namespace.page_size)
+    spec = SegmentSpec(
+        namespace, quantiser, config.codec, config.resolution, min(span_pages, max_span_pages or span_pages)
+    )
+    return StoreClient(
+        store,
+        PageFinder(store, namespace, quantiser, on_lookup_fault),
+        Fetcher(
+            store,
+            decode_pool,
+            read_bytes=config.read_bytes,
+            inflight_bytes=config.inflight_bytes,
+            may_delete=config.writes,
+        ),
+        Writer(
+            store,
+            spec,
+            encode_pool,
+            max_segment_pages=_power_of_two_pages(config.max_segment_tokens, namespace.page_size),
+            queue_bytes=config.write_queue_bytes,
+            linger_s=config.write_linger_s,
+            retire_s=max(_RETIRE_S, 2 * config.fetch_timeout_s) if config.merge else None,
+        ),
+    )
+
+
+def _power_of_two_pages(tokens: int, page_size: int) -> int:
+    """The largest power of two of pages within ``tokens``; one if not even that fits."""
+    return 1 << (max(1, tokens // page_size).bit_length() - 1)
