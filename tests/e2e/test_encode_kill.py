@@ -34,7 +34,7 @@ from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 from sgl_kvfetch.write.commit import commit_segment
 from tests.segments import make_namespace, make_values, page_hashes
 
-NUM_KILLS = int(os.environ.get("KVFETCH_ENCODE_KILLS", "15"))
+NUM_KILLS = int(os.environ.get("KVFETCH_ENCODE_KILLS", "8"))
 NUM_SEGMENTS = max(20, NUM_KILLS)
 NUM_AT_FIRST = 5
 NUM_PAGES = 8

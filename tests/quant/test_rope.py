@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import sglang.srt.models
 import torch
+from sglang.srt.layers.rotary_embedding import base as sglang_base
 from sglang.srt.layers.rotary_embedding import get_rope
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as rotate_pairs
@@ -20,6 +21,13 @@ from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.quant.rope import _FAMILIES, Rope, rope_of_config, rotate, unrotate
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it SGLang asks for vLLM's kernel, unless our CPU platform was there when SGLang was first imported."""
+    monkeypatch.setattr(sglang_base, "_is_cpu", True)
+
 
 FIRST_TOKENS = (0, 1, 1000, 4090, 65_000, 99_970)
 NUM_TOKENS = 30
