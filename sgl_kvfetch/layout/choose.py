@@ -38,8 +38,8 @@ def default_layout(
     num_frames = -(-span_tokens // most_tokens)
     tile_rows = -(-span_tokens // (num_frames * tile_cols))
     return FrameLayout(
-        width=_picture_side(tile_cols * tile_width),
-        height=_picture_side(tile_rows * tile_height),
+        width=picture_side(tile_cols * tile_width),
+        height=picture_side(tile_rows * tile_height),
         head_rows=head_rows,
         head_cols=head_cols,
         dim_rows=dim_rows,
@@ -89,8 +89,8 @@ def _channel_candidates(
                 if (token_cols - 1) * token_rows * num_frames >= span_tokens:  # a column would stay empty
                     continue
                 layout = FrameLayout(
-                    width=_picture_side(dim_cols * token_cols),
-                    height=_picture_side(num_heads * dim_rows * token_rows),
+                    width=picture_side(dim_cols * token_cols),
+                    height=picture_side(num_heads * dim_rows * token_rows),
                     head_rows=num_heads,
                     head_cols=1,
                     dim_rows=dim_rows,
@@ -125,6 +125,7 @@ def _near_square(count: int) -> tuple[int, int]:
     return rows, count // rows
 
 
-def _picture_side(used: int) -> int:
+def picture_side(used: int) -> int:
+    """The least side of a picture that holds ``used`` values and that every decoder takes."""
     side = max(used, MIN_PICTURE)
     return -(-side // PICTURE_MULTIPLE) * PICTURE_MULTIPLE

@@ -7,8 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from sgl_kvfetch.layout.choose import RESOLUTIONS
-from sgl_kvfetch.layout.frames import MIN_PICTURE, PICTURE_MULTIPLE, FrameLayout, InterFrame
+from sgl_kvfetch.layout.choose import RESOLUTIONS, picture_side
+from sgl_kvfetch.layout.frames import MIN_PICTURE, FrameLayout, InterFrame
 
 _Count = Annotated[int, Meta(ge=1, le=1 << 16)]
 
@@ -65,8 +65,8 @@ def layout_of(tiling: Tiling, span_tokens: int, resolution: str = "240p") -> Fra
     num_frames = -(-num_tiles // most_tiles)
     tile_rows = -(-num_tiles // (num_frames * tile_cols))
     return FrameLayout(
-        width=_picture_side(tile_cols * tile_width),
-        height=_picture_side(tile_rows * tile_height),
+        width=picture_side(tile_cols * tile_width),
+        height=picture_side(tile_rows * tile_height),
         head_rows=tiling.head_rows,
         head_cols=tiling.head_cols,
         dim_rows=tiling.dim_rows,
@@ -95,8 +95,3 @@ def _cut_to(num_tokens: int, rows: int, cols: int) -> tuple[int, int]:
             break
         rows, cols = halved
     return rows, cols
-
-
-def _picture_side(used: int) -> int:
-    side = max(used, MIN_PICTURE)
-    return -(-side // PICTURE_MULTIPLE) * PICTURE_MULTIPLE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -10,14 +11,17 @@ from sgl_kvfetch import metrics
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.container.segment import SegmentSpec
 from sgl_kvfetch.errors import KVFetchError
-from sgl_kvfetch.fetch.fetcher import Fetcher
+from sgl_kvfetch.fetch.fetcher import Fetcher, failure_reason
 from sgl_kvfetch.fetch.finder import PageFinder
 from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.quant import Quantiser
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpOptions
 from sgl_kvfetch.stores.open import open_store
 from sgl_kvfetch.write.writer import Writer
+
+_limited = LimitedLogger(logging.getLogger(__name__))
 
 _RETIRE_S = 60.0  # at least so long merged halves stay, for readers that know no better
 _CONNECT_S = 5.0  # at most, for one attempt to connect to the store
@@ -78,6 +82,13 @@ def open_client(
             retire_s=max(_RETIRE_S, 2 * config.fetch_timeout_s) if config.merge else None,
         ),
     )
+
+
+def count_miss(stage: str, error: KVFetchError | TimeoutError) -> None:
+    """Count what a lookup or a fetch fell short by, and say so now and then."""
+    reason = "timeout" if isinstance(error, TimeoutError) else failure_reason(error)
+    metrics.MISSES.labels(stage, reason).inc()
+    _limited.warning(f"{stage} {reason}", f"kvfetch {stage} is a miss ({reason}): {error}")
 
 
 def _power_of_two_pages(tokens: int, page_size: int) -> int:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,13 +30,13 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from sgl_kvfetch import metrics
 from sgl_kvfetch.config import KVFetchConfig, parse_config
 from sgl_kvfetch.errors import KVFetchError, UnsupportedError
-from sgl_kvfetch.fetch.fetcher import FetchResult, failure_reason
+from sgl_kvfetch.fetch.fetcher import FetchResult
 from sgl_kvfetch.fetch.plan import PageSource
 from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.keys import PAGE_HASH_BYTES
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.loop import LoopThread
-from sgl_kvfetch.plugin.client import open_client
+from sgl_kvfetch.plugin.client import count_miss, open_client
 from sgl_kvfetch.plugin.host_pages import HostPages
 from sgl_kvfetch.plugin.namespace import engine_namespace
 from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
@@ -93,7 +94,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             self._quantiser,
             decode_pool=self._decode_pool,
             encode_pool=self._encode_pool,
-            on_lookup_fault=self._on_lookup_fault,
+            on_lookup_fault=partial(count_miss, "lookup"),
             max_span_pages=_BATCH_PAGES,  # a span longer than a fetch would be decoded by several
         )
         self._store, self._finder = client.store, client.finder
@@ -128,7 +129,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                 self._lookup_and_read_ahead(_hashes(keys)), self._config.lookup_timeout_s + _GRACE_S
             )
         except (KVFetchError, TimeoutError) as e:
-            self._missed("lookup", e)
+            count_miss("lookup", e)
             return 0
         metrics.LOOKUP_PAGES.labels("hit").inc(len(sources))
         metrics.LOOKUP_PAGES.labels("miss").inc(len(keys) - len(sources))
@@ -149,9 +150,6 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         sources = await self._finder.find(hashes, self._config.lookup_timeout_s)
         self._fetcher.read_ahead(sources, expire_s=self._config.fetch_timeout_s)
         return sources
-
-    def _on_lookup_fault(self, error: KVFetchError) -> None:
-        self._missed("lookup", error)
 
     # Read
 
@@ -182,16 +180,16 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         except CancelledError:
             metrics.MISSES.labels("fetch", "cancelled").inc()
         except (KVFetchError, TimeoutError) as e:
-            self._missed("fetch", e)
+            count_miss("fetch", e)
         except Exception:
             logger.exception("kvfetch fetch failed")
             metrics.MISSES.labels("fetch", "internal").inc()
         finally:
             sink.close()
         for failure in result.failures:
-            self._missed("fetch", failure)
+            count_miss("fetch", failure)
         if result.timed_out:
-            self._missed("fetch", TimeoutError(f"not all pages came within {timeout_s:g} s"))
+            count_miss("fetch", TimeoutError(f"not all pages came within {timeout_s:g} s"))
         self._count_read(len(keys), result.num_pages, time.monotonic() - started_s)
         return result.num_pages
 
@@ -337,11 +335,6 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             _drain(self._stats_gb_s["read"]),
             _drain(self._stats_gb_s["write"]),
         )
-
-    def _missed(self, stage: str, error: KVFetchError | TimeoutError) -> None:
-        reason = "timeout" if isinstance(error, TimeoutError) else failure_reason(error)
-        metrics.MISSES.labels(stage, reason).inc()
-        _limited.warning(f"{stage} {reason}", f"kvfetch {stage} is a miss ({reason}): {error}")
 
 
 def _hashes(keys: Sequence[str]) -> list[bytes]:

@@ -12,19 +12,20 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.errors import KVFetchError
-from sgl_kvfetch.fetch.fetcher import FetchResult, failure_reason
+from sgl_kvfetch.fetch.fetcher import FetchResult
 from sgl_kvfetch.fetch.plan import PageSource
 from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.loop import LoopThread
-from sgl_kvfetch.plugin.client import open_client
+from sgl_kvfetch.plugin.client import count_miss, open_client
 from sgl_kvfetch.plugin.device.board import Ticket
 from sgl_kvfetch.plugin.device.pages import DevicePages, GuardedSource
 from sgl_kvfetch.quant import Quantiser
@@ -112,7 +113,7 @@ class DeviceBackend:
             self._quantiser,
             decode_pool=self._decode_pool,
             encode_pool=self._encode_pool,
-            on_lookup_fault=lambda error: self._missed("lookup", error),
+            on_lookup_fault=partial(count_miss, "lookup"),
         )
         self._store, self._finder = client.store, client.finder
         self._fetcher, self._writer = client.fetcher, client.writer
@@ -154,7 +155,7 @@ class DeviceBackend:
         except asyncio.CancelledError:
             metrics.MISSES.labels("lookup", "cancelled").inc()
         except (KVFetchError, TimeoutError) as e:
-            self._missed("lookup", e)
+            count_miss("lookup", e)
         except Exception:
             logger.exception("kvfetch lookup failed")
             metrics.MISSES.labels("lookup", "internal").inc()
@@ -202,9 +203,9 @@ class DeviceBackend:
 
     def _count_read(self, asked: int, result: FetchResult) -> None:
         for failure in result.failures:
-            self._missed("fetch", failure)
+            count_miss("fetch", failure)
         if result.timed_out:
-            self._missed("fetch", TimeoutError(f"not all pages came within {self._config.fetch_timeout_s:g} s"))
+            count_miss("fetch", TimeoutError(f"not all pages came within {self._config.fetch_timeout_s:g} s"))
         metrics.FETCHED_PAGES.labels("hit").inc(result.num_pages)
         metrics.FETCHED_PAGES.labels("miss").inc(asked - result.num_pages)
         metrics.RAW_BYTES.labels("read").inc(result.num_pages * self._pages.geometry.page_bytes)
@@ -274,11 +275,6 @@ class DeviceBackend:
         pools: tuple[Executor, ...] = (self._hash_pool, self._copy_pool, self._decode_pool, self._encode_pool)
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
-
-    def _missed(self, stage: str, error: KVFetchError | TimeoutError) -> None:
-        reason = "timeout" if isinstance(error, TimeoutError) else failure_reason(error)
-        metrics.MISSES.labels(stage, reason).inc()
-        _limited.warning(f"{stage} {reason}", f"kvfetch {stage} is a miss ({reason}): {error}")
 
 
 async def _cancel(work: Work) -> None:
