@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -64,6 +64,18 @@ class Store(ABC):
 
         Raises StoreError, with reason ``truncated`` if fewer bytes than asked for could be had.
         """
+
+    async def read(self, name: str, start: int, length: int, take: Callable[[bytes], None]) -> bool:
+        """``get`` that hands its bytes to ``take`` as they come, in order. False if the object is missing.
+
+        What was handed over before an error stands: whoever reads on begins behind it. This default hands all over at
+        once.
+        """
+        data = await self.get(name, start, length)
+        if data is None:
+            return False
+        take(data)
+        return True
 
     @abstractmethod
     async def put(self, name: str, data: bytes) -> None:

@@ -35,6 +35,7 @@ from sgl_kvfetch.stores.http_answers import (
     read_range,
     read_whole,
     require_status,
+    take_range,
 )
 
 T = TypeVar("T")
@@ -121,6 +122,30 @@ class HttpStore(Store):
                 return await read_range(response, start, length, most)
 
         return await self._retried(f"getting {name}", attempt, length or 0)
+
+    async def read(self, name: str, start: int, length: int, take: Callable[[bytes], None]) -> bool:
+        """An attempt that broke off is repeated from where it stood."""
+        most = MAX_MANIFEST_BYTES if require_name(name).is_manifest else self.options.max_object_bytes
+        if length > most:
+            raise StoreError("too_large", f"reading {name}: asked for {length} bytes, more than {most}")
+        position, end = start, start + length
+
+        def take_next(piece: bytes) -> None:
+            nonlocal position
+            position += len(piece)
+            take(piece)
+
+        async def attempt() -> bool:
+            headers = {"Range": f"bytes={position}-{end - 1}"}
+            async with self._request("GET", self._object_url(name), headers=headers) as response:
+                if response.status == 404:
+                    return False
+                await take_range(response, position, end - position, take_next)
+                return True
+
+        if length == 0:
+            return await self._get_nothing(name, start) is not None
+        return await self._retried(f"reading {name}", attempt, length)
 
     async def _get_nothing(self, name: str, start: int) -> bytes | None:
         info = await self.head(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import aiohttp
@@ -90,10 +90,36 @@ async def read_range(response: aiohttp.ClientResponse, start: int, length: int |
         raise StoreError("too_large", f"{response.url}: asked for {length} bytes, more than {most}")
     if response.status == 200:
         return await _cut(response, start, length, most)
+    num_bytes = await _require_range(response, start, length)
+    if num_bytes == 0:
+        return b""
+    if num_bytes > most:
+        raise StoreError("too_large", f"{response.url}: {num_bytes} bytes, more than {most}")
+    body = await _read_up_to(response, num_bytes + 1)
+    _require_length(response, len(body), num_bytes)
+    return body
+
+
+async def take_range(response: aiohttp.ClientResponse, start: int, length: int, take: Callable[[bytes], None]) -> None:
+    """``read_range`` that hands the body over as it comes; all at once from a server that ignored the range."""
+    if response.status == 200:
+        take(await _cut(response, start, length, length))
+        return
+    left = await _require_range(response, start, length)
+    while left:
+        piece = await response.content.read(left)
+        if not piece:
+            _require_length(response, length - left, length)
+        take(piece)
+        left -= len(piece)
+
+
+async def _require_range(response: aiohttp.ClientResponse, start: int, length: int | None) -> int:
+    """How many bytes a ranged request is answered with, by the answer's headers: ``length`` if one is given."""
     if response.status == 416:
         refused = _RANGE_REFUSED.fullmatch(response.headers.get("Content-Range", ""))
         if refused and length is None and int(refused[1]) == start:
-            return b""
+            return 0
         raise StoreError("truncated", f"{response.url}: the object ends before byte {start}")
     await require_status(response, 206)
     sent = _RANGE_SENT.fullmatch(response.headers.get("Content-Range", ""))
@@ -103,12 +129,8 @@ async def read_range(response: aiohttp.ClientResponse, start: int, length: int |
     num_bytes = int(sent[2]) + 1 - start
     if length is not None and num_bytes != length:
         raise StoreError("truncated", f"{response.url}: asked for {length} bytes, answered {num_bytes}")
-    if num_bytes > most:
-        raise StoreError("too_large", f"{response.url}: {num_bytes} bytes, more than {most}")
     _require_length(response, response.content_length, num_bytes)
-    body = await _read_up_to(response, num_bytes + 1)
-    _require_length(response, len(body), num_bytes)
-    return body
+    return num_bytes
 
 
 async def _cut(response: aiohttp.ClientResponse, start: int, length: int | None, most: int) -> bytes:

@@ -1,7 +1,9 @@
-"""A store by its URL."""
+"""A store by its URL, or by those of its replicas."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -9,6 +11,11 @@ from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpOptions, HttpStore
 from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.stores.replicas import ReplicaOptions, ReplicatedStore
+
+# Connections beyond those for reads: lookups, writes and second requests wait for no read.
+_SPARE_CONNECTIONS = 8
+_ATTEMPTS_OF_REPLICA = 2  # then another is asked
 
 
 def open_store(
@@ -43,3 +50,27 @@ def open_store(
             return LocalStore(Path(unquote(parts.path)), capacity_bytes=capacity_bytes)
         case _:
             raise ConfigError(f"store URL {url!r} is not supported; use http://, https:// or file:///path")
+
+
+def open_replicas(
+    urls: Sequence[str], *, token: str | None = None, options: HttpOptions, replicas: ReplicaOptions
+) -> Store:
+    """Make the client of a store with replicas, or with one, whose reads are watched for stalls.
+
+    ``token`` is for those behind HTTP; ``options.max_connections`` bounds the reads at the same time. Raises
+    ConfigError.
+    """
+    if not urls:
+        raise ConfigError("there is no store's URL; expected at least one")
+    remote = [url for url in urls if not url.startswith("file:")]
+    if not remote and len(urls) == 1:
+        return open_store(urls[0], token=token)
+    if token is not None and not remote:
+        raise ConfigError(f"a token is for http:// and https:// stores; all of {list(urls)} are directories")
+    shared = replace(
+        options,
+        max_connections=options.max_connections + _SPARE_CONNECTIONS,
+        max_attempts=options.max_attempts if len(urls) == 1 else min(options.max_attempts, _ATTEMPTS_OF_REPLICA),
+    )
+    stores = [(url, open_store(url, token=token if url in remote else None, options=shared)) for url in urls]
+    return ReplicatedStore(stores, replace(replicas, max_reads=options.max_connections))

@@ -25,6 +25,7 @@ FaultKind = Literal[
     "hang",  # take the request, never answer
     "error",  # answer with ``status``, without asking the store
     "close",  # break off after ``after_bytes`` of the answer's body
+    "stall",  # send no more after ``after_bytes`` of the answer's body, and keep the connection
     "slow",  # send the answer's body at ``bytes_per_s``
     "wrong_length",  # announce ``extra_bytes`` more (or fewer, if negative) than are sent
     "flip",  # flip the lowest bit of the body's byte ``after_bytes``
@@ -57,6 +58,8 @@ class FaultyProxy:
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
+        self._link = asyncio.Event()
+        self._link.set()
         self.port = 0
         self.requests: list[tuple[str, str]] = []
 
@@ -72,6 +75,13 @@ class FaultyProxy:
             await self._stop()
         elif self._server is None:
             await self._listen()
+
+    def cut(self) -> None:
+        """From now on nothing passes, in either direction, and no connection breaks; until ``mend``."""
+        self._link.clear()
+
+    def mend(self) -> None:
+        self._link.set()
 
     async def __aenter__(self) -> Self:
         await self._listen()
@@ -106,6 +116,7 @@ class FaultyProxy:
         self._writers.add(writer)
         try:
             head = await reader.readuntil(b"\r\n\r\n")
+            await self._link.wait()
             method, path = (word.decode() for word in head.split(b" ", 2)[:2])
             self.requests.append((method, path))
             await self._answer(self._take_fault(method, path), head, reader, writer)
@@ -144,28 +155,36 @@ class FaultyProxy:
             await _pipe_body(head, reader, store_writer)
             answer_head = _closing(await store_reader.readuntil(b"\r\n\r\n"))
             writer.write(_with_wrong_length(answer_head, fault))
-            await _pipe_answer(fault, store_reader, writer)
+            await self._pipe_answer(fault, store_reader, reader, writer)
         finally:
             self._writers.discard(store_writer)
             await _close(store_writer)
 
-
-async def _pipe_answer(fault: Fault | None, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    sent = 0
-    while piece := await reader.read(_PIECE_BYTES):
-        if fault is not None:
-            if fault.kind == "close" and sent + len(piece) > fault.after_bytes:
-                writer.write(piece[: fault.after_bytes - sent])
-                return
-            if fault.kind == "flip" and sent <= fault.after_bytes < sent + len(piece):
-                changed = bytearray(piece)
-                changed[fault.after_bytes - sent] ^= 1
-                piece = bytes(changed)
-            if fault.kind == "slow":
-                await asyncio.sleep(len(piece) / fault.bytes_per_s)
-        writer.write(piece)
-        await writer.drain()
-        sent += len(piece)
+    async def _pipe_answer(
+        self,
+        fault: Fault | None,
+        store_reader: asyncio.StreamReader,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        sent = 0
+        while piece := await store_reader.read(_PIECE_BYTES):
+            await self._link.wait()
+            if fault is not None:
+                if fault.kind in ("close", "stall") and sent + len(piece) > fault.after_bytes:
+                    writer.write(piece[: fault.after_bytes - sent])
+                    if fault.kind == "stall":
+                        await reader.read()  # until the client gives up
+                    return
+                if fault.kind == "flip" and sent <= fault.after_bytes < sent + len(piece):
+                    changed = bytearray(piece)
+                    changed[fault.after_bytes - sent] ^= 1
+                    piece = bytes(changed)
+                if fault.kind == "slow":
+                    await asyncio.sleep(len(piece) / fault.bytes_per_s)
+            writer.write(piece)
+            await writer.drain()
+            sent += len(piece)
 
 
 async def _pipe_body(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -9,6 +9,7 @@ from sgl_kvfetch.server import RunningServer
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.stores.replicas import ReplicatedStore
 from sgl_kvfetch.testing.faults import FaultyProxy
 from sgl_kvfetch.testing.stores import StoreConformance
 
@@ -43,5 +44,23 @@ class TestHttpStoreThroughProxy(StoreConformance):
     @pytest.fixture
     async def store(self, proxy: FaultyProxy) -> AsyncIterator[Store]:
         store = HttpStore(proxy.url)
+        yield store
+        await store.close()
+
+
+class TestReplicatedStore(StoreConformance):
+    @pytest.fixture
+    async def store(self, server: RunningServer, tmp_path: Path) -> AsyncIterator[Store]:
+        store = ReplicatedStore([("server", HttpStore(server.url)), ("directory", LocalStore(tmp_path / "store"))])
+        yield store
+        await store.close()
+
+
+class TestOneReplica(StoreConformance):
+    """A store whose reads are watched for stalls."""
+
+    @pytest.fixture
+    async def store(self, server: RunningServer) -> AsyncIterator[Store]:
+        store = ReplicatedStore([("server", HttpStore(server.url))])
         yield store
         await store.close()

@@ -118,6 +118,42 @@ async def test_what_may_pass_is_tried_again(proxy: FaultyProxy, fault: Fault) ->
     await store.close()
 
 
+async def test_a_read_goes_on_where_it_broke_off(proxy: FaultyProxy) -> None:
+    store = HttpStore(proxy.url, options=HttpOptions(timeout_s=5, backoff_s=0.01))
+    await store.put(NAME, CONTENT)
+    proxy.requests.clear()
+    await proxy.set(Fault("close", after_bytes=80_000))
+    pieces: list[bytes] = []
+    assert await store.read(NAME, 1000, 200_000, pieces.append)
+    assert b"".join(pieces) == CONTENT[1000:201_000]
+    assert len(proxy.requests) == 3
+    await store.close()
+
+
+@pytest.mark.parametrize("fault", [Fault("close", after_bytes=0), Fault("wrong_length"), Fault("garbage")])
+async def test_a_read_hands_over_nothing_that_was_not_asked_for(
+    store: HttpStore, proxy: FaultyProxy, fault: Fault
+) -> None:
+    await proxy.set(fault)
+    pieces: list[bytes] = []
+    assert await reason_of(store.read(NAME, 500, 1000, pieces.append)) in ("truncated", "protocol")
+    assert CONTENT[500:1500].startswith(b"".join(pieces))
+
+
+async def test_a_read_from_a_server_that_knows_no_ranges(answering: Start) -> None:
+    async def respond(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=CONTENT)
+
+    pieces: list[bytes] = []
+    assert await (await answering(respond)).read(NAME, 500, 1000, pieces.append)
+    assert b"".join(pieces) == CONTENT[500:1500]
+
+
+async def test_a_read_of_what_is_missing_or_too_short(store: HttpStore) -> None:
+    assert not await store.read(data_object(b"never put"), 0, 5, lambda _: None)
+    assert await reason_of(store.read(NAME, len(CONTENT) - 5, 6, lambda _: None)) == "truncated"
+
+
 @pytest.mark.parametrize("fault", [Fault("error", status=503, times=2), Fault("close", after_bytes=0, times=2)])
 async def test_a_listing_s_start_is_tried_again(proxy: FaultyProxy, fault: Fault) -> None:
     store = HttpStore(proxy.url, options=HttpOptions(timeout_s=5, backoff_s=0.01))

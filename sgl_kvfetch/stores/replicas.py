@@ -1,0 +1,252 @@
+"""A store over replicas: several that hold the same, or one, whose stalled reads are asked for again.
+
+Reading asks the replica that answers soonest. When an answer takes longer than is usual, or a read brings nothing for
+longer than is usual, another replica is asked too (with one replica, the same on another connection), for what is
+missing, and the first to finish wins. See ``racing`` for when.
+
+Writing goes to all replicas that are up, and has succeeded when one has it; what the others miss is a failure that is
+counted. A manifest goes only where its data went. Nothing is brought to a replica later: what it lacks is a miss there,
+and is written again when its pages were computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Container, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from sgl_kvfetch.container.manifest import decode_manifest
+from sgl_kvfetch.errors import FormatError, StoreError
+from sgl_kvfetch.stores.base import Lookup, ObjectInfo, Store
+from sgl_kvfetch.stores.files import require_name
+from sgl_kvfetch.stores.raced import Attempt, RacedCall, RaceResult, Watch, is_its_fault
+from sgl_kvfetch.stores.racing import RaceBudget, ReplicaHealth, Usual
+
+T = TypeVar("T")
+
+_READ_FAILURES = 1  # in a row, until a replica is left alone for a while; each costs a request some time
+_WRITE_FAILURES = 3  # each leaves the replica without something
+# Once one replica has what is written, the others may take so long again, and so much longer.
+_WRITE_GRACE_S = 2.0
+_WRITE_FACTOR = 3.0
+_MOST_LACKING = 1024  # names remembered for each replica
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOptions:
+    max_reads: int = 32  # at the same time, of objects' parts; others wait
+    max_races: int = 4  # second requests at the same time; 0 for none
+    on_race: Callable[[str, RaceResult], None] | None = None  # kind of request, how it ended
+    on_failure: Callable[[str, StoreError], None] | None = None  # replica, what it answered
+
+
+class ReplicatedStore(Store):
+    """Belongs to one event loop. Closes its replicas."""
+
+    def __init__(self, replicas: Sequence[tuple[str, Store]], options: ReplicaOptions | None = None) -> None:
+        """``replicas``: what to call each, and the store; of equally good ones, the first is preferred."""
+        assert replicas
+        self._options = options or ReplicaOptions()
+        self._labels = [label for label, _ in replicas]
+        self._stores = [store for _, store in replicas]
+        self._lookups = self._watch("lookup", Usual(3.0, 0.9, least=0.02, most=0.5, at_first=0.1))
+        self._reads = self._watch("read", Usual(6.0, 0.75, least=0.2, most=1.0, at_first=0.5))
+        self._whole = self._watch("whole", None)
+        self._writes = [ReplicaHealth(_WRITE_FAILURES) for _ in replicas]
+        self._free_reads = asyncio.Semaphore(self._options.max_reads)
+        self._lacking: list[OrderedDict[str, None]] = [OrderedDict() for _ in replicas]  # data that was not put there
+
+    def _watch(self, kind: str, silence: Usual | None) -> Watch:
+        def note_race(result: RaceResult) -> None:
+            if self._options.on_race is not None:
+                self._options.on_race(kind, result)
+
+        return Watch(
+            healths=[ReplicaHealth(_READ_FAILURES) for _ in self._stores],
+            budget=RaceBudget(self._options.max_races),
+            silence=silence,
+            pace=Usual(4.0, 0.9, least=0.0, most=float("inf"), at_first=float("inf")),
+            on_race=note_race,
+            on_failure=self._note_failure,
+        )
+
+    def _note_failure(self, replica: int, error: StoreError) -> None:
+        if self._options.on_failure is not None:
+            self._options.on_failure(self._labels[replica], error)
+
+    # Reading
+
+    async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
+        """The first answer, even if another replica has more."""
+
+        async def ask(store: Store, _: Attempt) -> Lookup | None:
+            return await store.lookup(namespace, page_hashes)
+
+        found = await RacedCall(self._lookups, self._stores, ask).run()
+        assert found is not None
+        return found
+
+    async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        """None if it is missing in all replicas that answer. With a length, stalls are noticed."""
+        if length is not None:
+            return await self._get_part(name, start, length)
+
+        async def ask(store: Store, _: Attempt) -> bytes | None:
+            return await store.get(name, start)
+
+        watch = self._lookups if require_name(name).is_manifest else self._whole
+        return await RacedCall(watch, self._stores, ask).run()
+
+    async def _get_part(self, name: str, start: int, length: int) -> bytes | None:
+        async def ask(store: Store, attempt: Attempt) -> bytes | None:
+            brought = attempt.num_bytes
+            if not await store.read(name, start + brought, length - brought, attempt.take):
+                return None
+            return attempt.pieces[0] if len(attempt.pieces) == 1 else b"".join(attempt.pieces)
+
+        async with self._free_reads:  # so that none waits for a connection: that would look like a stall
+            return await RacedCall(self._reads, self._stores, ask, length).run()
+
+    async def head(self, name: str) -> ObjectInfo | None:
+        async def ask(store: Store, _: Attempt) -> ObjectInfo | None:
+            return await store.head(name)
+
+        return await RacedCall(self._lookups, self._stores, ask).run()
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        """What any replica has. Raises StoreError if one cannot be listed."""
+        seen: set[str] = set()
+        for store in self._stores:
+            async for info in store.list(prefix):
+                if info.name not in seen:
+                    seen.add(info.name)
+                    yield info
+
+    # Writing
+
+    async def put(self, name: str, data: bytes) -> None:
+        """Raises StoreError if no replica has it now."""
+        parsed = require_name(name)
+        needs = _data_names(data) if parsed.is_manifest else frozenset()
+        targets = [i for i in self._up_for_writing() if needs.isdisjoint(self._lacking[i])]
+        if not targets:
+            raise StoreError("skipped", f"putting {name}: its data went to no replica as a whole", retriable=True)
+        done, failures = await self._write_all(targets, lambda store: store.put(name, data))
+        if not parsed.is_manifest:
+            self._note_lacking(name, done.keys())
+        if not done:
+            raise failures[targets[0]]
+
+    async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
+        """The first replica that is up decides, in the order given, so that one of many writers is the one that
+        replaces; the others follow it as ``put`` does. Writers that see different replicas as up may both replace."""
+
+        def ask(store: Store) -> Coroutine[Any, Any, bool]:
+            return store.replace(name, data, expected_digest)
+
+        targets = self._up_for_writing()
+        for i, first in enumerate(targets):
+            done, failures = await self._write_all([first], ask)
+            if done:
+                if done[first] and targets[i + 1 :]:
+                    await self._write_all(targets[i + 1 :], ask)
+                return done[first]
+            if not is_its_fault(failures[first]):
+                break
+        raise failures[first]
+
+    async def delete(self, name: str) -> bool:
+        """From all replicas. Raises the first StoreError, after all were asked."""
+        return any(await self._of_all(lambda store: store.delete(name)))
+
+    async def delete_prefix(self, prefix: str) -> int:
+        """From all replicas; the most that one deleted. Raises the first StoreError, after all were asked."""
+        return max(await self._of_all(lambda store: store.delete_prefix(prefix)))
+
+    def _up_for_writing(self) -> Sequence[int]:
+        """All, if none is up."""
+        now_s = asyncio.get_running_loop().time()
+        everyone = range(len(self._stores))
+        return [i for i in everyone if not self._writes[i].is_open(now_s)] or everyone
+
+    async def _write_all(
+        self, targets: Sequence[int], write: Callable[[Store], Coroutine[Any, Any, T]]
+    ) -> tuple[dict[int, T], dict[int, StoreError]]:
+        """What each replica answered, and the failures. Once one has done it, the others are not waited for much
+        longer."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        tasks = {i: loop.create_task(write(self._stores[i])) for i in targets}
+        try:
+            await _until_all_or_late(tasks.values())
+            return self._judge_writes(tasks, began_s)
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    def _judge_writes(
+        self, tasks: Mapping[int, asyncio.Task[T]], began_s: float
+    ) -> tuple[dict[int, T], dict[int, StoreError]]:
+        now_s = asyncio.get_running_loop().time()
+        answers: dict[int, T] = {}
+        failures: dict[int, StoreError] = {}
+        for i, task in tasks.items():
+            try:
+                answers[i] = _answer(task)
+                self._writes[i].answered(now_s - began_s)
+            except StoreError as e:
+                failures[i] = e
+                self._note_failure(i, e)
+                if is_its_fault(e):
+                    self._writes[i].failed(now_s, began_s)
+        return answers, failures
+
+    def _note_lacking(self, name: str, has_it: Container[int]) -> None:
+        for i, lacking in enumerate(self._lacking):
+            if i in has_it:
+                lacking.pop(name, None)
+            else:
+                lacking[name] = None
+                if len(lacking) > _MOST_LACKING:
+                    lacking.popitem(last=False)
+
+    async def _of_all(self, call: Callable[[Store], Awaitable[T]]) -> Sequence[T]:
+        answers = await asyncio.gather(*(call(store) for store in self._stores), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def close(self) -> None:
+        for store in self._stores:
+            await store.close()
+
+
+def _data_names(manifest: bytes) -> frozenset[str]:
+    """Empty for what is no manifest: the stores will say so."""
+    with contextlib.suppress(FormatError):
+        return frozenset(decode_manifest(manifest).data_names)
+    return frozenset()
+
+
+async def _until_all_or_late(tasks: Collection[asyncio.Task[T]]) -> None:
+    """Until all have ended, or one has succeeded and the others take far longer."""
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    pending = set(tasks)
+    has_one = False
+    while pending and not has_one:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        has_one = any(task.exception() is None for task in done)
+    if pending:
+        await asyncio.wait(pending, timeout=_WRITE_GRACE_S + _WRITE_FACTOR * (loop.time() - began_s))
+
+
+def _answer(task: asyncio.Task[T]) -> T:
+    if not task.done():
+        raise StoreError("timeout", "writing took far longer than in another replica", retriable=True)
+    return task.result()
