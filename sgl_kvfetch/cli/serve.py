@@ -52,10 +52,11 @@ def serve(
         typer.Option("--idle-timeout", metavar="SECONDS", help="Give up uploads that bring less than a MiB in it."),
     ] = 30.0,
     link_gbps: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            metavar="GBPS",
-            help="Send no faster than this many 1e9 bits a second, all clients together: to try out a slow network.",
+            metavar="GBPS[,GBPS...]",
+            help="Send no faster than this many 1e9 bits a second, all clients together: to try out a slow network. "
+            "Of several, one a second, over and over.",
             show_default=False,
         ),
     ] = None,
@@ -85,7 +86,7 @@ def serve(
         idle_timeout_s=idle_timeout_s,
         orphan_age_s=orphan_age_s,
         grace_s=grace_s,
-        link_gbps=link_gbps,
+        link_gbps=_parse_gbps(link_gbps),
     )
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -94,3 +95,11 @@ def serve(
     # The server logs where it listens.
     logging.basicConfig(level=logging.INFO, format="kvfetch: %(message)s")
     run_server(config)
+
+
+def _parse_gbps(text: str | None) -> tuple[float, ...] | None:
+    """Raises ConfigError."""
+    try:
+        return tuple(float(part) for part in text.split(",")) if text else None
+    except ValueError as e:
+        raise ConfigError(f"--link-gbps {text!r}; expected numbers with commas between them, as in 1 or 6,3,4") from e

@@ -36,7 +36,7 @@ def create_app(config: ServerConfig) -> web.Application:
     token = config.read_token()
     metrics = ServerMetrics()
     store = LocalStore(config.root, capacity_bytes=config.capacity_bytes, orphan_age_s=config.orphan_age_s)
-    link = Link(config.link_gbps) if config.link_gbps else None
+    link = Link(*config.link_samples) if config.link_samples else None
     objects = ObjectHandlers(store, metrics, config, link)
     lookup = LookupHandler(store, metrics, link)
 

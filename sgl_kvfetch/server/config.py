@@ -26,7 +26,8 @@ class ServerConfig:
     idle_timeout_s: float = 30.0  # an upload that brings less than a MiB within it is given up
     orphan_age_s: float = 900.0  # when unreferenced data and temporary files are collected
     grace_s: float = 10.0  # for requests in flight when the server stops
-    link_gbps: float | None = None  # shape all responses together to this many 1e9 bits a second
+    # Shape all responses together to so many 1e9 bits a second: one value, or one for each second, over and over.
+    link_gbps: float | tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -35,10 +36,12 @@ class ServerConfig:
             raise ConfigError("token and token_file are both given; expected one of them")
         if self.token is not None and not self.token.strip():
             raise ConfigError("token is empty")
-        for field in ("capacity_bytes", "max_body_bytes", "max_uploads", "idle_timeout_s", "orphan_age_s", "link_gbps"):
+        for field in ("capacity_bytes", "max_body_bytes", "max_uploads", "idle_timeout_s", "orphan_age_s"):
             value = getattr(self, field)
             if value is not None and value <= 0:
                 raise ConfigError(f"{field} is {value}; expected more than 0")
+        if self.link_gbps is not None and (min(self.link_samples) < 0 or not any(self.link_samples)):
+            raise ConfigError(f"link_gbps is {self.link_gbps}; expected 0 or more, and not always 0")
         for field in ("upload_wait_s", "grace_s"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; expected 0 or more")
@@ -47,6 +50,16 @@ class ServerConfig:
                 f"host is {self.host!r}, which others can reach, and there is no token; "
                 "give a token, or allow anybody in with insecure"
             )
+
+    @property
+    def link_samples(self) -> tuple[float, ...]:
+        """``link_gbps``, one after the other; none if the link is not shaped."""
+        match self.link_gbps:
+            case None:
+                return ()
+            case tuple():
+                return self.link_gbps
+        return (self.link_gbps,)
 
     @property
     def has_token(self) -> bool:

@@ -4,6 +4,9 @@ import asyncio
 import time
 from pathlib import Path
 
+import pytest
+
+from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.server import ServerConfig, running_server
 from sgl_kvfetch.server.throttle import Link
 from sgl_kvfetch.stores.http import HttpStore
@@ -50,3 +53,16 @@ async def test_responses_are_shaped(tmp_path: Path) -> None:
             await store.close()
     assert took[1] > 0.8 * len(content) * 8 / 0.1e9  # never faster than the link
     assert 1.5 < took[0] / took[1] < 2.6
+
+
+async def test_a_link_whose_speed_changes_every_second() -> None:
+    link = Link(0.008, 0.0, 0.004)  # 1 MB a second, nothing, half a MB a second
+    assert link._sent_at(100.0, 500_000) == pytest.approx(100.5)
+    assert link._sent_at(100.5, 500_000) == pytest.approx(101.0)
+    assert link._sent_at(101.0, 250_000) == pytest.approx(102.5)
+    assert link._sent_at(100.5, 1_500_000) == pytest.approx(103.5)
+
+
+def test_a_link_that_never_sends_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not always 0"):
+        ServerConfig(Path("store"), link_gbps=(0.0, 0.0))
