@@ -17,6 +17,14 @@ RAW_BYTES = Counter("sgl_kvfetch_raw_bytes", "The same pages as they are in the 
 CORRUPT_CHUNKS = Counter("sgl_kvfetch_corrupt_chunks", "Cells that failed a checksum or did not decode")
 DELETED_SEGMENTS = Counter("sgl_kvfetch_deleted_segments", "Segments deleted because they were corrupt, twice read")
 RETRIES = Counter("sgl_kvfetch_retries", "Requests to the store that were tried again")
+RACES = Counter(
+    "sgl_kvfetch_races",
+    "Second requests beside one that brought nothing or was late, and how they ended",
+    ["kind", "result"],
+)  # lookup, read; won, lost, failed, refused (there were too many)
+REPLICA_FAILURES = Counter(
+    "sgl_kvfetch_replica_failures", "Requests that one of the store's replicas failed", ["replica", "reason"]
+)
 SUSPENSIONS = Counter("sgl_kvfetch_suspensions", "Backends switched off because the model's weights were changed")
 STAGE_SECONDS = Histogram(
     "sgl_kvfetch_stage_seconds",

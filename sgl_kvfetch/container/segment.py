@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import msgspec
@@ -181,6 +182,23 @@ def scales_to_bytes(scales: torch.Tensor) -> bytes:
     return scales.contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
 
+@dataclass(frozen=True, slots=True)
+class CellFrames:
+    """A cell decoded and verified, as frames, with all that restoring them takes.
+
+    ``frames``: of each byte plane, uint8 ``(frames, 3, height, width)``. ``scales``: as in `Quantised`.
+    """
+
+    tensor: TensorName
+    layers: range  # counted from the namespace's first
+    model_layer: int  # the first of them, counted from the model's first
+    tokens: range  # of the sequence
+    layout: FrameLayout
+    frames: tuple[torch.Tensor, ...]
+    scales: torch.Tensor | None
+    quantiser: Quantiser
+
+
 class SegmentReader:
     """Decodes the cells of one variant of a segment."""
 
@@ -222,8 +240,52 @@ class SegmentReader:
         first = self.cell_index(cell) * per_cell
         return self._offsets[first], self._offsets[first + per_cell]
 
+    def span_range_bytes(self, span: int) -> tuple[int, int]:
+        """Bytes ``[start, end)`` of a span in the data object."""
+        per_span = self.manifest.cells_per_span * self.manifest.chunks_per_cell
+        return self._offsets[span * per_span], self._offsets[(span + 1) * per_span]
+
+    def num_integers(self, cell: Cell) -> int:
+        """Of all planes."""
+        m, g = self.manifest, self.geometry
+        per_plane = m.span_tokens(cell.span) * self._num_layers(cell) * g.num_heads * g.head_dim(cell.tensor)
+        return m.planes * per_plane
+
+    @cached_property
+    def variants(self) -> tuple[SegmentReader, ...]:
+        """A reader for each variant that can be decoded here, this one among them."""
+        return tuple(
+            self if variant is self.variant else SegmentReader(self.manifest, self.quantiser, index)
+            for index, variant in enumerate(self.manifest.variants)
+            if variant.codecs <= CODECS.keys()
+        )
+
     def decode_cell(self, cell: Cell, data: bytes | memoryview) -> Quantised:
         """Verify and decode a cell's bytes to integers and scales. Raises CorruptError, FormatError."""
+        pieces = self._verified_pieces(cell, data)
+        scales = self._decode_scales(cell, *pieces.pop(0)) if self.manifest.has_scales else None
+        return Quantised(torch.stack([self._decode_plane(cell, *piece)[1] for piece in pieces]), scales)
+
+    def decode_frames(self, cell: Cell, data: bytes | memoryview) -> CellFrames:
+        """The same, left as frames. Raises CorruptError, FormatError."""
+        pieces = self._verified_pieces(cell, data)
+        scales = self._decode_scales(cell, *pieces.pop(0)) if self.manifest.has_scales else None
+        layers = range(*self.manifest.group_layers(cell.layer_group))
+        first_page, _ = self.manifest.span_range(cell.span)
+        first_token = (self.manifest.first_page + first_page) * self.geometry.page_size
+        return CellFrames(
+            tensor=cell.tensor,
+            layers=layers,
+            model_layer=self.manifest.namespace.first_layer + layers.start,
+            tokens=range(first_token, first_token + self.manifest.span_tokens(cell.span)),
+            layout=self.variant.layout(cell.tensor),
+            frames=tuple(self._decode_plane(cell, *piece)[0] for piece in pieces),
+            scales=scales,
+            quantiser=self.quantiser,
+        )
+
+    def _verified_pieces(self, cell: Cell, data: bytes | memoryview) -> list[tuple[Chunk, memoryview]]:
+        """A cell's chunks with their bitstreams."""
         start, end = self.cell_range(cell)
         if len(data) != end - start:
             raise CorruptError(f"{cell} has {len(data)} bytes, expected {end - start}")
@@ -235,26 +297,28 @@ class SegmentReader:
             piece = view[self._offsets[index] - start :][: chunk.size_bytes]
             _require_checksum(piece, chunk.coded_checksum, f"{cell}, compressed bytes")
             pieces.append((chunk, piece))
-        scales = self._decode_scales(cell, *pieces.pop(0)) if self.manifest.has_scales else None
-        return Quantised(torch.stack([self._decode_plane(cell, *piece) for piece in pieces]), scales)
+        return pieces
 
-    def dequantise_cell(self, cell: Cell, quantised: Quantised) -> torch.Tensor:
-        """``(tokens, layers, heads, dim)`` of the KV dtype."""
+    def dequantise_cell(self, cell: Cell, quantised: Quantised, tokens: slice = slice(None)) -> torch.Tensor:
+        """``(tokens, layers, heads, dim)`` of the KV dtype: of all tokens of the span, or of a run of them."""
         first_layer, _ = self.manifest.group_layers(cell.layer_group)
         first_page, _ = self.manifest.span_range(cell.span)
+        first_token, _, _ = tokens.indices(quantised.integers.shape[1])
+        scales = quantised.scales
         return self.quantiser.dequantise(
-            quantised,
+            Quantised(quantised.integers[:, tokens], None if scales is None else scales[tokens]),
             self.geometry.torch_dtype,
             cell.tensor,
             self.manifest.namespace.first_layer + first_layer,
-            (self.manifest.first_page + first_page) * self.manifest.namespace.page_size,
+            (self.manifest.first_page + first_page) * self.manifest.namespace.page_size + first_token,
         )
 
     def _num_layers(self, cell: Cell) -> int:
         first, end = self.manifest.group_layers(cell.layer_group)
         return end - first
 
-    def _decode_plane(self, cell: Cell, chunk: Chunk, data: memoryview) -> torch.Tensor:
+    def _decode_plane(self, cell: Cell, chunk: Chunk, data: memoryview) -> tuple[torch.Tensor, torch.Tensor]:
+        """Frames and integers."""
         layout = self.variant.layout(cell.tensor)
         num_tokens = self.manifest.span_tokens(cell.span)
         frames = get_codec(chunk.codec).decode(data, layout.num_frames(num_tokens), layout.height, layout.width)
@@ -263,7 +327,7 @@ class SegmentReader:
             frames, num_tokens, self._num_layers(cell), geometry.num_heads, geometry.head_dim(cell.tensor)
         )
         _require_checksum(integers.numpy().data, chunk.decoded_checksum, f"{cell}, decoded integers")
-        return integers
+        return frames, integers
 
     def _decode_scales(self, cell: Cell, chunk: Chunk, data: memoryview) -> torch.Tensor:
         if chunk.codec != _SCALES.name:

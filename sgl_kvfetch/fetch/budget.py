@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from asyncio import FIRST_COMPLETED
 from collections import deque
+from typing import Any
 
 
 class BytesBudget:
@@ -27,19 +29,26 @@ class BytesBudget:
         self._free -= num_bytes
         return True
 
-    async def acquire(self, num_bytes: int) -> None:
-        """Wait for the bytes. More than the capacity counts as the whole of it, so that nothing waits for ever."""
+    async def acquire(self, num_bytes: int, unless: asyncio.Future[Any] | None = None) -> bool:
+        """Wait for the bytes, but no longer than until ``unless`` is done. Whether they were taken.
+
+        More than the capacity counts as the whole of it, so that nothing waits for ever.
+        """
         if self.try_acquire(num_bytes):
-            return
+            return True
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((self._clip(num_bytes), granted))
+        is_taken = False
         try:
-            await granted
-        except asyncio.CancelledError:
-            if granted.done() and not granted.cancelled():
-                self.release(num_bytes)
-            self._grant()
-            raise
+            await asyncio.wait([granted] if unless is None else [granted, unless], return_when=FIRST_COMPLETED)
+            is_taken = granted.done()
+        finally:
+            if not is_taken:  # given up, or cancelled, which may have come too late
+                if granted.done():
+                    self.release(num_bytes)
+                granted.cancel()
+                self._grant()
+        return is_taken
 
     def release(self, num_bytes: int) -> None:
         self._free += self._clip(num_bytes)

@@ -11,18 +11,22 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from functools import partial
 
-from sgl_kvfetch import metrics
+from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.container.manifest import Cell, decode_manifest
 from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.errors import CorruptError, FormatError, KVFetchError, StoreError
 from sgl_kvfetch.fetch.budget import BytesBudget
+from sgl_kvfetch.fetch.link import DecodeRate, Link
 from sgl_kvfetch.fetch.plan import PageSource, ReadUnit, SpanPart, read_units, span_parts
+from sgl_kvfetch.fetch.restore import restore_cell, working_bytes
+from sgl_kvfetch.fetch.rounds import Destination, Round
 from sgl_kvfetch.fetch.sink import GuardedSink
+from sgl_kvfetch.fetch.variants import VariantChooser
 from sgl_kvfetch.stores.base import Store
 
 logger = logging.getLogger(__name__)
@@ -30,22 +34,43 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Progress:
-    """Which spans of one fetch are whole. ``failed_from`` is the first span (in the request's order) that cannot be."""
+    """Which parts of one fetch are whole. ``failed_from`` is the first (in the request's order) that cannot be."""
 
+    parts: list[tuple[Round, SpanPart]]
     cells_left: list[int]
     failed_from: int
     failures: list[KVFetchError] = field(default_factory=list)
-    begun: dict[tuple[str, int], bytes] = field(default_factory=dict)
+    num_units: int = 0  # under way
+    num_waiting: int = 0  # of them, for their destination
 
-    def fail(self, part: int, error: KVFetchError) -> None:
-        self.failures.append(error)
+    def fail(self, part: int, error: KVFetchError | None) -> None:
+        """``error`` is None if nobody wants the part."""
+        if error is not None:
+            self.failures.append(error)
         self.failed_from = min(self.failed_from, part)
 
     @property
     def num_whole(self) -> int:
-        """How many spans from the first on are whole."""
+        """How many parts from the first on are whole."""
         whole = (i for i, left in enumerate(self.cells_left[: self.failed_from]) if left)
         return next(whole, min(self.failed_from, len(self.cells_left)))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all that can be had is there."""
+        return self.num_whole == min(self.failed_from, len(self.parts))
+
+    def end_rounds(self, rounds: Sequence[Round], *, all_of_them: bool) -> None:
+        """End the rounds that are whole, in their order, or all."""
+        num_pages = self.num_pages
+        for each in rounds:
+            if not all_of_them and each.end_page > num_pages:
+                break
+            each.end(max(0, min(num_pages, each.end_page) - each.first_page))
+
+    @property
+    def num_pages(self) -> int:
+        return sum(len(part.request_pages) for _, part in self.parts[: self.num_whole])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,132 +78,261 @@ class FetchResult:
     num_pages: int  # from the first page asked for, restored without a gap
     failures: tuple[KVFetchError, ...]
     timed_out: bool
+    starved: bool = False  # timed out since nobody gave a destination, which is not the store's fault
+
+
+class _SettledError(Exception):
+    """Ends a fetch of which no more can be had."""
 
 
 class Fetcher:
     """Fetches pages from one store. Belongs to one event loop."""
 
     def __init__(
-        self, store: Store, decode_pool: Executor, *, read_bytes: int, inflight_bytes: int, may_delete: bool
+        self,
+        store: Store,
+        decode_pool: Executor,
+        *,
+        read_bytes: int,
+        inflight_bytes: int,
+        may_delete: bool,
+        decode_threads: int = 1,
+        decode_bytes: int | None = None,
+        chooser: Callable[[Link], VariantChooser] | None = None,
     ) -> None:
-        """``may_delete``: whether segments that prove corrupt are deleted, so that they can be written again."""
+        """``may_delete``: whether segments that prove corrupt are deleted, so that they can be written again.
+        ``decode_bytes`` bounds the frames and values that are on their way from bitstreams to pages; None: the threads
+        of the pool, ``decode_threads``, do. ``chooser`` makes what chooses among a segment's variants, and decodes on a
+        pool of its own; None: the first variant that can be decoded is read."""
         self._store = store
         self._decode_pool = decode_pool
         self._read_bytes = read_bytes
-        # Half each, so that reads ahead, which nobody may come for, never keep a fetch from its bytes.
+        # Half each, so that bytes that wait for pages never keep those from coming that have theirs.
         self._ahead_budget = BytesBudget(max(1, inflight_bytes // 2))
         self._fetch_budget = BytesBudget(max(1, inflight_bytes - inflight_bytes // 2))
+        self._decode_budget = None if decode_bytes is None else BytesBudget(decode_bytes)
+        self.link = Link()
+        self.decode_rate = DecodeRate(decode_threads)
+        self._chooser = None if chooser is None else chooser(self.link)
         self._may_delete = may_delete
         self._condemning: dict[str, asyncio.Task[None]] = {}
         self._ahead: dict[tuple[str, int], tuple[ReadUnit, asyncio.Task[bytes], asyncio.TimerHandle]] = {}
+        self._chosen: dict[tuple[str, Cell], ReadUnit] = {}  # what is read ahead, by segment and first cell
         # Bytes of spans that fetches used in part: SGLang fetches in batches of 128 pages, and the next batch, or the
         # next turn of a conversation, begins with the rest.
         self._begun: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._begun_bytes = inflight_bytes // 8
 
+    def close(self) -> None:
+        """Give back threads of its own. Fetches must be over."""
+        if self._chooser is not None:
+            self._chooser.pool.close()
+
     def read_ahead(self, sources: Sequence[PageSource], expire_s: float) -> None:
         """Begin to transmit what these pages need, as far as there is room, and keep it for ``expire_s``."""
         loop = asyncio.get_running_loop()
-        for part in span_parts(sources):
-            for unit in read_units(part.reader, part.span, self._read_bytes):
+        parts = span_parts(sources)
+        num_cells = sum(part.reader.manifest.cells_per_span for part in parts)
+        for part in parts:
+            for unit in self._units(part, num_cells):
                 if unit.key in self._ahead or unit.key in self._begun:
                     continue
                 if not self._ahead_budget.try_acquire(unit.size_bytes):
                     return
-                task = loop.create_task(self._transmit(unit))
+                self._chosen[unit.cells_key] = unit
+                task = loop.create_task(self._transmit(unit, ""))
                 task.add_done_callback(_retrieve_exception)
                 self._ahead[unit.key] = unit, task, loop.call_later(expire_s, self._expire, unit.key)
 
     async def fetch(
         self, sources: Sequence[PageSource], pool_pages: Sequence[int], sink: GuardedSink, timeout_s: float
     ) -> FetchResult:
-        """Restore pages into ``pool_pages`` through ``sink``.
-
-        Returns within about ``timeout_s``; what failed or came too late is left out of ``num_pages``. The pool pages
-        beyond it may have been written in part. Never raises a domain error.
-        """
+        """Restore pages into ``pool_pages`` through ``sink``: `fetch_rounds` in one whose destination is known."""
         assert len(sources) == len(pool_pages)
-        parts = span_parts(sources)
-        progress = _Progress([part.reader.manifest.cells_per_span for part in parts], len(parts))
+        only = Round(0, len(sources))
+        only.give(Destination(pool_pages, sink))
+        return await self.fetch_rounds(sources, [only], timeout_s)
+
+    async def fetch_rounds(
+        self,
+        sources: Sequence[PageSource],
+        rounds: Sequence[Round],
+        timeout_s: float,
+        *,
+        request_id: str = "",
+        on_requested: Callable[[], None] | None = None,
+    ) -> FetchResult:
+        """Restore pages to where ``rounds``, which follow one another and cover all of them, say.
+
+        Bytes come before there is a destination for them, as far as there is room. A round ends, in its turn, as soon
+        as all its pages are restored; when this returns or raises, all have ended. Returns within about ``timeout_s``;
+        what failed or came too late is left out of ``num_pages``, and the pages beyond may have been written in part.
+        ``on_requested`` is called when the link could serve another fetch beside this one, unless this one ends first.
+        Never raises a domain error. ``request_id`` is for the timeline.
+        """
+        parts = [(each, part) for each in rounds for part in span_parts(sources[each.first_page : each.end_page])]
+        progress = _Progress(parts, [part.reader.manifest.cells_per_span for _, part in parts], len(parts))
         timed_out = False
         try:
-            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
-                for index, part in enumerate(parts):
-                    destination = [pool_pages[i] for i in part.request_pages]
-                    for unit in read_units(part.reader, part.span, self._read_bytes):
-                        if index >= progress.failed_from:
-                            break
-                        await self._fetch_budget.acquire(unit.size_bytes)
-                        task = group.create_task(self._run_unit(unit, index, part, destination, sink, progress))
-                        # Not in the task itself: one that is cancelled before its first step runs no line of it.
-                        task.add_done_callback(partial(self._release, unit))
+            async with asyncio.timeout(timeout_s):
+                await self._run(rounds, progress, request_id, on_requested)
         except TimeoutError:
             timed_out = True
         finally:
-            sink.close()
-        self._keep_begun(progress.begun)
-        num_pages = sum(len(part.request_pages) for part in parts[: progress.num_whole])
-        return FetchResult(num_pages, tuple(progress.failures), timed_out)
+            progress.end_rounds(rounds, all_of_them=True)
+        starved = timed_out and progress.num_units == progress.num_waiting
+        return FetchResult(progress.num_pages, tuple(progress.failures), timed_out and not starved, starved)
+
+    async def _run(
+        self, rounds: Sequence[Round], progress: _Progress, request_id: str, on_requested: Callable[[], None] | None
+    ) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, (each, part) in enumerate(progress.parts):
+                    for unit in self._units(part, sum(progress.cells_left[index:])):
+                        if index >= progress.failed_from:
+                            return
+                        if self._chooser is not None:
+                            await self.link.has_room()  # so that what comes next is chosen as late as can be
+                        budget = await self._acquire(unit, each)
+                        task = group.create_task(self._run_unit(unit, index, rounds, progress, request_id))
+                        # Not in the task itself: one that is cancelled before its first step runs no line of it.
+                        task.add_done_callback(partial(self._release, unit, budget))
+                if on_requested is not None:
+                    await asyncio.sleep(0)  # the last one's turn to ask for its bytes
+                    await self.link.has_room()
+                    on_requested()
+        except* _SettledError:
+            pass
+
+    async def _acquire(self, unit: ReadUnit, each: Round) -> BytesBudget:
+        """Room for the unit's bytes."""
+        unknown = not each.destination.done()
+        if unknown and await self._ahead_budget.acquire(unit.size_bytes, unless=each.destination):
+            return self._ahead_budget
+        await self._fetch_budget.acquire(unit.size_bytes)
+        return self._fetch_budget
 
     async def _run_unit(
-        self,
-        unit: ReadUnit,
-        index: int,
-        part: SpanPart,
-        pool_pages: list[int],
-        sink: GuardedSink,
-        progress: _Progress,
+        self, unit: ReadUnit, index: int, rounds: Sequence[Round], progress: _Progress, request_id: str
     ) -> None:
         """One unit through all three stages."""
-        loop = asyncio.get_running_loop()
+        each, part = progress.parts[index]
+        progress.num_units += 1
         try:
-            if index >= progress.failed_from:
-                return
-            data = await self._bytes_of(unit)
-            await asyncio.gather(
-                *(
-                    loop.run_in_executor(
-                        self._decode_pool, _restore, unit, cell, data, part.span_pages, pool_pages, sink
+            data = await self._bytes_of(unit, request_id)
+            each.want()
+            progress.num_waiting += 1
+            destination = await asyncio.shield(each.destination)
+            progress.num_waiting -= 1
+            if destination is None:
+                progress.fail(index, None)
+            else:
+                pool_pages = [destination.pool_pages[i] for i in part.request_pages]
+                await asyncio.gather(
+                    *(
+                        self._restore(unit, cell, data, part.span_pages, pool_pages, destination.sink, request_id)
+                        for cell in unit.cells
                     )
-                    for cell in unit.cells
                 )
-            )
-            progress.cells_left[index] -= len(unit.cells)
-            if index == len(progress.cells_left) - 1 and part.is_begun:
-                progress.begun[unit.key] = data
+                progress.cells_left[index] -= len(unit.cells)
+                if part.is_begun and part.request_pages[-1] == each.end_page - each.first_page - 1:
+                    self._keep_begun(unit, data)
         except KVFetchError as e:
             if isinstance(e, FormatError):
                 metrics.CORRUPT_CHUNKS.inc()
                 self._condemn(unit)
             progress.fail(index, e)
+        progress.num_units -= 1
+        progress.end_rounds(rounds, all_of_them=False)
+        if progress.is_settled:
+            raise _SettledError
 
-    def _release(self, unit: ReadUnit, _: asyncio.Task[None]) -> None:
-        self._fetch_budget.release(unit.size_bytes)
+    async def _restore(
+        self,
+        unit: ReadUnit,
+        cell: Cell,
+        data: bytes,
+        span_pages: Sequence[int],
+        pool_pages: list[int],
+        sink: GuardedSink,
+        request_id: str,
+    ) -> None:
+        """One cell, on the decode pool."""
+        piece, size_bytes = unit.piece(cell, data), working_bytes(unit.reader, cell)
+        if self._decode_budget is not None:
+            await self._decode_budget.acquire(size_bytes)
+        try:
+            future = self._submit(
+                unit.reader,
+                cell,
+                partial(restore_cell, unit.reader, cell, piece, span_pages, pool_pages, sink, request_id),
+            )
+        except BaseException:
+            self._restored(size_bytes)
+            raise
+        loop = asyncio.get_running_loop()
+        # The memory is in use until the thread is done with it, whether or not somebody still waits for that.
+        future.add_done_callback(lambda _: _call_soon(loop, partial(self._restored, size_bytes)))
+        seconds = await asyncio.wrap_future(future)
+        self.decode_rate.add(len(piece), seconds)
+
+    def _submit(self, reader: SegmentReader, cell: Cell, job: Callable[[], float]) -> Future[float]:
+        if self._chooser is not None and (variant := self._chooser.profile_variant(reader)) is not None:
+            return self._chooser.pool.submit(variant, lambda _: job(), work=self._chooser.work(reader, cell))
+        return self._decode_pool.submit(job)
+
+    def _units(self, part: SpanPart, num_cells_left: int) -> Iterator[ReadUnit]:
+        """What to read of a span: in the variant that is best at the moment when the unit is asked for, unless it is on
+        its way already."""
+        if self._chooser is None:
+            yield from read_units(part.reader, part.span, self._read_bytes)
+            return
+        for run in self._chooser.runs(part.reader, part.span):
+            unit = self._chosen.get((part.reader.manifest.key.stem, run[0]))
+            if unit is None:
+                reader = self._chooser.choose(part.reader, run, num_cells_left)
+                unit = ReadUnit(reader, run, reader.cell_range(run[0])[0], reader.cell_range(run[-1])[1])
+            num_cells_left -= len(run)
+            yield unit
+
+    def _restored(self, size_bytes: int) -> None:
+        if self._decode_budget is not None:
+            self._decode_budget.release(size_bytes)
+
+    def _release(self, unit: ReadUnit, budget: BytesBudget, _: asyncio.Task[None]) -> None:
+        budget.release(unit.size_bytes)
         self._report_queue()
 
-    async def _bytes_of(self, unit: ReadUnit) -> bytes:
+    async def _bytes_of(self, unit: ReadUnit, request_id: str) -> bytes:
         if unit.key in self._begun:
             return self._begun[unit.key]
         if unit.key not in self._ahead:
-            return await self._transmit(unit)
+            return await self._transmit(unit, request_id)
         _, task, timer = self._ahead.pop(unit.key)
+        self._chosen.pop(unit.cells_key, None)
         timer.cancel()  # it holds the task, and so the bytes
         try:
             return await task
         finally:
             self._ahead_budget.release(unit.size_bytes)
 
-    def _keep_begun(self, begun: dict[tuple[str, int], bytes]) -> None:
-        """Keep these, and as many older ones as there is room for."""
-        for key, data in begun.items():
-            self._begun[key] = data
-            self._begun.move_to_end(key)
-        while len(self._begun) > len(begun) and sum(map(len, self._begun.values())) > self._begun_bytes:
-            self._begun.popitem(last=False)
+    def _keep_begun(self, unit: ReadUnit, data: bytes) -> None:
+        """Keep these bytes, and as many older ones as there is room for, but all of one span."""
+        self._begun[unit.key] = data
+        self._begun.move_to_end(unit.key)
+        name, span = unit.reader.data_name, unit.cells[0].span
+        first, end = unit.reader.span_range_bytes(span)
+        while sum(map(len, self._begun.values())) > self._begun_bytes:
+            oldest_name, oldest_start = oldest = next(iter(self._begun))
+            if oldest_name == name and first <= oldest_start < end:
+                return
+            del self._begun[oldest]
 
     def _expire(self, key: tuple[str, int]) -> None:
         """Nobody is to use a read ahead any more."""
         unit, task, timer = self._ahead.pop(key)
+        self._chosen.pop(unit.cells_key, None)
         timer.cancel()
         task.cancel()
         self._ahead_budget.release(unit.size_bytes)
@@ -196,7 +350,7 @@ class Fetcher:
     async def _delete_if_corrupt(self, unit: ReadUnit) -> None:
         loop = asyncio.get_running_loop()
         try:
-            data = await self._transmit(unit)
+            data = await self._transmit(unit, "")
             for cell in unit.cells:
                 await loop.run_in_executor(self._decode_pool, unit.reader.decode_cell, cell, unit.piece(cell, data))
         except StoreError as e:
@@ -221,36 +375,26 @@ class Fetcher:
         # Not its data: they are garbage now, and may be under way anew from a writer, under the same name.
         await self._store.delete(name)
 
-    async def _transmit(self, unit: ReadUnit) -> bytes:
+    async def _transmit(self, unit: ReadUnit, request_id: str) -> bytes:
         started_s = time.monotonic()
-        data = await self._store.get(unit.reader.data_name, unit.start, unit.size_bytes)
+        data = None
+        self.link.started(unit.size_bytes)
+        try:
+            data = await self._store.get(unit.reader.data_name, unit.start, unit.size_bytes)
+        finally:
+            self.link.ended(unit.size_bytes, started_s, is_whole=data is not None)
         if data is None:
             raise StoreError("missing", f"{unit.reader.data_name} is gone")
-        metrics.STAGE_SECONDS.labels("transmit").observe(time.monotonic() - started_s)
+        ended_s = time.monotonic()
+        metrics.STAGE_SECONDS.labels("transmit").observe(ended_s - started_s)
         metrics.WIRE_BYTES.labels("read").inc(len(data))
+        timeline.add(request_id, "transmit", started_s, ended_s)
         self._report_queue()
         return data
 
     def _report_queue(self) -> None:
         used = self._ahead_budget.used_bytes + self._fetch_budget.used_bytes
         metrics.QUEUED_BYTES.labels("read").set(used)
-
-
-def _restore(
-    unit: ReadUnit, cell: Cell, data: bytes, span_pages: Sequence[int], pool_pages: list[int], sink: GuardedSink
-) -> None:
-    """Decode one cell and write the wanted pages of it. Runs on the decode pool."""
-    reader = unit.reader
-    started_s = time.monotonic()
-    quantised = reader.decode_cell(cell, unit.piece(cell, data))
-    decoded_s = time.monotonic()
-    values = reader.dequantise_cell(cell, quantised)
-    values = values.view(-1, reader.geometry.page_size, *values.shape[1:])  # (pages, page_size, layers, heads, dim)
-    if len(span_pages) < values.shape[0]:
-        values = values[list(span_pages)]
-    sink.write(cell.tensor, reader.manifest.group_layers(cell.layer_group)[0], pool_pages, values)
-    metrics.STAGE_SECONDS.labels("decode").observe(decoded_s - started_s)
-    metrics.STAGE_SECONDS.labels("restore").observe(time.monotonic() - decoded_s)
 
 
 def failure_reason(error: KVFetchError) -> str:
@@ -263,6 +407,12 @@ def failure_reason(error: KVFetchError) -> str:
         case FormatError():
             return "format"
     return type(error).__name__.removesuffix("Error").lower()
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    """From any thread. Nothing, if the loop is no more."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function)
 
 
 def _retrieve_exception(task: asyncio.Task[bytes]) -> None:

@@ -11,12 +11,12 @@ from sgl_kvfetch import metrics
 from sgl_kvfetch.container.manifest import decode_manifest
 from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
-from sgl_kvfetch.fetch.breaker import Breaker
 from sgl_kvfetch.fetch.fetcher import FetchResult
 from sgl_kvfetch.fetch.plan import PageSource
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.quant import Quantiser
 from sgl_kvfetch.stores.base import Store
+from sgl_kvfetch.stores.breaker import Breaker
 
 _MAX_KNOWN_PAGES = 1 << 15  # remembered between a lookup and its fetch
 

@@ -47,6 +47,11 @@ class ReadUnit:
         return self.reader.data_name, self.start
 
     @property
+    def cells_key(self) -> tuple[str, Cell]:
+        """Which cells, whatever the variant."""
+        return self.reader.manifest.key.stem, self.cells[0]
+
+    @property
     def size_bytes(self) -> int:
         return self.end - self.start
 
@@ -71,6 +76,11 @@ def span_parts(sources: Sequence[PageSource]) -> list[SpanPart]:
         parts.append(SpanPart(reader, span, tuple(range(request_page, request_page + len(places))), tuple(places)))
         request_page += len(places)
     return parts
+
+
+def total_bytes(sources: Sequence[PageSource]) -> int:
+    """What has to be read for these pages: spans whole."""
+    return sum(end - start for part in span_parts(sources) for start, end in [part.reader.span_range_bytes(part.span)])
 
 
 def read_units(reader: SegmentReader, span: int, read_bytes: int) -> Iterator[ReadUnit]:

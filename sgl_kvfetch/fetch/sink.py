@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from sgl_kvfetch.container.segment import CellFrames
 from sgl_kvfetch.types import TensorName
+
+Guard = Callable[[Callable[[], None]], bool]
 
 
 class PagePool(ABC):
@@ -23,20 +26,33 @@ class PagePool(ABC):
         """A copy of all layers of ``pages``."""
 
 
+class FramePool(PagePool):
+    """A pool that dequantises for itself, where its pages are."""
+
+    @abstractmethod
+    def restore(self, cell: CellFrames, span_pages: Sequence[int], pages: Sequence[int], guarded: Guard) -> None:
+        """Restore pages ``span_pages`` of the cell's span into ``pages``. Nothing is written to them but within
+        ``guarded``, and nothing after it has said False. Raises UnsupportedError."""
+
+
 class GuardedSink:
     """Writes to a pool until it is closed, and not a byte after: the pages' owner may give them to someone else."""
 
     def __init__(self, pool: PagePool) -> None:
-        self._pool = pool
+        self.pool = pool
         self._lock = threading.Lock()
         self._closed = False
 
     def write(self, tensor: TensorName, first_layer: int, pages: Sequence[int], values: torch.Tensor) -> bool:
         """True if the values were written, False if the sink was closed before."""
+        return self.run(lambda: self.pool.write(tensor, first_layer, pages, values))
+
+    def run(self, write: Callable[[], None]) -> bool:
+        """True if ``write`` was called, False if the sink was closed before."""
         with self._lock:
             if self._closed:
                 return False
-            self._pool.write(tensor, first_layer, pages, values)
+            write()
             return True
 
     def close(self) -> None:

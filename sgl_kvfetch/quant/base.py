@@ -9,6 +9,7 @@ import torch
 
 from sgl_kvfetch.layout.choose import default_layout
 from sgl_kvfetch.layout.frames import FrameLayout
+from sgl_kvfetch.quant.inverse import Inverse
 from sgl_kvfetch.types import TensorName
 
 
@@ -50,6 +51,10 @@ class Quantiser(ABC):
         self, quantised: Quantised, dtype: torch.dtype, tensor: TensorName, first_layer: int, first_token: int = 0
     ) -> torch.Tensor:
         """The inverse, up to rounding: ``(tokens, layers, heads, dim)`` of ``dtype``."""
+
+    @abstractmethod
+    def inverse_of(self, tensor: TensorName, first_layer: int, num_layers: int) -> Inverse:
+        """What ``dequantise`` needs for these of the model's layers, for kernels that do it elsewhere."""
 
     def layout(
         self, tensor: TensorName, num_heads: int, head_dim: int, span_tokens: int, resolution: str

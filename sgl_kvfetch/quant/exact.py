@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sgl_kvfetch.quant.base import Quantised, Quantiser
+from sgl_kvfetch.quant.inverse import ByteInverse
 from sgl_kvfetch.types import TensorName
 
 
@@ -35,3 +36,6 @@ class ExactQuantiser(Quantiser):
         assert rotated.shape[0] == dtype.itemsize
         planes = (rotated >> 1) | (rotated.roll(-1, 0) << 7)
         return planes.movedim(0, -1).contiguous().flatten(-2).view(dtype)
+
+    def inverse_of(self, tensor: TensorName, first_layer: int, num_layers: int) -> ByteInverse:
+        return ByteInverse()

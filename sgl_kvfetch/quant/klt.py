@@ -19,6 +19,7 @@ from sgl_kvfetch.layout.choose import channel_layout
 from sgl_kvfetch.layout.frames import FrameLayout
 from sgl_kvfetch.layout.tiling import layout_of
 from sgl_kvfetch.quant.base import Quantised, Quantiser
+from sgl_kvfetch.quant.inverse import TransformInverse
 from sgl_kvfetch.quant.profile import Profile
 from sgl_kvfetch.quant.rope import rotate, unrotate
 from sgl_kvfetch.types import TENSORS, TensorName
@@ -59,6 +60,9 @@ class KltIntegers(Quantiser):
     def dequantise(
         self, quantised: Quantised, dtype: torch.dtype, tensor: TensorName, first_layer: int, first_token: int = 0
     ) -> torch.Tensor:
+        self._needs_profile()
+
+    def inverse_of(self, tensor: TensorName, first_layer: int, num_layers: int) -> TransformInverse:
         self._needs_profile()
 
     def layout(
@@ -157,6 +161,11 @@ class KltQuantiser(KltIntegers):
             x = rotate(x, rope.table(first_token, x.shape[0], x.device), rope)
         largest = torch.finfo(dtype).max
         return x.clamp(-largest, largest).to(dtype)
+
+    def inverse_of(self, tensor: TensorName, first_layer: int, num_layers: int) -> TransformInverse:
+        layers = slice(first_layer, first_layer + num_layers)
+        rope = self.profile.rope if tensor == "k" else None
+        return TransformInverse(self.inverse[tensor][layers], self.step, self.mean[tensor][layers], rope)
 
 
 def _through(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from sgl_kvfetch.errors import ConfigError, QuantiseError
 from sgl_kvfetch.quant.base import Quantised, Quantiser
+from sgl_kvfetch.quant.inverse import StepInverse
 from sgl_kvfetch.types import TensorName
 
 MIN_BINS, MAX_BINS = 4, 256
@@ -79,6 +80,9 @@ class SymmetricQuantiser(Quantiser):
         integers = quantised.integers[0].to(torch.float32)
         step = quantised.scales.to(torch.float32).unsqueeze(-1)  # (tokens, layers, heads or 1, 1)
         return ((integers - self._centre_tensor(integers, tensor, first_layer)) * step).to(dtype)
+
+    def inverse_of(self, tensor: TensorName, first_layer: int, num_layers: int) -> StepInverse:
+        return StepInverse(tuple(self.centres(tensor, first_layer, num_layers)))
 
     def _centre_tensor(self, like: torch.Tensor, tensor: TensorName, first_layer: int) -> torch.Tensor:
         centres = self.centres(tensor, first_layer, like.shape[1])

@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
-from sgl_kvfetch.fetch.breaker import Breaker
 from sgl_kvfetch.fetch.budget import BytesBudget
+from sgl_kvfetch.stores.breaker import Breaker
 
 
 async def test_a_budget_is_first_come_first_served() -> None:

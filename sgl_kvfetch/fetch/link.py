@@ -1,0 +1,89 @@
+"""What comes over the link, how fast, and whether there is room for more."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+
+from sgl_kvfetch.adapt.estimate import Transfer
+
+# A link is full while more is asked of it than it brings in this time: then the next fetch would only slow down the
+# present one. Less, and it would idle until the next one is asked for.
+_FULL_S = 0.1
+_UNKNOWN_BPS = 1e9  # what it is taken for at first, the slowest link that we are made for
+_NUM_KEPT = 16
+_STALE_S = 30.0  # links change
+
+
+class Link:
+    """Counts transfers. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._transfers: deque[Transfer] = deque(maxlen=_NUM_KEPT)
+        self._outstanding_bytes = 0
+        self._waiting: list[asyncio.Future[None]] = []
+
+    @property
+    def outstanding_bytes(self) -> int:
+        """Asked for, and not here yet."""
+        return self._outstanding_bytes
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The last ones, the oldest first."""
+        return tuple(self._transfers)
+
+    @property
+    def is_full(self) -> bool:
+        goodput_bps = self.goodput_bps(time.monotonic()) or _UNKNOWN_BPS
+        return self._outstanding_bytes > goodput_bps / 8 * _FULL_S
+
+    def goodput_bps(self, now_s: float) -> float | None:
+        """Of all transfers together, over the time in which any ran. None if nothing came lately."""
+        if not self._transfers or self._transfers[-1].end_s < now_s - _STALE_S:
+            return None
+        busy_s, until_s = 0.0, float("-inf")
+        for transfer in sorted(self._transfers, key=lambda t: t.start_s):
+            busy_s += max(0.0, transfer.end_s - max(transfer.start_s, until_s))
+            until_s = max(until_s, transfer.end_s)
+        return sum(t.size_bytes for t in self._transfers) * 8 / busy_s
+
+    def started(self, size_bytes: int) -> None:
+        self._outstanding_bytes += size_bytes
+
+    def ended(self, size_bytes: int, started_s: float, *, is_whole: bool) -> None:
+        """``is_whole``: all bytes came; otherwise it failed, or was given up."""
+        self._outstanding_bytes -= size_bytes
+        now_s = time.monotonic()
+        if is_whole and size_bytes and now_s > started_s:
+            self._transfers.append(Transfer(size_bytes, started_s, now_s))
+        if not self.is_full:
+            for waiting in self._waiting:
+                if not waiting.done():
+                    waiting.set_result(None)
+            self._waiting.clear()
+
+    async def has_room(self) -> None:
+        """Wait until the link is not full."""
+        while self.is_full:
+            waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiting)
+            await waiting
+
+
+class DecodeRate:
+    """How fast bitstreams become values, of late. Used on one thread."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._cells: deque[tuple[int, float]] = deque(maxlen=64)
+
+    def add(self, size_bytes: int, seconds: float) -> None:
+        self._cells.append((size_bytes, seconds))
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Compressed bytes, on all threads together. None before the first cell."""
+        seconds = sum(s for _, s in self._cells)
+        return self._num_threads * sum(size for size, _ in self._cells) / seconds if seconds > 0 else None

@@ -1,0 +1,177 @@
+"""Fetches whose pages get their destination late, in rounds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from sgl_kvfetch.fetch.fetcher import Fetcher, FetchResult
+from sgl_kvfetch.fetch.plan import read_units
+from sgl_kvfetch.fetch.restore import working_bytes
+from sgl_kvfetch.fetch.rounds import Destination, Round
+from sgl_kvfetch.fetch.sink import GuardedSink
+from tests.fetch.test_fetcher import MemoryPool, Segment, SpoiltStore, fetcher, holds, segment, sources, store
+
+__all__ = ["fetcher", "segment", "store"]  # fixtures
+
+
+def give(each: Round, pool: MemoryPool) -> None:
+    each.give(Destination(list(range(each.first_page, each.end_page)), GuardedSink(pool)))
+
+
+async def start(
+    fetcher: Fetcher, segment: Segment, ends: Sequence[int], timeout_s: float = 10
+) -> tuple[list[Round], asyncio.Task[FetchResult]]:
+    rounds = [Round(first, end) for first, end in zip((0, *ends), ends, strict=False)]
+    task = asyncio.create_task(fetcher.fetch_rounds(sources(segment, range(ends[-1])), rounds, timeout_s))
+    return rounds, task
+
+
+def assert_nothing_held(fetcher: Fetcher) -> None:
+    assert fetcher._ahead_budget.used_bytes == fetcher._fetch_budget.used_bytes == 0
+    assert fetcher.link.outstanding_bytes == 0
+
+
+async def test_bytes_come_before_there_is_a_destination(fetcher: Fetcher, segment: Segment) -> None:
+    rounds, task = await start(fetcher, segment, [4, 8])
+    assert await asyncio.shield(rounds[0].wanted)
+    await asyncio.sleep(0.05)
+    assert 0 < fetcher._ahead_budget.used_bytes <= 2000
+    assert fetcher._fetch_budget.used_bytes == 0
+    pool = MemoryPool(8)
+    for each in rounds:
+        give(each, pool)
+    assert await task == FetchResult(8, (), False)
+    assert holds(pool, segment, range(8), range(8))
+    assert_nothing_held(fetcher)
+
+
+async def test_a_round_ends_while_the_next_one_waits(fetcher: Fetcher, segment: Segment) -> None:
+    rounds, task = await start(fetcher, segment, [2, 8])
+    pool = MemoryPool(8)
+    give(rounds[0], pool)
+    assert await asyncio.shield(rounds[0].done) == 2
+    assert holds(pool, segment, range(2), range(2))
+    assert await asyncio.shield(rounds[1].wanted)
+    assert not rounds[1].done.done()
+    give(rounds[1], pool)
+    assert (await task).num_pages == 8
+    assert holds(pool, segment, range(8), range(8))
+
+
+async def test_rounds_end_in_their_order(fetcher: Fetcher, segment: Segment) -> None:
+    rounds, task = await start(fetcher, segment, [2, 4])
+    pool = MemoryPool(8)
+    give(rounds[1], pool)
+    await asyncio.sleep(0.1)
+    assert not rounds[1].done.done()
+    give(rounds[0], pool)
+    assert (await task).num_pages == 4
+    assert [each.done.result() for each in rounds] == [2, 2]
+
+
+async def test_a_round_may_end_inside_a_span(fetcher: Fetcher, segment: Segment) -> None:
+    rounds, task = await start(fetcher, segment, [3, 5])
+    pool = MemoryPool(8)
+    for each in rounds:
+        give(each, pool)
+    assert (await task).num_pages == 5
+    assert holds(pool, segment, range(5), range(5))
+
+
+async def test_nobody_wants_the_second_round(fetcher: Fetcher, segment: Segment) -> None:
+    rounds, task = await start(fetcher, segment, [4, 8])
+    pool = MemoryPool(8)
+    rounds[1].give(None)
+    give(rounds[0], pool)
+    assert await task == FetchResult(4, (), False)
+    assert all(pool.is_poisoned(page) for page in range(4, 8))
+    assert_nothing_held(fetcher)
+
+
+async def test_a_failure_ends_a_fetch_whose_later_rounds_wait(
+    fetcher: Fetcher, segment: Segment, store: SpoiltStore
+) -> None:
+    wanted = sources(segment, range(8))
+    store.fail_from = next(read_units(wanted[0].reader, 2, 600)).start
+    rounds, task = await start(fetcher, segment, [2, 8])
+    pool = MemoryPool(8)
+    give(rounds[0], pool)
+    give(rounds[1], pool)
+    result = await asyncio.wait_for(task, 5)
+    assert (result.num_pages, result.timed_out) == (4, False)
+    assert [each.done.result() for each in rounds] == [2, 2]
+    assert_nothing_held(fetcher)
+
+
+async def test_a_deadline_that_passes_for_want_of_a_destination_is_not_the_stores_fault(
+    fetcher: Fetcher, segment: Segment
+) -> None:
+    rounds, task = await start(fetcher, segment, [4, 8], timeout_s=0.3)
+    pool = MemoryPool(8)
+    give(rounds[0], pool)
+    assert await task == FetchResult(4, (), timed_out=False, starved=True)
+    late = GuardedSink(pool)
+    rounds[1].give(Destination([0, 1, 2, 3], late))
+    assert not late.write("k", 0, [0], pool.read("k", [0]))
+    assert_nothing_held(fetcher)
+
+
+async def test_a_store_that_hangs_is_at_fault(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
+    store.delay_s = 60
+    rounds, task = await start(fetcher, segment, [4, 8], timeout_s=0.2)
+    result = await task
+    assert (result.timed_out, result.starved) == (True, False)
+    assert rounds[0].wanted.result() is False
+    assert_nothing_held(fetcher)
+
+
+@pytest.mark.parametrize("moment_s", [0, 0.02, 0.1])
+async def test_a_cancelled_fetch_leaves_nothing_behind(fetcher: Fetcher, segment: Segment, moment_s: float) -> None:
+    rounds, task = await start(fetcher, segment, [4, 8])
+    give(rounds[0], MemoryPool(8))
+    await asyncio.sleep(moment_s)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    if moment_s:  # one that is cancelled before its first step runs no line of it
+        assert all(each.done.done() for each in rounds)
+    await asyncio.sleep(0.05)
+    assert_nothing_held(fetcher)
+
+
+async def test_what_is_decoded_is_bounded(store: SpoiltStore, segment: Segment) -> None:
+    wanted = sources(segment, range(8))
+    reader = wanted[0].reader
+    largest = max(working_bytes(reader, cell) for span in range(4) for cell in reader.manifest.span_cells(span))
+    most = 0
+
+    class Watched(MemoryPool):
+        def write(self, *args: object) -> None:
+            nonlocal most
+            assert bounded._decode_budget is not None
+            most = max(most, bounded._decode_budget.used_bytes)
+            super().write(*args)  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(4) as threads:
+        bounded = Fetcher(
+            store,
+            threads,
+            read_bytes=600,
+            inflight_bytes=1 << 20,
+            may_delete=False,
+            decode_threads=4,
+            decode_bytes=2 * largest,
+        )
+        pool = Watched(8)
+        result = await bounded.fetch(wanted, range(8), GuardedSink(pool), 10)
+        assert result.num_pages == 8
+        assert holds(pool, segment, range(8), range(8))
+        await asyncio.sleep(0.05)
+        assert bounded._decode_budget is not None
+        assert bounded._decode_budget.used_bytes == 0
+    assert largest <= most <= 2 * largest
+    assert bounded.decode_rate.bytes_per_s is not None

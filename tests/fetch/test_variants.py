@@ -1,0 +1,140 @@
+"""Fetches that choose among a segment's variants as they go."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from sgl_kvfetch.adapt.policy import LookAhead, MinimalBubble, Policy, Situation
+from sgl_kvfetch.adapt.profile import DecodeProfile, VariantProfile
+from sgl_kvfetch.container.segment import CodedSegment, SegmentReader
+from sgl_kvfetch.encode.targets import make_targets
+from sgl_kvfetch.encode.transcode import transcode
+from sgl_kvfetch.fetch.fetcher import Fetcher
+from sgl_kvfetch.fetch.link import Link
+from sgl_kvfetch.fetch.plan import PageSource
+from sgl_kvfetch.fetch.sink import GuardedSink
+from sgl_kvfetch.fetch.variants import VariantChooser
+from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.write.commit import commit_segment
+from tests.fetch.test_fetcher import MemoryPool, Segment, SpoiltStore, holds, segment, store
+
+__all__ = ["segment", "store"]  # fixtures
+
+# As if the smaller one (of these numbers, zstd's) were slow to decode.
+PROFILE = DecodeProfile(
+    device="made up",
+    source="for tests",
+    variants=(
+        VariantProfile(name="zstd", size_bytes=1000, decode_s=(0.2, 0.2)),
+        VariantProfile(name="hevc 240p", size_bytes=2000, decode_s=(0.001, 0.001)),
+    ),
+)
+
+
+class Recorder:
+    """Chooses in turn, and keeps what it was told."""
+
+    name = "recorder"
+
+    def __init__(self) -> None:
+        self.situations: list[Situation] = []
+
+    def choose(self, situation: Situation) -> int:
+        self.situations.append(situation)
+        return situation.available[len(self.situations) % len(situation.available)]
+
+
+@pytest.fixture
+async def made(segment: Segment, store: SpoiltStore) -> CodedSegment:
+    coded = transcode(segment[0].manifest, segment[0].data, make_targets(["hevc", "zstd"], ["240p"]))
+    await commit_segment(store, coded)
+    return coded
+
+
+@pytest.fixture
+async def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+async def fetcher(store: SpoiltStore, recorder: Recorder) -> AsyncIterator[Fetcher]:
+    with ThreadPoolExecutor(1) as threads:
+        fetcher = Fetcher(
+            store,
+            threads,
+            read_bytes=600,
+            inflight_bytes=1 << 20,
+            may_delete=False,
+            chooser=partial(VariantChooser, recorder, PROFILE),
+        )
+        yield fetcher
+        await asyncio.to_thread(fetcher.close)
+
+
+def wanted(made: CodedSegment) -> list[PageSource]:
+    reader = SegmentReader(made.manifest, make_quantiser("exact"))
+    return [PageSource(reader, page) for page in range(8)]
+
+
+async def test_a_span_may_come_from_several_variants(
+    fetcher: Fetcher, made: CodedSegment, segment: Segment, recorder: Recorder
+) -> None:
+    pool = MemoryPool(8)
+    result = await fetcher.fetch(wanted(made), range(8), GuardedSink(pool), 10)
+    assert (result.num_pages, result.failures) == (8, ())
+    assert holds(pool, segment, range(8), range(8))
+    # SMALL has two layer groups: of each span's four cells each is a run.
+    first = recorder.situations[0]
+    assert (first.remaining, first.available, first.previous) == (16, (0, 1), None)
+    assert [s.remaining for s in recorder.situations] == list(range(16, 0, -1))
+    assert sum(s.sizes_bytes[1] for s in recorder.situations) == len(made.data)
+    assert sum(s.sizes_bytes[0] for s in recorder.situations) == len(made.variant_data(1))
+
+
+async def test_what_is_read_ahead_is_not_chosen_again(
+    fetcher: Fetcher, made: CodedSegment, segment: Segment, store: SpoiltStore, recorder: Recorder
+) -> None:
+    fetcher.read_ahead(wanted(made)[:4], expire_s=60)
+    await asyncio.sleep(0.1)
+    num_gets, num_chosen = store.num_gets, len(recorder.situations)
+    assert num_gets == num_chosen == 8
+    pool = MemoryPool(8)
+    assert (await fetcher.fetch(wanted(made), range(8), GuardedSink(pool), 10)).num_pages == 8
+    assert holds(pool, segment, range(8), range(8))
+    assert store.num_gets == len(recorder.situations) == 16
+    assert fetcher._chosen == fetcher._ahead == {}
+
+
+async def test_a_segment_in_one_variant_needs_no_choice(
+    fetcher: Fetcher, segment: Segment, store: SpoiltStore, recorder: Recorder
+) -> None:
+    reader = SegmentReader(segment[0].manifest, make_quantiser("exact"))
+    pool = MemoryPool(8)
+    sources = [PageSource(reader, page) for page in range(8)]
+    assert (await fetcher.fetch(sources, range(8), GuardedSink(pool), 10)).num_pages == 8
+    assert holds(pool, segment, range(8), range(8))
+    assert not recorder.situations
+
+
+@pytest.mark.parametrize("policy", [LookAhead(), MinimalBubble()], ids=lambda policy: str(policy.name))
+@pytest.mark.parametrize(("bytes_per_s", "expected"), [(1e3, "zstd"), (1e9, "hevc")])
+async def test_slow_links_bring_small_chunks_and_fast_ones_easy_ones(
+    made: CodedSegment, policy: Policy, bytes_per_s: float, expected: str
+) -> None:
+    link = Link()
+    for _ in range(8):
+        link.started(10_000)
+        link.ended(10_000, time.monotonic() - 10_000 / bytes_per_s, is_whole=True)
+    chooser = VariantChooser(policy, PROFILE, link)
+    try:
+        reader = SegmentReader(made.manifest, make_quantiser("exact"))
+        chosen = chooser.choose(reader, chooser.runs(reader, 0)[0], 16)
+        assert chosen.variant.codec == expected
+    finally:
+        chooser.pool.close()

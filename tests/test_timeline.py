@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_kvfetch import timeline
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.timeline import FLUSH_S, TIMELINE_ENV, Timeline
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def no_timeline() -> Iterator[None]:
+    timeline._process = None
+    yield
+    if timeline._process is not None:
+        timeline._process.close()
+    timeline._process = None
+
+
+def test_spans_of_all_threads_are_written_whole(tmp_path: Path) -> None:
+    path = tmp_path / "spans"
+    recorder = Timeline(path)
+
+    def add(name: str) -> None:
+        for i in range(500):
+            recorder.add(name, "transmit", i, i + 0.5)
+
+    threads = [threading.Thread(target=add, args=(f"request {n}",)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    recorder.close()
+    spans = read(path)
+    for n in range(4):
+        own = [span for span in spans if span["request"] == f"request {n}"]
+        assert [span["start_s"] for span in own] == list(range(500))
+        assert own[7] == {"request": f"request {n}", "stage": "transmit", "start_s": 7, "end_s": 7.5}
+    assert recorder.num_dropped == 0
+    assert len(spans) == 2000
+
+
+def test_a_process_that_is_killed_loses_little(tmp_path: Path) -> None:
+    recorder = Timeline(tmp_path / "spans")
+    recorder.add("a", "parked", 1.0, 2.0)
+    deadline_s = time.monotonic() + 20 * FLUSH_S
+    while not (tmp_path / "spans").read_text() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert len(read(tmp_path / "spans")) == 1
+    recorder.close()
+
+
+def test_what_there_is_no_room_for_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "FLUSH_S", 60.0)
+    recorder = Timeline(tmp_path / "spans", max_waiting=3)
+    for _ in range(5):
+        recorder.add("a", "decode", 1.0, 2.0)
+    assert recorder.num_dropped == 2
+    recorder.close()
+    recorder.close()
+    assert len(read(tmp_path / "spans")) == 3
+    recorder.add("a", "decode", 1.0, 2.0)
+    assert recorder.num_dropped == 3
+
+
+@pytest.mark.usefixtures("no_timeline")
+def test_a_process_records_into_its_ranks_file_if_the_environment_says_so(tmp_path: Path) -> None:
+    timeline.start(1, {})
+    assert not timeline.is_on()
+    timeline.add("a", "parked", 1.0, 2.0)
+    environ = {TIMELINE_ENV: str(tmp_path / "spans")}
+    timeline.start(1, environ)
+    timeline.start(1, environ)
+    assert timeline.is_on()
+    timeline.add("b", "parked", 1.0, 2.0)
+    timeline.add("", "parked", 1.0, 2.0)
+    assert timeline._process is not None
+    timeline._process.close()
+    assert [file.name for file in tmp_path.iterdir()] == ["spans.1"]
+    assert [span["request"] for span in read(tmp_path / "spans.1")] == ["b"]
+
+
+@pytest.mark.usefixtures("no_timeline")
+def test_a_file_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"KVFETCH_TIMELINE = '.*no/such': cannot write .*no/such\.0"):
+        timeline.start(0, {TIMELINE_ENV: str(tmp_path / "no" / "such")})
+    assert not timeline.is_on()
