@@ -97,17 +97,19 @@ class AnswerBuilder:
 
 
 async def stream_generate(
-    session: aiohttp.ClientSession, url: str, input_ids: Sequence[int], max_new_tokens: int
+    session: aiohttp.ClientSession, url: str, input_ids: Sequence[int], max_new_tokens: int, name: str | None = None
 ) -> Answer:
-    """Generate greedily, exactly ``max_new_tokens``.
+    """Generate greedily, exactly ``max_new_tokens``. The server knows the request by ``name``, if one is given.
 
     Raises StreamError, TimeoutError (by the session's timeout) and aiohttp.ClientError.
     """
-    body = {
+    body: dict[str, Any] = {
         "input_ids": list(input_ids),
         "sampling_params": {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True},
         "stream": True,
     }
+    if name is not None:
+        body["rid"] = name
     decoder = EventDecoder()
     builder = AnswerBuilder(time.perf_counter())
     async with session.post(f"{url}/generate", json=body) as response:

@@ -72,7 +72,9 @@ def make_cache(store_url: str) -> KVFetchRadixCache:
     cache.start(
         lambda report: DeviceBackend(config, pages, namespace, quantiser, report),
         max_fetch_tokens=SLOTS // 4,
+        round_tokens=config.round_tokens,
         threshold_tokens=PAGE,
+        order=config.fetch_order,
     )
     return cache
 
@@ -91,6 +93,7 @@ class Request:
 
     def __init__(self, handle: CacheRequestHandle) -> None:
         self.cache_request_handle = handle
+        self.priority: int | None = None
 
 
 def do_nothing(scheduler: Any) -> None:
@@ -127,7 +130,9 @@ def main() -> None:
     options = parser.parse_args()
     server, url = silent_store()
     cache = make_cache(url)
-    scheduler = SimpleNamespace(tree_cache=cache, waiting_queue=[], _engine_paused=False)
+    scheduler = SimpleNamespace(
+        tree_cache=cache, waiting_queue=[], _engine_paused=False, schedule_low_priority_values_first=False
+    )
     results = []
     for num_parked in sorted(options.parked):
         for number in range(len(scheduler.waiting_queue), num_parked):

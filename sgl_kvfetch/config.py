@@ -39,7 +39,11 @@ class KVFetchConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    store: str = Field(description="where the segments are: http://HOST:PORT, https://..., or file:///DIRECTORY")
+    store: tuple[str, ...] = Field(
+        min_length=1,
+        description="where the segments are: http://HOST:PORT, https://..., or file:///DIRECTORY; "
+        "or a list of them, replicas of each other, the nearest first",
+    )
     token: str | None = Field(None, repr=False, description=f"bearer token; the environment's {TOKEN_ENV} if not set")
     model_id: str | None = Field(
         None,
@@ -77,7 +81,9 @@ class KVFetchConfig(BaseModel):
     fetch_timeout_s: float = Field(
         30.0, gt=0, le=3600, description="deadline of a fetch; what is not there by then is a miss"
     )
-    max_connections: int = Field(16, ge=1, le=1024, description="connections to the store")
+    max_connections: int = Field(
+        16, ge=1, le=1024, description="connections to the store for reads; a few more for the rest"
+    )
     read_bytes: int = Field(4 * MiB, ge=64 << 10, le=1 << 30, description="bytes a ranged GET asks for, about")
     inflight_bytes: int = Field(256 * MiB, ge=1 * MiB, description="compressed bytes that may wait to be decoded")
     write_queue_bytes: int = Field(
@@ -86,8 +92,32 @@ class KVFetchConfig(BaseModel):
     write_linger_s: float = Field(
         0.25, ge=0, le=60, description="how long pages wait for the next ones before a segment is cut"
     )
+    decode_profile: str | None = Field(
+        None,
+        min_length=1,
+        description="file that `kvfetch profile` made on this machine; of a segment's variants "
+        "the one to read is chosen by it",
+    )
+    variant_policy: Literal["ours", "algorithm1"] = Field(
+        "ours", description="how: ours looks ahead, algorithm1 is KVFetcher's; needs decode_profile"
+    )
     device_pool_share: float = Field(
         0.3, gt=0, le=1, description="device mode: share of the token-to-KV pool that fetches may hold"
+    )
+    round_tokens: int = Field(
+        8192,
+        ge=1,
+        le=1 << 20,
+        description="device mode: a prefix takes its slots, and lands in the tree, in rounds of about so many tokens",
+    )
+    fetch_order: Literal["shortest", "fifo", "priority"] = Field(
+        "shortest",
+        description="device mode: which request is fetched next; shortest lets none wait for ever, priority is the "
+        "request's",
+    )
+    recompute: Literal["auto", "never"] = Field(
+        "auto",
+        description="device mode: whether a prefix is computed where that is faster than to fetch it, as measured",
     )
     merge: bool = Field(True, description="merge neighbouring segments into longer ones as a prefix grows")
     codec_threads: int = Field(
@@ -97,12 +127,20 @@ class KVFetchConfig(BaseModel):
         description="threads that encode, and as many that decode; half the cores, at most 8, if not set",
     )
 
+    @field_validator("store", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
     @field_validator("store")
     @classmethod
-    def _known_scheme(cls, value: str) -> str:
-        scheme, separator, rest = value.partition("://")
-        if not separator or scheme not in ("http", "https", "file") or not rest:
-            raise ValueError("allowed are http://HOST:PORT, https://HOST:PORT and file:///DIRECTORY")
+    def _known_schemes(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for url in value:
+            scheme, separator, rest = url.partition("://")
+            if not separator or scheme not in ("http", "https", "file") or not rest:
+                raise ValueError("allowed are http://HOST:PORT, https://HOST:PORT and file:///DIRECTORY")
+        if len(set(value)) < len(value):
+            raise ValueError("a replica is named twice")
         return value
 
     @model_validator(mode="after")
@@ -110,6 +148,8 @@ class KVFetchConfig(BaseModel):
         name = self.quantiser_name
         if name != "cachegen" and (self.cachegen_k_bins or self.cachegen_v_bins):
             raise ValueError(f"cachegen_k_bins and cachegen_v_bins need quantiser = 'cachegen', not {name!r}")
+        if "variant_policy" in self.model_fields_set and self.decode_profile is None:
+            raise ValueError("variant_policy needs decode_profile: run kvfetch profile, and set it to the file")
         if name == "klt" and self.profile is None:
             raise ValueError("quantiser = 'klt' needs a profile: run kvfetch calibrate, and set profile to its file")
         if name != "klt" and (self.profile is not None or "target_kl" in self.model_fields_set):
@@ -135,13 +175,18 @@ def parse_config(extra: Mapping[str, Any], environ: Mapping[str, str] = os.envir
     Raises ConfigError naming each key at fault, its value and what is allowed.
     """
     ours = {key: value for key, value in extra.items() if key not in SGLANG_KEYS}
-    if "token" not in ours and environ.get(TOKEN_ENV) and not str(ours.get("store")).startswith("file:"):
+    if "token" not in ours and environ.get(TOKEN_ENV) and not _has_only_directories(ours.get("store")):
         ours["token"] = environ[TOKEN_ENV]
     try:
         return KVFetchConfig.model_validate(ours)
     except ValidationError as e:
         faults = "; ".join(_fault(dict(error)) for error in e.errors())
         raise ConfigError(f"kvfetch config: {faults}") from e
+
+
+def _has_only_directories(store: object) -> bool:
+    urls = store if isinstance(store, list | tuple) else [store]
+    return all(str(url).startswith("file:") for url in urls)
 
 
 def _fault(error: dict[str, Any]) -> str:

@@ -29,6 +29,7 @@ def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
     assert "secret" not in repr(config)
     assert parse_config(STORE | {"token": "mine"}, {TOKEN_ENV: "secret"}).token == "mine"
     assert parse_config({"store": "file:///kv"}, {TOKEN_ENV: "secret"}).token is None
+    assert parse_config({"store": ["file:///kv", "http://store"]}, {TOKEN_ENV: "secret"}).token == "secret"
 
 
 @pytest.mark.parametrize(
@@ -47,12 +48,21 @@ def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
         ({"target_kl": 1e-3}, "profile and target_kl need quantiser = 'klt', not 'exact'"),
         ({"profile": "p", "target_kl": 0}, "target_kl = 0: .*greater than 0"),
         ({"store": "ftp://x"}, "store = 'ftp://x': allowed are http://"),
+        ({"store": ["http://x", "ftp://x"]}, r"store = \['http://x', 'ftp://x'\]: allowed are http://"),
+        ({"store": ["http://x", "http://x"]}, "store = .*: a replica is named twice"),
+        ({"store": []}, r"store = \(?.*: .*at least 1 item"),
+        ({"store": 5}, "store = 5: .*tuple"),
         ({"token": 5}, r"token = \(hidden\)"),
     ],
 )
 def test_faults_name_key_value_and_what_is_allowed(extra: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config(STORE | extra, {})
+
+
+def test_a_store_may_have_replicas() -> None:
+    assert parse_config(STORE, {}).store == ("http://store:8700",)
+    assert parse_config({"store": ["http://near", "file:///far"]}, {}).store == ("http://near", "file:///far")
 
 
 def test_a_missing_store_is_named() -> None:

@@ -6,24 +6,32 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from sgl_kvfetch import metrics
+from sgl_kvfetch.adapt.policy import LookAhead, MinimalBubble, Policy
+from sgl_kvfetch.adapt.profile import load_decode_profile
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.container.segment import SegmentSpec
-from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.errors import KVFetchError, StoreError
 from sgl_kvfetch.fetch.fetcher import Fetcher, failure_reason
 from sgl_kvfetch.fetch.finder import PageFinder
+from sgl_kvfetch.fetch.link import Link
+from sgl_kvfetch.fetch.variants import VariantChooser
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.quant import Quantiser
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpOptions
-from sgl_kvfetch.stores.open import open_store
+from sgl_kvfetch.stores.open import open_replicas
+from sgl_kvfetch.stores.replicas import ReplicaOptions
 from sgl_kvfetch.write.writer import Writer
 
 _limited = LimitedLogger(logging.getLogger(__name__))
 
 _RETIRE_S = 60.0  # at least so long merged halves stay, for readers that know no better
+_HORIZON = 8  # cells to look ahead: a choice takes the event loop a few milliseconds
 _CONNECT_S = 5.0  # at most, for one attempt to connect to the store
 
 
@@ -46,9 +54,11 @@ def open_client(
     encode_pool: Executor,
     on_lookup_fault: Callable[[KVFetchError], None],
     max_span_pages: int | None = None,
+    decode_bytes: int | None = None,
 ) -> StoreClient:
-    """Call on the event loop. ``max_span_pages`` bounds what ``span_tokens`` asks for. Raises ConfigError."""
-    store = open_store(
+    """Call on the event loop. ``max_span_pages`` bounds what ``span_tokens`` asks for, ``decode_bytes`` what a fetch
+    may hold that is decoded. Raises ConfigError."""
+    store = open_replicas(
         config.store,
         token=config.token,
         options=HttpOptions(
@@ -56,6 +66,9 @@ def open_client(
             connect_timeout_s=min(_CONNECT_S, config.lookup_timeout_s),
             max_connections=config.max_connections,
             on_retry=lambda error: metrics.RETRIES.inc(),
+        ),
+        replicas=ReplicaOptions(
+            on_race=lambda kind, result: metrics.RACES.labels(kind, result).inc(), on_failure=_count_failure
         ),
     )
     span_pages = _power_of_two_pages(config.span_tokens, namespace.page_size)
@@ -71,6 +84,9 @@ def open_client(
             read_bytes=config.read_bytes,
             inflight_bytes=config.inflight_bytes,
             may_delete=config.writes,
+            decode_threads=config.codec_threads,
+            decode_bytes=decode_bytes,
+            chooser=_chooser(config),
         ),
         Writer(
             store,
@@ -84,11 +100,24 @@ def open_client(
     )
 
 
+def _chooser(config: KVFetchConfig) -> Callable[[Link], VariantChooser] | None:
+    """Raises ConfigError."""
+    if config.decode_profile is None:
+        return None
+    policy: Policy = MinimalBubble() if config.variant_policy == "algorithm1" else LookAhead(horizon=_HORIZON)
+    return partial(VariantChooser, policy, load_decode_profile(Path(config.decode_profile)))
+
+
 def count_miss(stage: str, error: KVFetchError | TimeoutError) -> None:
     """Count what a lookup or a fetch fell short by, and say so now and then."""
     reason = "timeout" if isinstance(error, TimeoutError) else failure_reason(error)
     metrics.MISSES.labels(stage, reason).inc()
     _limited.warning(f"{stage} {reason}", f"kvfetch {stage} is a miss ({reason}): {error}")
+
+
+def _count_failure(replica: str, error: StoreError) -> None:
+    metrics.REPLICA_FAILURES.labels(replica, error.reason).inc()
+    _limited.warning(f"{replica} {error.reason}", f"kvfetch store {replica} ({error.reason}): {error}")
 
 
 def _power_of_two_pages(tokens: int, page_size: int) -> int:

@@ -24,7 +24,8 @@ def check_launch(server_args: Any) -> None:
     if mismatches := check_seams(scopes):
         raise SeamError("; ".join(mismatches))
     _check_flags(server_args)
-    config = parse_config(_extra_config(server_args.hicache_storage_backend_extra_config))
+    extra, _ = read_extra_config(server_args.hicache_storage_backend_extra_config)
+    config = parse_config(extra)
     if (server_args.enable_lora or server_args.lora_paths) and config.model_id is None:
         raise UnsupportedError(LORA_NEEDS_MODEL_ID)
 
@@ -62,6 +63,7 @@ def _check_device_mode(server_args: Any) -> None:
         "--speculative-algorithm": server_args.speculative_algorithm,
         "--disaggregation-mode": server_args.disaggregation_mode not in (None, "null"),
         "--pp-size": server_args.pp_size > 1,
+        "--enable-pdmux": server_args.enable_pdmux,  # forward passes on further streams
         "--attn-dp-size": server_args.enable_dp_attention or server_args.attn_dp_size > 1,
         "--attention-context-parallel-size": server_args.attn_cp_size > 1,
         "--decode-context-parallel-size": server_args.dcp_size > 1,
@@ -74,12 +76,13 @@ def _check_device_mode(server_args: Any) -> None:
             )
 
 
-def _extra_config(text: Any) -> dict[str, Any]:
-    """SGLang's reading of ``--hicache-storage-backend-extra-config``, without the keys that are SGLang's own."""
+def read_extra_config(text: str | None) -> tuple[dict[str, Any], int]:
+    """SGLang's reading of ``--hicache-storage-backend-extra-config``, without the keys that are SGLang's own, and one
+    of them: the fewest tokens that are worth a lookup. Raises ConfigError."""
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
     try:
-        extra, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
+        extra, threshold_tokens, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
     except Exception as error:  # whatever the JSON, TOML and YAML readers and the file system raise
         raise ConfigError(
             f"--hicache-storage-backend-extra-config {text!r} cannot be read ({error}): "
@@ -87,4 +90,4 @@ def _extra_config(text: Any) -> dict[str, Any]:
         ) from error
     if not isinstance(extra, dict):
         raise ConfigError(f"--hicache-storage-backend-extra-config {text!r} is no JSON object")
-    return extra
+    return extra, threshold_tokens

@@ -33,6 +33,7 @@ class _State:
         self.model_ids: set[str] = set()  # in use for the weights of this moment
         self.former_model_ids: set[str] = set()  # in use for weights that are gone
         self.change: str | None = None  # the latest one of the weights
+        self.num_changes = 0
 
 
 _state = _State()
@@ -45,9 +46,20 @@ def register(backend: Suspendable, model_id: str | None) -> None:
         _state.model_ids.add(model_id)
 
 
+def forget(backend: Suspendable) -> None:
+    """It is closed."""
+    _state.backends.discard(backend)
+
+
+def num_changes() -> int:
+    """How often the weights have changed, or may have, since the engine started."""
+    return _state.num_changes
+
+
 def weights_change(change: str) -> None:
     """Suspend every backend, because the weights are about to change. ``change`` says how, for the log."""
     _state.change = change
+    _state.num_changes += 1
     _state.former_model_ids |= _state.model_ids
     _state.model_ids.clear()
     # Each once: what a backend is told again, it need not count and log again.

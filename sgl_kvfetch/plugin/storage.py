@@ -324,6 +324,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             except TimeoutError:
                 logger.warning("kvfetch: %s not done after %g s; closing all the same", step.__qualname__, _CLOSE_S)
         self._loop.close()
+        self._fetcher.close()
         for pool in (self._decode_pool, self._encode_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 

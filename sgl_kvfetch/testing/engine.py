@@ -86,8 +86,11 @@ def hicache_args(
 
 
 def device_args(store_url: str, *, prefetch_threshold: int = 16, **config: Any) -> list[str]:
-    """The flags of device mode: our storage backend without a host tier. Arguments as for ``hicache_args``."""
-    extra = {"store": store_url, "prefetch_threshold": prefetch_threshold, **config}
+    """The flags of device mode: our storage backend without a host tier. Arguments as for ``hicache_args``.
+
+    What is stored is fetched, unless ``recompute`` says otherwise: small models compute faster than links bring.
+    """
+    extra = {"store": store_url, "prefetch_threshold": prefetch_threshold, "recompute": "never", **config}
     return [
         *("--hicache-storage-backend", "kvfetch"),
         *("--hicache-storage-backend-extra-config", json.dumps(extra)),

@@ -50,6 +50,7 @@ class Expected:
     """Answers without any cache but SGLang's own, of a server that knows nothing of kvfetch."""
 
     answers: dict[int, Generation]
+    half: Generation  # to make_half_prompt()
 
     def __getitem__(self, seed: int) -> Generation:
         return self.answers[seed]
@@ -58,10 +59,17 @@ class Expected:
 NUM_PROMPTS = 24
 
 
+def make_half_prompt() -> list[int]:
+    """The first half of prompt 1, and another second one."""
+    return make_prompt(1)[:320] + make_prompt(NUM_PROMPTS)[:320]
+
+
 @pytest.fixture(scope="session")
 def expected(model: Path) -> Expected:
     with SGLangServer(model) as server:
-        return Expected({seed: ask(server, make_prompt(seed)) for seed in range(NUM_PROMPTS)})
+        answers = {seed: ask(server, make_prompt(seed)) for seed in range(NUM_PROMPTS)}
+        server.flush()
+        return Expected(answers, ask(server, make_half_prompt()))
 
 
 @pytest.fixture

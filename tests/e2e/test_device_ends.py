@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
+import os
+import random
 import time
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +18,25 @@ import pytest
 
 from sgl_kvfetch.testing.engine import Generation, ServerError, SGLangServer, device_args
 from sgl_kvfetch.testing.faults import Fault
-from sgl_kvfetch.testing.metrics import wait_until_written
+from sgl_kvfetch.testing.metrics import read_metric, wait_until_written
 from sgl_kvfetch.testing.store_process import StoreProcess
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.device import ATTACH, attach, attached, begin, load_of, num_connections, wait_until_parked
 from tests.e2e.test_faults import DEADLINE_S, FAULTS, NUM_STORED, SLACK_S, Proxy, counted, is_data
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 PAGES = 640 // PAGE_SIZE
 HANG = Fault("hang", only=is_data)
+CONFIG: dict[str, Any] = {
+    "mode": "read_only",
+    "fetch_timeout_s": DEADLINE_S,
+    "lookup_timeout_s": 1.0,
+    "read_bytes": 64 << 10,
+}
+HELD = ("sgl_kvfetch_held_slots", "sgl_kvfetch_parked_requests", "sgl_kvfetch_queued_bytes")
+NUM_ABORTS = int(os.environ.get("KVFETCH_ABORTS", "100"))
+ABORTS_A_ROUND = 5
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +55,7 @@ def link(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prox
 @pytest.fixture(scope="module")
 def server(model: Path, link: Proxy) -> Iterator[SGLangServer]:
     """SGLang itself counts the pool's slots whenever it is idle, and dies if some are missing."""
-    flags = device_args(
-        link.url, mode="read_only", fetch_timeout_s=DEADLINE_S, lookup_timeout_s=1.0, read_bytes=64 << 10
-    )
-    with SGLangServer(model, extra_args=flags) as server:
+    with SGLangServer(model, extra_args=device_args(link.url, **CONFIG), admin_api_key="admin") as server:
         ask(server, make_prompt(NUM_STORED))  # warm
         yield server
 
@@ -94,26 +104,6 @@ def test_a_store_that(
     assert same_answer(fetch_again(server, seed), expected[seed])
 
 
-def begin(server: SGLangServer, pool: ThreadPoolExecutor, seed: int, rid: str) -> Future[str]:
-    """A request whose fetch hangs."""
-    body: dict[str, Any] = {
-        "input_ids": make_prompt(seed),
-        "rid": rid,
-        "sampling_params": {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True},
-    }
-    return pool.submit(server.request, "POST", "/generate", body)
-
-
-def wait_until_parked(server: SGLangServer, num_requests: int) -> None:
-    deadline_s = time.monotonic() + 10
-    while True:
-        (load,) = json.loads(server.request("GET", "/v1/loads"))["loads"]
-        if load["num_waiting_reqs"] == num_requests:
-            return
-        assert time.monotonic() < deadline_s, load
-        time.sleep(0.05)
-
-
 def test_others_go_on_and_see_the_parked(server: SGLangServer, link: Proxy, expected: Expected) -> None:
     link.set(HANG)
     with ThreadPoolExecutor(2) as pool:
@@ -160,28 +150,112 @@ def test_a_client_that_goes_away(server: SGLangServer, link: Proxy) -> None:
     server.flush(timeout_s=2)
 
 
-def test_aborts_at_random_moments(server: SGLangServer, link: Proxy, expected: Expected) -> None:
-    link.set(Fault("slow", bytes_per_s=400e3, only=is_data))
-    with ThreadPoolExecutor(4) as pool:
-        for turn in range(20):
-            if turn % 5 == 0:
-                server.flush()
-            futures = [begin(server, pool, (turn + i) % NUM_STORED, f"{turn} {i}") for i in range(4)]
-            time.sleep(0.02 * (turn % 7))
-            server.request("POST", "/abort_request", {"rid": f"{turn} "})
-            for future in futures:
-                with contextlib.suppress(ServerError):
-                    future.result(DEADLINE_S + SLACK_S)
+def test_detaching_and_attaching(server: SGLangServer, link: Proxy, tmp_path: Path, expected: Expected) -> None:
+    link.set(HANG)
+    with ThreadPoolExecutor(1) as pool:
+        parked = begin(server, pool, 0, "parked")
+        wait_until_parked(server, 1)
+        with pytest.raises(ServerError, match=r"not idle[\s\S]*queue-req=1"):  # SGLang's rule
+            server.request("DELETE", ATTACH)
+        server.request("POST", "/abort_request", {"rid": "parked"})
+        with contextlib.suppress(ServerError):
+            parked.result(2)
+    # Whatever there is left of the fetch ends.
+    assert "detached" in server.request("DELETE", ATTACH)
+    assert attached(server) is None
+    wait_until_quiet(server, link)
+    computed = ask(server, make_prompt(0))
+    assert computed.cached_tokens == 0
+    assert same_answer(computed, expected[0])
+    assert ask(server, make_prompt(0)).cached_tokens >= 0.9 * 640  # a plain radix cache
+    wait_until_quiet(server, link)
+
+    with pytest.raises(ServerError, match=r"status 400[\s\S]*codek"):
+        attach(server, link.url, codek="hevc")
+    with pytest.raises(ServerError, match=r"status 400[\s\S]*no such|No such"):
+        attach(server, link.url, quantiser="klt", profile=str(tmp_path / "none"))
+    assert attached(server) is None
+    assert ask(server, make_prompt(0)).cached_tokens >= 0.9 * 640
+
+    # Another store, which gets what was computed while there was none.
+    attach(server, f"file://{tmp_path / 'store'}")
+    assert attached(server) == "kvfetch"
+    written = read_metric(server.metrics(), "sgl_kvfetch_written_pages_total")
+    ask(server, make_prompt(0))
+    wait_until_written(server, int(written) + PAGES)
+    assert same_answer(fetch_again(server, 0), expected[0])
+    with pytest.raises(ServerError, match="another config"):
+        attach(server, link.url, **CONFIG)
+    server.request("DELETE", ATTACH)
     link.set(None)
+    attach(server, link.url, **CONFIG)
+    assert same_answer(fetch_again(server, 1), expected[1])
+
+
+@pytest.mark.timeout(300 + 4 * NUM_ABORTS)
+def test_aborts_at_random_moments(server: SGLangServer, link: Proxy, expected: Expected) -> None:
+    """Of requests that share a slow link, so that there are some in every phase. KVFETCH_ABORTS sets how many."""
+    rng = random.Random(NUM_ABORTS)
+    before, total = server.metrics(), 0
+    link.set(Fault("slow", bytes_per_s=2e6, only=is_data))
+    with ThreadPoolExecutor(ABORTS_A_ROUND) as pool:
+        while total < NUM_ABORTS:
+            server.flush(timeout_s=10)  # which a lock, a slot or a row on the board that is left over makes fail
+            seeds = rng.sample(range(NUM_STORED), ABORTS_A_ROUND)
+            aborts = [
+                pool.submit(
+                    rng.choice((abort, go_away)), server, make_prompt(seed), f"{total}-{seed}-", 0.6 * rng.random()
+                )
+                for seed in seeds
+            ]
+            for future in aborts:
+                future.result(DEADLINE_S + SLACK_S)
+            total += len(aborts)
+    link.set(None)
+    after = wait_until_quiet(server, link)
+    ends = {
+        end: read_metric(after, "sgl_kvfetch_device_requests_total", end=end)
+        - read_metric(before, "sgl_kvfetch_device_requests_total", end=end)
+        for end in ("aborted", "landed")
+    }
+    assert ends["aborted"] > NUM_ABORTS / 4, ends
+    assert ends["landed"] > NUM_ABORTS / 50, ends
+    server.flush(timeout_s=2)
     assert same_answer(fetch_again(server, 0), expected[0])
 
 
-def test_shutdown_while_a_request_is_parked(model: Path, link: Proxy, expected: Expected) -> None:
-    """SGLang lets the requests that it has end first, and this one ends with its fetch's deadline."""
-    link.set(HANG)
-    flags = device_args(link.url, mode="read_only", fetch_timeout_s=DEADLINE_S, lookup_timeout_s=1.0)
-    with SGLangServer(model, extra_args=flags) as server, ThreadPoolExecutor(1) as pool:
-        parked = begin(server, pool, 0, "parked")
-        wait_until_parked(server, 1)
-        server.stop()
-        assert json.loads(parked.result(1))["output_ids"] == expected[0].output_ids[:4]
+def abort(server: SGLangServer, prompt: list[int], rid: str, after_s: float) -> None:
+    """Ask, and abort the request by its name."""
+    with contextlib.closing(stream(server, prompt, rid)) as connection:
+        time.sleep(after_s)
+        server.request("POST", "/abort_request", {"rid": rid})
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            connection.getresponse().read()
+
+
+def go_away(server: SGLangServer, prompt: list[int], rid: str, after_s: float) -> None:
+    """Ask, and close the connection."""
+    with contextlib.closing(stream(server, prompt, rid)):
+        time.sleep(after_s)
+
+
+def stream(server: SGLangServer, prompt: list[int], rid: str) -> http.client.HTTPConnection:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=DEADLINE_S + SLACK_S)
+    sampling = {"max_new_tokens": 16, "temperature": 0.0, "ignore_eos": True}
+    body = {"input_ids": prompt, "rid": rid, "stream": True, "sampling_params": sampling}
+    connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+    return connection
+
+
+def wait_until_quiet(server: SGLangServer, link: Proxy) -> str:
+    """Nothing is held by anyone: no slot, lock, buffer or connection. Returns the metrics."""
+    deadline_s = time.monotonic() + 10
+    while True:
+        text = server.metrics()
+        held = {name: read_metric(text, name) for name in HELD}
+        held["connections"] = num_connections(link.url)
+        held["slots"] = load_of(server)["num_used_tokens"]  # those that are neither free nor evictable
+        if not any(held.values()):
+            return text
+        assert time.monotonic() < deadline_s, held
+        time.sleep(0.1)

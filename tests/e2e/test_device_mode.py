@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvfetch.testing.engine import SGLangServer, device_args, hicache_args
+from sgl_kvfetch.testing.engine import ServerError, SGLangServer, device_args, hicache_args
 from sgl_kvfetch.testing.metrics import read_metric, wait_until_written
 from sgl_kvfetch.testing.store_process import StoreProcess
-from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_half_prompt, make_prompt, same_answer
+from tests.e2e.device import ATTACH, attach
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -38,14 +39,12 @@ def test_exact(model: Path, store: StoreProcess, expected: Expected) -> None:
 
         # Half of it is stored; the rest is computed.
         reader.flush()
-        half = make_prompt(1)[:320] + make_prompt(9)[:320]
-        answer = ask(reader, half)
+        answer = ask(reader, make_half_prompt())
         assert from_storage(answer) == 320
+        assert same_answer(answer, expected.half)
         metrics = reader.metrics()
         assert read_metric(metrics, "sgl_kvfetch_misses_total") == 0
         reader.flush()
-        with SGLangServer(model) as plain:
-            assert same_answer(answer, ask(plain, half))
 
         # Cleared through SGLang's own endpoint, the store has nothing left.
         assert from_storage(ask(reader, make_prompt(1))) >= 0.9 * 640
@@ -67,32 +66,34 @@ def test_exact(model: Path, store: StoreProcess, expected: Expected) -> None:
         reader.flush()
 
 
-def test_both_modes_share_a_store(model: Path, store: StoreProcess, expected: Expected) -> None:
-    with SGLangServer(model, extra_args=hicache_args(store.url)) as writer:
-        ask(writer, make_prompt(0))
-        wait_until_written(writer, PAGES)
-    with SGLangServer(model, extra_args=device_args(store.url)) as reader:
-        answer = ask(reader, make_prompt(0))
-        assert from_storage(answer) >= 0.9 * 640
-        assert same_answer(answer, expected[0])
-        ask(reader, make_prompt(1))
-        wait_until_written(reader, PAGES)
-    with SGLangServer(model, extra_args=hicache_args(store.url)) as reader:
-        answer = ask(reader, make_prompt(1))
+def test_both_modes_share_a_store(model: Path, other_model: Path, store: StoreProcess, expected: Expected) -> None:
+    with SGLangServer(model, extra_args=hicache_args(store.url)) as host:
+        ask(host, make_prompt(0))
+        wait_until_written(host, PAGES)
+        with SGLangServer(model, extra_args=device_args(store.url), admin_api_key="admin") as device:
+            answer = ask(device, make_prompt(0))
+            assert from_storage(answer) >= 0.9 * 640
+            assert same_answer(answer, expected[0])
+            ask(device, make_prompt(1))
+            wait_until_written(device, PAGES)
+            other_weights_need_another_name(device, str(other_model), store.url, expected)
+        answer = ask(host, make_prompt(1))
         assert from_storage(answer) >= 0.9 * 640
         assert same_answer(answer, expected[1])
 
 
-def test_two_ranks(model: Path, store: StoreProcess) -> None:
-    flags = [*device_args(store.url, codec="hevc"), "--tp-size", "2"]
-    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    with SGLangServer(model, extra_args=flags, env=env) as writer:
-        computed = ask(writer, make_prompt(0))
-        assert from_storage(computed) == 0
-        wait_until_written(writer, 2 * PAGES)
-    with SGLangServer(model, extra_args=flags, env=env) as reader:
-        answer = ask(reader, make_prompt(0))
-        assert from_storage(answer) >= 0.9 * 640
-        assert same_answer(answer, computed)
-        reader.flush()
-        assert same_answer(ask(reader, make_prompt(0)), computed)
+def other_weights_need_another_name(server: SGLangServer, path: str, store_url: str, expected: Expected) -> None:
+    server.request("POST", "/update_weights_from_disk", {"model_path": path})
+    changed = ask(server, make_prompt(0))
+    assert changed.cached_tokens == 0
+    assert not same_answer(changed, expected[0])
+    server.request("DELETE", ATTACH)
+    with pytest.raises(ServerError, match=r"status 400[\s\S]*set model_id"):
+        attach(server, store_url)
+    attach(server, store_url, model_id="other")
+    ask(server, make_prompt(0))  # in the tree, and written now
+    wait_until_written(server, 2 * PAGES)
+    server.flush()
+    again = ask(server, make_prompt(0))
+    assert from_storage(again) >= 0.9 * 640
+    assert same_answer(again, changed)

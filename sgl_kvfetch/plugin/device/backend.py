@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -20,13 +21,16 @@ from sgl_kvfetch import metrics
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.fetch.fetcher import FetchResult
-from sgl_kvfetch.fetch.plan import PageSource
+from sgl_kvfetch.fetch.plan import PageSource, total_bytes
+from sgl_kvfetch.fetch.rounds import Destination, Round
 from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.loop import LoopThread
 from sgl_kvfetch.plugin.client import count_miss, open_client
 from sgl_kvfetch.plugin.device.board import Ticket
+from sgl_kvfetch.plugin.device.choice import FetchCost, FetchOrRecompute
+from sgl_kvfetch.plugin.device.counts import DECISIONS
 from sgl_kvfetch.plugin.device.pages import DevicePages, GuardedSource
 from sgl_kvfetch.quant import Quantiser
 from sgl_kvfetch.types import TENSORS
@@ -39,6 +43,7 @@ _START_S = 30.0
 _CLOSE_S = 3.0  # how long each step of closing may take
 _CLEAR_S = 5.0
 _WRITE_WAIT_S = 1.0  # how long a copy may wait for room in the write queue, with its pages locked
+_DECODE_BYTES = 64 << 20  # of frames and values on their way into the pool
 _PIECES = 4  # a copy goes into the queue in pieces of at most so much of it
 
 Report = Callable[[Ticket, int], None]
@@ -46,16 +51,15 @@ Report = Callable[[Ticket, int], None]
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """Something under way. ``cancel`` makes it end soon; it still reports."""
+    """Something under way. ``cancel`` makes it end soon; all its tickets are still reported."""
 
-    ticket: Ticket
     cancelled: bool = False
     task: asyncio.Task[None] | None = None  # set on the event loop
 
 
 @dataclass(slots=True, eq=False)
 class LookupWork(Work):
-    """The number reported is ``len(sources)``."""
+    """What it reports is `lookup_report` of what it found."""
 
     hashes: list[str] = field(default_factory=list)  # of all pages asked for; there whatever the store answers
     sources: list[PageSource] = field(default_factory=list)
@@ -63,12 +67,34 @@ class LookupWork(Work):
 
 @dataclass(slots=True, eq=False)
 class FetchWork(Work):
-    sink: GuardedSink = field(kw_only=True)
+    is_stopped: bool = False  # by us, which is no miss
+    rounds: list[Round] = field(default_factory=list)  # set on the event loop
 
 
-@dataclass(slots=True, eq=False)
-class CopyWork(Work):
-    source: GuardedSource = field(kw_only=True)
+@dataclass(frozen=True, slots=True)
+class RoundWork:
+    sink: GuardedSink
+
+
+# What a round that is waited for reports. The least of all ranks' counts.
+ENDED = 0  # the fetch has ended before it
+STOP = 1  # its bytes are here, but what is left would be computed faster
+WANTED = 2  # its bytes are here
+
+
+def lookup_report(num_pages: int, is_fetched: bool) -> int:
+    """How many pages are stored, and whether to fetch them, in one number, of which ranks can take the least."""
+    return 2 * num_pages + is_fetched
+
+
+def read_lookup_report(value: int) -> tuple[int, bool]:
+    return value // 2, bool(value % 2)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyWork:
+    ticket: Ticket
+    source: GuardedSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +120,7 @@ class DeviceBackend:
         self._report = report
         self._suspended: str | None = None
         self._closed = False
+        self._choice = FetchOrRecompute()
         self._decode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-decode")
         self._encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
         self._copy_pool = ThreadPoolExecutor(1, "kvfetch-copy")
@@ -114,6 +141,7 @@ class DeviceBackend:
             decode_pool=self._decode_pool,
             encode_pool=self._encode_pool,
             on_lookup_fault=partial(count_miss, "lookup"),
+            decode_bytes=_DECODE_BYTES,
         )
         self._store, self._finder = client.store, client.finder
         self._fetcher, self._writer = client.fetcher, client.writer
@@ -134,24 +162,42 @@ class DeviceBackend:
 
     def cancel(self, work: Work) -> None:
         work.cancelled = True
-        if not isinstance(work, CopyWork):
-            self._loop.submit(_cancel(work))
+        self._loop.submit(_cancel(work))
 
     # Lookup
 
-    def begin_lookup(self, ticket: Ticket, hash_pages: Callable[[], list[str]]) -> LookupWork:
-        """Find the longest stored run of some pages."""
-        work = LookupWork(ticket)
-        self._loop.submit(self._lookup(work, hash_pages))
+    def begin_lookup(
+        self,
+        ticket: Ticket,
+        hash_pages: Callable[[], list[str]],
+        num_ahead: int,
+        prefill_s: Callable[[int], float | None],
+    ) -> LookupWork:
+        """Find the longest stored run of some pages, and decide whether to fetch it.
+
+        ``num_ahead``: pages that are to be fetched before these. ``prefill_s``: what the engine takes to compute so
+        many tokens, as measured.
+        """
+        work = LookupWork()
+        self._loop.submit(self._lookup(work, ticket, hash_pages, num_ahead, prefill_s))
         return work
 
-    async def _lookup(self, work: LookupWork, hash_pages: Callable[[], list[str]]) -> None:
+    async def _lookup(
+        self,
+        work: LookupWork,
+        ticket: Ticket,
+        hash_pages: Callable[[], list[str]],
+        num_ahead: int,
+        prefill_s: Callable[[int], float | None],
+    ) -> None:
+        is_fetched = True
         try:
             work.task = asyncio.current_task()
             loop = asyncio.get_running_loop()
             work.hashes = await loop.run_in_executor(self._hash_pool, hash_pages)
             if not work.cancelled:
                 work.sources = await self._finder.find(_as_bytes(work.hashes), self._config.lookup_timeout_s)
+                is_fetched = self._is_fetched(work.sources, num_ahead, prefill_s)
         except asyncio.CancelledError:
             metrics.MISSES.labels("lookup", "cancelled").inc()
         except (KVFetchError, TimeoutError) as e:
@@ -162,60 +208,176 @@ class DeviceBackend:
         finally:
             metrics.LOOKUP_PAGES.labels("hit").inc(len(work.sources))
             metrics.LOOKUP_PAGES.labels("miss").inc(len(work.hashes) - len(work.sources))
-            self._report(work.ticket, len(work.sources))
+            self._report(ticket, lookup_report(len(work.sources), is_fetched))
+
+    def _is_fetched(
+        self, sources: Sequence[PageSource], num_ahead: int, prefill_s: Callable[[int], float | None]
+    ) -> bool:
+        """Whether to fetch these pages, or to have them computed."""
+        if not sources:
+            return False
+        if self._config.recompute == "never":
+            DECISIONS.labels("fetch", "configured").inc()
+            return True
+        num_tokens = len(sources) * self._pages.geometry.page_size
+        decision = self._choice.decide(self._cost(sources, num_ahead), prefill_s(num_tokens))
+        DECISIONS.labels("fetch" if decision.is_fetched else "recompute", decision.reason).inc()
+        return decision.is_fetched
+
+    def _cost(self, sources: Sequence[PageSource], num_ahead: int) -> FetchCost:
+        """Pages ahead are taken to be like these."""
+        size_bytes = total_bytes(sources) * (1 + num_ahead / len(sources))
+        goodput_bps = self._fetcher.link.goodput_bps(time.monotonic())
+        decoded_bytes_per_s = self._fetcher.decode_rate.bytes_per_s
+        return FetchCost(
+            None if goodput_bps is None else size_bytes * 8 / goodput_bps,
+            None if decoded_bytes_per_s is None else size_bytes / decoded_bytes_per_s,
+        )
 
     # Read
 
-    def read_ahead(self, sources: Sequence[PageSource]) -> None:
-        """Begin to transmit what a fetch that must wait for slots will need, as far as there is room."""
-        self._loop.submit(self._read_ahead(sources))
-
-    async def _read_ahead(self, sources: Sequence[PageSource]) -> None:
-        self._fetcher.read_ahead(sources, expire_s=self._config.fetch_timeout_s)
-
     def begin_fetch(
-        self, ticket: Ticket, hashes: Sequence[str], sources: Sequence[PageSource], slots: torch.Tensor
+        self,
+        link_ticket: Ticket,
+        end_ticket: Ticket,
+        request_id: str,
+        hashes: Sequence[str],
+        sources: Sequence[PageSource],
+        round_ends: Sequence[int],
     ) -> FetchWork:
-        """Restore pages into ``slots``. When it is reported, nothing is written there any more."""
-        work = FetchWork(ticket, sink=GuardedSink(self._pages))
-        self._loop.submit(self._fetch(work, hashes, sources, slots))
+        """Begin to transmit pages. Reports on ``link_ticket`` when the link could serve another fetch beside this one,
+        and on ``end_ticket`` when all is over.
+
+        Rounds end before the pages ``round_ends``. Await them with `await_round`, and give each one its slots.
+        """
+        work = FetchWork()
+        self._loop.submit(self._fetch(work, link_ticket, end_ticket, request_id, hashes, sources, round_ends))
         return work
 
     async def _fetch(
-        self, work: FetchWork, hashes: Sequence[str], sources: Sequence[PageSource], slots: torch.Tensor
+        self,
+        work: FetchWork,
+        link_ticket: Ticket,
+        end_ticket: Ticket,
+        request_id: str,
+        hashes: Sequence[str],
+        sources: Sequence[PageSource],
+        round_ends: Sequence[int],
     ) -> None:
         result = FetchResult(0, (), False)
+        work.task = asyncio.current_task()
+        work.rounds = [Round(first, end) for first, end in pairwise((0, *round_ends))]
+        reported = False
+
+        def report_link() -> None:
+            nonlocal reported
+            if not reported:
+                reported = True
+                self._report(link_ticket, 1)
+
         try:
-            work.task = asyncio.current_task()
             if not work.cancelled:
-                pool_pages = self._pages.page_indices(slots)
-                result = await self._fetcher.fetch(sources, pool_pages, work.sink, self._config.fetch_timeout_s)
+                result = await self._fetcher.fetch_rounds(
+                    sources,
+                    work.rounds,
+                    self._config.fetch_timeout_s,
+                    request_id=request_id,
+                    on_requested=report_link,
+                )
                 self._finder.fetched(_as_bytes(hashes), sources, result)
         except asyncio.CancelledError:
-            metrics.MISSES.labels("fetch", "cancelled").inc()
+            if not work.is_stopped:
+                metrics.MISSES.labels("fetch", "cancelled").inc()
         except Exception:
             logger.exception("kvfetch fetch failed")
             metrics.MISSES.labels("fetch", "internal").inc()
         finally:
-            work.sink.close()
-            self._count_read(len(sources), result)
-            self._report(work.ticket, result.num_pages)
+            for each in work.rounds:
+                each.end(0)
+            report_link()
+            self._report(end_ticket, 1)
+            self._count_misses(result)
+            self._count_pages(len(sources), sum(each.done.result() for each in work.rounds))
 
-    def _count_read(self, asked: int, result: FetchResult) -> None:
+    def await_round(
+        self,
+        ticket: Ticket,
+        work: FetchWork,
+        index: int,
+        rest: Sequence[PageSource],
+        prefill_s: Callable[[int], float | None],
+    ) -> None:
+        """Report `WANTED`, `STOP` or `ENDED` when a round's first bytes are here, or the fetch has ended. ``rest``:
+        the pages from this round on."""
+        self._loop.submit(self._await_round(ticket, work, index, rest, prefill_s))
+
+    async def _await_round(
+        self,
+        ticket: Ticket,
+        work: FetchWork,
+        index: int,
+        rest: Sequence[PageSource],
+        prefill_s: Callable[[int], float | None],
+    ) -> None:
+        answer = ENDED
+        try:
+            if await asyncio.shield(work.rounds[index].wanted):
+                # The first round was decided on when it was looked up.
+                answer = WANTED if index == 0 or self._is_fetched(rest, 0, prefill_s) else STOP
+        finally:
+            self._report(ticket, answer)
+
+    def stop_fetch(self, work: FetchWork) -> None:
+        """The rounds that were not given slots are not wanted any more. All others have ended."""
+        work.is_stopped = True
+        self.cancel(work)
+
+    def restore_round(self, ticket: Ticket, work: FetchWork, index: int, slots: torch.Tensor) -> RoundWork:
+        """Restore a round into ``slots``. Reports how many pages, from its first on; then nothing is written any
+        more."""
+        self._pages.fence()
+        sink = GuardedSink(self._pages)
+        self._loop.submit(self._restore_round(ticket, work.rounds, index, slots, sink))
+        return RoundWork(sink)
+
+    def publish(self) -> None:
+        """Before slots that were restored to go on, into the tree or back to the allocator."""
+        self._pages.publish()
+
+    async def _restore_round(
+        self, ticket: Ticket, rounds: Sequence[Round], index: int, slots: torch.Tensor, sink: GuardedSink
+    ) -> None:
+        num_pages = 0
+        try:
+            # On a GPU this waits for it.
+            loop = asyncio.get_running_loop()
+            pool_pages = await loop.run_in_executor(self._hash_pool, self._pages.page_indices, slots)
+            rounds[index].give(Destination(pool_pages, sink))
+            num_pages = await asyncio.shield(rounds[index].done)
+        finally:
+            sink.close()
+            self._report(ticket, num_pages)
+
+    def _count_misses(self, result: FetchResult) -> None:
         for failure in result.failures:
             count_miss("fetch", failure)
         if result.timed_out:
             count_miss("fetch", TimeoutError(f"not all pages came within {self._config.fetch_timeout_s:g} s"))
-        metrics.FETCHED_PAGES.labels("hit").inc(result.num_pages)
-        metrics.FETCHED_PAGES.labels("miss").inc(asked - result.num_pages)
-        metrics.RAW_BYTES.labels("read").inc(result.num_pages * self._pages.geometry.page_bytes)
+        if result.starved:
+            metrics.MISSES.labels("fetch", "no_slots").inc()
+
+    def _count_pages(self, asked: int, got: int) -> None:
+        metrics.FETCHED_PAGES.labels("hit").inc(got)
+        metrics.FETCHED_PAGES.labels("miss").inc(asked - got)
+        metrics.RAW_BYTES.labels("read").inc(got * self._pages.geometry.page_bytes)
 
     # Write
 
     def begin_write(self, ticket: Ticket, run: PageRun) -> CopyWork:
         """Copy pages out of the pool and queue them for writing. Reports how many, from the first on, were queued; the
         pages' owner may have them back then."""
-        work = CopyWork(ticket, source=GuardedSource(self._pages))
+        self._pages.fence()
+        work = CopyWork(ticket, GuardedSource(self._pages))
         self._copy_pool.submit(self._copy, work, run)
         return work
 
@@ -272,9 +434,12 @@ class DeviceBackend:
             except TimeoutError:
                 logger.warning("kvfetch: %s not done after %g s; closing all the same", step.__qualname__, _CLOSE_S)
         self._loop.close()
+        self._fetcher.close()
         pools: tuple[Executor, ...] = (self._hash_pool, self._copy_pool, self._decode_pool, self._encode_pool)
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
+        for queue in ("read", "write"):
+            metrics.QUEUED_BYTES.labels(queue).set(0)
 
 
 async def _cancel(work: Work) -> None:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_unified_radix_cache
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_memory
 
+from sgl_kvfetch import timeline
 from sgl_kvfetch.config import KVFetchConfig, parse_config
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plugin import live
-from sgl_kvfetch.plugin.device.backend import DeviceBackend
-from sgl_kvfetch.plugin.device.board import Ticket
+from sgl_kvfetch.plugin.device.backend import DeviceBackend, Report
 from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
 from sgl_kvfetch.plugin.device.fetches import hash_tail
 from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.plugin.gate import read_extra_config
 from sgl_kvfetch.plugin.namespace import engine_namespace
 from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,10 +40,7 @@ class _Rank:
 
 def build_radix_cache(ctx: TreeCacheBuildContext) -> KVFetchRadixCache:
     """Raises ConfigError and UnsupportedError, which stop SGLang's start."""
-    extra, threshold, *_ = HybridCacheController.parse_storage_backend_extra_config(
-        get_memory().hicache_storage_backend_extra_config
-    )
-    config = parse_config(extra)
+    timeline.start(ctx.tp_rank)
     cache = create_unified_radix_cache(ctx, cache_class=KVFetchRadixCache)
     assert isinstance(cache, KVFetchRadixCache)
     if cache.tree_components != (ComponentType.FULL,):
@@ -45,25 +48,49 @@ def build_radix_cache(ctx: TreeCacheBuildContext) -> KVFetchRadixCache:
             f"device mode stores plain KV caches only; this model's has {', '.join(map(str, cache.tree_components))}"
         )
     allocator = ctx.params.token_to_kv_pool_allocator
-    pages = DevicePages(allocator.get_kvcache(), cache.page_size)
+    pages = _open_pages(allocator.get_kvcache(), cache.page_size, ctx.tp_worker)
     # Compiles SGLang's hash function, which takes a while the first time.
     hash_tail(RadixKey(array("q", range(cache.page_size))), 0, None, cache.page_size)
-
-    def make_backend(report: Callable[[Ticket, int], None]) -> DeviceBackend:
-        return _make_backend(config, pages, _Rank(ctx.tp_rank, ctx.tp_size), report)
-
-    backend = cache.start(
-        make_backend,
-        max_fetch_tokens=int(allocator.size * config.device_pool_share),
-        threshold_tokens=threshold,
-    )
-    live.register(backend, config.model_id)
+    cache.set_connect(partial(_connect, cache, pages, _Rank(ctx.tp_rank, ctx.tp_size), allocator.size))
+    cache.connect(get_memory().hicache_storage_backend_extra_config)
+    atexit.register(cache.release_host_resources)
     return cache
 
 
-def _make_backend(
-    config: KVFetchConfig, pages: DevicePages, rank: _Rank, report: Callable[[Ticket, int], None]
-) -> DeviceBackend:
+def _open_pages(pool: Any, page_size: int, tp_worker: Any) -> DevicePages:
+    """Raises UnsupportedError for a pool that we cannot read and write."""
+    device = torch.device(pool.device)
+    if device.type == "cpu":
+        return DevicePages(pool, page_size)
+    if device.type != "cuda":
+        raise UnsupportedError(f"device mode does not support {device}: add --enable-hierarchical-cache")
+    logger.warning(
+        "kvfetch: device mode on a GPU has not been run by its authors yet, only tested without one; "
+        "--enable-hierarchical-cache gives host mode"
+    )
+    from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+    from sgl_kvfetch.plugin.device.cuda_streams import CudaDevice
+
+    return CudaPages(pool, page_size, CudaDevice(pool.k_buffer[0].device), tp_worker.model_runner.forward_stream)
+
+
+def _connect(
+    cache: KVFetchRadixCache, pages: DevicePages, rank: _Rank, pool_tokens: int, extra_config: str | None
+) -> None:
+    """Raises ConfigError and UnsupportedError."""
+    extra, threshold_tokens = read_extra_config(extra_config)
+    config = parse_config(extra)
+    backend = cache.start(
+        partial(_make_backend, config, pages, rank),
+        max_fetch_tokens=int(pool_tokens * config.device_pool_share),
+        round_tokens=config.round_tokens,
+        threshold_tokens=threshold_tokens,
+        order=config.fetch_order,
+    )
+    live.register(backend, config.model_id)
+
+
+def _make_backend(config: KVFetchConfig, pages: DevicePages, rank: _Rank, report: Report) -> DeviceBackend:
     quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
     namespace = engine_namespace(config, quantiser, rank, pages.geometry, pages.first_layer)
     require_own_profile(config, quantiser, namespace)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +13,15 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_kvfetch.errors import KVFetchError
-from sgl_kvfetch.plugin.device.backend import DeviceBackend
+from sgl_kvfetch.plugin import live
+from sgl_kvfetch.plugin.device.backend import DeviceBackend, Report
 from sgl_kvfetch.plugin.device.board import Board, Ticket
 from sgl_kvfetch.plugin.device.fetches import Fetches
 from sgl_kvfetch.plugin.device.known import KnownPages
+from sgl_kvfetch.plugin.device.order import OrderName
 from sgl_kvfetch.plugin.device.stepped import SteppedCache
 from sgl_kvfetch.plugin.device.writes import Writes
+from sgl_kvfetch.plugin.hooks import BACKEND
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +37,23 @@ class _Parts:
 
 
 class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
-    """A ``UnifiedRadixCache`` with a store behind it. Does nothing of its own before ``start``."""
+    """A ``UnifiedRadixCache`` with a store behind it. Does nothing of its own before ``start`` and once detached."""
 
-    _parts: _Parts | None = None  # SGLang's constructor calls reset()
+    # SGLang's constructor calls reset().
+    _parts: _Parts | None = None
+    _connect: Callable[[str | None], None] | None = None
+    _extra_config: str | None = None
+    _num_weight_changes = 0  # when the tree was empty
+    _changed: Sequence[Any] = ()  # when the store was detached
 
     def start(
         self,
-        make_backend: Callable[[Callable[[Ticket, int], None]], DeviceBackend],
+        make_backend: Callable[[Report], DeviceBackend],
         *,
         max_fetch_tokens: int,
+        round_tokens: int,
         threshold_tokens: int,
+        order: OrderName,
     ) -> DeviceBackend:
         """``make_backend`` gets the function that reports what has ended."""
         board = Board(self._agree if self._num_ranks() > 1 else None)
@@ -52,11 +61,20 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
         known = KnownPages()
         backend = make_backend(board.report)
         fetches = Fetches(
-            self, backend, board, ends, known, max_tokens=max_fetch_tokens, threshold_tokens=threshold_tokens
+            self,
+            backend,
+            board,
+            ends,
+            known,
+            max_tokens=max_fetch_tokens,
+            round_tokens=round_tokens,
+            threshold_tokens=threshold_tokens,
+            order=order,
         )
         self._parts = _Parts(backend, board, ends, known, fetches, Writes(self, backend, board, ends, known))
+        if not self.tree_core.enable_storage:
+            self.tree_core.backfill_missing_hash_values()
         self.enable_storage = True  # nodes get hashes
-        atexit.register(self.release_host_resources)
         return backend
 
     def _num_ranks(self) -> int:
@@ -65,6 +83,76 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
 
     def _agree(self, least: torch.Tensor) -> None:
         self._all_reduce_attn_groups(least, torch.distributed.ReduceOp.MIN)
+
+    # Attaching
+
+    def set_connect(self, connect: Callable[[str | None], None]) -> None:
+        """``connect`` takes SGLang's text of the extra config, and calls ``start`` or raises."""
+        self._connect = connect
+
+    def connect(self, extra_config: str | None) -> None:
+        assert self._connect is not None
+        self._connect(extra_config)
+        self._extra_config = extra_config
+
+    def attach_storage_backend(
+        self,
+        storage_backend: str,
+        storage_backend_extra_config_json: str | None = None,
+        served_model_name: str | None = None,
+        hicache_storage_prefetch_policy: str | None = None,
+        hicache_write_policy: str | None = None,
+    ) -> tuple[bool, str]:
+        """Whether a store is behind the tree now, on every rank, and what to tell the operator. SGLang sees to it that
+        there are no requests."""
+        policies = (hicache_storage_prefetch_policy, hicache_write_policy)
+        if storage_backend != BACKEND or policies != (None, None):
+            return False, f"device mode takes the storage backend {BACKEND} and no policies: they are the host tier's"
+        if self._parts is not None:
+            if storage_backend_extra_config_json in (None, self._extra_config):
+                return True, f"{BACKEND} was attached already, with this config."
+            return False, f"{BACKEND} is attached with another config: detach it first, DELETE /hicache/storage-backend"
+        if self._num_weight_changes != live.num_changes():
+            return False, "the tree may hold pages of weights that were changed since: flush it, POST /flush_cache"
+        fault = self._try_to_connect(storage_backend_extra_config_json)
+        if self._is_so_on_all_ranks(fault is None):
+            return True, f"{BACKEND} is attached."
+        self.detach_storage_backend()
+        return False, fault or "another rank could not attach the storage backend; the log has the reason"
+
+    def _try_to_connect(self, extra_config: str | None) -> str | None:
+        """What went wrong. Raises nothing, since the other ranks wait for our answer."""
+        try:
+            self.connect(extra_config)
+        except KVFetchError as error:
+            logger.warning("kvfetch is not attached: %s", error)
+            return str(error)
+        except Exception as error:
+            logger.exception("kvfetch is not attached")
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _is_so_on_all_ranks(self, is_so: bool) -> bool:
+        answer = torch.tensor([int(is_so)])
+        if self._num_ranks() > 1:
+            self._agree(answer)
+        return bool(answer.item())
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        """From now on a plain radix cache, which keeps what it has. Waits for what is queued to be written, for a few
+        seconds at most."""
+        if self._parts is None:
+            return True, "No storage backend was attached."
+        self.end_all()
+        parts, self._parts = self._parts, None
+        self._changed = parts.fetches.take_changed()
+        self.enable_storage = False
+        live.forget(parts.backend)
+        try:
+            parts.backend.close()
+        except Exception:  # it holds nothing of the tree's, and the other ranks have detached
+            logger.exception("kvfetch was not closed in good order")
+        return True, f"{BACKEND} is detached."
 
     # Reading
 
@@ -136,20 +224,33 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
     def is_parked(self, handle: Any) -> bool:
         return self._parts is not None and self._parts.fetches.is_parked(handle)
 
+    def queued(self, handle: Any, urgency: int) -> None:
+        if self._parts is not None:
+            self._parts.fetches.queued(handle, urgency)
+
     def take_changed(self) -> list[Any]:
-        return [] if self._parts is None else self._parts.fetches.take_changed()
+        changed, self._changed = self._changed, ()
+        return [*changed] if self._parts is None else [*changed, *self._parts.fetches.take_changed()]
 
     # Ends
 
     def reset(self) -> None:
         """Empty the tree. Ends all that is under way, without waiting for more than the copy of one cell."""
-        if self._parts is not None:
-            self._parts.fetches.drop_all()
-            self._parts.writes.drop_all()
-            self._parts.board.clear()
-            self._parts.ends.clear()
+        self._end_all(keeps_tree=False)
         super().reset()
         self.enable_storage = self._parts is not None
+        self._num_weight_changes = live.num_changes()
+
+    def end_all(self) -> None:
+        self._end_all(keeps_tree=True)
+
+    def _end_all(self, *, keeps_tree: bool) -> None:
+        if self._parts is None:
+            return
+        self._parts.fetches.drop_all(keeps_tree=keeps_tree)
+        self._parts.writes.drop_all(keeps_tree=keeps_tree)
+        self._parts.board.clear()
+        self._parts.ends.clear()
 
     def clear_storage_backend(self) -> bool:
         if self._parts is None:

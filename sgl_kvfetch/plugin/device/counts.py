@@ -5,9 +5,11 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge
 
 FLOWS = Counter("sgl_kvfetch_device_requests", "Requests whose prefix was looked up, by how that ended", ["end"])
-# landed (all that the store had), partly (the rest failed), full_pool (the rest found no room), failed (all of it),
-# missed (not stored, or the lookup failed), known (the tree had got it), lost (the tree had lost what came before it),
-# suspended (the weights changed), aborted
+# The ends are those of `flow.End`, and aborted.
+DECISIONS = Counter(
+    "sgl_kvfetch_device_decisions", "Stored prefixes by what was decided, and by the reason", ["decision", "reason"]
+)
+# fetch: configured, unmeasured (link or engine), faster. recompute: link, decoder (which of them is too slow).
 PARKED = Gauge("sgl_kvfetch_parked_requests", "Requests that wait for their fetch", multiprocess_mode="livesum")
 HELD_SLOTS = Gauge(
     "sgl_kvfetch_held_slots",

@@ -6,25 +6,29 @@ all ranks read alike, so that trees and allocators stay the same everywhere.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-from sgl_kvfetch.plugin.device.backend import DeviceBackend, FetchWork, LookupWork
+from sgl_kvfetch import timeline
+from sgl_kvfetch.plugin.device.backend import STOP, WANTED, DeviceBackend, read_lookup_report
 from sgl_kvfetch.plugin.device.board import Board, Ticket
 from sgl_kvfetch.plugin.device.counts import FLOWS, HELD_SLOTS, PARKED
-from sgl_kvfetch.plugin.device.flow import Flow, Phase
+from sgl_kvfetch.plugin.device.flow import End, FillingRound, Flow, Phase
 from sgl_kvfetch.plugin.device.known import KnownPages
-from sgl_kvfetch.plugin.device.order import Turns
+from sgl_kvfetch.plugin.device.order import OrderName, Turns
 
 # Steps in a row in which requests were tried and none admitted. Then prefixes that wait for their requests may be what
 # keeps another one out.
 _PATIENCE_STEPS = 64
-# So many may begin in one step: it is the scheduler's time.
+# So many may begin, or get slots, in one step: it is the scheduler's time.
 _BEGINS_A_STEP = 8
 
 OnEnd = Callable[[int], None]
@@ -42,11 +46,13 @@ class Fetches:
         known: KnownPages,
         *,
         max_tokens: int,
+        round_tokens: int,
         threshold_tokens: int,
+        order: OrderName,
     ) -> None:
         """``cache``: SGLang's ``UnifiedRadixCache``. ``ends``: where to leave what happens when a ticket is up.
-        ``max_tokens``: slots that all fetches may hold, landed ones included; a single one may go on in further
-        rounds of so many."""
+        ``max_tokens``: slots that all fetches may hold, landed ones included; what a single one has landed does not
+        keep it from going on. ``round_tokens``: slots that it takes at a time."""
         self._cache = cache
         self._backend = backend
         self._board = board
@@ -54,22 +60,28 @@ class Fetches:
         self._known = known
         self._page_size: int = cache.page_size
         self._max_tokens = max(1, max_tokens // self._page_size) * self._page_size
+        self._round_pages = max(1, min(round_tokens, max_tokens) // self._page_size)
         self._threshold_tokens = threshold_tokens
         self._flows: dict[Any, Flow] = {}  # by handle
         self._changed: list[Any] = []  # handles of those that began or ended
         self._num_arrived = 0
-        self._waiting: Turns[Flow] = Turns()
-        self._found: list[Flow] = []  # by lookups, since the last step
+        self._num_expected = 0  # pages that were found and are not here yet
+        self._waiting: Turns[Flow] = Turns(order)
+        self._on_link: dict[Flow, int] = {}  # pages of those that leave the link no room for another
+        self._link_pages = 0  # of all of them
         self._active: dict[Flow, None] = {}  # those that fetch, cancelled ones included
+        self._wanting: dict[Flow, None] = {}  # those of them that want slots, in their order
+        self._num_filling = 0  # rounds
         self._fetching: dict[str, Flow] = {}  # by page hash
         self._landed: dict[Flow, None] = {}
         self._held_tokens = 0
         self._was_offered = False
         self._fruitless_steps = 0
+        self._reported = (0, 0)  # parked requests, held slots
 
     @property
     def is_idle(self) -> bool:
-        return not self._flows and not self._waiting and not self._active
+        return not self._flows and not self._active
 
     @property
     def held_tokens(self) -> int:
@@ -83,11 +95,18 @@ class Fetches:
         if handle in self._flows or not self._backend.reads or len(key) - start < self._threshold_tokens:
             return
         self._num_arrived += 1
-        flow = Flow(handle, key, start, self._num_arrived)
+        flow = Flow(handle, key, start, self._num_arrived, time.monotonic())
         self._flows[handle] = flow
         self._changed.append(handle)
         ticket = self._open(partial(self._lookup_ended, flow))
-        flow.work = self._backend.begin_lookup(ticket, partial(hash_tail, key, start, last_hash, self._page_size))
+        hash_pages = partial(hash_tail, key, start, last_hash, self._page_size)
+        flow.lookup = self._backend.begin_lookup(ticket, hash_pages, self._num_expected, self._prefill_s)
+
+    def queued(self, handle: Any, urgency: int) -> None:
+        """The request is in the waiting queue now. The more urgent go first, where the order is by priority."""
+        flow = self._flows.get(handle)
+        if flow is not None and flow.phase is Phase.LOOKUP:
+            flow.urgency = urgency
 
     def is_over(self, handle: Any) -> bool:
         """Whether a request that the scheduler tries may be admitted, as far as its fetch goes."""
@@ -105,8 +124,6 @@ class Fetches:
         if not self._changed:
             return []
         changed, self._changed = self._changed, []
-        PARKED.set(len(self._flows) - len(self._landed))
-        HELD_SLOTS.set(self._held_tokens)
         return changed
 
     def admitted(self, handle: Any) -> None:
@@ -131,11 +148,19 @@ class Fetches:
                 self._release(flow)
             case Phase.WAITING:
                 self._waiting.discard(flow)
-                self._let_go(flow)
-            case Phase.LOOKUP | Phase.FETCHING:
-                if not any(not follower.cancelled for follower in flow.followers):
-                    assert flow.work is not None
-                    self._backend.cancel(flow.work)
+                self._forget_expected(flow)
+                self._cancel_if_unwanted(flow.leader)
+            case Phase.LOOKUP:
+                assert flow.lookup is not None
+                self._backend.cancel(flow.lookup)
+            case Phase.FETCHING:
+                self._cancel_if_unwanted(flow)
+
+    def _cancel_if_unwanted(self, flow: Flow | None) -> None:
+        if flow is not None and flow.cancelled and flow in self._active and not flow.live_followers:
+            assert flow.fetch is not None
+            self._backend.cancel(flow.fetch)
+            self._want_no_more(flow)
 
     def step(self) -> None:
         """Begin what can begin, a few at a time. Costs the same however many wait."""
@@ -146,35 +171,61 @@ class Fetches:
                 self._fruitless_steps = 0
                 for flow in list(self._landed):
                     self._release(flow)
+        self._give_slots_in_turn()
         for _ in range(min(len(self._waiting), _BEGINS_A_STEP)):
             head = self._waiting.first()
-            if head is None or not self._begin(head):
+            if head is None or not self._has_link_for(head):
                 break
             self._waiting.discard(head)
-        for flow in self._found:
-            if flow in self._waiting:
-                self._read_ahead(flow)
-        self._found.clear()
+            self._begin(head)
+        self._report()
 
-    def drop_all(self) -> None:
-        """The pool is about to be emptied: nothing is written to it from here on. The tree's locks go with the tree."""
-        for flow in {*self._flows.values(), *self._active}:
-            if isinstance(flow.work, FetchWork):
-                flow.work.sink.close()
-            if flow.phase in (Phase.LOOKUP, Phase.FETCHING):
-                assert flow.work is not None
-                self._backend.cancel(flow.work)
-            if flow.phase is Phase.FETCHING:
-                assert flow.slots is not None
-                self._cache.token_to_kv_pool_allocator.free(flow.slots)
+    def _report(self) -> None:
+        counts = len(self._flows) - len(self._landed), self._held_tokens
+        if counts != self._reported:
+            self._reported = counts
+            PARKED.set(counts[0])
+            HELD_SLOTS.set(counts[1])
+
+    def _give_slots_in_turn(self) -> None:
+        """First come, first served; but who holds slots already may overtake one who does not fit, so as to be done
+        with them."""
+        is_blocked = False
+        for flow in list(islice(self._wanting, _BEGINS_A_STEP)):
+            if (not is_blocked or flow.landed_tokens) and not self._give_slots(flow):
+                is_blocked = True
+        if is_blocked:
+            self._make_way()
+
+    def drop_all(self, *, keeps_tree: bool = False) -> None:
+        """The pool is about to be emptied, or the store to be given up: nothing is written to the pool from here on.
+        The tree's locks go with the tree, unless that is kept."""
+        # In an order that all ranks share: the allocator hands out again what it gets back in it.
+        flows = dict.fromkeys((*self._flows.values(), *self._active))
+        for filling in (filling for flow in flows for filling in flow.filling):
+            filling.work.sink.close()
+        self._backend.publish()
+        for flow in flows:
+            if flow.phase is Phase.LOOKUP:
+                assert flow.lookup is not None
+                self._backend.cancel(flow.lookup)
+            if flow.fetch is not None and flow in self._active:
+                self._backend.cancel(flow.fetch)
+            for filling in flow.filling:
+                self._free(filling.slots)
+            if keeps_tree:
+                self._cache.unlock(flow.lock)
+                flow.lock = None
         self._changed += self._flows
         self._flows.clear()
         self._waiting.clear()
-        self._found.clear()
+        self._on_link.clear()
         self._active.clear()
+        self._wanting.clear()
         self._fetching.clear()
         self._landed.clear()
-        self._held_tokens = 0
+        self._held_tokens = self._num_filling = self._num_expected = self._link_pages = 0
+        self._report()
 
     # What has ended
 
@@ -183,72 +234,113 @@ class Fetches:
         self._ends[ticket] = on_end
         return ticket
 
-    def _lookup_ended(self, flow: Flow, num_pages: int) -> None:
-        work = flow.work
-        assert isinstance(work, LookupWork)
+    def _lookup_ended(self, flow: Flow, value: int) -> None:
+        work = flow.lookup
+        assert work is not None
         if flow.cancelled:
             return
+        num_pages, is_fetched = read_lookup_report(value)
         self._known.add(work.hashes[:num_pages])
         self._known.remove(work.hashes[num_pages:])
-        if not num_pages:
-            self._finish(flow, "missed")
+        if not num_pages or not is_fetched:
+            self._finish(flow, End.RECOMPUTED if num_pages else End.MISSED)
             return
         flow.hashes, flow.sources = work.hashes[:num_pages], work.sources[:num_pages]
         flow.phase = Phase.WAITING
+        self._num_expected += num_pages
         self._waiting.add(flow)
-        self._found.append(flow)
 
-    def _fetch_ended(self, flow: Flow, num_pages: int) -> None:
-        assert flow.slots is not None
-        del self._active[flow]
-        for page_hash in flow.fetched_hashes(self._page_size):
-            if self._fetching.get(page_hash) is flow:
-                del self._fetching[page_hash]
-        self._held_tokens -= flow.slots.numel()
-        followers = [follower for follower in flow.followers if not follower.cancelled]
-        flow.followers.clear()
-        if not self._backend.reads or (flow.cancelled and not followers):
+    def _link_has_room(self, flow: Flow, _: int) -> None:
+        self._link_pages -= self._on_link.pop(flow, 0)
+
+    def _round_is_here(self, flow: Flow, answer: int) -> None:
+        """Bytes of the flow's next round are, or none will be."""
+        if answer == WANTED and flow.end is End.LANDED:
+            self._wanting[flow] = None
+            return
+        if flow.end is End.LANDED:
+            # Ended on one rank at least: so on all.
+            flow.end = End.STOPPED if answer == STOP else End.PARTLY
+        flow.is_wanting = False
+        self._end_if_over(flow)
+
+    def _round_ended(self, flow: Flow, num_pages: int) -> None:
+        self._backend.publish()
+        filling = flow.filling.popleft()
+        self._num_filling -= 1
+        size = filling.slots.numel()
+        self._held_tokens -= size
+        if not self._backend.reads or flow.end is End.PARTLY or (flow.cancelled and not flow.live_followers):
             num_pages = 0
         num_tokens = num_pages * self._page_size
-        is_whole = num_tokens == flow.slots.numel()
         if num_tokens:
-            anchor, flow.lock = flow.lock, self._insert(flow, num_tokens)
+            anchor, flow.lock = flow.lock, self._insert(flow, filling, num_tokens)
             self._cache.unlock(anchor)
             flow.landed_tokens += num_tokens
             self._held_tokens += num_tokens
-        self._free(flow.slots[num_tokens:])
-        flow.slots = None
-        if flow.cancelled:
-            self._let_go(flow)
-        elif is_whole and flow.first_page + num_pages < flow.num_pages:
-            flow.phase, flow.need_tokens = Phase.WAITING, 0
-            self._waiting.add(flow, is_next=True)
+        self._free(filling.slots[num_tokens:])
+        if num_tokens < size:
+            self._want_no_more(flow)
         else:
-            self._finish(flow, "landed" if is_whole else "partly" if flow.landed_tokens else "failed")
+            self._end_if_over(flow)
+
+    def _fetch_ended(self, flow: Flow, _: int) -> None:
+        """Where the flow still waits for slots, its deadline is over."""
+        if flow in self._wanting:
+            self._want_no_more(flow)
+
+    def _want_no_more(self, flow: Flow) -> None:
+        """The next rounds cannot be had."""
+        flow.end = End.PARTLY
+        if flow in self._wanting:
+            del self._wanting[flow]
+            flow.is_wanting = False
+        self._end_if_over(flow)
+
+    def _end_if_over(self, flow: Flow) -> None:
+        """Nothing more comes, or is asked for."""
+        if flow.is_wanting or flow.filling:
+            return
+        assert flow.fetch is not None
+        if flow.end is not End.LANDED:
+            self._backend.stop_fetch(flow.fetch)
+        del self._active[flow]
+        for page_hash in flow.hashes:
+            if self._fetching.get(page_hash) is flow:
+                del self._fetching[page_hash]
+        followers = flow.live_followers
+        flow.followers.clear()
+        if flow.cancelled:
+            self._forget_expected(flow)
+            self._let_go(flow)
+        else:
+            self._finish(flow, flow.end if flow.landed_tokens or flow.end is not End.PARTLY else End.FAILED)
         for follower in followers:
+            follower.leader = None
             self._waiting.add(follower)
 
-    def _insert(self, flow: Flow, num_tokens: int) -> Any:
+    def _insert(self, flow: Flow, filling: FillingRound, num_tokens: int) -> Any:
         """Put the first of the slots into the tree. Returns a lock on them. What the tree has got meanwhile it keeps,
         and frees ours."""
-        assert flow.slots is not None
-        cache, begin = self._cache, flow.start + flow.first_page * self._page_size
+        cache, begin = self._cache, flow.start + filling.first_page * self._page_size
         before = cache.path_device_indices(flow.lock.node)[:begin]
         end = begin + num_tokens
         result = cache.insert(
             InsertParams(
                 key=flow.key[:end],
-                value=torch.cat([before, flow.slots[:num_tokens].to(before.dtype)]),
+                value=torch.cat([before, filling.slots[:num_tokens].to(before.dtype)]),
                 prev_prefix_len=begin,
                 inserted_len=end,  # the request's own insertion counts the hit
             )
         )
         return cache.lock(result.last_device_node)
 
-    def _finish(self, flow: Flow, end: str) -> None:
+    def _finish(self, flow: Flow, end: End) -> None:
         """No more is fetched. The request goes on with what the tree has."""
         self._changed.append(flow.handle)
-        FLOWS.labels(end if self._backend.reads else "suspended").inc()
+        self._forget_expected(flow)
+        FLOWS.labels((end if self._backend.reads else End.SUSPENDED).value).inc()
+        timeline.add(flow.handle.rid, "parked", flow.arrived_s, time.monotonic())
         if not flow.landed_tokens or not self._backend.reads:
             self._let_go(flow)
             self._flows.pop(flow.handle, None)
@@ -271,68 +363,109 @@ class Fetches:
         self._cache.unlock(flow.lock)
         flow.lock = None
 
+    def _forget_expected(self, flow: Flow) -> None:
+        self._num_expected -= flow.num_pages
+
     # Beginning
 
-    def _begin(self, flow: Flow) -> bool:
-        """Whether the flow need not wait at the head any longer: it fetches, follows another one, or gave up."""
+    def _has_link_for(self, flow: Flow) -> bool:
+        """One has the link alone if it fills it, as KVFetcher has it (section 3.3.1): even shares would only make both
+        late. Short ones share it, since it would idle between them."""
+        return not self._on_link or self._link_pages + flow.num_pages <= self._round_pages
+
+    def _begin(self, flow: Flow) -> None:
+        """Fetch, or follow another one, or see that there is nothing to fetch."""
         if not self._backend.reads:
-            self._finish(flow, "suspended")
-            return True
-        if not self._fits(flow):
-            return self._cannot_begin(flow)
+            self._finish(flow, End.SUSPENDED)
+            return
         cache, size = self._cache, self._page_size
         matched = cache.match_prefix(MatchPrefixParams(key=flow.key))
         begin = matched.device_prefix_len
         end = flow.start + flow.num_pages * size
         # Where the tree has less than at the arrival, SGLang asks again.
         if not flow.start <= begin < end:
-            self._finish(flow, "known" if begin >= end else "lost")
-            return True
+            self._finish(flow, End.KNOWN if begin >= end else End.LOST)
+            return
         first_page = (begin - flow.start) // size
         leader = self._fetching.get(flow.hashes[first_page])
         if leader is not None:
             leader.followers.append(flow)
-            return True
-        flow.need_tokens = min(end - begin, self._max_tokens)
-        lock = cache.lock(matched.last_device_node)
-        # What is locked can no longer be evicted.
-        slots = self._allocate(flow.need_tokens) if self._fits(flow) else None
-        if slots is None:
-            cache.unlock(lock)
-            return self._cannot_begin(flow)
-        cache.unlock(flow.lock)
-        if not flow.landed_tokens:
-            flow.loaded_start = begin
-        flow.first_page, flow.slots, flow.lock, flow.phase = first_page, slots, lock, Phase.FETCHING
+            flow.leader = leader
+            return
+        flow.phase, flow.next_page, flow.loaded_start = Phase.FETCHING, first_page, begin
+        flow.lock = cache.lock(matched.last_device_node)
+        flow.round_ends = deque(self._round_ends(flow, first_page))
         self._active[flow] = None
-        self._held_tokens += flow.need_tokens
-        hashes = flow.fetched_hashes(size)
+        hashes = flow.hashes[first_page:]
         self._fetching.update(dict.fromkeys(hashes, flow))
-        ticket = self._open(partial(self._fetch_ended, flow))
-        sources = flow.sources[first_page : first_page + len(hashes)]
-        flow.work = self._backend.begin_fetch(ticket, hashes, sources, slots)
+        self._on_link[flow] = len(hashes)
+        self._link_pages += len(hashes)
+        flow.fetch = self._backend.begin_fetch(
+            self._open(partial(self._link_has_room, flow)),
+            self._open(partial(self._fetch_ended, flow)),
+            flow.handle.rid,
+            hashes,
+            flow.sources[first_page:],
+            [page - first_page for page in flow.round_ends],
+        )
+        self._await_round(flow)
+
+    def _round_ends(self, flow: Flow, first_page: int) -> list[int]:
+        """Rounds end at multiples of their length, counted from the sequence's start: where spans end."""
+        before = flow.start // self._page_size
+        next_end = (before + first_page) // self._round_pages * self._round_pages + self._round_pages - before
+        return [*range(next_end, flow.num_pages, self._round_pages), flow.num_pages]
+
+    def _await_round(self, flow: Flow) -> None:
+        """Have the flow ask for slots when bytes of its next round are here."""
+        assert flow.fetch is not None
+        flow.is_wanting = True
+        ticket = self._open(partial(self._round_is_here, flow))
+        rest = flow.sources[flow.next_page :]
+        self._backend.await_round(ticket, flow.fetch, flow.num_rounds, rest, self._prefill_s)
+
+    def _give_slots(self, flow: Flow) -> bool:
+        """Slots for the next round, if there are any for it."""
+        assert flow.fetch is not None
+        end = flow.round_ends[0]
+        slots = self._allocate(flow, (end - flow.next_page) * self._page_size)
+        if slots is None:
+            return False
+        ticket = self._open(partial(self._round_ended, flow))
+        work = self._backend.restore_round(ticket, flow.fetch, flow.num_rounds, slots)
+        flow.filling.append(FillingRound(flow.next_page, slots, work))
+        self._num_filling += 1
+        self._held_tokens += slots.numel()
+        flow.next_page = flow.round_ends.popleft()
+        flow.num_rounds += 1
+        flow.is_wanting = False
+        del self._wanting[flow]
+        if flow.round_ends:
+            self._await_round(flow)
         return True
 
-    def _read_ahead(self, flow: Flow) -> None:
-        """Have the bytes come while the flow waits for slots, but for pages that come for another request."""
-        own = (i for i, page_hash in enumerate(flow.hashes) if page_hash not in self._fetching)
-        self._backend.read_ahead(flow.sources[next(own, len(flow.sources)) :])
+    def _make_way(self) -> None:
+        """Nobody who wants slots gets any. Where several hold some, and none of them will give them back by itself, the
+        last of those does without its rest.
 
-    def _cannot_begin(self, flow: Flow) -> bool:
-        """Wait for slots; or, with a part of the prefix landed, which others may wait for, do without the rest."""
-        if flow.landed_tokens:
-            self._finish(flow, "full_pool")
-        return flow.phase is Phase.LANDED
+        A single one waits: its request could not be computed without slots either.
+        """
+        if self._num_filling or self._landed:
+            return
+        holders = [flow for flow in islice(self._wanting, _BEGINS_A_STEP) if flow.landed_tokens]
+        if len(holders) > 1:
+            last = holders[-1]
+            del self._wanting[last]
+            last.is_wanting, last.end = False, End.FULL_POOL
+            self._end_if_over(last)
 
-    def _fits(self, flow: Flow) -> bool:
-        if self._held_tokens - flow.landed_tokens + flow.need_tokens > self._max_tokens:
-            return False
-        free: int = self._cache.token_to_kv_pool_allocator.available_size() + self._cache.evictable_size()
-        return flow.need_tokens <= free
-
-    def _allocate(self, num_tokens: int) -> torch.Tensor | None:
+    def _allocate(self, flow: Flow, num_tokens: int) -> torch.Tensor | None:
+        if self._held_tokens - flow.landed_tokens + num_tokens > self._max_tokens:
+            return None
         allocator = self._cache.token_to_kv_pool_allocator
         lacking = num_tokens - allocator.available_size()
+        if lacking > self._cache.evictable_size():
+            return None
         if lacking > 0:
             self._cache.evict(EvictParams(num_tokens=lacking))
         slots: torch.Tensor | None = allocator.alloc(num_tokens)
@@ -341,6 +474,11 @@ class Fetches:
     def _free(self, slots: torch.Tensor) -> None:
         if slots.numel():
             self._cache.token_to_kv_pool_allocator.free(slots)
+
+    def _prefill_s(self, num_tokens: int) -> float | None:
+        """From any thread. Of this rank; only what all ranks agree on may depend on it."""
+        seconds: float | None = self._cache.prefill_speed.seconds_for(num_tokens)
+        return seconds
 
 
 def hash_tail(key: Any, start: int, last_hash: str | None, page_size: int) -> list[str]:

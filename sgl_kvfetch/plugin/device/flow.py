@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 import enum
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from sgl_kvfetch.fetch.plan import PageSource
-from sgl_kvfetch.plugin.device.backend import Work
+from sgl_kvfetch.plugin.device.backend import FetchWork, LookupWork, RoundWork
 
 
 class Phase(enum.Enum):
     LOOKUP = "lookup"  # the store is being asked
-    WAITING = "waiting"  # for slots, or for another request's fetch of the same pages
-    FETCHING = "fetching"  # into slots of its own, with the tree's part of the prefix locked
+    WAITING = "waiting"  # for the link, or for another request's fetch of the same pages
+    FETCHING = "fetching"  # with the tree's part of the prefix locked
     LANDED = "landed"  # in the tree, locked until the request is admitted
+
+
+class End(enum.Enum):
+    """How a flow ended, if not by an abort."""
+
+    LANDED = "landed"  # all that the store had
+    PARTLY = "partly"  # the rest failed
+    FAILED = "failed"  # all of it did
+    STOPPED = "stopped"  # the rest is computed, since that has become faster
+    RECOMPUTED = "recomputed"  # all is computed, since that is faster
+    FULL_POOL = "full_pool"  # the rest found no room
+    MISSED = "missed"  # not stored, or the lookup failed
+    KNOWN = "known"  # the tree had got it
+    LOST = "lost"  # the tree had lost what came before it
+    SUSPENDED = "suspended"  # the weights changed
+
+
+@dataclass(slots=True, eq=False)
+class FillingRound:
+    """Slots that are being filled."""
+
+    first_page: int
+    slots: torch.Tensor  # every token's
+    work: RoundWork
 
 
 @dataclass(slots=True, eq=False)
@@ -27,18 +52,25 @@ class Flow:
     key: Any  # SGLang's RadixKey of the whole prompt, as far as it may be cached, in whole pages
     start: int
     arrival: int  # counts the flows before it
+    arrived_s: float  # for the timeline
     phase: Phase = Phase.LOOKUP
     cancelled: bool = False
-    work: Work | None = None
+    urgency: int = 0
+    lookup: LookupWork | None = None
 
     # Known after the lookup.
     hashes: list[str] = field(default_factory=list)
     sources: list[PageSource] = field(default_factory=list)  # as many as all ranks found
-    need_tokens: int = 0  # as of the last attempt to begin
+    leader: Flow | None = None  # whose pages it waits for
 
-    # While it fetches, once or in several rounds.
-    first_page: int = 0  # the round begins here
-    slots: torch.Tensor | None = None
+    # While it fetches.
+    fetch: FetchWork | None = None
+    round_ends: deque[int] = field(default_factory=deque)  # pages where the rounds end that have no slots yet
+    next_page: int = 0  # where the first of them begins
+    num_rounds: int = 0  # that have got slots
+    is_wanting: bool = False  # it asks for another round, or is about to
+    filling: deque[FillingRound] = field(default_factory=deque)
+    end: End = End.LANDED  # as far as is known
     followers: list[Flow] = field(default_factory=list)  # that wait for these pages
     lock: Any = None  # SGLang's TreeLock on what the tree has of the prefix
     loaded_start: int = 0  # token where the first round began
@@ -48,7 +80,6 @@ class Flow:
     def num_pages(self) -> int:
         return len(self.hashes)
 
-    def fetched_hashes(self, page_size: int) -> list[str]:
-        """Hashes of the pages that the slots are for."""
-        assert self.slots is not None
-        return self.hashes[self.first_page : self.first_page + self.slots.numel() // page_size]
+    @property
+    def live_followers(self) -> list[Flow]:
+        return [follower for follower in self.followers if not follower.cancelled]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from sgl_kvfetch.plugin.device.queue import WaitingQueue
@@ -34,7 +37,7 @@ def form_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwarg
         return original(scheduler, *args, **kwargs)
     queue = scheduler.waiting_queue
     if not isinstance(queue, WaitingQueue):  # at first, and whenever SGLang has made itself another list
-        queue = WaitingQueue(cache.is_parked, queue)
+        queue = WaitingQueue(cache.is_parked, queue, on_append=partial(_queued, scheduler))
     for handle in cache.take_changed():
         queue.update(handle)
     num_ready = len(queue.ready)
@@ -47,6 +50,18 @@ def form_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwarg
             queue.formed(left)
 
 
+def _queued(scheduler: Any, request: Any) -> None:
+    """SGLang's priorities rise or fall with urgency, and are None where they are not in use."""
+    sign = -1 if scheduler.schedule_low_priority_values_first else 1
+    scheduler.tree_cache.queued(request.cache_request_handle, sign * (request.priority or 0))
+
+
+def measure_batch(result: None, scheduler: Any, batch: Any, batch_result: Any) -> None:
+    """After ``Scheduler.process_batch_result``: how long the batch took."""
+    if isinstance(scheduler.tree_cache, SteppedCache):
+        scheduler.tree_cache.prefill_meter.finished(batch, time.monotonic())
+
+
 def clear_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     """Around ``Scheduler.clear_hicache_storage_wrapped``, which refuses to without a host tier."""
     if not isinstance(scheduler.tree_cache, SteppedCache):
@@ -54,6 +69,36 @@ def clear_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> 
     from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
 
     return ClearHiCacheReqOutput(success=scheduler.tree_cache.clear_storage_backend())
+
+
+def attach_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """Around ``Scheduler.attach_hicache_storage_wrapped``, which refuses to without a host tier."""
+    with _as_with_host_tier(scheduler):
+        return original(scheduler, recv_req)
+
+
+def detach_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """Around ``Scheduler.detach_hicache_storage_wrapped``, which refuses to without a host tier.
+
+    It also refuses while there are requests, or anything else is under way. What is under way for no request any more,
+    detaching ends.
+    """
+    cache = scheduler.tree_cache
+    if isinstance(cache, SteppedCache) and scheduler.is_fully_idle(for_health_check=True):
+        cache.end_all()
+    with _as_with_host_tier(scheduler):
+        return original(scheduler, recv_req)
+
+
+@contextmanager
+def _as_with_host_tier(scheduler: Any) -> Iterator[None]:
+    """For calls that ask for a host tier and do all that is needed without one: they have our cache do the rest."""
+    was_enabled = scheduler.enable_hierarchical_cache
+    scheduler.enable_hierarchical_cache = was_enabled or isinstance(scheduler.tree_cache, SteppedCache)
+    try:
+        yield
+    finally:
+        scheduler.enable_hierarchical_cache = was_enabled
 
 
 def count_pending(idle: bool, scheduler: Any, for_health_check: bool = False, ignore_waiting: bool = False) -> bool:

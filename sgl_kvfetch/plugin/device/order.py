@@ -1,59 +1,74 @@
-"""Whose turn it is: shortest first, with ageing. Pure; no clock, so that all ranks order alike."""
+"""Whose turn it is. Pure; no clock, so that all ranks order alike."""
 
 from __future__ import annotations
 
 import heapq
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Generic, Literal, Protocol, TypeVar
 
-# A later arrival overtakes if it is shorter by so many pages for each arrival in between. So nothing starves: what has
-# waited for n pages' worth of arrivals is overtaken by nobody.
+OrderName = Literal["shortest", "fifo", "priority"]
+
+# Shortest first, with ageing: a later arrival overtakes if it is shorter by so many pages for each arrival in between.
+# So nothing starves: what has waited for n pages' worth of arrivals is overtaken by nobody.
 AGEING_PAGES = 8
 
 
 class Queued(Protocol):
-    """What waits. ``arrival`` counts arrivals; ``num_pages`` is how much is to be fetched."""
+    """What waits."""
 
     @property
-    def arrival(self) -> int: ...
+    def arrival(self) -> int:
+        """Counts arrivals."""
 
     @property
-    def num_pages(self) -> int: ...
+    def num_pages(self) -> int:
+        """How much is to be fetched."""
+
+    @property
+    def urgency(self) -> int:
+        """More goes first, where the order is by priority."""
 
 
 T = TypeVar("T", bound=Queued)
+Rank = tuple[int, int]
+
+ORDERS: dict[OrderName, Callable[[Queued], Rank]] = {
+    "shortest": lambda item: (item.num_pages + AGEING_PAGES * item.arrival, item.arrival),
+    "fifo": lambda item: (0, item.arrival),
+    "priority": lambda item: (-item.urgency, item.arrival),
+}
 
 
 class Turns(Generic[T]):
-    """A queue of things that are hashed by identity."""
+    """A queue of things that are hashed by identity. Their ranks must not change while they are in it."""
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, T]] = []
-        self._ranks: dict[T, float] = {}
+    def __init__(self, order: OrderName) -> None:
+        self._rank = ORDERS[order]
+        self._heap: list[tuple[Rank, T]] = []
+        self._present: set[T] = set()
 
     def __len__(self) -> int:
-        return len(self._ranks)
+        return len(self._present)
 
     def __contains__(self, item: T) -> bool:
-        return item in self._ranks
+        return item in self._present
 
-    def add(self, item: T, *, is_next: bool = False) -> None:
-        """``is_next``: before all others."""
-        assert item not in self._ranks
-        rank = float("-inf") if is_next else float(item.num_pages + AGEING_PAGES * item.arrival)
-        self._ranks[item] = rank
-        heapq.heappush(self._heap, (rank, item.arrival, item))
+    def add(self, item: T) -> None:
+        assert item not in self._present
+        self._present.add(item)
+        heapq.heappush(self._heap, (self._rank(item), item))
 
     def discard(self, item: T) -> None:
-        self._ranks.pop(item, None)
+        self._present.discard(item)
 
     def first(self) -> T | None:
         while self._heap:
-            rank, _, item = self._heap[0]
-            if self._ranks.get(item) == rank:
+            item = self._heap[0][1]
+            if item in self._present:
                 return item
             heapq.heappop(self._heap)
         return None
 
     def clear(self) -> None:
         self._heap.clear()
-        self._ranks.clear()
+        self._present.clear()

@@ -17,8 +17,8 @@ from sgl_kvfetch.types import KVGeometry, TensorName, dtype_name
 class DevicePages(PagePool):
     """Reads and writes the pages of an ``MHATokenToKVPool`` in place. A page's slots follow one another.
 
-    On the CPU alone, where the model computes on the thread that hands pages over, so that whatever was computed
-    before is there. On a GPU reads and writes must be ordered with the forward pass's stream.
+    On the CPU, where the model computes on the thread that hands pages over, so that whatever was computed before is
+    there. On a GPU reads and writes must be ordered with the forward pass's stream: `CudaPages`.
     """
 
     def __init__(self, pool: Any, page_size: int) -> None:
@@ -28,8 +28,6 @@ class DevicePages(PagePool):
             raise UnsupportedError(f"device mode does not support pools of the kind {type(pool).__name__}")
         if pool.kv_cache_layout != "nhd":
             raise UnsupportedError(f"device mode does not support the pool layout {pool.kv_cache_layout!r}")
-        if any(buffer.device.type != "cpu" for buffer in pool.k_buffer):
-            raise UnsupportedError("device mode runs on the CPU engine only so far: add --enable-hierarchical-cache")
         self._buffers: dict[TensorName, list[torch.Tensor]] = {"k": list(pool.k_buffer), "v": list(pool.v_buffer)}
         k, v = self._buffers["k"][0], self._buffers["v"][0]  # (slots, heads, dim)
         self._dtype = pool.dtype
@@ -45,6 +43,14 @@ class DevicePages(PagePool):
             dtype=dtype_name(pool.dtype),
         )
 
+    def fence(self) -> None:
+        """On the scheduler's thread, when slots were handed over, and before anything is begun with them: whatever is
+        read or restored from now on comes after all that the model was given to compute before."""
+
+    def publish(self) -> None:
+        """On the scheduler's thread, before slots go on to others: whatever is computed from now on comes after all
+        that was restored before."""
+
     def write(self, tensor: TensorName, first_layer: int, pages: Sequence[int], values: torch.Tensor) -> None:
         slots = self._slots(pages)
         rows = values.flatten(0, 1).view(self._raw_dtype)  # (tokens, layers, heads, dim)
@@ -53,14 +59,17 @@ class DevicePages(PagePool):
 
     def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
         slots = self._slots(pages)
-        rows = torch.stack([buffer[slots] for buffer in self._buffers[tensor]], dim=1)
-        return rows.view(self._dtype).view(len(pages), -1, *rows.shape[1:])  # (pages, page_size, layers, heads, dim)
+        return self._as_pages(torch.stack([buffer[slots] for buffer in self._buffers[tensor]], dim=1), len(pages))
 
     def page_indices(self, slots: torch.Tensor) -> list[int]:
         """Pages of a run of whole pages, given as every token's slot."""
         size = self.geometry.page_size
         assert slots.numel() % size == 0
         return (slots[::size] // size).tolist()
+
+    def _as_pages(self, rows: torch.Tensor, num_pages: int) -> torch.Tensor:
+        """``(tokens, layers, heads, dim)`` as stored -> ``(pages, page_size, layers, heads, dim)``."""
+        return rows.view(self._dtype).view(num_pages, -1, *rows.shape[1:])
 
     def _slots(self, pages: Sequence[int]) -> torch.Tensor:
         return (torch.tensor(pages).unsqueeze(1) * self.geometry.page_size + self._offsets).flatten()

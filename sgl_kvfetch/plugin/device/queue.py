@@ -14,10 +14,18 @@ class WaitingQueue(list[Any]):
     which leaves out the parked requests, so that these cost a step nothing. Each request is in ``ready`` or parked.
     """
 
-    def __init__(self, is_parked: Callable[[Any], bool], requests: Iterable[Any] = ()) -> None:
-        """``is_parked`` says of a request's handle whether the request waits for its fetch."""
+    def __init__(
+        self,
+        is_parked: Callable[[Any], bool],
+        requests: Iterable[Any] = (),
+        *,
+        on_append: Callable[[Any], None] = lambda request: None,
+    ) -> None:
+        """``is_parked`` says of a request's handle whether the request waits for its fetch. ``on_append`` is told of
+        each request."""
         super().__init__()
         self._is_parked = is_parked
+        self._on_append = on_append
         self._order: dict[Any, int] = {}  # of arrival, by request
         self._requests: dict[Any, Any] = {}  # by handle
         self._num_arrived = 0
@@ -34,6 +42,7 @@ class WaitingQueue(list[Any]):
         self._num_arrived += 1
         self._order[request] = self._num_arrived
         self._requests[request.cache_request_handle] = request
+        self._on_append(request)
         if self._is_parked(request.cache_request_handle):
             self._parked[request] = None
         else:

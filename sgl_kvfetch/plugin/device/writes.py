@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,13 @@ from sgl_kvfetch.plugin.device.board import Board, Ticket
 from sgl_kvfetch.plugin.device.known import KnownPages
 
 _MAX_COPIES = 64  # that wait or run, with their pages locked
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    work: CopyWork
+    run: PageRun
+    lock: Any  # SGLang's TreeLock on the pages
 
 
 class Writes:
@@ -33,7 +41,7 @@ class Writes:
         self._known = known
         self._page_size: int = cache.page_size
         self._num_seen: dict[str, int] = {}  # pages, by request
-        self._copies: dict[Ticket, CopyWork] = {}
+        self._copies: dict[Ticket, _Copy] = {}
 
     def inserted(self, rid: str, node: Any) -> None:
         """The path to ``node`` is in the tree; write the pages on it that the store is not known to have."""
@@ -58,21 +66,25 @@ class Writes:
         )
         self._known.add(run.page_hashes)
         ticket = self._board.open()
-        self._ends[ticket] = partial(self._copied, ticket, run, self._cache.lock(node))
-        self._copies[ticket] = self._backend.begin_write(ticket, run)
+        self._ends[ticket] = partial(self._copied, ticket)
+        lock = self._cache.lock(node)
+        self._copies[ticket] = _Copy(self._backend.begin_write(ticket, run), run, lock)
 
-    def _copied(self, ticket: Ticket, run: PageRun, lock: Any, num_pages: int) -> None:
-        del self._copies[ticket]
-        self._known.remove(run.page_hashes[num_pages:])
-        self._cache.unlock(lock)
+    def _copied(self, ticket: Ticket, num_pages: int) -> None:
+        copy = self._copies.pop(ticket)
+        self._known.remove(copy.run.page_hashes[num_pages:])
+        self._cache.unlock(copy.lock)
 
     def forget(self, rid: str) -> None:
         """The request is over."""
         self._num_seen.pop(rid, None)
 
-    def drop_all(self) -> None:
-        """The pool is about to be emptied: nothing is read from it from here on. Locks go with the tree."""
-        for work in self._copies.values():
-            work.source.close()
+    def drop_all(self, *, keeps_tree: bool = False) -> None:
+        """Nothing is read from the pool from here on. Locks are given back, unless the tree goes, and they with it."""
+        for copy in self._copies.values():
+            copy.work.source.close()
+            self._known.remove(copy.run.page_hashes)
+            if keeps_tree:
+                self._cache.unlock(copy.lock)
         self._copies.clear()
         self._num_seen.clear()

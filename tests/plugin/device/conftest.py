@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sgl_kvfetch.plugin import client
-from sgl_kvfetch.stores.open import open_store
+from sgl_kvfetch.stores.open import open_replicas
 from tests.plugin.device.rig import GatedStore, Rig, make_rig
 
 MakeRig = Callable[..., Rig]
@@ -16,7 +16,7 @@ MakeRig = Callable[..., Rig]
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     """Builds ranks on one store, and closes them."""
-    monkeypatch.setattr(client, "open_store", lambda *args, **kwargs: GatedStore(open_store(*args, **kwargs)))
+    monkeypatch.setattr(client, "open_replicas", lambda *args, **kwargs: GatedStore(open_replicas(*args, **kwargs)))
     made: list[Rig] = []
 
     def build(**changes: Any) -> Rig:

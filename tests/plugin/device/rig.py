@@ -32,7 +32,7 @@ from sgl_kvfetch.types import TENSORS
 from tests.segments import make_namespace
 
 PAGE, LAYERS, HEADS, DIM = 4, 4, 2, 48
-WAIT_S = 20.0
+WAIT_S = 60.0  # far more than anything takes on a busy machine
 
 
 class Gate:
@@ -40,16 +40,19 @@ class Gate:
 
     def __init__(self) -> None:
         self.is_open = True
+        self.num_let_through = 0  # so many although it is closed
+        self.lets_through: Callable[[str, int], bool] = lambda name, start: False  # and these
         self.error: Exception | None = None
         self.num_waiting = 0
 
-    async def pass_through(self) -> None:
+    async def pass_through(self, name: str = "", start: int = 0) -> None:
         self.num_waiting += 1
         try:
-            while not self.is_open:  # noqa: ASYNC110 -- set from another thread
+            while not (self.is_open or self.num_let_through or self.lets_through(name, start)):  # noqa: ASYNC110 -- set from another thread
                 await asyncio.sleep(0.001)
         finally:
             self.num_waiting -= 1
+        self.num_let_through = max(0, self.num_let_through - 1)
         if self.error is not None:
             raise self.error
 
@@ -71,7 +74,7 @@ class GatedStore(Store):
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
         if name.endswith(".kvd"):
             self.data_reads.append((name, start))
-            await self.reads.pass_through()
+            await self.reads.pass_through(name, start)
         return await self._store.get(name, start, length)
 
     async def put(self, name: str, data: bytes) -> None:
@@ -111,6 +114,7 @@ class Rig:
     backend: DeviceBackend
     store: GatedStore
     num_slots: int
+    connect: Callable[[], DeviceBackend]
     _num_requests: int = field(default=0)
 
     def arrive(self, tokens: Sequence[int]) -> CacheRequestHandle:
@@ -151,9 +155,9 @@ class Rig:
             for layer, buffer in enumerate(buffers):
                 buffer[slots] = values[:, layer]
         result = self.cache.insert(InsertParams(key=self.key(tokens), value=slots))
-        assert self.cache._parts is not None
-        self.cache._parts.writes.inserted(rid, result.last_device_node)
-        self.cache._parts.writes.forget(rid)
+        if self.cache._parts is not None:
+            self.cache._parts.writes.inserted(rid, result.last_device_node)
+            self.cache._parts.writes.forget(rid)
         return result.last_device_node
 
     def stored(self, tokens: Sequence[int]) -> None:
@@ -237,18 +241,31 @@ def make_rig(
     if agree is not None:
         cache._num_ranks = lambda: 2  # type: ignore[method-assign]
         cache._agree = agree  # type: ignore[method-assign]
-    extra = {"store": f"file://{directory}", "codec": "zstd", "write_linger_s": 0.01, "span_tokens": 8} | config
+    extra = {
+        "store": f"file://{directory}",
+        "codec": "zstd",
+        "write_linger_s": 0.01,
+        "span_tokens": 8,
+        "recompute": "never",
+        "fetch_timeout_s": 600,  # nothing is to wait for it
+    } | config
     parsed = parse_config(extra)
     pages, quantiser = DevicePages(pool, PAGE), make_quantiser("exact")
     namespace = make_namespace(pages.geometry, quantiser, model=f"rank {rank}")
-    backend = cache.start(
-        lambda report: DeviceBackend(parsed, pages, namespace, quantiser, report),
-        max_fetch_tokens=int(num_slots * parsed.device_pool_share),
-        threshold_tokens=PAGE,
-    )
+
+    def connect() -> DeviceBackend:
+        return cache.start(
+            lambda report: DeviceBackend(parsed, pages, namespace, quantiser, report),
+            max_fetch_tokens=int(num_slots * parsed.device_pool_share),
+            round_tokens=parsed.round_tokens,
+            threshold_tokens=PAGE,
+            order=parsed.fetch_order,
+        )
+
+    backend = connect()
     store = backend._store
     assert isinstance(store, GatedStore)
-    return Rig(cache, pool, backend, store, num_slots)
+    return Rig(cache, pool, backend, store, num_slots, connect)
 
 
 class Ranks:

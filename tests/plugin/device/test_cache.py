@@ -6,7 +6,6 @@ import random
 import threading
 import time
 from array import array
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, EvictPara
 
 from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.plugin.device.counts import FLOWS, HELD_SLOTS, PARKED
+from sgl_kvfetch.plugin.device.counts import DECISIONS, FLOWS, HELD_SLOTS, PARKED
 from sgl_kvfetch.plugin.device.flow import Phase
-from sgl_kvfetch.plugin.device.order import AGEING_PAGES, Turns
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import PAGE, WAIT_S, Rig
 
@@ -86,14 +84,14 @@ def test_how_requests_end_is_counted(rig: Rig) -> None:
     rig.store.reads.is_open = False
     handles = [rig.arrive(prompt(0)), rig.arrive(prompt(1)), rig.arrive(prompt(0))]
     rig.settle(lambda: rig.phases() == [Phase.FETCHING, Phase.WAITING])
-    rig.cache.take_changed()
+    rig.cache.step()
     assert PARKED._value.get() == 2
-    assert HELD_SLOTS._value.get() == 32
+    assert HELD_SLOTS._value.get() == 0  # no bytes are here yet
     rig.abort(handles[2])
     rig.store.reads.is_open = True
     rig.settle(lambda: rig.cache.check_prefetch_progress(handles[0]))
     rig.abort(handles[0])
-    rig.cache.take_changed()
+    rig.cache.step()
     assert PARKED._value.get() == HELD_SLOTS._value.get() == 0
     new = {end: count - before.get(end, 0) for end, count in counts().items()}
     assert {end: count for end, count in new.items() if count} == {"landed": 1, "missed": 1, "aborted": 1}
@@ -151,7 +149,7 @@ def test_a_follower_gets_what_its_aborted_leader_fetches(rig: Rig) -> None:
     rig.assert_nothing_held()
 
 
-@pytest.mark.parametrize("moment", ["lookup", "fetch", "landed", "waiting"])
+@pytest.mark.parametrize("moment", ["lookup", "transmit", "restore", "landed", "waiting"])
 def test_an_abort_gives_everything_back(make: MakeRig, moment: str) -> None:
     rig = make(device_pool_share=0.15)  # of 256 slots: one prompt at a time
     tokens, other = prompt(0), prompt(1)
@@ -159,36 +157,42 @@ def test_an_abort_gives_everything_back(make: MakeRig, moment: str) -> None:
     rig.stored(other)
     rig.store.lookups.is_open = moment != "lookup"
     rig.store.reads.is_open = moment == "landed"
+    rig.store.reads.num_let_through = int(moment == "restore")
     handle = rig.arrive(tokens)
     second = rig.arrive(other) if moment == "waiting" else None
     match moment:
         case "lookup":
             rig.settle(lambda: rig.store.lookups.num_waiting > 0)
-        case "fetch" | "waiting":
+        case "transmit" | "waiting":
             rig.settle(lambda: rig.phases() == [Phase.FETCHING, Phase.WAITING][: 2 if second else 1])
+            assert rig.num_available == rig.num_slots
+        case "restore":
+            rig.settle(lambda: rig.num_available == rig.num_slots - 32)
         case "landed":
             rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
             assert rig.cache.protected_size() == 32
     if second is not None:
         rig.abort(second)
-        assert rig.num_available == rig.num_slots - 32
     rig.abort(handle)
     rig.settle()
     rig.assert_nothing_held()
 
 
-@pytest.mark.parametrize("moment", ["lookup", "fetch", "landed"])
+@pytest.mark.parametrize("moment", ["lookup", "transmit", "restore", "landed"])
 def test_a_reset_gives_everything_back_and_nothing_is_written_after(rig: Rig, moment: str) -> None:
     tokens = prompt(0)
     rig.stored(tokens)
     rig.store.lookups.is_open = moment != "lookup"
     rig.store.reads.is_open = moment == "landed"
+    rig.store.reads.num_let_through = int(moment == "restore")
     handle = rig.arrive(tokens)
     match moment:
         case "lookup":
             rig.settle(lambda: rig.store.lookups.num_waiting > 0)
-        case "fetch":
+        case "transmit":
             rig.settle(lambda: rig.phases() == [Phase.FETCHING])
+        case "restore":
+            rig.settle(lambda: rig.num_available == rig.num_slots - 32)
         case "landed":
             rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
     rig.cache.reset()
@@ -268,7 +272,7 @@ def test_fetches_keep_to_their_share(make: MakeRig) -> None:
     one = rig.arrive(first)
     rig.settle(lambda: rig.cache.check_prefetch_progress(one))
     two = rig.arrive(second)
-    rig.settle(lambda: rig.phases() == [Phase.LANDED, Phase.WAITING])
+    rig.settle(lambda: rig.phases() == [Phase.LANDED, Phase.FETCHING])
     for _ in range(100):
         rig.cache.step()
     assert not rig.cache.check_prefetch_progress(two)
@@ -310,19 +314,49 @@ def test_the_smallest_share_is_a_page(make: MakeRig) -> None:
     assert rig.admit(handle, prompt(0, 3))[:2] == (12, 12)
 
 
-def test_a_round_that_finds_no_room_is_not_waited_for(make: MakeRig) -> None:
-    rig = make(num_slots=64, device_pool_share=0.4, mode="read_only")  # 24 slots in whole pages
+@pytest.mark.parametrize("is_in_time", [True, False])
+def test_a_round_that_finds_no_room_waits_as_long_as_the_deadline_allows(make: MakeRig, is_in_time: bool) -> None:
+    rig = make(num_slots=64, device_pool_share=0.4, mode="read_only", fetch_timeout_s=20.0 if is_in_time else 0.5)
     writer = make(num_slots=256)
     tokens = prompt(0, 16)
     writer.stored(tokens)
     busy = rig.cache.lock(rig.compute(prompt(1, 8)))
     handle = rig.arrive(tokens)
+    rig.settle(lambda: rig.cache.protected_size() == 32 + 24)  # 24 slots in whole pages are a round
+    assert not rig.cache.check_prefetch_progress(handle)
+    if is_in_time:
+        rig.cache.unlock(busy)
     rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
     cached, loaded, lock = rig.admit(handle, tokens)
-    assert (cached, loaded) == (24, 24)
-    for one in (busy, lock):
-        rig.cache.unlock(one)
+    assert (cached, loaded) == ((64, 64) if is_in_time else (24, 24))
+    assert rig.holds(tokens, cached)
+    rig.cache.unlock(lock)
+    if not is_in_time:
+        rig.cache.unlock(busy)
+    rig.settle()
     rig.assert_nothing_held()
+
+
+def test_fetches_that_keep_each_other_from_their_slots(make: MakeRig) -> None:
+    """Each has landed a round, and the pool has none for either. The later one does without its rest."""
+    rig = make(num_slots=64, device_pool_share=1.0, round_tokens=24, mode="read_only")
+    writer = make(num_slots=256)
+    prompts = [prompt(0, 12), prompt(1, 12)]
+    for tokens in prompts:
+        writer.stored(tokens)
+    before = FLOWS.labels("full_pool")._value.get()
+    rig.store.reads.is_open = False
+    handles = [rig.arrive(tokens) for tokens in prompts]
+    rig.settle(lambda: len(set(rig.store.data_reads)) >= 2 * 6)  # spans
+    starts = {name: sorted(s for n, s in rig.store.data_reads if n == name) for name, _ in rig.store.data_reads}
+    rig.store.reads.lets_through = lambda name, start: start in starts[name][:3]
+    rig.settle(lambda: rig.cache.protected_size() == 2 * 24)
+    rig.store.reads.is_open = True
+    rig.settle(lambda: any(rig.cache.check_prefetch_progress(h) for h in handles))
+    second = max(handles, key=rig.cache.check_prefetch_progress)
+    assert rig.admit(second, prompts[handles.index(second)])[:2] == (24, 24)
+    rig.cache.reset()
+    assert FLOWS.labels("full_pool")._value.get() == before + 1
 
 
 @pytest.mark.parametrize("moment", [0, 24, 48])
@@ -336,28 +370,6 @@ def test_an_abort_between_rounds(make: MakeRig, moment: int) -> None:
     rig.abort(handle)
     rig.settle()
     rig.assert_nothing_held()
-
-
-def test_the_shortest_is_first_but_none_starves() -> None:
-    @dataclass(eq=False)
-    class Waiter:
-        arrival: int
-        num_pages: int
-
-    turns: Turns[Waiter] = Turns()
-    long = Waiter(1, 100)
-    turns.add(long)
-    served = []
-    for arrival in range(2, 40):
-        turns.add(Waiter(arrival, 2))
-        first = turns.first()
-        assert first is not None
-        turns.discard(first)
-        served.append(first)
-    assert served.index(long) == 98 // AGEING_PAGES
-    again = Waiter(99, 1000)
-    turns.add(again, is_next=True)
-    assert turns.first() is again
 
 
 def test_a_fetch_evicts_what_nobody_uses(make: MakeRig) -> None:
@@ -379,7 +391,7 @@ def test_a_full_pool_makes_it_wait(make: MakeRig) -> None:
     rig.stored(tokens)
     busy = rig.cache.lock(rig.compute(prompt(1, 24)))
     handle = rig.arrive(tokens)
-    rig.settle(lambda: rig.phases() == [Phase.WAITING])
+    rig.settle(lambda: rig.phases() == [Phase.FETCHING])
     for _ in range(100):
         rig.cache.step()
     assert not rig.cache.check_prefetch_progress(handle)
@@ -513,3 +525,57 @@ def test_aborts_at_random_moments(make: MakeRig) -> None:
         assert cached == len(tokens)
         assert rig.holds(tokens, cached)
         rig.cache.unlock(lock)
+
+
+def test_what_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
+    rig = make(recompute="auto")
+    tokens = prompt(0)
+    rig.stored(tokens)
+    assert rig.cache.prefill_speed.seconds_for(32) is None
+    first = rig.arrive(tokens)  # nothing is known yet
+    rig.settle(lambda: rig.cache.check_prefetch_progress(first))
+    assert rig.admit(first, tokens)[:2] == (32, 32)
+    rig.flush()
+    for num_tokens in (10_000, 20_000, 30_000, 40_000):
+        rig.cache.prefill_speed.add(num_tokens, num_tokens * 1e-9)
+    before = FLOWS.labels("recomputed")._value.get()
+    second = rig.arrive(tokens)
+    rig.settle(lambda: rig.cache.check_prefetch_progress(second))
+    assert rig.admit(second, tokens)[:2] == (0, 0)
+    assert FLOWS.labels("recomputed")._value.get() == before + 1
+    assert DECISIONS.labels("recompute", "decoder")._value.get() > 0
+    # And what the store has is not written again.
+    assert rig.cache._parts is not None
+    rig.compute(tokens)
+    assert not rig.cache._parts.writes._copies
+    rig.settle()
+    for num_tokens in range(10_000, 40_000, 1000):
+        rig.cache.prefill_speed.add(num_tokens, num_tokens * 1.0)
+    rig.flush()
+    third = rig.arrive(tokens)
+    rig.settle(lambda: rig.cache.check_prefetch_progress(third))
+    assert rig.admit(third, tokens)[:2] == (32, 32)
+
+
+def test_the_rest_is_computed_where_that_has_become_faster(make: MakeRig) -> None:
+    rig = make(recompute="auto", round_tokens=16)
+    tokens = prompt(0)
+    rig.stored(tokens)
+    warm = rig.arrive(tokens[:16])
+    rig.settle(lambda: rig.cache.check_prefetch_progress(warm))
+    rig.abort(warm)
+    rig.flush()
+    rig.store.reads.is_open = False
+    rig.store.reads.lets_through = lambda name, start: start == 0
+    handle = rig.arrive(tokens)
+    rig.settle(lambda: rig.phases() == [Phase.FETCHING])
+    for num_tokens in (10_000, 20_000, 30_000, 40_000):
+        rig.cache.prefill_speed.add(num_tokens, num_tokens * 1e-9)
+    rig.store.reads.is_open = True
+    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    cached, loaded, lock = rig.admit(handle, tokens)
+    assert (cached, loaded) == (16, 16)
+    assert rig.holds(tokens, 16)
+    rig.cache.unlock(lock)
+    rig.settle()
+    rig.assert_nothing_held()

@@ -15,6 +15,7 @@ from sgl_kvfetch.plugin.device.stepped import SteppedCache
 @dataclass(eq=False)
 class Request:
     cache_request_handle: int
+    priority: int | None = None
 
 
 class Cache(SteppedCache):
@@ -23,6 +24,7 @@ class Cache(SteppedCache):
         self.changed: list[int] = []
         self.num_steps = 0
         self.is_pending = False
+        self.urgencies: dict[int, int] = {}
 
     def step(self) -> None:
         self.num_steps += 1
@@ -30,11 +32,17 @@ class Cache(SteppedCache):
     def has_pending_cache_operations(self) -> bool:
         return self.is_pending
 
+    def end_all(self) -> None:
+        self.is_pending = False
+
     def clear_storage_backend(self) -> bool:
         return True
 
     def is_parked(self, handle: int) -> bool:
         return handle in self.parked
+
+    def queued(self, handle: int, urgency: int) -> None:
+        self.urgencies[handle] = urgency
 
     def take_changed(self) -> list[int]:
         changed, self.changed = self.changed, []
@@ -52,6 +60,7 @@ class Scheduler:
     tree_cache: Any = field(default_factory=Cache)
     waiting_queue: list[Request] = field(default_factory=list)
     _engine_paused: bool = False
+    schedule_low_priority_values_first: bool = False
     seen: list[int] = field(default_factory=list)
 
     def arrive(self, *handles: int) -> None:
@@ -198,3 +207,12 @@ def test_random_histories_against_one_plain_list() -> None:
         assert scheduler.step(*admitted) == ready
         plain = [h for h in plain if h not in admitted]
         assert scheduler.waiting == plain
+
+
+@pytest.mark.parametrize(("low_first", "expected"), [(False, 7), (True, -7)])
+def test_the_cache_is_told_how_urgent_requests_are(low_first: bool, expected: int) -> None:
+    scheduler = Scheduler(schedule_low_priority_values_first=low_first)
+    scheduler.waiting_queue.append(Request(1, priority=7))
+    scheduler.step()
+    scheduler.waiting_queue.append(Request(2))
+    assert scheduler.tree_cache.urgencies == {1: expected, 2: 0}

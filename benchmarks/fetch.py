@@ -1,0 +1,315 @@
+"""How near a fetch comes to its longest stage.
+
+    python -m benchmarks.fetch --json out.json [--trace bandwidth.jsonl] [--decode-profile FILE --policy ours]
+
+A prefix is stored as video and fetched by the client that both modes of SGLang use: a real store in another process,
+real sockets, real decoding, values restored into a pool's pages. The link is shaped: once so that transmitting takes
+three times as long as decoding and restoring (`link`), once so that it takes a third of it (`decode`); with ``--trace``
+its speed follows a line of the file, a sample a second, around the same mean.
+
+Each round times the stages alone, then the fetch: ``ideal_s`` is the longest of the stages alone, and ``efficiency`` is
+``ideal_s / actual_s``. Decoding and restoring count as one stage where the same threads do both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.adaptive.scenarios import read_traces
+from benchmarks.machine import machine, versions
+from benchmarks.report import write_json
+from sgl_kvfetch.adapt.policy import LookAhead, MinimalBubble, Policy
+from sgl_kvfetch.adapt.profile import load_decode_profile
+from sgl_kvfetch.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_segment
+from sgl_kvfetch.encode.targets import make_targets
+from sgl_kvfetch.encode.transcode import transcode
+from sgl_kvfetch.fetch.fetcher import Fetcher
+from sgl_kvfetch.fetch.plan import PageSource, ReadUnit, read_units
+from sgl_kvfetch.fetch.restore import restore_cell
+from sgl_kvfetch.fetch.sink import GuardedSink, PagePool
+from sgl_kvfetch.fetch.variants import VariantChooser
+from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.stores.base import Store
+from sgl_kvfetch.stores.http import HttpOptions
+from sgl_kvfetch.stores.open import open_replicas
+from sgl_kvfetch.stores.replicas import ReplicaOptions
+from sgl_kvfetch.testing.store_process import StoreProcess
+from sgl_kvfetch.types import TENSORS, TensorName
+from sgl_kvfetch.write.commit import commit_segment
+
+PAGE_SIZE, LAYERS, HEADS, HEAD_DIM = 16, 6, 8, 128
+SPAN_TOKENS = 256
+READ_BYTES = 256 << 10
+CONNECTIONS = 16
+SETTINGS = {"link": 3.0, "decode": 1 / 3}  # transmitting against decoding and restoring
+_TIMEOUT_S = 300.0
+
+
+class Pool(PagePool):
+    """Pages in memory, touched, so that the first round costs what the others do."""
+
+    def __init__(self, num_pages: int) -> None:
+        shape = (num_pages, PAGE_SIZE, LAYERS, HEADS, HEAD_DIM)
+        self.values = {tensor: torch.ones(shape, dtype=torch.bfloat16) for tensor in TENSORS}
+
+    def write(self, tensor: TensorName, first_layer: int, pages: Sequence[int], values: torch.Tensor) -> None:
+        self.values[tensor][list(pages), :, first_layer : first_layer + values.shape[2]] = values
+
+    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
+        return self.values[tensor][list(pages)]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Seconds of each stage alone, with as many threads as the fetch has, and of the fetch."""
+
+    transmit_s: float
+    decode_s: float
+    restore_s: float
+    decode_restore_s: float
+    actual_s: float
+
+    @property
+    def ideal_s(self) -> float:
+        return max(self.transmit_s, self.decode_restore_s)
+
+    @property
+    def efficiency(self) -> float:
+        return self.ideal_s / self.actual_s
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parse(argv)
+    torch.set_num_threads(1)
+    console = Console(highlight=False)
+    with tempfile.TemporaryDirectory(prefix="kvfetch-fetch-") as folder, ThreadPoolExecutor(args.threads) as threads:
+        with console.status("coding a prefix"):
+            segment = _make_segment(args)
+            asyncio.run(_put(segment, Path(folder)))
+        bench = Bench(segment, Path(folder), threads, args)
+        rows = []
+        for name in args.settings:
+            with console.status(f"{name}-bound"):
+                rows.append(bench.run(name, SETTINGS[name]))
+    console.print(_table(rows, args))
+    if args.json:
+        settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+        write_json(args.json, {**settings, "settings": rows, "machine": machine(), "versions": versions()})
+        console.print(f"wrote {args.json}")
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--trace", type=Path, help='lines {"bw": [Gbps, ...]}, a sample a second')
+    parser.add_argument("--trace-line", type=int, default=1, help="(default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=4096, help="a power of two (default: %(default)s)")
+    parser.add_argument("--codecs", default="hevc", help="variants of the prefix, as in hevc,zstd (default: hevc)")
+    parser.add_argument("--quantiser", default="uint8", choices=["uint8", "exact"], help="(default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="that decode and restore (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--settings", default=",".join(SETTINGS), help="(default: %(default)s)")
+    parser.add_argument("--decode-profile", type=Path, help="made by kvfetch profile; needed for --policy")
+    parser.add_argument("--policy", choices=["ours", "algorithm1"], help="choose among variants; default: the first")
+    args = parser.parse_args(argv)
+    args.settings = args.settings.split(",")
+    if unknown := set(args.settings) - set(SETTINGS):
+        parser.error(f"--settings: unknown are {', '.join(sorted(unknown))}; known are {', '.join(SETTINGS)}")
+    if (args.policy is None) != (args.decode_profile is None):
+        parser.error("--policy and --decode-profile go together")
+    return args
+
+
+def _make_segment(args: argparse.Namespace) -> CodedSegment:
+    """K and V that vary slowly along the tokens."""
+    quantiser = make_quantiser(args.quantiser)
+    namespace = Namespace(
+        "benchmark", "dtype=auto", "mha", "bfloat16", PAGE_SIZE, LAYERS, 0, HEADS, HEAD_DIM, HEAD_DIM, "0/1",
+        quantiser.identity,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    values: dict[TensorName, torch.Tensor] = {}
+    for tensor in TENSORS:
+        noise = torch.randn((args.tokens, LAYERS, HEADS, HEAD_DIM), generator=generator)
+        values[tensor] = (noise.cumsum(0) * 0.05 + noise * 0.1).to(torch.bfloat16)
+    hashes = [hashlib.sha256(str(page).encode()).digest() for page in range(args.tokens // PAGE_SIZE)]
+    codecs = args.codecs.split(",")
+    spec = SegmentSpec(namespace, quantiser, codecs[0], "240p", SPAN_TOKENS // PAGE_SIZE)
+    with ThreadPoolExecutor() as pool:
+        coded = encode_segment(spec, values, 0, None, hashes, pool)
+    return coded if len(codecs) == 1 else transcode(coded.manifest, coded.data, make_targets(codecs, ["240p"]))
+
+
+async def _put(segment: CodedSegment, folder: Path) -> None:
+    store = open_replicas([f"file://{folder}"], options=HttpOptions(), replicas=ReplicaOptions())
+    await commit_segment(store, segment)
+    await store.close()
+
+
+class Bench:
+    """One prefix, fetched over links of several speeds."""
+
+    def __init__(
+        self, segment: CodedSegment, folder: Path, threads: ThreadPoolExecutor, args: argparse.Namespace
+    ) -> None:
+        self._folder, self._threads, self._args = folder, threads, args
+        self._segment = segment
+        self._reader = SegmentReader(segment.manifest, make_quantiser(args.quantiser))
+        manifest = segment.manifest
+        self._units = [
+            unit for span in range(manifest.num_spans) for unit in read_units(self._reader, span, READ_BYTES)
+        ]
+        self._pool = Pool(manifest.num_pages)
+
+    def run(self, name: str, transmit_share: float) -> dict[str, Any]:
+        self._decode_restore_s()  # warm up
+        gbps = len(self._segment.data) * 8 / (transmit_share * self._decode_restore_s()) / 1e9
+        samples = self._samples(gbps)
+        rounds = [self._round(samples) for _ in range(self._args.rounds)]
+        return {
+            "name": name,
+            "link_gbps": gbps,
+            "wire_bytes": len(self._segment.data),
+            **{
+                key: statistics.median(getattr(each, key) for each in rounds)
+                for key in ("ideal_s", "actual_s", "efficiency")
+            },
+            "stages_s": {
+                key.removesuffix("_s"): statistics.median(getattr(each, key) for each in rounds)
+                for key in ("transmit_s", "decode_s", "restore_s", "decode_restore_s")
+            },
+            "efficiencies": [each.efficiency for each in rounds],
+        }
+
+    def _samples(self, gbps: float) -> list[float]:
+        if self._args.trace is None:
+            return [gbps]
+        trace = dict(read_traces(self._args.trace))[self._args.trace_line]
+        mean = statistics.fmean(trace)
+        return [gbps * value / mean for value in trace]
+
+    def _round(self, samples: Sequence[float]) -> Stages:
+        return Stages(
+            transmit_s=self._over_link(samples, self._transmit),
+            decode_s=self._decode_s(),
+            restore_s=self._restore_s(),
+            decode_restore_s=self._decode_restore_s(),
+            actual_s=self._over_link(samples, self._fetch),
+        )
+
+    def _over_link(self, samples: Sequence[float], work: Callable[[Store], Any]) -> float:
+        """Seconds. Each time from a fresh store, so that the link's speed begins with the same sample."""
+        with StoreProcess(self._folder, extra_args=["--link-gbps", ",".join(f"{s:.6f}" for s in samples)]) as store:
+            return asyncio.run(self._timed(store.url, work))
+
+    async def _timed(self, url: str, work: Callable[[Store], Any]) -> float:
+        options = HttpOptions(timeout_s=_TIMEOUT_S, max_connections=CONNECTIONS)
+        store = open_replicas([url], options=options, replicas=ReplicaOptions())
+        try:
+            begin_s = time.perf_counter()
+            await work(store)
+            return time.perf_counter() - begin_s
+        finally:
+            await store.close()
+
+    async def _transmit(self, store: Store) -> None:
+        await asyncio.gather(*(store.get(u.reader.data_name, u.start, u.size_bytes) for u in self._units))
+
+    async def _fetch(self, store: Store) -> None:
+        args = self._args
+        chooser = None
+        if args.policy is not None:
+            policy: Policy = LookAhead(horizon=8) if args.policy == "ours" else MinimalBubble()
+            chooser = partial(VariantChooser, policy, load_decode_profile(args.decode_profile))
+        fetcher = Fetcher(
+            store,
+            self._threads,
+            read_bytes=READ_BYTES,
+            inflight_bytes=256 << 20,
+            may_delete=False,
+            decode_threads=args.threads,
+            chooser=chooser,
+        )
+        num_pages = self._segment.manifest.num_pages
+        sources = [PageSource(self._reader, page) for page in range(num_pages)]
+        result = await fetcher.fetch(sources, range(num_pages), GuardedSink(self._pool), _TIMEOUT_S)
+        await asyncio.to_thread(fetcher.close)
+        if result.num_pages != num_pages:
+            raise SystemExit(f"{result.num_pages} of {num_pages} pages came: {result.failures}")
+
+    def _decode_s(self) -> float:
+        return self._on_threads(lambda unit, cell: self._reader.decode_cell(cell, unit.piece(cell, self._data(unit))))
+
+    def _restore_s(self) -> float:
+        quantised = {
+            cell: self._reader.decode_cell(cell, unit.piece(cell, self._data(unit)))
+            for unit in self._units
+            for cell in unit.cells
+        }
+
+        def restore(_: ReadUnit, cell: Any) -> None:
+            values = self._reader.dequantise_cell(cell, quantised[cell])
+            first, end = self._segment.manifest.span_range(cell.span)
+            layers = self._segment.manifest.group_layers(cell.layer_group)
+            self._pool.write(cell.tensor, layers[0], range(first, end), values.unflatten(0, (-1, PAGE_SIZE)))
+
+        return self._on_threads(restore)
+
+    def _decode_restore_s(self) -> float:
+        sink = GuardedSink(self._pool)
+
+        def restore(unit: ReadUnit, cell: Any) -> None:
+            first, end = self._segment.manifest.span_range(cell.span)
+            piece = unit.piece(cell, self._data(unit))
+            restore_cell(self._reader, cell, piece, range(end - first), range(first, end), sink)
+
+        return self._on_threads(restore)
+
+    def _data(self, unit: ReadUnit) -> bytes:
+        return self._segment.data[unit.start : unit.end]
+
+    def _on_threads(self, work: Callable[[ReadUnit, Any], Any]) -> float:
+        """Seconds of all cells."""
+        cells = [(unit, cell) for unit in self._units for cell in unit.cells]
+        begin_s = time.perf_counter()
+        list(self._threads.map(lambda each: work(*each), cells))
+        return time.perf_counter() - begin_s
+
+
+def _table(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> Table:
+    table = Table(title=f"fetches of {args.tokens} tokens, {args.codecs}, medians of {args.rounds}")
+    for column in ("bound by", "link", "transmit", "decode", "restore", "both", "ideal", "actual", "efficiency"):
+        table.add_column(column, justify="left" if column == "bound by" else "right")
+    for row in rows:
+        stages = row["stages_s"]
+        table.add_row(
+            row["name"],
+            f"{row['link_gbps']:.3f} Gbps",
+            *(f"{stages[key]:.2f} s" for key in ("transmit", "decode", "restore", "decode_restore")),
+            f"{row['ideal_s']:.2f} s",
+            f"{row['actual_s']:.2f} s",
+            f"{row['efficiency']:.3f}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What fetching does to the requests that need no fetch."""

@@ -1,0 +1,107 @@
+"""What is sent, and when; and what came back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import aiohttp
+
+from benchmarks.client import stream_generate
+from benchmarks.interference.options import Options
+from benchmarks.interference.spans import Span
+
+LONG_TIMEOUT_S = 120.0
+_VOCABULARY = range(3, 1000)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    name: str  # SGLang knows the request by it
+    start_s: float
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    short: list[Prompt]
+    long: list[Prompt]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Times are those of ``time.monotonic()``. ``storage_tokens``: of the prompt, how many came from the store."""
+
+    name: str
+    sent_s: float
+    first_s: float
+    end_s: float
+    tpot_s: float
+    storage_tokens: int
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.sent_s
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of one mode. ``spans``: the server's, where it recorded any. ``other_cores``: cores' worth of CPU time
+    that processes of others took meanwhile, None where the system does not say."""
+
+    short: list[Request]
+    long: list[Request]
+    spans: list[Span]
+    other_cores: float | None = None
+
+    @property
+    def share_during_fetch(self) -> float:
+        """Of the short requests, how many were sent while a long one waited for its first token."""
+        during = [any(long.sent_s <= r.sent_s < long.first_s for long in self.long) for r in self.short]
+        return sum(during) / len(during)
+
+
+def make_plan(options: Options) -> Plan:
+    """Short prompts come at random, as from a Poisson process; long ones at even distances."""
+    rng = random.Random(options.seed)
+
+    def prompt(kind: str, index: int, start_s: float, num_tokens: int) -> Prompt:
+        return Prompt(f"{kind}-{index}", start_s, rng.choices(_VOCABULARY, k=num_tokens))
+
+    short: list[Prompt] = []
+    now_s = 0.0
+    while (now_s := now_s + rng.expovariate(options.short_rate)) < options.duration_s:
+        short.append(prompt("short", len(short), now_s, options.short_tokens))
+    gap_s = options.duration_s / options.long_prompts
+    return Plan(short, [prompt("long", i, i * gap_s, options.long_tokens) for i in range(options.long_prompts)])
+
+
+async def send(
+    url: str, short: Sequence[Prompt], long: Sequence[Prompt], new_tokens: int
+) -> tuple[list[Request], list[Request]]:
+    """Send all, each at its time; a long one asks for one token. Raises what ``stream_generate`` does."""
+    timeout = aiohttp.ClientTimeout(total=LONG_TIMEOUT_S)
+    connector = aiohttp.TCPConnector(limit=0)
+    started_s = time.monotonic()
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+
+        async def one(prompt: Prompt, num_new: int) -> Request:
+            await asyncio.sleep(max(0.0, started_s + prompt.start_s - time.monotonic()))
+            sent_s = time.monotonic()
+            answer = await stream_generate(session, url, prompt.tokens, num_new, prompt.name)
+            return Request(
+                prompt.name,
+                sent_s,
+                sent_s + answer.ttft_s,
+                sent_s + answer.e2e_s,
+                answer.tpot_s or 0.0,
+                answer.cached.storage,
+            )
+
+        return await asyncio.gather(
+            asyncio.gather(*(one(prompt, new_tokens) for prompt in short)),
+            asyncio.gather(*(one(prompt, 1) for prompt in long)),
+        )

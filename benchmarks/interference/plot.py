@@ -1,0 +1,101 @@
+"""The timeline of a run as a PNG: requests as rows, stages as colours."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from benchmarks.interference.spans import Span
+from sgl_kvfetch.timeline import Stage
+
+# Okabe and Ito's colours, which the colour-blind can tell apart, for what is busy; greys for what waits.
+_COLOURS: dict[Stage, str] = {
+    "queued": "#666666",
+    "parked": "#d9d9d9",
+    "transmit": "#56B4E9",
+    "decode": "#E69F00",
+    "restore": "#009E73",
+    "prefill": "#D55E00",
+    "generate": "#CC79A7",
+}
+_LABELS: dict[Stage, str] = {"decode": "decode (video or bytes)", "generate": "generate (decode tokens)"}
+# These run at once, so each has a strip of its own in the row.
+_STRIPS: tuple[Stage, ...] = ("transmit", "decode", "restore")
+_LONG_HEIGHT, _SHORT_HEIGHT, _GAP = 4.0, 1.0, 0.25
+_ZOOM_SHARE = 0.12  # of the run
+
+
+def plot_timeline(path: Path, requests: Mapping[str, Sequence[Span]], long: Collection[str], subtitle: str) -> None:
+    """``requests``: each one's spans, in the order in which they were sent. ``long``: names of those that fetch. Left
+    is the whole run, right what happens around the end of the first fetch."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import patches, pyplot
+
+    zero_s = min(span.start_s for spans in requests.values() for span in spans)
+    end_s = max(span.end_s for spans in requests.values() for span in spans) - zero_s
+    landed_s = min((spans[-1].start_s for name, spans in requests.items() if name in long), default=zero_s) - zero_s
+    zoom = (landed_s - 0.7 * _ZOOM_SHARE * end_s, landed_s + 0.3 * _ZOOM_SHARE * end_s)
+    rows = sum(_height(name, long) + _GAP for name in requests)
+    figure, (whole, near) = pyplot.subplots(
+        1,
+        2,
+        figsize=(15, 1.8 + 0.13 * rows),
+        layout="constrained",
+        gridspec_kw={"width_ratios": (3, 2)},
+    )
+    figure.suptitle(f"Requests over time. {subtitle}", fontsize=10)
+    inside = {
+        name: spans
+        for name, spans in requests.items()
+        if any(span.end_s - zero_s > zoom[0] and span.start_s - zero_s < zoom[1] for span in spans)
+    }
+    for axes, shown in ((whole, requests), (near, inside)):
+        _draw_rows(axes, shown, long, zero_s)
+        axes.set_xlabel("seconds")
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)
+    whole.set(title="The whole run", xlim=(0, end_s))
+    whole.axvspan(*zoom, color="black", alpha=0.06, lw=0)
+    near.set(title="Around the end of the first fetch", xlim=zoom)
+    handles = [patches.Patch(color=_COLOURS[stage]) for stage in get_args(Stage)]
+    labels = [_LABELS.get(stage, stage) for stage in get_args(Stage)]
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9)
+    figure.savefig(path, dpi=100, format="png")
+    pyplot.close(figure)
+
+
+def _draw_rows(axes: Any, requests: Mapping[str, Sequence[Span]], long: Collection[str], zero_s: float) -> None:
+    top = 0.0
+    ticks: list[tuple[float, str]] = []
+    for name, spans in requests.items():
+        height = _height(name, long)
+        for span in spans:
+            bar_top, bar_height = _place(span.stage, top, height)
+            axes.broken_barh(
+                [(span.start_s - zero_s, span.end_s - span.start_s)],
+                (bar_top, bar_height),
+                color=_COLOURS[span.stage],
+                lw=0,
+            )
+        ticks.append((top + height / 2, name))
+        top += height + _GAP
+    axes.set_ylim(top, -_GAP)
+    axes.set_yticks([at for at, _ in ticks], [name for _, name in ticks], fontsize=7)
+    for label in axes.get_yticklabels():
+        if label.get_text() in long:
+            label.set(fontsize=9, weight="bold")
+
+
+def _height(name: str, long: Collection[str]) -> float:
+    return _LONG_HEIGHT if name in long else _SHORT_HEIGHT
+
+
+def _place(stage: Stage, top: float, height: float) -> tuple[float, float]:
+    """Where a bar begins in its row, and how high it is."""
+    if stage not in _STRIPS:
+        return top, height
+    strip = height / (len(_STRIPS) + 1)
+    return top + strip * (_STRIPS.index(stage) + 0.5), strip

@@ -1,0 +1,78 @@
+"""The server's timeline, and the client's view of the same requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from sgl_kvfetch.timeline import Stage
+
+
+@dataclass(frozen=True)
+class Span:
+    request: str
+    stage: Stage
+    start_s: float
+    end_s: float
+
+
+class Seen(Protocol):
+    """What the client knows of a request."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def sent_s(self) -> float: ...
+    @property
+    def first_s(self) -> float: ...
+    @property
+    def end_s(self) -> float: ...
+
+
+def read_spans(path: Path) -> list[Span]:
+    """What a server wrote with ``KVFETCH_TIMELINE``: the file of one rank. A last line that was cut off is left out."""
+    whole = path.read_text().rpartition("\n")[0].splitlines()
+    return [Span(**json.loads(line)) for line in whole]
+
+
+def merged(requests: Iterable[Seen], spans: Sequence[Span]) -> dict[str, list[Span]]:
+    """Every request's spans by name, in the order of their beginning. Until its first token, a request is queued
+    whenever the server does not say otherwise; from then on it generates."""
+    by_name: dict[str, list[Span]] = {}
+    for span in spans:
+        by_name.setdefault(span.request, []).append(span)
+    result = {}
+    for request in requests:
+        own = sorted(by_name.get(request.name, []), key=lambda span: (span.start_s, span.end_s))
+        queued = [Span(request.name, "queued", *gap) for gap in _gaps(own, request.sent_s, request.first_s)]
+        after = [Span(request.name, "generate", request.first_s, request.end_s)]
+        result[request.name] = sorted([*queued, *own, *after], key=lambda span: span.start_s)
+    return result
+
+
+def fetch_seconds(spans: Iterable[Span]) -> dict[str, float]:
+    """By request: from the first byte asked for to the last page restored."""
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+    for span in spans:
+        if span.stage in ("transmit", "decode", "restore"):
+            first[span.request] = min(first.get(span.request, span.start_s), span.start_s)
+            last[span.request] = max(last.get(span.request, span.end_s), span.end_s)
+    return {name: last[name] - start_s for name, start_s in first.items()}
+
+
+def _gaps(spans: Sequence[Span], start_s: float, end_s: float) -> list[tuple[float, float]]:
+    """What sorted spans leave free between two moments."""
+    gaps = []
+    for span in spans:
+        if span.start_s >= end_s:
+            break
+        if span.start_s > start_s:
+            gaps.append((start_s, span.start_s))
+        start_s = max(start_s, span.end_s)
+    if start_s < end_s:
+        gaps.append((start_s, end_s))
+    return gaps

@@ -1,0 +1,123 @@
+"""How fast the engine computes prompts, as measured while it serves."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_kvfetch import timeline
+
+WINDOW = 24  # batches; the last ones, so that what is long past does not count
+MIN_BATCHES = 4
+# Batches all of about one size do not tell what a batch costs and what a token does.
+_MIN_SPREAD = 2.0
+
+
+class PrefillSpeed:
+    """Seconds that a prompt's computation takes: so many a batch, and so many a token.
+
+    Seconds a token: the median slope over all pairs of batches, weighted by how much they differ in size. Seconds a
+    batch: the median of what remains (Theil 1950, Sen 1968). So batches that took long for another reason do not count,
+    up to about a quarter of them. A prompt longer than the largest batch is taken for several of these, as where SGLang
+    cuts it up; where it does not, or where all batches are of about one size, that is too much rather than too little.
+    That attention costs more the longer the prefix is, is left out.
+
+    Pure; no clock. Added to on one thread, read on any.
+    """
+
+    def __init__(self) -> None:
+        self._batches: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._fit: _Fit | None = None
+        self._is_fitted = True
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """``num_tokens``: those computed, of all requests of one batch."""
+        if num_tokens > 0 and seconds > 0:
+            self._batches.append((num_tokens, seconds))
+            self._is_fitted = False
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The rate of the largest batches. None until enough batches have been seen."""
+        fit = self._fitted()
+        return None if fit is None else fit.largest / fit.seconds_for(fit.largest)
+
+    def seconds_for(self, num_tokens: int) -> float | None:
+        """How long ``num_tokens`` would take. None until enough batches have been seen."""
+        fit = self._fitted()
+        return None if fit is None else fit.seconds_for(num_tokens)
+
+    def _fitted(self) -> _Fit | None:
+        if not self._is_fitted:
+            self._is_fitted = True  # first, so that what is added meanwhile makes the next one look again
+            self._fit = _fit(list(self._batches)) if len(self._batches) >= MIN_BATCHES else None
+        return self._fit
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    batch_s: float
+    token_s: float
+    largest: int  # tokens in the largest batch that was seen
+
+    def seconds_for(self, num_tokens: int) -> float:
+        if num_tokens > self.largest:
+            return self.seconds_for(self.largest) * num_tokens / self.largest
+        return self.batch_s + self.token_s * num_tokens
+
+
+class PrefillMeter:
+    """Measures batches as their results come in. On the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self.speed = PrefillSpeed()
+        self._last_result_s = 0.0
+
+    def finished(self, batch: Any, now_s: float) -> None:
+        """``batch``: SGLang's ``ScheduleBatch``, whose result was processed just now.
+
+        With overlap scheduling a batch is launched while the one before it is computed, so that its own time begins
+        with that one's result.
+        """
+        begin_s = max(batch.launch_ts or now_s, self._last_result_s)
+        self._last_result_s = now_s
+        mode = batch.forward_mode
+        if not mode.is_extend_without_speculative() or mode.is_split_prefill():
+            return
+        self.speed.add(batch.extend_num_tokens or 0, now_s - begin_s)
+        if timeline.is_on():
+            decoding = batch.decoding_reqs or ()  # along with the prompts, where chunks are mixed
+            for request in batch.reqs:
+                if request not in decoding:
+                    timeline.add(request.rid, "prefill", begin_s, now_s)
+
+
+def _fit(batches: list[tuple[int, float]]) -> _Fit:
+    sizes = [tokens for tokens, _ in batches]
+    token_s = 0.0
+    if max(sizes) >= _MIN_SPREAD * min(sizes):
+        token_s = _weighted_median(
+            [
+                ((t2 - t1) / (n2 - n1), abs(n2 - n1))
+                for i, (n1, t1) in enumerate(batches)
+                for n2, t2 in batches[:i]
+                if n1 != n2
+            ]
+        )
+    if token_s <= 0.0:
+        return _Fit(0.0, statistics.median(seconds / tokens for tokens, seconds in batches), max(sizes))
+    batch_s = statistics.median(seconds - token_s * tokens for tokens, seconds in batches)
+    return _Fit(max(0.0, batch_s), token_s, max(sizes))
+
+
+def _weighted_median(values: list[tuple[float, int]]) -> float:
+    """Of ``(value, weight)``."""
+    values.sort()
+    half = sum(weight for _, weight in values) / 2
+    for value, weight in values:
+        half -= weight
+        if half <= 0:
+            return value
+    raise AssertionError("no values")

@@ -1,0 +1,81 @@
+"""What the memory benchmark measures with, on a fetch as small as it can be."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.memory import (
+    GOAL_BYTES,
+    PAGE_TOKENS,
+    SPAN_TOKENS,
+    Point,
+    Sampler,
+    Setup,
+    in_a_fresh_process,
+    page_hashes,
+    repeated_segments,
+    report,
+    store_prefix,
+    table,
+)
+from sgl_kvfetch.container.segment import SegmentReader
+from sgl_kvfetch.testing.store_process import StoreProcess
+from sgl_kvfetch.types import TENSORS
+
+
+def test_segments_are_what_readers_expect() -> None:
+    setup = Setup("uint8", "zstd", layers=1)
+    (segment,) = repeated_segments(setup, 2 * SPAN_TOKENS)
+    assert segment.manifest.page_hashes == tuple(page_hashes(2 * SPAN_TOKENS // PAGE_TOKENS))
+    reader = SegmentReader(segment.manifest, setup.make_quantiser())
+    values = {tensor: [] for tensor in TENSORS}
+    for cell in segment.manifest.cells():
+        start, end = reader.cell_range(cell)
+        values[cell.tensor].append(reader.dequantise_cell(cell, reader.decode_cell(cell, segment.data[start:end])))
+    for tensor in TENSORS:
+        first, second = values[tensor]
+        assert first.shape == (SPAN_TOKENS, 1, 8, 128)
+        assert torch.equal(first, second)
+
+
+def test_the_sampler_sees_what_is_held_for_a_moment() -> None:
+    with Sampler(lambda: 3 << 20) as sampler:
+        held = mmap.mmap(-1, 32 << 20)
+        held.write(b"x" * (32 << 20))
+        before = sampler.num_samples
+        while sampler.num_samples < before + 2:
+            pass
+        held.close()
+    assert 32 << 20 <= sampler.peak < 80 << 20
+    assert sampler.compressed == 3 << 20
+    assert sampler.decoded == sampler.peak - (3 << 20)
+
+
+@pytest.mark.slow
+async def test_a_fetch_is_measured(tmp_path: Path) -> None:
+    setup = Setup("exact", "zstd", layers=1)
+    await store_prefix(tmp_path, setup, 2 * SPAN_TOKENS)
+    with StoreProcess(tmp_path) as store:
+        extra = {"store": store.url, "mode": "read_only", "codec_threads": 1}
+        point = in_a_fresh_process(setup, 2 * SPAN_TOKENS, extra)
+    assert (point.quantiser, point.codec, point.tokens) == ("exact", "zstd", 2 * SPAN_TOKENS)
+    assert point.raw_bytes == 2 * SPAN_TOKENS * 2 * 8 * 128 * 2
+    assert 0 < point.compressed_bytes <= point.stored_bytes
+    assert point.compressed_bytes < point.peak_bytes
+    assert 1 << 20 < point.decoded_bytes < GOAL_BYTES
+
+
+def test_what_is_reported() -> None:
+    short = Point("exact", "hevc", 4096, 10, 5, 9 << 20, 4 << 20, 7 << 20, 1.0, 100)
+    long = Point("exact", "hevc", 8192, 20, 10, 9 << 20, 4 << 20, 6 << 20, 2.0, 200)
+    content = report([short, long], {"store": "http://here", "codec_threads": 2})
+    assert content["largest_decoded_bytes"] == 7 << 20
+    assert content["largest_decoded_bytes_of_longest"] == 6 << 20
+    assert content["device_bytes"] < GOAL_BYTES
+    assert content["config"] == {"codec_threads": 2}
+    assert [point["tokens"] for point in content["points"]] == [4096, 8192]
+    assert table([short]).splitlines()[1].split()[:3] == ["exact", "hevc", "4096"]

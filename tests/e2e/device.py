@@ -1,0 +1,65 @@
+"""What tests of device mode have in common."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from sgl_kvfetch.testing.engine import SGLangServer
+from tests.e2e.conftest import make_prompt
+
+ATTACH = "/hicache/storage-backend"
+_HELD = ("01", "02", "08")  # of the states of TCP, those of sockets that a process has not closed
+
+
+def attach(server: SGLangServer, store_url: str, **config: Any) -> str:
+    """At run time. Raises ServerError with what SGLang says."""
+    extra = {"store": store_url, "prefetch_threshold": 16, "recompute": "never", **config}
+    body = {"hicache_storage_backend": "kvfetch", "hicache_storage_backend_extra_config_json": json.dumps(extra)}
+    return server.request("PUT", ATTACH, body)
+
+
+def attached(server: SGLangServer) -> str | None:
+    """What SGLang says is attached."""
+    name: str | None = json.loads(server.request("GET", ATTACH))["hicache_storage_backend"]
+    return name
+
+
+def begin(server: SGLangServer, pool: ThreadPoolExecutor, seed: int, rid: str) -> Future[str]:
+    """A request on a thread of its own."""
+    body: dict[str, Any] = {
+        "input_ids": make_prompt(seed),
+        "rid": rid,
+        "sampling_params": {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True},
+    }
+    return pool.submit(server.request, "POST", "/generate", body)
+
+
+def load_of(server: SGLangServer) -> dict[str, Any]:
+    """What SGLang counts at this moment."""
+    (load,) = json.loads(server.request("GET", "/v1/loads"))["loads"]
+    return dict(load)
+
+
+def wait_until_parked(server: SGLangServer, num_requests: int) -> None:
+    deadline_s = time.monotonic() + 10
+    while (load := load_of(server))["num_waiting_reqs"] != num_requests:
+        assert time.monotonic() < deadline_s, load
+        time.sleep(0.05)
+
+
+def wait_until_disconnected(url: str) -> None:
+    deadline_s = time.monotonic() + 10
+    while (found := num_connections(url)) != 0:
+        assert time.monotonic() < deadline_s, f"{found} connections to {url}"
+        time.sleep(0.05)
+
+
+def num_connections(url: str) -> int:
+    """Sockets of this machine's processes that are connected to an address, or about to be."""
+    port = int(url.rpartition(":")[2])
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(int(row[2].rpartition(":")[2], 16) == port and row[3] in _HELD for row in rows)

@@ -1,0 +1,98 @@
+"""A device whose work is done when it is waited for, in any order that its streams allow."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import cast
+
+import torch
+
+from sgl_kvfetch.plugin.device.cuda_streams import Device, Event, Stream
+
+
+class FakeEvent:
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self.is_done = False
+
+    def synchronize(self) -> None:
+        self._device.run(lambda: self.is_done)
+
+
+class FakeStream:
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self.queue: deque[Callable[[], None] | FakeEvent] = deque()
+
+    def add(self, work: Callable[[], None]) -> None:
+        with self._device.lock:
+            self.queue.append(work)
+
+    def record_event(self) -> FakeEvent:
+        event = FakeEvent(self._device)
+
+        def reach() -> None:
+            event.is_done = True
+
+        self.add(reach)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        with self._device.lock:
+            self.queue.append(cast(FakeEvent, event))
+
+    @property
+    def can_step(self) -> bool:
+        return bool(self.queue) and (not isinstance(self.queue[0], FakeEvent) or self.queue[0].is_done)
+
+    def step(self) -> None:
+        first = self.queue.popleft()
+        if not isinstance(first, FakeEvent):
+            first()
+
+
+class FakeDevice(Device):
+    """On the CPU. ``seed`` picks the order. The calling thread's stream is ``scheduler`` whichever thread it is."""
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self, seed: int = 0) -> None:
+        self.lock = threading.RLock()
+        self._random = random.Random(seed)
+        self.streams: list[FakeStream] = []
+        self.scheduler = cast(FakeStream, self.new_stream())
+        self.forward = cast(FakeStream, self.new_stream())
+
+    def new_stream(self) -> Stream:
+        self.streams.append(FakeStream(self))
+        return self.streams[-1]
+
+    def current_stream(self) -> Stream:
+        return self.scheduler
+
+    def launch(self, stream: Stream, work: Callable[[], None]) -> None:
+        cast(FakeStream, stream).add(work)
+
+    def mark(self, stream: Stream) -> Event:
+        return stream.record_event()
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Do what was launched, as far as it must be for ``until``, or all of it."""
+        with self.lock:
+            while not until():
+                ready = [stream for stream in self.streams if stream.can_step]
+                if not ready:
+                    assert not any(stream.queue for stream in self.streams), "streams wait for one another"
+                    return
+                self._random.choice(ready).step()
+
+    def forward_pass(self, work: Callable[[], None]) -> None:
+        """As SGLang's scheduler launches one when it overlaps with it."""
+        self.forward.wait_event(self.scheduler.record_event())
+        self.launch(self.forward, work)

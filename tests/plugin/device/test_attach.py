@@ -1,0 +1,264 @@
+"""A store that comes and goes while the engine serves. On a whole engine: tests/e2e/test_device_ends.py."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.scheduler import Scheduler
+
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.plugin import live
+from sgl_kvfetch.plugin.device import hooks
+from sgl_kvfetch.plugin.device.flow import Phase
+from tests.plugin.device.conftest import MakeRig
+from tests.plugin.device.rig import PAGE, WAIT_S, GatedStore, Ranks, Rig
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def prompt(seed: int, num_pages: int = 8) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1000) for _ in range(num_pages * PAGE)]
+
+
+@pytest.fixture(autouse=True)
+def state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_state", live._State())
+
+
+def connectable(rig: Rig, fault: Exception | None = None) -> Rig:
+    """Can be attached again, to the same store; or cannot, for this reason."""
+
+    def connect(extra_config: str | None) -> None:
+        if fault is not None:
+            raise fault
+        rig.backend = rig.connect()
+        assert isinstance(rig.backend._store, GatedStore)
+        rig.store = rig.backend._store
+        live.register(rig.backend, None)
+
+    rig.cache.set_connect(connect)
+    rig.cache._extra_config = "{}"
+    return rig
+
+
+def attach(rig: Rig, config: str | None = "{}", backend: str = "kvfetch", **policies: str) -> tuple[bool, str]:
+    return rig.cache.attach_storage_backend(backend, config, "a model", **policies)
+
+
+def kvfetch_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("kvfetch")}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    waiting = threading.Event()
+    for _ in range(int(WAIT_S * 100)):
+        if condition():
+            return
+        waiting.wait(0.01)
+    raise AssertionError("nothing happens")
+
+
+def is_fetched(rig: Rig, tokens: list[int]) -> bool:
+    handle = rig.arrive(tokens)
+    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    _, loaded, lock = rig.admit(handle, tokens)
+    rig.cache.unlock(lock)
+    return loaded == len(tokens) and rig.holds(tokens, loaded)
+
+
+def test_a_detached_cache_is_a_plain_one_until_it_is_attached_again(make: MakeRig) -> None:
+    before = kvfetch_threads()
+    rig = connectable(make())
+    rig.stored(prompt(0))
+    assert rig.cache.detach_storage_backend() == (True, "kvfetch is detached.")
+    wait_until(lambda: kvfetch_threads() <= before)
+    num_lookups = rig.store.num_lookups
+    assert rig.cache.check_prefetch_progress(rig.arrive(prompt(0)))
+    node = rig.compute(prompt(1))
+    assert rig.store.num_lookups == num_lookups
+    assert rig.cache.detach_storage_backend()[0]
+    assert attach(rig) == (True, "kvfetch is attached.")
+    assert is_fetched(rig, prompt(0))
+    # What was computed meanwhile has hashes now, and the next request that ends writes it.
+    assert rig.cache._parts is not None
+    rig.cache._parts.writes.inserted("r", node)
+    rig.settle()
+    rig.backend._loop.run(rig.backend._writer.drain(), WAIT_S)
+    rig.flush()
+    assert is_fetched(rig, prompt(1))
+    rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("phase", [Phase.LOOKUP, Phase.WAITING, Phase.FETCHING, Phase.LANDED])
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_detaching_ends_what_is_under_way(make: MakeRig, phase: Phase, is_aborted: bool) -> None:
+    rig = connectable(make())
+    shared = prompt(0)
+    rig.stored(shared)
+    rig.compute(prompt(1))
+    rig.settle()
+    rig.backend._loop.run(rig.backend._writer.drain(), WAIT_S)
+    rig.store.lookups.is_open = phase is not Phase.LOOKUP
+    rig.store.reads.is_open = phase is Phase.LANDED
+    handles = [rig.arrive(shared)]
+    if phase is Phase.WAITING:
+        handles.append(rig.arrive(shared))
+    rig.settle(lambda: rig.phases()[-1:] == [phase])
+    if is_aborted:
+        for handle in handles:
+            rig.abort(handle)
+    rig.cache.detach_storage_backend()
+    assert all(rig.cache.check_prefetch_progress(handle) for handle in handles)
+    assert set(rig.cache.take_changed()) >= (set() if is_aborted else set(handles))
+    assert rig.cache.protected_size() == 0
+    assert rig.num_available + rig.cache.evictable_size() == rig.num_slots
+    assert rig.holds(prompt(1), 32)  # the tree stays
+    assert attach(rig)[0]
+    assert is_fetched(rig, shared) is (phase is not Phase.LANDED)
+    rig.assert_nothing_held()
+
+
+def test_detaching_gives_back_the_locks_of_copies(make: MakeRig) -> None:
+    rig = connectable(make(write_queue_bytes=1 << 20))
+    assert rig.backend._writer.reserve(1 << 20, 0)  # copies wait for room
+    rig.compute(prompt(0))
+    assert rig.cache.protected_size() == 32
+    rig.cache.end_all()
+    assert rig.cache.protected_size() == 0
+    rig.backend._writer.release(1 << 20)
+    rig.compute(prompt(0)[:16] + prompt(1)[:16])  # nor are the pages taken for written
+    rig.settle()
+    rig.backend._loop.run(rig.backend._writer.drain(), WAIT_S)
+    rig.flush()
+    assert is_fetched(rig, (prompt(0)[:16] + prompt(1)[:16]))
+    rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"backend": "file"}, "takes the storage backend kvfetch"),
+        ({"hicache_write_policy": "write_back"}, "no policies"),
+        ({"hicache_storage_prefetch_policy": "timeout"}, "no policies"),
+    ],
+)
+def test_what_device_mode_has_not(rig: Rig, arguments: dict[str, Any], message: str) -> None:
+    connectable(rig).cache.detach_storage_backend()
+    is_attached, said = attach(rig, **arguments)
+    assert not is_attached
+    assert message in said
+
+
+def test_attaching_twice(rig: Rig) -> None:
+    connectable(rig)
+    assert attach(rig) == attach(rig, None) == (True, "kvfetch was attached already, with this config.")
+    is_attached, said = attach(rig, '{"store": "file:///elsewhere"}')
+    assert not is_attached
+    assert "detach it first" in said
+
+
+def test_pages_of_former_weights_are_not_written_as_those_of_new_ones(rig: Rig) -> None:
+    connectable(rig)
+    rig.compute(prompt(0))
+    rig.settle()
+    live.weights_change("an update")
+    rig.cache.detach_storage_backend()
+    is_attached, said = attach(rig)
+    assert not is_attached
+    assert "/flush_cache" in said
+    rig.flush()
+    assert attach(rig)[0]
+
+
+def test_a_detached_backend_is_not_suspended(make: MakeRig) -> None:
+    rig = connectable(make())
+    live.register(rig.backend, None)
+    rig.cache.detach_storage_backend()
+    live.weights_change("an update")
+    assert rig.backend._suspended is None
+
+
+@pytest.mark.parametrize("fault", [ConfigError("no such key"), OSError("no such file")])
+def test_all_ranks_attach_or_none(make: MakeRig, fault: Exception) -> None:
+    ranks = Ranks(2)
+    rigs = [make(rank=rank, agree=ranks.agree(rank)) for rank in range(2)]
+    before = kvfetch_threads()
+    answers: list[tuple[bool, str]] = [(True, ""), (True, "")]
+
+    def change(rank: int) -> None:
+        rig = connectable(rigs[rank], fault if rank == 1 else None)
+        rig.cache.detach_storage_backend()
+        answers[rank] = attach(rig)
+
+    threads = [threading.Thread(target=change, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert [is_attached for is_attached, _ in answers] == [False, False]
+    assert "another rank" in answers[0][1]
+    assert str(fault) in answers[1][1]
+    assert all(rig.cache.check_prefetch_progress(rig.arrive(prompt(0))) for rig in rigs)
+    wait_until(lambda: not kvfetch_threads() & before)
+
+
+class SchedulerOfOurs:
+    """The part of SGLang's scheduler that its own attaching and detaching uses."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.tree_cache = rig.cache
+        self.waiting_queue: list[Any] = []
+        self.running_batch = SimpleNamespace(reqs=[])
+        self.enable_hierarchical_cache = False
+        self.enable_hicache_storage = True
+        self._engine_paused = False
+
+    def is_fully_idle(self, for_health_check: bool = False, ignore_waiting: bool = False) -> bool:
+        return hooks.count_pending(not self.waiting_queue, self, for_health_check, ignore_waiting)
+
+
+def test_sglang_detaches_and_attaches(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides: list[dict[str, Any]] = []
+    context = SimpleNamespace(override=lambda source, **fields: overrides.append(fields))
+    monkeypatch.setattr("sglang.srt.managers.scheduler.get_context", lambda: context)
+    monkeypatch.setattr(
+        "sglang.srt.managers.scheduler.get_serving", lambda: SimpleNamespace(served_model_name="a model")
+    )
+    scheduler = SchedulerOfOurs(connectable(rig))
+    rig.stored(prompt(0))
+    rig.store.reads.is_open = False
+    handle = rig.arrive(prompt(0))
+    rig.settle(lambda: rig.phases() == [Phase.FETCHING])
+
+    scheduler.waiting_queue.append(handle)
+    detached = hooks.detach_store(Scheduler.detach_hicache_storage_wrapped, scheduler, None)
+    assert not detached.success
+    assert "not idle" in detached.message
+    assert rig.phases() == [Phase.FETCHING]  # a refusal changes nothing
+
+    rig.abort(scheduler.waiting_queue.pop())
+    assert rig.cache.has_pending_cache_operations()
+    detached = hooks.detach_store(Scheduler.detach_hicache_storage_wrapped, scheduler, None)
+    assert detached.success
+    assert not scheduler.enable_hicache_storage
+    assert overrides[-1] == {"hicache_storage_backend": None, "hicache_storage_backend_extra_config": None}
+
+    request = SimpleNamespace(
+        hicache_storage_backend="kvfetch",
+        hicache_storage_backend_extra_config_json="{}",
+        hicache_storage_prefetch_policy=None,
+        hicache_write_policy=None,
+    )
+    attached = hooks.attach_store(Scheduler.attach_hicache_storage_wrapped, scheduler, request)
+    assert attached.success
+    assert scheduler.enable_hicache_storage
+    assert not scheduler.enable_hierarchical_cache
+    assert overrides[-1]["hicache_storage_backend"] == "kvfetch"
+    assert is_fetched(rig, prompt(0))
+    rig.assert_nothing_held()

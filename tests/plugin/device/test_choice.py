@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import pytest
+
+from sgl_kvfetch.plugin.device.choice import MARGIN, Decision, FetchCost, FetchOrRecompute
+
+
+@pytest.mark.parametrize(
+    ("cost", "recompute_s", "expected"),
+    [
+        (FetchCost(None, 5.0), 1.0, Decision(True, "unmeasured")),
+        (FetchCost(5.0, None), None, Decision(True, "unmeasured")),
+        (FetchCost(0.9, 0.5), 1.0, Decision(True, "faster")),
+        (FetchCost(1.2, 0.5), 1.0, Decision(True, "faster")),  # not by the margin
+        (FetchCost(1.3, 0.5), 1.0, Decision(False, "link")),
+        (FetchCost(0.5, 1.3), 1.0, Decision(False, "decoder")),
+    ],
+)
+def test_the_faster_is_chosen(cost: FetchCost, recompute_s: float | None, expected: Decision) -> None:
+    assert FetchOrRecompute().decide(cost, recompute_s) == expected
+
+
+def test_a_link_near_the_limit_does_not_make_it_waver() -> None:
+    choice = FetchOrRecompute()
+    around = [1.0, MARGIN - 0.01] * 5
+    assert all(choice.decide(FetchCost(s, 0.0), 1.0).is_fetched for s in around)
+    assert not choice.decide(FetchCost(MARGIN + 0.01, 0.0), 1.0).is_fetched
+    assert not any(choice.decide(FetchCost(s, 0.0), 1.0).is_fetched for s in (1.01, MARGIN - 0.01) * 5)
+    assert choice.decide(FetchCost(1.0, 0.0), 1.0).is_fetched

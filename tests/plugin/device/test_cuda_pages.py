@@ -1,0 +1,383 @@
+"""The GPU path on the CPU: work is done late and in random order, as far as streams and events allow.
+
+Each rule of order has a test that fails without it: some of the orders tried are wrong then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from sgl_kvfetch.container.manifest import Cell
+from sgl_kvfetch.container.segment import CellFrames, CodedSegment, SegmentReader
+from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.fetch.fetcher import Fetcher
+from sgl_kvfetch.fetch.plan import PageSource
+from sgl_kvfetch.fetch.restore import restore_cell
+from sgl_kvfetch.fetch.sink import GuardedSink
+from sgl_kvfetch.plugin.device import build, cuda_streams
+from sgl_kvfetch.plugin.device.cuda_pages import DEVICE_BYTES, CudaPages
+from sgl_kvfetch.plugin.device.cuda_streams import CudaDevice
+from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.quant import Quantiser, make_quantiser
+from sgl_kvfetch.quant.klt import KltQuantiser
+from sgl_kvfetch.quant.rope import Rope
+from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.triton_kernels import runtime
+from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
+from tests.plugin.device.fake_streams import FakeDevice, FakeEvent
+from tests.quant.profiles import make_profile
+from tests.segments import make_segment
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+GEOMETRY = KVGeometry(num_layers=4, num_heads=2, k_head_dim=48, v_head_dim=64, page_size=4, dtype="bfloat16")
+# A span of 1024 tokens is three pictures or so.
+WIDE = KVGeometry(num_layers=4, num_heads=4, k_head_dim=64, v_head_dim=64, page_size=16, dtype="bfloat16")
+NUM_SLOTS = 512
+NUM_PAGES = 8
+SEEDS = range(8)
+
+Segment = tuple[CodedSegment, dict[TensorName, torch.Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def reference(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels' references in PyTorch: the interpreter takes far longer."""
+    if request.function is not test_by_the_kernels:
+        monkeypatch.setattr(runtime, "INTERPRETED", False)
+
+
+@pytest.fixture(scope="module")
+def exact() -> Segment:
+    return make_segment(GEOMETRY, NUM_PAGES, span_pages=4)
+
+
+@pytest.fixture(scope="module")
+def decoded(exact: Segment) -> list[CellFrames]:
+    return [reader.decode_frames(cell, data) for reader, cell, data in cells_of(exact, make_quantiser("exact"))]
+
+
+def make_pool(geometry: KVGeometry = GEOMETRY, device: str = "cpu") -> MHATokenToKVPool:
+    pool = MHATokenToKVPool(
+        NUM_SLOTS,
+        geometry.page_size,
+        geometry.torch_dtype,
+        geometry.num_heads,
+        geometry.k_head_dim,
+        geometry.num_layers,
+        device,
+        False,
+        v_head_dim=geometry.v_head_dim,
+    )
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer.fill_(float("nan"))
+    return pool
+
+
+def make_pages(device: FakeDevice, geometry: KVGeometry = GEOMETRY, **sizes: int) -> CudaPages:
+    return CudaPages(make_pool(geometry), geometry.page_size, device, device.forward, **sizes)
+
+
+def cells_of(segment: Segment, quantiser: Quantiser) -> Iterator[tuple[SegmentReader, Cell, memoryview]]:
+    coded, _ = segment
+    reader = SegmentReader(coded.manifest, quantiser)
+    for cell in coded.manifest.cells():
+        start, end = reader.cell_range(cell)
+        yield reader, cell, memoryview(coded.data)[start:end]
+
+
+def restore_all(decoded: list[CellFrames], pages: CudaPages, pool_pages: list[int]) -> None:
+    """Restore a segment's cells as a fetch does."""
+    sink = GuardedSink(pages)
+    for cell in decoded:
+        first = cell.tokens.start // 4
+        pages.restore(cell, range(4), pool_pages[first : first + 4], sink.run)
+    sink.close()
+
+
+def slots_of(pool_pages: list[int], page_size: int = 4) -> torch.Tensor:
+    return torch.tensor([page * page_size + i for page in pool_pages for i in range(page_size)])
+
+
+def stored(pages: DevicePages, tensor: TensorName, pool_pages: list[int]) -> torch.Tensor:
+    """What is in the pool's memory at this moment, ``(tokens, layers, heads, dim)``."""
+    return torch.stack([buffer[slots_of(pool_pages)] for buffer in pages._buffers[tensor]], dim=1)
+
+
+def holds(pages: DevicePages, segment: Segment, pool_pages: list[int]) -> bool:
+    return all(torch.equal(stored(pages, t, pool_pages), segment[1][t]) for t in TENSORS)
+
+
+def set_slots(pages: DevicePages, pool_pages: list[int], value: float) -> None:
+    """What a forward pass may do."""
+    for buffer in (*pages._buffers["k"], *pages._buffers["v"]):
+        buffer[slots_of(pool_pages)] = value
+
+
+def is_set(pages: DevicePages, pool_pages: list[int], value: float) -> bool:
+    return all(bool((stored(pages, t, pool_pages) == value).all()) for t in TENSORS)
+
+
+def always_and_without(test: Callable[[int, bool], bool]) -> tuple[bool, bool]:
+    """Whether something is right in all orders, and whether it is in all orders without the rule that is tested."""
+    return all(test(seed, True) for seed in SEEDS), all(test(seed, False) for seed in SEEDS)
+
+
+PLACES = [30, 2, 7, 9, 21, 4, 11, 12]
+
+
+@pytest.mark.parametrize("name", ["exact", "uint8", "cachegen", "klt"])
+def test_the_same_values_as_on_the_cpu(name: Any) -> None:
+    rope = Rope(inv_freq=tuple(10000.0 ** (-i / 32) for i in range(32)))
+    profile = make_profile(num_layers=4, num_heads=4, head_dim=64, block_heads=1, rope=rope)
+    quantiser: Quantiser = KltQuantiser(profile, step=0.5) if name == "klt" else make_quantiser(name)
+    segment = make_segment(WIDE, 64, quantiser=quantiser, span_pages=64, first_page=64)
+    expected = DevicePages(make_pool(WIDE), WIDE.page_size)
+    cells = []
+    for reader, cell, data in islice(cells_of(segment, quantiser), 0, 4, 3):  # K of three layers, V of one
+        restore_cell(reader, cell, data, range(3, 64, 4), range(1, 17), GuardedSink(expected))
+        cells.append(reader.decode_frames(cell, data))
+    num_frames = cells[0].frames[0].shape[0]
+    assert num_frames >= 3
+    for at_once in (1, num_frames):
+        device = FakeDevice()
+        picture_bytes = sum(plane[0].nbytes for plane in cells[0].frames)
+        pages = make_pages(device, WIDE, restore_buffer_bytes=at_once * picture_bytes + 320_000)
+        for cell in cells:
+            assert pages._frames_at_once(cell, []) < num_frames or at_once == num_frames
+            pages.restore(cell, range(3, 64, 4), range(1, 17), GuardedSink(pages).run)
+        device.run()
+        for tensor in TENSORS:
+            for ours, theirs in zip(pages._buffers[tensor], expected._buffers[tensor], strict=True):
+                if name == "klt":  # sums in another order
+                    torch.testing.assert_close(ours, theirs, rtol=2.0**-7, atol=1e-5, equal_nan=True)
+                else:
+                    assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
+
+
+def test_a_picture_larger_than_a_buffer_is_refused(decoded: list[CellFrames]) -> None:
+    pages = make_pages(FakeDevice(), restore_buffer_bytes=1000)
+    with pytest.raises(UnsupportedError, match=r"byte planes of pictures of .* do not fit into buffers of 1000 bytes"):
+        restore_all(decoded, pages, PLACES)
+
+
+def test_a_forward_pass_sees_what_was_published(exact: Segment, decoded: list[CellFrames]) -> None:
+    def is_right(seed: int, publishes: bool) -> bool:
+        device = FakeDevice(seed)
+        pages = make_pages(device)
+        restore_all(decoded, pages, PLACES)
+        if publishes:
+            pages.publish()
+        seen: list[bool] = []
+        device.forward_pass(lambda: seen.append(holds(pages, exact, PLACES)))
+        device.run()
+        return seen == [True]
+
+    assert always_and_without(is_right) == (True, False)
+
+
+def test_slots_of_a_fetch_that_was_cut_short_are_their_next_owners(decoded: list[CellFrames]) -> None:
+    def is_right(seed: int, publishes: bool) -> bool:
+        device = FakeDevice(seed)
+        pages = make_pages(device)
+        restore_all(decoded, pages, PLACES)
+        if publishes:
+            pages.publish()
+        device.forward_pass(lambda: set_slots(pages, PLACES, 3.0))
+        device.run()
+        return is_set(pages, PLACES, 3.0)
+
+    assert always_and_without(is_right) == (True, False)
+
+
+def test_slots_that_a_forward_pass_still_writes_are_restored_after_it(
+    exact: Segment, decoded: list[CellFrames]
+) -> None:
+    def is_right(seed: int, fences: bool) -> bool:
+        device = FakeDevice(seed)
+        pages = make_pages(device)
+        device.forward_pass(lambda: set_slots(pages, PLACES, 3.0))  # whose request was found to be over meanwhile
+        if fences:
+            pages.fence()
+        restore_all(decoded, pages, PLACES)
+        device.run()
+        return holds(pages, exact, PLACES)
+
+    assert always_and_without(is_right) == (True, False)
+
+
+def test_pages_are_read_when_they_are_computed(exact: Segment) -> None:
+    def is_right(seed: int, fences: bool) -> bool:
+        device = FakeDevice(seed)
+        pages = make_pages(device, read_buffer_bytes=4096)  # several pieces
+        device.forward_pass(lambda: set_slots(pages, PLACES, 3.0))  # of a chunked prefill; SGLang does not wait for it
+        if fences:
+            pages.fence()
+        read = [pages.read(tensor, PLACES) for tensor in TENSORS]
+        assert [values.shape for values in read] == [(8, 4, 4, 2, 48), (8, 4, 4, 2, 64)]
+        return all(bool((values == 3.0).all()) for values in read)
+
+    assert always_and_without(is_right) == (True, False)
+
+
+def test_slot_numbers_are_read_when_they_are_made() -> None:
+    def is_right(seed: int, fences: bool) -> bool:
+        device = FakeDevice(seed)
+        pages = make_pages(device)
+        slots = torch.zeros(32, dtype=torch.int64)
+        device.launch(device.scheduler, lambda: _copy(slots_of(PLACES), slots))
+        if fences:
+            pages.fence()
+        return pages.page_indices(slots) == PLACES
+
+    assert always_and_without(is_right) == (True, False)
+
+
+def test_slot_numbers_do_not_wait_for_the_forward_pass() -> None:
+    device = FakeDevice()
+    pages = make_pages(device)
+    device.forward.wait_event(FakeEvent(device))  # nothing reaches it
+    pages.fence()
+    assert pages.page_indices(slots_of(PLACES)) == PLACES
+
+
+def test_the_scheduler_waits_for_restores_alone() -> None:
+    device = FakeDevice()
+    pages = make_pages(device)
+    device.forward.wait_event(FakeEvent(device))
+    pages.fence()
+    pages.publish()
+    done: list[bool] = []
+    device.launch(device.scheduler, lambda: done.append(True))
+    device.run(lambda: bool(done))
+
+
+def test_a_buffer_is_not_used_again_before_its_copy_is_done(
+    exact: Segment, decoded: list[CellFrames], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_right(seed: int, waits: bool) -> bool:
+        device = FakeDevice(seed)
+        pages = make_pages(device)
+        with monkeypatch.context() as patched:
+            if not waits:
+                patched.setattr(FakeEvent, "synchronize", lambda event: None)
+            restore_all(decoded, pages, PLACES)
+        device.run()
+        return holds(pages, exact, PLACES)
+
+    assert always_and_without(is_right) == (True, False)
+
+
+@pytest.mark.parametrize("when", ["before", "between two pictures"])
+def test_nothing_is_written_once_the_sink_is_closed(when: str) -> None:
+    quantiser = make_quantiser("exact")
+    segment = make_segment(WIDE, 64, span_pages=64)
+    device = FakeDevice()
+    pages = make_pages(device, WIDE, restore_buffer_bytes=950_000)
+    reader, cell, data = next(cells_of(segment, quantiser))
+    calls = iter([when != "before", False])
+
+    def guarded(write: Callable[[], None]) -> bool:
+        if is_open := next(calls):
+            write()
+        return is_open
+
+    pages.restore(reader.decode_frames(cell, data), range(3, 64, 4), range(1, 17), guarded)
+    device.run()
+    untouched = pages._buffers["k"][0].isnan().all(dim=(1, 2))
+    assert untouched.sum() == (NUM_SLOTS + 16 if when == "before" else NUM_SLOTS + 16 - first_picture_tokens(reader))
+
+
+def first_picture_tokens(reader: SegmentReader) -> int:
+    """How many of the wanted tokens the first picture holds."""
+    layout = reader.variant.layout("k")
+    num_frames = layout.num_frames(1024)
+    return sum(token % num_frames == 0 for page in range(3, 64, 4) for token in range(page * 16, page * 16 + 16))
+
+
+async def test_a_fetch_from_end_to_end(exact: Segment, tmp_path: Path) -> None:
+    """Decode threads and the device at once."""
+    coded, _ = exact
+    store = LocalStore(tmp_path)
+    await store.put(coded.data_name, coded.data)
+    reader = SegmentReader(coded.manifest, make_quantiser("exact"))
+    device = FakeDevice()
+    pages = make_pages(device)
+    with ThreadPoolExecutor(2) as threads:
+        fetcher = Fetcher(store, threads, read_bytes=2000, inflight_bytes=10_000, may_delete=True)
+        sources = [PageSource(reader, page) for page in range(NUM_PAGES)]
+        pages.fence()
+        indices = await asyncio.to_thread(pages.page_indices, slots_of(PLACES))
+        result = await fetcher.fetch(sources, indices, GuardedSink(pages), 20)
+    await store.close()
+    assert (result.num_pages, result.failures) == (NUM_PAGES, ())
+    pages.publish()
+    seen: list[bool] = []
+    device.forward_pass(lambda: seen.append(holds(pages, exact, PLACES)))
+    device.run()
+    assert seen == [True]
+
+
+def test_by_the_kernels(exact: Segment, decoded: list[CellFrames]) -> None:
+    """In Triton's interpreter, which is what tests without a GPU run on."""
+    assert runtime.INTERPRETED
+    device = FakeDevice()
+    pages = make_pages(device)
+    cell = decoded[0]
+    pages.restore(cell, range(4), PLACES[:4], GuardedSink(pages).run)
+    device.run()
+    assert (cell.tensor, cell.layers) == ("k", range(3))
+    assert torch.equal(stored(pages, "k", PLACES[:4])[:, :3], exact[1]["k"][:16, :3])
+
+
+def test_what_a_fetch_holds_on_the_device_is_bounded() -> None:
+    assert DEVICE_BYTES < 64 << 20
+
+
+def test_a_gpu_is_used_with_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    device = FakeDevice()
+    monkeypatch.setattr(cuda_streams, "CudaDevice", lambda _: device)
+    pool = make_pool()
+    worker = SimpleNamespace(model_runner=SimpleNamespace(forward_stream=device.forward))
+    assert type(build._open_pages(pool, 4, worker)) is DevicePages
+    assert not caplog.records
+    pool.device = "cuda"
+    assert type(build._open_pages(pool, 4, worker)) is CudaPages
+    assert "has not been run by its authors" in caplog.text
+    pool.device = "xpu"
+    with pytest.raises(UnsupportedError, match="device mode does not support xpu: add --enable-hierarchical-cache"):
+        build._open_pages(pool, 4, worker)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(exact: Segment, decoded: list[CellFrames]) -> None:
+    forward = torch.cuda.Stream()
+    pages = CudaPages(make_pool(device="cuda"), 4, CudaDevice(torch.device("cuda", 0)), forward)
+    pages.fence()
+    indices = pages.page_indices(slots_of(PLACES).cuda())
+    assert indices == PLACES
+    restore_all(decoded, pages, indices)
+    pages.publish()
+    forward.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(forward):
+        copies = {t: [buffer.clone() for buffer in pages._buffers[t]] for t in TENSORS}
+    forward.synchronize()
+    for tensor in TENSORS:
+        found = torch.stack([copy.cpu()[slots_of(PLACES)] for copy in copies[tensor]], dim=1)
+        assert torch.equal(found, exact[1][tensor])
+        pages.fence()
+        assert torch.equal(pages.read(tensor, indices).flatten(0, 1), exact[1][tensor])
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sgl_kvfetch import timeline
+from sgl_kvfetch.plugin.device.hooks import measure_batch
+from sgl_kvfetch.plugin.device.prefill import MIN_BATCHES, WINDOW, PrefillMeter, PrefillSpeed
+from tests.plugin.device.test_queue import Cache
+
+
+def seconds(num_tokens: int) -> float:
+    """A batch costs 20 ms, a token 1 ms."""
+    return 0.02 + 0.001 * num_tokens
+
+
+def fed(*sizes: int) -> PrefillSpeed:
+    speed = PrefillSpeed()
+    for size in sizes:
+        speed.add(size, seconds(size))
+    return speed
+
+
+def test_nothing_is_said_before_enough_was_seen() -> None:
+    speed = fed(*[100] * (MIN_BATCHES - 1))
+    speed.add(0, 1.0)
+    speed.add(100, 0.0)
+    assert speed.tokens_per_s is None
+    assert speed.seconds_for(100) is None
+    speed.add(100, seconds(100))
+    assert speed.seconds_for(100) == pytest.approx(seconds(100))
+
+
+def test_a_batch_costs_something_and_a_token_does() -> None:
+    speed = fed(10, 64, 64, 500, 64, 30)
+    for size in (1, 64, 500):
+        assert speed.seconds_for(size) == pytest.approx(seconds(size))
+    assert speed.tokens_per_s == pytest.approx(500 / seconds(500))
+
+
+def test_a_longer_prompt_is_several_batches() -> None:
+    assert fed(10, 64, 64, 500, 64, 30).seconds_for(2000) == pytest.approx(4 * seconds(500))
+
+
+def test_batches_of_one_size_tell_their_rate() -> None:
+    speed = fed(2048, 2048, 2048, 2000, 2048)
+    assert speed.seconds_for(4096) == pytest.approx(2 * seconds(2048), rel=0.01)
+
+
+def test_batches_that_took_long_for_another_reason_do_not_count() -> None:
+    """The first ones compile; of the others, noise and now and then a hiccup."""
+    rng = random.Random(0)
+    speed = PrefillSpeed()
+    for i in range(WINDOW):
+        size = rng.choice((16, 64, 300, 1000))
+        speed.add(size, seconds(size) * rng.uniform(0.95, 1.05) + (rng.uniform(1, 9) if i < 2 or i % 8 == 0 else 0))
+    assert speed.tokens_per_s == pytest.approx(1000 / seconds(1000), rel=0.1)
+    assert speed.seconds_for(600) == pytest.approx(seconds(600), rel=0.1)
+
+
+def test_the_last_batches_count() -> None:
+    speed = fed(10, 100, 1000, 100)
+    for i in range(WINDOW):
+        size = (50, 500)[i % 2]
+        speed.add(size, 2 * seconds(size))
+    assert speed.seconds_for(500) == pytest.approx(2 * seconds(500))
+
+
+def test_times_that_fall_with_the_size_give_a_rate_still() -> None:
+    speed = PrefillSpeed()
+    for size in (10, 100, 1000, 400):
+        speed.add(size, 1 / size)
+    assert (speed.tokens_per_s or 0) > 0
+
+
+@dataclass(eq=False)
+class Request:
+    rid: str
+
+
+@dataclass
+class Batch:
+    """What the meter reads of SGLang's ``ScheduleBatch``."""
+
+    launch_ts: float
+    extend_num_tokens: int | None = 100
+    forward_mode: ForwardMode = ForwardMode.EXTEND
+    reqs: list[Request] = field(default_factory=list)
+    decoding_reqs: list[Request] | None = None
+
+
+def durations(meter: PrefillMeter, monkeypatch: pytest.MonkeyPatch, *batches: tuple[Batch, float]) -> list[float]:
+    seen: list[float] = []
+    monkeypatch.setattr(meter.speed, "add", lambda num_tokens, seconds: seen.append(seconds))
+    for batch, end_s in batches:
+        meter.finished(batch, end_s)
+    return seen
+
+
+def test_a_batch_lasts_from_its_launch_to_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert durations(PrefillMeter(), monkeypatch, (Batch(10.0), 11.0), (Batch(14.0), 14.5)) == [1.0, 0.5]
+
+
+def test_overlapped_batches_do_not_count_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is launched while the first, a decode batch, is computed."""
+    decode = Batch(10.0, None, ForwardMode.DECODE)
+    assert durations(PrefillMeter(), monkeypatch, (decode, 11.0), (Batch(10.25), 13.0)) == [2.0]
+
+
+def test_a_batch_of_parts_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = Batch(10.0, 100, ForwardMode.SPLIT_PREFILL)
+    verify = Batch(10.0, 100, ForwardMode.TARGET_VERIFY)
+    assert durations(PrefillMeter(), monkeypatch, (split, 11.0), (verify, 12.0)) == []
+
+
+def test_the_requests_of_a_batch_are_in_the_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(timeline, "is_on", lambda: True)
+    monkeypatch.setattr(timeline, "add", lambda *span: spans.append(span))
+    a, b, decoding = Request("a"), Request("b"), Request("c")
+    batch = Batch(10.0, 100, ForwardMode.MIXED, [a, b, decoding], [decoding])
+    PrefillMeter().finished(batch, 12.0)
+    assert spans == [("a", "prefill", 10.0, 12.0), ("b", "prefill", 10.0, 12.0)]
+
+
+def test_the_hook_measures_and_costs_microseconds() -> None:
+    cache = Cache()
+    scheduler = SimpleNamespace(tree_cache=cache)
+    batch = Batch(time.monotonic() - 0.1)
+    for _ in range(MIN_BATCHES):
+        measure_batch(None, scheduler, batch, None)
+    assert cache.prefill_speed.tokens_per_s is not None
+    assert cache.prefill_speed is not Cache().prefill_speed
+    costs_s = []
+    for _ in range(200):
+        begin_s = time.perf_counter()
+        measure_batch(None, scheduler, batch, None)
+        costs_s.append(time.perf_counter() - begin_s)
+    assert sorted(costs_s)[100] < 50e-6
+    measure_batch(None, SimpleNamespace(tree_cache=SimpleNamespace()), batch, None)
