@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ _PRIOR_LOG_SIGMA = 0.25
 _LEAST_LOG_SIGMA = 0.05
 _MAD_TO_SIGMA = 1.4826
 _JUMP_SIGMAS = 3.0
+_SHORTEST_PIECE = 0.1  # of the longest transfer that runs in it
 
 
 def together(transfers: Sequence[Transfer]) -> list[Transfer]:
@@ -65,14 +67,27 @@ def together(transfers: Sequence[Transfer]) -> list[Transfer]:
     not count. Those that still run should be among ``transfers``, with what they have brought so far.
     """
     cut: list[Transfer] = []
-    since_s = min((t.start_s for t in transfers), default=0.0)
-    for until_s in sorted({t.end_s for t in transfers}):
+    cuts_s = _cuts(transfers)
+    for since_s, until_s in pairwise(cuts_s):
         running = [(max(t.start_s, since_s), t) for t in transfers if t.start_s < until_s and t.end_s > since_s]
         size = sum(t.size_bytes * (min(t.end_s, until_s) - start_s) / (t.end_s - t.start_s) for start_s, t in running)
         # Whatever runs in this stretch runs on to its end, so that only the earliest start matters.
         cut.append(Transfer(max(1, round(size)), min(start_s for start_s, _ in running), until_s))
-        since_s = until_s
     return cut
+
+
+def _cuts(transfers: Sequence[Transfer]) -> list[float]:
+    """The first start, and those ends that lie apart. Transfers that share a link end almost together, and how few of
+    them are left in the very last moment says nothing about the link."""
+    cuts = [min((t.start_s for t in transfers), default=0.0)]
+    ends = sorted({t.end_s for t in transfers})
+    for end_s in ends:
+        longest_s = max(t.end_s - t.start_s for t in transfers if t.start_s < end_s and t.end_s > cuts[-1])
+        if end_s - cuts[-1] >= _SHORTEST_PIECE * longest_s:
+            cuts.append(end_s)
+    if ends and cuts[-1] != ends[-1]:
+        cuts[max(1, len(cuts) - 1) :] = [ends[-1]]
+    return cuts
 
 
 def last_chunk(transfers: Sequence[Transfer]) -> LinkEstimate | None:

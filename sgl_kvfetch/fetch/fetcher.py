@@ -192,14 +192,13 @@ class Fetcher:
                     for unit in self._units(part, sum(progress.cells_left[index:])):
                         if index >= progress.failed_from:
                             return
-                        if self._chooser is not None:
-                            await self.link.has_room()  # so that what comes next is chosen as late as can be
                         budget = await self._acquire(unit, each)
                         task = group.create_task(self._run_unit(unit, index, rounds, progress, request_id))
                         # Not in the task itself: one that is cancelled before its first step runs no line of it.
                         task.add_done_callback(partial(self._release, unit, budget))
+                        await asyncio.sleep(0)  # its turn to ask for its bytes
+                        await self.link.may_read()  # and so the next one is chosen as late as can be
                 if on_requested is not None:
-                    await asyncio.sleep(0)  # the last one's turn to ask for its bytes
                     await self.link.has_room()
                     on_requested()
         except* _SettledError:

@@ -8,10 +8,11 @@ from collections import deque
 
 from sgl_kvfetch.adapt.estimate import Transfer
 
-# A link is full while more is asked of it than it brings in this time: then the next fetch would only slow down the
-# present one. Less, and it would idle until the next one is asked for.
-_FULL_S = 0.1
-_UNKNOWN_BPS = 1e9  # what it is taken for at first, the slowest link that we are made for
+# A link is full while more is asked of it than it brings in this time: what is asked for beyond that would only slow
+# down what is on its way, all of which would arrive late and at once. With less, it would idle until the next is asked
+# for. So that it does not where round trips are long, so many reads are always under way.
+_FULL_S = 0.05
+_LEAST_READS = 4
 _NUM_KEPT = 16
 _STALE_S = 30.0  # links change
 
@@ -22,6 +23,7 @@ class Link:
     def __init__(self) -> None:
         self._transfers: deque[Transfer] = deque(maxlen=_NUM_KEPT)
         self._outstanding_bytes = 0
+        self._num_outstanding = 0
         self._waiting: list[asyncio.Future[None]] = []
 
     @property
@@ -36,8 +38,8 @@ class Link:
 
     @property
     def is_full(self) -> bool:
-        goodput_bps = self.goodput_bps(time.monotonic()) or _UNKNOWN_BPS
-        return self._outstanding_bytes > goodput_bps / 8 * _FULL_S
+        """While it is not known, anything fills it."""
+        return self._outstanding_bytes > (self.goodput_bps(time.monotonic()) or 0.0) / 8 * _FULL_S
 
     def goodput_bps(self, now_s: float) -> float | None:
         """Of all transfers together, over the time in which any ran. None if nothing came lately."""
@@ -51,25 +53,34 @@ class Link:
 
     def started(self, size_bytes: int) -> None:
         self._outstanding_bytes += size_bytes
+        self._num_outstanding += 1
 
     def ended(self, size_bytes: int, started_s: float, *, is_whole: bool) -> None:
         """``is_whole``: all bytes came; otherwise it failed, or was given up."""
         self._outstanding_bytes -= size_bytes
+        self._num_outstanding -= 1
         now_s = time.monotonic()
         if is_whole and size_bytes and now_s > started_s:
             self._transfers.append(Transfer(size_bytes, started_s, now_s))
-        if not self.is_full:
-            for waiting in self._waiting:
-                if not waiting.done():
-                    waiting.set_result(None)
-            self._waiting.clear()
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_result(None)
+        self._waiting.clear()
 
     async def has_room(self) -> None:
         """Wait until the link is not full."""
         while self.is_full:
-            waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(waiting)
-            await waiting
+            await self._next_end()
+
+    async def may_read(self) -> None:
+        """Wait until it is time to ask for the next piece of a fetch."""
+        while self.is_full and self._num_outstanding >= _LEAST_READS:
+            await self._next_end()
+
+    async def _next_end(self) -> None:
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        await waiting
 
 
 class DecodeRate:

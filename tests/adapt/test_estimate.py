@@ -97,3 +97,10 @@ def test_quantiles() -> None:
     assert estimate.at(0) == 8e9
     assert estimate.at(1) == pytest.approx(8e9 * 1.6487, rel=1e-3)
     assert estimate.at(-1) * estimate.at(1) == pytest.approx(64e18)
+
+
+def test_transfers_that_share_a_link_and_end_almost_together() -> None:
+    """What is left of the last ones in the very last moment is not the link's goodput."""
+    transfers = [Transfer(1_000_000, 0.0, 1.0 + i * 1e-4) for i in range(8)]
+    assert robust(transfers).median_bps == pytest.approx(64e6, rel=0.01)
+    assert [t.size_bytes for t in together(transfers)] == [8_000_000]

@@ -16,8 +16,9 @@ def transferred(link: Link, size_bytes: int, seconds: float) -> None:
 
 async def test_a_link_is_full_while_more_is_asked_of_it_than_it_brings_at_once() -> None:
     link = Link()
-    transferred(link, 1_000_000, 1.0)  # 8 Mbps, 100,000 bytes in the time that counts
-    link.started(90_000)
+    transferred(link, 1_000_000, 1.0)  # 8 Mbps
+    enough = int(1_000_000 * link_module._FULL_S)
+    link.started(enough - 10_000)
     assert not link.is_full
     link.started(20_000)
     assert link.is_full
@@ -26,7 +27,21 @@ async def test_a_link_is_full_while_more_is_asked_of_it_than_it_brings_at_once()
     assert not waiting.done()
     link.ended(20_000, time.monotonic() - 0.02, is_whole=True)
     await asyncio.wait_for(waiting, 1)
-    assert link.outstanding_bytes == 90_000
+    assert link.outstanding_bytes == enough - 10_000
+
+
+async def test_some_reads_are_always_under_way() -> None:
+    link = Link()
+    for _ in range(link_module._LEAST_READS - 1):
+        link.started(1 << 30)
+    assert link.is_full
+    await asyncio.wait_for(link.may_read(), 1)
+    link.started(1 << 30)
+    waiting = asyncio.create_task(link.may_read())
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    link.ended(1 << 30, time.monotonic() - 10, is_whole=True)
+    await asyncio.wait_for(waiting, 1)
 
 
 async def test_what_failed_says_nothing_about_the_link() -> None:
