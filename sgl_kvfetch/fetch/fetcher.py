@@ -42,6 +42,7 @@ class _Progress:
     failures: list[KVFetchError] = field(default_factory=list)
     num_units: int = 0  # under way
     num_waiting: int = 0  # of them, for their destination
+    is_late: bool = False  # the rest would have come after the deadline
 
     def fail(self, part: int, error: KVFetchError | None) -> None:
         """``error`` is None if nobody wants the part."""
@@ -79,6 +80,7 @@ class FetchResult:
     failures: tuple[KVFetchError, ...]
     timed_out: bool
     starved: bool = False  # timed out since nobody gave a destination, which is not the store's fault
+    late: bool = False  # the rest was not asked for, since it would have come too late
 
 
 class _SettledError(Exception):
@@ -165,8 +167,9 @@ class Fetcher:
         """Restore pages to where ``rounds``, which follow one another and cover all of them, say.
 
         Bytes come before there is a destination for them, as far as there is room. A round ends, in its turn, as soon
-        as all its pages are restored; when this returns or raises, all have ended. Returns within about ``timeout_s``;
-        what failed or came too late is left out of ``num_pages``, and the pages beyond may have been written in part.
+        as all its pages are restored; when this returns or raises, all have ended. Returns within about ``timeout_s``,
+        and does not ask for what the link, as measured, would bring only after that; what failed or came too late is
+        left out of ``num_pages``, and the pages beyond may have been written in part.
         ``on_requested`` is called when the link could serve another fetch beside this one, unless this one ends first.
         Never raises a domain error. ``request_id`` is for the timeline.
         """
@@ -175,20 +178,32 @@ class Fetcher:
         timed_out = False
         try:
             async with asyncio.timeout(timeout_s):
-                await self._run(rounds, progress, request_id, on_requested)
+                deadline_s = time.monotonic() + timeout_s
+                await self._run(rounds, progress, deadline_s, request_id, on_requested)
         except TimeoutError:
             timed_out = True
         finally:
             progress.end_rounds(rounds, all_of_them=True)
         starved = timed_out and progress.num_units == progress.num_waiting
-        return FetchResult(progress.num_pages, tuple(progress.failures), timed_out and not starved, starved)
+        return FetchResult(
+            progress.num_pages, tuple(progress.failures), timed_out and not starved, starved, progress.is_late
+        )
 
     async def _run(
-        self, rounds: Sequence[Round], progress: _Progress, request_id: str, on_requested: Callable[[], None] | None
+        self,
+        rounds: Sequence[Round],
+        progress: _Progress,
+        deadline_s: float,
+        request_id: str,
+        on_requested: Callable[[], None] | None,
     ) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 for index, (each, part) in enumerate(progress.parts):
+                    if self._comes_after(part, deadline_s):
+                        progress.is_late = True
+                        progress.fail(index, None)
+                        break
                     for unit in self._units(part, sum(progress.cells_left[index:])):
                         if index >= progress.failed_from:
                             return
@@ -203,6 +218,14 @@ class Fetcher:
                     on_requested()
         except* _SettledError:
             pass
+
+    def _comes_after(self, part: SpanPart, deadline_s: float) -> bool:
+        now_s = time.monotonic()
+        goodput_bps = self.link.goodput_bps(now_s)
+        if goodput_bps is None:
+            return False
+        start, end = part.reader.span_range_bytes(part.span)
+        return now_s + (self.link.outstanding_bytes + end - start) * 8 / goodput_bps > deadline_s
 
     async def _acquire(self, unit: ReadUnit, each: Round) -> BytesBudget:
         """Room for the unit's bytes."""

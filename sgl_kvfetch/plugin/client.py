@@ -15,7 +15,7 @@ from sgl_kvfetch.adapt.profile import load_decode_profile
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.container.segment import SegmentSpec
 from sgl_kvfetch.errors import KVFetchError, StoreError
-from sgl_kvfetch.fetch.fetcher import Fetcher, failure_reason
+from sgl_kvfetch.fetch.fetcher import Fetcher, FetchResult, failure_reason
 from sgl_kvfetch.fetch.finder import PageFinder
 from sgl_kvfetch.fetch.link import Link
 from sgl_kvfetch.fetch.variants import VariantChooser
@@ -98,6 +98,17 @@ def open_client(
             retire_s=max(_RETIRE_S, 2 * config.fetch_timeout_s) if config.merge else None,
         ),
     )
+
+
+def count_fetch(result: FetchResult, timeout_s: float) -> None:
+    """Count what a fetch fell short by."""
+    for failure in result.failures:
+        count_miss("fetch", failure)
+    if result.timed_out:
+        count_miss("fetch", TimeoutError(f"not all pages came within {timeout_s:g} s"))
+    for reason, happened in (("no_slots", result.starved), ("late", result.late)):
+        if happened:
+            metrics.MISSES.labels("fetch", reason).inc()
 
 
 def _chooser(config: KVFetchConfig) -> Callable[[Link], VariantChooser] | None:

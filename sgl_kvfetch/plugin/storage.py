@@ -36,7 +36,7 @@ from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.keys import PAGE_HASH_BYTES
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.loop import LoopThread
-from sgl_kvfetch.plugin.client import count_miss, open_client
+from sgl_kvfetch.plugin.client import count_fetch, count_miss, open_client
 from sgl_kvfetch.plugin.host_pages import HostPages
 from sgl_kvfetch.plugin.namespace import engine_namespace
 from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
@@ -186,10 +186,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             metrics.MISSES.labels("fetch", "internal").inc()
         finally:
             sink.close()
-        for failure in result.failures:
-            count_miss("fetch", failure)
-        if result.timed_out:
-            count_miss("fetch", TimeoutError(f"not all pages came within {timeout_s:g} s"))
+        count_fetch(result, timeout_s)
         self._count_read(len(keys), result.num_pages, time.monotonic() - started_s)
         return result.num_pages
 

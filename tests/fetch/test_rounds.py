@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -175,3 +176,17 @@ async def test_what_is_decoded_is_bounded(store: SpoiltStore, segment: Segment) 
         assert bounded._decode_budget.used_bytes == 0
     assert largest <= most <= 2 * largest
     assert bounded.decode_rate.bytes_per_s is not None
+
+
+@pytest.mark.parametrize(("bytes_per_s", "is_late"), [(100.0, True), (1e9, False)])
+async def test_what_would_come_too_late_is_not_asked_for(
+    fetcher: Fetcher, segment: Segment, store: SpoiltStore, bytes_per_s: float, is_late: bool
+) -> None:
+    fetcher.link.started(1000)
+    fetcher.link.ended(1000, time.monotonic() - 1000 / bytes_per_s, is_whole=True)
+    rounds, task = await start(fetcher, segment, [8])
+    give(rounds[0], MemoryPool(8))
+    result = await asyncio.wait_for(task, 5)
+    assert (result.late, result.timed_out) == (is_late, False)
+    assert (result.num_pages, store.num_gets > 0) == ((0, False) if is_late else (8, True))
+    assert_nothing_held(fetcher)

@@ -27,7 +27,7 @@ from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.loop import LoopThread
-from sgl_kvfetch.plugin.client import count_miss, open_client
+from sgl_kvfetch.plugin.client import count_fetch, count_miss, open_client
 from sgl_kvfetch.plugin.device.board import Ticket
 from sgl_kvfetch.plugin.device.choice import FetchCost, FetchOrRecompute
 from sgl_kvfetch.plugin.device.counts import DECISIONS
@@ -296,7 +296,7 @@ class DeviceBackend:
                 each.end(0)
             report_link()
             self._report(end_ticket, 1)
-            self._count_misses(result)
+            count_fetch(result, self._config.fetch_timeout_s)
             self._count_pages(len(sources), sum(each.done.result() for each in work.rounds))
 
     def await_round(
@@ -357,14 +357,6 @@ class DeviceBackend:
         finally:
             sink.close()
             self._report(ticket, num_pages)
-
-    def _count_misses(self, result: FetchResult) -> None:
-        for failure in result.failures:
-            count_miss("fetch", failure)
-        if result.timed_out:
-            count_miss("fetch", TimeoutError(f"not all pages came within {self._config.fetch_timeout_s:g} s"))
-        if result.starved:
-            metrics.MISSES.labels("fetch", "no_slots").inc()
 
     def _count_pages(self, asked: int, got: int) -> None:
         metrics.FETCHED_PAGES.labels("hit").inc(got)

@@ -69,7 +69,7 @@ def _open_pages(pool: Any, page_size: int, tp_worker: Any) -> DevicePages:
         "--enable-hierarchical-cache gives host mode"
     )
     from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
-    from sgl_kvfetch.plugin.device.cuda_streams import CudaDevice
+    from sgl_kvfetch.cuda_streams import CudaDevice
 
     return CudaPages(pool, page_size, CudaDevice(pool.k_buffer[0].device), tp_worker.model_runner.forward_stream)
 

@@ -17,7 +17,7 @@ from sgl_kvfetch.container.segment import CellFrames
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.fetch.sink import FramePool, Guard
 from sgl_kvfetch.plugin.device.cuda_staging import Staging, needed_bytes
-from sgl_kvfetch.plugin.device.cuda_streams import Device, Event, Stream
+from sgl_kvfetch.cuda_streams import Device, Event, Stream
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.quant import Quantiser
 from sgl_kvfetch.quant.inverse import ByteInverse, Inverse, StepInverse, TransformInverse

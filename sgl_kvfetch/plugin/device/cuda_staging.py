@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plugin.device.cuda_streams import Device, Event, Stream
+from sgl_kvfetch.cuda_streams import Device, Event, Stream
 
 _ALIGNMENT = 256
 

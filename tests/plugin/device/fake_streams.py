@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 
-from sgl_kvfetch.plugin.device.cuda_streams import Device, Event, Stream
+from sgl_kvfetch.cuda_streams import Device, Event, Stream
 
 
 class FakeEvent:
@@ -25,6 +25,7 @@ class FakeEvent:
 class FakeStream:
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
+        self.cuda_stream = len(device.streams) + 1
         self.queue: deque[Callable[[], None] | FakeEvent] = deque()
 
     def add(self, work: Callable[[], None]) -> None:
@@ -63,6 +64,7 @@ class FakeDevice(Device):
         self.lock = threading.RLock()
         self._random = random.Random(seed)
         self.streams: list[FakeStream] = []
+        self.used: list[tuple[torch.Tensor, Stream]] = []  # as `used_on` was told
         self.scheduler = cast(FakeStream, self.new_stream())
         self.forward = cast(FakeStream, self.new_stream())
 
@@ -78,6 +80,12 @@ class FakeDevice(Device):
 
     def mark(self, stream: Stream) -> Event:
         return stream.record_event()
+
+    def empty(self, shape: Sequence[int], stream: Stream) -> torch.Tensor:
+        return torch.full(tuple(shape), 0xEE, dtype=torch.uint8)
+
+    def used_on(self, tensor: torch.Tensor, stream: Stream) -> None:
+        self.used.append((tensor, stream))
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)

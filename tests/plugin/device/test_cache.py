@@ -103,7 +103,8 @@ def test_short_tails_are_not_looked_up(rig: Rig) -> None:
     assert rig.store.num_lookups == 0
 
 
-def test_pages_are_fetched_once_for_requests_that_share_them(rig: Rig) -> None:
+def test_pages_are_fetched_once_for_requests_that_share_them(make: MakeRig) -> None:
+    rig = make(device_pool_share=0.5)  # 32 pages: so many may be on the link together
     tokens, other = prompt(0, 12), prompt(1, 4)
     rig.stored(tokens)
     rig.stored(other)
@@ -345,6 +346,9 @@ def test_fetches_that_keep_each_other_from_their_slots(make: MakeRig) -> None:
     for tokens in prompts:
         writer.stored(tokens)
     before = FLOWS.labels("full_pool")._value.get()
+    link = rig.backend._fetcher.link  # so fast that there is room for both
+    link.started(1 << 30)
+    link.ended(1 << 30, time.monotonic() - 1e-3, is_whole=True)
     rig.store.reads.is_open = False
     handles = [rig.arrive(tokens) for tokens in prompts]
     rig.settle(lambda: len(set(rig.store.data_reads)) >= 2 * 6)  # spans
