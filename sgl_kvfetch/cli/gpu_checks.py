@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 
@@ -11,33 +10,6 @@ from sgl_kvfetch.cli.checks import Check, first_line
 CPU_ENGINE_ENV = "KVFETCH_CPU_ENGINE"
 INSTALL = 'pip install "sgl-kvfetch[gpu]"'
 _CPU_CODECS = "codecs run on the CPU"
-
-# Enumerators of the Video Codec SDK's cuviddec.h.
-_HEVC = 8
-_CHROMA = {"4:4:4": 3, "4:2:0": 1}
-
-
-class _DecodeCaps(ctypes.Structure):
-    """CUVIDDECODECAPS of cuviddec.h."""
-
-    _fields_ = (
-        ("codec", ctypes.c_int),
-        ("chroma", ctypes.c_int),
-        ("bit_depth_minus_8", ctypes.c_uint),
-        ("reserved1", ctypes.c_uint * 3),
-        ("is_supported", ctypes.c_ubyte),
-        ("num_engines", ctypes.c_ubyte),
-        ("output_formats", ctypes.c_ushort),
-        ("max_width", ctypes.c_uint),
-        ("max_height", ctypes.c_uint),
-        ("max_macroblocks", ctypes.c_uint),
-        ("min_width", ctypes.c_ushort),
-        ("min_height", ctypes.c_ushort),
-        ("has_histogram", ctypes.c_ubyte),
-        ("histogram_bits", ctypes.c_ubyte),
-        ("max_histogram_bins", ctypes.c_ushort),
-        ("reserved3", ctypes.c_uint * 10),
-    )
 
 
 def check_gpu() -> list[Check]:
@@ -52,7 +24,7 @@ def check_gpu() -> list[Check]:
     count = torch.cuda.device_count()
     found = f"{count} x {torch.cuda.get_device_name()}, compute capability {major}.{minor}, torch {torch.__version__}"
     torch.zeros(1, device="cuda")  # makes the context current that the video libraries look for
-    return [Check("CUDA GPU", "yes", found), *_check_nvdec(), _check_nvenc()]
+    return [Check("CUDA GPU", "yes", found), *_check_nvdec(), _check_decoding(), _check_nvenc()]
 
 
 def _without_gpu(torch_version: str) -> Check:
@@ -67,20 +39,35 @@ def _without_gpu(torch_version: str) -> Check:
 
 
 def _check_nvdec() -> list[Check]:
+    from sgl_kvfetch.codecs.nvdec_caps import decode_caps
+
     binding = _check_binding()
     try:
-        library = ctypes.CDLL("libnvcuvid.so.1")
+        found = decode_caps()
     except OSError as e:
         advice = "install the driver's video libraries (containers: NVIDIA_DRIVER_CAPABILITIES=compute,video,utility)"
         return [binding, Check("NVDEC", "warn", f"{first_line(e)}; {_CPU_CODECS}", advice)]
-    found = {chroma: _decode_caps(library, number) for chroma, number in _CHROMA.items()}
-    if (caps := found["4:4:4"]) is not None:
+    if (caps := found.get("hevc")) is not None:
         size = f"up to {caps.max_width}x{caps.max_height}"
         return [binding, Check("NVDEC", "yes", f"HEVC 4:4:4 8-bit, {caps.num_engines} engines, {size}")]
-    if (caps := found["4:2:0"]) is not None:
+    if (caps := found.get("hevc420")) is not None:
         advice = 'write with codec = "hevc420", which this GPU decodes'
         return [binding, Check("NVDEC", "warn", f"HEVC 4:2:0 only, {caps.num_engines} engines", advice)]
     return [binding, Check("NVDEC", "warn", f"decodes no HEVC; {_CPU_CODECS}", 'write with codec = "zstd"')]
+
+
+def _check_decoding() -> Check:
+    """What device mode would decode with, tried on two pictures."""
+    import torch
+
+    from sgl_kvfetch.codecs.nvdec import open_nvdec
+    from sgl_kvfetch.cuda_streams import CudaDevice
+
+    name = "HEVC in device mode"
+    decoders, about = open_nvdec(CudaDevice(torch.device("cuda", torch.cuda.current_device())), num_sessions=1)
+    if decoders:
+        return Check(name, "yes", about)
+    return Check(name, "warn", about, "see PyNvVideoCodec and NVDEC; until then zstd decodes faster than HEVC on a CPU")
 
 
 def _check_binding() -> Check:
@@ -92,13 +79,6 @@ def _check_binding() -> Check:
     except Exception as e:  # it loads the driver's libraries
         return Check(name, "warn", f"does not import: {first_line(e)}", "update the NVIDIA driver, then: " + INSTALL)
     return Check(name, "yes", str(getattr(module, "__version__", "installed")))
-
-
-def _decode_caps(library: ctypes.CDLL, chroma: int) -> _DecodeCaps | None:
-    """What the current device decodes of 8-bit HEVC, or None if nothing."""
-    caps = _DecodeCaps(codec=_HEVC, chroma=chroma)
-    failed = library.cuvidGetDecoderCaps(ctypes.byref(caps))
-    return None if failed or not caps.is_supported else caps
 
 
 def _check_nvenc() -> Check:

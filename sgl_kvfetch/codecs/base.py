@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 
@@ -22,3 +23,21 @@ class Codec(ABC):
     @abstractmethod
     def decode(self, bitstream: bytes | memoryview, num_frames: int, height: int, width: int) -> torch.Tensor:
         """The frames that were encoded. Raises CorruptError if the bitstream does not decode to exactly those."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedFrames:
+    """Frames in the memory that they are restored from, and, to be verified, on the host; uint8 ``(frames, 3, height,
+    width)``, there by the time that they are returned. One and the same tensor if they were decoded on the host."""
+
+    frames: torch.Tensor
+    host: torch.Tensor
+    is_on_device: bool
+
+
+class FrameDecoder(ABC):
+    """Decodes a codec's bitstreams to where frames are restored. From any thread."""
+
+    @abstractmethod
+    def decode(self, bitstream: bytes | memoryview, num_frames: int, height: int, width: int) -> DecodedFrames:
+        """Raises CorruptError if the bitstream does not decode to exactly so many frames of this size."""

@@ -48,6 +48,7 @@ class HevcCodec(Codec):
 
     name = "hevc"
     pixel_format = "yuv444p"
+    planes_a_picture = 3
 
     def encode(self, frames: torch.Tensor) -> bytes:
         pictures = self._to_pictures(frames.contiguous().cpu().numpy())
@@ -68,11 +69,15 @@ class HevcCodec(Codec):
         return join_access_units(access_units)
 
     def decode(self, bitstream: bytes | memoryview, num_frames: int, height: int, width: int) -> torch.Tensor:
+        return self._decode(self.access_units(bitstream, num_frames), num_frames, height, width)
+
+    def access_units(self, bitstream: bytes | memoryview, num_frames: int) -> list[memoryview]:
+        """One a picture. Raises CorruptError unless there are as many as ``num_frames`` have."""
         access_units = split_access_units(bitstream)
         expected = self.num_access_units(num_frames, num_frames)
         if len(access_units) != expected:
             raise CorruptError(f"{self.name} bitstream has {len(access_units)} pictures, expected {expected}")
-        return self._decode(access_units, num_frames, height, width)
+        return access_units
 
     def decode_prefix(
         self, prefix: bytes | memoryview, num_frames: int, end_frame: int, height: int, width: int
@@ -141,6 +146,7 @@ class Hevc420Codec(HevcCodec):
 
     name = "hevc420"
     pixel_format = "yuv420p"
+    planes_a_picture = 1
 
     def num_access_units(self, num_frames: int, end_frame: int) -> int:
         return 2 * num_frames + end_frame  # the last layer's luma comes after all of the others'

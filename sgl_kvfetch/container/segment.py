@@ -17,6 +17,7 @@ import torch
 import xxhash
 
 from sgl_kvfetch.codecs import CODECS, get_codec
+from sgl_kvfetch.codecs.base import DecodedFrames, FrameDecoder
 from sgl_kvfetch.codecs.entropy import ZstdCodec
 from sgl_kvfetch.container.manifest import Cell, Chunk, Manifest, Variant, namespace_geometry
 from sgl_kvfetch.errors import CorruptError, FormatError
@@ -186,7 +187,8 @@ def scales_to_bytes(scales: torch.Tensor) -> bytes:
 class CellFrames:
     """A cell decoded and verified, as frames, with all that restoring them takes.
 
-    ``frames``: of each byte plane, uint8 ``(frames, 3, height, width)``. ``scales``: as in `Quantised`.
+    ``frames``: of each byte plane, uint8 ``(frames, 3, height, width)``. ``is_on_device``: of each, whether it was
+    decoded to where it is restored, and not on the host. ``scales``: as in `Quantised`.
     """
 
     tensor: TensorName
@@ -195,6 +197,7 @@ class CellFrames:
     tokens: range  # of the sequence
     layout: FrameLayout
     frames: tuple[torch.Tensor, ...]
+    is_on_device: tuple[bool, ...]
     scales: torch.Tensor | None
     quantiser: Quantiser
 
@@ -264,22 +267,29 @@ class SegmentReader:
         """Verify and decode a cell's bytes to integers and scales. Raises CorruptError, FormatError."""
         pieces = self._verified_pieces(cell, data)
         scales = self._decode_scales(cell, *pieces.pop(0)) if self.manifest.has_scales else None
-        return Quantised(torch.stack([self._decode_plane(cell, *piece)[1] for piece in pieces]), scales)
+        return Quantised(torch.stack([self._decode_plane(cell, *piece) for piece in pieces]), scales)
 
-    def decode_frames(self, cell: Cell, data: bytes | memoryview) -> CellFrames:
-        """The same, left as frames. Raises CorruptError, FormatError."""
+    def decode_frames(
+        self, cell: Cell, data: bytes | memoryview, decoders: Mapping[str, FrameDecoder] | None = None
+    ) -> CellFrames:
+        """The same, left as frames. ``decoders``: of codecs that are decoded elsewhere than on the CPU. Raises
+        CorruptError, FormatError."""
         pieces = self._verified_pieces(cell, data)
         scales = self._decode_scales(cell, *pieces.pop(0)) if self.manifest.has_scales else None
         layers = range(*self.manifest.group_layers(cell.layer_group))
         first_page, _ = self.manifest.span_range(cell.span)
         first_token = (self.manifest.first_page + first_page) * self.geometry.page_size
+        planes = [
+            self._decode_plane_with((decoders or {}).get(chunk.codec), cell, chunk, data) for chunk, data in pieces
+        ]
         return CellFrames(
             tensor=cell.tensor,
             layers=layers,
             model_layer=self.manifest.namespace.first_layer + layers.start,
             tokens=range(first_token, first_token + self.manifest.span_tokens(cell.span)),
             layout=self.variant.layout(cell.tensor),
-            frames=tuple(self._decode_plane(cell, *piece)[0] for piece in pieces),
+            frames=tuple(plane.frames for plane in planes),
+            is_on_device=tuple(plane.is_on_device for plane in planes),
             scales=scales,
             quantiser=self.quantiser,
         )
@@ -317,17 +327,39 @@ class SegmentReader:
         first, end = self.manifest.group_layers(cell.layer_group)
         return end - first
 
-    def _decode_plane(self, cell: Cell, chunk: Chunk, data: memoryview) -> tuple[torch.Tensor, torch.Tensor]:
-        """Frames and integers."""
+    def _decode_plane(self, cell: Cell, chunk: Chunk, data: memoryview) -> torch.Tensor:
+        """Integers."""
+        return self._verified_integers(cell, chunk, get_codec(chunk.codec).decode(data, *self._frames_shape(cell)))
+
+    def _decode_plane_with(
+        self, decoder: FrameDecoder | None, cell: Cell, chunk: Chunk, data: memoryview
+    ) -> DecodedFrames:
+        """Frames, verified."""
+        if decoder is not None:
+            decoded = decoder.decode(data, *self._frames_shape(cell))
+        else:
+            frames = get_codec(chunk.codec).decode(data, *self._frames_shape(cell))
+            decoded = DecodedFrames(frames, frames, is_on_device=False)
+        self._verified_integers(cell, chunk, decoded.host)
+        return decoded
+
+    def _frames_shape(self, cell: Cell) -> tuple[int, int, int]:
+        """Number of frames, height, width."""
         layout = self.variant.layout(cell.tensor)
-        num_tokens = self.manifest.span_tokens(cell.span)
-        frames = get_codec(chunk.codec).decode(data, layout.num_frames(num_tokens), layout.height, layout.width)
+        return layout.num_frames(self.manifest.span_tokens(cell.span)), layout.height, layout.width
+
+    def _verified_integers(self, cell: Cell, chunk: Chunk, frames: torch.Tensor) -> torch.Tensor:
+        """``frames``: on the host."""
         geometry = self.geometry
-        integers = layout.from_frames(
-            frames, num_tokens, self._num_layers(cell), geometry.num_heads, geometry.head_dim(cell.tensor)
+        integers = self.variant.layout(cell.tensor).from_frames(
+            frames,
+            self.manifest.span_tokens(cell.span),
+            self._num_layers(cell),
+            geometry.num_heads,
+            geometry.head_dim(cell.tensor),
         )
         _require_checksum(integers.numpy().data, chunk.decoded_checksum, f"{cell}, decoded integers")
-        return frames, integers
+        return integers
 
     def _decode_scales(self, cell: Cell, chunk: Chunk, data: memoryview) -> torch.Tensor:
         if chunk.codec != _SCALES.name:

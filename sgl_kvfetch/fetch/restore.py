@@ -32,7 +32,7 @@ def restore_cell(
     """
     started_s = time.monotonic()
     if isinstance(sink.pool, FramePool):
-        frames = reader.decode_frames(cell, data)
+        frames = reader.decode_frames(cell, data, sink.pool.decoders)
         decoded_s = time.monotonic()
         sink.pool.restore(frames, span_pages, pool_pages, sink.run)
     else:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
+from sgl_kvfetch.codecs.base import FrameDecoder
 from sgl_kvfetch.container.segment import CellFrames
 from sgl_kvfetch.types import TensorName
 
@@ -27,7 +29,9 @@ class PagePool(ABC):
 
 
 class FramePool(PagePool):
-    """A pool that dequantises for itself, where its pages are."""
+    """A pool that dequantises for itself, where its pages are. ``decoders``: by codec, what decodes to there."""
+
+    decoders: Mapping[str, FrameDecoder] = MappingProxyType({})
 
     @abstractmethod
     def restore(self, cell: CellFrames, span_pages: Sequence[int], pages: Sequence[int], guarded: Guard) -> None:

@@ -68,10 +68,14 @@ def _open_pages(pool: Any, page_size: int, tp_worker: Any) -> DevicePages:
         "kvfetch: device mode on a GPU has not been run by its authors yet, only tested without one; "
         "--enable-hierarchical-cache gives host mode"
     )
-    from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+    from sgl_kvfetch.codecs.nvdec import open_nvdec
     from sgl_kvfetch.cuda_streams import CudaDevice
+    from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 
-    return CudaPages(pool, page_size, CudaDevice(pool.k_buffer[0].device), tp_worker.model_runner.forward_stream)
+    gpu = CudaDevice(pool.k_buffer[0].device)
+    decoders, about = open_nvdec(gpu)
+    logger.info("kvfetch: %s", about)
+    return CudaPages(pool, page_size, gpu, tp_worker.model_runner.forward_stream, decoders=decoders)
 
 
 def _connect(

@@ -7,17 +7,19 @@ our own threads. docs/device-mode-gpu.md has the whole.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from sgl_kvfetch.codecs.base import FrameDecoder
 from sgl_kvfetch.container.segment import CellFrames
+from sgl_kvfetch.cuda_streams import Device, Event, Stream
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.fetch.sink import FramePool, Guard
 from sgl_kvfetch.plugin.device.cuda_staging import Staging, needed_bytes
-from sgl_kvfetch.cuda_streams import Device, Event, Stream
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.quant import Quantiser
 from sgl_kvfetch.quant.inverse import ByteInverse, Inverse, StepInverse, TransformInverse
@@ -49,12 +51,15 @@ class CudaPages(DevicePages, FramePool):
         device: Device,
         forward_stream: Stream,
         *,
+        decoders: Mapping[str, FrameDecoder] = MappingProxyType({}),
         restore_buffer_bytes: int = RESTORE_BUFFER_BYTES,
         read_buffer_bytes: int = READ_BUFFER_BYTES,
     ) -> None:
         """``forward_stream``: where SGLang's model runs when its scheduler overlaps with it; on the scheduler's own
-        stream otherwise. Raises UnsupportedError as `DevicePages` does."""
+        stream otherwise. ``decoders``: by codec, what decodes to this device's memory. Raises UnsupportedError as
+        `DevicePages` does."""
         super().__init__(pool, page_size)
+        self.decoders = decoders
         self._device = device
         self._forward_stream = forward_stream
         self._restores, self._reads, self._lookups = (device.new_stream() for _ in range(3))
@@ -93,6 +98,10 @@ class CudaPages(DevicePages, FramePool):
             fixed.append(cell.scales)
         if isinstance(inverse, TransformInverse) and inverse.rope is not None:
             fixed.append(inverse.rope.table(cell.tokens.start, len(cell.tokens)))
+        for frames in _planes(cell, on_device=True):
+            self._device.used_on(
+                frames, self._restores
+            )  # they were made for another stream, which is through with them
         step = self._frames_at_once(cell, fixed)
         for first_frame in range(0, cell.frames[0].shape[0], step):
             if not self._restore_frames(cell, inverse, fixed, slice(first_frame, first_frame + step), guarded):
@@ -102,7 +111,14 @@ class CudaPages(DevicePages, FramePool):
         self, cell: CellFrames, inverse: Inverse, fixed: Sequence[torch.Tensor], part: slice, guarded: Guard
     ) -> bool:
         with self._restore_staging.buffer(self._restores) as buffer:
-            (slots, *arguments), num_bytes = buffer.put([*fixed, *(plane[part] for plane in cell.frames)])
+            staged = [plane[part] for plane in _planes(cell, on_device=False)]
+            (slots, *arguments), num_bytes = buffer.put([*fixed, *staged])
+            uploaded = iter(arguments[len(fixed) - 1 :])
+            frames = [
+                plane[part] if is_on_device else next(uploaded)
+                for plane, is_on_device in zip(cell.frames, cell.is_on_device, strict=True)
+            ]
+            arguments = [*arguments[: len(fixed) - 1], *frames]
             kernel = partial(_restore, cell, inverse, self._outputs(cell), arguments, part.start)
             self._device.launch(self._restores, partial(buffer.upload, num_bytes))
             self._compile(cell, inverse, partial(kernel, slots, is_trial=True))
@@ -124,12 +140,15 @@ class CudaPages(DevicePages, FramePool):
 
     def _frames_at_once(self, cell: CellFrames, fixed: Sequence[torch.Tensor]) -> int:
         """Raises UnsupportedError if there is no room for one."""
+        staged = [plane[:1] for plane in _planes(cell, on_device=False)]
+        if not staged:
+            return len(cell.frames[0])
         room = self._restore_staging.num_bytes - needed_bytes(fixed)
-        num = room // needed_bytes([plane[:1] for plane in cell.frames])
+        num = room // needed_bytes(staged)
         if num < 1:
             height, width = cell.layout.height, cell.layout.width
             raise UnsupportedError(
-                f"{len(cell.frames)} byte planes of pictures of {width}x{height} do not fit into buffers of "
+                f"{len(staged)} byte planes of pictures of {width}x{height} do not fit into buffers of "
                 f"{self._restore_staging.num_bytes} bytes, with {needed_bytes(fixed)} bytes of slots and scales"
             )
         return num
@@ -195,6 +214,10 @@ class CudaPages(DevicePages, FramePool):
         self._device.launch(self._lookups, lambda: _copy(slots[::size] // size, indices))
         self._device.mark(self._lookups).synchronize()
         return indices.tolist()
+
+
+def _planes(cell: CellFrames, *, on_device: bool) -> list[torch.Tensor]:
+    return [plane for plane, there in zip(cell.frames, cell.is_on_device, strict=True) if there == on_device]
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:

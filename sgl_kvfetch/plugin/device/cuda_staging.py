@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.cuda_streams import Device, Event, Stream
+from sgl_kvfetch.errors import UnsupportedError
 
 _ALIGNMENT = 256
 

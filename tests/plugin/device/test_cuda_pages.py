@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sgl_kvfetch import cuda_streams
 from sgl_kvfetch.container.manifest import Cell
 from sgl_kvfetch.container.segment import CellFrames, CodedSegment, SegmentReader
+from sgl_kvfetch.cuda_streams import CudaDevice
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.fetch.fetcher import Fetcher
 from sgl_kvfetch.fetch.plan import PageSource
@@ -27,7 +28,6 @@ from sgl_kvfetch.fetch.restore import restore_cell
 from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.plugin.device import build
 from sgl_kvfetch.plugin.device.cuda_pages import DEVICE_BYTES, CudaPages
-from sgl_kvfetch.cuda_streams import CudaDevice
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.quant import Quantiser, make_quantiser
 from sgl_kvfetch.quant.klt import KltQuantiser

@@ -1,0 +1,62 @@
+"""``python -m benchmarks.gpu_check``: see the package. This module needs nothing but Python itself."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import benchmarks.gpu_check
+from benchmarks.gpu_check import report
+from benchmarks.gpu_check.runner import Result, run_step, skipped
+from benchmarks.gpu_check.steps import STEPS, TOTAL_S, Step
+
+_DOCS = Path(__file__).parents[2] / "docs" / "gpu"
+_LEAST_S = 5.0  # with less left, a step is not worth its start
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    first, *others = STEPS
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu_check", description=(benchmarks.gpu_check.__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: docs/gpu, if there is a GPU)")
+    parser.add_argument("--only", nargs="+", metavar="STEP", choices=[step.name for step in others], help="these steps")
+    options = parser.parse_args(arguments)
+    chosen = [step for step in others if options.only is None or step.name in options.only]
+    results = []
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
+        for result in run(first, chosen, Path(scratch)):
+            print(report.summary([result]), flush=True)
+            results.append(result)
+    gpu = gpu_of(results[0])
+    folder: Path | None = options.out or (_DOCS if gpu else None)
+    if folder is None:
+        print("no GPU: nothing was measured, nothing written")
+    else:
+        print("wrote", *report.write(results, folder, gpu))
+    return 1 if any(result.outcome == "failed" for result in results) else 0
+
+
+def run(first: Step, others: Sequence[Step], folder: Path) -> Iterator[Result]:
+    deadline_s = time.monotonic() + TOTAL_S
+    machine = run_step(first, folder, first.limit_s)
+    yield machine
+    for step in others:
+        left_s = deadline_s - time.monotonic()
+        if step.needs_gpu and machine.outcome != "passed":
+            yield skipped(step, machine.reason)
+        elif left_s < _LEAST_S:
+            yield skipped(step, f"the {TOTAL_S:.0f} s of the whole run are over")
+        else:
+            yield run_step(step, folder, min(step.limit_s, left_s))
+
+
+def gpu_of(machine: Result) -> str | None:
+    return next((row["is"] for row in machine.rows if row.get("what") == "gpu"), None)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,100 @@
+"""A matrix product's speed, alone and beside decoding: NVDEC is to cost no SM time."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+
+from benchmarks.gpu_check.clips import SIZES, make_frames
+from benchmarks.gpu_check.record import Record, SkippedError
+from benchmarks.gpu_check.timing import seconds_of
+from sgl_kvfetch.codecs import get_codec
+from sgl_kvfetch.codecs.base import FrameDecoder
+from sgl_kvfetch.codecs.nvdec import open_nvdec
+from sgl_kvfetch.codecs.nvdec_caps import decode_caps
+from sgl_kvfetch.cuda_streams import CudaDevice
+
+GOAL = 0.01  # slower, at most
+_SIDE = 8192
+_ROUNDS = 5  # of alone and beside, in turn
+
+
+def run(record: Record) -> None:
+    torch.zeros(1, device="cuda")
+    device = torch.device("cuda", 0)
+    decoders, about = open_nvdec(CudaDevice(device))
+    if not decoders:
+        raise SkippedError(about)
+    num_engines = max(caps.num_engines for caps in decode_caps().values())
+    for name, decoder in decoders.items():
+        measure(record, name, decoder, num_engines, device, _SIDE)
+
+
+def measure(
+    record: Record,
+    name: str,
+    decoder: FrameDecoder,
+    num_threads: int,
+    device: torch.device,
+    side: int,
+    *,
+    rounds: int = _ROUNDS,
+    repeats: int = 50,
+) -> None:
+    a, b = (torch.randn((side, side), device=device).to(torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def product() -> None:
+        torch.matmul(a, b, out=out)
+
+    frames = make_frames(*SIZES["240p"])
+    num_frames, _, height, width = frames.shape
+    bitstream = get_codec(name).encode(frames)
+    alone, beside, decoded = [], [], 0
+    for _ in range(rounds):
+        alone.append(seconds_of(product, device, repeats=repeats))
+        with _decoding(lambda: decoder.decode(bitstream, num_frames, height, width), num_threads) as count:
+            beside.append(seconds_of(product, device, repeats=repeats))
+        decoded += count[0]
+    slower = statistics.median(beside) / statistics.median(alone) - 1
+    record.row(
+        "A matrix product beside decoding",
+        codec=name,
+        threads=num_threads,
+        side=side,
+        alone_ms=1e3 * statistics.median(alone),
+        beside_ms=1e3 * statistics.median(beside),
+        slower_percent=100 * slower,
+        bitstreams_decoded_meanwhile=decoded,
+    )
+    if not decoded:
+        record.fail(f"{name}: nothing was decoded beside the matrix product")
+    if slower > GOAL:
+        record.note(f"{name}: the matrix product is {slower:.1%} slower beside decoding; the goal is {GOAL:.0%}")
+
+
+@contextmanager
+def _decoding(decode: Callable[[], object], num_threads: int) -> Iterator[list[int]]:
+    """Until the end, by so many threads. The list holds how often."""
+    is_over, lock, count = threading.Event(), threading.Lock(), [0]
+
+    def work(_: int) -> None:
+        while not is_over.is_set():
+            decode()
+            with lock:
+                count[0] += 1
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        done = threads.map(work, range(num_threads))
+        time.sleep(0.1)
+        try:
+            yield count
+        finally:
+            is_over.set()
+        list(done)  # raises what a thread did

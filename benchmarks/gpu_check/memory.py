@@ -1,0 +1,198 @@
+"""Memory that a fetch of 32K tokens holds on the GPU beyond the slots that it fills, and whether what it restores is
+right. The prefix is one span again and again, as in `benchmarks.memory`, which measures the host's side."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.gpu_check.record import Record
+from benchmarks.memory import GOAL_BYTES, MAX_SEGMENT_TOKENS, PAGE_TOKENS, Setup, repeated_segments
+from sgl_kvfetch.codecs.base import FrameDecoder
+from sgl_kvfetch.codecs.nvdec import open_nvdec
+from sgl_kvfetch.container.segment import CodedSegment, SegmentReader
+from sgl_kvfetch.cuda_streams import CudaDevice
+from sgl_kvfetch.fetch.fetcher import Fetcher
+from sgl_kvfetch.fetch.plan import PageSource
+from sgl_kvfetch.fetch.sink import GuardedSink
+from sgl_kvfetch.stores.local import LocalStore
+
+if TYPE_CHECKING:
+    from sgl_kvfetch.plugin.device.pages import DevicePages
+
+NUM_TOKENS = 32768
+_THREADS = 8
+_TIMEOUT_S = 60.0
+
+
+def run(record: Record) -> None:
+    torch.zeros(1, device="cuda")
+    device = CudaDevice(torch.device("cuda", 0))
+    setup = Setup("uint8", "hevc", layers=6)
+    segments = repeated_segments(setup, NUM_TOKENS)
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(store_segments(Path(folder), segments))
+        for decoded_on, open_decoders in (("NVDEC", lambda: open_nvdec(device)[0]), ("the CPU", dict)):
+            _measure(record, setup, segments, Path(folder), decoded_on, open_decoders, device)
+
+
+def _measure(
+    record: Record,
+    setup: Setup,
+    segments: Sequence[CodedSegment],
+    folder: Path,
+    decoded_on: str,
+    open_decoders: Callable[[], Mapping[str, FrameDecoder]],
+    device: CudaDevice,
+) -> None:
+    from sgl_kvfetch.plugin.device.cuda_pages import DEVICE_BYTES, CudaPages
+
+    pool = make_pool(setup, NUM_TOKENS, str(device.torch_device))
+    before = _held_bytes()
+    decoders = open_decoders()
+    if decoded_on == "NVDEC" and "hevc" not in decoders:
+        record.note("memory with NVDEC was not measured: it decodes no hevc here")
+        return
+    pages = CudaPages(pool, PAGE_TOKENS, device, device.new_stream(), decoders=decoders)
+    pages.fence()
+    # Kernels, decoders, the allocator's first blocks.
+    asyncio.run(fetch(folder, setup, segments, pages, MAX_SEGMENT_TOKENS // PAGE_TOKENS))
+    torch.cuda.synchronize()
+    made_once = _held_bytes().in_all - before.in_all
+    with Sampler(_held_bytes) as sampler:
+        started_s = time.monotonic()
+        num_pages, failures = asyncio.run(fetch(folder, setup, segments, pages, NUM_TOKENS // PAGE_TOKENS))
+        torch.cuda.synchronize()
+        seconds = time.monotonic() - started_s
+    record.row(
+        "Memory on the GPU for a fetch",
+        decoded_on=decoded_on,
+        tokens=num_pages * PAGE_TOKENS,
+        seconds=seconds,
+        fixed_buffers_mb=DEVICE_BYTES / 1e6,
+        once_mb=made_once / 1e6,  # the fixed buffers, decoders, kernels and the allocator's blocks
+        then_torch_mb=sampler.peak.in_torch / 1e6,
+        then_all_mb=sampler.peak.in_all / 1e6,
+        samples=sampler.num_samples,
+    )
+    if num_pages * PAGE_TOKENS != NUM_TOKENS:
+        record.fail(f"decoded on {decoded_on}: only {num_pages} pages came: {'; '.join(map(str, failures))}")
+    elif wrong := wrong_values(setup, segments[0], pages, NUM_TOKENS):
+        record.fail(f"decoded on {decoded_on}: {wrong}")
+    if (held := made_once + sampler.peak.in_all) > GOAL_BYTES:
+        record.note(f"decoded on {decoded_on}: {held / 1e6:.0f} MB in all; the goal is {GOAL_BYTES / 1e6:.0f}")
+
+
+def make_pool(setup: Setup, num_tokens: int, device: str) -> Any:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    geometry = setup.geometry(setup.make_quantiser())
+    return MHATokenToKVPool(
+        num_tokens,
+        PAGE_TOKENS,
+        geometry.torch_dtype,
+        geometry.num_heads,
+        geometry.k_head_dim,
+        geometry.num_layers,
+        device,
+        False,
+        v_head_dim=geometry.v_head_dim,
+    )
+
+
+async def store_segments(folder: Path, segments: Sequence[CodedSegment]) -> None:
+    store = LocalStore(folder)
+    for segment in segments:
+        await store.put(segment.data_name, segment.data)
+    await store.close()
+
+
+async def fetch(
+    folder: Path, setup: Setup, segments: Sequence[CodedSegment], pages: DevicePages, num_pages: int
+) -> tuple[int, Sequence[Exception]]:
+    """Into the pool's pages 1 and on. Returns how many came, and what failed."""
+    store = LocalStore(folder)
+    sources = []
+    for segment in segments:
+        reader = SegmentReader(segment.manifest, setup.make_quantiser())
+        sources += [PageSource(reader, page) for page in range(len(segment.manifest.page_hashes))]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        fetcher = Fetcher(
+            store,
+            threads,
+            read_bytes=4 << 20,
+            inflight_bytes=256 << 20,
+            may_delete=False,
+            decode_threads=_THREADS,
+            decode_bytes=64 << 20,  # as device mode has it
+        )
+        result = await fetcher.fetch(sources[:num_pages], range(1, 1 + num_pages), GuardedSink(pages), _TIMEOUT_S)
+    await store.close()
+    pages.publish()
+    return result.num_pages, result.failures
+
+
+def wrong_values(setup: Setup, segment: CodedSegment, pages: DevicePages, num_tokens: int) -> str:
+    """What differs from the values of the span that all are, as the CPU dequantises them."""
+    reader = SegmentReader(segment.manifest, setup.make_quantiser())
+    for cell in segment.manifest.cells():
+        if cell.span:
+            break
+        start, end = reader.cell_range(cell)
+        values = reader.dequantise_cell(cell, reader.decode_cell(cell, segment.data[start:end]))
+        first, _ = segment.manifest.group_layers(cell.layer_group)
+        for layer in range(values.shape[1]):
+            rows = pages._buffers[cell.tensor][first + layer][PAGE_TOKENS : PAGE_TOKENS + num_tokens]
+            expected = values[:, layer].to(rows.device)
+            if not bool((rows.view(-1, *expected.shape) == expected).all()):
+                return f"{cell.tensor} of layer {first + layer} has other values than on the CPU"
+    return ""
+
+
+@dataclass(frozen=True)
+class Held:
+    in_torch: int  # by its allocator
+    in_all: int  # on the device, decoders and everybody else's included
+
+
+def _held_bytes() -> Held:
+    free, total = torch.cuda.mem_get_info()
+    return Held(torch.cuda.memory_allocated(), total - free)
+
+
+class Sampler:
+    """The most that is held meanwhile, beyond what is held at first."""
+
+    def __init__(self, held_bytes: Callable[[], Held]) -> None:
+        self._held_bytes = held_bytes
+        self._base = held_bytes()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.peak = Held(0, 0)
+        self.num_samples = 0
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(0.001):
+            held = self._held_bytes()
+            self.peak = Held(
+                max(self.peak.in_torch, held.in_torch - self._base.in_torch),
+                max(self.peak.in_all, held.in_all - self._base.in_all),
+            )
+            self.num_samples += 1

@@ -1,0 +1,181 @@
+"""NVDEC on our bitstreams: bit for bit, damaged ones, and how much a second."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_check.clips import SIZES, make_frames
+from benchmarks.gpu_check.record import Record, SkippedError
+from sgl_kvfetch.codecs import get_codec
+from sgl_kvfetch.codecs.base import FrameDecoder
+from sgl_kvfetch.codecs.nvdec import NvdecDecoder, NvdecSession, open_nvdec
+from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps, decode_caps
+from sgl_kvfetch.cuda_streams import CudaDevice, Device
+from sgl_kvfetch.errors import CorruptError
+
+_SECONDS = 0.6  # of each measurement
+_FLIPS = 40
+
+
+def run(record: Record) -> None:
+    device, decoders, caps = open_decoders(record)
+    check_bits(record, decoders, list(SIZES))
+    check_damage(record, decoders)
+    num_engines = max(found.num_engines for found in caps.values())
+    measure(record, device, decoders, caps, _session_counts(num_engines))
+
+
+def open_decoders(record: Record) -> tuple[Device, Mapping[str, FrameDecoder], Mapping[str, DecodeCaps]]:
+    """On one session, so that it is used for all sizes. Raises SkippedError."""
+    torch.zeros(1, device="cuda")  # makes the context current
+    device = CudaDevice(torch.device("cuda", 0))
+    decoders, about = open_nvdec(device, num_sessions=1)
+    try:
+        caps = decode_caps()
+    except OSError:
+        caps = {}
+    if caps and len(decoders) < len(caps):
+        record.fail(about)
+    if not decoders:
+        raise SkippedError(about)
+    record.row("Video engines", found=about)
+    for name, found in caps.items():
+        record.row("Video engines", found=f"{name}: up to {found.max_width}x{found.max_height}")
+    return device, decoders, caps
+
+
+def check_bits(record: Record, decoders: Mapping[str, FrameDecoder], sizes: Sequence[str]) -> None:
+    """All sizes, up and down again, so that the decoder is reconfigured both ways."""
+    for name, decoder in decoders.items():
+        coded = {size: make_frames(*SIZES[size]) for size in sizes}
+        bitstreams = {size: get_codec(name).encode(frames) for size, frames in coded.items()}
+        for size in [*sizes, *reversed(sizes)]:
+            wrong = _what_is_wrong(decoder, bitstreams[size], coded[size])
+            record.row("NVDEC: bits", codec=name, size=size, pictures=len(coded[size]), found=wrong or "equal")
+            if wrong:
+                record.fail(f"{name} {size}: {wrong}")
+
+
+def _what_is_wrong(decoder: FrameDecoder, bitstream: bytes, frames: torch.Tensor) -> str:
+    num_frames, _, height, width = frames.shape
+    try:
+        found = decoder.decode(bitstream, num_frames, height, width)
+    except CorruptError as e:
+        return str(e)
+    if not found.is_on_device:
+        return "decoded on the CPU"
+    same_there, same_here = torch.equal(found.frames.cpu(), frames), torch.equal(found.host, frames)
+    return "" if same_there and same_here else f"other pixels: {'host' if same_there else 'device'}"
+
+
+def check_damage(record: Record, decoders: Mapping[str, FrameDecoder]) -> None:
+    """A damaged bitstream decodes to so many pictures, or is corrupt, and the next one decodes as if nothing had been.
+    Other pixels are what checksums are for."""
+    frames = make_frames(6, 144, 144)
+    for name, decoder in decoders.items():
+        good = get_codec(name).encode(frames)
+        for kind, damaged in (("cut", _cut(good)), ("a byte flipped", _flipped(good))):
+            counts = {"corrupt": 0, "other pixels": 0, "as if whole": 0}
+            for bad in damaged:
+                counts[_outcome(decoder, bad, frames)] += 1
+                if wrong := _what_is_wrong(decoder, good, frames):
+                    record.fail(f"{name} after a bitstream with {kind}: {wrong}")
+                    break
+            record.row("NVDEC: damaged bitstreams", codec=name, damage=kind, **counts)
+
+
+def _outcome(decoder: FrameDecoder, bad: bytes, frames: torch.Tensor) -> str:
+    num_frames, _, height, width = frames.shape
+    try:
+        found = decoder.decode(bad, num_frames, height, width)
+    except CorruptError:
+        return "corrupt"
+    return "as if whole" if torch.equal(found.host, frames) else "other pixels"
+
+
+def _cut(good: bytes) -> Iterator[bytes]:
+    for share in (0.0, 0.1, 0.5, 0.9):
+        yield good[: int(len(good) * share)]
+    yield good[:-1]
+
+
+def _flipped(good: bytes) -> Iterator[bytes]:
+    for position in range(0, len(good), max(1, len(good) // _FLIPS)):
+        bad = bytearray(good)
+        bad[position] ^= 0x55
+        yield bytes(bad)
+
+
+def _session_counts(num_engines: int) -> list[int]:
+    return sorted({1, 2, max(1, num_engines // 2), num_engines, num_engines + 1, 2 * num_engines})
+
+
+def measure(
+    record: Record,
+    device: Device,
+    decoders: Mapping[str, Any],
+    caps: Mapping[str, DecodeCaps],
+    session_counts: Sequence[int],
+    *,
+    sizes: Sequence[str] = ("240p", "1080p"),
+    seconds: float = _SECONDS,
+) -> None:
+    """Values a second, the copy to the host among it."""
+    nvc = next(iter(decoders.values()))._sessions.queue[0]._nvc
+    sessions = [NvdecSession(nvc, device) for _ in range(max(session_counts))]
+    for name in decoders:
+        for size in sizes:
+            for noise_bits in (2, 6):
+                frames = make_frames(*SIZES[size], noise_bits)
+                bitstream = get_codec(name).encode(frames)
+                alone = 0.0
+                for count in session_counts:
+                    pool: queue.LifoQueue[NvdecSession] = queue.LifoQueue()
+                    for session in sessions[:count]:
+                        pool.put(session)
+                    decoder = NvdecDecoder(get_codec(name), caps[name], pool)  # type: ignore[arg-type]
+                    rate = decode_rate(decoder, bitstream, frames.shape, count, seconds)
+                    alone = alone or rate
+                    record.row(
+                        "NVDEC: throughput by sessions, with the copy to the host",
+                        codec=name,
+                        size=size,
+                        bits_a_value=8 * len(bitstream) / frames.numel(),
+                        sessions=count,
+                        mb_of_values_a_second=rate / 1e6,
+                        share_of_sessions_times_one=rate / (count * alone),
+                    )
+
+
+def decode_rate(
+    decoder: FrameDecoder, bitstream: bytes, shape: Sequence[int], num_threads: int, seconds: float
+) -> float:
+    """Bytes of frames a second, by so many threads."""
+    num_frames, _, height, width = shape
+    is_over = threading.Event()
+
+    def work(_: int) -> int:
+        count = 0
+        while not is_over.is_set():
+            decoder.decode(bitstream, num_frames, height, width)
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        list(threads.map(lambda _: decoder.decode(bitstream, num_frames, height, width), range(num_threads)))  # warm
+        started_s = time.monotonic()
+        timer = threading.Timer(seconds, is_over.set)
+        timer.start()
+        try:
+            total = sum(threads.map(work, range(num_threads)))
+        finally:
+            is_over.set()
+        elapsed_s = time.monotonic() - started_s
+    return total * num_frames * 3 * height * width / elapsed_s

@@ -1,0 +1,56 @@
+"""What a step found, on disk from the moment it is known: a step that is killed loses none of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+Outcome = Literal["passed", "failed", "skipped"]
+
+
+class SkippedError(Exception):
+    """A step cannot run here. The message is the reason."""
+
+
+class Record:
+    """Written to ``path`` at each change. A step that recorded failures has failed, whatever it did after."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows: list[dict[str, Any]] = []
+        self._failures: list[str] = []
+        self._notes: list[str] = []
+        self._write()
+
+    def row(self, table: str, **columns: Any) -> None:
+        self._rows.append({"table": table, **columns})
+        self._write()
+
+    def note(self, text: str) -> None:
+        """Something that was left out, or a goal that was missed, without the step having failed."""
+        self._notes.append(text)
+        self._write()
+
+    def fail(self, reason: str) -> None:
+        self._failures.append(reason)
+        self._write()
+
+    def end(self, outcome: Outcome, reason: str = "") -> None:
+        if reason and outcome == "failed":
+            self._failures.append(reason)
+        if self._failures:
+            outcome, reason = "failed", "; ".join(self._failures)
+        self._write(outcome, reason)
+
+    def _write(self, outcome: Outcome | None = None, reason: str = "") -> None:
+        content = {
+            "outcome": outcome,
+            "reason": reason or "; ".join(self._failures),
+            "rows": self._rows,
+            "notes": self._notes,
+        }
+        temporary = self._path.with_suffix(".new")
+        temporary.write_text(json.dumps(content))
+        os.replace(temporary, self._path)

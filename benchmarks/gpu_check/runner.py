@@ -1,0 +1,92 @@
+"""Runs a step in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_check.record import Outcome
+from benchmarks.gpu_check.steps import Step
+
+_END_S = 20.0  # that a step has to clean up when its time is over; an SGLang server takes up to 15
+_TAIL_LINES = 30
+
+
+@dataclass(frozen=True)
+class Result:
+    name: str
+    title: str
+    outcome: Outcome
+    reason: str = ""
+    seconds: float = 0.0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    log_tail: str = ""  # of a step that failed
+
+
+def skipped(step: Step, reason: str) -> Result:
+    return Result(step.name, step.title, "skipped", reason)
+
+
+def run_step(step: Step, folder: Path, limit_s: float) -> Result:
+    """Whatever the step does, returns within about ``limit_s`` and leaves no process of its group behind."""
+    found_path, log_path = folder / f"{step.name}.json", folder / f"{step.name}.log"
+    started_s = time.monotonic()
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu_check.step", step.runs, str(found_path)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            died = _wait(process, limit_s)
+        finally:
+            _end(process)
+    return _result(step, time.monotonic() - started_s, found_path, log_path, died)
+
+
+def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str:
+    """Why the process ended before its step had, if it did."""
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+        return f"not done within {limit_s:.0f} s"
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _result(step: Step, seconds: float, found_path: Path, log_path: Path, died: str) -> Result:
+    found: dict[str, Any] = json.loads(found_path.read_text()) if found_path.exists() else {}
+    outcome: Outcome | None = found.get("outcome")
+    reason: str = found.get("reason", "")
+    if outcome is None:
+        outcome, reason = "failed", "; ".join(filter(None, (reason, died)))
+    tail = log_path.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if outcome == "failed" else []
+    return Result(
+        step.name,
+        step.title,
+        outcome,
+        reason,
+        seconds,
+        found.get("rows", []),
+        found.get("notes", []),
+        "\n".join(tail),
+    )

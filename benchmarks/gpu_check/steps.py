@@ -1,0 +1,32 @@
+"""What is checked, in this order. The limits add up to less than the whole run's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TOTAL_S = 445.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """``runs``: the function, as ``module:name``; it takes a `Record`."""
+
+    name: str
+    title: str
+    runs: str
+    limit_s: float
+    needs_gpu: bool = True
+
+
+_HERE = "benchmarks.gpu_check"
+
+# The first one says whether there is a GPU.
+STEPS = (
+    Step("machine", "Hardware, driver, versions", f"{_HERE}.facts:run", 30, needs_gpu=False),
+    Step("kernels", "Kernels against their references and a device copy", f"{_HERE}.kernels:run", 80),
+    Step("nvdec", "NVDEC: bits, damaged bitstreams, throughput", f"{_HERE}.nvdec:run", 75),
+    Step("memory", "Memory of a 32K-token fetch into CudaPages", f"{_HERE}.memory:run", 60),
+    Step("interference", "A matrix product beside decoding", f"{_HERE}.interference:run", 35),
+    Step("sglang", "SGLang in device mode", f"{_HERE}.server:run", 110),
+    Step("tests", "pytest -m gpu", f"{_HERE}.tests:run", 55),
+)

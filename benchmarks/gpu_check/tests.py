@@ -1,0 +1,37 @@
+"""The tests that need a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.gpu_check.record import Record, SkippedError
+
+_ROOT = Path(__file__).parents[2]
+_NOTHING_COLLECTED = 5
+_MARK = "pytest.mark.gpu"
+
+
+def find_files() -> list[str]:
+    """Files with such tests, so that no others are imported: they may need what is not installed."""
+    return sorted(str(p.relative_to(_ROOT)) for p in (_ROOT / "tests").rglob("test_*.py") if _MARK in p.read_text())
+
+
+def run(record: Record) -> None:
+    import pytest  # says so if it is missing
+
+    files = find_files()
+    if importlib.util.find_spec("sglang") is None:
+        record.note("tests of the plugin were left out: sglang is not installed")
+        files = [name for name in files if not name.startswith("tests/plugin/")]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+    print(done.stdout, done.stderr, sep="\n")
+    last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "nothing")
+    record.row("pytest -m gpu", pytest=pytest.__version__, found=last.strip("= "))
+    if done.returncode == _NOTHING_COLLECTED:
+        raise SkippedError("no test is marked gpu")
+    if done.returncode:
+        record.fail(f"pytest ended with {done.returncode}: {last.strip('= ')}")

@@ -1,0 +1,238 @@
+"""HEVC on the GPU's video engines, through PyNvVideoCodec 2.2: the bitstreams of `codecs.hevc`, decoded into device
+memory.
+
+What a bitstream's table gives is what NVDEC takes: one access unit a packet, no demuxer. A session is a decoder with a
+stream of its own. A decoder writes its surfaces on that stream, and writes them again from its next ``Decode`` on; the
+copy out of a surface is launched on the same stream before that, so that nobody waits for it.
+
+Decoded frames are copied to the host as well and verified there: the checksums in the manifest (xxh3-128) are over
+the integers as one run of bytes, in another order than they have in the frames, which no kernel of a few lines
+computes. To do without that copy takes a checksum made for the device (a sum of pixels times weights by their place,
+say) beside the one in the manifest.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import queue
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from sgl_kvfetch.codecs.base import DecodedFrames, FrameDecoder
+from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec
+from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps, decode_caps
+from sgl_kvfetch.cuda_streams import Device
+from sgl_kvfetch.errors import CorruptError
+from sgl_kvfetch.layout.frames import MIN_PICTURE
+from sgl_kvfetch.log import LimitedLogger
+
+_limited = LimitedLogger(logging.getLogger(__name__))
+
+ENV = "KVFETCH_NVDEC"  # 0: is not to be used
+_CODECS = (HevcCodec(), Hevc420Codec())
+_MESSAGE_CHARS = 240
+
+
+class _NoDecoderError(Exception):
+    """The GPU gave us no decoder, which says nothing about the bitstream."""
+
+
+class NvdecSession:
+    """A decoder, made when it is needed and kept from bitstream to bitstream. For one thread at a time."""
+
+    def __init__(self, nvc: Any, device: Device) -> None:
+        """``nvc``: the module PyNvVideoCodec."""
+        self._nvc = nvc
+        self._device = device
+        self._stream = device.new_stream()
+        self._decoder: Any = None
+        self._planes = 0  # that a picture of ours has, which is its chroma format
+        self._size = self._largest = (0, 0)  # width and height: of pictures now, and at most
+
+    def decode(
+        self, codec: HevcCodec, access_units: Sequence[memoryview], num_frames: int, height: int, width: int
+    ) -> DecodedFrames:
+        """Waits for the device. Raises CorruptError; `_NoDecoderError` and torch's for want of memory if it is not the
+        bitstream's fault. A decoder that something went wrong with is not used again."""
+        try:
+            frames = self._device.empty((num_frames, 3, height, width), self._stream)
+            self._configure(codec.planes_a_picture, width, height)
+            self._decode(codec, access_units, frames)
+            return DecodedFrames(frames, self._on_host(frames), is_on_device=True)
+        except BaseException:
+            self._drop()
+            raise
+
+    def _configure(self, planes: int, width: int, height: int) -> None:
+        fits = width <= self._largest[0] and height <= self._largest[1]
+        if self._decoder is None or self._planes != planes or not fits:
+            self._drop()  # before the next one takes its memory
+            self._create(max(width, self._largest[0]), max(height, self._largest[1]))
+        elif self._size != (width, height):
+            try:
+                self._decoder.setReconfigParams(width, height)  # else pictures would be scaled, and nobody told
+            except Exception as e:
+                raise _NoDecoderError(f"NVDEC was not reconfigured to {width}x{height}: {_brief(e)}") from e
+        self._planes, self._size = planes, (width, height)
+
+    def _create(self, max_width: int, max_height: int) -> None:
+        nvc = self._nvc
+        try:
+            self._decoder = nvc.CreateDecoder(
+                gpuid=self._device.torch_device.index or 0,
+                codec=nvc.cudaVideoCodec.HEVC,
+                cudacontext=0,  # the primary one, which is torch's
+                cudastream=self._stream.cuda_stream,
+                usedevicememory=True,
+                maxwidth=max_width,
+                maxheight=max_height,
+                latency=nvc.DisplayDecodeLatencyType.LOW,  # no picture is shown later than it is decoded
+            )
+        except Exception as e:
+            raise _NoDecoderError(f"NVDEC gave no decoder for {max_width}x{max_height}: {_brief(e)}") from e
+        self._largest = max_width, max_height
+
+    def _decode(self, codec: HevcCodec, access_units: Sequence[memoryview], frames: torch.Tensor) -> None:
+        expected, num_decoded = len(access_units), 0
+        for access_unit in (*access_units, None):
+            for surface in self._surfaces(codec, access_unit):
+                if num_decoded == expected:
+                    raise CorruptError(f"{codec.name} bitstream decodes to more than {expected} pictures")
+                self._take(codec, surface, frames, num_decoded)
+                num_decoded += 1
+        if num_decoded != expected:
+            raise CorruptError(f"{codec.name} bitstream decodes to {num_decoded} pictures, expected {expected}")
+
+    def _surfaces(self, codec: HevcCodec, access_unit: memoryview | None) -> Sequence[Any]:
+        """What is decoded by now; to be taken before the next call. None ends the bitstream."""
+        packet = self._nvc.PacketData()
+        data = np.frombuffer(access_unit or b"\0", np.uint8)  # holds the memory during the call
+        if access_unit is None:
+            packet.decode_flag = self._nvc.VideoPacketFlag.ENDOFSTREAM
+        elif not access_unit:  # would be taken for the end
+            raise CorruptError(f"{codec.name} bitstream has an empty picture")
+        else:
+            packet.bsl_data, packet.bsl = data.ctypes.data, data.size
+            packet.decode_flag = self._nvc.VideoPacketFlag.ENDOFPICTURE
+        try:
+            surfaces: Sequence[Any] = self._decoder.Decode(packet)
+        except Exception as e:
+            raise CorruptError(f"{codec.name} bitstream does not decode on NVDEC: {_brief(e)}") from e
+        return surfaces
+
+    def _take(self, codec: HevcCodec, surface: Any, frames: torch.Tensor, index: int) -> None:
+        """Launch the copy of picture ``index`` to its place. 4:4:4 has three planes of one size, one below the other;
+        of 4:2:0, whose chroma follows its luma, the luma is one plane of ours."""
+        num_frames, _, height, width = frames.shape
+        if codec.planes_a_picture == 3:
+            place, expected = frames[index].flatten(0, 1), (3 * height, width)
+        else:
+            plane, frame = divmod(index, num_frames)
+            place, expected = frames[frame, plane], (height * 3 // 2, width)
+        found = tuple(surface.shape)
+        if found != expected:
+            raise CorruptError(f"{codec.name} picture has rows and columns {found}, expected {expected}")
+        self._device.launch(self._stream, partial(_copy_rows, surface, place))
+
+    def _on_host(self, frames: torch.Tensor) -> torch.Tensor:
+        host = self._device.pinned(frames.nbytes).view(frames.shape)
+        self._device.launch(self._stream, partial(_download, frames, host))
+        self._device.mark(self._stream).synchronize()
+        return host
+
+    def _drop(self) -> None:
+        if self._decoder is not None:
+            try:
+                self._device.mark(self._stream).synchronize()  # copies out of its surfaces
+            finally:
+                self._decoder = None
+
+
+class NvdecDecoder(FrameDecoder):
+    """One of our HEVC codecs, on sessions that it may share with the other one. Pictures that NVDEC does not take, and
+    whatever comes while it gives no decoder, is decoded on the CPU."""
+
+    def __init__(self, codec: HevcCodec, caps: DecodeCaps, sessions: queue.LifoQueue[NvdecSession]) -> None:
+        self._codec = codec
+        self._caps = caps
+        self._sessions = sessions  # the last one used first: it has its decoder
+
+    def decode(self, bitstream: bytes | memoryview, num_frames: int, height: int, width: int) -> DecodedFrames:
+        access_units = self._codec.access_units(bitstream, num_frames)
+        if self._caps.holds(width, height):
+            session = self._sessions.get()
+            try:
+                return session.decode(self._codec, access_units, num_frames, height, width)
+            except (_NoDecoderError, torch.OutOfMemoryError) as e:
+                _limited.warning("nvdec", f"{self._codec.name} is decoded on the CPU: {e}")
+            finally:
+                self._sessions.put(session)
+        frames = self._codec.decode(bitstream, num_frames, height, width)
+        return DecodedFrames(frames, frames, is_on_device=False)
+
+
+def open_nvdec(device: Device, num_sessions: int | None = None) -> tuple[Mapping[str, FrameDecoder], str]:
+    """Decoders by the names of the codecs that NVDEC decodes here, bit for bit as a trial has shown, and a sentence
+    about it. ``num_sessions``: how many bitstreams at once; None: one a video engine, since a session never uses more
+    than one. The device's context must be current. Raises nothing."""
+    if os.environ.get(ENV) == "0":
+        return {}, f"HEVC is decoded on the CPU: {ENV}=0 is set"
+    try:
+        nvc = importlib.import_module("PyNvVideoCodec")
+        caps = decode_caps()
+    except Exception as e:  # loads the driver's libraries, and fails in many ways
+        return {}, f"HEVC is decoded on the CPU: {_brief(e)}"
+    if not caps:
+        return {}, "HEVC is decoded on the CPU: this GPU's video engines decode none"
+    num_engines = max(found.num_engines for found in caps.values())
+    sessions: queue.LifoQueue[NvdecSession] = queue.LifoQueue()
+    for _ in range(num_sessions or max(1, num_engines)):
+        sessions.put(NvdecSession(nvc, device))
+    decoders: dict[str, FrameDecoder] = {}
+    on_cpu = []
+    for codec in _CODECS:
+        reason = "its chroma format is not supported"
+        if codec.name in caps:
+            decoder = NvdecDecoder(codec, caps[codec.name], sessions)
+            reason = _trial(codec, decoder)
+        if reason:
+            on_cpu.append(f"; {codec.name} on the CPU: {reason}")
+        else:
+            decoders[codec.name] = decoder
+    on_nvdec = ", ".join(decoders) or "nothing"
+    return decoders, f"decoded on NVDEC, {num_engines} engines: {on_nvdec}{''.join(on_cpu)}"
+
+
+def _trial(codec: HevcCodec, decoder: NvdecDecoder) -> str:
+    """What is wrong with two small pictures, the second one predicted from the first; nothing if they are right."""
+    rows, columns = torch.meshgrid(torch.arange(MIN_PICTURE), torch.arange(MIN_PICTURE), indexing="ij")
+    planes = torch.stack([(rows * (plane + 1) + columns) // 2 % 256 for plane in range(3)]).to(torch.uint8)
+    frames = torch.stack([planes, planes + 1])
+    try:
+        found = decoder.decode(codec.encode(frames), *frames.shape[:1], *frames.shape[2:])
+    except Exception as e:
+        return f"a trial failed: {_brief(e)}"
+    if not found.is_on_device:
+        return "a trial was not decoded on NVDEC"
+    return "" if torch.equal(found.host, frames) else "a trial gave other pixels"
+
+
+def _copy_rows(surface: Any, place: torch.Tensor) -> None:
+    """``surface``: whatever speaks DLPack."""
+    place.copy_(from_dlpack(surface)[: len(place)])
+
+
+def _download(frames: torch.Tensor, host: torch.Tensor) -> None:
+    host.copy_(frames, non_blocking=True)
+
+
+def _brief(error: Exception) -> str:
+    """PyNvVideoCodec's messages go over several lines, of which the first says little."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MESSAGE_CHARS]

@@ -1,0 +1,302 @@
+"""The run of all that needs a GPU, without one: what it does then, and its parts over fakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu_check import __main__ as command
+from benchmarks.gpu_check import interference, kernels, memory, nvdec, report, server, tests
+from benchmarks.gpu_check.kernels import Shape
+from benchmarks.gpu_check.record import Record, SkippedError
+from benchmarks.gpu_check.runner import _END_S, Result, run_step
+from benchmarks.gpu_check.steps import STEPS, TOTAL_S, Step
+from benchmarks.memory import SPAN_TOKENS, Setup, repeated_segments
+from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec
+from sgl_kvfetch.codecs.nvdec import NvdecDecoder, NvdecSession
+from sgl_kvfetch.triton_kernels import runtime
+from tests.codecs.fake_nvdec import FakeNvc, make_caps
+from tests.plugin.device.fake_streams import FakeDevice
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+def test_without_a_gpu_it_ends_well_and_names_what_it_skipped() -> None:
+    before = sorted((ROOT / "docs" / "gpu").iterdir())
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([ROOT / "scripts" / "gpu_check"], capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[:2] for line in lines[:-1]] == [["skipped", step.name] for step in STEPS]
+    assert all("no CUDA GPU that torch" in line for line in lines[:-1])
+    assert lines[-1] == "no GPU: nothing was measured, nothing written"
+    assert sorted((ROOT / "docs" / "gpu").iterdir()) == before
+
+
+def test_all_steps_fit_into_the_time() -> None:
+    assert sum(step.limit_s for step in STEPS) <= TOTAL_S < 480 - _END_S
+
+
+# A step's process
+
+
+def run_one(name: str, folder: Path, limit_s: float = 20.0) -> Result:
+    return run_step(Step(name, name, f"tests.benchmarks.gpu_steps:{name}", limit_s), folder, limit_s)
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome", "reason"),
+    [
+        ("passes", "passed", ""),
+        ("skips", "skipped", "nothing to see"),
+        ("lacks", "skipped", "a_module_that_nobody_has is not installed"),
+        ("fails_twice", "failed", "first; second"),
+        ("raises", "failed", "ValueError: no"),
+        ("crashes", "failed", "before; killed by signal 11"),
+        ("needs_ours", "failed", "exit code 1"),
+    ],
+)
+def test_how_a_step_ends(name: str, outcome: str, reason: str, tmp_path: Path) -> None:
+    result = run_one(name, tmp_path)
+    assert (result.outcome, result.reason) == (outcome, reason)
+    if name in ("passes", "raises", "crashes"):
+        assert result.rows[0]["name"] == "one"
+    if name == "raises":
+        assert "Traceback" in result.log_tail
+
+
+def test_a_step_that_hangs_ends_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHILD", str(tmp_path / "child"))
+    result = run_one("hangs", tmp_path, limit_s=1.0)
+    assert (result.outcome, result.reason) == ("failed", "not done within 1 s")
+    assert result.rows[0]["name"] == "one"
+    deadline_s = time.monotonic() + 5
+    while is_running((tmp_path / "child").read_text()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path("/proc", pid, "stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_run_goes_on_after_a_failure_and_writes_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"table": "Machine", "what": "gpu", "is": "NVIDIA H100"}]
+    ends = {
+        "machine": Result("machine", "Machine", "passed", rows=rows),
+        "kernels": Result("kernels", "Kernels", "failed", "killed by signal 11", log_tail="last words"),
+    }
+    monkeypatch.setattr(command, "run_step", lambda step, *_: ends.get(step.name, Result(step.name, "", "passed")))
+    assert command.main(["--out", str(tmp_path), "--only", "kernels", "tests"]) == 1
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()][:4] == [
+        ["passed", "machine"],
+        ["failed", "kernels"],
+        ["|", "last"],
+        ["passed", "tests"],
+    ]
+    content = json.loads((tmp_path / "nvidia-h100.json").read_text())
+    assert [step["outcome"] for step in content["steps"]] == ["passed", "failed", "passed"]
+    assert "| Kernels | failed | 0 | killed by signal 11 |" in (tmp_path / "nvidia-h100.md").read_text()
+
+
+def test_the_whole_runs_time_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+
+    def ends(step: Step, folder: Path, limit_s: float) -> Result:
+        limits.append(limit_s)
+        return Result(step.name, "", "passed")
+
+    monkeypatch.setattr(command, "run_step", ends)
+    clock = iter([0.0, 100.0, 415.0, 443.0])
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    first, *others = STEPS
+    results = list(command.run(first, others[:3], tmp_path))
+    assert limits == [first.limit_s, others[0].limit_s, 30.0]
+    assert (results[-1].outcome, results[-1].reason) == ("skipped", "the 445 s of the whole run are over")
+
+
+def test_a_page_has_a_table_for_each_kind_of_row(tmp_path: Path) -> None:
+    result = run_one("passes", tmp_path)
+    lines = report.page([result], None, "today").splitlines()
+    assert lines[0] == "# No GPU"
+    assert "* passes: a goal was missed" in lines
+    start = lines.index("## numbers")
+    assert lines[start + 2 :] == [
+        "| name | value | more |",
+        "|---|---|---|",
+        "| one | 1.235 |  |",
+        "| two | 2 | a\\|b |",
+    ]
+
+
+# What the steps do
+
+
+def found_by(record: Record) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(record._path.read_text())
+    return content
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Record:
+    return Record(tmp_path / "found.json")
+
+
+def test_kernels_are_held_against_their_references(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = Shape(17, heads=1, dim=48)
+    assert runtime.INTERPRETED or torch.cuda.is_available()
+    kernels.check(record, kernels_device(), [tiny])
+    found = found_by(record)
+    assert not found["reason"]
+    assert [row["found"] for row in found["rows"]] == ["as the reference's"] * 6
+
+    def wrong(*arguments: Any, **options: Any) -> None:
+        pass  # leaves the poison
+
+    monkeypatch.setattr(kernels, "restore", wrong)
+    monkeypatch.setattr(kernels, "restore_klt", wrong)
+    kernels.check(record, kernels_device(), [tiny])
+    assert found_by(record)["reason"].count("restore") == 4
+
+
+def kernels_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_kernels_are_measured(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    kernels.measure(record, CPU, [Shape(64, heads=2, dim=16)])
+    found = found_by(record)
+    assert len(found["rows"]) == 6
+    assert len(found["notes"]) == 6  # references are far from a copy's speed
+    row = found["rows"][0]
+    assert row["share_of_copy"] == pytest.approx(row["copy_us"] / row["us"])
+
+
+def make_decoders(nvc: FakeNvc) -> dict[str, NvdecDecoder]:
+    sessions: queue.LifoQueue[NvdecSession] = queue.LifoQueue()
+    sessions.put(NvdecSession(nvc, nvc.device))
+    return {codec.name: NvdecDecoder(codec, make_caps(), sessions) for codec in (HevcCodec(), Hevc420Codec())}
+
+
+def test_nvdec_is_checked(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvdec, "_FLIPS", 10)
+    monkeypatch.setitem(nvdec.SIZES, "240p", (2, 160, 176))
+    nvc = FakeNvc(FakeDevice())
+    decoders = make_decoders(nvc)
+    nvdec.check_bits(record, decoders, ["smallest", "240p"])
+    nvdec.check_damage(record, {"hevc": decoders["hevc"]})
+    found = found_by(record)
+    assert not found["reason"]
+    bits, damage = found["rows"][:-2], found["rows"][-2:]
+    assert [row["size"] for row in bits] == ["smallest", "240p", "240p", "smallest"] * 2
+    assert {row["found"] for row in bits} == {"equal"}
+    assert damage[0]["corrupt"] == 5
+    assert damage[1]["corrupt"] + damage[1]["other pixels"] + damage[1]["as if whole"] >= 10
+    nvc.fails = "pixels"
+    nvdec.check_bits(record, {"hevc": decoders["hevc"]}, ["smallest"])
+    assert found_by(record)["reason"] == "; ".join(["hevc smallest: other pixels: device"] * 2)
+
+
+def test_throughput_is_measured_by_sessions(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvc = FakeNvc(FakeDevice())
+    monkeypatch.setitem(nvdec.SIZES, "240p", (1, 144, 144))
+    caps = {"hevc": make_caps()}
+    decoders = {"hevc": make_decoders(nvc)["hevc"]}
+    nvdec.measure(record, nvc.device, decoders, caps, [1, 2], sizes=["240p"], seconds=0.05)
+    rows = found_by(record)["rows"]
+    assert [row["sessions"] for row in rows] == [1, 2, 1, 2]
+    assert rows[0]["share_of_sessions_times_one"] == 1.0
+    assert 1 < rows[0]["bits_a_value"] < rows[2]["bits_a_value"] < 9
+    assert nvdec._session_counts(7) == [1, 2, 3, 7, 8, 14]
+
+
+def test_a_matrix_product_beside_decoding(record: Record) -> None:
+    decoder = make_decoders(FakeNvc(FakeDevice()))["hevc"]
+    interference.measure(record, "hevc", decoder, 1, CPU, 64, rounds=2, repeats=3)
+    (row,) = found_by(record)["rows"]
+    assert row["bitstreams_decoded_meanwhile"] > 0
+    assert row["slower_percent"] == pytest.approx(100 * (row["beside_ms"] / row["alone_ms"] - 1), abs=1e-6)
+
+
+async def test_a_fetch_into_the_pool_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    setup = Setup("uint8", "hevc", layers=1)
+    segments = repeated_segments(setup, 2 * SPAN_TOKENS)
+    await memory.store_segments(tmp_path, segments)
+    device = FakeDevice()
+    pool = memory.make_pool(setup, 2 * SPAN_TOKENS, "cpu")
+    decoders = make_decoders(FakeNvc(device))
+    pages = CudaPages(pool, memory.PAGE_TOKENS, device, device.forward, decoders=decoders)
+    num_pages, failures = await memory.fetch(tmp_path, setup, segments, pages, 2 * SPAN_TOKENS // memory.PAGE_TOKENS)
+    assert (num_pages * memory.PAGE_TOKENS, failures) == (2 * SPAN_TOKENS, ())
+    device.run()
+    assert not memory.wrong_values(setup, segments[0], pages, 2 * SPAN_TOKENS)
+    pool.v_buffer[0][-1, 3, 5] += 1
+    assert memory.wrong_values(setup, segments[0], pages, 2 * SPAN_TOKENS) == (
+        "v of layer 0 has other values than on the CPU"
+    )
+
+
+def test_the_most_that_is_held() -> None:
+    held = iter([(10, 100), (12, 130), (11, 140)])
+    last = memory.Held(10, 100)
+
+    def now() -> memory.Held:
+        nonlocal last
+        last = memory.Held(*next(held, (last.in_torch, last.in_all)))
+        return last
+
+    with memory.Sampler(now) as sampler:
+        while sampler.num_samples < 3:
+            pass
+    assert sampler.peak == memory.Held(2, 40)
+
+
+def test_sglang_that_cannot_run_on_a_gpu_is_skipped(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_NEEDED", ("torch", "no_such_kernels"))
+    with pytest.raises(SkippedError, match="no_such_kernels not installed"):
+        server.run(record)
+
+
+@contextmanager
+def pytest_that_ends(monkeypatch: pytest.MonkeyPatch, code: int) -> Iterator[None]:
+    done = subprocess.CompletedProcess([], code, "...\n==== 1 failed, 2 passed ====\n", "")
+    with monkeypatch.context() as patched:
+        patched.setattr(tests, "subprocess", SimpleNamespace(run=lambda *_, **__: done))
+        yield
+
+
+def test_tests_that_need_a_gpu_are_found() -> None:
+    assert {"tests/codecs/test_nvdec.py", "tests/plugin/device/test_cuda_pages.py"} <= set(tests.find_files())
+    assert "tests/codecs/test_codecs.py" not in tests.find_files()
+
+
+def test_tests_that_fail_are_a_failure(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest_that_ends(monkeypatch, 0):
+        tests.run(record)
+    assert not found_by(record)["reason"]
+    with pytest_that_ends(monkeypatch, 5), pytest.raises(SkippedError):
+        tests.run(record)
+    with pytest_that_ends(monkeypatch, 1):
+        tests.run(record)
+    assert found_by(record)["reason"] == "pytest ended with 1: 1 failed, 2 passed"

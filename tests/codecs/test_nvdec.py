@@ -1,0 +1,279 @@
+"""NVDEC's session and its pool over a recording fake of PyNvVideoCodec, whose work is done late and in random order, as
+far as streams and events allow."""
+
+from __future__ import annotations
+
+import queue
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from sgl_kvfetch.codecs import nvdec
+from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec, join_access_units, split_access_units
+from sgl_kvfetch.codecs.nvdec import NvdecDecoder, NvdecSession, open_nvdec
+from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps
+from sgl_kvfetch.cuda_streams import CudaDevice
+from sgl_kvfetch.errors import CorruptError
+from tests.codecs.fake_nvdec import FakeNvc, make_caps
+from tests.plugin.device.fake_streams import FakeDevice
+
+HEVC, HEVC420 = HevcCodec(), Hevc420Codec()
+BOTH = pytest.mark.parametrize("codec", [HEVC, HEVC420], ids=lambda codec: codec.name)
+
+
+def pictures(num_frames: int, height: int = 144, width: int = 144) -> torch.Tensor:
+    """With something in them that moves."""
+    generator = torch.Generator().manual_seed(num_frames + width)
+    noise = torch.randint(0, 256, (num_frames, 3, height, width), generator=generator, dtype=torch.uint8)
+    noise[:, :, : height // 2] = torch.arange(width, dtype=torch.uint8)
+    return noise
+
+
+FRAMES = pictures(3)
+
+
+@pytest.fixture(scope="module")
+def bitstreams() -> dict[str, bytes]:
+    return {codec.name: codec.encode(FRAMES) for codec in (HEVC, HEVC420)}
+
+
+def make_decoder(nvc: FakeNvc, codec: HevcCodec = HEVC, num_sessions: int = 1) -> NvdecDecoder:
+    sessions: queue.LifoQueue[NvdecSession] = queue.LifoQueue()
+    for _ in range(num_sessions):
+        sessions.put(NvdecSession(nvc, nvc.device))
+    return NvdecDecoder(codec, make_caps(), sessions)
+
+
+def decodes(decoder: NvdecDecoder, bitstream: bytes, frames: torch.Tensor = FRAMES) -> bool:
+    num_frames, _, height, width = frames.shape
+    found = decoder.decode(bitstream, num_frames, height, width)
+    assert found.is_on_device
+    return torch.equal(found.frames, frames) and torch.equal(found.host, frames)
+
+
+@BOTH
+@pytest.mark.parametrize("latency_pictures", [0, 2])
+def test_every_value_comes_back(codec: HevcCodec, latency_pictures: int, bitstreams: dict[str, bytes]) -> None:
+    for seed in range(4):
+        nvc = FakeNvc(FakeDevice(seed), latency_pictures=latency_pictures)
+        assert decodes(make_decoder(nvc, codec), bitstreams[codec.name])
+        # An access unit a packet, as the table has them, and the end.
+        assert nvc.packets == [*map(bytes, split_access_units(bitstreams[codec.name])), b""]
+
+
+def test_surfaces_are_taken_on_the_decoders_stream(bitstreams: dict[str, bytes]) -> None:
+    """On another one they are overwritten first, in some orders: the fake would show it."""
+
+    def is_right(seed: int, own_stream: bool) -> bool:
+        return decodes(make_decoder(FakeNvc(FakeDevice(seed), own_stream=own_stream)), bitstreams["hevc"])
+
+    assert all(is_right(seed, False) for seed in range(8))
+    assert not all(is_right(seed, True) for seed in range(8))
+
+
+def test_a_decoder_is_kept_and_told_of_other_resolutions() -> None:
+    nvc = FakeNvc(FakeDevice())
+    decoder = make_decoder(nvc)
+    for height, width in ((240, 160), (144, 144), (144, 144), (240, 160), (144, 176), (240, 160)):
+        frames = pictures(2, height, width)
+        assert decodes(decoder, HEVC.encode(frames), frames)
+    assert nvc.calls == [
+        ("CreateDecoder", 160, 240),
+        ("setReconfigParams", 144, 144),
+        ("setReconfigParams", 160, 240),
+        ("CreateDecoder", 176, 240),  # wider than any before
+        ("setReconfigParams", 160, 240),
+    ]
+
+
+def test_a_picture_that_was_scaled_would_be_noticed(
+    bitstreams: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvc = FakeNvc(FakeDevice())
+    decoder = make_decoder(nvc)
+    larger = pictures(1, 240, 160)
+    assert decodes(decoder, HEVC.encode(larger), larger)
+    monkeypatch.setattr("tests.codecs.fake_nvdec.Decoder.setReconfigParams", lambda *_: 1)
+    with pytest.raises(CorruptError, match=r"rows and columns \(720, 160\), expected \(432, 144\)"):
+        decodes(decoder, bitstreams["hevc"])
+
+
+def test_both_chroma_formats_share_sessions(bitstreams: dict[str, bytes]) -> None:
+    nvc = FakeNvc(FakeDevice())
+    first = make_decoder(nvc)
+    second = NvdecDecoder(HEVC420, make_caps(), first._sessions)
+    for decoder, name in ((first, "hevc"), (second, "hevc420"), (second, "hevc420"), (first, "hevc")):
+        assert decodes(decoder, bitstreams[name])
+    assert [call[0] for call in nvc.calls] == ["CreateDecoder"] * 3
+
+
+@pytest.mark.parametrize(
+    ("fails", "message"),
+    [
+        ("decode", "does not decode on NVDEC: RuntimeError: cuvidDecodePicture returned error 999"),
+        ("missing", "decodes to 2 pictures, expected 3"),
+        ("extra", "decodes to more than 3 pictures"),
+    ],
+)
+def test_what_nvdec_gets_wrong_is_corrupt(fails: str, message: str, bitstreams: dict[str, bytes]) -> None:
+    nvc = FakeNvc(FakeDevice(), latency_pictures=1)
+    decoder = make_decoder(nvc)
+    assert decodes(decoder, bitstreams["hevc"])
+    nvc.fails = fails
+    with pytest.raises(CorruptError, match=message):
+        decodes(decoder, bitstreams["hevc"])
+    nvc.fails = ""
+    assert decodes(decoder, bitstreams["hevc"])
+    assert [call[0] for call in nvc.calls] == ["CreateDecoder"] * 2  # that decoder was not used again
+
+
+@BOTH
+def test_cut_and_foreign_bitstreams_are_corrupt(codec: HevcCodec, bitstreams: dict[str, bytes]) -> None:
+    good = bitstreams[codec.name]
+    units = [bytes(unit) for unit in split_access_units(good)]
+    decoder = make_decoder(FakeNvc(FakeDevice()), codec)
+    for bad in (
+        b"",
+        good[:-9],
+        good[: len(good) // 2],
+        b"\xff" * 100,
+        join_access_units(units[:-1]),
+        join_access_units([*units[:-1], b""]),
+        join_access_units([units[0], *[b"\0\0\1"] * (len(units) - 1)]),
+    ):
+        with pytest.raises(CorruptError):
+            decodes(decoder, bad)
+        assert decodes(decoder, good)
+
+
+def test_pictures_of_another_size_are_left_to_the_checksum(bitstreams: dict[str, bytes]) -> None:
+    """A decoder that is set to what was expected scales them, and says nothing."""
+    other = HEVC.encode(pictures(3, 152, 144))
+    decoder = make_decoder(FakeNvc(FakeDevice()))
+    sized = pictures(1, 152, 144)
+    assert decodes(decoder, HEVC.encode(sized), sized)
+    assert decodes(decoder, bitstreams["hevc"])
+    assert not decodes(decoder, other)
+    with pytest.raises(CorruptError, match="rows and columns"):
+        decodes(make_decoder(FakeNvc(FakeDevice())), other)
+
+
+def test_without_a_decoder_the_cpu_decodes(bitstreams: dict[str, bytes], caplog: pytest.LogCaptureFixture) -> None:
+    nvc = FakeNvc(FakeDevice())
+    decoder = make_decoder(nvc)
+    nvc.fails = "create"
+    found = decoder.decode(bitstreams["hevc"], 3, 144, 144)
+    assert not found.is_on_device
+    assert torch.equal(found.frames, FRAMES)
+    assert (
+        "hevc is decoded on the CPU: NVDEC gave no decoder for 144x144: RuntimeError: CreateDecoder: out of memory"
+        in caplog.text
+    )
+    nvc.fails = ""
+    assert decodes(decoder, bitstreams["hevc"])
+    # Nor if a decoder cannot be set to another size.
+    smaller = pictures(1, 144, 144)
+    larger = pictures(1, 160, 160)
+    assert decodes(decoder, HEVC.encode(larger), larger)
+    nvc.fails = "reconfigure"
+    assert not decoder.decode(HEVC.encode(smaller), 1, 144, 144).is_on_device
+
+
+def test_pictures_that_nvdec_does_not_take_are_decoded_on_the_cpu(bitstreams: dict[str, bytes]) -> None:
+    nvc = FakeNvc(FakeDevice())
+    sessions = make_decoder(nvc)._sessions
+    for caps in (make_caps(max_side=136), DecodeCaps(max_width=4096, max_height=4096, max_macroblocks=80)):
+        found = NvdecDecoder(HEVC, caps, sessions).decode(bitstreams["hevc"], 3, 144, 144)
+        assert not found.is_on_device
+        assert torch.equal(found.host, FRAMES)
+    assert not nvc.calls
+
+
+def test_more_threads_than_sessions(bitstreams: dict[str, bytes]) -> None:
+    nvc = FakeNvc(FakeDevice())
+    decoder = make_decoder(nvc, num_sessions=2)
+    with ThreadPoolExecutor(5) as threads:
+        assert all(threads.map(lambda _: decodes(decoder, bitstreams["hevc"]), range(20)))
+    assert 1 <= len(nvc.calls) <= 2
+
+
+# What is found at the start
+
+
+def found_at_start(
+    monkeypatch: pytest.MonkeyPatch, caps: dict[str, DecodeCaps], fails: str = ""
+) -> tuple[dict[str, NvdecDecoder], str, FakeNvc]:
+    nvc = FakeNvc(FakeDevice())
+    nvc.fails = fails
+    monkeypatch.setitem(sys.modules, "PyNvVideoCodec", nvc)  # type: ignore[arg-type]
+    monkeypatch.setattr(nvdec, "decode_caps", lambda: caps)
+    decoders, about = open_nvdec(nvc.device)
+    return dict(decoders), about, nvc  # type: ignore[arg-type]
+
+
+def test_all_is_there(monkeypatch: pytest.MonkeyPatch, bitstreams: dict[str, bytes]) -> None:
+    caps = {"hevc": make_caps(num_engines=7), "hevc420": make_caps(num_engines=7)}
+    decoders, about, nvc = found_at_start(monkeypatch, caps)
+    assert about == "decoded on NVDEC, 7 engines: hevc, hevc420"
+    assert len({id(session) for session in decoders["hevc"]._sessions.queue}) == 7
+    assert len(nvc.calls) == 2  # the trials took the same session
+    for name, decoder in decoders.items():
+        assert decodes(decoder, bitstreams[name])
+
+
+def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFETCH_NVDEC", "0")
+    decoders, about, nvc = found_at_start(monkeypatch, {"hevc": make_caps()})
+    assert not decoders
+    assert about == "HEVC is decoded on the CPU: KVFETCH_NVDEC=0 is set"
+    assert not nvc.calls
+
+
+def test_only_420(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoders, about, _ = found_at_start(monkeypatch, {"hevc420": make_caps(num_engines=1)})
+    assert list(decoders) == ["hevc420"]
+    assert about == ("decoded on NVDEC, 1 engines: hevc420; hevc on the CPU: its chroma format is not supported")
+
+
+@pytest.mark.parametrize(
+    ("fails", "reason"),
+    [
+        ("pixels", "a trial gave other pixels"),
+        ("decode", "a trial failed: CorruptError: hevc bitstream does not decode on NVDEC"),
+        ("create", "a trial was not decoded on NVDEC"),
+    ],
+)
+def test_an_nvdec_that_does_not_work_is_not_used(fails: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoders, about, _ = found_at_start(monkeypatch, {"hevc": make_caps(), "hevc420": make_caps()}, fails)
+    assert not decoders
+    assert about.startswith("decoded on NVDEC, 2 engines: nothing; hevc on the CPU: " + reason)
+
+
+def test_nothing_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found_at_start(monkeypatch, {})[1] == "HEVC is decoded on the CPU: this GPU's video engines decode none"
+
+    def no_library() -> dict[str, DecodeCaps]:
+        raise OSError("libnvcuvid.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(nvdec, "decode_caps", no_library)
+    assert "OSError: libnvcuvid.so.1" in open_nvdec(FakeDevice())[1]
+    monkeypatch.setitem(sys.modules, "PyNvVideoCodec", None)
+    decoders, about = open_nvdec(FakeDevice())
+    assert not decoders
+    assert "HEVC is decoded on the CPU: ModuleNotFoundError" in about
+
+
+@BOTH
+@pytest.mark.gpu
+def test_on_a_gpu(codec: HevcCodec, bitstreams: dict[str, bytes]) -> None:
+    torch.zeros(1, device="cuda")
+    decoders, about = open_nvdec(CudaDevice(torch.device("cuda", 0)))
+    if codec.name not in decoders:
+        pytest.skip(about)
+    found = decoders[codec.name].decode(bitstreams[codec.name], 3, 144, 144)
+    assert found.is_on_device
+    assert found.frames.is_cuda
+    assert torch.equal(found.frames.cpu(), FRAMES)
+    assert torch.equal(found.host, FRAMES)
