@@ -30,11 +30,11 @@ class _Patch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         cache = module.KVFetchRadixCache
         step = cache.step
 
-        def wait(self):
-            step(self)
+        def wait(self, *args):
+            step(self, *args)
             while self._parts is not None and self._parts.board.num_open:
                 time.sleep(0.0005)
-                step(self)
+                step(self, *args)
 
         cache.step = wait
 

@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from sgl_kvfetch import metrics, timeline
@@ -23,6 +23,7 @@ from sgl_kvfetch.errors import CorruptError, FormatError, KVFetchError, StoreErr
 from sgl_kvfetch.fetch.budget import BytesBudget
 from sgl_kvfetch.fetch.link import DecodeRate, Link
 from sgl_kvfetch.fetch.plan import PageSource, ReadUnit, SpanPart, read_units, span_parts
+from sgl_kvfetch.fetch.progress import FetchProgress
 from sgl_kvfetch.fetch.restore import restore_cell, working_bytes
 from sgl_kvfetch.fetch.rounds import Destination, Round
 from sgl_kvfetch.fetch.sink import GuardedSink
@@ -32,55 +33,13 @@ from sgl_kvfetch.stores.base import Store
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Progress:
-    """Which parts of one fetch are whole. ``failed_from`` is the first (in the request's order) that cannot be."""
-
-    parts: list[tuple[Round, SpanPart]]
-    cells_left: list[int]
-    failed_from: int
-    failures: list[KVFetchError] = field(default_factory=list)
-    num_units: int = 0  # under way
-    num_waiting: int = 0  # of them, for their destination
-    is_late: bool = False  # the rest would have come after the deadline
-
-    def fail(self, part: int, error: KVFetchError | None) -> None:
-        """``error`` is None if nobody wants the part."""
-        if error is not None:
-            self.failures.append(error)
-        self.failed_from = min(self.failed_from, part)
-
-    @property
-    def num_whole(self) -> int:
-        """How many parts from the first on are whole."""
-        whole = (i for i, left in enumerate(self.cells_left[: self.failed_from]) if left)
-        return next(whole, min(self.failed_from, len(self.cells_left)))
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether all that can be had is there."""
-        return self.num_whole == min(self.failed_from, len(self.parts))
-
-    def end_rounds(self, rounds: Sequence[Round], *, all_of_them: bool) -> None:
-        """End the rounds that are whole, in their order, or all."""
-        num_pages = self.num_pages
-        for each in rounds:
-            if not all_of_them and each.end_page > num_pages:
-                break
-            each.end(max(0, min(num_pages, each.end_page) - each.first_page))
-
-    @property
-    def num_pages(self) -> int:
-        return sum(len(part.request_pages) for _, part in self.parts[: self.num_whole])
-
-
 @dataclass(frozen=True, slots=True)
 class FetchResult:
     num_pages: int  # from the first page asked for, restored without a gap
     failures: tuple[KVFetchError, ...]
-    timed_out: bool
-    starved: bool = False  # timed out since nobody gave a destination, which is not the store's fault
-    late: bool = False  # the rest was not asked for, since it would have come too late
+    timed_out: bool  # bytes did not come
+    starved: bool = False  # bytes came, and nobody gave them a destination in time
+    late: bool = False  # the rest was not asked for in time, or would have come too late
 
 
 class _SettledError(Exception):
@@ -173,51 +132,53 @@ class Fetcher:
         ``on_requested`` is called when the link could serve another fetch beside this one, unless this one ends first.
         Never raises a domain error. ``request_id`` is for the timeline.
         """
-        parts = [(each, part) for each in rounds for part in span_parts(sources[each.first_page : each.end_page])]
-        progress = _Progress(parts, [part.reader.manifest.cells_per_span for _, part in parts], len(parts))
-        timed_out = False
+        progress = FetchProgress(sources, rounds)
+        requested = asyncio.Event()
+        announcing = asyncio.create_task(self._announce(requested, on_requested))
+        timed_out = starved = False
         try:
             async with asyncio.timeout(timeout_s):
                 deadline_s = time.monotonic() + timeout_s
-                await self._run(rounds, progress, deadline_s, request_id, on_requested)
+                await self._run(progress, requested, deadline_s, request_id)
         except TimeoutError:
-            timed_out = True
+            timed_out = progress.num_transmitting > 0
+            starved = not timed_out and progress.num_waiting > 0
+            progress.is_late |= not timed_out and not starved
         finally:
-            progress.end_rounds(rounds, all_of_them=True)
-        starved = timed_out and progress.num_units == progress.num_waiting
-        return FetchResult(
-            progress.num_pages, tuple(progress.failures), timed_out and not starved, starved, progress.is_late
-        )
+            announcing.cancel()
+            progress.end()
+        return FetchResult(progress.num_pages, tuple(progress.failures), timed_out, starved, progress.is_late)
 
-    async def _run(
-        self,
-        rounds: Sequence[Round],
-        progress: _Progress,
-        deadline_s: float,
-        request_id: str,
-        on_requested: Callable[[], None] | None,
-    ) -> None:
+    async def _run(self, progress: FetchProgress, requested: asyncio.Event, deadline_s: float, request_id: str) -> None:
+        """``requested`` is set when nothing more can be asked for, for the moment or at all."""
         try:
             async with asyncio.TaskGroup() as group:
                 for index, (each, part) in enumerate(progress.parts):
                     if self._comes_after(part, deadline_s):
                         progress.is_late = True
                         progress.fail(index, None)
-                        break
-                    for unit in self._units(part, sum(progress.cells_left[index:])):
-                        if index >= progress.failed_from:
-                            return
-                        budget = await self._acquire(unit, each)
-                        task = group.create_task(self._run_unit(unit, index, rounds, progress, request_id))
+                    for unit in self._units(part, progress.cells_from(index)):
+                        if not progress.is_wanted(index):
+                            break
+                        budget = await self._acquire(unit, each, requested)
+                        task = group.create_task(self._run_unit(unit, index, progress, request_id))
                         # Not in the task itself: one that is cancelled before its first step runs no line of it.
                         task.add_done_callback(partial(self._release, unit, budget))
                         await asyncio.sleep(0)  # its turn to ask for its bytes
                         await self.link.may_read()  # and so the next one is chosen as late as can be
-                if on_requested is not None:
-                    await self.link.has_room()
-                    on_requested()
+                    if not progress.is_wanted(index):
+                        break
+                requested.set()
+                if progress.advance():
+                    raise _SettledError
         except* _SettledError:
             pass
+
+    async def _announce(self, requested: asyncio.Event, on_requested: Callable[[], None] | None) -> None:
+        if on_requested is not None:
+            await requested.wait()
+            await self.link.has_room()
+            on_requested()
 
     def _comes_after(self, part: SpanPart, deadline_s: float) -> bool:
         now_s = time.monotonic()
@@ -227,22 +188,28 @@ class Fetcher:
         start, end = part.reader.span_range_bytes(part.span)
         return now_s + (self.link.outstanding_bytes + end - start) * 8 / goodput_bps > deadline_s
 
-    async def _acquire(self, unit: ReadUnit, each: Round) -> BytesBudget:
+    async def _acquire(self, unit: ReadUnit, each: Round, requested: asyncio.Event) -> BytesBudget:
         """Room for the unit's bytes."""
-        unknown = not each.destination.done()
-        if unknown and await self._ahead_budget.acquire(unit.size_bytes, unless=each.destination):
-            return self._ahead_budget
+        if not each.destination.done():
+            if self._ahead_budget.try_acquire(unit.size_bytes):
+                return self._ahead_budget
+            requested.set()
+            if await self._ahead_budget.acquire(unit.size_bytes, unless=each.destination):
+                return self._ahead_budget
         await self._fetch_budget.acquire(unit.size_bytes)
         return self._fetch_budget
 
-    async def _run_unit(
-        self, unit: ReadUnit, index: int, rounds: Sequence[Round], progress: _Progress, request_id: str
-    ) -> None:
+    async def _run_unit(self, unit: ReadUnit, index: int, progress: FetchProgress, request_id: str) -> None:
         """One unit through all three stages."""
         each, part = progress.parts[index]
-        progress.num_units += 1
         try:
-            data = await self._bytes_of(unit, request_id)
+            progress.num_transmitting += 1
+            try:
+                data = await self._bytes_of(unit, request_id)
+            except KVFetchError:
+                progress.num_transmitting -= 1
+                raise
+            progress.num_transmitting -= 1
             each.want()
             progress.num_waiting += 1
             destination = await asyncio.shield(each.destination)
@@ -251,13 +218,15 @@ class Fetcher:
                 progress.fail(index, None)
             else:
                 pool_pages = [destination.pool_pages[i] for i in part.request_pages]
-                await asyncio.gather(
-                    *(
-                        self._restore(unit, cell, data, part.span_pages, pool_pages, destination.sink, request_id)
-                        for cell in unit.cells
-                    )
-                )
-                progress.cells_left[index] -= len(unit.cells)
+                cells = [
+                    self._restore(unit, cell, data, part.span_pages, pool_pages, destination.sink, request_id)
+                    for cell in unit.cells
+                ]
+                # All of them, whatever becomes of one: their memory counts until they are done.
+                for error in await asyncio.gather(*cells, return_exceptions=True):
+                    if error is not None:
+                        raise error
+                progress.restored(index, len(unit.cells))
                 if part.is_begun and part.request_pages[-1] == each.end_page - each.first_page - 1:
                     self._keep_begun(unit, data)
         except KVFetchError as e:
@@ -265,9 +234,7 @@ class Fetcher:
                 metrics.CORRUPT_CHUNKS.inc()
                 self._condemn(unit)
             progress.fail(index, e)
-        progress.num_units -= 1
-        progress.end_rounds(rounds, all_of_them=False)
-        if progress.is_settled:
+        if progress.advance():
             raise _SettledError
 
     async def _restore(

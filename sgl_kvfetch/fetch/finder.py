@@ -28,9 +28,16 @@ class PageFinder:
     """
 
     def __init__(
-        self, store: Store, namespace: Namespace, quantiser: Quantiser, on_fault: Callable[[KVFetchError], None]
+        self,
+        store: Store,
+        namespace: Namespace,
+        quantiser: Quantiser,
+        on_fault: Callable[[KVFetchError], None],
+        on_answer: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        """``on_fault`` is told of segments that the store named and that cannot be used."""
+        """``on_fault`` is told of segments that the store named and that cannot be used, ``on_answer`` how long each
+        lookup took."""
+        self._on_answer = on_answer
         self._store = store
         self._namespace = namespace
         self._digest = namespace.digest()
@@ -55,7 +62,9 @@ class PageFinder:
             self._lookups.succeeded()
         finally:
             metrics.STORE_DOWN.set(self._is_paused(time.monotonic()))
-        metrics.STAGE_SECONDS.labels("lookup").observe(time.monotonic() - started_s)
+        seconds = time.monotonic() - started_s
+        metrics.STAGE_SECONDS.labels("lookup").observe(seconds)
+        self._on_answer(seconds)
         sources: list[PageSource] = []
         for hit in lookup.hits:
             asked = hashes[len(sources) : len(sources) + hit.num_pages]
@@ -84,6 +93,11 @@ class PageFinder:
 
     def forget(self) -> None:
         self._known.clear()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the store is left alone at the moment."""
+        return self._is_paused(time.monotonic())
 
     def _is_paused(self, now_s: float) -> bool:
         return self._lookups.is_open(now_s) or self._fetches.is_open(now_s)

@@ -10,10 +10,11 @@ from sgl_kvfetch.adapt.estimate import Transfer
 
 # A link is full while more is asked of it than it brings in this time: what is asked for beyond that would only slow
 # down what is on its way, all of which would arrive late and at once. With less, it would idle until the next is asked
-# for. So that it does not where round trips are long, so many reads are always under way.
+# for; round trips come on top. So many reads are always under way.
 _FULL_S = 0.05
 _LEAST_READS = 4
-_NUM_KEPT = 16
+_NUM_KEPT = 64
+_NUM_SHOWN = 16
 _STALE_S = 30.0  # links change
 
 
@@ -21,7 +22,9 @@ class Link:
     """Counts transfers. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._transfers: deque[Transfer] = deque(maxlen=_NUM_KEPT)
+        self._transfers: deque[Transfer] = deque()
+        self._since_s = float("-inf")
+        self._round_trips_s: deque[float] = deque(maxlen=_NUM_KEPT)
         self._outstanding_bytes = 0
         self._num_outstanding = 0
         self._waiting: list[asyncio.Future[None]] = []
@@ -34,22 +37,31 @@ class Link:
     @property
     def transfers(self) -> tuple[Transfer, ...]:
         """The last ones, the oldest first."""
-        return tuple(self._transfers)
+        return tuple(self._transfers)[-_NUM_SHOWN:]
 
     @property
     def is_full(self) -> bool:
         """While it is not known, anything fills it."""
-        return self._outstanding_bytes > (self.goodput_bps(time.monotonic()) or 0.0) / 8 * _FULL_S
+        full_s = _FULL_S + 2 * min(self._round_trips_s, default=0.0)
+        return self._outstanding_bytes > (self.goodput_bps(time.monotonic()) or 0.0) / 8 * full_s
 
     def goodput_bps(self, now_s: float) -> float | None:
-        """Of all transfers together, over the time in which any ran. None if nothing came lately."""
+        """Of all transfers together, over the time in which any ran. None if nothing came lately.
+
+        Bytes count when their transfer ends, and time from when the last one ended that is not kept: what that time
+        brought of later ones is not counted either.
+        """
         if not self._transfers or self._transfers[-1].end_s < now_s - _STALE_S:
             return None
-        busy_s, until_s = 0.0, float("-inf")
+        busy_s, until_s = 0.0, self._since_s
         for transfer in sorted(self._transfers, key=lambda t: t.start_s):
             busy_s += max(0.0, transfer.end_s - max(transfer.start_s, until_s))
             until_s = max(until_s, transfer.end_s)
-        return sum(t.size_bytes for t in self._transfers) * 8 / busy_s
+        return sum(t.size_bytes for t in self._transfers) * 8 / busy_s if busy_s > 0 else None
+
+    def answered(self, seconds: float) -> None:
+        """A small request took so long."""
+        self._round_trips_s.append(seconds)
 
     def started(self, size_bytes: int) -> None:
         self._outstanding_bytes += size_bytes
@@ -61,6 +73,8 @@ class Link:
         self._num_outstanding -= 1
         now_s = time.monotonic()
         if is_whole and size_bytes and now_s > started_s:
+            if len(self._transfers) == _NUM_KEPT:
+                self._since_s = self._transfers.popleft().end_s
             self._transfers.append(Transfer(size_bytes, started_s, now_s))
         for waiting in self._waiting:
             if not waiting.done():

@@ -75,19 +75,20 @@ def open_client(
     spec = SegmentSpec(
         namespace, quantiser, config.codec, config.resolution, min(span_pages, max_span_pages or span_pages)
     )
+    fetcher = Fetcher(
+        store,
+        decode_pool,
+        read_bytes=config.read_bytes,
+        inflight_bytes=config.inflight_bytes,
+        may_delete=config.writes,
+        decode_threads=config.codec_threads,
+        decode_bytes=decode_bytes,
+        chooser=_chooser(config),
+    )
     return StoreClient(
         store,
-        PageFinder(store, namespace, quantiser, on_lookup_fault),
-        Fetcher(
-            store,
-            decode_pool,
-            read_bytes=config.read_bytes,
-            inflight_bytes=config.inflight_bytes,
-            may_delete=config.writes,
-            decode_threads=config.codec_threads,
-            decode_bytes=decode_bytes,
-            chooser=_chooser(config),
-        ),
+        PageFinder(store, namespace, quantiser, on_lookup_fault, fetcher.link.answered),
+        fetcher,
         Writer(
             store,
             spec,

@@ -63,6 +63,8 @@ class LookupWork(Work):
 
     hashes: list[str] = field(default_factory=list)  # of all pages asked for; there whatever the store answers
     sources: list[PageSource] = field(default_factory=list)
+    num_chosen: int = 0  # pages, if they are to be fetched
+    deadline_s: float = 0.0  # when what was found must be here, in time.monotonic()
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +123,7 @@ class DeviceBackend:
         self._suspended: str | None = None
         self._closed = False
         self._choice = FetchOrRecompute()
+        self.num_chosen = 0  # pages that lookups found, and that are to be fetched, since the start
         self._decode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-decode")
         self._encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
         self._copy_pool = ThreadPoolExecutor(1, "kvfetch-copy")
@@ -170,13 +173,13 @@ class DeviceBackend:
         self,
         ticket: Ticket,
         hash_pages: Callable[[], list[str]],
-        num_ahead: int,
+        num_ahead: Callable[[], int],
         prefill_s: Callable[[int], float | None],
     ) -> LookupWork:
         """Find the longest stored run of some pages, and decide whether to fetch it.
 
         ``num_ahead``: pages that are to be fetched before these. ``prefill_s``: what the engine takes to compute so
-        many tokens, as measured.
+        many tokens, as measured. Both are called on another thread.
         """
         work = LookupWork()
         self._loop.submit(self._lookup(work, ticket, hash_pages, num_ahead, prefill_s))
@@ -187,7 +190,7 @@ class DeviceBackend:
         work: LookupWork,
         ticket: Ticket,
         hash_pages: Callable[[], list[str]],
-        num_ahead: int,
+        num_ahead: Callable[[], int],
         prefill_s: Callable[[int], float | None],
     ) -> None:
         is_fetched = True
@@ -197,7 +200,11 @@ class DeviceBackend:
             work.hashes = await loop.run_in_executor(self._hash_pool, hash_pages)
             if not work.cancelled:
                 work.sources = await self._finder.find(_as_bytes(work.hashes), self._config.lookup_timeout_s)
-                is_fetched = self._is_fetched(work.sources, num_ahead, prefill_s)
+                is_fetched = self._is_fetched(work.sources, num_ahead(), prefill_s)
+                work.deadline_s = time.monotonic() + self._config.fetch_timeout_s
+                if is_fetched:
+                    work.num_chosen = len(work.sources)
+                    self.num_chosen += work.num_chosen
         except asyncio.CancelledError:
             metrics.MISSES.labels("lookup", "cancelled").inc()
         except (KVFetchError, TimeoutError) as e:
@@ -220,7 +227,7 @@ class DeviceBackend:
             DECISIONS.labels("fetch", "configured").inc()
             return True
         num_tokens = len(sources) * self._pages.geometry.page_size
-        decision = self._choice.decide(self._cost(sources, num_ahead), prefill_s(num_tokens))
+        decision = self._choice.decide(num_tokens, self._cost(sources, num_ahead), prefill_s(num_tokens))
         DECISIONS.labels("fetch" if decision.is_fetched else "recompute", decision.reason).inc()
         return decision.is_fetched
 
@@ -241,6 +248,7 @@ class DeviceBackend:
         link_ticket: Ticket,
         end_ticket: Ticket,
         request_id: str,
+        deadline_s: float,
         hashes: Sequence[str],
         sources: Sequence[PageSource],
         round_ends: Sequence[int],
@@ -251,7 +259,9 @@ class DeviceBackend:
         Rounds end before the pages ``round_ends``. Await them with `await_round`, and give each one its slots.
         """
         work = FetchWork()
-        self._loop.submit(self._fetch(work, link_ticket, end_ticket, request_id, hashes, sources, round_ends))
+        self._loop.submit(
+            self._fetch(work, link_ticket, end_ticket, request_id, deadline_s, hashes, sources, round_ends)
+        )
         return work
 
     async def _fetch(
@@ -260,6 +270,7 @@ class DeviceBackend:
         link_ticket: Ticket,
         end_ticket: Ticket,
         request_id: str,
+        deadline_s: float,
         hashes: Sequence[str],
         sources: Sequence[PageSource],
         round_ends: Sequence[int],
@@ -276,11 +287,13 @@ class DeviceBackend:
                 self._report(link_ticket, 1)
 
         try:
-            if not work.cancelled:
+            if self._finder.is_paused:  # what was found before need not find out for itself
+                metrics.MISSES.labels("fetch", "skipped").inc()
+            elif not work.cancelled:
                 result = await self._fetcher.fetch_rounds(
                     sources,
                     work.rounds,
-                    self._config.fetch_timeout_s,
+                    max(0.0, deadline_s - time.monotonic()),
                     request_id=request_id,
                     on_requested=report_link,
                 )

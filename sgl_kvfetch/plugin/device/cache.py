@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from array import array
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -210,13 +212,13 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
 
     # Stepping
 
-    def step(self) -> None:
+    def step(self, reserved_tokens: Callable[[], int] = lambda: 0) -> None:
         if self._parts is None:
             return
         parts = self._parts
         for ticket, num_pages in parts.board.step():
             parts.ends.pop(ticket)(num_pages)
-        parts.fetches.step()
+        parts.fetches.step(reserved_tokens)
 
     def has_pending_cache_operations(self) -> bool:
         return self._parts is not None and bool(self._parts.board.num_open or not self._parts.fetches.is_idle)
@@ -263,7 +265,22 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
             return False
         return True
 
+    def evict_for_alloc(self, params: EvictParams, **kwargs: Any) -> EvictResult:
+        """For requests that run. What is kept for those that wait gives way to them, if need be."""
+        allocator = self.token_to_kv_pool_allocator
+        before: int = allocator.available_size()
+        result = super().evict_for_alloc(params, **kwargs)
+        lacking = params.num_tokens - (allocator.available_size() - before)
+        if lacking <= 0 or self._parts is None or not self._parts.fetches.give_way(lacking):
+            return result
+        lacking = params.num_tokens - (allocator.available_size() - before)  # slots were freed already
+        if lacking > 0:
+            more = super().evict_for_alloc(dataclasses.replace(params, num_tokens=lacking), **kwargs)
+            result.num_tokens_evicted += more.num_tokens_evicted
+        return result
+
     def release_host_resources(self) -> None:
         super().release_host_resources()
         if self._parts is not None:
+            self.end_all()
             self._parts.backend.close()

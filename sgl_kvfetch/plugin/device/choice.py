@@ -32,17 +32,20 @@ class Decision:
 
 
 class FetchOrRecompute:
-    """Decides with hysteresis. What cannot be estimated is fetched, and is measured so."""
+    """Decides with hysteresis, for prompts of about one length (within a factor of two) together. What cannot be
+    estimated is fetched, and is measured so."""
 
     def __init__(self) -> None:
-        self._recomputes = False
+        self._recomputed: set[int] = set()  # lengths, as powers of two
 
-    def decide(self, cost: FetchCost, recompute_s: float | None) -> Decision:
-        """``recompute_s``: what the engine would take to compute the same tokens, if it had nothing else to do."""
+    def decide(self, num_tokens: int, cost: FetchCost, recompute_s: float | None) -> Decision:
+        """``recompute_s``: what the engine would take to compute these tokens, if it had nothing else to do."""
         fetch_s = cost.seconds
         if fetch_s is None or recompute_s is None:
             return Decision(True, "unmeasured")
-        self._recomputes = fetch_s > recompute_s * (1.0 if self._recomputes else MARGIN)
-        if not self._recomputes:
+        length = num_tokens.bit_length()
+        if fetch_s <= recompute_s * (1.0 if length in self._recomputed else MARGIN):
+            self._recomputed.discard(length)
             return Decision(True, "faster")
+        self._recomputed.add(length)
         return Decision(False, "link" if cost.transmit_s == fetch_s else "decoder")

@@ -69,6 +69,9 @@ class Flow:
     next_page: int = 0  # where the first of them begins
     num_rounds: int = 0  # that have got slots
     is_wanting: bool = False  # it asks for another round, or is about to
+    is_fetch_over: bool = False
+    has_gap: bool = False  # a round came short: those after it do not count
+    expected_pages: int = 0  # that are still to be fetched for it
     filling: deque[FillingRound] = field(default_factory=deque)
     end: End = End.LANDED  # as far as is known
     followers: list[Flow] = field(default_factory=list)  # that wait for these pages

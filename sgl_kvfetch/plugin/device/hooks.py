@@ -27,7 +27,25 @@ def build_cache(original: Callable[..., Any], ctx: Any) -> Any:
 def step_cache(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """After ``Scheduler._process_hicache_events``, which calls no cache without a host tier."""
     if isinstance(scheduler.tree_cache, SteppedCache):
-        scheduler.tree_cache.step()
+        scheduler.tree_cache.step(partial(reserved_tokens, scheduler))
+
+
+def reserved_tokens(scheduler: Any) -> int:
+    """Slots that requests which run will need yet, by SGLang's own estimate (``PrefillAdder``), and a page each."""
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+    ratio, page_size = scheduler.new_token_ratio_tracker.current, scheduler.tree_cache.page_size
+    running = [] if scheduler.running_batch is None else list(scheduler.running_batch.reqs)
+    if scheduler.last_batch is not None:  # prefilled just now, and not among the running ones yet
+        running += [req for req in scheduler.last_batch.reqs if req not in running]
+    total = 0.0
+    for req in running:
+        left = min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
+        total += max(0, left) * (1.0 if req.sampling_params.ignore_eos else ratio) + page_size
+    chunked = scheduler.chunked_req
+    if chunked is not None:
+        total += len(chunked.origin_input_ids) + len(chunked.output_ids) - chunked.prefix_len
+    return int(total)
 
 
 def form_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -22,8 +23,10 @@ class SteppedCache(ABC):
         return self.prefill_meter.speed
 
     @abstractmethod
-    def step(self) -> None:
-        """Take in what has ended since the last step, and begin what can begin."""
+    def step(self, reserved_tokens: Callable[[], int]) -> None:
+        """Take in what has ended since the last step, and begin what can begin.
+
+        ``reserved_tokens``: how many slots requests that run will need yet; asked only if slots are wanted."""
 
     @abstractmethod
     def has_pending_cache_operations(self) -> bool:

@@ -429,6 +429,7 @@ def test_nothing_lands_after_the_weights_changed(rig: Rig) -> None:
     rig.store.reads.is_open = True
     rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
     assert rig.admit(handle, tokens)[:2] == (0, 0)
+    rig.settle()
     rig.assert_nothing_held()
     rig.compute(tokens)
     assert not rig.cache.has_pending_cache_operations()
@@ -583,3 +584,102 @@ def test_the_rest_is_computed_where_that_has_become_faster(make: MakeRig) -> Non
     rig.cache.unlock(lock)
     rig.settle()
     rig.assert_nothing_held()
+
+
+def test_requests_that_run_get_what_is_kept_for_those_that_wait(make: MakeRig) -> None:
+    rig = make(num_slots=144, mode="read_only")
+    writer = make(num_slots=256)
+    landed, fetched = prompt(0), prompt(1)
+    for tokens in (landed, fetched):
+        writer.stored(tokens)
+    one = rig.arrive(landed)
+    rig.settle(lambda: rig.cache.check_prefetch_progress(one))
+    rig.cache._parts.fetches._max_tokens = 144  # type: ignore[union-attr]
+    rig.store.reads.is_open = False
+    rig.store.reads.num_let_through = 1
+    two = rig.arrive(fetched)
+    rig.settle(lambda: rig.num_available == 144 - 64)
+    allocator = rig.cache.token_to_kv_pool_allocator
+    allocator.evict_to_free_tokens(rig.cache, 144 - 40)  # the landed one gives way first
+    assert allocator.available_size() == 144 - 32
+    assert rig.cache.check_prefetch_progress(one)
+    assert not rig.cache.check_prefetch_progress(two)
+    allocator.evict_to_free_tokens(rig.cache, 144)
+    assert allocator.available_size() == 144
+    rig.store.reads.is_open = True
+    assert rig.cache.check_prefetch_progress(two)
+    rig.settle()
+    rig.assert_nothing_held()
+    assert rig.admit(two, fetched)[:2] == (0, 0)
+
+
+def test_fetches_leave_what_requests_that_run_will_need(make: MakeRig) -> None:
+    rig = make(num_slots=96)
+    tokens = prompt(0, 6)
+    rig.stored(tokens)
+    handle = rig.arrive(tokens)
+    deadline_s = time.monotonic() + 0.5
+    while time.monotonic() < deadline_s:
+        rig.cache.step(lambda: 96 - 20)
+        time.sleep(0.001)
+    assert not rig.cache.check_prefetch_progress(handle)
+    assert rig.num_available == 96
+    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    assert rig.holds(tokens, 24)
+
+
+def test_requests_behind_a_store_that_hangs_wait_one_deadline_not_one_each(make: MakeRig) -> None:
+    rig = make(fetch_timeout_s=1.0, round_tokens=32)
+    prompts = [prompt(seed) for seed in range(6)]
+    for tokens in prompts:
+        rig.stored(tokens)
+    rig.store.reads.is_open = False
+    begin_s = time.monotonic()
+    handles = [rig.arrive(tokens) for tokens in prompts]
+    rig.settle(lambda: all(rig.cache.check_prefetch_progress(handle) for handle in handles))
+    assert time.monotonic() - begin_s < 3
+    rig.settle()
+    rig.assert_nothing_held()
+
+
+def test_a_fetch_that_ended_wants_no_slots(make: MakeRig) -> None:
+    """Even if both are heard of in one step, in a full pool."""
+    rig = make(num_slots=96, mode="read_only")
+    writer = make(num_slots=256)
+    tokens = prompt(0, 16)
+    writer.stored(tokens)
+    busy = rig.cache.lock(rig.compute(prompt(1, 24)))
+    rig.store.reads.is_open = False
+    handle = rig.arrive(tokens)
+    rig.settle(lambda: len(set(rig.store.data_reads)) >= 4)
+    rig.store.reads.lets_through = lambda name, start: start > 0
+    time.sleep(0.2)  # bytes are here
+    rig.store.reads.error = StoreError("server", "no")
+    rig.store.reads.is_open = True
+    time.sleep(0.2)  # and it is over
+    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    assert rig.admit(handle, tokens)[:2] == (0, 0)
+    rig.cache.unlock(busy)
+    rig.settle()
+    rig.assert_nothing_held()
+
+
+def test_a_follower_goes_on_as_soon_as_its_own_pages_have_landed(make: MakeRig) -> None:
+    rig = make(round_tokens=16)
+    tokens = prompt(0, 16)
+    rig.stored(tokens)
+    rig.store.reads.is_open = False
+    leader = rig.arrive(tokens)
+    rig.settle(lambda: len(set(rig.store.data_reads)) >= 4)
+    starts = sorted({start for _, start in rig.store.data_reads})
+    follower = rig.arrive(tokens[:8])
+    rig.settle(lambda: rig.phases() == [Phase.FETCHING, Phase.WAITING])
+    rig.store.reads.lets_through = lambda name, start: start in starts[:2]
+    rig.settle(lambda: rig.cache.check_prefetch_progress(follower))
+    assert not rig.cache.check_prefetch_progress(leader)
+    cached, _, lock = rig.admit(follower, tokens[:8])
+    assert cached == 8
+    rig.cache.unlock(lock)
+    rig.store.reads.is_open = True
+    rig.settle(lambda: rig.cache.check_prefetch_progress(leader))
+    assert rig.admit(leader, tokens)[0] == 64

@@ -17,13 +17,20 @@ from sgl_kvfetch.plugin.device.choice import MARGIN, Decision, FetchCost, FetchO
     ],
 )
 def test_the_faster_is_chosen(cost: FetchCost, recompute_s: float | None, expected: Decision) -> None:
-    assert FetchOrRecompute().decide(cost, recompute_s) == expected
+    assert FetchOrRecompute().decide(1000, cost, recompute_s) == expected
 
 
 def test_a_link_near_the_limit_does_not_make_it_waver() -> None:
     choice = FetchOrRecompute()
     around = [1.0, MARGIN - 0.01] * 5
-    assert all(choice.decide(FetchCost(s, 0.0), 1.0).is_fetched for s in around)
-    assert not choice.decide(FetchCost(MARGIN + 0.01, 0.0), 1.0).is_fetched
-    assert not any(choice.decide(FetchCost(s, 0.0), 1.0).is_fetched for s in (1.01, MARGIN - 0.01) * 5)
-    assert choice.decide(FetchCost(1.0, 0.0), 1.0).is_fetched
+    assert all(choice.decide(1000, FetchCost(s, 0.0), 1.0).is_fetched for s in around)
+    assert not choice.decide(1000, FetchCost(MARGIN + 0.01, 0.0), 1.0).is_fetched
+    assert not any(choice.decide(1000, FetchCost(s, 0.0), 1.0).is_fetched for s in (1.01, MARGIN - 0.01) * 5)
+    assert choice.decide(1000, FetchCost(1.0, 0.0), 1.0).is_fetched
+
+
+def test_short_and_long_prompts_in_turn_do_not_undo_each_others_verdicts() -> None:
+    choice = FetchOrRecompute()
+    assert not choice.decide(1000, FetchCost(2.0, 0.0), 1.0).is_fetched
+    assert choice.decide(100_000, FetchCost(0.5, 0.0), 1.0).is_fetched
+    assert not choice.decide(1000, FetchCost(1.1, 0.0), 1.0).is_fetched

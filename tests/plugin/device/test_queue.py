@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ class Cache(SteppedCache):
         self.is_pending = False
         self.urgencies: dict[int, int] = {}
 
-    def step(self) -> None:
+    def step(self, reserved_tokens: Callable[[], int]) -> None:
         self.num_steps += 1
 
     def has_pending_cache_operations(self) -> bool:

@@ -1,0 +1,69 @@
+"""How far a fetch is. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.fetch.plan import PageSource, SpanPart, span_parts
+from sgl_kvfetch.fetch.rounds import Round
+
+
+class FetchProgress:
+    """Which parts of a fetch are whole, in the request's order, and which of its rounds have ended for it."""
+
+    def __init__(self, sources: Sequence[PageSource], rounds: Sequence[Round]) -> None:
+        """``rounds`` follow one another and cover all of ``sources``."""
+        self.parts: list[tuple[Round, SpanPart]] = [
+            (each, part) for each in rounds for part in span_parts(sources[each.first_page : each.end_page])
+        ]
+        self.failures: list[KVFetchError] = []
+        self.num_transmitting = 0  # units
+        self.num_waiting = 0  # units that are here, and whose round has no destination yet
+        self.is_late = False  # the rest would have come after the deadline
+        self._rounds = rounds
+        self._cells_left = [part.reader.manifest.cells_per_span for _, part in self.parts]
+        self._cells_before = [0, *accumulate(self._cells_left)]
+        self._pages_before = [0, *accumulate(len(part.request_pages) for _, part in self.parts)]
+        self._end = len(self.parts)  # the first part that cannot be had, or nobody wants
+        self._num_whole = 0
+        self._num_ended = 0  # rounds
+
+    def cells_from(self, part: int) -> int:
+        """Cells of this part and of those after it."""
+        return self._cells_before[-1] - self._cells_before[part]
+
+    def is_wanted(self, part: int) -> bool:
+        return part < self._end
+
+    def restored(self, part: int, num_cells: int) -> None:
+        self._cells_left[part] -= num_cells
+
+    def fail(self, part: int, error: KVFetchError | None) -> None:
+        """The fetch ends before this part. ``error`` is None if nobody wants it."""
+        if error is not None:
+            self.failures.append(error)
+        self._end = min(self._end, part)
+
+    def advance(self) -> bool:
+        """End the rounds that are whole, in their order. Whether all is there that can be had."""
+        while self._num_whole < self._end and not self._cells_left[self._num_whole]:
+            self._num_whole += 1
+        while self._num_ended < len(self._rounds) and self._rounds[self._num_ended].end_page <= self.num_pages:
+            self._end_round(self._rounds[self._num_ended])
+            self._num_ended += 1
+        return self._num_whole == self._end
+
+    def end(self) -> None:
+        """End all rounds."""
+        for each in self._rounds[self._num_ended :]:
+            self._end_round(each)
+
+    @property
+    def num_pages(self) -> int:
+        """From the first on, restored without a gap."""
+        return self._pages_before[self._num_whole]
+
+    def _end_round(self, each: Round) -> None:
+        each.end(max(0, min(self.num_pages, each.end_page) - each.first_page))
