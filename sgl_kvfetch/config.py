@@ -108,7 +108,7 @@ class KVFetchConfig(BaseModel):
         8192,
         ge=1,
         le=1 << 20,
-        description="device mode: a prefix takes its slots, and lands in the tree, in rounds of about so many tokens",
+        description="device mode: a prefix takes its slots, and lands in the tree, in rounds of at most so many tokens",
     )
     fetch_order: Literal["shortest", "fifo", "priority"] = Field(
         "shortest",

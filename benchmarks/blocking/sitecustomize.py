@@ -32,7 +32,8 @@ class _Patch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
         def wait(self, *args):
             step(self, *args)
-            while self._parts is not None and self._parts.board.num_open:
+            # What has landed must be admitted before others can have its slots.
+            while self._parts is not None and self._parts.board.num_open and not self._parts.fetches._landed:
                 time.sleep(0.0005)
                 step(self, *args)
 

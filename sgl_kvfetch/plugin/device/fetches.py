@@ -60,7 +60,8 @@ class Fetches:
         self._known = known
         self._page_size: int = cache.page_size
         self._max_tokens = max(1, max_tokens // self._page_size) * self._page_size
-        self._round_pages = max(1, min(round_tokens, max_tokens) // self._page_size)
+        # A power of two, as spans are, so that none lies in two rounds and is read twice.
+        self._round_pages = 1 << (max(1, min(round_tokens, max_tokens) // self._page_size).bit_length() - 1)
         self._threshold_tokens = threshold_tokens
         self._flows: dict[Any, Flow] = {}  # by handle
         self._changed: list[Any] = []  # handles of those that began or ended
@@ -497,7 +498,7 @@ class Fetches:
         return True
 
     def _round_ends(self, flow: Flow, first_page: int) -> list[int]:
-        """Rounds end at multiples of their length, counted from the sequence's start: where spans end."""
+        """Rounds end at multiples of their length, counted from the sequence's start, as spans do."""
         before = flow.start // self._page_size
         next_end = (before + first_page) // self._round_pages * self._round_pages + self._round_pages - before
         return [*range(next_end, flow.num_pages, self._round_pages), flow.num_pages]

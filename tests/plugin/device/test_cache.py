@@ -323,13 +323,13 @@ def test_a_round_that_finds_no_room_waits_as_long_as_the_deadline_allows(make: M
     writer.stored(tokens)
     busy = rig.cache.lock(rig.compute(prompt(1, 8)))
     handle = rig.arrive(tokens)
-    rig.settle(lambda: rig.cache.protected_size() == 32 + 24)  # 24 slots in whole pages are a round
+    rig.settle(lambda: rig.cache.protected_size() == 32 + 2 * 16)  # 16 slots are a round
     assert not rig.cache.check_prefetch_progress(handle)
     if is_in_time:
         rig.cache.unlock(busy)
     rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
     cached, loaded, lock = rig.admit(handle, tokens)
-    assert (cached, loaded) == ((64, 64) if is_in_time else (24, 24))
+    assert (cached, loaded) == ((64, 64) if is_in_time else (32, 32))
     assert rig.holds(tokens, cached)
     rig.cache.unlock(lock)
     if not is_in_time:
@@ -340,7 +340,7 @@ def test_a_round_that_finds_no_room_waits_as_long_as_the_deadline_allows(make: M
 
 def test_fetches_that_keep_each_other_from_their_slots(make: MakeRig) -> None:
     """Each has landed a round, and the pool has none for either. The later one does without its rest."""
-    rig = make(num_slots=64, device_pool_share=1.0, round_tokens=24, mode="read_only")
+    rig = make(num_slots=64, device_pool_share=1.0, round_tokens=16, mode="read_only")
     writer = make(num_slots=256)
     prompts = [prompt(0, 12), prompt(1, 12)]
     for tokens in prompts:
@@ -353,12 +353,12 @@ def test_fetches_that_keep_each_other_from_their_slots(make: MakeRig) -> None:
     handles = [rig.arrive(tokens) for tokens in prompts]
     rig.settle(lambda: len(set(rig.store.data_reads)) >= 2 * 6)  # spans
     starts = {name: sorted(s for n, s in rig.store.data_reads if n == name) for name, _ in rig.store.data_reads}
-    rig.store.reads.lets_through = lambda name, start: start in starts[name][:3]
-    rig.settle(lambda: rig.cache.protected_size() == 2 * 24)
+    rig.store.reads.lets_through = lambda name, start: len(starts[name]) == 4  # the first two rounds' segment
+    rig.settle(lambda: rig.cache.protected_size() == 2 * 32)
     rig.store.reads.is_open = True
     rig.settle(lambda: any(rig.cache.check_prefetch_progress(h) for h in handles))
     second = max(handles, key=rig.cache.check_prefetch_progress)
-    assert rig.admit(second, prompts[handles.index(second)])[:2] == (24, 24)
+    assert rig.admit(second, prompts[handles.index(second)])[:2] == (32, 32)
     rig.cache.reset()
     assert FLOWS.labels("full_pool")._value.get() == before + 1
 
@@ -620,7 +620,7 @@ def test_fetches_leave_what_requests_that_run_will_need(make: MakeRig) -> None:
     handle = rig.arrive(tokens)
     deadline_s = time.monotonic() + 0.5
     while time.monotonic() < deadline_s:
-        rig.cache.step(lambda: 96 - 20)
+        rig.cache.step(lambda: 96 - 10)
         time.sleep(0.001)
     assert not rig.cache.check_prefetch_progress(handle)
     assert rig.num_available == 96
