@@ -135,6 +135,8 @@ class DeviceBackend:
             self._loop.close()
             raise
         logger.info("kvfetch in device mode: %s, namespace %s: %s", config.store, namespace.digest(), namespace)
+        # docs/decisions/0011-no-early-start.md
+        logger.info("kvfetch early start is off: this SGLang's runner cannot wait for a layer that is on its way")
 
     async def _start(self) -> None:
         client = open_client(
