@@ -274,6 +274,7 @@ class Fetches:
         self._fetching.clear()
         self._landed.clear()
         self._held_tokens = self._num_filling = self._num_expected = self._link_pages = 0
+        self._num_seen = self._backend.num_chosen  # lookups that are still under way are not heard of any more
         self._report()
 
     # What has ended
@@ -286,10 +287,10 @@ class Fetches:
     def _lookup_ended(self, flow: Flow, value: int) -> None:
         work = flow.lookup
         assert work is not None
+        self._num_seen += work.num_chosen
         if flow.cancelled:
             return
         num_pages, is_fetched = read_lookup_report(value)
-        self._num_seen += work.num_chosen
         self._known.add(work.hashes[:num_pages])
         self._known.remove(work.hashes[num_pages:])
         if not num_pages or not is_fetched:

@@ -35,11 +35,10 @@ def reserved_tokens(scheduler: Any) -> int:
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
     ratio, page_size = scheduler.new_token_ratio_tracker.current, scheduler.tree_cache.page_size
-    running = [] if scheduler.running_batch is None else list(scheduler.running_batch.reqs)
-    if scheduler.last_batch is not None:  # prefilled just now, and not among the running ones yet
-        running += [req for req in scheduler.last_batch.reqs if req not in running]
+    # What was prefilled just now is not among the running ones yet.
+    batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
     total = 0.0
-    for req in running:
+    for req in {id(req): req for batch in batches for req in batch.reqs}.values():
         left = min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
         total += max(0, left) * (1.0 if req.sampling_params.ignore_eos else ratio) + page_size
     chunked = scheduler.chunked_req

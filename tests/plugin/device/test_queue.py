@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sgl_kvfetch.plugin.device.hooks import count_pending, form_batch, step_cache
+from sgl_kvfetch.plugin.device.hooks import count_pending, form_batch, reserved_tokens, step_cache
 from sgl_kvfetch.plugin.device.queue import WaitingQueue
 from sgl_kvfetch.plugin.device.stepped import SteppedCache
 
@@ -217,3 +217,19 @@ def test_the_cache_is_told_how_urgent_requests_are(low_first: bool, expected: in
     scheduler.step()
     scheduler.waiting_queue.append(Request(2))
     assert scheduler.tree_cache.urgencies == {1: expected, 2: 0}
+
+
+def test_what_running_requests_are_expected_to_need() -> None:
+    def request(max_new_tokens: int, num_output: int, ignore_eos: bool = False) -> SimpleNamespace:
+        params = SimpleNamespace(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
+        return SimpleNamespace(sampling_params=params, output_ids=[0] * num_output)
+
+    running, fixed, prefilled = request(100, 20), request(50, 10, ignore_eos=True), request(10, 10)
+    scheduler = SimpleNamespace(
+        new_token_ratio_tracker=SimpleNamespace(current=0.5),
+        tree_cache=SimpleNamespace(page_size=16),
+        running_batch=SimpleNamespace(reqs=[running, fixed]),
+        last_batch=SimpleNamespace(reqs=[fixed, prefilled]),
+        chunked_req=SimpleNamespace(origin_input_ids=[0] * 500, output_ids=[], prefix_len=200),
+    )
+    assert reserved_tokens(scheduler) == 40 + 40 + 0 + 3 * 16 + 300
