@@ -20,9 +20,10 @@ from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.container.manifest import Cell, decode_manifest
 from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.errors import CorruptError, FormatError, KVFetchError, StoreError
+from sgl_kvfetch.fetch.ahead import ReadAhead
 from sgl_kvfetch.fetch.budget import BytesBudget
 from sgl_kvfetch.fetch.link import DecodeRate, Link
-from sgl_kvfetch.fetch.plan import PageSource, ReadUnit, SpanPart, read_units, span_parts
+from sgl_kvfetch.fetch.plan import CellsKey, PageSource, ReadUnit, SpanPart, read_units, span_parts
 from sgl_kvfetch.fetch.progress import FetchProgress
 from sgl_kvfetch.fetch.restore import restore_cell, working_bytes
 from sgl_kvfetch.fetch.rounds import Destination, Round
@@ -77,8 +78,9 @@ class Fetcher:
         self._chooser = None if chooser is None else chooser(self.link)
         self._may_delete = may_delete
         self._condemning: dict[str, asyncio.Task[None]] = {}
-        self._ahead: dict[tuple[str, int], tuple[ReadUnit, asyncio.Task[bytes], asyncio.TimerHandle]] = {}
-        self._chosen: dict[tuple[str, Cell], ReadUnit] = {}  # what is read ahead, by segment and first cell
+        self._ahead = ReadAhead(
+            self.link, self._ahead_budget, partial(self._transmit, request_id=""), self._report_queue
+        )
         # Bytes of spans that fetches used in part: SGLang fetches in batches of 128 pages, and the next batch, or the
         # next turn of a conversation, begins with the rest.
         self._begun: OrderedDict[tuple[str, int], bytes] = OrderedDict()
@@ -90,20 +92,20 @@ class Fetcher:
             self._chooser.pool.close()
 
     def read_ahead(self, sources: Sequence[PageSource], expire_s: float) -> None:
-        """Begin to transmit what these pages need, as far as there is room, and keep it for ``expire_s``."""
-        loop = asyncio.get_running_loop()
+        """Begin to transmit what these pages need, as the link brings it and as far as there is room, and keep it for
+        ``expire_s``."""
         parts = span_parts(sources)
         num_cells = sum(part.reader.manifest.cells_per_span for part in parts)
+        self._ahead.begin(partial(self._units_ahead, parts, num_cells), expire_s)
+
+    def _units_ahead(
+        self, parts: Sequence[SpanPart], num_cells: int, is_taken: Callable[[CellsKey], bool]
+    ) -> Iterator[ReadUnit]:
         for part in parts:
-            for unit in self._units(part, num_cells):
-                if unit.key in self._ahead or unit.key in self._begun:
-                    continue
-                if not self._ahead_budget.try_acquire(unit.size_bytes):
-                    return
-                self._chosen[unit.cells_key] = unit
-                task = loop.create_task(self._transmit(unit, ""))
-                task.add_done_callback(_retrieve_exception)
-                self._ahead[unit.key] = unit, task, loop.call_later(expire_s, self._expire, unit.key)
+            for unit in self._units(part, num_cells, is_taken):
+                if unit.key not in self._begun:
+                    yield unit
+            num_cells -= part.reader.manifest.cells_per_span
 
     async def fetch(
         self, sources: Sequence[PageSource], pool_pages: Sequence[int], sink: GuardedSink, timeout_s: float
@@ -160,6 +162,7 @@ class Fetcher:
                     for unit in self._units(part, progress.cells_from(index)):
                         if not progress.is_wanted(index):
                             break
+                        self._ahead.leave_out(unit)
                         budget = await self._acquire(unit, each, requested)
                         task = group.create_task(self._run_unit(unit, index, progress, request_id))
                         # Not in the task itself: one that is cancelled before its first step runs no line of it.
@@ -271,19 +274,23 @@ class Fetcher:
             return self._chooser.pool.submit(variant, lambda _: job(), work=self._chooser.work(reader, cell))
         return self._decode_pool.submit(job)
 
-    def _units(self, part: SpanPart, num_cells_left: int) -> Iterator[ReadUnit]:
+    def _units(
+        self, part: SpanPart, num_cells_left: int, is_taken: Callable[[CellsKey], bool] = lambda _: False
+    ) -> Iterator[ReadUnit]:
         """What to read of a span: in the variant that is best at the moment when the unit is asked for, unless it is on
-        its way already."""
+        its way already. Those whose cells somebody else has taken are left out."""
         if self._chooser is None:
-            yield from read_units(part.reader, part.span, self._read_bytes)
+            yield from (u for u in read_units(part.reader, part.span, self._read_bytes) if not is_taken(u.cells_key))
             return
         for run in self._chooser.runs(part.reader, part.span):
-            unit = self._chosen.get((part.reader.manifest.key.stem, run[0]))
-            if unit is None:
-                reader = self._chooser.choose(part.reader, run, num_cells_left)
-                unit = ReadUnit(reader, run, reader.cell_range(run[0])[0], reader.cell_range(run[-1])[1])
+            key = part.reader.manifest.key.stem, run[0]
+            if not is_taken(key):
+                unit = self._ahead.find(key)
+                if unit is None:
+                    reader = self._chooser.choose(part.reader, run, num_cells_left)
+                    unit = ReadUnit(reader, run, reader.cell_range(run[0])[0], reader.cell_range(run[-1])[1])
+                yield unit
             num_cells_left -= len(run)
-            yield unit
 
     def _restored(self, size_bytes: int) -> None:
         if self._decode_budget is not None:
@@ -296,11 +303,9 @@ class Fetcher:
     async def _bytes_of(self, unit: ReadUnit, request_id: str) -> bytes:
         if unit.key in self._begun:
             return self._begun[unit.key]
-        if unit.key not in self._ahead:
+        task = self._ahead.take(unit)
+        if task is None:
             return await self._transmit(unit, request_id)
-        _, task, timer = self._ahead.pop(unit.key)
-        self._chosen.pop(unit.cells_key, None)
-        timer.cancel()  # it holds the task, and so the bytes
         try:
             return await task
         finally:
@@ -317,15 +322,6 @@ class Fetcher:
             if oldest_name == name and first <= oldest_start < end:
                 return
             del self._begun[oldest]
-
-    def _expire(self, key: tuple[str, int]) -> None:
-        """Nobody is to use a read ahead any more."""
-        unit, task, timer = self._ahead.pop(key)
-        self._chosen.pop(unit.cells_key, None)
-        timer.cancel()
-        task.cancel()
-        self._ahead_budget.release(unit.size_bytes)
-        self._report_queue()
 
     def _condemn(self, unit: ReadUnit) -> None:
         """Look at a corrupt segment once more in the background; delete it if it is corrupt indeed, not garbled on the
@@ -347,8 +343,7 @@ class Fetcher:
         except FormatError:
             with contextlib.suppress(StoreError):
                 await self._delete_if_named(unit.reader)
-            for key in [key for key in self._ahead if key[0] == unit.reader.data_name]:
-                self._expire(key)
+            self._ahead.forget(unit.reader.data_name)
 
     async def _delete_if_named(self, reader: SegmentReader) -> None:
         """Delete a segment, unless its manifest was replaced by one that does without the corrupt data."""
@@ -402,9 +397,3 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) ->
     """From any thread. Nothing, if the loop is no more."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function)
-
-
-def _retrieve_exception(task: asyncio.Task[bytes]) -> None:
-    """A read ahead that failed and that nobody came for is no one's concern."""
-    if not task.cancelled():
-        task.exception()

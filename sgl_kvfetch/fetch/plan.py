@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from sgl_kvfetch.container.manifest import Cell
 from sgl_kvfetch.container.segment import SegmentReader
 
+CellsKey = tuple[str, Cell]  # a segment, and the first of a run of its cells
+
 
 @dataclass(frozen=True, slots=True)
 class PageSource:
@@ -47,7 +49,7 @@ class ReadUnit:
         return self.reader.data_name, self.start
 
     @property
-    def cells_key(self) -> tuple[str, Cell]:
+    def cells_key(self) -> CellsKey:
         """Which cells, whatever the variant."""
         return self.reader.manifest.key.stem, self.cells[0]
 

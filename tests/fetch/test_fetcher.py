@@ -182,10 +182,11 @@ async def test_begun_spans_of_several_conversations_are_kept_within_bounds(
 
 async def test_reading_ahead_is_bounded_and_expires(fetcher: Fetcher, segment: Segment) -> None:
     fetcher.read_ahead(sources(segment, range(8)), expire_s=0.05)
+    await asyncio.sleep(0.01)
     assert 0 < fetcher._ahead_budget.used_bytes <= 2000
     await asyncio.sleep(0.2)
     assert fetcher._ahead_budget.used_bytes == 0
-    assert fetcher._ahead == {}
+    assert fetcher._ahead._reads == fetcher._ahead._by_cells == fetcher._ahead._lookups == {}
 
 
 async def test_a_failed_read_ahead_fails_the_fetch_that_takes_it(
@@ -266,7 +267,8 @@ async def test_bytes_read_ahead_are_let_go_when_they_are_used(
 ) -> None:
     wanted = sources(segment, range(2))
     fetcher.read_ahead(wanted, expire_s=60)
-    (_, task, timer), *_ = fetcher._ahead.values()
+    await asyncio.sleep(0.1)
+    (_, task, timer), *_ = fetcher._ahead._reads.values()
     await fetch(fetcher, wanted, MemoryPool(2), [0, 1])
     assert task.done()
     assert timer.cancelled()

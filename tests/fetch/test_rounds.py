@@ -111,7 +111,7 @@ async def test_a_failure_ends_a_fetch_whose_later_rounds_wait(
 async def test_a_deadline_that_passes_for_want_of_a_destination_is_not_the_stores_fault(
     fetcher: Fetcher, segment: Segment
 ) -> None:
-    rounds, task = await start(fetcher, segment, [4, 8], timeout_s=0.3)
+    rounds, task = await start(fetcher, segment, [4, 8], timeout_s=1.5)
     pool = MemoryPool(8)
     give(rounds[0], pool)
     assert await task == FetchResult(4, (), timed_out=False, starved=True)

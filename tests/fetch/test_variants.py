@@ -108,7 +108,7 @@ async def test_what_is_read_ahead_is_not_chosen_again(
     assert (await fetcher.fetch(wanted(made), range(8), GuardedSink(pool), 10)).num_pages == 8
     assert holds(pool, segment, range(8), range(8))
     assert store.num_gets == len(recorder.situations) == 16
-    assert fetcher._chosen == fetcher._ahead == {}
+    assert fetcher._ahead._reads == fetcher._ahead._by_cells == {}
 
 
 async def test_a_segment_in_one_variant_needs_no_choice(

@@ -201,7 +201,7 @@ def test_a_fetch_ends_when_sglang_gives_it_up(make: Make, monkeypatch: pytest.Mo
 
     backend.batch_exists(keys(2, "other"))  # so that nothing is read ahead
     monkeypatch.setattr(backend._store, "get", hang)
-    backend._fetcher._ahead.clear()
+    backend._fetcher._ahead._reads.clear()
     started_s = time.monotonic()
     given_up = iter([False, False, True])
     assert backend.fetch_pages(keys(2), tokens([3, 4]), lambda: next(given_up)) == 0

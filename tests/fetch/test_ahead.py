@@ -1,0 +1,108 @@
+"""What is read between a lookup and its fetches, over a real directory store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from sgl_kvfetch.container.segment import CodedSegment
+from sgl_kvfetch.fetch.fetcher import Fetcher
+from sgl_kvfetch.fetch.plan import read_units
+from sgl_kvfetch.fetch.sink import GuardedSink
+from sgl_kvfetch.fetch.variants import VariantChooser
+from tests.fetch.test_fetcher import MemoryPool, Segment, SpoiltStore, fetch, holds, segment, sources, store
+from tests.fetch.test_variants import PROFILE, Recorder, made, wanted
+
+__all__ = ["made", "segment", "store"]  # fixtures
+
+
+@pytest.fixture
+async def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+async def choosing(store: SpoiltStore, recorder: Recorder) -> AsyncIterator[Fetcher]:
+    with ThreadPoolExecutor(1) as threads:
+        chooser = partial(VariantChooser, recorder, PROFILE)
+        fetcher = Fetcher(store, threads, read_bytes=600, inflight_bytes=1 << 20, may_delete=False, chooser=chooser)
+        yield fetcher
+        await asyncio.to_thread(fetcher.close)
+
+
+async def test_variants_are_chosen_as_the_link_brings_them(
+    choosing: Fetcher, made: CodedSegment, store: SpoiltStore, recorder: Recorder
+) -> None:
+    """A slow link: at first no more is chosen than keeps it busy, whatever there is room for."""
+    store.delay_s = 0.2
+    choosing.read_ahead(wanted(made), expire_s=60)
+    await asyncio.sleep(0.1)
+    assert len(recorder.situations) == store.num_gets == 4  # of 16 runs
+    (reading,) = choosing._ahead._lookups.values()
+    await asyncio.wait_for(reading, 30)
+    assert len(recorder.situations) == store.num_gets == 16
+    assert recorder.situations[-1].transfers
+
+
+async def test_a_fetch_that_overtakes_leaves_nothing_to_be_read_twice(
+    choosing: Fetcher, made: CodedSegment, segment: Segment, store: SpoiltStore, recorder: Recorder
+) -> None:
+    store.delay_s = 0.05
+    choosing.read_ahead(wanted(made), expire_s=60)
+    await asyncio.sleep(0.02)
+    pool = MemoryPool(8)
+    assert (await choosing.fetch(wanted(made), range(8), GuardedSink(pool), 10)).num_pages == 8
+    assert holds(pool, segment, range(8), range(8))
+    await asyncio.sleep(0.5)
+    assert store.num_gets == len(recorder.situations) == 16
+    assert choosing._ahead._reads == choosing._ahead._by_cells == choosing._ahead._lookups == {}
+    assert choosing._ahead_budget.used_bytes == 0
+
+
+async def test_it_goes_on_as_fetches_make_room(store: SpoiltStore, segment: Segment) -> None:
+    """SGLang fetches in batches: while one is restored, the next ones come."""
+    all_pages = sources(segment, range(8))
+    units = [unit for span in range(4) for unit in read_units(all_pages[0].reader, span, 600)]
+    largest = max(unit.size_bytes for unit in units)
+    with ThreadPoolExecutor(2) as pool:
+        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=4 * largest, may_delete=False)
+        fetcher.read_ahead(all_pages, expire_s=60)
+        await asyncio.sleep(0.2)
+        assert 2 <= store.num_gets < len(units)
+        memory = MemoryPool(8)
+        for span in range(4):
+            pages = range(2 * span, 2 * span + 2)
+            assert (await fetch(fetcher, sources(segment, pages), memory, list(pages))).num_pages == 2
+            await asyncio.sleep(0.1)
+            read = len([unit for unit in units if unit.cells[0].span <= span])
+            assert store.num_gets == len(units) or store.num_gets > read  # some of the next span's is here
+        assert holds(memory, segment, range(8), range(8))
+        assert store.num_gets == len(units)
+        assert fetcher._ahead_budget.used_bytes == 0
+
+
+async def test_a_lookup_whose_fetch_never_comes_is_forgotten(store: SpoiltStore, segment: Segment) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=2000, may_delete=False)
+        fetcher.read_ahead(sources(segment, range(8)), expire_s=0.1)
+        await asyncio.sleep(0.05)
+        assert fetcher._ahead._lookups  # waits for room
+        num_gets = store.num_gets
+        await asyncio.sleep(0.3)
+        assert fetcher._ahead._reads == fetcher._ahead._by_cells == fetcher._ahead._lookups == {}
+        assert fetcher._ahead_budget.used_bytes == 0
+        assert store.num_gets == num_gets
+
+
+async def test_a_store_that_fails_is_not_asked_on(store: SpoiltStore, segment: Segment) -> None:
+    store.fail_from = 0
+    with ThreadPoolExecutor(2) as pool:
+        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=False)
+        fetcher.read_ahead(sources(segment, range(8)), expire_s=60)
+        await asyncio.sleep(0.2)
+        assert store.num_gets <= 4
+        assert not fetcher._ahead._lookups
