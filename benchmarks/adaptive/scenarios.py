@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,19 +88,33 @@ def _parse_trace(line: str, where: str) -> list[float]:
     return [float(sample) for sample in samples]
 
 
+@dataclass(frozen=True)
+class RandomTrace:
+    """A scenario, and the law that its link was drawn from."""
+
+    scenario: Scenario
+    kind: str
+    level_gbps: float
+
+
 def random_traces(profiles: list[DecodeProfile], count: int, seed: int, sessions: int | None) -> Group:
     """Any GPU, 20K to 200K tokens, a mean of 1 to 40 Gbps, and four ways to vary."""
+    drawn = draw_traces(profiles, count, seed, sessions)
+    return Group("random", f"{count} random traces (seed {seed})", tuple(trace.scenario for trace in drawn))
+
+
+def draw_traces(profiles: list[DecodeProfile], count: int, seed: int, sessions: int | None) -> list[RandomTrace]:
     rng = random.Random(seed)
-    scenarios = []
+    drawn = []
     for i in range(count):
         profile = rng.choice(profiles)
         chunks = num_chunks(rng.randint(MIN_TOKENS, MAX_TOKENS))
-        kind = rng.choice(sorted(_KINDS))
+        kind = rng.choice(sorted(KINDS))
         level = math.exp(rng.uniform(math.log(MIN_GBPS), math.log(MAX_GBPS)))
-        gbps = [max(_LEAST_GBPS, level * factor) for factor in _KINDS[kind](rng, chunks)]
+        gbps = [max(_LEAST_GBPS, level * factor) for factor in KINDS[kind](rng, chunks)]
         name = f"random {i}, {kind}, {level:.1f} Gbps, {profile.device}, {chunks} chunks"
-        scenarios.append(one_fetch(name, profile, gbps, chunks, sessions))
-    return Group("random", f"{count} random traces (seed {seed})", tuple(scenarios))
+        drawn.append(RandomTrace(one_fetch(name, profile, gbps, chunks, sessions), kind, level))
+    return drawn
 
 
 def _steady(rng: random.Random, count: int) -> list[float]:
@@ -126,7 +140,13 @@ def _jumps(rng: random.Random, count: int) -> list[float]:
     return factors[:count]
 
 
-_KINDS = {"steady": _steady, "independent": _independent, "walk": _walk, "jumps": _jumps}
+# Each draws the factors by which chunks' bandwidth differs from the level.
+KINDS: dict[str, Callable[[random.Random, int], list[float]]] = {
+    "steady": _steady,
+    "independent": _independent,
+    "walk": _walk,
+    "jumps": _jumps,
+}
 
 
 def several_fetches(profiles: list[DecodeProfile], sessions: int | None) -> Group:

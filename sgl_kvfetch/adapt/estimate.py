@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,38 +27,71 @@ class Transfer:
         return self.size_bytes * 8 / (self.end_s - self.start_s)
 
 
+_NUM_PATHS = 8
+_MOST_CHUNKS = 64
+_WINDOW = 16
+_DECAY = 0.8  # weight of a transfer against the one after it
+# What is believed of a link before there is much to see of it, and the weight of that, in transfers.
+_PRIOR_WEIGHT = 2.0
+_PRIOR_LOG_SIGMA = 0.3
+_PRIOR_PERSISTENCE = 0.6
+_MOST_PERSISTENCE = 0.98
+_MAD_TO_SIGMA = 1.4826
+_LEAST_LOG_SIGMA = 0.05  # below which nothing lies off
+_FAR_SIGMAS = 3.0
+_SHORTEST_PIECE = 0.1  # of the longest transfer that runs in it
+
+
+def _draws() -> list[list[float]]:
+    """Standard normal numbers, always the same: policies are pure. In pairs that mirror each other, so that their mean
+    is exact."""
+    rng = random.Random(1)
+    half = [[rng.gauss(0, 1) for _ in range(_MOST_CHUNKS + 1)] for _ in range(_NUM_PATHS // 2)]
+    return half + [[-x for x in row] for row in half]
+
+
+_DRAWS = _draws()
+
+
 @dataclass(frozen=True, slots=True)
-class LinkEstimate:
-    """A log-normal belief: the median, and the standard deviation of the natural logarithm."""
+class LinkOutlook:
+    """What a link is expected to do. The logarithm of its bandwidth strays by ``log_sigma`` around that of
+    ``median_bps``, to which it returns: from one chunk to the next, ``persistence`` of what it is off is left (an
+    autoregressive process of order 1). It is off by ``offset`` now. The median itself is known but to
+    ``median_log_sigma``.
+    """
 
     median_bps: float
-    log_sigma: float
+    median_log_sigma: float
+    log_sigma: float = 0.0
+    persistence: float = 0.0
+    offset: float = 0.0
 
     def __post_init__(self) -> None:
         assert 0 < self.median_bps < math.inf, self.median_bps
+        assert 0 <= self.median_log_sigma < math.inf, self.median_log_sigma
         assert 0 <= self.log_sigma < math.inf, self.log_sigma
+        assert 0 <= self.persistence < 1, self.persistence
 
-    def at(self, sigmas: float) -> float:
-        """bits per second, so many standard deviations from the median."""
-        return self.median_bps * math.exp(sigmas * self.log_sigma)
-
-    def shared(self, num_fetches: int) -> LinkEstimate:
-        """One fetch's part where so many compete, each for as much."""
-        assert num_fetches >= 1, num_fetches
-        return LinkEstimate(self.median_bps / num_fetches, self.log_sigma)
+    def paths(self, num_chunks: int) -> list[list[float]]:
+        """Bits per second while each of the next chunks is on the link: some courses that it may take, equally likely.
+        At most 64 chunks."""
+        assert num_chunks <= _MOST_CHUNKS, num_chunks
+        fresh = math.sqrt(1 - self.persistence**2) * self.log_sigma
+        paths = []
+        for first, *draws in _DRAWS:
+            median = math.log(self.median_bps) + self.median_log_sigma * first
+            off = math.log(self.median_bps) + self.offset - median
+            path = []
+            for draw in draws[:num_chunks]:
+                off = self.persistence * off + fresh * draw
+                path.append(math.exp(median + off))
+            paths.append(path)
+        return paths
 
 
 # What a link is taken for before anything came over it: 1 to 40 Gbps are within 1.5 standard deviations.
-UNKNOWN_LINK = LinkEstimate(6.3e9, 1.2)
-
-_WINDOW = 8
-_DECAY = 0.8  # weight of a transfer against the one after it
-_PRIOR_WEIGHT = 1.0  # of the spread that is believed in before there is any to see
-_PRIOR_LOG_SIGMA = 0.25
-_LEAST_LOG_SIGMA = 0.05
-_MAD_TO_SIGMA = 1.4826
-_JUMP_SIGMAS = 3.0
-_SHORTEST_PIECE = 0.1  # of the longest transfer that runs in it
+UNKNOWN_LINK = LinkOutlook(6.3e9, 1.2)
 
 
 def together(transfers: Sequence[Transfer]) -> list[Transfer]:
@@ -90,29 +125,52 @@ def _cuts(transfers: Sequence[Transfer]) -> list[float]:
     return cuts
 
 
-def last_chunk(transfers: Sequence[Transfer]) -> LinkEstimate | None:
-    """KVFetcher's estimate (section 3.3.2): what the last chunk saw. None before the first."""
-    return LinkEstimate(transfers[-1].goodput_bps, 0.0) if transfers else None
+def last_chunk(transfers: Sequence[Transfer]) -> float | None:
+    """KVFetcher's estimate (section 3.3.2), bits per second: what the last chunk saw. None before the first."""
+    return transfers[-1].goodput_bps if transfers else None
 
 
-def robust(transfers: Sequence[Transfer], prior: LinkEstimate = UNKNOWN_LINK) -> LinkEstimate:
-    """A weighted median of recent goodputs, newer ones weighing more, with the spread around it.
+def robust(transfers: Sequence[Transfer], prior: LinkOutlook = UNKNOWN_LINK) -> LinkOutlook:
+    """Median, spread and persistence of recent goodputs, newer ones weighing more.
 
-    One stall or one burst does not move a median, but widens the spread. A link that changed for good shows in two
+    A stall or a burst of one transfer counts only as far as the others vary. A link that changed for good shows in two
     transfers in a row that lie far off on the same side of all before them: those before are then forgotten. Before
     the first transfer it is ``prior``. Transfers over several connections count ``together``.
     """
     if not transfers:
         return prior
     logs = [math.log(t.goodput_bps) for t in together(transfers)[-_WINDOW:]]
-    if _jumped(logs):
-        logs = logs[-2:]
+    logs = logs[-2:] if _jumped(logs) else _clipped(logs)
     weights = [_DECAY**age for age in reversed(range(len(logs)))]
-    middle = _weighted_median(logs, weights)
-    spread = _MAD_TO_SIGMA * _weighted_median([abs(x - middle) for x in logs], weights)
-    seen = sum(weights) - 1  # one transfer shows no spread
-    variance = (seen * spread**2 + _PRIOR_WEIGHT * _PRIOR_LOG_SIGMA**2) / (seen + _PRIOR_WEIGHT)
-    return LinkEstimate(math.exp(middle), max(_LEAST_LOG_SIGMA, math.sqrt(variance)))
+    total = sum(weights)
+    middle = sum(w * x for w, x in zip(weights, logs, strict=True)) / total
+    offsets = [x - middle for x in logs]
+    # One transfer shows no spread.
+    seen = sum(w * x**2 for w, x in zip(weights, offsets, strict=True))
+    variance = (seen + _PRIOR_WEIGHT * _PRIOR_LOG_SIGMA**2) / (total - 1 + _PRIOR_WEIGHT)
+    products = sum(a * b for a, b in pairwise(offsets)) + _PRIOR_WEIGHT * _PRIOR_PERSISTENCE * variance
+    persistence = products / (sum(x**2 for x in offsets[:-1]) + _PRIOR_WEIGHT * variance)
+    persistence = min(_MOST_PERSISTENCE, max(0.0, persistence))
+    sigma = math.sqrt(variance)
+    # Of the mean of so many that resemble their neighbours.
+    middle_sigma = sigma * math.sqrt((1 + persistence) / (1 - persistence) / total)
+    return LinkOutlook(
+        math.exp(middle), min(middle_sigma, UNKNOWN_LINK.median_log_sigma), sigma, persistence, offsets[-1]
+    )
+
+
+def _clipped(logs: Sequence[float]) -> list[float]:
+    """With those that lie far off, and their neighbours do not, brought back to where far begins."""
+    if len(logs) < 3:
+        return list(logs)
+    middle, far = _middle_and_far(logs)
+    least, most = middle - far, middle + far
+    clipped = []
+    for i, x in enumerate(logs):
+        neighbours = (*logs[max(0, i - 1) : i], *logs[i + 1 : i + 2])
+        low, high = min(neighbours) < least, max(neighbours) > most
+        clipped.append(max(x, least) if x < least and not low else min(x, most) if x > most and not high else x)
+    return clipped
 
 
 def _jumped(logs: Sequence[float]) -> bool:
@@ -120,20 +178,12 @@ def _jumped(logs: Sequence[float]) -> bool:
     before, newest = logs[:-2], logs[-2:]
     if not before:
         return False
-    middle = _weighted_median(before, [1.0] * len(before))
-    spread = _MAD_TO_SIGMA * _weighted_median([abs(x - middle) for x in before], [1.0] * len(before))
-    far = _JUMP_SIGMAS * max(spread, _LEAST_LOG_SIGMA)
+    middle, far = _middle_and_far(before)
     return min(newest) > middle + far or max(newest) < middle - far
 
 
-def _weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
-    """The mean of the two middle values where the weights halve between them."""
-    pairs = sorted(zip(values, weights, strict=True))
-    half, below = sum(weights) / 2, 0.0
-    for i, (value, weight) in enumerate(pairs):
-        below += weight
-        if math.isclose(below, half, rel_tol=1e-9) and i + 1 < len(pairs):
-            return (value + pairs[i + 1][0]) / 2
-        if below > half:
-            return value
-    raise AssertionError("weights are positive")
+def _middle_and_far(values: Sequence[float]) -> tuple[float, float]:
+    """Their median, and how far from it none of them is expected."""
+    middle = statistics.median(values)
+    spread = _MAD_TO_SIGMA * statistics.median(abs(x - middle) for x in values)
+    return middle, _FAR_SIGMAS * max(spread, _LEAST_LOG_SIGMA)

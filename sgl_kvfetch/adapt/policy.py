@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sgl_kvfetch.adapt.estimate import UNKNOWN_LINK, LinkEstimate, Transfer, last_chunk, robust
+from sgl_kvfetch.adapt.estimate import Transfer, last_chunk, robust
 from sgl_kvfetch.adapt.pipeline import Pipeline, PoolState
 from sgl_kvfetch.adapt.profile import DecodeProfile
 
@@ -72,13 +72,13 @@ class MinimalBubble:
     name: str = "algorithm1"
 
     def choose(self, situation: Situation) -> int:
-        estimate = last_chunk(situation.transfers)
-        if estimate is None:
+        goodput_bps = last_chunk(situation.transfers)
+        if goodput_bps is None:
             return max(situation.available)
         load = min(situation.pool.num_busy + 1, len(situation.pool.sessions))
 
         def bubble_s(variant: int) -> float:
-            transmit_s = situation.sizes_bytes[variant] * 8 / estimate.median_bps
+            transmit_s = situation.sizes_bytes[variant] * 8 / goodput_bps
             decode_s = situation.profile.decode_time_s(variant, load) * situation.work
             if situation.previous is not None and variant != situation.previous:
                 decode_s += situation.profile.variants[variant].switch_s
@@ -87,55 +87,60 @@ class MinimalBubble:
         return min(situation.available, key=lambda v: (bubble_s(v), -v))
 
 
-# Gauss-Hermite nodes and weights: they integrate polynomials up to degree 5 against a normal distribution exactly.
-_NODES = ((-(3**0.5), 1 / 6), (0.0, 2 / 3), (3**0.5, 1 / 6))
 _TIE = 1e-9
+
+
+class Outlook(Protocol):
+    def paths(self, num_chunks: int) -> Sequence[Sequence[float]]:
+        """Bits per second while each of the next chunks is on the link: courses that it may take, equally likely."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookAhead:
-    """Ours: the variant from which the whole fetch ends soonest, in the mean over what the link may do.
+    """Ours: the variant from which the whole fetch ends soonest, in the mean over the courses that the link may take.
 
     Each variant is tried for the next chunk, and after it each for all that follow, through a model of link and pool
-    that knows what the decoders have before them; the best continuation counts. Since every chunk is decided anew,
-    what comes out is not confined to such plans. Of variants that end at the same time the smallest: it leaves more
-    of the link to others.
+    that knows what the decoders have before them; the continuation that is best in the mean counts. Since every chunk
+    is decided anew, what comes out is not confined to such plans. Of variants that end at the same time the smallest:
+    it leaves more of the link to others.
 
-    ``prior``: what the link is taken for before its first transfer. ``horizon``: chunks to look ahead, after which a
-    fetch is taken to end; time goes with it.
+    ``outlook``: what the link is expected to do after these transfers. ``horizon``: chunks to look ahead, at most 64,
+    after which a fetch is taken to end; time goes with it.
     """
 
     name: str = "ours"
-    prior: LinkEstimate = UNKNOWN_LINK
+    outlook: Callable[[Sequence[Transfer]], Outlook] = robust
     horizon: int = 32
 
     def choose(self, situation: Situation) -> int:
         if len(situation.available) == 1:
             return situation.available[0]
-        estimate = robust(situation.transfers, self.prior)
+        paths = self.outlook(situation.transfers).paths(min(situation.remaining, self.horizon))
         now = Pipeline.from_state(situation.profile, situation.pool, work=situation.work)
-        scores = dict.fromkeys(situation.available, 0.0)
-        for sigmas, weight in _NODES:
-            transmit_s = [size * 8 / estimate.at(sigmas) for size in situation.sizes_bytes]
-            for variant in scores:
-                scores[variant] += weight * self._finish_s(now, variant, transmit_s, situation)
+        scores = {variant: self._finish_s(now, variant, paths, situation) for variant in situation.available}
         best = min(scores.values())
         soonest = [v for v, score in scores.items() if score <= best * (1 + _TIE)]
         return min(soonest, key=lambda v: (situation.sizes_bytes[v], v))
 
-    def _finish_s(self, now: Pipeline, variant: int, transmit_s: Sequence[float], situation: Situation) -> float:
-        """When the fetch ends that goes on with this variant, and after it with whichever is best."""
-        after = now.copy()
-        after.deliver_at(transmit_s[variant], variant, -1)
-        following = min(situation.remaining, self.horizon) - 1
-        if not following:
-            return after.drained_s()
-        return min(_finish_s(after, v, following, transmit_s[v], transmit_s[variant]) for v in situation.available)
+    def _finish_s(self, now: Pipeline, variant: int, paths: Sequence[Sequence[float]], situation: Situation) -> float:
+        """When the fetch ends that goes on with this variant, and after it with whichever is best: the sum over the
+        paths, each of which is the link's bits per second, by chunk."""
+        sizes = situation.sizes_bytes
+        sums = dict.fromkeys(situation.available, 0.0)
+        for first_bps, *rest_bps in paths:
+            after, link_free_s = now.copy(), sizes[variant] * 8 / first_bps
+            after.deliver_at(link_free_s, variant, -1)
+            for following in sums:
+                sums[following] += _finish_s(after, following, sizes[following], rest_bps, link_free_s)
+        return min(sums.values())
 
 
-def _finish_s(pipeline: Pipeline, variant: int, count: int, transmit_s: float, link_free_s: float) -> float:
+def _finish_s(
+    pipeline: Pipeline, variant: int, size_bytes: int, bandwidth_bps: Sequence[float], link_free_s: float
+) -> float:
     """When the last of these chunks is decoded, if they are transmitted one after the other from ``link_free_s`` on."""
     rollout = pipeline.copy()
-    for i in range(1, count + 1):
-        rollout.deliver_at(link_free_s + i * transmit_s, variant, -1)
+    for bps in bandwidth_bps:
+        link_free_s += size_bytes * 8 / bps
+        rollout.deliver_at(link_free_s, variant, -1)
     return rollout.drained_s()

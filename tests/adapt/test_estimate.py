@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import statistics
 
@@ -10,7 +11,7 @@ import pytest
 
 from sgl_kvfetch.adapt.estimate import (
     UNKNOWN_LINK,
-    LinkEstimate,
+    LinkOutlook,
     Transfer,
     last_chunk,
     robust,
@@ -26,12 +27,12 @@ def transfers(*gbps: float) -> list[Transfer]:
 def test_nothing_is_known_before_the_first_transfer() -> None:
     assert last_chunk([]) is None
     assert robust([]) == UNKNOWN_LINK
-    prior = LinkEstimate(1e9, 0.1)
+    prior = LinkOutlook(1e9, 0.1)
     assert robust([], prior) is prior
 
 
 def test_the_papers_estimate_is_the_last_chunk() -> None:
-    assert last_chunk(transfers(6, 3, 4)) == LinkEstimate(4e9, 0.0)
+    assert last_chunk(transfers(6, 3, 4)) == 4e9
 
 
 @pytest.mark.parametrize("odd", [0.01, 400.0])
@@ -39,7 +40,7 @@ def test_one_stall_or_burst_does_not_move_it_much(odd: float) -> None:
     calm = robust(transfers(5, 5.1, 4.9, 5, 5.2))
     shaken = robust(transfers(5, 5.1, 4.9, 5, 5.2, odd))
     assert shaken.median_bps == pytest.approx(calm.median_bps, rel=0.05)
-    assert last_chunk(transfers(5, odd)).median_bps == pytest.approx(odd * 1e9)  # the baseline goes all the way
+    assert last_chunk(transfers(5, odd)) == pytest.approx(odd * 1e9)  # the baseline goes all the way
 
 
 @pytest.mark.parametrize("new", [1.0, 30.0])
@@ -64,7 +65,7 @@ def test_it_is_nearer_than_the_last_chunk_on_a_noisy_link() -> None:
     for _ in range(200):
         seen = transfers(*[5.0 * 1.5 ** rng.gauss(0, 1) for _ in range(8)])
         errors["robust"].append(abs(robust(seen).median_bps - 5e9))
-        errors["last"].append(abs(last_chunk(seen).median_bps - 5e9))
+        errors["last"].append(abs(last_chunk(seen) - 5e9))
     assert statistics.fmean(errors["robust"]) < 0.6 * statistics.fmean(errors["last"])
 
 
@@ -88,15 +89,33 @@ def test_one_connection_is_left_as_it_is() -> None:
     assert together([]) == []
 
 
-def test_fetches_share() -> None:
-    assert LinkEstimate(8e9, 0.2).shared(4) == LinkEstimate(2e9, 0.2)
+def test_a_link_that_varies_by_itself_is_told_from_one_that_wanders() -> None:
+    rng = random.Random(3)
+    independent = robust(transfers(*[5.0 * 2 ** rng.gauss(0, 1) for _ in range(16)]))
+    wandering = robust(transfers(*[5.0 * 1.2**i for i in (0, 1, 2, 3, 4, 5, 4, 3, 2, 1, 0, -1, -2, -1, 0, 1)]))
+    assert independent.persistence < 0.5 < wandering.persistence
 
 
-def test_quantiles() -> None:
-    estimate = LinkEstimate(8e9, 0.5)
-    assert estimate.at(0) == 8e9
-    assert estimate.at(1) == pytest.approx(8e9 * 1.6487, rel=1e-3)
-    assert estimate.at(-1) * estimate.at(1) == pytest.approx(64e18)
+def test_paths_go_from_where_the_link_is_to_its_median() -> None:
+    outlook = LinkOutlook(8e9, 0.0, log_sigma=0.0, persistence=0.5, offset=math.log(4))
+    for path in outlook.paths(6):
+        assert path == pytest.approx([8e9 * 4**0.5 ** (i + 1) for i in range(6)])
+
+
+def test_paths_spread_as_they_are_told() -> None:
+    paths = LinkOutlook(8e9, 0.0, log_sigma=0.3, persistence=0.7).paths(64)
+    logs = [math.log(bps / 8e9) for path in paths for bps in path]
+    assert statistics.fmean(logs) == pytest.approx(0, abs=1e-9)
+    assert statistics.pstdev(logs) == pytest.approx(0.3, rel=0.2)
+    levels = [path[-1] for path in LinkOutlook(8e9, 0.4).paths(5)]  # the median is all that is not known
+    assert statistics.pstdev(map(math.log, levels)) == pytest.approx(0.4, rel=0.4)
+    assert all(len(set(path)) == 1 for path in LinkOutlook(8e9, 0.4).paths(5))
+
+
+def test_paths_are_always_the_same() -> None:
+    outlook = robust(transfers(5, 9, 3, 4))
+    assert outlook.paths(9) == outlook.paths(9)
+    assert [path[:4] for path in outlook.paths(9)] == outlook.paths(4)
 
 
 def test_transfers_that_share_a_link_and_end_almost_together() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from sgl_kvfetch.adapt import oracle
-from sgl_kvfetch.adapt.estimate import LinkEstimate
+from sgl_kvfetch.adapt.estimate import LinkOutlook, robust
 from sgl_kvfetch.adapt.oracle import best_plan
 from sgl_kvfetch.adapt.policy import Fixed, LookAhead, MinimalBubble, Situation
 from sgl_kvfetch.adapt.published import PUBLISHED
@@ -168,7 +169,7 @@ def test_on_a_link_that_is_known_ours_is_as_good_as_the_best_fixed_one(device: s
     for gbps, chunks in itertools.product((2.0, 10.0, 20.0, 40.0), (3, 10, 25)):
         case = Scenario("steady", profile, (gbps * 1e9,), ((0.0, chunks),), profile.num_sessions)
         best_s = min(simulate(case, policy).end_s for policy in FIXED)
-        known = LookAhead(prior=LinkEstimate(gbps * 1e9, 0.1))
+        known = LookAhead(outlook=partial(robust, prior=LinkOutlook(gbps * 1e9, 0.1)))
         assert simulate(case, known).end_s <= best_s * 1.01
 
 

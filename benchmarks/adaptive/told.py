@@ -1,0 +1,104 @@
+"""How much of what is missed could not have been known.
+
+    python -m benchmarks.adaptive.told [--random 1000] [--seed 0]
+
+*Never more than 2% over the best fixed variant* is judged afterwards, by one who knows the trace. Here ours is compared
+with a policy that is told what no fetcher is: the level of the link, and the very law that the trace is drawn from.
+What is to come it does not know either. It looks ahead as ours does, over courses that this law gives: a new run of
+jumps, which may have begun long ago, goes on at the present bandwidth for as long as is left of it on average.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from benchmarks.adaptive.scenarios import GBPS, KINDS, RandomTrace, draw_traces
+from sgl_kvfetch.adapt.estimate import Transfer
+from sgl_kvfetch.adapt.policy import Fixed, LookAhead, Policy
+from sgl_kvfetch.adapt.published import PUBLISHED
+from sgl_kvfetch.adapt.simulator import simulate
+
+_NUM_PATHS = 16
+_OVER = 1.02
+
+
+@dataclass(frozen=True)
+class _Law:
+    """What a link that is drawn in one way will do, given what it did. Implements ``policy.Outlook``."""
+
+    kind: str
+    level_gbps: float
+    seen: Sequence[Transfer]
+
+    def paths(self, num_chunks: int) -> list[list[float]]:
+        rng = random.Random(len(self.seen))
+        factors = [self._factors(rng, num_chunks) for _ in range(_NUM_PATHS)]
+        return [[self.level_gbps * GBPS * factor for factor in path] for path in factors]
+
+    def _factors(self, rng: random.Random, count: int) -> list[float]:
+        if not self.seen or self.kind in ("steady", "independent"):
+            return KINDS[self.kind](rng, count)
+        now = self.seen[-1].goodput_bps / GBPS / self.level_gbps
+        if self.kind == "walk":
+            return _walk_from(now, rng, count)
+        return ([now] * rng.randint(0, 6) + KINDS[self.kind](rng, count))[:count]
+
+
+def _walk_from(now: float, rng: random.Random, count: int) -> list[float]:
+    """As ``scenarios`` draws a walk."""
+    steps = itertools.accumulate(range(count), lambda log, _: 0.9 * log + rng.gauss(0, 0.2), initial=math.log(now))
+    return [math.exp(log) for log in steps][1:]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--random", type=int, default=1000, metavar="N", help="traces (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    args = parser.parse_args(argv)
+    traces = draw_traces(list(PUBLISHED.values()), args.random, args.seed, None)
+    ratios: dict[str, list[tuple[float, float]]] = {kind: [] for kind in sorted(KINDS)}
+    for trace in tqdm(traces, unit="trace", disable=not sys.stderr.isatty()):
+        ratios[trace.kind].append((_to_best_fixed(trace, LookAhead()), _to_best_fixed(trace, _told(trace))))
+    Console(highlight=False).print(_table(ratios))
+    return 0
+
+
+def _told(trace: RandomTrace) -> LookAhead:
+    return LookAhead(name="told", outlook=partial(_Law, trace.kind, trace.level_gbps))
+
+
+def _to_best_fixed(trace: RandomTrace, policy: Policy) -> float:
+    scenario = trace.scenario
+    fixed = (simulate(scenario, Fixed(i, v.name)).end_s for i, v in enumerate(scenario.profile.variants))
+    return simulate(scenario, policy).end_s / min(fixed)
+
+
+def _table(ratios: dict[str, list[tuple[float, float]]]) -> Table:
+    table = Table(title="time against the best fixed variant of each trace")
+    for column in ("link", "traces", "ours, mean", "told, mean", "ours, over 1.02", "told, over 1.02"):
+        table.add_column(column, justify="left" if column == "link" else "right")
+    for kind, pairs in {**ratios, "all": list(itertools.chain.from_iterable(ratios.values()))}.items():
+        ours, told = zip(*pairs, strict=True) if pairs else ((math.nan,), (math.nan,))
+        table.add_row(
+            kind,
+            str(len(pairs)),
+            *(f"{statistics.fmean(values):.4f}" for values in (ours, told)),
+            *(str(sum(value > _OVER for value in values)) for values in (ours, told)),
+        )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())
