@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from sgl_kvfetch.codecs import CodecName
+from sgl_kvfetch.codecs import CodecName, EncoderName
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.quant.registry import QuantiserName
 from sgl_kvfetch.quant.symmetric import MAX_BINS, MIN_BINS
@@ -71,6 +71,11 @@ class KVFetchConfig(BaseModel):
     )
     cachegen_v_bins: Bins | None = Field(None, min_length=1, description="the same for V")
     codec: CodecName = Field("hevc", description="how integers become bytes when this server writes")
+    encoder: EncoderName = Field(
+        "auto",
+        description="what encodes hevc and hevc420: auto is NVENC where the GPU has one, the CPU elsewhere; "
+        "with nvenc there is no start without it",
+    )
     resolution: Literal["240p", "480p", "640p", "1080p"] = Field("240p", description="size of the pictures")
     max_segment_tokens: int = Field(
         8192, ge=1, le=1 << 20, description="longest segment; rounded down to a power of two in pages"
@@ -144,10 +149,12 @@ class KVFetchConfig(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _keys_fit_the_quantiser(self) -> Self:
+    def _keys_fit_each_other(self) -> Self:
         name = self.quantiser_name
         if name != "cachegen" and (self.cachegen_k_bins or self.cachegen_v_bins):
             raise ValueError(f"cachegen_k_bins and cachegen_v_bins need quantiser = 'cachegen', not {name!r}")
+        if self.encoder == "nvenc" and self.codec not in ("hevc", "hevc420"):
+            raise ValueError(f"encoder = 'nvenc' needs codec = 'hevc' or 'hevc420', not {self.codec!r}")
         if "variant_policy" in self.model_fields_set and self.decode_profile is None:
             raise ValueError("variant_policy needs decode_profile: run kvfetch profile, and set it to the file")
         if name == "klt" and self.profile is None:

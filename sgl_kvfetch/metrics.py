@@ -34,6 +34,8 @@ STAGE_SECONDS = Histogram(
 )
 WRITTEN_PAGES = Counter("sgl_kvfetch_written_pages", "Pages handed over for writing", ["result"])
 # stored, known (the store had them), dropped_full, dropped_invalid, dropped_error
+NVENC_BITSTREAMS = Counter("sgl_kvfetch_nvenc_bitstreams", "Bitstreams that NVENC was to make", ["result"])
+# encoded, fallback (on the CPU instead); of them checked (decoded again), wrong (other values came out)
 MERGES = Counter("sgl_kvfetch_merges", "Pairs of segments merged into one of twice the length")
 QUEUED_BYTES = Gauge(
     "sgl_kvfetch_queued_bytes",

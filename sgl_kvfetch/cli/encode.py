@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+from enum import StrEnum
 from typing import Annotated
 
 import typer
 
 from sgl_kvfetch.cli.options import JsonOption, TokenFileOption, TokenOption, read_token
+
+
+class EncoderChoice(StrEnum):
+    """As EncoderName in sgl_kvfetch.codecs, which imports torch."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    NVENC = "nvenc"
 
 
 def encode(
@@ -29,6 +38,10 @@ def encode(
     namespace: Annotated[
         str, typer.Option(metavar="PREFIX", help="Only objects whose names begin so: a namespace, or a part of one.")
     ] = "",
+    encoder: Annotated[
+        EncoderChoice,
+        typer.Option(help="What makes HEVC: auto is NVENC where this machine's GPU has one, the CPU elsewhere."),
+    ] = EncoderChoice.AUTO,
     workers: Annotated[
         int,
         typer.Option(
@@ -55,9 +68,10 @@ def encode(
 ) -> None:
     """Code what servers wrote in a fast codec again, as video, at one or more resolutions.
 
-    Runs on any machine, beside servers and other encoders; needs neither the model nor its profile. Codes on the CPU
-    (libx265), also where there is an NVENC. A segment's new data are put, read back and decoded before its manifest
-    is replaced, and the old data are deleted only after that: it may be killed at any time, and goes on from there.
+    Runs on any machine, beside servers and other encoders; needs neither the model nor its profile. HEVC is coded on
+    the CPU (libx265), or on NVENC: consumer and L4, L20 or L40S GPUs have one; H100, H200 and A100 have none. A
+    segment's new data are put, read back and decoded (on the CPU) before its manifest is replaced, and the old data are
+    deleted only after that: it may be killed at any time, and goes on from there.
     What is in the wanted variants already is left alone. For the grace period a segment takes room twice: a store that
     is nearly full evicts others for it.
 
@@ -79,6 +93,7 @@ def encode(
         resolutions=resolutions.split(","),
         keep_source=keep_source,
         namespace=namespace,
+        encoder=encoder.value,
         workers=workers,
         grace_s=grace_s,
         poll_interval_s=poll_interval_s,

@@ -21,12 +21,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from sgl_kvfetch.cli.options import make_console
 from sgl_kvfetch.cli.units import format_ratio, format_size, printable
+from sgl_kvfetch.codecs import EncoderName
+from sgl_kvfetch.codecs.nvenc import open_encoders
 from sgl_kvfetch.encode.encoder import EncodeOptions, Encoder, Step, Tally
 from sgl_kvfetch.encode.targets import make_targets
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpOptions
 from sgl_kvfetch.stores.open import open_store
+
+logger = logging.getLogger(__name__)
 
 _LINE_EVERY_S = 10.0  # where there is no terminal
 _MAX_OBJECT_BYTES = 4 << 30  # what ``kvfetch serve`` takes if not told otherwise
@@ -42,6 +46,7 @@ class Request:
     resolutions: list[str]
     keep_source: bool
     namespace: str
+    encoder: EncoderName
     workers: int
     grace_s: float
     poll_interval_s: float
@@ -58,10 +63,18 @@ async def run(request: Request) -> bool:
         grace_s=request.grace_s,
         workers=request.workers,
     )
+    encoders, about = open_encoders(request.encoder, request.codecs, request.workers)
     store = _open(request)
     with _reporter(request) as reporter:
+        if about:
+            logger.info(about)
         encoder = Encoder(
-            store, options, on_step=reporter.step, on_total=reporter.total, on_segment=reporter.segment_done
+            store,
+            options,
+            encoders=encoders,
+            on_step=reporter.step,
+            on_total=reporter.total,
+            on_segment=reporter.segment_done,
         )
         reporter.tally = encoder.tally
         working = asyncio.ensure_future(encoder.watch(request.poll_interval_s) if request.watch else encoder.run_once())

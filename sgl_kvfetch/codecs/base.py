@@ -41,3 +41,16 @@ class FrameDecoder(ABC):
     @abstractmethod
     def decode(self, bitstream: bytes | memoryview, num_frames: int, height: int, width: int) -> DecodedFrames:
         """Raises CorruptError if the bitstream does not decode to exactly so many frames of this size."""
+
+
+class FrameEncoder(ABC):
+    """Makes a codec's bitstreams elsewhere than on the CPU, for every decoder of that codec to read. From any
+    thread."""
+
+    @abstractmethod
+    def encode(self, frames: torch.Tensor) -> bytes:
+        """``frames``: uint8, ``(frames, 3, height, width)``."""
+
+    @abstractmethod
+    def distrust(self, reason: str) -> None:
+        """A bitstream of this encoder decoded to something else: encode on the CPU from now on."""

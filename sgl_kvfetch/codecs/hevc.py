@@ -51,7 +51,7 @@ class HevcCodec(Codec):
     planes_a_picture = 3
 
     def encode(self, frames: torch.Tensor) -> bytes:
-        pictures = self._to_pictures(frames.contiguous().cpu().numpy())
+        pictures = self.to_pictures(frames.contiguous().cpu().numpy())
         encoder = av.CodecContext.create("libx265", "w")
         assert isinstance(encoder, av.VideoCodecContext)
         encoder.width, encoder.height = frames.shape[3], frames.shape[2]
@@ -132,7 +132,9 @@ class HevcCodec(Codec):
         """How many access units, from the first on, hold frames ``[0, end_frame)`` of ``num_frames``."""
         return end_frame
 
-    def _to_pictures(self, frames: np.ndarray) -> list[np.ndarray]:
+    def to_pictures(self, frames: np.ndarray) -> list[np.ndarray]:
+        """From ``(frames, 3, height, width)``: a picture an access unit, its planes one below the other, chroma of
+        4:2:0 in half as many rows."""
         return list(frames)
 
     def _from_picture(self, picture: av.VideoFrame, index: int, out: np.ndarray) -> None:
@@ -151,7 +153,7 @@ class Hevc420Codec(HevcCodec):
     def num_access_units(self, num_frames: int, end_frame: int) -> int:
         return 2 * num_frames + end_frame  # the last layer's luma comes after all of the others'
 
-    def _to_pictures(self, frames: np.ndarray) -> list[np.ndarray]:
+    def to_pictures(self, frames: np.ndarray) -> list[np.ndarray]:
         num_frames, _, height, width = frames.shape
         chroma = np.full((height // 2, width), FILL, np.uint8)
         lumas = frames.swapaxes(0, 1).reshape(3 * num_frames, height, width)

@@ -10,6 +10,7 @@ from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec
 from sgl_kvfetch.errors import FormatError
 
 CodecName = Literal["hevc", "hevc420", "zstd", "deflate"]
+EncoderName = Literal["auto", "cpu", "nvenc"]  # what makes HEVC
 
 CODECS: dict[str, Codec] = {c.name: c for c in (HevcCodec(), Hevc420Codec(), ZstdCodec(), DeflateCodec())}
 

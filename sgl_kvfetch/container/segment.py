@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from sgl_kvfetch.codecs import CODECS, get_codec
-from sgl_kvfetch.codecs.base import DecodedFrames, FrameDecoder
+from sgl_kvfetch.codecs.base import DecodedFrames, FrameDecoder, FrameEncoder
 from sgl_kvfetch.codecs.entropy import ZstdCodec
 from sgl_kvfetch.container.manifest import Cell, Chunk, Manifest, Variant, namespace_geometry
 from sgl_kvfetch.errors import CorruptError, FormatError
@@ -36,13 +36,15 @@ NOISE_BITS = 7.9
 
 @dataclass(frozen=True, slots=True)
 class SegmentSpec:
-    """How a writer codes the segments of one namespace."""
+    """How a writer codes the segments of one namespace. ``encoders``: of codecs that are encoded elsewhere than on the
+    CPU."""
 
     namespace: Namespace
     quantiser: Quantiser
     codec: str
     resolution: str
     span_pages: int
+    encoders: Mapping[str, FrameEncoder] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         get_codec(self.codec)
@@ -134,7 +136,7 @@ def encode_cells(
     )
 
     def encode(cell: Cell) -> list[tuple[Chunk, bytes]]:
-        return encode_cell(quantised(manifest, cell), layouts[cell.tensor], spec.codec)
+        return encode_cell(quantised(manifest, cell), layouts[cell.tensor], spec.codec, spec.encoders)
 
     run: Callable[..., Iterable[list[tuple[Chunk, bytes]]]] = executor.map if executor else map
     coded = [chunk for cell in run(encode, manifest.cells()) for chunk in cell]
@@ -152,8 +154,10 @@ def make_variant(
     return Variant(digest, layouts["k"], layouts["v"], chunks, codec, resolution), data
 
 
-def encode_cell(quantised: Quantised, layout: FrameLayout, codec: str) -> list[tuple[Chunk, bytes]]:
-    """A cell's chunks: the scales, if there are any, then the planes."""
+def encode_cell(
+    quantised: Quantised, layout: FrameLayout, codec: str, encoders: Mapping[str, FrameEncoder] | None = None
+) -> list[tuple[Chunk, bytes]]:
+    """A cell's chunks: the scales, if there are any, then the planes. ``encoders``: as in `SegmentSpec`."""
     chunks = []
     if quantised.scales is not None:
         raw = scales_to_bytes(quantised.scales)
@@ -161,7 +165,8 @@ def encode_cell(quantised: Quantised, layout: FrameLayout, codec: str) -> list[t
     for integers in quantised.integers:
         raw = integers.cpu().numpy().tobytes()
         plane_codec = FALLBACK_CODEC if _entropy_bits(raw) > NOISE_BITS else codec
-        bitstream = get_codec(plane_codec).encode(layout.to_frames(integers))
+        encoder = (encoders or {}).get(plane_codec) or get_codec(plane_codec)
+        bitstream = encoder.encode(layout.to_frames(integers))
         chunks.append(_chunk(plane_codec, bitstream, raw))
     return chunks
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,12 +18,14 @@ from typing import Literal, TypeVar
 
 import msgspec
 import torch
+import xxhash
 
+from sgl_kvfetch.codecs.base import FrameEncoder
 from sgl_kvfetch.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.encode.garbage import Garbage
 from sgl_kvfetch.encode.targets import Target, find_variant, is_done, with_variants
 from sgl_kvfetch.encode.transcode import cheapest_variant, require_same_content, transcode, verify_variant
-from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError, StoreErrorReason
+from sgl_kvfetch.errors import CorruptError, EncodeError, FormatError, KVFetchError, StoreError, StoreErrorReason
 from sgl_kvfetch.stores.base import ObjectInfo, Store, object_digest
 from sgl_kvfetch.stores.listing import StoredSegment, list_segments
 
@@ -95,7 +97,8 @@ class Encoder:
     """Encodes the segments of one store. Belongs to one event loop.
 
     ``on_step`` is told what is about to be done to which object, ``on_total`` how many segments and raw bytes a round
-    has to encode, ``on_segment`` of each that is through, encoded or not.
+    has to encode, ``on_segment`` of each that is through, encoded or not. ``encoders``: of codecs that are encoded
+    elsewhere than on the CPU.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Encoder:
         store: Store,
         options: EncodeOptions,
         *,
+        encoders: Mapping[str, FrameEncoder] | None = None,
         on_step: Callable[[Step, str], None] = lambda step, name: None,
         on_total: Callable[[int, int], None] = lambda segments, raw_bytes: None,
         on_segment: Callable[[int], None] = lambda raw_bytes: None,
@@ -111,6 +115,7 @@ class Encoder:
         self.garbage = Garbage(store, options.grace_s)
         self._store = store
         self._options = options
+        self._encoders = encoders or {}
         self._on_step = on_step
         self._on_total = on_total
         self._on_segment = on_segment
@@ -251,7 +256,7 @@ class Encoder:
             manifest, variants=with_variants(manifest, options.targets, made, options.keep_source)
         )
         try:
-            await self._check(whole)
+            await self._check(whole, made)
             new = whole.encode()
             self._on_step("replace", name)
             if not await self._store.replace(name, new, object_digest(content)):
@@ -279,15 +284,18 @@ class Encoder:
         if data is None:
             raise StoreError("missing", f"{manifest.data_name(variant)} is gone")
         self._on_step("encode", name)
-        coded = await self._run(partial(transcode, manifest, data, missing, source, before_cell=self._before_cell))
+        coded = await self._run(
+            partial(transcode, manifest, data, missing, source, before_cell=self._before_cell, encoders=self._encoders)
+        )
         for data_name, new in coded.data_objects():
             self._on_step("put", data_name)
             # Even if it is there: that makes it young, so that nobody takes it for garbage before it is named.
             await self._store.put(data_name, new)
         return coded.manifest
 
-    async def _check(self, whole: Manifest) -> None:
-        """Read the wanted variants back and decode all of them: others may be deleted once these are the segment."""
+    async def _check(self, whole: Manifest, made: Manifest | None) -> None:
+        """Read the wanted variants back and decode all of them: others may be deleted once these are the segment.
+        Raises EncodeError if it is to be tried again, on the CPU."""
         checked: set[str] = set()
         for index, variant in enumerate(whole.variants[: len(self._options.targets)]):
             name = whole.data_name(variant)
@@ -298,7 +306,16 @@ class Encoder:
             data = await self._store.get(name, 0, whole.data_bytes(variant))
             if data is None:
                 raise StoreError("missing", f"{name} is gone")
-            await self._run(partial(verify_variant, whole, index, data, before_cell=self._before_cell))
+            try:
+                await self._run(partial(verify_variant, whole, index, data, before_cell=self._before_cell))
+            except CorruptError as e:
+                is_ours = made is not None and variant in made.variants
+                is_what_was_put = xxhash.xxh3_128_hexdigest(data) == variant.data_digest
+                if not (self._encoders and is_ours and is_what_was_put):
+                    raise
+                for encoder in self._encoders.values():
+                    encoder.distrust(f"{name}: {e}")
+                raise EncodeError(f"{name} decodes to something else: {e}") from e
         require_same_content(whole)
 
     async def _run(self, compute: Callable[[], T]) -> T:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from sgl_kvfetch.codecs import CODECS
+from sgl_kvfetch.codecs.base import FrameEncoder
 from sgl_kvfetch.container.manifest import Chunk, Manifest, Variant
 from sgl_kvfetch.container.segment import CodedSegment, SegmentReader, encode_cell, make_variant
 from sgl_kvfetch.encode.targets import Target
@@ -44,11 +45,13 @@ def transcode(
     source: int = 0,
     *,
     before_cell: Callable[[], None] = lambda: None,
+    encoders: Mapping[str, FrameEncoder] | None = None,
 ) -> CodedSegment:
     """The same segment with ``targets`` as its variants, coded from ``data``, the data object of variant ``source``.
 
     Needs no profile. Every checksum of the source is verified; those of what is decoded are the same in all variants.
-    Holds the coded bytes and one cell. ``before_cell`` may raise, to give up. Raises CorruptError, FormatError.
+    Holds the coded bytes and one cell. ``before_cell`` may raise, to give up. ``encoders``: of codecs that are encoded
+    elsewhere than on the CPU. Raises CorruptError, FormatError.
     """
     quantiser = quantiser_from_identity(manifest.namespace.quantiser)
     reader = SegmentReader(manifest, quantiser, source)
@@ -61,7 +64,7 @@ def transcode(
         before_cell()
         quantised = reader.decode_cell(cell, view[slice(*reader.cell_range(cell))])
         for way, (codec, layout) in ways.items():
-            coded[way] += encode_cell(quantised, layout[cell.tensor], codec)
+            coded[way] += encode_cell(quantised, layout[cell.tensor], codec, encoders)
     made = [
         make_variant(coded[_way(target, layout)], layout, target.codec, target.resolution)
         for target, layout in zip(targets, layouts, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,8 @@ from pathlib import Path
 from sgl_kvfetch import metrics
 from sgl_kvfetch.adapt.policy import LookAhead, MinimalBubble, Policy
 from sgl_kvfetch.adapt.profile import load_decode_profile
+from sgl_kvfetch.codecs import nvenc
+from sgl_kvfetch.codecs.base import FrameEncoder
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.container.segment import SegmentSpec
 from sgl_kvfetch.errors import KVFetchError, StoreError
@@ -28,7 +30,8 @@ from sgl_kvfetch.stores.open import open_replicas
 from sgl_kvfetch.stores.replicas import ReplicaOptions
 from sgl_kvfetch.write.writer import Writer
 
-_limited = LimitedLogger(logging.getLogger(__name__))
+logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logger)
 
 _RETIRE_S = 60.0  # at least so long merged halves stay, for readers that know no better
 _HORIZON = 8  # cells to look ahead: a choice takes the event loop a few milliseconds
@@ -53,11 +56,12 @@ def open_client(
     decode_pool: Executor,
     encode_pool: Executor,
     on_lookup_fault: Callable[[KVFetchError], None],
+    encoders: Mapping[str, FrameEncoder] | None = None,
     max_span_pages: int | None = None,
     decode_bytes: int | None = None,
 ) -> StoreClient:
-    """Call on the event loop. ``max_span_pages`` bounds what ``span_tokens`` asks for, ``decode_bytes`` what a fetch
-    may hold that is decoded. Raises ConfigError."""
+    """Call on the event loop. ``encoders``: what `open_encoders` found. ``max_span_pages`` bounds what ``span_tokens``
+    asks for, ``decode_bytes`` what a fetch may hold that is decoded. Raises ConfigError."""
     store = open_replicas(
         config.store,
         token=config.token,
@@ -73,7 +77,12 @@ def open_client(
     )
     span_pages = _power_of_two_pages(config.span_tokens, namespace.page_size)
     spec = SegmentSpec(
-        namespace, quantiser, config.codec, config.resolution, min(span_pages, max_span_pages or span_pages)
+        namespace,
+        quantiser,
+        config.codec,
+        config.resolution,
+        min(span_pages, max_span_pages or span_pages),
+        encoders or {},
     )
     fetcher = Fetcher(
         store,
@@ -99,6 +108,22 @@ def open_client(
             retire_s=max(_RETIRE_S, 2 * config.fetch_timeout_s) if config.merge else None,
         ),
     )
+
+
+def open_encoders(config: KVFetchConfig) -> Mapping[str, FrameEncoder]:
+    """What encodes for this config's writer elsewhere than on the CPU. Call on the scheduler's thread, whose GPU is the
+    rank's. Raises ConfigError."""
+    if not config.writes:
+        return {}
+    encoders, about = nvenc.open_encoders(
+        config.encoder,
+        (config.codec,),
+        config.codec_threads,
+        lambda event: metrics.NVENC_BITSTREAMS.labels(event).inc(),
+    )
+    if about:
+        logger.info("kvfetch: %s", about)
+    return encoders
 
 
 def count_fetch(result: FetchResult, timeout_s: float) -> None:

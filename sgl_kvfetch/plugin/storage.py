@@ -36,7 +36,7 @@ from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.keys import PAGE_HASH_BYTES
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.loop import LoopThread
-from sgl_kvfetch.plugin.client import count_fetch, count_miss, open_client
+from sgl_kvfetch.plugin.client import count_fetch, count_miss, open_client, open_encoders
 from sgl_kvfetch.plugin.host_pages import HostPages
 from sgl_kvfetch.plugin.namespace import engine_namespace
 from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
@@ -76,6 +76,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             "write": deque(maxlen=_MAX_STATS),
         }
 
+        self._encoders = open_encoders(config)
         self._decode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-decode")
         self._encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
         self._loop = LoopThread("kvfetch")
@@ -95,6 +96,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             decode_pool=self._decode_pool,
             encode_pool=self._encode_pool,
             on_lookup_fault=partial(count_miss, "lookup"),
+            encoders=self._encoders,
             max_span_pages=_BATCH_PAGES,  # a span longer than a fetch would be decoded by several
         )
         self._store, self._finder = client.store, client.finder

@@ -27,7 +27,7 @@ from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.loop import LoopThread
-from sgl_kvfetch.plugin.client import count_fetch, count_miss, open_client
+from sgl_kvfetch.plugin.client import count_fetch, count_miss, open_client, open_encoders
 from sgl_kvfetch.plugin.device.board import Ticket
 from sgl_kvfetch.plugin.device.choice import FetchCost, FetchOrRecompute
 from sgl_kvfetch.plugin.device.counts import DECISIONS
@@ -124,6 +124,7 @@ class DeviceBackend:
         self._closed = False
         self._choice = FetchOrRecompute()
         self.num_chosen = 0  # pages that lookups found, and that are to be fetched, since the start
+        self._encoders = open_encoders(config)
         self._decode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-decode")
         self._encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
         self._copy_pool = ThreadPoolExecutor(1, "kvfetch-copy")
@@ -146,6 +147,7 @@ class DeviceBackend:
             decode_pool=self._decode_pool,
             encode_pool=self._encode_pool,
             on_lookup_fault=partial(count_miss, "lookup"),
+            encoders=self._encoders,
             decode_bytes=_DECODE_BYTES,
         )
         self._store, self._finder = client.store, client.finder

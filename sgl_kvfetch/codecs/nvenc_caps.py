@@ -1,0 +1,154 @@
+"""What NVENC of the current GPU encodes, as the driver's library says.
+
+Not asked through PyNvVideoCodec 2.2.4: it asks about the first GPU whichever is meant, and where that has no NVENC, as
+H100, H200 and A100 have none, it leaves behind a CUDA context of its own, current on the calling thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+LIBRARY = "libnvidia-encode.so.1"
+_CUDA_LIBRARY = "libcuda.so.1"
+
+# Of the Video Codec SDK's nvEncodeAPI.h. 12.1 is the oldest interface that PyNvVideoCodec 2.2 works with; newer drivers
+# speak it too.
+_API_VERSION = 12 | 1 << 24
+_CUDA = 1  # kind of device
+_NO_ENCODER = (1, 2)  # no device that encodes, or not this one
+_HEVC_GUID = (0x790CDC88, 0x4522, 0x4D7B, (0x94, 0x25, 0xBD, 0xA9, 0x97, 0x5F, 0x76, 0x03))
+_WIDTH_MAX, _HEIGHT_MAX, _MACROBLOCKS_MAX, _WIDTH_MIN, _HEIGHT_MIN = 16, 17, 31, 45, 46
+_IS_444, _IS_LOSSLESS, _NUM_ENGINES = 33, 34, 49
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeCaps:
+    """Sizes in pixels; a macroblock is 16x16."""
+
+    min_width: int
+    min_height: int
+    max_width: int
+    max_height: int
+    max_macroblocks: int
+    num_engines: int
+
+    def holds(self, width: int, height: int) -> bool:
+        """Whether pictures of this size are encoded."""
+        macroblocks = -(-width // 16) * -(-height // 16)
+        return (
+            self.min_width <= width <= self.max_width
+            and self.min_height <= height <= self.max_height
+            and macroblocks <= self.max_macroblocks
+        )
+
+
+class Guid(ctypes.Structure):
+    """GUID."""
+
+    _fields_ = (
+        ("data1", ctypes.c_uint32),
+        ("data2", ctypes.c_uint16),
+        ("data3", ctypes.c_uint16),
+        ("data4", ctypes.c_uint8 * 8),
+    )
+
+
+class Functions(ctypes.Structure):
+    """NV_ENCODE_API_FUNCTION_LIST."""
+
+    _fields_ = (("version", ctypes.c_uint32), ("reserved", ctypes.c_uint32), ("functions", ctypes.c_void_p * 318))
+
+
+class OpenParams(ctypes.Structure):
+    """NV_ENC_OPEN_ENCODE_SESSION_EX_PARAMS."""
+
+    _fields_ = (
+        ("version", ctypes.c_uint32),
+        ("device_type", ctypes.c_int),
+        ("device", ctypes.c_void_p),
+        ("reserved", ctypes.c_void_p),
+        ("api_version", ctypes.c_uint32),
+        ("reserved1", ctypes.c_uint32 * 253),
+        ("reserved2", ctypes.c_void_p * 64),
+    )
+
+
+class CapsParam(ctypes.Structure):
+    """NV_ENC_CAPS_PARAM."""
+
+    _fields_ = (("version", ctypes.c_uint32), ("cap", ctypes.c_int), ("reserved", ctypes.c_uint32 * 62))
+
+
+# By their places in the list.
+_GET_CAPS = 7, ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, Guid, ctypes.c_void_p, ctypes.c_void_p)
+_DESTROY = 27, ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+_OPEN = 29, ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+
+
+def encode_caps() -> dict[str, EncodeCaps]:
+    """What the GPU whose context is current encodes without loss of 8-bit HEVC, by the names of our codecs; those it
+    does not are left out. Raises OSError without the driver's libraries, and if they do not answer."""
+    functions = Functions(version=_struct_version(2))
+    failed = ctypes.CDLL(LIBRARY).NvEncodeAPICreateInstance(ctypes.byref(functions))
+    _require(failed, "cannot be used: the driver may be too old")
+    session = ctypes.c_void_p()
+    try:
+        return _caps_of(functions, session) if _open(functions, session) else {}
+    finally:
+        if session:  # one that failed to open is to be destroyed as well
+            _function(functions, _DESTROY)(session)
+
+
+def _open(functions: Functions, session: ctypes.c_void_p) -> bool:
+    """Whether this GPU has an encoder."""
+    context = ctypes.c_void_p()
+    failed = ctypes.CDLL(_CUDA_LIBRARY).cuCtxGetCurrent(ctypes.byref(context))
+    if failed or not context:
+        raise OSError(f"{_CUDA_LIBRARY}: no CUDA context is current")
+    params = OpenParams(version=_struct_version(1), device_type=_CUDA, device=context, api_version=_API_VERSION)
+    failed = _function(functions, _OPEN)(ctypes.byref(params), ctypes.byref(session))
+    if failed in _NO_ENCODER:
+        return False
+    _require(failed, "gave no session")
+    return True
+
+
+def _caps_of(functions: Functions, session: ctypes.c_void_p) -> dict[str, EncodeCaps]:
+    hevc = Guid(*_HEVC_GUID[:3], (ctypes.c_uint8 * 8)(*_HEVC_GUID[3]))
+    get_caps = _function(functions, _GET_CAPS)
+
+    def ask(cap: int) -> int:
+        value = ctypes.c_int()
+        params = CapsParam(version=_struct_version(1), cap=cap)
+        failed = get_caps(session, hevc, ctypes.byref(params), ctypes.byref(value))
+        return 0 if failed else value.value
+
+    if not ask(_IS_LOSSLESS):
+        return {}
+    caps = EncodeCaps(
+        min_width=ask(_WIDTH_MIN),
+        min_height=ask(_HEIGHT_MIN),
+        max_width=ask(_WIDTH_MAX),
+        max_height=ask(_HEIGHT_MAX),
+        max_macroblocks=ask(_MACROBLOCKS_MAX),
+        num_engines=ask(_NUM_ENGINES),
+    )
+    return {"hevc": caps, "hevc420": caps} if ask(_IS_444) else {"hevc420": caps}
+
+
+def _function(functions: Functions, which: tuple[int, Any]) -> Callable[..., int]:
+    place, prototype = which
+    function: Callable[..., int] = prototype(functions.functions[place])
+    return function
+
+
+def _struct_version(version: int) -> int:
+    return _API_VERSION | version << 16 | 7 << 28
+
+
+def _require(status: int, what: str) -> None:
+    if status:
+        raise OSError(f"{LIBRARY} {what} (NVENC error {status})")
