@@ -47,6 +47,8 @@ def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
         ({"quantiser": "exact", "profile": "p"}, "profile and target_kl need quantiser = 'klt', not 'exact'"),
         ({"target_kl": 1e-3}, "profile and target_kl need quantiser = 'klt', not 'exact'"),
         ({"profile": "p", "target_kl": 0}, "target_kl = 0: .*greater than 0"),
+        ({"encoder": "gpu"}, "encoder = 'gpu': .*'auto', 'cpu' or 'nvenc'"),
+        ({"encoder": "nvenc", "codec": "zstd"}, "encoder = 'nvenc' needs codec = 'hevc' or 'hevc420', not 'zstd'"),
         ({"store": "ftp://x"}, "store = 'ftp://x': allowed are http://"),
         ({"store": ["http://x", "ftp://x"]}, r"store = \['http://x', 'ftp://x'\]: allowed are http://"),
         ({"store": ["http://x", "http://x"]}, "store = .*: a replica is named twice"),

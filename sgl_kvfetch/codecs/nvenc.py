@@ -38,8 +38,8 @@ _limited = LimitedLogger(logger)
 Event = Literal["encoded", "fallback", "checked", "wrong"]
 
 _CODECS = {codec.name: codec for codec in (HevcCodec(), Hevc420Codec())}
-CHECK_EVERY = 32  # bitstreams of a size, after the first: a CPU decodes twenty megabytes a second
-MAX_SESSIONS = 8  # what drivers for consumer GPUs allow, all processes together
+CHECK_EVERY = 32  # bitstreams of a size, after the first: the CPU is to be spared
+MAX_SESSIONS = 8  # drivers for consumer GPUs allow a few only, all processes together
 
 
 class NvencEncoder(FrameEncoder):

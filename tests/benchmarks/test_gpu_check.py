@@ -17,15 +17,17 @@ import pytest
 import torch
 
 from benchmarks.gpu_check import __main__ as command
-from benchmarks.gpu_check import interference, kernels, memory, nvdec, report, server, tests
+from benchmarks.gpu_check import interference, kernels, memory, nvdec, nvenc, report, server, tests
 from benchmarks.gpu_check.kernels import Shape
 from benchmarks.gpu_check.record import Record, SkippedError
 from benchmarks.gpu_check.runner import _END_S, Result, run_step
 from benchmarks.gpu_check.steps import STEPS, TOTAL_S, Step
 from benchmarks.memory import SPAN_TOKENS, Setup, repeated_segments
+from sgl_kvfetch.codecs import nvenc as nvenc_codec
 from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec
 from sgl_kvfetch.codecs.nvdec import NvdecDecoder, NvdecSession
 from sgl_kvfetch.triton_kernels import runtime
+from tests.codecs import fake_nvenc
 from tests.codecs.fake_nvdec import FakeNvc, make_caps
 from tests.plugin.device.fake_streams import FakeDevice
 
@@ -124,12 +126,12 @@ def test_the_whole_runs_time_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return Result(step.name, "", "passed")
 
     monkeypatch.setattr(command, "run_step", ends)
-    clock = iter([0.0, 100.0, 415.0, 443.0])
+    clock = iter([0.0, 100.0, TOTAL_S - 30.0, TOTAL_S - 2.0])
     monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     first, *others = STEPS
     results = list(command.run(first, others[:3], tmp_path))
     assert limits == [first.limit_s, others[0].limit_s, 30.0]
-    assert (results[-1].outcome, results[-1].reason) == ("skipped", "the 445 s of the whole run are over")
+    assert (results[-1].outcome, results[-1].reason) == ("skipped", f"the {TOTAL_S:.0f} s of the whole run are over")
 
 
 def test_a_page_has_a_table_for_each_kind_of_row(tmp_path: Path) -> None:
@@ -226,6 +228,51 @@ def test_throughput_is_measured_by_sessions(record: Record, monkeypatch: pytest.
     assert rows[0]["share_of_sessions_times_one"] == 1.0
     assert 1 < rows[0]["bits_a_value"] < rows[2]["bits_a_value"] < 9
     assert nvdec._session_counts(7) == [1, 2, 3, 7, 8, 14]
+
+
+def test_nvenc_is_checked(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(nvenc.SIZES, "240p", (2, 160, 176))
+    nvc = fake_nvenc.install(monkeypatch)
+    monkeypatch.setattr(nvenc, "encode_caps", nvenc_codec.encode_caps)
+    encoders = nvenc.open_encoders(record)
+    assert found_by(record)["rows"][1]["found"] == "hevc: 3 engines, 129x33 to 8192x8192"
+    nvenc.check_bits(record, encoders, make_decoders(FakeNvc(FakeDevice())), ["smallest", "240p"])
+    nvenc.measure(record, encoders, [1, 2], sizes=["240p"], seconds=0.05)
+    found = found_by(record)
+    assert not found["reason"]
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for row in found["rows"]:
+        tables.setdefault(row["table"], []).append(row)
+    bits = tables["NVENC: bits"]
+    assert [row["size"] for row in bits] == ["smallest", "240p", "240p", "smallest"] * 2
+    assert {row["found"] for row in bits} == {"equal"}
+    assert {row["on_nvdec"] for row in bits} == {"equal"}
+    assert all(0.5 < row["share_of_libx265s_bytes"] < 2 for row in bits)
+    rates = tables["NVENC: throughput by sessions"]
+    assert [row["sessions"] for row in rates] == [1, 2] * 2
+    assert all(row["mb_of_values_a_second"] > 0 for row in rates)
+
+    nvc.fails = "pixels"
+    nvenc.check_bits(record, {"hevc": encoders["hevc"]}, {}, ["smallest"])
+    assert found_by(record)["reason"] == "; ".join(["hevc smallest: other pixels"] * 2)
+    nvc.fails = "missing"
+    nvenc.check_bits(record, {"hevc": encoders["hevc"]}, {}, ["smallest"])
+    assert "hevc smallest: NVENC made 0 pictures, expected 1" in found_by(record)["reason"]
+
+
+def test_a_gpu_without_nvenc_is_skipped(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvc = fake_nvenc.install(monkeypatch)
+    monkeypatch.setattr(nvenc, "encode_caps", nvenc_codec.encode_caps)
+    nvc.fails = "pixels"
+    with pytest.raises(SkippedError, match="a trial gave other pixels"):
+        nvenc.open_encoders(record)
+    assert "a trial gave other pixels" in found_by(record)["reason"]  # which is a failure
+    monkeypatch.setattr(nvenc_codec, "encode_caps", dict)
+    monkeypatch.setattr(nvenc, "encode_caps", dict)
+    fresh = Record(record._path)
+    with pytest.raises(SkippedError, match="encodes none without loss, or it has none"):
+        nvenc.open_encoders(fresh)
+    assert not found_by(fresh)["reason"]
 
 
 def test_a_matrix_product_beside_decoding(record: Record) -> None:

@@ -13,12 +13,13 @@ import torch
 from sgl_kvfetch.cli import gpu_checks, software_checks
 from sgl_kvfetch.cli.checks import Check, run_check
 from sgl_kvfetch.cli.store_checks import check_store
-from sgl_kvfetch.codecs import CODECS, nvdec
+from sgl_kvfetch.codecs import CODECS, nvdec, nvenc
 from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps
 from sgl_kvfetch.errors import ConfigError, CorruptError
 from sgl_kvfetch.plugin import seams
 from sgl_kvfetch.plugin.cpu_platform import ENV
 from tests.cli.conftest import kvfetch
+from tests.codecs.fake_nvenc import install
 
 
 def by_name(checks: list[Check]) -> dict[str, Check]:
@@ -184,6 +185,15 @@ def test_what_device_mode_decodes_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvdec, "open_nvdec", lambda *_, **__: ({}, "HEVC is decoded on the CPU: no library"))
     check = gpu_checks._check_decoding()
     assert (check.status, check.found) == ("warn", "HEVC is decoded on the CPU: no library")
+
+
+def test_what_nvenc_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    assert gpu_checks._check_nvenc() == Check("NVENC", "yes", "encoded on NVENC: hevc, hevc420")
+    monkeypatch.setattr(nvenc, "encode_caps", dict)
+    check = gpu_checks._check_nvenc()
+    assert (check.status, check.advice[:7]) == ("warn", "nothing")
+    assert "or it has none" in check.found
 
 
 def test_video_libraries_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

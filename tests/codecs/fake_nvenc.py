@@ -4,6 +4,7 @@ of version 2.2.4."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from enum import IntEnum
@@ -12,7 +13,9 @@ from typing import Any
 
 import av
 import numpy as np
+import pytest
 
+from sgl_kvfetch.codecs import nvenc
 from sgl_kvfetch.codecs.nvenc_caps import EncodeCaps
 
 DELAY = 3
@@ -132,3 +135,12 @@ class FakeNvc:
 
 def make_caps(*, max_side: int = 8192) -> EncodeCaps:
     return EncodeCaps(129, 33, max_side, max_side, 262144, num_engines=3)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> FakeNvc:
+    """A machine with a GPU that encodes all of our HEVC, and with PyNvVideoCodec."""
+    nvc = FakeNvc()
+    monkeypatch.setitem(sys.modules, "PyNvVideoCodec", nvc)  # type: ignore[arg-type]
+    monkeypatch.setattr(nvenc, "_make_current", lambda: 0)
+    monkeypatch.setattr(nvenc, "encode_caps", lambda: {"hevc": make_caps(), "hevc420": make_caps()})
+    return nvc

@@ -26,7 +26,7 @@ from sgl_kvfetch.encode.transcode import transcode, verify_variant
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.quant import make_quantiser
 from tests.codecs.fake_nvdec import FakeNvc as FakeDecoding
-from tests.codecs.fake_nvenc import FakeNvc, make_caps
+from tests.codecs.fake_nvenc import FakeNvc, install, make_caps
 from tests.codecs.test_nvdec import decodes, make_decoder
 from tests.plugin.device.fake_streams import FakeDevice
 from tests.segments import SMALL, make_namespace, make_values, page_hashes
@@ -285,12 +285,7 @@ def test_segments_are_written_with_it() -> None:
 
 @pytest.fixture
 def nvc(monkeypatch: pytest.MonkeyPatch) -> FakeNvc:
-    """All is there."""
-    nvc = FakeNvc()
-    monkeypatch.setitem(sys.modules, "PyNvVideoCodec", nvc)  # type: ignore[arg-type]
-    monkeypatch.setattr(nvenc, "_make_current", lambda: 0)
-    monkeypatch.setattr(nvenc, "encode_caps", lambda: {"hevc": make_caps(), "hevc420": make_caps()})
-    return nvc
+    return install(monkeypatch)
 
 
 def test_all_is_there(nvc: FakeNvc) -> None:

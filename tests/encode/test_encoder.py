@@ -9,7 +9,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
+from sgl_kvfetch.codecs.base import FrameEncoder
+from sgl_kvfetch.codecs.hevc import HevcCodec
 from sgl_kvfetch.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.container.segment import CodedSegment
 from sgl_kvfetch.encode.encoder import EncodeOptions, Encoder, Step
@@ -515,3 +518,53 @@ class TestGarbage:
 
 def digest(segment: CodedSegment) -> str:
     return object_digest(segment.manifest.encode())
+
+
+class WrongEncoder(FrameEncoder):
+    """Makes bitstreams of other pictures, until it is told."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def encode(self, frames: torch.Tensor) -> bytes:
+        return HevcCodec().encode(frames if self.reasons else frames ^ 1)
+
+    def distrust(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+async def test_an_encoder_that_is_wrong_loses_nothing(store: Store) -> None:
+    """The segment stays as it was, and is encoded in the next round, on the CPU."""
+    (segment,) = segments(1)
+    await commit_segment(store, segment)
+    wrong = WrongEncoder()
+    encoder = Encoder(store, EncodeOptions(HEVC, grace_s=0), encoders={"hevc": wrong})
+    await encoder.run_round()
+    name = segment.manifest.key.manifest_name
+    assert "decodes to something else" in encoder.tally.failures[name]
+    (reason,) = wrong.reasons
+    assert "checksum does not match" in reason
+    assert await manifest_of(store, segment) == segment.manifest
+    assert (await read(store, segment.manifest)).data == segment.data
+
+    await encoder.run_round()
+    await encoder.close()
+    assert (encoder.tally.num_encoded, encoder.tally.failures) == (1, {})
+    await require_encoded(store, segment)
+
+
+async def test_a_store_that_garbles_is_not_the_encoders_fault(local: Meddler) -> None:
+    (segment,) = segments(1)
+    await commit_segment(local, segment)
+
+    async def garble(name: str) -> None:
+        local.garbles = name
+
+    wrong = WrongEncoder()
+    wrong.encode = HevcCodec().encode  # type: ignore[method-assign]
+    local.after_put = garble
+    encoder = Encoder(local, EncodeOptions(HEVC, grace_s=0), encoders={"hevc": wrong})
+    await encoder.run_round()
+    await encoder.close()
+    assert encoder.tally.failures
+    assert not wrong.reasons

@@ -20,6 +20,7 @@ from sgl_kvfetch.plugin import storage as storage_module
 from sgl_kvfetch.plugin.host_pages import HostPages
 from sgl_kvfetch.plugin.storage import KVFetchStorage
 from sgl_kvfetch.types import KVGeometry
+from tests.codecs.fake_nvenc import install
 from tests.segments import make_namespace, page_hashes
 
 PAGE_SIZE, LAYERS, HEADS, DIM, POOL_PAGES = 4, 5, 2, 48, 40
@@ -361,3 +362,28 @@ def test_other_bytes_are_refused(monkeypatch: pytest.MonkeyPatch, flag: str) -> 
 def test_bad_config_is_refused(make: Make) -> None:
     with pytest.raises(ConfigError, match="codec = 'av1'"):
         make(codec="av1")
+
+
+def test_nvenc_encodes_what_is_written(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvc = install(monkeypatch)
+    backend = make(codec="hevc", quantiser="uint8")
+    num_tried = len(nvc.calls)
+    store_pages(backend, keys(4), [0, 1, 2, 3])
+    assert len(nvc.calls) > num_tried
+    elsewhere = [39, 12, 20, 21]
+    assert backend.batch_get_v1(keys(4), tokens(elsewhere)) == [True] * 4
+    for config in ({"codec": "zstd"}, {"codec": "hevc", "encoder": "cpu"}, {"codec": "hevc", "mode": "read_only"}):
+        calls = len(nvc.calls)
+        make(**config)
+        assert len(nvc.calls) == calls
+
+
+def test_without_nvenc_it_starts_unless_told(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    caplog.set_level("INFO")
+    make(codec="hevc")
+    assert caplog.text.count("kvfetch: HEVC is encoded on the CPU: RuntimeError: there is no GPU") == 1
+    with pytest.raises(ConfigError, match=r"encoder = 'nvenc': HEVC is encoded on the CPU: .*no GPU"):
+        make(codec="hevc", encoder="nvenc")

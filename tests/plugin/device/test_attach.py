@@ -15,6 +15,7 @@ from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.plugin import live
 from sgl_kvfetch.plugin.device import hooks
 from sgl_kvfetch.plugin.device.flow import Phase
+from tests.codecs.fake_nvenc import install
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import PAGE, WAIT_S, GatedStore, Ranks, Rig
 
@@ -262,3 +263,11 @@ def test_sglang_detaches_and_attaches(rig: Rig, monkeypatch: pytest.MonkeyPatch)
     assert overrides[-1]["hicache_storage_backend"] == "kvfetch"
     assert is_fetched(rig, prompt(0))
     rig.assert_nothing_held()
+
+
+def test_nvenc_encodes_what_is_written(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvc = install(monkeypatch)
+    rig = make(codec="hevc")
+    num_tried = len(nvc.calls)
+    rig.stored(prompt(1))
+    assert len(nvc.calls) > num_tried
