@@ -160,13 +160,17 @@ def open_nvenc(
         nvc = importlib.import_module("PyNvVideoCodec")
     except Exception as e:  # loads the driver's libraries, and fails in many ways
         return {}, f"HEVC is encoded on the CPU: {brief(e)}"
-    pool = SessionPool([NvencSession(nvc, gpu) for _ in range(min(num_sessions, MAX_SESSIONS))])
+
+    def make_session() -> NvencSession:
+        return NvencSession(nvc, gpu, lambda: torch.cuda.mem_get_info(gpu)[0])
+
+    pool = SessionPool([make_session() for _ in range(min(num_sessions, MAX_SESSIONS))])
     encoders: dict[str, NvencEncoder] = {}
     on_cpu = []
     for name in codecs:
         reason = "its chroma format is not supported"
         if name in caps:
-            tried = NvencEncoder(_CODECS[name], caps[name], SessionPool([NvencSession(nvc, gpu)]))
+            tried = NvencEncoder(_CODECS[name], caps[name], SessionPool([make_session()]))
             with ThreadPoolExecutor(1) as thread:  # where no context is current, as on the threads that encode
                 reason = thread.submit(tried.trial).result()
         if reason:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -14,6 +14,9 @@ import numpy as np
 from sgl_kvfetch.codecs.hevc import join_access_units
 
 _REST_S = 60.0  # of a session, after NVENC failed it
+# On the device, for a CUDA context and an encoder's pictures. PyNvVideoCodec 2.2.4 does not look whether it was given
+# the context, and would hand the driver a pointer to nothing.
+_NEEDED_BYTES = 1 << 30
 _MESSAGE_CHARS = 240
 
 _OPTIONS = {
@@ -49,10 +52,11 @@ class NvencSession:
     """An encoder, made when it is needed and kept from bitstream to bitstream: to make one takes PyNvVideoCodec a CUDA
     context, for a moment. For one thread at a time."""
 
-    def __init__(self, nvc: Any, gpu: int) -> None:
-        """``nvc``: the module PyNvVideoCodec. ``gpu``: as torch counts them."""
+    def __init__(self, nvc: Any, gpu: int, free_bytes: Callable[[], int]) -> None:
+        """``nvc``: the module PyNvVideoCodec. ``gpu``: as torch counts them. ``free_bytes``: of its memory."""
         self._nvc = nvc
         self._gpu = gpu
+        self._free_bytes = free_bytes
         self._encoder: Any = None
         self._kind: Kind | None = None
         self._rests_until_s = 0.0
@@ -86,6 +90,8 @@ class NvencSession:
 
     def _open(self, kind: Kind) -> None:
         self.close()  # before the next one takes its place
+        if (free_bytes := self._free_bytes()) < _NEEDED_BYTES:
+            raise NoEncoderError(f"NVENC is left alone while {free_bytes >> 20} MiB are free on the GPU")
         try:
             self._encoder = self._nvc.CreateEncoder(
                 kind.width, kind.height, kind.surface, True, gpu_id=self._gpu, **_OPTIONS

@@ -14,6 +14,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+import torch
 
 from sgl_kvfetch.codecs import nvenc
 from sgl_kvfetch.codecs.nvenc_caps import EncodeCaps
@@ -99,6 +100,7 @@ class FakeNvc:
 
     def __init__(self, max_open: int = 8) -> None:
         self.max_open = max_open
+        self.free_bytes = 2 << 30
         self.fails = ""
         self.calls: list[tuple[str, int, int]] = []
         self.num_open = self.most_open = 0
@@ -142,5 +144,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeNvc:
     nvc = FakeNvc()
     monkeypatch.setitem(sys.modules, "PyNvVideoCodec", nvc)  # type: ignore[arg-type]
     monkeypatch.setattr(nvenc, "_make_current", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (nvc.free_bytes, 24 << 30))
     monkeypatch.setattr(nvenc, "encode_caps", lambda: {"hevc": make_caps(), "hevc420": make_caps()})
     return nvc

@@ -33,7 +33,7 @@ from tests.segments import SMALL, make_namespace, make_values, page_hashes
 
 HEVC, HEVC420 = HevcCodec(), Hevc420Codec()
 BOTH = pytest.mark.parametrize("codec", [HEVC, HEVC420], ids=lambda codec: codec.name)
-FAILURES = ["create", "encode", "end", "missing", "order", "goes on", "no headers"]
+FAILURES = ["memory", "create", "encode", "end", "missing", "order", "goes on", "no headers"]
 
 
 def pictures(num_frames: int, height: int = 144, width: int = 152) -> torch.Tensor:
@@ -45,7 +45,7 @@ def pictures(num_frames: int, height: int = 144, width: int = 152) -> torch.Tens
 
 
 def make_pool(nvc: FakeNvc, num_sessions: int = 1) -> SessionPool:
-    return SessionPool([NvencSession(nvc, 0) for _ in range(num_sessions)])
+    return SessionPool([NvencSession(nvc, 0, lambda: nvc.free_bytes) for _ in range(num_sessions)])
 
 
 def make_encoder(
@@ -56,6 +56,11 @@ def make_encoder(
         codec, make_caps(max_side=max_side), pool or make_pool(nvc), lambda event: events.update([event])
     )
     return encoder, events
+
+
+def fail(nvc: FakeNvc, fails: str) -> None:
+    nvc.fails = fails
+    nvc.free_bytes = (100 << 20) if fails == "memory" else (2 << 30)
 
 
 def comes_back(codec: HevcCodec, encoder: NvencEncoder, frames: torch.Tensor) -> bool:
@@ -102,16 +107,19 @@ def test_what_nvenc_does_not_do_the_cpu_does(
     nvc = FakeNvc()
     encoder, events = make_encoder(nvc, codec)
     frames = pictures(5)
-    if fails != "create":
+    if fails not in ("create", "memory"):
         assert comes_back(codec, encoder, frames)
     before = Counter(events)
-    nvc.fails = fails
+    fail(nvc, fails)
     monkeypatch.setattr(nvenc, "_limited", nvenc.LimitedLogger(nvenc.logger))
     assert encoder.encode(frames) == codec.encode(frames)
     assert events - before == {"fallback": 1}
     assert nvc.num_open == 0
+    if fails == "memory":
+        assert not nvc.calls
+        assert "while 100 MiB are free on the GPU" in caplog.text
     assert f"{codec.name} is encoded on the CPU: NVENC " in caplog.text
-    nvc.fails = ""
+    fail(nvc, "")
     opened = len(nvc.calls)
     assert encoder.encode(frames) == codec.encode(frames)
     assert len(nvc.calls) == opened  # it is left alone for a while
@@ -307,7 +315,7 @@ def test_only_420(nvc: FakeNvc, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fails", [*FAILURES, "pixels"])
 def test_an_nvenc_that_does_not_work_is_not_used(fails: str, nvc: FakeNvc) -> None:
-    nvc.fails = fails
+    fail(nvc, fails)
     encoders, about = open_nvenc(("hevc", "hevc420"), 2)
     reason = "gave other pixels" if fails == "pixels" else "failed: NVENC "
     assert not encoders
