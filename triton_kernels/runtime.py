@@ -23,7 +23,7 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 # They differ from launch to launch: a kernel compiled anew for each multiple of 16 would stall the restore.
-_VARYING = ("num_tokens", "first_frame", "num_frames")
+_VARYING = ("num_tokens", "first_frame", "num_frames", "num_vectors")
 
 # Contracting a multiply and an add would round once where the reference rounds twice.
 COMPILE_OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}

@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from sgl_kvfetch.layout.choose import channel_layout, default_layout
-from sgl_kvfetch.triton_kernels import pack, restore, restore_klt
+from sgl_kvfetch.triton_kernels import frame_sum, pack, restore, restore_klt
 
 CAPABILITIES = (80, 89, 90, 100)
 TOKENS, LAYERS, HEADS, DIM, SLOTS = 1000, 3, 8, 128, 4096
@@ -35,6 +35,10 @@ _POINTER = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
 }
+
+
+# What shows in the code that memory is accessed 16 bytes at a time.
+WIDE = {"pack": r"ld\.global\.v4\.b32", "restore": r"st\.global\.v4\.b32", "frame": r"ld\.global\.v2\.b64"}
 
 
 class Recorder:
@@ -155,6 +159,13 @@ def recorded_klt() -> Iterator[tuple[str, Recorder]]:
         yield f"restore-klt-{kind}-{dim}-{str(dtype).removeprefix('torch.')}", recorder
 
 
+def recorded_frame_sum() -> Iterator[tuple[str, Recorder]]:
+    frames = torch.empty((4, 3, 480, 856), dtype=torch.uint8, device="meta")
+    with recording(frame_sum, "frame_sum_kernel") as recorder:
+        frame_sum.frame_sum(frames)
+    yield "frame-sum", recorder
+
+
 def usage(cubin: bytes) -> dict[str, int]:
     """Registers, and bytes of the stack that they spill to."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -167,7 +178,7 @@ def usage(cubin: bytes) -> dict[str, int]:
 
 def main() -> None:
     assert not triton.knobs.runtime.interpret
-    for name, recorder in (*recorded(), *recorded_klt()):
+    for name, recorder in (*recorded(), *recorded_klt(), *recorded_frame_sum()):
         assert recorder.source is not None, f"{name} was not launched"
         for capability in CAPABILITIES:
             target = GPUTarget("cuda", capability, 32)
@@ -177,7 +188,7 @@ def main() -> None:
                 "kernel": name,
                 "capability": capability,
                 "cubin_bytes": len(cubin),
-                "wide": f"{'st' if name.startswith('restore') else 'ld'}.global.v4.b32" in compiled.asm["ptx"],
+                "wide": bool(re.search(WIDE[name.split("-")[0]], compiled.asm["ptx"])),
                 "shared_bytes": compiled.metadata.shared,
                 **usage(cubin),
             }

@@ -61,8 +61,17 @@ def test_compiles_klt(kernel: str, capability: int, compiled: dict[tuple[str, in
     assert result["wide"] or "gptj" in kernel, "KV buffers are not accessed 16 bytes at a time"
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_compiles_frame_sum(capability: int, compiled: dict[tuple[str, int], dict[str, Any]]) -> None:
+    result = compiled["frame-sum", capability]
+    assert result["cubin_bytes"] > 0
+    assert result["stack"] == 0, "registers spill"
+    assert result["reg"] <= 64, "fewer than 1024 threads fit an SM"
+    assert result["wide"], "frames are not read 16 bytes at a time"
+
+
 def test_every_variant_is_named_here(compiled: dict[tuple[str, int], dict[str, Any]]) -> None:
-    assert {kernel for kernel, _ in compiled} == {*KERNELS, *KLT_KERNELS}
+    assert {kernel for kernel, _ in compiled} == {*KERNELS, *KLT_KERNELS, "frame-sum"}
 
 
 def test_references_need_no_triton() -> None:
@@ -74,6 +83,7 @@ sys.modules["triton"] = None
 import torch
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.layout.choose import default_layout
+from sgl_kvfetch.triton_kernels.frame_sum import frame_sum
 from sgl_kvfetch.triton_kernels.pack import pack
 from sgl_kvfetch.triton_kernels.restore import restore
 from sgl_kvfetch.triton_kernels.restore_klt import restore_klt
@@ -94,6 +104,7 @@ restore_klt(
 )
 assert bool((output == 3.0).all())
 try:
+    frame_sum(pack([buffer], slots, layout).frames[0])
     pack([buffer.to("meta")], slots.to("meta"), layout)
 except UnsupportedError as e:
     assert "triton" in str(e)
