@@ -12,7 +12,7 @@ import xxhash
 from sgl_kvfetch.errors import FormatError, NamespaceMismatchError
 
 FORMAT_MAJOR = 1  # readers refuse another
-FORMAT_MINOR = 0  # readers accept any
+FORMAT_MINOR = 1  # readers accept any; manifests without what came with it say less
 
 PAGE_HASH_BYTES = 32  # SGLang's page hashes are SHA-256
 NAMESPACE_HEX_DIGITS = 32

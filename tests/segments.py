@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 
+import msgspec
 import torch
 
+from sgl_kvfetch.container.manifest import Manifest
 from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.quant import Quantiser, make_quantiser
@@ -49,6 +51,12 @@ def make_values(geometry: KVGeometry, num_pages: int, seed: int = 0) -> dict[Ten
         offset = torch.randn((1, *shape[1:]), generator=generator)
         values[tensor] = (drift + offset).to(torch_dtype(geometry.dtype))
     return values
+
+
+def without_frame_sums(manifest: Manifest) -> Manifest:
+    """As format 1.0 has it."""
+    variants = tuple(msgspec.structs.replace(variant, frame_sums=()) for variant in manifest.variants)
+    return msgspec.structs.replace(manifest, variants=variants)
 
 
 def make_segment(

@@ -15,6 +15,7 @@ class Codec(ABC):
     """
 
     name: str
+    is_video: bool = False  # so that video engines may decode it, to a GPU's memory
 
     @abstractmethod
     def encode(self, frames: torch.Tensor) -> bytes:
@@ -27,20 +28,29 @@ class Codec(ABC):
 
 @dataclass(frozen=True, slots=True)
 class DecodedFrames:
-    """Frames in the memory that they are restored from, and, to be verified, on the host; uint8 ``(frames, 3, height,
-    width)``, there by the time that they are returned. One and the same tensor if they were decoded on the host."""
+    """Frames in the memory that they are restored from, uint8 ``(frames, 3, height, width)``, there by the time that
+    they are returned; and what they are verified by: either the same on the host, which is one and the same tensor if
+    they were decoded there, or their frame sum, computed where they are."""
 
     frames: torch.Tensor
-    host: torch.Tensor
+    host: torch.Tensor | None
     is_on_device: bool
+    frame_sum: int | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.host is None) != (self.frame_sum is None)
 
 
 class FrameDecoder(ABC):
     """Decodes a codec's bitstreams to where frames are restored. From any thread."""
 
     @abstractmethod
-    def decode(self, bitstream: bytes | memoryview, num_frames: int, height: int, width: int) -> DecodedFrames:
-        """Raises CorruptError if the bitstream does not decode to exactly so many frames of this size."""
+    def decode(
+        self, bitstream: bytes | memoryview, num_frames: int, height: int, width: int, *, with_sum: bool = False
+    ) -> DecodedFrames:
+        """``with_sum``: frames that are decoded to the device are to be verified by their frame sum, and are not
+        wanted on the host. Raises CorruptError if the bitstream does not decode to exactly so many frames of this
+        size."""
 
 
 class FrameEncoder(ABC):

@@ -47,6 +47,7 @@ class HevcCodec(Codec):
     """4:4:4: three layers in a picture's three planes."""
 
     name = "hevc"
+    is_video = True
     pixel_format = "yuv444p"
     planes_a_picture = 3
 

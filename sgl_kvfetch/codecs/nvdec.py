@@ -5,10 +5,9 @@ What a bitstream's table gives is what NVDEC takes: one access unit a packet, no
 stream of its own. A decoder writes its surfaces on that stream, and writes them again from its next ``Decode`` on; the
 copy out of a surface is launched on the same stream before that, so that nobody waits for it.
 
-Decoded frames are copied to the host as well and verified there: the checksums in the manifest (xxh3-128) are over
-the integers as one run of bytes, in another order than they have in the frames, which no kernel of a few lines
-computes. To do without that copy takes a checksum made for the device (a sum of pixels times weights by their place,
-say) beside the one in the manifest.
+Decoded frames stay there: what says that they are right is their frame sum, which a kernel computes on the same stream,
+and of which the host gets eight bytes. Segments of format 1.0 have none: their frames are copied to the host as well,
+to be verified by the checksum of the integers.
 """
 
 from __future__ import annotations
@@ -30,8 +29,10 @@ from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec
 from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps, decode_caps
 from sgl_kvfetch.cuda_streams import Device
 from sgl_kvfetch.errors import CorruptError
+from sgl_kvfetch.layout.frame_sum import WORD_BYTES, sum_of_frames
 from sgl_kvfetch.layout.frames import MIN_PICTURE
 from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.triton_kernels.frame_sum import frame_sum
 
 _limited = LimitedLogger(logging.getLogger(__name__))
 
@@ -57,14 +58,24 @@ class NvdecSession:
         self._size = self._largest = (0, 0)  # width and height: of pictures now, and at most
 
     def decode(
-        self, codec: HevcCodec, access_units: Sequence[memoryview], num_frames: int, height: int, width: int
+        self,
+        codec: HevcCodec,
+        access_units: Sequence[memoryview],
+        num_frames: int,
+        height: int,
+        width: int,
+        *,
+        with_sum: bool = False,
     ) -> DecodedFrames:
-        """Waits for the device. Raises CorruptError; `_NoDecoderError` and torch's for want of memory if it is not the
-        bitstream's fault. A decoder that something went wrong with is not used again."""
+        """Waits for the device. ``with_sum``: as in `FrameDecoder.decode`. Raises CorruptError; `_NoDecoderError` and
+        torch's for want of memory if it is not the bitstream's fault. A decoder that something went wrong with is not
+        used again."""
         try:
             frames = self._device.empty((num_frames, 3, height, width), self._stream)
             self._configure(codec.planes_a_picture, width, height)
             self._decode(codec, access_units, frames)
+            if with_sum:
+                return DecodedFrames(frames, None, is_on_device=True, frame_sum=self._frame_sum(frames))
             return DecodedFrames(frames, self._on_host(frames), is_on_device=True)
         except BaseException:
             self._drop()
@@ -147,6 +158,12 @@ class NvdecSession:
         self._device.mark(self._stream).synchronize()
         return host
 
+    def _frame_sum(self, frames: torch.Tensor) -> int:
+        host = self._device.pinned(WORD_BYTES).view(torch.int64)
+        self._device.launch(self._stream, partial(_download_sum, frames, host))
+        self._device.mark(self._stream).synchronize()
+        return int(host) % (1 << 64)
+
     def _drop(self) -> None:
         if self._decoder is not None:
             try:
@@ -164,12 +181,14 @@ class NvdecDecoder(FrameDecoder):
         self._caps = caps
         self._sessions = sessions  # the last one used first: it has its decoder
 
-    def decode(self, bitstream: bytes | memoryview, num_frames: int, height: int, width: int) -> DecodedFrames:
+    def decode(
+        self, bitstream: bytes | memoryview, num_frames: int, height: int, width: int, *, with_sum: bool = False
+    ) -> DecodedFrames:
         access_units = self._codec.access_units(bitstream, num_frames)
         if self._caps.holds(width, height):
             session = self._sessions.get()
             try:
-                return session.decode(self._codec, access_units, num_frames, height, width)
+                return session.decode(self._codec, access_units, num_frames, height, width, with_sum=with_sum)
             except (_NoDecoderError, torch.OutOfMemoryError) as e:
                 _limited.warning("nvdec", f"{self._codec.name} is decoded on the CPU: {e}")
             finally:
@@ -211,17 +230,22 @@ def open_nvdec(device: Device, num_sessions: int | None = None) -> tuple[Mapping
 
 
 def _trial(codec: HevcCodec, decoder: NvdecDecoder) -> str:
-    """What is wrong with two small pictures, the second one predicted from the first; nothing if they are right."""
+    """What is wrong with two small pictures, the second one predicted from the first, or with their sum; nothing if
+    they are right. Compiles the kernel that sums."""
     rows, columns = torch.meshgrid(torch.arange(MIN_PICTURE), torch.arange(MIN_PICTURE), indexing="ij")
     planes = torch.stack([(rows * (plane + 1) + columns) // 2 % 256 for plane in range(3)]).to(torch.uint8)
     frames = torch.stack([planes, planes + 1])
+    shape = frames.shape[0], *frames.shape[2:]
     try:
-        found = decoder.decode(codec.encode(frames), *frames.shape[:1], *frames.shape[2:])
+        bitstream = codec.encode(frames)
+        found, summed = (decoder.decode(bitstream, *shape, with_sum=with_sum) for with_sum in (False, True))
     except Exception as e:
         return f"a trial failed: {_brief(e)}"
-    if not found.is_on_device:
+    if found.host is None or not found.is_on_device or not summed.is_on_device:
         return "a trial was not decoded on NVDEC"
-    return "" if torch.equal(found.host, frames) else "a trial gave other pixels"
+    if not torch.equal(found.host, frames):
+        return "a trial gave other pixels"
+    return "" if summed.frame_sum == sum_of_frames(frames) else "a trial gave another frame sum"
 
 
 def _copy_rows(surface: Any, place: torch.Tensor) -> None:
@@ -231,6 +255,10 @@ def _copy_rows(surface: Any, place: torch.Tensor) -> None:
 
 def _download(frames: torch.Tensor, host: torch.Tensor) -> None:
     host.copy_(frames, non_blocking=True)
+
+
+def _download_sum(frames: torch.Tensor, host: torch.Tensor) -> None:
+    host.copy_(frame_sum(frames), non_blocking=True)
 
 
 def _brief(error: Exception) -> str:

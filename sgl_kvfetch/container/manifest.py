@@ -42,6 +42,7 @@ _MAX_EMPTINESS = 16
 _SMALL_FRAMES_BYTES = 8 << 20
 
 _Checksum = Annotated[bytes, Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
+_FrameSum = Annotated[int, Meta(ge=0)]  # 64 bits; MessagePack has no larger ones
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -64,9 +65,15 @@ class Variant(msgspec.Struct, frozen=True, omit_defaults=True):
     # short spans have smaller pictures: neither can be told from the rest.
     codec: str = ""
     resolution: str = ""
+    # Of each chunk, the sum of the frames that it decodes to (`layout.frame_sum`), or None; nothing if none has one.
+    # They depend on the layout, so a chunk's row, which tells one content from another, does not hold them.
+    frame_sums: tuple[_FrameSum | None, ...] = ()
 
     def layout(self, tensor: TensorName) -> FrameLayout:
         return self.k_layout if tensor == "k" else self.v_layout
+
+    def frame_sum(self, chunk: int) -> int | None:
+        return self.frame_sums[chunk] if self.frame_sums else None
 
     @property
     def codecs(self) -> frozenset[str]:
@@ -190,8 +197,16 @@ class Manifest(msgspec.Struct, frozen=True):
             self.variants,
         )
         packed = msgspec.msgpack.encode(body)
-        head = _HEADER.pack(MAGIC, FORMAT_MAJOR, FORMAT_MINOR, len(packed)) + packed
+        # What an earlier version can say is written as it was then, byte for byte.
+        minor = FORMAT_MINOR if any(variant.frame_sums for variant in self.variants) else 0
+        head = _HEADER.pack(MAGIC, FORMAT_MAJOR, minor, len(packed)) + packed
         return head + xxhash.xxh3_128_digest(head)
+
+
+def joined_frame_sums(*parts: Variant) -> tuple[int | None, ...]:
+    """Of a variant that holds the chunks of all of these, one after another."""
+    sums = tuple(part.frame_sum(chunk) for part in parts for chunk in range(len(part.chunks)))
+    return sums if any(part.frame_sums for part in parts) else ()
 
 
 def namespace_geometry(n: Namespace) -> KVGeometry:
@@ -259,6 +274,8 @@ def _validated(body: _Body) -> Manifest:
     for variant in body.variants:
         if len(variant.chunks) != num_chunks:
             raise FormatError(f"manifest lists {len(variant.chunks)} chunks, its geometry has {num_chunks}")
+        if len(variant.frame_sums) not in (0, num_chunks):
+            raise FormatError(f"manifest lists {len(variant.frame_sums)} frame sums for {num_chunks} chunks")
         for tensor in TENSORS:
             _check_layout(variant.layout(tensor), manifest, geometry, tensor)
         for chunk in variant.chunks:

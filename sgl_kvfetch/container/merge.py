@@ -9,7 +9,7 @@ import msgspec
 import torch
 import xxhash
 
-from sgl_kvfetch.container.manifest import Cell, Manifest, Variant
+from sgl_kvfetch.container.manifest import Cell, Manifest, Variant, joined_frame_sums
 from sgl_kvfetch.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_cells, first_readable
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.quant import Quantised
@@ -94,6 +94,7 @@ def _joined(left: CodedSegment, right: CodedSegment, pairs: Sequence[tuple[int, 
                 chunks=x.chunks + y.chunks,
                 codec=x.codec if x.codec == y.codec else "",
                 resolution=x.resolution if x.resolution == y.resolution else "",
+                frame_sums=joined_frame_sums(x, y),
             )
         )
         contents.append(data)

@@ -10,6 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,6 +23,7 @@ from sgl_kvfetch.codecs.entropy import ZstdCodec
 from sgl_kvfetch.container.manifest import Cell, Chunk, Manifest, Variant, namespace_geometry
 from sgl_kvfetch.errors import CorruptError, FormatError
 from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.layout.frames import FrameLayout
 from sgl_kvfetch.quant import Quantised, Quantiser
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
@@ -73,6 +75,14 @@ class CodedSegment:
         """Names and contents. Variants that came out alike share an object."""
         objects = zip(self.manifest.variants, (self.data, *self.more_data), strict=True)
         yield from {self.manifest.data_name(variant): data for variant, data in objects}.items()
+
+
+class CodedChunk(NamedTuple):
+    """A chunk with all that is stored of it. ``frame_sum``: as in `Variant`."""
+
+    row: Chunk
+    bitstream: bytes | memoryview
+    frame_sum: int | None
 
 
 def encode_segment(
@@ -135,28 +145,29 @@ def encode_cells(
         (),
     )
 
-    def encode(cell: Cell) -> list[tuple[Chunk, bytes]]:
+    def encode(cell: Cell) -> list[CodedChunk]:
         return encode_cell(quantised(manifest, cell), layouts[cell.tensor], spec.codec, spec.encoders)
 
-    run: Callable[..., Iterable[list[tuple[Chunk, bytes]]]] = executor.map if executor else map
+    run: Callable[..., Iterable[list[CodedChunk]]] = executor.map if executor else map
     coded = [chunk for cell in run(encode, manifest.cells()) for chunk in cell]
     variant, data = make_variant(coded, layouts, spec.codec, spec.resolution)
     return CodedSegment(msgspec.structs.replace(manifest, variants=(variant,)), data)
 
 
 def make_variant(
-    coded: Iterable[tuple[Chunk, bytes]], layouts: Mapping[TensorName, FrameLayout], codec: str, resolution: str
+    coded: Iterable[CodedChunk], layouts: Mapping[TensorName, FrameLayout], codec: str, resolution: str
 ) -> tuple[Variant, bytes]:
-    """A variant and its data object from chunks and bitstreams in storage order."""
-    chunks, bitstreams = zip(*coded, strict=True)
+    """A variant and its data object from chunks in storage order."""
+    chunks, bitstreams, sums = zip(*coded, strict=True)
     data = b"".join(bitstreams)
     digest = xxhash.xxh3_128_hexdigest(data)
-    return Variant(digest, layouts["k"], layouts["v"], chunks, codec, resolution), data
+    frame_sums = () if all(each is None for each in sums) else sums
+    return Variant(digest, layouts["k"], layouts["v"], chunks, codec, resolution, frame_sums), data
 
 
 def encode_cell(
     quantised: Quantised, layout: FrameLayout, codec: str, encoders: Mapping[str, FrameEncoder] | None = None
-) -> list[tuple[Chunk, bytes]]:
+) -> list[CodedChunk]:
     """A cell's chunks: the scales, if there are any, then the planes. ``encoders``: as in `SegmentSpec`."""
     chunks = []
     if quantised.scales is not None:
@@ -164,16 +175,17 @@ def encode_cell(
         chunks.append(_chunk(_SCALES.name, _SCALES.compress(raw), raw))
     for integers in quantised.integers:
         raw = integers.cpu().numpy().tobytes()
-        plane_codec = FALLBACK_CODEC if _entropy_bits(raw) > NOISE_BITS else codec
-        encoder = (encoders or {}).get(plane_codec) or get_codec(plane_codec)
-        bitstream = encoder.encode(layout.to_frames(integers))
-        chunks.append(_chunk(plane_codec, bitstream, raw))
+        plane_codec = get_codec(FALLBACK_CODEC if _entropy_bits(raw) > NOISE_BITS else codec)
+        frames = layout.to_frames(integers)
+        encoder = (encoders or {}).get(plane_codec.name) or plane_codec
+        frame_sum = sum_of_frames(frames) if plane_codec.is_video else None
+        chunks.append(_chunk(plane_codec.name, encoder.encode(frames), raw, frame_sum))
     return chunks
 
 
-def _chunk(codec: str, bitstream: bytes, raw: bytes) -> tuple[Chunk, bytes]:
+def _chunk(codec: str, bitstream: bytes, raw: bytes, frame_sum: int | None = None) -> CodedChunk:
     digest = xxhash.xxh3_128_digest
-    return Chunk(codec, len(bitstream), digest(bitstream), digest(raw)), bitstream
+    return CodedChunk(Chunk(codec, len(bitstream), digest(bitstream), digest(raw)), bitstream, frame_sum)
 
 
 def _entropy_bits(data: bytes) -> float:
@@ -271,8 +283,8 @@ class SegmentReader:
     def decode_cell(self, cell: Cell, data: bytes | memoryview) -> Quantised:
         """Verify and decode a cell's bytes to integers and scales. Raises CorruptError, FormatError."""
         pieces = self._verified_pieces(cell, data)
-        scales = self._decode_scales(cell, *pieces.pop(0)) if self.manifest.has_scales else None
-        return Quantised(torch.stack([self._decode_plane(cell, *piece) for piece in pieces]), scales)
+        scales = self._decode_scales(cell, pieces.pop(0)) if self.manifest.has_scales else None
+        return Quantised(torch.stack([self._decode_plane(cell, piece) for piece in pieces]), scales)
 
     def decode_frames(
         self, cell: Cell, data: bytes | memoryview, decoders: Mapping[str, FrameDecoder] | None = None
@@ -280,13 +292,11 @@ class SegmentReader:
         """The same, left as frames. ``decoders``: of codecs that are decoded elsewhere than on the CPU. Raises
         CorruptError, FormatError."""
         pieces = self._verified_pieces(cell, data)
-        scales = self._decode_scales(cell, *pieces.pop(0)) if self.manifest.has_scales else None
+        scales = self._decode_scales(cell, pieces.pop(0)) if self.manifest.has_scales else None
         layers = range(*self.manifest.group_layers(cell.layer_group))
         first_page, _ = self.manifest.span_range(cell.span)
         first_token = (self.manifest.first_page + first_page) * self.geometry.page_size
-        planes = [
-            self._decode_plane_with((decoders or {}).get(chunk.codec), cell, chunk, data) for chunk, data in pieces
-        ]
+        planes = [self._decode_plane_with((decoders or {}).get(piece.row.codec), cell, piece) for piece in pieces]
         return CellFrames(
             tensor=cell.tensor,
             layers=layers,
@@ -299,8 +309,8 @@ class SegmentReader:
             quantiser=self.quantiser,
         )
 
-    def _verified_pieces(self, cell: Cell, data: bytes | memoryview) -> list[tuple[Chunk, memoryview]]:
-        """A cell's chunks with their bitstreams."""
+    def _verified_pieces(self, cell: Cell, data: bytes | memoryview) -> list[CodedChunk]:
+        """A cell's chunks, their bitstreams verified."""
         start, end = self.cell_range(cell)
         if len(data) != end - start:
             raise CorruptError(f"{cell} has {len(data)} bytes, expected {end - start}")
@@ -311,7 +321,7 @@ class SegmentReader:
             chunk = self.variant.chunks[index]
             piece = view[self._offsets[index] - start :][: chunk.size_bytes]
             _require_checksum(piece, chunk.coded_checksum, f"{cell}, compressed bytes")
-            pieces.append((chunk, piece))
+            pieces.append(CodedChunk(chunk, piece, self.variant.frame_sum(index)))
         return pieces
 
     def dequantise_cell(self, cell: Cell, quantised: Quantised, tokens: slice = slice(None)) -> torch.Tensor:
@@ -332,20 +342,23 @@ class SegmentReader:
         first, end = self.manifest.group_layers(cell.layer_group)
         return end - first
 
-    def _decode_plane(self, cell: Cell, chunk: Chunk, data: memoryview) -> torch.Tensor:
+    def _decode_plane(self, cell: Cell, coded: CodedChunk) -> torch.Tensor:
         """Integers."""
-        return self._verified_integers(cell, chunk, get_codec(chunk.codec).decode(data, *self._frames_shape(cell)))
+        frames = get_codec(coded.row.codec).decode(coded.bitstream, *self._frames_shape(cell))
+        return self._verified_integers(cell, coded, frames)
 
-    def _decode_plane_with(
-        self, decoder: FrameDecoder | None, cell: Cell, chunk: Chunk, data: memoryview
-    ) -> DecodedFrames:
+    def _decode_plane_with(self, decoder: FrameDecoder | None, cell: Cell, coded: CodedChunk) -> DecodedFrames:
         """Frames, verified."""
         if decoder is not None:
-            decoded = decoder.decode(data, *self._frames_shape(cell))
+            with_sum = coded.frame_sum is not None
+            decoded = decoder.decode(coded.bitstream, *self._frames_shape(cell), with_sum=with_sum)
         else:
-            frames = get_codec(chunk.codec).decode(data, *self._frames_shape(cell))
+            frames = get_codec(coded.row.codec).decode(coded.bitstream, *self._frames_shape(cell))
             decoded = DecodedFrames(frames, frames, is_on_device=False)
-        self._verified_integers(cell, chunk, decoded.host)
+        if decoded.host is not None:
+            self._verified_integers(cell, coded, decoded.host)
+        elif decoded.frame_sum != coded.frame_sum:
+            raise CorruptError(f"{cell}, decoded frames: frame sum does not match")
         return decoded
 
     def _frames_shape(self, cell: Cell) -> tuple[int, int, int]:
@@ -353,8 +366,9 @@ class SegmentReader:
         layout = self.variant.layout(cell.tensor)
         return layout.num_frames(self.manifest.span_tokens(cell.span)), layout.height, layout.width
 
-    def _verified_integers(self, cell: Cell, chunk: Chunk, frames: torch.Tensor) -> torch.Tensor:
-        """``frames``: on the host."""
+    def _verified_integers(self, cell: Cell, coded: CodedChunk, frames: torch.Tensor) -> torch.Tensor:
+        """``frames``: on the host. Their sum is looked at as well: one that is wrong would have readers on a GPU miss
+        what is sound, for ever."""
         geometry = self.geometry
         integers = self.variant.layout(cell.tensor).from_frames(
             frames,
@@ -363,10 +377,13 @@ class SegmentReader:
             geometry.num_heads,
             geometry.head_dim(cell.tensor),
         )
-        _require_checksum(integers.numpy().data, chunk.decoded_checksum, f"{cell}, decoded integers")
+        _require_checksum(integers.numpy().data, coded.row.decoded_checksum, f"{cell}, decoded integers")
+        if coded.frame_sum is not None and sum_of_frames(frames) != coded.frame_sum:
+            raise CorruptError(f"{cell}, decoded frames: frame sum does not match")
         return integers
 
-    def _decode_scales(self, cell: Cell, chunk: Chunk, data: memoryview) -> torch.Tensor:
+    def _decode_scales(self, cell: Cell, coded: CodedChunk) -> torch.Tensor:
+        chunk = coded.row
         if chunk.codec != _SCALES.name:
             raise FormatError(f"{cell} has scales in codec {chunk.codec!r}, expected {_SCALES.name!r}")
         shape = (
@@ -375,7 +392,7 @@ class SegmentReader:
             self.quantiser.scales_per_layer(self.geometry.num_heads),
         )
         expected = shape[0] * shape[1] * shape[2] * torch.bfloat16.itemsize
-        raw = _SCALES.decompress(data, expected)
+        raw = _SCALES.decompress(coded.bitstream, expected)
         if len(raw) != expected:
             raise CorruptError(f"{cell} has {len(raw)} bytes of scales, expected {expected}")
         _require_checksum(raw, chunk.decoded_checksum, f"{cell}, scales")

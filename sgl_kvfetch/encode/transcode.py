@@ -8,8 +8,8 @@ import msgspec
 
 from sgl_kvfetch.codecs import CODECS
 from sgl_kvfetch.codecs.base import FrameEncoder
-from sgl_kvfetch.container.manifest import Chunk, Manifest, Variant
-from sgl_kvfetch.container.segment import CodedSegment, SegmentReader, encode_cell, make_variant
+from sgl_kvfetch.container.manifest import Manifest, Variant
+from sgl_kvfetch.container.segment import CodedChunk, CodedSegment, SegmentReader, encode_cell, make_variant
 from sgl_kvfetch.encode.targets import Target
 from sgl_kvfetch.errors import CorruptError, FormatError
 from sgl_kvfetch.layout.frames import FrameLayout
@@ -58,7 +58,7 @@ def transcode(
     layouts = [target_layouts(manifest, quantiser, source, target.resolution) for target in targets]
     # Short spans give several resolutions the same pictures.
     ways = {_way(target, layout): (target.codec, layout) for target, layout in zip(targets, layouts, strict=True)}
-    coded: dict[tuple[str, FrameLayout, FrameLayout], list[tuple[Chunk, bytes]]] = {way: [] for way in ways}
+    coded: dict[tuple[str, FrameLayout, FrameLayout], list[CodedChunk]] = {way: [] for way in ways}
     view = memoryview(data)
     for cell in manifest.cells():
         before_cell()

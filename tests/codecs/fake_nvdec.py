@@ -113,6 +113,11 @@ class Decoder:
             return torch.ones_like(rows).flatten(0, -2)
         rows = picture.to_ndarray()  # 4:4:4: (3, H, W); 4:2:0: luma, then both chromas
         self._nvc.last_shape = (rows.size // picture.width, picture.width)
+        if self._nvc.fails == "one pixel":
+            rows = rows.copy()
+            rows.flat[0] ^= 1 << 6
+        if self._nvc.fails == "planes":  # of 4:4:4, two in each other's place
+            rows = rows[[1, 0, 2]]
         return torch.from_numpy(np.ascontiguousarray(rows).reshape(-1, picture.width))
 
     def _surface(self, index: int, picture: torch.Tensor) -> Surface:
@@ -166,6 +171,18 @@ class FakeNvc:
         if self.own_stream:
             stream = self.device.new_stream()  # type: ignore[assignment]
         return Decoder(self, stream, maxwidth, maxheight)
+
+
+class CountingDevice(FakeDevice):
+    """Knows how many bytes were to come to the host."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.downloads_bytes: list[int] = []
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        self.downloads_bytes.append(num_bytes)
+        return super().pinned(num_bytes)
 
 
 def make_caps(*, num_engines: int = 2, max_side: int = 4096) -> DecodeCaps:

@@ -16,7 +16,8 @@ from sgl_kvfetch.codecs.nvdec import NvdecDecoder, NvdecSession, open_nvdec
 from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps
 from sgl_kvfetch.cuda_streams import CudaDevice
 from sgl_kvfetch.errors import CorruptError
-from tests.codecs.fake_nvdec import FakeNvc, make_caps
+from sgl_kvfetch.layout.frame_sum import sum_of_frames
+from tests.codecs.fake_nvdec import CountingDevice, FakeNvc, make_caps
 from tests.plugin.device.fake_streams import FakeDevice
 
 HEVC, HEVC420 = HevcCodec(), Hevc420Codec()
@@ -50,6 +51,7 @@ def decodes(decoder: NvdecDecoder, bitstream: bytes, frames: torch.Tensor = FRAM
     num_frames, _, height, width = frames.shape
     found = decoder.decode(bitstream, num_frames, height, width)
     assert found.is_on_device
+    assert found.host is not None
     return torch.equal(found.frames, frames) and torch.equal(found.host, frames)
 
 
@@ -61,6 +63,35 @@ def test_every_value_comes_back(codec: HevcCodec, latency_pictures: int, bitstre
         assert decodes(make_decoder(nvc, codec), bitstreams[codec.name])
         # An access unit a packet, as the table has them, and the end.
         assert nvc.packets == [*map(bytes, split_access_units(bitstreams[codec.name])), b""]
+
+
+@BOTH
+@pytest.mark.parametrize("latency_pictures", [0, 2])
+def test_frames_are_summed_where_they_are(
+    codec: HevcCodec, latency_pictures: int, bitstreams: dict[str, bytes]
+) -> None:
+    for seed in range(4):
+        device = CountingDevice(seed)
+        decoder = make_decoder(FakeNvc(device, latency_pictures=latency_pictures), codec)
+        found = decoder.decode(bitstreams[codec.name], 3, 144, 144, with_sum=True)
+        assert found.is_on_device
+        assert found.host is None
+        assert found.frame_sum == sum_of_frames(FRAMES)
+        assert torch.equal(found.frames, FRAMES)
+        assert device.downloads_bytes == [8]
+
+
+@BOTH
+def test_sums_tell_frames_apart(codec: HevcCodec, bitstreams: dict[str, bytes]) -> None:
+    nvc = FakeNvc(FakeDevice())
+    decoder = make_decoder(nvc, codec)
+    others = [codec.encode(frames) for frames in (FRAMES.flip(0), FRAMES[:, [1, 0, 2]], FRAMES ^ 1)]
+    found = [decoder.decode(bitstream, 3, 144, 144, with_sum=True) for bitstream in (bitstreams[codec.name], *others)]
+    assert len({decoded.frame_sum for decoded in found}) == 4
+    nvc.fails = "one pixel"
+    wrong = decoder.decode(bitstreams[codec.name], 3, 144, 144, with_sum=True)
+    assert wrong.frame_sum not in {decoded.frame_sum for decoded in found}
+    assert wrong.frame_sum == sum_of_frames(wrong.frames)
 
 
 def test_surfaces_are_taken_on_the_decoders_stream(bitstreams: dict[str, bytes]) -> None:
@@ -171,6 +202,9 @@ def test_without_a_decoder_the_cpu_decodes(bitstreams: dict[str, bytes], caplog:
         "hevc is decoded on the CPU: NVDEC gave no decoder for 144x144: RuntimeError: CreateDecoder: out of memory"
         in caplog.text
     )
+    found = decoder.decode(bitstreams["hevc"], 3, 144, 144, with_sum=True)
+    assert found.frame_sum is None
+    assert found.host is found.frames  # verified as the CPU's always are
     nvc.fails = ""
     assert decodes(decoder, bitstreams["hevc"])
     # Nor if a decoder cannot be set to another size.
@@ -187,7 +221,8 @@ def test_pictures_that_nvdec_does_not_take_are_decoded_on_the_cpu(bitstreams: di
     for caps in (make_caps(max_side=136), DecodeCaps(max_width=4096, max_height=4096, max_macroblocks=80)):
         found = NvdecDecoder(HEVC, caps, sessions).decode(bitstreams["hevc"], 3, 144, 144)
         assert not found.is_on_device
-        assert torch.equal(found.host, FRAMES)
+        assert found.host is found.frames
+        assert torch.equal(found.frames, FRAMES)
     assert not nvc.calls
 
 
@@ -243,12 +278,20 @@ def test_only_420(monkeypatch: pytest.MonkeyPatch) -> None:
         ("pixels", "a trial gave other pixels"),
         ("decode", "a trial failed: CorruptError: hevc bitstream does not decode on NVDEC"),
         ("create", "a trial was not decoded on NVDEC"),
+        ("one pixel", "a trial gave other pixels"),
     ],
 )
 def test_an_nvdec_that_does_not_work_is_not_used(fails: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoders, about, _ = found_at_start(monkeypatch, {"hevc": make_caps(), "hevc420": make_caps()}, fails)
     assert not decoders
     assert about.startswith("decoded on NVDEC, 2 engines: nothing; hevc on the CPU: " + reason)
+
+
+def test_a_kernel_that_sums_wrongly_is_not_relied_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvdec, "frame_sum", lambda frames: torch.tensor([1]))
+    decoders, about, _ = found_at_start(monkeypatch, {"hevc": make_caps()})
+    assert not decoders
+    assert about.startswith("decoded on NVDEC, 2 engines: nothing; hevc on the CPU: a trial gave another frame sum")
 
 
 def test_nothing_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,5 +318,8 @@ def test_on_a_gpu(codec: HevcCodec, bitstreams: dict[str, bytes]) -> None:
     found = decoders[codec.name].decode(bitstreams[codec.name], 3, 144, 144)
     assert found.is_on_device
     assert found.frames.is_cuda
+    assert found.host is not None
     assert torch.equal(found.frames.cpu(), FRAMES)
     assert torch.equal(found.host, FRAMES)
+    summed = decoders[codec.name].decode(bitstreams[codec.name], 3, 144, 144, with_sum=True)
+    assert summed.frame_sum == sum_of_frames(FRAMES)

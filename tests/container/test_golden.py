@@ -6,14 +6,17 @@ import torch
 from sgl_kvfetch.container.manifest import decode_manifest
 from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.quant import make_quantiser
-from tests.golden.make import CASES, FOLDER, GEOMETRY
+from tests.golden.make import CASES, CASES_1_1, FOLDER, GEOMETRY
 from tests.segments import page_hashes
 
 
-@pytest.mark.parametrize(("quantiser_name", "codec"), CASES)
-def test_golden_segments_read_as_on_the_day_they_were_written(quantiser_name: str, codec: str) -> None:
+@pytest.mark.parametrize(
+    ("quantiser_name", "codec", "version"), [*((*case, "") for case in CASES), *((*case, "-1.1") for case in CASES_1_1)]
+)
+def test_golden_segments_read_as_on_the_day_they_were_written(quantiser_name: str, codec: str, version: str) -> None:
     stem = FOLDER / f"{quantiser_name}-{codec}"
-    manifest = decode_manifest(stem.with_suffix(".kvm").read_bytes())
+    raw = (FOLDER / f"{stem.name}{version}.kvm").read_bytes()
+    manifest = decode_manifest(raw)
     data = stem.with_suffix(".kvd").read_bytes()
     expected = stem.with_suffix(".values").read_bytes()
 
@@ -23,7 +26,8 @@ def test_golden_segments_read_as_on_the_day_they_were_written(quantiser_name: st
     assert codec in {chunk.codec for chunk in manifest.variants[0].chunks}
     # Digests and names are part of the format: other writers and stores go by them.
     assert manifest.key.num_pages == 4
-    assert manifest.encode() == stem.with_suffix(".kvm").read_bytes()
+    assert manifest.encode() == raw
+    assert bool(manifest.variants[0].frame_sums) == bool(version)
 
     reader = SegmentReader(manifest, make_quantiser(quantiser_name))  # type: ignore[arg-type]
     restored = b""

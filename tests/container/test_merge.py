@@ -10,7 +10,7 @@ from sgl_kvfetch.encode.transcode import transcode
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.quant import Quantised, Quantiser, make_quantiser
 from sgl_kvfetch.quant.registry import QuantiserName
-from tests.segments import SMALL, make_namespace, make_segment, page_hashes
+from tests.segments import SMALL, make_namespace, make_segment, page_hashes, without_frame_sums
 
 
 def cells(segment: CodedSegment, quantiser: Quantiser) -> dict[tuple[int, str], Quantised]:
@@ -59,6 +59,20 @@ def test_integers_and_scales_stay_as_they_are(name: QuantiserName, num_pages: in
 def test_whole_spans_are_copied_not_coded_again() -> None:
     left, right, spec = halves(4, 4, make_quantiser("exact"))
     assert merge_segments(spec, left, right).data == left.data + right.data
+
+
+def test_frame_sums_are_copied_with_the_chunks_that_have_one() -> None:
+    left, right, spec = halves(4, 4, make_quantiser("uint8"))
+    (a,), (b,) = left.manifest.variants, right.manifest.variants
+    assert a.frame_sums
+    old = CodedSegment(without_frame_sums(right.manifest), right.data)
+    nothing = (None,) * len(a.chunks)
+    for pair, expected in (((left, right), a.frame_sums + b.frame_sums), ((left, old), a.frame_sums + nothing)):
+        merged = merge_segments(spec, *pair)
+        assert merged.manifest.variants[0].frame_sums == expected
+        cells(merged, make_quantiser("uint8"))  # verifies them
+    older = CodedSegment(without_frame_sums(left.manifest), left.data)
+    assert merge_segments(spec, older, old).manifest.variants[0].frame_sums == ()
 
 
 def test_only_buddies_merge() -> None:

@@ -9,10 +9,11 @@ import torch
 from sgl_kvfetch.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.container.segment import SegmentReader, SegmentSpec, encode_segment
 from sgl_kvfetch.errors import CorruptError, FormatError
+from sgl_kvfetch.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.quant.registry import QuantiserName
 from sgl_kvfetch.types import KVGeometry, TensorName
-from tests.segments import SMALL, make_namespace, make_segment, make_values, page_hashes
+from tests.segments import SMALL, make_namespace, make_segment, make_values, page_hashes, without_frame_sums
 
 GEOMETRIES = [
     KVGeometry(1, 1, 48, 48, 1, "float32"),
@@ -97,6 +98,62 @@ def test_manifest_and_back() -> None:
     assert manifest.data_bytes(manifest.variants[0]) == len(coded.data)
     assert manifest.raw_bytes == 8 * SMALL.page_bytes
     assert SegmentReader(manifest, make_quantiser("exact")).data_name == coded.data_name
+
+
+@pytest.mark.parametrize("codec", ["hevc", "hevc420"])
+def test_planes_that_are_video_have_the_sum_of_their_frames(codec: str) -> None:
+    coded, _ = make_segment(codec=codec, quantiser=make_quantiser("uint8"))
+    (variant,) = coded.manifest.variants
+    reader = SegmentReader(coded.manifest, make_quantiser("uint8"))
+    frames = iter(
+        plane
+        for cell in coded.manifest.cells()
+        for plane in reader.decode_frames(cell, coded.data[slice(*reader.cell_range(cell))]).frames
+    )
+    for chunk, found in zip(variant.chunks, variant.frame_sums, strict=True):
+        assert found == (sum_of_frames(next(frames)) if chunk.codec == codec else None)
+    assert not list(frames)
+    assert variant.frame_sums[0] is None  # scales
+
+
+def test_no_video_no_sums() -> None:
+    coded, _ = make_segment(codec="zstd")
+    assert coded.manifest.variants[0].frame_sums == ()
+
+
+def test_what_format_1_0_can_say_is_written_as_1_0() -> None:
+    """So that a manifest's bytes, by which it is replaced, are the same whoever writes them."""
+    coded, _ = make_segment(codec="hevc")
+    old = without_frame_sums(coded.manifest)
+    assert coded.manifest.encode()[4:8] == b"\1\0\1\0"
+    assert old.encode()[4:8] == b"\1\0\0\0"
+    assert b"frame_sums" not in old.encode()
+    assert decode_manifest(old.encode()) == old
+
+
+def test_a_reader_of_format_1_0_reads_1_1() -> None:
+    """It ignores fields that it does not know."""
+
+    class Variant10(msgspec.Struct):
+        data_digest: str
+        chunks: tuple[tuple[str, int, bytes, bytes], ...]
+
+    class Body10(msgspec.Struct):
+        variants: tuple[Variant10, ...]
+
+    coded, _ = make_segment(codec="hevc")
+    body = msgspec.msgpack.decode(coded.manifest.encode()[12:-16], type=Body10)
+    assert body.variants[0].chunks == tuple(map(msgspec.structs.astuple, coded.manifest.variants[0].chunks))
+
+
+@pytest.mark.parametrize("sums", [(1,), (-1,) * 8, ("1",) * 8, (0.5,) * 8], ids=str)
+def test_frame_sums_that_are_none_are_refused(sums: Any) -> None:
+    coded, _ = make_segment(codec="hevc")
+    (variant,) = coded.manifest.variants
+    sums = sums * (len(variant.chunks) // 8) if len(sums) == 8 else sums
+    bad = msgspec.structs.replace(variant, frame_sums=sums)
+    with pytest.raises(FormatError, match=r"frame sums|frame_sums"):
+        decode_manifest(msgspec.structs.replace(coded.manifest, variants=(bad,)).encode())
 
 
 def test_another_quantisers_segment_is_refused() -> None:

@@ -13,7 +13,7 @@ from sgl_kvfetch.layout.tiling import Tiling, layout_of
 from sgl_kvfetch.quant import Quantised, make_quantiser, quantiser_from_identity
 from sgl_kvfetch.quant.klt import KltIntegers
 from sgl_kvfetch.types import KVGeometry, TensorName
-from tests.segments import SMALL, make_segment
+from tests.segments import SMALL, make_segment, without_frame_sums
 
 WIDE = KVGeometry(num_layers=3, num_heads=4, k_head_dim=64, v_head_dim=64, page_size=64, dtype="bfloat16")
 TARGETS = (Target("hevc", "240p"), Target("hevc420", "480p"), Target("deflate", "1080p"))
@@ -45,6 +45,30 @@ def test_integers_and_scales_stay_as_they_are(name: str, codec: str) -> None:
         assert decoded_equal(made, index, source, 0)
         assert variant.codecs <= {variant.codec, "zstd"}
     assert decode_manifest(made.manifest.encode()) == made.manifest
+
+
+def test_frame_sums_are_those_of_the_variants_own_frames() -> None:
+    """The same integers in other pictures, from a source with sums or without."""
+    source, _ = make_segment(WIDE, 16, quantiser=make_quantiser("uint8"), codec="hevc", span_pages=16)
+    targets = (Target("hevc", "240p"), Target("hevc", "480p"), Target("hevc420", "480p"), Target("zstd", "480p"))
+    for manifest in (source.manifest, without_frame_sums(source.manifest)):
+        made = transcode(manifest, source.data, targets)
+        sums = [variant.frame_sums for variant in made.manifest.variants]
+        assert sums[0] == source.manifest.variants[0].frame_sums
+        assert sums[1] == sums[2] != sums[0]
+        assert sums[3] == ()
+        for index in range(len(targets)):
+            verify_variant(made.manifest, index, made.variant_data(index))
+
+
+def test_a_wrong_frame_sum_is_found_when_verifying() -> None:
+    source, _ = make_segment(SMALL, 4, quantiser=make_quantiser("uint8"), codec="hevc")
+    (variant,) = source.manifest.variants
+    wrong = tuple(None if each is None else each ^ 1 for each in variant.frame_sums)
+    lying = msgspec.structs.replace(source.manifest, variants=(msgspec.structs.replace(variant, frame_sums=wrong),))
+    verify_variant(source.manifest, 0, source.data)
+    with pytest.raises(CorruptError, match="frame sum does not match"):
+        verify_variant(lying, 0, source.data)
 
 
 class WithoutProfile(KltIntegers):

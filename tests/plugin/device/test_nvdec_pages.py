@@ -26,10 +26,10 @@ from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.stores.local import LocalStore
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.types import TENSORS
-from tests.codecs.fake_nvdec import FakeNvc, make_caps
+from tests.codecs.fake_nvdec import CountingDevice, FakeNvc, make_caps
 from tests.plugin.device.fake_streams import FakeDevice
 from tests.plugin.device.test_cuda_pages import GEOMETRY, NUM_PAGES, PLACES, make_pool
-from tests.segments import make_segment
+from tests.segments import make_segment, without_frame_sums
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -72,7 +72,7 @@ async def test_the_same_values_as_on_the_cpu(name: Any, codec: str, tmp_path: Pa
     # Low bytes of exact values are noise, and so not coded as video: a cell's planes are in both memories then.
     codecs = [chunk.codec for chunk in reader.variant.chunks]
     assert set(codecs) == {codec, "zstd"}  # uint8's scales
-    device = FakeDevice(seed=1)
+    device = CountingDevice(seed=1)
     # Frames that are on the device already go through no buffer: slots and scales need a few bytes.
     pages = CudaPages(
         make_pool(),
@@ -82,6 +82,7 @@ async def test_the_same_values_as_on_the_cpu(name: Any, codec: str, tmp_path: Pa
         decoders=make_decoders(FakeNvc(device)),
         restore_buffer_bytes=2048 if name == "uint8" else 1 << 20,
     )
+    device.downloads_bytes.clear()  # what the buffers take
     result, _ = await fetch(reader, segment[0].data, pages, tmp_path / "gpu")
     assert (result.num_pages, result.failures) == (NUM_PAGES, ())
     device.run()
@@ -90,21 +91,47 @@ async def test_the_same_values_as_on_the_cpu(name: Any, codec: str, tmp_path: Pa
             assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
     assert len(device.used) == codecs.count(codec)
     assert {id(stream) for _, stream in device.used} == {id(pages._restores)}
+    assert device.downloads_bytes == [8] * codecs.count(codec)  # sums, and no frames
 
 
-async def test_wrong_pixels_are_a_miss_and_the_segment_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", ["hevc", "hevc420"])
+async def test_frames_of_older_segments_are_verified_on_the_host(codec: str, tmp_path: Path) -> None:
+    quantiser = make_quantiser("uint8")
+    segment = make_segment(GEOMETRY, NUM_PAGES, quantiser=quantiser, codec=codec, span_pages=4)
+    reader = SegmentReader(without_frame_sums(segment[0].manifest), quantiser)
+    device = CountingDevice()
+    nvc = FakeNvc(device)
+    pages = CudaPages(make_pool(), GEOMETRY.page_size, device, device.forward, decoders=make_decoders(nvc))
+    device.downloads_bytes.clear()
+    result, _ = await fetch(reader, segment[0].data, pages, tmp_path / "right")
+    assert (result.num_pages, result.failures) == (NUM_PAGES, ())
+    frame_bytes = [
+        frames.nbytes
+        for cell in reader.manifest.cells()
+        for frames in reader.decode_frames(cell, segment[0].data[slice(*reader.cell_range(cell))]).frames
+    ]
+    assert sorted(device.downloads_bytes) == sorted(frame_bytes)
+    nvc.fails = "one pixel"
+    result, is_stored = await fetch(reader, segment[0].data, pages, tmp_path / "wrong")
+    assert result.num_pages == 0
+    assert "decoded integers: checksum does not match" in str(result.failures[0])
+    assert is_stored
+
+
+@pytest.mark.parametrize("fault", ["pixels", "one pixel", "planes"])
+async def test_wrong_pixels_are_a_miss_and_the_segment_stays(fault: str, tmp_path: Path) -> None:
     """What NVDEC gets wrong is looked at again on the CPU, before anything is deleted."""
     quantiser = make_quantiser("uint8")
     segment = make_segment(GEOMETRY, NUM_PAGES, quantiser=quantiser, codec="hevc", span_pages=4)
     reader = SegmentReader(segment[0].manifest, quantiser)
     device = FakeDevice()
     nvc = FakeNvc(device)
-    nvc.fails = "pixels"
+    nvc.fails = fault
     pages = CudaPages(make_pool(), GEOMETRY.page_size, device, device.forward, decoders=make_decoders(nvc))
     result, is_stored = await fetch(reader, segment[0].data, pages, tmp_path)
     assert result.num_pages == 0
     assert {type(failure) for failure in result.failures} == {CorruptError}
-    assert "decoded integers: checksum does not match" in str(result.failures[0])
+    assert "decoded frames: frame sum does not match" in str(result.failures[0])
     assert is_stored
     device.run()
     assert all(bool(buffer.isnan().all()) for buffer in (*pages._buffers["k"], *pages._buffers["v"]))
