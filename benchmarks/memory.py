@@ -36,7 +36,7 @@ import torch
 
 from benchmarks.machine import machine, versions
 from sgl_kvfetch.config import DEFAULT_TARGET_KL, parse_config
-from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment, make_variant
+from sgl_kvfetch.container.segment import CodedChunk, CodedSegment, SegmentSpec, encode_segment, make_variant
 from sgl_kvfetch.keys import Namespace, buddy_split
 from sgl_kvfetch.quant import Quantiser, make_quantiser
 from sgl_kvfetch.quant.klt import KltQuantiser
@@ -148,8 +148,9 @@ def repeated_segments(setup: Setup, num_tokens: int) -> list[CodedSegment]:
     (variant,) = span.manifest.variants
     layouts = {tensor: variant.layout(tensor) for tensor in TENSORS}
     coded, start = [], 0
-    for chunk in variant.chunks:
-        coded.append((chunk, span.data[start : start + chunk.size_bytes]))
+    for index, chunk in enumerate(variant.chunks):
+        bitstream = span.data[start : start + chunk.size_bytes]
+        coded.append(CodedChunk(chunk, bitstream, variant.frame_sum(index)))
         start += chunk.size_bytes
     segments = []
     for first, count in buddy_split(0, len(hashes), MAX_SEGMENT_TOKENS // PAGE_TOKENS):

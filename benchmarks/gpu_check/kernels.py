@@ -1,4 +1,4 @@
-"""restore, restore_klt and pack: their bits against the references, their speed against a copy on the device."""
+"""restore, restore_klt, pack, frame_sum: their bits against the references, their speed against a device copy."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.timing import seconds_of
 from sgl_kvfetch.layout.choose import default_layout
 from sgl_kvfetch.layout.frames import FrameLayout
+from sgl_kvfetch.triton_kernels.frame_sum import frame_sum, frame_sum_reference
 from sgl_kvfetch.triton_kernels.pack import Packed, pack, pack_reference
 from sgl_kvfetch.triton_kernels.restore import restore, restore_reference
 from sgl_kvfetch.triton_kernels.restore_klt import restore_klt, restore_klt_reference
@@ -110,6 +111,13 @@ def cases(shape: Shape, device: torch.device) -> Iterator[Case]:
     integers = torch.randint(0, 255, (shape.tokens, LAYERS, shape.heads, shape.dim), dtype=torch.uint8, device=device)
     frames = layout.to_frames(integers)
     slot_bytes = slots.nbytes
+    yield Case(
+        "frame_sum",
+        lambda: [frame_sum(frames).view(torch.int32)],
+        lambda: [frame_sum_reference(frames).view(torch.int32)],
+        lambda: frame_sum(frames),
+        frames.nbytes,
+    )
     yield _restore_case("restore exact", [frames, frames.flip(0)], layout, slots, shape, None, 4)
     scales = (torch.rand((shape.tokens, LAYERS, shape.heads), device=device) + 0.5).to(DTYPE)
     yield _restore_case("restore symmetric", [frames], layout, slots, shape, scales, 3)

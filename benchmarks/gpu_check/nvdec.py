@@ -13,12 +13,15 @@ import torch
 
 from benchmarks.gpu_check.clips import SIZES, make_frames
 from benchmarks.gpu_check.record import Record, SkippedError
+from benchmarks.gpu_check.timing import seconds_of
 from sgl_kvfetch.codecs import get_codec
 from sgl_kvfetch.codecs.base import FrameDecoder
 from sgl_kvfetch.codecs.nvdec import NvdecDecoder, NvdecSession, open_nvdec
 from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps, decode_caps
 from sgl_kvfetch.cuda_streams import CudaDevice, Device
 from sgl_kvfetch.errors import CorruptError
+from sgl_kvfetch.layout.frame_sum import sum_of_frames
+from sgl_kvfetch.triton_kernels.frame_sum import frame_sum
 
 _SECONDS = 0.6  # of each measurement
 _FLIPS = 40
@@ -71,8 +74,12 @@ def _what_is_wrong(decoder: FrameDecoder, bitstream: bytes, frames: torch.Tensor
         return str(e)
     if not found.is_on_device:
         return "decoded on the CPU"
+    assert found.host is not None
     same_there, same_here = torch.equal(found.frames.cpu(), frames), torch.equal(found.host, frames)
-    return "" if same_there and same_here else f"other pixels: {'host' if same_there else 'device'}"
+    if not (same_there and same_here):
+        return f"other pixels: {'host' if same_there else 'device'}"
+    summed = decoder.decode(bitstream, num_frames, height, width, with_sum=True)
+    return "" if summed.frame_sum == sum_of_frames(frames) else "another frame sum"
 
 
 def check_damage(record: Record, decoders: Mapping[str, FrameDecoder]) -> None:
@@ -97,7 +104,7 @@ def _outcome(decoder: FrameDecoder, bad: bytes, frames: torch.Tensor) -> str:
         found = decoder.decode(bad, num_frames, height, width)
     except CorruptError:
         return "corrupt"
-    return "as if whole" if torch.equal(found.host, frames) else "other pixels"
+    return "as if whole" if torch.equal(found.frames.cpu(), frames) else "other pixels"
 
 
 def _cut(good: bytes) -> Iterator[bytes]:
@@ -127,7 +134,8 @@ def measure(
     sizes: Sequence[str] = ("240p", "1080p"),
     seconds: float = _SECONDS,
 ) -> None:
-    """Values a second, the copy to the host among it."""
+    """Values a second, verified by their sum, or, by as many sessions as are measured last, copied to the host to be
+    verified there, which is not in the figure."""
     nvc = next(iter(decoders.values()))._sessions.queue[0]._nvc
     sessions = [NvdecSession(nvc, device) for _ in range(max(session_counts))]
     for name in decoders:
@@ -136,40 +144,68 @@ def measure(
                 frames = make_frames(*SIZES[size], noise_bits)
                 bitstream = get_codec(name).encode(frames)
                 alone = 0.0
-                for count in session_counts:
+                for count, with_sum in [*((count, True) for count in session_counts), (session_counts[-1], False)]:
                     pool: queue.LifoQueue[NvdecSession] = queue.LifoQueue()
                     for session in sessions[:count]:
                         pool.put(session)
                     decoder = NvdecDecoder(get_codec(name), caps[name], pool)  # type: ignore[arg-type]
-                    rate = decode_rate(decoder, bitstream, frames.shape, count, seconds)
+                    rate = decode_rate(decoder, bitstream, frames.shape, count, seconds, with_sum=with_sum)
                     alone = alone or rate
                     record.row(
-                        "NVDEC: throughput by sessions, with the copy to the host",
+                        "NVDEC: throughput by sessions",
                         codec=name,
                         size=size,
                         bits_a_value=8 * len(bitstream) / frames.numel(),
+                        verified_by="sum" if with_sum else "copy",
                         sessions=count,
                         mb_of_values_a_second=rate / 1e6,
                         share_of_sessions_times_one=rate / (count * alone),
                     )
+                _measure_sum(record, device, frames, alone, codec=name, size=size, bits=8 * len(bitstream))
+
+
+def _measure_sum(
+    record: Record, device: Device, frames: torch.Tensor, decode_rate: float, *, codec: str, size: str, bits: int
+) -> None:
+    """What of one session's time goes into the sum. ``decode_rate``: its values a second, summing among it."""
+    there = frames.to(device.torch_device)
+    sum_s, decode_s = seconds_of(lambda: frame_sum(there), device.torch_device), frames.numel() / decode_rate
+    record.row(
+        "NVDEC: the frame sum's share of the time",
+        codec=codec,
+        size=size,
+        bits_a_value=bits / frames.numel(),
+        sum_us=1e6 * sum_s,
+        decode_and_sum_us=1e6 * decode_s,
+        sum_percent=100 * sum_s / decode_s,
+    )
 
 
 def decode_rate(
-    decoder: FrameDecoder, bitstream: bytes, shape: Sequence[int], num_threads: int, seconds: float
+    decoder: FrameDecoder,
+    bitstream: bytes,
+    shape: Sequence[int],
+    num_threads: int,
+    seconds: float,
+    *,
+    with_sum: bool,
 ) -> float:
     """Bytes of frames a second, by so many threads."""
     num_frames, _, height, width = shape
     is_over = threading.Event()
 
+    def decode() -> None:
+        decoder.decode(bitstream, num_frames, height, width, with_sum=with_sum)
+
     def work(_: int) -> int:
         count = 0
         while not is_over.is_set():
-            decoder.decode(bitstream, num_frames, height, width)
+            decode()
             count += 1
         return count
 
     with ThreadPoolExecutor(num_threads) as threads:
-        list(threads.map(lambda _: decoder.decode(bitstream, num_frames, height, width), range(num_threads)))  # warm
+        list(threads.map(lambda _: decode(), range(num_threads)))  # warm
         started_s = time.monotonic()
         timer = threading.Timer(seconds, is_over.set)
         timer.start()

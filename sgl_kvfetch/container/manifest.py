@@ -23,7 +23,7 @@ from sgl_kvfetch.keys import (
     SegmentKey,
     is_power_of_two,
 )
-from sgl_kvfetch.layout.frames import PLANES, FrameLayout
+from sgl_kvfetch.layout.frames import PICTURE_MULTIPLE, PLANES, FrameLayout
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 
 MAGIC = b"KVFM"
@@ -277,7 +277,10 @@ def _validated(body: _Body) -> Manifest:
         if len(variant.frame_sums) not in (0, num_chunks):
             raise FormatError(f"manifest lists {len(variant.frame_sums)} frame sums for {num_chunks} chunks")
         for tensor in TENSORS:
-            _check_layout(variant.layout(tensor), manifest, geometry, tensor)
+            layout = variant.layout(tensor)
+            _check_layout(layout, manifest, geometry, tensor)
+            if variant.frame_sums and (layout.width % PICTURE_MULTIPLE or layout.height % PICTURE_MULTIPLE):
+                raise FormatError(f"frame sums of pictures of {layout.width}x{layout.height}, expected multiples of 8")
         for chunk in variant.chunks:
             if chunk.size_bytes > _MAX_CHUNK_BYTES:
                 raise FormatError(f"chunk of {chunk.size_bytes} bytes exceeds {_MAX_CHUNK_BYTES}")

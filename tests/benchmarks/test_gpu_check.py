@@ -167,15 +167,17 @@ def test_kernels_are_held_against_their_references(record: Record, monkeypatch: 
     kernels.check(record, kernels_device(), [tiny])
     found = found_by(record)
     assert not found["reason"]
-    assert [row["found"] for row in found["rows"]] == ["as the reference's"] * 6
+    assert [row["found"] for row in found["rows"]] == ["as the reference's"] * 7
 
     def wrong(*arguments: Any, **options: Any) -> None:
         pass  # leaves the poison
 
     monkeypatch.setattr(kernels, "restore", wrong)
     monkeypatch.setattr(kernels, "restore_klt", wrong)
+    monkeypatch.setattr(kernels, "frame_sum", lambda frames: torch.tensor([1], device=frames.device))
     kernels.check(record, kernels_device(), [tiny])
     assert found_by(record)["reason"].count("restore") == 4
+    assert found_by(record)["reason"].count("frame_sum") == 1
 
 
 def kernels_device() -> torch.device:
@@ -186,8 +188,9 @@ def test_kernels_are_measured(record: Record, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(runtime, "INTERPRETED", False)
     kernels.measure(record, CPU, [Shape(64, heads=2, dim=16)])
     found = found_by(record)
-    assert len(found["rows"]) == 6
-    assert len(found["notes"]) == 6  # references are far from a copy's speed
+    assert len(found["rows"]) == 7
+    slow = [note for note in found["notes"] if not note.startswith("frame_sum")]
+    assert len(slow) == 6  # the other references are far from a copy's speed
     row = found["rows"][0]
     assert row["share_of_copy"] == pytest.approx(row["copy_us"] / row["us"])
 
@@ -215,6 +218,10 @@ def test_nvdec_is_checked(record: Record, monkeypatch: pytest.MonkeyPatch) -> No
     nvc.fails = "pixels"
     nvdec.check_bits(record, {"hevc": decoders["hevc"]}, ["smallest"])
     assert found_by(record)["reason"] == "; ".join(["hevc smallest: other pixels: device"] * 2)
+    nvc.fails = ""
+    monkeypatch.setattr("sgl_kvfetch.codecs.nvdec.frame_sum", lambda frames: torch.tensor([1]))
+    nvdec.check_bits(record, {"hevc": decoders["hevc"]}, ["smallest"])
+    assert found_by(record)["reason"].count("hevc smallest: another frame sum") == 2
 
 
 def test_throughput_is_measured_by_sessions(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,10 +230,14 @@ def test_throughput_is_measured_by_sessions(record: Record, monkeypatch: pytest.
     caps = {"hevc": make_caps()}
     decoders = {"hevc": make_decoders(nvc)["hevc"]}
     nvdec.measure(record, nvc.device, decoders, caps, [1, 2], sizes=["240p"], seconds=0.05)
-    rows = found_by(record)["rows"]
-    assert [row["sessions"] for row in rows] == [1, 2, 1, 2]
+    rows = [row for row in found_by(record)["rows"] if "sessions" in row]
+    assert [(row["sessions"], row["verified_by"]) for row in rows] == [(1, "sum"), (2, "sum"), (2, "copy")] * 2
     assert rows[0]["share_of_sessions_times_one"] == 1.0
-    assert 1 < rows[0]["bits_a_value"] < rows[2]["bits_a_value"] < 9
+    assert 1 < rows[0]["bits_a_value"] < rows[3]["bits_a_value"] < 9
+    sums = [row for row in found_by(record)["rows"] if "sum_us" in row]
+    assert [row["bits_a_value"] for row in sums] == [rows[0]["bits_a_value"], rows[3]["bits_a_value"]]
+    for row in sums:
+        assert row["sum_percent"] == pytest.approx(100 * row["sum_us"] / row["decode_and_sum_us"])
     assert nvdec._session_counts(7) == [1, 2, 3, 7, 8, 14]
 
 

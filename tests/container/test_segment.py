@@ -156,6 +156,15 @@ def test_frame_sums_that_are_none_are_refused(sums: Any) -> None:
         decode_manifest(msgspec.structs.replace(coded.manifest, variants=(bad,)).encode())
 
 
+def test_frame_sums_are_of_whole_words() -> None:
+    coded, _ = make_segment(codec="hevc")
+    (variant,) = coded.manifest.variants
+    layout = msgspec.structs.replace(variant.k_layout, width=variant.k_layout.width + 1)
+    odd = msgspec.structs.replace(variant, k_layout=layout)
+    with pytest.raises(FormatError, match="expected multiples of 8"):
+        decode_manifest(msgspec.structs.replace(coded.manifest, variants=(odd,)).encode())
+
+
 def test_another_quantisers_segment_is_refused() -> None:
     coded, _ = make_segment()
     with pytest.raises(FormatError, match="is quantised as"):
