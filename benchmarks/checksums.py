@@ -1,0 +1,59 @@
+"""What verifying decoded frames costs a CPU, against coding them: the frame sum, which is for GPUs to compute, and the
+checksum of the integers.
+
+    python -m benchmarks.checksums [--tokens N]
+
+One layer group of eight heads of 128 that drift along the tokens, one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+import torch
+import xxhash
+
+from benchmarks.gpu_check.timing import seconds_of
+from sgl_kvfetch.codecs import get_codec
+from sgl_kvfetch.layout.choose import default_layout
+from sgl_kvfetch.layout.frame_sum import sum_of_frames
+from sgl_kvfetch.layout.frames import PLANES
+
+HEADS, DIM = 8, 128
+
+
+def measure(num_tokens: int, *, repeats: int = 5) -> dict[str, float]:
+    """MB of frames a second, by what is done with them."""
+    generator = torch.Generator().manual_seed(0)
+    steps = torch.randint(-2, 3, (num_tokens, PLANES, HEADS, DIM), generator=generator)
+    integers = (128 + steps.cumsum(0)).clamp(0, 255).to(torch.uint8)
+    layout = default_layout(HEADS, DIM, num_tokens)
+    frames = layout.to_frames(integers)
+    codec = get_codec("hevc")
+    bitstream = codec.encode(frames)
+
+    def verify_integers() -> None:
+        xxhash.xxh3_128_digest(layout.from_frames(frames, *integers.shape).numpy().data)
+
+    work: dict[str, Callable[[], object]] = {
+        "frame sum": lambda: sum_of_frames(frames),
+        "integers out of the frames, and their checksum": verify_integers,
+        "encode hevc": lambda: codec.encode(frames),
+        "decode hevc": lambda: codec.decode(bitstream, frames.shape[0], layout.height, layout.width),
+    }
+    cpu = torch.device("cpu")
+    return {name: frames.nbytes / seconds_of(do, cpu, repeats=repeats, warm_ups=1) / 1e6 for name, do in work.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=1024)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    for name, rate in measure(options.tokens).items():
+        print(f"{rate:8.1f} MB/s  {name}")
+
+
+if __name__ == "__main__":
+    main()
