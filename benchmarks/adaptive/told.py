@@ -35,7 +35,7 @@ _OVER = 1.02
 
 
 @dataclass(frozen=True)
-class _Law:
+class Law:
     """What a link that is drawn in one way will do, given what it did. Implements ``policy.Outlook``."""
 
     kind: str
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _told(trace: RandomTrace) -> LookAhead:
-    return LookAhead(name="told", outlook=partial(_Law, trace.kind, trace.level_gbps))
+    return LookAhead(name="told", outlook=partial(Law, trace.kind, trace.level_gbps))
 
 
 def _to_best_fixed(trace: RandomTrace, policy: Policy) -> float:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.adaptive import told
 from benchmarks.adaptive.__main__ import main
 from benchmarks.adaptive.judge import judge, summarise
 from benchmarks.adaptive.scenarios import grid, num_chunks, paper_scene, random_traces, read_traces
+from sgl_kvfetch.adapt.estimate import Transfer
 from sgl_kvfetch.adapt.published import PUBLISHED
 from sgl_kvfetch.errors import ConfigError
 
@@ -126,3 +129,22 @@ def test_ours_gains_where_decoders_and_link_are_a_match() -> None:
     judged = [judge(s, max_nodes=0) for s in grid(PUBLISHED["H20"], None).scenarios if "20 Gbps" in s.name]
     assert all(j.ours.end_s < j.algorithm1.end_s for j in judged)
     assert any(j.ours.end_s < 0.98 * j.best_fixed_s for j in judged)
+
+
+def test_the_policy_that_is_told_knows_the_law_and_not_the_future() -> None:
+    seen = [Transfer(1_000_000_000, 0.0, 2.0)]  # 4 Gbps
+    walk = told.Law("walk", 8.0, seen).paths(200)
+    assert all(path[0] == pytest.approx(4e9, rel=1) for path in walk)  # goes on from there
+    assert statistics.median(path[-1] for path in walk) == pytest.approx(8e9, rel=0.5)
+    jumps = told.Law("jumps", 8.0, seen).paths(10)
+    assert any(path[0] == 4e9 for path in jumps)  # the run may go on
+    assert any(path[0] != 4e9 for path in jumps)  # or be over
+    independent = told.Law("independent", 8.0, seen).paths(100)
+    assert statistics.median(bps for path in independent for bps in path) == pytest.approx(8e9, rel=0.2)
+
+
+def test_ours_and_told_are_judged_on_the_same_traces(capsys: pytest.CaptureFixture[str]) -> None:
+    assert told.main(["--random", "4", "--seed", "3"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
+    counts = [int(row.split("│")[2]) for row in rows]
+    assert sum(counts[:-1]) == counts[-1] == 4
