@@ -68,6 +68,8 @@ def blocks_of_tokens(inter_frame: str = "sliced") -> FrameLayout:
 
 
 SMALL = Shape(tokens=63, layers=2, heads=3, dim=80)  # for ``wasteful``: 56 tiles a frame, two frames
+LATENT = Shape(tokens=21, layers=2, heads=1, dim=576)  # SGLang's ``MLATokenToKVPool``: kv_lora_rank + qk_rope_head_dim
+PACKED_LATENT = Shape(tokens=21, layers=2, heads=1, dim=656)  # the same of sparse attention in fp8: bytes, with scales
 
 ODD_SHAPES = [
     Shape(1, 1, 1, 48),

@@ -17,7 +17,9 @@ from tests.triton_kernels.cases import (
     FIRST_LAYER,
     FLOATS,
     KINDS,
+    LATENT,
     ODD_SHAPES,
+    PACKED_LATENT,
     SMALL,
     Shape,
     assert_same_bits,
@@ -92,6 +94,16 @@ def test_blocks_of_tokens(name: QuantiserName, inter_frame: str, run: Pack) -> N
 @pytest.mark.parametrize("name", ["uint8", "exact"])
 def test_shapes(name: QuantiserName, shape: Shape, run: Pack) -> None:
     check(run, name, torch.bfloat16, shape)
+
+
+@both
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape"),
+    [*((*kind, LATENT) for kind in KINDS), ("exact", torch.uint8, LATENT), ("exact", torch.uint8, PACKED_LATENT)],
+    ids=lambda x: shape_id(x) if isinstance(x, Shape) else str(x),
+)
+def test_one_latent_vector_a_token(name: QuantiserName, dtype: torch.dtype, shape: Shape, run: Pack) -> None:
+    check(run, name, dtype, shape)
 
 
 @both

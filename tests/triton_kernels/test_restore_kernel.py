@@ -15,7 +15,9 @@ from tests.triton_kernels.cases import (
     DEVICE,
     FIRST_LAYER,
     KINDS,
+    LATENT,
     ODD_SHAPES,
+    PACKED_LATENT,
     SMALL,
     Shape,
     assert_same_bits,
@@ -100,6 +102,19 @@ def test_blocks_of_tokens(name: QuantiserName, inter_frame: str, run: Restore) -
 @pytest.mark.parametrize("name", ["uint8", "exact"])
 def test_shapes(name: QuantiserName, shape: Shape, run: Restore) -> None:
     span = Span(name, torch.bfloat16, shape)
+    outputs = span.buffers()
+    run(span.frames, span.layout, span.slots, outputs, **span.arguments)
+    assert_buffers(outputs, span.expected())
+
+
+@both
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape"),
+    [*((*kind, LATENT) for kind in KINDS), ("exact", torch.uint8, LATENT), ("exact", torch.uint8, PACKED_LATENT)],
+    ids=lambda x: shape_id(x) if isinstance(x, Shape) else str(x),
+)
+def test_one_latent_vector_a_token(name: QuantiserName, dtype: torch.dtype, shape: Shape, run: Restore) -> None:
+    span = Span(name, dtype, shape)
     outputs = span.buffers()
     run(span.frames, span.layout, span.slots, outputs, **span.arguments)
     assert_buffers(outputs, span.expected())
