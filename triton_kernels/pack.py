@@ -24,8 +24,6 @@ from sgl_kvfetch.triton_kernels.runtime import (
     use_kernels,
 )
 from sgl_kvfetch.triton_kernels.tiles import (
-    BLOCK_VALUES,
-    NUM_WARPS,
     chunk_of,
     next_power_of_2,
     pixel_of,
@@ -36,6 +34,7 @@ from sgl_kvfetch.triton_kernels.tiles import (
     to_float32,
     token_of,
 )
+from sgl_kvfetch.triton_kernels.tuning import Tuning, tuning_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +64,7 @@ def pack(
     *,
     centres: Sequence[int] | None = None,
     scale_over: ScaleOver = "head",
+    tuning: Tuning | None = None,
 ) -> Packed:
     """Read a span's tokens. The same bits as ``Quantiser.quantise`` and ``FrameLayout.to_frames`` would give.
 
@@ -77,6 +77,7 @@ def pack(
             buffers are the caller's fault, and go unnoticed on a GPU.
         centres: ``(layers,)``, the symmetric quantisers' zero points, 1 to 127; None for ``exact``.
         scale_over: Whether each head has a step width of its own. With ``centres`` only.
+        tuning: Another cut into programs than the table's. It changes no bit.
 
     Values that are not finite raise nothing here, which would wait for the device: see ``Packed.require_finite``.
     A vector that holds one becomes all zeros, with a zero scale.
@@ -96,7 +97,7 @@ def pack(
             f"centres are {list(centres)}, expected {len(buffers)} of 1 to 127",
         )
     if use_kernels(slots.device):
-        return _launch(buffers, slots, layout, centres, scale_over)
+        return _launch(buffers, slots, layout, centres, scale_over, tuning)
     return pack_reference(buffers, slots, layout, centres, scale_over)
 
 
@@ -135,6 +136,7 @@ def _launch(
     layout: FrameLayout,
     centres: Sequence[int] | None,
     scale_over: ScaleOver,
+    tuning: Tuning | None,
 ) -> Packed:
     num_tokens, num_layers, (_, num_heads, head_dim) = slots.numel(), len(buffers), buffers[0].shape
     num_frames, places = layout.num_frames(num_tokens), layout.tokens_per_frame
@@ -151,32 +153,26 @@ def _launch(
 
     common = (slots, num_tokens, num_frames, buffers[0].stride(0), buffers[0].stride(1))
     constants = {"L": tiles_of(layout, num_heads, head_dim)}
-    options = {"num_warps": NUM_WARPS, **COMPILE_OPTIONS}
+    is_exact = scales is None or centres is None
+    read = tuple(integer_view(x) for x in buffers) if is_exact else tuple(buffers)
+    tuning = tuning or tuning_for("pack_exact" if is_exact else f"pack_{scale_over}", read[0])
+    options = {"num_warps": tuning.warps, **COMPILE_OPTIONS}
+    chunk = chunk_of(head_dim)
+    rows = max(1, tuning.block // chunk)
     with on_device(slots.device):
         if scales is None or centres is None:
-            chunk = chunk_of(head_dim)
-            rows = BLOCK_VALUES // chunk
             grid = (triton.cdiv(places * num_heads * triton.cdiv(head_dim, chunk), rows) * num_frames,)
-            pack_exact_kernel[grid](
-                tuple(integer_view(x) for x in buffers),
-                tuple(frames),
-                *common,
-                **constants,
-                CHUNK=chunk,
-                ROWS=rows,
-                **options,
-            )
+            pack_exact_kernel[grid](read, tuple(frames), *common, **constants, CHUNK=chunk, ROWS=rows, **options)
             return Packed(frames, None, None)
         constants["LARGEST"] = torch.finfo(buffers[0].dtype).max
-        arguments = (tuple(buffers), frames, scales.view(torch.int16), not_finite, tuple(map(float, centres)), *common)
+        arguments = (read, frames, scales.view(torch.int16), not_finite, tuple(map(float, centres)), *common)
         if scale_over == "head":
             chunk = next_power_of_2(head_dim)
-            rows = max(1, BLOCK_VALUES // chunk)
+            rows = max(1, tuning.block // chunk)
             grid = (triton.cdiv(places * num_heads, rows) * num_frames,)
             pack_head_kernel[grid](*arguments, **constants, CHUNK=chunk, ROWS=rows, **options)
         else:
-            chunk = chunk_of(head_dim)
-            rows = min(next_power_of_2(num_heads * triton.cdiv(head_dim, chunk)), BLOCK_VALUES // chunk)
+            rows = min(next_power_of_2(num_heads * triton.cdiv(head_dim, chunk)), rows)
             pack_layer_kernel[(places * num_frames,)](*arguments, **constants, CHUNK=chunk, ROWS=rows, **options)
     return Packed(frames, scales, not_finite)
 

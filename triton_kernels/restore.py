@@ -23,8 +23,6 @@ from sgl_kvfetch.triton_kernels.runtime import (
     use_kernels,
 )
 from sgl_kvfetch.triton_kernels.tiles import (
-    BLOCK_VALUES,
-    NUM_WARPS,
     chunk_of,
     pixel_of,
     round_float32,
@@ -33,6 +31,7 @@ from sgl_kvfetch.triton_kernels.tiles import (
     tiles_of,
     tokens_of_frames,
 )
+from sgl_kvfetch.triton_kernels.tuning import Tuning, tuning_for
 
 
 def restore(
@@ -44,6 +43,7 @@ def restore(
     scales: torch.Tensor | None = None,
     centres: Sequence[int] | None = None,
     first_frame: int = 0,
+    tuning: Tuning | None = None,
 ) -> None:
     """Write the tokens that some frames of a span hold. The same bits as ``Quantiser.dequantise`` would give.
 
@@ -59,6 +59,7 @@ def restore(
             and heads may lie apart, a head's values may not.
         scales: bfloat16 ``(tokens, layers, heads or 1)``, the symmetric quantisers' step widths; None for ``exact``.
         centres: ``(layers,)``, the integers that stand for zero. With ``scales`` only.
+        tuning: Another cut into programs than the table's. It changes no bit.
 
     Raises:
         ValueError: arguments that do not fit together.
@@ -75,7 +76,7 @@ def restore(
     if not slots.numel() or not frames[0].shape[0]:
         return
     if use_kernels(slots.device):
-        _launch(frames, layout, slots, outputs, scales, centres, first_frame)
+        _launch(frames, layout, slots, outputs, scales, centres, first_frame, tuning)
     else:
         restore_reference(frames, layout, slots, outputs, scales, centres, first_frame)
 
@@ -142,10 +143,13 @@ def _launch(
     scales: torch.Tensor | None,
     centres: Sequence[int] | None,
     first_frame: int,
+    tuning: Tuning | None,
 ) -> None:
     _, num_heads, head_dim = outputs[0].shape
+    buffers = tuple(integer_view(x) for x in outputs) if scales is None else tuple(outputs)
+    tuning = tuning or tuning_for("restore_exact" if scales is None else "restore_symmetric", buffers[0])
     chunk = chunk_of(head_dim)
-    rows = BLOCK_VALUES // chunk
+    rows = max(1, tuning.block // chunk)
     rows_per_frame = layout.tokens_per_frame * num_heads * triton.cdiv(head_dim, chunk)
     grid = (triton.cdiv(rows_per_frame, rows) * frames[0].shape[0],)
     common = (
@@ -158,10 +162,9 @@ def _launch(
         outputs[0].stride(1),
     )
     constants = {"L": tiles_of(layout, num_heads, head_dim), "CHUNK": chunk, "ROWS": rows}
-    options = {"num_warps": NUM_WARPS, **COMPILE_OPTIONS}
+    options = {"num_warps": tuning.warps, **COMPILE_OPTIONS}
     with on_device(slots.device):
         if scales is None:
-            buffers = tuple(integer_view(x) for x in outputs)
             restore_exact_kernel[grid](tuple(frames), buffers, *common, **constants, **options)
         else:
             assert centres is not None
@@ -169,7 +172,7 @@ def _launch(
                 frames[0],
                 scales.view(torch.int16),
                 tuple(map(float, centres)),
-                tuple(outputs),
+                buffers,
                 *common,
                 **constants,
                 NUM_SCALES=scales.shape[2],

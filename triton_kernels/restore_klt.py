@@ -26,7 +26,6 @@ from sgl_kvfetch.triton_kernels.runtime import (
 )
 from sgl_kvfetch.triton_kernels.tiles import (
     chunk_of,
-    next_power_of_2,
     pixel_of,
     program_of,
     round_float32,
@@ -34,15 +33,13 @@ from sgl_kvfetch.triton_kernels.tiles import (
     tiles_of,
     tokens_of_frames,
 )
+from sgl_kvfetch.triton_kernels.tuning import Tuning, pairs_of, tuning_for
 
 ZERO = 128  # the integer that stands for zero
 
-_MIN_SIDE = 16  # of a matrix that a tensor core takes
-_MAX_TOKENS = 64  # of a program
-_MAX_COEFFICIENTS = 32  # of a step along the sum
-_BLOCK_SUMS = 2048  # of one half of the channels, in one program
-_BLOCK_MATRIX = 4096  # values of one half of the matrix, in one step
-_NUM_WARPS = 8
+# Of a step along the sum. They set the order in which is added, so that they are not for tuning.
+_MIN_COEFFICIENTS, _MAX_COEFFICIENTS = 16, 32
+_BLOCK_MATRIX = 4096  # values of one half of the matrix
 
 
 def restore_klt(
@@ -58,6 +55,7 @@ def restore_klt(
     rotation: torch.Tensor | None = None,
     interleaved: bool = False,
     first_frame: int = 0,
+    tuning: Tuning | None = None,
 ) -> None:
     """Write the tokens that some frames of a span hold: ``KltQuantiser.dequantise`` and a scatter.
 
@@ -84,6 +82,7 @@ def restore_klt(
         rotation: float32 ``(tokens, rotary_dim)``, the cosines of each token's position, then its sines
             (``Rope.table``); for K. None for V. Channels from ``rotary_dim`` on are not turned.
         interleaved: Whether pair i is channels ``(2i, 2i + 1)``, as in GPT-J, and not ``(i, i + rotary_dim / 2)``.
+        tuning: Another cut into programs than the table's. One of the candidates changes no bit.
 
     Raises:
         ValueError: arguments that do not fit together, or a rotation for an odd ``dim``.
@@ -97,8 +96,11 @@ def restore_klt(
     _require_model(slots, outputs, scales, inverse, means, rotation)
     if not slots.numel() or not frames.shape[0]:
         return
-    run = _launch if use_kernels(slots.device) else restore_klt_reference
-    run(frames, layout, slots, outputs, scales, inverse, step, means, rotation, interleaved, first_frame)
+    arguments = (frames, layout, slots, outputs, scales, inverse, step, means, rotation, interleaved, first_frame)
+    if use_kernels(slots.device):
+        _launch(*arguments, tuning)
+    else:
+        restore_klt_reference(*arguments)
 
 
 def restore_klt_reference(
@@ -212,13 +214,14 @@ def _launch(
     rotation: torch.Tensor | None,
     interleaved: bool,
     first_frame: int,
+    tuning: Tuning | None,
 ) -> None:
     _, num_heads, head_dim = outputs[0].shape
-    size = inverse.shape[2]
-    pairs = max(_MIN_SIDE, next_power_of_2(-(-head_dim // 2)))
-    rows = max(_MIN_SIDE, min(_MAX_TOKENS, _BLOCK_SUMS // pairs))
-    coefficients = max(_MIN_SIDE, min(chunk_of(size), _MAX_COEFFICIENTS, _BLOCK_MATRIX // pairs))
-    grid = (triton.cdiv(layout.tokens_per_frame, rows) * num_heads * frames.shape[0],)
+    size, pairs = inverse.shape[2], pairs_of(head_dim)
+    is_interleaved = interleaved and rotation is not None
+    tuning = tuning or tuning_for("restore_klt_interleaved" if is_interleaved else "restore_klt", outputs[0])
+    coefficients = max(_MIN_COEFFICIENTS, min(chunk_of(size), _MAX_COEFFICIENTS, _BLOCK_MATRIX // pairs))
+    grid = (triton.cdiv(layout.tokens_per_frame, tuning.block) * num_heads * frames.shape[0],)
     with on_device(slots.device):
         restore_klt_kernel[grid](
             frames,
@@ -239,12 +242,12 @@ def _launch(
             L=tiles_of(layout, num_heads, head_dim),
             SIZE=size,
             ROTARY_DIM=0 if rotation is None else rotation.shape[1],
-            INTERLEAVED=interleaved and rotation is not None,
+            INTERLEAVED=is_interleaved,
             LARGEST=torch.finfo(outputs[0].dtype).max,
             PAIRS=pairs,
             COEFFICIENTS=coefficients,
-            ROWS=rows,
-            num_warps=_NUM_WARPS,
+            ROWS=tuning.block,
+            num_warps=tuning.warps,
             **COMPILE_OPTIONS,
         )
 

@@ -15,8 +15,6 @@ import torch
 from sgl_kvfetch.layout.frames import FrameLayout
 from sgl_kvfetch.triton_kernels.runtime import jit, tl
 
-BLOCK_VALUES = 2048  # of one layer, in one program
-NUM_WARPS = 4
 _MIN_CHUNK, _MAX_CHUNK = 16, 64
 
 

@@ -1,0 +1,51 @@
+"""Compile the kernels for GPUs that need not be there, and say what came out.
+
+page        writes docs/gpu/compiled.md
+facts       prints every variant as the table cuts it, one JSON object a line
+candidates  prints all that ``restore_klt`` may be cut into
+floors      prints docs/kernels.md's table of the least times, which needs no compiler
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.compiled_kernels.floors import floor_lines
+
+PAGE = Path(__file__).parents[2] / "docs" / "gpu" / "compiled.md"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    summary, _, choices = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compiled_kernels",
+        description=summary,
+        epilog=choices,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", nargs="?", default="page", choices=("page", "facts", "candidates", "floors"))
+    parser.add_argument("--out", type=Path, default=PAGE, metavar="FILE", help="where the page goes")
+    options = parser.parse_args(arguments)
+    if options.what == "floors":
+        print("\n".join(floor_lines()))
+        return 0
+
+    from benchmarks.compiled_kernels import machine_code, page, variants  # they need Triton
+
+    if options.what == "page":
+        facts = list(machine_code.compile_all(variants.chosen(machine_code.TARGETS)))
+        options.out.write_text(page.page(facts))
+        print("wrote", options.out)
+        return 0
+    chosen = variants.chosen if options.what == "facts" else variants.klt_candidates
+    for found in machine_code.compile_all(chosen(machine_code.TARGETS)):
+        print(json.dumps(asdict(found)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,111 @@
+"""A kernel compiled for a target, and what its machine code tells."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from benchmarks.compiled_kernels.variants import FrameSum, Variant
+from sgl_kvfetch.triton_kernels.tuning import Tuning
+
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
+
+_PTX_ACCESS = r"\b{}\.global(?:\.[a-zL][\w:]*)*?(?:\.v(\d))?\.b({})\b"
+_AMD_ACCESS = r"\b(?:global|buffer|flat)_{}_(?:dword(?:x(\d))?|u?(short|byte)\w*)\b"
+_PTX_MATRIX = r"\b(?:(mma\.sync|wgmma\.mma_async)\S*\.(m\d+)(?:n\d+)(k\d+)|(tcgen05\.mma))\b"
+_AMD_MATRIX = r"\bv_(mfma_f32_\d+x\d+x\d+)_?\w*"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """
+    Attributes:
+        registers: Of a thread.
+        shared_bytes: Of a program.
+        stack_bytes: Of a thread: what its registers spill to.
+        access_bytes: The widest load (``pack``) or store of a KV buffer; of ``frame_sum``, load of frames.
+        instructions: That multiply matrices, however wide.
+    """
+
+    kernel: str
+    target: str
+    tuning: Tuning
+    registers: int
+    shared_bytes: int
+    stack_bytes: int
+    access_bytes: int
+    instructions: tuple[str, ...]
+
+
+def compile_all(chosen: Iterable[tuple[Variant | FrameSum, str, Tuning]]) -> Iterator[Facts]:
+    """Raises what Triton does if one does not compile."""
+    assert not triton.knobs.runtime.interpret, "Triton interprets"
+    for variant, target, tuning in chosen:
+        recorder = variant.record(tuning)
+        assert recorder.source is not None, f"{variant.name} was not launched"
+        compiled = triton.compile(recorder.source, target=_gpu_target(target), options=recorder.options)
+        is_amd = target.startswith("gfx")
+        text = compiled.asm["amdgcn" if is_amd else "ptx"]
+        registers, stack_bytes = _amd_usage(text) if is_amd else _cuda_usage(compiled.asm["cubin"])
+        # Slots are loaded as 64 bits.
+        bits = "64" if isinstance(variant, FrameSum) else "8|16|32"
+        yield Facts(
+            variant.name,
+            target,
+            tuning,
+            registers,
+            compiled.metadata.shared,
+            stack_bytes,
+            amd_access_bytes(text, variant.access) if is_amd else ptx_access_bytes(text, variant.access, bits),
+            matrix_instructions(text),
+        )
+
+
+def ptx_access_bytes(ptx: str, access: str, bits: str = "8|16|32") -> int:
+    pattern = _PTX_ACCESS.format({"load": "ld", "store": "st"}[access], bits)
+    return max((int(width or 1) * int(bits) // 8 for width, bits in re.findall(pattern, ptx)), default=0)
+
+
+def amd_access_bytes(amdgcn: str, access: str) -> int:
+    """Slots are loads of 8 bytes as well: 8 may also be what is left when buffers are read by fewer."""
+    found = re.findall(_AMD_ACCESS.format(access), amdgcn)
+    return max(({"byte": 1, "short": 2}.get(narrow) or 4 * int(width or 1) for width, narrow in found), default=0)
+
+
+def matrix_instructions(text: str) -> tuple[str, ...]:
+    """What decides the order in which products are added; not how many columns are done at once."""
+    of_nvidia = {" ".join(filter(None, groups)) for groups in re.findall(_PTX_MATRIX, text)}
+    return tuple(sorted(of_nvidia | set(re.findall(_AMD_MATRIX, text))))
+
+
+def _gpu_target(target: str) -> GPUTarget:
+    if target.startswith("gfx"):
+        return GPUTarget("hip", target, 64)
+    return GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+
+
+def _cuda_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers, and bytes of the stack, as the assembler says."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return _number(r"REG:(\d+)", text), _number(r"STACK:(\d+)", text)
+
+
+def _amd_usage(amdgcn: str) -> tuple[int, int]:
+    """Vector registers, with those that accumulate, and bytes of scratch memory."""
+    return _number(r"\.vgpr_count:\s*(\d+)", amdgcn), _number(r"\.private_segment_fixed_size:\s*(\d+)", amdgcn)
+
+
+def _number(pattern: str, text: str) -> int:
+    found: Any = re.search(pattern, text)
+    return int(found[1])
