@@ -17,9 +17,12 @@ class Span:
     """The tokens of one call, and their shape."""
 
     tokens: int
-    layers: int
-    heads: int
-    dim: int
+    heads: int = 8
+    dim: int = 128
+    layers: int = 3
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens, {self.heads} heads of {self.dim}"
 
     @property
     def num_values(self) -> int:

@@ -102,7 +102,13 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def tuning_for(operation: Operation, buffer: torch.Tensor) -> Tuning:
     """What is launched for buffers like this one, unless the caller knows better."""
-    return look_up(Key(operation, target_of(buffer.device), dtype_name(buffer.dtype), buffer.shape[-1]))
+    return look_up(key_of(operation, buffer))
+
+
+def key_of(operation: Operation, buffer: torch.Tensor, target: str | None = None) -> Key:
+    """``buffer``: as the kernel gets it; of the exact operations, as integers. ``target``: not the buffer's."""
+    dtype = str(buffer.dtype).removeprefix("torch.")
+    return Key(operation, target or target_of(buffer.device), dtype, buffer.shape[-1])
 
 
 def look_up(key: Key, table: Mapping[Key, Entry] | None = None) -> Tuning:
@@ -150,10 +156,6 @@ def target_of(device: torch.device) -> str:
         return architecture.partition(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def read_table(path: Path = TABLE) -> dict[Key, Entry]:

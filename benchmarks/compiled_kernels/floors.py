@@ -10,9 +10,8 @@ from sgl_kvfetch.triton_kernels.tuning import Operation
 # Bytes a second, from NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200 SXM.
 BANDWIDTHS = {"A100": 2.039e12, "H100": 3.35e12, "H200": 4.8e12}
 
-TOKENS, LAYERS = 1024, 3
-_MHA = Span(TOKENS, LAYERS, heads=8, dim=128)
-_MLA = Span(TOKENS, LAYERS, heads=1, dim=576)
+_MHA = Span(1024)
+_MLA = Span(1024, heads=1, dim=576)
 _ROWS: tuple[tuple[str, Operation, Span, int, str], ...] = (
     ("`restore` or `pack`, symmetric", "restore_symmetric", _MHA, 2, "8 heads of 128, bf16"),
     ("`restore` or `pack`, exact", "restore_exact", _MHA, 2, "8 heads of 128, bf16"),
@@ -26,7 +25,7 @@ _ROWS: tuple[tuple[str, Operation, Span, int, str], ...] = (
 
 def floor_lines() -> Iterator[str]:
     """A Markdown table."""
-    yield f"| computed: us for {TOKENS} tokens x {LAYERS} layers | | MB | " + " | ".join(BANDWIDTHS) + " |"
+    yield f"| computed: us for {_MHA.tokens} tokens x {_MHA.layers} layers | | MB | " + " | ".join(BANDWIDTHS) + " |"
     yield "|---|---|" + "---|" * (1 + len(BANDWIDTHS))
     for name, operation, span, itemsize, shape in _ROWS:
         num_bytes = least_bytes(operation, span, itemsize, block_heads=2, rotary_dim=span.dim)

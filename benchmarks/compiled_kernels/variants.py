@@ -12,7 +12,7 @@ from benchmarks.compiled_kernels.recorder import Recorder, recording
 from sgl_kvfetch.layout.choose import channel_layout, default_layout
 from sgl_kvfetch.triton_kernels import frame_sum, pack, restore, restore_klt
 from sgl_kvfetch.triton_kernels.runtime import integer_view
-from sgl_kvfetch.triton_kernels.tuning import Key, Operation, Tuning, candidates, dtype_name, look_up, read_table
+from sgl_kvfetch.triton_kernels.tuning import Key, Operation, Tuning, candidates, key_of, look_up, read_table
 
 TOKENS, SLOTS = 1000, 4096
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,12 +39,14 @@ class Variant:
 
     @property
     def name(self) -> str:
-        details = [self.scales and f"{self.scales} scales", self.rotated and "rotated"]
-        return " ".join([self.operation, *filter(None, details), dtype_name(self.dtype), f"{self.heads}x{self.dim}"])
+        scales = f" {self.scales} scales" if self.scales else ""
+        rotated = " rotated" if self.rotated else ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.operation}{scales}{rotated} {dtype} {self.heads}x{self.dim}"
 
     def key(self, target: str) -> Key:
-        dtype = integer_view(self._buffer()).dtype if self.operation.endswith("exact") else self.dtype
-        return Key(self.operation, target, dtype_name(dtype), self.dim)
+        buffer = self._buffer()
+        return key_of(self.operation, integer_view(buffer) if self.operation.endswith("exact") else buffer, target)
 
     def record(self, tuning: Tuning) -> Recorder:
         buffers = [self._buffer() for _ in range(self.layers)]
