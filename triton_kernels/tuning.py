@@ -89,7 +89,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
 
     def __post_init__(self) -> None:
-        assert self.tuning  # refuses what is none
+        Tuning(self.block, self.warps)  # raises if it is none
 
     @property
     def key(self) -> Key:

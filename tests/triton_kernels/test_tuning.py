@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -136,6 +137,17 @@ class TestChoice:
             Key("restore_exact", "sm_90", "int16", 64),
         ):
             assert look_up(other, table) == Tuning(2048, 4)
+
+    def test_gpus_go_by_their_architecture(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        name_of, device = target_of.__wrapped__, torch.device("cuda", 1)
+        monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+        assert name_of(device) == "sm_100"
+        monkeypatch.setattr(torch.version, "hip", "7.0")
+        properties = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        assert name_of(device) == "gfx942"
+        assert name_of(torch.device("cpu")) == "cpu"
 
     def test_blocks_of_tokens_that_use_another_matrix_instruction_are_no_candidates(self) -> None:
         def blocks(target: str, dim: int) -> set[int]:
