@@ -14,10 +14,11 @@ _HEAD = f"""# The kernels as machine code
 `python -m benchmarks.compiled_kernels` wrote this page, with Triton {triton.__version__}. Everything was compiled for \
 GPUs that were not there: **nothing of it has run**.
 
-Each cell is *registers of a thread / shared memory of a program / stack of a thread / widest access to a KV buffer (`frame_sum`: to frames)*, \
+Each cell is *registers of a thread / shared memory of a program / stack of a thread / widest access to a KV buffer*, \
 the last three in bytes. Where the stack is 0, no register spills. On gfx942 registers are vector registers.
 
-Shapes are heads x values of a head, of three layers; programs are cut as the table at the end says. The exact \
+Shapes are heads x values of a head, of three layers; programs are cut as the table at the end says. `frame_sum` reads \
+frames instead of KV buffers. The exact \
 operations know integers only, and fp8 is `uint8`, as in SGLang's pools. 1x576 is MLA's latent vector, 1x656 the same \
 in fp8 with its scales, which SGLang packs into one row for sparse attention.
 """

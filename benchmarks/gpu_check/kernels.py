@@ -41,14 +41,20 @@ class Reference(Protocol):
 
 @dataclass(frozen=True)
 class Case:
-    """``launch`` runs the kernel and nothing else. It returns tensors to compare with those of ``reference``."""
+    """``launch`` runs the kernel and little else. It returns tensors to compare with those of ``reference``."""
 
     name: str
-    key: Key
     launch: Launch
     reference: Reference
     num_bytes: int
     is_exact: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedCase(Case):
+    """A kernel that is cut as the table says."""
+
+    key: Key
 
 
 def run(record: Record) -> None:
@@ -59,7 +65,7 @@ def run(record: Record) -> None:
 
 def check(record: Record, device: torch.device, spans: Sequence[Span]) -> None:
     for span in spans:
-        for case in cases(span, device):
+        for case in (sum_case(span, device), *cases(span, device)):
             found = difference(case.launch(), case.reference(), is_exact=case.is_exact)
             record.row("Kernels: bits", kernel=case.name, at=str(span), found=found or "as the reference's")
             if found:
@@ -68,7 +74,7 @@ def check(record: Record, device: torch.device, spans: Sequence[Span]) -> None:
 
 def measure(record: Record, device: torch.device, spans: Sequence[Span]) -> None:
     for span in spans:
-        for case in cases(span, device):
+        for case in (sum_case(span, device), *cases(span, device)):
             copied = torch.empty(case.num_bytes // 2, dtype=torch.uint8, device=device)
             target = torch.empty_like(copied)
             copy_s = seconds_of(lambda copied=copied, target=target: target.copy_(copied), device)  # type: ignore[misc]
@@ -100,20 +106,27 @@ def difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], *, 
     return ""
 
 
-def cases(span: Span, device: torch.device, dtype: torch.dtype = DTYPE) -> Iterator[Case]:
+def sum_case(span: Span, device: torch.device) -> Case:
+    layout = default_layout(span.heads, span.dim, span.tokens)
+    size = (layout.num_frames(span.tokens), 3, layout.height, layout.width)
+    frames = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
+
+    def launch(tuning: Tuning | None = None) -> list[torch.Tensor]:
+        return [frame_sum(frames).view(torch.int32)]
+
+    def reference() -> list[torch.Tensor]:
+        return [frame_sum_reference(frames).view(torch.int32)]
+
+    return Case("frame_sum", launch, reference, frames.nbytes)
+
+
+def cases(span: Span, device: torch.device, dtype: torch.dtype = DTYPE) -> Iterator[TunedCase]:
     """Every operation that there is for buffers of this dtype; ``restore_klt`` not for one latent vector."""
     torch.manual_seed(0)
     layout = default_layout(span.heads, span.dim, span.tokens)
     slots = torch.randperm(span.tokens + 100, device=device)[: span.tokens]
     shape = (span.tokens, span.layers, span.heads, span.dim)
     frames = layout.to_frames(torch.randint(0, 255, shape, dtype=torch.uint8, device=device))
-    yield Case(
-        "frame_sum",
-        lambda: [frame_sum(frames).view(torch.int32)],
-        lambda: [frame_sum_reference(frames).view(torch.int32)],
-        lambda: frame_sum(frames),
-        frames.nbytes,
-    )
     outputs = Outputs(span, device, dtype)
     planes = [frames, frames.flip(0), frames, frames][: dtype.itemsize]
     yield _restore_case("restore exact", planes, layout, slots, outputs, None)
@@ -152,7 +165,7 @@ def _restore_case(
     slots: torch.Tensor,
     outputs: Outputs,
     scales: torch.Tensor | None,
-) -> Case:
+) -> TunedCase:
     ours, theirs = outputs.make(), outputs.make()
     centres = None if scales is None else [127] * len(ours)
 
@@ -166,7 +179,8 @@ def _restore_case(
 
     is_exact = scales is None
     key = key_of("restore_exact" if is_exact else "restore_symmetric", integer_view(ours[0]) if is_exact else ours[0])
-    return Case(name, key, launch, reference, least_bytes(key.operation, outputs.span, outputs.dtype.itemsize))
+    num_bytes = least_bytes(key.operation, outputs.span, outputs.dtype.itemsize)
+    return TunedCase(name, launch, reference, num_bytes, key=key)
 
 
 def _pack_case(
@@ -176,7 +190,7 @@ def _pack_case(
     layout: FrameLayout,
     span: Span,
     scale_over: ScaleOver | None,
-) -> Case:
+) -> TunedCase:
     centres = None if scale_over is None else [127] * len(buffers)
     over: ScaleOver = scale_over or "head"
 
@@ -187,7 +201,8 @@ def _pack_case(
         return _packed(pack_reference(buffers, slots, layout, centres, over))
 
     key = key_of("pack_exact", integer_view(buffers[0])) if centres is None else key_of(f"pack_{over}", buffers[0])
-    return Case(name, key, launch, reference, least_bytes(key.operation, span, buffers[0].itemsize))
+    num_bytes = least_bytes(key.operation, span, buffers[0].itemsize)
+    return TunedCase(name, launch, reference, num_bytes, key=key)
 
 
 def _klt_case(
@@ -198,7 +213,7 @@ def _klt_case(
     outputs: Outputs,
     rotary_dim: int,
     interleaved: bool,
-) -> Case:
+) -> TunedCase:
     span, device = outputs.span, outputs.device
     ours, theirs = outputs.make(), outputs.make()
     scales = (torch.rand((span.tokens, span.layers, 1), device=device) + 0.5).to(torch.bfloat16)
@@ -237,7 +252,7 @@ def _klt_case(
 
     key = key_of("restore_klt_interleaved" if interleaved else "restore_klt", ours[0])
     num_bytes = least_bytes(key.operation, span, outputs.dtype.itemsize, rotary_dim=rotary_dim)
-    return Case(name, key, launch, reference, num_bytes, is_exact=False)
+    return TunedCase(name, launch, reference, num_bytes, is_exact=False, key=key)
 
 
 def _packed(found: Packed) -> list[torch.Tensor]:

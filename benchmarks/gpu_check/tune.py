@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import torch
 
-from benchmarks.gpu_check.kernels import POISON, Case, cases, difference
+from benchmarks.gpu_check.kernels import POISON, TunedCase, cases, difference
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.timing import seconds_of
 from benchmarks.kernel_bytes import Span
@@ -45,7 +45,7 @@ def tune(record: Record, device: torch.device, gpu: str, spans: Sequence[tuple[S
             record.file(TABLE, table_text(table.values()))
 
 
-def _times(record: Record, case: Case, span: Span, device: torch.device) -> dict[Tuning, float]:
+def _times(record: Record, case: TunedCase, span: Span, device: torch.device) -> dict[Tuning, float]:
     """By choice, of those that give the default's bits."""
     usual = default(case.key.operation, case.key.head_dim)
     written = case.launch(usual)
