@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from benchmarks.adaptive.scenarios import read_traces
 from benchmarks.machine import machine, versions
 from benchmarks.report import write_json
 from sgl_kvfetch.adapt.policy import LookAhead, MinimalBubble, Policy
+from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.adapt.profile import load_decode_profile
 from sgl_kvfetch.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_segment
 from sgl_kvfetch.encode.targets import make_targets
@@ -43,7 +43,6 @@ from sgl_kvfetch.fetch.fetcher import Fetcher
 from sgl_kvfetch.fetch.plan import PageSource, ReadUnit, read_units
 from sgl_kvfetch.fetch.restore import restore_cell
 from sgl_kvfetch.fetch.sink import GuardedSink, PagePool
-from sgl_kvfetch.fetch.variants import VariantChooser
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.stores.base import Store
@@ -235,18 +234,19 @@ class Bench:
 
     async def _fetch(self, store: Store) -> None:
         args = self._args
-        chooser = None
+        policy: Policy | None = None
+        profile, num_sessions = None, args.threads
         if args.policy is not None:
-            policy: Policy = LookAhead(horizon=8) if args.policy == "ours" else MinimalBubble()
-            chooser = partial(VariantChooser, policy, load_decode_profile(args.decode_profile))
+            policy = LookAhead(horizon=8) if args.policy == "ours" else MinimalBubble()
+            profile = load_decode_profile(args.decode_profile)
+            num_sessions = profile.num_sessions
         fetcher = Fetcher(
             store,
-            self._threads,
+            DecodePool([{}] * num_sessions, profile),
             read_bytes=READ_BYTES,
             inflight_bytes=256 << 20,
             may_delete=False,
-            decode_threads=args.threads,
-            chooser=chooser,
+            policy=policy,
         )
         num_pages = self._segment.manifest.num_pages
         sources = [PageSource(self._reader, page) for page in range(num_pages)]
@@ -279,7 +279,7 @@ class Bench:
         def restore(unit: ReadUnit, cell: Any) -> None:
             first, end = self._segment.manifest.span_range(cell.span)
             piece = unit.piece(cell, self._data(unit))
-            restore_cell(self._reader, cell, piece, range(end - first), range(first, end), sink)
+            restore_cell(self._reader, cell, piece, range(end - first), range(first, end), sink, {})
 
         return self._on_threads(restore)
 

@@ -238,12 +238,11 @@ async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point
     pages = DevicePages(pool, PAGE_TOKENS)
     config = parse_config(extra)
     hashes = page_hashes(num_tokens // PAGE_TOKENS)
-    with ThreadPoolExecutor(config.codec_threads) as threads:
+    with ThreadPoolExecutor(1) as threads:
         client = open_client(
             config,
             setup.namespace(quantiser),
             quantiser,
-            decode_pool=threads,
             encode_pool=threads,
             on_lookup_fault=lambda error: count_miss("lookup", error),
             decode_bytes=_DECODE_BYTES,
@@ -262,6 +261,7 @@ async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point
         finally:
             await client.writer.close()
             await client.store.close()
+            await asyncio.to_thread(fetcher.close)
     assert result.num_pages == len(hashes), result
     return Point(
         setup.quantiser,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -17,7 +18,6 @@ from benchmarks.gpu_check.timing import seconds_of
 from sgl_kvfetch.codecs import get_codec
 from sgl_kvfetch.codecs.base import FrameDecoder
 from sgl_kvfetch.codecs.nvdec import open_nvdec
-from sgl_kvfetch.codecs.nvdec_caps import decode_caps
 from sgl_kvfetch.cuda_streams import CudaDevice
 
 GOAL = 0.01  # slower, at most
@@ -28,25 +28,25 @@ _ROUNDS = 5  # of alone and beside, in turn
 def run(record: Record) -> None:
     torch.zeros(1, device="cuda")
     device = torch.device("cuda", 0)
-    decoders, about = open_nvdec(CudaDevice(device))
-    if not decoders:
+    nvdec, about = open_nvdec(CudaDevice(device))
+    if nvdec is None:
         raise SkippedError(about)
-    num_engines = max(caps.num_engines for caps in decode_caps().values())
-    for name, decoder in decoders.items():
-        measure(record, name, decoder, num_engines, device, _SIDE)
+    sessions = [nvdec.open_session() for _ in range(nvdec.num_engines)]
+    for name in nvdec.codecs:
+        measure(record, name, [session[name] for session in sessions], device, _SIDE)
 
 
 def measure(
     record: Record,
     name: str,
-    decoder: FrameDecoder,
-    num_threads: int,
+    decoders: Sequence[FrameDecoder],
     device: torch.device,
     side: int,
     *,
     rounds: int = _ROUNDS,
     repeats: int = 50,
 ) -> None:
+    """``decoders``: each on a session, and so a thread, of its own."""
     a, b = (torch.randn((side, side), device=device).to(torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
 
@@ -56,21 +56,19 @@ def measure(
     frames = make_frames(*SIZES["240p"])
     num_frames, _, height, width = frames.shape
     bitstream = get_codec(name).encode(frames)
-
-    def decode() -> None:  # as a fetch does
-        decoder.decode(bitstream, num_frames, height, width, with_sum=True)
-
+    # As a fetch does.
+    jobs = [partial(decoder.decode, bitstream, num_frames, height, width, with_sum=True) for decoder in decoders]
     alone, beside, decoded = [], [], 0
     for _ in range(rounds):
         alone.append(seconds_of(product, device, repeats=repeats))
-        with _decoding(decode, num_threads) as count:
+        with _decoding(jobs) as count:
             beside.append(seconds_of(product, device, repeats=repeats))
         decoded += count[0]
     slower = statistics.median(beside) / statistics.median(alone) - 1
     record.row(
         "A matrix product beside decoding",
         codec=name,
-        threads=num_threads,
+        threads=len(decoders),
         side=side,
         alone_ms=1e3 * statistics.median(alone),
         beside_ms=1e3 * statistics.median(beside),
@@ -84,18 +82,18 @@ def measure(
 
 
 @contextmanager
-def _decoding(decode: Callable[[], object], num_threads: int) -> Iterator[list[int]]:
-    """Until the end, by so many threads. The list holds how often."""
+def _decoding(jobs: Sequence[Callable[[], object]]) -> Iterator[list[int]]:
+    """Until the end, each on a thread. The list holds how often."""
     is_over, lock, count = threading.Event(), threading.Lock(), [0]
 
-    def work(_: int) -> None:
+    def work(decode: Callable[[], object]) -> None:
         while not is_over.is_set():
             decode()
             with lock:
                 count[0] += 1
 
-    with ThreadPoolExecutor(num_threads) as threads:
-        done = threads.map(work, range(num_threads))
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        done = threads.map(work, jobs)
         time.sleep(0.1)
         try:
             yield count

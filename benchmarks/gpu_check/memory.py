@@ -7,8 +7,8 @@ import asyncio
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,8 @@ import torch
 
 from benchmarks.gpu_check.record import Record
 from benchmarks.memory import GOAL_BYTES, MAX_SEGMENT_TOKENS, PAGE_TOKENS, Setup, repeated_segments
-from sgl_kvfetch.codecs.base import FrameDecoder
+from sgl_kvfetch.adapt.pool import DecodePool
+from sgl_kvfetch.codecs.base import Decoders
 from sgl_kvfetch.codecs.nvdec import open_nvdec
 from sgl_kvfetch.container.segment import CodedSegment, SegmentReader
 from sgl_kvfetch.cuda_streams import CudaDevice
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from sgl_kvfetch.plugin.device.pages import DevicePages
 
 NUM_TOKENS = 32768
-_THREADS = 8
+_SESSIONS = 8
 _TIMEOUT_S = 60.0
 
 
@@ -41,8 +42,8 @@ def run(record: Record) -> None:
     segments = repeated_segments(setup, NUM_TOKENS)
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(store_segments(Path(folder), segments))
-        for decoded_on, open_decoders in (("NVDEC", lambda: open_nvdec(device)[0]), ("the CPU", dict)):
-            _measure(record, setup, segments, Path(folder), decoded_on, open_decoders, device)
+        for on_nvdec in (True, False):
+            _measure(record, setup, segments, Path(folder), on_nvdec, device)
 
 
 def _measure(
@@ -50,27 +51,28 @@ def _measure(
     setup: Setup,
     segments: Sequence[CodedSegment],
     folder: Path,
-    decoded_on: str,
-    open_decoders: Callable[[], Mapping[str, FrameDecoder]],
+    on_nvdec: bool,
     device: CudaDevice,
 ) -> None:
     from sgl_kvfetch.plugin.device.cuda_pages import DEVICE_BYTES, CudaPages
 
     pool = make_pool(setup, NUM_TOKENS, str(device.torch_device))
     before = _held_bytes()
-    decoders = open_decoders()
-    if decoded_on == "NVDEC" and "hevc" not in decoders:
-        record.note("memory with NVDEC was not measured: it decodes no hevc here")
+    nvdec, about = open_nvdec(device) if on_nvdec else (None, "")
+    if on_nvdec and (nvdec is None or "hevc" not in nvdec.codecs):
+        record.note(f"memory with NVDEC was not measured: {about}")
         return
-    pages = CudaPages(pool, PAGE_TOKENS, device, device.new_stream(), decoders=decoders)
+    decoded_on = "NVDEC" if on_nvdec else "the CPU"
+    sessions = [{} if nvdec is None else nvdec.open_session() for _ in range(_SESSIONS)]
+    pages = CudaPages(pool, PAGE_TOKENS, device, device.new_stream())
     pages.fence()
     # Kernels, decoders, the allocator's first blocks.
-    asyncio.run(fetch(folder, setup, segments, pages, MAX_SEGMENT_TOKENS // PAGE_TOKENS))
+    asyncio.run(fetch(folder, setup, segments, pages, MAX_SEGMENT_TOKENS // PAGE_TOKENS, sessions))
     torch.cuda.synchronize()
     made_once = _held_bytes().in_all - before.in_all
     with Sampler(_held_bytes) as sampler:
         started_s = time.monotonic()
-        num_pages, failures = asyncio.run(fetch(folder, setup, segments, pages, NUM_TOKENS // PAGE_TOKENS))
+        num_pages, failures = asyncio.run(fetch(folder, setup, segments, pages, NUM_TOKENS // PAGE_TOKENS, sessions))
         torch.cuda.synchronize()
         seconds = time.monotonic() - started_s
     record.row(
@@ -117,7 +119,12 @@ async def store_segments(folder: Path, segments: Sequence[CodedSegment]) -> None
 
 
 async def fetch(
-    folder: Path, setup: Setup, segments: Sequence[CodedSegment], pages: DevicePages, num_pages: int
+    folder: Path,
+    setup: Setup,
+    segments: Sequence[CodedSegment],
+    pages: DevicePages,
+    num_pages: int,
+    sessions: Sequence[Decoders],
 ) -> tuple[int, Sequence[Exception]]:
     """Into the pool's pages 1 and on. Returns how many came, and what failed."""
     store = LocalStore(folder)
@@ -125,14 +132,13 @@ async def fetch(
     for segment in segments:
         reader = SegmentReader(segment.manifest, setup.make_quantiser())
         sources += [PageSource(reader, page) for page in range(len(segment.manifest.page_hashes))]
-    with ThreadPoolExecutor(_THREADS) as threads:
+    with closing(DecodePool(sessions)) as pool:
         fetcher = Fetcher(
             store,
-            threads,
+            pool,
             read_bytes=4 << 20,
             inflight_bytes=256 << 20,
             may_delete=False,
-            decode_threads=_THREADS,
             decode_bytes=64 << 20,  # as device mode has it
         )
         result = await fetcher.fetch(sources[:num_pages], range(1, 1 + num_pages), GuardedSink(pages), _TIMEOUT_S)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
@@ -15,10 +13,10 @@ from benchmarks.gpu_check.clips import SIZES, make_frames
 from benchmarks.gpu_check.record import Record, SkippedError
 from benchmarks.gpu_check.timing import seconds_of
 from sgl_kvfetch.codecs import get_codec
-from sgl_kvfetch.codecs.base import FrameDecoder
-from sgl_kvfetch.codecs.nvdec import NvdecDecoder, NvdecSession, open_nvdec
-from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps, decode_caps
-from sgl_kvfetch.cuda_streams import CudaDevice, Device
+from sgl_kvfetch.codecs.base import Decoders, FrameDecoder
+from sgl_kvfetch.codecs.nvdec import Nvdec, open_nvdec
+from sgl_kvfetch.codecs.nvdec_caps import decode_caps
+from sgl_kvfetch.cuda_streams import CudaDevice
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.triton_kernels.frame_sum import frame_sum
@@ -28,33 +26,32 @@ _FLIPS = 40
 
 
 def run(record: Record) -> None:
-    device, decoders, caps = open_decoders(record)
-    check_bits(record, decoders, list(SIZES))
-    check_damage(record, decoders)
-    num_engines = max(found.num_engines for found in caps.values())
-    measure(record, device, decoders, caps, _session_counts(num_engines))
+    nvdec = find_nvdec(record)
+    session = nvdec.open_session()  # one, so that it is used for all sizes
+    check_bits(record, session, list(SIZES))
+    check_damage(record, session)
+    measure(record, nvdec, _session_counts(nvdec.num_engines))
 
 
-def open_decoders(record: Record) -> tuple[Device, Mapping[str, FrameDecoder], Mapping[str, DecodeCaps]]:
-    """On one session, so that it is used for all sizes. Raises SkippedError."""
+def find_nvdec(record: Record) -> Nvdec:
+    """Raises SkippedError."""
     torch.zeros(1, device="cuda")  # makes the context current
-    device = CudaDevice(torch.device("cuda", 0))
-    decoders, about = open_nvdec(device, num_sessions=1)
+    nvdec, about = open_nvdec(CudaDevice(torch.device("cuda", 0)))
     try:
         caps = decode_caps()
     except OSError:
         caps = {}
-    if caps and len(decoders) < len(caps):
+    if caps and (nvdec is None or len(nvdec.codecs) < len(caps)):
         record.fail(about)
-    if not decoders:
+    if nvdec is None:
         raise SkippedError(about)
     record.row("Video engines", found=about)
     for name, found in caps.items():
         record.row("Video engines", found=f"{name}: up to {found.max_width}x{found.max_height}")
-    return device, decoders, caps
+    return nvdec
 
 
-def check_bits(record: Record, decoders: Mapping[str, FrameDecoder], sizes: Sequence[str]) -> None:
+def check_bits(record: Record, decoders: Decoders, sizes: Sequence[str]) -> None:
     """All sizes, up and down again, so that the decoder is reconfigured both ways."""
     for name, decoder in decoders.items():
         coded = {size: make_frames(*SIZES[size]) for size in sizes}
@@ -82,7 +79,7 @@ def _what_is_wrong(decoder: FrameDecoder, bitstream: bytes, frames: torch.Tensor
     return "" if summed.frame_sum == sum_of_frames(frames) else "another frame sum"
 
 
-def check_damage(record: Record, decoders: Mapping[str, FrameDecoder]) -> None:
+def check_damage(record: Record, decoders: Decoders) -> None:
     """A damaged bitstream decodes to so many pictures, or is corrupt, and the next one decodes as if nothing had been.
     Other pixels are what checksums are for."""
     frames = make_frames(6, 144, 144)
@@ -126,9 +123,7 @@ def _session_counts(num_engines: int) -> list[int]:
 
 def measure(
     record: Record,
-    device: Device,
-    decoders: Mapping[str, Any],
-    caps: Mapping[str, DecodeCaps],
+    nvdec: Nvdec,
     session_counts: Sequence[int],
     *,
     sizes: Sequence[str] = ("240p", "1080p"),
@@ -136,20 +131,16 @@ def measure(
 ) -> None:
     """Values a second, verified by their sum, or, by as many sessions as are measured last, copied to the host to be
     verified there, which is not in the figure."""
-    nvc = next(iter(decoders.values()))._sessions.queue[0]._nvc
-    sessions = [NvdecSession(nvc, device) for _ in range(max(session_counts))]
-    for name in decoders:
+    sessions = [nvdec.open_session() for _ in range(max(session_counts))]
+    for name in nvdec.codecs:
         for size in sizes:
             for noise_bits in (2, 6):
                 frames = make_frames(*SIZES[size], noise_bits)
                 bitstream = get_codec(name).encode(frames)
                 alone = 0.0
                 for count, with_sum in [*((count, True) for count in session_counts), (session_counts[-1], False)]:
-                    pool: queue.LifoQueue[NvdecSession] = queue.LifoQueue()
-                    for session in sessions[:count]:
-                        pool.put(session)
-                    decoder = NvdecDecoder(get_codec(name), caps[name], pool)  # type: ignore[arg-type]
-                    rate = decode_rate(decoder, bitstream, frames.shape, count, seconds, with_sum=with_sum)
+                    decoders = [session[name] for session in sessions[:count]]
+                    rate = decode_rate(decoders, bitstream, frames.shape, seconds, with_sum=with_sum)
                     alone = alone or rate
                     record.row(
                         "NVDEC: throughput by sessions",
@@ -161,15 +152,15 @@ def measure(
                         mb_of_values_a_second=rate / 1e6,
                         share_of_sessions_times_one=rate / (count * alone),
                     )
-                _measure_sum(record, device, frames, alone, codec=name, size=size, bits=8 * len(bitstream))
+                _measure_sum(record, nvdec.torch_device, frames, alone, codec=name, size=size, bits=8 * len(bitstream))
 
 
 def _measure_sum(
-    record: Record, device: Device, frames: torch.Tensor, decode_rate: float, *, codec: str, size: str, bits: int
+    record: Record, device: torch.device, frames: torch.Tensor, decode_rate: float, *, codec: str, size: str, bits: int
 ) -> None:
     """What of one session's time goes into the sum. ``decode_rate``: its values a second, summing among it."""
-    there = frames.to(device.torch_device)
-    sum_s, decode_s = seconds_of(lambda: frame_sum(there), device.torch_device), frames.numel() / decode_rate
+    there = frames.to(device)
+    sum_s, decode_s = seconds_of(lambda: frame_sum(there), device), frames.numel() / decode_rate
     record.row(
         "NVDEC: the frame sum's share of the time",
         codec=codec,
@@ -182,35 +173,29 @@ def _measure_sum(
 
 
 def decode_rate(
-    decoder: FrameDecoder,
-    bitstream: bytes,
-    shape: Sequence[int],
-    num_threads: int,
-    seconds: float,
-    *,
-    with_sum: bool,
+    decoders: Sequence[FrameDecoder], bitstream: bytes, shape: Sequence[int], seconds: float, *, with_sum: bool
 ) -> float:
-    """Bytes of frames a second, by so many threads."""
+    """Bytes of frames a second, each decoder on a thread."""
     num_frames, _, height, width = shape
     is_over = threading.Event()
 
-    def decode() -> None:
+    def decode(decoder: FrameDecoder) -> None:
         decoder.decode(bitstream, num_frames, height, width, with_sum=with_sum)
 
-    def work(_: int) -> int:
+    def work(decoder: FrameDecoder) -> int:
         count = 0
         while not is_over.is_set():
-            decode()
+            decode(decoder)
             count += 1
         return count
 
-    with ThreadPoolExecutor(num_threads) as threads:
-        list(threads.map(lambda _: decode(), range(num_threads)))  # warm
+    with ThreadPoolExecutor(len(decoders)) as threads:
+        list(threads.map(decode, decoders))  # warm
         started_s = time.monotonic()
         timer = threading.Timer(seconds, is_over.set)
         timer.start()
         try:
-            total = sum(threads.map(work, range(num_threads)))
+            total = sum(threads.map(work, decoders))
         finally:
             is_over.set()
         elapsed_s = time.monotonic() - started_s

@@ -25,8 +25,8 @@ _SECONDS = 0.6  # of each measurement
 
 def run(record: Record) -> None:
     encoders = open_encoders(record)
-    decoders, _ = open_nvdec(CudaDevice(torch.device("cuda", 0)), num_sessions=1)
-    check_bits(record, encoders, decoders, list(SIZES))
+    nvdec, _ = open_nvdec(CudaDevice(torch.device("cuda", 0)))
+    check_bits(record, encoders, {} if nvdec is None else nvdec.open_session(), list(SIZES))
     measure(record, encoders, [1, 2, 3, MAX_SESSIONS])
 
 

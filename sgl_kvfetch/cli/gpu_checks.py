@@ -6,6 +6,7 @@ import importlib
 import os
 
 from sgl_kvfetch.cli.checks import Check, first_line
+from sgl_kvfetch.cli.video_engines import open_current_nvdec
 
 CPU_ENGINE_ENV = "KVFETCH_CPU_ENGINE"
 INSTALL = 'pip install "sgl-kvfetch[gpu]"'
@@ -57,15 +58,10 @@ def _check_nvdec() -> list[Check]:
 
 
 def _check_decoding() -> Check:
-    """What device mode would decode with, tried on two pictures."""
-    import torch
-
-    from sgl_kvfetch.codecs.nvdec import open_nvdec
-    from sgl_kvfetch.cuda_streams import CudaDevice
-
-    name = "HEVC in device mode"
-    decoders, about = open_nvdec(CudaDevice(torch.device("cuda", torch.cuda.current_device())), num_sessions=1)
-    if decoders:
+    """What a server would decode with, tried on two pictures."""
+    name = "HEVC decoding"
+    nvdec, about = open_current_nvdec()
+    if nvdec is not None:
         return Check(name, "yes", about)
     return Check(name, "warn", about, "see PyNvVideoCodec and NVDEC; until then zstd decodes faster than HEVC on a CPU")
 

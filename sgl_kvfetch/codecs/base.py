@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,9 +29,12 @@ class Codec(ABC):
 
 @dataclass(frozen=True, slots=True)
 class DecodedFrames:
-    """Frames in the memory that they are restored from, uint8 ``(frames, 3, height, width)``, there by the time that
-    they are returned; and what they are verified by: either the same on the host, which is one and the same tensor if
-    they were decoded there, or their frame sum, computed where they are."""
+    """Frames where they are wanted, uint8 ``(frames, 3, height, width)``, there by the time that they are returned; and
+    what they are verified by: either the same on the host, which is one and the same tensor if they are wanted, or were
+    decoded, there, or their frame sum, computed where they are.
+
+    ``host`` may be the decoder's own memory: it is good until the next bitstream is decoded on the same session.
+    """
 
     frames: torch.Tensor
     host: torch.Tensor | None
@@ -42,15 +46,25 @@ class DecodedFrames:
 
 
 class FrameDecoder(ABC):
-    """Decodes a codec's bitstreams to where frames are restored. From any thread."""
+    """Decodes a codec's bitstreams on a device. One of a session's, which is for one thread at a time."""
 
     @abstractmethod
     def decode(
-        self, bitstream: bytes | memoryview, num_frames: int, height: int, width: int, *, with_sum: bool = False
+        self,
+        bitstream: bytes | memoryview,
+        num_frames: int,
+        height: int,
+        width: int,
+        *,
+        with_sum: bool = False,
+        to_host: bool = False,
     ) -> DecodedFrames:
         """``with_sum``: frames that are decoded to the device are to be verified by their frame sum, and are not
-        wanted on the host. Raises CorruptError if the bitstream does not decode to exactly so many frames of this
-        size."""
+        wanted on the host. ``to_host``: they are wanted there, and not on the device. Raises CorruptError if the
+        bitstream does not decode to exactly so many frames of this size."""
+
+
+Decoders = Mapping[str, FrameDecoder]  # a session's, by codec; what it has none for is decoded on the CPU
 
 
 class FrameEncoder(ABC):

@@ -1,5 +1,5 @@
 """HEVC on the GPU's video engines, through PyNvVideoCodec 2.2: the bitstreams of `codecs.hevc`, decoded into device
-memory.
+memory, or by way of it to the host.
 
 What a bitstream's table gives is what NVDEC takes: one access unit a packet, no demuxer. A session is a decoder with a
 stream of its own. A decoder writes its surfaces on that stream, and writes them again from its next ``Decode`` on; the
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
-import queue
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from sgl_kvfetch.codecs.base import DecodedFrames, FrameDecoder
+from sgl_kvfetch.codecs.base import DecodedFrames, Decoders, FrameDecoder
 from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec
 from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps, decode_caps
 from sgl_kvfetch.cuda_streams import Device
@@ -37,7 +37,7 @@ from sgl_kvfetch.triton_kernels.frame_sum import frame_sum
 _limited = LimitedLogger(logging.getLogger(__name__))
 
 ENV = "KVFETCH_NVDEC"  # 0: is not to be used
-_CODECS = (HevcCodec(), Hevc420Codec())
+_CODECS = {codec.name: codec for codec in (HevcCodec(), Hevc420Codec())}
 _MESSAGE_CHARS = 240
 
 
@@ -46,7 +46,13 @@ class _NoDecoderError(Exception):
 
 
 class NvdecSession:
-    """A decoder, made when it is needed and kept from bitstream to bitstream. For one thread at a time."""
+    """A decoder, made when it is needed and kept from bitstream to bitstream. For one thread at a time.
+
+    Memory on the host is the session's own, and kept too. That on the device comes from torch's allocator, which asks
+    the driver for nothing once it has had frames of these sizes: the restores that read them are on another stream,
+    and `Device.used_on` keeps the memory from being written again until they are over. With memory of its own a session
+    would have to wait for them before its next bitstream, and they wait for forward passes in turn.
+    """
 
     def __init__(self, nvc: Any, device: Device) -> None:
         """``nvc``: the module PyNvVideoCodec."""
@@ -56,6 +62,7 @@ class NvdecSession:
         self._decoder: Any = None
         self._planes = 0  # that a picture of ours has, which is its chroma format
         self._size = self._largest = (0, 0)  # width and height: of pictures now, and at most
+        self._host = torch.empty(0, dtype=torch.uint8)  # pinned; as large as the largest frames so far
 
     def decode(
         self,
@@ -66,16 +73,22 @@ class NvdecSession:
         width: int,
         *,
         with_sum: bool = False,
+        to_host: bool = False,
     ) -> DecodedFrames:
-        """Waits for the device. ``with_sum``: as in `FrameDecoder.decode`. Raises CorruptError; `_NoDecoderError` and
-        torch's for want of memory if it is not the bitstream's fault. A decoder that something went wrong with is not
-        used again."""
+        """Waits for the device. ``with_sum``, ``to_host``: as in `FrameDecoder.decode`. Raises CorruptError;
+        `_NoDecoderError` and torch's for want of memory if it is not the bitstream's fault. A decoder that something
+        went wrong with is not used again."""
+        assert not (with_sum and to_host)
+        shape = num_frames, 3, height, width
         try:
-            frames = self._device.empty((num_frames, 3, height, width), self._stream)
+            frames = self._pinned(shape) if to_host else self._device.empty(shape, self._stream)
             self._configure(codec.planes_a_picture, width, height)
             self._decode(codec, access_units, frames)
             if with_sum:
                 return DecodedFrames(frames, None, is_on_device=True, frame_sum=self._frame_sum(frames))
+            if to_host:
+                self._device.mark(self._stream).synchronize()
+                return DecodedFrames(frames, frames, is_on_device=False)
             return DecodedFrames(frames, self._on_host(frames), is_on_device=True)
         except BaseException:
             self._drop()
@@ -153,16 +166,23 @@ class NvdecSession:
         self._device.launch(self._stream, partial(_copy_rows, surface, place))
 
     def _on_host(self, frames: torch.Tensor) -> torch.Tensor:
-        host = self._device.pinned(frames.nbytes).view(frames.shape)
+        host = self._pinned(frames.shape)
         self._device.launch(self._stream, partial(_download, frames, host))
         self._device.mark(self._stream).synchronize()
         return host
 
     def _frame_sum(self, frames: torch.Tensor) -> int:
-        host = self._device.pinned(WORD_BYTES).view(torch.int64)
+        host = self._pinned([WORD_BYTES]).view(torch.int64)
         self._device.launch(self._stream, partial(_download_sum, frames, host))
         self._device.mark(self._stream).synchronize()
         return int(host) % (1 << 64)
+
+    def _pinned(self, shape: Sequence[int]) -> torch.Tensor:
+        """Nothing is on its way to it: whatever uses it waits for the device in the end."""
+        num_bytes = math.prod(shape)
+        if self._host.numel() < num_bytes:
+            self._host = self._device.pinned(num_bytes)
+        return self._host[:num_bytes].view(*shape)
 
     def _drop(self) -> None:
         if self._decoder is not None:
@@ -173,63 +193,92 @@ class NvdecSession:
 
 
 class NvdecDecoder(FrameDecoder):
-    """One of our HEVC codecs, on sessions that it may share with the other one. Pictures that NVDEC does not take, and
-    whatever comes while it gives no decoder, is decoded on the CPU."""
+    """One of our HEVC codecs, on a session. Pictures that NVDEC does not take, and whatever comes while it gives no
+    decoder, is decoded on the CPU."""
 
-    def __init__(self, codec: HevcCodec, caps: DecodeCaps, sessions: queue.LifoQueue[NvdecSession]) -> None:
+    def __init__(self, codec: HevcCodec, caps: DecodeCaps, session: NvdecSession) -> None:
         self._codec = codec
         self._caps = caps
-        self._sessions = sessions  # the last one used first: it has its decoder
+        self._session = session
 
     def decode(
-        self, bitstream: bytes | memoryview, num_frames: int, height: int, width: int, *, with_sum: bool = False
+        self,
+        bitstream: bytes | memoryview,
+        num_frames: int,
+        height: int,
+        width: int,
+        *,
+        with_sum: bool = False,
+        to_host: bool = False,
     ) -> DecodedFrames:
         access_units = self._codec.access_units(bitstream, num_frames)
         if self._caps.holds(width, height):
-            session = self._sessions.get()
             try:
-                return session.decode(self._codec, access_units, num_frames, height, width, with_sum=with_sum)
+                return self._session.decode(
+                    self._codec, access_units, num_frames, height, width, with_sum=with_sum, to_host=to_host
+                )
             except (_NoDecoderError, torch.OutOfMemoryError) as e:
                 _limited.warning("nvdec", f"{self._codec.name} is decoded on the CPU: {e}")
-            finally:
-                self._sessions.put(session)
         frames = self._codec.decode(bitstream, num_frames, height, width)
         return DecodedFrames(frames, frames, is_on_device=False)
 
 
-def open_nvdec(device: Device, num_sessions: int | None = None) -> tuple[Mapping[str, FrameDecoder], str]:
-    """Decoders by the names of the codecs that NVDEC decodes here, bit for bit as a trial has shown, and a sentence
-    about it. ``num_sessions``: how many bitstreams at once; None: one a video engine, since a session never uses more
-    than one. The device's context must be current. Raises nothing."""
+class Nvdec:
+    """The video engines of one GPU. From any thread."""
+
+    def __init__(self, nvc: Any, device: Device, caps: Mapping[str, DecodeCaps]) -> None:
+        """``nvc``: the module PyNvVideoCodec. ``caps``: of the codecs to decode, by name."""
+        self._nvc = nvc
+        self._device = device
+        self._caps = caps
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        return tuple(self._caps)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self._device.torch_device
+
+    @property
+    def num_engines(self) -> int:
+        """Fewer sessions leave some idle: one never uses more than one."""
+        num_engines: int = max(caps.num_engines for caps in self._caps.values())
+        return max(1, num_engines)
+
+    def open_session(self) -> Decoders:
+        """For one thread at a time. It takes memory on the device from its first bitstream on."""
+        session = NvdecSession(self._nvc, self._device)
+        return {name: NvdecDecoder(_CODECS[name], caps, session) for name, caps in self._caps.items()}
+
+
+def open_nvdec(device: Device) -> tuple[Nvdec | None, str]:
+    """The video engines, for the codecs that they decode bit for bit, as a trial has shown, and a sentence about it.
+    None if there are no such codecs. The device's context must be current. Raises nothing."""
     if os.environ.get(ENV) == "0":
-        return {}, f"HEVC is decoded on the CPU: {ENV}=0 is set"
+        return None, f"HEVC is decoded on the CPU: {ENV}=0 is set"
     try:
         nvc = importlib.import_module("PyNvVideoCodec")
         caps = decode_caps()
     except Exception as e:  # loads the driver's libraries, and fails in many ways
-        return {}, f"HEVC is decoded on the CPU: {_brief(e)}"
+        return None, f"HEVC is decoded on the CPU: {_brief(e)}"
     if not caps:
-        return {}, "HEVC is decoded on the CPU: this GPU's video engines decode none"
-    num_engines = max(found.num_engines for found in caps.values())
-    sessions: queue.LifoQueue[NvdecSession] = queue.LifoQueue()
-    for _ in range(num_sessions or max(1, num_engines)):
-        sessions.put(NvdecSession(nvc, device))
-    decoders: dict[str, FrameDecoder] = {}
+        return None, "HEVC is decoded on the CPU: this GPU's video engines decode none"
+    found = Nvdec(nvc, device, caps)
+    decoders = found.open_session()
+    usable: dict[str, DecodeCaps] = {}
     on_cpu = []
-    for codec in _CODECS:
-        reason = "its chroma format is not supported"
-        if codec.name in caps:
-            decoder = NvdecDecoder(codec, caps[codec.name], sessions)
-            reason = _trial(codec, decoder)
+    for name, codec in _CODECS.items():
+        reason = _trial(codec, decoders[name]) if name in caps else "its chroma format is not supported"
         if reason:
-            on_cpu.append(f"; {codec.name} on the CPU: {reason}")
+            on_cpu.append(f"; {name} on the CPU: {reason}")
         else:
-            decoders[codec.name] = decoder
-    on_nvdec = ", ".join(decoders) or "nothing"
-    return decoders, f"decoded on NVDEC, {num_engines} engines: {on_nvdec}{''.join(on_cpu)}"
+            usable[name] = caps[name]
+    about = f"decoded on NVDEC, {found.num_engines} engines: {', '.join(usable) or 'nothing'}{''.join(on_cpu)}"
+    return (Nvdec(nvc, device, usable) if usable else None), about
 
 
-def _trial(codec: HevcCodec, decoder: NvdecDecoder) -> str:
+def _trial(codec: HevcCodec, decoder: FrameDecoder) -> str:
     """What is wrong with two small pictures, the second one predicted from the first, or with their sum; nothing if
     they are right. Compiles the kernel that sums."""
     rows, columns = torch.meshgrid(torch.arange(MIN_PICTURE), torch.arange(MIN_PICTURE), indexing="ij")
@@ -238,19 +287,21 @@ def _trial(codec: HevcCodec, decoder: NvdecDecoder) -> str:
     shape = frames.shape[0], *frames.shape[2:]
     try:
         bitstream = codec.encode(frames)
-        found, summed = (decoder.decode(bitstream, *shape, with_sum=with_sum) for with_sum in (False, True))
+        found = decoder.decode(bitstream, *shape)
+        is_equal = found.host is not None and torch.equal(found.host, frames)  # now: it is the session's memory
+        summed = decoder.decode(bitstream, *shape, with_sum=True)
     except Exception as e:
         return f"a trial failed: {_brief(e)}"
-    if found.host is None or not found.is_on_device or not summed.is_on_device:
+    if not (found.is_on_device and summed.is_on_device):
         return "a trial was not decoded on NVDEC"
-    if not torch.equal(found.host, frames):
+    if not is_equal:
         return "a trial gave other pixels"
     return "" if summed.frame_sum == sum_of_frames(frames) else "a trial gave another frame sum"
 
 
 def _copy_rows(surface: Any, place: torch.Tensor) -> None:
     """``surface``: whatever speaks DLPack."""
-    place.copy_(from_dlpack(surface)[: len(place)])
+    place.copy_(from_dlpack(surface)[: len(place)], non_blocking=True)
 
 
 def _download(frames: torch.Tensor, host: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from sgl_kvfetch.codecs import CODECS, get_codec
-from sgl_kvfetch.codecs.base import DecodedFrames, FrameDecoder, FrameEncoder
+from sgl_kvfetch.codecs.base import DecodedFrames, Decoders, FrameDecoder, FrameEncoder
 from sgl_kvfetch.codecs.entropy import ZstdCodec
 from sgl_kvfetch.container.manifest import Cell, Chunk, Manifest, Variant, namespace_geometry
 from sgl_kvfetch.errors import CorruptError, FormatError
@@ -280,17 +280,27 @@ class SegmentReader:
             if variant.codecs <= CODECS.keys()
         )
 
-    def decode_cell(self, cell: Cell, data: bytes | memoryview) -> Quantised:
-        """Verify and decode a cell's bytes to integers and scales. Raises CorruptError, FormatError."""
+    def decode_cell(self, cell: Cell, data: bytes | memoryview, decoders: Decoders | None = None) -> Quantised:
+        """Verify and decode a cell's bytes to integers and scales, on the host. ``decoders``: of codecs that are
+        decoded elsewhere than on the CPU. Raises CorruptError, FormatError."""
         pieces = self._verified_pieces(cell, data)
         scales = self._decode_scales(cell, pieces.pop(0)) if self.manifest.has_scales else None
-        return Quantised(torch.stack([self._decode_plane(cell, piece) for piece in pieces]), scales)
+        geometry = self.geometry
+        integers = torch.empty(
+            len(pieces),
+            self.manifest.span_tokens(cell.span),
+            self._num_layers(cell),
+            geometry.num_heads,
+            geometry.head_dim(cell.tensor),
+            dtype=torch.uint8,
+        )
+        for plane, piece in zip(integers, pieces, strict=True):
+            # At once: a decoder's memory is written again by the next plane.
+            plane.copy_(self._decode_plane((decoders or {}).get(piece.row.codec), cell, piece))
+        return Quantised(integers, scales)
 
-    def decode_frames(
-        self, cell: Cell, data: bytes | memoryview, decoders: Mapping[str, FrameDecoder] | None = None
-    ) -> CellFrames:
-        """The same, left as frames. ``decoders``: of codecs that are decoded elsewhere than on the CPU. Raises
-        CorruptError, FormatError."""
+    def decode_frames(self, cell: Cell, data: bytes | memoryview, decoders: Decoders | None = None) -> CellFrames:
+        """The same, left as frames, where ``decoders`` decode to. Raises CorruptError, FormatError."""
         pieces = self._verified_pieces(cell, data)
         scales = self._decode_scales(cell, pieces.pop(0)) if self.manifest.has_scales else None
         layers = range(*self.manifest.group_layers(cell.layer_group))
@@ -342,9 +352,13 @@ class SegmentReader:
         first, end = self.manifest.group_layers(cell.layer_group)
         return end - first
 
-    def _decode_plane(self, cell: Cell, coded: CodedChunk) -> torch.Tensor:
-        """Integers."""
-        frames = get_codec(coded.row.codec).decode(coded.bitstream, *self._frames_shape(cell))
+    def _decode_plane(self, decoder: FrameDecoder | None, cell: Cell, coded: CodedChunk) -> torch.Tensor:
+        """Integers, maybe in the decoder's memory."""
+        shape = self._frames_shape(cell)
+        if decoder is not None:
+            frames = decoder.decode(coded.bitstream, *shape, to_host=True).frames
+        else:
+            frames = get_codec(coded.row.codec).decode(coded.bitstream, *shape)
         return self._verified_integers(cell, coded, frames)
 
     def _decode_plane_with(self, decoder: FrameDecoder | None, cell: Cell, coded: CodedChunk) -> DecodedFrames:

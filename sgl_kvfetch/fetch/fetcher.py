@@ -1,6 +1,6 @@
 """Transmit, decode and restore: three stages that overlap, each bounded.
 
-The event loop transmits; decoding and restoring run on a thread pool. What is decided without I/O lies in
+The event loop transmits; decoding and restoring run on a decode pool. What is decided without I/O lies in
 ``plan``; this module does it.
 """
 
@@ -12,11 +12,14 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
 from sgl_kvfetch import metrics, timeline
+from sgl_kvfetch.adapt.policy import Policy
+from sgl_kvfetch.adapt.pool import DecodePool
+from sgl_kvfetch.codecs.base import Decoders
 from sgl_kvfetch.container.manifest import Cell, decode_manifest
 from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.errors import CorruptError, FormatError, KVFetchError, StoreError
@@ -53,29 +56,28 @@ class Fetcher:
     def __init__(
         self,
         store: Store,
-        decode_pool: Executor,
+        pool: DecodePool[Decoders],
         *,
         read_bytes: int,
         inflight_bytes: int,
         may_delete: bool,
-        decode_threads: int = 1,
         decode_bytes: int | None = None,
-        chooser: Callable[[Link], VariantChooser] | None = None,
+        policy: Policy | None = None,
     ) -> None:
         """``may_delete``: whether segments that prove corrupt are deleted, so that they can be written again.
-        ``decode_bytes`` bounds the frames and values that are on their way from bitstreams to pages; None: the threads
-        of the pool, ``decode_threads``, do. ``chooser`` makes what chooses among a segment's variants, and decodes on a
-        pool of its own; None: the first variant that can be decoded is read."""
+        ``decode_bytes`` bounds the frames and values that are on their way from bitstreams to pages; None: the sessions
+        of the pool do. ``policy`` chooses among a segment's variants, and needs a pool with a profile; None: the first
+        variant that can be decoded is read."""
         self._store = store
-        self._decode_pool = decode_pool
+        self._pool = pool
         self._read_bytes = read_bytes
         # Half each, so that bytes that wait for pages never keep those from coming that have theirs.
         self._ahead_budget = BytesBudget(max(1, inflight_bytes // 2))
         self._fetch_budget = BytesBudget(max(1, inflight_bytes - inflight_bytes // 2))
         self._decode_budget = None if decode_bytes is None else BytesBudget(decode_bytes)
         self.link = Link()
-        self.decode_rate = DecodeRate(decode_threads)
-        self._chooser = None if chooser is None else chooser(self.link)
+        self.decode_rate = DecodeRate(pool.num_sessions)
+        self._chooser = None if policy is None else VariantChooser(policy, pool, self.link)
         self._may_delete = may_delete
         self._condemning: dict[str, asyncio.Task[None]] = {}
         self._ahead = ReadAhead(
@@ -86,10 +88,9 @@ class Fetcher:
         self._begun: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._begun_bytes = inflight_bytes // 8
 
-    def close(self) -> None:
-        """Give back threads of its own. Fetches must be over."""
-        if self._chooser is not None:
-            self._chooser.pool.close()
+    def close(self, *, wait: bool = True) -> None:
+        """Close the pool. Fetches must be over. ``wait``: for what is decoded at the moment."""
+        self._pool.close(wait=wait)
 
     def read_ahead(self, sources: Sequence[PageSource], expire_s: float) -> None:
         """Begin to transmit what these pages need, as the link brings it and as far as there is room, and keep it for
@@ -258,7 +259,7 @@ class Fetcher:
             future = self._submit(
                 unit.reader,
                 cell,
-                partial(restore_cell, unit.reader, cell, piece, span_pages, pool_pages, sink, request_id),
+                partial(restore_cell, unit.reader, cell, piece, span_pages, pool_pages, sink, request_id=request_id),
             )
         except BaseException:
             self._restored(size_bytes)
@@ -269,10 +270,10 @@ class Fetcher:
         seconds = await asyncio.wrap_future(future)
         self.decode_rate.add(len(piece), seconds)
 
-    def _submit(self, reader: SegmentReader, cell: Cell, job: Callable[[], float]) -> Future[float]:
-        if self._chooser is not None and (variant := self._chooser.profile_variant(reader)) is not None:
-            return self._chooser.pool.submit(variant, lambda _: job(), work=self._chooser.work(reader, cell))
-        return self._decode_pool.submit(job)
+    def _submit(self, reader: SegmentReader, cell: Cell, job: Callable[[Decoders], float]) -> Future[float]:
+        if self._chooser is None:
+            return self._pool.submit(job)
+        return self._pool.submit(job, self._chooser.profile_variant(reader), work=self._chooser.work(reader, cell))
 
     def _units(
         self, part: SpanPart, num_cells_left: int, is_taken: Callable[[CellsKey], bool] = lambda _: False
@@ -333,11 +334,11 @@ class Fetcher:
             task.add_done_callback(lambda _: self._condemning.pop(name))
 
     async def _delete_if_corrupt(self, unit: ReadUnit) -> None:
-        loop = asyncio.get_running_loop()
         try:
             data = await self._transmit(unit, "")
             for cell in unit.cells:
-                await loop.run_in_executor(self._decode_pool, unit.reader.decode_cell, cell, unit.piece(cell, data))
+                decode = partial(_decode_on_cpu, unit.reader, cell, unit.piece(cell, data))
+                await asyncio.wrap_future(self._pool.submit(decode))
         except StoreError as e:
             logger.debug("corrupt segment not looked at again: %s", e)
         except FormatError:
@@ -391,6 +392,11 @@ def failure_reason(error: KVFetchError) -> str:
         case FormatError():
             return "format"
     return type(error).__name__.removesuffix("Error").lower()
+
+
+def _decode_on_cpu(reader: SegmentReader, cell: Cell, data: memoryview, _: Decoders) -> None:
+    """Whatever the session has: what NVDEC gets wrong is to cost misses, never what is stored."""
+    reader.decode_cell(cell, data)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:

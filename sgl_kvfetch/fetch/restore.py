@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from sgl_kvfetch import metrics, timeline
+from sgl_kvfetch.codecs.base import Decoders
 from sgl_kvfetch.container.manifest import Cell
 from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.fetch.sink import FramePool, GuardedSink
@@ -23,20 +24,21 @@ def restore_cell(
     span_pages: Sequence[int],
     pool_pages: Sequence[int],
     sink: GuardedSink,
+    decoders: Decoders,
     request_id: str = "",
 ) -> float:
     """Decode one cell and write the wanted pages of it: ``span_pages`` of its span into ``pool_pages``. Returns the
-    seconds it took. ``request_id`` is for the timeline.
+    seconds it took. ``decoders``: of the session that it runs on. ``request_id`` is for the timeline.
 
     Raises CorruptError, FormatError, UnsupportedError.
     """
     started_s = time.monotonic()
     if isinstance(sink.pool, FramePool):
-        frames = reader.decode_frames(cell, data, sink.pool.decoders)
+        frames = reader.decode_frames(cell, data, decoders)
         decoded_s = time.monotonic()
         sink.pool.restore(frames, span_pages, pool_pages, sink.run)
     else:
-        quantised = reader.decode_cell(cell, data)
+        quantised = reader.decode_cell(cell, data, decoders)
         decoded_s = time.monotonic()
         _write_values(reader, cell, quantised, span_pages, pool_pages, sink)
     ended_s = time.monotonic()

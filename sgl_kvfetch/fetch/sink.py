@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 
 import torch
 
-from sgl_kvfetch.codecs.base import FrameDecoder
 from sgl_kvfetch.container.segment import CellFrames
 from sgl_kvfetch.types import TensorName
 
@@ -29,9 +27,7 @@ class PagePool(ABC):
 
 
 class FramePool(PagePool):
-    """A pool that dequantises for itself, where its pages are. ``decoders``: by codec, what decodes to there."""
-
-    decoders: Mapping[str, FrameDecoder] = MappingProxyType({})
+    """A pool that dequantises for itself, where its pages are: on the device that decoders decode to, if any."""
 
     @abstractmethod
     def restore(self, cell: CellFrames, span_pages: Sequence[int], pages: Sequence[int], guarded: Guard) -> None:

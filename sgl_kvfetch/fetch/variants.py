@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sgl_kvfetch.adapt.policy import Policy, Situation
-from sgl_kvfetch.adapt.pool import ThreadDecodePool
-from sgl_kvfetch.adapt.profile import DecodeProfile
+from sgl_kvfetch.adapt.pool import DecodePool
+from sgl_kvfetch.codecs.base import Decoders
 from sgl_kvfetch.container.manifest import Cell
 from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.fetch.link import Link
@@ -16,12 +16,13 @@ _RUNS_A_SPAN = 4
 
 
 class VariantChooser:
-    """Asks a policy, with what link and decoders are at. Belongs to one event loop; `pool` decodes what it chose."""
+    """Asks a policy, with what link and decoders are at. Belongs to one event loop."""
 
-    def __init__(self, policy: Policy, profile: DecodeProfile, link: Link) -> None:
+    def __init__(self, policy: Policy, pool: DecodePool[Decoders], link: Link) -> None:
+        """``pool``: with a profile; it decodes what was chosen."""
         self._policy = policy
+        self._pool = pool
         self._link = link
-        self.pool: ThreadDecodePool[None] = ThreadDecodePool(profile, [None] * profile.num_sessions)
         self._previous: int | None = None
 
     def runs(self, reader: SegmentReader, span: int) -> list[tuple[Cell, ...]]:
@@ -33,7 +34,7 @@ class VariantChooser:
     def choose(self, reader: SegmentReader, run: Sequence[Cell], num_cells_left: int) -> SegmentReader:
         """A reader of the variant in which to read ``run``. ``num_cells_left`` of the fetch are yet to be asked for,
         these among them. It is ``reader`` itself where the profile knows fewer than two of the segment's variants."""
-        profile = self.pool.profile
+        profile = self._pool.profile
         readers = {v: r for r in reader.variants if (v := self.profile_variant(r)) is not None}
         if len(readers) < 2:
             return reader
@@ -44,7 +45,7 @@ class VariantChooser:
         variant = self._policy.choose(
             Situation(
                 profile=profile,
-                pool=self.pool.state(),
+                pool=self._pool.state(),
                 transfers=self._link.transfers,
                 remaining=num_cells_left,
                 previous=self._previous,
@@ -58,9 +59,9 @@ class VariantChooser:
 
     def profile_variant(self, reader: SegmentReader) -> int | None:
         """The profile's index of what ``reader`` reads."""
-        return self.pool.profile.find(reader.variant.codec, reader.variant.resolution)
+        return self._pool.profile.find(reader.variant.codec, reader.variant.resolution)
 
     def work(self, reader: SegmentReader, cell: Cell) -> float:
         """A cell's integers against those of the profile's chunk."""
-        chunk_values = self.pool.profile.chunk_values
+        chunk_values = self._pool.profile.chunk_values
         return reader.num_integers(cell) / chunk_values if chunk_values else 1.0

@@ -6,21 +6,20 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.adapt.policy import LookAhead, MinimalBubble, Policy
+from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.adapt.profile import load_decode_profile
 from sgl_kvfetch.codecs import nvenc
-from sgl_kvfetch.codecs.base import FrameEncoder
+from sgl_kvfetch.codecs.base import Decoders, FrameEncoder
+from sgl_kvfetch.codecs.nvdec import Nvdec
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.container.segment import SegmentSpec
 from sgl_kvfetch.errors import KVFetchError, StoreError
 from sgl_kvfetch.fetch.fetcher import Fetcher, FetchResult, failure_reason
 from sgl_kvfetch.fetch.finder import PageFinder
-from sgl_kvfetch.fetch.link import Link
-from sgl_kvfetch.fetch.variants import VariantChooser
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.quant import Quantiser
@@ -53,15 +52,16 @@ def open_client(
     namespace: Namespace,
     quantiser: Quantiser,
     *,
-    decode_pool: Executor,
     encode_pool: Executor,
     on_lookup_fault: Callable[[KVFetchError], None],
+    nvdec: Nvdec | None = None,
     encoders: Mapping[str, FrameEncoder] | None = None,
     max_span_pages: int | None = None,
     decode_bytes: int | None = None,
 ) -> StoreClient:
-    """Call on the event loop. ``encoders``: what `open_encoders` found. ``max_span_pages`` bounds what ``span_tokens``
-    asks for, ``decode_bytes`` what a fetch may hold that is decoded. Raises ConfigError."""
+    """Call on the event loop. ``nvdec`` decodes what it can; without it the CPU does. ``encoders``: what
+    `open_encoders` found. ``max_span_pages`` bounds what ``span_tokens`` asks for, ``decode_bytes`` what a fetch may
+    hold that is decoded. Raises ConfigError."""
     store = open_replicas(
         config.store,
         token=config.token,
@@ -86,13 +86,12 @@ def open_client(
     )
     fetcher = Fetcher(
         store,
-        decode_pool,
+        _open_pool(config, nvdec),
         read_bytes=config.read_bytes,
         inflight_bytes=config.inflight_bytes,
         may_delete=config.writes,
-        decode_threads=config.codec_threads,
         decode_bytes=decode_bytes,
-        chooser=_chooser(config),
+        policy=None if config.decode_profile is None else _policy(config),
     )
     return StoreClient(
         store,
@@ -137,12 +136,17 @@ def count_fetch(result: FetchResult, timeout_s: float) -> None:
             metrics.MISSES.labels("fetch", reason).inc()
 
 
-def _chooser(config: KVFetchConfig) -> Callable[[Link], VariantChooser] | None:
-    """Raises ConfigError."""
-    if config.decode_profile is None:
-        return None
-    policy: Policy = MinimalBubble() if config.variant_policy == "algorithm1" else LookAhead(horizon=_HORIZON)
-    return partial(VariantChooser, policy, load_decode_profile(Path(config.decode_profile)))
+def _open_pool(config: KVFetchConfig, nvdec: Nvdec | None) -> DecodePool[Decoders]:
+    """As many sessions as the profile says, or else threads, and at least one a video engine. Raises ConfigError."""
+    profile = None if config.decode_profile is None else load_decode_profile(Path(config.decode_profile))
+    num_sessions = config.codec_threads if profile is None else profile.num_sessions
+    if nvdec is None:
+        return DecodePool([{}] * num_sessions, profile)
+    return DecodePool([nvdec.open_session() for _ in range(max(num_sessions, nvdec.num_engines))], profile)
+
+
+def _policy(config: KVFetchConfig) -> Policy:
+    return MinimalBubble() if config.variant_policy == "algorithm1" else LookAhead(horizon=_HORIZON)
 
 
 def count_miss(stage: str, error: KVFetchError | TimeoutError) -> None:

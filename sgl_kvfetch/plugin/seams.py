@@ -442,7 +442,7 @@ SEAMS: tuple[Seam, ...] = (
         f"{_MHA_HOST}.__init__",
         Use.READ,
         "the host pool's layers",
-        mentions=("dtype", "page_size", "layer_num", "target_layer_num"),
+        mentions=("dtype", "page_size", "layer_num", "target_layer_num", "device_k_buffers"),
     ),
     Seam(
         f"{_SRT}.mem_cache.pool_host.base.HostKVCache.__init__",

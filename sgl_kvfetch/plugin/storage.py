@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from sgl_kvfetch import metrics
+from sgl_kvfetch.codecs.nvdec import Nvdec
 from sgl_kvfetch.config import KVFetchConfig, parse_config
 from sgl_kvfetch.errors import KVFetchError, UnsupportedError
 from sgl_kvfetch.fetch.fetcher import FetchResult
@@ -40,6 +41,7 @@ from sgl_kvfetch.plugin.client import count_fetch, count_miss, open_client, open
 from sgl_kvfetch.plugin.host_pages import HostPages
 from sgl_kvfetch.plugin.namespace import engine_namespace
 from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
+from sgl_kvfetch.plugin.video_engines import engine_nvdec
 from sgl_kvfetch.types import TENSORS
 from sgl_kvfetch.write.gather import PageBatch
 
@@ -77,26 +79,26 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         }
 
         self._encoders = open_encoders(config)
-        self._decode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-decode")
+        nvdec = engine_nvdec(mem_pool_host.device_k_buffers[0].device)
         self._encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
         self._loop = LoopThread("kvfetch")
         self._closed = False
         try:
-            self._loop.run(self._start(config), timeout_s=30.0)
+            self._loop.run(self._start(config, nvdec), timeout_s=30.0)
         except BaseException:
             self._loop.close()
             raise
         logger.info("kvfetch: %s, namespace %s: %s", config.store, self._digest, self._namespace)
 
-    async def _start(self, config: KVFetchConfig) -> None:
+    async def _start(self, config: KVFetchConfig, nvdec: Nvdec | None) -> None:
         client = open_client(
             config,
             self._namespace,
             self._quantiser,
-            decode_pool=self._decode_pool,
             encode_pool=self._encode_pool,
             on_lookup_fault=partial(count_miss, "lookup"),
             encoders=self._encoders,
+            nvdec=nvdec,
             max_span_pages=_BATCH_PAGES,  # a span longer than a fetch would be decoded by several
         )
         self._store, self._finder = client.store, client.finder
@@ -323,9 +325,8 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             except TimeoutError:
                 logger.warning("kvfetch: %s not done after %g s; closing all the same", step.__qualname__, _CLOSE_S)
         self._loop.close()
-        self._fetcher.close()
-        for pool in (self._decode_pool, self._encode_pool):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._fetcher.close(wait=False)
+        self._encode_pool.shutdown(wait=False, cancel_futures=True)
 
     def get_stats(self) -> StorageMetrics:
         """Pages and gigabytes a second of each read and write since the last call."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from sgl_kvfetch.adapt.board import PoolBoard
-from sgl_kvfetch.adapt.pool import ThreadDecodePool
+from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.adapt.profile import DecodeProfile, VariantProfile
 from sgl_kvfetch.adapt.tracker import PoolTracker
 
@@ -83,8 +83,8 @@ def test_what_was_not_decoded_teaches_nothing() -> None:
 
 
 @pytest.fixture
-def pool() -> Iterator[ThreadDecodePool[str]]:
-    with_sessions = ThreadDecodePool(PROFILE, ["session 0", "session 1"])
+def pool() -> Iterator[DecodePool[str]]:
+    with_sessions = DecodePool(["session 0", "session 1"], PROFILE)
     yield with_sessions
     with_sessions.close()
 
@@ -102,9 +102,9 @@ class Gate:
         return session
 
 
-def test_chunks_go_to_idle_sessions_in_order(pool: ThreadDecodePool[str]) -> None:
+def test_chunks_go_to_idle_sessions_in_order(pool: DecodePool[str]) -> None:
     gates = [Gate() for _ in range(4)]
-    futures = [pool.submit(0, gate) for gate in gates]
+    futures = [pool.submit(gate, 0) for gate in gates]
     assert gates[0].began.wait(WAIT_S)
     assert gates[1].began.wait(WAIT_S)
     assert pool.state().num_busy == 2
@@ -121,36 +121,81 @@ def test_chunks_go_to_idle_sessions_in_order(pool: ThreadDecodePool[str]) -> Non
     assert pool.state().num_busy == 0
 
 
-def test_an_error_reaches_who_waits_and_the_session_goes_on(pool: ThreadDecodePool[str]) -> None:
+def test_an_error_reaches_who_waits_and_the_session_goes_on(pool: DecodePool[str]) -> None:
     def fail(_: str) -> None:
         raise ValueError("corrupt")
 
     for _ in range(3):
         with pytest.raises(ValueError, match="corrupt"):
-            pool.submit(0, fail).result(WAIT_S)
-    assert pool.submit(0, str).result(WAIT_S) == "session 0"
+            pool.submit(fail, 0).result(WAIT_S)
+    assert pool.submit(str, 0).result(WAIT_S) == "session 0"
 
 
-def test_a_chunk_that_nobody_wants_any_more_is_not_decoded(pool: ThreadDecodePool[str]) -> None:
+def test_a_chunk_that_nobody_wants_any_more_is_not_decoded(pool: DecodePool[str]) -> None:
     gates = [Gate() for _ in range(3)]
-    futures = [pool.submit(0, gate) for gate in gates]
+    futures = [pool.submit(gate, 0) for gate in gates]
     assert futures[2].cancel()
     for gate in gates[:2]:
         gate.may_end.set()
-    assert pool.submit(1, str).result(WAIT_S)
+    assert pool.submit(str, 1).result(WAIT_S)
     assert not gates[2].began.is_set()
 
 
 def test_close_cancels_what_waits() -> None:
-    pool = ThreadDecodePool(PROFILE, ["only"])
+    pool = DecodePool(["only"], PROFILE)
     gate = Gate()
-    running = pool.submit(0, gate)
-    waiting = pool.submit(0, Gate())
+    running = pool.submit(gate, 0)
+    waiting = pool.submit(Gate(), 0)
     assert gate.began.wait(WAIT_S)
     threading.Timer(0.05, gate.may_end.set).start()
     pool.close()
     assert running.result(0) == "only"
     assert waiting.cancelled()
+
+
+def test_a_pool_that_no_policy_asks_needs_no_profile() -> None:
+    pool = DecodePool(["session 0", "session 1"])
+    gates = [Gate() for _ in range(3)]
+    futures = [pool.submit(gate) for gate in gates]
+    assert gates[0].began.wait(WAIT_S)
+    assert gates[1].began.wait(WAIT_S)
+    assert not gates[2].began.is_set()
+    for gate in gates:
+        gate.may_end.set()
+    assert {future.result(WAIT_S) for future in futures[:2]} == {"session 0", "session 1"}
+    futures[2].result(WAIT_S)
+    with pytest.raises(AssertionError, match="no profile"):
+        pool.state()
+    pool.close()
+
+
+def test_what_is_not_in_the_profile_takes_a_session_and_teaches_nothing(pool: DecodePool[str]) -> None:
+    gates = [Gate() for _ in range(4)]
+    futures = [pool.submit(gate, variant) for gate, variant in zip(gates, (None, 0, None, 1), strict=True)]
+    assert gates[0].began.wait(WAIT_S)
+    assert gates[1].began.wait(WAIT_S)
+    assert not gates[2].began.is_set()
+    assert (pool.state().num_busy, pool.state().waiting) == (1, (1,))
+    for gate in gates:
+        gate.may_end.set()
+    for future in futures:
+        future.result(WAIT_S)
+    corrected = pool.profile
+    for _ in range(3):
+        pool.submit(str).result(WAIT_S)
+    assert pool.profile == corrected
+
+
+def test_close_need_not_wait() -> None:
+    pool = DecodePool(["only"])
+    gate = Gate()
+    running, waiting = pool.submit(gate), pool.submit(Gate())
+    assert gate.began.wait(WAIT_S)
+    pool.close(wait=False)
+    assert waiting.cancelled()
+    assert not running.done()
+    gate.may_end.set()
+    assert running.result(WAIT_S) == "only"
 
 
 def test_the_pool_corrects_its_profile() -> None:
@@ -160,7 +205,7 @@ def test_the_pool_corrects_its_profile() -> None:
         nonlocal now_s
         now_s += 1.0  # 0.5 s was expected
 
-    pool: ThreadDecodePool[None] = ThreadDecodePool(PROFILE, [None], clock=lambda: now_s)
-    pool.submit(1, decode).result(WAIT_S)
+    pool: DecodePool[None] = DecodePool([None], PROFILE, clock=lambda: now_s)
+    pool.submit(decode, 1).result(WAIT_S)
     assert pool.profile.decode_time_s(1, 1) == pytest.approx(1.0)
     pool.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +24,11 @@ from benchmarks.gpu_check.steps import STEPS, TOTAL_S, Step
 from benchmarks.kernel_bytes import Span
 from benchmarks.memory import SPAN_TOKENS, Setup, repeated_segments
 from sgl_kvfetch.codecs import nvenc as nvenc_codec
-from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec
-from sgl_kvfetch.codecs.nvdec import NvdecDecoder, NvdecSession
+from sgl_kvfetch.codecs.nvdec import Nvdec
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.triton_kernels.tuning import Entry, Key, Tuning, read_table
 from tests.codecs import fake_nvenc
-from tests.codecs.fake_nvdec import FakeNvc, make_caps
+from tests.codecs.fake_nvdec import FakeNvc, make_caps, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
 
 ROOT = Path(__file__).parents[2]
@@ -282,17 +280,11 @@ def test_files_of_steps_are_written_beside_the_results(tmp_path: Path) -> None:
     assert "files" not in json.loads(written[0].read_text())["steps"][0]
 
 
-def make_decoders(nvc: FakeNvc) -> dict[str, NvdecDecoder]:
-    sessions: queue.LifoQueue[NvdecSession] = queue.LifoQueue()
-    sessions.put(NvdecSession(nvc, nvc.device))
-    return {codec.name: NvdecDecoder(codec, make_caps(), sessions) for codec in (HevcCodec(), Hevc420Codec())}
-
-
 def test_nvdec_is_checked(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvdec, "_FLIPS", 10)
     monkeypatch.setitem(nvdec.SIZES, "240p", (2, 160, 176))
     nvc = FakeNvc(FakeDevice())
-    decoders = make_decoders(nvc)
+    decoders = make_nvdec(nvc).open_session()
     nvdec.check_bits(record, decoders, ["smallest", "240p"])
     nvdec.check_damage(record, {"hevc": decoders["hevc"]})
     found = found_by(record)
@@ -314,9 +306,8 @@ def test_nvdec_is_checked(record: Record, monkeypatch: pytest.MonkeyPatch) -> No
 def test_throughput_is_measured_by_sessions(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     nvc = FakeNvc(FakeDevice())
     monkeypatch.setitem(nvdec.SIZES, "240p", (1, 144, 144))
-    caps = {"hevc": make_caps()}
-    decoders = {"hevc": make_decoders(nvc)["hevc"]}
-    nvdec.measure(record, nvc.device, decoders, caps, [1, 2], sizes=["240p"], seconds=0.05)
+    engines = Nvdec(nvc, nvc.device, {"hevc": make_caps()})
+    nvdec.measure(record, engines, [1, 2], sizes=["240p"], seconds=0.05)
     rows = [row for row in found_by(record)["rows"] if "sessions" in row]
     assert [(row["sessions"], row["verified_by"]) for row in rows] == [(1, "sum"), (2, "sum"), (2, "copy")] * 2
     assert rows[0]["share_of_sessions_times_one"] == 1.0
@@ -334,7 +325,7 @@ def test_nvenc_is_checked(record: Record, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(nvenc, "encode_caps", nvenc_codec.encode_caps)
     encoders = nvenc.open_encoders(record)
     assert found_by(record)["rows"][1]["found"] == "hevc: 3 engines, 129x33 to 8192x8192"
-    nvenc.check_bits(record, encoders, make_decoders(FakeNvc(FakeDevice())), ["smallest", "240p"])
+    nvenc.check_bits(record, encoders, make_nvdec(FakeNvc(FakeDevice())).open_session(), ["smallest", "240p"])
     nvenc.measure(record, encoders, [1, 2], sizes=["240p"], seconds=0.05)
     found = found_by(record)
     assert not found["reason"]
@@ -374,8 +365,9 @@ def test_a_gpu_without_nvenc_is_skipped(record: Record, monkeypatch: pytest.Monk
 
 
 def test_a_matrix_product_beside_decoding(record: Record) -> None:
-    decoder = make_decoders(FakeNvc(FakeDevice()))["hevc"]
-    interference.measure(record, "hevc", decoder, 1, CPU, 64, rounds=2, repeats=3)
+    engines = make_nvdec(FakeNvc(FakeDevice()))
+    decoders = [engines.open_session()["hevc"] for _ in range(2)]
+    interference.measure(record, "hevc", decoders, CPU, 64, rounds=2, repeats=3)
     (row,) = found_by(record)["rows"]
     assert row["bitstreams_decoded_meanwhile"] > 0
     assert row["slower_percent"] == pytest.approx(100 * (row["beside_ms"] / row["alone_ms"] - 1), abs=1e-6)
@@ -390,9 +382,12 @@ async def test_a_fetch_into_the_pool_is_checked(tmp_path: Path, monkeypatch: pyt
     await memory.store_segments(tmp_path, segments)
     device = FakeDevice()
     pool = memory.make_pool(setup, 2 * SPAN_TOKENS, "cpu")
-    decoders = make_decoders(FakeNvc(device))
-    pages = CudaPages(pool, memory.PAGE_TOKENS, device, device.forward, decoders=decoders)
-    num_pages, failures = await memory.fetch(tmp_path, setup, segments, pages, 2 * SPAN_TOKENS // memory.PAGE_TOKENS)
+    engines = make_nvdec(FakeNvc(device))
+    sessions = [engines.open_session() for _ in range(2)]
+    pages = CudaPages(pool, memory.PAGE_TOKENS, device, device.forward)
+    num_pages, failures = await memory.fetch(
+        tmp_path, setup, segments, pages, 2 * SPAN_TOKENS // memory.PAGE_TOKENS, sessions
+    )
     assert (num_pages * memory.PAGE_TOKENS, failures) == (2 * SPAN_TOKENS, ())
     device.run()
     assert not memory.wrong_values(setup, segments[0], pages, 2 * SPAN_TOKENS)

@@ -13,7 +13,7 @@ import torch
 from sgl_kvfetch.cli import gpu_checks, software_checks
 from sgl_kvfetch.cli.checks import Check, run_check
 from sgl_kvfetch.cli.store_checks import check_store
-from sgl_kvfetch.codecs import CODECS, nvdec, nvenc
+from sgl_kvfetch.codecs import CODECS, nvenc
 from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps
 from sgl_kvfetch.errors import ConfigError, CorruptError
 from sgl_kvfetch.plugin import seams
@@ -178,11 +178,10 @@ def test_the_decoders_structure_has_its_c_size() -> None:
     assert (DecodeCaps.is_supported.offset, DecodeCaps.min_width.offset) == (24, 40)
 
 
-def test_what_device_mode_decodes_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(nvdec, "open_nvdec", lambda *_, **__: ({"hevc": None}, "decoded on NVDEC, 7 engines: hevc"))
-    assert gpu_checks._check_decoding() == Check("HEVC in device mode", "yes", "decoded on NVDEC, 7 engines: hevc")
-    monkeypatch.setattr(nvdec, "open_nvdec", lambda *_, **__: ({}, "HEVC is decoded on the CPU: no library"))
+def test_what_a_server_decodes_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_checks, "open_current_nvdec", lambda: (object(), "decoded on NVDEC, 7 engines: hevc"))
+    assert gpu_checks._check_decoding() == Check("HEVC decoding", "yes", "decoded on NVDEC, 7 engines: hevc")
+    monkeypatch.setattr(gpu_checks, "open_current_nvdec", lambda: (None, "HEVC is decoded on the CPU: no library"))
     check = gpu_checks._check_decoding()
     assert (check.status, check.found) == ("warn", "HEVC is decoded on the CPU: no library")
 

@@ -13,7 +13,8 @@ import av.error
 import numpy as np
 import torch
 
-from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps
+from sgl_kvfetch.codecs.nvdec import Nvdec
+from sgl_kvfetch.codecs.nvdec_caps import CHROMA, DecodeCaps
 from tests.plugin.device.fake_streams import FakeDevice, FakeStream
 
 
@@ -174,14 +175,14 @@ class FakeNvc:
 
 
 class CountingDevice(FakeDevice):
-    """Knows how many bytes were to come to the host."""
+    """Knows what memory was made for bytes to come to the host."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
-        self.downloads_bytes: list[int] = []
+        self.pinned_bytes: list[int] = []
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        self.downloads_bytes.append(num_bytes)
+        self.pinned_bytes.append(num_bytes)
         return super().pinned(num_bytes)
 
 
@@ -195,3 +196,8 @@ def make_caps(*, num_engines: int = 2, max_side: int = 4096) -> DecodeCaps:
         max_height=max_side,
         max_macroblocks=65536,
     )
+
+
+def make_nvdec(nvc: FakeNvc, *, num_engines: int = 2) -> Nvdec:
+    """Decodes both of our codecs."""
+    return Nvdec(nvc, nvc.device, {name: make_caps(num_engines=num_engines) for name in CHROMA})

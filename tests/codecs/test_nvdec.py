@@ -1,23 +1,24 @@
-"""NVDEC's session and its pool over a recording fake of PyNvVideoCodec, whose work is done late and in random order, as
+"""NVDEC's sessions over a recording fake of PyNvVideoCodec, whose work is done late and in random order, as
 far as streams and events allow."""
 
 from __future__ import annotations
 
-import queue
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 import torch
 
+from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.codecs import nvdec
+from sgl_kvfetch.codecs.base import DecodedFrames, FrameDecoder
 from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec, join_access_units, split_access_units
-from sgl_kvfetch.codecs.nvdec import NvdecDecoder, NvdecSession, open_nvdec
+from sgl_kvfetch.codecs.nvdec import Nvdec, NvdecDecoder, NvdecSession, open_nvdec
 from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps
 from sgl_kvfetch.cuda_streams import CudaDevice
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.layout.frame_sum import sum_of_frames
-from tests.codecs.fake_nvdec import CountingDevice, FakeNvc, make_caps
+from tests.codecs.fake_nvdec import CountingDevice, FakeNvc, make_caps, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
 
 HEVC, HEVC420 = HevcCodec(), Hevc420Codec()
@@ -40,27 +41,34 @@ def bitstreams() -> dict[str, bytes]:
     return {codec.name: codec.encode(FRAMES) for codec in (HEVC, HEVC420)}
 
 
-def make_decoder(nvc: FakeNvc, codec: HevcCodec = HEVC, num_sessions: int = 1) -> NvdecDecoder:
-    sessions: queue.LifoQueue[NvdecSession] = queue.LifoQueue()
-    for _ in range(num_sessions):
-        sessions.put(NvdecSession(nvc, nvc.device))
-    return NvdecDecoder(codec, make_caps(), sessions)
+def make_decoder(nvc: FakeNvc, codec: HevcCodec = HEVC) -> FrameDecoder:
+    """A session's."""
+    return make_nvdec(nvc).open_session()[codec.name]
 
 
-def decodes(decoder: NvdecDecoder, bitstream: bytes, frames: torch.Tensor = FRAMES) -> bool:
+def decode(
+    decoder: FrameDecoder, bitstream: bytes, frames: torch.Tensor = FRAMES, *, to_host: bool = False
+) -> DecodedFrames:
     num_frames, _, height, width = frames.shape
-    found = decoder.decode(bitstream, num_frames, height, width)
-    assert found.is_on_device
+    return decoder.decode(bitstream, num_frames, height, width, to_host=to_host)
+
+
+def decodes(decoder: FrameDecoder, bitstream: bytes, frames: torch.Tensor = FRAMES, *, to_host: bool = False) -> bool:
+    found = decode(decoder, bitstream, frames, to_host=to_host)
+    assert found.is_on_device != to_host
     assert found.host is not None
     return torch.equal(found.frames, frames) and torch.equal(found.host, frames)
 
 
 @BOTH
+@pytest.mark.parametrize("to_host", [False, True])
 @pytest.mark.parametrize("latency_pictures", [0, 2])
-def test_every_value_comes_back(codec: HevcCodec, latency_pictures: int, bitstreams: dict[str, bytes]) -> None:
+def test_every_value_comes_back(
+    codec: HevcCodec, to_host: bool, latency_pictures: int, bitstreams: dict[str, bytes]
+) -> None:
     for seed in range(4):
         nvc = FakeNvc(FakeDevice(seed), latency_pictures=latency_pictures)
-        assert decodes(make_decoder(nvc, codec), bitstreams[codec.name])
+        assert decodes(make_decoder(nvc, codec), bitstreams[codec.name], to_host=to_host)
         # An access unit a packet, as the table has them, and the end.
         assert nvc.packets == [*map(bytes, split_access_units(bitstreams[codec.name])), b""]
 
@@ -78,7 +86,7 @@ def test_frames_are_summed_where_they_are(
         assert found.host is None
         assert found.frame_sum == sum_of_frames(FRAMES)
         assert torch.equal(found.frames, FRAMES)
-        assert device.downloads_bytes == [8]
+        assert device.pinned_bytes == [8]
 
 
 @BOTH
@@ -131,12 +139,11 @@ def test_a_picture_that_was_scaled_would_be_noticed(
         decodes(decoder, bitstreams["hevc"])
 
 
-def test_both_chroma_formats_share_sessions(bitstreams: dict[str, bytes]) -> None:
+def test_both_chroma_formats_share_a_session(bitstreams: dict[str, bytes]) -> None:
     nvc = FakeNvc(FakeDevice())
-    first = make_decoder(nvc)
-    second = NvdecDecoder(HEVC420, make_caps(), first._sessions)
-    for decoder, name in ((first, "hevc"), (second, "hevc420"), (second, "hevc420"), (first, "hevc")):
-        assert decodes(decoder, bitstreams[name])
+    session = make_nvdec(nvc).open_session()
+    for name in ("hevc", "hevc420", "hevc420", "hevc"):
+        assert decodes(session[name], bitstreams[name])
     assert [call[0] for call in nvc.calls] == ["CreateDecoder"] * 3
 
 
@@ -217,21 +224,61 @@ def test_without_a_decoder_the_cpu_decodes(bitstreams: dict[str, bytes], caplog:
 
 def test_pictures_that_nvdec_does_not_take_are_decoded_on_the_cpu(bitstreams: dict[str, bytes]) -> None:
     nvc = FakeNvc(FakeDevice())
-    sessions = make_decoder(nvc)._sessions
+    session = NvdecSession(nvc, nvc.device)
     for caps in (make_caps(max_side=136), DecodeCaps(max_width=4096, max_height=4096, max_macroblocks=80)):
-        found = NvdecDecoder(HEVC, caps, sessions).decode(bitstreams["hevc"], 3, 144, 144)
+        found = NvdecDecoder(HEVC, caps, session).decode(bitstreams["hevc"], 3, 144, 144)
         assert not found.is_on_device
         assert found.host is found.frames
         assert torch.equal(found.frames, FRAMES)
     assert not nvc.calls
 
 
-def test_more_threads_than_sessions(bitstreams: dict[str, bytes]) -> None:
+def test_sessions_of_a_pool(bitstreams: dict[str, bytes]) -> None:
+    """Each has its decoder, and those that are not needed have none."""
     nvc = FakeNvc(FakeDevice())
-    decoder = make_decoder(nvc, num_sessions=2)
-    with ThreadPoolExecutor(5) as threads:
-        assert all(threads.map(lambda _: decodes(decoder, bitstreams["hevc"]), range(20)))
-    assert 1 <= len(nvc.calls) <= 2
+    found = make_nvdec(nvc)
+    with closing(DecodePool([found.open_session() for _ in range(3)])) as pool:
+        for _ in range(5):  # one after another
+            assert pool.submit(lambda session: decodes(session["hevc"], bitstreams["hevc"])).result(20)
+        assert len(nvc.calls) == 1
+        at_once = [pool.submit(lambda session: decodes(session["hevc"], bitstreams["hevc"])) for _ in range(20)]
+        assert all(future.result(20) for future in at_once)
+    assert 1 <= len(nvc.calls) <= 3
+
+
+# Memory
+
+
+@pytest.mark.parametrize("to_host", [False, True])
+def test_a_session_keeps_its_memory_on_the_host(to_host: bool) -> None:
+    device = FakeDevice()
+    nvc = FakeNvc(device)
+    decoder = make_decoder(nvc)
+    larger, smaller = pictures(4, 160, 176), pictures(1)
+    coded = {len(frames): (HEVC.encode(frames), frames) for frames in (larger, smaller)}
+    for count, num_allocated in ((1, 1), (1, 1), (4, 2), (1, 2), (4, 2)):
+        assert decodes(decoder, *coded[count], to_host=to_host)
+        assert device.num_pinned == num_allocated
+    nvc.fails = "decode"
+    with pytest.raises(CorruptError):
+        decode(decoder, *coded[4], to_host=to_host)
+    nvc.fails = ""
+    for _ in range(20):
+        assert decodes(decoder, *coded[4], to_host=to_host)
+    assert device.num_pinned == 2
+    # Frames for the device are the allocator's, which keeps its blocks. Frames for the host take none at all.
+    assert device.num_empty == (0 if to_host else 5 + 1 + 20)
+
+
+def test_frames_on_the_device_are_not_written_again(bitstreams: dict[str, bytes]) -> None:
+    """They are read by restores that may come later than the session's next bitstream; what is on the host may not."""
+    decoder = make_decoder(FakeNvc(FakeDevice()))
+    first = decode(decoder, bitstreams["hevc"])
+    other = FRAMES.flip(0).contiguous()
+    second = decode(decoder, HEVC.encode(other))
+    assert torch.equal(first.frames, FRAMES)
+    assert torch.equal(second.frames, other)
+    assert torch.equal(first.host, other)
 
 
 # What is found at the start
@@ -239,36 +286,37 @@ def test_more_threads_than_sessions(bitstreams: dict[str, bytes]) -> None:
 
 def found_at_start(
     monkeypatch: pytest.MonkeyPatch, caps: dict[str, DecodeCaps], fails: str = ""
-) -> tuple[dict[str, NvdecDecoder], str, FakeNvc]:
+) -> tuple[Nvdec | None, str, FakeNvc]:
     nvc = FakeNvc(FakeDevice())
     nvc.fails = fails
     monkeypatch.setitem(sys.modules, "PyNvVideoCodec", nvc)  # type: ignore[arg-type]
     monkeypatch.setattr(nvdec, "decode_caps", lambda: caps)
-    decoders, about = open_nvdec(nvc.device)
-    return dict(decoders), about, nvc  # type: ignore[arg-type]
+    return *open_nvdec(nvc.device), nvc
 
 
 def test_all_is_there(monkeypatch: pytest.MonkeyPatch, bitstreams: dict[str, bytes]) -> None:
     caps = {"hevc": make_caps(num_engines=7), "hevc420": make_caps(num_engines=7)}
-    decoders, about, nvc = found_at_start(monkeypatch, caps)
+    found, about, nvc = found_at_start(monkeypatch, caps)
     assert about == "decoded on NVDEC, 7 engines: hevc, hevc420"
-    assert len({id(session) for session in decoders["hevc"]._sessions.queue}) == 7
+    assert found is not None
+    assert (found.codecs, found.num_engines) == (("hevc", "hevc420"), 7)
     assert len(nvc.calls) == 2  # the trials took the same session
-    for name, decoder in decoders.items():
+    for name, decoder in found.open_session().items():
         assert decodes(decoder, bitstreams[name])
 
 
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFETCH_NVDEC", "0")
-    decoders, about, nvc = found_at_start(monkeypatch, {"hevc": make_caps()})
-    assert not decoders
+    found, about, nvc = found_at_start(monkeypatch, {"hevc": make_caps()})
+    assert found is None
     assert about == "HEVC is decoded on the CPU: KVFETCH_NVDEC=0 is set"
     assert not nvc.calls
 
 
 def test_only_420(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoders, about, _ = found_at_start(monkeypatch, {"hevc420": make_caps(num_engines=1)})
-    assert list(decoders) == ["hevc420"]
+    found, about, _ = found_at_start(monkeypatch, {"hevc420": make_caps(num_engines=1)})
+    assert found is not None
+    assert list(found.open_session()) == ["hevc420"]
     assert about == ("decoded on NVDEC, 1 engines: hevc420; hevc on the CPU: its chroma format is not supported")
 
 
@@ -282,8 +330,8 @@ def test_only_420(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_an_nvdec_that_does_not_work_is_not_used(fails: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoders, about, _ = found_at_start(monkeypatch, {"hevc": make_caps(), "hevc420": make_caps()}, fails)
-    assert not decoders
+    found, about, _ = found_at_start(monkeypatch, {"hevc": make_caps(), "hevc420": make_caps()}, fails)
+    assert found is None
     assert about.startswith("decoded on NVDEC, 2 engines: nothing; hevc on the CPU: " + reason)
 
 
@@ -303,8 +351,8 @@ def test_nothing_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvdec, "decode_caps", no_library)
     assert "OSError: libnvcuvid.so.1" in open_nvdec(FakeDevice())[1]
     monkeypatch.setitem(sys.modules, "PyNvVideoCodec", None)
-    decoders, about = open_nvdec(FakeDevice())
-    assert not decoders
+    found, about = open_nvdec(FakeDevice())
+    assert found is None
     assert "HEVC is decoded on the CPU: ModuleNotFoundError" in about
 
 
@@ -312,14 +360,18 @@ def test_nothing_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 def test_on_a_gpu(codec: HevcCodec, bitstreams: dict[str, bytes]) -> None:
     torch.zeros(1, device="cuda")
-    decoders, about = open_nvdec(CudaDevice(torch.device("cuda", 0)))
-    if codec.name not in decoders:
+    engines, about = open_nvdec(CudaDevice(torch.device("cuda", 0)))
+    if engines is None or codec.name not in engines.codecs:
         pytest.skip(about)
-    found = decoders[codec.name].decode(bitstreams[codec.name], 3, 144, 144)
+    decoder = engines.open_session()[codec.name]
+    found = decode(decoder, bitstreams[codec.name])
     assert found.is_on_device
     assert found.frames.is_cuda
     assert found.host is not None
     assert torch.equal(found.frames.cpu(), FRAMES)
     assert torch.equal(found.host, FRAMES)
-    summed = decoders[codec.name].decode(bitstreams[codec.name], 3, 144, 144, with_sum=True)
+    on_host = decode(decoder, bitstreams[codec.name], to_host=True)
+    assert not on_host.frames.is_cuda
+    assert torch.equal(on_host.frames, FRAMES)
+    summed = decoder.decode(bitstreams[codec.name], 3, 144, 144, with_sum=True)
     assert summed.frame_sum == sum_of_frames(FRAMES)

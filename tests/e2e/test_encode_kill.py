@@ -11,8 +11,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +20,8 @@ import pytest
 import torch
 
 from sgl_kvfetch import metrics
+from sgl_kvfetch.adapt.pool import DecodePool
+from sgl_kvfetch.codecs.base import Decoders
 from sgl_kvfetch.container.manifest import decode_manifest
 from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.fetch.fetcher import Fetcher
@@ -103,7 +104,7 @@ class World:
             await commit_segment(self.store, stored.coded)
             self.committed.append(stored)
 
-    async def read_for_ever(self, seed: int, pool: ThreadPoolExecutor) -> None:
+    async def read_for_ever(self, seed: int, pool: DecodePool[Decoders]) -> None:
         rng = random.Random(seed)
 
         def on_fault(error: Exception) -> None:
@@ -216,7 +217,7 @@ async def closing_store(url: str) -> AsyncIterator[HttpStore]:
 
 @asynccontextmanager
 async def readers(world: World) -> AsyncIterator[None]:
-    with ThreadPoolExecutor(1) as pool:
+    with closing(DecodePool[Decoders]([{}])) as pool:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(world.read_for_ever(seed, pool)) for seed in range(NUM_READERS)]
             yield

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
+from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.container.segment import CodedSegment, SegmentReader
 from sgl_kvfetch.encode.targets import make_targets
 from sgl_kvfetch.encode.transcode import transcode
@@ -87,7 +88,7 @@ async def segment(store: SpoiltStore) -> tuple[CodedSegment, dict[TensorName, to
 
 @pytest.fixture
 def fetcher(store: SpoiltStore) -> Iterator[Fetcher]:
-    with ThreadPoolExecutor(2) as pool:
+    with closing(DecodePool([{}] * 2)) as pool:
         yield Fetcher(store, pool, read_bytes=600, inflight_bytes=4000, may_delete=True)
 
 
@@ -162,7 +163,7 @@ async def test_begun_spans_of_several_conversations_are_kept_within_bounds(
 ) -> None:
     wanted = sources(segment, range(8))
     largest = max(unit.size_bytes for span in range(4) for unit in read_units(wanted[0].reader, span, 600))
-    with ThreadPoolExecutor(2) as pool:
+    with closing(DecodePool([{}] * 2)) as pool:
         fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=8 * 20 * largest, may_delete=False)
         for page in (0, 2, 4):
             assert (await fetch(fetcher, wanted[page : page + 1], MemoryPool(8), [page])).num_pages == 1

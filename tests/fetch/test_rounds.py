@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
+from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.fetch.plan import read_units
 from sgl_kvfetch.fetch.restore import working_bytes
@@ -157,20 +158,19 @@ async def test_what_is_decoded_is_bounded(store: SpoiltStore, segment: Segment) 
             most = max(most, bounded._decode_budget.used_bytes)
             super().write(*args)  # type: ignore[arg-type]
 
-    with ThreadPoolExecutor(4) as threads:
+    with closing(DecodePool([{}] * 4)) as pool:
         bounded = Fetcher(
             store,
-            threads,
+            pool,
             read_bytes=600,
             inflight_bytes=1 << 20,
             may_delete=False,
-            decode_threads=4,
             decode_bytes=2 * largest,
         )
-        pool = Watched(8)
-        result = await bounded.fetch(wanted, range(8), GuardedSink(pool), 10)
+        watched = Watched(8)
+        result = await bounded.fetch(wanted, range(8), GuardedSink(watched), 10)
         assert result.num_pages == 8
-        assert holds(pool, segment, range(8), range(8))
+        assert holds(watched, segment, range(8), range(8))
         await asyncio.sleep(0.05)
         assert bounded._decode_budget is not None
         assert bounded._decode_budget.used_bytes == 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import closing
 
 import pytest
 
 from sgl_kvfetch.adapt.policy import LookAhead, MinimalBubble, Policy, Situation
+from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.adapt.profile import DecodeProfile, VariantProfile
 from sgl_kvfetch.container.segment import CodedSegment, SegmentReader
 from sgl_kvfetch.encode.targets import make_targets
@@ -64,17 +64,8 @@ async def recorder() -> Recorder:
 
 @pytest.fixture
 async def fetcher(store: SpoiltStore, recorder: Recorder) -> AsyncIterator[Fetcher]:
-    with ThreadPoolExecutor(1) as threads:
-        fetcher = Fetcher(
-            store,
-            threads,
-            read_bytes=600,
-            inflight_bytes=1 << 20,
-            may_delete=False,
-            chooser=partial(VariantChooser, recorder, PROFILE),
-        )
-        yield fetcher
-        await asyncio.to_thread(fetcher.close)
+    with closing(DecodePool([{}, {}], PROFILE)) as pool:
+        yield Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=False, policy=recorder)
 
 
 def wanted(made: CodedSegment) -> list[PageSource]:
@@ -131,10 +122,8 @@ async def test_slow_links_bring_small_chunks_and_fast_ones_easy_ones(
     for _ in range(8):
         link.started(10_000)
         link.ended(10_000, time.monotonic() - 10_000 / bytes_per_s, is_whole=True)
-    chooser = VariantChooser(policy, PROFILE, link)
-    try:
+    with closing(DecodePool([{}, {}], PROFILE)) as pool:
+        chooser = VariantChooser(policy, pool, link)
         reader = SegmentReader(made.manifest, make_quantiser("exact"))
         chosen = chooser.choose(reader, chooser.runs(reader, 0)[0], 16)
         assert chosen.variant.codec == expected
-    finally:
-        chooser.pool.close()

@@ -54,6 +54,7 @@ def make_pool(
         target_layer_num=LAYERS,
         start_layer=0,
         kv_buffer=(buffer(k_dim, 1), buffer(v_dim, -1)),
+        device_k_buffers=(torch.empty(0),),
     )
     for name, value in (attributes | changes).items():
         setattr(pool, name, value)

@@ -18,6 +18,7 @@ from itertools import pairwise
 import torch
 
 from sgl_kvfetch import metrics
+from sgl_kvfetch.codecs.nvdec import Nvdec
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.fetch.fetcher import FetchResult
@@ -113,7 +114,13 @@ class DeviceBackend:
     """The store's client of one rank, with its threads."""
 
     def __init__(
-        self, config: KVFetchConfig, pages: DevicePages, namespace: Namespace, quantiser: Quantiser, report: Report
+        self,
+        config: KVFetchConfig,
+        pages: DevicePages,
+        namespace: Namespace,
+        quantiser: Quantiser,
+        report: Report,
+        nvdec: Nvdec | None = None,
     ) -> None:
         self._config = config
         self._pages = pages
@@ -125,13 +132,12 @@ class DeviceBackend:
         self._choice = FetchOrRecompute()
         self.num_chosen = 0  # pages that lookups found, and that are to be fetched, since the start
         self._encoders = open_encoders(config)
-        self._decode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-decode")
         self._encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
         self._copy_pool = ThreadPoolExecutor(1, "kvfetch-copy")
         self._hash_pool = ThreadPoolExecutor(1, "kvfetch-hash")
         self._loop = LoopThread("kvfetch")
         try:
-            self._loop.run(self._start(), _START_S)
+            self._loop.run(self._start(nvdec), _START_S)
         except BaseException:
             self._loop.close()
             raise
@@ -139,15 +145,15 @@ class DeviceBackend:
         # docs/decisions/0011-no-early-start.md
         logger.info("kvfetch early start is off: this SGLang's runner cannot wait for a layer that is on its way")
 
-    async def _start(self) -> None:
+    async def _start(self, nvdec: Nvdec | None) -> None:
         client = open_client(
             self._config,
             self._namespace,
             self._quantiser,
-            decode_pool=self._decode_pool,
             encode_pool=self._encode_pool,
             on_lookup_fault=partial(count_miss, "lookup"),
             encoders=self._encoders,
+            nvdec=nvdec,
             decode_bytes=_DECODE_BYTES,
         )
         self._store, self._finder = client.store, client.finder
@@ -443,8 +449,8 @@ class DeviceBackend:
             except TimeoutError:
                 logger.warning("kvfetch: %s not done after %g s; closing all the same", step.__qualname__, _CLOSE_S)
         self._loop.close()
-        self._fetcher.close()
-        pools: tuple[Executor, ...] = (self._hash_pool, self._copy_pool, self._decode_pool, self._encode_pool)
+        self._fetcher.close(wait=False)
+        pools: tuple[Executor, ...] = (self._hash_pool, self._copy_pool, self._encode_pool)
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
         for queue in ("read", "write"):

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_memory
 
 from sgl_kvfetch import timeline
+from sgl_kvfetch.codecs.nvdec import Nvdec
 from sgl_kvfetch.config import KVFetchConfig, parse_config
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plugin import live
@@ -26,6 +27,7 @@ from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.plugin.gate import read_extra_config
 from sgl_kvfetch.plugin.namespace import engine_namespace
 from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
+from sgl_kvfetch.plugin.video_engines import engine_nvdec
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +50,11 @@ def build_radix_cache(ctx: TreeCacheBuildContext) -> KVFetchRadixCache:
             f"device mode stores plain KV caches only; this model's has {', '.join(map(str, cache.tree_components))}"
         )
     allocator = ctx.params.token_to_kv_pool_allocator
-    pages = _open_pages(allocator.get_kvcache(), cache.page_size, ctx.tp_worker)
+    pool = allocator.get_kvcache()
+    pages, nvdec = _open_pages(pool, cache.page_size, ctx.tp_worker), engine_nvdec(pool.k_buffer[0].device)
     # Compiles SGLang's hash function, which takes a while the first time.
     hash_tail(RadixKey(array("q", range(cache.page_size))), 0, None, cache.page_size)
-    cache.set_connect(partial(_connect, cache, pages, _Rank(ctx.tp_rank, ctx.tp_size), allocator.size))
+    cache.set_connect(partial(_connect, cache, pages, nvdec, _Rank(ctx.tp_rank, ctx.tp_size), allocator.size))
     cache.connect(get_memory().hicache_storage_backend_extra_config)
     atexit.register(cache.release_host_resources)
     return cache
@@ -68,24 +71,26 @@ def _open_pages(pool: Any, page_size: int, tp_worker: Any) -> DevicePages:
         "kvfetch: device mode on a GPU has not been run by its authors yet, only tested without one; "
         "--enable-hierarchical-cache gives host mode"
     )
-    from sgl_kvfetch.codecs.nvdec import open_nvdec
     from sgl_kvfetch.cuda_streams import CudaDevice
     from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 
     gpu = CudaDevice(pool.k_buffer[0].device)
-    decoders, about = open_nvdec(gpu)
-    logger.info("kvfetch: %s", about)
-    return CudaPages(pool, page_size, gpu, tp_worker.model_runner.forward_stream, decoders=decoders)
+    return CudaPages(pool, page_size, gpu, tp_worker.model_runner.forward_stream)
 
 
 def _connect(
-    cache: KVFetchRadixCache, pages: DevicePages, rank: _Rank, pool_tokens: int, extra_config: str | None
+    cache: KVFetchRadixCache,
+    pages: DevicePages,
+    nvdec: Nvdec | None,
+    rank: _Rank,
+    pool_tokens: int,
+    extra_config: str | None,
 ) -> None:
     """Raises ConfigError and UnsupportedError."""
     extra, threshold_tokens = read_extra_config(extra_config)
     config = parse_config(extra)
     backend = cache.start(
-        partial(_make_backend, config, pages, rank),
+        partial(_make_backend, config, pages, nvdec, rank),
         max_fetch_tokens=int(pool_tokens * config.device_pool_share),
         round_tokens=config.round_tokens,
         threshold_tokens=threshold_tokens,
@@ -94,8 +99,10 @@ def _connect(
     live.register(backend, config.model_id)
 
 
-def _make_backend(config: KVFetchConfig, pages: DevicePages, rank: _Rank, report: Report) -> DeviceBackend:
+def _make_backend(
+    config: KVFetchConfig, pages: DevicePages, nvdec: Nvdec | None, rank: _Rank, report: Report
+) -> DeviceBackend:
     quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
     namespace = engine_namespace(config, quantiser, rank, pages.geometry, pages.first_layer)
     require_own_profile(config, quantiser, namespace)
-    return DeviceBackend(config, pages, namespace, quantiser, report)
+    return DeviceBackend(config, pages, namespace, quantiser, report, nvdec)

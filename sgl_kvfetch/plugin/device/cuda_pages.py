@@ -7,14 +7,12 @@ our own threads. docs/device-mode-gpu.md has the whole.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from sgl_kvfetch.codecs.base import FrameDecoder
 from sgl_kvfetch.container.segment import CellFrames
 from sgl_kvfetch.cuda_streams import Device, Event, Stream
 from sgl_kvfetch.errors import UnsupportedError
@@ -51,15 +49,12 @@ class CudaPages(DevicePages, FramePool):
         device: Device,
         forward_stream: Stream,
         *,
-        decoders: Mapping[str, FrameDecoder] = MappingProxyType({}),
         restore_buffer_bytes: int = RESTORE_BUFFER_BYTES,
         read_buffer_bytes: int = READ_BUFFER_BYTES,
     ) -> None:
         """``forward_stream``: where SGLang's model runs when its scheduler overlaps with it; on the scheduler's own
-        stream otherwise. ``decoders``: by codec, what decodes to this device's memory. Raises UnsupportedError as
-        `DevicePages` does."""
+        stream otherwise. Raises UnsupportedError as `DevicePages` does."""
         super().__init__(pool, page_size)
-        self.decoders = decoders
         self._device = device
         self._forward_stream = forward_stream
         self._restores, self._reads, self._lookups = (device.new_stream() for _ in range(3))

@@ -65,6 +65,7 @@ class FakeDevice(Device):
         self._random = random.Random(seed)
         self.streams: list[FakeStream] = []
         self.used: list[tuple[torch.Tensor, Stream]] = []  # as `used_on` was told
+        self.num_empty = self.num_pinned = 0  # allocations
         self.scheduler = cast(FakeStream, self.new_stream())
         self.forward = cast(FakeStream, self.new_stream())
 
@@ -82,12 +83,14 @@ class FakeDevice(Device):
         return stream.record_event()
 
     def empty(self, shape: Sequence[int], stream: Stream) -> torch.Tensor:
+        self.num_empty += 1
         return torch.full(tuple(shape), 0xEE, dtype=torch.uint8)
 
     def used_on(self, tensor: torch.Tensor, stream: Stream) -> None:
         self.used.append((tensor, stream))
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
+        self.num_pinned += 1
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:

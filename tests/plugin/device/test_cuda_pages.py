@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sgl_kvfetch import cuda_streams
+from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.container.manifest import Cell
 from sgl_kvfetch.container.segment import CellFrames, CodedSegment, SegmentReader
 from sgl_kvfetch.cuda_streams import CudaDevice
@@ -146,7 +147,7 @@ def test_the_same_values_as_on_the_cpu(name: Any) -> None:
     expected = DevicePages(make_pool(WIDE), WIDE.page_size)
     cells = []
     for reader, cell, data in islice(cells_of(segment, quantiser), 0, 4, 3):  # K of three layers, V of one
-        restore_cell(reader, cell, data, range(3, 64, 4), range(1, 17), GuardedSink(expected))
+        restore_cell(reader, cell, data, range(3, 64, 4), range(1, 17), GuardedSink(expected), {})
         cells.append(reader.decode_frames(cell, data))
     num_frames = cells[0].frames[0].shape[0]
     assert num_frames >= 3
@@ -314,8 +315,8 @@ async def test_a_fetch_from_end_to_end(exact: Segment, tmp_path: Path) -> None:
     reader = SegmentReader(coded.manifest, make_quantiser("exact"))
     device = FakeDevice()
     pages = make_pages(device)
-    with ThreadPoolExecutor(2) as threads:
-        fetcher = Fetcher(store, threads, read_bytes=2000, inflight_bytes=10_000, may_delete=True)
+    with closing(DecodePool([{}] * 2)) as pool:
+        fetcher = Fetcher(store, pool, read_bytes=2000, inflight_bytes=10_000, may_delete=True)
         sources = [PageSource(reader, page) for page in range(NUM_PAGES)]
         pages.fence()
         indices = await asyncio.to_thread(pages.page_indices, slots_of(PLACES))

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import queue
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from sgl_kvfetch.codecs.base import FrameDecoder
-from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec
-from sgl_kvfetch.codecs.nvdec import NvdecDecoder, NvdecSession
+from sgl_kvfetch.adapt.pool import DecodePool
+from sgl_kvfetch.codecs.nvdec import Nvdec
 from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.fetch.fetcher import Fetcher
 from sgl_kvfetch.fetch.plan import PageSource
-from sgl_kvfetch.fetch.sink import GuardedSink
+from sgl_kvfetch.fetch.sink import GuardedSink, PagePool
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.stores.local import LocalStore
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.types import TENSORS
-from tests.codecs.fake_nvdec import CountingDevice, FakeNvc, make_caps
+from tests.codecs.fake_nvdec import CountingDevice, FakeNvc, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
 from tests.plugin.device.test_cuda_pages import GEOMETRY, NUM_PAGES, PLACES, make_pool
 from tests.segments import make_segment, without_frame_sums
@@ -39,20 +36,16 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "INTERPRETED", False)
 
 
-def make_decoders(nvc: FakeNvc) -> Mapping[str, FrameDecoder]:
-    sessions: queue.LifoQueue[NvdecSession] = queue.LifoQueue()
-    for _ in range(2):
-        sessions.put(NvdecSession(nvc, nvc.device))
-    return {codec.name: NvdecDecoder(codec, make_caps(), sessions) for codec in (HevcCodec(), Hevc420Codec())}
-
-
-async def fetch(reader: SegmentReader, data: bytes, pages: DevicePages, folder: Path) -> tuple[Any, bool]:
+async def fetch(
+    reader: SegmentReader, data: bytes, pages: PagePool, folder: Path, nvdec: Nvdec | None = None
+) -> tuple[Any, bool]:
     """A segment, as a server does. And whether it is still stored in the end."""
     store = LocalStore(folder)
     await store.put(reader.data_name, data)
     await store.put(reader.manifest.key.manifest_name, reader.manifest.encode())
-    with ThreadPoolExecutor(2) as threads:
-        fetcher = Fetcher(store, threads, read_bytes=1 << 20, inflight_bytes=1 << 22, may_delete=True)
+    sessions = [{} if nvdec is None else nvdec.open_session() for _ in range(2)]
+    with closing(DecodePool(sessions)) as pool:
+        fetcher = Fetcher(store, pool, read_bytes=1 << 20, inflight_bytes=1 << 22, may_delete=True)
         sources = [PageSource(reader, page) for page in range(NUM_PAGES)]
         result = await fetcher.fetch(sources, PLACES, GuardedSink(pages), 20)
         await asyncio.gather(*fetcher._condemning.values())
@@ -79,11 +72,10 @@ async def test_the_same_values_as_on_the_cpu(name: Any, codec: str, tmp_path: Pa
         GEOMETRY.page_size,
         device,
         device.forward,
-        decoders=make_decoders(FakeNvc(device)),
         restore_buffer_bytes=2048 if name == "uint8" else 1 << 20,
     )
-    device.downloads_bytes.clear()  # what the buffers take
-    result, _ = await fetch(reader, segment[0].data, pages, tmp_path / "gpu")
+    device.pinned_bytes.clear()  # what the buffers take
+    result, _ = await fetch(reader, segment[0].data, pages, tmp_path / "gpu", make_nvdec(FakeNvc(device)))
     assert (result.num_pages, result.failures) == (NUM_PAGES, ())
     device.run()
     for tensor in TENSORS:
@@ -91,7 +83,7 @@ async def test_the_same_values_as_on_the_cpu(name: Any, codec: str, tmp_path: Pa
             assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
     assert len(device.used) == codecs.count(codec)
     assert {id(stream) for _, stream in device.used} == {id(pages._restores)}
-    assert device.downloads_bytes == [8] * codecs.count(codec)  # sums, and no frames
+    assert set(device.pinned_bytes) == {8}  # sums, and no frames
 
 
 @pytest.mark.parametrize("codec", ["hevc", "hevc420"])
@@ -101,18 +93,18 @@ async def test_frames_of_older_segments_are_verified_on_the_host(codec: str, tmp
     reader = SegmentReader(without_frame_sums(segment[0].manifest), quantiser)
     device = CountingDevice()
     nvc = FakeNvc(device)
-    pages = CudaPages(make_pool(), GEOMETRY.page_size, device, device.forward, decoders=make_decoders(nvc))
-    device.downloads_bytes.clear()
-    result, _ = await fetch(reader, segment[0].data, pages, tmp_path / "right")
+    pages = CudaPages(make_pool(), GEOMETRY.page_size, device, device.forward)
+    device.pinned_bytes.clear()
+    result, _ = await fetch(reader, segment[0].data, pages, tmp_path / "right", make_nvdec(nvc))
     assert (result.num_pages, result.failures) == (NUM_PAGES, ())
     frame_bytes = [
         frames.nbytes
         for cell in reader.manifest.cells()
         for frames in reader.decode_frames(cell, segment[0].data[slice(*reader.cell_range(cell))]).frames
     ]
-    assert sorted(device.downloads_bytes) == sorted(frame_bytes)
+    assert max(device.pinned_bytes) == max(frame_bytes)
     nvc.fails = "one pixel"
-    result, is_stored = await fetch(reader, segment[0].data, pages, tmp_path / "wrong")
+    result, is_stored = await fetch(reader, segment[0].data, pages, tmp_path / "wrong", make_nvdec(nvc))
     assert result.num_pages == 0
     assert "decoded integers: checksum does not match" in str(result.failures[0])
     assert is_stored
@@ -127,8 +119,8 @@ async def test_wrong_pixels_are_a_miss_and_the_segment_stays(fault: str, tmp_pat
     device = FakeDevice()
     nvc = FakeNvc(device)
     nvc.fails = fault
-    pages = CudaPages(make_pool(), GEOMETRY.page_size, device, device.forward, decoders=make_decoders(nvc))
-    result, is_stored = await fetch(reader, segment[0].data, pages, tmp_path)
+    pages = CudaPages(make_pool(), GEOMETRY.page_size, device, device.forward)
+    result, is_stored = await fetch(reader, segment[0].data, pages, tmp_path, make_nvdec(nvc))
     assert result.num_pages == 0
     assert {type(failure) for failure in result.failures} == {CorruptError}
     assert "decoded frames: frame sum does not match" in str(result.failures[0])
