@@ -15,11 +15,16 @@ from sgl_kvfetch.codecs.base import DecodedFrames, FrameDecoder
 from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec, join_access_units, split_access_units
 from sgl_kvfetch.codecs.nvdec import Nvdec, NvdecDecoder, NvdecSession, open_nvdec
 from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps
+from sgl_kvfetch.container.segment import SegmentReader, SegmentSpec, encode_segment
 from sgl_kvfetch.cuda_streams import CudaDevice
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.layout.frame_sum import sum_of_frames
+from sgl_kvfetch.layout.frames import FrameLayout
+from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 from tests.codecs.fake_nvdec import CountingDevice, FakeNvc, make_caps, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
+from tests.segments import make_namespace, page_hashes
 
 HEVC, HEVC420 = HevcCodec(), Hevc420Codec()
 BOTH = pytest.mark.parametrize("codec", [HEVC, HEVC420], ids=lambda codec: codec.name)
@@ -279,6 +284,32 @@ def test_frames_on_the_device_are_not_written_again(bitstreams: dict[str, bytes]
     assert torch.equal(first.frames, FRAMES)
     assert torch.equal(second.frames, other)
     assert torch.equal(first.host, other)
+
+
+def test_planes_that_lie_as_their_frames_do_are_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token that fills a picture: its integers are the frames' very bytes, and those are the session's."""
+    heads, dim = 36, 4 * 144
+    layout = FrameLayout(width=144, height=144, head_rows=heads, head_cols=1, dim_rows=4, dim_cols=144)
+    geometry = KVGeometry(num_layers=3, num_heads=heads, k_head_dim=dim, v_head_dim=dim, page_size=1, dtype="bfloat16")
+    generator = torch.Generator().manual_seed(0)
+    values: dict[TensorName, torch.Tensor] = {  # so few different bytes that both planes are video
+        tensor: torch.randint(0, 64, (1, 3, heads, 2 * dim), generator=generator, dtype=torch.uint8).view(
+            torch.bfloat16
+        )
+        for tensor in TENSORS
+    }
+    quantiser = make_quantiser("exact")
+    monkeypatch.setattr(type(quantiser), "layout", lambda *_: layout)
+    spec = SegmentSpec(make_namespace(geometry, quantiser), quantiser, "hevc", "240p", 1)
+    segment = encode_segment(spec, values, 0, None, page_hashes(1))
+    reader = SegmentReader(segment.manifest, quantiser)
+    assert {chunk.codec for chunk in reader.variant.chunks} == {"hevc"}
+    nvc = FakeNvc(FakeDevice())
+    session = make_nvdec(nvc).open_session()
+    for cell in segment.manifest.cells():
+        data = segment.data[slice(*reader.cell_range(cell))]
+        assert torch.equal(reader.decode_cell(cell, data, session).integers, reader.decode_cell(cell, data).integers)
+    assert nvc.packets
 
 
 # What is found at the start

@@ -1,0 +1,108 @@
+"""Host mode where the engine's GPU has NVDEC, over a fake of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_kvfetch.adapt.profile import DecodeProfile, VariantProfile
+from sgl_kvfetch.plugin import storage as storage_module
+from sgl_kvfetch.plugin import video_engines
+from sgl_kvfetch.plugin.host_pages import HostPages
+from sgl_kvfetch.types import TENSORS
+from tests.codecs.fake_nvdec import FakeNvc, make_nvdec
+from tests.plugin.device.fake_streams import FakeDevice
+from tests.plugin.test_storage import Make, keys, make, make_pool, store_pages, tokens, wait_until
+
+__all__ = ["make"]  # a fixture
+
+
+@pytest.fixture
+def nvc(monkeypatch: pytest.MonkeyPatch) -> FakeNvc:
+    """Every backend's, from now on."""
+    nvc = FakeNvc(FakeDevice(seed=1))
+    monkeypatch.setattr(storage_module, "engine_nvdec", lambda device: make_nvdec(nvc, num_engines=3))
+    return nvc
+
+
+@pytest.mark.parametrize("codec", ["hevc", "hevc420"])
+@pytest.mark.parametrize("quantiser", ["exact", "uint8"])
+def test_nvdec_decodes_and_the_cpu_restores(make: Make, nvc: FakeNvc, codec: str, quantiser: str) -> None:
+    pool = make_pool()
+    backend = make(pool, codec=codec, quantiser=quantiser, codec_threads=1)
+    pages = HostPages(pool)
+    store_pages(backend, keys(7), list(range(7)))
+    there = [39, 12, 20, 21, 30, 8, 10]
+    assert backend.batch_get_v1(keys(7), tokens(there)) == [True] * 7
+    assert nvc.packets
+    on_nvdec = {tensor: pages.read(tensor, there) for tensor in TENSORS}
+    if quantiser == "exact":
+        assert all(torch.equal(on_nvdec[tensor], pages.read(tensor, range(7))) for tensor in TENSORS)
+    num_packets = len(nvc.packets)
+    nvc.fails = "create"  # from here on the CPU decodes
+    for session in backend._fetcher._pool._sessions:
+        session[codec]._session._drop()  # type: ignore[attr-defined]
+    assert backend.batch_get_v1(keys(7), tokens(there)) == [True] * 7
+    assert len(nvc.packets) == num_packets
+    assert all(torch.equal(on_nvdec[tensor], pages.read(tensor, there)) for tensor in TENSORS)
+    assert nvc.device.num_empty == 0  # frames were not kept on the device
+
+
+def test_wrong_pixels_are_a_miss_and_the_segment_stays(make: Make, nvc: FakeNvc, tmp_path: Path) -> None:
+    pool = make_pool()
+    backend = make(pool, codec="hevc", quantiser="uint8")
+    store_pages(backend, keys(2), [0, 1])
+    nvc.fails = "pixels"
+    before = [buffer.clone() for buffer in pool.kv_buffer]
+    assert backend.batch_get_v1(keys(2), tokens([3, 4])) == [False, False]
+    assert all(torch.equal(*each) for each in zip(pool.kv_buffer, before, strict=True))
+    wait_until(lambda: not backend._fetcher._condemning)  # the CPU has looked at it
+    nvc.fails = ""
+    assert len(list(tmp_path.rglob("*.kvm"))) == 1
+    assert backend.batch_get_v1(keys(2), tokens([3, 4])) == [True, True]
+
+
+def profile_of(num_sessions: int) -> bytes:
+    decode_s = (1.0,) * num_sessions
+    variant = VariantProfile(name="hevc 240p", size_bytes=1000, decode_s=decode_s)
+    return DecodeProfile(device="made up", source="for tests", variants=(variant,)).encode()
+
+
+@pytest.mark.parametrize(
+    ("profiled", "codec_threads", "expected"),
+    [(None, 1, 3), (None, 5, 5), (2, 5, 3), (4, 1, 4)],
+)
+def test_at_least_one_session_an_engine(
+    make: Make, nvc: FakeNvc, tmp_path: Path, profiled: int | None, codec_threads: int, expected: int
+) -> None:
+    config: dict[str, Any] = {"codec_threads": codec_threads}
+    if profiled is not None:
+        path = tmp_path / "profile.json"
+        path.write_bytes(profile_of(profiled))
+        config["decode_profile"] = str(path)
+    sessions = make(**config)._fetcher._pool._sessions
+    assert len(sessions) == expected
+    assert len({id(session["hevc"]._session) for session in sessions}) == expected  # type: ignore[attr-defined]
+
+
+def test_without_nvdec_there_are_as_many_sessions_as_threads(make: Make) -> None:
+    assert make(codec_threads=3)._fetcher._pool._sessions == [{}] * 3
+
+
+def test_the_engines_gpu_is_asked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[torch.device] = []
+
+    def open_nvdec(device: Any) -> tuple[None, str]:
+        asked.append(device.torch_device)
+        return None, "HEVC is decoded on the CPU: no library"
+
+    monkeypatch.setattr(video_engines, "open_nvdec", open_nvdec)
+    caplog.set_level("INFO")
+    assert video_engines.engine_nvdec(torch.device("cpu")) is None
+    assert not asked
+    assert video_engines.engine_nvdec(torch.device("cuda", 3)) is None
+    assert asked == [torch.device("cuda", 3)]
+    assert "kvfetch: HEVC is decoded on the CPU: no library" in caplog.text
