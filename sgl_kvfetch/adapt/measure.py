@@ -5,71 +5,79 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
+from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.adapt.profile import DecodeProfile, VariantProfile
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One chunk in one variant. ``decode`` decodes it, and may be called from several threads at once."""
+class Sample(Generic[S]):
+    """One chunk in one variant. ``decode`` decodes it on a session, and may be called for several at once."""
 
     name: str
     size_bytes: int
-    decode: Callable[[], object]
+    decode: Callable[[S], object]
 
 
 def measure_profile(
-    samples: Sequence[Sample],
+    samples: Sequence[Sample[S]],
+    sessions: Sequence[S],
     *,
     device: str,
     source: str,
     chunk_values: int,
-    max_concurrency: int,
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
     on_step: Callable[[str], None] = lambda _: None,
 ) -> DecodeProfile:
-    """Medians over ``rounds`` chunks a session. The variants come out in order of size, the smallest first."""
+    """Medians over ``rounds`` chunks a session, for 1, 2, ... of the sessions at once. The variants come out in order
+    of size, the smallest first."""
     ordered = sorted(samples, key=lambda s: s.size_bytes)
     for sample in ordered:
-        sample.decode()  # what is done once, a library's loading say, is not a chunk's time
+        sample.decode(sessions[0])  # what is done once, a library's loading say, is not a chunk's time
     variants = []
     for sample in ordered:
         on_step(sample.name)
-        times = tuple(_median_s(sample, k, rounds, clock) for k in range(1, max_concurrency + 1))
+        times = tuple(_median_s(sample, sessions[:k], rounds, clock) for k in range(1, len(sessions) + 1))
         others = [other for other in ordered if other is not sample]
-        switch_s = _switch_s(sample, others, rounds, clock) if others else 0.0
+        switch_s = _switch_s(sample, others, sessions[0], rounds, clock) if others else 0.0
         variants.append(
             VariantProfile(name=sample.name, size_bytes=sample.size_bytes, decode_s=times, switch_s=switch_s)
         )
     return DecodeProfile(device=device, source=source, variants=tuple(variants), chunk_values=chunk_values)
 
 
-def _median_s(sample: Sample, concurrency: int, rounds: int, clock: Callable[[], float]) -> float:
-    """Of a chunk's time while ``concurrency`` are decoded at once."""
+def _median_s(sample: Sample[S], sessions: Sequence[S], rounds: int, clock: Callable[[], float]) -> float:
+    """Of a chunk's time while as many are decoded at once as there are sessions."""
 
-    def timed(_: int) -> float:
+    def timed(session: S) -> float:
         started_s = clock()
-        sample.decode()
+        sample.decode(session)
         return clock() - started_s
 
-    with ThreadPoolExecutor(concurrency) as pool:
-        # The last ones have less and less company, and are not counted.
-        times = list(pool.map(timed, range(concurrency * (rounds + 1))))
-    return statistics.median(times[: concurrency * rounds])
+    count = len(sessions)
+    with closing(DecodePool(sessions)) as pool:
+        times = [future.result() for future in [pool.submit(timed) for _ in range(count * (rounds + 2))]]
+    # The first ones set their sessions up, the last ones have less and less company: they are not counted.
+    return statistics.median(times[count : count * (rounds + 1)])
 
 
-def _switch_s(sample: Sample, others: Sequence[Sample], rounds: int, clock: Callable[[], float]) -> float:
-    """How much longer a chunk takes after one of another variant than after one of its own."""
+def _switch_s(
+    sample: Sample[S], others: Sequence[Sample[S]], session: S, rounds: int, clock: Callable[[], float]
+) -> float:
+    """How much longer a chunk takes on a session that decoded another variant before than on one that did not."""
 
-    def after(previous: Iterator[Sample]) -> list[float]:
+    def after(previous: Iterator[Sample[S]]) -> list[float]:
         times = []
         for before in previous:
-            before.decode()
+            before.decode(session)
             started_s = clock()
-            sample.decode()
+            sample.decode(session)
             times.append(clock() - started_s)
         return times
 

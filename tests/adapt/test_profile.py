@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -127,8 +129,8 @@ class FakeMachine:
         self.now_s = 0.0
         self.last = ""
 
-    def sample(self, name: str, size_bytes: int, decode_s: float, switch_s: float) -> Sample:
-        def decode() -> None:
+    def sample(self, name: str, size_bytes: int, decode_s: float, switch_s: float) -> Sample[None]:
+        def decode(_: None) -> None:
             self.now_s += decode_s + (switch_s if self.last != name else 0.0)
             self.last = name
 
@@ -140,10 +142,10 @@ def test_measuring() -> None:
     samples = [machine.sample("large", 20, 1.0, 0.0), machine.sample("small", 10, 2.0, 0.5)]
     profile = measure_profile(
         samples,
+        [None],
         device="d",
         source="s",
         chunk_values=7,
-        max_concurrency=1,
         rounds=3,
         clock=lambda: machine.now_s,
     )
@@ -153,3 +155,30 @@ def test_measuring() -> None:
     assert small.switch_s == pytest.approx(0.5)
     assert large.decode_s == pytest.approx((1.0,))
     assert large.switch_s == 0.0
+
+
+def test_as_many_sessions_as_chunks_at_once() -> None:
+    """Each sets itself up once, and that is not counted."""
+    now_s, lock, set_up = 0.0, threading.Lock(), set[str]()
+
+    def decode(session: str) -> None:
+        nonlocal now_s
+        time.sleep(0.005)  # so that the others are asked for meanwhile
+        with lock:
+            now_s += 1.0 if session in set_up else 100.0
+            set_up.add(session)
+
+    profile = measure_profile(
+        [Sample("only", 10, decode)],
+        ["a", "b", "c"],
+        device="d",
+        source="s",
+        chunk_values=1,
+        rounds=5,
+        clock=lambda: now_s,
+    )
+    assert set_up == {"a", "b", "c"}
+    (only,) = profile.variants
+    assert len(only.decode_s) == 3
+    assert only.decode_s[0] == 1.0
+    assert max(only.decode_s) < 50

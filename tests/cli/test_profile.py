@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from sgl_kvfetch.adapt.profile import decode_profile, load_decode_profile
-from sgl_kvfetch.cli import app
+from sgl_kvfetch.cli import app, profiling
+from tests.codecs.fake_nvdec import FakeNvc, make_nvdec
+from tests.plugin.device.fake_streams import FakeDevice
 
 SMALL = ("--tokens", 32, "--heads", 2, "--head-dim", 64, "--rounds", 1)
 
@@ -47,3 +51,62 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         result = kvfetch(*args)
         assert result.exit_code == 2
         assert message in result.stderr
+
+
+@pytest.fixture
+def nvc(monkeypatch: pytest.MonkeyPatch) -> FakeNvc:
+    """A GPU with one video engine."""
+    nvc = FakeNvc(FakeDevice())
+    found = make_nvdec(nvc, num_engines=1), "decoded on NVDEC, 1 engines: hevc, hevc420"
+    monkeypatch.setattr(profiling, "open_current_nvdec", lambda: found)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Made Up 1000")
+    return nvc
+
+
+@pytest.mark.parametrize("device", ["auto", "nvdec"])
+def test_nvdec_is_measured_where_it_is(nvc: FakeNvc, device: str) -> None:
+    result = kvfetch("--resolutions", "240p,480p", "--tokens", 512, "--device", device, "--json")
+    assert result.exit_code == 0, result.output
+    profile = decode_profile(result.stdout.encode())
+    assert {v.name for v in profile.variants} == {"hevc 240p", "hevc 480p", "zstd"}
+    assert profile.max_concurrency == 2  # two sessions an engine
+    assert profile.device.startswith("Made Up 1000, ")
+    assert "hevc on NVDEC (1 engines), all else on the CPU" in profile.source
+    # Each session makes its decoder once, as large as it must be; what a change of resolution costs is measured on one
+    # that is reconfigured.
+    calls = [call[0] for call in nvc.calls]
+    assert 2 <= calls.count("CreateDecoder") <= 4
+    assert calls.count("setReconfigParams") >= 2
+    assert nvc.packets
+
+
+def test_the_cpu_is_measured_where_it_is_asked_for(nvc: FakeNvc) -> None:
+    result = kvfetch("--resolutions", "240p", "--device", "cpu", "--concurrency", 1, "--json")
+    assert result.exit_code == 0, result.output
+    profile = decode_profile(result.stdout.encode())
+    assert ", CPU, " in profile.source
+    assert "Made Up 1000" not in profile.device
+    assert not nvc.packets
+
+
+def test_an_nvdec_that_decodes_none_of_the_codecs_is_not_measured(nvc: FakeNvc) -> None:
+    result = kvfetch("--codecs", "zstd", "--concurrency", 1, "--json")
+    assert result.exit_code == 0, result.output
+    assert ", CPU, " in decode_profile(result.stdout.encode()).source
+    result = kvfetch("--codecs", "zstd", "--device", "nvdec")
+    assert result.exit_code == 2
+    assert "--device nvdec: it decodes none of zstd here" in result.stderr
+
+
+def test_the_cpus_time_does_not_pass_for_nvdecs(nvc: FakeNvc) -> None:
+    nvc.fails = "create"
+    result = kvfetch("--resolutions", "240p", "--concurrency", 1)
+    assert result.exit_code == 2
+    assert "NVDEC did not decode hevc" in result.stderr
+
+
+def test_without_a_gpu_nvdec_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = kvfetch("--device", "nvdec")
+    assert result.exit_code == 2
+    assert "can use no GPU" in result.stderr
