@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
+from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.container.segment import CodedSegment
 from sgl_kvfetch.fetch.fetcher import Fetcher
 from sgl_kvfetch.fetch.plan import read_units
 from sgl_kvfetch.fetch.sink import GuardedSink
-from sgl_kvfetch.fetch.variants import VariantChooser
 from tests.fetch.test_fetcher import MemoryPool, Segment, SpoiltStore, fetch, holds, segment, sources, store
 from tests.fetch.test_variants import PROFILE, Recorder, made, wanted
 
@@ -26,12 +25,9 @@ async def recorder() -> Recorder:
 
 
 @pytest.fixture
-async def choosing(store: SpoiltStore, recorder: Recorder) -> AsyncIterator[Fetcher]:
-    with ThreadPoolExecutor(1) as threads:
-        chooser = partial(VariantChooser, recorder, PROFILE)
-        fetcher = Fetcher(store, threads, read_bytes=600, inflight_bytes=1 << 20, may_delete=False, chooser=chooser)
-        yield fetcher
-        await asyncio.to_thread(fetcher.close)
+def choosing(store: SpoiltStore, recorder: Recorder) -> Iterator[Fetcher]:
+    with closing(DecodePool([{}], PROFILE)) as pool:
+        yield Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=False, policy=recorder)
 
 
 async def test_variants_are_chosen_as_the_link_brings_them(
@@ -68,7 +64,7 @@ async def test_it_goes_on_as_fetches_make_room(store: SpoiltStore, segment: Segm
     all_pages = sources(segment, range(8))
     units = [unit for span in range(4) for unit in read_units(all_pages[0].reader, span, 600)]
     largest = max(unit.size_bytes for unit in units)
-    with ThreadPoolExecutor(2) as pool:
+    with closing(DecodePool([{}, {}])) as pool:
         fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=4 * largest, may_delete=False)
         fetcher.read_ahead(all_pages, expire_s=60)
         await asyncio.sleep(0.2)
@@ -86,7 +82,7 @@ async def test_it_goes_on_as_fetches_make_room(store: SpoiltStore, segment: Segm
 
 
 async def test_a_lookup_whose_fetch_never_comes_is_forgotten(store: SpoiltStore, segment: Segment) -> None:
-    with ThreadPoolExecutor(2) as pool:
+    with closing(DecodePool([{}, {}])) as pool:
         fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=2000, may_delete=False)
         fetcher.read_ahead(sources(segment, range(8)), expire_s=0.1)
         await asyncio.sleep(0.05)
@@ -100,7 +96,7 @@ async def test_a_lookup_whose_fetch_never_comes_is_forgotten(store: SpoiltStore,
 
 async def test_a_store_that_fails_is_not_asked_on(store: SpoiltStore, segment: Segment) -> None:
     store.fail_from = 0
-    with ThreadPoolExecutor(2) as pool:
+    with closing(DecodePool([{}, {}])) as pool:
         fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=False)
         fetcher.read_ahead(sources(segment, range(8)), expire_s=60)
         await asyncio.sleep(0.2)
