@@ -70,7 +70,7 @@ def make_cache(store_url: str) -> KVFetchRadixCache:
     shape = pages.geometry
     namespace = Namespace("benchmark", "float32", "mha", shape.dtype, PAGE, 4, 0, 2, 64, 64, "0/1", quantiser.identity)
     cache.start(
-        lambda report: DeviceBackend(config, pages, namespace, quantiser, report),
+        lambda report: DeviceBackend(config, pages, namespace, quantiser, cache.prefill_speed, report),
         max_fetch_tokens=SLOTS // 4,
         round_tokens=config.round_tokens,
         threshold_tokens=PAGE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from sgl_kvfetch.fetch.fetcher import Fetcher, FetchResult, failure_reason
 from sgl_kvfetch.fetch.finder import PageFinder
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.loop import LoopThread
 from sgl_kvfetch.quant import Quantiser
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpOptions
@@ -35,6 +36,8 @@ _limited = LimitedLogger(logger)
 _RETIRE_S = 60.0  # at least so long merged halves stay, for readers that know no better
 _HORIZON = 8  # cells to look ahead: a choice takes the event loop a few milliseconds
 _CONNECT_S = 5.0  # at most, for one attempt to connect to the store
+_CLOSE_S = 3.0  # how long each step of closing may take: SGLang closes on its scheduler thread
+_CLEAR_S = 5.0  # and clears there, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,28 @@ class StoreClient:
     finder: PageFinder
     fetcher: Fetcher
     writer: Writer
+
+    def clear(self, loop: LoopThread, namespace: Namespace) -> None:
+        """Delete a namespace's segments from the store. Waits. Raises KVFetchError, TimeoutError."""
+        loop.run(self._clear(namespace), _CLEAR_S)
+
+    async def _clear(self, namespace: Namespace) -> None:
+        self.finder.forget()
+        await self.store.delete_prefix(namespace.digest() + "/")
+
+    def close(self, loop: LoopThread, pools: Sequence[Executor]) -> None:
+        """Write what is queued, within a few seconds, and release sockets and threads: the loop's, and the pools'."""
+        for step in (self.writer.drain, self.writer.close, self.store.close):
+            try:
+                loop.run(step(), _CLOSE_S)
+            except TimeoutError:
+                logger.warning("kvfetch: %s not done after %g s; closing all the same", step.__qualname__, _CLOSE_S)
+        loop.close()
+        self.fetcher.close()
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        for queue in ("read", "write"):
+            metrics.QUEUED_BYTES.labels(queue).set(0)
 
 
 def open_client(

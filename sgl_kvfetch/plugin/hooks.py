@@ -60,7 +60,7 @@ def create_backend(
     from sgl_kvfetch.plugin.storage import KVFetchStorage
 
     backend = KVFetchStorage(storage_config, mem_pool_host)
-    live.register(backend, (storage_config.extra_config or {}).get("model_id"))
+    live.register(backend.access, (storage_config.extra_config or {}).get("model_id"))
     return backend
 
 

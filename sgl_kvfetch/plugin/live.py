@@ -29,7 +29,7 @@ class _State:
     """Of this process. A class, so that tests can have their own."""
 
     def __init__(self) -> None:
-        self.backends: weakref.WeakSet[Suspendable] = weakref.WeakSet()
+        self.accesses: weakref.WeakSet[Suspendable] = weakref.WeakSet()  # of backends
         self.model_ids: set[str] = set()  # in use for the weights of this moment
         self.former_model_ids: set[str] = set()  # in use for weights that are gone
         self.change: str | None = None  # the latest one of the weights
@@ -39,16 +39,17 @@ class _State:
 _state = _State()
 
 
-def register(backend: Suspendable, model_id: str | None) -> None:
-    """Have ``backend`` suspended when the weights change. ``model_id`` is what the user calls those of this moment."""
-    _state.backends.add(backend)
+def register(access: Suspendable, model_id: str | None) -> None:
+    """Have a backend's ``access`` suspended when the weights change. ``model_id`` is what the user calls those of this
+    moment."""
+    _state.accesses.add(access)
     if model_id is not None:
         _state.model_ids.add(model_id)
 
 
-def forget(backend: Suspendable) -> None:
-    """It is closed."""
-    _state.backends.discard(backend)
+def forget(access: Suspendable) -> None:
+    """The backend is closed."""
+    _state.accesses.discard(access)
 
 
 def num_changes() -> int:
@@ -63,13 +64,13 @@ def weights_change(change: str) -> None:
     _state.former_model_ids |= _state.model_ids
     _state.model_ids.clear()
     # Each once: what a backend is told again, it need not count and log again.
-    backends, _state.backends = list(_state.backends), weakref.WeakSet()
-    for backend in backends:
-        backend.suspend(f"the model's weights change ({change}), and the stored pages are the old ones'; {_WHAT_TO_DO}")
-    if backends:
+    accesses, _state.accesses = list(_state.accesses), weakref.WeakSet()
+    for access in accesses:
+        access.suspend(f"the model's weights change ({change}), and the stored pages are the old ones'; {_WHAT_TO_DO}")
+    if accesses:
         from sgl_kvfetch import metrics  # not before SGLang has set up what it needs
 
-        metrics.SUSPENSIONS.inc(len(backends))
+        metrics.SUSPENSIONS.inc(len(accesses))
 
 
 def require_known_weights(model_id: str | None) -> None:

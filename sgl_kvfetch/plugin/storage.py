@@ -34,25 +34,21 @@ from sgl_kvfetch.errors import KVFetchError, UnsupportedError
 from sgl_kvfetch.fetch.fetcher import FetchResult
 from sgl_kvfetch.fetch.plan import PageSource
 from sgl_kvfetch.fetch.sink import GuardedSink
-from sgl_kvfetch.keys import PAGE_HASH_BYTES
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.loop import LoopThread
+from sgl_kvfetch.plugin.access import Access
 from sgl_kvfetch.plugin.client import count_fetch, count_miss, open_client, open_encoders
 from sgl_kvfetch.plugin.host_pages import HostPages
 from sgl_kvfetch.plugin.namespace import engine_namespace
+from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
+from sgl_kvfetch.plugin.queueing import PageRun, queue_pages
 from sgl_kvfetch.plugin.video_engines import engine_nvdec
-from sgl_kvfetch.types import TENSORS
-from sgl_kvfetch.write.gather import PageBatch
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
 
 _GRACE_S = 1.0  # how long a thread waits beyond a deadline before it leaves the event loop to itself
-_CLOSE_S = 3.0  # how long each step of closing may take: SGLang closes on its scheduler thread
-_CLEAR_S = 5.0  # and clears there, too
-_WRITE_WAIT_S = 1.0  # how long a batch of pages may wait for room in the write queue
-_PIECES = 4  # a batch goes into the queue in pieces of at most so much of it
 _BATCH_PAGES = 128  # SGLang fetches so many pages at a time
 _MAX_STATS = 1024
 
@@ -70,8 +66,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         self._quantiser = engine_quantiser(config, storage_config, geometry, first_layer)
         self._namespace = engine_namespace(config, self._quantiser, storage_config, geometry, first_layer)
         require_own_profile(config, self._quantiser, self._namespace)
-        self._digest = self._namespace.digest()
-        self._suspended: str | None = None
+        self.access = Access(config)
         self._stats_pages: dict[str, deque[int]] = {"read": deque(maxlen=_MAX_STATS), "write": deque(maxlen=_MAX_STATS)}
         self._stats_gb_s: dict[str, deque[float]] = {
             "read": deque(maxlen=_MAX_STATS),
@@ -88,10 +83,10 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         except BaseException:
             self._loop.close()
             raise
-        logger.info("kvfetch: %s, namespace %s: %s", config.store, self._digest, self._namespace)
+        logger.info("kvfetch: %s, namespace %s: %s", config.store, self._namespace.digest(), self._namespace)
 
     async def _start(self, config: KVFetchConfig, nvdec: Nvdec | None) -> None:
-        client = open_client(
+        self._client = open_client(
             config,
             self._namespace,
             self._quantiser,
@@ -101,23 +96,6 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             nvdec=nvdec,
             max_span_pages=_BATCH_PAGES,  # a span longer than a fetch would be decoded by several
         )
-        self._store, self._finder = client.store, client.finder
-        self._fetcher, self._writer = client.fetcher, client.writer
-
-    def suspend(self, reason: str) -> None:
-        """Neither read nor write from now on: what the engine computes no longer belongs to this namespace. For good,
-        until the backend is detached and attached again. From any thread; never waits."""
-        if self._suspended is None:
-            self._suspended = reason
-            logger.warning("kvfetch neither reads nor writes any more: %s", reason)
-
-    @property
-    def _reads(self) -> bool:
-        return self._config.reads and self._suspended is None
-
-    @property
-    def _writes(self) -> bool:
-        return self._config.writes and self._suspended is None
 
     # Lookup
 
@@ -126,11 +104,11 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Pages stored from the first key on, without a gap. Begins to transmit them."""
-        if not keys or not self._reads:
+        if not keys or not self.access.reads:
             return 0
         try:
             sources = self._loop.run(
-                self._lookup_and_read_ahead(_hashes(keys)), self._config.lookup_timeout_s + _GRACE_S
+                self._lookup_and_read_ahead(hash_bytes(keys)), self._config.lookup_timeout_s + _GRACE_S
             )
         except (KVFetchError, TimeoutError) as e:
             count_miss("lookup", e)
@@ -151,8 +129,8 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(hit, {PoolName.KV: hit} if hit else {}, list(range(1, hit + 1)))
 
     async def _lookup_and_read_ahead(self, hashes: Sequence[bytes]) -> list[PageSource]:
-        sources = await self._finder.find(hashes, self._config.lookup_timeout_s)
-        self._fetcher.read_ahead(sources, expire_s=self._config.fetch_timeout_s)
+        sources = await self._client.finder.find(hashes, self._config.lookup_timeout_s)
+        self._client.fetcher.read_ahead(sources, expire_s=self._config.fetch_timeout_s)
         return sources
 
     # Read
@@ -171,14 +149,14 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
 
         Returns within ``fetch_timeout_s``, or soon after ``is_cancelled`` says so; from then on nothing is written.
         """
-        if not keys or not self._reads:
+        if not keys or not self.access.reads:
             return 0
         started_s = time.monotonic()
         sink = GuardedSink(self._pages)
         timeout_s = self._config.fetch_timeout_s
         result = FetchResult(0, (), False)
         try:
-            hashes, pool_pages = _hashes(keys), self._pages.page_indices(host_indices)
+            hashes, pool_pages = hash_bytes(keys), self._pages.page_indices(host_indices)
             fetch = self._fetch(hashes, pool_pages, sink, timeout_s)
             result = self._loop.run(fetch, timeout_s + _GRACE_S, is_cancelled)
         except CancelledError:
@@ -197,9 +175,9 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
     async def _fetch(
         self, hashes: Sequence[bytes], pool_pages: Sequence[int], sink: GuardedSink, timeout_s: float
     ) -> FetchResult:
-        sources = await self._finder.recall(hashes, self._config.lookup_timeout_s)
-        result = await self._fetcher.fetch(sources, pool_pages[: len(sources)], sink, timeout_s)
-        self._finder.fetched(hashes, sources, result)
+        sources = await self._client.finder.recall(hashes, self._config.lookup_timeout_s)
+        result = await self._client.fetcher.fetch(sources, pool_pages[: len(sources)], sink, timeout_s)
+        self._client.finder.fetched(hashes, sources, result)
         return result
 
     def _count_read(self, asked: int, got: int, seconds: float) -> None:
@@ -221,7 +199,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         Waits a little for room in the queue: this is SGLang's backup thread, on which nothing else waits.
         """
         num_pages = len(keys)
-        if not num_pages or not self._writes:
+        if not num_pages or not self.access.writes:
             return [True] * num_pages
         before = None if extra_info is None else extra_info.prefix_keys
         if before is None:
@@ -229,18 +207,16 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             metrics.WRITTEN_PAGES.labels("dropped_invalid").inc(num_pages)
             return [False] * num_pages
         started_s = time.monotonic()
-        hashes, previous = _hashes(keys), _hashes(before[-1:])
-        pool_pages = self._pages.page_indices(host_indices)
+        previous_hash = hash_bytes(before[-1:])[0] if before else None
+        run = PageRun(len(before), previous_hash, hash_bytes(keys), self._pages.page_indices(host_indices))
         page_bytes = self._pages.geometry.page_bytes
-        step = max(1, self._config.write_queue_bytes // _PIECES // page_bytes)
-        num_queued = 0
-        for first in range(0, num_pages, step):
-            piece = slice(first, first + step)
-            last_hash = hashes[first - 1] if first else (previous[0] if previous else None)
-            left_s = max(0.0, started_s + _WRITE_WAIT_S - time.monotonic())
-            if not self._queue_pages(len(before) + first, last_hash, hashes[piece], pool_pages[piece], left_s):
-                break
-            num_queued += len(hashes[piece])
+        num_queued = queue_pages(
+            self._client.writer,
+            run,
+            self._pages.read,
+            page_bytes=page_bytes,
+            queue_bytes=self._config.write_queue_bytes,
+        )
         if num_queued < num_pages:
             metrics.WRITTEN_PAGES.labels("dropped_full").inc(num_pages - num_queued)
             _limited.warning("full", f"{num_pages - num_queued} pages not written: the write queue is full")
@@ -249,25 +225,6 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             seconds = max(time.monotonic() - started_s, 1e-9)
             self._stats_gb_s["write"].append(num_queued * page_bytes / 1e9 / seconds)
         return [page < num_queued for page in range(num_pages)]
-
-    def _queue_pages(
-        self,
-        first_page: int,
-        previous_hash: bytes | None,
-        hashes: list[bytes],
-        pool_pages: list[int],
-        timeout_s: float,
-    ) -> bool:
-        num_bytes = len(hashes) * self._pages.geometry.page_bytes
-        if not self._writer.reserve(num_bytes, timeout_s):
-            return False
-        try:
-            values = {tensor: [self._pages.read(tensor, pool_pages)] for tensor in TENSORS}
-            self._writer.submit(PageBatch(first_page, previous_hash, hashes, values))
-        except BaseException:
-            self._writer.release(num_bytes)
-            raise
-        return True
 
     # v2, for the KV pool alone
 
@@ -306,27 +263,15 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
     def clear(self) -> None:
         """Delete the segments of this namespace from the store."""
         try:
-            self._loop.run(self._clear(), _CLEAR_S)
+            self._client.clear(self._loop, self._namespace)
         except (KVFetchError, TimeoutError) as e:
             raise RuntimeError(f"the store could not be cleared: {e}") from e
 
-    async def _clear(self) -> None:
-        self._finder.forget()
-        await self._store.delete_prefix(self._digest + "/")
-
     def close(self) -> None:
         """Write what is queued, within a few seconds, and release threads and sockets. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        for step in (self._writer.drain, self._writer.close, self._store.close):
-            try:
-                self._loop.run(step(), _CLOSE_S)
-            except TimeoutError:
-                logger.warning("kvfetch: %s not done after %g s; closing all the same", step.__qualname__, _CLOSE_S)
-        self._loop.close()
-        self._fetcher.close(wait=False)
-        self._encode_pool.shutdown(wait=False, cancel_futures=True)
+        if not self._closed:
+            self._closed = True
+            self._client.close(self._loop, (self._encode_pool,))
 
     def get_stats(self) -> StorageMetrics:
         """Pages and gigabytes a second of each read and write since the last call."""
@@ -336,17 +281,6 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             _drain(self._stats_gb_s["read"]),
             _drain(self._stats_gb_s["write"]),
         )
-
-
-def _hashes(keys: Sequence[str]) -> list[bytes]:
-    """SGLang's page hashes as bytes. Raises UnsupportedError for keys of another form."""
-    try:
-        hashes = [bytes.fromhex(key) for key in keys]
-    except ValueError as e:
-        raise UnsupportedError(f"page hashes are not hexadecimal: {keys[0]!r}") from e
-    if any(len(h) != PAGE_HASH_BYTES for h in hashes):
-        raise UnsupportedError(f"page hashes are not {PAGE_HASH_BYTES} bytes: {keys[0]!r}")
-    return hashes
 
 
 def _require_kv(name: Any) -> None:

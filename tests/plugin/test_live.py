@@ -13,7 +13,7 @@ from sgl_kvfetch.plugin import hooks, live
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Backend:
+class Access:
     def __init__(self) -> None:
         self.reasons: list[str] = []
 
@@ -32,7 +32,7 @@ def state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_backend_is_suspended_once_and_told_what_to_do() -> None:
-    backends = [Backend(), Backend()]
+    backends = [Access(), Access()]
     for backend in backends:
         live.register(backend, None)
     before = SUSPENSIONS._value.get()
@@ -46,15 +46,15 @@ def test_every_backend_is_suspended_once_and_told_what_to_do() -> None:
 
 
 def test_a_backend_that_is_gone_is_forgotten() -> None:
-    live.register(Backend(), None)
+    live.register(Access(), None)
     gc.collect()
-    assert not live._state.backends
+    assert not live._state.accesses
     live.weights_change("x")
 
 
 def test_changed_weights_need_a_name_that_is_new() -> None:
     live.require_known_weights(None)
-    live.register(Backend(), "one")
+    live.register(Access(), "one")
     live.require_known_weights("one")
     live.weights_change("UpdateWeights")
     with pytest.raises(UnsupportedError, match=r"changed while the server ran \(UpdateWeights\).*set model_id"):
@@ -62,7 +62,7 @@ def test_changed_weights_need_a_name_that_is_new() -> None:
     with pytest.raises(UnsupportedError, match="'one' names the weights that the server had before"):
         live.require_known_weights("one")
     live.require_known_weights("two")
-    live.register(backend := Backend(), "two")
+    live.register(backend := Access(), "two")
     live.require_known_weights("two")
     live.weights_change("again")
     assert len(backend.reasons) == 1
@@ -73,7 +73,7 @@ def test_changed_weights_need_a_name_that_is_new() -> None:
 
 @pytest.mark.parametrize(("action", "suspends"), [("checksum", False), ("compare", False), ("reset_tensors", True)])
 def test_checking_weights_may_overwrite_them(action: str, suspends: bool) -> None:
-    live.register(backend := Backend(), None)
+    live.register(backend := Access(), None)
     hooks.suspend_for_reset(None, SimpleNamespace(action=action))
     assert bool(backend.reasons) is suspends
 
@@ -94,7 +94,7 @@ def test_weights_that_are_given_up(
 ) -> None:
     features = SimpleNamespace(enable_memory_saver=saver, enable_weights_cpu_backup=copy)
     monkeypatch.setattr("sglang.srt.runtime_context.get_exec", lambda: SimpleNamespace(features=features))
-    live.register(backend := Backend(), None)
+    live.register(backend := Access(), None)
     hooks.suspend_for_release(None, SimpleNamespace(tags=tags))
     assert bool(backend.reasons) is suspends
 
@@ -102,11 +102,11 @@ def test_weights_that_are_given_up(
 def test_the_factory_registers_our_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     from sgl_kvfetch.plugin import storage
 
-    backend = Backend()
+    backend = SimpleNamespace(access=Access())
     monkeypatch.setattr(storage, "KVFetchStorage", lambda config, pool: backend)
     config = SimpleNamespace(extra_config={"model_id": "mine"})
     assert hooks.create_backend(pytest.fail, None, "kvfetch", config, None) is backend
     live.weights_change("x")
-    assert backend.reasons
+    assert backend.access.reasons
     with pytest.raises(UnsupportedError, match="'mine'"):
         live.require_known_weights("mine")

@@ -185,7 +185,7 @@ def test_a_batch_larger_than_the_queue_is_written_in_pieces(make: Make) -> None:
 def test_a_suspended_backend_neither_reads_nor_writes(make: Make, tmp_path: Path) -> None:
     backend = make()
     store_pages(backend, keys(2), [0, 1])
-    backend.suspend("other weights")
+    backend.access.suspend("other weights")
     assert backend.batch_exists(keys(2)) == 0
     assert backend.batch_get_v1(keys(2), tokens([3, 4])) == [False, False]
     assert backend.batch_set_v1(keys(2, "new"), tokens([0, 1]), after([])) == [True, True]
@@ -202,8 +202,8 @@ def test_a_fetch_ends_when_sglang_gives_it_up(make: Make, monkeypatch: pytest.Mo
         return b""
 
     backend.batch_exists(keys(2, "other"))  # so that nothing is read ahead
-    monkeypatch.setattr(backend._store, "get", hang)
-    backend._fetcher._ahead._reads.clear()
+    monkeypatch.setattr(backend._client.store, "get", hang)
+    backend._client.fetcher._ahead._reads.clear()
     started_s = time.monotonic()
     given_up = iter([False, False, True])
     assert backend.fetch_pages(keys(2), tokens([3, 4]), lambda: next(given_up)) == 0

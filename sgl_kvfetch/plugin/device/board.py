@@ -20,10 +20,14 @@ class Ticket:
     serial: int
 
 
+Report = Callable[[Ticket, int], None]
+OnEnd = Callable[[int], None]
+
+
 class Board:
     """Holds a number for each piece of work under way: `PENDING`, or how many pages it came to.
 
-    Tickets are opened, asked for and closed on the scheduler's thread, in the same order on every rank; a report comes
+    Tickets are opened, heard of and closed on the scheduler's thread, in the same order on every rank; a report comes
     from any thread. A step costs as much as was reported since the last one, and with several ranks one collective if
     anything is open.
     """
@@ -35,10 +39,15 @@ class Board:
         self._serials = [0] * _ROWS
         self._free = list(range(_ROWS - 1, -1, -1))
         self._values = torch.full((_ROWS,), PENDING, dtype=torch.int64)
+        self._ends: dict[Ticket, OnEnd] = {}
         self._serial = 0
-        self.num_open = 0
 
-    def open(self) -> Ticket:
+    @property
+    def num_open(self) -> int:
+        return len(self._ends)
+
+    def open(self, on_end: OnEnd) -> Ticket:
+        """``on_end`` gets the least of all ranks' numbers, in the step in which every rank has reported."""
         if not self._free:
             size = len(self._serials)
             self._serials += [0] * size
@@ -47,28 +56,28 @@ class Board:
         self._serial += 1
         ticket = Ticket(self._free.pop(), self._serial)
         self._serials[ticket.row] = ticket.serial
-        self.num_open += 1
+        self._ends[ticket] = on_end
         return ticket
 
-    def close(self, ticket: Ticket) -> None:
-        """Whatever is still reported for this ticket is ignored."""
-        assert self._serials[ticket.row] == ticket.serial
+    def close(self, ticket: Ticket) -> OnEnd:
+        """Whatever is still reported for this ticket is ignored. Returns what was to happen."""
+        on_end = self._ends.pop(ticket)
         self._serials[ticket.row] = 0
         self._values[ticket.row] = PENDING
         self._free.append(ticket.row)
-        self.num_open -= 1
+        return on_end
 
     def report(self, ticket: Ticket, num_pages: int) -> None:
         """From any thread, once a ticket."""
         assert num_pages >= 0
         self._reports.append((ticket, num_pages))
 
-    def step(self) -> list[tuple[Ticket, int]]:
-        """Tickets that every rank has reported on, in their opening's order, with the least of their numbers. They are
-        closed."""
-        if not self.num_open:
+    def step(self) -> None:
+        """Close the tickets that every rank has reported on, and say so to those who opened them, in their opening's
+        order."""
+        if not self._ends:
             self._reports.clear()
-            return []
+            return
         fresh = []
         for _ in range(len(self._reports)):
             ticket, value = self._reports.popleft()
@@ -77,9 +86,8 @@ class Board:
         if self._agree is not None:
             fresh = self._agreed(fresh, self._agree)
         fresh.sort(key=lambda entry: entry[0].serial)
-        for ticket, _ in fresh:
-            self.close(ticket)
-        return fresh
+        for on_end, value in [(self.close(ticket), value) for ticket, value in fresh]:
+            on_end(value)
 
     def _agreed(
         self, fresh: list[tuple[Ticket, int]], agree: Callable[[torch.Tensor], None]
@@ -93,7 +101,6 @@ class Board:
 
     def clear(self) -> None:
         """Close all tickets."""
-        for row, serial in enumerate(self._serials):
-            if serial:
-                self.close(Ticket(row, serial))
+        for ticket in sorted(self._ends, key=lambda ticket: ticket.row):
+            self.close(ticket)
         self._reports.clear()

@@ -20,12 +20,14 @@ from sgl_kvfetch.codecs.nvdec import Nvdec
 from sgl_kvfetch.config import KVFetchConfig, parse_config
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plugin import live
-from sgl_kvfetch.plugin.device.backend import DeviceBackend, Report
+from sgl_kvfetch.plugin.device.backend import DeviceBackend
+from sgl_kvfetch.plugin.device.board import Report
 from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
-from sgl_kvfetch.plugin.device.fetches import hash_tail
 from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.plugin.device.prefill import PrefillSpeed
 from sgl_kvfetch.plugin.gate import read_extra_config
 from sgl_kvfetch.plugin.namespace import engine_namespace
+from sgl_kvfetch.plugin.page_hashes import hash_tail
 from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
 from sgl_kvfetch.plugin.video_engines import engine_nvdec
 
@@ -90,19 +92,24 @@ def _connect(
     extra, threshold_tokens = read_extra_config(extra_config)
     config = parse_config(extra)
     backend = cache.start(
-        partial(_make_backend, config, pages, nvdec, rank),
+        partial(_make_backend, config, pages, nvdec, rank, cache.prefill_speed),
         max_fetch_tokens=int(pool_tokens * config.device_pool_share),
         round_tokens=config.round_tokens,
         threshold_tokens=threshold_tokens,
         order=config.fetch_order,
     )
-    live.register(backend, config.model_id)
+    live.register(backend.access, config.model_id)
 
 
 def _make_backend(
-    config: KVFetchConfig, pages: DevicePages, nvdec: Nvdec | None, rank: _Rank, report: Report
+    config: KVFetchConfig,
+    pages: DevicePages,
+    nvdec: Nvdec | None,
+    rank: _Rank,
+    speed: PrefillSpeed,
+    report: Report,
 ) -> DeviceBackend:
     quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
     namespace = engine_namespace(config, quantiser, rank, pages.geometry, pages.first_layer)
     require_own_profile(config, quantiser, namespace)
-    return DeviceBackend(config, pages, namespace, quantiser, report, nvdec)
+    return DeviceBackend(config, pages, namespace, quantiser, speed, report, nvdec)

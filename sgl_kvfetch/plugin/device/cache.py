@@ -16,8 +16,8 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.plugin import live
-from sgl_kvfetch.plugin.device.backend import DeviceBackend, Report
-from sgl_kvfetch.plugin.device.board import Board, Ticket
+from sgl_kvfetch.plugin.device.backend import DeviceBackend
+from sgl_kvfetch.plugin.device.board import Board, Report
 from sgl_kvfetch.plugin.device.fetches import Fetches
 from sgl_kvfetch.plugin.device.known import KnownPages
 from sgl_kvfetch.plugin.device.order import OrderName
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 class _Parts:
     backend: DeviceBackend
     board: Board
-    ends: dict[Ticket, Callable[[int], None]]
     known: KnownPages
     fetches: Fetches
     writes: Writes
@@ -59,21 +58,19 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
     ) -> DeviceBackend:
         """``make_backend`` gets the function that reports what has ended."""
         board = Board(self._agree if self._num_ranks() > 1 else None)
-        ends: dict[Ticket, Callable[[int], None]] = {}
         known = KnownPages()
         backend = make_backend(board.report)
         fetches = Fetches(
             self,
             backend,
             board,
-            ends,
             known,
             max_tokens=max_fetch_tokens,
             round_tokens=round_tokens,
             threshold_tokens=threshold_tokens,
             order=order,
         )
-        self._parts = _Parts(backend, board, ends, known, fetches, Writes(self, backend, board, ends, known))
+        self._parts = _Parts(backend, board, known, fetches, Writes(self, backend, board, known))
         if not self.tree_core.enable_storage:
             self.tree_core.backfill_missing_hash_values()
         self.enable_storage = True  # nodes get hashes
@@ -149,7 +146,7 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
         parts, self._parts = self._parts, None
         self._changed = parts.fetches.take_changed()
         self.enable_storage = False
-        live.forget(parts.backend)
+        live.forget(parts.backend.access)
         try:
             parts.backend.close()
         except Exception:  # it holds nothing of the tree's, and the other ranks have detached
@@ -215,10 +212,8 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
     def step(self, reserved_tokens: Callable[[], int] = lambda: 0) -> None:
         if self._parts is None:
             return
-        parts = self._parts
-        for ticket, num_pages in parts.board.step():
-            parts.ends.pop(ticket)(num_pages)
-        parts.fetches.step(reserved_tokens)
+        self._parts.board.step()
+        self._parts.fetches.step(reserved_tokens)
 
     def has_pending_cache_operations(self) -> bool:
         return self._parts is not None and bool(self._parts.board.num_open or not self._parts.fetches.is_idle)
@@ -252,7 +247,6 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
         self._parts.fetches.drop_all(keeps_tree=keeps_tree)
         self._parts.writes.drop_all(keeps_tree=keeps_tree)
         self._parts.board.clear()
-        self._parts.ends.clear()
 
     def clear_storage_backend(self) -> bool:
         if self._parts is None:

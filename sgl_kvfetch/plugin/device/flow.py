@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from sgl_kvfetch.fetch.plan import PageSource
-from sgl_kvfetch.plugin.device.backend import FetchWork, LookupWork, RoundWork
+from sgl_kvfetch.fetch.sink import GuardedSink
+from sgl_kvfetch.plugin.device.lookups import LookupWork
+from sgl_kvfetch.plugin.device.reads import FetchWork
 
 
 class Phase(enum.Enum):
@@ -41,7 +43,7 @@ class FillingRound:
 
     first_page: int
     slots: torch.Tensor  # every token's
-    work: RoundWork
+    sink: GuardedSink  # closed, nothing is written to them any more
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +61,7 @@ class Flow:
     lookup: LookupWork | None = None
 
     # Known after the lookup.
+    deadline_s: float = 0.0  # when the pages must be here, in time.monotonic()
     hashes: list[str] = field(default_factory=list)
     sources: list[PageSource] = field(default_factory=list)  # as many as all ranks found
     leader: Flow | None = None  # whose pages it waits for
@@ -82,6 +85,11 @@ class Flow:
     @property
     def num_pages(self) -> int:
         return len(self.hashes)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody waits for its pages."""
+        return not self.cancelled or bool(self.live_followers)
 
     @property
     def live_followers(self) -> list[Flow]:

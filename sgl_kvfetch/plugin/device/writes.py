@@ -2,50 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.plugin.device.backend import CopyWork, DeviceBackend, PageRun
-from sgl_kvfetch.plugin.device.board import Board, Ticket
+from sgl_kvfetch.plugin.device.backend import DeviceBackend
+from sgl_kvfetch.plugin.device.board import Board
+from sgl_kvfetch.plugin.device.copies import SlotRun
 from sgl_kvfetch.plugin.device.known import KnownPages
+from sgl_kvfetch.plugin.device.pages import GuardedSource
 
 _MAX_COPIES = 64  # that wait or run, with their pages locked
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Copy:
-    work: CopyWork
-    run: PageRun
+    run: SlotRun
     lock: Any  # SGLang's TreeLock on the pages
+    source: GuardedSource | None = None  # closed, they are not read any more
 
 
 class Writes:
     """The pages that are being copied out of the pool. Their nodes are locked until they are."""
 
-    def __init__(
-        self,
-        cache: Any,
-        backend: DeviceBackend,
-        board: Board,
-        ends: dict[Ticket, Callable[[int], None]],
-        known: KnownPages,
-    ) -> None:
-        """``cache``: SGLang's ``UnifiedRadixCache``. ``ends``: where to leave what happens when a ticket is up."""
+    def __init__(self, cache: Any, backend: DeviceBackend, board: Board, known: KnownPages) -> None:
+        """``cache``: SGLang's ``UnifiedRadixCache``."""
         self._cache = cache
         self._backend = backend
         self._board = board
-        self._ends = ends
         self._known = known
         self._page_size: int = cache.page_size
         self._num_seen: dict[str, int] = {}  # pages, by request
-        self._copies: dict[Ticket, _Copy] = {}
+        self._copies: dict[_Copy, None] = {}
 
     def inserted(self, rid: str, node: Any) -> None:
         """The path to ``node`` is in the tree; write the pages on it that the store is not known to have."""
-        if not self._backend.writes or self._cache.is_root(node):
+        if not self._backend.access.writes or self._cache.is_root(node):
             return
         core = self._cache.tree_core
         hashes: list[str] = core.get_prefix_hash_values(node) + core.get_hash_values(node)
@@ -58,20 +51,19 @@ class Writes:
             return
         slots = self._cache.path_device_indices(node)
         assert slots.numel() == len(hashes) * self._page_size, (slots.numel(), len(hashes))
-        run = PageRun(
+        run = SlotRun(
             first_page=pages.start,
             previous_hash=hashes[pages.start - 1] if pages.start else None,
             page_hashes=hashes[pages.start : pages.stop],
             slots=slots[pages.start * self._page_size : pages.stop * self._page_size],
         )
         self._known.add(run.page_hashes)
-        ticket = self._board.open()
-        self._ends[ticket] = partial(self._copied, ticket)
-        lock = self._cache.lock(node)
-        self._copies[ticket] = _Copy(self._backend.begin_write(ticket, run), run, lock)
+        copy = _Copy(run, self._cache.lock(node))
+        self._copies[copy] = None
+        copy.source = self._backend.copies.begin(self._board.open(partial(self._copied, copy)), run)
 
-    def _copied(self, ticket: Ticket, num_pages: int) -> None:
-        copy = self._copies.pop(ticket)
+    def _copied(self, copy: _Copy, num_pages: int) -> None:
+        del self._copies[copy]
         self._known.remove(copy.run.page_hashes[num_pages:])
         self._cache.unlock(copy.lock)
 
@@ -81,8 +73,9 @@ class Writes:
 
     def drop_all(self, *, keeps_tree: bool = False) -> None:
         """Nothing is read from the pool from here on. Locks are given back, unless the tree goes, and they with it."""
-        for copy in self._copies.values():
-            copy.work.source.close()
+        for copy in self._copies:
+            assert copy.source is not None
+            copy.source.close()
             self._known.remove(copy.run.page_hashes)
             if keeps_tree:
                 self._cache.unlock(copy.lock)

@@ -164,7 +164,7 @@ class Rig:
         """Have the store hold the pages of a prompt, and nothing but the store."""
         self.compute(tokens)
         self.settle()
-        self.backend._loop.run(self.backend._writer.drain(), WAIT_S)
+        self.backend._loop.run(self.backend._client.writer.drain(), WAIT_S)
         self.flush()
 
     def flush(self) -> None:
@@ -216,7 +216,7 @@ class Rig:
         assert self.num_available + self.cache.evictable_size() == self.num_slots
         assert self.cache._parts is not None
         assert self.cache._parts.fetches.held_tokens == 0
-        assert self.backend._writer._used_bytes == 0
+        assert self.backend._client.writer._used_bytes == 0
 
 
 def make_rig(
@@ -255,7 +255,7 @@ def make_rig(
 
     def connect() -> DeviceBackend:
         return cache.start(
-            lambda report: DeviceBackend(parsed, pages, namespace, quantiser, report),
+            lambda report: DeviceBackend(parsed, pages, namespace, quantiser, cache.prefill_speed, report),
             max_fetch_tokens=int(num_slots * parsed.device_pool_share),
             round_tokens=parsed.round_tokens,
             threshold_tokens=PAGE,
@@ -263,7 +263,7 @@ def make_rig(
         )
 
     backend = connect()
-    store = backend._store
+    store = backend._client.store
     assert isinstance(store, GatedStore)
     return Rig(cache, pool, backend, store, num_slots, connect)
 

@@ -39,9 +39,9 @@ def connectable(rig: Rig, fault: Exception | None = None) -> Rig:
         if fault is not None:
             raise fault
         rig.backend = rig.connect()
-        assert isinstance(rig.backend._store, GatedStore)
-        rig.store = rig.backend._store
-        live.register(rig.backend, None)
+        assert isinstance(rig.backend._client.store, GatedStore)
+        rig.store = rig.backend._client.store
+        live.register(rig.backend.access, None)
 
     rig.cache.set_connect(connect)
     rig.cache._extra_config = "{}"
@@ -90,7 +90,7 @@ def test_a_detached_cache_is_a_plain_one_until_it_is_attached_again(make: MakeRi
     assert rig.cache._parts is not None
     rig.cache._parts.writes.inserted("r", node)
     rig.settle()
-    rig.backend._loop.run(rig.backend._writer.drain(), WAIT_S)
+    rig.backend._loop.run(rig.backend._client.writer.drain(), WAIT_S)
     rig.flush()
     assert is_fetched(rig, prompt(1))
     rig.assert_nothing_held()
@@ -104,7 +104,7 @@ def test_detaching_ends_what_is_under_way(make: MakeRig, phase: Phase, is_aborte
     rig.stored(shared)
     rig.compute(prompt(1))
     rig.settle()
-    rig.backend._loop.run(rig.backend._writer.drain(), WAIT_S)
+    rig.backend._loop.run(rig.backend._client.writer.drain(), WAIT_S)
     rig.store.lookups.is_open = phase is not Phase.LOOKUP
     rig.store.reads.is_open = phase is Phase.LANDED
     handles = [rig.arrive(shared)]
@@ -127,15 +127,15 @@ def test_detaching_ends_what_is_under_way(make: MakeRig, phase: Phase, is_aborte
 
 def test_detaching_gives_back_the_locks_of_copies(make: MakeRig) -> None:
     rig = connectable(make(write_queue_bytes=1 << 20))
-    assert rig.backend._writer.reserve(1 << 20, 0)  # copies wait for room
+    assert rig.backend._client.writer.reserve(1 << 20, 0)  # copies wait for room
     rig.compute(prompt(0))
     assert rig.cache.protected_size() == 32
     rig.cache.end_all()
     assert rig.cache.protected_size() == 0
-    rig.backend._writer.release(1 << 20)
+    rig.backend._client.writer.release(1 << 20)
     rig.compute(prompt(0)[:16] + prompt(1)[:16])  # nor are the pages taken for written
     rig.settle()
-    rig.backend._loop.run(rig.backend._writer.drain(), WAIT_S)
+    rig.backend._loop.run(rig.backend._client.writer.drain(), WAIT_S)
     rig.flush()
     assert is_fetched(rig, (prompt(0)[:16] + prompt(1)[:16]))
     rig.assert_nothing_held()
@@ -179,10 +179,10 @@ def test_pages_of_former_weights_are_not_written_as_those_of_new_ones(rig: Rig) 
 
 def test_a_detached_backend_is_not_suspended(make: MakeRig) -> None:
     rig = connectable(make())
-    live.register(rig.backend, None)
+    live.register(rig.backend.access, None)
     rig.cache.detach_storage_backend()
     live.weights_change("an update")
-    assert rig.backend._suspended is None
+    assert rig.backend.access.reads
 
 
 @pytest.mark.parametrize("fault", [ConfigError("no such key"), OSError("no such file")])

@@ -202,7 +202,7 @@ def test_a_reset_gives_everything_back_and_nothing_is_written_after(rig: Rig, mo
     rig.store.lookups.is_open = rig.store.reads.is_open = True
     assert rig.cache.check_prefetch_progress(handle)
     rig.settle()
-    rig.backend._loop.run(rig.backend._writer.drain(), 5)
+    rig.backend._loop.run(rig.backend._client.writer.drain(), 5)
     assert all(bool(buffer.isnan().all()) for buffer in rig.pool.k_buffer)
     rig.assert_nothing_held()
     # And it works on.
@@ -346,7 +346,7 @@ def test_fetches_that_keep_each_other_from_their_slots(make: MakeRig) -> None:
     for tokens in prompts:
         writer.stored(tokens)
     before = FLOWS.labels("full_pool")._value.get()
-    link = rig.backend._fetcher.link  # so fast that there is room for both
+    link = rig.backend._client.fetcher.link  # so fast that there is room for both
     link.started(1 << 30)
     link.ended(1 << 30, time.monotonic() - 1e-3, is_whole=True)
     rig.store.reads.is_open = False
@@ -425,7 +425,7 @@ def test_nothing_lands_after_the_weights_changed(rig: Rig) -> None:
     rig.store.reads.is_open = False
     handle = rig.arrive(tokens)
     rig.settle(lambda: rig.phases() == [Phase.FETCHING])
-    rig.backend.suspend("other weights")
+    rig.backend.access.suspend("other weights")
     rig.store.reads.is_open = True
     rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
     assert rig.admit(handle, tokens)[:2] == (0, 0)
@@ -452,10 +452,10 @@ def test_pages_that_are_written_once_are_not_written_again(rig: Rig) -> None:
 def test_pages_that_were_dropped_are_written_when_they_come_again(make: MakeRig) -> None:
     rig = make(write_queue_bytes=1 << 20)
     tokens = prompt(0)
-    assert rig.backend._writer.reserve(1 << 20, 0)
+    assert rig.backend._client.writer.reserve(1 << 20, 0)
     rig.compute(tokens)
     rig.settle()
-    rig.backend._writer.release(1 << 20)
+    rig.backend._client.writer.release(1 << 20)
     rig.assert_nothing_held()
     rig.stored(tokens)
     handle = rig.arrive(tokens)
@@ -587,14 +587,13 @@ def test_the_rest_is_computed_where_that_has_become_faster(make: MakeRig) -> Non
 
 
 def test_requests_that_run_get_what_is_kept_for_those_that_wait(make: MakeRig) -> None:
-    rig = make(num_slots=144, mode="read_only")
+    rig = make(num_slots=144, mode="read_only", device_pool_share=1.0)
     writer = make(num_slots=256)
     landed, fetched = prompt(0), prompt(1)
     for tokens in (landed, fetched):
         writer.stored(tokens)
     one = rig.arrive(landed)
     rig.settle(lambda: rig.cache.check_prefetch_progress(one))
-    rig.cache._parts.fetches._max_tokens = 144  # type: ignore[union-attr]
     rig.store.reads.is_open = False
     rig.store.reads.num_let_through = 1
     two = rig.arrive(fetched)

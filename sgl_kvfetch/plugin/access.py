@@ -1,0 +1,32 @@
+"""Whether a backend may read from its store, and write to it."""
+
+from __future__ import annotations
+
+import logging
+
+from sgl_kvfetch.config import KVFetchConfig
+
+logger = logging.getLogger(__name__)
+
+
+class Access:
+    """As configured, until the weights change."""
+
+    def __init__(self, config: KVFetchConfig) -> None:
+        self._config = config
+        self._suspended = False
+
+    def suspend(self, reason: str) -> None:
+        """Neither read nor write from now on: what the engine computes no longer belongs to the namespace. For good,
+        until the backend is detached and attached again. From any thread; never waits."""
+        if not self._suspended:
+            self._suspended = True
+            logger.warning("kvfetch neither reads nor writes any more: %s", reason)
+
+    @property
+    def reads(self) -> bool:
+        return self._config.reads and not self._suspended
+
+    @property
+    def writes(self) -> bool:
+        return self._config.writes and not self._suspended

@@ -1,0 +1,76 @@
+"""Copies out of the pool, on a thread of their own, for writing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import torch
+
+from sgl_kvfetch import metrics
+from sgl_kvfetch.config import KVFetchConfig
+from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.plugin.device.board import Report, Ticket
+from sgl_kvfetch.plugin.device.pages import DevicePages, GuardedSource
+from sgl_kvfetch.plugin.page_hashes import hash_bytes
+from sgl_kvfetch.plugin.queueing import PageRun, queue_pages
+from sgl_kvfetch.write.writer import Writer
+
+logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logger)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRun:
+    """Consecutive pages in the pool. ``slots``: every token's."""
+
+    first_page: int  # position in the sequence
+    previous_hash: str | None  # of the page before, None at the sequence's start
+    page_hashes: Sequence[str]
+    slots: torch.Tensor
+
+
+class Copies:
+    """Begun on the scheduler's thread."""
+
+    def __init__(
+        self, config: KVFetchConfig, pages: DevicePages, writer: Writer, copy_pool: Executor, report: Report
+    ) -> None:
+        self._config = config
+        self._pages = pages
+        self._writer = writer
+        self._copy_pool = copy_pool
+        self._report = report
+
+    def begin(self, ticket: Ticket, run: SlotRun) -> GuardedSource:
+        """Copy pages out of the pool and queue them for writing. Reports how many, from the first on, were queued; the
+        pages' owner may have them back then, or as soon as what is returned is closed."""
+        self._pages.fence()
+        source = GuardedSource(self._pages)
+        self._copy_pool.submit(self._copy, ticket, run, source)
+        return source
+
+    def _copy(self, ticket: Ticket, run: SlotRun, source: GuardedSource) -> None:
+        num_queued = 0
+        try:
+            num_queued = self._queue(run, source)
+        except Exception:
+            logger.exception("kvfetch copy failed")
+        finally:
+            if dropped := len(run.page_hashes) - num_queued:
+                metrics.WRITTEN_PAGES.labels("dropped_full").inc(dropped)
+                _limited.warning("full", f"{dropped} pages not written: the write queue is full, or the cache flushed")
+            self._report(ticket, num_queued)
+
+    def _queue(self, run: SlotRun, source: GuardedSource) -> int:
+        previous_hash = None if run.previous_hash is None else hash_bytes([run.previous_hash])[0]
+        pool_pages = self._pages.page_indices(run.slots)
+        return queue_pages(
+            self._writer,
+            PageRun(run.first_page, previous_hash, hash_bytes(run.page_hashes), pool_pages),
+            source.read,
+            page_bytes=self._pages.geometry.page_bytes,
+            queue_bytes=self._config.write_queue_bytes,
+        )
