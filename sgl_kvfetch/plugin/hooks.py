@@ -1,4 +1,4 @@
-"""The functions that SGLang runs for us. `seams.py` says where each one is put, and why.
+"""The functions that SGLang runs for us. `seams/` says where each one is put, and why.
 
 Arguments come as SGLang passes them; hooks that follow a call get its result first. They do nothing unless the storage
 backend in question is ours.

@@ -1,4 +1,4 @@
-"""The functions that SGLang runs for device mode. `plugin/seams.py` says where each one is put, and why."""
+"""The functions that SGLang runs for device mode. `plugin/seams/` says where each one is put, and why."""
 
 from __future__ import annotations
 
