@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from sgl_kvfetch.plugin.device.queue import WaitingQueue
+from sgl_kvfetch.plugin.device.rest import rest_until_asked
 from sgl_kvfetch.plugin.device.stepped import SteppedCache
 from sgl_kvfetch.plugin.hooks import BACKEND
 
@@ -77,6 +78,18 @@ def measure_batch(result: None, scheduler: Any, batch: Any, batch_result: Any) -
     """After ``Scheduler.process_batch_result``: how long the batch took."""
     if isinstance(scheduler.tree_cache, SteppedCache):
         scheduler.tree_cache.prefill_meter.finished(batch, time.monotonic())
+
+
+def rest(result: None, scheduler: Any) -> None:
+    """After ``Scheduler.on_idle``, which is called when nothing can run, and does not sleep while anything is pending.
+
+    The one wait on the scheduler's thread: a millisecond, which a request that arrives cuts short.
+    """
+    cache, queue = scheduler.tree_cache, scheduler.waiting_queue
+    if isinstance(cache, SteppedCache) and cache.has_pending_cache_operations():
+        ready = queue.ready if isinstance(queue, WaitingQueue) else queue
+        if not ready:
+            rest_until_asked(scheduler)
 
 
 def clear_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
