@@ -16,17 +16,27 @@ from typing import Any
 
 import pytest
 
-from sgl_kvfetch.testing.engine import Generation, ServerError, SGLangServer, device_args
+from sgl_kvfetch.testing.engine import ServerError, SGLangServer, device_args
 from sgl_kvfetch.testing.faults import Fault
 from sgl_kvfetch.testing.metrics import read_metric, wait_until_written
 from sgl_kvfetch.testing.store_process import StoreProcess
-from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.conftest import Expected, ask, make_prompt, same_answer
 from tests.e2e.device import ATTACH, attach, attached, begin, load_of, num_connections, wait_until_parked
-from tests.e2e.test_faults import DEADLINE_S, FAULTS, NUM_STORED, SLACK_S, Proxy, counted, is_data
+from tests.e2e.faults import (
+    DEADLINE_S,
+    NUM_STORED,
+    PAGES,
+    SLACK_S,
+    Proxy,
+    assert_a_miss_in_time,
+    each_fault,
+    fetch_again,
+    fill,
+    is_data,
+)
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
-PAGES = 640 // PAGE_SIZE
 HANG = Fault("hang", only=is_data)
 CONFIG: dict[str, Any] = {
     "mode": "read_only",
@@ -44,9 +54,7 @@ def link(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prox
     """The way to a store that holds the first prompts."""
     with StoreProcess(tmp_path_factory.mktemp("device") / "store") as store:
         with SGLangServer(model, extra_args=device_args(store.url, codec="hevc")) as writer:
-            for seed in range(NUM_STORED):
-                ask(writer, make_prompt(seed))
-            wait_until_written(writer, NUM_STORED * PAGES)
+            fill(writer)
         proxy = Proxy(store)
         yield proxy
         proxy.close()
@@ -67,21 +75,7 @@ def as_before(server: SGLangServer, link: Proxy) -> Iterator[None]:
     fetch_again(server, NUM_STORED - 1)
 
 
-def fetch_again(server: SGLangServer, seed: int) -> Generation:
-    """All is well again, once the pause after failures is over."""
-    deadline_s = time.monotonic() + 30
-    while True:
-        server.flush()
-        answer = ask(server, make_prompt(seed))
-        if from_storage(answer) >= 0.9 * 640:
-            return answer
-        assert time.monotonic() < deadline_s
-        time.sleep(0.5)
-
-
-@pytest.mark.parametrize(
-    ("seed", "fault", "stage", "reasons"), [(i, *case[1:]) for i, case in enumerate(FAULTS)], ids=[c[0] for c in FAULTS]
-)
+@each_fault
 def test_a_store_that(
     seed: int,
     fault: Fault,
@@ -91,17 +85,7 @@ def test_a_store_that(
     server: SGLangServer,
     expected: Expected,
 ) -> None:
-    before = counted(server, stage, reasons)
-    link.set(fault)
-    started_s = time.monotonic()
-    answer = ask(server, make_prompt(seed))
-    took_s = time.monotonic() - started_s
-    link.set(None)
-    assert same_answer(answer, expected[seed])
-    assert from_storage(answer) < 640 // 2
-    assert took_s < DEADLINE_S + SLACK_S
-    assert counted(server, stage, reasons) > before
-    assert same_answer(fetch_again(server, seed), expected[seed])
+    assert_a_miss_in_time(server, link, seed, fault, stage, reasons, expected)
 
 
 def test_others_go_on_and_see_the_parked(server: SGLangServer, link: Proxy, expected: Expected) -> None:

@@ -18,13 +18,12 @@ from sgl_kvfetch.testing.engine import Generation, ServerError, SGLangServer, de
 from sgl_kvfetch.testing.faults import Fault
 from sgl_kvfetch.testing.metrics import wait_until_written
 from sgl_kvfetch.testing.store_process import StoreProcess
-from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt, same_answer
+from tests.e2e.conftest import ask, from_storage, make_prompt, same_answer
 from tests.e2e.device import ATTACH, attach, attached, begin, wait_until_disconnected, wait_until_parked
-from tests.e2e.test_faults import SLACK_S, Proxy, counted, is_data
+from tests.e2e.faults import PAGES, SLACK_S, Proxy, counted, fetch_again, is_data
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
-PAGES = 640 // PAGE_SIZE
 DEADLINE_S = 2.0
 CONFIG: dict[str, Any] = {"mode": "read_only", "fetch_timeout_s": DEADLINE_S, "lookup_timeout_s": 1.0}
 RANKS = ["--tp-size", "2"]
@@ -48,15 +47,7 @@ class Pair:
 
     def fetch_again(self) -> None:
         """All is well again."""
-        deadline_s = time.monotonic() + 30
-        while True:
-            self.server.flush()
-            answer = ask(self.server, make_prompt(0))
-            assert same_answer(answer, self.computed[0])
-            if from_storage(answer) >= 0.9 * 640:
-                return
-            assert time.monotonic() < deadline_s
-            time.sleep(0.2)
+        assert same_answer(fetch_again(self.server, 0), self.computed[0])
 
 
 @pytest.fixture(scope="module")

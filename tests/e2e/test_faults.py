@@ -9,19 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvfetch.loop import LoopThread
 from sgl_kvfetch.testing.engine import SGLangServer, hicache_args
-from sgl_kvfetch.testing.faults import Fault, FaultyProxy
-from sgl_kvfetch.testing.metrics import read_metric, wait_until_written
+from sgl_kvfetch.testing.faults import Fault
+from sgl_kvfetch.testing.metrics import read_metric
 from sgl_kvfetch.testing.store_process import StoreProcess
-from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.conftest import Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.faults import (
+    DEADLINE_S,
+    NUM_STORED,
+    SLACK_S,
+    Proxy,
+    assert_a_miss_in_time,
+    counted,
+    each_fault,
+    fill,
+    is_data,
+)
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
-PAGES = 640 // PAGE_SIZE
-DEADLINE_S = 3.0
-SLACK_S = 4.0  # the lookup's own deadline, the prefill, and a slow machine
-NUM_STORED = 12
 
 
 @pytest.fixture(scope="module")
@@ -29,31 +34,8 @@ def filled(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
     """A store that holds the first prompts."""
     with StoreProcess(tmp_path_factory.mktemp("filled") / "store") as store:
         with SGLangServer(model, extra_args=hicache_args(store.url, codec="hevc")) as writer:
-            for seed in range(NUM_STORED):
-                ask(writer, make_prompt(seed))
-            wait_until_written(writer, NUM_STORED * PAGES)
+            fill(writer)
         yield store
-
-
-class Proxy:
-    """A FaultyProxy on a thread of its own."""
-
-    def __init__(self, store: StoreProcess) -> None:
-        self._loop = LoopThread("proxy")
-        self._proxy = FaultyProxy("127.0.0.1", store.port)
-        self._loop.run(self._proxy.__aenter__(), 5)
-        self.url = self._proxy.url
-
-    def set(self, fault: Fault | None) -> None:
-        self._loop.run(self._proxy.set(fault), 5)
-
-    def close(self) -> None:
-        self._loop.run(self._proxy.__aexit__(None, None, None), 5)
-        self._loop.close()
-
-
-def is_data(method: str, path: str) -> bool:
-    return method == "GET" and path.endswith(".kvd")
 
 
 @pytest.fixture(scope="module")
@@ -73,29 +55,7 @@ def reader(model: Path, proxy: Proxy) -> Iterator[SGLangServer]:
         yield server
 
 
-FAULTS: list[tuple[str, Fault, str, set[str]]] = [
-    # name, fault, stage that falls short, reasons it may be counted under
-    ("refuses", Fault("refuse"), "lookup", {"refused", "timeout"}),
-    ("hangs", Fault("hang"), "lookup", {"timeout"}),
-    ("answers 500", Fault("error", status=500), "lookup", {"server", "timeout"}),
-    ("says garbage", Fault("garbage"), "lookup", {"protocol", "truncated", "timeout"}),
-    ("hangs in mid-fetch", Fault("hang", only=is_data), "fetch", {"timeout"}),
-    ("answers data with 500", Fault("error", status=500, only=is_data), "fetch", {"server", "timeout"}),
-    ("closes in mid-body", Fault("close", after_bytes=1000, only=is_data), "fetch", {"truncated", "timeout"}),
-    ("is slow", Fault("slow", bytes_per_s=2e3, only=is_data), "fetch", {"timeout"}),
-    ("returns a wrong length", Fault("wrong_length", extra_bytes=-7, only=is_data), "fetch", {"truncated", "timeout"}),
-    ("returns other bytes", Fault("flip", after_bytes=500, only=is_data), "fetch", {"corrupt"}),
-]
-
-
-def counted(server: SGLangServer, stage: str, reasons: set[str]) -> float:
-    text = server.metrics()
-    return sum(read_metric(text, "sgl_kvfetch_misses_total", stage=stage, reason=reason) for reason in reasons)
-
-
-@pytest.mark.parametrize(
-    ("seed", "fault", "stage", "reasons"), [(i, *case[1:]) for i, case in enumerate(FAULTS)], ids=[c[0] for c in FAULTS]
-)
+@each_fault
 def test_a_store_that(
     seed: int,
     fault: Fault,
@@ -105,25 +65,7 @@ def test_a_store_that(
     reader: SGLangServer,
     expected: Expected,
 ) -> None:
-    before = counted(reader, stage, reasons)
-    proxy.set(fault)
-    try:
-        started_s = time.monotonic()
-        answer = ask(reader, make_prompt(seed))
-        took_s = time.monotonic() - started_s
-    finally:
-        proxy.set(None)
-    assert same_answer(answer, expected[seed])
-    assert from_storage(answer) < 640 // 2
-    assert took_s < DEADLINE_S + SLACK_S
-    assert counted(reader, stage, reasons) > before
-    # All is well again, and so is the next request, once the pause after failed lookups is over.
-    reader.flush()
-    deadline_s = time.monotonic() + 30
-    while from_storage(ask(reader, make_prompt(seed))) < 0.9 * 640:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.5)
-        reader.flush()
+    assert_a_miss_in_time(reader, proxy, seed, fault, stage, reasons, expected)
 
 
 def test_a_fetch_that_hangs_does_not_keep_the_cache_from_being_flushed(

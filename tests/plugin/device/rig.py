@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import random
 import threading
 import time
 from array import array
@@ -96,6 +97,11 @@ class GatedStore(Store):
         await self._store.close()
 
 
+def prompt(seed: int, num_pages: int = 8) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1000) for _ in range(num_pages * PAGE)]
+
+
 def page_values(tokens: Sequence[int], tensor: str) -> torch.Tensor:
     """K or V of a prompt, ``(tokens, layers, heads, dim)``: each page depends on all that comes before it."""
     pages = []
@@ -143,6 +149,18 @@ class Rig:
         self.cache.finish_storage_prefetch_admission(handle, loaded, None)
         return matched.device_prefix_len, loaded, lock
 
+    def await_over(self, *handles: CacheRequestHandle) -> None:
+        """Step until these requests may be admitted, as far as their fetches go."""
+        self.settle(lambda: all(self.cache.check_prefetch_progress(handle) for handle in handles))
+
+    def fetch(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """A request comes, is admitted and ends. Tokens cached, and of them from the store."""
+        handle = self.arrive(tokens)
+        self.await_over(handle)
+        cached, loaded, lock = self.admit(handle, tokens)
+        self.cache.unlock(lock)
+        return cached, loaded
+
     def abort(self, handle: CacheRequestHandle) -> None:
         self.cache.release_aborted_request(handle)
 
@@ -163,9 +181,13 @@ class Rig:
     def stored(self, tokens: Sequence[int]) -> None:
         """Have the store hold the pages of a prompt, and nothing but the store."""
         self.compute(tokens)
+        self.write_all()
+        self.flush()
+
+    def write_all(self) -> None:
+        """Have the store hold what was computed."""
         self.settle()
         self.backend._loop.run(self.backend._client.writer.drain(), WAIT_S)
-        self.flush()
 
     def flush(self) -> None:
         self.cache.reset()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,14 +16,9 @@ from sgl_kvfetch.plugin.device import hooks
 from sgl_kvfetch.plugin.device.flow import Phase
 from tests.codecs.fake_nvenc import install
 from tests.plugin.device.conftest import MakeRig
-from tests.plugin.device.rig import PAGE, WAIT_S, GatedStore, Ranks, Rig
+from tests.plugin.device.rig import WAIT_S, GatedStore, Ranks, Rig, prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def prompt(seed: int, num_pages: int = 8) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1000) for _ in range(num_pages * PAGE)]
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +61,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def is_fetched(rig: Rig, tokens: list[int]) -> bool:
     handle = rig.arrive(tokens)
-    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    rig.await_over(handle)
     _, loaded, lock = rig.admit(handle, tokens)
     rig.cache.unlock(lock)
     return loaded == len(tokens) and rig.holds(tokens, loaded)
@@ -89,8 +83,7 @@ def test_a_detached_cache_is_a_plain_one_until_it_is_attached_again(make: MakeRi
     # What was computed meanwhile has hashes now, and the next request that ends writes it.
     assert rig.cache._parts is not None
     rig.cache._parts.writes.inserted("r", node)
-    rig.settle()
-    rig.backend._loop.run(rig.backend._client.writer.drain(), WAIT_S)
+    rig.write_all()
     rig.flush()
     assert is_fetched(rig, prompt(1))
     rig.assert_nothing_held()
@@ -103,8 +96,7 @@ def test_detaching_ends_what_is_under_way(make: MakeRig, phase: Phase, is_aborte
     shared = prompt(0)
     rig.stored(shared)
     rig.compute(prompt(1))
-    rig.settle()
-    rig.backend._loop.run(rig.backend._client.writer.drain(), WAIT_S)
+    rig.write_all()
     rig.store.lookups.is_open = phase is not Phase.LOOKUP
     rig.store.reads.is_open = phase is Phase.LANDED
     handles = [rig.arrive(shared)]
@@ -134,8 +126,7 @@ def test_detaching_gives_back_the_locks_of_copies(make: MakeRig) -> None:
     assert rig.cache.protected_size() == 0
     rig.backend._client.writer.release(1 << 20)
     rig.compute(prompt(0)[:16] + prompt(1)[:16])  # nor are the pages taken for written
-    rig.settle()
-    rig.backend._loop.run(rig.backend._client.writer.drain(), WAIT_S)
+    rig.write_all()
     rig.flush()
     assert is_fetched(rig, (prompt(0)[:16] + prompt(1)[:16]))
     rig.assert_nothing_held()

@@ -16,14 +16,9 @@ from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plugin.device.counts import DECISIONS, FLOWS, HELD_SLOTS, PARKED
 from sgl_kvfetch.plugin.device.flow import Phase
 from tests.plugin.device.conftest import MakeRig
-from tests.plugin.device.rig import PAGE, WAIT_S, Rig
+from tests.plugin.device.rig import PAGE, WAIT_S, Rig, prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def prompt(seed: int, num_pages: int = 8) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1000) for _ in range(num_pages * PAGE)]
 
 
 def test_what_was_computed_comes_back(rig: Rig) -> None:
@@ -31,7 +26,7 @@ def test_what_was_computed_comes_back(rig: Rig) -> None:
     rig.stored(tokens)
     handle = rig.arrive(tokens)
     assert not rig.cache.check_prefetch_progress(handle)
-    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    rig.await_over(handle)
     assert rig.cache.protected_size() == len(tokens)  # until the request has it
     cached, loaded, lock = rig.admit(handle, tokens)
     assert (cached, loaded) == (32, 32)
@@ -44,12 +39,8 @@ def test_what_is_in_the_tree_is_not_fetched(rig: Rig) -> None:
     tokens = prompt(0)
     rig.stored(tokens)
     rig.compute(tokens[:16])
-    handle = rig.arrive(tokens)
-    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
-    cached, loaded, lock = rig.admit(handle, tokens)
-    assert (cached, loaded) == (32, 16)
+    assert rig.fetch(tokens) == (32, 16)
     assert rig.holds(tokens, 32)
-    rig.cache.unlock(lock)
     rig.settle()
     rig.assert_nothing_held()
 
@@ -57,18 +48,14 @@ def test_what_is_in_the_tree_is_not_fetched(rig: Rig) -> None:
 def test_a_prompt_whose_first_half_is_stored(rig: Rig) -> None:
     stored, asked = prompt(0), prompt(0)[:16] + prompt(1)[:16]
     rig.stored(stored)
-    handle = rig.arrive(asked)
-    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
-    cached, loaded, lock = rig.admit(handle, asked)
-    assert (cached, loaded) == (16, 16)
+    assert rig.fetch(asked) == (16, 16)
     assert rig.holds(asked, 16)
-    rig.cache.unlock(lock)
     rig.assert_nothing_held()
 
 
 def test_nothing_stored(rig: Rig) -> None:
     handle = rig.arrive(prompt(0))
-    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    rig.await_over(handle)
     cached, loaded, _ = rig.admit(handle, prompt(0))
     assert (cached, loaded) == (0, 0)
     rig.assert_nothing_held()
@@ -119,12 +106,12 @@ def test_pages_are_fetched_once_for_requests_that_share_them(make: MakeRig) -> N
     rig.store.reads.is_open = True
     locks = []
     for handle, asked, expected in ((first, tokens[:32], 32), (second, tokens[:32], 0), (third, tokens, 16)):
-        rig.settle(lambda handle=handle: rig.cache.check_prefetch_progress(handle))
+        rig.await_over(handle)
         cached, loaded, lock = rig.admit(handle, asked)
         assert (cached, loaded) == (len(asked), expected)
         locks.append(lock)
     assert rig.holds(tokens, 48)
-    rig.settle(lambda: rig.cache.check_prefetch_progress(fourth))
+    rig.await_over(fourth)
     rig.abort(fourth)
     assert len(rig.store.data_reads) == len(set(rig.store.data_reads))
     for lock in locks:
@@ -142,7 +129,7 @@ def test_a_follower_gets_what_its_aborted_leader_fetches(rig: Rig) -> None:
     rig.settle(lambda: rig.phases() == [Phase.FETCHING, Phase.WAITING])
     rig.abort(leader)
     rig.store.reads.is_open = True
-    rig.settle(lambda: rig.cache.check_prefetch_progress(follower))
+    rig.await_over(follower)
     cached, _, lock = rig.admit(follower, tokens)
     assert cached == 32
     assert rig.holds(tokens, 32)
@@ -170,7 +157,7 @@ def test_an_abort_gives_everything_back(make: MakeRig, moment: str) -> None:
         case "restore":
             rig.settle(lambda: rig.num_available == rig.num_slots - 32)
         case "landed":
-            rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+            rig.await_over(handle)
             assert rig.cache.protected_size() == 32
     if second is not None:
         rig.abort(second)
@@ -195,7 +182,7 @@ def test_a_reset_gives_everything_back_and_nothing_is_written_after(rig: Rig, mo
         case "restore":
             rig.settle(lambda: rig.num_available == rig.num_slots - 32)
         case "landed":
-            rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+            rig.await_over(handle)
     rig.cache.reset()
     assert rig.num_available == rig.num_slots or moment == "landed"
     rig.flush()
@@ -206,9 +193,7 @@ def test_a_reset_gives_everything_back_and_nothing_is_written_after(rig: Rig, mo
     assert all(bool(buffer.isnan().all()) for buffer in rig.pool.k_buffer)
     rig.assert_nothing_held()
     # And it works on.
-    handle = rig.arrive(tokens)
-    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
-    assert rig.admit(handle, tokens)[:2] == (32, 32)
+    assert rig.fetch(tokens) == (32, 32)
 
 
 def test_nothing_is_written_after_a_reset_even_if_it_is_decoded_already(
@@ -243,15 +228,11 @@ def test_a_store_that_hangs_costs_its_deadline(make: MakeRig) -> None:
     tokens = prompt(0)
     rig.stored(tokens)
     rig.store.reads.is_open = False
-    handle = rig.arrive(tokens)
-    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
-    assert rig.admit(handle, tokens)[:2] == (0, 0)
+    assert rig.fetch(tokens) == (0, 0)
     rig.settle()
     rig.assert_nothing_held()
     rig.store.lookups.is_open = False
-    handle = rig.arrive(tokens)
-    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
-    assert rig.admit(handle, tokens)[:2] == (0, 0)
+    assert rig.fetch(tokens) == (0, 0)
     rig.assert_nothing_held()
 
 
@@ -259,9 +240,7 @@ def test_a_store_that_fails(rig: Rig) -> None:
     tokens = prompt(0)
     rig.stored(tokens)
     rig.store.reads.error = StoreError("server", "no")
-    handle = rig.arrive(tokens)
-    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
-    assert rig.admit(handle, tokens)[:2] == (0, 0)
+    assert rig.fetch(tokens) == (0, 0)
     rig.assert_nothing_held()
 
 
@@ -271,7 +250,7 @@ def test_fetches_keep_to_their_share(make: MakeRig) -> None:
     rig.stored(first)
     rig.stored(second)
     one = rig.arrive(first)
-    rig.settle(lambda: rig.cache.check_prefetch_progress(one))
+    rig.await_over(one)
     two = rig.arrive(second)
     rig.settle(lambda: rig.phases() == [Phase.LANDED, Phase.FETCHING])
     for _ in range(100):
@@ -280,7 +259,7 @@ def test_fetches_keep_to_their_share(make: MakeRig) -> None:
     assert rig.cache._parts is not None
     assert rig.cache._parts.fetches.held_tokens == 32
     rig.cache.unlock(rig.admit(one, first)[2])
-    rig.settle(lambda: rig.cache.check_prefetch_progress(two))
+    rig.await_over(two)
     assert rig.admit(two, second)[:2] == (32, 32)
 
 
@@ -310,9 +289,7 @@ def test_a_prefix_longer_than_the_share_is_fetched_in_rounds(make: MakeRig) -> N
 def test_the_smallest_share_is_a_page(make: MakeRig) -> None:
     rig = make(device_pool_share=0.001)
     rig.stored(prompt(0, 3))
-    handle = rig.arrive(prompt(0, 3))
-    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
-    assert rig.admit(handle, prompt(0, 3))[:2] == (12, 12)
+    assert rig.fetch(prompt(0, 3)) == (12, 12)
 
 
 @pytest.mark.parametrize("is_in_time", [True, False])
@@ -327,7 +304,7 @@ def test_a_round_that_finds_no_room_waits_as_long_as_the_deadline_allows(make: M
     assert not rig.cache.check_prefetch_progress(handle)
     if is_in_time:
         rig.cache.unlock(busy)
-    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    rig.await_over(handle)
     cached, loaded, lock = rig.admit(handle, tokens)
     assert (cached, loaded) == ((64, 64) if is_in_time else (32, 32))
     assert rig.holds(tokens, cached)
@@ -383,9 +360,7 @@ def test_a_fetch_evicts_what_nobody_uses(make: MakeRig) -> None:
     rig.compute(prompt(1, 24))
     rig.settle()
     assert rig.num_available == 0
-    handle = rig.arrive(tokens)
-    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
-    assert rig.admit(handle, tokens)[:2] == (24, 24)
+    assert rig.fetch(tokens) == (24, 24)
     assert rig.holds(tokens, 24)
 
 
@@ -400,7 +375,7 @@ def test_a_full_pool_makes_it_wait(make: MakeRig) -> None:
         rig.cache.step()
     assert not rig.cache.check_prefetch_progress(handle)
     rig.cache.unlock(busy)
-    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    rig.await_over(handle)
     assert rig.holds(tokens, 24)
 
 
@@ -408,7 +383,7 @@ def test_landed_prefixes_make_way_when_nobody_is_admitted(rig: Rig) -> None:
     tokens = prompt(0)
     rig.stored(tokens)
     landed = rig.arrive(tokens)
-    rig.settle(lambda: rig.cache.check_prefetch_progress(landed))
+    rig.await_over(landed)
     for _ in range(200):  # the scheduler tries requests, and none fits
         rig.cache.check_prefetch_progress(landed)
         rig.cache.step()
@@ -427,7 +402,7 @@ def test_nothing_lands_after_the_weights_changed(rig: Rig) -> None:
     rig.settle(lambda: rig.phases() == [Phase.FETCHING])
     rig.backend.access.suspend("other weights")
     rig.store.reads.is_open = True
-    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    rig.await_over(handle)
     assert rig.admit(handle, tokens)[:2] == (0, 0)
     rig.settle()
     rig.assert_nothing_held()
@@ -458,22 +433,16 @@ def test_pages_that_were_dropped_are_written_when_they_come_again(make: MakeRig)
     rig.backend._client.writer.release(1 << 20)
     rig.assert_nothing_held()
     rig.stored(tokens)
-    handle = rig.arrive(tokens)
-    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
-    assert rig.admit(handle, tokens)[:2] == (32, 32)
+    assert rig.fetch(tokens) == (32, 32)
 
 
 def test_pages_that_the_store_lost_are_written_again(rig: Rig) -> None:
     tokens = prompt(0)
     rig.stored(tokens)
     rig.backend.clear()
-    handle = rig.arrive(tokens)
-    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
-    assert rig.admit(handle, tokens)[:2] == (0, 0)
+    assert rig.fetch(tokens) == (0, 0)
     rig.stored(tokens)
-    handle = rig.arrive(tokens)
-    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
-    assert rig.admit(handle, tokens)[:2] == (32, 32)
+    assert rig.fetch(tokens) == (32, 32)
 
 
 def test_what_other_adapters_computed_is_not_ours(rig: Rig) -> None:
@@ -484,7 +453,7 @@ def test_what_other_adapters_computed_is_not_ours(rig: Rig) -> None:
     rig.cache.prefetch_from_storage(
         handle, rig.cache.root_node_handle(), array("q", tokens), None, None, extra_key="adapter"
     )
-    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    rig.await_over(handle)
     assert rig.cache.pop_prefetch_loaded_span(handle) == (0, None)
 
 
@@ -525,7 +494,7 @@ def test_aborts_at_random_moments(make: MakeRig) -> None:
     assert num_admitted > 0
     for tokens in prompts:
         handle = rig.arrive(tokens)
-        rig.settle(lambda handle=handle: rig.cache.check_prefetch_progress(handle))
+        rig.await_over(handle)
         cached, _, lock = rig.admit(handle, tokens)
         assert cached == len(tokens)
         assert rig.holds(tokens, cached)
@@ -537,16 +506,12 @@ def test_what_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
     tokens = prompt(0)
     rig.stored(tokens)
     assert rig.cache.prefill_speed.seconds_for(32) is None
-    first = rig.arrive(tokens)  # nothing is known yet
-    rig.settle(lambda: rig.cache.check_prefetch_progress(first))
-    assert rig.admit(first, tokens)[:2] == (32, 32)
+    assert rig.fetch(tokens) == (32, 32)
     rig.flush()
     for num_tokens in (10_000, 20_000, 30_000, 40_000):
         rig.cache.prefill_speed.add(num_tokens, num_tokens * 1e-9)
     before = FLOWS.labels("recomputed")._value.get()
-    second = rig.arrive(tokens)
-    rig.settle(lambda: rig.cache.check_prefetch_progress(second))
-    assert rig.admit(second, tokens)[:2] == (0, 0)
+    assert rig.fetch(tokens) == (0, 0)
     assert FLOWS.labels("recomputed")._value.get() == before + 1
     assert DECISIONS.labels("recompute", "decoder")._value.get() > 0
     # And what the store has is not written again.
@@ -557,9 +522,7 @@ def test_what_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
     for num_tokens in range(10_000, 40_000, 1000):
         rig.cache.prefill_speed.add(num_tokens, num_tokens * 1.0)
     rig.flush()
-    third = rig.arrive(tokens)
-    rig.settle(lambda: rig.cache.check_prefetch_progress(third))
-    assert rig.admit(third, tokens)[:2] == (32, 32)
+    assert rig.fetch(tokens) == (32, 32)
 
 
 def test_the_rest_is_computed_where_that_has_become_faster(make: MakeRig) -> None:
@@ -567,7 +530,7 @@ def test_the_rest_is_computed_where_that_has_become_faster(make: MakeRig) -> Non
     tokens = prompt(0)
     rig.stored(tokens)
     warm = rig.arrive(tokens[:16])
-    rig.settle(lambda: rig.cache.check_prefetch_progress(warm))
+    rig.await_over(warm)
     rig.abort(warm)
     rig.flush()
     rig.store.reads.is_open = False
@@ -577,7 +540,7 @@ def test_the_rest_is_computed_where_that_has_become_faster(make: MakeRig) -> Non
     for num_tokens in (10_000, 20_000, 30_000, 40_000):
         rig.cache.prefill_speed.add(num_tokens, num_tokens * 1e-9)
     rig.store.reads.is_open = True
-    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    rig.await_over(handle)
     cached, loaded, lock = rig.admit(handle, tokens)
     assert (cached, loaded) == (16, 16)
     assert rig.holds(tokens, 16)
@@ -593,7 +556,7 @@ def test_requests_that_run_get_what_is_kept_for_those_that_wait(make: MakeRig) -
     for tokens in (landed, fetched):
         writer.stored(tokens)
     one = rig.arrive(landed)
-    rig.settle(lambda: rig.cache.check_prefetch_progress(one))
+    rig.await_over(one)
     rig.store.reads.is_open = False
     rig.store.reads.num_let_through = 1
     two = rig.arrive(fetched)
@@ -623,7 +586,7 @@ def test_fetches_leave_what_requests_that_run_will_need(make: MakeRig) -> None:
         time.sleep(0.001)
     assert not rig.cache.check_prefetch_progress(handle)
     assert rig.num_available == 96
-    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    rig.await_over(handle)
     assert rig.holds(tokens, 24)
 
 
@@ -656,7 +619,7 @@ def test_a_fetch_that_ended_wants_no_slots(make: MakeRig) -> None:
     rig.store.reads.error = StoreError("server", "no")
     rig.store.reads.is_open = True
     time.sleep(0.2)  # and it is over
-    rig.settle(lambda: rig.cache.check_prefetch_progress(handle))
+    rig.await_over(handle)
     assert rig.admit(handle, tokens)[:2] == (0, 0)
     rig.cache.unlock(busy)
     rig.settle()
@@ -674,11 +637,11 @@ def test_a_follower_goes_on_as_soon_as_its_own_pages_have_landed(make: MakeRig) 
     follower = rig.arrive(tokens[:8])
     rig.settle(lambda: rig.phases() == [Phase.FETCHING, Phase.WAITING])
     rig.store.reads.lets_through = lambda name, start: start in starts[:2]
-    rig.settle(lambda: rig.cache.check_prefetch_progress(follower))
+    rig.await_over(follower)
     assert not rig.cache.check_prefetch_progress(leader)
     cached, _, lock = rig.admit(follower, tokens[:8])
     assert cached == 8
     rig.cache.unlock(lock)
     rig.store.reads.is_open = True
-    rig.settle(lambda: rig.cache.check_prefetch_progress(leader))
+    rig.await_over(leader)
     assert rig.admit(leader, tokens)[0] == 64

@@ -12,18 +12,13 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sgl_kvfetch.errors import StoreError
 from tests.plugin.device.conftest import MakeRig
-from tests.plugin.device.rig import PAGE, Ranks, Rig
+from tests.plugin.device.rig import Ranks, Rig, prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 STEPS = 2000
 MIN_HITS = 10  # requests admitted with a prefix: how many, in so many steps, is the machine's business
 HANG_S = 120.0
-
-
-def prompt(seed: int, num_pages: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1000) for _ in range(num_pages * PAGE)]
 
 
 def test_random_delays_and_failures_on_one_of_two_ranks(make: MakeRig) -> None:

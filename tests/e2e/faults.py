@@ -1,0 +1,103 @@
+"""What tests of failing stores have in common: the link that fails, the ways in which it does, and what must follow."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from sgl_kvfetch.loop import LoopThread
+from sgl_kvfetch.testing.engine import Generation, SGLangServer
+from sgl_kvfetch.testing.faults import Fault, FaultyProxy
+from sgl_kvfetch.testing.metrics import read_metric, wait_until_written
+from sgl_kvfetch.testing.store_process import StoreProcess
+from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
+
+PAGES = 640 // PAGE_SIZE
+DEADLINE_S = 3.0
+SLACK_S = 4.0  # the lookup's own deadline, the prefill, and a slow machine
+NUM_STORED = 12
+
+
+class Proxy:
+    """A FaultyProxy on a thread of its own."""
+
+    def __init__(self, store: StoreProcess) -> None:
+        self._loop = LoopThread("proxy")
+        self._proxy = FaultyProxy("127.0.0.1", store.port)
+        self._loop.run(self._proxy.__aenter__(), 5)
+        self.url = self._proxy.url
+
+    def set(self, fault: Fault | None) -> None:
+        self._loop.run(self._proxy.set(fault), 5)
+
+    def close(self) -> None:
+        self._loop.run(self._proxy.__aexit__(None, None, None), 5)
+        self._loop.close()
+
+
+def is_data(method: str, path: str) -> bool:
+    return method == "GET" and path.endswith(".kvd")
+
+
+FAULTS: list[tuple[str, Fault, str, set[str]]] = [
+    # name, fault, stage that falls short, reasons it may be counted under
+    ("refuses", Fault("refuse"), "lookup", {"refused", "timeout"}),
+    ("hangs", Fault("hang"), "lookup", {"timeout"}),
+    ("answers 500", Fault("error", status=500), "lookup", {"server", "timeout"}),
+    ("says garbage", Fault("garbage"), "lookup", {"protocol", "truncated", "timeout"}),
+    ("hangs in mid-fetch", Fault("hang", only=is_data), "fetch", {"timeout"}),
+    ("answers data with 500", Fault("error", status=500, only=is_data), "fetch", {"server", "timeout"}),
+    ("closes in mid-body", Fault("close", after_bytes=1000, only=is_data), "fetch", {"truncated", "timeout"}),
+    ("is slow", Fault("slow", bytes_per_s=2e3, only=is_data), "fetch", {"timeout"}),
+    ("returns a wrong length", Fault("wrong_length", extra_bytes=-7, only=is_data), "fetch", {"truncated", "timeout"}),
+    ("returns other bytes", Fault("flip", after_bytes=500, only=is_data), "fetch", {"corrupt"}),
+]
+
+# Each with a prompt of its own.
+each_fault = pytest.mark.parametrize(
+    ("seed", "fault", "stage", "reasons"), [(i, *case[1:]) for i, case in enumerate(FAULTS)], ids=[c[0] for c in FAULTS]
+)
+
+
+def fill(writer: SGLangServer) -> None:
+    """Have the store hold the first prompts."""
+    for seed in range(NUM_STORED):
+        ask(writer, make_prompt(seed))
+    wait_until_written(writer, NUM_STORED * PAGES)
+
+
+def counted(server: SGLangServer, stage: str, reasons: set[str]) -> float:
+    text = server.metrics()
+    return sum(read_metric(text, "sgl_kvfetch_misses_total", stage=stage, reason=reason) for reason in reasons)
+
+
+def assert_a_miss_in_time(
+    server: SGLangServer, link: Proxy, seed: int, fault: Fault, stage: str, reasons: set[str], expected: Expected
+) -> None:
+    """A stored prompt is computed, within the deadline; and fetched, when all is well again."""
+    before = counted(server, stage, reasons)
+    link.set(fault)
+    try:
+        started_s = time.monotonic()
+        answer = ask(server, make_prompt(seed))
+        took_s = time.monotonic() - started_s
+    finally:
+        link.set(None)
+    assert same_answer(answer, expected[seed])
+    assert from_storage(answer) < 640 // 2
+    assert took_s < DEADLINE_S + SLACK_S, took_s
+    assert counted(server, stage, reasons) > before
+    assert same_answer(fetch_again(server, seed), expected[seed])
+
+
+def fetch_again(server: SGLangServer, seed: int) -> Generation:
+    """All is well again, once the pause after failed lookups is over."""
+    deadline_s = time.monotonic() + 30
+    while True:
+        server.flush()
+        answer = ask(server, make_prompt(seed))
+        if from_storage(answer) >= 0.9 * 640:
+            return answer
+        assert time.monotonic() < deadline_s, answer
+        time.sleep(0.5)
