@@ -8,7 +8,8 @@ import pytest
 
 from sgl_kvfetch.plugin import client
 from sgl_kvfetch.stores.open import open_replicas
-from tests.plugin.device.rig import GatedStore, Rig, make_rig
+from tests.plugin.device.gated_store import GatedStore
+from tests.plugin.device.rig import Rig, make_rig
 
 MakeRig = Callable[..., Rig]
 

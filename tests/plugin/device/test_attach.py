@@ -16,7 +16,8 @@ from sgl_kvfetch.plugin.device import hooks
 from sgl_kvfetch.plugin.device.flow import Phase
 from tests.codecs.fake_nvenc import install
 from tests.plugin.device.conftest import MakeRig
-from tests.plugin.device.rig import WAIT_S, GatedStore, Ranks, Rig, prompt
+from tests.plugin.device.gated_store import GatedStore
+from tests.plugin.device.rig import WAIT_S, Ranks, Rig, prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -1,0 +1,69 @@
+"""A store whose answers wait until a test lets them through."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from sgl_kvfetch.stores.base import Lookup, ObjectInfo, Store
+
+
+class Gate:
+    """Lets requests through, or holds them, or fails them, while the test runs on another thread."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self.num_let_through = 0  # so many although it is closed
+        self.lets_through: Callable[[str, int], bool] = lambda name, start: False  # and these
+        self.error: Exception | None = None
+        self.num_waiting = 0
+
+    async def pass_through(self, name: str = "", start: int = 0) -> None:
+        self.num_waiting += 1
+        try:
+            while not (self.is_open or self.num_let_through or self.lets_through(name, start)):  # noqa: ASYNC110 -- set from another thread
+                await asyncio.sleep(0.001)
+        finally:
+            self.num_waiting -= 1
+        self.num_let_through = max(0, self.num_let_through - 1)
+        if self.error is not None:
+            raise self.error
+
+
+class GatedStore(Store):
+    """A store whose lookups and reads go through gates."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.lookups, self.reads = Gate(), Gate()
+        self.num_lookups = 0
+        self.data_reads: list[tuple[str, int]] = []
+
+    async def lookup(self, namespace: str, hashes: Sequence[bytes]) -> Lookup:
+        self.num_lookups += 1
+        await self.lookups.pass_through()
+        return await self._store.lookup(namespace, hashes)
+
+    async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        if name.endswith(".kvd"):
+            self.data_reads.append((name, start))
+            await self.reads.pass_through(name, start)
+        return await self._store.get(name, start, length)
+
+    async def put(self, name: str, data: bytes) -> None:
+        await self._store.put(name, data)
+
+    async def head(self, name: str) -> ObjectInfo | None:
+        return await self._store.head(name)
+
+    async def delete(self, name: str) -> bool:
+        return await self._store.delete(name)
+
+    async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
+        return await self._store.replace(name, data, expected_digest)
+
+    def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        return self._store.list(prefix)
+
+    async def close(self) -> None:
+        await self._store.close()

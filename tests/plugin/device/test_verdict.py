@@ -1,0 +1,60 @@
+"""Prefixes that would be computed faster than they could be fetched."""
+
+from __future__ import annotations
+
+import pytest
+
+from sgl_kvfetch.plugin.device.counts import DECISIONS, FLOWS
+from sgl_kvfetch.plugin.device.flow import Phase
+from tests.plugin.device.conftest import MakeRig
+from tests.plugin.device.rig import prompt
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_what_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
+    rig = make(recompute="auto")
+    tokens = prompt(0)
+    rig.stored(tokens)
+    assert rig.cache.prefill_speed.seconds_for(32) is None
+    assert rig.fetch(tokens) == (32, 32)
+    rig.flush()
+    for num_tokens in (10_000, 20_000, 30_000, 40_000):
+        rig.cache.prefill_speed.add(num_tokens, num_tokens * 1e-9)
+    before = FLOWS.labels("recomputed")._value.get()
+    assert rig.fetch(tokens) == (0, 0)
+    assert FLOWS.labels("recomputed")._value.get() == before + 1
+    assert DECISIONS.labels("recompute", "decoder")._value.get() > 0
+    # And what the store has is not written again.
+    assert rig.cache._parts is not None
+    rig.compute(tokens)
+    assert not rig.cache._parts.writes._copies
+    rig.settle()
+    for num_tokens in range(10_000, 40_000, 1000):
+        rig.cache.prefill_speed.add(num_tokens, num_tokens * 1.0)
+    rig.flush()
+    assert rig.fetch(tokens) == (32, 32)
+
+
+def test_the_rest_is_computed_where_that_has_become_faster(make: MakeRig) -> None:
+    rig = make(recompute="auto", round_tokens=16)
+    tokens = prompt(0)
+    rig.stored(tokens)
+    warm = rig.arrive(tokens[:16])
+    rig.await_over(warm)
+    rig.abort(warm)
+    rig.flush()
+    rig.store.reads.is_open = False
+    rig.store.reads.lets_through = lambda name, start: start == 0
+    handle = rig.arrive(tokens)
+    rig.settle(lambda: rig.phases() == [Phase.FETCHING])
+    for num_tokens in (10_000, 20_000, 30_000, 40_000):
+        rig.cache.prefill_speed.add(num_tokens, num_tokens * 1e-9)
+    rig.store.reads.is_open = True
+    rig.await_over(handle)
+    cached, loaded, lock = rig.admit(handle, tokens)
+    assert (cached, loaded) == (16, 16)
+    assert rig.holds(tokens, 16)
+    rig.cache.unlock(lock)
+    rig.settle()
+    rig.assert_nothing_held()

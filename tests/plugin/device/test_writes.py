@@ -1,0 +1,44 @@
+"""Which pages are copied, and which are not copied again."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.plugin.device.conftest import MakeRig
+from tests.plugin.device.rig import Rig, prompt
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_pages_that_are_written_once_are_not_written_again(rig: Rig) -> None:
+    tokens = prompt(0, 12)
+    rig.compute(tokens[:32])
+    rig.settle()
+    assert rig.cache._parts is not None
+    copies = rig.cache._parts.writes._copies
+    rig.cache._parts.writes.inserted("again", rig.compute(tokens[:32]))
+    assert not copies
+    rig.compute(tokens)
+    assert len(copies) == 1
+    rig.settle()
+
+
+def test_pages_that_were_dropped_are_written_when_they_come_again(make: MakeRig) -> None:
+    rig = make(write_queue_bytes=1 << 20)
+    tokens = prompt(0)
+    assert rig.backend._client.writer.reserve(1 << 20, 0)
+    rig.compute(tokens)
+    rig.settle()
+    rig.backend._client.writer.release(1 << 20)
+    rig.assert_nothing_held()
+    rig.stored(tokens)
+    assert rig.fetch(tokens) == (32, 32)
+
+
+def test_pages_that_the_store_lost_are_written_again(rig: Rig) -> None:
+    tokens = prompt(0)
+    rig.stored(tokens)
+    rig.backend.clear()
+    assert rig.fetch(tokens) == (0, 0)
+    rig.stored(tokens)
+    assert rig.fetch(tokens) == (32, 32)
