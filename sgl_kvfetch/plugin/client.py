@@ -65,7 +65,7 @@ class StoreClient:
             except TimeoutError:
                 logger.warning("kvfetch: %s not done after %g s; closing all the same", step.__qualname__, _CLOSE_S)
         loop.close()
-        self.fetcher.close()
+        self.fetcher.close(wait=False)
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
         for queue in ("read", "write"):

@@ -43,7 +43,7 @@ def test_nvdec_decodes_and_the_cpu_restores(make: Make, nvc: FakeNvc, codec: str
         assert all(torch.equal(on_nvdec[tensor], pages.read(tensor, range(7))) for tensor in TENSORS)
     num_packets = len(nvc.packets)
     nvc.fails = "create"  # from here on the CPU decodes
-    for session in backend._fetcher._pool._sessions:
+    for session in backend._client.fetcher._pool._sessions:
         session[codec]._session._drop()  # type: ignore[attr-defined]
     assert backend.batch_get_v1(keys(7), tokens(there)) == [True] * 7
     assert len(nvc.packets) == num_packets
@@ -59,7 +59,7 @@ def test_wrong_pixels_are_a_miss_and_the_segment_stays(make: Make, nvc: FakeNvc,
     before = [buffer.clone() for buffer in pool.kv_buffer]
     assert backend.batch_get_v1(keys(2), tokens([3, 4])) == [False, False]
     assert all(torch.equal(*each) for each in zip(pool.kv_buffer, before, strict=True))
-    wait_until(lambda: not backend._fetcher._condemning)  # the CPU has looked at it
+    wait_until(lambda: not backend._client.fetcher._condemning)  # the CPU has looked at it
     nvc.fails = ""
     assert len(list(tmp_path.rglob("*.kvm"))) == 1
     assert backend.batch_get_v1(keys(2), tokens([3, 4])) == [True, True]
@@ -83,13 +83,13 @@ def test_at_least_one_session_an_engine(
         path = tmp_path / "profile.json"
         path.write_bytes(profile_of(profiled))
         config["decode_profile"] = str(path)
-    sessions = make(**config)._fetcher._pool._sessions
+    sessions = make(**config)._client.fetcher._pool._sessions
     assert len(sessions) == expected
     assert len({id(session["hevc"]._session) for session in sessions}) == expected  # type: ignore[attr-defined]
 
 
 def test_without_nvdec_there_are_as_many_sessions_as_threads(make: Make) -> None:
-    assert make(codec_threads=3)._fetcher._pool._sessions == [{}] * 3
+    assert make(codec_threads=3)._client.fetcher._pool._sessions == [{}] * 3
 
 
 def test_the_engines_gpu_is_asked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -171,7 +171,7 @@ def test_nothing_is_written_after_a_reset_even_if_it_is_decoded_already(
     rig.backend._loop.submit(keep_the_loop_busy())
     rig.flush()
     reset.set()
-    rig.backend._fetcher.close()
+    rig.backend._client.fetcher.close()
     assert all(bool(buffer.isnan().all()) for buffer in rig.pool.k_buffer)
     loop_is_free.set()
 
