@@ -80,6 +80,7 @@ class Fetcher:
         self._chooser = None if policy is None else VariantChooser(policy, pool, self.link)
         self._may_delete = may_delete
         self._condemning: dict[str, asyncio.Task[None]] = {}
+        self._running: set[FetchProgress] = set()
         self._ahead = ReadAhead(
             self.link, self._ahead_budget, partial(self._transmit, request_id=""), self._report_queue
         )
@@ -95,18 +96,17 @@ class Fetcher:
     def read_ahead(self, sources: Sequence[PageSource], expire_s: float) -> None:
         """Begin to transmit what these pages need, as the link brings it and as far as there is room, and keep it for
         ``expire_s``."""
-        parts = span_parts(sources)
-        num_cells = sum(part.reader.manifest.cells_per_span for part in parts)
-        self._ahead.begin(partial(self._units_ahead, parts, num_cells), expire_s)
+        self._ahead.begin(partial(self._units_ahead, span_parts(sources)), expire_s)
 
-    def _units_ahead(
-        self, parts: Sequence[SpanPart], num_cells: int, is_taken: Callable[[CellsKey], bool]
-    ) -> Iterator[ReadUnit]:
+    def _units_ahead(self, parts: Sequence[SpanPart], is_taken: Callable[[CellsKey], bool]) -> Iterator[ReadUnit]:
+        unasked = sum(part.reader.manifest.cells_per_span for part in parts)
         for part in parts:
-            for unit in self._units(part, num_cells, is_taken):
+            left = unasked
+            for unit in self._units(part, lambda: left, is_taken):  # noqa: B023, it is to see how it changes
+                left -= len(unit.cells)
                 if unit.key not in self._begun:
                     yield unit
-            num_cells -= part.reader.manifest.cells_per_span
+            unasked -= part.reader.manifest.cells_per_span
 
     async def fetch(
         self, sources: Sequence[PageSource], pool_pages: Sequence[int], sink: GuardedSink, timeout_s: float
@@ -136,6 +136,7 @@ class Fetcher:
         Never raises a domain error. ``request_id`` is for the timeline.
         """
         progress = FetchProgress(sources, rounds)
+        self._running.add(progress)
         requested = asyncio.Event()
         announcing = asyncio.create_task(self._announce(requested, on_requested))
         timed_out = starved = False
@@ -149,6 +150,7 @@ class Fetcher:
             progress.is_late |= not timed_out and not starved
         finally:
             announcing.cancel()
+            self._running.remove(progress)
             progress.end()
         return FetchResult(progress.num_pages, tuple(progress.failures), timed_out, starved, progress.is_late)
 
@@ -160,9 +162,10 @@ class Fetcher:
                     if self._comes_after(part, deadline_s):
                         progress.is_late = True
                         progress.fail(index, None)
-                    for unit in self._units(part, progress.cells_from(index)):
+                    for unit in self._units(part, self._num_unasked):
                         if not progress.is_wanted(index):
                             break
+                        progress.num_unasked -= len(unit.cells)
                         self._ahead.leave_out(unit)
                         budget = await self._acquire(unit, each, requested)
                         task = group.create_task(self._run_unit(unit, index, progress, request_id))
@@ -172,6 +175,7 @@ class Fetcher:
                         await self.link.may_read()  # and so the next one is chosen as late as can be
                     if not progress.is_wanted(index):
                         break
+                progress.num_unasked = 0
                 requested.set()
                 if progress.advance():
                     raise _SettledError
@@ -275,11 +279,19 @@ class Fetcher:
             return self._pool.submit(job)
         return self._pool.submit(job, self._chooser.profile_variant(reader), work=self._chooser.work(reader, cell))
 
+    def _num_unasked(self) -> int:
+        """Cells that the running fetches have yet to ask for. They share link and decoders."""
+        return sum(progress.num_unasked for progress in self._running)
+
     def _units(
-        self, part: SpanPart, num_cells_left: int, is_taken: Callable[[CellsKey], bool] = lambda _: False
+        self,
+        part: SpanPart,
+        num_unasked: Callable[[], int],
+        is_taken: Callable[[CellsKey], bool] = lambda _: False,
     ) -> Iterator[ReadUnit]:
         """What to read of a span: in the variant that is best at the moment when the unit is asked for, unless it is on
-        its way already. Those whose cells somebody else has taken are left out."""
+        its way already. Those whose cells somebody else has taken are left out. ``num_unasked``: cells that are yet to
+        be asked for, this one's among them."""
         if self._chooser is None:
             yield from (u for u in read_units(part.reader, part.span, self._read_bytes) if not is_taken(u.cells_key))
             return
@@ -288,10 +300,9 @@ class Fetcher:
             if not is_taken(key):
                 unit = self._ahead.find(key)
                 if unit is None:
-                    reader = self._chooser.choose(part.reader, run, num_cells_left)
+                    reader = self._chooser.choose(part.reader, run, num_unasked())
                     unit = ReadUnit(reader, run, reader.cell_range(run[0])[0], reader.cell_range(run[-1])[1])
                 yield unit
-            num_cells_left -= len(run)
 
     def _restored(self, size_bytes: int) -> None:
         if self._decode_budget is not None:

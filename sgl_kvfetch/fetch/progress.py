@@ -24,15 +24,11 @@ class FetchProgress:
         self.is_late = False  # the rest would have come after the deadline
         self._rounds = rounds
         self._cells_left = [part.reader.manifest.cells_per_span for _, part in self.parts]
-        self._cells_before = [0, *accumulate(self._cells_left)]
+        self.num_unasked = sum(self._cells_left)  # cells whose bytes are not asked for yet
         self._pages_before = [0, *accumulate(len(part.request_pages) for _, part in self.parts)]
         self._end = len(self.parts)  # the first part that cannot be had, or nobody wants
         self._num_whole = 0
         self._num_ended = 0  # rounds
-
-    def cells_from(self, part: int) -> int:
-        """Cells of this part and of those after it."""
-        return self._cells_before[-1] - self._cells_before[part]
 
     def is_wanted(self, part: int) -> bool:
         return part < self._end

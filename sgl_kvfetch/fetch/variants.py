@@ -32,8 +32,9 @@ class VariantChooser:
         return [tuple(cells[i : i + step]) for i in range(0, len(cells), step)]
 
     def choose(self, reader: SegmentReader, run: Sequence[Cell], num_cells_left: int) -> SegmentReader:
-        """A reader of the variant in which to read ``run``. ``num_cells_left`` of the fetch are yet to be asked for,
-        these among them. It is ``reader`` itself where the profile knows fewer than two of the segment's variants."""
+        """A reader of the variant in which to read ``run``. ``num_cells_left`` are yet to be asked for, these among
+        them, whichever fetch wants them. It is ``reader`` itself where the profile knows fewer than two of the
+        segment's variants."""
         profile = self._pool.profile
         readers = {v: r for r in reader.variants if (v := self.profile_variant(r)) is not None}
         if len(readers) < 2:

@@ -127,3 +127,19 @@ async def test_slow_links_bring_small_chunks_and_fast_ones_easy_ones(
         reader = SegmentReader(made.manifest, make_quantiser("exact"))
         chosen = chooser.choose(reader, chooser.runs(reader, 0)[0], 16)
         assert chosen.variant.codec == expected
+
+
+async def test_fetches_that_share_link_and_decoders_are_looked_ahead_over_together(
+    fetcher: Fetcher, made: CodedSegment, store: SpoiltStore, recorder: Recorder
+) -> None:
+    store.delay_s = 0.05
+    sources = wanted(made)
+    first = asyncio.create_task(fetcher.fetch(sources, range(8), GuardedSink(MemoryPool(8)), 30))
+    await asyncio.sleep(0.02)
+    alone = recorder.situations[-1].remaining
+    second = asyncio.create_task(fetcher.fetch(sources[:2], range(2), GuardedSink(MemoryPool(8)), 30))
+    await asyncio.sleep(0.02)
+    assert recorder.situations[-1].remaining > alone
+    await asyncio.gather(first, second)
+    assert sorted(s.remaining for s in recorder.situations)[0] == 1
+    assert fetcher._num_unasked() == 0
