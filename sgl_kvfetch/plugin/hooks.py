@@ -59,6 +59,7 @@ def create_backend(
     from sgl_kvfetch.plugin import live
     from sgl_kvfetch.plugin.storage import KVFetchStorage
 
+    live.require_no_former_pages()
     backend = KVFetchStorage(storage_config, mem_pool_host)
     live.register(backend.access, (storage_config.extra_config or {}).get("model_id"))
     return backend
@@ -94,6 +95,13 @@ def suspend_for_release(manager: Any, recv_req: Any) -> None:
         return
     if not recv_req.tags or GPU_MEMORY_TYPE_WEIGHTS in recv_req.tags:
         suspend_for_update(manager, recv_req)
+
+
+def note_empty_tree(result: None, tree: Any) -> None:
+    """After ``UnifiedRadixCache.reset``, which a flush comes down to."""
+    from sgl_kvfetch.plugin import live
+
+    live.tree_is_empty()
 
 
 def use_zero_copy(result: None, controller: Any, *args: Any, **kwargs: Any) -> None:

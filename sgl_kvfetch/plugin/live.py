@@ -34,6 +34,7 @@ class _State:
         self.former_model_ids: set[str] = set()  # in use for weights that are gone
         self.change: str | None = None  # the latest one of the weights
         self.num_changes = 0
+        self.num_changes_when_empty = 0  # when SGLang's tree was emptied last
 
 
 _state = _State()
@@ -52,9 +53,9 @@ def forget(access: Suspendable) -> None:
     _state.accesses.discard(access)
 
 
-def num_changes() -> int:
-    """How often the weights have changed, or may have, since the engine started."""
-    return _state.num_changes
+def tree_is_empty() -> None:
+    """SGLang's tree holds no pages now. A process has one."""
+    _state.num_changes_when_empty = _state.num_changes
 
 
 def weights_change(change: str) -> None:
@@ -86,4 +87,13 @@ def require_known_weights(model_id: str | None) -> None:
         raise UnsupportedError(
             f"model_id = {model_id!r} names the weights that the server had before they were changed "
             f"({_state.change}): set it to another name for the present ones, or restart"
+        )
+
+
+def require_no_former_pages() -> None:
+    """Raises UnsupportedError if SGLang's tree may hold pages of weights that were changed since: they would be stored
+    under the present ones' name."""
+    if _state.num_changes != _state.num_changes_when_empty:
+        raise UnsupportedError(
+            "the tree may hold pages of weights that were changed since: flush it, POST /flush_cache"
         )

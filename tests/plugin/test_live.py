@@ -71,6 +71,15 @@ def test_changed_weights_need_a_name_that_is_new() -> None:
             live.require_known_weights(name)
 
 
+def test_a_tree_with_pages_of_former_weights_is_not_attached_to() -> None:
+    live.require_no_former_pages()
+    live.weights_change("UpdateWeights")
+    with pytest.raises(UnsupportedError, match="flush it"):
+        live.require_no_former_pages()
+    hooks.note_empty_tree(None, None)
+    live.require_no_former_pages()
+
+
 @pytest.mark.parametrize(("action", "suspends"), [("checksum", False), ("compare", False), ("reset_tensors", True)])
 def test_checking_weights_may_overwrite_them(action: str, suspends: bool) -> None:
     live.register(backend := Access(), None)

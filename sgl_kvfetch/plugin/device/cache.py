@@ -44,7 +44,6 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
     _parts: _Parts | None = None
     _connect: Callable[[str | None], None] | None = None
     _extra_config: str | None = None
-    _num_weight_changes = 0  # when the tree was empty
     _changed: Sequence[Any] = ()  # when the store was detached
 
     def start(
@@ -111,8 +110,6 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
             if storage_backend_extra_config_json in (None, self._extra_config):
                 return True, f"{BACKEND} was attached already, with this config."
             return False, f"{BACKEND} is attached with another config: detach it first, DELETE /hicache/storage-backend"
-        if self._num_weight_changes != live.num_changes():
-            return False, "the tree may hold pages of weights that were changed since: flush it, POST /flush_cache"
         fault = self._try_to_connect(storage_backend_extra_config_json)
         if self._is_so_on_all_ranks(fault is None):
             return True, f"{BACKEND} is attached."
@@ -122,6 +119,7 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
     def _try_to_connect(self, extra_config: str | None) -> str | None:
         """What went wrong. Raises nothing, since the other ranks wait for our answer."""
         try:
+            live.require_no_former_pages()
             self.connect(extra_config)
         except KVFetchError as error:
             logger.warning("kvfetch is not attached: %s", error)
@@ -236,7 +234,7 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
         self._end_all(keeps_tree=False)
         super().reset()
         self.enable_storage = self._parts is not None
-        self._num_weight_changes = live.num_changes()
+        live.tree_is_empty()
 
     def end_all(self) -> None:
         self._end_all(keeps_tree=True)

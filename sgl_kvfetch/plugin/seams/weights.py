@@ -106,6 +106,13 @@ WEIGHTS: tuple[Seam, ...] = (
         mentions=("tags", "GPU_MEMORY_TYPE_WEIGHTS"),
     ),
     Seam(
+        f"{_SRT}.mem_cache.unified_radix_cache.UnifiedRadixCache.reset",
+        Use.AFTER,
+        "no page of former weights is left",
+        hook=f"{_HOOKS}.note_empty_tree",
+        params=("self",),
+    ),
+    Seam(
         f"{_SRT}.runtime_context.get_exec",
         Use.CALL,
         "whether weights that are given up come back",
