@@ -5,7 +5,7 @@ The data object is the chunks' bitstreams, one after another, in the manifest's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -413,9 +413,15 @@ class SegmentReader:
         return torch.frombuffer(bytearray(raw), dtype=torch.bfloat16).view(shape)
 
 
-def first_readable(manifest: Manifest) -> int:
-    """The index of the first variant all of whose codecs are here; 0 if there is none, so that its lack is reported."""
-    return next((i for i, variant in enumerate(manifest.variants) if variant.codecs <= CODECS.keys()), 0)
+def first_readable(manifest: Manifest, engine_codecs: Collection[str] = ()) -> int:
+    """The index of the first variant all of whose codecs are here; 0 if there is none, so that its lack is reported.
+    Where there are video engines, for ``engine_codecs``, variants that leave no video to the CPU come before others."""
+    codecs = [variant.codecs for variant in manifest.variants]
+    readable = [i for i, names in enumerate(codecs) if names <= CODECS.keys()]
+    if engine_codecs:
+        on_cpu = {name for name, codec in CODECS.items() if codec.is_video and name not in engine_codecs}
+        readable = [i for i in readable if not codecs[i] & on_cpu] or readable
+    return next(iter(readable), 0)
 
 
 def _require_checksum(data: bytes | memoryview, expected: bytes, what: str) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.container.manifest import decode_manifest
-from sgl_kvfetch.container.segment import SegmentReader
+from sgl_kvfetch.container.segment import SegmentReader, first_readable
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.fetch.fetcher import FetchResult
 from sgl_kvfetch.fetch.plan import PageSource
@@ -34,15 +34,18 @@ class PageFinder:
         quantiser: Quantiser,
         on_fault: Callable[[KVFetchError], None],
         on_answer: Callable[[float], None] = lambda seconds: None,
+        engine_codecs: Collection[str] = (),
     ) -> None:
         """``on_fault`` is told of segments that the store named and that cannot be used, ``on_answer`` how long each
-        lookup took."""
+        lookup took. ``engine_codecs``: what video engines decode, so that variants in these are read rather than in
+        others."""
         self._on_answer = on_answer
         self._store = store
         self._namespace = namespace
         self._digest = namespace.digest()
         self._quantiser = quantiser
         self._on_fault = on_fault
+        self._engine_codecs = engine_codecs
         self._lookups = Breaker()
         self._fetches = Breaker()
         self._known: OrderedDict[bytes, PageSource] = OrderedDict()
@@ -105,7 +108,7 @@ class PageFinder:
     def _sources(self, manifest_bytes: bytes, first_page: int, asked: Sequence[bytes]) -> list[PageSource]:
         manifest = decode_manifest(manifest_bytes)
         self._namespace.require_same(manifest.namespace)
-        reader = SegmentReader(manifest, self._quantiser)
+        reader = SegmentReader(manifest, self._quantiser, first_readable(manifest, self._engine_codecs))
         if tuple(asked) != manifest.page_hashes[first_page : first_page + len(asked)]:
             raise FormatError("the store's answer holds other pages than those asked for")
         return [PageSource(reader, first_page + i) for i in range(len(asked))]

@@ -120,7 +120,14 @@ def open_client(
     )
     return StoreClient(
         store,
-        PageFinder(store, namespace, quantiser, on_lookup_fault, fetcher.link.answered),
+        PageFinder(
+            store,
+            namespace,
+            quantiser,
+            on_lookup_fault,
+            fetcher.link.answered,
+            engine_codecs=() if nvdec is None else nvdec.codecs,
+        ),
         fetcher,
         Writer(
             store,

@@ -161,6 +161,38 @@ def test_readers_take_the_first_variant_that_they_can_decode() -> None:
         cheapest_variant(all_newer)
 
 
+@pytest.mark.parametrize(
+    ("stored", "engine_codecs", "expected"),
+    [
+        (["hevc", "hevc420"], ["hevc", "hevc420"], "hevc"),
+        (["hevc420", "hevc"], ["hevc", "hevc420"], "hevc420"),
+        (["hevc", "hevc420"], ["hevc420"], "hevc420"),
+        (["hevc420", "hevc"], ["hevc"], "hevc"),
+        (["hevc", "hevc420"], [], "hevc"),
+        (["hevc"], ["hevc420"], "hevc"),
+        (["hevc", "zstd", "hevc420"], ["hevc420"], "zstd"),  # leaves no video to the CPU either, and comes first
+        (["zstd", "hevc"], ["hevc"], "zstd"),
+        (["hevc", "zstd"], [], "hevc"),
+    ],
+)
+def test_where_there_are_video_engines_readers_take_what_these_decode(
+    stored: list[str], engine_codecs: list[str], expected: str
+) -> None:
+    source, _ = make_segment(SMALL, 4)
+    manifest = transcode(source.manifest, source.data, make_targets(["hevc", "hevc420", "zstd"], ["240p"])).manifest
+    variants = tuple(each for codec in stored for each in manifest.variants if each.codec == codec)
+    assert "zstd" in variants[0].codecs  # noise is, whatever was asked for
+    manifest = msgspec.structs.replace(manifest, variants=variants)
+    assert variants[first_readable(manifest, engine_codecs)].codec == expected
+
+
+def test_engines_do_not_make_a_variant_readable() -> None:
+    manifest = several().manifest
+    newer = with_codec(manifest, 0, "av2")
+    assert first_readable(newer, ["av2"]) == 1
+    assert first_readable(with_codec(with_codec(newer, 1, "av2"), 2, "av3"), ["hevc"]) == 0
+
+
 def test_what_decodes_fastest_is_the_source() -> None:
     manifest = several().manifest
     assert cheapest_variant(manifest) == 1

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from sgl_kvfetch.encode.targets import make_targets
+from sgl_kvfetch.encode.transcode import transcode
 from sgl_kvfetch.errors import KVFetchError, NamespaceMismatchError, StoreError
 from sgl_kvfetch.fetch.fetcher import FetchResult
 from sgl_kvfetch.fetch.finder import PageFinder
@@ -51,6 +53,20 @@ async def test_pages_are_found_and_recalled_without_asking(store: LocalStore, mo
     pages.forget()
     with pytest.raises(StoreError, match="not to be asked"):
         await pages.recall(hashes[:1], 1.0)
+
+
+async def test_a_variant_that_video_engines_decode_is_read(tmp_path: Path) -> None:
+    coded, _ = make_segment(num_pages=NUM_PAGES)
+    coded = transcode(coded.manifest, coded.data, make_targets(["hevc", "hevc420"], ["240p"]))
+    store = LocalStore(tmp_path)
+    for name, data in coded.data_objects():
+        await store.put(name, data)
+    await store.put(coded.manifest.key.manifest_name, coded.manifest.encode())
+    for engine_codecs, expected in (((), "hevc"), (("hevc", "hevc420"), "hevc"), (("hevc420",), "hevc420")):
+        finder = PageFinder(store, make_namespace(), make_quantiser("exact"), pytest.fail, engine_codecs=engine_codecs)
+        found = await finder.find(page_hashes(NUM_PAGES), 1.0)
+        assert {source.reader.variant.codec for source in found} == {expected}
+    await store.close()
 
 
 async def test_lookups_pause_after_fetches_that_fail_in_a_row(store: LocalStore) -> None:

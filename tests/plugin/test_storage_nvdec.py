@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from sgl_kvfetch.adapt.profile import DecodeProfile, VariantProfile
+from sgl_kvfetch.codecs.nvdec import Nvdec
+from sgl_kvfetch.container.manifest import decode_manifest
+from sgl_kvfetch.encode.targets import make_targets
+from sgl_kvfetch.encode.transcode import transcode
 from sgl_kvfetch.plugin import storage as storage_module
 from sgl_kvfetch.plugin import video_engines
 from sgl_kvfetch.plugin.host_pages import HostPages
 from sgl_kvfetch.types import TENSORS
-from tests.codecs.fake_nvdec import FakeNvc, make_nvdec
+from tests.codecs.fake_nvdec import FakeNvc, make_caps, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
 from tests.plugin.test_storage import Make, keys, make, make_pool, store_pages, tokens, wait_until
 
@@ -63,6 +67,26 @@ def test_wrong_pixels_are_a_miss_and_the_segment_stays(make: Make, nvc: FakeNvc,
     nvc.fails = ""
     assert len(list(tmp_path.rglob("*.kvm"))) == 1
     assert backend.batch_get_v1(keys(2), tokens([3, 4])) == [True, True]
+
+
+def test_the_variant_that_nvdec_decodes_is_read(
+    make: Make, nvc: FakeNvc, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """4:4:4 comes first in the store, and this GPU's engines have 4:2:0 only."""
+    pool = make_pool()
+    store_pages(make(pool, codec="hevc", quantiser="uint8"), keys(2), [0, 1])
+    (path,) = tmp_path.rglob("*.kvm")
+    manifest = decode_manifest(path.read_bytes())
+    data = (tmp_path / manifest.data_name(manifest.variants[0])).read_bytes()
+    made = transcode(manifest, data, make_targets(["hevc", "hevc420"], ["240p"]))
+    for name, content in (*made.data_objects(), (manifest.key.manifest_name, made.manifest.encode())):
+        (tmp_path / name).write_bytes(content)
+    only_420 = Nvdec(nvc, nvc.device, {"hevc420": make_caps()})
+    monkeypatch.setattr(storage_module, "engine_nvdec", lambda device: only_420)
+    reading = make(pool, quantiser="uint8")
+    assert not nvc.packets
+    assert reading.batch_get_v1(keys(2), tokens([3, 4])) == [True, True]
+    assert nvc.packets
 
 
 def profile_of(num_sessions: int) -> bytes:
