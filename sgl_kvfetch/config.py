@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sgl_kvfetch.codecs import CodecName, EncoderName
+from sgl_kvfetch.codecs.surfaces import MAX_SURFACE_BYTES
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.quant.registry import QuantiserName
 from sgl_kvfetch.quant.symmetric import MAX_BINS, MIN_BINS
@@ -91,6 +92,12 @@ class KVFetchConfig(BaseModel):
     )
     read_bytes: int = Field(4 * MiB, ge=64 << 10, le=1 << 30, description="bytes a ranged GET asks for, about")
     inflight_bytes: int = Field(256 * MiB, ge=1 * MiB, description="compressed bytes that may wait to be decoded")
+    nvdec_bytes: int = Field(
+        MAX_SURFACE_BYTES,
+        ge=1 * MiB,
+        description="bytes on the GPU that NVDEC's decoders may take for surfaces, about; what finds no room while "
+        "they are busy is decoded on the CPU",
+    )
     write_queue_bytes: int = Field(
         512 * MiB, ge=1 * MiB, description="raw bytes that may wait to be written; more are dropped"
     )

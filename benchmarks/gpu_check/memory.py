@@ -20,6 +20,7 @@ from benchmarks.memory import GOAL_BYTES, MAX_SEGMENT_TOKENS, PAGE_TOKENS, Setup
 from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.codecs.base import Decoders
 from sgl_kvfetch.codecs.nvdec import open_nvdec
+from sgl_kvfetch.codecs.surfaces import MAX_SURFACE_BYTES
 from sgl_kvfetch.container.segment import CodedSegment, SegmentReader
 from sgl_kvfetch.cuda_streams import CudaDevice
 from sgl_kvfetch.fetch.fetcher import Fetcher
@@ -82,6 +83,8 @@ def _measure(
         seconds=seconds,
         fixed_buffers_mb=DEVICE_BYTES / 1e6,
         once_mb=made_once / 1e6,  # the fixed buffers, decoders, kernels and the allocator's blocks
+        surfaces_counted_mb=0 if nvdec is None else nvdec.surfaces.taken_bytes / 1e6,
+        surfaces_bound_mb=0 if nvdec is None else MAX_SURFACE_BYTES / 1e6,
         then_torch_mb=sampler.peak.in_torch / 1e6,
         then_all_mb=sampler.peak.in_all / 1e6,
         samples=sampler.num_samples,

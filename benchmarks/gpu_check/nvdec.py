@@ -45,6 +45,7 @@ def find_nvdec(record: Record) -> Nvdec:
         record.fail(about)
     if nvdec is None:
         raise SkippedError(about)
+    nvdec.surfaces.limit_bytes = None  # all sessions are to decode at once, 1080p as well
     record.row("Video engines", found=about)
     for name, found in caps.items():
         record.row("Video engines", found=f"{name}: up to {found.max_width}x{found.max_height}")

@@ -103,6 +103,7 @@ def _set_up(request: Request) -> _SetUp:
     nvdec, about = open_current_nvdec()
     codecs = [] if nvdec is None else [name for name in request.codecs if name in nvdec.codecs]
     if nvdec is not None and codecs:
+        nvdec.surfaces.limit_bytes = None  # engines are measured, whatever a server lets them have
         sessions = [nvdec.open_session() for _ in range(request.concurrency or 2 * nvdec.num_engines)]
         decodes = f"{', '.join(codecs)} on NVDEC ({nvdec.num_engines} engines), all else on the CPU"
         return _SetUp(f"{torch.cuda.get_device_name()}, {cpu}", decodes, about, sessions)

@@ -18,6 +18,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from torch.utils.dlpack import from_dlpack
 from sgl_kvfetch.codecs.base import DecodedFrames, Decoders, FrameDecoder
 from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec
 from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps, decode_caps
+from sgl_kvfetch.codecs.surfaces import SurfaceBudget, surface_bytes
 from sgl_kvfetch.cuda_streams import Device
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.layout.frame_sum import WORD_BYTES, sum_of_frames
@@ -52,12 +54,16 @@ class NvdecSession:
     the driver for nothing once it has had frames of these sizes: the restores that read them are on another stream,
     and `Device.used_on` keeps the memory from being written again until they are over. With memory of its own a session
     would have to wait for them before its next bitstream, and they wait for forward passes in turn.
+
+    While it does not decode, its decoder may be given up, on any thread, for another session's.
     """
 
-    def __init__(self, nvc: Any, device: Device) -> None:
+    def __init__(self, nvc: Any, device: Device, budget: SurfaceBudget) -> None:
         """``nvc``: the module PyNvVideoCodec."""
+        self.lock = Lock()  # as in `SurfaceOwner`
         self._nvc = nvc
         self._device = device
+        self._budget = budget
         self._stream = device.new_stream()
         self._decoder: Any = None
         self._planes = 0  # that a picture of ours has, which is its chroma format
@@ -80,25 +86,33 @@ class NvdecSession:
         went wrong with is not used again."""
         assert not (with_sum and to_host)
         shape = num_frames, 3, height, width
-        try:
-            frames = self._pinned(shape) if to_host else self._device.empty(shape, self._stream)
-            self._configure(codec.planes_a_picture, width, height)
-            self._decode(codec, access_units, frames)
-            if with_sum:
-                return DecodedFrames(frames, None, is_on_device=True, frame_sum=self._frame_sum(frames))
-            if to_host:
-                self._device.mark(self._stream).synchronize()
-                return DecodedFrames(frames, frames, is_on_device=False)
-            return DecodedFrames(frames, self._on_host(frames), is_on_device=True)
-        except BaseException:
-            self._drop()
-            raise
+        with self.lock:
+            try:
+                frames = self._pinned(shape) if to_host else self._device.empty(shape, self._stream)
+                self._configure(codec.planes_a_picture, width, height)
+                self._decode(codec, access_units, frames)
+                if with_sum:
+                    return DecodedFrames(frames, None, is_on_device=True, frame_sum=self._frame_sum(frames))
+                if to_host:
+                    self._device.mark(self._stream).synchronize()
+                    return DecodedFrames(frames, frames, is_on_device=False)
+                return DecodedFrames(frames, self._on_host(frames), is_on_device=True)
+            except BaseException:
+                self._drop()
+                raise
+            finally:
+                self._budget.used(self)
+
+    def give_up(self) -> None:
+        """The next decoder is made for no larger pictures than it gets: there is little room."""
+        self._largest = 0, 0
+        self._drop()
 
     def _configure(self, planes: int, width: int, height: int) -> None:
         fits = width <= self._largest[0] and height <= self._largest[1]
         if self._decoder is None or self._planes != planes or not fits:
             self._drop()  # before the next one takes its memory
-            self._create(max(width, self._largest[0]), max(height, self._largest[1]))
+            self._create(planes, max(width, self._largest[0]), max(height, self._largest[1]))
         elif self._size != (width, height):
             try:
                 self._decoder.setReconfigParams(width, height)  # else pictures would be scaled, and nobody told
@@ -106,8 +120,11 @@ class NvdecSession:
                 raise _NoDecoderError(f"NVDEC was not reconfigured to {width}x{height}: {_brief(e)}") from e
         self._planes, self._size = planes, (width, height)
 
-    def _create(self, max_width: int, max_height: int) -> None:
+    def _create(self, planes: int, max_width: int, max_height: int) -> None:
         nvc = self._nvc
+        if not self._budget.take(self, surface_bytes(planes, max_width, max_height)):
+            self._largest = 0, 0  # so that the next one asks for no more than it needs
+            raise _NoDecoderError(f"busy decoders leave no room for one of {max_width}x{max_height} in nvdec_bytes")
         try:
             self._decoder = nvc.CreateDecoder(
                 gpuid=self._device.torch_device.index or 0,
@@ -185,11 +202,12 @@ class NvdecSession:
         return self._host[:num_bytes].view(*shape)
 
     def _drop(self) -> None:
-        if self._decoder is not None:
-            try:
+        try:
+            if self._decoder is not None:
                 self._device.mark(self._stream).synchronize()  # copies out of its surfaces
-            finally:
-                self._decoder = None
+        finally:
+            self._decoder = None
+            self._budget.give_back(self)
 
 
 class NvdecDecoder(FrameDecoder):
@@ -231,6 +249,7 @@ class Nvdec:
         self._nvc = nvc
         self._device = device
         self._caps = caps
+        self.surfaces = SurfaceBudget()  # of all sessions
 
     @property
     def codecs(self) -> tuple[str, ...]:
@@ -248,7 +267,7 @@ class Nvdec:
 
     def open_session(self) -> Decoders:
         """For one thread at a time. It takes memory on the device from its first bitstream on."""
-        session = NvdecSession(self._nvc, self._device)
+        session = NvdecSession(self._nvc, self._device, self.surfaces)
         return {name: NvdecDecoder(_CODECS[name], caps, session) for name, caps in self._caps.items()}
 
 

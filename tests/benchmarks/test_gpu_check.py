@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -395,6 +396,26 @@ async def test_a_fetch_into_the_pool_is_checked(tmp_path: Path, monkeypatch: pyt
     assert memory.wrong_values(setup, segments[0], pages, 2 * SPAN_TOKENS) == (
         "v of layer 0 has other values than on the CPU"
     )
+
+
+def test_what_is_counted_for_surfaces_is_put_beside_what_is_held(
+    record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(memory, "NUM_TOKENS", SPAN_TOKENS)
+    monkeypatch.setattr(memory, "MAX_SEGMENT_TOKENS", SPAN_TOKENS)
+    monkeypatch.setattr(memory, "_held_bytes", lambda: memory.Held(0, 0))
+    monkeypatch.setattr(memory, "open_nvdec", lambda device: (make_nvdec(FakeNvc(device)), ""))
+    setup = Setup("uint8", "hevc", layers=1)
+    segments = repeated_segments(setup, SPAN_TOKENS)
+    asyncio.run(memory.store_segments(tmp_path, segments))
+    for on_nvdec in (True, False):
+        memory._measure(record, setup, segments, tmp_path, on_nvdec, FakeDevice())  # type: ignore[arg-type]
+    nvdec_row, cpu_row = found_by(record)["rows"]
+    assert nvdec_row["surfaces_bound_mb"] == (256 << 20) / 1e6
+    assert 0 < nvdec_row["surfaces_counted_mb"] <= nvdec_row["surfaces_bound_mb"]
+    assert cpu_row["surfaces_counted_mb"] == cpu_row["surfaces_bound_mb"] == 0
 
 
 def test_the_most_that_is_held() -> None:

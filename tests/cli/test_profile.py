@@ -55,9 +55,11 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def nvc(monkeypatch: pytest.MonkeyPatch) -> FakeNvc:
-    """A GPU with one video engine."""
+    """A GPU with one video engine, and with no room for a server's decoders, which is nothing to what is measured."""
     nvc = FakeNvc(FakeDevice())
-    found = make_nvdec(nvc, num_engines=1), "decoded on NVDEC, 1 engines: hevc, hevc420"
+    nvdec = make_nvdec(nvc, num_engines=1)
+    nvdec.surfaces.limit_bytes = 1
+    found = nvdec, "decoded on NVDEC, 1 engines: hevc, hevc420"
     monkeypatch.setattr(profiling, "open_current_nvdec", lambda: found)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Made Up 1000")
     return nvc

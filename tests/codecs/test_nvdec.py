@@ -3,6 +3,7 @@ far as streams and events allow."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from contextlib import closing
 
@@ -15,6 +16,7 @@ from sgl_kvfetch.codecs.base import DecodedFrames, FrameDecoder
 from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec, join_access_units, split_access_units
 from sgl_kvfetch.codecs.nvdec import Nvdec, NvdecDecoder, NvdecSession, open_nvdec
 from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps
+from sgl_kvfetch.codecs.surfaces import SurfaceBudget
 from sgl_kvfetch.container.segment import SegmentReader, SegmentSpec, encode_segment
 from sgl_kvfetch.cuda_streams import CudaDevice
 from sgl_kvfetch.errors import CorruptError
@@ -203,7 +205,10 @@ def test_pictures_of_another_size_are_left_to_the_checksum(bitstreams: dict[str,
         decodes(make_decoder(FakeNvc(FakeDevice())), other)
 
 
-def test_without_a_decoder_the_cpu_decodes(bitstreams: dict[str, bytes], caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_decoder_the_cpu_decodes(
+    bitstreams: dict[str, bytes], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvdec, "_limited", nvdec.LimitedLogger(logging.getLogger(nvdec.__name__)))  # nothing was said
     nvc = FakeNvc(FakeDevice())
     decoder = make_decoder(nvc)
     nvc.fails = "create"
@@ -229,7 +234,7 @@ def test_without_a_decoder_the_cpu_decodes(bitstreams: dict[str, bytes], caplog:
 
 def test_pictures_that_nvdec_does_not_take_are_decoded_on_the_cpu(bitstreams: dict[str, bytes]) -> None:
     nvc = FakeNvc(FakeDevice())
-    session = NvdecSession(nvc, nvc.device)
+    session = NvdecSession(nvc, nvc.device, SurfaceBudget())
     for caps in (make_caps(max_side=136), DecodeCaps(max_width=4096, max_height=4096, max_macroblocks=80)):
         found = NvdecDecoder(HEVC, caps, session).decode(bitstreams["hevc"], 3, 144, 144)
         assert not found.is_on_device

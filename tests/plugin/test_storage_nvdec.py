@@ -112,6 +112,12 @@ def test_at_least_one_session_an_engine(
     assert len({id(session["hevc"]._session) for session in sessions}) == expected  # type: ignore[attr-defined]
 
 
+def test_decoders_take_what_the_config_gives_them(make: Make, nvc: FakeNvc) -> None:
+    for config, expected in (({}, 256 << 20), ({"nvdec_bytes": 1 << 20}, 1 << 20)):
+        sessions = make(**config)._client.fetcher._pool._sessions
+        assert {session["hevc"]._session._budget.limit_bytes for session in sessions} == {expected}  # type: ignore[attr-defined]
+
+
 def test_without_nvdec_there_are_as_many_sessions_as_threads(make: Make) -> None:
     assert make(codec_threads=3)._client.fetcher._pool._sessions == [{}] * 3
 
