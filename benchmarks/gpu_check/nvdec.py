@@ -23,6 +23,7 @@ from sgl_kvfetch.triton_kernels.frame_sum import frame_sum
 
 _SECONDS = 0.6  # of each measurement
 _FLIPS = 40
+_TURNS = 4
 
 
 def run(record: Record) -> None:
@@ -30,6 +31,7 @@ def run(record: Record) -> None:
     session = nvdec.open_session()  # one, so that it is used for all sizes
     check_bits(record, session, list(SIZES))
     check_damage(record, session)
+    check_giving_up(record, nvdec)
     measure(record, nvdec, _session_counts(nvdec.num_engines))
 
 
@@ -116,6 +118,23 @@ def _flipped(good: bytes) -> Iterator[bytes]:
         bad = bytearray(good)
         bad[position] ^= 0x55
         yield bytes(bad)
+
+
+def check_giving_up(record: Record, nvdec: Nvdec) -> None:
+    """Two sessions with room for one decoder, in turn, on two threads: each time the other's is given up."""
+    frames = make_frames(6, 144, 144)
+    limit_bytes, nvdec.surfaces.limit_bytes = nvdec.surfaces.limit_bytes, 1
+    one, other = nvdec.open_session(), nvdec.open_session()
+    with ThreadPoolExecutor(1) as thread:
+        for name in nvdec.codecs:
+            bitstream, wrong = get_codec(name).encode(frames), ""
+            for _ in range(_TURNS):
+                wrong = wrong or _what_is_wrong(one[name], bitstream, frames)
+                wrong = wrong or thread.submit(_what_is_wrong, other[name], bitstream, frames).result()
+            record.row("NVDEC: decoders given up", codec=name, turns=_TURNS, found=wrong or "equal")
+            if wrong:
+                record.fail(f"{name} after another session's decoder was given up: {wrong}")
+    nvdec.surfaces.limit_bytes = limit_bytes
 
 
 def _session_counts(num_engines: int) -> list[int]:

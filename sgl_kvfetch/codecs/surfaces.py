@@ -52,6 +52,7 @@ class SurfaceBudget:
         however large."""
         with ExitStack() as claims:
             with self._lock:
+                assert owner not in self._taken
                 idle = self._claim_idle(num_bytes, claims)
                 if idle is None:
                     return False
