@@ -350,6 +350,7 @@ def test_a_gpu_is_used_with_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: p
     device = FakeDevice()
     monkeypatch.setattr(cuda_streams, "CudaDevice", lambda _: device)
     pool = make_pool()
+    caplog.clear()  # of what SGLang says of a pool
     worker = SimpleNamespace(model_runner=SimpleNamespace(forward_stream=device.forward))
     assert type(build._open_pages(pool, 4, worker)) is DevicePages
     assert not caplog.records
