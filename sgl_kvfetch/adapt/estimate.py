@@ -102,25 +102,37 @@ def together(transfers: Sequence[Transfer]) -> list[Transfer]:
     not count. Those that still run should be among ``transfers``, with what they have brought so far.
     """
     cut: list[Transfer] = []
-    cuts_s = _cuts(transfers)
-    for since_s, until_s in pairwise(cuts_s):
-        running = [(max(t.start_s, since_s), t) for t in transfers if t.start_s < until_s and t.end_s > since_s]
-        size = sum(t.size_bytes * (min(t.end_s, until_s) - start_s) / (t.end_s - t.start_s) for start_s, t in running)
-        # Whatever runs in this stretch runs on to its end, so that only the earliest start matters.
-        cut.append(Transfer(max(1, round(size)), min(start_s for start_s, _ in running), until_s))
+    for busy in _busy_stretches(transfers):
+        for since_s, until_s in pairwise(_cuts(busy)):
+            running = [(max(t.start_s, since_s), t) for t in busy if t.start_s < until_s and t.end_s > since_s]
+            size = sum(t.size_bytes * (min(t.end_s, until_s) - s) / (t.end_s - t.start_s) for s, t in running)
+            # Whatever runs in this stretch runs on to its end, so that only the earliest start matters.
+            cut.append(Transfer(max(1, round(size)), min(start_s for start_s, _ in running), until_s))
     return cut
+
+
+def _busy_stretches(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
+    """Transfers between which the link was never idle, together."""
+    stretches: list[list[Transfer]] = []
+    busy_until_s = -math.inf
+    for transfer in sorted(transfers, key=lambda t: t.start_s):
+        if transfer.start_s > busy_until_s:
+            stretches.append([])
+        stretches[-1].append(transfer)
+        busy_until_s = max(busy_until_s, transfer.end_s)
+    return stretches
 
 
 def _cuts(transfers: Sequence[Transfer]) -> list[float]:
     """The first start, and those ends that lie apart. Transfers that share a link end almost together, and how few of
     them are left in the very last moment says nothing about the link."""
-    cuts = [min((t.start_s for t in transfers), default=0.0)]
+    cuts = [min(t.start_s for t in transfers)]
     ends = sorted({t.end_s for t in transfers})
     for end_s in ends:
         longest_s = max(t.end_s - t.start_s for t in transfers if t.start_s < end_s and t.end_s > cuts[-1])
         if end_s - cuts[-1] >= _SHORTEST_PIECE * longest_s:
             cuts.append(end_s)
-    if ends and cuts[-1] != ends[-1]:
+    if cuts[-1] != ends[-1]:
         cuts[max(1, len(cuts) - 1) :] = [ends[-1]]
     return cuts
 

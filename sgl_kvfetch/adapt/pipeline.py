@@ -101,13 +101,23 @@ class Pipeline:
         self._begin(self.board.submit(variant, (item, self.work)))
 
     def deliver_at(self, at_s: float, variant: int, item: int) -> None:
-        self.run_until(at_s)
+        """A chunk comes then; now, if that is past."""
+        self.run_until(max(at_s, self.now_s))
         self.deliver(variant, item)
+
+    def run_until_waiting(self, most: int) -> None:
+        """Let time pass until no more than so many chunks wait for a session."""
+        self._run(math.inf, most)
 
     def run_until(self, until_s: float) -> None:
         """Let time pass. With infinity: until all is decoded, which is ``now_s`` then."""
+        self._run(until_s, -1)
+        if until_s < math.inf:
+            self.now_s = until_s
+
+    def _run(self, until_s: float, most_waiting: int) -> None:
         active = self._active
-        while active:
+        while active and len(self.board.waiting) > most_waiting:
             times = self._times[len(active)]
             next_s, first = math.inf, active[0]
             for entry in active:
@@ -123,8 +133,6 @@ class Pipeline:
             for observer in self.observers:
                 observer.finished(self.now_s, int(first[0]), int(first[4]))
             self._begin(self.board.finish(int(first[0])))
-        if until_s < math.inf:
-            self.now_s = until_s
 
     def drained_s(self) -> float:
         """When all that has come will be decoded. Uses the pipeline up."""

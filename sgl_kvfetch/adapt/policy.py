@@ -117,6 +117,9 @@ class LookAhead:
             return situation.available[0]
         paths = self.outlook(situation.transfers).paths(min(situation.remaining, self.horizon))
         now = Pipeline.from_state(situation.profile, situation.pool, work=situation.work)
+        # Once for all plans: as long as others wait, it is all one when exactly a chunk comes that is decoded after
+        # them.
+        now.run_until_waiting(len(situation.pool.sessions))
         scores = {variant: self._finish_s(now, variant, paths, situation) for variant in situation.available}
         best = min(scores.values())
         soonest = [v for v, score in scores.items() if score <= best * (1 + _TIE)]

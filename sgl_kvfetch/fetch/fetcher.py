@@ -299,7 +299,8 @@ class Fetcher:
             key = part.reader.manifest.key.stem, run[0]
             if not is_taken(key):
                 unit = self._ahead.find(key)
-                if unit is None:
+                # A segment that was written anew in the meantime may be cut into other spans.
+                if unit is None or unit.reader.manifest.span_pages != part.reader.manifest.span_pages:
                     reader = self._chooser.choose(part.reader, run, num_unasked())
                     unit = ReadUnit(reader, run, reader.cell_range(run[0])[0], reader.cell_range(run[-1])[1])
                 yield unit

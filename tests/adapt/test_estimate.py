@@ -123,3 +123,12 @@ def test_transfers_that_share_a_link_and_end_almost_together() -> None:
     transfers = [Transfer(1_000_000, 0.0, 1.0 + i * 1e-4) for i in range(8)]
     assert robust(transfers).median_bps == pytest.approx(64e6, rel=0.01)
     assert [t.size_bytes for t in together(transfers)] == [8_000_000]
+
+
+def test_pauses_between_bursts_do_not_count() -> None:
+    """Nor where a burst's last transfer ends a little after the others."""
+    bursts = [[Transfer(10**9, at, at + 1.0), Transfer(10**9, at, at + 1.001)] for at in (0.0, 61.0, 100.0)]
+    assert [t.goodput_bps for t in together([*bursts[0], bursts[1][0]])] == pytest.approx([16e9, 8e9], rel=0.01)
+    seen = [each for burst in bursts for each in burst]
+    assert [t.goodput_bps for t in together(seen)] == pytest.approx([16e9] * 3, rel=0.01)
+    assert robust(seen).median_bps == pytest.approx(16e9, rel=0.01)

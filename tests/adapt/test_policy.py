@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sgl_kvfetch.adapt.estimate import Transfer
-from sgl_kvfetch.adapt.pipeline import PoolState, SessionState
+from sgl_kvfetch.adapt.pipeline import Pipeline, PoolState, SessionState
 from sgl_kvfetch.adapt.policy import Fixed, LookAhead, MinimalBubble, Situation
 from sgl_kvfetch.adapt.profile import DecodeProfile, VariantProfile
 from sgl_kvfetch.adapt.published import PUBLISHED
@@ -128,3 +128,30 @@ def test_a_horizon_bounds_the_work() -> None:
     """A fetch of a million chunks is decided as soon as one of some dozens."""
     endless = replace(situation(20.0, count=4), remaining=1_000_000)
     assert LookAhead(horizon=8).choose(endless) == LookAhead(horizon=8).choose(replace(endless, remaining=8))
+
+
+@pytest.mark.parametrize("gbps", [1.0, 8.0, 30.0])
+def test_chunks_that_wait_are_looked_past_once(gbps: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That it is skipped what is the same for all plans changes no answer."""
+    profile = PUBLISHED["L20"]
+    sizes = tuple(v.size_bytes for v in profile.variants)
+    transfers = tuple(Transfer(int(gbps * 1e9 / 8 / 10), i / 10, (i + 1) / 10) for i in range(5))
+    for num_waiting in (0, 2, 3, 4, 9, 40):
+        pool = PoolState(tuple(SessionState(0, 0.0, 0.3 + 0.2 * i) for i in range(3)), (0, 3) * (num_waiting // 2))
+        situation = Situation(profile, pool, transfers, 6, 0, sizes, tuple(range(len(sizes))))
+        skipping = LookAhead().choose(situation)
+        with monkeypatch.context() as patch:
+            patch.setattr(Pipeline, "run_until_waiting", lambda *_: None)
+            assert LookAhead().choose(situation) == skipping
+
+
+def test_a_pipeline_runs_until_few_wait() -> None:
+    profile = PUBLISHED["L20"]
+    pool = PoolState(tuple(SessionState(0, 0.0, 1.0) for _ in range(3)), (0,) * 10)
+    ahead, behind = (Pipeline.from_state(profile, pool) for _ in range(2))
+    ahead.run_until_waiting(3)
+    assert len(ahead.board.waiting) == 3
+    assert ahead.now_s > 0
+    ahead.deliver_at(ahead.now_s / 2, 0, -1)  # came in the meantime
+    behind.deliver_at(ahead.now_s / 2, 0, -1)
+    assert ahead.drained_s() == pytest.approx(behind.drained_s())

@@ -10,11 +10,15 @@ import pytest
 
 from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.container.segment import CodedSegment
+from sgl_kvfetch.encode.targets import make_targets
+from sgl_kvfetch.encode.transcode import transcode
 from sgl_kvfetch.fetch.fetcher import Fetcher
 from sgl_kvfetch.fetch.plan import read_units
 from sgl_kvfetch.fetch.sink import GuardedSink
+from sgl_kvfetch.write.commit import commit_segment
 from tests.fetch.test_fetcher import MemoryPool, Segment, SpoiltStore, fetch, holds, segment, sources, store
 from tests.fetch.test_variants import PROFILE, Recorder, made, wanted
+from tests.segments import SMALL, make_segment
 
 __all__ = ["made", "segment", "store"]  # fixtures
 
@@ -102,3 +106,18 @@ async def test_a_store_that_fails_is_not_asked_on(store: SpoiltStore, segment: S
         await asyncio.sleep(0.2)
         assert store.num_gets <= 4
         assert not fetcher._ahead._lookups
+
+
+async def test_a_segment_that_was_cut_anew_in_the_meantime_is_not_taken_for_the_old_one(
+    choosing: Fetcher, made: CodedSegment, segment: Segment, store: SpoiltStore
+) -> None:
+    """With the same pages, under the same name, in longer spans."""
+    anew = make_segment(SMALL, 8, span_pages=4)[0]
+    coded = transcode(anew.manifest, anew.data, make_targets(["hevc", "zstd"], ["240p"]))
+    assert coded.manifest.key == made.manifest.key
+    choosing.read_ahead(wanted(made), expire_s=60)
+    await asyncio.sleep(0.1)
+    await commit_segment(store, coded)
+    pool = MemoryPool(8)
+    assert (await choosing.fetch(wanted(coded), range(8), GuardedSink(pool), 10)).num_pages == 8
+    assert holds(pool, segment, range(8), range(8))

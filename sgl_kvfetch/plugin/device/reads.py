@@ -117,8 +117,7 @@ class Reads:
             if not work.is_stopped:
                 metrics.MISSES.labels("fetch", "cancelled").inc()
         except Exception:
-            logger.exception("kvfetch fetch failed")
-            metrics.MISSES.labels("fetch", "internal").inc()
+            _count_fault("fetch failed")
         finally:
             for each in work.rounds:
                 each.end(0)
@@ -138,6 +137,8 @@ class Reads:
             if await asyncio.shield(work.rounds[index].wanted):
                 # The first round was decided on when it was looked up.
                 answer = WANTED if index == 0 or self._verdicts.is_fetched(rest, 0) else STOP
+        except Exception:
+            _count_fault("round not decided on")
         finally:
             self._report(ticket, answer)
 
@@ -159,6 +160,8 @@ class Reads:
             pool_pages = await loop.run_in_executor(self._index_pool, self._pages.page_indices, slots)
             work.rounds[index].give(Destination(pool_pages, sink))
             num_pages = await asyncio.shield(work.rounds[index].done)
+        except Exception:
+            _count_fault("round not restored")
         finally:
             sink.close()
             self._report(ticket, num_pages)
@@ -171,3 +174,9 @@ class Reads:
         metrics.FETCHED_PAGES.labels("hit").inc(got)
         metrics.FETCHED_PAGES.labels("miss").inc(asked - got)
         metrics.RAW_BYTES.labels("read").inc(got * self._pages.geometry.page_bytes)
+
+
+def _count_fault(what: str) -> None:
+    """Of our own code. In an ``except``."""
+    logger.exception("kvfetch %s", what)
+    metrics.MISSES.labels("fetch", "internal").inc()
