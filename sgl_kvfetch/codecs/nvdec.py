@@ -26,9 +26,10 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from sgl_kvfetch.codecs.base import DecodedFrames, Decoders, FrameDecoder
-from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec
+from sgl_kvfetch.codecs.hevc import HevcCodec
 from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps, decode_caps
 from sgl_kvfetch.codecs.surfaces import SurfaceBudget, surface_bytes
+from sgl_kvfetch.codecs.video_engines import CODECS, brief, moving_gradients, takes
 from sgl_kvfetch.cuda_streams import Device
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.layout.frame_sum import WORD_BYTES, sum_of_frames
@@ -39,8 +40,6 @@ from sgl_kvfetch.triton_kernels.frame_sum import frame_sum
 _limited = LimitedLogger(logging.getLogger(__name__))
 
 ENV = "KVFETCH_NVDEC"  # 0: is not to be used
-_CODECS = {codec.name: codec for codec in (HevcCodec(), Hevc420Codec())}
-_MESSAGE_CHARS = 240
 
 
 class _NoDecoderError(Exception):
@@ -117,7 +116,7 @@ class NvdecSession:
             try:
                 self._decoder.setReconfigParams(width, height)  # else pictures would be scaled, and nobody told
             except Exception as e:
-                raise _NoDecoderError(f"NVDEC was not reconfigured to {width}x{height}: {_brief(e)}") from e
+                raise _NoDecoderError(f"NVDEC was not reconfigured to {width}x{height}: {brief(e)}") from e
         self._planes, self._size = planes, (width, height)
 
     def _create(self, planes: int, max_width: int, max_height: int) -> None:
@@ -137,7 +136,7 @@ class NvdecSession:
                 latency=nvc.DisplayDecodeLatencyType.LOW,  # no picture is shown later than it is decoded
             )
         except Exception as e:
-            raise _NoDecoderError(f"NVDEC gave no decoder for {max_width}x{max_height}: {_brief(e)}") from e
+            raise _NoDecoderError(f"NVDEC gave no decoder for {max_width}x{max_height}: {brief(e)}") from e
         self._largest = max_width, max_height
 
     def _decode(self, codec: HevcCodec, access_units: Sequence[memoryview], frames: torch.Tensor) -> None:
@@ -165,7 +164,7 @@ class NvdecSession:
         try:
             surfaces: Sequence[Any] = self._decoder.Decode(packet)
         except Exception as e:
-            raise CorruptError(f"{codec.name} bitstream does not decode on NVDEC: {_brief(e)}") from e
+            raise CorruptError(f"{codec.name} bitstream does not decode on NVDEC: {brief(e)}") from e
         return surfaces
 
     def _take(self, codec: HevcCodec, surface: Any, frames: torch.Tensor, index: int) -> None:
@@ -230,7 +229,7 @@ class NvdecDecoder(FrameDecoder):
         to_host: bool = False,
     ) -> DecodedFrames:
         access_units = self._codec.access_units(bitstream, num_frames)
-        if self._caps.holds(width, height):
+        if takes(self._caps, width, height):
             try:
                 return self._session.decode(
                     self._codec, access_units, num_frames, height, width, with_sum=with_sum, to_host=to_host
@@ -268,7 +267,7 @@ class Nvdec:
     def open_session(self) -> Decoders:
         """For one thread at a time. It takes memory on the device from its first bitstream on."""
         session = NvdecSession(self._nvc, self._device, self.surfaces)
-        return {name: NvdecDecoder(_CODECS[name], caps, session) for name, caps in self._caps.items()}
+        return {name: NvdecDecoder(CODECS[name], caps, session) for name, caps in self._caps.items()}
 
 
 def open_nvdec(device: Device) -> tuple[Nvdec | None, str]:
@@ -280,14 +279,14 @@ def open_nvdec(device: Device) -> tuple[Nvdec | None, str]:
         nvc = importlib.import_module("PyNvVideoCodec")
         caps = decode_caps()
     except Exception as e:  # loads the driver's libraries, and fails in many ways
-        return None, f"HEVC is decoded on the CPU: {_brief(e)}"
+        return None, f"HEVC is decoded on the CPU: {brief(e)}"
     if not caps:
         return None, "HEVC is decoded on the CPU: this GPU's video engines decode none"
     found = Nvdec(nvc, device, caps)
     decoders = found.open_session()
     usable: dict[str, DecodeCaps] = {}
     on_cpu = []
-    for name, codec in _CODECS.items():
+    for name, codec in CODECS.items():
         reason = _trial(codec, decoders[name]) if name in caps else "its chroma format is not supported"
         if reason:
             on_cpu.append(f"; {name} on the CPU: {reason}")
@@ -300,9 +299,7 @@ def open_nvdec(device: Device) -> tuple[Nvdec | None, str]:
 def _trial(codec: HevcCodec, decoder: FrameDecoder) -> str:
     """What is wrong with two small pictures, the second one predicted from the first, or with their sum; nothing if
     they are right. Compiles the kernel that sums."""
-    rows, columns = torch.meshgrid(torch.arange(MIN_PICTURE), torch.arange(MIN_PICTURE), indexing="ij")
-    planes = torch.stack([(rows * (plane + 1) + columns) // 2 % 256 for plane in range(3)]).to(torch.uint8)
-    frames = torch.stack([planes, planes + 1])
+    frames = moving_gradients(2, MIN_PICTURE, MIN_PICTURE)
     shape = frames.shape[0], *frames.shape[2:]
     try:
         bitstream = codec.encode(frames)
@@ -310,7 +307,7 @@ def _trial(codec: HevcCodec, decoder: FrameDecoder) -> str:
         is_equal = found.host is not None and torch.equal(found.host, frames)  # now: it is the session's memory
         summed = decoder.decode(bitstream, *shape, with_sum=True)
     except Exception as e:
-        return f"a trial failed: {_brief(e)}"
+        return f"a trial failed: {brief(e)}"
     if not (found.is_on_device and summed.is_on_device):
         return "a trial was not decoded on NVDEC"
     if not is_equal:
@@ -329,8 +326,3 @@ def _download(frames: torch.Tensor, host: torch.Tensor) -> None:
 
 def _download_sum(frames: torch.Tensor, host: torch.Tensor) -> None:
     host.copy_(frame_sum(frames), non_blocking=True)
-
-
-def _brief(error: Exception) -> str:
-    """PyNvVideoCodec's messages go over several lines, of which the first says little."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MESSAGE_CHARS]

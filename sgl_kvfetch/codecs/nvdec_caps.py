@@ -33,15 +33,6 @@ class DecodeCaps(ctypes.Structure):
         ("reserved3", ctypes.c_uint * 10),
     )
 
-    def holds(self, width: int, height: int) -> bool:
-        """Whether pictures of this size are decoded. A macroblock is 16x16 pixels."""
-        macroblocks = -(-width // 16) * -(-height // 16)
-        return bool(
-            self.min_width <= width <= self.max_width
-            and self.min_height <= height <= self.max_height
-            and macroblocks <= self.max_macroblocks
-        )
-
 
 def decode_caps() -> dict[str, DecodeCaps]:
     """What the GPU whose context is current decodes of 8-bit HEVC, by the names of our codecs; those it does not are

@@ -23,10 +23,11 @@ from typing import Literal
 import torch
 
 from sgl_kvfetch.codecs.base import FrameEncoder
-from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec
+from sgl_kvfetch.codecs.hevc import HevcCodec
 from sgl_kvfetch.codecs.nvenc_caps import EncodeCaps, encode_caps
-from sgl_kvfetch.codecs.nvenc_sessions import Kind, NoEncoderError, NvencSession, SessionPool, brief
+from sgl_kvfetch.codecs.nvenc_sessions import Kind, NoEncoderError, NvencSession, SessionPool
 from sgl_kvfetch.codecs.registry import EncoderName
+from sgl_kvfetch.codecs.video_engines import CODECS, brief, moving_gradients, takes
 from sgl_kvfetch.errors import ConfigError, CorruptError
 from sgl_kvfetch.layout.frames import MIN_PICTURE
 from sgl_kvfetch.log import LimitedLogger
@@ -37,7 +38,6 @@ _limited = LimitedLogger(logger)
 # Of a bitstream: encoded here, or on the CPU instead; decoded again, and then other pixels found.
 Event = Literal["encoded", "fallback", "checked", "wrong"]
 
-_CODECS = {codec.name: codec for codec in (HevcCodec(), Hevc420Codec())}
 CHECK_EVERY = 32  # bitstreams of a size, after the first: the CPU is to be spared
 MAX_SESSIONS = 8  # drivers for consumer GPUs allow a few only, all processes together
 
@@ -59,7 +59,7 @@ class NvencEncoder(FrameEncoder):
     def encode(self, frames: torch.Tensor) -> bytes:
         frames = frames.contiguous().cpu()
         kind = self._kind(frames)
-        if not self._pool.fault and self._caps.holds(kind.width, kind.height):
+        if not self._pool.fault and takes(self._caps, kind.width, kind.height):
             try:
                 bitstream = self._encode(kind, frames)
             except NoEncoderError as e:
@@ -86,7 +86,7 @@ class NvencEncoder(FrameEncoder):
         generator = torch.Generator().manual_seed(0)
         height, width = MIN_PICTURE, MIN_PICTURE + 8  # which is not whole in the larger coding units: it is cropped
         noise = torch.randint(0, 256, (6, 3, height, width), generator=generator, dtype=torch.uint8)
-        smooth = _moving_gradients(6, height, width)
+        smooth = moving_gradients(6, height, width)
         for frames in (smooth, noise, noise[:1], smooth ^ (noise & 1), torch.zeros_like(smooth[:2])):
             try:
                 bitstream = self._encode(self._kind(frames), frames)
@@ -136,9 +136,9 @@ def open_encoders(
     """Encoders by the names of codecs, for those that NVENC of this thread's GPU is to encode, and a sentence about it,
     if there is something to say. Raises ConfigError if ``choice`` is nvenc, and it does not encode all HEVC of
     ``codecs``."""
-    wanted = [name for name in codecs if name in _CODECS]
+    wanted = [name for name in codecs if name in CODECS]
     if choice == "nvenc" and not wanted:
-        raise ConfigError(f"encoder = 'nvenc' encodes {' and '.join(_CODECS)}, not {', '.join(codecs)}")
+        raise ConfigError(f"encoder = 'nvenc' encodes {' and '.join(CODECS)}, not {', '.join(codecs)}")
     if choice == "cpu" or not wanted:
         return {}, ""
     encoders, about = open_nvenc(wanted, num_sessions, on_event)
@@ -170,13 +170,13 @@ def open_nvenc(
     for name in codecs:
         reason = "its chroma format is not supported"
         if name in caps:
-            tried = NvencEncoder(_CODECS[name], caps[name], SessionPool([make_session()]))
+            tried = NvencEncoder(CODECS[name], caps[name], SessionPool([make_session()]))
             with ThreadPoolExecutor(1) as thread:  # where no context is current, as on the threads that encode
                 reason = thread.submit(tried.trial).result()
         if reason:
             on_cpu.append(f"; {name} on the CPU: {reason}")
         else:
-            encoders[name] = NvencEncoder(_CODECS[name], caps[name], pool, on_event)
+            encoders[name] = NvencEncoder(CODECS[name], caps[name], pool, on_event)
     return encoders, f"encoded on NVENC: {', '.join(encoders) or 'nothing'}{''.join(on_cpu)}"
 
 
@@ -186,9 +186,3 @@ def _make_current() -> int:
         raise RuntimeError("there is no GPU that torch can use")
     torch.zeros(1, device="cuda")
     return torch.cuda.current_device()
-
-
-def _moving_gradients(num_frames: int, height: int, width: int) -> torch.Tensor:
-    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    planes = torch.stack([(rows * (plane + 1) + columns) // 2 for plane in range(3)])
-    return torch.stack([(planes + frame) % 256 for frame in range(num_frames)]).to(torch.uint8)

@@ -35,15 +35,6 @@ class EncodeCaps:
     max_macroblocks: int
     num_engines: int
 
-    def holds(self, width: int, height: int) -> bool:
-        """Whether pictures of this size are encoded."""
-        macroblocks = -(-width // 16) * -(-height // 16)
-        return (
-            self.min_width <= width <= self.max_width
-            and self.min_height <= height <= self.max_height
-            and macroblocks <= self.max_macroblocks
-        )
-
 
 class Guid(ctypes.Structure):
     """GUID."""

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sgl_kvfetch.codecs.hevc import join_access_units
+from sgl_kvfetch.codecs.video_engines import brief
 
 _REST_S = 60.0  # of a session, after NVENC failed it
 # On the device, for a CUDA context and an encoder's pictures. PyNvVideoCodec 2.2.4 does not look whether it was given
 # the context, and would hand the driver a pointer to nothing.
 _NEEDED_BYTES = 1 << 30
-_MESSAGE_CHARS = 240
 
 _OPTIONS = {
     "codec": "hevc",
@@ -165,8 +165,3 @@ def _stands_alone(access_unit: bytes) -> bool:
         found.add(nal_type)
         at = access_unit.find(b"\0\0\1", at + 3)
     return False
-
-
-def brief(error: Exception) -> str:
-    """PyNvVideoCodec's messages go over several lines."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MESSAGE_CHARS]

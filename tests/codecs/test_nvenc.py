@@ -20,6 +20,7 @@ from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec, access_unit_offsets
 from sgl_kvfetch.codecs.nvenc import CHECK_EVERY, NvencEncoder, open_encoders, open_nvenc
 from sgl_kvfetch.codecs.nvenc_caps import CapsParam, EncodeCaps, Functions, Guid, OpenParams, encode_caps
 from sgl_kvfetch.codecs.nvenc_sessions import NvencSession, SessionPool
+from sgl_kvfetch.codecs.video_engines import takes
 from sgl_kvfetch.container.segment import SegmentReader, SegmentSpec, encode_segment
 from sgl_kvfetch.encode.targets import Target
 from sgl_kvfetch.encode.transcode import transcode, verify_variant
@@ -138,7 +139,7 @@ def test_sizes_that_it_does_not_take() -> None:
     assert nvc.calls == [("YUV444", 160, 160)]
     assert events == {"fallback": 1, "encoded": 1, "checked": 1}
     caps = EncodeCaps(145, 49, 4096, 4096, max_macroblocks=90, num_engines=1)
-    assert [caps.holds(*size) for size in ((144, 144), (152, 144), (160, 152), (4104, 56))] == [
+    assert [takes(caps, *size) for size in ((144, 144), (152, 144), (160, 152), (4104, 56))] == [
         False,
         True,
         False,
@@ -303,7 +304,7 @@ def test_all_is_there(nvc: FakeNvc) -> None:
     assert len(encoders["hevc"]._pool._idle) == 8
     assert encoders["hevc"]._pool is encoders["hevc420"]._pool
     for name, encoder in encoders.items():
-        assert comes_back(nvenc._CODECS[name], encoder, pictures(2))
+        assert comes_back(nvenc.CODECS[name], encoder, pictures(2))
 
 
 def test_only_420(nvc: FakeNvc, monkeypatch: pytest.MonkeyPatch) -> None:
