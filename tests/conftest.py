@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import benchmarks.real_model
 from sgl_kvfetch.testing.models import make_tiny_llama
 
 # Before anything imports SGLang or Triton: both decide at import what they run on.
@@ -28,3 +29,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random Llama, made once."""
     return make_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """A small real language model, SmolLM2-135M-Instruct in bfloat16. It is made once, in the user's cache."""
+    if not benchmarks.real_model.is_available():
+        pytest.skip("needs the packages in scripts/requirements-model.txt, and gguf")
+    return benchmarks.real_model.real_model()
