@@ -25,7 +25,6 @@ from rich.table import Table
 from benchmarks.machine import machine, versions
 from benchmarks.server_facts import kvfetch_traffic
 from sgl_kvfetch.calibrate.model import cut_windows, part_of, prompt_start, read_text, tokenise
-from sgl_kvfetch.config import DEFAULT_TARGET_KL
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.testing.engine import Generation, SGLangServer, hicache_args
 from sgl_kvfetch.testing.metrics import wait_until_written
@@ -132,7 +131,7 @@ def _settings(config: str, profile: str | None) -> dict[str, Any]:
     if name != "klt":
         return {"quantiser": name}
     assert profile is not None
-    return {"profile": str(Path(profile).absolute()), "target_kl": float(target or DEFAULT_TARGET_KL)}
+    return {"profile": str(Path(profile).absolute())} | ({"target_kl": float(target)} if target else {})
 
 
 def _measure(console: Console, args: argparse.Namespace, config: str, prompts: Sequence[list[int]]) -> Row:

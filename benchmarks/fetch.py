@@ -42,13 +42,14 @@ from sgl_kvfetch.encode.transcode import transcode
 from sgl_kvfetch.fetch.fetcher import Fetcher
 from sgl_kvfetch.fetch.plan import PageSource, ReadUnit, read_units
 from sgl_kvfetch.fetch.restore import restore_cell
-from sgl_kvfetch.fetch.sink import GuardedSink, PagePool
-from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.fetch.sink import GuardedSink
+from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpOptions
 from sgl_kvfetch.stores.open import open_replicas
 from sgl_kvfetch.stores.replicas import ReplicaOptions
+from sgl_kvfetch.testing.memory_pool import MemoryPool
 from sgl_kvfetch.testing.store_process import StoreProcess
 from sgl_kvfetch.types import TENSORS, TensorName
 from sgl_kvfetch.write.commit import commit_segment
@@ -59,20 +60,6 @@ READ_BYTES = 256 << 10
 CONNECTIONS = 16
 SETTINGS = {"link": 3.0, "decode": 1 / 3}  # transmitting against decoding and restoring
 _TIMEOUT_S = 300.0
-
-
-class Pool(PagePool):
-    """Pages in memory, touched, so that the first round costs what the others do."""
-
-    def __init__(self, num_pages: int) -> None:
-        shape = (num_pages, PAGE_SIZE, LAYERS, HEADS, HEAD_DIM)
-        self.values = {tensor: torch.ones(shape, dtype=torch.bfloat16) for tensor in TENSORS}
-
-    def write(self, tensor: TensorName, first_layer: int, pages: Sequence[int], values: torch.Tensor) -> None:
-        self.values[tensor][list(pages), :, first_layer : first_layer + values.shape[2]] = values
-
-    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
-        return self.values[tensor][list(pages)]
 
 
 @dataclass(frozen=True)
@@ -141,7 +128,7 @@ def _make_segment(args: argparse.Namespace) -> CodedSegment:
     """K and V that vary slowly along the tokens."""
     quantiser = make_quantiser(args.quantiser)
     namespace = Namespace(
-        "benchmark", "dtype=auto", "mha", "bfloat16", PAGE_SIZE, LAYERS, 0, HEADS, HEAD_DIM, HEAD_DIM, "0/1",
+        "benchmark", "dtype=auto", "mha", "bfloat16", PAGE_SIZE, LAYERS, 0, HEADS, HEAD_DIM, HEAD_DIM,
         quantiser.identity,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
@@ -151,7 +138,7 @@ def _make_segment(args: argparse.Namespace) -> CodedSegment:
         values[tensor] = (noise.cumsum(0) * 0.05 + noise * 0.1).to(torch.bfloat16)
     hashes = [hashlib.sha256(str(page).encode()).digest() for page in range(args.tokens // PAGE_SIZE)]
     codecs = args.codecs.split(",")
-    spec = SegmentSpec(namespace, quantiser, codecs[0], "240p", SPAN_TOKENS // PAGE_SIZE)
+    spec = SegmentSpec(HeadSlice(namespace, range(HEADS)), quantiser, codecs[0], "240p", SPAN_TOKENS // PAGE_SIZE)
     with ThreadPoolExecutor() as pool:
         coded = encode_segment(spec, values, 0, None, hashes, pool)
     return coded if len(codecs) == 1 else transcode(coded.manifest, coded.data, make_targets(codecs, ["240p"]))
@@ -176,7 +163,7 @@ class Bench:
         self._units = [
             unit for span in range(manifest.num_spans) for unit in read_units(self._reader, span, READ_BYTES)
         ]
-        self._pool = Pool(manifest.num_pages)
+        self._pool = MemoryPool(manifest.geometry, manifest.num_pages, 1.0)  # touched, so that no round pays for it
 
     def run(self, name: str, transmit_share: float) -> dict[str, Any]:
         self._decode_restore_s()  # warm up
@@ -268,8 +255,8 @@ class Bench:
         def restore(_: ReadUnit, cell: Any) -> None:
             values = self._reader.dequantise_cell(cell, quantised[cell])
             first, end = self._segment.manifest.span_range(cell.span)
-            layers = self._segment.manifest.group_layers(cell.layer_group)
-            self._pool.write(cell.tensor, layers[0], range(first, end), values.unflatten(0, (-1, PAGE_SIZE)))
+            grid = self._segment.manifest.grid
+            self._pool.write(grid.layers(cell.layer_group), grid.heads(cell.head_block), range(first, end), values)
 
         return self._on_threads(restore)
 

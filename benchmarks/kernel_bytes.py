@@ -4,47 +4,46 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sgl_kvfetch.triton_kernels.tuning import Operation
-
 _SLOT_BYTES = 8
-_SCALE_BYTES = 2  # bfloat16
+_VALUE_SCALE_BYTES = 2  # bfloat16: a step width of `restore`
+_TOKEN_SCALE_BYTES = 4  # float32: a token's step width of `restore_klt`
 _MATRIX_VALUE_BYTES = 2  # bfloat16
 _MEAN_BYTES = _ANGLE_BYTES = 4  # float32
 
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens of one call, and their shape."""
+    """The tokens of one call, and their shape. ``coefficients``: of a token of ``restore_klt``."""
 
     tokens: int
     heads: int = 8
     dim: int = 128
     layers: int = 3
+    coefficients: int = 0
 
     def __str__(self) -> str:
-        return f"{self.tokens} tokens, {self.heads} heads of {self.dim}"
+        coefficients = f", {self.coefficients} coefficients" if self.coefficients else ""
+        return f"{self.tokens} tokens, {self.heads} heads of {self.dim}{coefficients}"
+
+    @property
+    def num_channels(self) -> int:
+        return self.layers * self.heads * self.dim
 
     @property
     def num_values(self) -> int:
-        return self.tokens * self.layers * self.heads * self.dim
+        return self.tokens * self.num_channels
 
 
-def least_bytes(operation: Operation, span: Span, itemsize: int, *, block_heads: int = 1, rotary_dim: int = 0) -> int:
-    """``itemsize``: of a value in the KV buffers. Pictures count as far as they hold values.
+def restore_bytes(span: Span, itemsize: int, num_scales: int | None) -> int:
+    """``itemsize``: of a value in the KV buffers. ``num_scales``: of a token and layer; None for the exact operation.
+    Pictures count as far as they hold values."""
+    planes = itemsize if num_scales is None else 1
+    scales = span.tokens * span.layers * (num_scales or 0) * _VALUE_SCALE_BYTES
+    return span.tokens * _SLOT_BYTES + scales + span.num_values * (planes + itemsize)
 
-    ``block_heads``, ``rotary_dim``: heads of a matrix, and channels that are turned, of ``restore_klt``.
-    """
-    vectors = span.tokens * span.layers
-    num_bytes = span.tokens * _SLOT_BYTES
-    match operation:
-        case "restore_exact" | "pack_exact":
-            return num_bytes + span.num_values * 2 * itemsize
-        case "restore_symmetric" | "pack_head":
-            num_bytes += vectors * span.heads * _SCALE_BYTES
-        case "pack_layer":
-            num_bytes += vectors * _SCALE_BYTES
-        case "restore_klt" | "restore_klt_interleaved":
-            channels = span.layers * span.heads * span.dim
-            num_bytes += vectors * _SCALE_BYTES + span.tokens * rotary_dim * _ANGLE_BYTES
-            num_bytes += channels * (block_heads * span.dim * _MATRIX_VALUE_BYTES + _MEAN_BYTES)
-    return num_bytes + span.num_values * (1 + itemsize)
+
+def restore_klt_bytes(span: Span, itemsize: int, rotary_dim: int) -> int:
+    """Bytes for K, of which ``rotary_dim`` channels of each head are turned, or for V, with 0."""
+    a_token = span.coefficients + _TOKEN_SCALE_BYTES + _SLOT_BYTES + rotary_dim * _ANGLE_BYTES
+    a_channel = span.coefficients * _MATRIX_VALUE_BYTES + _MEAN_BYTES
+    return span.tokens * a_token + span.num_channels * a_channel + span.num_values * itemsize

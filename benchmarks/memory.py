@@ -8,7 +8,8 @@ the pool's pages touched and all code warmed up by a fetch of one span. ``peak``
 whatever the HTTP client holds. On a GPU, frames pass through the buffers of ``device_bytes``, made once; that figure is
 read from the code, not measured.
 
-The prefix is one span of values that drift along the tokens, again and again: lengths, not contents, matter here.
+The prefix is one span again and again: of values that drift along the tokens or, for klt, of random coefficients.
+Lengths, not contents, matter here.
 """
 
 from __future__ import annotations
@@ -32,14 +33,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from benchmarks.machine import machine, versions
-from sgl_kvfetch.config import DEFAULT_TARGET_KL, parse_config
-from sgl_kvfetch.container.segment import CodedChunk, CodedSegment, SegmentSpec, encode_segment, make_variant
-from sgl_kvfetch.keys import Namespace, buddy_split
-from sgl_kvfetch.quant import Quantiser, make_quantiser
-from sgl_kvfetch.quant.klt import KltQuantiser
+from sgl_kvfetch.config import parse_config
+from sgl_kvfetch.container.segment import (
+    CodedChunk,
+    CodedSegment,
+    SegmentSpec,
+    encode_cells,
+    encode_segment,
+    make_variant,
+)
+from sgl_kvfetch.keys import HeadSlice, Namespace, buddy_split
+from sgl_kvfetch.quant import Quantised, Quantiser, make_quantiser
+from sgl_kvfetch.quant.klt import UNIT, ZERO, KltQuantiser
 from sgl_kvfetch.quant.profile import load_profile
 from sgl_kvfetch.stores.local import LocalStore
 from sgl_kvfetch.testing.store_process import StoreProcess
@@ -74,22 +83,24 @@ class Setup:
     def make_quantiser(self) -> Quantiser:
         if self.quantiser == "klt":
             assert self.profile is not None
-            return KltQuantiser(load_profile(self.profile), DEFAULT_TARGET_KL)
+            return KltQuantiser(load_profile(Path(self.profile)))
         assert self.quantiser in ("exact", "uint8")
         return make_quantiser(self.quantiser)
 
     def geometry(self, quantiser: Quantiser) -> KVGeometry:
-        """Eight heads of 128, or what the profile has."""
+        """Eight heads of 128; with a profile its heads, and its first layers, rounded up to whole cells."""
         num_layers, num_heads, k_dim, v_dim = self.layers, 8, 128, 128
         if isinstance(quantiser, KltQuantiser):
             profile = quantiser.profile
-            num_layers, num_heads = min(num_layers, profile.num_layers), profile.num_heads
-            k_dim, v_dim = profile.head_dim("k"), profile.head_dim("v")
+            whole = -(-num_layers // profile.grid.cell_layers) * profile.grid.cell_layers
+            num_layers, num_heads = min(whole, profile.grid.num_layers), profile.grid.num_heads
+            k_dim, v_dim = profile.k_head_dim, profile.v_head_dim
         return KVGeometry(num_layers, num_heads, k_dim, v_dim, PAGE_TOKENS, "bfloat16")
 
-    def namespace(self, quantiser: Quantiser) -> Namespace:
+    def heads(self, quantiser: Quantiser) -> HeadSlice:
+        """All heads of the model."""
         geometry = self.geometry(quantiser)
-        return Namespace(
+        namespace = Namespace(
             model=f"memory {self.codec}",
             model_dtype="dtype=auto",
             attention="mha",
@@ -100,9 +111,9 @@ class Setup:
             num_heads=geometry.num_heads,
             k_head_dim=geometry.k_head_dim,
             v_head_dim=geometry.v_head_dim,
-            head_slice="0/1",
             quantiser=quantiser.identity,
         )
+        return HeadSlice(namespace, range(geometry.num_heads))
 
 
 @dataclass(frozen=True)
@@ -138,15 +149,12 @@ def drifting_values(geometry: KVGeometry, num_tokens: int) -> dict[TensorName, t
 def repeated_segments(setup: Setup, num_tokens: int) -> list[CodedSegment]:
     """A prefix whose spans are all alike. Only one is encoded."""
     quantiser = setup.make_quantiser()
-    namespace = setup.namespace(quantiser)
     span_pages = SPAN_TOKENS // PAGE_TOKENS
     hashes = page_hashes(num_tokens // PAGE_TOKENS)
-    spec = SegmentSpec(namespace, quantiser, setup.codec, "240p", span_pages)
-    values = drifting_values(setup.geometry(quantiser), SPAN_TOKENS)
+    spec = SegmentSpec(setup.heads(quantiser), quantiser, setup.codec, "240p", span_pages)
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        span = encode_segment(spec, values, 0, None, hashes[:span_pages], threads)
+        span = _encode_span(spec, hashes[:span_pages], threads)
     (variant,) = span.manifest.variants
-    layouts = {tensor: variant.layout(tensor) for tensor in TENSORS}
     coded, start = [], 0
     for index, chunk in enumerate(variant.chunks):
         bitstream = span.data[start : start + chunk.size_bytes]
@@ -154,19 +162,26 @@ def repeated_segments(setup: Setup, num_tokens: int) -> list[CodedSegment]:
         start += chunk.size_bytes
     segments = []
     for first, count in buddy_split(0, len(hashes), MAX_SEGMENT_TOKENS // PAGE_TOKENS):
-        repeated, data = make_variant(coded * (count // span_pages), layouts, setup.codec, "240p")
-        manifest = type(span.manifest)(
-            namespace,
-            first,
-            hashes[first - 1] if first else None,
-            tuple(hashes[first : first + count]),
-            span_pages,
-            span.manifest.planes,
-            span.manifest.has_scales,
-            (repeated,),
-        )
-        segments.append(CodedSegment(manifest, data))
+        repeated, data = make_variant(coded * (count // span_pages), variant.layouts, setup.codec, "240p")
+        manifest = spec.manifest(first, hashes[first - 1] if first else None, hashes[first : first + count])
+        segments.append(CodedSegment(msgspec.structs.replace(manifest, variants=(repeated,)), data))
     return segments
+
+
+def _encode_span(spec: SegmentSpec, hashes: Sequence[bytes], threads: ThreadPoolExecutor) -> CodedSegment:
+    if not isinstance(spec.quantiser, KltQuantiser):
+        return encode_segment(spec, drifting_values(spec.heads.geometry, SPAN_TOKENS), 0, None, hashes, threads)
+    manifest = spec.manifest(0, None, hashes)
+    counts = dict(zip(manifest.span_cells(0), manifest.coefficients, strict=True))
+    return encode_cells(spec, manifest, lambda cell: random_coefficients(counts[cell], SPAN_TOKENS), threads)
+
+
+def random_coefficients(count: int, num_tokens: int) -> Quantised:
+    """The parts of a ``klt`` cell without exact tokens, of about three bits a coefficient."""
+    steps = 2 * torch.randn((count, num_tokens), generator=torch.Generator().manual_seed(count))
+    integers = (ZERO + steps.round()).to(torch.uint8)
+    exponents = torch.full((num_tokens,), UNIT, dtype=torch.uint8)
+    return exponents, torch.empty(0, dtype=torch.uint8), integers
 
 
 async def store_prefix(directory: Path, setup: Setup, num_tokens: int) -> None:
@@ -241,7 +256,7 @@ async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point
     with ThreadPoolExecutor(1) as threads:
         client = open_client(
             config,
-            setup.namespace(quantiser),
+            setup.heads(quantiser),
             quantiser,
             encode_pool=threads,
             on_lookup_fault=lambda error: count_miss("lookup", error),

@@ -29,8 +29,6 @@ SGLANG_KEYS = frozenset(
     }
 )
 
-DEFAULT_TARGET_KL = 3e-5
-
 Bins = list[Annotated[int, Field(ge=MIN_BINS, le=MAX_BINS)]]
 MiB = 1 << 20
 
@@ -61,11 +59,12 @@ class KVFetchConfig(BaseModel):
     profile: str | None = Field(
         None, min_length=1, description="file that `kvfetch calibrate` made for this model; klt needs it"
     )
-    target_kl: float = Field(
-        DEFAULT_TARGET_KL,
+    target_kl: float | None = Field(
+        None,
         gt=0,
         le=10,
-        description="what klt may cost: KL divergence of the next token's distribution, in nats, as calibrated",
+        description="what klt may cost: KL divergence of the next token's distribution, in nats, as calibrated; the "
+        "profile's own default if not set",
     )
     cachegen_k_bins: Bins | None = Field(
         None, min_length=1, description="bins of K by layer, the last for all that follow; CacheGen's if not set"

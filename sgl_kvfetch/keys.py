@@ -5,23 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 
 import msgspec
 import xxhash
 
 from sgl_kvfetch.errors import FormatError, NamespaceMismatchError
+from sgl_kvfetch.types import KVGeometry
 
-FORMAT_MAJOR = 1  # readers refuse another
-FORMAT_MINOR = 1  # readers accept any; manifests without what came with it say less
+FORMAT_MAJOR = 2  # readers refuse another
+FORMAT_MINOR = 0  # readers accept any; a higher one may add fields, which they ignore
 
 PAGE_HASH_BYTES = 32  # SGLang's page hashes are SHA-256
-NAMESPACE_HEX_DIGITS = 32
+NAMESPACE_PATTERN = r"[0-9a-f]{32}\.[0-9]{1,3}-[0-9]{1,3}"  # digest, then the heads: first to end
 
 MANIFEST_SUFFIX = ".kvm"
 DATA_SUFFIX = ".kvd"
 
 _NAME = re.compile(
-    rf"(?P<namespace>[0-9a-f]{{{NAMESPACE_HEX_DIGITS}}})/"
+    rf"(?P<namespace>{NAMESPACE_PATTERN})/"
     r"(?P<pages>[1-9][0-9]{0,6})-(?P<hash>[0-9a-f]{64})"
     r"(?:(?P<manifest>\.kvm)|\.(?P<content>[0-9a-f]{32})\.kvd)"
 )
@@ -29,7 +31,10 @@ _NAME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Everything that makes two KV caches incompatible. Equal namespaces may share segments; others never mix."""
+    """Everything that makes two KV caches incompatible. Equal namespaces may share segments; others never mix.
+
+    Which heads a rank has is no part of it: see `HeadSlice`.
+    """
 
     model: str  # fingerprint of the weights and their configs, or what the user vouches for
     model_dtype: str  # dtype the model computes in, quantisation, and a digest of other flags
@@ -38,15 +43,14 @@ class Namespace:
     page_size: int
     num_layers: int
     first_layer: int  # of this pipeline stage
-    num_heads: int  # of this rank
+    num_heads: int  # of the model
     k_head_dim: int
     v_head_dim: int
-    head_slice: str  # "rank/size" of the tensor-parallel split
     quantiser: str  # name and parameters
     format_major: int = FORMAT_MAJOR
 
     def digest(self) -> str:
-        """32 hex digits that name this namespace in a store."""
+        """Return 32 hex digits that name this namespace."""
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode(asdict(self), order="sorted"))
 
     def require_same(self, other: Namespace) -> None:
@@ -59,11 +63,39 @@ class Namespace:
                 )
 
 
+@dataclass(frozen=True)
+class HeadSlice:
+    """Some heads of a namespace: what one rank stores."""
+
+    namespace: Namespace
+    heads: range
+
+    @cached_property
+    def folder(self) -> str:
+        """The name that these segments have in common in a store."""
+        return f"{self.namespace.digest()}.{self.heads.start}-{self.heads.stop}"
+
+    @property
+    def geometry(self) -> KVGeometry:
+        """Raises UnsupportedError for numbers out of bounds."""
+        n = self.namespace
+        return KVGeometry(n.num_layers, len(self.heads), n.k_head_dim, n.v_head_dim, n.page_size, n.kv_dtype)
+
+    def require_same(self, other: HeadSlice) -> None:
+        """Raise NamespaceMismatchError, naming the first field in which ``other`` (what was read) differs."""
+        self.namespace.require_same(other.namespace)
+        if other.heads != self.heads:
+            raise NamespaceMismatchError(
+                f"segment has heads {other.heads.start} to {other.heads.stop}, expected {self.heads.start} to "
+                f"{self.heads.stop}"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentKey:
     """Names a run of ``num_pages`` pages by the chained hash of its last one."""
 
-    namespace: str
+    namespace: str  # `HeadSlice.folder`
     num_pages: int
     last_page_hash: bytes
 

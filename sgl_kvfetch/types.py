@@ -43,6 +43,39 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
+class CellGrid:
+    """How a KV cache is cut into cells along its layers and heads: blocks of ``cell_heads`` heads of ``cell_layers``
+    layers. The last layers may make smaller cells; heads divide evenly."""
+
+    num_layers: int
+    num_heads: int
+    cell_layers: int
+    cell_heads: int
+
+    def __post_init__(self) -> None:
+        assert self.num_heads % self.cell_heads == 0, self
+
+    @property
+    def num_layer_groups(self) -> int:
+        return -(-self.num_layers // self.cell_layers)
+
+    @property
+    def num_head_blocks(self) -> int:
+        return self.num_heads // self.cell_heads
+
+    def layers(self, group: int) -> range:
+        first = group * self.cell_layers
+        return range(first, min(first + self.cell_layers, self.num_layers))
+
+    def heads(self, block: int) -> range:
+        return range(block * self.cell_heads, (block + 1) * self.cell_heads)
+
+    def cells(self) -> list[tuple[int, int]]:
+        """Return each cell's layer group and head block, in storage order."""
+        return [(group, block) for group in range(self.num_layer_groups) for block in range(self.num_head_blocks)]
+
+
+@dataclass(frozen=True, slots=True)
 class KVGeometry:
     """Shape of one rank's KV cache. K and V may differ in width; everything else is theirs in common."""
 

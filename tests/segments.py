@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import msgspec
 import torch
 
 from sgl_kvfetch.container.manifest import Manifest
 from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment
-from sgl_kvfetch.keys import Namespace
-from sgl_kvfetch.quant import Quantiser, make_quantiser
-from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, torch_dtype
+from sgl_kvfetch.keys import HeadSlice, Namespace
+from sgl_kvfetch.quant import CellPlace, CellValues, Quantiser, make_quantiser
+from sgl_kvfetch.types import TENSORS, CellGrid, KVGeometry, TensorName, torch_dtype
 
 SMALL = KVGeometry(num_layers=4, num_heads=2, k_head_dim=48, v_head_dim=64, page_size=4, dtype="bfloat16")
 
 
-def make_namespace(geometry: KVGeometry = SMALL, quantiser: Quantiser | None = None, model: str = "m") -> Namespace:
-    return Namespace(
+def make_heads(geometry: KVGeometry = SMALL, quantiser: Quantiser | None = None, model: str = "m") -> HeadSlice:
+    """All heads of a model of this shape."""
+    namespace = Namespace(
         model=model,
         model_dtype="dtype=auto",
         attention="mha",
@@ -28,9 +30,9 @@ def make_namespace(geometry: KVGeometry = SMALL, quantiser: Quantiser | None = N
         num_heads=geometry.num_heads,
         k_head_dim=geometry.k_head_dim,
         v_head_dim=geometry.v_head_dim,
-        head_slice="0/1",
         quantiser=(quantiser or make_quantiser("exact")).identity,
     )
+    return HeadSlice(namespace, range(geometry.num_heads))
 
 
 def page_hashes(num_pages: int, seed: str = "", first_page: int = 0) -> list[bytes]:
@@ -53,8 +55,22 @@ def make_values(geometry: KVGeometry, num_pages: int, seed: int = 0) -> dict[Ten
     return values
 
 
+def there_and_back(quantiser: Quantiser, values: Mapping[TensorName, torch.Tensor]) -> dict[TensorName, torch.Tensor]:
+    """All layers' and heads' values quantised and restored, ``(tokens, layers, heads, dim)``."""
+    num_tokens, num_layers, num_heads, _ = values["k"].shape
+    restored = {t: torch.empty_like(values[t]) for t in TENSORS}
+    grid = CellGrid(num_layers, num_heads, quantiser.cell_layers, quantiser.cell_heads(num_heads))
+    for group, block in grid.cells():
+        layers, heads = grid.layers(group), grid.heads(block)
+        place = CellPlace(layers, heads, range(num_tokens))
+        cell = (slice(None), slice(layers.start, layers.stop), slice(heads.start, heads.stop))
+        quantised = quantiser.quantise(CellValues(*(values[t][cell] for t in TENSORS)), place)
+        for tensor, back in zip(TENSORS, quantiser.dequantise(quantised, values["k"].dtype, place), strict=True):
+            restored[tensor][cell] = back
+    return restored
+
+
 def without_frame_sums(manifest: Manifest) -> Manifest:
-    """As format 1.0 has it."""
     variants = tuple(msgspec.structs.replace(variant, frame_sums=()) for variant in manifest.variants)
     return msgspec.structs.replace(manifest, variants=variants)
 
@@ -69,11 +85,11 @@ def make_segment(
     span_pages: int = 2,
     seed: str = "",
     model: str = "m",
+    values: dict[TensorName, torch.Tensor] | None = None,
 ) -> tuple[CodedSegment, dict[TensorName, torch.Tensor]]:
     quantiser = quantiser or make_quantiser("exact")
-    namespace = make_namespace(geometry, quantiser, model)
-    values = make_values(geometry, num_pages)
-    spec = SegmentSpec(namespace, quantiser, codec, "240p", span_pages)
+    values = make_values(geometry, num_pages) if values is None else values
+    spec = SegmentSpec(make_heads(geometry, quantiser, model), quantiser, codec, "240p", span_pages)
     hashes = page_hashes(num_pages, seed, first_page)
     previous = page_hashes(1, seed, first_page - 1)[0] if first_page else None
     return encode_segment(spec, values, first_page, previous, hashes), values

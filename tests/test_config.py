@@ -37,7 +37,7 @@ def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
     [
         ({"quantizer": "uint8"}, r"unknown key 'quantizer' \(= 'uint8'\); did you mean 'quantiser'"),
         ({"zzz": 1}, r"unknown key 'zzz' \(= 1\); known keys are store, token"),
-        ({"codec": "h264"}, "codec = 'h264': .*'hevc', 'hevc420', 'zstd' or 'deflate'"),
+        ({"codec": "h264"}, "codec = 'h264': .*'hevc', 'hevc420', 'zstd', 'deflate' or 'raw'"),
         ({"quantiser": "int4"}, "quantiser = 'int4': .*'exact', 'uint8', 'cachegen' or 'klt'"),
         ({"fetch_timeout_s": 0}, "fetch_timeout_s = 0: .*greater than 0"),
         ({"max_connections": "many"}, "max_connections = 'many': .*integer"),

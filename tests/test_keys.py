@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_kvfetch.errors import FormatError, NamespaceMismatchError
-from sgl_kvfetch.keys import Namespace, SegmentKey, buddy_split, is_power_of_two, parse_object_name
-from tests.segments import make_namespace
+from sgl_kvfetch.keys import HeadSlice, Namespace, SegmentKey, buddy_split, is_power_of_two, parse_object_name
+from tests.segments import make_heads
 
 
 @given(first=st.integers(0, 5000), count=st.integers(0, 5000), log=st.integers(0, 10))
@@ -34,18 +34,31 @@ def test_examples() -> None:
 
 
 def test_every_field_of_a_namespace_counts() -> None:
-    namespace = make_namespace()
+    namespace = make_heads().namespace
     for field in fields(Namespace):
         value = getattr(namespace, field.name)
         other = replace(namespace, **{field.name: value + "x" if isinstance(value, str) else value + 1})
         assert other.digest() != namespace.digest()
         with pytest.raises(NamespaceMismatchError, match=f": {field.name} is "):
             namespace.require_same(other)
-    namespace.require_same(make_namespace())
+    namespace.require_same(make_heads().namespace)
+
+
+def test_other_heads_are_stored_elsewhere() -> None:
+    both = make_heads()
+    first = HeadSlice(both.namespace, range(1))
+    assert first.folder == f"{both.namespace.digest()}.0-1"
+    assert (first.geometry.num_heads, both.geometry.num_heads) == (1, 2)
+    with pytest.raises(NamespaceMismatchError, match="segment has heads 0 to 1, expected 0 to 2"):
+        both.require_same(first)
+    both.require_same(make_heads())
+
+
+SPACE = "ab" * 16 + ".0-8"
 
 
 def test_object_names() -> None:
-    key = SegmentKey("ab" * 16, 32, bytes(range(32)))
+    key = SegmentKey(SPACE, 32, bytes(range(32)))
     manifest = parse_object_name(key.manifest_name)
     assert manifest.segment == key
     assert manifest.is_manifest
@@ -60,12 +73,14 @@ def test_object_names() -> None:
         "",
         "/",
         "../../etc/passwd",
-        "ab" * 16 + "/../x.kvm",
-        "ab" * 16 + "/0-" + "00" * 32 + ".kvm",
-        "ab" * 16 + "/1-" + "00" * 32,
-        "ab" * 16 + "/1-" + "00" * 32 + ".kvm\n",
-        "ab" * 16 + "/1-" + "00" * 32 + ".xyz.kvd",
-        "AB" * 16 + "/1-" + "00" * 32 + ".kvm",
+        f"{SPACE}/../x.kvm",
+        f"{SPACE}/0-{'00' * 32}.kvm",
+        f"{SPACE}/1-{'00' * 32}",
+        f"{SPACE}/1-{'00' * 32}.kvm\n",
+        f"{SPACE}/1-{'00' * 32}.xyz.kvd",
+        f"{'AB' * 16}.0-8/1-{'00' * 32}.kvm",
+        f"{'ab' * 16}/1-{'00' * 32}.kvm",
+        f"{'ab' * 16}.0-/1-{'00' * 32}.kvm",
     ],
 )
 def test_other_names_are_refused(name: str) -> None:

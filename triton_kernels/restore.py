@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from sgl_kvfetch.layout.frames import FrameLayout
-from sgl_kvfetch.quant.base import Quantised
-from sgl_kvfetch.quant.exact import ExactQuantiser
+from sgl_kvfetch.layout.tiles import TileLayout
+from sgl_kvfetch.quant.exact import from_planes
 from sgl_kvfetch.triton_kernels.runtime import (
     COMPILE_OPTIONS,
     integer_view,
@@ -31,21 +30,22 @@ from sgl_kvfetch.triton_kernels.tiles import (
     tiles_of,
     tokens_of_frames,
 )
-from sgl_kvfetch.triton_kernels.tuning import Tuning, tuning_for
+
+# What one program takes of each layer, and the warps that share it.
+BLOCK_VALUES, NUM_WARPS = 2048, 4
 
 
 def restore(
     frames: Sequence[torch.Tensor],
-    layout: FrameLayout,
+    layout: TileLayout,
     slots: torch.Tensor,
     outputs: Sequence[torch.Tensor],
     *,
     scales: torch.Tensor | None = None,
     centres: Sequence[int] | None = None,
     first_frame: int = 0,
-    tuning: Tuning | None = None,
 ) -> None:
-    """Write the tokens that some frames of a span hold. The same bits as ``Quantiser.dequantise`` would give.
+    """Write the K or V of the tokens that some frames of a span hold: the bits that ``Quantiser.dequantise`` gives.
 
     On the CPU the reference runs, unless Triton interprets; elsewhere the kernels, on the current stream.
 
@@ -59,7 +59,6 @@ def restore(
             and heads may lie apart, a head's values may not.
         scales: bfloat16 ``(tokens, layers, heads or 1)``, the symmetric quantisers' step widths; None for ``exact``.
         centres: ``(layers,)``, the integers that stand for zero. With ``scales`` only.
-        tuning: Another cut into programs than the table's. It changes no bit.
 
     Raises:
         ValueError: arguments that do not fit together.
@@ -76,7 +75,7 @@ def restore(
     if not slots.numel() or not frames[0].shape[0]:
         return
     if use_kernels(slots.device):
-        _launch(frames, layout, slots, outputs, scales, centres, first_frame, tuning)
+        _launch(frames, layout, slots, outputs, scales, centres, first_frame)
     else:
         restore_reference(frames, layout, slots, outputs, scales, centres, first_frame)
 
@@ -88,7 +87,7 @@ def planes_of(buffers: Sequence[torch.Tensor], scales: torch.Tensor | None) -> i
 
 def restore_reference(
     frames: Sequence[torch.Tensor],
-    layout: FrameLayout,
+    layout: TileLayout,
     slots: torch.Tensor,
     outputs: Sequence[torch.Tensor],
     scales: torch.Tensor | None,
@@ -99,13 +98,11 @@ def restore_reference(
     num_layers, (_, num_heads, head_dim) = len(outputs), outputs[0].shape
     kept, tokens = tokens_of_frames(layout, slots, first_frame, frames[0].shape[0])
     integers = [
-        layout.from_frames(f, f.shape[0] * layout.tokens_per_frame, num_layers, num_heads, head_dim)[kept]
+        layout.from_frames(f, (f.shape[0] * layout.tokens_per_frame, num_layers, num_heads, head_dim))[kept]
         for f in frames
     ]
     if scales is None:
-        values = ExactQuantiser().dequantise(
-            Quantised(torch.stack(integers), None), integer_view(outputs[0]).dtype, "k", 0
-        )
+        values = from_planes(torch.stack(integers), integer_view(outputs[0]).dtype)
     else:
         centre = torch.tensor(centres, dtype=torch.float32, device=slots.device).view(1, -1, 1, 1)
         step = scales[tokens].to(torch.float32).unsqueeze(-1)  # (tokens, layers, heads or 1, 1)
@@ -137,32 +134,30 @@ def _require_scales(
 
 def _launch(
     frames: Sequence[torch.Tensor],
-    layout: FrameLayout,
+    layout: TileLayout,
     slots: torch.Tensor,
     outputs: Sequence[torch.Tensor],
     scales: torch.Tensor | None,
     centres: Sequence[int] | None,
     first_frame: int,
-    tuning: Tuning | None,
 ) -> None:
     _, num_heads, head_dim = outputs[0].shape
     buffers = tuple(integer_view(x) for x in outputs) if scales is None else tuple(outputs)
-    tuning = tuning or tuning_for("restore_exact" if scales is None else "restore_symmetric", buffers[0])
     chunk = chunk_of(head_dim)
-    rows = max(1, tuning.block // chunk)
+    rows = max(1, BLOCK_VALUES // chunk)
     rows_per_frame = layout.tokens_per_frame * num_heads * triton.cdiv(head_dim, chunk)
     grid = (triton.cdiv(rows_per_frame, rows) * frames[0].shape[0],)
     common = (
         slots,
         slots.numel(),
         first_frame,
-        layout.num_frames(slots.numel()),
+        layout.num_frames((slots.numel(),)),
         frames[0].stride(0),
         outputs[0].stride(0),
         outputs[0].stride(1),
     )
     constants = {"L": tiles_of(layout, num_heads, head_dim), "CHUNK": chunk, "ROWS": rows}
-    options = {"num_warps": tuning.warps, **COMPILE_OPTIONS}
+    options = {"num_warps": NUM_WARPS, **COMPILE_OPTIONS}
     with on_device(slots.device):
         if scales is None:
             restore_exact_kernel[grid](tuple(frames), buffers, *common, **constants, **options)
@@ -185,7 +180,7 @@ def _locate(p_slots, num_tokens, first_frame, num_frames, L: tl.constexpr, CHUNK
     """This program's frame, and of its ROWS rows: token, slot and head, ``(ROWS,)``; dim, pixel and mask, ``(ROWS,
     CHUNK)``."""
     i_frame, o_place, o_head, o_dim = rows_of(L, CHUNK, ROWS)
-    o_token, _, b_slot = slots_of(p_slots, first_frame + i_frame, o_place, num_tokens, num_frames, L)
+    o_token, b_slot = slots_of(p_slots, first_frame + i_frame, o_place, num_tokens, num_frames, L)
     o_pixel = pixel_of(o_place[:, None], o_head[:, None], o_dim, L)
     return i_frame, o_token, b_slot, o_head, o_dim, o_pixel, (b_slot >= 0)[:, None] & (o_dim < L.head_dim)
 
@@ -250,5 +245,5 @@ def restore_exact_kernel(
         for i_plane in tl.static_range(len(p_frames)):
             b_byte = tl.load(p_frames[i_plane] + o_frame + i_layer * (L.height * L.width) + o_pixel, mask=m, other=0)
             b_value |= b_byte.to(tl.uint32) << (8 * i_plane)
-        b_value = (b_value >> 1) | (b_value << (8 * len(p_frames) - 1))  # ``ExactQuantiser``: the sign comes back
+        b_value = (b_value >> 1) | (b_value << (8 * len(p_frames) - 1))  # ``quant.exact``: the sign comes back
         tl.store(p_outputs[i_layer] + o_output, b_value.to(p_outputs[i_layer].dtype.element_ty), mask=m)

@@ -1,4 +1,4 @@
-"""Triton, where there is one, and what both kernels ask of their arguments."""
+"""Triton, where there is one, and what the kernels ask of their arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.layout.frames import PLANES, FrameLayout
+from sgl_kvfetch.layout.frames import PLANES
+from sgl_kvfetch.layout.tiles import TileLayout
 
 try:
     import triton
@@ -23,7 +24,7 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 # They differ from launch to launch: a kernel compiled anew for each multiple of 16 would stall the restore.
-_VARYING = ("num_tokens", "first_frame", "num_frames", "num_vectors")
+_VARYING = ("num_tokens", "num_coefficients", "first_frame", "num_frames", "num_vectors")
 
 # Contracting a multiply and an add would round once where the reference rounds twice.
 COMPILE_OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
@@ -62,12 +63,12 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_buffers(buffers: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
-    """Raise ValueError unless these are KV buffers of one layer group and token rows in them.
+    """Raise ValueError unless these are KV buffers, one a layer, and token rows in them.
 
-    ``buffers``: 1 to 3 of ``(num_slots, heads, dim)``, alike in shape, strides, dtype and device, dim contiguous.
+    ``buffers``: one or more of ``(num_slots, heads, dim)``, alike in shape, strides, dtype and device, dim contiguous.
     ``slots``: int64 ``(tokens,)``. Their values are looked at on the CPU only: a GPU would have to be waited for.
     """
-    require(1 <= len(buffers) <= PLANES, f"{len(buffers)} buffers, expected one a layer, 1 to {PLANES}")
+    require(len(buffers) > 0, "no buffers, expected one a layer")
     first = buffers[0]
     require(first.ndim == 3, f"buffer has shape {tuple(first.shape)}, expected (num_slots, heads, dim)")
     require(first.stride(2) == 1, f"buffer has strides {first.stride()}, expected the last to be 1")
@@ -89,7 +90,7 @@ def require_buffers(buffers: Sequence[torch.Tensor], slots: torch.Tensor) -> Non
 
 def require_frames(
     frames: Sequence[torch.Tensor],
-    layout: FrameLayout,
+    layout: TileLayout,
     slots: torch.Tensor,
     outputs: Sequence[torch.Tensor],
     first_frame: int,
@@ -98,7 +99,7 @@ def require_frames(
     """Raise ValueError unless these are ``num_planes`` byte planes of frames ``first_frame`` and on of the span that
     ``slots`` are for, uint8 ``(n, 3, height, width)`` each, and FormatError unless they hold tokens of the outputs'
     shape. Each frame is contiguous; the distance between frames is free."""
-    layout.require_fits(*outputs[0].shape[1:])
+    layout.require_fits((slots.numel(), len(outputs), *outputs[0].shape[1:]))
     require(
         len(frames) == num_planes,
         f"{len(frames)} byte planes of frames, expected {num_planes} for {outputs[0].dtype}",
@@ -120,7 +121,7 @@ def require_frames(
             f"strides {first.stride()} and {x.stride()}",
         )
         require(x.device == slots.device, f"frames are on {x.device}, slots on {slots.device}")
-    num_frames = layout.num_frames(slots.numel())
+    num_frames = layout.num_frames((slots.numel(),))
     require(
         first_frame >= 0 and first_frame + first.shape[0] <= num_frames,
         f"frames {first_frame} to {first_frame + first.shape[0]}, but {tuple(slots.shape)} tokens fill {num_frames}",

@@ -1,4 +1,4 @@
-"""Addresses: the kernels' side of ``FrameLayout``, and how values are cut into rows.
+"""Addresses: the kernels' side of ``TileLayout``, and how values are cut into rows.
 
 A *row* is a run of ``CHUNK`` values of one head of one token. Rows of a frame count up through the chunks of a head,
 the heads of a token and the places of the frame, so that rows next to each other lie next to each other in the KV
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from sgl_kvfetch.layout.frames import FrameLayout
+from sgl_kvfetch.layout.tiles import TileLayout
 from sgl_kvfetch.triton_kernels.runtime import jit, tl
 
 _MIN_CHUNK, _MAX_CHUNK = 16, 64
@@ -21,32 +21,26 @@ _MIN_CHUNK, _MAX_CHUNK = 16, 64
 class Tiles(NamedTuple):
     """A layout and the shape of a token, the constant ``L`` of every kernel. A tuple, which Triton can hash."""
 
-    sliced: bool
     places: int  # of a frame
     tile_cols: int
     head_rows: int
     head_cols: int
     dim_rows: int
     dim_cols: int
-    token_rows: int
-    token_cols: int
     width: int
     height: int
     num_heads: int
     head_dim: int
 
 
-def tiles_of(layout: FrameLayout, num_heads: int, head_dim: int) -> Tiles:
+def tiles_of(layout: TileLayout, num_heads: int, head_dim: int) -> Tiles:
     return Tiles(
-        sliced=layout.inter_frame == "sliced",
         places=layout.tokens_per_frame,
         tile_cols=layout.tile_cols,
         head_rows=layout.head_rows,
         head_cols=layout.head_cols,
         dim_rows=layout.dim_rows,
         dim_cols=layout.dim_cols,
-        token_rows=layout.token_rows,
-        token_cols=layout.token_cols,
         width=layout.width,
         height=layout.height,
         num_heads=num_heads,
@@ -55,16 +49,13 @@ def tiles_of(layout: FrameLayout, num_heads: int, head_dim: int) -> Tiles:
 
 
 def tokens_of_frames(
-    layout: FrameLayout, slots: torch.Tensor, first_frame: int, num_frames: int
+    layout: TileLayout, slots: torch.Tensor, first_frame: int, num_frames: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For references: of some of a span's frames, given to ``from_frames`` as if they were all, which of the tokens
     that it returns have a slot, and which tokens of the span those are; int64 both."""
     num_tokens = slots.numel()
     local = torch.arange(num_frames * layout.tokens_per_frame, device=slots.device)
-    if layout.inter_frame == "sequential":
-        tokens = first_frame * layout.tokens_per_frame + local
-    else:
-        tokens = local // num_frames * layout.num_frames(num_tokens) + first_frame + local % num_frames
+    tokens = local // num_frames * layout.num_frames((num_tokens,)) + first_frame + local % num_frames
     kept = (tokens < num_tokens).nonzero().squeeze(1)
     kept = kept[slots[tokens[kept]] >= 0]
     return kept, tokens[kept]
@@ -97,44 +88,23 @@ def rows_of(L: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
 
 
 @jit
-def token_of(i_frame, i_place, num_frames, L: tl.constexpr):
-    """The token of the span that a place of a frame holds; past the span's end for padding."""
-    if L.sliced:
-        return i_place * num_frames + i_frame
-    else:
-        return i_frame * L.places + i_place
-
-
-@jit
 def slots_of(p_slots, i_frame, o_place, num_tokens, num_frames, L: tl.constexpr):
-    """Of some places of a frame: token, whether there is one, and its slot, -1 where there is none."""
-    o_token = token_of(i_frame, o_place, num_frames, L)
+    """Of some places of a frame: the token, and its slot, -1 where there is none."""
+    o_token = o_place * num_frames + i_frame
     m_token = (o_place < L.places) & (o_token < num_tokens)
-    return o_token, m_token, tl.load(p_slots + o_token, mask=m_token, other=-1)
+    return o_token, tl.load(p_slots + o_token, mask=m_token, other=-1)
 
 
 @jit
 def pixel_of(i_place, i_head, i_dim, L: tl.constexpr):
     """A value's offset in its plane."""
-    i_tile = i_place // (L.token_rows * L.token_cols)
     y = (
-        (i_tile // L.tile_cols) * (L.head_rows * L.dim_rows)
+        (i_place // L.tile_cols) * (L.head_rows * L.dim_rows)
         + (i_head // L.head_cols) * L.dim_rows
         + i_dim // L.dim_cols
     )
-    x = (i_tile % L.tile_cols) * (L.head_cols * L.dim_cols) + (i_head % L.head_cols) * L.dim_cols + i_dim % L.dim_cols
-    y = y * L.token_rows + i_place // L.token_cols % L.token_rows
-    x = x * L.token_cols + i_place % L.token_cols
+    x = (i_place % L.tile_cols) * (L.head_cols * L.dim_cols) + (i_head % L.head_cols) * L.dim_cols + i_dim % L.dim_cols
     return y * L.width + x
-
-
-@jit
-def to_float32(b_x):
-    """Widen exactly. Not by a cast: Triton's interpreter gets bfloat16 subnormals wrong."""
-    if b_x.dtype == tl.bfloat16:
-        return (b_x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return b_x.to(tl.float32)
 
 
 @jit

@@ -16,14 +16,17 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
+from benchmarks.codec.baselines.kvtc.calibration import calibrate
+from benchmarks.codec.baselines.kvtc.method import Kvtc
 from benchmarks.codec.measure import Measured, measure
 from benchmarks.codec.method import Method
 from benchmarks.codec.methods import all_methods, select
 from benchmarks.codec.options import Options, parse_options
 from benchmarks.codec.plot import plot_rates
 from benchmarks.codec.report import print_methods, print_table, to_json
+from benchmarks.codec.windows import windows_of
 from benchmarks.report import write_json
-from sgl_kvfetch.calibrate.model import KVModel, cut_windows, fractions_of, part_of, read_text
+from sgl_kvfetch.calibrate.model import KVModel, fractions_of, read_text
 from sgl_kvfetch.errors import ConfigError, KVFetchError
 from sgl_kvfetch.quant.profile import Profile, load_profile
 
@@ -50,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _benchmark(options: Options, console: Console) -> int:
     started_s = time.monotonic()
     profile = load_profile(options.profile) if options.profile is not None else None
-    methods = select(all_methods(profile), options.methods)
+    methods = select(all_methods(profile, can_calibrate=options.calibrate_text is not None), options.methods)
     if options.list_methods:
         print_methods([(method.name, method.source) for method in methods], console)
         return 0
@@ -60,11 +63,19 @@ def _benchmark(options: Options, console: Console) -> int:
     model = KVModel(options.model, device=_device(options.device))
     if profile is not None:
         _require_profile_of(profile, model)
-    measured = _measure(model, texts, methods, options)
+    length = options.context_tokens + options.continuation_tokens
+    windows = windows_of(model, texts, options.part, options.windows, length + 1)  # the last is only predicted
+    fitted = [method for method in methods if isinstance(method, Kvtc)]
+    if fitted:
+        _calibrate(model, fitted, options)
+    measured = _measure(model, windows, methods, options)
     duration_s = time.monotonic() - started_s
     print_table(measured, console)
     if profile is not None and _was_calibrated_on(profile, options.text, options.part):
         note = f"{options.profile} was calibrated on text that is measured here, which flatters klt; see --part"
+        console.print(note, style="yellow", markup=False)
+    if fitted and options.calibrate_text == options.text and _overlap(options.part, options.calibrate_part):
+        note = "KVTC was calibrated on text that is measured here, which flatters it; see --calibrate-part"
         console.print(note, style="yellow", markup=False)
     if options.json_path is not None:
         write_json(options.json_path, to_json(measured, options, model.device, duration_s))
@@ -80,13 +91,24 @@ def _benchmark(options: Options, console: Console) -> int:
     return 0
 
 
-def _measure(model: KVModel, texts: Sequence[str], methods: Sequence[Method], options: Options) -> Measured:
-    window_tokens = options.context_tokens + options.continuation_tokens + 1  # the last is only predicted
-    tokens = [part_of(model.tokenise(text), options.part) for text in texts]
-    windows = cut_windows(tokens, options.windows, window_tokens, model.start)
-    most = getattr(model.config, "max_position_embeddings", None)
-    if most is not None and window_tokens > most:
-        raise ConfigError(f"windows of {window_tokens} tokens are longer than the model's {most} positions")
+def _calibrate(model: KVModel, methods: Sequence[Kvtc], options: Options) -> None:
+    assert options.calibrate_text is not None
+    length = options.context_tokens + options.continuation_tokens
+    windows = windows_of(
+        model, read_text(options.calibrate_text), options.calibrate_part, options.calibrate_windows, length
+    )
+    with tqdm(unit="step", disable=not sys.stderr.isatty()) as bar:
+
+        def on_step(what: str) -> None:
+            bar.set_postfix_str(f"KVTC: {what}")
+            bar.update()
+
+        fit = calibrate(model, windows, sorted({method.ratio for method in methods}), on_step)
+    for method in methods:
+        method.fit = fit
+
+
+def _measure(model: KVModel, windows: Sequence[torch.Tensor], methods: Sequence[Method], options: Options) -> Measured:
     with tqdm(total=len(windows) * len(methods), unit="run", disable=not sys.stderr.isatty()) as bar:
 
         def on_step(name: str) -> None:
@@ -97,7 +119,7 @@ def _measure(model: KVModel, texts: Sequence[str], methods: Sequence[Method], op
 
 
 def _require_profile_of(profile: Profile, model: KVModel) -> None:
-    found = (profile.num_layers, profile.num_heads, profile.head_dim("k"), profile.head_dim("v"))
+    found = (profile.grid.num_layers, profile.grid.num_heads, profile.k_head_dim, profile.v_head_dim)
     expected = (model.num_layers, model.num_heads, model.k_head_dim, model.v_head_dim)
     if found != expected:
         raise ConfigError(
@@ -108,8 +130,12 @@ def _require_profile_of(profile: Profile, model: KVModel) -> None:
 
 def _was_calibrated_on(profile: Profile, text: Path, part: str) -> bool:
     """As far as names tell."""
-    (first, end), (its_first, its_end) = fractions_of(part), fractions_of(profile.calibration.part or "0:1")
-    return profile.calibration.text == text.name and first < its_end and its_first < end
+    return profile.calibration.text == text.name and _overlap(part, profile.calibration.part or "0:1")
+
+
+def _overlap(part: str, other: str) -> bool:
+    (first, end), (other_first, other_end) = fractions_of(part), fractions_of(other)
+    return first < other_end and other_first < end
 
 
 def _device(name: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,8 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Row:
-    """One method over all windows. Speeds in megabytes (10^6) of raw bfloat16 a second."""
+    """One method over all windows. Speeds in megabytes (10^6) of raw bfloat16 a second. ``shares``: of all bytes, by
+    what they hold; empty where the method does not tell."""
 
     name: str
     source: str
@@ -39,6 +41,7 @@ class Row:
     top1: Estimate
     encode_mb_s: float
     decode_mb_s: float
+    shares: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Measured:
 @dataclass(frozen=True)
 class _Sample:
     coded_bytes: int
+    sizes: Mapping[str, int]
     encode_s: float
     decode_s: float
     divergence: Divergence
@@ -110,7 +114,7 @@ def _nll(log_probabilities: torch.Tensor, following: torch.Tensor) -> float:
 def _divergence(exact: torch.Tensor, restored: torch.Tensor, following: torch.Tensor) -> Divergence:
     """Of log probabilities ``(tokens, vocabulary)``."""
     kl = 0.0
-    for p, q in zip(exact.split(_ROWS_AT_ONCE), restored.split(_ROWS_AT_ONCE), strict=True):
+    for p, q in zip(*(torch.split(x, _ROWS_AT_ONCE) for x in (exact, restored)), strict=True):
         p, q = p.double(), q.double()
         kl += float((p.exp() * (p - q)).sum())
     top1 = float((exact.argmax(1) == restored.argmax(1)).double().mean())
@@ -118,11 +122,12 @@ def _divergence(exact: torch.Tensor, restored: torch.Tensor, following: torch.Te
 
 
 def _sample(coded: Coded, divergence: Divergence, exact_nll: float) -> _Sample:
-    return _Sample(coded.num_bytes, coded.encode_s, coded.decode_s, divergence, exact_nll)
+    return _Sample(coded.num_bytes, coded.sizes, coded.encode_s, coded.decode_s, divergence, exact_nll)
 
 
 def _row(method: Method, samples: Sequence[_Sample], shape: KVShape) -> Row:
     bits = estimate([s.coded_bytes * 8 / shape.num_values for s in samples])
+    sizes = sum((Counter(s.sizes) for s in samples), Counter[str]())
     raw_mb = shape.raw_bytes * len(samples) / 1e6
     return Row(
         name=method.name,
@@ -135,4 +140,5 @@ def _row(method: Method, samples: Sequence[_Sample], shape: KVShape) -> Row:
         top1=estimate([s.divergence.top1 for s in samples]),
         encode_mb_s=raw_mb / sum(s.encode_s for s in samples),
         decode_mb_s=raw_mb / sum(s.decode_s for s in samples),
+        shares={name: size / sizes.total() for name, size in sizes.items()},
     )

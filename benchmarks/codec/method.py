@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,11 +46,13 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """``k``, ``v``: what came back, bfloat16 ``(tokens, layers, heads, dim)``. ``num_bytes``: all that was stored."""
+    """``k``, ``v``: what came back, bfloat16 ``(tokens, layers, heads, dim)``. ``num_bytes``: all that was stored.
+    ``sizes``: as in ``Method``."""
 
     k: torch.Tensor
     v: torch.Tensor
     num_bytes: int
+    sizes: Mapping[str, int]
     encode_s: float
     decode_s: float
 
@@ -75,6 +77,11 @@ class Method(ABC):
     def decode(self, parts: Sequence[bytes], shape: KVShape) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V back from what ``encode`` returned, and from nothing else."""
 
+    def sizes(self, parts: Sequence[bytes]) -> Mapping[str, int]:
+        """Tell apart what the bytes that ``encode`` returned hold: names with bytes, which add up to all. Empty for a
+        method that does not tell."""
+        return {}
+
     def code(self, k: torch.Tensor, v: torch.Tensor) -> Coded:
         """There and back, with the time that each way took."""
         assert k.dtype == v.dtype == KV_DTYPE, (k.dtype, v.dtype)
@@ -87,7 +94,9 @@ class Method(ABC):
         for tensor, values in zip(TENSORS, restored, strict=True):
             assert values.shape == shape.of_tensor(tensor), (self.name, values.shape)
             assert values.dtype == KV_DTYPE, (self.name, values.dtype)
-        return Coded(*restored, sum(map(len, parts)), encoded_s - started_s, decoded_s - encoded_s)
+        num_bytes, sizes = sum(map(len, parts)), self.sizes(parts)
+        assert sum(sizes.values()) == num_bytes or not sizes, (self.name, sizes, num_bytes)
+        return Coded(*restored, num_bytes, sizes, encoded_s - started_s, decoded_s - encoded_s)
 
 
 def to_bytes(values: torch.Tensor) -> bytes:

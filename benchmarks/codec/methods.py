@@ -6,14 +6,18 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from benchmarks.codec.baselines import baselines
+from benchmarks.codec.baselines.kvtc.method import kvtc_methods
 from benchmarks.codec.method import Method
 from benchmarks.codec.ours import our_methods
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.quant.profile import Profile
 
+_NEEDS = (("klt", "--profile"), ("kvtc", "--calibrate-text"))
 
-def all_methods(profile: Profile | None) -> list[Method]:
-    methods = [*our_methods(profile), *baselines()]
+
+def all_methods(profile: Profile | None, *, can_calibrate: bool = False) -> list[Method]:
+    """``can_calibrate``: list KVTC, too, whose ``fit`` the caller sets before it codes anything."""
+    methods = [*our_methods(profile), *baselines(), *(kvtc_methods() if can_calibrate else [])]
     assert len({method.name for method in methods}) == len(methods)
     return methods
 
@@ -26,6 +30,6 @@ def select(methods: Sequence[Method], patterns: Sequence[str]) -> list[Method]:
     for pattern in patterns:
         if not any(fnmatchcase(method.name, pattern) for method in methods):
             names = ", ".join(method.name for method in methods)
-            hint = "; klt needs --profile" if pattern.startswith("klt") else ""
-            raise ConfigError(f"no method matches {pattern!r}; known are {names}{hint}")
+            hints = [f"; {family} needs {option}" for family, option in _NEEDS if pattern.startswith(family)]
+            raise ConfigError(f"no method matches {pattern!r}; known are {names}{''.join(hints)}")
     return [m for m in methods if not patterns or any(fnmatchcase(m.name, pattern) for pattern in patterns)]

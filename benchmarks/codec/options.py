@@ -29,6 +29,9 @@ class Options:
     continuation_tokens: int
     methods: tuple[str, ...]
     profile: Path | None
+    calibrate_text: Path | None
+    calibrate_part: str
+    calibrate_windows: int
     device: str
     json_path: Path | None
     plot_path: Path | None
@@ -57,6 +60,9 @@ def parse_options(argv: Sequence[str]) -> Options:
         continuation_tokens=args.continuation,
         methods=tuple(pattern.strip() for pattern in args.methods.split(",") if pattern.strip()),
         profile=args.profile,
+        calibrate_text=args.calibrate_text,
+        calibrate_part=args.calibrate_part,
+        calibrate_windows=args.calibrate_windows,
         device=args.device,
         json_path=args.json,
         plot_path=args.plot or (args.json.with_suffix(".png") if args.json else None),
@@ -101,6 +107,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     how.add_argument("--profile", type=Path, metavar="FILE", help="of the model, by kvfetch calibrate; klt needs it")
     how.add_argument("--list", action="store_true", help="name the methods and their sources, and exit")
+    calibration = parser.add_argument_group("what KVTC is calibrated on, in windows of context and continuation")
+    calibration.add_argument("--calibrate-text", type=Path, metavar="FILE", help="as --text; KVTC needs it")
+    calibration.add_argument("--calibrate-part", default="0.5:1", metavar="FROM:TO", help="default: %(default)s")
+    calibration.add_argument("--calibrate-windows", type=_count, default=25, metavar="N", help="default: %(default)s")
     out = parser.add_argument_group("output")
     out.add_argument("--json", type=_output, metavar="FILE", help="everything that was measured")
     out.add_argument("--plot", type=_output, metavar="FILE", help="a PNG; beside --json if not given")

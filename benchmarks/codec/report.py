@@ -39,12 +39,22 @@ def print_table(measured: Measured, console: Console) -> None:
         family = row.family
         table.add_row(*_cells(row))
     console.print(table)
+    _print_shares(measured.rows, console)
     for name, reason in measured.left_out.items():
         console.print(f"{name} is left out: {reason}", style="yellow", markup=False)
     console.print(
         f"NLL after exact KV: {measured.nll.mean:.4f} nats a token. Speeds are of the implementations here, on a CPU; "
         "the authors' run on GPUs."
     )
+
+
+def _print_shares(rows: Sequence[Row], console: Console) -> None:
+    table = Table("method", "shares of its bytes")
+    for row in rows:
+        if row.shares:
+            table.add_row(row.name, ", ".join(f"{name} {share:.1%}" for name, share in row.shares.items()))
+    if table.row_count:
+        console.print(table)
 
 
 def _cells(row: Row) -> list[str]:
@@ -113,4 +123,5 @@ def _row_json(row: Row) -> dict[str, Any]:
         "top1_ci": row.top1.interval,
         "encode_mb_s": row.encode_mb_s,
         "decode_mb_s": row.decode_mb_s,
+        "shares": row.shares,
     }

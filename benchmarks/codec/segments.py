@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 
 import torch
 
@@ -12,8 +14,8 @@ from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.container.segment import SegmentReader, SegmentSpec, encode_segment
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.keys import Namespace, buddy_split
-from sgl_kvfetch.quant import Quantiser
+from sgl_kvfetch.keys import HeadSlice, Namespace, buddy_split
+from sgl_kvfetch.quant import CellValues, Quantiser
 from sgl_kvfetch.types import dtype_name
 
 PAGE_TOKENS = 64
@@ -34,7 +36,7 @@ class SegmentMethod(Method):
             raise UnsupportedError(f"{self.name}: {shape.num_tokens} tokens are no whole pages of {PAGE_TOKENS}")
         hashes = [hashlib.sha256(f"page {page}".encode()).digest() for page in range(shape.num_tokens // PAGE_TOKENS)]
         spec = SegmentSpec(
-            self._namespace(shape),
+            self._heads(shape),
             self.quantiser,
             self.codec,
             _DEFAULTS["resolution"],
@@ -52,24 +54,33 @@ class SegmentMethod(Method):
 
     def decode(self, parts: Sequence[bytes], shape: KVShape) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = (torch.empty(shape.of_tensor(tensor), dtype=KV_DTYPE) for tensor in ("k", "v"))
-        for encoded, data in zip(parts[::2], parts[1::2], strict=True):
-            manifest = decode_manifest(encoded)
+        for manifest, data in segments_of(parts):
             tokens = slice(manifest.first_page * PAGE_TOKENS, (manifest.first_page + manifest.num_pages) * PAGE_TOKENS)
-            self._decode_segment(manifest, data, {"k": k[tokens], "v": v[tokens]})
+            self._decode_segment(manifest, data, CellValues(k[tokens], v[tokens]))
         return k, v
 
-    def _decode_segment(self, manifest: Manifest, data: bytes, into: dict[str, torch.Tensor]) -> None:
+    def sizes(self, parts: Sequence[bytes]) -> Counter[str]:
+        """By part of the cells, and of the manifests."""
+        found = Counter(manifests=sum(map(len, parts[::2])))
+        for manifest, _ in segments_of(parts):
+            (variant,) = manifest.variants
+            for part, chunk in zip(cycle(manifest.parts), variant.chunks, strict=False):
+                found[part.name] += chunk.size_bytes
+        return found
+
+    def _decode_segment(self, manifest: Manifest, data: bytes, into: CellValues) -> None:
         reader = SegmentReader(manifest, self.quantiser)
         view = memoryview(data)
         for cell in manifest.cells():
             start, end = reader.cell_range(cell)
             values = reader.dequantise_cell(cell, reader.decode_cell(cell, view[start:end]))
-            first_token, end_token = (page * PAGE_TOKENS for page in manifest.span_range(cell.span))
-            layers = slice(*manifest.group_layers(cell.layer_group))
-            into[cell.tensor][first_token:end_token, layers] = values
+            tokens = slice(*(page * PAGE_TOKENS for page in manifest.span_range(cell.span)))
+            layers, heads = manifest.grid.layers(cell.layer_group), manifest.grid.heads(cell.head_block)
+            for whole, part in zip(into, values, strict=True):
+                whole[tokens, layers.start : layers.stop, heads.start : heads.stop] = part
 
-    def _namespace(self, shape: KVShape) -> Namespace:
-        return Namespace(
+    def _heads(self, shape: KVShape) -> HeadSlice:
+        namespace = Namespace(
             model="weights:" + "0" * 32,
             model_dtype="dtype=bfloat16;quantization=None",
             attention="mha",
@@ -80,6 +91,12 @@ class SegmentMethod(Method):
             num_heads=shape.num_heads,
             k_head_dim=shape.k_head_dim,
             v_head_dim=shape.v_head_dim,
-            head_slice="0/1",
             quantiser=self.quantiser.identity,
         )
+        return HeadSlice(namespace, range(shape.num_heads))
+
+
+def segments_of(parts: Sequence[bytes]) -> Iterator[tuple[Manifest, bytes]]:
+    """Each segment's manifest and data, of what ``SegmentMethod.encode`` returned."""
+    for manifest, data in zip(parts[::2], parts[1::2], strict=True):
+        yield decode_manifest(manifest), data

@@ -1,9 +1,8 @@
 """Compile the kernels for GPUs that need not be there, and say what came out.
 
-page        writes docs/gpu/compiled.md
-facts       prints every variant as the table cuts it, one JSON object a line
-candidates  prints all that ``restore_klt`` may be cut into
-floors      prints docs/kernels.md's table of the least times, which needs no compiler
+page    writes docs/gpu/compiled.md
+facts   prints every variant, one JSON object a line
+floors  prints docs/kernels.md's table of the least times, which needs no compiler
 """
 
 from __future__ import annotations
@@ -27,22 +26,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=choices,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", nargs="?", default="page", choices=("page", "facts", "candidates", "floors"))
+    parser.add_argument("what", nargs="?", default="page", choices=("page", "facts", "floors"))
     parser.add_argument("--out", type=Path, default=PAGE, metavar="FILE", help="where the page goes")
     options = parser.parse_args(arguments)
     if options.what == "floors":
         print("\n".join(floor_lines()))
         return 0
 
-    from benchmarks.compiled_kernels import machine_code, page, variants  # they need Triton
+    from benchmarks.compiled_kernels import machine_code, page  # they need Triton
 
     if options.what == "page":
-        facts = list(machine_code.compile_all(variants.chosen(machine_code.TARGETS)))
-        options.out.write_text(page.page(facts))
+        options.out.write_text(page.page(list(machine_code.compile_all())))
         print("wrote", options.out)
         return 0
-    chosen = variants.chosen if options.what == "facts" else variants.klt_candidates
-    for found in machine_code.compile_all(chosen(machine_code.TARGETS)):
+    for found in machine_code.compile_all():
         print(json.dumps(asdict(found)), flush=True)
     return 0
 

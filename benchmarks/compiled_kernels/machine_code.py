@@ -5,19 +5,18 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 
-from benchmarks.compiled_kernels.variants import FrameSum, Variant
-from sgl_kvfetch.triton_kernels.tuning import Tuning
+from benchmarks.compiled_kernels.variants import all_variants
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
 
-_PTX_ACCESS = r"\b{}\.global(?:\.[a-zL][\w:]*)*?(?:\.v(\d))?\.b({})\b"
+_PTX_ACCESS = r"\b{}\.global(?:\.[a-zL][\w:]*)*?(?:\.v(\d))?\.b(8|16|32|64)\b"
 _AMD_ACCESS = r"\b(?:global|buffer|flat)_{}_(?:dword(?:x(\d))?|u?(short|byte)\w*)\b"
 _PTX_MATRIX = r"\b(?:(mma\.sync|wgmma\.mma_async)\S*\.(m\d+)(?:n\d+)(k\d+)|(tcgen05\.mma))\b"
 _AMD_MATRIX = r"\bv_(mfma_f32_\d+x\d+x\d+)_?\w*"
@@ -30,13 +29,12 @@ class Facts:
         registers: Of a thread.
         shared_bytes: Of a program.
         stack_bytes: Of a thread: what its registers spill to.
-        access_bytes: The widest load (``pack``) or store of a KV buffer; of ``frame_sum``, load of frames.
+        access_bytes: The widest store to a KV buffer; of ``frame_sum``, the widest load of frames.
         instructions: That multiply matrices, however wide.
     """
 
     kernel: str
     target: str
-    tuning: Tuning
     registers: int
     shared_bytes: int
     stack_bytes: int
@@ -44,37 +42,34 @@ class Facts:
     instructions: tuple[str, ...]
 
 
-def compile_all(chosen: Iterable[tuple[Variant | FrameSum, str, Tuning]]) -> Iterator[Facts]:
-    """Raises what Triton does if one does not compile."""
+def compile_all() -> Iterator[Facts]:
+    """Compile every variant for every target. Raises what Triton does if one does not compile."""
     assert not triton.knobs.runtime.interpret, "Triton interprets"
-    for variant, target, tuning in chosen:
-        recorder = variant.record(tuning)
-        assert recorder.source is not None, f"{variant.name} was not launched"
-        compiled = triton.compile(recorder.source, target=_gpu_target(target), options=recorder.options)
-        is_amd = target.startswith("gfx")
-        text = compiled.asm["amdgcn" if is_amd else "ptx"]
-        registers, stack_bytes = _amd_usage(text) if is_amd else _cuda_usage(compiled.asm["cubin"])
-        # Slots are loaded as 64 bits.
-        bits = "64" if isinstance(variant, FrameSum) else "8|16|32"
-        yield Facts(
-            variant.name,
-            target,
-            tuning,
-            registers,
-            compiled.metadata.shared,
-            stack_bytes,
-            amd_access_bytes(text, variant.access) if is_amd else ptx_access_bytes(text, variant.access, bits),
-            matrix_instructions(text),
-        )
+    for target in TARGETS:
+        for variant in all_variants():
+            recorder = variant.record()
+            assert recorder.source is not None, f"{variant.name} was not launched"
+            compiled = triton.compile(recorder.source, target=_gpu_target(target), options=recorder.options)
+            is_amd = target.startswith("gfx")
+            text = compiled.asm["amdgcn" if is_amd else "ptx"]
+            registers, stack_bytes = _amd_usage(text) if is_amd else _cuda_usage(compiled.asm["cubin"])
+            yield Facts(
+                variant.name,
+                target,
+                registers,
+                compiled.metadata.shared,
+                stack_bytes,
+                (amd_access_bytes if is_amd else ptx_access_bytes)(text, variant.access),
+                matrix_instructions(text),
+            )
 
 
-def ptx_access_bytes(ptx: str, access: str, bits: str = "8|16|32") -> int:
-    pattern = _PTX_ACCESS.format({"load": "ld", "store": "st"}[access], bits)
+def ptx_access_bytes(ptx: str, access: str) -> int:
+    pattern = _PTX_ACCESS.format({"load": "ld", "store": "st"}[access])
     return max((int(width or 1) * int(bits) // 8 for width, bits in re.findall(pattern, ptx)), default=0)
 
 
 def amd_access_bytes(amdgcn: str, access: str) -> int:
-    """Slots are loads of 8 bytes as well: 8 may also be what is left when buffers are read by fewer."""
     found = re.findall(_AMD_ACCESS.format(access), amdgcn)
     return max(({"byte": 1, "short": 2}.get(narrow) or 4 * int(width or 1) for width, narrow in found), default=0)
 

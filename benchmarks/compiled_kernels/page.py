@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 import triton
 
 from benchmarks.compiled_kernels.machine_code import TARGETS, Facts
-from sgl_kvfetch.triton_kernels.tuning import read_table
+from benchmarks.compiled_kernels.variants import COEFFICIENTS, LAYERS
 
+_CELLS = ", ".join(f"{heads}x{dim} with {count} coefficients" for (heads, dim), count in COEFFICIENTS.items())
 _HEAD = f"""# The kernels as machine code
 
 `python -m benchmarks.compiled_kernels` wrote this page, with Triton {triton.__version__}. Everything was compiled for \
@@ -17,31 +18,24 @@ GPUs that were not there: **nothing of it has run**.
 Each cell is *registers of a thread / shared memory of a program / stack of a thread / widest access to a KV buffer*, \
 the last three in bytes. Where the stack is 0, no register spills. On gfx942 registers are vector registers.
 
-Shapes are heads x values of a head, of three layers; programs are cut as the table at the end says. `frame_sum` reads \
-frames instead of KV buffers. The exact \
-operations know integers only, and fp8 is `uint8`, as in SGLang's pools. 1x576 is MLA's latent vector, 1x656 the same \
-in fp8 with its scales, which SGLang packs into one row for sparse attention.
+Shapes are heads x values of a head, of {LAYERS} layers. The exact operation knows integers only, and fp8 is `uint8`, \
+as in SGLang's pools. 1x576 is MLA's latent vector, 1x656 the same in fp8 with its scales, which SGLang packs into one \
+row for sparse attention. `restore_klt` restores cells: {_CELLS}. `frame_sum` reads frames instead of KV buffers.
 """
 _NOTES = """
 Every kernel compiles for every target. `restore_klt` stores what a thread has of a matrix product, which on gfx942 is \
-four neighbouring channels. GPT-J's pairs (`restore_klt_interleaved`) are stored two channels apart, on NVIDIA value \
-by value.
+four neighbouring channels. GPT-J's pairs (`interleaved`) are stored two channels apart, on NVIDIA value by value.
 
 ## Matrix instructions
 
 They add up products, and in which order is theirs to say.
-"""
-_CHOICES = """
-## Cut other than by default
-
-Of [`tuning.json`](../../triton_kernels/tuning.json), for these targets.
 """
 
 
 def page(facts: Sequence[Facts]) -> str:
     usage = _table(facts, lambda x: f"{x.registers} / {x.shared_bytes} / {x.stack_bytes} / {x.access_bytes}")
     instructions = _table([x for x in facts if x.instructions], lambda x: ", ".join(x.instructions))
-    return "\n".join([_HEAD, *usage, _NOTES, *instructions, _CHOICES, *_choices()]) + "\n"
+    return "\n".join([_HEAD, *usage, _NOTES, *instructions]) + "\n"
 
 
 def _table(facts: Sequence[Facts], cell: Callable[[Facts], str]) -> Iterator[str]:
@@ -51,11 +45,3 @@ def _table(facts: Sequence[Facts], cell: Callable[[Facts], str]) -> Iterator[str
     cells = {(x.kernel, x.target): cell(x) for x in facts}
     for kernel in dict.fromkeys(x.kernel for x in facts):
         yield f"| `{kernel}` | " + " | ".join(cells.get((kernel, target), "") for target in TARGETS) + " |"
-
-
-def _choices() -> Iterator[str]:
-    yield "| operation | target | dtype | head | block | warps | how it was found |"
-    yield "|---|---|---|---|---|---|---|"
-    for x in read_table().values():
-        if x.target in TARGETS:
-            yield (f"| `{x.operation}` | {x.target} | {x.dtype} | {x.head_dim} | {x.block} | {x.warps} | {x.source} |")

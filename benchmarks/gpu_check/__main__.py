@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: docs/gpu, if there is a GPU)")
     parser.add_argument("--only", nargs="+", metavar="STEP", choices=[step.name for step in others], help="these steps")
     options = parser.parse_args(arguments)
-    chosen = [step for step in others if (step.name in options.only if options.only else not step.on_demand)]
+    chosen = [step for step in others if not options.only or step.name in options.only]
     results = []
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
         for result in run(first, chosen, Path(scratch)):

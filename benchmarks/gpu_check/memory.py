@@ -27,6 +27,7 @@ from sgl_kvfetch.fetch.fetcher import Fetcher
 from sgl_kvfetch.fetch.plan import PageSource
 from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.types import TENSORS
 
 if TYPE_CHECKING:
     from sgl_kvfetch.plugin.device.pages import DevicePages
@@ -158,12 +159,14 @@ def wrong_values(setup: Setup, segment: CodedSegment, pages: DevicePages, num_to
             break
         start, end = reader.cell_range(cell)
         values = reader.dequantise_cell(cell, reader.decode_cell(cell, segment.data[start:end]))
-        first, _ = segment.manifest.group_layers(cell.layer_group)
-        for layer in range(values.shape[1]):
-            rows = pages._buffers[cell.tensor][first + layer][PAGE_TOKENS : PAGE_TOKENS + num_tokens]
-            expected = values[:, layer].to(rows.device)
-            if not bool((rows.view(-1, *expected.shape) == expected).all()):
-                return f"{cell.tensor} of layer {first + layer} has other values than on the CPU"
+        grid = segment.manifest.grid
+        heads = grid.heads(cell.head_block)
+        for tensor, x in zip(TENSORS, values, strict=True):
+            for index, layer in enumerate(grid.layers(cell.layer_group)):
+                rows = pages._buffers[tensor][layer][PAGE_TOKENS : PAGE_TOKENS + num_tokens, heads.start : heads.stop]
+                expected = x[:, index].to(rows.device)
+                if not bool((rows.unflatten(0, (-1, len(expected))) == expected).all()):
+                    return f"{tensor} of layer {layer} has other values than on the CPU"
     return ""
 
 

@@ -22,7 +22,6 @@ class Record:
         self._rows: list[dict[str, Any]] = []
         self._failures: list[str] = []
         self._notes: list[str] = []
-        self._files: dict[str, str] = {}
         self._write()
 
     def row(self, table: str, **columns: Any) -> None:
@@ -32,11 +31,6 @@ class Record:
     def note(self, text: str) -> None:
         """Something that was left out, or a goal that was missed, without the step having failed."""
         self._notes.append(text)
-        self._write()
-
-    def file(self, name: str, text: str) -> None:
-        """To be written beside the results, after the GPU's name. A later one of that name replaces it."""
-        self._files[name] = text
         self._write()
 
     def fail(self, reason: str) -> None:
@@ -56,7 +50,6 @@ class Record:
             "reason": reason or "; ".join(self._failures),
             "rows": self._rows,
             "notes": self._notes,
-            "files": self._files,
         }
         temporary = self._path.with_suffix(".new")
         temporary.write_text(json.dumps(content))

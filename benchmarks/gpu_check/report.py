@@ -14,22 +14,15 @@ from benchmarks.gpu_check.runner import Result
 
 
 def write(results: Sequence[Result], folder: Path, gpu: str | None) -> list[Path]:
-    """Two files, named after the GPU, and those of the steps. Earlier ones of that GPU are replaced."""
+    """Write two files, named after the GPU. Earlier ones of that GPU are replaced."""
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     stem = re.sub(r"[^a-z0-9]+", "-", (gpu or "no GPU").lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
     as_json, as_page = folder / f"{stem}.json", folder / f"{stem}.md"
-    content = {"date": date, "command": "scripts/gpu_check", "gpu": gpu, "steps": [_found(r) for r in results]}
+    content = {"date": date, "command": "scripts/gpu_check", "gpu": gpu, "steps": [asdict(r) for r in results]}
     as_json.write_text(json.dumps(content, indent=1) + "\n")
     as_page.write_text(page(results, gpu, date))
-    files = {folder / f"{stem}-{name}": text for result in results for name, text in result.files.items()}
-    for path, text in files.items():
-        path.write_text(text)
-    return [as_json, as_page, *files]
-
-
-def _found(result: Result) -> dict[str, Any]:
-    return {name: value for name, value in asdict(result).items() if name != "files"}
+    return [as_json, as_page]
 
 
 def page(results: Sequence[Result], gpu: str | None, date: str) -> str:

@@ -30,7 +30,6 @@ class Result:
     rows: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     log_tail: str = ""  # of a step that failed
-    files: dict[str, str] = field(default_factory=dict)  # text by name
 
 
 def skipped(step: Step, reason: str) -> Result:
@@ -90,5 +89,4 @@ def _result(step: Step, seconds: float, found_path: Path, log_path: Path, died: 
         found.get("rows", []),
         found.get("notes", []),
         "\n".join(tail),
-        found.get("files", {}),
     )

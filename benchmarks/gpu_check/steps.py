@@ -1,4 +1,4 @@
-"""What is checked, in this order. The limits of all that is not asked for add up to less than the whole run's."""
+"""What is checked, in this order. The limits of all steps add up to less than the whole run's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ class Step:
     runs: str
     limit_s: float
     needs_gpu: bool = True
-    on_demand: bool = False  # run if it is asked for only
 
 
 _HERE = "benchmarks.gpu_check"
@@ -31,5 +30,4 @@ STEPS = (
     Step("interference", "A matrix product beside decoding", f"{_HERE}.interference:run", 35),
     Step("sglang", "SGLang in device mode", f"{_HERE}.server:run", 110),
     Step("tests", "pytest -m gpu", f"{_HERE}.tests:run", 55),
-    Step("tune", "How the kernels are best cut into programs", f"{_HERE}.tune:run", 410, on_demand=True),
 )

@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from sgl_kvfetch.calibrate.model import KVModel
-from sgl_kvfetch.calibrate.statistics import BlockMoments, block_heads, gather
-from sgl_kvfetch.calibrate.transform import Weights, inverse_transform
+from sgl_kvfetch.calibrate.sensitivity import fit_log_cost
+from sgl_kvfetch.calibrate.statistics import MOST_SINKS, Moments, channels_of, gather
+from sgl_kvfetch.calibrate.transform import transform_of
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.quant.klt import ZERO, KltQuantiser
-from sgl_kvfetch.quant.profile import Calibration, CurvePoint, Profile
+from sgl_kvfetch.quant.base import CellPlace, CellValues
+from sgl_kvfetch.quant.klt import KltQuantiser, exponents_of, forward_of, head_norms, scales_of
+from sgl_kvfetch.quant.profile import Calibration, CellProfile, CurvePoint, Profile
 from sgl_kvfetch.quant.rope import Rope
-from sgl_kvfetch.types import TENSORS, TensorName
+from sgl_kvfetch.quant.sensitivity import features, log_cost
+from sgl_kvfetch.types import TENSORS, CellGrid
 
 # A step of 1 is meant to cost so much: what the Fisher information foretells for fine steps.
 _UNIT_KL = 1e-4
-_STEPS = tuple(2.0 ** (half / 2) for half in range(-6, 7))
+_STEPS = tuple(2.0**power for power in range(-5, 6))
+_SAMPLE_BYTES = 1 << 30  # of tokens that are kept, to fit their costs to
+_MOST_LAYERS = 12  # of a cell: the restore kernel is compiled for each
+_FEW_NEED_MORE = 0.99  # a coefficient that is zero in so many tokens is left out
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``max_block_channels`` and ``tp_size`` bound the blocks: see ``block_heads``. The last two are there to measure
-    what each idea brings (``benchmarks.codec``)."""
+    """``max_channels`` bounds the cells, see ``cell_grid``. ``tp_size``: as SGLang's. ``grid``: other cells than
+    ``cell_grid`` would choose. ``sensitivity``: whether tokens have scales of their own. The last two are there to
+    measure what they bring."""
 
     num_context: int = 1024
-    max_block_channels: int = 256
+    max_channels: int = 1536
     tp_size: int = 1
+    grid: CellGrid | None = None
     seed: int = 0
-    weights: Weights = "matrix"
-    decorrelate: bool = True
+    sensitivity: bool = True
+
+
+Progress = Callable[[Iterator[int], int, str], Iterator[int]]
+"""Wraps a loop: its steps, how many they are, and what they do."""
 
 
 def calibrate(
@@ -41,75 +52,142 @@ def calibrate(
     rope: Rope | None,
     describe: Calibration,
     options: Options,
-    progress: Callable[[Iterator[int], int, str], Iterator[int]] = lambda steps, total, what: steps,
+    progress: Progress = lambda steps, total, what: steps,
 ) -> Profile:
-    """``windows``: ``(tokens,)`` each, ``options.num_context`` of context and the rest of continuation. A fifth of them
+    """Return the profile of a model.
+
+    ``windows``: ``(tokens,)`` each, ``options.num_context`` of context and the rest of continuation. A fifth of them
     (one or more) is kept apart, to measure the curve on.
 
-    ``progress`` wraps the loops: given their steps, how many, and what they do. Raises ConfigError where the text is
-    too little, the model's numbers are not finite, or its divergence does not grow with the step.
+    Raises ConfigError where the text is too little, the model's numbers are not finite, or its divergence does not grow
+    with the step.
     """
     num_held_out = max(1, len(windows) // 5)
     fitted, held_out = windows[num_held_out:], windows[:num_held_out]
     if not fitted:
         raise ConfigError("calibration needs two windows of text or more")
-    moments = _gather_all(model, fitted, rope, options, progress)
+    if options.num_context <= MOST_SINKS:
+        raise ConfigError(f"calibration needs more than {MOST_SINKS} tokens of context")
+    grid = options.grid or cell_grid(
+        model.num_layers, model.num_heads, model.k_head_dim + model.v_head_dim, options.max_channels, options.tp_size
+    )
+    moments = _gather_all(model, grid, fitted, rope, options, progress)
     _require_usable(moments)
-    num_coefficients = sum(m.first.numel() for m in moments.values()) * options.num_context
-    inverse = {tensor: _unit_steps(m, options, num_coefficients) for tensor, m in moments.items()}
+    unit = math.sqrt(_UNIT_KL * 24 / (sum(x.numel() for x in moments.first.values()) * options.num_context))
+    sample = _joined_samples(moments)
+    keys = grid.cells()
+    cells = {
+        keys[i]: _cell(moments, sample, keys[i], unit, options)
+        for i in progress(iter(range(len(keys))), len(keys), "fit")
+    }
     profile = Profile(
-        inverse={tensor: x.to(torch.bfloat16) for tensor, x in inverse.items()},
-        spread={tensor: _spread(x, moments[tensor].covariance) for tensor, x in inverse.items()},
-        mean={t: moments[t].mean.view(model.num_layers, model.num_heads, -1).float() for t in TENSORS},
+        grid=grid,
+        k_head_dim=model.k_head_dim,
+        v_head_dim=model.v_head_dim,
+        cells=cells,
         rope=rope,
+        num_sinks=moments.num_sinks,
         curve=(CurvePoint(_STEPS[0], _STEPS[0], 8.0), CurvePoint(_STEPS[-1], _STEPS[-1], 0.0)),  # until it is measured
+        context_kl=1.0,
         calibration=describe,
-        tiling=dict.fromkeys(TENSORS),
     )
     return measure_curve(model, profile, held_out, options.num_context, progress)
 
 
+def cell_grid(num_layers: int, num_heads: int, head_channels: int, max_channels: int, tp_size: int) -> CellGrid:
+    """Return the cells of a model: as wide as ``max_channels`` allows, since bits fall with the width (docs/codec.md).
+
+    A cell has K and V of three layers, one a colour plane of raw values, and as many of a rank's heads as fit, at least
+    one. Where all of a rank's heads fit, it has more layers, three at a time. ``head_channels``: of K and V of one head
+    of one layer.
+    """
+    heads_per_rank = max(1, num_heads // tp_size)
+    fits = max_channels // (3 * head_channels)
+    heads = max((n for n in range(1, heads_per_rank + 1) if heads_per_rank % n == 0 and n <= fits), default=1)
+    layers = 3
+    if heads == heads_per_rank:
+        layers = max(3, min(max_channels // (heads * head_channels), num_layers, _MOST_LAYERS) // 3 * 3)
+    return CellGrid(num_layers, num_heads, layers, heads)
+
+
 def _gather_all(
     model: KVModel,
+    grid: CellGrid,
     windows: Sequence[torch.Tensor],
     rope: Rope | None,
     options: Options,
-    progress: Callable[[Iterator[int], int, str], Iterator[int]],
-) -> dict[TensorName, BlockMoments]:
-    dims: dict[TensorName, int] = {"k": model.k_head_dim, "v": model.v_head_dim}
-    moments: dict[TensorName, BlockMoments] = {}
-    for tensor, dim in dims.items():
-        heads = block_heads(model.num_heads, dim, options.max_block_channels, options.tp_size)
-        moments[tensor] = BlockMoments.zeros(model.num_layers, model.num_heads // heads, heads * dim)
+    progress: Progress,
+) -> Moments:
+    moments = Moments(grid, model.k_head_dim, model.v_head_dim)
     generator = torch.Generator().manual_seed(options.seed)
+    token_bytes = 2 * grid.num_layers * grid.num_heads * (model.k_head_dim + model.v_head_dim)
+    sample_tokens = max(1, _SAMPLE_BYTES // (token_bytes * len(windows)))
     for i in progress(iter(range(len(windows))), len(windows), "sensitivity"):
-        gather(model, windows[i], options.num_context, rope, moments, generator)
+        gather(model, windows[i], options.num_context, rope, moments, generator, sample_tokens)
     return moments
 
 
-def _require_usable(moments: Mapping[TensorName, BlockMoments]) -> None:
+def _require_usable(moments: Moments) -> None:
     """Raises ConfigError for what no transform can be made from."""
-    for tensor, m in moments.items():
-        if not all(bool(torch.isfinite(x).all()) for x in (m.covariance, m.information)):
+    finite = all(bool(torch.isfinite(x).all()) for x in moments.second.values())
+    for tensor, fisher in zip(TENSORS, (moments.k_fisher, moments.v_fisher), strict=True):
+        if not finite or not bool(torch.isfinite(fisher).all()):
             raise ConfigError(f"values or gradients of {tensor.upper()} are not finite; does the model overflow?")
-        if not bool(m.information.any()):
+        if not bool(fisher.any()):
             raise ConfigError(f"what the model says does not depend on {tensor.upper()}: is this a trained model?")
 
 
-def _unit_steps(moments: BlockMoments, options: Options, num_coefficients: int) -> torch.Tensor:
-    inverse = inverse_transform(
-        moments.covariance, moments.information, weights=options.weights, decorrelate=options.decorrelate
+def _joined_samples(moments: Moments) -> tuple[CellValues, CellValues]:
+    values, costs = zip(*moments.samples, strict=True)
+    return tuple(CellValues(*map(torch.cat, zip(*each, strict=True))) for each in (values, costs))  # type: ignore[return-value]
+
+
+def _cell(
+    moments: Moments, sample: tuple[CellValues, CellValues], key: tuple[int, int], unit: float, options: Options
+) -> CellProfile:
+    """One cell's transform, in steps of 1: a uniform error of one step has the variance 1 / 12 and costs half of that
+    in every coefficient of each of the context's tokens."""
+    grid = moments.grid
+    layers, heads = grid.layers(key[0]), grid.heads(key[1])
+    transform = transform_of(moments.covariance(key), moments.information(key))
+    inverse = (transform.inverse * unit).to(torch.bfloat16)
+    weights = [(w / unit**2).float() for w in transform.weights]
+    mean, spread = moments.mean(key).float(), (transform.variances.sqrt() / unit).float()
+
+    values, costs = sample
+    x = channels_of(values, grid, *key).float()
+    coefficients = (x - mean) @ forward_of(inverse, weights)
+    told_from = features(coefficients, spread, head_norms(_cell_values(values, layers, heads)))
+    sensitivity = torch.zeros(told_from.shape[1] + 1)
+    if options.sensitivity:
+        sensitivity = fit_log_cost(told_from, _relative_costs(costs, moments.usual_costs, layers, heads))
+    scales = scales_of(exponents_of(log_cost(told_from, sensitivity)))
+    scaled = coefficients.abs_().div_(scales[:, None])
+    usual = scaled.kthvalue(math.ceil(_FEW_NEED_MORE * len(scaled)), dim=0).values
+    order = usual.argsort(descending=True, stable=True)
+    return CellProfile(
+        inverse=inverse[order],
+        k_weight=torch.stack(weights[: len(layers)]),
+        v_weight=torch.stack(weights[len(layers) :]),
+        mean=mean,
+        spread=spread[order],
+        reach=torch.stack((usual, scaled.amax(0)))[:, order],
+        sensitivity=torch.cat((sensitivity[: len(order)][order], sensitivity[len(order) :])),
     )
-    # A uniform error of one step has the variance step^2 / 12 and costs half of that: in every coefficient, of K and of
-    # V, of each of the context's tokens.
-    return inverse * math.sqrt(_UNIT_KL * 24 / num_coefficients)
 
 
-def _spread(inverse: torch.Tensor, covariance: torch.Tensor) -> torch.Tensor:
-    """Standard deviations of the coefficients, ``(layers, blocks, C)`` float32."""
-    forward = torch.linalg.inv(inverse)
-    variances: torch.Tensor = (forward.mT @ covariance @ forward).diagonal(dim1=-2, dim2=-1)
-    return variances.clamp_min(0).sqrt().float()
+def _cell_values(values: CellValues, layers: range, heads: range) -> CellValues:
+    return CellValues(*(x[:, layers.start : layers.stop, heads.start : heads.stop] for x in values))
+
+
+def _relative_costs(costs: CellValues, usual: CellValues, layers: range, heads: range) -> torch.Tensor:
+    """What errors in a cell's tokens cost, ``(tokens,)`` float32: each layer, head and tensor counts alike."""
+    ratios = [c / u.clamp_min(torch.finfo(torch.float64).tiny) for c, u in zip(costs, usual, strict=True)]
+    return (
+        torch.stack([r[:, layers.start : layers.stop, heads.start : heads.stop] for r in ratios])
+        .mean((0, 2, 3))
+        .float()
+    )
 
 
 def measure_curve(
@@ -117,40 +195,91 @@ def measure_curve(
     profile: Profile,
     windows: Sequence[torch.Tensor],
     num_context: int,
-    progress: Callable[[Iterator[int], int, str], Iterator[int]] = lambda steps, total, what: steps,
+    progress: Progress = lambda steps, total, what: steps,
 ) -> Profile:
-    """The profile with the KL divergence and the entropy that its steps are measured to have on ``windows``."""
-    totals = torch.zeros((len(_STEPS), 2), dtype=torch.float64)
-    for i in progress(iter(range(len(windows))), len(windows), "accuracy"):
-        context, continuation = windows[i][:num_context], windows[i][num_context:]
-        values = dict(zip(TENSORS, (x.to(torch.bfloat16) for x in model.kv(context)), strict=True))
-        with torch.no_grad():
-            exact = model.log_probabilities(values["k"], values["v"], continuation)
-            for row, step in enumerate(_STEPS):
-                quantiser = KltQuantiser(profile, step=step)
-                bits = 0.0
-                restored = {}
-                for tensor in TENSORS:
-                    quantised = quantiser.quantise(values[tensor], tensor, 0)
-                    restored[tensor] = quantiser.dequantise(quantised, torch.bfloat16, tensor, 0)
-                    bits += _entropy_bits(quantised.integers[0]) / len(TENSORS)
-                log_p = model.log_probabilities(restored["k"], restored["v"], continuation)
-                kl = (exact.exp() * (exact - log_p)).sum(-1).mean()
-                totals[row] += torch.tensor([float(kl), bits], dtype=torch.float64)
-    curve = [
-        CurvePoint(step, *map(float, row)) for step, row in zip(_STEPS, (totals / len(windows)).tolist(), strict=True)
-    ]
-    rising = [p for i, p in enumerate(curve) if p.kl > max((q.kl for q in curve[:i]), default=0.0)]
-    if len(rising) < 2:
+    """Return the profile with the KL divergence and the entropy that its steps are measured to have on ``windows``, and
+    with what the context is worth."""
+    steps = (*_STEPS, math.inf)
+    runs = [(window, row) for window in range(len(windows)) for row in range(len(steps))]
+    totals = torch.zeros((len(steps), 2), dtype=torch.float64)
+    context = _Context.none()
+    for i in progress(iter(range(len(runs))), len(runs), "accuracy"):
+        window, row = runs[i]
+        if not row:
+            context = _Context.of(model, windows[window], num_context)
+        if math.isinf(steps[row]):
+            totals[row, 0] += context.divergence(model, _forgotten(profile, context.values))
+            continue
+        values, bits = _there_and_back(KltQuantiser(profile, step=steps[row]), context.values)
+        totals[row] += torch.tensor([context.divergence(model, values), bits], dtype=torch.float64)
+    rows = (totals / len(windows)).tolist()
+    curve = [CurvePoint(step, kl, bits) for step, (kl, bits) in zip(_STEPS, rows, strict=False)]
+    rising = [p for i, p in enumerate(curve) if p.kl > max((0.0, *(q.kl for q in curve[:i])))]
+    if len(rising) < 2 or rows[-1][0] <= 0:
         raise ConfigError("coarser steps do not cost more: is this a trained model, and text that it can read?")
-    return replace(profile, curve=tuple(rising))
+    return replace(profile, curve=tuple(rising), context_kl=rows[-1][0])
+
+
+@dataclass(frozen=True)
+class _Context:
+    """A context's KV, what follows on it, and what the model then expects: log probabilities."""
+
+    values: CellValues
+    continuation: torch.Tensor
+    expected: torch.Tensor
+
+    @classmethod
+    def none(cls) -> _Context:
+        empty = torch.empty(0)
+        return cls(CellValues(empty, empty), empty, empty)
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: KVModel, window: torch.Tensor, num_context: int) -> _Context:
+        values = CellValues(*(x.to(torch.bfloat16).cpu() for x in model.kv(window[:num_context])))
+        return cls(values, window[num_context:], model.log_probabilities(*values, window[num_context:]))
+
+    @torch.no_grad()
+    def divergence(self, model: KVModel, restored: CellValues) -> float:
+        """The KL divergence of what the model expects after ``restored``, in nats a token."""
+        log_p = model.log_probabilities(*restored, self.continuation)
+        return float((self.expected.exp() * (self.expected - log_p)).sum(-1).mean())
+
+
+def _there_and_back(quantiser: KltQuantiser, values: CellValues) -> tuple[CellValues, float]:
+    """A context's KV quantised and restored, and the entropy of its integers, in bits a value."""
+    grid = quantiser.profile.grid
+    restored = CellValues(*map(torch.empty_like, values))
+    num_bits = 0.0
+    for key in grid.cells():
+        place = CellPlace(grid.layers(key[0]), grid.heads(key[1]), range(len(values.k)))
+        quantised = quantiser.quantise(_cell_values(values, place.layers, place.heads), place)
+        back = quantiser.dequantise(quantised, values.k.dtype, place)
+        for whole, part in zip(_cell_values(restored, place.layers, place.heads), back, strict=True):
+            whole.copy_(part)
+        num_bits += _entropy_bits(quantised[-1])
+    return restored, num_bits / sum(x.numel() for x in values)
+
+
+def _forgotten(profile: Profile, values: CellValues) -> CellValues:
+    """A context's KV with the mean in place of all but the sinks."""
+    grid = profile.grid
+    restored = CellValues(*(x.clone() for x in values))
+    quantiser = KltQuantiser(profile, step=_STEPS[-1])
+    for key in grid.cells():
+        place = CellPlace(grid.layers(key[0]), grid.heads(key[1]), range(len(values.k)))
+        for whole, mean in zip(
+            _cell_values(restored, place.layers, place.heads), quantiser.mean_values(place, values.k.dtype), strict=True
+        ):
+            whole[profile.num_sinks :] = mean[profile.num_sinks :]
+    return restored
 
 
 def _entropy_bits(integers: torch.Tensor) -> float:
-    """Mean order-0 entropy of the coefficients, each with a distribution of its own. ``(tokens, layers, heads, dim)``
-    uint8."""
-    x = integers.flatten(1).long()
-    num_tokens, num_coefficients = x.shape
-    cells = torch.bincount((x + 2 * ZERO * torch.arange(num_coefficients, device=x.device)).flatten())
+    """The order-0 entropy of the coefficients, each with a distribution of its own, in bits. uint8 ``(coefficients,
+    tokens)``."""
+    x = integers.long()
+    num_coefficients, num_tokens = x.shape
+    cells = torch.bincount((x + 256 * torch.arange(num_coefficients)[:, None]).flatten())
     p = cells[cells > 0].double() / num_tokens
-    return float(-(p * p.log2()).sum() / num_coefficients)
+    return float(-(p * p.log2()).sum() * num_tokens)

@@ -171,6 +171,33 @@ def cut_windows(
     return [windows[i * len(windows) // num_windows] for i in range(num_windows)]
 
 
+def calibration_windows(
+    model: KVModel, texts: Sequence[torch.Tensor], num_windows: int, window_tokens: int
+) -> list[torch.Tensor]:
+    """Return windows that begin as prompts do: every other one as a user's message in the model's chat template, where
+    it has one. Raises ConfigError as ``cut_windows`` does."""
+    plain = cut_windows(texts, num_windows, window_tokens, model.start)
+    chat = chat_start(model.tokenizer)
+    if not len(chat) or len(chat) > window_tokens // 4:
+        return plain
+    return [
+        torch.cat((chat, window[len(model.start) :]))[:window_tokens] if i % 2 else window
+        for i, window in enumerate(plain)
+    ]
+
+
+def chat_start(tokenizer: Any) -> torch.Tensor:
+    """Return what the tokenizer's chat template puts before a user's first message, ``(tokens,)`` int64; none without a
+    template."""
+    if not getattr(tokenizer, "chat_template", None):
+        return torch.tensor([], dtype=torch.long)
+    mark = "\N{SNOWMAN}"
+    text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+    before, found, _ = text.partition(mark)
+    ids: list[int] = tokenizer(before, add_special_tokens=False).input_ids if found else []
+    return torch.tensor(ids, dtype=torch.long)
+
+
 def part_of(text: torch.Tensor, part: str) -> torch.Tensor:
     """The tokens from one fraction of a text to another, given as ``FROM:TO``. Raises ConfigError."""
     first, end = fractions_of(part)

@@ -9,74 +9,108 @@ needed, averaged over tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from sgl_kvfetch.calibrate.model import KVModel
 from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.quant.base import CellValues
 from sgl_kvfetch.quant.rope import Rope, rotate, unrotate
-from sgl_kvfetch.types import TENSORS, TensorName
+from sgl_kvfetch.types import CellGrid
+
+# The first tokens of a sequence may be attention sinks, unlike all others: nothing is learned from them.
+MOST_SINKS = 8
+_SINK_COST = 100.0  # a sink's errors cost at least so many times the mean of the tokens that follow
+
+_DRAWS = 2  # of next tokens: backward passes a window
+_HALF_LIMIT = 60000.0
 
 
-@dataclass(slots=True)
-class BlockMoments:
-    """Sums over tokens for every block of channels. Float64; ``blocks`` of ``size`` channels in each layer.
+class Sample(NamedTuple):
+    """Some tokens with what their errors cost. ``values``: K and V, float16 ``(tokens, layers, heads, dim)``, K turned
+    back. ``costs``: of K and V, float32 ``(tokens, layers, heads)``: mean squared lengths of gradients."""
 
-    first: ``(layers, blocks, size)``; second: ``(layers, blocks, size, size)``, of the values;
-    fisher: ``(layers, blocks, size, size)``, of the gradients.
+    values: CellValues
+    costs: CellValues
+
+
+class Moments:
+    """Sums over tokens, float64, for a model's cells.
+
+    ``first``: ``(C,)`` and ``second``: ``(C, C)`` a cell, of values. ``k_fisher``, ``v_fisher``: ``(layers, blocks, n,
+    n)`` with n = heads of a cell * dim, of gradients. ``start_costs``: ``(MOST_SINKS, 2, layers, heads)``, squared
+    lengths of gradients in the first tokens, of K and V. The first tokens are in no other sum.
     """
 
-    first: torch.Tensor
-    second: torch.Tensor
-    fisher: torch.Tensor
-    num_values: int = 0
-    num_gradients: int = 0
+    def __init__(self, grid: CellGrid, k_head_dim: int, v_head_dim: int) -> None:
+        self.grid = grid
+        self.num_values = self.num_gradients = self.num_draws = 0
+        self.first: dict[tuple[int, int], torch.Tensor] = {}
+        self.second: dict[tuple[int, int], torch.Tensor] = {}
+        for group, block in grid.cells():
+            channels = len(grid.layers(group)) * grid.cell_heads * (k_head_dim + v_head_dim)
+            self.first[group, block] = torch.zeros(channels, dtype=torch.float64)
+            self.second[group, block] = torch.zeros((channels, channels), dtype=torch.float64)
+        shape = grid.num_layers, grid.num_head_blocks
+        k, v = grid.cell_heads * k_head_dim, grid.cell_heads * v_head_dim
+        self.k_fisher = torch.zeros((*shape, k, k), dtype=torch.float64)
+        self.v_fisher = torch.zeros((*shape, v, v), dtype=torch.float64)
+        self.start_costs = torch.zeros((MOST_SINKS, 2, grid.num_layers, grid.num_heads), dtype=torch.float64)
+        self.samples: list[Sample] = []
 
-    @classmethod
-    def zeros(cls, num_layers: int, num_blocks: int, size: int) -> BlockMoments:
-        square = (num_layers, num_blocks, size, size)
-        return cls(
-            torch.zeros(square[:3], dtype=torch.float64),
-            torch.zeros(square, dtype=torch.float64),
-            torch.zeros(square, dtype=torch.float64),
-        )
+    def add_values(self, values: CellValues) -> None:
+        """Take in the K and V of a window, ``(tokens, layers, heads, dim)``, K turned back."""
+        values = values.tokens(slice(MOST_SINKS, None))
+        for key in self.first:
+            x = channels_of(values, self.grid, *key).double()
+            self.first[key] += x.sum(0).cpu()
+            self.second[key] += (x.T @ x).cpu()
+        self.num_values += len(values.k)
 
-    def add_values(self, values: torch.Tensor) -> None:
-        """``(tokens, layers, heads, dim)``."""
-        x = self._blocks(values)
-        self.first += x.sum(2).cpu()
-        self.second += (x.transpose(2, 3) @ x).cpu()
-        self.num_values += x.shape[2]
+    def add_gradients(self, gradients: CellValues) -> None:
+        """Take in the gradients in K and V of one draw."""
+        for fisher, g in ((self.k_fisher, gradients.k), (self.v_fisher, gradients.v)):
+            blocks = g[MOST_SINKS:].reshape(-1, *fisher.shape[:3]).permute(1, 2, 0, 3).double()
+            fisher += (blocks.mT @ blocks).cpu()
+        self.start_costs += torch.stack([g[:MOST_SINKS].square().sum(-1) for g in gradients], dim=1).cpu()
+        self.num_gradients += len(gradients.k) - MOST_SINKS
+        self.num_draws += 1
 
-    def add_gradients(self, gradients: torch.Tensor) -> None:
-        """``(tokens, layers, heads, dim)``."""
-        g = self._blocks(gradients)
-        self.fisher += (g.transpose(2, 3) @ g).cpu()
-        self.num_gradients += g.shape[2]
+    def mean(self, key: tuple[int, int]) -> torch.Tensor:
+        return self.first[key] / self.num_values
 
-    def _blocks(self, x: torch.Tensor) -> torch.Tensor:
-        """``(layers, blocks, tokens, size)`` float64."""
-        num_layers, num_blocks, size = self.first.shape
-        return x.reshape(x.shape[0], num_layers, num_blocks, size).permute(1, 2, 0, 3).double()
+    def covariance(self, key: tuple[int, int]) -> torch.Tensor:
+        mean = self.mean(key)
+        return self.second[key] / self.num_values - mean[:, None] * mean
+
+    def information(self, key: tuple[int, int]) -> list[torch.Tensor]:
+        """Return the Fisher information of each layer's K, then of each layer's V: one token's share of the KL
+        divergence a next token, twice."""
+        group, block = key
+        layers = list(self.grid.layers(group))
+        return [x / self.num_gradients for f in (self.k_fisher, self.v_fisher) for x in f[layers, block]]
 
     @property
-    def mean(self) -> torch.Tensor:
-        """``(layers, blocks, size)``."""
-        return self.first / self.num_values
+    def usual_costs(self) -> CellValues:
+        """The mean squared length of a token's gradient in K and V, ``(layers, heads)`` each."""
+        diagonals = (f.diagonal(dim1=-2, dim2=-1) for f in (self.k_fisher, self.v_fisher))
+        sums = (d.reshape(*d.shape[:2], self.grid.cell_heads, -1).sum(-1).flatten(1) for d in diagonals)
+        return CellValues(*(x / self.num_gradients for x in sums))
 
     @property
-    def covariance(self) -> torch.Tensor:
-        """``(layers, blocks, size, size)``."""
-        mean = self.mean
-        return self.second / self.num_values - mean[..., :, None] * mean[..., None, :]
+    def num_sinks(self) -> int:
+        """How many tokens at the start of a sequence draw attention whatever follows."""
+        usual = torch.stack(self.usual_costs).clamp_min(torch.finfo(torch.float64).tiny)
+        ratios = (self.start_costs / self.num_draws / usual).flatten(1).mean(1)
+        is_sink = (ratios > _SINK_COST).tolist()
+        return is_sink.index(False) if False in is_sink else MOST_SINKS
 
-    @property
-    def information(self) -> torch.Tensor:
-        """``(layers, blocks, size, size)``: one token's share of the KL divergence a next token, twice."""
-        return self.fisher / self.num_gradients
+
+def channels_of(values: CellValues, grid: CellGrid, group: int, block: int) -> torch.Tensor:
+    """Return a cell's channels, ``(tokens, C)``: by tensor (K, then V), layer, head and dim."""
+    layers, heads = grid.layers(group), grid.heads(block)
+    return torch.cat([x[:, layers.start : layers.stop, heads.start : heads.stop].flatten(1) for x in values], dim=1)
 
 
 def gather(
@@ -84,30 +118,36 @@ def gather(
     window: torch.Tensor,
     num_context: int,
     rope: Rope | None,
-    moments: dict[TensorName, BlockMoments],
+    moments: Moments,
     generator: torch.Generator,
-    draws: int = 2,
+    sample_tokens: int,
 ) -> None:
     """Add one window: ``num_context`` tokens whose K and V are looked at, and the tokens after them that judge.
 
-    Each of the ``draws`` is one backward pass through the continuation. Raises ConfigError for a model that overflows.
+    ``sample_tokens`` of the former are kept as a sample. Raises ConfigError for a model that overflows.
     """
     k, v = model.kv(window[:num_context])
     turn = _turns(rope, num_context, k.device)
-    plain = {"k": turn(k.float(), back=True), "v": v.float()}
-    for tensor in TENSORS:
-        moments[tensor].add_values(plain[tensor])
-    for _ in range(draws):
-        leaves = {tensor: plain[tensor].clone().requires_grad_(True) for tensor in TENSORS}
-        log_p = model.log_probabilities(turn(leaves["k"], back=False), leaves["v"], window[num_context:])
-        if bool(log_p.isnan().any()):
-            raise ConfigError(f"the model's predictions are not numbers in {model.model.dtype}; try float32")
-        drawn = torch.multinomial(log_p.detach().exp().cpu(), 1, generator=generator).to(log_p.device)
+    plain = CellValues(turn(k.float(), back=True), v.float())
+    moments.add_values(plain)
+    leaves = CellValues(*(x.clone().requires_grad_(True) for x in plain))
+    log_p = model.log_probabilities(turn(leaves.k, back=False), leaves.v, window[num_context:])
+    if bool(log_p.isnan().any()):
+        raise ConfigError(f"the model's predictions are not numbers in {model.model.dtype}; try float32")
+    drawn = torch.multinomial(log_p.detach().exp().cpu(), _DRAWS, replacement=True, generator=generator)
+    costs = [torch.zeros(x.shape[:3], device=x.device) for x in plain]
+    for draw in range(_DRAWS):
         # Scores of different positions are uncorrelated, so one gradient of their sum serves for all; divided so that
         # its square is the mean over positions.
-        score = log_p.gather(1, drawn).sum() / log_p.shape[0] ** 0.5
-        for tensor, gradient in zip(TENSORS, torch.autograd.grad(score, [leaves[t] for t in TENSORS]), strict=True):
-            moments[tensor].add_gradients(gradient)
+        score = log_p.gather(1, drawn[:, draw, None].to(log_p.device)).sum() / len(log_p) ** 0.5
+        gradients = CellValues(*torch.autograd.grad(score, leaves, retain_graph=draw + 1 < _DRAWS))
+        moments.add_gradients(gradients)
+        for cost, gradient in zip(costs, gradients, strict=True):
+            cost += gradient.square().sum(-1) / _DRAWS
+    which = MOST_SINKS + torch.randperm(num_context - MOST_SINKS, generator=generator)[:sample_tokens]
+    which = which.sort().values.to(k.device)
+    halves = (x[which].clamp(-_HALF_LIMIT, _HALF_LIMIT).half().cpu() for x in plain)
+    moments.samples.append(Sample(CellValues(*halves), CellValues(*(x[which].cpu() for x in costs))))
 
 
 class _Turn(Protocol):
@@ -120,12 +160,3 @@ def _turns(rope: Rope | None, num_tokens: int, device: torch.device) -> _Turn:
         return lambda k, *, back: k
     table = rope.table(0, num_tokens, device)
     return lambda k, *, back: (unrotate if back else rotate)(k, table, rope)
-
-
-def block_heads(num_heads: int, head_dim: int, max_channels: int, tp_size: int) -> int:
-    """Heads in a block: as many as ``max_channels`` hold, a divisor of what each of ``tp_size`` ranks has."""
-    heads_per_rank = max(1, num_heads // tp_size)
-    fitting: Sequence[int] = [
-        n for n in range(1, heads_per_rank + 1) if heads_per_rank % n == 0 and n * head_dim <= max_channels
-    ]
-    return max(fitting, default=1)

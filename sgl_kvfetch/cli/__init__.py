@@ -19,7 +19,6 @@ from sgl_kvfetch.cli.doctor import doctor
 from sgl_kvfetch.cli.encode import encode
 from sgl_kvfetch.cli.inspect import inspect
 from sgl_kvfetch.cli.profile import profile
-from sgl_kvfetch.cli.search_layout import search_layout
 from sgl_kvfetch.cli.serve import serve
 from sgl_kvfetch.cli.verify import verify
 from sgl_kvfetch.errors import KVFetchError
@@ -60,7 +59,6 @@ app.command()(inspect)
 app.command()(verify)
 app.command()(encode)
 app.command()(calibrate)
-app.command("search-layout")(search_layout)
 app.command()(profile)
 app.command()(doctor)
 

@@ -13,10 +13,10 @@ def calibrate(
         str, typer.Option(metavar="PATH", help="The model: whatever transformers loads.", show_default=False)
     ],
     text: Annotated[
-        Path,
+        list[Path],
         typer.Option(
             metavar="FILE",
-            help="Text like the model's traffic: plain, or JSONL with a field 'prompt'.",
+            help="Text like the model's traffic: plain, or JSONL with a field 'prompt'. May be given several times.",
             show_default=False,
         ),
     ],
@@ -34,9 +34,14 @@ def calibrate(
     part: Annotated[
         str, typer.Option(metavar="FROM:TO", help="Use this part of the text, in fractions of its tokens.")
     ] = "0:1",
-    max_block_channels: Annotated[
-        int, typer.Option(min=1, help="Channels that are transformed together, as far as heads divide so.")
-    ] = 256,
+    max_channels: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Channels that are transformed together: K and V of some heads and layers. More take fewer bits, and "
+            "more time and memory to restore.",
+        ),
+    ] = 1536,
     tp_size: Annotated[
         int, typer.Option(min=1, help="The --tp-size that SGLang will run with, or a multiple of it.")
     ] = 1,
@@ -49,8 +54,8 @@ def calibrate(
 ) -> None:
     """Measure how a model's keys and values vary and how much errors in them matter, and write it to a profile.
 
-    SGLang then takes the profile in --hicache-storage-backend-extra-config: {"profile": FILE, "target_kl": 1e-4, ...}.
-    The table that is printed says what each target costs in bits.
+    SGLang then takes the profile in --hicache-storage-backend-extra-config: {"profile": FILE, ...}. The table that is
+    printed says what each target_kl costs in bits, and which one is taken unless the config names another.
 
     Example:
 
@@ -67,7 +72,7 @@ def calibrate(
             num_context=context,
             num_continuation=continuation,
             part=part,
-            max_block_channels=max_block_channels,
+            max_channels=max_channels,
             tp_size=tp_size,
             device=device,
             dtype=dtype,

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.progress import track
 
 from sgl_kvfetch.calibrate.fit import Options, calibrate
-from sgl_kvfetch.calibrate.model import KVModel, cut_windows, part_of, read_text
+from sgl_kvfetch.calibrate.model import KVModel, calibration_windows, part_of, read_text
 from sgl_kvfetch.cli.options import make_console
 from sgl_kvfetch.cli.tables import make_table
-from sgl_kvfetch.config import DEFAULT_TARGET_KL
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.fingerprint import fingerprint_model
+from sgl_kvfetch.quant.klt import KltQuantiser
 from sgl_kvfetch.quant.profile import Calibration, Profile
 from sgl_kvfetch.quant.rope import Rope, rope_of_config
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # in float16 the gradients would be lost
+_LINE_EVERY_S = 10.0  # of progress, where the output is no terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +32,20 @@ class Request:
     num_context: int
     num_continuation: int
     part: str
-    max_block_channels: int
+    max_channels: int
     tp_size: int
     device: str
     dtype: str
     seed: int
 
 
-def run(model_path: str, text: Path, out: Path, request: Request) -> None:
+def run(model_path: str, texts: list[Path], out: Path, request: Request) -> None:
     """Raises ConfigError and UnsupportedError."""
     if request.dtype not in _DTYPES:
         raise ConfigError(f"--dtype {request.dtype}: allowed are {', '.join(_DTYPES)}")
     if (out.exists() and not out.is_file()) or not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: not a file in a directory that exists")
-    texts = read_text(text)
+    prompts = [prompt for file in texts for prompt in read_text(file)]
     device = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = KVModel(model_path, device=device, dtype=_DTYPES[request.dtype])
     if model.num_heads % request.tp_size and request.tp_size % model.num_heads:
@@ -54,12 +55,12 @@ def run(model_path: str, text: Path, out: Path, request: Request) -> None:
     if most is not None and window_tokens > most:
         raise ConfigError(f"--context and --continuation are {window_tokens} tokens, the model has {most} positions")
     rope, notes = _rope_or_why_not(model)
-    tokens = [part_of(model.tokenise(t), request.part) for t in texts]
-    windows = cut_windows(tokens, request.num_windows, window_tokens, model.start)
+    tokens = [part_of(model.tokenise(prompt), request.part) for prompt in prompts]
+    windows = calibration_windows(model, tokens, request.num_windows, window_tokens)
     describe = Calibration(
         model=os.path.basename(os.path.normpath(model_path)),
         weights=fingerprint_model(model_path),
-        text=text.name,
+        text=", ".join(file.name for file in texts),
         num_windows=request.num_windows,
         context_tokens=request.num_context,
         continuation_tokens=request.num_continuation,
@@ -68,7 +69,7 @@ def run(model_path: str, text: Path, out: Path, request: Request) -> None:
     )
     options = Options(
         num_context=request.num_context,
-        max_block_channels=request.max_block_channels,
+        max_channels=request.max_channels,
         tp_size=request.tp_size,
         seed=request.seed,
     )
@@ -97,25 +98,43 @@ def _require_same_rotation(model: KVModel, rope: Rope) -> None:
 
 
 def _progress(steps: Iterator[int], total: int, what: str) -> Iterator[int]:
-    yield from track(steps, what, total, console=make_console(stderr=True), transient=True)
+    """A bar in a terminal; elsewhere, where a bar would show nothing, a line every ten seconds."""
+    console = make_console(stderr=True)
+    if console.is_terminal:
+        from rich.progress import track
+
+        yield from track(steps, what, total, console=console, transient=True)
+        return
+    started_s = said_s = time.monotonic()
+    for done, step in enumerate(steps, 1):
+        yield step
+        now_s = time.monotonic()
+        if done == total or now_s - said_s >= _LINE_EVERY_S:
+            left_s = (now_s - started_s) / done * (total - done)
+            console.print(f"{what}: {done} of {total}, {left_s:.0f} s left")
+            said_s = now_s
 
 
 def _report(profile: Profile, out: Path) -> None:
-    table = make_table((), ("target_kl", "step", "bits a value", "bf16 is larger by"))
+    table = make_table((), ("target_kl", "step", "bits a value", "bf16 is larger by", "coefficients kept", "wide"))
     for point in profile.curve:
         ratio = f"{16 / point.bits_per_value:.1f}x" if point.bits_per_value else ""
-        table.add_row(f"{point.kl:.2g}", f"{point.step:.3g}", f"{point.bits_per_value:.2f}", ratio)
+        kept, wide = KltQuantiser(profile, step=point.step).coefficient_shares
+        table.add_row(
+            f"{point.kl:.2g}",
+            f"{point.step:.3g}",
+            f"{point.bits_per_value:.2f}",
+            ratio,
+            f"{kept:.0%}",
+            f"{wide:.1%}",
+        )
     console = make_console()
     console.print(table)
-    finest, coarsest = profile.curve[0].kl, profile.curve[-1].kl
-    if not finest <= DEFAULT_TARGET_KL <= coarsest:
-        console.print(
-            f"target_kl must be set: {DEFAULT_TARGET_KL:g}, which it is otherwise, is not between {finest:.2g} and "
-            f"{coarsest:.2g}",
-            style="yellow",
-        )
-    held_out = max(1, profile.calibration.num_windows // 5)
+    grid, held_out = profile.grid, max(1, profile.calibration.num_windows // 5)
     console.print(
         f"Measured on {held_out} windows of {profile.calibration.text} that the transform was not fitted to; bits are "
-        f"order-0 entropies.\n{out}: profile {profile.digest}, {out.stat().st_size / 1e6:.1f} MB"
+        f"order-0 entropies.\nThe context is worth {profile.context_kl:.2g} nats a token, so target_kl is "
+        f"{profile.default_target_kl:.2g} unless it is set. The first {profile.num_sinks} tokens are kept exact.\n"
+        f"Cells: {grid.cell_layers} layers, {grid.cell_heads} of {grid.num_heads} heads, K and V together.\n"
+        f"{out}: profile {profile.digest}, {out.stat().st_size / 1e6:.1f} MB"
     )

@@ -99,7 +99,7 @@ async def _draw(target: Target, manifest: Manifest, request: Request, directory:
         data = await target.objects.get(reader.data_name, start, end - start)
         if data is None:
             raise StoreError("missing", f"{reader.data_name} is gone")
-        for line in writer.write_cell(cell, reader.decode_cell(cell, data).integers):
+        for line in writer.write_cell(cell, reader.decode_cell(cell, data)):
             typer.echo(line, err=request.as_json)
     typer.echo(f"contact sheet: {writer.write_contact_sheet()}", err=request.as_json)
 

@@ -7,18 +7,17 @@ from pathlib import Path
 
 import av
 import numpy as np
-import torch
 
 from sgl_kvfetch.cli.glyphs import draw_text, text_size
-from sgl_kvfetch.cli.summary import byte_names, layers_of
+from sgl_kvfetch.cli.summary import layer_range, layers_of
 from sgl_kvfetch.container.manifest import Cell
 from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.layout.frames import FILL
-from sgl_kvfetch.types import TENSORS, TensorName
+from sgl_kvfetch.quant import Quantised
 
 THUMBNAIL_SIDE = 432  # pixels, at most
-MAX_SHEET_GROUPS = 24
+MAX_SHEET_ROWS = 24
 _MARGIN = 12
 _TEXT_SCALE = 3
 
@@ -26,8 +25,8 @@ _TEXT_SCALE = 3
 class PictureWriter:
     """Writes the pictures of one span's cells, and collects each chunk's first frame for the contact sheet.
 
-    A frame becomes two pictures: ``.planes.png`` shows its three colour planes (one a layer) side by side in grey,
-    ``.rgb.png`` shows them as red, green and blue. Where the three layers look alike, the latter is grey too.
+    A frame becomes two pictures: ``.planes.png`` shows its three colour planes side by side in grey, ``.rgb.png`` shows
+    them as red, green and blue. Where the three look alike, the latter is grey too.
     """
 
     def __init__(self, directory: Path, reader: SegmentReader, max_frames: int) -> None:
@@ -40,63 +39,64 @@ class PictureWriter:
         self._reader = reader
         self._manifest = reader.manifest
         self._max_frames = max_frames
-        self._thumbnails: dict[tuple[int, TensorName, int], np.ndarray] = {}
-        self._span = 0
+        self._thumbnails: dict[tuple[Cell, int], np.ndarray] = {}
 
-    def write_cell(self, cell: Cell, integers: torch.Tensor) -> list[str]:
-        """``integers`` is ``(planes, tokens, layers, heads, dim)``. Returns a line on each byte plane's pictures."""
-        layout = self._reader.variant.layout(cell.tensor)
-        self._span = cell.span
+    def write_cell(self, cell: Cell, quantised: Quantised) -> list[str]:
+        """Return a line on the pictures of each part that lies in frames."""
         lines = []
-        for index, name in enumerate(byte_names(self._manifest)):
+        for index, (part, integers) in enumerate(zip(self._manifest.parts, quantised, strict=True)):
+            if not part.layout:
+                continue
+            layout = self._reader.variant.layouts[part.layout]
             # The layout is a bijection: these are the frames that the codec gave.
-            frames = layout.to_frames(integers[index]).numpy()
-            stem = "_".join(
-                (
-                    f"span{cell.span}",
-                    f"layers{layers_of(self._manifest, cell)}",
-                    cell.tensor.upper(),
-                    name.replace(" ", ""),
-                )
-            )
+            frames = layout.to_frames(integers).numpy()
+            stem = f"span{cell.span}_{self._name(cell, '')}_{part.name.replace(' ', '')}"
             count = min(len(frames), self._max_frames)
             for frame_idx, frame in enumerate(frames[:count]):
                 planes, rgb = np.concatenate(list(frame), axis=1), frame.transpose(1, 2, 0)
                 self._save(f"{stem}_frame{frame_idx:03}.planes.png", planes)
                 self._save(f"{stem}_frame{frame_idx:03}.rgb.png", rgb)
-            if cell.layer_group < MAX_SHEET_GROUPS:
-                self._thumbnails[cell.layer_group, cell.tensor, index] = _thumbnail(frames[0].transpose(1, 2, 0))
+            if self._manifest.cell_index(cell._replace(span=0)) < MAX_SHEET_ROWS:
+                self._thumbnails[cell, index] = _thumbnail(frames[0].transpose(1, 2, 0))
             pattern = self._directory / f"{stem}_frame*.png"
             lines.append(f"{pattern}: {count} of {len(frames)} frames, {layout.width}x{layout.height}")
         return lines
 
     def write_contact_sheet(self) -> Path:
-        """The first frame of each chunk: a row a layer group, a column for each byte plane of K and of V.
+        """Draw the first frame of each chunk: a row a cell, a column a part.
 
         Unlike the other pictures, these have their contrast stretched: some planes use few values.
         """
-        names = byte_names(self._manifest)
-        columns = [(tensor, index) for tensor in TENSORS for index in range(len(names))]
-        groups = range(min(self._manifest.num_layer_groups, MAX_SHEET_GROUPS))
-        labels = [f"layers {layers_of(self._manifest, Cell(0, group, 'k'))}" for group in groups]
+        cells = sorted({cell for cell, _ in self._thumbnails})
+        columns = sorted({index for _, index in self._thumbnails})
+        labels = [self._name(cell, " ") for cell in cells]
         text_height, label_width = text_size(max(labels, key=len), _TEXT_SCALE)
-        heights = [max(self._thumbnails[group, t, i].shape[0] for t, i in columns) for group in groups]
-        heads = [f"{tensor} {names[index]}" for tensor, index in columns]
+        heights = [max(self._thumbnails[cell, i].shape[0] for i in columns) for cell in cells]
+        heads = [self._manifest.parts[index].name for index in columns]
         widths = [
-            max(text_size(head, _TEXT_SCALE)[1], *(self._thumbnails[group, t, i].shape[1] for group in groups))
-            for head, (t, i) in zip(heads, columns, strict=True)
+            max(text_size(head, _TEXT_SCALE)[1], *(self._thumbnails[cell, i].shape[1] for cell in cells))
+            for head, i in zip(heads, columns, strict=True)
         ]
         lefts = np.cumsum([2 * _MARGIN + label_width] + [w + _MARGIN for w in widths]).tolist()
         tops = np.cumsum([2 * _MARGIN + text_height] + [h + _MARGIN for h in heights]).tolist()
         sheet = np.full((tops[-1], lefts[-1], 3), 24, np.uint8)
         for head, left in zip(heads, lefts, strict=False):
             draw_text(sheet, head, _MARGIN, left, _TEXT_SCALE)
-        for group, label, top in zip(groups, labels, tops, strict=False):
+        for cell, label, top in zip(cells, labels, tops, strict=False):
             draw_text(sheet, label, top, _MARGIN, _TEXT_SCALE)
-            for (tensor, index), left in zip(columns, lefts, strict=False):
-                thumbnail = self._thumbnails[group, tensor, index]
+            for index, left in zip(columns, lefts, strict=False):
+                thumbnail = self._thumbnails[cell, index]
                 sheet[top : top + thumbnail.shape[0], left : left + thumbnail.shape[1]] = thumbnail
-        return self._save(f"span{self._span}_contact-sheet.png", sheet)
+        return self._save(f"span{cells[0].span}_contact-sheet.png", sheet)
+
+    def _name(self, cell: Cell, separator: str) -> str:
+        """What to call a cell: its layers, and its heads where there are others."""
+        name = f"layers{separator}{layers_of(self._manifest, cell)}"
+        grid, first = self._manifest.grid, self._manifest.first_head
+        if grid.num_head_blocks == 1:
+            return name
+        heads = grid.heads(cell.head_block)
+        return f"{name}{separator or '_'}heads{separator}{layer_range(first + heads.start, first + heads.stop)}"
 
     def _save(self, name: str, pixels: np.ndarray) -> Path:
         path = self._directory / name

@@ -26,8 +26,8 @@ from sgl_kvfetch.codecs.base import Codec, Decoders
 from sgl_kvfetch.codecs.hevc import HevcCodec
 from sgl_kvfetch.encode.targets import Target, make_targets
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.layout.choose import channel_layout
 from sgl_kvfetch.layout.frames import PLANES
+from sgl_kvfetch.layout.regions import region_layout
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,9 @@ def _samples(request: Request, targets: Sequence[Target]) -> Iterator[Sample[Dec
         if name in seen:
             continue
         seen.add(name)
-        layout = channel_layout(request.heads, request.head_dim, request.tokens, target.resolution)
+        layout = region_layout(len(integers), request.tokens, target.resolution)
         bitstream = codec.encode(layout.to_frames(integers))
-        shape = layout.num_frames(request.tokens), layout.height, layout.width
+        shape = layout.num_frames(tuple(integers.shape)), layout.height, layout.width
         yield Sample(name, len(bitstream), partial(_decode, codec, bitstream, shape))
 
 
@@ -146,11 +146,11 @@ def _decode(codec: Codec, bitstream: bytes, shape: tuple[int, int, int], session
 
 
 def _integers(request: Request) -> torch.Tensor:
-    """uint8 ``(tokens, 3, heads, dim)``: spread around 128, the first channels widely, the last hardly, as transform
-    coefficients are."""
+    """uint8 ``(coefficients, tokens)``: spread around 128, the first coefficients widely, the last hardly, as those of
+    a transform are."""
     generator = torch.Generator().manual_seed(request.seed)
-    normal = torch.randn(request.tokens, PLANES, request.heads, request.head_dim, generator=generator)
-    spread = torch.logspace(1, -1, request.heads * request.head_dim).view(request.heads, request.head_dim)
+    spread = torch.logspace(1, -1, PLANES * request.heads * request.head_dim)[:, None]
+    normal = torch.randn(len(spread), request.tokens, generator=generator)
     return (normal * spread + 128).round().clamp(0, 255).to(torch.uint8)
 
 

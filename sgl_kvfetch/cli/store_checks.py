@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from sgl_kvfetch.cli.checks import Check
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.keys import NAMESPACE_HEX_DIGITS, PAGE_HASH_BYTES
+from sgl_kvfetch.keys import PAGE_HASH_BYTES
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpOptions
 from sgl_kvfetch.stores.open import open_store
@@ -40,7 +40,7 @@ async def _ask(store: Store, url: str, *, has_token: bool) -> list[Check]:
     started_s = time.perf_counter()
     try:
         # Pages that nobody has: the answer is empty, and shows that the whole way works.
-        namespace = secrets.token_hex(NAMESPACE_HEX_DIGITS // 2)
+        namespace = f"{secrets.token_hex(16)}.0-1"
         await store.lookup(namespace, [secrets.token_bytes(PAGE_HASH_BYTES)])
     except StoreError as e:
         return _failed(e, url, has_token)

@@ -1,4 +1,4 @@
-"""What a store or a segment holds, in numbers. Sizes count everything that is stored: scales and manifests too."""
+"""What a store or a segment holds, in numbers. Sizes count everything that is stored, manifests too."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from itertools import groupby
 from sgl_kvfetch.container.manifest import Cell, Manifest, Variant
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import Namespace
-from sgl_kvfetch.layout.frames import FrameLayout
+from sgl_kvfetch.layout.regions import RegionLayout
+from sgl_kvfetch.layout.tiles import TileLayout
 from sgl_kvfetch.stores.listing import Objects, StoredSegment, read_manifest
-from sgl_kvfetch.types import KV_DTYPES, TENSORS, TensorName
+from sgl_kvfetch.types import KV_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +96,13 @@ async def _first_readable(objects: Objects, segments: Iterable[StoredSegment]) -
 
 @dataclass(frozen=True, slots=True)
 class PartSummary:
-    """The chunks of one layer group's K or V that hold the same thing, over all spans."""
+    """The chunks of one layer group that hold the same part, over all spans and heads. ``bits_per_value``: of all
+    values of the layer group, K and V."""
 
-    tensor: TensorName
     first_layer: int  # of the model
     end_layer: int
-    part: str  # see ``part_names``
+    part: str
+    layout: str  # of its integers; empty where the part is bytes
     codecs: tuple[str, ...]
     num_chunks: int
     stored_bytes: int
@@ -113,8 +115,7 @@ class VariantSummary:
     resolution: str
     data_name: str
     missing: bool
-    k_layout: FrameLayout
-    v_layout: FrameLayout
+    layouts: dict[str, TileLayout | RegionLayout]
     sizes: Sizes  # of this variant and the manifest
     parts: tuple[PartSummary, ...]
 
@@ -145,7 +146,7 @@ def summarise_segment(stored: StoredSegment, manifest: Manifest) -> SegmentSumma
         manifest.num_pages * manifest.namespace.page_size,
         manifest.num_spans,
         manifest.span_tokens(0),
-        manifest.num_layer_groups,
+        manifest.grid.num_layer_groups,
         stored.manifest.size_bytes,
         sizes(manifest.raw_bytes, stored.stored_bytes, manifest.namespace.kv_dtype),
         variants,
@@ -157,9 +158,8 @@ def _summarise_variant(stored: StoredSegment, manifest: Manifest, variant: Varia
     name = manifest.data_name(variant)
     stored_bytes = stored.manifest.size_bytes + manifest.data_bytes(variant)
     parts = [
-        _summarise_part(manifest, variant, group, tensor, index)
-        for group in range(manifest.num_layer_groups)
-        for tensor in TENSORS
+        _summarise_part(manifest, variant, group, index)
+        for group in range(manifest.grid.num_layer_groups)
         for index in range(manifest.chunks_per_cell)
     ]
     return VariantSummary(
@@ -167,52 +167,33 @@ def _summarise_variant(stored: StoredSegment, manifest: Manifest, variant: Varia
         variant.resolution,
         name,
         name not in stored.data,
-        variant.k_layout,
-        variant.v_layout,
+        variant.layouts,
         sizes(manifest.raw_bytes, stored_bytes, manifest.namespace.kv_dtype),
         tuple(parts),
     )
 
 
-def _summarise_part(
-    manifest: Manifest, variant: Variant, layer_group: int, tensor: TensorName, index: int
-) -> PartSummary:
-    per_cell, per_span = manifest.chunks_per_cell, manifest.cells_per_span * manifest.chunks_per_cell
-    first = (layer_group * len(TENSORS) + TENSORS.index(tensor)) * per_cell + index
-    chunks = variant.chunks[first::per_span]
+def _summarise_part(manifest: Manifest, variant: Variant, layer_group: int, index: int) -> PartSummary:
+    cells = [cell for cell in manifest.cells() if cell.layer_group == layer_group]
+    chunks = [variant.chunks[manifest.cell_index(cell) * manifest.chunks_per_cell + index] for cell in cells]
     stored_bytes = sum(chunk.size_bytes for chunk in chunks)
-    first_layer, end_layer = manifest.group_layers(layer_group)
-    geometry, offset = manifest.geometry, manifest.namespace.first_layer
-    num_tokens = manifest.num_pages * geometry.page_size
-    num_values = num_tokens * (end_layer - first_layer) * geometry.num_heads * geometry.head_dim(tensor)
+    layers, offset = manifest.grid.layers(layer_group), manifest.namespace.first_layer
     return PartSummary(
-        tensor,
-        offset + first_layer,
-        offset + end_layer,
-        part_names(manifest)[index],
+        offset + layers.start,
+        offset + layers.stop,
+        manifest.parts[index].name,
+        manifest.parts[index].layout,
         tuple(sorted({chunk.codec for chunk in chunks})),
         len(chunks),
         stored_bytes,
-        8 * stored_bytes / num_values,
+        8 * stored_bytes / sum(map(manifest.cell_values, cells)),
     )
-
-
-def part_names(manifest: Manifest) -> list[str]:
-    """What each chunk of a cell holds, in their order."""
-    return ["scales"] * manifest.has_scales + byte_names(manifest)
-
-
-def byte_names(manifest: Manifest) -> list[str]:
-    """What to call the byte planes. The last holds the exponent (see ``ExactQuantiser``)."""
-    if manifest.planes == 1:
-        return ["integers"]
-    return [f"byte {index}" for index in range(manifest.planes)]
 
 
 def layers_of(manifest: Manifest, cell: Cell) -> str:
     """A cell's layers, counted as the model does, for reading."""
-    first, end = manifest.group_layers(cell.layer_group)
-    return layer_range(manifest.namespace.first_layer + first, manifest.namespace.first_layer + end)
+    layers, offset = manifest.grid.layers(cell.layer_group), manifest.namespace.first_layer
+    return layer_range(offset + layers.start, offset + layers.stop)
 
 
 def layer_range(first: int, end: int) -> str:

@@ -18,7 +18,8 @@ from sgl_kvfetch.cli.summary import (
     layer_range,
 )
 from sgl_kvfetch.cli.units import format_ratio, format_size, printable
-from sgl_kvfetch.layout.frames import FrameLayout
+from sgl_kvfetch.layout.regions import RegionLayout
+from sgl_kvfetch.layout.tiles import TileLayout
 
 NAMESPACE_DIGITS, HASH_DIGITS = 12, 16  # enough to tell them apart, and to give as a prefix
 
@@ -65,7 +66,8 @@ def _fields_table(namespaces: Sequence[NamespaceSummary]) -> Table:
             continue
         dims = str(n.k_head_dim) if n.k_head_dim == n.v_head_dim else f"{n.k_head_dim}/{n.v_head_dim}"
         cache = f"{n.attention} {n.kv_dtype}, {n.num_layers} layers x {n.num_heads} heads x {dims}, page {n.page_size}"
-        rank = f"{n.head_slice}, layers {layer_range(n.first_layer, n.first_layer + n.num_layers)}"
+        heads = summary.digest.partition(".")[2]
+        rank = f"heads {heads}, layers {layer_range(n.first_layer, n.first_layer + n.num_layers)}"
         row = (summary.digest[:NAMESPACE_DIGITS], n.model, cache, n.quantiser, rank)
         table.add_row(*map(printable, row))
     return table
@@ -99,7 +101,7 @@ def segments_tables(segments: Sequence[SegmentSummary]) -> Iterator[Table | str]
 def _segments_table(segments: Iterable[SegmentSummary]) -> Table:
     table = make_table(("segment", "codecs"), ("pages", "first page", "tokens", "raw", "stored", "ratio"))
     for s in segments:
-        codecs = {codec for v in s.variants for part in v.parts if part.part != "scales" for codec in part.codecs}
+        codecs = {codec for v in s.variants for part in v.parts if part.layout for codec in part.codecs}
         num_pages, _, page_hash = s.manifest_name.partition("/")[2].partition("-")
         table.add_row(
             f"{num_pages}-{page_hash[:HASH_DIGITS]}",
@@ -137,35 +139,38 @@ def _facts(s: SegmentSummary) -> Table:
     for field in s.namespace.__slots__:
         table.add_row(field, printable(str(getattr(s.namespace, field))))
     for index, variant in enumerate(s.variants):
-        table.add_row(f"layout of K, variant {index}", _describe_layout(variant.k_layout))
-        table.add_row(f"layout of V, variant {index}", _describe_layout(variant.v_layout))
+        for name, layout in variant.layouts.items():
+            table.add_row(f"layout of {name}, variant {index}", _describe_layout(layout))
     table.add_row("manifest", format_size(s.manifest_bytes))
     return table
 
 
-def _describe_layout(layout: FrameLayout) -> str:
-    blocks = layout.token_rows * layout.token_cols > 1
+def _describe_layout(layout: TileLayout | RegionLayout) -> str:
+    pictures = f"pictures of {layout.width}x{layout.height}"
+    if isinstance(layout, RegionLayout):
+        return (
+            f"{pictures}, {layout.coefficients_per_frame} coefficients a frame; a region is "
+            f"{layout.token_rows}x{layout.token_cols} tokens"
+        )
     return (
-        f"pictures of {layout.width}x{layout.height}, {layout.inter_frame}, {layout.tokens_per_frame} tokens a frame; "
-        f"a tile is {layout.head_rows}x{layout.head_cols} heads of {layout.dim_rows}x{layout.dim_cols} values"
-        + (f", each of {layout.token_rows}x{layout.token_cols} tokens" if blocks else "")
+        f"{pictures}, {layout.tokens_per_frame} tokens a frame; a tile is {layout.head_rows}x{layout.head_cols} heads "
+        f"of {layout.dim_rows}x{layout.dim_cols} values"
     )
 
 
 def _parts_table(variant: VariantSummary) -> Table:
-    table = make_table(("layers", "tensor", "part", "codec"), ("chunks", "stored", "share", "bits/value"))
+    table = make_table(("layers", "part", "codec"), ("chunks", "stored", "share", "bits/value"))
     total = sum(part.stored_bytes for part in variant.parts)
     for part in variant.parts:
         layers = layer_range(part.first_layer, part.end_layer)
-        table.add_row(layers, part.tensor.upper(), *_part_cells([part], total), f"{part.bits_per_value:.2f}")
+        table.add_row(layers, *_part_cells([part], total), f"{part.bits_per_value:.3f}")
     table.add_section()
-    kinds = list(dict.fromkeys((part.tensor, part.part) for part in variant.parts))
-    for tensor, name in kinds:
-        alike = [part for part in variant.parts if (part.tensor, part.part) == (tensor, name)]
+    for name in dict.fromkeys(part.part for part in variant.parts):
+        alike = [part for part in variant.parts if part.part == name]
         # A mean over layer groups, weighted by the values each holds.
         num_values = sum(8 * part.stored_bytes / part.bits_per_value for part in alike)
         bits = 8 * sum(part.stored_bytes for part in alike) / num_values
-        table.add_row("all", tensor.upper(), *_part_cells(alike, total), f"{bits:.2f}")
+        table.add_row("all", *_part_cells(alike, total), f"{bits:.3f}")
     return table
 
 

@@ -50,6 +50,20 @@ class ZstdCodec(_BytesCodec):
             raise CorruptError(f"zstd bitstream does not decode: {e}") from e
 
 
+class RawCodec(_BytesCodec):
+    """As they are, for networks that bring bytes faster than CPUs decode them."""
+
+    name = "raw"
+
+    def compress(self, data: bytes) -> bytes:
+        return data
+
+    def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes:
+        if len(data) > max_bytes:
+            raise CorruptError(f"{len(data)} raw bytes, expected {max_bytes}")
+        return bytes(data)
+
+
 class DeflateCodec(_BytesCodec):
     name = "deflate"
     level = 1

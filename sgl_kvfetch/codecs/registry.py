@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Literal
 
 from sgl_kvfetch.codecs.base import Codec
-from sgl_kvfetch.codecs.entropy import DeflateCodec, ZstdCodec
+from sgl_kvfetch.codecs.entropy import DeflateCodec, RawCodec, ZstdCodec
 from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec
 from sgl_kvfetch.errors import FormatError
 
-CodecName = Literal["hevc", "hevc420", "zstd", "deflate"]
+CodecName = Literal["hevc", "hevc420", "zstd", "deflate", "raw"]
 EncoderName = Literal["auto", "cpu", "nvenc"]  # what makes HEVC
 
-CODECS: dict[str, Codec] = {c.name: c for c in (HevcCodec(), Hevc420Codec(), ZstdCodec(), DeflateCodec())}
+CODECS: dict[str, Codec] = {c.name: c for c in (HevcCodec(), Hevc420Codec(), ZstdCodec(), DeflateCodec(), RawCodec())}
 
 
 def get_codec(name: str) -> Codec:

@@ -7,7 +7,7 @@ xxh3-128 of all before it. See docs/format.md.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -19,12 +19,15 @@ from sgl_kvfetch.keys import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
     PAGE_HASH_BYTES,
+    HeadSlice,
     Namespace,
     SegmentKey,
     is_power_of_two,
 )
-from sgl_kvfetch.layout.frames import PICTURE_MULTIPLE, PLANES, FrameLayout
-from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
+from sgl_kvfetch.layout.frames import PICTURE_MULTIPLE, PLANES
+from sgl_kvfetch.layout.regions import RegionLayout
+from sgl_kvfetch.layout.tiles import TileLayout
+from sgl_kvfetch.types import MAX_HEADS, MAX_LAYERS, TENSORS, CellGrid, KVGeometry
 
 MAGIC = b"KVFM"
 _HEADER = struct.Struct("<4sHHI")
@@ -33,8 +36,9 @@ MAX_MANIFEST_BYTES = 16 << 20
 MAX_SEGMENT_PAGES = 1 << 20
 MAX_DATA_BYTES = 1 << 40
 MAX_VARIANTS = 16
-
-LAYERS_PER_GROUP = PLANES
+MAX_PARTS = 32
+MAX_COEFFICIENTS = 1 << 16
+MAX_MODEL_HEADS = 999  # of all ranks; folders are named by them
 
 # What a reader allocates for one chunk is bounded by what the chunk holds.
 _MAX_CHUNK_BYTES = 1 << 30
@@ -43,34 +47,38 @@ _SMALL_FRAMES_BYTES = 8 << 20
 
 _Checksum = Annotated[bytes, Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
 _FrameSum = Annotated[int, Meta(ge=0)]  # 64 bits; MessagePack has no larger ones
+_Name = Annotated[str, Meta(max_length=64)]
+
+
+class PartInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One part of every cell. ``layout``: the name of its integers' layout; empty where the part is bytes."""
+
+    name: _Name
+    layout: _Name = ""
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """One chunk's row. Which chunk it is follows from its place in the table (see ``Manifest.cells``)."""
 
-    codec: str
-    size_bytes: Annotated[int, Meta(ge=1, le=MAX_DATA_BYTES)]
+    codec: _Name
+    size_bytes: Annotated[int, Meta(ge=1, le=_MAX_CHUNK_BYTES)]
     coded_checksum: _Checksum  # xxh3-128 of the compressed bytes
-    decoded_checksum: _Checksum  # xxh3-128 of the integers, or of the scales
+    decoded_checksum: _Checksum  # xxh3-128 of the integers, or of the part's bytes
 
 
 class Variant(msgspec.Struct, frozen=True, omit_defaults=True):
     """The segment coded in one way: a data object and the table of its chunks, in storage order."""
 
     data_digest: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
-    k_layout: FrameLayout
-    v_layout: FrameLayout
+    layouts: dict[_Name, TileLayout | RegionLayout]
     chunks: tuple[Chunk, ...]
     # What was asked for when it was coded, where the writer recorded it. Chunks may be in another codec (noise is), and
     # short spans have smaller pictures: neither can be told from the rest.
-    codec: str = ""
-    resolution: str = ""
+    codec: _Name = ""
+    resolution: _Name = ""
     # Of each chunk, the sum of the frames that it decodes to (`layout.frame_sum`), or None; nothing if none has one.
     # They depend on the layout, so a chunk's row, which tells one content from another, does not hold them.
     frame_sums: tuple[_FrameSum | None, ...] = ()
-
-    def layout(self, tensor: TensorName) -> FrameLayout:
-        return self.k_layout if tensor == "k" else self.v_layout
 
     def frame_sum(self, chunk: int) -> int | None:
         return self.frame_sums[chunk] if self.frame_sums else None
@@ -83,38 +91,49 @@ class Variant(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class _Body(msgspec.Struct, frozen=True):
     namespace: Namespace
+    first_head: Annotated[int, Meta(ge=0)]
+    num_heads: Annotated[int, Meta(ge=1, le=MAX_HEADS)]
     first_page: Annotated[int, Meta(ge=0, le=1 << 40)]
     previous_hash: bytes | None
     page_hashes: bytes
     span_pages: Annotated[int, Meta(ge=1, le=MAX_SEGMENT_PAGES)]
-    planes: Annotated[int, Meta(ge=1, le=8)]
-    has_scales: bool
+    cell_layers: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
+    cell_heads: Annotated[int, Meta(ge=1, le=MAX_HEADS)]
+    parts: Annotated[tuple[PartInfo, ...], Meta(min_length=1, max_length=MAX_PARTS)]
+    coefficients: tuple[Annotated[int, Meta(ge=1, le=MAX_COEFFICIENTS)], ...]
     variants: Annotated[tuple[Variant, ...], Meta(min_length=1, max_length=MAX_VARIANTS)]
 
 
 class Cell(NamedTuple):
-    """One span of one layer group's K or V. Its chunks (scales, then byte planes) lie side by side."""
+    """One span of some heads of some layers, K and V. Its chunks, one a part, lie side by side."""
 
     span: int
     layer_group: int
-    tensor: TensorName
+    head_block: int
 
 
 class Manifest(msgspec.Struct, frozen=True):
     """A validated manifest.
 
     A segment is cut along its tokens into spans of ``span_pages`` pages (the last may be shorter), along its layers
-    into groups of three, into K and V, and into byte planes; the scales of quantised integers are chunks of their
-    own. A chunk is the unit of transmission, decoding and verification.
+    into groups of ``cell_layers`` (the last may be smaller), and along its heads into blocks of ``cell_heads``: cells.
+    Each has the same parts. A part of a cell is a chunk: the unit of decoding and verification.
+
+    ``coefficients``: of each layer group and head block, in storage order, how many coefficients a token has; empty
+    where integers are one a value.
     """
 
     namespace: Namespace
+    first_head: int  # of the model's
+    num_heads: int
     first_page: int  # position of the first page in the sequence
     previous_hash: bytes | None  # of the page before it; None at the sequence's start
     page_hashes: tuple[bytes, ...]
     span_pages: int
-    planes: int
-    has_scales: bool
+    cell_layers: int
+    cell_heads: int
+    parts: tuple[PartInfo, ...]
+    coefficients: tuple[int, ...]
     variants: tuple[Variant, ...]
 
     @property
@@ -122,20 +141,24 @@ class Manifest(msgspec.Struct, frozen=True):
         return len(self.page_hashes)
 
     @property
+    def heads(self) -> HeadSlice:
+        return HeadSlice(self.namespace, range(self.first_head, self.first_head + self.num_heads))
+
+    @property
     def key(self) -> SegmentKey:
-        return SegmentKey(self.namespace.digest(), self.num_pages, self.page_hashes[-1])
+        return SegmentKey(self.heads.folder, self.num_pages, self.page_hashes[-1])
 
     @property
     def geometry(self) -> KVGeometry:
-        return namespace_geometry(self.namespace)
+        return self.heads.geometry
+
+    @property
+    def grid(self) -> CellGrid:
+        return CellGrid(self.namespace.num_layers, self.num_heads, self.cell_layers, self.cell_heads)
 
     @property
     def num_spans(self) -> int:
         return -(-self.num_pages // self.span_pages)
-
-    @property
-    def num_layer_groups(self) -> int:
-        return num_layer_groups(self.namespace.num_layers)
 
     def span_range(self, span: int) -> tuple[int, int]:
         """Pages ``[first, end)`` of a span, counted from the segment's start."""
@@ -147,27 +170,43 @@ class Manifest(msgspec.Struct, frozen=True):
         return (end - first) * self.namespace.page_size
 
     def cells(self) -> Iterator[Cell]:
-        """The cells in storage order: by span, layer group, K before V."""
+        """The cells in storage order: by span, layer group, head block."""
         for span in range(self.num_spans):
             yield from self.span_cells(span)
 
     def span_cells(self, span: int) -> Iterator[Cell]:
-        for group in range(self.num_layer_groups):
-            for tensor in TENSORS:
-                yield Cell(span, group, tensor)
+        for group, block in self.grid.cells():
+            yield Cell(span, group, block)
 
     @property
     def cells_per_span(self) -> int:
-        return self.num_layer_groups * len(TENSORS)
+        grid = self.grid
+        return grid.num_layer_groups * grid.num_head_blocks
 
     @property
     def chunks_per_cell(self) -> int:
-        return self.planes + self.has_scales
+        return len(self.parts)
 
-    def group_layers(self, layer_group: int) -> tuple[int, int]:
-        """Layers ``[first, end)`` of a group, counted from this rank's first layer."""
-        first = layer_group * LAYERS_PER_GROUP
-        return first, min(first + LAYERS_PER_GROUP, self.namespace.num_layers)
+    def cell_index(self, cell: Cell) -> int:
+        """A cell's place in storage order."""
+        grid = self.grid
+        within = cell.layer_group * grid.num_head_blocks + cell.head_block
+        return cell.span * self.cells_per_span + within
+
+    def cell_values(self, cell: Cell) -> int:
+        """How many values a cell has, K and V together."""
+        g, grid = self.geometry, self.grid
+        channels = len(grid.layers(cell.layer_group)) * grid.cell_heads * (g.k_head_dim + g.v_head_dim)
+        return self.span_tokens(cell.span) * channels
+
+    def integers_shape(self, cell: Cell, layout: str) -> tuple[int, ...]:
+        """The shape of the integers that a cell has in this layout: ``(tokens, layers, heads, dim)`` of K or V, or
+        ``(coefficients, tokens)``."""
+        num_tokens = self.span_tokens(cell.span)
+        if layout not in TENSORS:
+            return self.coefficients[self.cell_index(Cell(0, cell.layer_group, cell.head_block))], num_tokens
+        grid, head_dim = self.grid, self.geometry.head_dim(layout)
+        return num_tokens, len(grid.layers(cell.layer_group)), grid.cell_heads, head_dim
 
     def data_name(self, variant: Variant) -> str:
         return self.key.data_name(variant.data_digest)
@@ -187,19 +226,11 @@ class Manifest(msgspec.Struct, frozen=True):
 
     def encode(self) -> bytes:
         body = _Body(
-            self.namespace,
-            self.first_page,
-            self.previous_hash,
-            b"".join(self.page_hashes),
-            self.span_pages,
-            self.planes,
-            self.has_scales,
-            self.variants,
+            **{name: getattr(self, name) for name in _Body.__struct_fields__ if name != "page_hashes"},
+            page_hashes=b"".join(self.page_hashes),
         )
         packed = msgspec.msgpack.encode(body)
-        # What an earlier version can say is written as it was then, byte for byte.
-        minor = FORMAT_MINOR if any(variant.frame_sums for variant in self.variants) else 0
-        head = _HEADER.pack(MAGIC, FORMAT_MAJOR, minor, len(packed)) + packed
+        head = _HEADER.pack(MAGIC, FORMAT_MAJOR, FORMAT_MINOR, len(packed)) + packed
         return head + xxhash.xxh3_128_digest(head)
 
 
@@ -207,15 +238,6 @@ def joined_frame_sums(*parts: Variant) -> tuple[int | None, ...]:
     """Of a variant that holds the chunks of all of these, one after another."""
     sums = tuple(part.frame_sum(chunk) for part in parts for chunk in range(len(part.chunks)))
     return sums if any(part.frame_sums for part in parts) else ()
-
-
-def namespace_geometry(n: Namespace) -> KVGeometry:
-    """Raises UnsupportedError for numbers out of bounds."""
-    return KVGeometry(n.num_layers, n.num_heads, n.k_head_dim, n.v_head_dim, n.page_size, n.kv_dtype)
-
-
-def num_layer_groups(num_layers: int) -> int:
-    return -(-num_layers // LAYERS_PER_GROUP)
 
 
 def decode_manifest(data: bytes) -> Manifest:
@@ -236,11 +258,12 @@ def decode_manifest(data: bytes) -> Manifest:
         raise CorruptError("manifest does not match its checksum")
     if major != FORMAT_MAJOR:
         raise FormatVersionError(f"manifest has format version {major}, this reader knows {FORMAT_MAJOR}")
-    if body_bytes != len(data) - _HEADER.size - CHECKSUM_BYTES:
-        raise FormatError(f"manifest's body is said to have {body_bytes} bytes, and has not")
+    found_bytes = len(data) - _HEADER.size - CHECKSUM_BYTES
+    if body_bytes != found_bytes:
+        raise FormatError(f"manifest's body: expected {body_bytes} bytes, found {found_bytes}")
     try:
         body = msgspec.msgpack.decode(memoryview(data)[_HEADER.size : -CHECKSUM_BYTES], type=_Body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise FormatError(f"manifest's body is malformed: {e}") from e
     return _validated(body)
 
@@ -256,42 +279,62 @@ def _validated(body: _Body) -> Manifest:
         raise FormatError(f"previous_hash has not {previous_bytes} bytes in a segment that starts at {body.first_page}")
     if body.namespace.format_major != FORMAT_MAJOR:
         raise FormatVersionError(f"namespace has format version {body.namespace.format_major}")
-    manifest = Manifest(
-        body.namespace,
-        body.first_page,
-        body.previous_hash,
-        tuple(body.page_hashes[i : i + PAGE_HASH_BYTES] for i in range(0, len(body.page_hashes), PAGE_HASH_BYTES)),
-        body.span_pages,
-        body.planes,
-        body.has_scales,
-        body.variants,
-    )
+    if not 1 <= body.namespace.num_heads <= MAX_MODEL_HEADS:
+        raise FormatError(f"num_heads is {body.namespace.num_heads}; supported are 1 to {MAX_MODEL_HEADS}")
+    if body.num_heads % body.cell_heads or body.first_head + body.num_heads > body.namespace.num_heads:
+        raise FormatError(
+            f"heads {body.first_head} to {body.first_head + body.num_heads} in blocks of {body.cell_heads}, "
+            f"of {body.namespace.num_heads}"
+        )
+    hashes = tuple(body.page_hashes[i : i + PAGE_HASH_BYTES] for i in range(0, len(body.page_hashes), PAGE_HASH_BYTES))
+    fields = {name: getattr(body, name) for name in _Body.__struct_fields__}
+    manifest = Manifest(**fields | {"page_hashes": hashes})
     try:
-        geometry = manifest.geometry
+        _ = manifest.geometry
     except UnsupportedError as e:
         raise FormatError(f"manifest's namespace is invalid: {e}") from e
-    num_chunks = manifest.num_spans * manifest.cells_per_span * manifest.chunks_per_cell
+    _check_parts(manifest)
     for variant in body.variants:
-        if len(variant.chunks) != num_chunks:
-            raise FormatError(f"manifest lists {len(variant.chunks)} chunks, its geometry has {num_chunks}")
-        if len(variant.frame_sums) not in (0, num_chunks):
-            raise FormatError(f"manifest lists {len(variant.frame_sums)} frame sums for {num_chunks} chunks")
-        for tensor in TENSORS:
-            layout = variant.layout(tensor)
-            _check_layout(layout, manifest, geometry, tensor)
-            if variant.frame_sums and (layout.width % PICTURE_MULTIPLE or layout.height % PICTURE_MULTIPLE):
-                raise FormatError(f"frame sums of pictures of {layout.width}x{layout.height}, expected multiples of 8")
-        for chunk in variant.chunks:
-            if chunk.size_bytes > _MAX_CHUNK_BYTES:
-                raise FormatError(f"chunk of {chunk.size_bytes} bytes exceeds {_MAX_CHUNK_BYTES}")
+        _check_variant(manifest, variant)
     return manifest
 
 
-def _check_layout(layout: FrameLayout, manifest: Manifest, geometry: KVGeometry, tensor: TensorName) -> None:
-    """Refuse layouts that do not hold the tensor, or whose frames are mostly empty: reading one would fill memory."""
-    layout.require_fits(geometry.num_heads, geometry.head_dim(tensor))
-    num_tokens = min(manifest.span_pages, manifest.num_pages) * geometry.page_size
-    held = num_tokens * PLANES * geometry.num_heads * geometry.head_dim(tensor)
-    frames = layout.num_frames(num_tokens) * PLANES * layout.width * layout.height
-    if frames > _MAX_EMPTINESS * held + _SMALL_FRAMES_BYTES:
-        raise FormatError(f"{tensor} frames of {frames} bytes for {held} values")
+def _check_parts(manifest: Manifest) -> None:
+    names = [part.name for part in manifest.parts]
+    if len(set(names)) < len(names):
+        raise FormatError(f"two parts have one name: {', '.join(names)}")
+    others = {part.layout for part in manifest.parts} - {"", *TENSORS}
+    if len(others) > 1:
+        raise FormatError(f"parts in the layouts {', '.join(sorted(others))}, expected one beside K's and V's")
+    expected = manifest.cells_per_span if others else 0
+    if len(manifest.coefficients) != expected:
+        raise FormatError(f"manifest lists coefficients of {len(manifest.coefficients)} cells, expected {expected}")
+
+
+def _check_variant(manifest: Manifest, variant: Variant) -> None:
+    num_chunks = manifest.num_spans * manifest.cells_per_span * manifest.chunks_per_cell
+    if len(variant.chunks) != num_chunks:
+        raise FormatError(f"manifest lists {len(variant.chunks)} chunks, its geometry has {num_chunks}")
+    if len(variant.frame_sums) not in (0, num_chunks):
+        raise FormatError(f"manifest lists {len(variant.frame_sums)} frame sums for {num_chunks} chunks")
+    expected = {part.layout for part in manifest.parts} - {""}
+    if variant.layouts.keys() != expected:
+        raise FormatError(f"layouts of {', '.join(variant.layouts)}, expected of {', '.join(sorted(expected))}")
+    _check_layouts(manifest, variant.layouts)
+    odd = any(x.width % PICTURE_MULTIPLE or x.height % PICTURE_MULTIPLE for x in variant.layouts.values())
+    if variant.frame_sums and odd:
+        raise FormatError("frame sums of pictures whose sides are no multiples of 8")
+
+
+def _check_layouts(manifest: Manifest, layouts: Mapping[str, TileLayout | RegionLayout]) -> None:
+    """Refuse layouts that do not hold the integers, or whose frames are mostly empty: reading one would fill memory."""
+    for name, layout in layouts.items():
+        if isinstance(layout, TileLayout) != (name in TENSORS):
+            raise FormatError(f"layout {name!r} is of another kind than its integers")
+        for group, block in manifest.grid.cells():
+            shape = manifest.integers_shape(Cell(0, group, block), name)
+            layout.require_fits(shape)
+            held = shape[0] * shape[1] if len(shape) == 2 else shape[0] * PLANES * shape[2] * shape[3]
+            frames = layout.num_frames(shape) * PLANES * layout.width * layout.height
+            if frames > _MAX_EMPTINESS * held + _SMALL_FRAMES_BYTES:
+                raise FormatError(f"{name} frames of {frames} bytes for {held} values")

@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
 import msgspec
-import torch
 import xxhash
 
 from sgl_kvfetch.container.manifest import Cell, Manifest, Variant, joined_frame_sums
 from sgl_kvfetch.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_cells, first_readable
 from sgl_kvfetch.errors import FormatError
-from sgl_kvfetch.quant import Quantised
+from sgl_kvfetch.quant.base import Quantised, join
 
 
 def merge_segments(
@@ -21,12 +20,12 @@ def merge_segments(
     """The segment that covers both. ``left`` and ``right`` are buddies: equally long, neighbours, and the pair aligned.
 
     Where their spans are already as long as the writer's, chunks are copied as they are, in the variants that both
-    have; otherwise they are decoded, joined and coded again as the writer does, integers and scales unchanged.
+    have; otherwise they are decoded, joined and coded again as the writer does, integers and bytes unchanged.
     Checksums of what is decoded are verified. Raises FormatError and CorruptError.
     """
     a, b = left.manifest, right.manifest
     follows = b.first_page == a.first_page + a.num_pages and b.previous_hash == a.page_hashes[-1]
-    if a.namespace != b.namespace or a.num_pages != b.num_pages or not follows:
+    if _grid_of(a) != _grid_of(b) or a.num_pages != b.num_pages or not follows:
         raise FormatError(f"segments {a.key.stem} and {b.key.stem} are not neighbours of one length")
     if a.first_page % (2 * a.num_pages):
         raise FormatError(f"segments at page {a.first_page} of {a.num_pages} pages are not buddies")
@@ -37,7 +36,10 @@ def merge_segments(
 
     halves = [_reader_and_data(spec, segment) for segment in (left, right)]
 
-    def joined(manifest: Manifest, cell: Cell) -> Quantised:
+    manifest = spec.manifest(a.first_page, a.previous_hash, a.page_hashes + b.page_hashes)
+    parts = spec.quantiser.parts(a.geometry.torch_dtype)
+
+    def joined(cell: Cell) -> Quantised:
         """A merged span holds a whole number of the halves' spans, from its own first page on."""
         first_page, end_page = manifest.span_range(cell.span)
         pieces = []
@@ -47,12 +49,17 @@ def merge_segments(
                 if first_page < end and first < end_page:
                     if first < first_page or end > end_page:
                         raise FormatError(f"spans of {reader.manifest.key.stem} do not divide the merged ones")
-                    part = Cell(span, cell.layer_group, cell.tensor)
+                    part = cell._replace(span=span)
                     pieces.append(reader.decode_cell(part, data[slice(*reader.cell_range(part))]))
-        scales = [piece.scales for piece in pieces if piece.scales is not None]
-        return Quantised(torch.cat([piece.integers for piece in pieces], dim=1), torch.cat(scales) if scales else None)
+        return join(parts, pieces)
 
-    return encode_cells(spec, a.first_page, a.previous_hash, a.page_hashes + b.page_hashes, joined, executor)
+    return encode_cells(spec, manifest, joined, executor)
+
+
+def _grid_of(manifest: Manifest) -> tuple[object, ...]:
+    """What two segments must have in common to be one."""
+    m = manifest
+    return m.namespace, m.first_head, m.num_heads, m.cell_layers, m.cell_heads, m.parts, m.coefficients
 
 
 def _reader_and_data(spec: SegmentSpec, segment: CodedSegment) -> tuple[SegmentReader, bytes]:
@@ -72,7 +79,7 @@ def _common_variants(a: Manifest, b: Manifest) -> list[tuple[int, int]]:
         return found
 
     def laid_out_alike(x: Variant, y: Variant) -> bool:
-        return (x.k_layout, x.v_layout) == (y.k_layout, y.v_layout)
+        return x.layouts == y.layouts
 
     def coded_alike(x: Variant, y: Variant) -> bool:
         return (x.codec, x.resolution) == (y.codec, y.resolution) and laid_out_alike(x, y)

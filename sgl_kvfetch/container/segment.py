@@ -10,6 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from math import prod
 from typing import NamedTuple
 
 import msgspec
@@ -20,15 +21,17 @@ import xxhash
 from sgl_kvfetch.codecs import CODECS, get_codec
 from sgl_kvfetch.codecs.base import DecodedFrames, Decoders, FrameDecoder, FrameEncoder
 from sgl_kvfetch.codecs.entropy import ZstdCodec
-from sgl_kvfetch.container.manifest import Cell, Chunk, Manifest, Variant, namespace_geometry
+from sgl_kvfetch.container.manifest import Cell, Chunk, Manifest, PartInfo, Variant
 from sgl_kvfetch.errors import CorruptError, FormatError
-from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.layout.frame_sum import sum_of_frames
-from sgl_kvfetch.layout.frames import FrameLayout
-from sgl_kvfetch.quant import Quantised, Quantiser
-from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
+from sgl_kvfetch.layout.frames import Layout
+from sgl_kvfetch.quant import CellPlace, CellValues, Quantised, Quantiser
+from sgl_kvfetch.types import KVGeometry, TensorName
 
-_SCALES = ZstdCodec()
+_BYTES = ZstdCodec()  # codes the parts that are bytes
+# A part of bytes holds at most every value of its cell, and a few bytes a token.
+_MOST_BYTES_A_TOKEN = 4096
 FALLBACK_CODEC = "zstd"
 # Above this order-0 entropy a plane is noise (the low mantissa bytes of exact values are): video coding would expand it
 # by a third, and slowly. Below it the codec is the user's choice even where another is smaller: video is decoded for
@@ -38,10 +41,10 @@ NOISE_BITS = 7.9
 
 @dataclass(frozen=True, slots=True)
 class SegmentSpec:
-    """How a writer codes the segments of one namespace. ``encoders``: of codecs that are encoded elsewhere than on the
+    """How a writer codes the segments of one rank. ``encoders``: of codecs that are encoded elsewhere than on the
     CPU."""
 
-    namespace: Namespace
+    heads: HeadSlice
     quantiser: Quantiser
     codec: str
     resolution: str
@@ -50,7 +53,54 @@ class SegmentSpec:
 
     def __post_init__(self) -> None:
         get_codec(self.codec)
-        assert self.namespace.quantiser == self.quantiser.identity
+        assert self.heads.namespace.quantiser == self.quantiser.identity
+
+    def manifest(self, first_page: int, previous_hash: bytes | None, page_hashes: Sequence[bytes]) -> Manifest:
+        """Return the manifest of a segment of these pages, without variants yet."""
+        namespace, quantiser, geometry = self.heads.namespace, self.quantiser, self.heads.geometry
+        manifest = Manifest(
+            namespace=namespace,
+            first_head=self.heads.heads.start,
+            num_heads=len(self.heads.heads),
+            first_page=first_page,
+            previous_hash=previous_hash,
+            page_hashes=tuple(page_hashes),
+            span_pages=min(self.span_pages, len(page_hashes)),
+            cell_layers=quantiser.cell_layers,
+            cell_heads=quantiser.cell_heads(geometry.num_heads),
+            parts=_part_infos(quantiser, geometry),
+            coefficients=(),
+            variants=(),
+        )
+        places = (cell_place(manifest, cell) for cell in manifest.span_cells(0))
+        counts = [quantiser.num_coefficients(place.layers, place.heads) for place in places]
+        return msgspec.structs.replace(manifest, coefficients=tuple(n for n in counts if n is not None))
+
+    def layouts(self, manifest: Manifest) -> dict[str, Layout]:
+        return layouts_of(manifest, self.quantiser, self.resolution)
+
+
+def _part_infos(quantiser: Quantiser, geometry: KVGeometry) -> tuple[PartInfo, ...]:
+    return tuple(PartInfo(part.name, part.layout or "") for part in quantiser.parts(geometry.torch_dtype))
+
+
+def layouts_of(manifest: Manifest, quantiser: Quantiser, resolution: str) -> dict[str, Layout]:
+    """Return how a segment's integers lie best in pictures of this resolution."""
+    most = max(manifest.coefficients, default=None)
+    return quantiser.layouts(manifest.geometry, manifest.cell_heads, most, manifest.span_tokens(0), resolution)
+
+
+def cell_place(manifest: Manifest, cell: Cell) -> CellPlace:
+    """Return where a cell lies in the model and in the sequence."""
+    grid, first_layer = manifest.grid, manifest.namespace.first_layer
+    layers, heads = grid.layers(cell.layer_group), grid.heads(cell.head_block)
+    first_page, _ = manifest.span_range(cell.span)
+    first_token = (manifest.first_page + first_page) * manifest.namespace.page_size
+    return CellPlace(
+        range(first_layer + layers.start, first_layer + layers.stop),
+        range(manifest.first_head + heads.start, manifest.first_head + heads.stop),
+        range(first_token, first_token + manifest.span_tokens(cell.span)),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,55 +148,33 @@ def encode_segment(
 
     Cells are coded side by side on ``executor``, if there is one. Raises QuantiseError.
     """
-    namespace = spec.namespace
-    for tensor in TENSORS:
-        expected = (len(page_hashes) * namespace.page_size, namespace.num_layers, namespace.num_heads)
-        assert values[tensor].shape[:3] == expected, (values[tensor].shape, expected)
+    geometry = spec.heads.geometry
+    expected = (len(page_hashes) * geometry.page_size, geometry.num_layers, geometry.num_heads)
+    for x in values.values():
+        assert x.shape[:3] == expected, (x.shape, expected)
+    manifest = spec.manifest(first_page, previous_hash, page_hashes)
 
-    def quantise(manifest: Manifest, cell: Cell) -> Quantised:
-        first_token, end_token = (page * namespace.page_size for page in manifest.span_range(cell.span))
-        first_layer, end_layer = manifest.group_layers(cell.layer_group)
-        return spec.quantiser.quantise(
-            values[cell.tensor][first_token:end_token, first_layer:end_layer],
-            cell.tensor,
-            namespace.first_layer + first_layer,
-            first_page * namespace.page_size + first_token,
-        )
+    def quantise(cell: Cell) -> Quantised:
+        tokens = slice(*(page * geometry.page_size for page in manifest.span_range(cell.span)))
+        layers, heads = manifest.grid.layers(cell.layer_group), manifest.grid.heads(cell.head_block)
+        part = (tokens, slice(layers.start, layers.stop), slice(heads.start, heads.stop))
+        place = cell_place(manifest, cell)
+        return spec.quantiser.quantise(CellValues(values["k"][part], values["v"][part]), place)
 
-    return encode_cells(spec, first_page, previous_hash, page_hashes, quantise, executor)
+    return encode_cells(spec, manifest, quantise, executor)
 
 
 def encode_cells(
     spec: SegmentSpec,
-    first_page: int,
-    previous_hash: bytes | None,
-    page_hashes: Sequence[bytes],
-    quantised: Callable[[Manifest, Cell], Quantised],
+    manifest: Manifest,
+    quantised: Callable[[Cell], Quantised],
     executor: Executor | None = None,
 ) -> CodedSegment:
-    """Code a segment whose cells' integers and scales ``quantised`` gives, given the manifest without its variants."""
-    namespace = spec.namespace
-    geometry = namespace_geometry(namespace)
-    span_pages = min(spec.span_pages, len(page_hashes))
-    layouts = {
-        tensor: spec.quantiser.layout(
-            tensor, geometry.num_heads, geometry.head_dim(tensor), span_pages * geometry.page_size, spec.resolution
-        )
-        for tensor in TENSORS
-    }
-    manifest = Manifest(
-        namespace,
-        first_page,
-        previous_hash,
-        tuple(page_hashes),
-        span_pages,
-        spec.quantiser.planes(geometry.torch_dtype),
-        spec.quantiser.scales_per_layer(geometry.num_heads) > 0,
-        (),
-    )
+    """Code the parts that ``quantised`` gives for each of the cells of ``manifest``, which has no variants yet."""
+    layouts = spec.layouts(manifest)
 
     def encode(cell: Cell) -> list[CodedChunk]:
-        return encode_cell(quantised(manifest, cell), layouts[cell.tensor], spec.codec, spec.encoders)
+        return encode_cell(manifest, quantised(cell), layouts, spec.codec, spec.encoders)
 
     run: Callable[..., Iterable[list[CodedChunk]]] = executor.map if executor else map
     coded = [chunk for cell in run(encode, manifest.cells()) for chunk in cell]
@@ -155,28 +183,34 @@ def encode_cells(
 
 
 def make_variant(
-    coded: Iterable[CodedChunk], layouts: Mapping[TensorName, FrameLayout], codec: str, resolution: str
+    coded: Iterable[CodedChunk], layouts: Mapping[str, Layout], codec: str, resolution: str
 ) -> tuple[Variant, bytes]:
-    """A variant and its data object from chunks in storage order."""
+    """Return a variant and its data object from chunks in storage order."""
     chunks, bitstreams, sums = zip(*coded, strict=True)
     data = b"".join(bitstreams)
     digest = xxhash.xxh3_128_hexdigest(data)
     frame_sums = () if all(each is None for each in sums) else sums
-    return Variant(digest, layouts["k"], layouts["v"], chunks, codec, resolution, frame_sums), data
+    return Variant(digest, dict(layouts), chunks, codec, resolution, frame_sums), data  # type: ignore[arg-type]
 
 
 def encode_cell(
-    quantised: Quantised, layout: FrameLayout, codec: str, encoders: Mapping[str, FrameEncoder] | None = None
+    manifest: Manifest,
+    quantised: Quantised,
+    layouts: Mapping[str, Layout],
+    codec: str,
+    encoders: Mapping[str, FrameEncoder] | None = None,
 ) -> list[CodedChunk]:
-    """A cell's chunks: the scales, if there are any, then the planes. ``encoders``: as in `SegmentSpec`."""
+    """Return a cell's chunks, one a part. ``encoders``: as in `SegmentSpec`."""
     chunks = []
-    if quantised.scales is not None:
-        raw = scales_to_bytes(quantised.scales)
-        chunks.append(_chunk(_SCALES.name, _SCALES.compress(raw), raw))
-    for integers in quantised.integers:
-        raw = integers.cpu().numpy().tobytes()
-        plane_codec = get_codec(FALLBACK_CODEC if _entropy_bits(raw) > NOISE_BITS else codec)
-        frames = layout.to_frames(integers)
+    for part, x in zip(manifest.parts, quantised, strict=True):
+        raw = x.contiguous().cpu().numpy().tobytes()
+        if not part.layout:
+            chunks.append(_chunk(_BYTES.name, _BYTES.compress(raw), raw))
+            continue
+        plane_codec = get_codec(codec)
+        if plane_codec.is_video and _entropy_bits(raw) > NOISE_BITS:
+            plane_codec = get_codec(FALLBACK_CODEC)
+        frames = layouts[part.layout].to_frames(x)
         encoder = (encoders or {}).get(plane_codec.name) or plane_codec
         frame_sum = sum_of_frames(frames) if plane_codec.is_video else None
         chunks.append(_chunk(plane_codec.name, encoder.encode(frames), raw, frame_sum))
@@ -195,27 +229,21 @@ def _entropy_bits(data: bytes) -> float:
     return float(-(p * np.log2(p)).sum())
 
 
-def scales_to_bytes(scales: torch.Tensor) -> bytes:
-    """bfloat16 ``(tokens, layers, scales_per_layer)`` as little-endian 16-bit words."""
-    return scales.contiguous().cpu().view(torch.uint8).numpy().tobytes()
-
-
 @dataclass(frozen=True, slots=True)
 class CellFrames:
-    """A cell decoded and verified, as frames, with all that restoring them takes.
+    """A cell decoded and verified, its integers left in frames, with all that restoring it takes.
 
-    ``frames``: of each byte plane, uint8 ``(frames, 3, height, width)``. ``is_on_device``: of each, whether it was
-    decoded to where it is restored, and not on the host. ``scales``: as in `Quantised`.
+    ``parts``: of each part, uint8 frames ``(frames, 3, height, width)``, or the bytes ``(n,)``. ``layouts``: of each
+    part, None for bytes. ``is_on_device``: of each part, whether it was decoded to where it is restored, and not on the
+    host.
     """
 
-    tensor: TensorName
-    layers: range  # counted from the namespace's first
-    model_layer: int  # the first of them, counted from the model's first
-    tokens: range  # of the sequence
-    layout: FrameLayout
-    frames: tuple[torch.Tensor, ...]
+    place: CellPlace
+    layers: range  # counted from the rank's first
+    heads: range  # counted from the rank's first
+    parts: tuple[torch.Tensor, ...]
+    layouts: tuple[Layout | None, ...]
     is_on_device: tuple[bool, ...]
-    scales: torch.Tensor | None
     quantiser: Quantiser
 
 
@@ -229,35 +257,23 @@ class SegmentReader:
         self.quantiser = quantiser
         self.variant = manifest.variants[first_readable(manifest) if variant is None else variant]
         self.geometry: KVGeometry = manifest.geometry
-        self._check_quantiser()
-        for codec in {chunk.codec for chunk in self.variant.chunks}:
+        found = (manifest.namespace.quantiser, manifest.parts)
+        expected = (quantiser.identity, _part_infos(quantiser, self.geometry))
+        if found != expected:
+            raise FormatError(f"segment is quantised as {found}, expected {expected}")
+        for codec in self.variant.codecs:
             get_codec(codec)
         sizes = (chunk.size_bytes for chunk in self.variant.chunks)
         self._offsets = [0, *accumulate(sizes)]
-
-    def _check_quantiser(self) -> None:
-        m, q = self.manifest, self.quantiser
-        expected = (
-            q.identity,
-            q.planes(self.geometry.torch_dtype),
-            q.scales_per_layer(self.geometry.num_heads) > 0,
-        )
-        found = (m.namespace.quantiser, m.planes, m.has_scales)
-        if found != expected:
-            raise FormatError(f"segment is quantised as {found}, expected {expected}")
 
     @property
     def data_name(self) -> str:
         return self.manifest.data_name(self.variant)
 
-    def cell_index(self, cell: Cell) -> int:
-        m = self.manifest
-        return cell.span * m.cells_per_span + cell.layer_group * len(TENSORS) + TENSORS.index(cell.tensor)
-
     def cell_range(self, cell: Cell) -> tuple[int, int]:
         """Bytes ``[start, end)`` of a cell in the data object."""
         per_cell = self.manifest.chunks_per_cell
-        first = self.cell_index(cell) * per_cell
+        first = self.manifest.cell_index(cell) * per_cell
         return self._offsets[first], self._offsets[first + per_cell]
 
     def span_range_bytes(self, span: int) -> tuple[int, int]:
@@ -266,10 +282,15 @@ class SegmentReader:
         return self._offsets[span * per_span], self._offsets[(span + 1) * per_span]
 
     def num_integers(self, cell: Cell) -> int:
-        """Of all planes."""
-        m, g = self.manifest, self.geometry
-        per_plane = m.span_tokens(cell.span) * self._num_layers(cell) * g.num_heads * g.head_dim(cell.tensor)
-        return m.planes * per_plane
+        """Return how many integers a cell has, of all parts."""
+        names = (part.layout for part in self.manifest.parts if part.layout)
+        return sum(prod(self.manifest.integers_shape(cell, name)) for name in names)
+
+    def frames_bytes(self, cell: Cell) -> int:
+        """Return how many bytes the frames of a cell take, of all parts."""
+        names = (part.layout for part in self.manifest.parts if part.layout)
+        layouts = self.variant.layouts
+        return sum(prod(layouts[name].frames_shape(self.manifest.integers_shape(cell, name))) for name in names)
 
     @cached_property
     def variants(self) -> tuple[SegmentReader, ...]:
@@ -281,41 +302,32 @@ class SegmentReader:
         )
 
     def decode_cell(self, cell: Cell, data: bytes | memoryview, decoders: Decoders | None = None) -> Quantised:
-        """Verify and decode a cell's bytes to integers and scales, on the host. ``decoders``: of codecs that are
-        decoded elsewhere than on the CPU. Raises CorruptError, FormatError."""
+        """Verify and decode a cell's bytes to its parts, on the host. ``decoders``: of codecs that are decoded
+        elsewhere than on the CPU. Raises CorruptError, FormatError."""
         pieces = self._verified_pieces(cell, data)
-        scales = self._decode_scales(cell, pieces.pop(0)) if self.manifest.has_scales else None
-        geometry = self.geometry
-        integers = torch.empty(
-            len(pieces),
-            self.manifest.span_tokens(cell.span),
-            self._num_layers(cell),
-            geometry.num_heads,
-            geometry.head_dim(cell.tensor),
-            dtype=torch.uint8,
+        return tuple(
+            self._decode_integers(cell, part, piece, decoders) if part.layout else self._decode_bytes(cell, part, piece)
+            for part, piece in zip(self.manifest.parts, pieces, strict=True)
         )
-        for plane, piece in zip(integers, pieces, strict=True):
-            # At once: a decoder's memory is written again by the next plane.
-            plane.copy_(self._decode_plane((decoders or {}).get(piece.row.codec), cell, piece))
-        return Quantised(integers, scales)
 
     def decode_frames(self, cell: Cell, data: bytes | memoryview, decoders: Decoders | None = None) -> CellFrames:
-        """The same, left as frames, where ``decoders`` decode to. Raises CorruptError, FormatError."""
-        pieces = self._verified_pieces(cell, data)
-        scales = self._decode_scales(cell, pieces.pop(0)) if self.manifest.has_scales else None
-        layers = range(*self.manifest.group_layers(cell.layer_group))
-        first_page, _ = self.manifest.span_range(cell.span)
-        first_token = (self.manifest.first_page + first_page) * self.geometry.page_size
-        planes = [self._decode_plane_with((decoders or {}).get(piece.row.codec), cell, piece) for piece in pieces]
+        """The same, integers left in frames, where ``decoders`` decode to. Raises CorruptError, FormatError."""
+        parts, is_on_device = [], []
+        for part, piece in zip(self.manifest.parts, self._verified_pieces(cell, data), strict=True):
+            if part.layout:
+                decoded = self._decode_frames(cell, part, piece, (decoders or {}).get(piece.row.codec))
+                parts.append(decoded.frames)
+                is_on_device.append(decoded.is_on_device)
+            else:
+                parts.append(self._decode_bytes(cell, part, piece))
+                is_on_device.append(False)
         return CellFrames(
-            tensor=cell.tensor,
-            layers=layers,
-            model_layer=self.manifest.namespace.first_layer + layers.start,
-            tokens=range(first_token, first_token + self.manifest.span_tokens(cell.span)),
-            layout=self.variant.layout(cell.tensor),
-            frames=tuple(plane.frames for plane in planes),
-            is_on_device=tuple(plane.is_on_device for plane in planes),
-            scales=scales,
+            place=cell_place(self.manifest, cell),
+            layers=self.manifest.grid.layers(cell.layer_group),
+            heads=self.manifest.grid.heads(cell.head_block),
+            parts=tuple(parts),
+            layouts=tuple(self.variant.layouts[p.layout] if p.layout else None for p in self.manifest.parts),
+            is_on_device=tuple(is_on_device),
             quantiser=self.quantiser,
         )
 
@@ -325,7 +337,7 @@ class SegmentReader:
         if len(data) != end - start:
             raise CorruptError(f"{cell} has {len(data)} bytes, expected {end - start}")
         view = memoryview(data)
-        first = self.cell_index(cell) * self.manifest.chunks_per_cell
+        first = self.manifest.cell_index(cell) * self.manifest.chunks_per_cell
         pieces = []
         for index in range(first, first + self.manifest.chunks_per_cell):
             chunk = self.variant.chunks[index]
@@ -334,88 +346,69 @@ class SegmentReader:
             pieces.append(CodedChunk(chunk, piece, self.variant.frame_sum(index)))
         return pieces
 
-    def dequantise_cell(self, cell: Cell, quantised: Quantised, tokens: slice = slice(None)) -> torch.Tensor:
-        """``(tokens, layers, heads, dim)`` of the KV dtype: of all tokens of the span, or of a run of them."""
-        first_layer, _ = self.manifest.group_layers(cell.layer_group)
-        first_page, _ = self.manifest.span_range(cell.span)
-        first_token, _, _ = tokens.indices(quantised.integers.shape[1])
-        scales = quantised.scales
-        return self.quantiser.dequantise(
-            Quantised(quantised.integers[:, tokens], None if scales is None else scales[tokens]),
-            self.geometry.torch_dtype,
-            cell.tensor,
-            self.manifest.namespace.first_layer + first_layer,
-            (self.manifest.first_page + first_page) * self.manifest.namespace.page_size + first_token,
-        )
+    def dequantise_cell(self, cell: Cell, quantised: Quantised, tokens: slice = slice(None)) -> CellValues:
+        """Return the values of a cell, ``(tokens, layers, heads, dim)`` of the KV dtype: of all tokens of the span, or
+        of a run of them. Raises FormatError where the parts do not fit together."""
+        return self.quantiser.dequantise(quantised, self.geometry.torch_dtype, cell_place(self.manifest, cell), tokens)
 
-    def _num_layers(self, cell: Cell) -> int:
-        first, end = self.manifest.group_layers(cell.layer_group)
-        return end - first
+    def _decode_integers(
+        self, cell: Cell, part: PartInfo, coded: CodedChunk, decoders: Decoders | None
+    ) -> torch.Tensor:
+        shape = self._frames_shape(cell, part)
+        decoder = (decoders or {}).get(coded.row.codec)
+        if decoder is None:
+            return self._verified_integers(
+                cell, part, coded, get_codec(coded.row.codec).decode(coded.bitstream, *shape)
+            )
+        frames = decoder.decode(coded.bitstream, *shape, to_host=True).frames
+        # A copy: they may lie in the decoder's own memory, which the next part overwrites.
+        return self._verified_integers(cell, part, coded, frames).clone()
 
-    def _decode_plane(self, decoder: FrameDecoder | None, cell: Cell, coded: CodedChunk) -> torch.Tensor:
-        """Integers, maybe in the decoder's memory."""
-        shape = self._frames_shape(cell)
+    def _decode_frames(
+        self, cell: Cell, part: PartInfo, coded: CodedChunk, decoder: FrameDecoder | None
+    ) -> DecodedFrames:
+        """Frames, verified."""
+        shape = self._frames_shape(cell, part)
         if decoder is not None:
-            frames = decoder.decode(coded.bitstream, *shape, to_host=True).frames
+            decoded = decoder.decode(coded.bitstream, *shape, with_sum=coded.frame_sum is not None)
         else:
             frames = get_codec(coded.row.codec).decode(coded.bitstream, *shape)
-        return self._verified_integers(cell, coded, frames)
-
-    def _decode_plane_with(self, decoder: FrameDecoder | None, cell: Cell, coded: CodedChunk) -> DecodedFrames:
-        """Frames, verified."""
-        if decoder is not None:
-            with_sum = coded.frame_sum is not None
-            decoded = decoder.decode(coded.bitstream, *self._frames_shape(cell), with_sum=with_sum)
-        else:
-            frames = get_codec(coded.row.codec).decode(coded.bitstream, *self._frames_shape(cell))
             decoded = DecodedFrames(frames, frames, is_on_device=False)
         if decoded.host is not None:
-            self._verified_integers(cell, coded, decoded.host)
+            self._verified_integers(cell, part, coded, decoded.host)
         elif decoded.frame_sum != coded.frame_sum:
             raise CorruptError(f"{cell}, decoded frames: frame sum does not match")
         return decoded
 
-    def _frames_shape(self, cell: Cell) -> tuple[int, int, int]:
+    def _frames_shape(self, cell: Cell, part: PartInfo) -> tuple[int, int, int]:
         """Number of frames, height, width."""
-        layout = self.variant.layout(cell.tensor)
-        return layout.num_frames(self.manifest.span_tokens(cell.span)), layout.height, layout.width
+        layout = self.variant.layouts[part.layout]
+        return layout.num_frames(self.manifest.integers_shape(cell, part.layout)), layout.height, layout.width
 
-    def _verified_integers(self, cell: Cell, coded: CodedChunk, frames: torch.Tensor) -> torch.Tensor:
+    def _verified_integers(self, cell: Cell, part: PartInfo, coded: CodedChunk, frames: torch.Tensor) -> torch.Tensor:
         """``frames``: on the host. Their sum is looked at as well: one that is wrong would have readers on a GPU miss
         what is sound, for ever."""
-        geometry = self.geometry
-        integers = self.variant.layout(cell.tensor).from_frames(
-            frames,
-            self.manifest.span_tokens(cell.span),
-            self._num_layers(cell),
-            geometry.num_heads,
-            geometry.head_dim(cell.tensor),
-        )
-        _require_checksum(integers.numpy().data, coded.row.decoded_checksum, f"{cell}, decoded integers")
+        shape = self.manifest.integers_shape(cell, part.layout)
+        integers = self.variant.layouts[part.layout].from_frames(frames, shape)
+        _require_checksum(integers.numpy().data, coded.row.decoded_checksum, f"{cell}, decoded {part.name}")
         if coded.frame_sum is not None and sum_of_frames(frames) != coded.frame_sum:
             raise CorruptError(f"{cell}, decoded frames: frame sum does not match")
         return integers
 
-    def _decode_scales(self, cell: Cell, coded: CodedChunk) -> torch.Tensor:
-        chunk = coded.row
-        if chunk.codec != _SCALES.name:
-            raise FormatError(f"{cell} has scales in codec {chunk.codec!r}, expected {_SCALES.name!r}")
-        shape = (
-            self.manifest.span_tokens(cell.span),
-            self._num_layers(cell),
-            self.quantiser.scales_per_layer(self.geometry.num_heads),
-        )
-        expected = shape[0] * shape[1] * shape[2] * torch.bfloat16.itemsize
-        raw = _SCALES.decompress(coded.bitstream, expected)
-        if len(raw) != expected:
-            raise CorruptError(f"{cell} has {len(raw)} bytes of scales, expected {expected}")
-        _require_checksum(raw, chunk.decoded_checksum, f"{cell}, scales")
-        return torch.frombuffer(bytearray(raw), dtype=torch.bfloat16).view(shape)
+    def _decode_bytes(self, cell: Cell, part: PartInfo, coded: CodedChunk) -> torch.Tensor:
+        if coded.row.codec != _BYTES.name:
+            raise FormatError(f"{cell} has {part.name} in codec {coded.row.codec!r}, expected {_BYTES.name!r}")
+        most = self.manifest.cell_values(cell) * self.geometry.torch_dtype.itemsize
+        most += self.manifest.span_tokens(cell.span) * _MOST_BYTES_A_TOKEN
+        raw = _BYTES.decompress(coded.bitstream, most)
+        _require_checksum(raw, coded.row.decoded_checksum, f"{cell}, {part.name}")
+        return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
 
 
 def first_readable(manifest: Manifest, engine_codecs: Collection[str] = ()) -> int:
-    """The index of the first variant all of whose codecs are here; 0 if there is none, so that its lack is reported.
-    Where there are video engines, for ``engine_codecs``, variants that leave no video to the CPU come before others."""
+    """Return the index of the first variant all of whose codecs are here; 0 if there is none, so that its lack is
+    reported. Where there are video engines, for ``engine_codecs``, variants that leave no video to the CPU come before
+    others."""
     codecs = [variant.codecs for variant in manifest.variants]
     readable = [i for i, names in enumerate(codecs) if names <= CODECS.keys()]
     if engine_codecs:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from sgl_kvfetch.codecs import CODECS
 from sgl_kvfetch.container.manifest import MAX_VARIANTS, Manifest, Variant
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.layout.choose import RESOLUTIONS
+from sgl_kvfetch.layout.frames import RESOLUTIONS
 
 
 class Target(NamedTuple):

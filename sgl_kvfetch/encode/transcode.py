@@ -9,18 +9,24 @@ import msgspec
 from sgl_kvfetch.codecs import CODECS
 from sgl_kvfetch.codecs.base import FrameEncoder
 from sgl_kvfetch.container.manifest import Manifest, Variant
-from sgl_kvfetch.container.segment import CodedChunk, CodedSegment, SegmentReader, encode_cell, make_variant
+from sgl_kvfetch.container.segment import (
+    CodedChunk,
+    CodedSegment,
+    SegmentReader,
+    encode_cell,
+    layouts_of,
+    make_variant,
+)
 from sgl_kvfetch.encode.targets import Target
 from sgl_kvfetch.errors import CorruptError, FormatError
-from sgl_kvfetch.layout.frames import FrameLayout
-from sgl_kvfetch.layout.tiling import Tiling, layout_of
+from sgl_kvfetch.layout.frames import Layout
 from sgl_kvfetch.quant import Quantiser, quantiser_from_identity
-from sgl_kvfetch.types import TENSORS, TensorName
 
-Layouts = dict[TensorName, FrameLayout]
+Layouts = dict[str, Layout]
+_Way = tuple[str, tuple[tuple[str, Layout], ...]]
 
 # What decodes fast comes first.
-_COST = {"zstd": 0, "deflate": 1, "hevc": 2, "hevc420": 3}
+_COST = {"raw": 0, "zstd": 1, "deflate": 2, "hevc": 3, "hevc420": 4}
 
 
 def cheapest_variant(manifest: Manifest) -> int:
@@ -55,16 +61,16 @@ def transcode(
     """
     quantiser = quantiser_from_identity(manifest.namespace.quantiser)
     reader = SegmentReader(manifest, quantiser, source)
-    layouts = [target_layouts(manifest, quantiser, source, target.resolution) for target in targets]
+    layouts = [target_layouts(manifest, quantiser, target.resolution) for target in targets]
     # Short spans give several resolutions the same pictures.
     ways = {_way(target, layout): (target.codec, layout) for target, layout in zip(targets, layouts, strict=True)}
-    coded: dict[tuple[str, FrameLayout, FrameLayout], list[CodedChunk]] = {way: [] for way in ways}
+    coded: dict[_Way, list[CodedChunk]] = {way: [] for way in ways}
     view = memoryview(data)
     for cell in manifest.cells():
         before_cell()
         quantised = reader.decode_cell(cell, view[slice(*reader.cell_range(cell))])
         for way, (codec, layout) in ways.items():
-            coded[way] += encode_cell(quantised, layout[cell.tensor], codec, encoders)
+            coded[way] += encode_cell(manifest, quantised, layout, codec, encoders)
     made = [
         make_variant(coded[_way(target, layout)], layout, target.codec, target.resolution)
         for target, layout in zip(targets, layouts, strict=True)
@@ -75,45 +81,16 @@ def transcode(
     return CodedSegment(msgspec.structs.replace(manifest, variants=variants), first, tuple(more))
 
 
-def _way(target: Target, layouts: Layouts) -> tuple[str, FrameLayout, FrameLayout]:
-    return target.codec, layouts["k"], layouts["v"]
+def _way(target: Target, layouts: Layouts) -> _Way:
+    return target.codec, tuple(layouts.items())
 
 
-def target_layouts(manifest: Manifest, quantiser: Quantiser, source: int, resolution: str) -> Layouts:
-    """The writer's own way to lay out this segment, at another resolution.
-
-    It knows more than we do (a profile, say), so what it chose is kept: the layouts of a variant of that resolution
-    where there is one, else the source's tiling.
-    """
+def target_layouts(manifest: Manifest, quantiser: Quantiser, resolution: str) -> Layouts:
+    """Return the layouts of a variant of this resolution: those that the segment has already, else the usual ones."""
     for variant in manifest.variants:
         if variant.resolution == resolution:
-            return {tensor: variant.layout(tensor) for tensor in TENSORS}
-    geometry, written = manifest.geometry, manifest.variants[source]
-    span_tokens = manifest.span_tokens(0)
-
-    def default(tensor: TensorName, resolution: str) -> FrameLayout:
-        return quantiser.layout(tensor, geometry.num_heads, geometry.head_dim(tensor), span_tokens, resolution)
-
-    layouts: Layouts = {}
-    for tensor in TENSORS:
-        own = written.layout(tensor)
-        is_default = not written.resolution or own == default(tensor, written.resolution)
-        layouts[tensor] = (
-            default(tensor, resolution) if is_default else layout_of(_tiling(own), span_tokens, resolution)
-        )
-    return layouts
-
-
-def _tiling(layout: FrameLayout) -> Tiling:
-    return Tiling(
-        head_rows=layout.head_rows,
-        head_cols=layout.head_cols,
-        dim_rows=layout.dim_rows,
-        dim_cols=layout.dim_cols,
-        token_rows=layout.token_rows,
-        token_cols=layout.token_cols,
-        inter_frame=layout.inter_frame,
-    )
+            return dict(variant.layouts)
+    return layouts_of(manifest, quantiser, resolution)
 
 
 def require_same_content(manifest: Manifest, *variants: Variant) -> None:

@@ -13,7 +13,7 @@ from sgl_kvfetch.container.segment import SegmentReader, first_readable
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.fetch.fetcher import FetchResult
 from sgl_kvfetch.fetch.plan import PageSource
-from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.quant import Quantiser
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.breaker import Breaker
@@ -22,7 +22,7 @@ _MAX_KNOWN_PAGES = 1 << 15  # remembered between a lookup and its fetch
 
 
 class PageFinder:
-    """Finds the pages of one namespace. Belongs to one event loop.
+    """Finds the pages of one rank. Belongs to one event loop.
 
     A store whose lookups, or whose fetches, fail several times in a row is left alone for a while.
     """
@@ -30,7 +30,7 @@ class PageFinder:
     def __init__(
         self,
         store: Store,
-        namespace: Namespace,
+        heads: HeadSlice,
         quantiser: Quantiser,
         on_fault: Callable[[KVFetchError], None],
         on_answer: Callable[[float], None] = lambda seconds: None,
@@ -41,8 +41,7 @@ class PageFinder:
         others."""
         self._on_answer = on_answer
         self._store = store
-        self._namespace = namespace
-        self._digest = namespace.digest()
+        self._heads = heads
         self._quantiser = quantiser
         self._on_fault = on_fault
         self._engine_codecs = engine_codecs
@@ -57,7 +56,7 @@ class PageFinder:
             raise StoreError("skipped", "lookups pause, since the store keeps failing")
         try:
             async with asyncio.timeout(timeout_s):
-                lookup = await self._store.lookup(self._digest, hashes)
+                lookup = await self._store.lookup(self._heads.folder, hashes)
         except (StoreError, TimeoutError):
             self._lookups.failed(time.monotonic())
             raise
@@ -107,7 +106,7 @@ class PageFinder:
 
     def _sources(self, manifest_bytes: bytes, first_page: int, asked: Sequence[bytes]) -> list[PageSource]:
         manifest = decode_manifest(manifest_bytes)
-        self._namespace.require_same(manifest.namespace)
+        self._heads.require_same(manifest.heads)
         reader = SegmentReader(manifest, self._quantiser, first_readable(manifest, self._engine_codecs))
         if tuple(asked) != manifest.page_hashes[first_page : first_page + len(asked)]:
             raise FormatError("the store's answer holds other pages than those asked for")

@@ -10,10 +10,10 @@ from sgl_kvfetch.codecs.base import Decoders
 from sgl_kvfetch.container.manifest import Cell
 from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.fetch.sink import FramePool, GuardedSink
-from sgl_kvfetch.quant import Quantised
+from sgl_kvfetch.quant import CellValues, Quantised
 
 # Values are dequantised so many at a time, for that takes several times their bytes.
-_VALUES_AT_ONCE = 1 << 18
+_VALUES_AT_ONCE = 1 << 17
 _BYTES_A_VALUE = 24  # while it is dequantised: a few copies in float32
 
 
@@ -50,17 +50,9 @@ def restore_cell(
 
 
 def working_bytes(reader: SegmentReader, cell: Cell) -> int:
-    """Memory that `restore_cell` takes for a while: integers, the frames that they come from, some values."""
-    layout = reader.variant.layout(cell.tensor)
-    first, end = reader.manifest.group_layers(cell.layer_group)
-    num_tokens = reader.manifest.span_tokens(cell.span)
-    frame_bytes = layout.num_frames(num_tokens) * 3 * layout.height * layout.width
-    token_values = (end - first) * reader.geometry.num_heads * reader.geometry.head_dim(cell.tensor)
-    return (
-        frame_bytes
-        + (reader.manifest.planes + 1) * num_tokens * token_values
-        + min(_VALUES_AT_ONCE, num_tokens * token_values) * _BYTES_A_VALUE
-    )
+    """Return the memory that `restore_cell` takes for a while: frames, the integers in them, some values."""
+    num_values = reader.manifest.cell_values(cell)
+    return 2 * reader.frames_bytes(cell) + min(_VALUES_AT_ONCE, num_values) * _BYTES_A_VALUE
 
 
 def _write_values(
@@ -71,18 +63,22 @@ def _write_values(
     pool_pages: Sequence[int],
     sink: GuardedSink,
 ) -> None:
-    page_size = reader.geometry.page_size
-    first_layer, _ = reader.manifest.group_layers(cell.layer_group)
+    page_size, grid = reader.geometry.page_size, reader.manifest.grid
+    layers, heads = grid.layers(cell.layer_group), grid.heads(cell.head_block)
     destinations = dict(zip(span_pages, pool_pages, strict=True))
     num_pages = reader.manifest.span_tokens(cell.span) // page_size
-    step = max(1, _VALUES_AT_ONCE * num_pages // quantised.integers[0].numel())
+    step = max(1, _VALUES_AT_ONCE * num_pages // reader.manifest.cell_values(cell))
     for first in range(0, num_pages, step):
         wanted = [page for page in range(first, min(first + step, num_pages)) if page in destinations]
         if not wanted:
             continue
         values = reader.dequantise_cell(cell, quantised, slice(wanted[0] * page_size, (wanted[-1] + 1) * page_size))
-        values = values.view(-1, page_size, *values.shape[1:])  # (pages, page_size, layers, heads, dim)
-        if len(wanted) < values.shape[0]:
-            values = values[[page - wanted[0] for page in wanted]]
-        if not sink.write(cell.tensor, first_layer, [destinations[page] for page in wanted], values):
+        if len(wanted) <= wanted[-1] - wanted[0]:
+            values = _pages_of(values, page_size, [page - wanted[0] for page in wanted])
+        if not sink.write(layers, heads, [destinations[page] for page in wanted], values):
             return
+
+
+def _pages_of(values: CellValues, page_size: int, pages: Sequence[int]) -> CellValues:
+    """Some pages of the values of several."""
+    return CellValues(*(x.reshape(-1, page_size, *x.shape[1:])[list(pages)].flatten(0, 1) for x in values))

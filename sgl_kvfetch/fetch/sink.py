@@ -9,21 +9,22 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sgl_kvfetch.container.segment import CellFrames
+from sgl_kvfetch.quant import CellValues
 from sgl_kvfetch.types import TensorName
 
 Guard = Callable[[Callable[[], None]], bool]
 
 
 class PagePool(ABC):
-    """A pool's pages, by index. ``values`` are ``(pages, page_size, layers, heads, dim)``."""
+    """A pool's pages, by index. Layers and heads are counted from the pool's first."""
 
     @abstractmethod
-    def write(self, tensor: TensorName, first_layer: int, pages: Sequence[int], values: torch.Tensor) -> None:
-        """Copy ``values``, whose layers are the pool's from ``first_layer`` on, into ``pages``."""
+    def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
+        """Copy ``values``, K and V ``(pages * page_size, layers, heads, dim)``, into ``pages``."""
 
     @abstractmethod
     def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
-        """A copy of all layers of ``pages``."""
+        """Return a copy of all layers and heads of ``pages``: ``(pages, page_size, layers, heads, dim)``."""
 
 
 class FramePool(PagePool):
@@ -43,9 +44,9 @@ class GuardedSink:
         self._lock = threading.Lock()
         self._closed = False
 
-    def write(self, tensor: TensorName, first_layer: int, pages: Sequence[int], values: torch.Tensor) -> bool:
+    def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> bool:
         """True if the values were written, False if the sink was closed before."""
-        return self.run(lambda: self.pool.write(tensor, first_layer, pages, values))
+        return self.run(lambda: self.pool.write(layers, heads, pages, values))
 
     def run(self, write: Callable[[], None]) -> bool:
         """True if ``write`` was called, False if the sink was closed before."""

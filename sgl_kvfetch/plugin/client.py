@@ -20,7 +20,7 @@ from sgl_kvfetch.container.segment import SegmentSpec
 from sgl_kvfetch.errors import KVFetchError, StoreError
 from sgl_kvfetch.fetch.fetcher import Fetcher, FetchResult, failure_reason
 from sgl_kvfetch.fetch.finder import PageFinder
-from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.loop import LoopThread
 from sgl_kvfetch.quant import Quantiser
@@ -49,13 +49,13 @@ class StoreClient:
     fetcher: Fetcher
     writer: Writer
 
-    def clear(self, loop: LoopThread, namespace: Namespace) -> None:
-        """Delete a namespace's segments from the store. Waits. Raises KVFetchError, TimeoutError."""
-        loop.run(self._clear(namespace), _CLEAR_S)
+    def clear(self, loop: LoopThread, heads: HeadSlice) -> None:
+        """Delete a rank's segments from the store. Waits. Raises KVFetchError, TimeoutError."""
+        loop.run(self._clear(heads), _CLEAR_S)
 
-    async def _clear(self, namespace: Namespace) -> None:
+    async def _clear(self, heads: HeadSlice) -> None:
         self.finder.forget()
-        await self.store.delete_prefix(namespace.digest() + "/")
+        await self.store.delete_prefix(heads.folder + "/")
 
     def close(self, loop: LoopThread, pools: Sequence[Executor]) -> None:
         """Write what is queued, within a few seconds, and release sockets and threads: the loop's, and the pools'."""
@@ -74,7 +74,7 @@ class StoreClient:
 
 def open_client(
     config: KVFetchConfig,
-    namespace: Namespace,
+    heads: HeadSlice,
     quantiser: Quantiser,
     *,
     encode_pool: Executor,
@@ -100,9 +100,9 @@ def open_client(
             on_race=lambda kind, result: metrics.RACES.labels(kind, result).inc(), on_failure=_count_failure
         ),
     )
-    span_pages = _power_of_two_pages(config.span_tokens, namespace.page_size)
+    span_pages = _power_of_two_pages(config.span_tokens, heads.namespace.page_size)
     spec = SegmentSpec(
-        namespace,
+        heads,
         quantiser,
         config.codec,
         config.resolution,
@@ -122,7 +122,7 @@ def open_client(
         store,
         PageFinder(
             store,
-            namespace,
+            heads,
             quantiser,
             on_lookup_fault,
             fetcher.link.answered,
@@ -133,7 +133,7 @@ def open_client(
             store,
             spec,
             encode_pool,
-            max_segment_pages=_power_of_two_pages(config.max_segment_tokens, namespace.page_size),
+            max_segment_pages=_power_of_two_pages(config.max_segment_tokens, heads.namespace.page_size),
             queue_bytes=config.write_queue_bytes,
             linger_s=config.write_linger_s,
             retire_s=max(_RETIRE_S, 2 * config.fetch_timeout_s) if config.merge else None,

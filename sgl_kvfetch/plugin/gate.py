@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from sgl_kvfetch.config import parse_config
@@ -10,13 +11,14 @@ from sgl_kvfetch.plugin.cpu_platform import is_active
 from sgl_kvfetch.plugin.hooks import BACKEND
 from sgl_kvfetch.plugin.namespace import LORA_NEEDS_MODEL_ID
 from sgl_kvfetch.plugin.seams import Scope, check_seams
+from sgl_kvfetch.quant.profile import load_profile
 
 
 def check_launch(server_args: Any) -> None:
     """Check SGLang, the flags and our config. Does nothing unless the flags select our backend.
 
     Raises ``SeamError`` for another SGLang than the one we know, ``UnsupportedError`` for flags that we cannot serve
-    and ``ConfigError`` for the backend's extra config.
+    and ``ConfigError`` for the backend's extra config and for a profile that cannot be read or has no such target.
     """
     if getattr(server_args, "hicache_storage_backend", None) != BACKEND:
         return
@@ -28,6 +30,8 @@ def check_launch(server_args: Any) -> None:
     config = parse_config(extra)
     if (server_args.enable_lora or server_args.lora_paths) and config.model_id is None:
         raise UnsupportedError(LORA_NEEDS_MODEL_ID)
+    if config.profile is not None:
+        load_profile(Path(config.profile)).step_for(config.target_kl)
 
 
 def _check_flags(server_args: Any) -> None:

@@ -9,7 +9,8 @@ import torch
 
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.fetch.sink import PagePool
-from sgl_kvfetch.types import KVGeometry, TensorName, dtype_name
+from sgl_kvfetch.quant import CellValues
+from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, dtype_name
 
 # How each of SGLang's host layouts becomes (pages, page_size, layers, heads, dim), without a copy.
 #   layer_first        (layers, tokens, heads, dim)
@@ -46,8 +47,10 @@ class HostPages(PagePool):
             dtype=dtype_name(self._dtype),
         )
 
-    def write(self, tensor: TensorName, first_layer: int, pages: Sequence[int], values: torch.Tensor) -> None:
-        self._views[tensor][list(pages), :, first_layer : first_layer + values.shape[2]] = values.view(self._raw_dtype)
+    def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
+        for tensor, x in zip(TENSORS, values, strict=True):
+            rows = x.view(self._raw_dtype).reshape(len(pages), -1, *x.shape[1:])
+            self._views[tensor][list(pages), :, layers.start : layers.stop, heads.start : heads.stop] = rows
 
     def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
         return self._views[tensor][list(pages)].view(self._dtype)

@@ -7,10 +7,12 @@ from typing import Any
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.fingerprint import fingerprint_model
-from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.plugin.compute_flags import compute_flags
 from sgl_kvfetch.plugin.live import require_known_weights
+from sgl_kvfetch.plugin.quantiser import rank_heads
 from sgl_kvfetch.quant import Quantiser
+from sgl_kvfetch.quant.klt import KltQuantiser
 from sgl_kvfetch.types import KVGeometry
 
 # Formats whose weights are not those of the model's files.
@@ -26,17 +28,20 @@ LORA_NEEDS_MODEL_ID = (
 )
 
 
-def engine_namespace(
+def engine_heads(
     config: KVFetchConfig, quantiser: Quantiser, storage_config: Any, geometry: KVGeometry, first_layer: int
-) -> Namespace:
-    """What distinguishes this rank's KV cache from all that it must not be confused with.
+) -> HeadSlice:
+    """Return what distinguishes this rank's KV cache from all that it must not be confused with.
 
     Reads the weights of the model unless ``model_id`` is set. Raises UnsupportedError where nothing tells them from
     others, or the name from that of weights that the server had before.
     """
     require_known_weights(config.model_id)
     name = f"id:{config.model_id}" if config.model_id is not None else f"weights:{_weights_digest()}"
-    return Namespace(
+    num_heads = geometry.num_heads * storage_config.tp_size  # each counts, also where ranks have the same
+    if isinstance(quantiser, KltQuantiser):
+        num_heads = quantiser.profile.grid.num_heads
+    namespace = Namespace(
         model=name,
         model_dtype=compute_flags(),
         attention="mha",
@@ -44,12 +49,12 @@ def engine_namespace(
         page_size=geometry.page_size,
         num_layers=geometry.num_layers,
         first_layer=first_layer,
-        num_heads=geometry.num_heads,
+        num_heads=num_heads,
         k_head_dim=geometry.k_head_dim,
         v_head_dim=geometry.v_head_dim,
-        head_slice=f"{storage_config.tp_rank}/{storage_config.tp_size}",
         quantiser=quantiser.identity,
     )
+    return HeadSlice(namespace, rank_heads(storage_config, geometry, num_heads))
 
 
 def _weights_digest() -> str:

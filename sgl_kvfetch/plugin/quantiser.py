@@ -10,7 +10,7 @@ from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.quant import Quantiser, make_quantiser
-from sgl_kvfetch.quant.klt import KltQuantiser
+from sgl_kvfetch.quant.klt import KltQuantiser, require_grid
 from sgl_kvfetch.quant.profile import Profile, load_profile
 from sgl_kvfetch.types import TENSORS, KVGeometry
 
@@ -25,15 +25,21 @@ def engine_quantiser(config: KVFetchConfig, storage_config: Any, geometry: KVGeo
     if geometry.torch_dtype.itemsize == 1:
         raise UnsupportedError(f"quantiser 'klt' does not code a KV cache of {geometry.dtype}; use 'exact'")
     profile = load_profile(Path(config.profile))
-    rank, ranks = storage_config.tp_rank, storage_config.tp_size
-    _require_same_shape(config.profile, profile, geometry, first_layer, ranks)
+    _require_same_shape(config.profile, profile, geometry, first_layer, storage_config.tp_size)
+    heads = rank_heads(storage_config, geometry, profile.grid.num_heads)
+    require_grid(profile, first_layer, geometry.num_layers, heads.start, len(heads))
     if profile.rope is None:
         logger.warning(
             "kvfetch: profile %s leaves K rotated, which costs bits: see the calibration's notes", config.profile
         )
+    return KltQuantiser(profile, config.target_kl)
+
+
+def rank_heads(storage_config: Any, geometry: KVGeometry, total: int) -> range:
+    """Return which of the model's ``total`` heads this rank has."""
     # With more ranks than heads, neighbouring ranks have the same head.
-    first_head = rank * profile.num_heads // ranks
-    return KltQuantiser(profile, config.target_kl, first_head=first_head, num_heads=geometry.num_heads)
+    first = storage_config.tp_rank * total // storage_config.tp_size
+    return range(first, first + geometry.num_heads)
 
 
 def require_own_profile(config: KVFetchConfig, quantiser: Quantiser, namespace: Namespace) -> None:
@@ -52,13 +58,14 @@ def require_own_profile(config: KVFetchConfig, quantiser: Quantiser, namespace: 
 def _require_same_shape(path: str, profile: Profile, geometry: KVGeometry, first_layer: int, ranks: int) -> None:
     end_layer = first_layer + geometry.num_layers
     expected = {
-        "KV heads a rank": (max(1, profile.num_heads // ranks), geometry.num_heads),
+        "KV heads a rank": (max(1, profile.grid.num_heads // ranks), geometry.num_heads),
         **{f"values a head of {t.upper()}": (profile.head_dim(t), geometry.head_dim(t)) for t in TENSORS},
     }
     for what, (found, wanted) in expected.items():
         if found != wanted:
             raise ConfigError(f"profile {path} is of another model: it has {found} {what}, the engine {wanted}")
-    if profile.num_layers < end_layer:
+    if profile.grid.num_layers < end_layer:
         raise ConfigError(
-            f"profile {path} is of another model: it has {profile.num_layers} layers, the engine {end_layer} or more"
+            f"profile {path} is of another model: it has {profile.grid.num_layers} layers, the engine {end_layer} or "
+            "more"
         )

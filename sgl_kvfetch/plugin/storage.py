@@ -39,7 +39,7 @@ from sgl_kvfetch.loop import LoopThread
 from sgl_kvfetch.plugin.access import Access
 from sgl_kvfetch.plugin.client import count_fetch, count_miss, open_client, open_encoders
 from sgl_kvfetch.plugin.host_pages import HostPages
-from sgl_kvfetch.plugin.namespace import engine_namespace
+from sgl_kvfetch.plugin.namespace import engine_heads
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
 from sgl_kvfetch.plugin.queueing import PageRun, queue_pages
@@ -64,8 +64,8 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         self._pages = HostPages(mem_pool_host)
         geometry, first_layer = self._pages.geometry, mem_pool_host.start_layer
         self._quantiser = engine_quantiser(config, storage_config, geometry, first_layer)
-        self._namespace = engine_namespace(config, self._quantiser, storage_config, geometry, first_layer)
-        require_own_profile(config, self._quantiser, self._namespace)
+        self._heads = engine_heads(config, self._quantiser, storage_config, geometry, first_layer)
+        require_own_profile(config, self._quantiser, self._heads.namespace)
         self.access = Access(config)
         self._stats_pages: dict[str, deque[int]] = {"read": deque(maxlen=_MAX_STATS), "write": deque(maxlen=_MAX_STATS)}
         self._stats_gb_s: dict[str, deque[float]] = {
@@ -83,12 +83,12 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         except BaseException:
             self._loop.close()
             raise
-        logger.info("kvfetch: %s, namespace %s: %s", config.store, self._namespace.digest(), self._namespace)
+        logger.info("kvfetch: %s, namespace %s: %s", config.store, self._heads.folder, self._heads.namespace)
 
     async def _start(self, config: KVFetchConfig, nvdec: Nvdec | None) -> None:
         self._client = open_client(
             config,
-            self._namespace,
+            self._heads,
             self._quantiser,
             encode_pool=self._encode_pool,
             on_lookup_fault=partial(count_miss, "lookup"),
@@ -263,7 +263,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
     def clear(self) -> None:
         """Delete the segments of this namespace from the store."""
         try:
-            self._client.clear(self._loop, self._namespace)
+            self._client.clear(self._loop, self._heads)
         except (KVFetchError, TimeoutError) as e:
             raise RuntimeError(f"the store could not be cleared: {e}") from e
 

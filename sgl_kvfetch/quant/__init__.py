@@ -1,6 +1,6 @@
 """KV <-> integers and scales."""
 
-from sgl_kvfetch.quant.base import Quantised, Quantiser
+from sgl_kvfetch.quant.base import CellPlace, CellValues, Part, Quantised, Quantiser
 from sgl_kvfetch.quant.registry import make_quantiser, quantiser_from_identity
 
-__all__ = ["Quantised", "Quantiser", "make_quantiser", "quantiser_from_identity"]
+__all__ = ["CellPlace", "CellValues", "Part", "Quantised", "Quantiser", "make_quantiser", "quantiser_from_identity"]

@@ -1,29 +1,60 @@
-"""What a quantiser is."""
+"""What a quantiser is: KV values of one cell <-> the coded parts of that cell."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from sgl_kvfetch.layout.choose import default_layout
-from sgl_kvfetch.layout.frames import FrameLayout
+from sgl_kvfetch.layout.frames import Layout
+from sgl_kvfetch.layout.tiles import tile_layout
 from sgl_kvfetch.quant.inverse import Inverse
-from sgl_kvfetch.types import TensorName
+from sgl_kvfetch.types import TENSORS, KVGeometry
+
+# A part of a cell, as bytes or as integers: see `Part`.
+Quantised = tuple[torch.Tensor, ...]
+
+VALUE_LAYERS = 3  # layers of a cell whose values lie in tiles: one a colour plane
 
 
 @dataclass(frozen=True, slots=True)
-class Quantised:
-    """``integers``: uint8, ``(planes, tokens, layers, heads, dim)``. ``scales``: bfloat16, ``(tokens, layers,
-    scales_per_layer)``, or None where the integers alone give the values back."""
+class Part:
+    """One part of a cell. Parts are coded, checksummed and decoded each on its own.
 
-    integers: torch.Tensor
-    scales: torch.Tensor | None
+    ``layout``: the name of the layout that its integers, uint8, have in frames; a video codec may code them. None: the
+    part is bytes, uint8 ``(n,)``, token after token, for a general-purpose codec. So the parts of a longer span are
+    those of its pieces, joined along ``token_dim``.
+    """
+
+    name: str
+    layout: str | None = None
+    token_dim: int = 0
+
+
+class CellValues(NamedTuple):
+    """The K and V of a cell: ``(tokens, layers, heads, dim)`` each."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def tokens(self, which: slice) -> CellValues:
+        return CellValues(self.k[which], self.v[which])
+
+
+@dataclass(frozen=True, slots=True)
+class CellPlace:
+    """Where a cell lies: layers and heads of the model, tokens of the sequence."""
+
+    layers: range
+    heads: range
+    tokens: range
 
 
 class Quantiser(ABC):
-    """Maps KV values to 8-bit integers and back. Stateless; works on any device."""
+    """Maps the KV values of a cell to 8-bit integers and back. Stateless; works on any device."""
 
     @property
     @abstractmethod
@@ -31,33 +62,45 @@ class Quantiser(ABC):
         """Name and parameters: a part of the namespace, so equal identities restore each other's integers."""
 
     @abstractmethod
-    def planes(self, dtype: torch.dtype) -> int:
-        """How many integers, each in a byte plane of its own, one value of ``dtype`` becomes."""
+    def parts(self, dtype: torch.dtype) -> tuple[Part, ...]:
+        """Return what a cell of values of ``dtype`` consists of, in storage order."""
 
     @abstractmethod
-    def scales_per_layer(self, num_heads: int) -> int:
-        """How many scales one token has in one layer; 0 for none."""
-
-    @abstractmethod
-    def quantise(self, values: torch.Tensor, tensor: TensorName, first_layer: int, first_token: int = 0) -> Quantised:
-        """``values``: ``(tokens, layers, heads, dim)``; its layers are the model's from ``first_layer`` on, its tokens
-        the sequence's from ``first_token`` on.
-
-        Raises QuantiseError for values that the quantiser cannot represent.
-        """
+    def quantise(self, values: CellValues, place: CellPlace) -> Quantised:
+        """Return the parts of a cell. Raises QuantiseError for values that the quantiser cannot represent."""
 
     @abstractmethod
     def dequantise(
-        self, quantised: Quantised, dtype: torch.dtype, tensor: TensorName, first_layer: int, first_token: int = 0
-    ) -> torch.Tensor:
-        """The inverse, up to rounding: ``(tokens, layers, heads, dim)`` of ``dtype``."""
+        self, quantised: Quantised, dtype: torch.dtype, place: CellPlace, tokens: slice = slice(None)
+    ) -> CellValues:
+        """Return the values of a cell, or of a run of its tokens, up to rounding. ``place`` is the whole cell's."""
 
     @abstractmethod
-    def inverse_of(self, tensor: TensorName, first_layer: int, num_layers: int) -> Inverse:
-        """What ``dequantise`` needs for these of the model's layers, for kernels that do it elsewhere."""
+    def inverse_of(self, place: CellPlace) -> Inverse:
+        """Return what ``dequantise`` needs for these layers and heads, for kernels that do it elsewhere."""
 
-    def layout(
-        self, tensor: TensorName, num_heads: int, head_dim: int, span_tokens: int, resolution: str
-    ) -> FrameLayout:
-        """How these integers lie best in frames, in spans of up to ``span_tokens`` tokens."""
-        return default_layout(num_heads, head_dim, span_tokens, resolution)
+    @property
+    def cell_layers(self) -> int:
+        """Layers of a cell; the last cell of a model may have fewer."""
+        return VALUE_LAYERS
+
+    def cell_heads(self, num_heads: int) -> int:
+        """Return how many of a rank's ``num_heads`` heads a cell has: a divisor."""
+        return num_heads
+
+    def num_coefficients(self, layers: range, heads: range) -> int | None:
+        """Return how many coefficients a token of this cell has; None where its integers are one a value."""
+        return None
+
+    def layouts(
+        self, geometry: KVGeometry, cell_heads: int, most_coefficients: int | None, span_tokens: int, resolution: str
+    ) -> dict[str, Layout]:
+        """Return how integers lie best in frames, by layout name, in spans of up to ``span_tokens`` tokens."""
+        return {t: tile_layout(cell_heads, geometry.head_dim(t), span_tokens, resolution) for t in TENSORS}
+
+
+def join(parts: Sequence[Part], pieces: Sequence[Quantised]) -> Quantised:
+    """Return the parts of a span from those of consecutive pieces of it."""
+    return tuple(
+        torch.cat(each, dim=part.token_dim) for part, each in zip(parts, zip(*pieces, strict=True), strict=True)
+    )

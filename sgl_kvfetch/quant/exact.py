@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kvfetch.quant.base import Quantised, Quantiser
+from sgl_kvfetch.quant.base import CellPlace, CellValues, Part, Quantised, Quantiser
 from sgl_kvfetch.quant.inverse import ByteInverse
-from sgl_kvfetch.types import TensorName
+from sgl_kvfetch.types import TENSORS
 
 
 class ExactQuantiser(Quantiser):
@@ -19,23 +19,33 @@ class ExactQuantiser(Quantiser):
 
     identity = "exact"
 
-    def planes(self, dtype: torch.dtype) -> int:
-        return dtype.itemsize
+    def parts(self, dtype: torch.dtype) -> tuple[Part, ...]:
+        return tuple(Part(f"{t} byte {i}", t) for t in TENSORS for i in range(dtype.itemsize))
 
-    def scales_per_layer(self, num_heads: int) -> int:
-        return 0
-
-    def quantise(self, values: torch.Tensor, tensor: TensorName, first_layer: int, first_token: int = 0) -> Quantised:
-        planes = values.contiguous().view(torch.uint8).view(*values.shape, values.dtype.itemsize).movedim(-1, 0)
-        return Quantised((planes << 1) | (planes.roll(1, 0) >> 7), None)
+    def quantise(self, values: CellValues, place: CellPlace) -> Quantised:
+        return (*to_planes(values.k), *to_planes(values.v))
 
     def dequantise(
-        self, quantised: Quantised, dtype: torch.dtype, tensor: TensorName, first_layer: int, first_token: int = 0
-    ) -> torch.Tensor:
-        rotated = quantised.integers
-        assert rotated.shape[0] == dtype.itemsize
-        planes = (rotated >> 1) | (rotated.roll(-1, 0) << 7)
-        return planes.movedim(0, -1).contiguous().flatten(-2).view(dtype)
+        self, quantised: Quantised, dtype: torch.dtype, place: CellPlace, tokens: slice = slice(None)
+    ) -> CellValues:
+        size = dtype.itemsize
+        assert len(quantised) == len(TENSORS) * size
+        k, v = (torch.stack([plane[tokens] for plane in quantised[i : i + size]]) for i in (0, size))
+        return CellValues(from_planes(k, dtype), from_planes(v, dtype))
 
-    def inverse_of(self, tensor: TensorName, first_layer: int, num_layers: int) -> ByteInverse:
+    def inverse_of(self, place: CellPlace) -> ByteInverse:
         return ByteInverse()
+
+
+def to_planes(values: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of ``values``, rotated left by a bit: uint8 ``(itemsize, *values.shape)``, the least significant
+    first."""
+    planes = values.contiguous().view(torch.uint8).view(*values.shape, values.dtype.itemsize).movedim(-1, 0)
+    return (planes << 1) | (planes.roll(1, 0) >> 7)
+
+
+def from_planes(rotated: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of ``to_planes``."""
+    assert rotated.shape[0] == dtype.itemsize
+    planes = (rotated >> 1) | (rotated.roll(-1, 0) << 7)
+    return planes.movedim(0, -1).contiguous().flatten(-2).view(dtype)

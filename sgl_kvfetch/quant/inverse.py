@@ -1,4 +1,4 @@
-"""What turns integers back into values, beside the integers and their scales: the arguments of the restore kernels."""
+"""What turns the parts of a cell back into values: the arguments of the restore kernels."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ class ByteInverse:
 
 @dataclass(frozen=True, slots=True)
 class StepInverse:
-    """A value is its integer's distance from ``centres``, one a layer, times its scale."""
+    """A value is its integer's distance from the centre of its layer, times its scale."""
 
-    centres: tuple[int, ...]
+    k_centres: tuple[int, ...]
+    v_centres: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TransformInverse:
-    """Integers are coefficients, in units of ``step`` times the token's scale. ``matrices``: bfloat16, ``(layers,
-    blocks, C, C)``, coefficients to channels. ``means``: float32, ``(layers, heads, dim)``. ``rope``: applied last,
-    None where nothing is to be turned."""
+    """Integers are coefficients, in units of the token's scale.
 
-    matrices: torch.Tensor
-    step: float
-    means: torch.Tensor
+    ``matrix``: bfloat16 ``(coefficients, channels)``, a row a coefficient. Channels go by tensor (K, then V), layer,
+    head and dim. ``mean``: float32 ``(channels,)``. ``rope``: applied to K last; None where nothing is to be turned.
+    """
+
+    matrix: torch.Tensor
+    mean: torch.Tensor
     rope: Rope | None
 
     def to(self, device: torch.device) -> TransformInverse:
-        return TransformInverse(
-            self.matrices.contiguous().to(device), self.step, self.means.contiguous().to(device), self.rope
-        )
+        return TransformInverse(self.matrix.to(device), self.mean.to(device), self.rope)
 
 
 Inverse = ByteInverse | StepInverse | TransformInverse

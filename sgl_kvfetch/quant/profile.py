@@ -1,7 +1,7 @@
 """A model's profile: what the ``klt`` quantiser knows of it. One file, made once by ``kvfetch calibrate``.
 
-A safetensors file: the tensors ``inverse``, ``spread`` and ``mean`` of ``k`` and ``v``, and in its metadata, under
-``kvfetch``, a JSON object with the rest. See docs/format.md.
+A safetensors file: seven tensors a cell, and in its metadata, under ``kvfetch``, a JSON object with the rest. See
+docs/format.md.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ import torch
 import xxhash
 
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.layout.tiling import Tiling
 from sgl_kvfetch.quant.rope import Rope
-from sgl_kvfetch.types import TENSORS, TensorName
+from sgl_kvfetch.types import CellGrid, TensorName
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 _METADATA_KEY = "kvfetch"
+
+# The default of target_kl, as a share of what the whole context is worth to the model. docs/codec.md says why.
+DEFAULT_SHARE = 1e-3
 
 
 class CurvePoint(msgspec.Struct, frozen=True):
@@ -50,68 +52,92 @@ class Calibration(msgspec.Struct, frozen=True):
 
 class _Metadata(msgspec.Struct, frozen=True):
     version: int
+    num_layers: int
+    num_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    cell_layers: int
+    cell_heads: int
     rope: Rope | None
+    num_sinks: int
     curve: tuple[CurvePoint, ...]
+    context_kl: float
     calibration: Calibration
-    k_tiling: Tiling | None = None
-    v_tiling: Tiling | None = None
+
+
+@dataclass(frozen=True)
+class CellProfile:
+    """One cell's transform. C channels: by tensor (K, then V), layer, head and dim. All in steps of 1.
+
+    ``inverse``: bfloat16 ``(C, C)``; row c is what coefficient c adds to the channels. Rows go by falling ``reach``.
+    ``k_weight``, ``v_weight``: float32 ``(layers, heads * dim, heads * dim)``, the blocks of a block-diagonal W with
+    ``forward = W @ inverse.T``: see `calibrate.transform`.
+    ``mean``: float32 ``(C,)``, of K before its rotation and of V.
+    ``spread``: float32 ``(C,)``, the coefficients' standard deviations.
+    ``reach``: float32 ``(2, C)``: the magnitude that a coefficient, divided by its token's scale, exceeded in 1% of the
+    tokens of calibration, and the largest.
+    ``sensitivity``: float32, the weights of a token's features in the logarithm of how much its errors cost, and a
+    constant: see `quant.sensitivity`.
+    """
+
+    inverse: torch.Tensor
+    k_weight: torch.Tensor
+    v_weight: torch.Tensor
+    mean: torch.Tensor
+    spread: torch.Tensor
+    reach: torch.Tensor
+    sensitivity: torch.Tensor
+
+    @property
+    def num_channels(self) -> int:
+        return self.mean.numel()
 
 
 @dataclass(frozen=True)
 class Profile:
-    """``inverse``: bfloat16 ``(layers, blocks, C, C)``; row c is what coefficient c, at step 1, adds to the channels of
-    a block. ``spread``: float32 ``(layers, blocks, C)``, the coefficients' standard deviations, in steps of 1.
-    ``mean``: float32 ``(layers, heads, dim)``. A block is ``C / dim`` neighbouring heads.
+    """``cells``: by layer group and head block. ``rope`` is None where K is coded with its rotation. ``num_sinks``: how
+    many tokens at the start of a sequence are kept exact. ``curve`` rises in ``step`` and in ``kl``. ``context_kl``:
+    what it costs to forget all but the sinks."""
 
-    ``rope`` is None where K is coded with its rotation. ``curve`` rises in ``step`` and in ``kl``.
-    """
-
-    inverse: Mapping[TensorName, torch.Tensor]
-    spread: Mapping[TensorName, torch.Tensor]
-    mean: Mapping[TensorName, torch.Tensor]
+    grid: CellGrid
+    k_head_dim: int
+    v_head_dim: int
+    cells: Mapping[tuple[int, int], CellProfile]
     rope: Rope | None
+    num_sinks: int
     curve: tuple[CurvePoint, ...]
+    context_kl: float
     calibration: Calibration
-    tiling: Mapping[TensorName, Tiling | None]
-
-    @property
-    def num_layers(self) -> int:
-        return self.mean["k"].shape[0]
-
-    @property
-    def num_heads(self) -> int:
-        return self.mean["k"].shape[1]
 
     def head_dim(self, tensor: TensorName) -> int:
-        return self.mean[tensor].shape[2]
+        return self.k_head_dim if tensor == "k" else self.v_head_dim
 
-    def block_heads(self, tensor: TensorName) -> int:
-        return self.inverse[tensor].shape[2] // self.head_dim(tensor)
-
-    def tensors(self, tensor: TensorName) -> dict[str, torch.Tensor]:
-        return {"inverse": self.inverse[tensor], "spread": self.spread[tensor], "mean": self.mean[tensor]}
+    @property
+    def default_target_kl(self) -> float:
+        """A thousandth of what the context is worth, or the nearest that was measured."""
+        return min(max(DEFAULT_SHARE * self.context_kl, self.curve[0].kl), self.curve[-1].kl)
 
     @cached_property
     def digest(self) -> str:
-        """Of all that restoration depends on: profiles of one digest restore each other's coefficients."""
-        whole = xxhash.xxh3_128(msgspec.json.encode((PROFILE_VERSION, self.rope)))
-        for tensor in TENSORS:
-            for x in self.tensors(tensor).values():
-                whole.update(f"{tuple(x.shape)}".encode())
-                whole.update(x.contiguous().view(torch.uint8).numpy().tobytes())
+        """32 hex digits over all that coding depends on: profiles of one digest restore each other's coefficients."""
+        whole = xxhash.xxh3_128(msgspec.json.encode((PROFILE_VERSION, self.rope, self.num_sinks)))
+        for name, x in self._tensors().items():
+            whole.update(f"{name} {tuple(x.shape)}".encode())
+            whole.update(x.view(torch.uint8).numpy().data)
         return whole.hexdigest()
 
-    def step_for(self, target_kl: float) -> float:
-        """The step that cost ``target_kl`` nats a token in calibration, interpolated between steps that were measured;
-        four digits of it, so that it is the same wherever it is computed.
+    def step_for(self, target_kl: float | None) -> float:
+        """Return the step that cost ``target_kl`` nats a token in calibration, interpolated between steps that were
+        measured; four digits of it, so that it is the same wherever it is computed. None: the profile's default.
 
         Raises ConfigError for a target outside what was measured.
         """
         points = self.curve
+        target_kl = self.default_target_kl if target_kl is None else target_kl
         if not points[0].kl <= target_kl <= points[-1].kl:
             raise ConfigError(
-                f"target_kl = {target_kl:g}: the profile was measured from {points[0].kl:.2g} to {points[-1].kl:.2g}; "
-                "set target_kl to something between"
+                f"target_kl = {target_kl:g} is out of this profile's reach, which is {points[0].kl:.2g} to "
+                f"{points[-1].kl:.2g}; its default is {self.default_target_kl:.2g}"
             )
         for low, high in itertools.pairwise(points):
             if target_kl <= high.kl:
@@ -119,24 +145,38 @@ class Profile:
                 return float(f"{low.step * (high.step / low.step) ** part:.4g}")
         return points[-1].step
 
-    def with_tiling(self, tensor: TensorName, tiling: Tiling) -> Profile:
-        return replace(self, tiling={**self.tiling, tensor: tiling})
-
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all. Raises ConfigError."""
         from safetensors.torch import save
 
         metadata = _Metadata(
-            PROFILE_VERSION, self.rope, self.curve, self.calibration, self.tiling["k"], self.tiling["v"]
+            version=PROFILE_VERSION,
+            num_layers=self.grid.num_layers,
+            num_heads=self.grid.num_heads,
+            k_head_dim=self.k_head_dim,
+            v_head_dim=self.v_head_dim,
+            cell_layers=self.grid.cell_layers,
+            cell_heads=self.grid.cell_heads,
+            rope=self.rope,
+            num_sinks=self.num_sinks,
+            curve=self.curve,
+            context_kl=self.context_kl,
+            calibration=self.calibration,
         )
-        tensors = {f"{t}.{name}": x.contiguous() for t in TENSORS for name, x in self.tensors(t).items()}
         partial = path.with_name(f".{path.name}.partial")
         try:
-            partial.write_bytes(save(tensors, {_METADATA_KEY: msgspec.json.encode(metadata).decode()}))
+            partial.write_bytes(save(self._tensors(), {_METADATA_KEY: msgspec.json.encode(metadata).decode()}))
             partial.replace(path)
         except OSError as e:
             partial.unlink(missing_ok=True)
             raise ConfigError(f"profile {path} cannot be written: {e}") from e
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{group}.{block}.{field.name}": getattr(cell, field.name).contiguous()
+            for (group, block), cell in sorted(self.cells.items())
+            for field in fields(CellProfile)
+        }
 
 
 def load_profile(path: Path) -> Profile:
@@ -156,9 +196,11 @@ def load_profile(path: Path) -> Profile:
     try:
         version = msgspec.json.decode(metadata, type=dict[str, Any]).get("version")
         if version != PROFILE_VERSION:
-            raise ConfigError(f"profile {path} has version {version}, this reader knows {PROFILE_VERSION}")
-        return _validated(msgspec.json.decode(metadata, type=_Metadata), tensors)
-    except (msgspec.DecodeError, _ProfileError) as e:
+            raise ConfigError(
+                f"profile {path} has version {version}, this reader knows {PROFILE_VERSION}; calibrate again"
+            )
+        return _Validator(msgspec.json.decode(metadata, type=_Metadata), tensors).profile()
+    except (msgspec.DecodeError, _ProfileError, RecursionError) as e:
         raise ConfigError(f"profile {path} is malformed: {e}") from e
 
 
@@ -166,67 +208,58 @@ class _ProfileError(Exception):
     pass
 
 
-_KINDS = {"inverse": (torch.bfloat16, 4), "spread": (torch.float32, 3), "mean": (torch.float32, 3)}
+@dataclass(frozen=True)
+class _Validator:
+    metadata: _Metadata
+    tensors: Mapping[str, torch.Tensor]
 
+    def profile(self) -> Profile:
+        m = self.metadata
+        for name in ("num_layers", "num_heads", "k_head_dim", "v_head_dim", "cell_layers", "cell_heads"):
+            if not 1 <= getattr(m, name) <= 1 << 16:
+                raise _ProfileError(f"{name} is {getattr(m, name)}, expected 1 to {1 << 16}")
+        if m.num_heads % m.cell_heads:
+            raise _ProfileError(f"cells of {m.cell_heads} heads do not divide {m.num_heads}")
+        if m.rope is not None and m.rope.rotary_dim > m.k_head_dim:
+            raise _ProfileError(f"rope turns {m.rope.rotary_dim} channels, heads have {m.k_head_dim}")
+        if not 0 <= m.num_sinks <= 1 << 16:
+            raise _ProfileError(f"num_sinks is {m.num_sinks}")
+        self._require_curve()
+        grid = CellGrid(m.num_layers, m.num_heads, m.cell_layers, m.cell_heads)
+        cells = {(g, b): self._cell(f"{g}.{b}.", len(grid.layers(g))) for g, b in grid.cells()}
+        return Profile(
+            grid, m.k_head_dim, m.v_head_dim, cells, m.rope, m.num_sinks, m.curve, m.context_kl, m.calibration
+        )
 
-def _validated(metadata: _Metadata, tensors: Mapping[str, torch.Tensor]) -> Profile:
-    found: dict[str, dict[TensorName, torch.Tensor]] = {name: {} for name in _KINDS}
-    for tensor in TENSORS:
-        for name, (dtype, ndim) in _KINDS.items():
-            found[name][tensor] = _tensor(tensors, f"{tensor}.{name}", dtype, ndim)
-        layers, heads, dim = found["mean"][tensor].shape
-        size = found["inverse"][tensor].shape[-1]
-        blocks = heads * dim // size
-        if size % dim or blocks * size != heads * dim:
+    def _require_curve(self) -> None:
+        curve = self.metadata.curve
+        numbers = [n for p in curve for n in (p.step, p.kl)] + [self.metadata.context_kl]
+        rises = all(a.step < b.step and a.kl < b.kl for a, b in itertools.pairwise(curve))
+        if len(curve) < 2 or not rises or not all(math.isfinite(n) and n > 0 for n in numbers):
             raise _ProfileError(
-                f"{tensor}.inverse has blocks of {size} channels, no whole number of {heads} heads of {dim}"
+                "its curve needs two or more points that rise in step and in kl, all above 0 and finite"
             )
-        for name, shape in (("inverse", (layers, blocks, size, size)), ("spread", (layers, blocks, size))):
-            if found[name][tensor].shape != shape:
-                raise _ProfileError(f"{tensor}.{name} has shape {tuple(found[name][tensor].shape)}, expected {shape}")
-    mean = found["mean"]
-    if mean["k"].shape[:2] != mean["v"].shape[:2]:
-        raise _ProfileError(f"K has {tuple(mean['k'].shape[:2])} layers and heads, V {tuple(mean['v'].shape[:2])}")
-    if metadata.rope is not None and metadata.rope.rotary_dim > mean["k"].shape[2]:
-        raise _ProfileError(f"rope turns {metadata.rope.rotary_dim} channels, heads have {mean['k'].shape[2]}")
-    curve = metadata.curve
-    rises = all(a.step < b.step and a.kl < b.kl for a, b in itertools.pairwise(curve))
-    ends = [number for p in (curve[0], curve[-1]) for number in (p.step, p.kl)] if curve else []
-    if len(curve) < 2 or not rises or not all(math.isfinite(number) and number > 0 for number in ends):
-        raise _ProfileError("its curve needs two or more points that rise in step and in kl, all above 0 and finite")
-    tiling: dict[TensorName, Tiling | None] = {"k": metadata.k_tiling, "v": metadata.v_tiling}
-    for tensor in TENSORS:
-        _require_invertible(tensor, found["inverse"][tensor])
-        _require_holds(tensor, tiling[tensor], mean[tensor].shape[2])
-    return Profile(
-        found["inverse"],
-        found["spread"],
-        mean,
-        metadata.rope,
-        curve,
-        metadata.calibration,
-        tiling,
-    )
 
+    def _cell(self, prefix: str, num_layers: int) -> CellProfile:
+        m = self.metadata
+        k, v = m.cell_heads * m.k_head_dim, m.cell_heads * m.v_head_dim
+        channels = num_layers * (k + v)
+        features = channels + num_layers * 2 * m.cell_heads + 1
+        return CellProfile(
+            inverse=self._tensor(f"{prefix}inverse", torch.bfloat16, (channels, channels)),
+            k_weight=self._tensor(f"{prefix}k_weight", torch.float32, (num_layers, k, k)),
+            v_weight=self._tensor(f"{prefix}v_weight", torch.float32, (num_layers, v, v)),
+            mean=self._tensor(f"{prefix}mean", torch.float32, (channels,)),
+            spread=self._tensor(f"{prefix}spread", torch.float32, (channels,)),
+            reach=self._tensor(f"{prefix}reach", torch.float32, (2, channels)),
+            sensitivity=self._tensor(f"{prefix}sensitivity", torch.float32, (features,)),
+        )
 
-def _require_invertible(tensor: TensorName, inverse: torch.Tensor) -> None:
-    """Writers need the inverse: better to know now than while they serve."""
-    for layer, matrices in enumerate(inverse):
-        forward, failed = torch.linalg.inv_ex(matrices.double())
-        if bool(failed.any()) or not bool(torch.isfinite(forward.float()).all()):
-            raise _ProfileError(f"{tensor}.inverse is singular in layer {layer}")
-
-
-def _require_holds(tensor: TensorName, tiling: Tiling | None, head_dim: int) -> None:
-    if tiling is not None and tiling.dim_rows * tiling.dim_cols < head_dim:
-        raise _ProfileError(f"{tensor}_tiling is {tiling}, too small for heads of {head_dim} values")
-
-
-def _tensor(tensors: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype, ndim: int) -> torch.Tensor:
-    x = tensors.get(name)
-    if x is None or x.dtype != dtype or x.ndim != ndim or not x.numel():
-        what = "nothing" if x is None else f"{x.dtype} {tuple(x.shape)}"
-        raise _ProfileError(f"{name} is {what}, expected {dtype} of {ndim} dimensions")
-    if not bool(torch.isfinite(x).all()):
-        raise _ProfileError(f"{name} has values that are not finite")
-    return x
+    def _tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        x = self.tensors.get(name)
+        if x is None or x.dtype != dtype or x.shape != shape:
+            what = "missing" if x is None else f"{x.dtype} {tuple(x.shape)}"
+            raise _ProfileError(f"{name} is {what}, expected {dtype} {shape}")
+        if not bool(torch.isfinite(x).all()):
+            raise _ProfileError(f"{name} has values that are not finite")
+        return x

@@ -64,14 +64,16 @@ def rotate(x: torch.Tensor, table: torch.Tensor, rope: Rope) -> torch.Tensor:
     """Turn ``x``, float32 ``(tokens, ..., dim)``, by ``table``, the rows of ``Rope.table`` for its tokens."""
     cos, sin = _factors(x, table)
     first, second = _pairs(x, rope)
-    return _joined(first * cos - second * sin, second * cos + first * sin, x, rope)
+    turned = (first * cos).addcmul_(second, sin, value=-1), (second * cos).addcmul_(first, sin)
+    return _joined(*turned, x, rope)
 
 
 def unrotate(x: torch.Tensor, table: torch.Tensor, rope: Rope) -> torch.Tensor:
     """The inverse of ``rotate``, up to rounding."""
     cos, sin = _factors(x, table / rope.attention_scaling**2)
     first, second = _pairs(x, rope)
-    return _joined(first * cos + second * sin, second * cos - first * sin, x, rope)
+    turned = (first * cos).addcmul_(second, sin), (second * cos).addcmul_(first, sin, value=-1)
+    return _joined(*turned, x, rope)
 
 
 def _factors(x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +93,7 @@ def _pairs(x: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _joined(first: torch.Tensor, second: torch.Tensor, like: torch.Tensor, rope: Rope) -> torch.Tensor:
     rotated = torch.stack((first, second), -1).flatten(-2) if rope.interleaved else torch.cat((first, second), -1)
-    return torch.cat((rotated, like[..., rope.rotary_dim :]), -1)
+    return rotated if rope.rotary_dim == like.shape[-1] else torch.cat((rotated, like[..., rope.rotary_dim :]), -1)
 
 
 @dataclass(frozen=True)

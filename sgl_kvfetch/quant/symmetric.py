@@ -13,9 +13,9 @@ from typing import Literal
 import torch
 
 from sgl_kvfetch.errors import ConfigError, QuantiseError
-from sgl_kvfetch.quant.base import Quantised, Quantiser
+from sgl_kvfetch.quant.base import CellPlace, CellValues, Part, Quantised, Quantiser
 from sgl_kvfetch.quant.inverse import StepInverse
-from sgl_kvfetch.types import TensorName
+from sgl_kvfetch.types import TENSORS, TensorName
 
 MIN_BINS, MAX_BINS = 4, 256
 
@@ -28,7 +28,7 @@ def centre_of(bins: int) -> int:
 
 
 class SymmetricQuantiser(Quantiser):
-    """One step width a token and layer, for each head or for all heads together.
+    """One step width a token and layer, for each head or for all heads of a cell together.
 
     The step (magnitude of one bin) is rounded up to bfloat16 *before* it is used, so that what is stored is exactly
     what was divided by, and the largest value still fits.
@@ -48,20 +48,24 @@ class SymmetricQuantiser(Quantiser):
         k, v = (",".join(map(str, self._bins[t])) for t in ("k", "v"))
         return f"{self._name}(k={k};v={v})"
 
-    def planes(self, dtype: torch.dtype) -> int:
-        return 1
+    def parts(self, dtype: torch.dtype) -> tuple[Part, ...]:
+        return tuple(part for t in TENSORS for part in (Part(f"{t} scales"), Part(t, t)))
 
     def scales_per_layer(self, num_heads: int) -> int:
+        """Return how many scales one token has in one layer of a cell."""
         return num_heads if self._scale_over == "head" else 1
 
-    def centres(self, tensor: TensorName, first_layer: int, num_layers: int) -> list[int]:
-        """The zero point of each layer."""
+    def centres(self, tensor: TensorName, layers: range) -> tuple[int, ...]:
+        """Return the zero point of each layer."""
         bins = self._bins[tensor]
-        return [centre_of(bins[min(first_layer + i, len(bins) - 1)]) for i in range(num_layers)]
+        return tuple(centre_of(bins[min(layer, len(bins) - 1)]) for layer in layers)
 
-    def quantise(self, values: torch.Tensor, tensor: TensorName, first_layer: int, first_token: int = 0) -> Quantised:
+    def quantise(self, values: CellValues, place: CellPlace) -> Quantised:
+        return (*self._quantise("k", values.k, place.layers), *self._quantise("v", values.v, place.layers))
+
+    def _quantise(self, tensor: TensorName, values: torch.Tensor, layers: range) -> Quantised:
         x = values.to(torch.float32)
-        centre = self._centre_tensor(x, tensor, first_layer)
+        centre = self._centre_tensor(tensor, layers, x.device)
         over = (-1,) if self._scale_over == "head" else (-2, -1)
         magnitude = x.abs().amax(dim=over, keepdim=True)
         if not bool(torch.isfinite(magnitude).all()):
@@ -71,22 +75,36 @@ class SymmetricQuantiser(Quantiser):
         # A zero step belongs to a vector of zeros (or of values too small to matter): all centre.
         steps = torch.where(step > 0, x / step, 0.0).round()
         integers = (torch.clamp(steps, -centre, centre) + centre).to(torch.uint8)
-        return Quantised(integers.unsqueeze(0), scales.reshape(*x.shape[:2], -1))
+        return scales.contiguous().view(torch.uint8).flatten(), integers
 
     def dequantise(
-        self, quantised: Quantised, dtype: torch.dtype, tensor: TensorName, first_layer: int, first_token: int = 0
+        self, quantised: Quantised, dtype: torch.dtype, place: CellPlace, tokens: slice = slice(None)
+    ) -> CellValues:
+        k_scales, k, v_scales, v = quantised
+        return CellValues(
+            self._dequantise("k", k_scales, k, dtype, place.layers, tokens),
+            self._dequantise("v", v_scales, v, dtype, place.layers, tokens),
+        )
+
+    def _dequantise(
+        self,
+        tensor: TensorName,
+        scales: torch.Tensor,
+        integers: torch.Tensor,
+        dtype: torch.dtype,
+        layers: range,
+        tokens: slice,
     ) -> torch.Tensor:
-        assert quantised.scales is not None
-        integers = quantised.integers[0].to(torch.float32)
-        step = quantised.scales.to(torch.float32).unsqueeze(-1)  # (tokens, layers, heads or 1, 1)
-        return ((integers - self._centre_tensor(integers, tensor, first_layer)) * step).to(dtype)
+        num_tokens, num_layers = integers.shape[:2]
+        step = scales.view(torch.bfloat16).view(num_tokens, num_layers, -1, 1)[tokens].to(torch.float32)
+        centred = integers[tokens].to(torch.float32) - self._centre_tensor(tensor, layers, integers.device)
+        return (centred * step).to(dtype)
 
-    def inverse_of(self, tensor: TensorName, first_layer: int, num_layers: int) -> StepInverse:
-        return StepInverse(tuple(self.centres(tensor, first_layer, num_layers)))
+    def inverse_of(self, place: CellPlace) -> StepInverse:
+        return StepInverse(self.centres("k", place.layers), self.centres("v", place.layers))
 
-    def _centre_tensor(self, like: torch.Tensor, tensor: TensorName, first_layer: int) -> torch.Tensor:
-        centres = self.centres(tensor, first_layer, like.shape[1])
-        return torch.tensor(centres, dtype=torch.float32, device=like.device).view(1, -1, 1, 1)
+    def _centre_tensor(self, tensor: TensorName, layers: range, device: torch.device) -> torch.Tensor:
+        return torch.tensor(self.centres(tensor, layers), dtype=torch.float32, device=device).view(1, -1, 1, 1)
 
 
 def step_widths(magnitude: torch.Tensor, centre: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

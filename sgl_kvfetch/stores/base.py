@@ -133,7 +133,7 @@ class Store(ABC):
     async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
         """Find the longest run of stored pages that starts with ``page_hashes[0]``.
 
-        ``namespace`` is a namespace digest (32 hex digits); ``page_hashes`` are 32-byte chained page hashes of
+        ``namespace`` is `HeadSlice.folder`; ``page_hashes`` are 32-byte chained page hashes of
         consecutive pages. A segment may be used in part, at its start, its end or both. Where several segments
         cover a page, the one that reaches furthest wins.
         """

@@ -20,11 +20,11 @@ from io import FileIO
 from pathlib import Path
 
 from sgl_kvfetch.errors import FormatError, StoreError, StoreErrorReason
-from sgl_kvfetch.keys import NAMESPACE_HEX_DIGITS, ObjectName, parse_object_name
+from sgl_kvfetch.keys import NAMESPACE_PATTERN, ObjectName, parse_object_name
 from sgl_kvfetch.stores.base import ObjectInfo
 
 TEMP_PREFIX = ".tmp-"  # no object's name starts like this
-_NAMESPACE = re.compile(rf"[0-9a-f]{{{NAMESPACE_HEX_DIGITS}}}")
+_NAMESPACE = re.compile(NAMESPACE_PATTERN)
 _NO_LINKS = os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # What opening gives for a link under O_NOFOLLOW, or for a directory that is none: the object is not there.
@@ -40,9 +40,9 @@ def require_name(name: str) -> ObjectName:
 
 
 def require_namespace(namespace: str) -> None:
-    """Raises StoreError (``invalid``) for anything but a namespace digest."""
+    """Raises StoreError (``invalid``) for anything but the name of a namespace's folder."""
     if _NAMESPACE.fullmatch(namespace) is None:
-        raise StoreError("invalid", f"not a namespace digest: {namespace[:120]!r}")
+        raise StoreError("invalid", f"not a namespace: {namespace[:120]!r}")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from sgl_kvfetch.container.manifest import MAX_MANIFEST_BYTES, MAX_SEGMENT_PAGES
-from sgl_kvfetch.keys import NAMESPACE_HEX_DIGITS, PAGE_HASH_BYTES
+from sgl_kvfetch.keys import NAMESPACE_PATTERN, PAGE_HASH_BYTES
 
 OBJECTS_PATH = "/v1/objects"
 LOOKUP_PATH = "/v1/lookup"
@@ -43,7 +43,7 @@ def parse_entity_tag(text: str) -> str | None:
 
 
 class LookupRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    namespace: Annotated[str, Meta(pattern=f"^[0-9a-f]{{{NAMESPACE_HEX_DIGITS}}}$")]
+    namespace: Annotated[str, Meta(pattern=f"^{NAMESPACE_PATTERN}$")]
     page_hashes: Annotated[bytes, Meta(max_length=MAX_LOOKUP_PAGES * PAGE_HASH_BYTES)]  # one after another
 
 

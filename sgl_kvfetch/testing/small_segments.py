@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment
-from sgl_kvfetch.keys import Namespace, SegmentKey
+from sgl_kvfetch.keys import HeadSlice, Namespace, SegmentKey
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.stores.base import Lookup, Store
 from sgl_kvfetch.write.commit import commit_segment
@@ -27,9 +27,15 @@ NAMESPACE = Namespace(
     num_heads=1,
     k_head_dim=48,
     v_head_dim=48,
-    head_slice="0/1",
     quantiser="exact",
 )
+
+
+def head_slice(model: str) -> HeadSlice:
+    return HeadSlice(replace(NAMESPACE, model=model), range(1))
+
+
+FOLDER = head_slice(NAMESPACE.model).folder
 
 
 def page_hashes(num_pages: int, branch: str = "", branch_at: int = 0) -> list[bytes]:
@@ -46,7 +52,7 @@ def page_hashes(num_pages: int, branch: str = "", branch_at: int = 0) -> list[by
 def _coded(
     model: str, first_page: int, previous: bytes | None, hashes: tuple[bytes, ...], codec: str, content: int
 ) -> CodedSegment:
-    spec = SegmentSpec(replace(NAMESPACE, model=model), make_quantiser("exact"), codec, "240p", 8)
+    spec = SegmentSpec(head_slice(model), make_quantiser("exact"), codec, "240p", 8)
     shape = (len(hashes), 1, 1, 48)
     generator = torch.Generator().manual_seed(content)
     values = torch.randn(shape, generator=generator).to(torch.bfloat16)
@@ -73,7 +79,7 @@ async def put_segment(store: Store, segment: CodedSegment) -> None:
 
 def data_object(content: bytes) -> str:
     """A name for a data object of this content, of a segment that has no manifest."""
-    key = SegmentKey(NAMESPACE.digest(), 1, hashlib.sha256(content).digest())
+    key = SegmentKey(FOLDER, 1, hashlib.sha256(content).digest())
     return key.data_name(xxhash.xxh3_128_hexdigest(content))
 
 

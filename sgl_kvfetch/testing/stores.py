@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
 
 import pytest
 
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.base import Lookup, Store, object_digest
 from sgl_kvfetch.testing.small_segments import (
-    NAMESPACE,
+    FOLDER,
     data_object,
+    head_slice,
     make_segment,
     page_hashes,
     parts,
@@ -121,14 +121,14 @@ class StoreConformance:
             await put_segment(store, segment)
         assert await store.delete_prefix("no such") == 0
         assert await store.delete_prefix(first.manifest.key.stem) == 2
-        assert {info.name async for info in store.list(NAMESPACE.digest())} == {
+        assert {info.name async for info in store.list(FOLDER)} == {
             second.data_name,
             second.manifest.key.manifest_name,
         }
-        assert await store.lookup(NAMESPACE.digest(), chain) == Lookup(())
-        assert parts(await store.lookup(NAMESPACE.digest(), chain[4:])) == [(0, 4)]
-        assert await store.delete_prefix(NAMESPACE.digest()) == 2
-        assert await store.lookup(NAMESPACE.digest(), chain[4:]) == Lookup(())
+        assert await store.lookup(FOLDER, chain) == Lookup(())
+        assert parts(await store.lookup(FOLDER, chain[4:])) == [(0, 4)]
+        assert await store.delete_prefix(FOLDER) == 2
+        assert await store.lookup(FOLDER, chain[4:]) == Lookup(())
         assert parts(await store.lookup(another.manifest.key.namespace, chain)) == [(0, 4)]
         await put_segment(store, first)
         assert await store.delete_prefix("") == 4
@@ -148,17 +148,17 @@ class StoreConformance:
             assert caught.value.reason == "invalid"
 
     async def test_lookup_in_an_empty_store(self, store: Store) -> None:
-        assert await store.lookup(NAMESPACE.digest(), page_hashes(3)) == Lookup(())
-        assert await store.lookup(NAMESPACE.digest(), []) == Lookup(())
+        assert await store.lookup(FOLDER, page_hashes(3)) == Lookup(())
+        assert await store.lookup(FOLDER, []) == Lookup(())
 
     async def test_lookup_finds_a_segment(self, store: Store) -> None:
         chain = page_hashes(8)
         segment = make_segment(chain, 0, 8)
         await put_segment(store, segment)
-        found = await store.lookup(NAMESPACE.digest(), chain)
+        found = await store.lookup(FOLDER, chain)
         assert parts(found) == [(0, 8)]
         assert found.hits[0].manifest == segment.manifest.encode()
-        assert await store.lookup(replace(NAMESPACE, model="another").digest(), chain) == Lookup(())
+        assert await store.lookup(head_slice("another").folder, chain) == Lookup(())
 
     async def test_lookup_uses_parts_of_a_segment(self, store: Store) -> None:
         chain = page_hashes(16)
@@ -170,15 +170,15 @@ class StoreConformance:
             (15, 16, [(7, 1)]),
             (7, 16, []),
         ):
-            assert parts(await store.lookup(NAMESPACE.digest(), chain[first:end])) == expected
+            assert parts(await store.lookup(FOLDER, chain[first:end])) == expected
 
     async def test_lookup_ends_where_the_prefix_branches_off(self, store: Store) -> None:
         await put_segment(store, make_segment(page_hashes(8), 0, 8))
         other = page_hashes(12, "another question", branch_at=5)
-        assert parts(await store.lookup(NAMESPACE.digest(), other)) == [(0, 5)]
+        assert parts(await store.lookup(FOLDER, other)) == [(0, 5)]
         await put_segment(store, make_segment(other, 0, 8))
-        assert parts(await store.lookup(NAMESPACE.digest(), other)) == [(0, 8)]
-        assert parts(await store.lookup(NAMESPACE.digest(), page_hashes(8))) == [(0, 8)]
+        assert parts(await store.lookup(FOLDER, other)) == [(0, 8)]
+        assert parts(await store.lookup(FOLDER, page_hashes(8))) == [(0, 8)]
 
     async def test_lookup_joins_segments_of_a_growing_prefix(self, store: Store) -> None:
         chain = page_hashes(16)
@@ -190,21 +190,21 @@ class StoreConformance:
             (8, 8, [(0, 8), (0, 8)]),
         ):
             await put_segment(store, make_segment(chain, first, length))
-            assert parts(await store.lookup(NAMESPACE.digest(), chain)) == expected
-        assert parts(await store.lookup(NAMESPACE.digest(), chain[3:12])) == [(3, 5), (0, 4)]
+            assert parts(await store.lookup(FOLDER, chain)) == expected
+        assert parts(await store.lookup(FOLDER, chain[3:12])) == [(3, 5), (0, 4)]
 
     async def test_lookup_ends_at_a_gap(self, store: Store) -> None:
         chain = page_hashes(12)
         await put_segment(store, make_segment(chain, 0, 4))
         await put_segment(store, make_segment(chain, 8, 4))
-        assert parts(await store.lookup(NAMESPACE.digest(), chain)) == [(0, 4)]
+        assert parts(await store.lookup(FOLDER, chain)) == [(0, 4)]
 
     async def test_a_deleted_manifest_is_not_found(self, store: Store) -> None:
         chain = page_hashes(4)
         segment = make_segment(chain, 0, 4)
         await put_segment(store, segment)
         assert await store.delete(segment.manifest.key.manifest_name)
-        assert await store.lookup(NAMESPACE.digest(), chain) == Lookup(())
+        assert await store.lookup(FOLDER, chain) == Lookup(())
 
     async def test_a_replaced_manifest_is_found(self, store: Store) -> None:
         chain = page_hashes(4)
@@ -212,7 +212,7 @@ class StoreConformance:
         assert old.manifest.key == new.manifest.key
         await put_segment(store, old)
         await put_segment(store, new)
-        found = await store.lookup(NAMESPACE.digest(), chain)
+        found = await store.lookup(FOLDER, chain)
         assert [hit.manifest for hit in found.hits] == [new.manifest.encode()]
         assert await store.get(new.manifest.key.manifest_name) == new.manifest.encode()
         assert await store.get(old.data_name) == old.data
@@ -232,7 +232,7 @@ class StoreConformance:
         assert await store.get(name) == before
         assert await store.replace(name, after, object_digest(before))
         assert await store.get(name) == after
-        assert [hit.manifest for hit in (await store.lookup(NAMESPACE.digest(), chain)).hits] == [after]
+        assert [hit.manifest for hit in (await store.lookup(FOLDER, chain)).hits] == [after]
         # Again, as after an answer that was lost.
         assert await store.replace(name, after, object_digest(before))
         assert not await store.replace(name, third, object_digest(before))
@@ -255,7 +255,7 @@ class StoreConformance:
         chain = page_hashes(4)
         segment = make_segment(chain, 0, 4)
         await store.put(segment.data_name, segment.data)
-        assert await store.lookup(NAMESPACE.digest(), chain) == Lookup(())
+        assert await store.lookup(FOLDER, chain) == Lookup(())
 
     async def test_a_manifest_is_checked(self, store: Store) -> None:
         if not self.checks_manifests:
@@ -279,7 +279,7 @@ class StoreConformance:
             chain = page_hashes(4, f"task {task}")
             segment = make_segment(chain, 0, 4, content=task)
             await put_segment(store, segment)
-            assert parts(await store.lookup(NAMESPACE.digest(), chain)) == [(0, 4)]
+            assert parts(await store.lookup(FOLDER, chain)) == [(0, 4)]
             for start in range(0, len(segment.data) - 10, 50):
                 assert await store.get(segment.data_name, start, 10) == segment.data[start : start + 10]
 
@@ -302,7 +302,7 @@ class StoreConformance:
         async def read_until(writing: asyncio.Task[None]) -> None:
             while not writing.done():
                 assert await store.get(name) in manifests
-                (hit,) = (await store.lookup(NAMESPACE.digest(), chain)).hits
+                (hit,) = (await store.lookup(FOLDER, chain)).hits
                 assert hit.manifest in manifests
 
         async with asyncio.TaskGroup() as tasks:

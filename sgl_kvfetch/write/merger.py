@@ -61,7 +61,7 @@ class Merger:
         if not is_right_half or 2 * manifest.num_pages > self._max_pages:
             return None
         assert manifest.previous_hash is not None
-        key = SegmentKey(manifest.namespace.digest(), manifest.num_pages, manifest.previous_hash)
+        key = SegmentKey(manifest.heads.folder, manifest.num_pages, manifest.previous_hash)
         stored = await self._store.get(key.manifest_name)
         return None if stored is None else await self._read(decode_manifest(stored))
 

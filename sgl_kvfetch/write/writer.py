@@ -142,8 +142,8 @@ class Writer:
 
     async def _encode_and_commit(self, segment: PageBatch) -> Manifest | None:
         """None if the store has these pages already."""
-        namespace = self._spec.namespace.digest()
-        if (await self._store.lookup(namespace, segment.page_hashes)).num_pages == len(segment.page_hashes):
+        found = await self._store.lookup(self._spec.heads.folder, segment.page_hashes)
+        if found.num_pages == len(segment.page_hashes):
             return None
         started_s = time.monotonic()
         coded = await self._run(partial(self._encode, segment))

@@ -7,9 +7,8 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_check import __main__ as command
-from benchmarks.gpu_check import interference, kernels, memory, nvdec, nvenc, report, server, tests, tune
+from benchmarks.gpu_check import interference, kernels, memory, nvdec, nvenc, report, server, tests
 from benchmarks.gpu_check.record import Record, SkippedError
 from benchmarks.gpu_check.runner import _END_S, Result, run_step
 from benchmarks.gpu_check.steps import STEPS, TOTAL_S, Step
@@ -27,7 +26,6 @@ from benchmarks.memory import SPAN_TOKENS, Setup, repeated_segments
 from sgl_kvfetch.codecs import nvenc as nvenc_codec
 from sgl_kvfetch.codecs.nvdec import Nvdec
 from sgl_kvfetch.triton_kernels import runtime
-from sgl_kvfetch.triton_kernels.tuning import Entry, Key, Tuning, read_table
 from tests.codecs import fake_nvenc
 from tests.codecs.fake_nvdec import FakeNvc, make_caps, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
@@ -42,22 +40,14 @@ def test_without_a_gpu_it_ends_well_and_names_what_it_skipped() -> None:
     done = subprocess.run([ROOT / "scripts" / "gpu_check"], capture_output=True, text=True, timeout=60, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert [line.split()[:2] for line in lines[:-1]] == [["skipped", step.name] for step in STEPS if not step.on_demand]
+    assert [line.split()[:2] for line in lines[:-1]] == [["skipped", step.name] for step in STEPS]
     assert all("no CUDA GPU that torch" in line for line in lines[:-1])
     assert lines[-1] == "no GPU: nothing was measured, nothing written"
     assert sorted((ROOT / "docs" / "gpu").iterdir()) == before
 
 
 def test_all_steps_fit_into_the_time() -> None:
-    assert sum(step.limit_s for step in STEPS if not step.on_demand) <= TOTAL_S < 480 - _END_S
-    assert all(STEPS[0].limit_s + step.limit_s <= TOTAL_S for step in STEPS if step.on_demand)
-
-
-def test_what_is_asked_for_only_is_skipped_without_a_gpu_too(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert command.main(["--only", "tune"]) == 0
-    assert "skipped  tune" in capsys.readouterr().out
+    assert sum(step.limit_s for step in STEPS) <= TOTAL_S < 480 - _END_S
 
 
 # A step's process
@@ -170,13 +160,17 @@ def record(tmp_path: Path) -> Record:
     return Record(tmp_path / "found.json")
 
 
+TINY = [Span(17, heads=1, dim=48), Span(17, heads=2, dim=16, coefficients=20)]
+CASES = ["frame_sum", "restore exact", "restore symmetric", "restore_klt V", "restore_klt K", "restore_klt K, GPT-J"]
+
+
 def test_kernels_are_held_against_their_references(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = Span(17, heads=1, dim=48)
-    assert runtime.INTERPRETED or torch.cuda.is_available()
-    kernels.check(record, kernels_device(), [tiny])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assert runtime.use_kernels(device)
+    kernels.check(record, device, TINY)
     found = found_by(record)
     assert not found["reason"]
-    assert [row["found"] for row in found["rows"]] == ["as the reference's"] * 9
+    assert [(row["kernel"], row["found"]) for row in found["rows"]] == [(name, "as the reference's") for name in CASES]
 
     def wrong(*arguments: Any, **options: Any) -> None:
         pass  # leaves the poison
@@ -184,101 +178,18 @@ def test_kernels_are_held_against_their_references(record: Record, monkeypatch: 
     monkeypatch.setattr(kernels, "restore", wrong)
     monkeypatch.setattr(kernels, "restore_klt", wrong)
     monkeypatch.setattr(kernels, "frame_sum", lambda frames: torch.tensor([1], device=frames.device))
-    kernels.check(record, kernels_device(), [tiny])
-    assert found_by(record)["reason"].count("restore") == 5
-    assert found_by(record)["reason"].count("frame_sum") == 1
-
-
-def kernels_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kernels.check(record, device, TINY)
+    assert all(f"{name}, 17 tokens" in found_by(record)["reason"] for name in CASES)
 
 
 def test_kernels_are_measured(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "INTERPRETED", False)
-    kernels.measure(record, CPU, [Span(64, heads=2, dim=16)])
+    seconds = iter([1.0, 2.0] * len(CASES))  # of a copy, then of the kernel
+    monkeypatch.setattr(kernels, "seconds_of", lambda work, device: next(seconds))
+    kernels.measure(record, CPU, [*TINY[:1], Span(64, heads=2, dim=16, coefficients=20)])
     found = found_by(record)
-    assert len(found["rows"]) == 9
-    slow = [note for note in found["notes"] if not note.startswith("frame_sum")]
-    assert len(slow) == 8  # the other references are far from a copy's speed
-    row = found["rows"][0]
-    assert row["share_of_copy"] == pytest.approx(row["copy_us"] / row["us"])
-
-
-@pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int, int], float]:
-    """Seconds by operation, block and warps, where they are not 1."""
-    slow: dict[tuple[str, int, int], float] = {}
-    launched: list[tuple[str, int, int]] = []
-
-    def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-        work()
-        return slow.get(launched[-1], 1.0)
-
-    def cases(*arguments: Any) -> Iterator[kernels.Case]:
-        for case in kernels.cases(*arguments):
-
-            def launch(choice: Tuning | None = None, case: kernels.Case = case) -> Sequence[torch.Tensor]:
-                assert choice is not None
-                launched.append((case.key.operation, choice.block, choice.warps))
-                return case.launch(choice)
-
-            yield replace(case, launch=launch)
-
-    monkeypatch.setattr(tune, "seconds_of", seconds_of)
-    monkeypatch.setattr(tune, "cases", cases)
-    return slow
-
-
-def test_the_fastest_cut_goes_into_a_new_table(
-    record: Record, timed: dict[tuple[str, int, int], float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(runtime, "INTERPRETED", False)  # references: what is cut makes no difference to them
-    timed["pack_exact", 4096, 8] = 0.5
-    timed["pack_exact", 4096, 4] = 0.6
-    timed["pack_head", 1024, 2] = 0.99  # not worth it
-    known = Entry("pack_head", "cpu", "bfloat16", 16, 4096, 8, "measured on another day")
-    other = Entry("pack_head", "cpu", "bfloat16", 32, 4096, 8, "measured on another day")
-    monkeypatch.setattr(tune, "read_table", lambda: {known.key: known, other.key: other})
-    tune.tune(record, CPU, "a GPU", [(Span(9, heads=2, dim=16), torch.bfloat16), (Span(9, dim=16), torch.uint8)])
-    found = found_by(record)
-    assert not found["reason"]
-    assert {row["kernel"] for row in found["rows"]} >= {"restore exact", "pack symmetric, one scale", "restore_klt V"}
-    path = tmp_path / "table.json"
-    path.write_text(found["files"]["tuning.json"])
-    table = read_table(path)
-    assert set(table) == {other.key, Key("pack_exact", "cpu", "int16", 16), Key("pack_exact", "cpu", "uint8", 16)}
-    entry = table[Key("pack_exact", "cpu", "int16", 16)]
-    assert entry.tuning == Tuning(4096, 8)
-    assert entry.source.startswith("measured on a GPU, ")
-    assert entry.source.endswith("500000.0 us, by default 1000000.0")
-
-
-def test_a_cut_with_other_bits_is_a_failure_and_never_chosen(
-    record: Record, timed: dict[tuple[str, int, int], float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runtime, "INTERPRETED", False)
-    monkeypatch.setattr(tune, "read_table", dict)
-
-    def restore(*arguments: Any, tuning: Tuning, **options: Any) -> None:
-        if tuning.block != 4096:
-            kernels_restore(*arguments, **options)
-
-    kernels_restore = kernels.restore
-    monkeypatch.setattr(kernels, "restore", restore)
-    timed["restore_exact", 4096, 8] = 0.1
-    tune.tune(record, CPU, "a GPU", [(Span(9, heads=2, dim=16), torch.uint8)])
-    found = found_by(record)
-    assert found["reason"].count("values differ") == 2
-    assert "Tuning(block=4096, warps=8)" in found["reason"]
-    assert json.loads(found["files"]["tuning.json"]) == []
-
-
-def test_files_of_steps_are_written_beside_the_results(tmp_path: Path) -> None:
-    results = [Result("tune", "", "passed", files={"tuning.json": "[]"})]
-    written = report.write(results, tmp_path, "NVIDIA H100")
-    assert [path.name for path in written] == ["nvidia-h100.json", "nvidia-h100.md", "nvidia-h100-tuning.json"]
-    assert written[-1].read_text() == "[]"
-    assert "files" not in json.loads(written[0].read_text())["steps"][0]
+    assert [row["kernel"] for row in found["rows"]] == CASES
+    assert {row["share_of_copy"] for row in found["rows"]} == {0.5}
+    assert [note.split(", 64 tokens")[0] for note in found["notes"]] == CASES[3:]  # of the longest
 
 
 def test_nvdec_is_checked(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:

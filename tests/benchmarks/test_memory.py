@@ -22,9 +22,10 @@ from benchmarks.memory import (
     store_prefix,
     table,
 )
-from sgl_kvfetch.container.segment import SegmentReader
+from sgl_kvfetch.container.segment import CodedSegment, SegmentReader
+from sgl_kvfetch.quant import CellValues
 from sgl_kvfetch.testing.store_process import StoreProcess
-from sgl_kvfetch.types import TENSORS
+from tests.quant.profiles import make_profile
 
 
 def test_segments_are_what_readers_expect() -> None:
@@ -32,14 +33,27 @@ def test_segments_are_what_readers_expect() -> None:
     (segment,) = repeated_segments(setup, 2 * SPAN_TOKENS)
     assert segment.manifest.page_hashes == tuple(page_hashes(2 * SPAN_TOKENS // PAGE_TOKENS))
     reader = SegmentReader(segment.manifest, setup.make_quantiser())
-    values = {tensor: [] for tensor in TENSORS}
-    for cell in segment.manifest.cells():
-        start, end = reader.cell_range(cell)
-        values[cell.tensor].append(reader.dequantise_cell(cell, reader.decode_cell(cell, segment.data[start:end])))
-    for tensor in TENSORS:
-        first, second = values[tensor]
-        assert first.shape == (SPAN_TOKENS, 1, 8, 128)
-        assert torch.equal(first, second)
+    first, second = decoded(segment, reader)
+    for values in (*first, *second):
+        assert values.shape == (SPAN_TOKENS, 1, 8, 128)
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def test_segments_of_a_profile_are_what_readers_expect(tmp_path: Path) -> None:
+    """Four layers were asked for: two whole cells, of which the profile's last one is smaller."""
+    make_profile(num_layers=5, num_heads=4, cell_heads=4).save(tmp_path / "profile")
+    setup = Setup("klt", "hevc", layers=4, profile=str(tmp_path / "profile"))
+    (segment,) = repeated_segments(setup, SPAN_TOKENS)
+    reader = SegmentReader(segment.manifest, setup.make_quantiser())
+    cells = decoded(segment, reader)
+    assert [values.k.shape for values in cells] == [(SPAN_TOKENS, 3, 4, 16), (SPAN_TOKENS, 2, 4, 16)]
+    assert {chunk.codec for chunk in reader.variant.chunks} == {"hevc", "zstd"}
+
+
+def decoded(segment: CodedSegment, reader: SegmentReader) -> list[CellValues]:
+    cells = segment.manifest.cells()
+    parts = [(cell, reader.decode_cell(cell, segment.data[slice(*reader.cell_range(cell))])) for cell in cells]
+    return [reader.dequantise_cell(cell, quantised) for cell, quantised in parts]
 
 
 def test_the_sampler_sees_what_is_held_for_a_moment() -> None:

@@ -1,6 +1,8 @@
 """Calibration of a small random model: the Fisher information foretells the divergence that is measured."""
 
 import json
+from itertools import pairwise
+from math import log
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.quant.profile import Profile
 from sgl_kvfetch.quant.rope import rope_of_config, unrotate
 from sgl_kvfetch.testing.models import make_tiny_llama
+from sgl_kvfetch.types import CellGrid
 from tests.quant.profiles import CALIBRATION
 
 CONTEXT, CONTINUATION = 256, 64
@@ -37,35 +40,41 @@ def profile(model: KVModel, windows: list[torch.Tensor]) -> Profile:
 
 
 def test_the_profile_has_the_models_shape(model: KVModel, profile: Profile) -> None:
-    assert (profile.num_layers, profile.num_heads, profile.head_dim("k")) == (2, 2, 32)
-    assert profile.block_heads("k") == 2
+    assert profile.grid == CellGrid(num_layers=2, num_heads=2, cell_layers=3, cell_heads=2)
+    assert profile.cells[0, 0].num_channels == 2 * 2 * (32 + 32)
 
 
 def test_fine_steps_cost_what_was_foretold(profile: Profile) -> None:
-    """A step of 1 is meant to cost 1e-4, and the cost to grow with its square."""
-    for point in profile.curve:
-        if point.step <= 1:
-            assert point.kl == pytest.approx(1e-4 * point.step**2, rel=0.4)
+    """The cost grows with the step's square. A step of 1 is meant to cost 1e-4; it costs less, since calibration takes
+    directions for costlier than they were measured to be."""
+    fine = [point for point in profile.curve if 0.05 < point.step < 0.5]
+    assert len(fine) == 3
+    for point in fine:
+        assert 0.3 < point.kl / (1e-4 * point.step**2) < 1
+    for finer, coarser in pairwise(fine):
+        assert coarser.kl == pytest.approx(4 * finer.kl, rel=0.25)
 
 
-def test_what_each_part_is_for(model: KVModel, windows: list[torch.Tensor], profile: Profile) -> None:
-    """At equal divergence, the whole transform needs fewer bits than one that knows only how channels vary."""
-
-    def bits_at(p: Profile, kl: float) -> float:
-        logs = torch.tensor([q.kl for q in p.curve]).log()
-        above = int((logs < torch.tensor(kl).log()).sum())
-        low, high = p.curve[above - 1], p.curve[above]
-        part = (torch.tensor(kl).log() - logs[above - 1]) / (logs[above] - logs[above - 1])
-        return float(low.bits_per_value + part * (high.bits_per_value - low.bits_per_value))
-
-    plain = calibrate(
-        model,
-        windows,
-        profile.rope,
-        CALIBRATION,
-        Options(num_context=CONTEXT, weights="none", decorrelate=False),
+def test_wider_cells_need_fewer_bits(model: KVModel, windows: list[torch.Tensor], profile: Profile) -> None:
+    narrow = calibrate(
+        model, windows, profile.rope, CALIBRATION, Options(num_context=CONTEXT, max_channels=1, tp_size=2)
     )
-    assert bits_at(profile, 2e-4) < bits_at(plain, 2e-4) - 0.2
+    assert narrow.grid.cell_heads == 1
+    assert bits_at(profile, 2e-4) < bits_at(narrow, 2e-4) - 0.05
+
+
+def test_the_default_is_a_share_of_what_the_context_is_worth(profile: Profile) -> None:
+    assert profile.curve[-1].kl < 2 * profile.context_kl  # forgetting it costs about as much as the coarsest step
+    assert profile.default_target_kl == pytest.approx(1e-3 * profile.context_kl)
+    profile.step_for(None)
+
+
+def bits_at(profile: Profile, kl: float) -> float:
+    for low, high in pairwise(profile.curve):
+        if kl <= high.kl:
+            part = log(kl / low.kl) / log(high.kl / low.kl)
+            return low.bits_per_value + part * (high.bits_per_value - low.bits_per_value)
+    raise AssertionError(f"{kl} is above {profile.curve[-1].kl}")
 
 
 def test_the_curve_is_measured_on_what_is_given(model: KVModel, windows: list[torch.Tensor], profile: Profile) -> None:

@@ -40,18 +40,19 @@ def test_a_profile_is_written_and_described(model: Path, text: Path, tmp_path: P
     assert result.exit_code == 0, result.output
     profile = load_profile(tmp_path / "p")
     assert profile.digest in result.output
-    assert profile.block_heads("k") == 2
+    assert profile.grid.cell_heads == 2
+    assert f"target_kl is {profile.default_target_kl:.2g} unless it is set" in result.output
     assert profile.rope is not None
     assert profile.calibration.weights == fingerprint_model(str(model))
     assert (profile.calibration.model, profile.calibration.text) == (model.name, "words")
     assert profile.calibration.part == "0.2:0.9"
 
 
-def test_blocks_can_be_kept_small(model: Path, text: Path, tmp_path: Path) -> None:
+def test_cells_can_be_kept_small(model: Path, text: Path, tmp_path: Path) -> None:
     assert run(model, text, tmp_path / "p", "--tp-size", "2").exit_code == 0
-    assert load_profile(tmp_path / "p").block_heads("k") == 1
-    assert run(model, text, tmp_path / "q", "--max-block-channels", "32").exit_code == 0
-    assert load_profile(tmp_path / "q").block_heads("k") == 1
+    assert load_profile(tmp_path / "p").grid.cell_heads == 1
+    assert run(model, text, tmp_path / "q", "--max-channels", "192").exit_code == 0
+    assert load_profile(tmp_path / "q").grid.cell_heads == 1
 
 
 @pytest.mark.parametrize(
@@ -108,6 +109,19 @@ def test_a_rotation_that_transformers_does_otherwise_stays(
     assert load_profile(tmp_path / "p").rope is None
 
 
+def windows_of(model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The windows that would be calibrated on."""
+    seen = []
+
+    def no_calibration(model: object, windows: list[torch.Tensor], *args: object) -> None:
+        seen.extend(windows)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(calibrating, "calibrate", no_calibration)
+    assert "enough" in run(model, text, tmp_path / "p", "--windows", "5").stderr
+    return seen
+
+
 def test_windows_from_the_middle_begin_as_prompts_do(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,25 +131,26 @@ def test_windows_from_the_middle_begin_as_prompts_do(
     tokenizer = AutoTokenizer.from_pretrained(own)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer.save_pretrained(own)
-    seen = []
-
-    def no_calibration(model: object, windows: list[torch.Tensor], *args: object) -> None:
-        seen.extend(windows)
-        raise ConfigError("enough")
-
-    monkeypatch.setattr(calibrating, "calibrate", no_calibration)
-    assert "enough" in run(own, text, tmp_path / "p", "--windows", "5").stderr
+    seen = windows_of(own, text, tmp_path, monkeypatch)
     assert [w[0].item() for w in seen] == [1] * 5
     assert all(len(w) == 96 and (w[1:] >= 3).all() for w in seen)
 
 
-@pytest.mark.parametrize(("default", "is_said"), [(1e-12, True), (None, False)])
-def test_a_default_that_was_not_measured_is_said_now_and_not_when_sglang_starts(
-    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, default: float | None, is_said: bool
+def test_windows_of_a_model_with_a_chat_template_begin_as_messages_do_or_as_texts(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(model, text, tmp_path / "p").exit_code == 0
-    reachable = load_profile(tmp_path / "p").curve[1].kl
-    monkeypatch.setattr(calibrating, "DEFAULT_TARGET_KL", default or reachable)
-    result = run(model, text, tmp_path / "p")
-    assert result.exit_code == 0, result.output
-    assert ("target_kl must be set" in result.stdout) == is_said
+    own = tmp_path / "m"
+    shutil.copytree(model, own)
+    tokenizer = AutoTokenizer.from_pretrained(own)
+    tokenizer.chat_template = "{% for m in messages %}w90 w91 {{ m.content }} w92{% endfor %}"
+    tokenizer.save_pretrained(own)
+    seen = windows_of(own, text, tmp_path, monkeypatch)
+    start = tokenizer("w90 w91 ").input_ids
+    assert [w[: len(start)].tolist() == start for w in seen] == [False, True, False, True, False]
+    assert {len(w) for w in seen} == {96}
+
+
+def test_progress_is_said_where_there_is_no_terminal(model: Path, text: Path, tmp_path: Path) -> None:
+    stderr = run(model, text, tmp_path / "p").stderr
+    for what in ("sensitivity: 1 of 1", "fit: 1 of 1", "accuracy: 12 of 12"):
+        assert f"{what}, 0 s left" in stderr

@@ -95,21 +95,18 @@ def test_a_segment_is_shown_in_full(stored: Stored, suffix: str) -> None:
     assert shown["sizes"]["stored_bytes"] == manifest_bytes + len(segment.data)
     (variant,) = shown["variants"]
     assert sum(part["stored_bytes"] for part in variant["parts"]) == len(segment.data)
-    assert [(p["tensor"], p["part"], p["first_layer"], p["end_layer"]) for p in variant["parts"]] == [
-        ("k", "scales", 0, 3),
-        ("k", "integers", 0, 3),
-        ("v", "scales", 0, 3),
-        ("v", "integers", 0, 3),
-        ("k", "scales", 3, 4),
-        ("k", "integers", 3, 4),
-        ("v", "scales", 3, 4),
-        ("v", "integers", 3, 4),
+    assert [(p["part"], p["layout"], p["first_layer"], p["end_layer"]) for p in variant["parts"]] == [
+        (part, layout, *layers)
+        for layers in ((0, 3), (3, 4))
+        for part, layout in (("k scales", ""), ("k", "k"), ("v scales", ""), ("v", "v"))
     ]
     # One layer group's chunks, looked up one by one.
-    cells = [cell for cell in segment.manifest.cells() if (cell.layer_group, cell.tensor) == (1, "v")]
+    cells = [cell for cell in segment.manifest.cells() if cell.layer_group == 1]
     reader = SegmentReader(segment.manifest, quantiser_from_identity("uint8(k=256;v=256)"))
-    sizes = [end - start for start, end in map(reader.cell_range, cells)]
-    assert sum(p["stored_bytes"] for p in variant["parts"][-2:]) == sum(sizes)
+    stored_bytes = sum(end - start for start, end in map(reader.cell_range, cells))
+    assert sum(p["stored_bytes"] for p in variant["parts"][-4:]) == stored_bytes
+    values = 8 * SMALL.num_heads * (SMALL.k_head_dim + SMALL.v_head_dim)
+    assert sum(p["bits_per_value"] for p in variant["parts"][-4:]) == pytest.approx(8 * stored_bytes / values)
 
 
 def test_a_segment_is_shown_as_a_table(stored: Stored) -> None:
@@ -161,19 +158,19 @@ def test_pictures_hold_exactly_the_frames(stored: Stored, tmp_path: Path) -> Non
     assert len(list(pictures.iterdir())) == 2 * 2 * 2 * 2 + 1
     reader = SegmentReader(segment.manifest, quantiser_from_identity("exact"))
     for cell in segment.manifest.span_cells(1):
-        integers = reader.decode_cell(cell, segment.data[slice(*reader.cell_range(cell))]).integers
+        parts = reader.decode_cell(cell, segment.data[slice(*reader.cell_range(cell))])
         layers = ("0-2", "3")[cell.layer_group]
-        for byte in range(2):
-            frame = reader.variant.layout(cell.tensor).to_frames(integers[byte]).numpy()[0]
-            stem = f"span1_layers{layers}_{cell.tensor.upper()}_byte{byte}_frame000"
+        for part, integers in zip(segment.manifest.parts, parts, strict=True):
+            frame = reader.variant.layouts[part.layout].to_frames(integers).numpy()[0]
+            stem = f"span1_layers{layers}_{part.name.replace(' ', '')}_frame000"
             assert stem.rpartition("_")[0] in result.stdout
             rgb, planes = read_png(pictures / f"{stem}.rgb.png"), read_png(pictures / f"{stem}.planes.png")
             assert np.array_equal(rgb, frame.transpose(1, 2, 0))
             assert np.array_equal(planes, np.concatenate(list(frame), axis=1))
     sheet = read_png(pictures / "span1_contact-sheet.png")
     assert sheet.ndim == 3
-    assert sheet.shape[0] > 2 * reader.variant.k_layout.height
-    assert sheet.shape[1] > 4 * reader.variant.k_layout.width
+    assert sheet.shape[0] > 2 * reader.variant.layouts["k"].height
+    assert sheet.shape[1] > 4 * reader.variant.layouts["k"].width
     assert (sheet == 255).any()  # the labels, at least
 
 
@@ -183,9 +180,9 @@ def test_pictures_of_more_frames_than_wanted_and_larger_than_a_thumbnail(tmp_pat
     put(tmp_path, segment)
     result = kvfetch("inspect", str(tmp_path), "--png", str(tmp_path / "pictures"), "--max-frames", "2")
     assert result.exit_code == 0, result.stderr
-    layout = segment.manifest.variants[0].k_layout
-    assert f"2 of {layout.num_frames(256)} frames" in result.stdout
-    assert len(list((tmp_path / "pictures").glob("*_K_*.rgb.png"))) == 2
+    layout = segment.manifest.variants[0].layouts["k"]
+    assert f"2 of {layout.num_frames((256, 3, 8, 128))} frames" in result.stdout
+    assert len(list((tmp_path / "pictures").glob("*_k_*.rgb.png"))) == 2
 
 
 @pytest.mark.parametrize(

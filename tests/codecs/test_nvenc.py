@@ -30,7 +30,7 @@ from tests.codecs.fake_nvdec import FakeNvc as FakeDecoding
 from tests.codecs.fake_nvenc import FakeNvc, install, make_caps
 from tests.codecs.test_nvdec import decodes, make_decoder
 from tests.plugin.device.fake_streams import FakeDevice
-from tests.segments import SMALL, make_namespace, make_values, page_hashes
+from tests.segments import SMALL, make_heads, make_values, page_hashes
 
 HEVC, HEVC420 = HevcCodec(), Hevc420Codec()
 BOTH = pytest.mark.parametrize("codec", [HEVC, HEVC420], ids=lambda codec: codec.name)
@@ -268,15 +268,13 @@ def test_segments_are_written_with_it() -> None:
     encoder420, events420 = make_encoder(nvc, HEVC420, pool)
     quantiser = make_quantiser("exact")
     values = make_values(SMALL, 4)
-    by_cpu = SegmentSpec(make_namespace(), quantiser, "hevc", "240p", 2)
+    by_cpu = SegmentSpec(make_heads(), quantiser, "hevc", "240p", 2)
     spec = replace(by_cpu, encoders={"hevc": encoder})
     coded = encode_segment(spec, values, 0, None, page_hashes(4))
     chunks = Counter(chunk.codec for chunk in coded.manifest.variants[0].chunks)
     assert events["encoded"] == chunks["hevc"] > 0
     assert chunks["zstd"] > 0
-    by_cpu = encode_segment(
-        SegmentSpec(make_namespace(), quantiser, "hevc", "240p", 2), values, 0, None, page_hashes(4)
-    )
+    by_cpu = encode_segment(SegmentSpec(make_heads(), quantiser, "hevc", "240p", 2), values, 0, None, page_hashes(4))
     assert coded.data != by_cpu.data
     reader = SegmentReader(coded.manifest, quantiser)
     for cell in coded.manifest.cells():

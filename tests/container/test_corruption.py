@@ -107,8 +107,8 @@ def test_corrupt_data(coded: CodedSegment) -> None:
 
 def test_a_newer_format_is_named(coded: CodedSegment) -> None:
     newer = bytearray(coded.manifest.encode())
-    struct.pack_into("<H", newer, 4, 2)
-    with pytest.raises(FormatVersionError, match="format version 2, this reader knows 1"):
+    struct.pack_into("<H", newer, 4, 3)
+    with pytest.raises(FormatVersionError, match="format version 3, this reader knows 2"):
         decode_manifest(resealed(bytes(newer)))
 
 
@@ -117,5 +117,5 @@ def test_a_newer_minor_version_with_a_new_field_is_read(coded: CodedSegment) -> 
     body = msgspec.msgpack.decode(raw[12:-CHECKSUM_BYTES])
     body["later"] = {"more": 1}
     packed = msgspec.msgpack.encode(body)
-    newer = struct.pack("<4sHHI", b"KVFM", 1, 7, len(packed)) + packed + bytes(CHECKSUM_BYTES)
+    newer = struct.pack("<4sHHI", b"KVFM", 2, 7, len(packed)) + packed + bytes(CHECKSUM_BYTES)
     assert decode_manifest(resealed(newer)) == coded.manifest

@@ -4,29 +4,35 @@ import torch
 
 from sgl_kvfetch.container.manifest import decode_manifest
 from sgl_kvfetch.container.merge import merge_segments
-from sgl_kvfetch.container.segment import CodedSegment, SegmentReader, SegmentSpec
+from sgl_kvfetch.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_segment
 from sgl_kvfetch.encode.targets import make_targets
 from sgl_kvfetch.encode.transcode import transcode
 from sgl_kvfetch.errors import FormatError
-from sgl_kvfetch.quant import Quantised, Quantiser, make_quantiser
+from sgl_kvfetch.quant import CellValues, Quantised, Quantiser, make_quantiser
+from sgl_kvfetch.quant.base import join
+from sgl_kvfetch.quant.klt import KltQuantiser
 from sgl_kvfetch.quant.registry import QuantiserName
-from tests.segments import SMALL, make_namespace, make_segment, page_hashes, without_frame_sums
+from sgl_kvfetch.types import KVGeometry
+from tests.quant.profiles import make_profile, values_of
+from tests.segments import SMALL, make_heads, make_segment, page_hashes, without_frame_sums
 
 
-def cells(segment: CodedSegment, quantiser: Quantiser) -> dict[tuple[int, str], Quantised]:
-    """Integers and scales of each layer group of K and V, whole."""
+def cells(segment: CodedSegment, quantiser: Quantiser) -> dict[tuple[int, int], Quantised]:
+    """The parts of each layer group and head block, whole."""
     reader = SegmentReader(decode_manifest(segment.manifest.encode()), quantiser)
-    parts: dict[tuple[int, str], list[Quantised]] = {}
+    pieces: dict[tuple[int, int], list[Quantised]] = {}
     for cell in segment.manifest.cells():
         piece = reader.decode_cell(cell, segment.data[slice(*reader.cell_range(cell))])
-        parts.setdefault((cell.layer_group, cell.tensor), []).append(piece)
-    return {
-        key: Quantised(
-            torch.cat([p.integers for p in pieces], dim=1),
-            None if pieces[0].scales is None else torch.cat([p.scales for p in pieces if p.scales is not None]),
-        )
-        for key, pieces in parts.items()
-    }
+        pieces.setdefault((cell.layer_group, cell.head_block), []).append(piece)
+    parts = quantiser.parts(reader.geometry.torch_dtype)
+    return {key: join(parts, each) for key, each in pieces.items()}
+
+
+def require_joined(found: CodedSegment, left: CodedSegment, right: CodedSegment, quantiser: Quantiser) -> None:
+    parts = quantiser.parts(left.manifest.geometry.torch_dtype)
+    a, b = cells(left, quantiser), cells(right, quantiser)
+    for key, quantised in cells(found, quantiser).items():
+        assert all(torch.equal(x, y) for x, y in zip(quantised, join(parts, [a[key], b[key]]), strict=True))
 
 
 def halves(num_pages: int, span_pages: int, quantiser: Quantiser) -> tuple[CodedSegment, CodedSegment, SegmentSpec]:
@@ -34,7 +40,7 @@ def halves(num_pages: int, span_pages: int, quantiser: Quantiser) -> tuple[Coded
     right, _ = make_segment(
         SMALL, num_pages, quantiser=quantiser, codec="hevc", span_pages=span_pages, first_page=16 + num_pages
     )
-    return left, right, SegmentSpec(make_namespace(SMALL, quantiser), quantiser, "hevc", "240p", span_pages)
+    return left, right, SegmentSpec(make_heads(SMALL, quantiser), quantiser, "hevc", "240p", span_pages)
 
 
 @pytest.mark.parametrize("name", ["exact", "uint8"])
@@ -49,11 +55,30 @@ def test_integers_and_scales_stay_as_they_are(name: QuantiserName, num_pages: in
     assert merged.manifest.previous_hash == page_hashes(1, "", 15)[0]
     assert list(merged.manifest.page_hashes) == page_hashes(2 * num_pages, "", 16)
     assert merged.manifest.span_pages == min(span_pages, 2 * num_pages)
-    found, a, b = (cells(segment, quantiser) for segment in (merged, left, right))
-    for key, quantised in found.items():
-        assert torch.equal(quantised.integers, torch.cat((a[key].integers, b[key].integers), dim=1))
-        if quantised.scales is not None:
-            assert torch.equal(quantised.scales, torch.cat((a[key].scales, b[key].scales)))  # type: ignore[arg-type]
+    require_joined(merged, left, right, quantiser)
+
+
+@pytest.mark.parametrize("num_pages", [1, 2, 4])
+def test_klt_merges_with_its_exact_tokens(num_pages: int) -> None:
+    profile = make_profile(num_layers=4, num_heads=2, head_dim=16, cell_heads=1, num_sinks=3)
+    quantiser = KltQuantiser(profile, step=0.5)
+    geometry = KVGeometry(4, 2, 16, 16, 4, "bfloat16")
+    values = CellValues(*(x.bfloat16() for x in values_of(profile, 8 * num_pages)))
+    spec = SegmentSpec(make_heads(geometry, quantiser), quantiser, "hevc", "240p", 4)
+    hashes = page_hashes(2 * num_pages)
+    left, right = (
+        encode_segment(
+            spec,
+            {"k": values.k[first * 4 : (first + num_pages) * 4], "v": values.v[first * 4 : (first + num_pages) * 4]},
+            first,
+            hashes[first - 1] if first else None,
+            hashes[first : first + num_pages],
+        )
+        for first in (0, num_pages)
+    )
+    merged = merge_segments(spec, left, right)
+    assert merged.manifest.coefficients == left.manifest.coefficients
+    require_joined(merged, left, right, quantiser)
 
 
 def test_whole_spans_are_copied_not_coded_again() -> None:
@@ -97,14 +122,12 @@ def test_variants_that_both_halves_have_are_merged(name: QuantiserName) -> None:
     left, right, spec = halves(4, 4, quantiser)
     merged = merge_segments(spec, encoded(left, "1080p", "240p"), encoded(right, "240p", "480p", "1080p"))
     assert [(v.codec, v.resolution) for v in merged.manifest.variants] == [("hevc", "1080p"), ("hevc", "240p")]
-    a, b = cells(left, quantiser), cells(right, quantiser)
     for index in range(2):
         only = CodedSegment(
             msgspec.structs.replace(merged.manifest, variants=merged.manifest.variants[index : index + 1]),
             merged.variant_data(index),
         )
-        for key, quantised in cells(only, quantiser).items():
-            assert torch.equal(quantised.integers, torch.cat((a[key].integers, b[key].integers), dim=1))
+        require_joined(only, left, right, quantiser)
 
 
 def test_a_half_that_is_encoded_merges_with_one_that_is_not() -> None:
@@ -115,9 +138,7 @@ def test_a_half_that_is_encoded_merges_with_one_that_is_not() -> None:
     merged = merge_segments(spec, encoded(left, "240p"), fast)
     (variant,) = merged.manifest.variants
     assert (variant.codec, variant.resolution) == ("", "240p")
-    for key, quantised in cells(merged, quantiser).items():
-        expected = torch.cat((cells(left, quantiser)[key].integers, cells(right, quantiser)[key].integers), dim=1)
-        assert torch.equal(quantised.integers, expected)
+    require_joined(merged, left, right, quantiser)
 
 
 def test_short_halves_with_variants_become_one_variant() -> None:

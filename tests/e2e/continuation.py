@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sgl_kvfetch.quant import Quantiser
-from sgl_kvfetch.types import TensorName
+from sgl_kvfetch.types import TENSORS, TensorName
+from tests.segments import there_and_back
 
 
 def continue_from_quantised(
@@ -20,9 +21,13 @@ def continue_from_quantised(
     logprobs: list[float] = []
     with torch.no_grad():
         cache = model(torch.tensor([prompt[:num_cached]]), use_cache=True).past_key_values
+        values: dict[TensorName, torch.Tensor] = {
+            "k": torch.stack([layer.keys[0].transpose(0, 1) for layer in cache.layers], dim=1),
+            "v": torch.stack([layer.values[0].transpose(0, 1) for layer in cache.layers], dim=1),
+        }
+        restored = there_and_back(quantiser, values)
         for index, layer in enumerate(cache.layers):
-            layer.keys = _there_and_back(layer.keys, quantiser, "k", index)
-            layer.values = _there_and_back(layer.values, quantiser, "v", index)
+            layer.keys, layer.values = (restored[t][:, index].transpose(0, 1)[None].contiguous() for t in TENSORS)
         ids = prompt[num_cached:]
         for _ in range(num_new):
             logits = model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
@@ -30,10 +35,3 @@ def continue_from_quantised(
             tokens += ids
             logprobs.append(float(logits.log_softmax(-1)[ids[0]]))
     return tokens, logprobs
-
-
-def _there_and_back(kv: torch.Tensor, quantiser: Quantiser, tensor: TensorName, layer: int) -> torch.Tensor:
-    """``kv``: (1, heads, tokens, dim)."""
-    values = kv[0].transpose(0, 1).unsqueeze(1)  # (tokens, 1 layer, heads, dim)
-    restored = quantiser.dequantise(quantiser.quantise(values, tensor, layer), kv.dtype, tensor, layer)
-    return restored.squeeze(1).transpose(0, 1).unsqueeze(0).contiguous()

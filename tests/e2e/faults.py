@@ -15,7 +15,7 @@ from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prom
 
 PAGES = 640 // PAGE_SIZE
 DEADLINE_S = 3.0
-SLACK_S = 4.0  # the lookup's own deadline, the prefill, and a slow machine
+SLACK_S = 15.0  # the lookup's own deadline, the prefill, and a machine that has much else to do
 NUM_STORED = 12
 
 

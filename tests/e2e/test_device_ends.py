@@ -180,15 +180,23 @@ def test_detaching_and_attaching(server: SGLangServer, link: Proxy, tmp_path: Pa
 def test_aborts_at_random_moments(server: SGLangServer, link: Proxy, expected: Expected) -> None:
     """Of requests that share a slow link, so that there are some in every phase. KVFETCH_ABORTS sets how many."""
     rng = random.Random(NUM_ABORTS)
-    before, total = server.metrics(), 0
+    total = 0
     link.set(Fault("slow", bytes_per_s=2e6, only=is_data))
+    started_s = time.monotonic()
+    fetch_again(server, 0)
+    longest_s = 2 * (time.monotonic() - started_s)  # so that some land before they are aborted
+    before = server.metrics()
     with ThreadPoolExecutor(ABORTS_A_ROUND) as pool:
         while total < NUM_ABORTS:
             server.flush(timeout_s=10)  # which a lock, a slot or a row on the board that is left over makes fail
             seeds = rng.sample(range(NUM_STORED), ABORTS_A_ROUND)
             aborts = [
                 pool.submit(
-                    rng.choice((abort, go_away)), server, make_prompt(seed), f"{total}-{seed}-", 0.6 * rng.random()
+                    rng.choice((abort, go_away)),
+                    server,
+                    make_prompt(seed),
+                    f"{total}-{seed}-",
+                    longest_s * rng.random(),
                 )
                 for seed in seeds
             ]

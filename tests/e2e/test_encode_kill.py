@@ -10,7 +10,7 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,14 +26,14 @@ from sgl_kvfetch.container.manifest import decode_manifest
 from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.fetch.fetcher import Fetcher
 from sgl_kvfetch.fetch.finder import PageFinder
-from sgl_kvfetch.fetch.sink import GuardedSink, PagePool
-from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.testing.memory_pool import MemoryPool
 from sgl_kvfetch.testing.store_process import StoreProcess
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 from sgl_kvfetch.write.commit import commit_segment
-from tests.segments import make_namespace, make_values, page_hashes
+from tests.segments import make_heads, make_values, page_hashes, there_and_back
 
 NUM_KILLS = int(os.environ.get("KVFETCH_ENCODE_KILLS", "8"))
 NUM_SEGMENTS = max(20, NUM_KILLS)
@@ -43,7 +43,7 @@ NUM_READERS = 3
 GRACE_S = 3.0  # readers here hold what a lookup told them for a third of it
 GEOMETRY = KVGeometry(num_layers=6, num_heads=2, k_head_dim=64, v_head_dim=64, page_size=16, dtype="bfloat16")
 QUANTISER = make_quantiser("uint8")
-NAMESPACE: Namespace = make_namespace(GEOMETRY, QUANTISER)
+HEADS = make_heads(GEOMETRY, QUANTISER)
 TARGETS = [("hevc", "240p"), ("hevc", "480p")]
 STARTS_WITHIN_S = 120.0  # on a machine that has much else to do
 LIVES_AT_MOST_S = 20.0  # where the step does not come: there may be nothing left to do
@@ -62,31 +62,9 @@ class Stored:
 def make_stored(index: int) -> Stored:
     hashes = page_hashes(NUM_PAGES, f"segment {index}")
     values = make_values(GEOMETRY, NUM_PAGES, seed=index)
-    coded = encode_segment(SegmentSpec(NAMESPACE, QUANTISER, "zstd", "240p", 4), values, 0, None, hashes)
-    restored = {}
-    for tensor in TENSORS:
-        layers = [
-            QUANTISER.dequantise(
-                QUANTISER.quantise(values[tensor][:, first : first + 3], tensor, first),
-                GEOMETRY.torch_dtype,
-                tensor,
-                first,
-            )
-            for first in range(0, GEOMETRY.num_layers, 3)
-        ]
-        restored[tensor] = torch.cat(layers, dim=1).unflatten(0, (NUM_PAGES, -1))
+    coded = encode_segment(SegmentSpec(HEADS, QUANTISER, "zstd", "240p", 4), values, 0, None, hashes)
+    restored = {t: x.unflatten(0, (NUM_PAGES, -1)) for t, x in there_and_back(QUANTISER, values).items()}
     return Stored(hashes, coded, restored)
-
-
-class Pages(PagePool):
-    def __init__(self, like: Stored) -> None:
-        self.values = {tensor: torch.full_like(x, float("nan")) for tensor, x in like.expected.items()}
-
-    def write(self, tensor: TensorName, first_layer: int, pages: Sequence[int], values: torch.Tensor) -> None:
-        self.values[tensor][list(pages), :, first_layer : first_layer + values.shape[2]] = values
-
-    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
-        return self.values[tensor][list(pages)]
 
 
 @dataclass
@@ -110,14 +88,14 @@ class World:
         def on_fault(error: Exception) -> None:
             raise AssertionError(f"the store named a segment that cannot be used: {error}")
 
-        finder = PageFinder(self.store, NAMESPACE, QUANTISER, on_fault)
+        finder = PageFinder(self.store, HEADS, QUANTISER, on_fault)
         fetcher = Fetcher(self.store, pool, read_bytes=64 << 10, inflight_bytes=64 << 20, may_delete=True)
         while True:
             stored = rng.choice(self.committed)
             sources = await finder.find(stored.hashes, timeout_s=20)
             assert len(sources) == NUM_PAGES, "pages that were committed are not found"
             await asyncio.sleep(rng.uniform(0, GRACE_S / 3))
-            pages = Pages(stored)
+            pages = MemoryPool(GEOMETRY, NUM_PAGES, float("nan"))
             result = await fetcher.fetch(sources, range(NUM_PAGES), GuardedSink(pages), timeout_s=20)
             finder.fetched(stored.hashes, sources, result)
             assert (result.num_pages, result.failures, result.timed_out) == (NUM_PAGES, (), False)

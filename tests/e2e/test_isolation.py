@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from sgl_kvfetch.keys import NAMESPACE_PATTERN
 from sgl_kvfetch.testing.engine import SGLangServer, hicache_args
 from sgl_kvfetch.testing.metrics import wait_until_written
 from sgl_kvfetch.testing.store_process import StoreProcess
@@ -39,5 +41,5 @@ def test_page_sizes_dtypes_and_weights_do_not_mix(model: Path, other_model: Path
                 assert same_answer(second, first)
             tokens.add(tuple(first.output_ids))
     assert len(list(store.directory.glob("*/*.kvm"))) >= len(engines)
-    assert len([d for d in store.directory.iterdir() if len(d.name) == 32]) == len(engines)
+    assert len([d for d in store.directory.iterdir() if re.fullmatch(NAMESPACE_PATTERN, d.name)]) == len(engines)
     assert len(tokens) >= 2

@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from sgl_kvfetch.container.manifest import Manifest, decode_manifest
-from sgl_kvfetch.container.segment import CodedSegment, SegmentReader, first_readable
+from sgl_kvfetch.container.segment import CodedSegment, SegmentReader, first_readable, layouts_of
 from sgl_kvfetch.encode.targets import Target, is_done, make_targets, with_variants
 from sgl_kvfetch.encode.transcode import cheapest_variant, target_layouts, transcode, verify_variant
 from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError
-from sgl_kvfetch.layout.tiling import Tiling, layout_of
-from sgl_kvfetch.quant import Quantised, make_quantiser, quantiser_from_identity
-from sgl_kvfetch.quant.klt import KltIntegers
-from sgl_kvfetch.types import KVGeometry, TensorName
+from sgl_kvfetch.quant import CellPlace, CellValues, Quantised, make_quantiser, quantiser_from_identity
+from sgl_kvfetch.quant.exact import to_planes
+from sgl_kvfetch.quant.klt import EXACT, UNIT, KltIntegers
+from sgl_kvfetch.types import KVGeometry
 from tests.segments import SMALL, make_segment, without_frame_sums
 
 WIDE = KVGeometry(num_layers=3, num_heads=4, k_head_dim=64, v_head_dim=64, page_size=64, dtype="bfloat16")
@@ -20,22 +20,23 @@ TARGETS = (Target("hevc", "240p"), Target("hevc420", "480p"), Target("deflate", 
 
 
 def decoded_equal(a: CodedSegment, i: int, b: CodedSegment, j: int) -> bool:
-    """Whether two variants hold the same integers and scales, checksums apart."""
+    """Whether two variants decode to the same parts, checksums apart."""
     quantiser = quantiser_from_identity(a.manifest.namespace.quantiser)
     x, y = SegmentReader(a.manifest, quantiser, i), SegmentReader(b.manifest, quantiser, j)
-    for cell in a.manifest.cells():
-        one = x.decode_cell(cell, a.variant_data(i)[slice(*x.cell_range(cell))])
-        other = y.decode_cell(cell, b.variant_data(j)[slice(*y.cell_range(cell))])
-        if not torch.equal(one.integers, other.integers):
-            return False
-        if one.scales is not None and not torch.equal(one.scales, other.scales):  # type: ignore[arg-type]
-            return False
-    return True
+    return all(
+        torch.equal(one, other)
+        for cell in a.manifest.cells()
+        for one, other in zip(
+            x.decode_cell(cell, a.variant_data(i)[slice(*x.cell_range(cell))]),
+            y.decode_cell(cell, b.variant_data(j)[slice(*y.cell_range(cell))]),
+            strict=True,
+        )
+    )
 
 
 @pytest.mark.parametrize("codec", ["zstd", "deflate", "hevc"])
 @pytest.mark.parametrize("name", ["exact", "uint8", "cachegen"])
-def test_integers_and_scales_stay_as_they_are(name: str, codec: str) -> None:
+def test_parts_stay_as_they_are(name: str, codec: str) -> None:
     source, _ = make_segment(SMALL, 4, quantiser=make_quantiser(name), codec=codec)  # type: ignore[arg-type]
     made = transcode(source.manifest, source.data, TARGETS)
     assert [Target(v.codec, v.resolution) for v in made.manifest.variants] == list(TARGETS)
@@ -72,12 +73,18 @@ def test_a_wrong_frame_sum_is_found_when_verifying() -> None:
 
 
 class WithoutProfile(KltIntegers):
-    """Makes integers such as ``klt`` stores, without its profile."""
+    """Makes parts such as ``klt`` stores, without its profile: one token is exact."""
 
-    def quantise(self, values: torch.Tensor, tensor: TensorName, first_layer: int, first_token: int = 0) -> Quantised:
-        integers = (values.float() * 4 + 128).round().clamp(1, 255).to(torch.uint8)
-        scales = torch.full((*values.shape[:2], 1), 2.0, dtype=torch.bfloat16)
-        return Quantised(integers.unsqueeze(0), scales)
+    def num_coefficients(self, layers: range, heads: range) -> int | None:
+        return 5 * len(layers) + len(heads)
+
+    def quantise(self, values: CellValues, place: CellPlace) -> Quantised:
+        num_tokens = len(place.tokens)
+        exponents = torch.full((num_tokens,), UNIT, dtype=torch.uint8)
+        exponents[0] = EXACT
+        shape = (self.num_coefficients(place.layers, place.heads), num_tokens)
+        coefficients = torch.randint(100, 156, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+        return exponents, to_planes(values.k[0].flatten()).flatten(), coefficients
 
 
 def test_no_profile_is_needed() -> None:
@@ -91,7 +98,7 @@ def test_no_profile_is_needed() -> None:
 def test_resolutions_differ_where_spans_fill_them() -> None:
     source, _ = make_segment(WIDE, 16, quantiser=make_quantiser("uint8"), span_pages=16)
     made = transcode(source.manifest, source.data, make_targets(["zstd"], ["240p", "480p", "640p", "1080p"]))
-    layouts = [v.k_layout for v in made.manifest.variants]
+    layouts = [v.layouts["k"] for v in made.manifest.variants]
     assert layouts == sorted(layouts, key=lambda layout: layout.width * layout.height)
     assert len({(layout.width, layout.height) for layout in layouts}) == 4
     assert len(list(made.data_objects())) == 4
@@ -106,17 +113,17 @@ def test_variants_that_come_out_alike_share_an_object() -> None:
     assert made.variant_data(0) == made.variant_data(1) == data
 
 
-def test_the_writers_tiling_is_kept() -> None:
-    source, _ = make_segment(WIDE, 8, quantiser=make_quantiser("uint8"), span_pages=8)
-    tiling = Tiling(head_rows=1, head_cols=4, dim_rows=4, dim_cols=16, inter_frame="sequential")
-    own = layout_of(tiling, 8 * WIDE.page_size, "240p")
-    variant = msgspec.structs.replace(source.manifest.variants[0], k_layout=own)
-    manifest = msgspec.structs.replace(source.manifest, variants=(variant,))
+def test_the_writers_layout_is_kept() -> None:
+    """In a variant of the same resolution; others have the usual one."""
     quantiser = make_quantiser("uint8")
-    assert target_layouts(manifest, quantiser, 0, "240p") == {"k": own, "v": variant.v_layout}
-    larger = target_layouts(manifest, quantiser, 0, "1080p")
-    assert larger["k"] == layout_of(tiling, 8 * WIDE.page_size, "1080p")
-    assert larger["v"] == quantiser.layout("v", 4, 64, 8 * WIDE.page_size, "1080p")
+    source, _ = make_segment(WIDE, 8, quantiser=quantiser, codec="hevc", span_pages=8)
+    (variant,) = source.manifest.variants
+    assert variant.layouts["k"].width > 128
+    own = variant.layouts | {"k": msgspec.structs.replace(variant.layouts["k"], width=128)}
+    theirs = msgspec.structs.replace(variant, layouts=own)
+    manifest = msgspec.structs.replace(source.manifest, variants=(theirs,))
+    assert target_layouts(manifest, quantiser, "240p") == own
+    assert target_layouts(manifest, quantiser, "1080p") == layouts_of(source.manifest, quantiser, "1080p")
 
 
 @pytest.mark.parametrize("position", [0, 1000, -1])

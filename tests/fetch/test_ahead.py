@@ -16,7 +16,7 @@ from sgl_kvfetch.fetch.fetcher import Fetcher
 from sgl_kvfetch.fetch.plan import read_units
 from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.write.commit import commit_segment
-from tests.fetch.test_fetcher import MemoryPool, Segment, SpoiltStore, fetch, holds, segment, sources, store
+from tests.fetch.test_fetcher import PoisonedPool, Segment, SpoiltStore, fetch, holds, segment, sources, store
 from tests.fetch.test_variants import PROFILE, Recorder, made, wanted
 from tests.segments import SMALL, make_segment
 
@@ -41,10 +41,10 @@ async def test_variants_are_chosen_as_the_link_brings_them(
     store.delay_s = 0.2
     choosing.read_ahead(wanted(made), expire_s=60)
     await asyncio.sleep(0.1)
-    assert len(recorder.situations) == store.num_gets == 4  # of 16 runs
+    assert len(recorder.situations) == store.num_gets == 4  # of 8 runs
     (reading,) = choosing._ahead._lookups.values()
     await asyncio.wait_for(reading, 30)
-    assert len(recorder.situations) == store.num_gets == 16
+    assert len(recorder.situations) == store.num_gets == 8
     assert recorder.situations[-1].transfers
 
 
@@ -54,11 +54,11 @@ async def test_a_fetch_that_overtakes_leaves_nothing_to_be_read_twice(
     store.delay_s = 0.05
     choosing.read_ahead(wanted(made), expire_s=60)
     await asyncio.sleep(0.02)
-    pool = MemoryPool(8)
+    pool = PoisonedPool(8)
     assert (await choosing.fetch(wanted(made), range(8), GuardedSink(pool), 10)).num_pages == 8
     assert holds(pool, segment, range(8), range(8))
     await asyncio.sleep(0.5)
-    assert store.num_gets == len(recorder.situations) == 16
+    assert store.num_gets == len(recorder.situations) == 8
     assert choosing._ahead._reads == choosing._ahead._by_cells == choosing._ahead._lookups == {}
     assert choosing._ahead_budget.used_bytes == 0
 
@@ -73,7 +73,7 @@ async def test_it_goes_on_as_fetches_make_room(store: SpoiltStore, segment: Segm
         fetcher.read_ahead(all_pages, expire_s=60)
         await asyncio.sleep(0.2)
         assert 2 <= store.num_gets < len(units)
-        memory = MemoryPool(8)
+        memory = PoisonedPool(8)
         for span in range(4):
             pages = range(2 * span, 2 * span + 2)
             assert (await fetch(fetcher, sources(segment, pages), memory, list(pages))).num_pages == 2
@@ -118,6 +118,6 @@ async def test_a_segment_that_was_cut_anew_in_the_meantime_is_not_taken_for_the_
     choosing.read_ahead(wanted(made), expire_s=60)
     await asyncio.sleep(0.1)
     await commit_segment(store, coded)
-    pool = MemoryPool(8)
+    pool = PoisonedPool(8)
     assert (await choosing.fetch(wanted(coded), range(8), GuardedSink(pool), 10)).num_pages == 8
     assert holds(pool, segment, range(8), range(8))

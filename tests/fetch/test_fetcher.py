@@ -17,9 +17,10 @@ from sgl_kvfetch.encode.transcode import transcode
 from sgl_kvfetch.errors import CorruptError, StoreError
 from sgl_kvfetch.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.fetch.plan import PageSource, read_units, span_parts
-from sgl_kvfetch.fetch.sink import GuardedSink, PagePool
+from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.testing.memory_pool import MemoryPool
 from sgl_kvfetch.types import TENSORS, TensorName
 from sgl_kvfetch.write.commit import commit_segment
 from tests.segments import SMALL, make_segment
@@ -28,22 +29,11 @@ NUM_PAGES = 8
 POISON = 57.0
 
 
-class MemoryPool(PagePool):
-    """Pages in memory, poisoned, so that what was not written shows."""
+class PoisonedPool(MemoryPool):
+    """What was not written shows."""
 
     def __init__(self, num_pages: int) -> None:
-        self.values = {
-            t: torch.full(
-                (num_pages, SMALL.page_size, SMALL.num_layers, SMALL.num_heads, SMALL.head_dim(t)), POISON
-            ).to(SMALL.torch_dtype)
-            for t in TENSORS
-        }
-
-    def write(self, tensor: TensorName, first_layer: int, pages: Sequence[int], values: torch.Tensor) -> None:
-        self.values[tensor][list(pages), :, first_layer : first_layer + values.shape[2]] = values
-
-    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
-        return self.values[tensor][list(pages)]
+        super().__init__(SMALL, num_pages, POISON)
 
     def is_poisoned(self, page: int) -> bool:
         return all(bool((self.values[t][page] == POISON).all()) for t in TENSORS)
@@ -100,12 +90,12 @@ def sources(segment: Segment, pages: Sequence[int]) -> list[PageSource]:
     return [PageSource(reader, page) for page in pages]
 
 
-def holds(pool: MemoryPool, segment: Segment, pages: Sequence[int], pool_pages: Sequence[int]) -> bool:
+def holds(pool: PoisonedPool, segment: Segment, pages: Sequence[int], pool_pages: Sequence[int]) -> bool:
     return all(torch.equal(pool.read(t, pool_pages), segment[1][t][list(pages)]) for t in TENSORS)
 
 
 async def fetch(
-    fetcher: Fetcher, wanted: Sequence[PageSource], pool: MemoryPool, pool_pages: Sequence[int], timeout_s: float = 10
+    fetcher: Fetcher, wanted: Sequence[PageSource], pool: PoisonedPool, pool_pages: Sequence[int], timeout_s: float = 10
 ) -> FetchResult:
     result = await fetcher.fetch(wanted, pool_pages, GuardedSink(pool), timeout_s)
     assert fetcher._fetch_budget.used_bytes == 0
@@ -116,7 +106,7 @@ async def fetch(
     "pages", [range(8), range(3), range(5, 8), range(1, 6), [3]], ids=["all", "start", "end", "middle", "one"]
 )
 async def test_pages_land_where_they_are_wanted(fetcher: Fetcher, segment: Segment, pages: Sequence[int]) -> None:
-    pool = MemoryPool(32)
+    pool = PoisonedPool(32)
     pool_pages = [31 - 2 * i for i in range(len(pages))]
     result = await fetch(fetcher, sources(segment, pages), pool, pool_pages)
     assert result == FetchResult(len(pages), (), False)
@@ -127,7 +117,7 @@ async def test_pages_land_where_they_are_wanted(fetcher: Fetcher, segment: Segme
 async def test_only_the_spans_that_are_needed_are_read(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
     units = {span: list(read_units(sources(segment, [0])[0].reader, span, 600)) for span in range(4)}
     assert all(len(u) > 1 for u in units.values())
-    await fetch(fetcher, sources(segment, [2, 3, 4]), MemoryPool(3), [0, 1, 2])
+    await fetch(fetcher, sources(segment, [2, 3, 4]), PoisonedPool(3), [0, 1, 2])
     assert store.num_gets == len(units[1]) + len(units[2])
 
 
@@ -138,7 +128,7 @@ async def test_what_was_read_ahead_is_not_read_again(fetcher: Fetcher, segment: 
     await asyncio.sleep(0.1)
     ahead = store.num_gets
     assert ahead > 0
-    pool = MemoryPool(2)
+    pool = PoisonedPool(2)
     assert (await fetch(fetcher, wanted, pool, [0, 1])).num_pages == 2
     assert holds(pool, segment, range(2), [0, 1])
     reader = wanted[0].reader
@@ -149,7 +139,7 @@ async def test_what_was_read_ahead_is_not_read_again(fetcher: Fetcher, segment: 
 async def test_a_span_that_two_batches_share_is_read_once(
     fetcher: Fetcher, segment: Segment, store: SpoiltStore
 ) -> None:
-    pool = MemoryPool(8)
+    pool = PoisonedPool(8)
     fetcher.read_ahead(sources(segment, range(1, 6)), expire_s=60)
     assert (await fetch(fetcher, sources(segment, [1, 2]), pool, [1, 2])).num_pages == 2
     assert (await fetch(fetcher, sources(segment, [3, 4, 5]), pool, [3, 4, 5])).num_pages == 3
@@ -166,17 +156,17 @@ async def test_begun_spans_of_several_conversations_are_kept_within_bounds(
     with closing(DecodePool([{}] * 2)) as pool:
         fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=8 * 20 * largest, may_delete=False)
         for page in (0, 2, 4):
-            assert (await fetch(fetcher, wanted[page : page + 1], MemoryPool(8), [page])).num_pages == 1
+            assert (await fetch(fetcher, wanted[page : page + 1], PoisonedPool(8), [page])).num_pages == 1
         num_gets = store.num_gets
         for page in (1, 3, 5):
-            memory = MemoryPool(8)
+            memory = PoisonedPool(8)
             assert (await fetch(fetcher, wanted[page : page + 1], memory, [page])).num_pages == 1
             assert holds(memory, segment, [page], [page])
         assert store.num_gets == num_gets
 
         bounded = Fetcher(store, pool, read_bytes=600, inflight_bytes=8 * largest, may_delete=False)
         for page in (0, 2, 4):
-            await fetch(bounded, wanted[page : page + 1], MemoryPool(8), [page])
+            await fetch(bounded, wanted[page : page + 1], PoisonedPool(8), [page])
             span = page // 2
             assert {key[1] for key in bounded._begun} == {u.start for u in read_units(wanted[0].reader, span, 600)}
 
@@ -198,16 +188,16 @@ async def test_a_failed_read_ahead_fails_the_fetch_that_takes_it(
     fetcher.read_ahead(wanted, expire_s=60)
     await asyncio.sleep(0.1)
     store.fail_from = None
-    result = await fetch(fetcher, wanted, MemoryPool(2), [0, 1])
+    result = await fetch(fetcher, wanted, PoisonedPool(2), [0, 1])
     assert result.num_pages == 0
     assert isinstance(result.failures[0], StoreError)
-    assert (await fetch(fetcher, wanted, MemoryPool(2), [0, 1])).num_pages == 2
+    assert (await fetch(fetcher, wanted, PoisonedPool(2), [0, 1])).num_pages == 2
 
 
 async def test_a_corrupt_span_ends_the_hit(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
     wanted = sources(segment, range(8))
     store.flip_from = next(read_units(wanted[0].reader, 2, 600)).start
-    pool = MemoryPool(8)
+    pool = PoisonedPool(8)
     result = await fetch(fetcher, wanted, pool, list(range(8)))
     assert result.num_pages == 4
     assert isinstance(result.failures[0], CorruptError)
@@ -218,7 +208,7 @@ async def test_a_segment_that_is_corrupt_twice_is_deleted(
     fetcher: Fetcher, segment: Segment, store: SpoiltStore
 ) -> None:
     store.flip_from = 0
-    await fetch(fetcher, sources(segment, range(8)), MemoryPool(8), list(range(8)))
+    await fetch(fetcher, sources(segment, range(8)), PoisonedPool(8), list(range(8)))
     await asyncio.gather(*fetcher._condemning.values())
     store.flip_from = None
     assert [info.name async for info in store.list()] == [segment[0].data_name]
@@ -230,10 +220,10 @@ async def test_a_segment_that_was_garbled_on_the_way_stays(
     fetcher: Fetcher, segment: Segment, store: SpoiltStore
 ) -> None:
     store.flip_from, store.flips_left = 0, 1
-    assert (await fetch(fetcher, sources(segment, range(2)), MemoryPool(2), [0, 1])).num_pages == 0
+    assert (await fetch(fetcher, sources(segment, range(2)), PoisonedPool(2), [0, 1])).num_pages == 0
     await asyncio.gather(*fetcher._condemning.values())
     assert len([info async for info in store.list()]) == 2
-    assert (await fetch(fetcher, sources(segment, range(2)), MemoryPool(2), [0, 1])).num_pages == 2
+    assert (await fetch(fetcher, sources(segment, range(2)), PoisonedPool(2), [0, 1])).num_pages == 2
 
 
 async def test_a_corrupt_segment_that_was_replaced_meanwhile_stays(
@@ -246,7 +236,7 @@ async def test_a_corrupt_segment_that_was_replaced_meanwhile_stays(
     path = store.root / coded.data_name
     path.write_bytes(bytes([coded.data[0] ^ 1]) + coded.data[1:])
     await commit_segment(store, made)
-    assert (await fetch(fetcher, wanted, MemoryPool(2), [0, 1])).num_pages == 0
+    assert (await fetch(fetcher, wanted, PoisonedPool(2), [0, 1])).num_pages == 0
     await asyncio.gather(*fetcher._condemning.values())
     assert await store.get(made.manifest.key.manifest_name) == made.manifest.encode()
 
@@ -257,7 +247,7 @@ async def test_any_variant_gives_the_same_pages(fetcher: Fetcher, segment: Segme
     await commit_segment(store, made)
     for variant in range(3):
         reader = SegmentReader(made.manifest, make_quantiser("exact"), variant)
-        pool = MemoryPool(8)
+        pool = PoisonedPool(8)
         wanted = [PageSource(reader, page) for page in range(8)]
         assert (await fetch(fetcher, wanted, pool, list(range(8)))).num_pages == 8
         assert holds(pool, segment, range(8), range(8))
@@ -270,7 +260,7 @@ async def test_bytes_read_ahead_are_let_go_when_they_are_used(
     fetcher.read_ahead(wanted, expire_s=60)
     await asyncio.sleep(0.1)
     (_, task, timer), *_ = fetcher._ahead._reads.values()
-    await fetch(fetcher, wanted, MemoryPool(2), [0, 1])
+    await fetch(fetcher, wanted, PoisonedPool(2), [0, 1])
     assert task.done()
     assert timer.cancelled()
 
@@ -278,7 +268,7 @@ async def test_bytes_read_ahead_are_let_go_when_they_are_used(
 async def test_a_missing_object_is_a_miss(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
     await store.delete(segment[0].manifest.key.manifest_name)
     await store.delete(segment[0].data_name)
-    result = await fetch(fetcher, sources(segment, range(8)), MemoryPool(8), list(range(8)))
+    result = await fetch(fetcher, sources(segment, range(8)), PoisonedPool(8), list(range(8)))
     assert result.num_pages == 0
     assert isinstance(result.failures[0], StoreError)
     assert result.failures[0].reason == "missing"
@@ -286,7 +276,7 @@ async def test_a_missing_object_is_a_miss(fetcher: Fetcher, segment: Segment, st
 
 async def test_after_the_deadline_nothing_is_written(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
     store.delay_s = 0.3
-    pool = MemoryPool(8)
+    pool = PoisonedPool(8)
     result = await fetch(fetcher, sources(segment, range(8)), pool, list(range(8)), timeout_s=0.1)
     assert result.timed_out
     assert result.num_pages == 0
@@ -295,7 +285,7 @@ async def test_after_the_deadline_nothing_is_written(fetcher: Fetcher, segment: 
 
 
 async def test_many_fetches_at_once(fetcher: Fetcher, segment: Segment) -> None:
-    pools = [MemoryPool(8) for _ in range(8)]
+    pools = [PoisonedPool(8) for _ in range(8)]
     wanted = sources(segment, range(8))
     results = await asyncio.gather(*(fetcher.fetch(wanted, list(range(8)), GuardedSink(p), 30) for p in pools))
     assert [r.num_pages for r in results] == [8] * 8
@@ -305,7 +295,7 @@ async def test_many_fetches_at_once(fetcher: Fetcher, segment: Segment) -> None:
 
 async def test_a_cancelled_fetch_gives_everything_back(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
     store.delay_s = 0.2
-    sink = GuardedSink(MemoryPool(8))
+    sink = GuardedSink(PoisonedPool(8))
     task = asyncio.create_task(fetcher.fetch(sources(segment, range(8)), list(range(8)), sink, 30))
     await asyncio.sleep(0.05)
     task.cancel()

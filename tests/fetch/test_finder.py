@@ -15,7 +15,7 @@ from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.stores.local import LocalStore
-from tests.segments import make_namespace, make_segment, page_hashes
+from tests.segments import make_heads, make_segment, page_hashes
 
 NUM_PAGES = 8
 
@@ -32,7 +32,7 @@ async def store(tmp_path: Path) -> AsyncIterator[LocalStore]:
 
 def finder(store: LocalStore, namespace: Namespace | None = None) -> tuple[PageFinder, list[KVFetchError]]:
     faults: list[KVFetchError] = []
-    return PageFinder(store, namespace or make_namespace(), make_quantiser("exact"), faults.append), faults
+    return PageFinder(store, namespace or make_heads(), make_quantiser("exact"), faults.append), faults
 
 
 async def test_pages_are_found_and_recalled_without_asking(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ async def test_a_variant_that_video_engines_decode_is_read(tmp_path: Path) -> No
         await store.put(name, data)
     await store.put(coded.manifest.key.manifest_name, coded.manifest.encode())
     for engine_codecs, expected in (((), "hevc"), (("hevc", "hevc420"), "hevc"), (("hevc420",), "hevc420")):
-        finder = PageFinder(store, make_namespace(), make_quantiser("exact"), pytest.fail, engine_codecs=engine_codecs)
+        finder = PageFinder(store, make_heads(), make_quantiser("exact"), pytest.fail, engine_codecs=engine_codecs)
         found = await finder.find(page_hashes(NUM_PAGES), 1.0)
         assert {source.reader.variant.codec for source in found} == {expected}
     await store.close()
@@ -87,8 +87,8 @@ async def test_a_segment_of_another_namespace_is_a_fault_that_names_the_field(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store that answers with what was not asked for."""
-    theirs = await store.lookup(make_namespace().digest(), page_hashes(NUM_PAGES))
-    mine = replace(make_namespace(), kv_dtype="float16")
+    theirs = await store.lookup(make_heads().folder, page_hashes(NUM_PAGES))
+    mine = replace(make_heads(), namespace=replace(make_heads().namespace, kv_dtype="float16"))
 
     async def answer(*args: object) -> Lookup:
         return theirs
@@ -101,7 +101,7 @@ async def test_a_segment_of_another_namespace_is_a_fault_that_names_the_field(
 
 
 async def test_an_answer_with_other_pages_is_a_fault(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = await store.lookup(make_namespace().digest(), page_hashes(NUM_PAGES))
+    theirs = await store.lookup(make_heads().folder, page_hashes(NUM_PAGES))
 
     async def answer(*args: object) -> Lookup:
         return theirs

@@ -15,12 +15,12 @@ from sgl_kvfetch.fetch.plan import read_units
 from sgl_kvfetch.fetch.restore import working_bytes
 from sgl_kvfetch.fetch.rounds import Destination, Round
 from sgl_kvfetch.fetch.sink import GuardedSink
-from tests.fetch.test_fetcher import MemoryPool, Segment, SpoiltStore, fetcher, holds, segment, sources, store
+from tests.fetch.test_fetcher import PoisonedPool, Segment, SpoiltStore, fetcher, holds, segment, sources, store
 
 __all__ = ["fetcher", "segment", "store"]  # fixtures
 
 
-def give(each: Round, pool: MemoryPool) -> None:
+def give(each: Round, pool: PoisonedPool) -> None:
     each.give(Destination(list(range(each.first_page, each.end_page)), GuardedSink(pool)))
 
 
@@ -43,7 +43,7 @@ async def test_bytes_come_before_there_is_a_destination(fetcher: Fetcher, segmen
     await asyncio.sleep(0.05)
     assert 0 < fetcher._ahead_budget.used_bytes <= 2000
     assert fetcher._fetch_budget.used_bytes == 0
-    pool = MemoryPool(8)
+    pool = PoisonedPool(8)
     for each in rounds:
         give(each, pool)
     assert await task == FetchResult(8, (), False)
@@ -53,7 +53,7 @@ async def test_bytes_come_before_there_is_a_destination(fetcher: Fetcher, segmen
 
 async def test_a_round_ends_while_the_next_one_waits(fetcher: Fetcher, segment: Segment) -> None:
     rounds, task = await start(fetcher, segment, [2, 8])
-    pool = MemoryPool(8)
+    pool = PoisonedPool(8)
     give(rounds[0], pool)
     assert await asyncio.shield(rounds[0].done) == 2
     assert holds(pool, segment, range(2), range(2))
@@ -66,7 +66,7 @@ async def test_a_round_ends_while_the_next_one_waits(fetcher: Fetcher, segment: 
 
 async def test_rounds_end_in_their_order(fetcher: Fetcher, segment: Segment) -> None:
     rounds, task = await start(fetcher, segment, [2, 4])
-    pool = MemoryPool(8)
+    pool = PoisonedPool(8)
     give(rounds[1], pool)
     await asyncio.sleep(0.1)
     assert not rounds[1].done.done()
@@ -77,7 +77,7 @@ async def test_rounds_end_in_their_order(fetcher: Fetcher, segment: Segment) -> 
 
 async def test_a_round_may_end_inside_a_span(fetcher: Fetcher, segment: Segment) -> None:
     rounds, task = await start(fetcher, segment, [3, 5])
-    pool = MemoryPool(8)
+    pool = PoisonedPool(8)
     for each in rounds:
         give(each, pool)
     assert (await task).num_pages == 5
@@ -86,7 +86,7 @@ async def test_a_round_may_end_inside_a_span(fetcher: Fetcher, segment: Segment)
 
 async def test_nobody_wants_the_second_round(fetcher: Fetcher, segment: Segment) -> None:
     rounds, task = await start(fetcher, segment, [4, 8])
-    pool = MemoryPool(8)
+    pool = PoisonedPool(8)
     rounds[1].give(None)
     give(rounds[0], pool)
     assert await task == FetchResult(4, (), False)
@@ -100,7 +100,7 @@ async def test_a_failure_ends_a_fetch_whose_later_rounds_wait(
     wanted = sources(segment, range(8))
     store.fail_from = next(read_units(wanted[0].reader, 2, 600)).start
     rounds, task = await start(fetcher, segment, [2, 8])
-    pool = MemoryPool(8)
+    pool = PoisonedPool(8)
     give(rounds[0], pool)
     give(rounds[1], pool)
     result = await asyncio.wait_for(task, 5)
@@ -113,7 +113,7 @@ async def test_a_deadline_that_passes_for_want_of_a_destination_is_not_the_store
     fetcher: Fetcher, segment: Segment
 ) -> None:
     rounds, task = await start(fetcher, segment, [4, 8], timeout_s=1.5)
-    pool = MemoryPool(8)
+    pool = PoisonedPool(8)
     give(rounds[0], pool)
     assert await task == FetchResult(4, (), timed_out=False, starved=True)
     late = GuardedSink(pool)
@@ -134,7 +134,7 @@ async def test_a_store_that_hangs_is_at_fault(fetcher: Fetcher, segment: Segment
 @pytest.mark.parametrize("moment_s", [0, 0.02, 0.1])
 async def test_a_cancelled_fetch_leaves_nothing_behind(fetcher: Fetcher, segment: Segment, moment_s: float) -> None:
     rounds, task = await start(fetcher, segment, [4, 8])
-    give(rounds[0], MemoryPool(8))
+    give(rounds[0], PoisonedPool(8))
     await asyncio.sleep(moment_s)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -151,7 +151,7 @@ async def test_what_is_decoded_is_bounded(store: SpoiltStore, segment: Segment) 
     largest = max(working_bytes(reader, cell) for span in range(4) for cell in reader.manifest.span_cells(span))
     most = 0
 
-    class Watched(MemoryPool):
+    class Watched(PoisonedPool):
         def write(self, *args: object) -> None:
             nonlocal most
             assert bounded._decode_budget is not None
@@ -185,7 +185,7 @@ async def test_what_would_come_too_late_is_not_asked_for(
     fetcher.link.started(1000)
     fetcher.link.ended(1000, time.monotonic() - 1000 / bytes_per_s, is_whole=True)
     rounds, task = await start(fetcher, segment, [8])
-    give(rounds[0], MemoryPool(8))
+    give(rounds[0], PoisonedPool(8))
     result = await asyncio.wait_for(task, 5)
     assert (result.late, result.timed_out) == (is_late, False)
     assert (result.num_pages, store.num_gets > 0) == ((0, False) if is_late else (8, True))

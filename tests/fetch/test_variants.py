@@ -22,7 +22,7 @@ from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.fetch.variants import VariantChooser
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.write.commit import commit_segment
-from tests.fetch.test_fetcher import MemoryPool, Segment, SpoiltStore, holds, segment, store
+from tests.fetch.test_fetcher import PoisonedPool, Segment, SpoiltStore, holds, segment, store
 
 __all__ = ["segment", "store"]  # fixtures
 
@@ -76,14 +76,14 @@ def wanted(made: CodedSegment) -> list[PageSource]:
 async def test_a_span_may_come_from_several_variants(
     fetcher: Fetcher, made: CodedSegment, segment: Segment, recorder: Recorder
 ) -> None:
-    pool = MemoryPool(8)
+    pool = PoisonedPool(8)
     result = await fetcher.fetch(wanted(made), range(8), GuardedSink(pool), 10)
     assert (result.num_pages, result.failures) == (8, ())
     assert holds(pool, segment, range(8), range(8))
-    # SMALL has two layer groups: of each span's four cells each is a run.
+    # SMALL has two layer groups: of each of the four spans' two cells each is a run.
     first = recorder.situations[0]
-    assert (first.remaining, first.available, first.previous) == (16, (0, 1), None)
-    assert [s.remaining for s in recorder.situations] == list(range(16, 0, -1))
+    assert (first.remaining, first.available, first.previous) == (8, (0, 1), None)
+    assert [s.remaining for s in recorder.situations] == list(range(8, 0, -1))
     assert sum(s.sizes_bytes[1] for s in recorder.situations) == len(made.data)
     assert sum(s.sizes_bytes[0] for s in recorder.situations) == len(made.variant_data(1))
 
@@ -94,11 +94,11 @@ async def test_what_is_read_ahead_is_not_chosen_again(
     fetcher.read_ahead(wanted(made)[:4], expire_s=60)
     await asyncio.sleep(0.1)
     num_gets, num_chosen = store.num_gets, len(recorder.situations)
-    assert num_gets == num_chosen == 8
-    pool = MemoryPool(8)
+    assert num_gets == num_chosen == 4
+    pool = PoisonedPool(8)
     assert (await fetcher.fetch(wanted(made), range(8), GuardedSink(pool), 10)).num_pages == 8
     assert holds(pool, segment, range(8), range(8))
-    assert store.num_gets == len(recorder.situations) == 16
+    assert store.num_gets == len(recorder.situations) == 8
     assert fetcher._ahead._reads == fetcher._ahead._by_cells == {}
 
 
@@ -106,7 +106,7 @@ async def test_a_segment_in_one_variant_needs_no_choice(
     fetcher: Fetcher, segment: Segment, store: SpoiltStore, recorder: Recorder
 ) -> None:
     reader = SegmentReader(segment[0].manifest, make_quantiser("exact"))
-    pool = MemoryPool(8)
+    pool = PoisonedPool(8)
     sources = [PageSource(reader, page) for page in range(8)]
     assert (await fetcher.fetch(sources, range(8), GuardedSink(pool), 10)).num_pages == 8
     assert holds(pool, segment, range(8), range(8))
@@ -125,7 +125,7 @@ async def test_slow_links_bring_small_chunks_and_fast_ones_easy_ones(
     with closing(DecodePool([{}, {}], PROFILE)) as pool:
         chooser = VariantChooser(policy, pool, link)
         reader = SegmentReader(made.manifest, make_quantiser("exact"))
-        chosen = chooser.choose(reader, chooser.runs(reader, 0)[0], 16)
+        chosen = chooser.choose(reader, chooser.runs(reader, 0)[0], 8)
         assert chosen.variant.codec == expected
 
 
@@ -134,10 +134,10 @@ async def test_fetches_that_share_link_and_decoders_are_looked_ahead_over_togeth
 ) -> None:
     store.delay_s = 0.05
     sources = wanted(made)
-    first = asyncio.create_task(fetcher.fetch(sources, range(8), GuardedSink(MemoryPool(8)), 30))
+    first = asyncio.create_task(fetcher.fetch(sources, range(8), GuardedSink(PoisonedPool(8)), 30))
     await asyncio.sleep(0.02)
     alone = recorder.situations[-1].remaining
-    second = asyncio.create_task(fetcher.fetch(sources[:2], range(2), GuardedSink(MemoryPool(8)), 30))
+    second = asyncio.create_task(fetcher.fetch(sources[:2], range(2), GuardedSink(PoisonedPool(8)), 30))
     await asyncio.sleep(0.02)
     assert recorder.situations[-1].remaining > alone
     await asyncio.gather(first, second)

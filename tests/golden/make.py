@@ -1,44 +1,67 @@
-"""Write the golden segments again: ``python -m tests.golden.make``. Only a new format version is a reason to.
+"""Write the golden segments again: ``python -m tests.golden.make``. Only a new format version is a reason to."""
 
-Data and values come out as they were. The manifests of version 1.0 stay as its writer left them; those of 1.1, with
-frame sums, lie beside them.
-"""
-
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from sgl_kvfetch.container.segment import SegmentReader
-from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.quant import Quantiser, make_quantiser
+from sgl_kvfetch.quant.klt import KltQuantiser
+from sgl_kvfetch.quant.profile import load_profile
+from sgl_kvfetch.quant.rope import Rope
 from sgl_kvfetch.types import KVGeometry
+from tests.quant.profiles import make_profile
 from tests.segments import make_segment
 
 FOLDER = Path(__file__).parent
-GEOMETRY = KVGeometry(num_layers=4, num_heads=1, k_head_dim=64, v_head_dim=48, page_size=16, dtype="bfloat16")
+PROFILE = FOLDER / "klt.profile"
+STEP = 2.0  # of klt: coefficients of two integers, and some that are left out
+GEOMETRY = KVGeometry(num_layers=4, num_heads=2, k_head_dim=16, v_head_dim=8, page_size=16, dtype="bfloat16")
+FIRST_PAGE = 8
 CASES = [
-    ("exact", "hevc"),
-    ("exact", "hevc420"),
-    ("exact", "deflate"),
-    ("uint8", "hevc"),
-    ("uint8", "zstd"),
-    ("cachegen", "hevc"),
+    ("exact", "hevc", FIRST_PAGE),
+    ("exact", "hevc420", FIRST_PAGE),
+    ("exact", "deflate", FIRST_PAGE),
+    ("uint8", "hevc", FIRST_PAGE),
+    ("uint8", "zstd", FIRST_PAGE),
+    ("cachegen", "hevc", FIRST_PAGE),
+    ("klt", "hevc", 0),  # with an exact token
+    ("klt", "zstd", FIRST_PAGE),
 ]
-CASES_1_1 = [case for case in CASES if case[1].startswith("hevc")]
+
+
+def golden_quantiser(name: str) -> Quantiser:
+    return KltQuantiser(load_profile(PROFILE), step=STEP) if name == "klt" else make_quantiser(name)  # type: ignore[arg-type]
+
+
+def restored(reader: SegmentReader, data: bytes) -> torch.Tensor:
+    """The values of all cells, K before V, bfloat16."""
+    values = []
+    for cell in reader.manifest.cells():
+        values += reader.dequantise_cell(cell, reader.decode_cell(cell, data[slice(*reader.cell_range(cell))]))
+    return torch.cat([x.flatten() for x in values])
 
 
 def main() -> None:
-    for quantiser_name, codec in CASES_1_1:
-        quantiser = make_quantiser(quantiser_name)  # type: ignore[arg-type]
-        coded, _ = make_segment(GEOMETRY, 4, quantiser=quantiser, codec=codec, first_page=8, span_pages=4)
-        reader = SegmentReader(coded.manifest, quantiser)
-        stem = FOLDER / f"{quantiser_name}-{codec}"
-        (FOLDER / f"{stem.name}-1.1.kvm").write_bytes(coded.manifest.encode())
+    rope = Rope(inv_freq=tuple(10000 ** (-i / 8) for i in range(8)))
+    profile = make_profile(
+        num_layers=4, num_heads=2, head_dim=16, v_head_dim=8, cell_layers=3, cell_heads=1, rope=rope, num_sinks=1
+    )
+    # Tokens of several scales.
+    cells = {
+        key: replace(cell, sensitivity=torch.linspace(-0.5, 0.5, len(cell.sensitivity)))
+        for key, cell in profile.cells.items()
+    }
+    replace(profile, cells=cells).save(PROFILE)
+    for name, codec, first_page in CASES:
+        quantiser = golden_quantiser(name)
+        coded, _ = make_segment(GEOMETRY, 4, quantiser=quantiser, codec=codec, first_page=first_page, span_pages=4)
+        stem = FOLDER / f"{name}-{codec}"
+        stem.with_suffix(".kvm").write_bytes(coded.manifest.encode())
         stem.with_suffix(".kvd").write_bytes(coded.data)
-        with stem.with_suffix(".values").open("wb") as out:
-            for cell in coded.manifest.cells():
-                piece = coded.data[slice(*reader.cell_range(cell))]
-                values = reader.dequantise_cell(cell, reader.decode_cell(cell, piece))
-                out.write(values.contiguous().view(torch.uint8).numpy().tobytes())
+        values = restored(SegmentReader(coded.manifest, quantiser), coded.data)
+        stem.with_suffix(".values").write_bytes(values.view(torch.uint8).numpy().tobytes())
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from sgl_kvfetch.plugin import gate
 from sgl_kvfetch.plugin.gate import check_launch
 from sgl_kvfetch.plugin.hooks import gate_command_line
 from sgl_kvfetch.plugin.register import selects_backend
+from tests.quant.profiles import make_profile
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -55,6 +56,18 @@ def test_adapters_need_a_name_of_the_users(flags: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match="LoRA needs model_id"):
         check_launch(_args(**flags))
     check_launch(_args(STORE | {"model_id": "mine"}, **flags))
+
+
+def test_a_profile_is_read_before_a_model_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "profile"
+    extra = STORE | {"profile": str(path)}
+    with pytest.raises(ConfigError, match=f"profile {path} cannot be read"):
+        check_launch(_args(extra))
+    make_profile().save(path)
+    check_launch(_args(extra))  # at its default
+    check_launch(_args(extra | {"target_kl": 1e-4}))
+    with pytest.raises(ConfigError, match="target_kl = 5 is out of this profile's reach, which is 1e-05 to 0.01"):
+        check_launch(_args(extra | {"target_kl": 5}))
 
 
 def test_sglangs_own_keys_are_not_ours() -> None:

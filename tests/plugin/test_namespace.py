@@ -17,7 +17,7 @@ from sgl_kvfetch.config import parse_config
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plugin import live
 from sgl_kvfetch.plugin.compute_flags import FILES, IRRELEVANT, JSON_TEXTS, RELEVANT, compute_flags
-from sgl_kvfetch.plugin.namespace import engine_namespace
+from sgl_kvfetch.plugin.namespace import engine_heads
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.types import KVGeometry
 
@@ -54,7 +54,7 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> dict[str, Bag]:
 def _model(**config: Any) -> str:
     parsed = parse_config({"store": "file:///nowhere"} | config)
     place = SimpleNamespace(tp_rank=0, tp_size=1)
-    return engine_namespace(parsed, make_quantiser("exact"), place, GEOMETRY, 0).model
+    return engine_heads(parsed, make_quantiser("exact"), place, GEOMETRY, 0).namespace.model
 
 
 def test_the_lists_name_flags_of_sglang() -> None:

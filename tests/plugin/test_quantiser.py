@@ -12,14 +12,14 @@ from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
 from sgl_kvfetch.quant.klt import KltQuantiser
 from sgl_kvfetch.types import KVGeometry
 from tests.quant.profiles import make_profile
-from tests.segments import make_namespace
+from tests.segments import make_heads
 
 GEOMETRY = KVGeometry(num_layers=3, num_heads=4, k_head_dim=16, v_head_dim=16, page_size=4, dtype="bfloat16")
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> KVFetchConfig:
-    make_profile(block_heads=2).save(tmp_path / "p")
+    make_profile(cell_heads=2).save(tmp_path / "p")
     return parse_config({"store": "file:///nowhere", "profile": str(tmp_path / "p")}, {})
 
 
@@ -30,15 +30,13 @@ def rank(index: int = 0, of: int = 1) -> SimpleNamespace:
 def test_a_profile_gives_its_quantiser(config: KVFetchConfig) -> None:
     quantiser = engine_quantiser(config, rank(), GEOMETRY, 0)
     assert isinstance(quantiser, KltQuantiser)
-    assert quantiser.step == make_profile(block_heads=2).step_for(config.target_kl)
+    assert quantiser.step == make_profile(cell_heads=2).step_for(None)
 
 
-def test_each_rank_takes_its_heads(config: KVFetchConfig) -> None:
+def test_ranks_that_cut_a_cell_are_refused(config: KVFetchConfig) -> None:
     whole = engine_quantiser(config, rank(), GEOMETRY, 0)
     second = engine_quantiser(config, rank(1, 2), replace(GEOMETRY, num_heads=2), 0)
-    assert isinstance(whole, KltQuantiser)
-    assert isinstance(second, KltQuantiser)
-    assert second.mean["k"].equal(whole.mean["k"][:, 2:])
+    assert second.identity == whole.identity
     with pytest.raises(ConfigError, match="calibrate again with --tp-size"):
         engine_quantiser(config, rank(1, 4), replace(GEOMETRY, num_heads=1), 0)
 
@@ -66,8 +64,8 @@ def test_fp8_is_refused(config: KVFetchConfig) -> None:
 def test_other_weights_are_refused_unless_the_user_vouches(config: KVFetchConfig) -> None:
     quantiser = engine_quantiser(config, rank(), GEOMETRY, 0)
     calibrated = make_profile().calibration.weights
-    require_own_profile(config, quantiser, make_namespace(model=f"weights:{calibrated}"))
+    require_own_profile(config, quantiser, make_heads(model=f"weights:{calibrated}").namespace)
     with pytest.raises(ConfigError, match=f"weights {calibrated}, the engine has {'1' * 32}"):
-        require_own_profile(config, quantiser, make_namespace(model=f"weights:{'1' * 32}"))
+        require_own_profile(config, quantiser, make_heads(model=f"weights:{'1' * 32}").namespace)
     vouched = config.model_copy(update={"model_id": "mine"})
-    require_own_profile(vouched, quantiser, make_namespace(model="id:mine"))
+    require_own_profile(vouched, quantiser, make_heads(model="id:mine").namespace)

@@ -21,7 +21,7 @@ from sgl_kvfetch.plugin.host_pages import HostPages
 from sgl_kvfetch.plugin.storage import KVFetchStorage
 from sgl_kvfetch.types import KVGeometry
 from tests.codecs.fake_nvenc import install
-from tests.segments import make_namespace, page_hashes
+from tests.segments import make_heads, page_hashes
 
 PAGE_SIZE, LAYERS, HEADS, DIM, POOL_PAGES = 4, 5, 2, 48, 40
 
@@ -93,9 +93,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Builds backends on one store. The namespace, which would ask a running engine, is a fixed one."""
 
     def namespace(config: Any, quantiser: Any, storage_config: Any, geometry: KVGeometry, first_layer: int) -> Any:
-        return make_namespace(geometry, quantiser)
+        return make_heads(geometry, quantiser)
 
-    monkeypatch.setattr(storage_module, "engine_namespace", namespace)
+    monkeypatch.setattr(storage_module, "engine_heads", namespace)
     made: list[KVFetchStorage] = []
 
     def build(pool: MHATokenToKVPoolHost | None = None, **config: Any) -> KVFetchStorage:

@@ -16,7 +16,7 @@ from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import Lookup, SegmentHit
 from sgl_kvfetch.stores.http import HttpOptions, HttpStore
 from sgl_kvfetch.testing.faults import Fault, FaultyProxy
-from sgl_kvfetch.testing.small_segments import NAMESPACE, data_object, make_segment, page_hashes, put_segment
+from sgl_kvfetch.testing.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 
 CONTENT = bytes(range(256)) * 1000
 NAME = data_object(CONTENT)
@@ -88,7 +88,7 @@ async def test_every_call_ends_by_the_deadline(store: HttpStore, proxy: FaultyPr
         store.put(NAME, CONTENT),
         store.head(NAME),
         store.delete(NAME),
-        store.lookup(NAMESPACE.digest(), page_hashes(1)),
+        store.lookup(FOLDER, page_hashes(1)),
         anext(aiter(store.list())),
     ):
         assert await reason_of(call) == reason
@@ -114,7 +114,7 @@ async def test_what_may_pass_is_tried_again(proxy: FaultyProxy, fault: Fault) ->
     await proxy.set(Fault("error", status=502, times=1))
     await store.put(NAME, CONTENT)
     await proxy.set(Fault("error", status=502, times=1))
-    assert await store.lookup(NAMESPACE.digest(), page_hashes(1)) == Lookup(())
+    assert await store.lookup(FOLDER, page_hashes(1)) == Lookup(())
     await store.close()
 
 
@@ -318,7 +318,7 @@ async def test_a_body_without_end(answering: Start) -> None:
     assert await store.get(NAME, 1000, 5000) == bytes(5000)
     assert await reason_of(store.get(NAME)) == "too_large"
     assert await reason_of(store.get(NAME, 10)) == "too_large"
-    assert await reason_of(store.lookup(NAMESPACE.digest(), page_hashes(1))) == "too_large"
+    assert await reason_of(store.lookup(FOLDER, page_hashes(1))) == "too_large"
     assert await reason_of(anext(aiter(store.list()))) == "protocol"
 
 
@@ -368,7 +368,7 @@ async def test_lookup_answers_that_make_no_sense(answering: Start, answer: bytes
         return web.Response(body=answer)
 
     store = await answering(respond)
-    assert await reason_of(store.lookup(NAMESPACE.digest(), page_hashes(3))) == "protocol"
+    assert await reason_of(store.lookup(FOLDER, page_hashes(3))) == "protocol"
 
 
 async def test_long_lookups_are_asked_in_parts(answering: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,7 +382,7 @@ async def test_long_lookups_are_asked_in_parts(answering: Start, monkeypatch: py
         return web.Response(body=msgspec.msgpack.encode([[b"m", 0, min(num_pages, 4 if len(asked) < 3 else 1)]]))
 
     store = await answering(respond)
-    found = await store.lookup(NAMESPACE.digest(), page_hashes(20))
+    found = await store.lookup(FOLDER, page_hashes(20))
     assert asked == [4, 4, 4]
     assert found.hits == (SegmentHit(b"m", 0, 4), SegmentHit(b"m", 0, 4), SegmentHit(b"m", 0, 1))
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from sgl_kvfetch.container.manifest import Manifest
 from sgl_kvfetch.stores.index import PageIndex
-from sgl_kvfetch.testing.small_segments import NAMESPACE, page_hashes
+from sgl_kvfetch.testing.small_segments import FOLDER, page_hashes
 
-SPACE = NAMESPACE.digest()
+SPACE = FOLDER
 NUM_PAGES = 16
 # Chains that share prefixes of all lengths.
 CHAINS = [page_hashes(NUM_PAGES, branch, at) for branch, at in (("", 0), ("b", 3), ("c", 8), ("d", 0), ("e", 15))]

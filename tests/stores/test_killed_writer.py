@@ -11,7 +11,7 @@ import pytest
 
 from sgl_kvfetch.container.manifest import decode_manifest
 from sgl_kvfetch.stores.local import LocalStore
-from sgl_kvfetch.testing.small_segments import NAMESPACE, make_segment, page_hashes
+from sgl_kvfetch.testing.small_segments import FOLDER, make_segment, page_hashes
 
 NUM_SEGMENTS = 4
 
@@ -47,7 +47,7 @@ async def test_a_killed_writer_leaves_no_half_segment(tmp_path: Path) -> None:
         for info in [info async for info in store.list()]:
             assert await store.get(info.name) == contents[info.name]
         for first in range(0, len(chain), 512):
-            for hit in (await store.lookup(NAMESPACE.digest(), chain[first : first + 512])).hits:
+            for hit in (await store.lookup(FOLDER, chain[first : first + 512])).hits:
                 manifest = decode_manifest(hit.manifest)
                 assert await store.get(manifest.data_name(manifest.variants[0])) is not None
     await asyncio.sleep(0.01)

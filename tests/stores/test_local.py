@@ -18,9 +18,9 @@ from sgl_kvfetch.encode.transcode import transcode
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.stores.local import LocalStore
-from sgl_kvfetch.testing.small_segments import NAMESPACE, data_object, make_segment, page_hashes, parts, put_segment
+from sgl_kvfetch.testing.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 
-SPACE = NAMESPACE.digest()
+SPACE = FOLDER
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ async def test_links_are_not_followed(tmp_path: Path) -> None:
     assert await store.get(name) == b"secret"
     assert not (root / name).is_symlink()
 
-    linked_space = "f" * 32
+    linked_space = "f" * 32 + ".0-1"
     (root / linked_space).symlink_to(outside, target_is_directory=True)
     linked = name.replace(SPACE, linked_space)
     (outside / Path(linked).name).write_bytes(b"secret")

@@ -20,7 +20,7 @@ from sgl_kvfetch.stores.local import LocalStore
 from sgl_kvfetch.stores.open import open_replicas
 from sgl_kvfetch.stores.replicas import ReplicaOptions, ReplicatedStore
 from sgl_kvfetch.testing.faults import Fault, FaultyProxy
-from sgl_kvfetch.testing.small_segments import NAMESPACE, data_object, make_segment, page_hashes, parts, put_segment
+from sgl_kvfetch.testing.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 
 CONTENT = random.Random(0).randbytes(1 << 21)
 NAME = data_object(CONTENT)
@@ -54,7 +54,7 @@ class Client:
 
     async def look_up(self) -> float:
         began_s = time.monotonic()
-        assert parts(await self.store.lookup(NAMESPACE.digest(), CHAIN)) == [(0, 4)]
+        assert parts(await self.store.lookup(FOLDER, CHAIN)) == [(0, 4)]
         return time.monotonic() - began_s
 
 
@@ -289,7 +289,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
 
 
 async def has(store: Store) -> bool:
-    return parts(await store.lookup(NAMESPACE.digest(), CHAIN)) == [(0, 4)]
+    return parts(await store.lookup(FOLDER, CHAIN)) == [(0, 4)]
 
 
 async def test_what_is_written_reaches_all_that_are_up(pair: Pair) -> None:

@@ -15,9 +15,9 @@ from sgl_kvfetch.stores import scanning
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.stores.catalog import Catalog, FoundManifest, read_manifest
 from sgl_kvfetch.stores.local import SCAN_WAIT_S, LocalStore
-from sgl_kvfetch.testing.small_segments import NAMESPACE, make_segment, page_hashes, parts, put_segment
+from sgl_kvfetch.testing.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
 
-SPACE = NAMESPACE.digest()
+SPACE = FOLDER
 CHAIN = page_hashes(8)
 FIRST, SECOND = make_segment(CHAIN, 0, 4), make_segment(CHAIN, 4, 4)
 
@@ -186,7 +186,7 @@ async def test_a_cancelled_lookup_leaves_the_scan_to_others(store: LocalStore, t
 
 async def test_namespaces_that_are_not_there_are_not_remembered(store: LocalStore, scans: list[str]) -> None:
     for i in range(5):
-        assert await store.lookup(f"{i:032x}", CHAIN) == Lookup(())
+        assert await store.lookup(f"{i:032x}.0-1", CHAIN) == Lookup(())
     assert scans == []
     assert store._shelf.scanner._seen == {}
 

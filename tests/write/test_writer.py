@@ -17,9 +17,9 @@ from sgl_kvfetch.stores.local import LocalStore
 from sgl_kvfetch.write.commit import commit_segment
 from sgl_kvfetch.write.gather import PageBatch
 from sgl_kvfetch.write.writer import Writer
-from tests.segments import SMALL, make_namespace, make_values, page_hashes
+from tests.segments import SMALL, make_heads, make_values, page_hashes
 
-SPEC = SegmentSpec(make_namespace(SMALL), make_quantiser("exact"), "zstd", "240p", 4)
+SPEC = SegmentSpec(make_heads(SMALL), make_quantiser("exact"), "zstd", "240p", 4)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ async def lengths(store: LocalStore) -> list[int]:
 
 
 async def found(store: LocalStore, num_pages: int) -> list[int]:
-    lookup = await store.lookup(SPEC.namespace.digest(), page_hashes(num_pages))
+    lookup = await store.lookup(SPEC.heads.folder, page_hashes(num_pages))
     return [hit.num_pages for hit in lookup.hits]
 
 
@@ -95,14 +95,14 @@ async def test_a_half_that_was_encoded_goes_with_all_its_data(store: LocalStore,
     await write(writer, 0, 1)
     await write(writer, 1, 1)
     for page in range(2):
-        half = SegmentKey(SPEC.namespace.digest(), 1, page_hashes(2)[page])
+        half = SegmentKey(SPEC.heads.folder, 1, page_hashes(2)[page])
         content = await store.get(half.manifest_name)
         assert content is not None
         manifest = decode_manifest(content)
         data = await store.get(manifest.data_name(manifest.variants[0]))
         assert data is not None
         await commit_segment(store, transcode(manifest, data, make_targets(["hevc", "hevc420"], ["240p"])))
-    whole = SegmentKey(SPEC.namespace.digest(), 2, page_hashes(2)[1])
+    whole = SegmentKey(SPEC.heads.folder, 2, page_hashes(2)[1])
     await asyncio.sleep(1.5)
     names = [info.name async for info in store.list()]
     assert len(names) == 2

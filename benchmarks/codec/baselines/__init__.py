@@ -9,16 +9,20 @@ from benchmarks.codec.baselines.llm265 import Llm265
 from benchmarks.codec.baselines.mean import Mean
 from benchmarks.codec.baselines.saw_int4 import SawInt4
 from benchmarks.codec.baselines.shadowserve import ShadowServe
+from benchmarks.codec.baselines.sink import WithExactSink
 from benchmarks.codec.method import Method
 
 UNIFORM_BINS = (32, 16, 8)
 
 
 def baselines() -> list[Method]:
+    """All but KVTC, which is fitted to a model first."""
     return [
         *(CacheGen(chunk, bins) for chunk in (256, 2048) for bins in (None, *UNIFORM_BINS)),
+        *(WithExactSink(CacheGen(2048, bins)) for bins in UNIFORM_BINS),
         *(ShadowServe(bins) for bins in UNIFORM_BINS),
         *kvfetcher_methods((256, *UNIFORM_BINS)),
+        *(WithExactSink(method) for method in kvfetcher_methods((256, 32, 16))),
         *(Llm265(qp) for qp in (8, 14, 20, 26, 32)),
         *(Kivi(bits) for bits in (4, 2)),
         *(SawInt4(rotate_v) for rotate_v in (False, True)),

@@ -11,7 +11,7 @@ from functools import partial
 
 from sgl_kvfetch.codecs.nvdec import Nvdec
 from sgl_kvfetch.config import KVFetchConfig
-from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.loop import LoopThread
 from sgl_kvfetch.plugin.access import Access
 from sgl_kvfetch.plugin.client import count_miss, open_client, open_encoders
@@ -37,7 +37,7 @@ class DeviceBackend:
         self,
         config: KVFetchConfig,
         pages: DevicePages,
-        namespace: Namespace,
+        heads: HeadSlice,
         quantiser: Quantiser,
         speed: PrefillSpeed,
         report: Report,
@@ -45,7 +45,7 @@ class DeviceBackend:
     ) -> None:
         """``speed``: of the engine. ``report`` is told what each piece of work has come to."""
         self._config = config
-        self._namespace = namespace
+        self._heads = heads
         self._quantiser = quantiser
         self._closed = False
         self._encoders = open_encoders(config)
@@ -64,14 +64,14 @@ class DeviceBackend:
         self.lookups = Lookups(config, self._loop, finder, verdicts, self._hash_pool, report)
         self.reads = Reads(config, self._loop, fetcher, finder, verdicts, pages, self._hash_pool, report)
         self.copies = Copies(config, pages, self._client.writer, self._copy_pool, report)
-        logger.info("kvfetch in device mode: %s, namespace %s: %s", config.store, namespace.digest(), namespace)
+        logger.info("kvfetch in device mode: %s, namespace %s: %s", config.store, heads.folder, heads.namespace)
         # docs/decisions/0011-no-early-start.md
         logger.info("kvfetch early start is off: this SGLang's runner cannot wait for a layer that is on its way")
 
     async def _start(self, nvdec: Nvdec | None) -> None:
         self._client = open_client(
             self._config,
-            self._namespace,
+            self._heads,
             self._quantiser,
             encode_pool=self._encode_pool,
             on_lookup_fault=partial(count_miss, "lookup"),
@@ -81,8 +81,8 @@ class DeviceBackend:
         )
 
     def clear(self) -> None:
-        """Delete the segments of this namespace from the store. Waits. Raises KVFetchError, TimeoutError."""
-        self._client.clear(self._loop, self._namespace)
+        """Delete the segments of this rank from the store. Waits. Raises KVFetchError, TimeoutError."""
+        self._client.clear(self._loop, self._heads)
 
     def close(self) -> None:
         """Write what is queued, within a few seconds, and release threads and sockets. Idempotent."""

@@ -26,7 +26,7 @@ from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.plugin.device.prefill import PrefillSpeed
 from sgl_kvfetch.plugin.gate import read_extra_config
-from sgl_kvfetch.plugin.namespace import engine_namespace
+from sgl_kvfetch.plugin.namespace import engine_heads
 from sgl_kvfetch.plugin.page_hashes import hash_tail
 from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
 from sgl_kvfetch.plugin.video_engines import engine_nvdec
@@ -110,6 +110,6 @@ def _make_backend(
     report: Report,
 ) -> DeviceBackend:
     quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
-    namespace = engine_namespace(config, quantiser, rank, pages.geometry, pages.first_layer)
-    require_own_profile(config, quantiser, namespace)
-    return DeviceBackend(config, pages, namespace, quantiser, speed, report, nvdec)
+    heads = engine_heads(config, quantiser, rank, pages.geometry, pages.first_layer)
+    require_own_profile(config, quantiser, heads.namespace)
+    return DeviceBackend(config, pages, heads, quantiser, speed, report, nvdec)

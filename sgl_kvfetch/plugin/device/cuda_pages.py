@@ -19,11 +19,10 @@ from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.fetch.sink import FramePool, Guard
 from sgl_kvfetch.plugin.device.cuda_staging import Staging, needed_bytes
 from sgl_kvfetch.plugin.device.pages import DevicePages
-from sgl_kvfetch.quant import Quantiser
-from sgl_kvfetch.quant.inverse import ByteInverse, Inverse, StepInverse, TransformInverse
-from sgl_kvfetch.triton_kernels.restore import restore
-from sgl_kvfetch.triton_kernels.restore_klt import restore_klt
-from sgl_kvfetch.types import TensorName
+from sgl_kvfetch.plugin.device.restores import CellOutputs, Restore, restores_of
+from sgl_kvfetch.quant import CellValues, Quantiser
+from sgl_kvfetch.quant.inverse import Inverse, TransformInverse
+from sgl_kvfetch.types import TENSORS, TensorName
 
 MiB = 1 << 20
 
@@ -63,7 +62,7 @@ class CudaPages(DevicePages, FramePool):
         self._launching = threading.Lock()
         self._restored: Event | None = None  # after the last restore that was launched, unless published
         self._lock = threading.Lock()  # of what follows; a kernel is compiled with it held
-        self._inverses: dict[tuple[Quantiser, TensorName, int, int], Inverse] = {}
+        self._inverses: dict[tuple[Quantiser, range, range], Inverse] = {}
         self._compiled: set[tuple[Any, ...]] = set()
 
     # Order, on the scheduler's thread
@@ -87,85 +86,90 @@ class CudaPages(DevicePages, FramePool):
     # Restoring
 
     def restore(self, cell: CellFrames, span_pages: Sequence[int], pages: Sequence[int], guarded: Guard) -> None:
+        slots = self._span_slots(cell, span_pages, pages)
+        for frames, there in zip(cell.parts, cell.is_on_device, strict=True):
+            if there:
+                # They were made for another stream, which is through with them.
+                self._device.used_on(frames, self._restores)
         inverse = self._inverse(cell)
-        fixed = [self._span_slots(cell, span_pages, pages)]
-        if cell.scales is not None:
-            fixed.append(cell.scales)
-        if isinstance(inverse, TransformInverse) and inverse.rope is not None:
-            fixed.append(inverse.rope.table(cell.tokens.start, len(cell.tokens)))
-        for frames in _planes(cell, on_device=True):
-            self._device.used_on(
-                frames, self._restores
-            )  # they were made for another stream, which is through with them
-        step = self._frames_at_once(cell, fixed)
-        for first_frame in range(0, cell.frames[0].shape[0], step):
-            if not self._restore_frames(cell, inverse, fixed, slice(first_frame, first_frame + step), guarded):
-                return
+        for work in restores_of(cell, inverse, slots, self._outputs(cell)):
+            fixed = [slots, *work.fixed]
+            step = self._frames_at_once(cell, work, fixed)
+            for first_frame in range(0, len(cell.parts[work.parts[0]]), step):
+                part = slice(first_frame, first_frame + step)
+                if not self._restore_frames(cell, work, fixed, part, guarded):
+                    return
 
     def _restore_frames(
-        self, cell: CellFrames, inverse: Inverse, fixed: Sequence[torch.Tensor], part: slice, guarded: Guard
+        self, cell: CellFrames, work: Restore, fixed: Sequence[torch.Tensor], part: slice, guarded: Guard
     ) -> bool:
         with self._restore_staging.buffer(self._restores) as buffer:
-            staged = [plane[part] for plane in _planes(cell, on_device=False)]
-            (slots, *arguments), num_bytes = buffer.put([*fixed, *staged])
-            uploaded = iter(arguments[len(fixed) - 1 :])
-            frames = [
-                plane[part] if is_on_device else next(uploaded)
-                for plane, is_on_device in zip(cell.frames, cell.is_on_device, strict=True)
-            ]
-            arguments = [*arguments[: len(fixed) - 1], *frames]
-            kernel = partial(_restore, cell, inverse, self._outputs(cell), arguments, part.start)
+            staged = [cell.parts[i][part] for i in work.parts if not cell.is_on_device[i]]
+            there, num_bytes = buffer.put([*fixed, *staged])
+            uploaded = iter(there[len(fixed) :])
+            frames = [cell.parts[i][part] if cell.is_on_device[i] else next(uploaded) for i in work.parts]
+            slots, *arguments = there[: len(fixed)]
             self._device.launch(self._restores, partial(buffer.upload, num_bytes))
-            self._compile(cell, inverse, partial(kernel, slots, is_trial=True))
-            return guarded(partial(self._write, partial(kernel, slots)))
+            self._compile(cell, work, lambda: work.launch(torch.full_like(slots, -1), arguments, frames, part.start))
+
+            def restore() -> None:
+                work.launch(slots, arguments, frames, part.start)
+                work.finish(arguments)
+
+            return guarded(lambda: self._write(restore))
 
     def _write(self, kernel: Callable[[], None]) -> None:
         with self._launching:
             self._device.launch(self._restores, kernel)
             self._restored = self._restores.record_event()
 
-    def _compile(self, cell: CellFrames, inverse: Inverse, trial: Callable[[], None]) -> None:
+    def _compile(self, cell: CellFrames, work: Restore, trial: Callable[[], None]) -> None:
         """Have a kernel that was not used yet compiled now, which takes seconds, and not within a guard."""
-        has_rope = isinstance(inverse, TransformInverse) and inverse.rope is not None
-        kind = (cell.layout, cell.tensor, len(cell.layers), type(inverse), has_rope)
+        kind = (work.kind, tuple(cell.layouts[i] for i in work.parts), len(cell.layers))
         with self._lock:
             if kind not in self._compiled:
                 self._device.launch(self._restores, trial)
                 self._compiled.add(kind)
 
-    def _frames_at_once(self, cell: CellFrames, fixed: Sequence[torch.Tensor]) -> int:
-        """Raises UnsupportedError if there is no room for one."""
-        staged = [plane[:1] for plane in _planes(cell, on_device=False)]
-        if not staged:
-            return len(cell.frames[0])
+    def _frames_at_once(self, cell: CellFrames, work: Restore, fixed: Sequence[torch.Tensor]) -> int:
+        """Raises UnsupportedError if there is no room for so few as must be restored at once."""
+        parts = [cell.parts[i] for i in work.parts if not cell.is_on_device[i]]
+        num_frames = len(cell.parts[work.parts[0]])
+        if not parts:
+            return num_frames
+        least = 1 if work.by_frame else num_frames
         room = self._restore_staging.num_bytes - needed_bytes(fixed)
-        num = room // needed_bytes(staged)
-        if num < 1:
-            height, width = cell.layout.height, cell.layout.width
+        times = room // needed_bytes([x[:least] for x in parts])
+        if times < 1:
             raise UnsupportedError(
-                f"{len(staged)} byte planes of pictures of {width}x{height} do not fit into buffers of "
+                f"{least} frames of {len(parts)} parts, each {tuple(parts[0].shape[1:])}, do not fit into buffers of "
                 f"{self._restore_staging.num_bytes} bytes, with {needed_bytes(fixed)} bytes of slots and scales"
             )
-        return num
+        return least * times
 
     def _inverse(self, cell: CellFrames) -> Inverse:
         """With its tensors on the device, where they stay: they are a part of the model."""
-        key = cell.quantiser, cell.tensor, cell.model_layer, len(cell.layers)
+        key = cell.quantiser, cell.place.layers, cell.place.heads
         with self._lock:
             if key not in self._inverses:
                 for other in [k for k in self._inverses if k[0] is not cell.quantiser]:  # of an earlier attachment
                     del self._inverses[other]
-                inverse = cell.quantiser.inverse_of(*key[1:])
+                inverse = cell.quantiser.inverse_of(cell.place)
                 on_device = inverse.to(self._device.torch_device) if isinstance(inverse, TransformInverse) else inverse
                 self._inverses[key] = on_device
             return self._inverses[key]
 
-    def _outputs(self, cell: CellFrames) -> list[torch.Tensor]:
-        return self._buffers[cell.tensor][cell.layers.start : cell.layers.stop]
+    def _outputs(self, cell: CellFrames) -> CellOutputs:
+        """The buffers of a cell's layers, its heads of them."""
+        k, v = (
+            [x[:, cell.heads.start : cell.heads.stop] for x in self._buffers[t][cell.layers.start : cell.layers.stop]]
+            for t in TENSORS
+        )
+        return k, v
 
     def _span_slots(self, cell: CellFrames, span_pages: Sequence[int], pages: Sequence[int]) -> torch.Tensor:
         """Of every token of the span, on the host; -1 where it is not wanted."""
-        slots = torch.full((len(cell.tokens),), -1)
+        slots = torch.full((len(cell.place.tokens),), -1)
         slots.view(-1, self.geometry.page_size)[list(span_pages)] = self._slots(pages).view(len(pages), -1)
         return slots
 
@@ -198,7 +202,7 @@ class CudaPages(DevicePages, FramePool):
             self._device.mark(self._reads).synchronize()
             out.copy_(host.transpose(0, 1))
 
-    def write(self, tensor: TensorName, first_layer: int, pages: Sequence[int], values: torch.Tensor) -> None:
+    def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
         raise NotImplementedError("frames are restored, values are not written")
 
     def page_indices(self, slots: torch.Tensor) -> list[int]:
@@ -211,46 +215,5 @@ class CudaPages(DevicePages, FramePool):
         return indices.tolist()
 
 
-def _planes(cell: CellFrames, *, on_device: bool) -> list[torch.Tensor]:
-    return [plane for plane, there in zip(cell.frames, cell.is_on_device, strict=True) if there == on_device]
-
-
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(source)
-
-
-def _restore(
-    cell: CellFrames,
-    inverse: Inverse,
-    outputs: Sequence[torch.Tensor],
-    arguments: Sequence[torch.Tensor],
-    first_frame: int,
-    slots: torch.Tensor,
-    *,
-    is_trial: bool = False,
-) -> None:
-    """Launch the kernel. ``arguments``: scales and rotation, as far as there are any, and the frames of each plane. A
-    trial does all but write."""
-    if is_trial:
-        slots = torch.full_like(slots, -1)
-    match inverse:
-        case ByteInverse():
-            restore(arguments, cell.layout, slots, outputs, first_frame=first_frame)
-        case StepInverse(centres):
-            scales, frames = arguments
-            restore([frames], cell.layout, slots, outputs, scales=scales, centres=centres, first_frame=first_frame)
-        case TransformInverse(matrices, step, means, rope):
-            scales, *rotation, frames = arguments
-            restore_klt(
-                frames,
-                cell.layout,
-                slots,
-                outputs,
-                scales=scales,
-                inverse=matrices,
-                step=step,
-                means=means,
-                rotation=rotation[0] if rotation else None,
-                interleaved=rope is not None and rope.interleaved,
-                first_frame=first_frame,
-            )

@@ -11,7 +11,8 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.fetch.sink import PagePool
-from sgl_kvfetch.types import KVGeometry, TensorName, dtype_name
+from sgl_kvfetch.quant import CellValues
+from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, dtype_name
 
 
 class DevicePages(PagePool):
@@ -51,11 +52,12 @@ class DevicePages(PagePool):
         """On the scheduler's thread, before slots go on to others: whatever is computed from now on comes after all
         that was restored before."""
 
-    def write(self, tensor: TensorName, first_layer: int, pages: Sequence[int], values: torch.Tensor) -> None:
+    def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
         slots = self._slots(pages)
-        rows = values.flatten(0, 1).view(self._raw_dtype)  # (tokens, layers, heads, dim)
-        for index in range(rows.shape[1]):
-            self._buffers[tensor][first_layer + index][slots] = rows[:, index]
+        for tensor, x in zip(TENSORS, values, strict=True):
+            rows = x.view(self._raw_dtype)
+            for index, layer in enumerate(layers):
+                self._buffers[tensor][layer][slots, heads.start : heads.stop] = rows[:, index]
 
     def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
         slots = self._slots(pages)

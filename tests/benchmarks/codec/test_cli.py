@@ -78,6 +78,22 @@ def test_a_profile_of_another_model_is_refused(
     assert "the profile is of a model of 3 layers, 4 heads of 16 (K) and 16 (V)" in capsys.readouterr().out
 
 
+def test_shares_of_bytes_are_reported(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile, out = tmp_path / "tiny.profile", tmp_path / "out.json"
+    make_profile(num_layers=4, num_heads=2, head_dim=64, cell_heads=2, num_sinks=1).save(profile)
+    args = f"--model {tiny_llama} --text {_text(tmp_path, 200)} --windows 1 --context 64 --continuation 8"
+    methods = "exact/zstd,kivi-4,klt-0.001/zstd"
+    assert main([*args.split(), "--methods", methods, "--profile", str(profile), "--json", str(out)]) == 0
+    assert re.search(
+        r"klt-0.001/zstd . manifests \d+\.\d%, exponents \d+\.\d%, exact \d+\.\d%", capsys.readouterr().out
+    )
+    shares = {row["name"]: row["shares"] for row in json.loads(out.read_text())["rows"]}
+    assert set(shares["exact/zstd"]) == {"manifests", "k byte 0", "k byte 1", "v byte 0", "v byte 1"}
+    assert shares["kivi-4"] == {}
+    assert set(shares["klt-0.001/zstd"]) == {"manifests", "exponents", "exact", "coefficients", "second integers"}
+    assert sum(shares["klt-0.001/zstd"].values()) == pytest.approx(1)
+
+
 @pytest.mark.parametrize(
     ("name", "part", "calibrated_part", "overlaps"),
     [

@@ -3,18 +3,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks.codec.method import KVShape
 from benchmarks.codec.methods import all_methods, select
-from benchmarks.codec.ours import our_methods
+from benchmarks.codec.ours import KltMethod, our_methods
+from benchmarks.codec.segments import segments_of
+from sgl_kvfetch.codecs import get_codec
+from sgl_kvfetch.container.segment import cell_place
 from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.quant import CellValues
 from sgl_kvfetch.quant.profile import CurvePoint
 from tests.quant.profiles import make_profile, values_of
 
 
 def test_klt_trades_bits_for_error() -> None:
     profile = make_profile()
-    k, v = (values_of(profile, tensor, 192).bfloat16() for tensor in ("k", "v"))
+    k, v = (x.bfloat16() for x in values_of(profile, 192))
     methods = {method.name: method for method in our_methods(profile)}
     coded = [methods[f"klt-{kl}/hevc"].code(k, v) for kl in ("1e-05", "0.0001", "0.001")]
     sizes = [c.num_bytes for c in coded]
@@ -27,10 +32,40 @@ def test_klt_trades_bits_for_error() -> None:
     assert methods["klt-0.0001/zstd"].code(k, v).k.equal(coded[1].k)
 
 
+@pytest.mark.parametrize("codec", ["hevc", "zstd"])
+def test_sizes_tell_second_integers_and_exact_tokens_apart(codec: str) -> None:
+    profile = make_profile(num_layers=4, cell_heads=2, num_sinks=2)
+    k, v = (x.bfloat16() for x in values_of(profile, 128))
+    fine, coarse = (KltMethod(kl, codec, "", profile) for kl in (1e-5, 1e-2))
+    sizes = fine.code(k, v).sizes
+    assert sizes["second integers"] > 0
+    integers = [_coefficients(fine, k, v, wide) for wide in (True, False)]
+    assert sizes["coefficients"] + sizes["second integers"] == integers[0]
+    assert sizes["coefficients"] == integers[1]
+    assert sizes["exact"] > 0.9 * 2 * 2 * (k[0].numel() + v[0].numel())  # two tokens of two bytes a value: noise
+    assert coarse.code(k, v).sizes["second integers"] == 0
+    sinkless = KltMethod(1e-5, codec, "", replace(profile, num_sinks=0))
+    assert sinkless.code(k, v).sizes["exact"] < sizes["exact"] / 2
+
+
+def _coefficients(method: KltMethod, k: torch.Tensor, v: torch.Tensor, with_wide: bool) -> int:
+    """The bytes of all cells' coefficients, coded with or without their second integers."""
+    ((manifest, _),) = segments_of(method.encode(k, v))
+    layout = manifest.variants[0].layouts["coefficients"]
+    num_bytes = 0
+    for cell in manifest.cells():
+        place = cell_place(manifest, cell)
+        part = (slice(None), slice(place.layers.start, place.layers.stop), slice(place.heads.start, place.heads.stop))
+        _, _, integers = method.klt.quantise(CellValues(k[part], v[part]), place)
+        kept = len(integers) if with_wide else min(len(integers), method.klt.profile.cells[cell[1:]].num_channels)
+        num_bytes += len(get_codec(method.codec).encode(layout.to_frames(integers[:kept])))
+    return num_bytes
+
+
 def test_rates_that_were_not_measured_are_left_out() -> None:
-    narrow = replace(make_profile(), curve=(CurvePoint(0.5, 2e-5, 2.0), CurvePoint(1.0, 2e-4, 1.0)))
+    narrow = replace(make_profile(), curve=(CurvePoint(0.5, 2e-5, 2.0), CurvePoint(1.0, 2e-3, 1.0)))
     names = [method.name for method in our_methods(narrow) if method.name.startswith("klt")]
-    assert names == ["klt-3e-05/hevc", "klt-0.0001/hevc", "klt-3e-05/zstd", "klt-0.0001/zstd"]
+    assert names == ["klt-0.0001/hevc", "klt-0.001/hevc", "klt-0.0001/zstd", "klt-0.001/zstd"]
 
 
 def test_select() -> None:

@@ -29,7 +29,7 @@ from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.types import TENSORS
 from tests.plugin.device.gated_store import GatedStore
-from tests.segments import make_namespace
+from tests.segments import make_heads
 
 PAGE, LAYERS, HEADS, DIM = 4, 4, 2, 48
 WAIT_S = 60.0  # far more than anything takes on a busy machine
@@ -211,7 +211,7 @@ def make_rig(
     } | config
     parsed = parse_config(extra)
     pages, quantiser = DevicePages(pool, PAGE), make_quantiser("exact")
-    namespace = make_namespace(pages.geometry, quantiser, model=f"rank {rank}")
+    namespace = make_heads(pages.geometry, quantiser, model=f"rank {rank}")
 
     def connect() -> DeviceBackend:
         return cache.start(

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,14 +30,14 @@ from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.plugin.device import build
 from sgl_kvfetch.plugin.device.cuda_pages import DEVICE_BYTES, CudaPages
 from sgl_kvfetch.plugin.device.pages import DevicePages
-from sgl_kvfetch.quant import Quantiser, make_quantiser
+from sgl_kvfetch.quant import Quantiser, klt, make_quantiser
 from sgl_kvfetch.quant.klt import KltQuantiser
 from sgl_kvfetch.quant.rope import Rope
 from sgl_kvfetch.stores.local import LocalStore
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 from tests.plugin.device.fake_streams import FakeDevice, FakeEvent
-from tests.quant.profiles import make_profile
+from tests.quant.profiles import make_profile, values_of
 from tests.segments import make_segment
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -102,7 +102,7 @@ def restore_all(decoded: list[CellFrames], pages: CudaPages, pool_pages: list[in
     """Restore a segment's cells as a fetch does."""
     sink = GuardedSink(pages)
     for cell in decoded:
-        first = cell.tokens.start // 4
+        first = cell.place.tokens.start // 4
         pages.restore(cell, range(4), pool_pages[first : first + 4], sink.run)
     sink.close()
 
@@ -138,26 +138,45 @@ def always_and_without(test: Callable[[int, bool], bool]) -> tuple[bool, bool]:
 PLACES = [30, 2, 7, 9, 21, 4, 11, 12]
 
 
-@pytest.mark.parametrize("name", ["exact", "uint8", "cachegen", "klt"])
-def test_the_same_values_as_on_the_cpu(name: Any) -> None:
+def make_wide(name: Any) -> tuple[Quantiser, Segment]:
+    """One span of 1024 tokens, and what it is quantised with."""
+    if name != "klt":
+        quantiser = make_quantiser(name)
+        return quantiser, make_segment(WIDE, 64, quantiser=quantiser, span_pages=64, first_page=64)
     rope = Rope(inv_freq=tuple(10000.0 ** (-i / 32) for i in range(32)))
-    profile = make_profile(num_layers=4, num_heads=4, head_dim=64, block_heads=1, rope=rope)
-    quantiser: Quantiser = KltQuantiser(profile, step=0.5) if name == "klt" else make_quantiser(name)
-    segment = make_segment(WIDE, 64, quantiser=quantiser, span_pages=64, first_page=64)
+    profile = make_profile(num_layers=4, num_heads=4, head_dim=64, cell_heads=1, rope=rope)
+    k, v = (x.to(torch.bfloat16) for x in values_of(profile, 1024, 1024))
+    v[7::16] *= 1e6  # must be kept exact
+    quantiser = KltQuantiser(profile, step=0.5)
+    return quantiser, make_segment(WIDE, 64, quantiser=quantiser, span_pages=64, first_page=64, values={"k": k, "v": v})
+
+
+def frames_bytes(cell: CellFrames) -> int:
+    """Of the frames that a kernel needs to restore all of a cell's K, or all of it."""
+    frames = [x for x, layout in zip(cell.parts, cell.layouts, strict=True) if layout is not None]
+    return sum(x.nbytes for x in frames) // (1 if isinstance(cell.quantiser, KltQuantiser) else 2)
+
+
+@pytest.mark.parametrize("name", ["exact", "uint8", "cachegen", "klt"])
+def test_the_same_values_as_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(klt, "_HAS_BFLOAT16", False)  # a CPU that multiplies in bfloat16 rounds more
+    quantiser, segment = make_wide(name)
     expected = DevicePages(make_pool(WIDE), WIDE.page_size)
     cells = []
-    for reader, cell, data in islice(cells_of(segment, quantiser), 0, 4, 3):  # K of three layers, V of one
+    for reader, cell, data in cells_of(segment, quantiser):
         restore_cell(reader, cell, data, range(3, 64, 4), range(1, 17), GuardedSink(expected), {})
         cells.append(reader.decode_frames(cell, data))
-    num_frames = cells[0].frames[0].shape[0]
-    assert num_frames >= 3
-    for at_once in (1, num_frames):
+    assert {len(cell.layers) for cell in cells} == {3, 1}
+    # As frames go into a buffer: one by one, or all. Coefficients are restored all at once.
+    ways = [(1, 1)] if name == "klt" else [(1, 2 * 3), (3, 2)]
+    for at_once, num_writes in ways:
         device = FakeDevice()
-        picture_bytes = sum(plane[0].nbytes for plane in cells[0].frames)
-        pages = make_pages(device, WIDE, restore_buffer_bytes=at_once * picture_bytes + 320_000)
+        room = {} if name == "klt" else {"restore_buffer_bytes": at_once * frames_bytes(cells[0]) // 3 + 60_000}
+        pages = make_pages(device, WIDE, **room)
         for cell in cells:
-            assert pages._frames_at_once(cell, []) < num_frames or at_once == num_frames
-            pages.restore(cell, range(3, 64, 4), range(1, 17), GuardedSink(pages).run)
+            guard = Mock(side_effect=GuardedSink(pages).run)
+            pages.restore(cell, range(3, 64, 4), range(1, 17), guard)
+            assert guard.call_count == num_writes
         device.run()
         for tensor in TENSORS:
             for ours, theirs in zip(pages._buffers[tensor], expected._buffers[tensor], strict=True):
@@ -169,8 +188,17 @@ def test_the_same_values_as_on_the_cpu(name: Any) -> None:
 
 def test_a_picture_larger_than_a_buffer_is_refused(decoded: list[CellFrames]) -> None:
     pages = make_pages(FakeDevice(), restore_buffer_bytes=1000)
-    with pytest.raises(UnsupportedError, match=r"byte planes of pictures of .* do not fit into buffers of 1000 bytes"):
+    with pytest.raises(UnsupportedError, match=r"1 frames of 2 parts, .* do not fit into buffers of 1000 bytes"):
         restore_all(decoded, pages, PLACES)
+
+
+def test_coefficients_that_do_not_fit_at_once_are_refused() -> None:
+    quantiser, segment = make_wide("klt")
+    reader, cell, data = next(cells_of(segment, quantiser))
+    frames = reader.decode_frames(cell, data)
+    pages = make_pages(FakeDevice(), WIDE, restore_buffer_bytes=frames_bytes(frames))  # no room for scales
+    with pytest.raises(UnsupportedError, match=rf"{len(frames.parts[2])} frames of 1 parts, .* do not fit"):
+        pages.restore(frames, range(3, 64, 4), range(1, 17), GuardedSink(pages).run)
 
 
 def test_a_forward_pass_sees_what_was_published(exact: Segment, decoded: list[CellFrames]) -> None:
@@ -302,8 +330,7 @@ def test_nothing_is_written_once_the_sink_is_closed(when: str) -> None:
 
 def first_picture_tokens(reader: SegmentReader) -> int:
     """How many of the wanted tokens the first picture holds."""
-    layout = reader.variant.layout("k")
-    num_frames = layout.num_frames(1024)
+    num_frames = reader.variant.layouts["k"].num_frames((1024,))
     return sum(token % num_frames == 0 for page in range(3, 64, 4) for token in range(page * 16, page * 16 + 16))
 
 
@@ -338,8 +365,9 @@ def test_by_the_kernels(exact: Segment, decoded: list[CellFrames]) -> None:
     cell = decoded[0]
     pages.restore(cell, range(4), PLACES[:4], GuardedSink(pages).run)
     device.run()
-    assert (cell.tensor, cell.layers) == ("k", range(3))
-    assert torch.equal(stored(pages, "k", PLACES[:4])[:, :3], exact[1]["k"][:16, :3])
+    assert (cell.layers, cell.heads) == (range(3), range(2))
+    for tensor in TENSORS:
+        assert torch.equal(stored(pages, tensor, PLACES[:4])[:, :3], exact[1][tensor][:16, :3])
 
 
 def test_what_a_fetch_holds_on_the_device_is_bounded() -> None:

@@ -1,0 +1,296 @@
+"""What each way to code a KV cache costs in answers: the same prompts, continued from what each gives back.
+
+    python -m benchmarks.codec.answers --model PATH --text FILE [--profile FILE] [--methods LIST] [--json OUT]
+
+Four figures a method, against the exact KV cache:
+
+* equal answers: greedy answers that are the same to the last token, and how many tokens are the same before the first
+  difference;
+* change of NLL: of the text that follows on the prompt;
+* passkeys: five digits that stand somewhere in a long text, asked for at its end. All five must be right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from benchmarks.codec.method import KV_DTYPE, Method
+from benchmarks.codec.ready import fitted_methods
+from benchmarks.codec.statistics import Estimate, estimate
+from benchmarks.codec.windows import windows_of
+from benchmarks.machine import machine, versions
+from benchmarks.report import write_json
+from sgl_kvfetch.calibrate.model import KVModel, part_of, read_text
+from sgl_kvfetch.errors import ConfigError, KVFetchError
+from sgl_kvfetch.quant.profile import load_profile
+
+_PAGE = 64
+_TAIL = 16  # tokens of a prompt that are computed, whatever is stored
+_DIGITS = 5
+_WIDTH = 150
+METHODS = "exact/zstd,uint8/zstd,cachegen-*/2048*,kvfetcher-*,kvtc-*,klt-*/zstd"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids. ``context``: whose KV is coded. ``following``: what comes after it in the text."""
+
+    context: torch.Tensor
+    following: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Passkey:
+    context: torch.Tensor
+    question: torch.Tensor
+    answer: torch.Tensor
+
+
+@dataclass
+class Scores:
+    """What one method did, a number a prompt."""
+
+    bits: list[float] = field(default_factory=list)
+    alike: list[int] = field(default_factory=list)  # leading tokens
+    dnll: list[float] = field(default_factory=list)
+    passkeys: dict[int, list[bool]] = field(default_factory=dict)  # by tokens of context
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parse(argv)
+    console = Console(highlight=False)
+    console.width = max(console.width, _WIDTH)
+    try:
+        report = _run(args, console)
+    except KVFetchError as e:
+        console.print(f"error: {e}", style="red", markup=False)
+        return 2
+    if args.json:
+        write_json(args.json, report)
+        console.print(f"wrote {args.json}")
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="any transformers path")
+    parser.add_argument("--text", type=Path, required=True, help="plain text, or JSONL with `prompt`")
+    parser.add_argument("--part", default="0:0.5", help="the part of it to use (default: %(default)s)")
+    parser.add_argument("--profile", type=Path, help="of the model, by kvfetch calibrate; klt needs it")
+    parser.add_argument("--calibrate-text", type=Path, help="what KVTC is fitted to; it needs it")
+    parser.add_argument("--calibrate-part", default="0.5:1", help="(default: %(default)s)")
+    parser.add_argument("--calibrate-windows", type=int, default=25, help="(default: %(default)s)")
+    parser.add_argument("--methods", default=METHODS, help="names or patterns (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, default=24, help="(default: %(default)s)")
+    parser.add_argument("--prompt-tokens", type=int, default=1024, help="(default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="greedy tokens of an answer (default: %(default)s)")
+    parser.add_argument("--passkeys", type=int, default=10, help="of each length (default: %(default)s)")
+    parser.add_argument("--passkey-tokens", default="1024,2048,4096,6144", help="of context (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    args = parser.parse_args(argv)
+    args.methods = tuple(args.methods.split(","))
+    try:
+        args.passkey_tokens = [int(tokens) for tokens in args.passkey_tokens.split(",") if tokens]
+    except ValueError:
+        parser.error(f"--passkey-tokens {args.passkey_tokens}: expected whole numbers with commas between")
+    for tokens in (args.prompt_tokens, *args.passkey_tokens):
+        if tokens < 2 * _PAGE or tokens % _PAGE:
+            parser.error(f"{tokens} tokens of context; allowed are multiples of {_PAGE} from {2 * _PAGE} on")
+    return args
+
+
+def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    model = KVModel(args.model)
+    texts = read_text(args.text)
+    prompts = _prompts(model, texts, args)
+    passkeys = {n: _passkeys(model, texts, args.part, args.passkeys, n) for n in args.passkey_tokens}
+    methods = fitted_methods(
+        model,
+        args.methods,
+        profile=load_profile(args.profile) if args.profile else None,
+        calibrate_text=args.calibrate_text,
+        calibrate_part=args.calibrate_part,
+        calibrate_windows=args.calibrate_windows,
+        window_tokens=args.prompt_tokens + _TAIL + args.new_tokens,
+    )
+    scores = {method.name: Scores(passkeys={n: [] for n in passkeys}) for method in methods}
+    exact_right: dict[int, list[bool]] = {n: [] for n in passkeys}
+    total = len(prompts) + sum(map(len, passkeys.values()))
+    with tqdm(total=total, unit="prompt", disable=not sys.stderr.isatty()) as bar:
+        for prompt in prompts:
+            _score_prompt(model, methods, prompt, args.new_tokens, scores)
+            bar.update()
+        for n, several in passkeys.items():
+            for passkey in several:
+                exact_right[n].append(_score_passkey(model, methods, passkey, scores, n))
+                bar.update()
+    console.print(_table(scores, exact_right, args.new_tokens))
+    return {
+        "benchmark": "answers",
+        "config": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+        "exact_passkeys": {n: sum(right) for n, right in exact_right.items()},
+        "rows": [_row(name, s, args.new_tokens) for name, s in scores.items()],
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def _prompts(model: KVModel, texts: Sequence[str], args: argparse.Namespace) -> list[Prompt]:
+    length = args.prompt_tokens + _TAIL + args.new_tokens
+    windows = windows_of(model, texts, args.part, args.prompts, length)
+    return [Prompt(w[: args.prompt_tokens], w[args.prompt_tokens :]) for w in windows]
+
+
+def _passkeys(model: KVModel, texts: Sequence[str], part: str, count: int, num_tokens: int) -> list[Passkey]:
+    """Five digits, somewhere in ``num_tokens`` tokens of text; the same each time."""
+    rng = random.Random(num_tokens)
+    tokens = torch.cat([part_of(model.tokenise(text), part) for text in texts])
+    if len(tokens) < num_tokens:
+        raise ConfigError(f"the text has {len(tokens)} tokens, a passkey's context {num_tokens}")
+    made = []
+    for _ in range(count):
+        key = "".join(rng.choice("0123456789") for _ in range(_DIGITS))
+        needle = model.tokenise(f"\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n")
+        first = rng.randrange(len(tokens) - num_tokens + 1)
+        filler = tokens[first : first + num_tokens - len(needle) - len(model.start)]
+        place = rng.randrange(len(filler))
+        context = torch.cat((model.start, filler[:place], needle, filler[place:]))
+        question = model.tokenise("\n\nWhat is the pass key? The pass key is")
+        made.append(Passkey(context, question, model.tokenise(f" {key}")))
+    return made
+
+
+def _score_prompt(
+    model: KVModel, methods: Sequence[Method], prompt: Prompt, new_tokens: int, scores: dict[str, Scores]
+) -> None:
+    k, v = (x.to(KV_DTYPE).cpu() for x in model.kv(prompt.context))
+    restored = [(k, v)]
+    for method in methods:
+        coded = method.code(k, v)
+        scores[method.name].bits.append(coded.num_bytes * 8 / (k.numel() + v.numel()))
+        restored.append((coded.k, coded.v))
+    nlls = [_nll(model, *kv, prompt.following) for kv in restored]
+    expected, *answers = _greedy(model, restored, prompt.following[:_TAIL], new_tokens)
+    for method, nll, answer in zip(methods, nlls[1:], answers, strict=True):
+        scores[method.name].dnll.append(nll - nlls[0])
+        scores[method.name].alike.append(_alike(expected, answer))
+
+
+def _score_passkey(
+    model: KVModel, methods: Sequence[Method], passkey: Passkey, scores: dict[str, Scores], num_tokens: int
+) -> bool:
+    """Return whether the model finds it in the exact KV cache."""
+    k, v = (x.to(KV_DTYPE).cpu() for x in model.kv(passkey.context))
+    for method in methods:
+        coded = method.code(k, v)
+        scores[method.name].passkeys[num_tokens].append(_finds(model, coded.k, coded.v, passkey))
+    return _finds(model, k, v, passkey)
+
+
+@torch.no_grad()
+def _finds(model: KVModel, k: torch.Tensor, v: torch.Tensor, passkey: Passkey) -> bool:
+    """Whether the likeliest next token is right, digit by digit: what a greedy answer is."""
+    asked = torch.cat((passkey.question, passkey.answer[:-1]))
+    told = model.log_probabilities(k, v, asked)[len(passkey.question) - 1 :].argmax(-1)
+    return bool((told.cpu() == passkey.answer).all())
+
+
+@torch.no_grad()
+def _nll(model: KVModel, k: torch.Tensor, v: torch.Tensor, following: torch.Tensor) -> float:
+    log_p = model.log_probabilities(k, v, following[:-1])
+    return float(-log_p.cpu().gather(1, following[1:, None]).double().mean())
+
+
+@torch.no_grad()
+def _greedy(
+    model: KVModel, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], tail: torch.Tensor, new_tokens: int
+) -> list[list[int]]:
+    """Greedy answers after ``tail`` from each cache, ``(tokens, layers, heads, dim)``, all at once."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    for layer in range(model.num_layers):
+        pair = (torch.stack([kv[i][:, layer].transpose(0, 1) for kv in caches]) for i in range(2))
+        cache.update(*(x.to(model.device, model.model.dtype) for x in pair), layer)
+    ids = tail.expand(len(caches), -1).to(model.device)
+    found = []
+    for _ in range(new_tokens):
+        logits = model.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        ids = logits.argmax(-1, keepdim=True)
+        found.append(ids)
+    answers: list[list[int]] = torch.cat(found, dim=1).tolist()
+    return answers
+
+
+def _alike(a: Sequence[int], b: Sequence[int]) -> int:
+    """Leading tokens that are the same."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+
+
+def share_interval(successes: int, count: int) -> tuple[float, float]:
+    """The 95% confidence interval of a share (Wilson, "Probable inference", 1927)."""
+    z = 1.96
+    centre = (successes + z * z / 2) / (count + z * z)
+    half = z / (count + z * z) * math.sqrt(successes * (count - successes) / count + z * z / 4)
+    return centre - half, centre + half
+
+
+def _row(name: str, scores: Scores, new_tokens: int) -> dict[str, Any]:
+    equal, count = sum(n == new_tokens for n in scores.alike), len(scores.alike)
+    alike = estimate([float(n) for n in scores.alike])
+    dnll = estimate(scores.dnll)
+    return {
+        "name": name,
+        "bits_per_value": estimate(scores.bits).mean,
+        "prompts": count,
+        "equal_answers": equal,
+        "equal_answers_ci": share_interval(equal, count),
+        "tokens_alike": alike.mean,
+        "tokens_alike_ci": alike.interval,
+        "dnll": dnll.mean,
+        "dnll_ci": dnll.interval,
+        "passkeys": {n: sum(right) for n, right in scores.passkeys.items()},
+        "passkeys_of": {n: len(right) for n, right in scores.passkeys.items()},
+    }
+
+
+def _table(scores: dict[str, Scores], exact_right: dict[int, list[bool]], new_tokens: int) -> Table:
+    columns = ("bits a value", "equal answers", f"tokens alike of {new_tokens}", "change of NLL")
+    table = Table(title="Against the exact KV cache; ± and [] are 95% confidence intervals")
+    table.add_column("method")
+    for title in (*columns, *(f"passkeys, {n:,}" for n in exact_right)):
+        table.add_column(title, justify="right")
+    right_of_all = (f"{sum(right)}/{len(right)}" for right in exact_right.values())
+    table.add_row("the model itself", "16", "", "", "", *right_of_all, end_section=True)
+    for name, s in scores.items():
+        equal, count = sum(n == new_tokens for n in s.alike), len(s.alike)
+        low, high = share_interval(equal, count)
+        table.add_row(
+            name,
+            f"{estimate(s.bits).mean:.3f}",
+            f"{equal}/{count} [{low:.0%}, {high:.0%}]",
+            _show(estimate([float(n) for n in s.alike]), ".1f"),
+            _show(estimate(s.dnll), ".4f"),
+            *(f"{sum(right)}/{len(right)}" for right in s.passkeys.values()),
+        )
+    return table
+
+
+def _show(found: Estimate, form: str) -> str:
+    return f"{found.mean:{form}}" + ("" if found.margin is None else f" ±{found.margin:{form}}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+"""What cells that span more layers and heads gain in bits, and what they cost in memory and arithmetic.
+
+    python -m benchmarks.codec.spans --model PATH --text FILE [--part 0:0.5 --calibrate-part 0.5:1] [--json OUT]
+
+A cell of ``klt`` is K and V of some layers and heads under one transform. Each span is calibrated as ``kvfetch
+calibrate`` does it, and coded with HEVC at several steps, on other text. All bytes count. Bits are read off at equal KL
+divergence, between the two steps around it. Beside them stands the price: the profile's bytes, and the multiply-adds
+that the restore kernel needs for a value. Both are also computed for larger models, which are taken to keep the same
+share of coefficients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import log
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from benchmarks.codec.measure import measure
+from benchmarks.codec.segments import SegmentMethod
+from benchmarks.codec.windows import windows_of
+from benchmarks.machine import machine, versions
+from benchmarks.report import write_json
+from sgl_kvfetch.calibrate.fit import Options, calibrate, cell_grid
+from sgl_kvfetch.calibrate.model import KVModel, calibration_windows, part_of, read_text
+from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.quant.klt import KltQuantiser
+from sgl_kvfetch.quant.profile import Calibration, Profile
+from sgl_kvfetch.quant.rope import rope_of_config
+from sgl_kvfetch.types import CellGrid
+
+KLS = (1e-3, 3e-3, 1e-2)
+_STEPS = (1.0, 2.0, 4.0, 8.0, 16.0)
+_WIDTH = 150
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What of a model decides the price of a span."""
+
+    name: str
+    num_layers: int
+    num_heads: int
+    k_head_dim: int
+    v_head_dim: int
+
+    @classmethod
+    def of(cls, model: KVModel) -> Shape:
+        return cls(Path(model.path).name, model.num_layers, model.num_heads, model.k_head_dim, model.v_head_dim)
+
+    def cell_channels(self, grid: CellGrid) -> list[int]:
+        """Return how many channels each cell has."""
+        width = grid.cell_heads * (self.k_head_dim + self.v_head_dim)
+        return [len(grid.layers(group)) * width for group, _ in grid.cells()]
+
+
+LARGER = (Shape("Llama-3.1-8B", 32, 8, 128, 128), Shape("Qwen3-32B", 64, 8, 128, 128))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The layers and heads of a cell. ``heads``: None for all that a rank has."""
+
+    layers: int
+    heads: int | None
+
+    def __str__(self) -> str:
+        heads = {None: "all heads", 1: "one head"}.get(self.heads, f"{self.heads} heads")
+        return f"{self.layers} layer{'s' * (self.layers > 1)}, {heads}"
+
+    def grid(self, shape: Shape) -> CellGrid:
+        return CellGrid(shape.num_layers, shape.num_heads, self.layers, self.heads or shape.num_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    span: Span
+    is_chosen: bool = False
+    sensitivity: bool = True
+    sinks: bool = True
+
+    def __str__(self) -> str:
+        left_out = [f", without {name}" for name in ("sensitivity", "sinks") if not getattr(self, name)]
+        return f"{self.span}{' (chosen)' * self.is_chosen}{''.join(left_out)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What a step was measured to cost. ``integers``: of a token, as a share of its values."""
+
+    step: float
+    kl: float
+    bits: float
+    integers: float
+
+
+def variants_of(shape: Shape) -> list[Variant]:
+    """Return the spans to compare, the one that is chosen among them, and that one without each of its extras."""
+    chosen = chosen_span(shape)
+    one_head = [Span(3, 1)] if shape.num_heads > 1 else []
+    spans = dict.fromkeys([Span(1, None), *one_head, Span(3, None), Span(6, None), chosen])
+    return [
+        *(Variant(span, is_chosen=span == chosen) for span in spans),
+        Variant(chosen, sensitivity=False),
+        Variant(chosen, sinks=False),
+    ]
+
+
+def chosen_span(shape: Shape) -> Span:
+    """Return what ``kvfetch calibrate`` takes for a model of this shape, unless told otherwise."""
+    head_channels = shape.k_head_dim + shape.v_head_dim
+    grid = cell_grid(shape.num_layers, shape.num_heads, head_channels, Options().max_channels, tp_size=1)
+    return Span(grid.cell_layers, None if grid.cell_heads == shape.num_heads else grid.cell_heads)
+
+
+def profile_bytes(shape: Shape, grid: CellGrid) -> int:
+    """Return the bytes of the tensors of a profile with these cells."""
+    total = 0
+    for (group, _), channels in zip(grid.cells(), shape.cell_channels(grid), strict=True):
+        layers = len(grid.layers(group))
+        weights = layers * sum((grid.cell_heads * dim) ** 2 for dim in (shape.k_head_dim, shape.v_head_dim))
+        sensitivity = channels + layers * 2 * grid.cell_heads + 1
+        mean_spread_reach = 4 * channels
+        total += 2 * channels**2 + 4 * (weights + mean_spread_reach + sensitivity)
+    return total
+
+
+def multiply_adds(shape: Shape, grid: CellGrid, integers: float) -> float:
+    """Return how many multiply-adds restore a value: one for each of a token's integers in the value's cell.
+
+    ``integers``: of a token, as a share of its values.
+    """
+    channels = shape.cell_channels(grid)
+    return integers * sum(c**2 for c in channels) / sum(channels)
+
+
+def at_kl(points: Sequence[Point], kl: float) -> Point | None:
+    """Return the figures at a divergence, on the line between the logarithms of its neighbours'; None outside them."""
+    for fine, coarse in pairwise(points):
+        if fine.kl <= kl <= coarse.kl:
+            part = log(kl / fine.kl) / log(coarse.kl / fine.kl)
+            return Point(
+                step=fine.step * (coarse.step / fine.step) ** part,
+                kl=kl,
+                bits=fine.bits + part * (coarse.bits - fine.bits),
+                integers=fine.integers + part * (coarse.integers - fine.integers),
+            )
+    return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0; 2 if the run could not be made."""
+    args = _parse(argv)
+    console = Console(highlight=False)
+    console.width = max(console.width, _WIDTH)
+    try:
+        report = _run(args)
+    except KVFetchError as e:
+        console.print(f"error: {e}", style="red", markup=False)
+        return 2
+    console.print(_table(report))
+    for name, larger in report["larger_models"].items():
+        price = _show_price(larger["profile_bytes"], larger["multiply_adds_a_value"])
+        console.print(f"For {name}, kvfetch calibrate takes {larger['chosen']}: {price} if it keeps all coefficients.")
+    if args.json:
+        write_json(args.json, report)
+        console.print(f"wrote {args.json}")
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="any transformers path")
+    parser.add_argument("--text", type=Path, required=True, help="what is coded: plain text, or JSONL with `prompt`")
+    parser.add_argument("--part", default="0:0.5", help="the part of it to code (default: %(default)s)")
+    parser.add_argument("--windows", type=int, default=10, help="of it (default: %(default)s)")
+    parser.add_argument("--calibrate-text", type=Path, help="what to calibrate on (default: --text)")
+    parser.add_argument("--calibrate-part", default="0.5:1", help="the part of that to use (default: %(default)s)")
+    parser.add_argument("--calibrate-windows", type=int, default=25, help="of that (default: %(default)s)")
+    parser.add_argument("--context", type=int, default=1024, help="(default: %(default)s)")
+    parser.add_argument("--continuation", type=int, default=512, help="(default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    return parser.parse_args(argv)
+
+
+def _run(args: argparse.Namespace) -> dict[str, Any]:
+    model = KVModel(args.model)
+    shape = Shape.of(model)
+    length = args.context + args.continuation
+    coded = windows_of(model, read_text(args.text), args.part, args.windows, length + 1)
+    tokens = [part_of(model.tokenise(t), args.calibrate_part) for t in read_text(args.calibrate_text or args.text)]
+    fitted = calibration_windows(model, tokens, args.calibrate_windows, length)
+    profiles: dict[tuple[Span, bool], Profile] = {}
+    rows = []
+    for variant in tqdm(variants_of(shape), unit="span", disable=not sys.stderr.isatty()):
+        key = variant.span, variant.sensitivity
+        if key not in profiles:
+            options = Options(num_context=args.context, grid=variant.span.grid(shape), sensitivity=variant.sensitivity)
+            profiles[key] = _calibrated(model, fitted, options)
+        profile = profiles[key] if variant.sinks else replace(profiles[key], num_sinks=0)
+        rows.append(_row(variant, shape, _measured(model, coded, args.context, profile)))
+    return {
+        "benchmark": "codec.spans",
+        "config": {key: str(value) for key, value in vars(args).items()},
+        "bits": "everything counted, HEVC",
+        "machine": machine(),
+        "versions": versions(),
+        "rows": rows,
+        "larger_models": {s.name: {"chosen": str(chosen_span(s)), **_price(s, chosen_span(s), 1.0)} for s in LARGER},
+    }
+
+
+def _calibrated(model: KVModel, windows: Sequence[torch.Tensor], options: Options) -> Profile:
+    describe = Calibration(model.path, "", "", len(windows), options.num_context, len(windows[0]) - options.num_context)
+    return calibrate(model, windows, rope_of_config(model.config), describe, options)
+
+
+def _measured(model: KVModel, windows: Sequence[torch.Tensor], num_context: int, profile: Profile) -> list[Point]:
+    quantisers = [KltQuantiser(profile, step=step) for step in _STEPS]
+    methods = [SegmentMethod(f"{q.step:g}", "sgl_kvfetch", "klt", q, "hevc") for q in quantisers]
+    rows = measure(model, windows, num_context, methods).rows
+    return [
+        Point(q.step, row.kl.mean, row.bits_per_value.mean, sum(q.coefficient_shares))
+        for q, row in zip(quantisers, rows, strict=True)
+    ]
+
+
+def _row(variant: Variant, shape: Shape, points: Sequence[Point]) -> dict[str, Any]:
+    """Multiply-adds: those at the finest divergence that is compared, where they are the most."""
+    found = {f"{kl:g}": at_kl(points, kl) for kl in KLS}
+    finest = found[f"{KLS[0]:g}"]
+    integers = finest.integers if finest else None
+    return {
+        "name": str(variant),
+        "layers": variant.span.layers,
+        "heads": variant.span.heads or shape.num_heads,
+        "sensitivity": variant.sensitivity,
+        "sinks": variant.sinks,
+        "is_chosen": variant.is_chosen,
+        "bits_at_kl": {kl: point.bits if point else None for kl, point in found.items()},
+        "integers_a_value": integers,
+        "price": {s.name: _price(s, variant.span, integers) for s in (shape, *LARGER)},
+        "points": [{"step": p.step, "kl": p.kl, "bits": p.bits, "integers_a_value": p.integers} for p in points],
+    }
+
+
+def _price(shape: Shape, span: Span, integers: float | None) -> dict[str, Any]:
+    grid = span.grid(shape)
+    return {
+        "profile_bytes": profile_bytes(shape, grid),
+        "multiply_adds_a_value": None if integers is None else multiply_adds(shape, grid, integers),
+    }
+
+
+def _table(report: dict[str, Any]) -> Table:
+    rows = report["rows"]
+    table = Table(
+        title=f"Bits a value at equal KL, {report['bits']}. Profile and multiply-adds a value at KL {KLS[0]:g}"
+    )
+    table.add_column("cells of K and V of")
+    for title in (*(f"KL {kl:g}" for kl in KLS), *rows[0]["price"]):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        bits = ["out of range" if b is None else f"{b:.3f}" for b in row["bits_at_kl"].values()]
+        table.add_row(row["name"], *bits, *(_show_price(**price) for price in row["price"].values()))
+    return table
+
+
+def _show_price(profile_bytes: int, multiply_adds_a_value: float | None) -> str:
+    adds = "?" if multiply_adds_a_value is None else f"{multiply_adds_a_value:,.0f}"
+    return f"{profile_bytes / 1e6:,.1f} MB, {adds}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

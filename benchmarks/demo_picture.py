@@ -1,0 +1,48 @@
+"""The demo's picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from sgl_kvfetch.container.manifest import decode_manifest
+from sgl_kvfetch.container.segment import SegmentReader
+from sgl_kvfetch.quant import quantiser_from_identity
+
+_COLOURS = ("#000000", "#D55E00", "#0072B2")  # Okabe and Ito's
+
+
+def draw(path: Path, times_s: Mapping[str, float], title: str, store: Path) -> None:
+    """Left: times to first token. Right: the first frame of the first video in ``store``, a directory."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    bars = left.barh(list(times_s), list(times_s.values()), color=_COLOURS)
+    left.bar_label(bars, fmt="%.2f s", padding=4)
+    left.margins(x=0.15)
+    left.invert_yaxis()
+    left.set(xlabel="time to first token (s)")
+    right.imshow(_first_frame(store), interpolation="nearest")
+    right.set(title="a frame of the KV cache as video: three colour planes", xticks=[], yticks=[])
+    figure.savefig(path, dpi=150, format="png")
+    pyplot.close(figure)
+
+
+def _first_frame(store: Path) -> np.ndarray:
+    """uint8 ``(height, width, 3)``."""
+    file = max(store.glob("*/*.kvm"), key=lambda found: found.stat().st_size)  # the longest segment's
+    manifest = decode_manifest(file.read_bytes())
+    reader = SegmentReader(manifest, quantiser_from_identity(manifest.namespace.quantiser))
+    data = (store / reader.data_name).read_bytes()
+    cell = next(iter(manifest.cells()))
+    start, end = reader.cell_range(cell)
+    decoded = reader.decode_frames(cell, data[start:end])
+    frames = next(x for x, layout in reversed(list(zip(decoded.parts, decoded.layouts, strict=True))) if layout)
+    picture: np.ndarray = frames[0].cpu().numpy().transpose(1, 2, 0)
+    return picture

@@ -1,0 +1,72 @@
+"""A profile of the real model for ``klt``, calibrated once and kept beside the model.
+
+python -m benchmarks.real_profile    # prints the profile's path
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.prose import prose
+from benchmarks.real_model import Say, real_model, say_on_stderr
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.quant.profile import PROFILE_VERSION
+
+# The second half of the text is calibrated on; the first half is for prompts.
+CALIBRATION_PART, PROMPTS_PART = "0.5:1", "0:0.5"
+_ARGUMENTS = ("--windows", "12", "--context", "1024", "--continuation", "256", "--part", CALIBRATION_PART)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
+    try:
+        print(real_profile())
+    except ConfigError as e:
+        raise SystemExit(f"benchmarks.real_profile: {e}") from e
+    return 0
+
+
+def real_profile(say: Say = say_on_stderr) -> Path:
+    """Return the profile's path. Make it if the cache does not have it, which takes two cores a few minutes.
+
+    It has half the windows that ``kvfetch calibrate`` takes by default: enough to show what ``klt`` does. Raises
+    ConfigError.
+    """
+    model = real_model(say)
+    made_by = (PROFILE_VERSION, _ARGUMENTS, sys.version_info[:3], _code_digest())
+    digest = hashlib.sha256(repr(made_by).encode()).hexdigest()[:12]
+    path = model.with_name(f"{model.name}-{digest}.profile")
+    if path.is_file():
+        return path
+    say("calibrating, once: a few minutes")
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        text, made = Path(folder, "python-reference.txt"), Path(folder, "profile")
+        text.write_text(prose())
+        command = [sys.executable, "-m", "sgl_kvfetch.cli", "calibrate", "--model", str(model), "--text", str(text)]
+        done = subprocess.run([*command, *_ARGUMENTS, "--out", str(made)], stdout=subprocess.DEVNULL, check=False)
+        if done.returncode:
+            raise ConfigError(f"the real model cannot be calibrated: kvfetch calibrate ended with {done.returncode}")
+        os.replace(made, path)
+    return path
+
+
+def _code_digest() -> str:
+    """Of the code that makes a profile: one that older code made is not used."""
+    from sgl_kvfetch import calibrate, quant
+
+    whole = hashlib.sha256()
+    for package in (calibrate, quant):
+        for file in sorted(Path(package.__path__[0]).glob("*.py")):
+            whole.update(file.read_bytes())
+    return whole.hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

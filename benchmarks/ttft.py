@@ -1,0 +1,296 @@
+"""Time to first token over links of several speeds, by what brings the prompt's KV cache.
+
+    python -m benchmarks.ttft [--model PATH --profile FILE --text FILE] [--json OUT]
+
+One real SGLang a method, in device mode. It computes every prompt once and stores it; then, with its caches flushed and
+a shaped link between it and the store, it is asked again.
+
+* computing: no store at all;
+* raw reuse: the KV cache as it is, 16 bits a value, through the same client;
+* CacheGen's recipe: its bins, 32 in each layer, and a general-purpose coder. Its own arithmetic coder needs a GPU, and
+  fewer bytes: see docs/codec.md;
+* KVFetcher's recipe: the same bins, laid out as frames, in HEVC;
+* ours: `klt` at its default target, in HEVC. `recompute` may choose to compute instead;
+* ours, always fetched: the same, and it may not.
+
+A CPU computes a hundred times slower than a GPU, so links are slower here, too: 0.02 to 1 Gbps stand for 1 to 40.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.machine import machine, versions
+from benchmarks.prose import prose
+from benchmarks.real_model import real_model
+from benchmarks.real_profile import PROMPTS_PART, real_profile
+from benchmarks.report import write_json
+from benchmarks.server_facts import kvfetch_traffic
+from sgl_kvfetch.calibrate.model import cut_windows, part_of, prompt_start, read_text, tokenise
+from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.testing.engine import SGLangServer, device_args, free_port
+from sgl_kvfetch.testing.metrics import wait_until_written
+from sgl_kvfetch.testing.store_process import StoreProcess
+
+PAGE_SIZE = 16
+COMPUTING = "computing"
+_BINS = {"quantiser": "cachegen", "cachegen_k_bins": [32], "cachegen_v_bins": [32]}
+_WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Method:
+    """``config``: keys of ours; None where SGLang runs without us."""
+
+    name: str
+    config: dict[str, Any] | None
+
+
+def methods(profile: Path) -> list[Method]:
+    ours = {"profile": str(profile.absolute()), "codec": "hevc"}
+    return [
+        Method(COMPUTING, None),
+        Method("raw reuse", {"quantiser": "exact", "codec": "raw"}),
+        Method("CacheGen's recipe", _BINS | {"codec": "zstd"}),
+        Method("KVFetcher's recipe", _BINS | {"codec": "hevc"}),
+        Method("ours", ours | {"recompute": "auto"}),
+        Method("ours, always fetched", ours),
+    ]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method, prompt length and link. Sums and percentiles are over the prompts."""
+
+    method: str
+    prompt_tokens: int
+    gbps: float
+    ttft_s: tuple[float, ...]
+    wire_bytes: int  # of one prompt, the mean
+    cached_tokens: int
+
+    @property
+    def p50_s(self) -> float:
+        return statistics.median(self.ttft_s)
+
+    @property
+    def p95_s(self) -> float:
+        """The nearest rank."""
+        return sorted(self.ttft_s)[math.ceil(0.95 * len(self.ttft_s)) - 1]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "method": self.method,
+            "prompt_tokens": self.prompt_tokens,
+            "gbps": self.gbps,
+            "ttft_s": {"p50": self.p50_s, "p95": self.p95_s, "all": self.ttft_s},
+            "wire_bytes": self.wire_bytes,
+            "cached_tokens": self.cached_tokens,
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parse(argv)
+    console = Console(highlight=False)
+    console.width = max(console.width, _WIDTH)
+    try:
+        model = Path(args.model) if args.model else real_model()
+        profile = Path(args.profile) if args.profile else real_profile()
+        prompts = _prompts(model, args)
+    except KVFetchError as e:
+        console.print(f"error: {e}", style="red", markup=False)
+        return 2
+    chosen = [m for m in methods(profile) if not args.methods or m.name in args.methods]
+    rows: list[Row] = []
+    for method in chosen:
+        with console.status(method.name):
+            rows += list(_measure(method, model, prompts, args.gbps))
+    console.print(_table(rows))
+    if args.json:
+        write_json(
+            args.json,
+            {
+                "benchmark": "ttft",
+                "model": str(model),
+                "profile": profile.name,
+                "rows": [row.as_json() for row in rows],
+                "machine": machine(),
+                "versions": versions(),
+            },
+        )
+        console.print(f"wrote {args.json}")
+        plot = args.json.with_suffix(".png")
+        plot_rows(plot, rows, f"{model.name} on {machine()['cores']} CPU cores")
+        console.print(f"wrote {plot}")
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a model's directory; the real model if not given")
+    parser.add_argument("--profile", help="of that model, by kvfetch calibrate")
+    parser.add_argument("--text", type=Path, help="what prompts are cut from; Python's reference if not given")
+    parser.add_argument("--part", default=PROMPTS_PART, help="of the text (default: %(default)s)")
+    parser.add_argument("--tokens", default="1024,2048,4096", help="of prompts (default: %(default)s)")
+    parser.add_argument("--gbps", default="0.02,0.05,0.1,0.2,0.5,1", help="links (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, default=3, help="of each length (default: %(default)s)")
+    parser.add_argument("--methods", help="names, with commas between; all if not given")
+    parser.add_argument("--json", type=Path, help="where the figures go; the plot goes beside it")
+    args = parser.parse_args(argv)
+    if bool(args.model) != bool(args.profile):
+        parser.error("--model and --profile go together")
+    try:
+        args.tokens = [int(tokens) for tokens in args.tokens.split(",")]
+        args.gbps = [float(gbps) for gbps in args.gbps.split(",")]
+    except ValueError as e:
+        parser.error(f"--tokens and --gbps are numbers with commas between: {e}")
+    known = [method.name for method in methods(Path())]
+    args.methods = args.methods.split(",") if args.methods else []
+    if unknown := set(args.methods) - set(known):
+        parser.error(f"--methods: {', '.join(sorted(unknown))} is unknown; known are {'; '.join(known)}")
+    return args
+
+
+def _prompts(model: Path, args: argparse.Namespace) -> dict[int, list[list[int]]]:
+    """By length; one more of each than is measured, to warm up with. No two begin alike."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = read_text(args.text) if args.text else [prose()]
+    tokens = [part_of(tokenise(tokenizer, text), args.part) for text in texts]
+    longest = max(args.tokens)
+    windows = cut_windows(tokens, len(args.tokens) * (args.prompts + 1), longest, prompt_start(tokenizer))
+    cut = iter(window.tolist() for window in windows)
+    return {length: [next(cut)[:length] for _ in range(args.prompts + 1)] for length in args.tokens}
+
+
+def _measure(method: Method, model: Path, prompts: dict[int, list[list[int]]], links: Sequence[float]) -> Iterator[Row]:
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="kvfetch-ttft-") as folder:
+        flags = ["--dtype", "bfloat16", "--max-total-tokens", "16384", "--context-length", "8192"]
+        if method.config is not None:
+            flags += device_args(f"http://127.0.0.1:{port}", **method.config)
+        with SGLangServer(model, extra_args=flags, request_timeout_s=600) as server:
+            if method.config is None:
+                for length, several in prompts.items():
+                    row = _ask(server, method.name, length, several, 0.0)
+                    yield from (Row(row.method, length, gbps, row.ttft_s, 0, 0) for gbps in links)
+                return
+            with _store(folder, port):
+                _store_all(server, [prompt for several in prompts.values() for prompt in several])
+            for gbps in links:
+                with _store(folder, port, "--link-gbps", f"{gbps:g}"):
+                    for length, several in prompts.items():
+                        yield _ask(server, method.name, length, several, gbps)
+
+
+@contextmanager
+def _store(folder: str, port: int, *args: str) -> Iterator[None]:
+    with StoreProcess(Path(folder), port=port, extra_args=args):
+        yield
+
+
+def _store_all(server: SGLangServer, prompts: Sequence[list[int]]) -> None:
+    num_pages = 0
+    for prompt in prompts:
+        server.generate(input_ids=prompt, max_new_tokens=1)
+        num_pages += len(prompt) // PAGE_SIZE
+        wait_until_written(server, num_pages, timeout_s=600)
+
+
+def _ask(server: SGLangServer, name: str, length: int, prompts: Sequence[list[int]], gbps: float) -> Row:
+    """The first prompt warms up: the server learns how fast the link is, and keeps connections open."""
+    answers = []
+    before = ""
+    for number, prompt in enumerate(prompts):
+        if number == 1:
+            before = server.metrics()
+        server.flush()
+        answers.append(server.generate(input_ids=prompt, max_new_tokens=1))
+    measured = answers[1:]
+    wire_bytes = kvfetch_traffic(before, server.metrics()).wire_bytes
+    return Row(
+        method=name,
+        prompt_tokens=length,
+        gbps=gbps,
+        ttft_s=tuple(a.ttft_s for a in measured),
+        wire_bytes=wire_bytes // len(measured),
+        cached_tokens=round(statistics.mean(a.cached_tokens for a in measured)),
+    )
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(title="Time to first token in s, p50 (p95)")
+    table.add_column("prompt", justify="right")
+    table.add_column("method")
+    links = sorted({row.gbps for row in rows})
+    for gbps in links:
+        table.add_column(f"{gbps:g} Gbps", justify="right")
+    table.add_column("MB on the wire", justify="right")
+    for length in sorted({row.prompt_tokens for row in rows}):
+        for name in dict.fromkeys(row.method for row in rows):
+            of_link = {row.gbps: row for row in rows if (row.method, row.prompt_tokens) == (name, length)}
+            table.add_row(
+                f"{length:,}",
+                name,
+                *(f"{of_link[gbps].p50_s:.2f} ({of_link[gbps].p95_s:.2f})" for gbps in links),
+                f"{max(row.wire_bytes for row in of_link.values()) / 1e6:.2f}",
+            )
+        table.add_section()
+    return table
+
+
+def plot_rows(path: Path, rows: Sequence[Row], subtitle: str) -> None:
+    """A panel a prompt length: time to first token over the link's speed, both logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lengths = sorted({row.prompt_tokens for row in rows})
+    figure, panels = pyplot.subplots(
+        1, len(lengths), figsize=(4.2 * len(lengths), 4.4), sharey=True, layout="constrained", squeeze=False
+    )
+    figure.suptitle(f"Time to first token\n{subtitle}", fontsize=10)
+    names = list(dict.fromkeys(row.method for row in rows))
+    for axes, length in zip(panels[0], lengths, strict=True):
+        for name, (colour, style) in zip(names, _LOOKS, strict=False):
+            line = sorted((r.gbps, r.p50_s, r.p95_s) for r in rows if (r.method, r.prompt_tokens) == (name, length))
+            gbps, middles, tops = zip(*line, strict=True)
+            axes.plot(gbps, middles, style, color=colour, label=name, lw=2)
+            axes.fill_between(gbps, middles, tops, color=colour, alpha=0.15, lw=0)
+        axes.set(xscale="log", yscale="log", xlabel="link (Gbps)", title=f"{length:,} tokens")
+        axes.set_xticks(gbps, [f"{g:g}" for g in gbps])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    panels[0][0].set_ylabel("TTFT (s), p50; shaded up to p95")
+    panels[0][-1].legend(fontsize=8)
+    figure.savefig(path, dpi=150, format="png")
+    pyplot.close(figure)
+
+
+# Okabe and Ito's colours, which the colour-blind can tell apart; the line styles say the same once more.
+_LOOKS = (
+    ("#000000", ":"),
+    ("#D55E00", "-"),
+    ("#E69F00", "-"),
+    ("#CC79A7", "-"),
+    ("#0072B2", "-"),
+    ("#56B4E9", "--"),
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

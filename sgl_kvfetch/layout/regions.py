@@ -1,0 +1,117 @@
+"""Transform coefficients <-> frames: a region of the picture a coefficient, with all tokens of the span in it.
+
+Coefficients vary more from one to the next than from token to token, and a video encoder adapts to what it codes from
+block to block. So each coefficient has a rectangle to itself, as large as the span, and coefficients follow one another
+in the order in which they vary. Three that follow one another share a rectangle, one in each colour plane.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sgl_kvfetch.errors import FormatError
+from sgl_kvfetch.layout.frames import FILL, PLANES, RESOLUTIONS, Dim, Layout, picture_side
+
+if TYPE_CHECKING:
+    import torch
+
+# The encoder codes a picture in units of up to 32x32: a region that is no higher shares none with its neighbours below.
+_UNIT = 32
+
+
+class RegionLayout(Layout, frozen=True, kw_only=True, tag="regions"):
+    """Integers ``(coefficients, tokens)``, of at most ``token_rows * token_cols`` tokens.
+
+    A picture has N regions of ``token_rows x token_cols`` pixels, numbered row by row. Coefficient c lies in plane
+    ``c % 3`` of region ``c // 3 % N`` of frame ``c // (3 N)``, and token t at ``(t // token_cols, t % token_cols)`` of
+    the region.
+    """
+
+    token_rows: Dim
+    token_cols: Dim
+
+    @property
+    def region_cols(self) -> int:
+        return self.width // self.token_cols
+
+    @property
+    def region_rows(self) -> int:
+        return self.height // self.token_rows
+
+    @property
+    def coefficients_per_frame(self) -> int:
+        return self.region_rows * self.region_cols * PLANES
+
+    def num_frames(self, shape: tuple[int, ...]) -> int:
+        return -(-shape[0] // self.coefficients_per_frame)
+
+    def require_fits(self, shape: tuple[int, ...]) -> None:
+        super().require_fits(shape)
+        _, num_tokens = shape
+        if num_tokens > self.token_rows * self.token_cols:
+            raise FormatError(f"region of {self.token_rows}x{self.token_cols} cannot hold {num_tokens} tokens")
+        if self.token_cols > self.width or self.token_rows > self.height:
+            raise FormatError(
+                f"region of {self.token_cols}x{self.token_rows} exceeds its picture of {self.width}x{self.height}"
+            )
+
+    def to_frames(self, integers: torch.Tensor) -> torch.Tensor:
+        shape = tuple(integers.shape)
+        self.require_fits(shape)
+        count, num_tokens = shape
+        num_frames = self.num_frames(shape)
+        grid = integers.new_full((num_frames * self.coefficients_per_frame, self.token_rows * self.token_cols), FILL)
+        grid[:count, :num_tokens] = integers
+        pixels = grid.view(
+            num_frames, self.region_rows, self.region_cols, PLANES, self.token_rows, self.token_cols
+        ).permute(0, 3, 1, 4, 2, 5)
+        if self._is_full:
+            return pixels.reshape(num_frames, PLANES, self.height, self.width).contiguous()
+        frames = integers.new_full((num_frames, PLANES, self.height, self.width), FILL)
+        self._used(frames).copy_(pixels.reshape(num_frames, PLANES, *self._used_size))
+        return frames
+
+    def from_frames(self, frames: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        count, num_tokens = shape
+        assert frames.shape == self.frames_shape(shape), (frames.shape, shape)
+        pixels = self._used(frames).reshape(
+            -1, PLANES, self.region_rows, self.token_rows, self.region_cols, self.token_cols
+        )
+        grid = pixels.permute(0, 2, 4, 1, 3, 5).reshape(-1, self.token_rows * self.token_cols)
+        return grid[:count, :num_tokens].contiguous()
+
+    @property
+    def _used_size(self) -> tuple[int, int]:
+        return self.region_rows * self.token_rows, self.region_cols * self.token_cols
+
+    @property
+    def _is_full(self) -> bool:
+        return self._used_size == (self.height, self.width)
+
+    def _used(self, frames: torch.Tensor) -> torch.Tensor:
+        height, width = self._used_size
+        return frames[:, :, :height, :width]
+
+
+def region_layout(num_coefficients: int, span_tokens: int, resolution: str = "240p") -> RegionLayout:
+    """Return a layout for up to ``num_coefficients`` coefficients of spans of up to ``span_tokens`` tokens.
+
+    Regions are squares of 32x32 or the next smaller power of two, and wider where the span is longer. Pictures stay
+    within the resolution's nominal size unless one region is larger, and have no rows of regions that stay empty.
+    """
+    token_rows = min(_UNIT, 1 << ((span_tokens - 1).bit_length() + 1) // 2)
+    nominal_width, nominal_height = RESOLUTIONS[resolution]
+    while token_rows * nominal_width < span_tokens and token_rows < nominal_height:
+        token_rows *= 2  # a very long span: wider than the picture otherwise
+    token_cols = -(-span_tokens // token_rows)
+    regions = -(-num_coefficients // PLANES)
+    cols = max(1, min(nominal_width // token_cols, regions))
+    most_rows = max(1, nominal_height // token_rows)
+    num_frames = -(-regions // (cols * most_rows))
+    rows = -(-regions // (num_frames * cols))
+    return RegionLayout(
+        width=picture_side(cols * token_cols),
+        height=picture_side(rows * token_rows),
+        token_rows=token_rows,
+        token_cols=token_cols,
+    )

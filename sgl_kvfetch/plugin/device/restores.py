@@ -1,0 +1,119 @@
+"""Which kernels restore a cell, and with what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sgl_kvfetch.container.segment import CellFrames
+from sgl_kvfetch.layout.regions import RegionLayout
+from sgl_kvfetch.layout.tiles import TileLayout
+from sgl_kvfetch.quant.inverse import ByteInverse, Inverse, StepInverse, TransformInverse
+from sgl_kvfetch.quant.klt import KltQuantiser, scales_of
+from sgl_kvfetch.triton_kernels.restore import restore
+from sgl_kvfetch.triton_kernels.restore_klt import restore_klt
+from sgl_kvfetch.types import TENSORS
+
+CellOutputs = tuple[list[torch.Tensor], list[torch.Tensor]]  # K's and V's buffers, one a layer
+
+
+@dataclass(frozen=True)
+class Restore:
+    """A kernel's work on one cell.
+
+    ``kind``: equal for works that compiled code can be shared by, if their layouts and number of layers are equal.
+    ``parts``: the cell's parts whose frames it reads. ``fixed``: what else it reads, on the host. ``by_frame``: whether
+    it can do some frames at a time. ``launch(slots, fixed, frames, first_frame)``: all of them on the device; tokens
+    whose slot is -1 are left out. ``finish(fixed)``: to be called after it.
+    """
+
+    kind: str
+    parts: tuple[int, ...]
+    fixed: tuple[torch.Tensor, ...]
+    by_frame: bool
+    launch: Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor], int], None]
+    finish: Callable[[Sequence[torch.Tensor]], None] = lambda fixed: None
+
+
+def restores_of(cell: CellFrames, inverse: Inverse, slots: torch.Tensor, outputs: CellOutputs) -> Iterator[Restore]:
+    """Yield the works that restore a cell. ``inverse``: with its tensors on the device. ``slots``: on the host, int64
+    ``(tokens,)``, -1 where a token is not wanted."""
+    match inverse:
+        case ByteInverse():
+            size = len(cell.parts) // 2
+            for first, buffers in zip((0, size), outputs, strict=True):
+                yield _exact(cell, tuple(range(first, first + size)), buffers)
+        case StepInverse(k_centres, v_centres):
+            for first, centres, buffers in zip((0, 2), (k_centres, v_centres), outputs, strict=True):
+                yield _symmetric(cell, first, centres, buffers)
+        case TransformInverse():
+            yield _transformed(cell, inverse, slots, outputs)
+
+
+def _tiles(cell: CellFrames, part: int) -> TileLayout:
+    layout = cell.layouts[part]
+    assert isinstance(layout, TileLayout)
+    return layout
+
+
+def _exact(cell: CellFrames, parts: tuple[int, ...], buffers: list[torch.Tensor]) -> Restore:
+    layout = _tiles(cell, parts[0])
+
+    def launch(
+        slots: torch.Tensor, fixed: Sequence[torch.Tensor], frames: Sequence[torch.Tensor], first_frame: int
+    ) -> None:
+        restore(frames, layout, slots, buffers, first_frame=first_frame)
+
+    return Restore("exact", parts, (), True, launch)
+
+
+def _symmetric(cell: CellFrames, first: int, centres: tuple[int, ...], buffers: list[torch.Tensor]) -> Restore:
+    layout = _tiles(cell, first + 1)
+    scales = cell.parts[first].view(torch.bfloat16).view(len(cell.place.tokens), len(cell.layers), -1)
+
+    def launch(
+        slots: torch.Tensor, fixed: Sequence[torch.Tensor], frames: Sequence[torch.Tensor], first_frame: int
+    ) -> None:
+        restore(frames, layout, slots, buffers, scales=fixed[0], centres=centres, first_frame=first_frame)
+
+    return Restore("symmetric", (first + 1,), (scales,), True, launch)
+
+
+def _transformed(cell: CellFrames, inverse: TransformInverse, slots: torch.Tensor, outputs: CellOutputs) -> Restore:
+    quantiser, layout = cell.quantiser, cell.layouts[2]
+    assert isinstance(quantiser, KltQuantiser)
+    assert isinstance(layout, RegionLayout)
+    rope = inverse.rope
+    which, exact = quantiser.exact_tokens(cell.parts, outputs[0][0].dtype, cell.place)
+    wanted = slots[which] >= 0
+    exact_slots, k, v = slots[which[wanted]], exact.k[wanted], exact.v[wanted]
+    rotation = [] if rope is None else [rope.table(cell.place.tokens.start, len(cell.place.tokens))]
+    num_k = sum(x[0].numel() for x in outputs[0])
+
+    def launch(
+        slots: torch.Tensor, fixed: Sequence[torch.Tensor], frames: Sequence[torch.Tensor], first_frame: int
+    ) -> None:
+        assert not first_frame
+        for tensor, channels, buffers in zip(TENSORS, (slice(num_k), slice(num_k, None)), outputs, strict=True):
+            restore_klt(
+                frames[0],
+                layout,
+                slots,
+                buffers,
+                scales=fixed[0],
+                matrix=inverse.matrix[:, channels],
+                mean=inverse.mean[channels],
+                rotation=fixed[4] if rope is not None and tensor == "k" else None,
+                interleaved=rope is not None and rope.interleaved,
+            )
+
+    def finish(fixed: Sequence[torch.Tensor]) -> None:
+        exact_slots, *exact = fixed[1:4]
+        for values, buffers in zip(exact, outputs, strict=True):
+            for layer, buffer in enumerate(buffers):
+                buffer.index_copy_(0, exact_slots, values[:, layer])
+
+    fixed = (scales_of(cell.parts[0]) * quantiser.step, exact_slots, k, v, *rotation)
+    return Restore("transformed", (2,), fixed, False, launch, finish if len(k) else lambda fixed: None)
