@@ -32,7 +32,7 @@ from sgl_kvfetch.quant.profile import Profile, load_profile
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
-_TABLE_WIDTH = 132  # a row in two lines cannot be compared with its neighbours
+_TABLE_WIDTH = 140  # a row in two lines cannot be compared with its neighbours
 
 
 def main(argv: Sequence[str] | None = None) -> int:

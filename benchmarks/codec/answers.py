@@ -40,7 +40,7 @@ _PAGE = 64
 _TAIL = 16  # tokens of a prompt that are computed, whatever is stored
 _DIGITS = 5
 _WIDTH = 150
-METHODS = "exact/zstd,uint8/zstd,cachegen-*/2048*,kvfetcher-*,kvtc-*,klt-*/zstd"
+METHODS = "exact/zstd,uint8/zstd,cachegen*/zstd,kvtc-8x,kvtc-16x,klt*/zstd"
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def print_methods(methods: Sequence[tuple[str, str]], console: Console) -> None:
 
 def print_table(measured: Measured, console: Console) -> None:
     table = Table(title="All bytes counted; ± is a 95% confidence interval over the windows")
-    table.add_column("method")
+    table.add_column("method", no_wrap=True)
     for title in _TITLES:
         table.add_column(title, justify="right")
     family = ""

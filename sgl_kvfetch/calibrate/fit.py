@@ -22,7 +22,7 @@ from sgl_kvfetch.types import TENSORS, CellGrid
 
 # A step of 1 is meant to cost so much: what the Fisher information foretells for fine steps.
 _UNIT_KL = 1e-4
-_STEPS = tuple(2.0**power for power in range(-5, 6))
+_STEPS = tuple(2.0 ** (1.5 * i - 5) for i in range(8))
 _SAMPLE_BYTES = 1 << 30  # of tokens that are kept, to fit their costs to
 _MOST_LAYERS = 12  # of a cell: the restore kernel is compiled for each
 _FEW_NEED_MORE = 0.99  # a coefficient that is zero in so many tokens is left out

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -20,7 +21,8 @@ def test_percentiles_are_of_the_prompts() -> None:
 
 
 def test_a_plot_is_drawn(tmp_path: Path) -> None:
-    rows = [row(m, gbps, 1.0, 2.0, prompt_tokens=n) for m in ("computing", "ours") for gbps in (0.1, 1) for n in (64, 8)]
+    cases = itertools.product(("computing", "ours"), (0.1, 1), (64, 8))
+    rows = [row(method, gbps, 1.0, 2.0, prompt_tokens=tokens) for method, gbps, tokens in cases]
     ttft.plot_rows(tmp_path / "plot.png", rows, "numbers")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 

@@ -66,7 +66,7 @@ def test_a_profile_is_read_before_a_model_is_loaded(tmp_path: Path) -> None:
     make_profile().save(path)
     check_launch(_args(extra))  # at its default
     check_launch(_args(extra | {"target_kl": 1e-4}))
-    with pytest.raises(ConfigError, match="target_kl = 5 is out of this profile's reach, which is 1e-05 to 0.01"):
+    with pytest.raises(ConfigError, match=r"target_kl = 5 is out of this profile's reach, which is 1e-05 to 0\.01"):
         check_launch(_args(extra | {"target_kl": 5}))
 
 

@@ -57,7 +57,8 @@ def _coefficients(method: KltMethod, k: torch.Tensor, v: torch.Tensor, with_wide
         place = cell_place(manifest, cell)
         part = (slice(None), slice(place.layers.start, place.layers.stop), slice(place.heads.start, place.heads.stop))
         _, _, integers = method.klt.quantise(CellValues(k[part], v[part]), place)
-        kept = len(integers) if with_wide else min(len(integers), method.klt.profile.cells[cell[1:]].num_channels)
+        num_channels = method.klt.profile.cells[cell[1:]].num_channels  # so many are kept at a step this fine
+        kept = len(integers) if with_wide else num_channels
         num_bytes += len(get_codec(method.codec).encode(layout.to_frames(integers[:kept])))
     return num_bytes
 
