@@ -16,13 +16,12 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
-from benchmarks.codec.baselines.kvtc.calibration import calibrate
-from benchmarks.codec.baselines.kvtc.method import Kvtc
 from benchmarks.codec.measure import Measured, measure
 from benchmarks.codec.method import Method
 from benchmarks.codec.methods import all_methods, select
 from benchmarks.codec.options import Options, parse_options
 from benchmarks.codec.plot import plot_rates
+from benchmarks.codec.ready import fit
 from benchmarks.codec.report import print_methods, print_table, to_json
 from benchmarks.codec.windows import windows_of
 from benchmarks.report import write_json
@@ -65,16 +64,14 @@ def _benchmark(options: Options, console: Console) -> int:
         _require_profile_of(profile, model)
     length = options.context_tokens + options.continuation_tokens
     windows = windows_of(model, texts, options.part, options.windows, length + 1)  # the last is only predicted
-    fitted = [method for method in methods if isinstance(method, Kvtc)]
-    if fitted:
-        _calibrate(model, fitted, options)
+    has_kvtc = fit(methods, model, options.calibrate_text, options.calibrate_part, options.calibrate_windows, length)
     measured = _measure(model, windows, methods, options)
     duration_s = time.monotonic() - started_s
     print_table(measured, console)
     if profile is not None and _was_calibrated_on(profile, options.text, options.part):
         note = f"{options.profile} was calibrated on text that is measured here, which flatters klt; see --part"
         console.print(note, style="yellow", markup=False)
-    if fitted and options.calibrate_text == options.text and _overlap(options.part, options.calibrate_part):
+    if has_kvtc and options.calibrate_text == options.text and _overlap(options.part, options.calibrate_part):
         note = "KVTC was calibrated on text that is measured here, which flatters it; see --calibrate-part"
         console.print(note, style="yellow", markup=False)
     if options.json_path is not None:
@@ -89,23 +86,6 @@ def _benchmark(options: Options, console: Console) -> int:
         console.print(f"wrote {options.plot_path}")
     console.print(f"took {duration_s:.0f} s")
     return 0
-
-
-def _calibrate(model: KVModel, methods: Sequence[Kvtc], options: Options) -> None:
-    assert options.calibrate_text is not None
-    length = options.context_tokens + options.continuation_tokens
-    windows = windows_of(
-        model, read_text(options.calibrate_text), options.calibrate_part, options.calibrate_windows, length
-    )
-    with tqdm(unit="step", disable=not sys.stderr.isatty()) as bar:
-
-        def on_step(what: str) -> None:
-            bar.set_postfix_str(f"KVTC: {what}")
-            bar.update()
-
-        fit = calibrate(model, windows, sorted({method.ratio for method in methods}), on_step)
-    for method in methods:
-        method.fit = fit
 
 
 def _measure(model: KVModel, windows: Sequence[torch.Tensor], methods: Sequence[Method], options: Options) -> Measured:
@@ -130,7 +110,7 @@ def _require_profile_of(profile: Profile, model: KVModel) -> None:
 
 def _was_calibrated_on(profile: Profile, text: Path, part: str) -> bool:
     """As far as names tell."""
-    return profile.calibration.text == text.name and _overlap(part, profile.calibration.part or "0:1")
+    return text.name in profile.calibration.text.split(", ") and _overlap(part, profile.calibration.part or "0:1")
 
 
 def _overlap(part: str, other: str) -> bool:

@@ -27,7 +27,8 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.codec.method import KV_DTYPE, Method
-from benchmarks.codec.ready import fitted_methods
+from benchmarks.codec.methods import all_methods, select
+from benchmarks.codec.ready import fit
 from benchmarks.codec.statistics import Estimate, estimate
 from benchmarks.codec.windows import windows_of
 from benchmarks.machine import machine, versions
@@ -116,15 +117,9 @@ def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     texts = read_text(args.text)
     prompts = _prompts(model, texts, args)
     passkeys = {n: _passkeys(model, texts, args.part, args.passkeys, n) for n in args.passkey_tokens}
-    methods = fitted_methods(
-        model,
-        args.methods,
-        profile=load_profile(args.profile) if args.profile else None,
-        calibrate_text=args.calibrate_text,
-        calibrate_part=args.calibrate_part,
-        calibrate_windows=args.calibrate_windows,
-        window_tokens=args.prompt_tokens + _TAIL + args.new_tokens,
-    )
+    profile = load_profile(args.profile) if args.profile else None
+    methods = select(all_methods(profile, can_calibrate=args.calibrate_text is not None), args.methods)
+    fit(methods, model, args.calibrate_text, args.calibrate_part, args.calibrate_windows, args.prompt_tokens)
     scores = {method.name: Scores(passkeys={n: [] for n in passkeys}) for method in methods}
     exact_right: dict[int, list[bool]] = {n: [] for n in passkeys}
     total = len(prompts) + sum(map(len, passkeys.values()))

@@ -13,7 +13,7 @@ from sgl_kvfetch.fetch.sink import FramePool, GuardedSink
 from sgl_kvfetch.quant import CellValues, Quantised
 
 # Values are dequantised so many at a time, for that takes several times their bytes.
-_VALUES_AT_ONCE = 1 << 17
+_VALUES_AT_ONCE = 1 << 19
 _BYTES_A_VALUE = 24  # while it is dequantised: a few copies in float32
 
 

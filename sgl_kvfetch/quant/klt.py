@@ -149,7 +149,7 @@ class KltQuantiser(KltIntegers):
         self.step = step
         self._rows = {key: _Rows.of(cell, step) for key, cell in profile.cells.items()}
         self._inverses: dict[tuple[int, int], TransformInverse] = {}
-        self._matrices: dict[tuple[int, int], torch.Tensor] = {}
+        self._matrices: dict[tuple[tuple[int, int], torch.dtype], torch.Tensor] = {}
         self._forwards: dict[tuple[int, int], torch.Tensor] = {}
 
     @property
@@ -201,17 +201,18 @@ class KltQuantiser(KltIntegers):
         matrix = self._matrix(place, dtype)
         n = integers[:, first:end].to(matrix.dtype).sub_(ZERO)  # exact in bfloat16, too
         scales = scales_of(exponents[first:end]) * self.step
-        x = torch.mul(n.T @ matrix, scales[:, None]).add_(inverse.mean)
+        x = (matrix @ n).T.contiguous().float().mul_(scales[:, None]).add_(inverse.mean)
         k, v = self._split(x, place)
         if inverse.rope is not None:
             k = rotate(k, inverse.rope.table(place.tokens.start + first, end - first, k.device), inverse.rope)
         if dtype == torch.float16:  # others hold whatever float32 does
             k, v = (t.clamp_(-_HALF_LARGEST, _HALF_LARGEST) for t in (k, v))
         values = CellValues(k.to(dtype), v.to(dtype))
-        which, exact = self.exact_tokens(quantised, dtype, place)
-        wanted = (which >= first) & (which < end)
-        for restored, kept in zip(values, exact, strict=True):
-            restored[which[wanted] - first] = kept[wanted]
+        if bool((exponents[first:end] == EXACT).any()):
+            which, exact = self.exact_tokens(quantised, dtype, place)
+            wanted = (which >= first) & (which < end)
+            for restored, kept in zip(values, exact, strict=True):
+                restored[which[wanted] - first] = kept[wanted]
         return values
 
     def exact_tokens(
@@ -246,14 +247,13 @@ class KltQuantiser(KltIntegers):
         return self.dequantise((exponents, torch.empty(0, dtype=torch.uint8), zeros), dtype, place)
 
     def _matrix(self, place: CellPlace, dtype: torch.dtype) -> torch.Tensor:
-        """The way back to values of ``dtype``. In bfloat16 sums are rounded as such values are in the end."""
-        inverse = self.inverse_of(place).matrix
-        if dtype == torch.bfloat16 and _HAS_BFLOAT16:
-            return inverse
+        """The way back to values of ``dtype``, transposed: so it is fastest. In bfloat16 sums are rounded as such
+        values are in the end."""
         key = self._key(place.layers, place.heads)
-        if key not in self._matrices:
-            self._matrices[key] = inverse.float()
-        return self._matrices[key]
+        if (key, dtype) not in self._matrices:
+            used = torch.bfloat16 if dtype == torch.bfloat16 and _HAS_BFLOAT16 else torch.float32
+            self._matrices[key, dtype] = self.inverse_of(place).matrix.T.to(used).contiguous()
+        return self._matrices[key, dtype]
 
     def _forward(self, key: tuple[int, int]) -> torch.Tensor:
         if key not in self._forwards:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -49,6 +50,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
         """Radians a position, float32 ``(rotary_dim / 2,)`` on the CPU."""
         return torch.tensor(self.inv_freq, dtype=torch.float32, device="cpu") / self.position_divisor
 
+    @lru_cache(maxsize=64)  # noqa: B019 - ropes are few; the cells of a span need the same table
     def table(self, first_token: int, num_tokens: int, device: torch.device | str | None = None) -> torch.Tensor:
         """``(tokens, rotary_dim)`` float32: cosines, then sines, of the positions from ``first_token`` on.
 
