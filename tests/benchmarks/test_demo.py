@@ -17,7 +17,7 @@ def test_the_prose_is_english_and_long() -> None:
 
 
 def test_a_prompt_holds_the_question_after_as_much_text_as_fits(tiny_llama: Path) -> None:
-    text = " ".join(f"w{3 + i % 500}" for i in range(3000))
+    text = " ".join(f"w{3 + i % 500}" for i in range(6000))
     ids = demo._asked(tiny_llama, text, "w7 w8 w9")
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     assert abs(len(ids) - demo._PROMPT_TOKENS) <= 4

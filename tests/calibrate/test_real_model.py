@@ -49,9 +49,7 @@ def test_the_default_is_within_reach(profile: Profile) -> None:
     assert 0.2 < profile.context_kl < 5
 
 
-def test_half_of_cachegens_bits_do_better_than_cachegen(
-    model: KVModel, tokens: torch.Tensor, profile: Profile
-) -> None:
+def test_half_of_cachegens_bits_do_better_than_cachegen(model: KVModel, tokens: torch.Tensor, profile: Profile) -> None:
     windows = cut_windows([tokens[len(tokens) // 2 :]], 2, CONTEXT + CONTINUATION + 1, model.start)
     cachegen = select(all_methods(None), ["cachegen-32/2048"])
     (theirs,) = measure(model, windows, CONTEXT, cachegen).rows

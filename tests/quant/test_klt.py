@@ -5,6 +5,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
 from sgl_kvfetch.quant import CellPlace, CellValues, quantiser_from_identity
 from sgl_kvfetch.quant.base import join
 from sgl_kvfetch.quant.klt import EXACT, UNIT, KltQuantiser, exponents_of, forward_of, require_grid, scales_of
-from sgl_kvfetch.quant.profile import CellProfile, Profile, load_profile
+from sgl_kvfetch.quant.profile import CellProfile, Profile, load_profile, require_target
 from sgl_kvfetch.quant.rope import Rope, rotate
 from tests.quant.profiles import make_profile, of_cell, place_of, values_of
 
@@ -332,6 +333,16 @@ def test_numbers_that_are_not_finite_are_named(tmp_path: Path) -> None:
     profile.save(tmp_path / "p")
     with pytest.raises(ConfigError, match=r"0\.0\.spread has values that are not finite"):
         load_profile(tmp_path / "p")
+    require_target(tmp_path / "p", None)  # looks at no tensors
+
+
+@pytest.mark.parametrize(
+    ("target_kl", "is_there"), [(None, True), (1e-5, True), (1e-2, True), (9e-6, False), (1, False)]
+)
+def test_targets_within_the_curve_are_there(tmp_path: Path, target_kl: float | None, is_there: bool) -> None:
+    make_profile().save(tmp_path / "p")
+    with nullcontext() if is_there else pytest.raises(ConfigError, match=r"reach, which is 1e-05 to 0\.01"):
+        require_target(tmp_path / "p", target_kl)
 
 
 _WIDE_CELLS = """
