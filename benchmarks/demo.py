@@ -123,8 +123,10 @@ def _subject(args: argparse.Namespace, folder: Path, console: Console) -> Subjec
     profile = args.profile or (None if args.model else real_profile(say))
     ours = {"codec": "hevc"} | ({"profile": str(profile.absolute())} if profile else {"quantiser": "exact"})
     text = args.text.read_text() if args.text else prose()
-    flags = ["--dtype", "bfloat16", "--context-length", "8192", "--max-total-tokens", "16384"]
-    return Subject(model, _asked(model, text, args.question), args.question, ours, flags)
+    prompt = _asked(model, text, args.question)
+    context = len(prompt) + 2 * _NEW_TOKENS
+    flags = ["--dtype", "bfloat16", "--context-length", str(context), "--max-total-tokens", str(4 * context)]
+    return Subject(model, prompt, args.question, ours, flags)
 
 
 def _asked(model: Path, text: str, question: str) -> list[int]:

@@ -181,7 +181,8 @@ def _prompts(model: Path, args: argparse.Namespace) -> dict[int, list[list[int]]
 def _measure(method: Method, model: Path, prompts: dict[int, list[list[int]]], links: Sequence[float]) -> Iterator[Row]:
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="kvfetch-ttft-") as folder:
-        flags = ["--dtype", "bfloat16", "--max-total-tokens", "16384", "--context-length", "8192"]
+        longest = max(prompts)
+        flags = ["--dtype", "bfloat16", "--context-length", str(longest + 64), "--max-total-tokens", str(4 * longest)]
         if method.config is not None:
             flags += device_args(f"http://127.0.0.1:{port}", **method.config)
         with SGLangServer(model, extra_args=flags, request_timeout_s=600) as server:

@@ -45,7 +45,7 @@ CONFIG: dict[str, Any] = {
     "read_bytes": 64 << 10,
 }
 HELD = ("sgl_kvfetch_held_slots", "sgl_kvfetch_parked_requests", "sgl_kvfetch_queued_bytes")
-NUM_ABORTS = int(os.environ.get("KVFETCH_ABORTS", "100"))
+NUM_ABORTS = int(os.environ.get("KVFETCH_ABORTS", "50"))
 ABORTS_A_ROUND = 5
 
 
