@@ -48,7 +48,18 @@ def test_a_short_run(tiny_llama: Path, tmp_path: Path) -> None:
     text, out = tmp_path / "text", tmp_path / "out.json"
     text.write_text(" ".join(f"w{3 + i * i % 500}" for i in range(3000)))
     arguments = ["--model", str(tiny_llama), "--profile", "none", "--text", str(text), "--json", str(out)]
-    arguments += ["--tokens", "512", "--gbps", "0.01,1", "--prompts", "2", "--methods", "computing,raw reuse"]
+    arguments += [
+        "--part",
+        "0:1",
+        "--tokens",
+        "512",
+        "--gbps",
+        "0.01,1",
+        "--prompts",
+        "2",
+        "--methods",
+        "computing,raw reuse",
+    ]
     assert ttft.main(arguments) == 0
     computing_slow, computing_fast, raw_slow, raw_fast = json.loads(out.read_text())["rows"]
     assert computing_slow["ttft_s"] == computing_fast["ttft_s"]
