@@ -11,7 +11,7 @@ a shaped link between it and the store, it is asked again.
   fewer bytes: see docs/codec.md;
 * KVFetcher's recipe: the same bins, laid out as frames, in HEVC;
 * ours: `klt` at its default target, in HEVC. `recompute` may choose to compute instead;
-* ours, always fetched: the same, and it may not.
+* ours (always fetched): the same, and it may not.
 
 A CPU computes a hundred times slower than a GPU, so links are slower here, too: 0.02 to 1 Gbps stand for 1 to 40.
 """
@@ -66,7 +66,7 @@ def methods(profile: Path) -> list[Method]:
         Method("CacheGen's recipe", _BINS | {"codec": "zstd"}),
         Method("KVFetcher's recipe", _BINS | {"codec": "hevc"}),
         Method("ours", ours | {"recompute": "auto"}),
-        Method("ours, always fetched", ours),
+        Method("ours (always fetched)", ours),
     ]
 
 
