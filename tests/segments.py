@@ -58,16 +58,16 @@ def make_values(geometry: KVGeometry, num_pages: int, seed: int = 0) -> dict[Ten
 def there_and_back(quantiser: Quantiser, values: Mapping[TensorName, torch.Tensor]) -> dict[TensorName, torch.Tensor]:
     """All layers' and heads' values quantised and restored, ``(tokens, layers, heads, dim)``."""
     num_tokens, num_layers, num_heads, _ = values["k"].shape
-    restored = {t: torch.empty_like(values[t]) for t in TENSORS}
+    exact = CellValues(values["k"], values["v"])
+    restored = CellValues(*map(torch.empty_like, exact))
     grid = CellGrid(num_layers, num_heads, quantiser.cell_layers, quantiser.cell_heads(num_heads))
     for group, block in grid.cells():
-        layers, heads = grid.layers(group), grid.heads(block)
-        place = CellPlace(layers, heads, range(num_tokens))
-        cell = (slice(None), slice(layers.start, layers.stop), slice(heads.start, heads.stop))
-        quantised = quantiser.quantise(CellValues(*(values[t][cell] for t in TENSORS)), place)
-        for tensor, back in zip(TENSORS, quantiser.dequantise(quantised, values["k"].dtype, place), strict=True):
-            restored[tensor][cell] = back
-    return restored
+        place = CellPlace(grid.layers(group), grid.heads(block), range(num_tokens))
+        quantised = quantiser.quantise(exact.cell(place.layers, place.heads), place)
+        back = quantiser.dequantise(quantised, exact.k.dtype, place)
+        for whole, part in zip(restored.cell(place.layers, place.heads), back, strict=True):
+            whole.copy_(part)
+    return dict(zip(TENSORS, restored, strict=True))
 
 
 def without_frame_sums(manifest: Manifest) -> Manifest:

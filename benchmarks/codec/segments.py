@@ -76,8 +76,8 @@ class SegmentMethod(Method):
             values = reader.dequantise_cell(cell, reader.decode_cell(cell, view[start:end]))
             tokens = slice(*(page * PAGE_TOKENS for page in manifest.span_range(cell.span)))
             layers, heads = manifest.grid.layers(cell.layer_group), manifest.grid.heads(cell.head_block)
-            for whole, part in zip(into, values, strict=True):
-                whole[tokens, layers.start : layers.stop, heads.start : heads.stop] = part
+            for whole, part in zip(into.tokens(tokens).cell(layers, heads), values, strict=True):
+                whole.copy_(part)
 
     def _heads(self, shape: KVShape) -> HeadSlice:
         namespace = Namespace(

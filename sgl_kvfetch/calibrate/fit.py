@@ -157,10 +157,11 @@ def _cell(
     values, costs = sample
     x = channels_of(values, grid, *key).float()
     coefficients = (x - mean) @ forward_of(inverse, weights)
-    told_from = features(coefficients, spread, head_norms(_cell_values(values, layers, heads)))
+    told_from = features(coefficients, spread, head_norms(values.cell(layers, heads)))
     sensitivity = torch.zeros(told_from.shape[1] + 1)
     if options.sensitivity:
-        sensitivity = fit_log_cost(told_from, _relative_costs(costs, moments.usual_costs, layers, heads))
+        relative = _relative_costs(costs.cell(layers, heads), moments.usual_costs.cell(layers, heads))
+        sensitivity = fit_log_cost(told_from, relative)
     scales = scales_of(exponents_of(log_cost(told_from, sensitivity)))
     scaled = coefficients.abs_().div_(scales[:, None])
     usual = scaled.kthvalue(math.ceil(_FEW_NEED_MORE * len(scaled)), dim=0).values
@@ -176,18 +177,10 @@ def _cell(
     )
 
 
-def _cell_values(values: CellValues, layers: range, heads: range) -> CellValues:
-    return CellValues(*(x[:, layers.start : layers.stop, heads.start : heads.stop] for x in values))
-
-
-def _relative_costs(costs: CellValues, usual: CellValues, layers: range, heads: range) -> torch.Tensor:
+def _relative_costs(costs: CellValues, usual: CellValues) -> torch.Tensor:
     """What errors in a cell's tokens cost, ``(tokens,)`` float32: each layer, head and tensor counts alike."""
     ratios = [c / u.clamp_min(torch.finfo(torch.float64).tiny) for c, u in zip(costs, usual, strict=True)]
-    return (
-        torch.stack([r[:, layers.start : layers.stop, heads.start : heads.stop] for r in ratios])
-        .mean((0, 2, 3))
-        .float()
-    )
+    return torch.stack(ratios).mean((0, 2, 3)).float()
 
 
 def measure_curve(
@@ -253,9 +246,9 @@ def _there_and_back(quantiser: KltQuantiser, values: CellValues) -> tuple[CellVa
     num_bits = 0.0
     for key in grid.cells():
         place = CellPlace(grid.layers(key[0]), grid.heads(key[1]), range(len(values.k)))
-        quantised = quantiser.quantise(_cell_values(values, place.layers, place.heads), place)
+        quantised = quantiser.quantise(values.cell(place.layers, place.heads), place)
         back = quantiser.dequantise(quantised, values.k.dtype, place)
-        for whole, part in zip(_cell_values(restored, place.layers, place.heads), back, strict=True):
+        for whole, part in zip(restored.cell(place.layers, place.heads), back, strict=True):
             whole.copy_(part)
         num_bits += _entropy_bits(quantised[-1])
     return restored, num_bits / sum(x.numel() for x in values)
@@ -268,9 +261,8 @@ def _forgotten(profile: Profile, values: CellValues) -> CellValues:
     quantiser = KltQuantiser(profile, step=_STEPS[-1])
     for key in grid.cells():
         place = CellPlace(grid.layers(key[0]), grid.heads(key[1]), range(len(values.k)))
-        for whole, mean in zip(
-            _cell_values(restored, place.layers, place.heads), quantiser.mean_values(place, values.k.dtype), strict=True
-        ):
+        means = quantiser.mean_values(place, values.k.dtype)
+        for whole, mean in zip(restored.cell(place.layers, place.heads), means, strict=True):
             whole[profile.num_sinks :] = mean[profile.num_sinks :]
     return restored
 

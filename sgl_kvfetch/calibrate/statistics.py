@@ -93,15 +93,15 @@ class Moments:
 
     @property
     def usual_costs(self) -> CellValues:
-        """The mean squared length of a token's gradient in K and V, ``(layers, heads)`` each."""
+        """The mean squared length of a token's gradient in K and V, ``(1, layers, heads)`` each."""
         diagonals = (f.diagonal(dim1=-2, dim2=-1) for f in (self.k_fisher, self.v_fisher))
         sums = (d.reshape(*d.shape[:2], self.grid.cell_heads, -1).sum(-1).flatten(1) for d in diagonals)
-        return CellValues(*(x / self.num_gradients for x in sums))
+        return CellValues(*(x[None] / self.num_gradients for x in sums))
 
     @property
     def num_sinks(self) -> int:
         """How many tokens at the start of a sequence draw attention whatever follows."""
-        usual = torch.stack(self.usual_costs).clamp_min(torch.finfo(torch.float64).tiny)
+        usual = torch.cat(self.usual_costs).clamp_min(torch.finfo(torch.float64).tiny)
         ratios = (self.start_costs / self.num_draws / usual).flatten(1).mean(1)
         is_sink = (ratios > _SINK_COST).tolist()
         return is_sink.index(False) if False in is_sink else MOST_SINKS
@@ -109,8 +109,7 @@ class Moments:
 
 def channels_of(values: CellValues, grid: CellGrid, group: int, block: int) -> torch.Tensor:
     """Return a cell's channels, ``(tokens, C)``: by tensor (K, then V), layer, head and dim."""
-    layers, heads = grid.layers(group), grid.heads(block)
-    return torch.cat([x[:, layers.start : layers.stop, heads.start : heads.stop].flatten(1) for x in values], dim=1)
+    return torch.cat([x.flatten(1) for x in values.cell(grid.layers(group), grid.heads(block))], dim=1)
 
 
 def gather(

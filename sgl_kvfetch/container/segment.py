@@ -157,9 +157,8 @@ def encode_segment(
     def quantise(cell: Cell) -> Quantised:
         tokens = slice(*(page * geometry.page_size for page in manifest.span_range(cell.span)))
         layers, heads = manifest.grid.layers(cell.layer_group), manifest.grid.heads(cell.head_block)
-        part = (tokens, slice(layers.start, layers.stop), slice(heads.start, heads.stop))
-        place = cell_place(manifest, cell)
-        return spec.quantiser.quantise(CellValues(values["k"][part], values["v"][part]), place)
+        part = CellValues(values["k"], values["v"]).tokens(tokens).cell(layers, heads)
+        return spec.quantiser.quantise(part, cell_place(manifest, cell))
 
     return encode_cells(spec, manifest, quantise, executor)
 

@@ -35,13 +35,17 @@ class Part:
 
 
 class CellValues(NamedTuple):
-    """The K and V of a cell: ``(tokens, layers, heads, dim)`` each."""
+    """K and V, of a cell mostly: ``(tokens, layers, heads, dim)`` each."""
 
     k: torch.Tensor
     v: torch.Tensor
 
     def tokens(self, which: slice) -> CellValues:
         return CellValues(self.k[which], self.v[which])
+
+    def cell(self, layers: range, heads: range) -> CellValues:
+        """Return a view of some layers and heads, counted from the first that is here."""
+        return CellValues(*(x[:, layers.start : layers.stop, heads.start : heads.stop] for x in self))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from sgl_kvfetch.quant import CellPlace, CellValues, make_quantiser, quantiser_f
 from sgl_kvfetch.quant.klt import KltQuantiser
 from sgl_kvfetch.quant.registry import QuantiserName
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
-from tests.quant.profiles import make_profile, of_cell, place_of, values_of
+from tests.quant.profiles import make_profile, place_of, values_of
 from tests.segments import SMALL, make_heads, make_segment, make_values, page_hashes
 
 GEOMETRIES = [
@@ -42,8 +42,8 @@ def read_all(manifest: Manifest, data: bytes, quantiser: Any) -> dict[TensorName
         tokens = slice(*(page * geometry.page_size for page in manifest.span_range(cell.span)))
         layers, heads = manifest.grid.layers(cell.layer_group), manifest.grid.heads(cell.head_block)
         values = reader.dequantise_cell(cell, reader.decode_cell(cell, data[start:end]))
-        for tensor, x in zip(TENSORS, values, strict=True):
-            out[tensor][tokens, layers.start : layers.stop, heads.start : heads.stop] = x
+        for whole, part in zip(CellValues(out["k"], out["v"]).tokens(tokens).cell(layers, heads), values, strict=True):
+            whole.copy_(part)
     return out
 
 
@@ -92,9 +92,13 @@ def test_klt_gives_back_what_the_quantiser_alone_does(codec: str, resolution: st
     for key in profile.cells:
         for first in (0, 32):
             place = place_of(profile, key, 32, first)
-            part = of_cell(values.tokens(slice(first, first + 32)), place)
+            part = values.tokens(slice(first, first + 32)).cell(place.layers, place.heads)
             expected = quantiser.dequantise(quantiser.quantise(part, place), torch.bfloat16, place)
-            found = of_cell(CellValues(restored["k"], restored["v"]).tokens(slice(first, first + 32)), place)
+            found = (
+                CellValues(restored["k"], restored["v"])
+                .tokens(slice(first, first + 32))
+                .cell(place.layers, place.heads)
+            )
             assert all(same_bits(x, y) for x, y in zip(found, expected, strict=True))
     known = SegmentReader(manifest, quantiser_from_identity(quantiser.identity))
     for cell in manifest.cells():

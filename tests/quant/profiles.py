@@ -63,7 +63,7 @@ def values_of(profile: Profile, num_tokens: int, first_token: int = 0) -> CellVa
     for key, cell in profile.cells.items():
         sources = _normal((num_tokens, cell.num_channels), (*key, -2))
         x = (sources @ _mixing(cell.num_channels, key)).float() + cell.mean
-        part = of_cell(CellValues(k, v), place_of(profile, key, num_tokens))
+        part = CellValues(k, v).cell(grid.layers(key[0]), grid.heads(key[1]))
         for whole, channels in zip(part, torch.split(x, [y[0].numel() for y in part], dim=1), strict=True):
             whole.copy_(channels.view(whole.shape))
     if profile.rope is not None:
@@ -75,12 +75,6 @@ def place_of(profile: Profile, key: tuple[int, int], num_tokens: int, first_toke
     """Where the cell of this layer group and head block lies."""
     grid = profile.grid
     return CellPlace(grid.layers(key[0]), grid.heads(key[1]), range(first_token, first_token + num_tokens))
-
-
-def of_cell(values: CellValues, place: CellPlace) -> CellValues:
-    """A view of the part of all layers' and heads' values that a cell has."""
-    layers, heads = place.layers, place.heads
-    return CellValues(*(x[:, layers.start : layers.stop, heads.start : heads.stop] for x in values))
 
 
 def _mixing(size: int, seed: tuple[int, ...]) -> torch.Tensor:

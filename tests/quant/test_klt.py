@@ -18,7 +18,7 @@ from sgl_kvfetch.quant.base import join
 from sgl_kvfetch.quant.klt import EXACT, UNIT, KltQuantiser, exponents_of, forward_of, require_grid, scales_of
 from sgl_kvfetch.quant.profile import CellProfile, Profile, load_profile, require_target
 from sgl_kvfetch.quant.rope import Rope, rotate
-from tests.quant.profiles import make_profile, of_cell, place_of, values_of
+from tests.quant.profiles import make_profile, place_of, values_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ONLY = (0, 0)  # the only cell of most profiles here
@@ -47,7 +47,7 @@ def test_no_coefficient_is_off_by_more_than_half_a_step(cell_heads: int) -> None
     values = values_of(profile, 301)
     for key in profile.cells:
         place = place_of(profile, key, 301)
-        part = of_cell(values, place)
+        part = values.cell(place.layers, place.heads)
         off = errors_in_steps(quantiser, key, minus(there_and_back(quantiser, part, place), part)).abs()
         assert 0.45 < off.max() < 0.52  # float32 rounds, too
 

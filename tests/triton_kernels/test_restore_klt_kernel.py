@@ -15,7 +15,7 @@ from sgl_kvfetch.quant import CellValues, klt
 from sgl_kvfetch.quant.klt import EXACT, KltQuantiser, scales_of
 from sgl_kvfetch.quant.rope import Rope, rotate
 from sgl_kvfetch.triton_kernels.restore_klt import restore_klt, restore_klt_reference
-from tests.quant.profiles import make_profile, of_cell, place_of, values_of
+from tests.quant.profiles import make_profile, place_of, values_of
 from tests.triton_kernels.cases import (
     DEVICE,
     FLOATS,
@@ -168,7 +168,7 @@ def test_same_as_the_quantiser(rope: Rope | None, run: Restore, monkeypatch: pyt
     layout = region_layout(max(quantiser.num_coefficients(p.layers, p.heads) or 0 for p in places), 50)
     slots = scattered_slots(50)
     for place in places:
-        exponents, _, integers = quantised = quantiser.quantise(of_cell(values, place), place)
+        exponents, _, integers = quantised = quantiser.quantise(values.cell(place.layers, place.heads), place)
         assert not (exponents == EXACT).any()
         inverse = quantiser.inverse_of(place).to(DEVICE)
         expected = quantiser.dequantise(quantised, torch.bfloat16, place)
