@@ -24,6 +24,7 @@ from rich.table import Table
 
 from benchmarks.machine import machine, versions
 from benchmarks.server_facts import kvfetch_traffic
+from benchmarks.tokens import num_alike
 from sgl_kvfetch.calibrate.model import cut_windows, part_of, prompt_start, read_text, tokenise
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.testing.engine import Generation, SGLangServer, hicache_args
@@ -136,7 +137,7 @@ def _settings(config: str, profile: str | None) -> dict[str, Any]:
 
 def _measure(console: Console, args: argparse.Namespace, config: str, prompts: Sequence[list[int]]) -> Row:
     with tempfile.TemporaryDirectory(prefix="kvfetch-accuracy-") as folder, StoreProcess(Path(folder)) as store:
-        flags = hicache_args(store.url, codec="hevc", merge=False, **_settings(config, args.profile))
+        flags = hicache_args(store.url, codec="hevc", **_settings(config, args.profile))
         with SGLangServer(args.model, extra_args=flags) as server:
             computed = []
             for number, prompt in enumerate(track(prompts, f"{config}: computing", console=console, transient=True), 1):
@@ -173,7 +174,7 @@ def _compare(
     cached = sum(int(a.cached_tokens_details.get("storage", 0)) for a in restored)
     if any(a.cached_tokens for a in computed):
         raise SystemExit("benchmarks.accuracy: a prompt was cached before it was computed: are two of them alike?")
-    alike = [_alike(a.output_ids, b.output_ids) for a, b in zip(computed, restored, strict=True)]
+    alike = [num_alike(a.output_ids, b.output_ids) for a, b in zip(computed, restored, strict=True)]
     changes = [
         abs(x - y)
         for a, b, n in zip(computed, restored, alike, strict=True)
@@ -191,11 +192,6 @@ def _compare(
         logprob_change_max=max(changes, default=0.0),
         bits_per_value=bits_per_value,
     )
-
-
-def _alike(a: Sequence[int], b: Sequence[int]) -> int:
-    """Leading tokens that are the same."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
 def _table(rows: Sequence[Row], new_tokens: int) -> Table:

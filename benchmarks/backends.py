@@ -117,7 +117,7 @@ class KVFetchStorage(Backend):
         return vars(kvfetch_traffic(before, after, "write")) | pages
 
 
-_SHOWN = {"quantiser": "exact", "codec": "hevc", "resolution": "240p"}
+_SHOWN = {"quantiser": "exact", "codec": "hevc"}
 
 
 def wait_until_settled(backend: Backend, server: SGLangServer) -> float:

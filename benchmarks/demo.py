@@ -43,7 +43,7 @@ _NEW_TOKENS = 48
 
 @dataclass(frozen=True)
 class Subject:
-    """What is asked of which model. ``ours``: keys of our config."""
+    """A prompt for a model. ``ours``: keys of our config."""
 
     model: Path
     prompt: list[int]

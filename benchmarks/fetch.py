@@ -30,12 +30,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.adaptive.policies import MinimalBubble
 from benchmarks.adaptive.scenarios import read_traces
 from benchmarks.machine import machine, versions
 from benchmarks.report import write_json
-from sgl_kvfetch.adapt.policy import LookAhead, MinimalBubble, Policy
+from sgl_kvfetch.adapt.decode_profile import load_decode_profile
+from sgl_kvfetch.adapt.policy import LookAhead, Policy
 from sgl_kvfetch.adapt.pool import DecodePool
-from sgl_kvfetch.adapt.profile import load_decode_profile
 from sgl_kvfetch.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_segment
 from sgl_kvfetch.encode.targets import make_targets
 from sgl_kvfetch.encode.transcode import transcode

@@ -34,9 +34,9 @@ from sgl_kvfetch.config import parse_config
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.plugin.device.backend import DeviceBackend
 from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
-from sgl_kvfetch.plugin.device.hooks import count_pending, form_batch, step_cache
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.plugin.device.queue import WaitingQueue
+from sgl_kvfetch.plugin.device.scheduler_hooks import count_pending, form_batch, step_cache
 from sgl_kvfetch.quant import make_quantiser
 
 PAGE, SLOTS, PROMPT_TOKENS = 16, 4096, 1024

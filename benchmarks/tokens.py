@@ -1,7 +1,8 @@
-"""Text to token ids, by the model's tokenizer or, where that knows hardly any word, by hashing."""
+"""Text to token ids, by the model's tokenizer or, where that knows hardly any word, by hashing; how far ids agree."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from xxhash import xxh3_64_intdigest
@@ -69,3 +70,8 @@ def choose_tokens(tokenizer: Any, sample: str) -> Tokens:
     if ids and (unknown_id is None or ids.count(unknown_id) <= _MAX_UNKNOWN_SHARE * len(ids)):
         return known
     return HashedWords(tokenizer.vocab_size, set(tokenizer.all_special_ids))
+
+
+def num_alike(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many leading tokens are the same."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))

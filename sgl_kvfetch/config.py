@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from sgl_kvfetch.codecs import CodecName, EncoderName
-from sgl_kvfetch.codecs.surfaces import MAX_SURFACE_BYTES
+from sgl_kvfetch.codecs import CodecName
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.quant.registry import QuantiserName
 from sgl_kvfetch.quant.symmetric import MAX_BINS, MIN_BINS
@@ -34,7 +33,7 @@ MiB = 1 << 20
 
 
 class KVFetchConfig(BaseModel):
-    """Every key with its default. The README's table is checked against this class."""
+    """Every key with its default. docs/configuration.md is checked against this class."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -71,15 +70,6 @@ class KVFetchConfig(BaseModel):
     )
     cachegen_v_bins: Bins | None = Field(None, min_length=1, description="the same for V")
     codec: CodecName = Field("hevc", description="how integers become bytes when this server writes")
-    encoder: EncoderName = Field(
-        "auto",
-        description="what encodes hevc and hevc420: auto is NVENC where the GPU has one, the CPU elsewhere; "
-        "with nvenc there is no start without it",
-    )
-    resolution: Literal["240p", "480p", "640p", "1080p"] = Field("240p", description="size of the pictures")
-    max_segment_tokens: int = Field(
-        8192, ge=1, le=1 << 20, description="longest segment; rounded down to a power of two in pages"
-    )
     span_tokens: int = Field(1024, ge=1, le=1 << 20, description="tokens a chunk; what a partial read is rounded up to")
 
     lookup_timeout_s: float = Field(2.0, gt=0, le=600, description="deadline of a lookup; after it, a miss")
@@ -91,26 +81,14 @@ class KVFetchConfig(BaseModel):
     )
     read_bytes: int = Field(4 * MiB, ge=64 << 10, le=1 << 30, description="bytes a ranged GET asks for, about")
     inflight_bytes: int = Field(256 * MiB, ge=1 * MiB, description="compressed bytes that may wait to be decoded")
-    nvdec_bytes: int = Field(
-        MAX_SURFACE_BYTES,
-        ge=1 * MiB,
-        description="bytes on the GPU that NVDEC's decoders may take for surfaces, about; what finds no room while "
-        "they are busy is decoded on the CPU",
-    )
     write_queue_bytes: int = Field(
         512 * MiB, ge=1 * MiB, description="raw bytes that may wait to be written; more are dropped"
-    )
-    write_linger_s: float = Field(
-        0.25, ge=0, le=60, description="how long pages wait for the next ones before a segment is cut"
     )
     decode_profile: str | None = Field(
         None,
         min_length=1,
         description="file that `kvfetch profile` made on this machine; of a segment's variants "
         "the one to read is chosen by it",
-    )
-    variant_policy: Literal["ours", "algorithm1"] = Field(
-        "ours", description="how: ours looks ahead, algorithm1 is KVFetcher's; needs decode_profile"
     )
     device_pool_share: float = Field(
         0.3, gt=0, le=1, description="device mode: share of the token-to-KV pool that fetches may hold"
@@ -130,7 +108,6 @@ class KVFetchConfig(BaseModel):
         "auto",
         description="device mode: whether a prefix is computed where that is faster than to fetch it, as measured",
     )
-    merge: bool = Field(True, description="merge neighbouring segments into longer ones as a prefix grows")
     codec_threads: int = Field(
         default_factory=lambda: max(1, min(8, (os.cpu_count() or 1) // 2)),
         ge=1,
@@ -159,10 +136,6 @@ class KVFetchConfig(BaseModel):
         name = self.quantiser_name
         if name != "cachegen" and (self.cachegen_k_bins or self.cachegen_v_bins):
             raise ValueError(f"cachegen_k_bins and cachegen_v_bins need quantiser = 'cachegen', not {name!r}")
-        if self.encoder == "nvenc" and self.codec not in ("hevc", "hevc420"):
-            raise ValueError(f"encoder = 'nvenc' needs codec = 'hevc' or 'hevc420', not {self.codec!r}")
-        if "variant_policy" in self.model_fields_set and self.decode_profile is None:
-            raise ValueError("variant_policy needs decode_profile: run kvfetch profile, and set it to the file")
         if name == "klt" and self.profile is None:
             raise ValueError("quantiser = 'klt' needs a profile: run kvfetch calibrate, and set profile to its file")
         if name != "klt" and (self.profile is not None or "target_kl" in self.model_fields_set):

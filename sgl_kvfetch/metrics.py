@@ -46,3 +46,21 @@ QUEUED_BYTES = Gauge(
 STORE_DOWN = Gauge(
     "sgl_kvfetch_store_down", "1 while lookups are skipped because the store failed", multiprocess_mode="max"
 )
+
+# Device mode
+DEVICE_REQUESTS = Counter(
+    "sgl_kvfetch_device_requests", "Requests whose prefix was looked up, by how that ended", ["end"]
+)
+# The ends are those of `End` in plugin/device/flow.py, and aborted.
+DEVICE_DECISIONS = Counter(
+    "sgl_kvfetch_device_decisions", "Stored prefixes by what was decided, and by the reason", ["decision", "reason"]
+)
+# fetch: configured, unmeasured (link or engine), faster. recompute: link, decoder (which of them is too slow).
+PARKED_REQUESTS = Gauge(
+    "sgl_kvfetch_parked_requests", "Requests that wait for their fetch", multiprocess_mode="livesum"
+)
+HELD_SLOTS = Gauge(
+    "sgl_kvfetch_held_slots",
+    "Slots of the token-to-KV pool that fetches fill, or keep for requests that are not admitted yet",
+    multiprocess_mode="livesum",
+)

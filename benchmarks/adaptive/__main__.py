@@ -17,6 +17,7 @@ from tqdm import tqdm
 from benchmarks.adaptive.judge import Judged, judge
 from benchmarks.adaptive.options import Options, parse_options
 from benchmarks.adaptive.plot import plot_speedup, plot_timelines
+from benchmarks.adaptive.published import PUBLISHED
 from benchmarks.adaptive.report import print_summaries, to_json
 from benchmarks.adaptive.scenarios import (
     Group,
@@ -29,8 +30,7 @@ from benchmarks.adaptive.scenarios import (
     wrong_profile,
 )
 from benchmarks.report import write_json
-from sgl_kvfetch.adapt.profile import DecodeProfile, load_decode_profile
-from sgl_kvfetch.adapt.published import PUBLISHED
+from sgl_kvfetch.adapt.decode_profile import DecodeProfile, load_decode_profile
 from sgl_kvfetch.errors import KVFetchError
 
 EXIT_ERROR = 2

@@ -6,9 +6,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sgl_kvfetch.adapt.oracle import Plan, best_plan
-from sgl_kvfetch.adapt.policy import Fixed, LookAhead, MinimalBubble
-from sgl_kvfetch.adapt.simulator import Outcome, Scenario, simulate
+from benchmarks.adaptive.oracle import Plan, best_plan
+from benchmarks.adaptive.policies import Fixed, MinimalBubble
+from benchmarks.adaptive.simulator import Outcome, Scenario, simulate
+from sgl_kvfetch.adapt.policy import LookAhead
 
 BASELINE = "1080p"  # what the paper compares with; where a profile lacks it, its largest variant
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgl_kvfetch.adapt.published import PUBLISHED
+from benchmarks.adaptive.published import PUBLISHED
 
 _DESCRIPTION = """\
 Simulates fetches over links and decoders that need not be there: each resolution fixed, KVFetcher's algorithm 1, our

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.adaptive.judge import Judged
-from sgl_kvfetch.adapt.simulator import Outcome, Scenario
+from benchmarks.adaptive.simulator import Outcome, Scenario
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, the smallest variant first.
 _COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#F0E442", "#999999")

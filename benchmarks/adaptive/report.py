@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks.adaptive.judge import Judged, Summary, summarise
 from benchmarks.adaptive.options import Options
 from benchmarks.adaptive.scenarios import CHUNK_TOKENS, Group
-from sgl_kvfetch.adapt.profile import DecodeProfile
+from sgl_kvfetch.adapt.decode_profile import DecodeProfile
 
 FORMAT = 1
 _WORST = 10

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgl_kvfetch.adapt.profile import DecodeProfile
-from sgl_kvfetch.adapt.simulator import Scenario
+from benchmarks.adaptive.simulator import Scenario
+from sgl_kvfetch.adapt.decode_profile import DecodeProfile
 from sgl_kvfetch.errors import ConfigError
 
 GBPS = 1e9

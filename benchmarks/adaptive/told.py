@@ -24,11 +24,12 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from benchmarks.adaptive.policies import Fixed
+from benchmarks.adaptive.published import PUBLISHED
 from benchmarks.adaptive.scenarios import GBPS, KINDS, RandomTrace, draw_traces
+from benchmarks.adaptive.simulator import simulate
 from sgl_kvfetch.adapt.estimate import Transfer
-from sgl_kvfetch.adapt.policy import Fixed, LookAhead, Policy
-from sgl_kvfetch.adapt.published import PUBLISHED
-from sgl_kvfetch.adapt.simulator import simulate
+from sgl_kvfetch.adapt.policy import LookAhead, Policy
 
 _NUM_PATHS = 16
 _OVER = 1.02

@@ -29,10 +29,11 @@ from tqdm import tqdm
 from benchmarks.codec.method import KV_DTYPE, Method
 from benchmarks.codec.methods import all_methods, select
 from benchmarks.codec.ready import fit
-from benchmarks.codec.statistics import Estimate, estimate
+from benchmarks.codec.statistics import estimate
 from benchmarks.codec.windows import windows_of
 from benchmarks.machine import machine, versions
 from benchmarks.report import write_json
+from benchmarks.tokens import num_alike
 from sgl_kvfetch.calibrate.model import KVModel, part_of, read_text
 from sgl_kvfetch.errors import ConfigError, KVFetchError
 from sgl_kvfetch.quant.profile import load_profile
@@ -180,7 +181,7 @@ def _score_prompt(
     expected, *answers = _greedy(model, restored, prompt.following[:_TAIL], new_tokens)
     for method, nll, answer in zip(methods, nlls[1:], answers, strict=True):
         scores[method.name].dnll.append(nll - nlls[0])
-        scores[method.name].alike.append(_alike(expected, answer))
+        scores[method.name].alike.append(num_alike(expected, answer))
 
 
 def _score_passkey(
@@ -229,11 +230,6 @@ def _greedy(
     return answers
 
 
-def _alike(a: Sequence[int], b: Sequence[int]) -> int:
-    """Leading tokens that are the same."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
-
-
 def share_interval(successes: int, count: int) -> tuple[float, float]:
     """The 95% confidence interval of a share (Wilson, "Probable inference", 1927)."""
     z = 1.96
@@ -276,15 +272,11 @@ def _table(scores: dict[str, Scores], exact_right: dict[int, list[bool]], new_to
             name,
             f"{estimate(s.bits).mean:.3f}",
             f"{equal}/{count} [{low:.0%}, {high:.0%}]",
-            _show(estimate([float(n) for n in s.alike]), ".1f"),
-            _show(estimate(s.dnll), ".4f"),
+            estimate([float(n) for n in s.alike]).show(".1f"),
+            estimate(s.dnll).show(".4f"),
             *(f"{sum(right)}/{len(right)}" for right in s.passkeys.values()),
         )
     return table
-
-
-def _show(found: Estimate, form: str) -> str:
-    return f"{found.mean:{form}}" + ("" if found.margin is None else f" ±{found.margin:{form}}")
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def measure(
                 left_out[method.name] = str(e)
                 continue
             divergence = _divergence(exact, _continue(model, coded.k, coded.v, continuation), following)
-            samples[method.name].append(_sample(coded, divergence, exact_nll))
+            samples[method.name].append(_sample(method, coded, divergence, exact_nll))
     assert shape is not None
     rows = tuple(_row(m, samples[m.name], shape) for m in methods if m.name not in left_out)
     return Measured(shape, estimate(nlls), rows, left_out)
@@ -121,8 +121,10 @@ def _divergence(exact: torch.Tensor, restored: torch.Tensor, following: torch.Te
     return Divergence(kl / len(exact), _nll(restored, following), top1)
 
 
-def _sample(coded: Coded, divergence: Divergence, exact_nll: float) -> _Sample:
-    return _Sample(coded.num_bytes, coded.sizes, coded.encode_s, coded.decode_s, divergence, exact_nll)
+def _sample(method: Method, coded: Coded, divergence: Divergence, exact_nll: float) -> _Sample:
+    sizes = method.sizes(coded.parts)
+    assert sum(sizes.values()) == coded.num_bytes or not sizes, (method.name, sizes, coded.num_bytes)
+    return _Sample(coded.num_bytes, sizes, coded.encode_s, coded.decode_s, divergence, exact_nll)
 
 
 def _row(method: Method, samples: Sequence[_Sample], shape: KVShape) -> Row:

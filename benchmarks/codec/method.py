@@ -46,15 +46,17 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """``k``, ``v``: what came back, bfloat16 ``(tokens, layers, heads, dim)``. ``num_bytes``: all that was stored.
-    ``sizes``: as in ``Method``."""
+    """``k``, ``v``: what came back, bfloat16 ``(tokens, layers, heads, dim)``. ``parts``: all that was stored."""
 
     k: torch.Tensor
     v: torch.Tensor
-    num_bytes: int
-    sizes: Mapping[str, int]
+    parts: Sequence[bytes]
     encode_s: float
     decode_s: float
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.parts))
 
 
 class Method(ABC):
@@ -94,9 +96,7 @@ class Method(ABC):
         for tensor, values in zip(TENSORS, restored, strict=True):
             assert values.shape == shape.of_tensor(tensor), (self.name, values.shape)
             assert values.dtype == KV_DTYPE, (self.name, values.dtype)
-        num_bytes, sizes = sum(map(len, parts)), self.sizes(parts)
-        assert sum(sizes.values()) == num_bytes or not sizes, (self.name, sizes, num_bytes)
-        return Coded(*restored, num_bytes, sizes, encoded_s - started_s, decoded_s - encoded_s)
+        return Coded(*restored, parts, encoded_s - started_s, decoded_s - encoded_s)
 
 
 def to_bytes(values: torch.Tensor) -> bytes:

@@ -60,19 +60,14 @@ def _print_shares(rows: Sequence[Row], console: Console) -> None:
 def _cells(row: Row) -> list[str]:
     return [
         row.name,
-        _show(row.bits_per_value, ".3f"),
+        row.bits_per_value.show(".3f"),
         f"{row.ratio:.2f}",
-        _show(row.kl, ".2e"),
-        _show(row.dnll, "+.5f", ".5f"),
-        _show(Estimate(row.top1.mean * 100, row.top1.margin and row.top1.margin * 100), ".2f") + "%",
+        row.kl.show(".2e"),
+        row.dnll.show("+.5f", ".5f"),
+        Estimate(row.top1.mean * 100, row.top1.margin and row.top1.margin * 100).show(".2f") + "%",
         f"{row.encode_mb_s:.1f}",
         f"{row.decode_mb_s:.1f}",
     ]
-
-
-def _show(estimate: Estimate, form: str, margin_form: str | None = None) -> str:
-    margin = "" if estimate.margin is None else f" ±{estimate.margin:{margin_form or form}}"
-    return f"{estimate.mean:{form}}{margin}"
 
 
 def to_json(measured: Measured, options: Options, device: str, duration_s: float) -> dict[str, Any]:

@@ -15,15 +15,16 @@ from sgl_kvfetch.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.container.segment import SegmentReader, SegmentSpec, encode_segment
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.keys import HeadSlice, Namespace, buddy_split
+from sgl_kvfetch.plugin.client import MAX_SEGMENT_TOKENS, RESOLUTION
 from sgl_kvfetch.quant import CellValues, Quantiser
 from sgl_kvfetch.types import dtype_name
 
 PAGE_TOKENS = 64
-_DEFAULTS = {name: field.default for name, field in KVFetchConfig.model_fields.items()}
+_SPAN_TOKENS = KVFetchConfig.model_fields["span_tokens"].default
 
 
 class SegmentMethod(Method):
-    """Segments, spans and pictures as ``KVFetchConfig`` has them if it is not told otherwise."""
+    """Segments, spans and pictures as servers write them unless told otherwise."""
 
     def __init__(self, name: str, source: str, family: str, quantiser: Quantiser, codec: str) -> None:
         self.name, self.source, self.family = name, source, family
@@ -39,11 +40,11 @@ class SegmentMethod(Method):
             self._heads(shape),
             self.quantiser,
             self.codec,
-            _DEFAULTS["resolution"],
-            _DEFAULTS["span_tokens"] // PAGE_TOKENS,
+            RESOLUTION,
+            _SPAN_TOKENS // PAGE_TOKENS,
         )
         parts = []
-        for first, count in buddy_split(0, len(hashes), _DEFAULTS["max_segment_tokens"] // PAGE_TOKENS):
+        for first, count in buddy_split(0, len(hashes), MAX_SEGMENT_TOKENS // PAGE_TOKENS):
             tokens = slice(first * PAGE_TOKENS, (first + count) * PAGE_TOKENS)
             previous = hashes[first - 1] if first else None
             segment = encode_segment(

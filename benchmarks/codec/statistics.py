@@ -25,6 +25,10 @@ class Estimate:
     def interval(self) -> tuple[float, float] | None:
         return None if self.margin is None else (self.mean - self.margin, self.mean + self.margin)
 
+    def show(self, form: str, margin_form: str | None = None) -> str:
+        margin = "" if self.margin is None else f" ±{self.margin:{margin_form or form}}"
+        return f"{self.mean:{form}}{margin}"
+
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Takes the values as independent: windows overlap nowhere."""

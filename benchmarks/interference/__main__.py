@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from rich.console import Console
 
 from benchmarks.contention import CpuUse, other_cores
 from benchmarks.interference.load import LONG_TIMEOUT_S, Plan, Run, make_plan, send
-from benchmarks.interference.options import HEVC_MODE, Options, parse_options
+from benchmarks.interference.options import HEVC_MODE, NO_FETCHES, Options, parse_options
+from benchmarks.interference.pinning import everything_on_one_core, first_core, give_schedulers_a_core
 from benchmarks.interference.plot import plot_timeline
 from benchmarks.interference.report import METHOD, make_rows, make_table
 from benchmarks.interference.spans import merged, read_spans
@@ -43,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_COLUMNS)
     plan = make_plan(options)
-    runs: dict[str, list[Run]] = {mode: [] for mode in options.modes}
+    pinnings = _pinnings(options)
+    runs: dict[bool, dict[str, list[Run]]] = {pinned: {mode: [] for mode in options.modes} for pinned in pinnings}
     with tempfile.TemporaryDirectory(prefix="kvfetch-interference-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         model = options.model or str(make_tiny_llama(folder / "model"))
@@ -54,22 +57,34 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Each round in another order, so that no mode is always the first on a machine that changes.
             first = round_idx % len(options.modes)
             for mode in options.modes[first:] + options.modes[:first]:
-                with console.status(f"round {round_idx + 1} of {options.rounds}: {mode}"):
-                    runs[mode].append(_measure(mode, model, folder, plan, options))
-    rows = make_rows(runs)
-    console.print(make_table(rows))
+                for pinned in pinnings:
+                    with console.status(f"round {round_idx + 1} of {options.rounds}: {mode}{', pinned' * pinned}"):
+                        runs[pinned][mode].append(_measure(mode, model, folder, plan, options, pinned))
+    rows = {pinned: make_rows(of_modes) for pinned, of_modes in runs.items()}
+    for pinned in pinnings:
+        console.print(make_table(rows[pinned], pinned))
     console.print(METHOD)
     if options.plot_path is not None:
-        _plot(options.plot_path, runs["device"][-1], options)
+        _plot(options.plot_path, runs[False]["device"][-1], options)
         console.print(f"wrote {options.plot_path}")
     if options.json_path is not None:
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(options).items()}
         write_json(
             options.json_path,
-            {**settings, "method": METHOD, "modes": rows, "machine": machine(), "versions": versions()},
+            {
+                **settings,
+                "method": METHOD,
+                **{"modes" if pinned else "modes_unpinned": rows[pinned] for pinned in pinnings},
+                "machine": machine(),
+                "versions": versions(),
+            },
         )
         console.print(f"wrote {options.json_path}")
     return 0
+
+
+def _pinnings(options: Options) -> tuple[bool, ...]:
+    return {"yes": (True,), "no": (False,), "both": (True, False)}[options.pinned]
 
 
 def _codec(mode: str, options: Options) -> str:
@@ -79,26 +94,30 @@ def _codec(mode: str, options: Options) -> str:
 def _fill(model: str, directory: Path, plan: Plan, codec: str) -> None:
     with (
         StoreProcess(directory) as store,
-        SGLangServer(model, extra_args=hicache_args(store.url, codec=codec, merge=False)) as server,
+        SGLangServer(model, extra_args=hicache_args(store.url, codec=codec)) as server,
     ):
         for number, prompt in enumerate(plan.long, 1):
             server.generate(input_ids=prompt.tokens, max_new_tokens=1)
             wait_until_written(server, number * (len(prompt.tokens) // PAGE_SIZE))
 
 
-def _measure(mode: str, model: str, folder: Path, plan: Plan, options: Options) -> Run:
+def _measure(mode: str, model: str, folder: Path, plan: Plan, options: Options, pinned: bool) -> Run:
+    scheduler_core = first_core()
     with (
+        everything_on_one_core() if pinned else nullcontext(),
         tempfile.TemporaryDirectory(dir=folder) as scratch,
         StoreProcess(folder / _codec(mode, options), extra_args=["--link-gbps", str(options.link_gbps)]) as store,
     ):
         timeline = Path(scratch, "timeline")
-        env = {TIMELINE_ENV: str(timeline)}
+        env = {TIMELINE_ENV: str(timeline)} | ({"OMP_NUM_THREADS": "1"} if pinned else {})
         if mode == "blocking":
             env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_BLOCKING), os.environ.get("PYTHONPATH"))))
         with SGLangServer(model, extra_args=_flags(mode, store.url, options.threshold), env=env) as server:
             server.generate(input_ids=[1] * options.short_tokens, max_new_tokens=options.new_tokens)  # warm up
+            if pinned:
+                give_schedulers_a_core(scheduler_core)
             before = CpuUse.now()
-            long = [] if mode == "none" else plan.long
+            long = [] if mode in NO_FETCHES else plan.long
             short_requests, long_requests = asyncio.run(send(server.url, plan.short, long, options.new_tokens))
             others = other_cores(before, CpuUse.now())
             time.sleep(2 * FLUSH_S)

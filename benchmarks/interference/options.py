@@ -12,9 +12,9 @@ from sgl_kvfetch.codecs import CodecName
 
 _DESCRIPTION = """\
 A stream of short prompts that nobody has seen, while long prompts, stored before, are fetched over a slow link. Modes,
-in turn and repeated: none (the short prompts alone), device (device mode), host (HiCache's host tier and SGLang's own
-prefetch) and blocking (device mode, its scheduler made to wait for each fetch, as the paper's baseline does). Every
-mode sees the same prompts at the same times, and starts with empty caches.
+in turn and repeated: none (the short prompts alone, without us), idle (the same in device mode), device (device mode),
+host (HiCache's host tier and SGLang's own prefetch) and blocking (device mode, its scheduler made to wait for each
+fetch, as the paper's baseline does). Every mode sees the same prompts at the same times, and starts with empty caches.
 
 --separate adds device_hevc, device mode on the same prompts stored as video: where there is no hardware decoder, that
 costs the CPU time that the model needs, and the difference from device tells decoding from scheduling.
@@ -22,7 +22,8 @@ costs the CPU time that the model needs, and the difference from device tells de
   python -m benchmarks.interference --launch --json out.json --plot timeline.png
 """
 
-MODES = ("none", "device", "host", "blocking")
+MODES = ("none", "idle", "device", "host", "blocking")
+NO_FETCHES = ("none", "idle")
 HEVC_MODE = "device_hevc"
 
 
@@ -43,6 +44,7 @@ class Options:
     link_gbps: float
     codec: str
     seed: int
+    pinned: str
 
 
 def parse_options(argv: Sequence[str] | None = None) -> Options:
@@ -83,6 +85,12 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
         help=f"of what is stored, but for {HEVC_MODE}; zstd decodes fastest (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument(
+        "--pinned",
+        choices=("yes", "no", "both"),
+        default="both",
+        help="the scheduler's main thread on a core of its own and everything else on another (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
     modes = tuple(dict.fromkeys(args.modes.split(",") + [HEVC_MODE] * args.separate))
     if unknown := set(modes) - {*MODES, HEVC_MODE}:
@@ -91,6 +99,8 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
         parser.error("--modes: 'none' is what the others are compared with")
     if args.plot_path is not None and "device" not in modes:
         parser.error("--plot: draws the mode 'device', which --modes leaves out")
+    if args.plot_path is not None and args.pinned == "yes":
+        parser.error("--plot: draws a run on all cores, which --pinned yes leaves out")
     if args.new_tokens < 2:
         parser.error("--new-tokens: at least 2, to tell the time of a token")
     return Options(
@@ -109,4 +119,5 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
         link_gbps=args.link_gbps,
         codec=args.codec,
         seed=args.seed,
+        pinned=args.pinned,
     )

@@ -58,8 +58,9 @@ def confidence_interval(ours: NDArray[Any], base: NDArray[Any], seed: int = 0) -
     return [float(bound) for bound in np.percentile(np.median(ratios, axis=1), _CONFIDENCE)]
 
 
-def make_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title="short requests while long prompts are fetched: p50 / p95")
+def make_table(rows: Sequence[Mapping[str, Any]], pinned: bool) -> Table:
+    where = "the scheduler on a core of its own" if pinned else "on all cores"
+    table = Table(title=f"short requests while long prompts are fetched, {where}: p50 / p95")
     table.add_column("")
     for column in ("TTFT, ms", "p50 to none (95%)", "TPOT, ms", "p50 to none (95%)", "TTFT of long, s", "fetch, s"):
         table.add_column(column, justify="right")

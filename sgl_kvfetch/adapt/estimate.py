@@ -137,11 +137,6 @@ def _cuts(transfers: Sequence[Transfer]) -> list[float]:
     return cuts
 
 
-def last_chunk(transfers: Sequence[Transfer]) -> float | None:
-    """KVFetcher's estimate (section 3.3.2), bits per second: what the last chunk saw. None before the first."""
-    return transfers[-1].goodput_bps if transfers else None
-
-
 def robust(transfers: Sequence[Transfer], prior: LinkOutlook = UNKNOWN_LINK) -> LinkOutlook:
     """Median, spread and persistence of recent goodputs, newer ones weighing more.
 

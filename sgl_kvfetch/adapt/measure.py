@@ -9,8 +9,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from sgl_kvfetch.adapt.decode_profile import DecodeProfile, VariantProfile
 from sgl_kvfetch.adapt.pool import DecodePool
-from sgl_kvfetch.adapt.profile import DecodeProfile, VariantProfile
 
 S = TypeVar("S")
 

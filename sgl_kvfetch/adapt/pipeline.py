@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sgl_kvfetch.adapt.board import UNCONFIGURED, PoolBoard, Start
-from sgl_kvfetch.adapt.profile import DecodeProfile
+from sgl_kvfetch.adapt.decode_profile import DecodeProfile
+from sgl_kvfetch.adapt.sessions import UNCONFIGURED, SessionQueue, Start
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Pipeline:
             [profile.decode_time_s(v, k) for v in indices] for k in range(1, num_sessions + 1)
         ]
         self._switch_s = [v.switch_s for v in profile.variants]
-        self.board: PoolBoard[tuple[int, float]] = PoolBoard(num_sessions)
+        self.board: SessionQueue[tuple[int, float]] = SessionQueue(num_sessions)
         self.now_s = 0.0
         self.work = work
         # [session, variant, seconds of switching left, chunks left, item]

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sgl_kvfetch.adapt.estimate import Transfer, last_chunk, robust
+from sgl_kvfetch.adapt.decode_profile import DecodeProfile
+from sgl_kvfetch.adapt.estimate import Transfer, robust
 from sgl_kvfetch.adapt.pipeline import Pipeline, PoolState
-from sgl_kvfetch.adapt.profile import DecodeProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Situation:
     ``work`` (integers against those of the profile's chunk) are of the next chunk; those after it are taken to be like
     it. ``remaining`` counts it, and the chunks that other fetches of this process have yet to ask for: they share link
     and decoders. ``transfers``: recent ones of this link, the oldest first, the running ones
-    with what they have brought so far (algorithm 1 takes the last).
+    with what they have brought so far.
     """
 
     profile: DecodeProfile
@@ -43,48 +43,6 @@ class Policy(Protocol):
 
     def choose(self, situation: Situation) -> int:
         """One of ``situation.available``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """Always the same variant; where a chunk lacks it, the next larger one, or else the largest there is."""
-
-    variant: int
-    name: str
-
-    def choose(self, situation: Situation) -> int:
-        larger = [v for v in situation.available if v >= self.variant]
-        return min(larger) if larger else max(situation.available)
-
-
-@dataclass(frozen=True, slots=True)
-class MinimalBubble:
-    """KVFetcher's algorithm 1 (section 3.3.2): the variant that takes most nearly as long to transmit as to decode.
-
-    The link's goodput is that of the last chunk. Decoding takes what the table says at the pool's load, and the
-    switching penalty if the variant is another than the last one.
-
-    Readings of ours, where we know of nothing in the paper: before the first chunk, when there is no goodput, the
-    largest variant; the load counts the chunks in the pool and the one to come, but no more than there are sessions;
-    of equals, the larger variant.
-    """
-
-    name: str = "algorithm1"
-
-    def choose(self, situation: Situation) -> int:
-        goodput_bps = last_chunk(situation.transfers)
-        if goodput_bps is None:
-            return max(situation.available)
-        load = min(situation.pool.num_busy + 1, len(situation.pool.sessions))
-
-        def bubble_s(variant: int) -> float:
-            transmit_s = situation.sizes_bytes[variant] * 8 / goodput_bps
-            decode_s = situation.profile.decode_time_s(variant, load) * situation.work
-            if situation.previous is not None and variant != situation.previous:
-                decode_s += situation.profile.variants[variant].switch_s
-            return abs(transmit_s - decode_s)
-
-        return min(situation.available, key=lambda v: (bubble_s(v), -v))
 
 
 _TIE = 1e-9

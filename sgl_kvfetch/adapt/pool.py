@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
-from sgl_kvfetch.adapt.board import UNCONFIGURED, PoolBoard, Start
+from sgl_kvfetch.adapt.decode_profile import DecodeProfile
 from sgl_kvfetch.adapt.pipeline import PoolState
-from sgl_kvfetch.adapt.profile import DecodeProfile
+from sgl_kvfetch.adapt.sessions import UNCONFIGURED, SessionQueue, Start
 from sgl_kvfetch.adapt.tracker import PoolTracker
 
 S = TypeVar("S")
@@ -40,7 +40,7 @@ class DecodePool(Generic[S]):
         self._sessions = list(sessions)
         self._clock = clock
         self._lock = Lock()  # guards the board and the tracker
-        self._board: PoolBoard[_Job[S]] = PoolBoard(len(self._sessions))
+        self._board: SessionQueue[_Job[S]] = SessionQueue(len(self._sessions))
         self._tracker = None if profile is None else PoolTracker(profile, len(self._sessions))
         self._threads = ThreadPoolExecutor(len(self._sessions), thread_name_prefix="kvfetch-decode")
         self._closed = False

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sgl_kvfetch.adapt.decode_profile import Decoded, DecodeProfile, corrections
 from sgl_kvfetch.adapt.pipeline import PoolState, SessionState
-from sgl_kvfetch.adapt.profile import Decoded, DecodeProfile, corrections
 
 _MOST_DECODED = 64
 _LEAST_LEFT = 0.02  # of a chunk that takes longer than it should

@@ -193,13 +193,10 @@ def measure_curve(
     """Return the profile with the KL divergence and the entropy that its steps are measured to have on ``windows``, and
     with what the context is worth."""
     steps = (*_STEPS, math.inf)
-    runs = [(window, row) for window in range(len(windows)) for row in range(len(steps))]
     totals = torch.zeros((len(steps), 2), dtype=torch.float64)
-    context = _Context.none()
-    for i in progress(iter(range(len(runs))), len(runs), "accuracy"):
-        window, row = runs[i]
-        if not row:
-            context = _Context.of(model, windows[window], num_context)
+    runs = ((context, row) for context in _contexts(model, windows, num_context) for row in range(len(steps)))
+    total = len(windows) * len(steps)
+    for (context, row), _ in zip(runs, progress(iter(range(total)), total, "accuracy"), strict=True):
         if math.isinf(steps[row]):
             totals[row, 0] += context.divergence(model, _forgotten(profile, context.values))
             continue
@@ -222,11 +219,6 @@ class _Context:
     expected: torch.Tensor
 
     @classmethod
-    def none(cls) -> _Context:
-        empty = torch.empty(0)
-        return cls(CellValues(empty, empty), empty, empty)
-
-    @classmethod
     @torch.no_grad()
     def of(cls, model: KVModel, window: torch.Tensor, num_context: int) -> _Context:
         values = CellValues(*(x.to(torch.bfloat16).cpu() for x in model.kv(window[:num_context])))
@@ -237,6 +229,11 @@ class _Context:
         """The KL divergence of what the model expects after ``restored``, in nats a token."""
         log_p = model.log_probabilities(*restored, self.continuation)
         return float((self.expected.exp() * (self.expected - log_p)).sum(-1).mean())
+
+
+def _contexts(model: KVModel, windows: Sequence[torch.Tensor], num_context: int) -> Iterator[_Context]:
+    for window in windows:
+        yield _Context.of(model, window, num_context)
 
 
 def _there_and_back(quantiser: KltQuantiser, values: CellValues) -> tuple[CellValues, float]:

@@ -1,34 +1,58 @@
 """The command ``kvfetch``.
 
-What needs torch, SGLang or a server is imported by the command that needs it: ``kvfetch --help`` is quick, and
-``kvfetch doctor`` can report that one of them does not import.
+Each command has a module of its own, which is imported when the command is run: ``kvfetch --help`` is quick, and
+``kvfetch doctor`` can report that torch or SGLang does not import.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from sgl_kvfetch import __version__
-from sgl_kvfetch.cli.calibrate import calibrate
-from sgl_kvfetch.cli.doctor import doctor
-from sgl_kvfetch.cli.encode import encode
-from sgl_kvfetch.cli.inspect import inspect
-from sgl_kvfetch.cli.profile import profile
-from sgl_kvfetch.cli.serve import serve
-from sgl_kvfetch.cli.verify import verify
 from sgl_kvfetch.errors import KVFetchError
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 
+# What they do is what their own help begins with.
+COMMANDS = {
+    "serve": "Serve a directory as a store, until Ctrl-C or SIGTERM.",
+    "inspect": "Show what is stored: by namespace, by segment, or chunk by chunk, and how it compares with raw KV.",
+    "verify": "Read and decode everything that is stored, and compare it with its checksums.",
+    "encode": "Code what servers wrote in a fast codec again, as video, at one or more resolutions.",
+    "calibrate": "Measure how a model's keys and values vary and how much errors in them matter.",
+    "profile": "Measure how long this machine takes to decode a chunk, for each codec and resolution.",
+    "doctor": 'Check what this machine can do, and say what to do about each "no".',
+}
+_LOOK: dict[str, Any] = {
+    "rich_markup_mode": "markdown",
+    "pretty_exceptions_enable": False,  # theirs show local variables, and tokens are among ours
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+    "add_completion": False,
+}
+
 
 class _Commands(TyperGroup):
-    """Turns domain errors into one line and an exit code of their own."""
+    """Imports what is run, and turns domain errors into one line and an exit code of their own."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = {
+            name: TyperCommand(name, help=text, rich_markup_mode="markdown") for name, text in COMMANDS.items()
+        }
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        assert name is not None
+        command = typer.Typer(**_LOOK)
+        command.command(name)(getattr(importlib.import_module(f"sgl_kvfetch.cli.{name}"), name))
+        return name, typer.main.get_command(command), rest
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -45,22 +69,7 @@ class _Commands(TyperGroup):
             raise typer.Exit(EXIT_ERROR) from None
 
 
-app = typer.Typer(
-    name="kvfetch",
-    cls=_Commands,
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,  # theirs show local variables, and tokens are among ours
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command()(serve)
-app.command()(inspect)
-app.command()(verify)
-app.command()(encode)
-app.command()(calibrate)
-app.command()(profile)
-app.command()(doctor)
+app = typer.Typer(name="kvfetch", cls=_Commands, no_args_is_help=True, **_LOOK)
 
 
 def _print_version(wanted: bool) -> None:

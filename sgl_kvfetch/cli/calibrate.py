@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
+
+from sgl_kvfetch.calibrate import fit
+from sgl_kvfetch.calibrate.model import KVModel, calibration_windows, part_of, read_text
+from sgl_kvfetch.cli.options import make_console
+from sgl_kvfetch.cli.tables import make_table
+from sgl_kvfetch.errors import ConfigError, UnsupportedError
+from sgl_kvfetch.fingerprint import fingerprint_model
+from sgl_kvfetch.quant.klt import KltQuantiser
+from sgl_kvfetch.quant.profile import Calibration, Profile
+from sgl_kvfetch.quant.rope import Rope, rope_of_config
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # in float16 the gradients would be lost
+_LINE_EVERY_S = 10.0  # of progress, where the output is no terminal
 
 
 def calibrate(
@@ -52,8 +69,9 @@ def calibrate(
     ] = "float32",
     seed: Annotated[int, typer.Option(help="Of the tokens that are drawn to judge errors by.")] = 0,
 ) -> None:
-    """Measure how a model's keys and values vary and how much errors in them matter, and write it to a profile.
+    """Measure how a model's keys and values vary and how much errors in them matter.
 
+    What was measured is the profile that klt needs.
     SGLang then takes the profile in --hicache-storage-backend-extra-config: {"profile": FILE, ...}. The table that is
     printed says what each target_kl costs in bits, and which one is taken unless the config names another.
 
@@ -61,21 +79,100 @@ def calibrate(
 
         kvfetch calibrate --model meta-llama/Llama-3.1-8B --text prompts.jsonl --out llama.profile --tp-size 2
     """
-    from sgl_kvfetch.cli import calibrating
+    if dtype not in _DTYPES:
+        raise ConfigError(f"--dtype {dtype}: allowed are {', '.join(_DTYPES)}")
+    if (out.exists() and not out.is_file()) or not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: not a file in a directory that exists")
+    prompts = [prompt for file in text for prompt in read_text(file)]
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    loaded = KVModel(model, device=device, dtype=_DTYPES[dtype])
+    if loaded.num_heads % tp_size and tp_size % loaded.num_heads:
+        raise ConfigError(f"--tp-size {tp_size}: {loaded.num_heads} KV heads cannot be shared out so")
+    window_tokens = context + continuation
+    most = getattr(loaded.config, "max_position_embeddings", None)
+    if most is not None and window_tokens > most:
+        raise ConfigError(f"--context and --continuation are {window_tokens} tokens, the model has {most} positions")
+    rope, notes = _rope_or_why_not(loaded)
+    tokens = [part_of(loaded.tokenise(prompt), part) for prompt in prompts]
+    ids = calibration_windows(loaded, tokens, windows, window_tokens)
+    describe = Calibration(
+        model=os.path.basename(os.path.normpath(model)),
+        weights=fingerprint_model(model),
+        text=", ".join(file.name for file in text),
+        num_windows=windows,
+        context_tokens=context,
+        continuation_tokens=continuation,
+        notes=notes,
+        part=part,
+    )
+    options = fit.Options(
+        num_context=context,
+        max_channels=max_channels,
+        tp_size=tp_size,
+        seed=seed,
+    )
+    profile = fit.calibrate(loaded, ids, rope, describe, options, _progress)
+    profile.save(out)
+    _report(profile, out)
 
-    calibrating.run(
-        model,
-        text,
-        out,
-        calibrating.Request(
-            num_windows=windows,
-            num_context=context,
-            num_continuation=continuation,
-            part=part,
-            max_channels=max_channels,
-            tp_size=tp_size,
-            device=device,
-            dtype=dtype,
-            seed=seed,
-        ),
+
+def _rope_or_why_not(model: KVModel) -> tuple[Rope | None, tuple[str, ...]]:
+    try:
+        rope = rope_of_config(model.config)
+        _require_same_rotation(model, rope)
+        return rope, ()
+    except UnsupportedError as e:
+        note = f"K stays rotated, which costs bits: {e}"
+        make_console(stderr=True).print(f"kvfetch: {note}")
+        return None, (note,)
+
+
+def _require_same_rotation(model: KVModel, rope: Rope) -> None:
+    """Raises UnsupportedError where transformers, whose K we see, turns it by other angles than SGLang."""
+    ours = rope.frequencies
+    for theirs in model.inverse_frequencies():
+        if theirs.shape != ours.shape or not torch.allclose(theirs.float().cpu(), ours, rtol=1e-4, atol=0):
+            raise UnsupportedError("transformers rotates this model's K by other frequencies than SGLang")
+
+
+def _progress(steps: Iterator[int], total: int, what: str) -> Iterator[int]:
+    """A bar in a terminal; elsewhere, where a bar would show nothing, a line every ten seconds."""
+    console = make_console(stderr=True)
+    if console.is_terminal:
+        from rich.progress import track
+
+        yield from track(steps, what, total, console=console, transient=True)
+        return
+    started_s = said_s = time.monotonic()
+    for done, step in enumerate(steps, 1):
+        yield step
+        now_s = time.monotonic()
+        if done == total or now_s - said_s >= _LINE_EVERY_S:
+            left_s = (now_s - started_s) / done * (total - done)
+            console.print(f"{what}: {done} of {total}, {left_s:.0f} s left")
+            said_s = now_s
+
+
+def _report(profile: Profile, out: Path) -> None:
+    table = make_table((), ("target_kl", "step", "bits a value", "bf16 is larger by", "coefficients kept", "wide"))
+    for point in profile.curve:
+        ratio = f"{16 / point.bits_per_value:.1f}x" if point.bits_per_value else ""
+        kept, wide = KltQuantiser(profile, step=point.step).coefficient_shares
+        table.add_row(
+            f"{point.kl:.2g}",
+            f"{point.step:.3g}",
+            f"{point.bits_per_value:.2f}",
+            ratio,
+            f"{kept:.0%}",
+            f"{wide:.1%}",
+        )
+    console = make_console()
+    console.print(table)
+    grid, held_out = profile.grid, max(1, profile.calibration.num_windows // 5)
+    console.print(
+        f"Measured on {held_out} windows of {profile.calibration.text} that the transform was not fitted to; bits are "
+        f"order-0 entropies.\nThe context is worth {profile.context_kl:.2g} nats a token, so target_kl is "
+        f"{profile.default_target_kl:.2g} unless it is set. The first {profile.num_sinks} tokens are kept exact.\n"
+        f"Cells: {grid.cell_layers} layers, {grid.cell_heads} of {grid.num_heads} heads, K and V together.\n"
+        f"{out}: profile {profile.digest}, {out.stat().st_size / 1e6:.1f} MB"
     )

@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
-from typing import Annotated
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Protocol
+from urllib.parse import unquote, urlsplit
 
+import msgspec
 import typer
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from sgl_kvfetch.cli.options import JsonOption, TokenFileOption, TokenOption, read_token
+from sgl_kvfetch.cli.options import JsonOption, TokenFileOption, TokenOption, make_console, read_token
+from sgl_kvfetch.cli.units import format_ratio, format_size, printable
+from sgl_kvfetch.codecs.nvenc import open_encoders
+from sgl_kvfetch.encode.encoder import EncodeOptions, Encoder, Step, Tally
+from sgl_kvfetch.encode.targets import make_targets
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.stores.base import Store
+from sgl_kvfetch.stores.http import HttpOptions
+from sgl_kvfetch.stores.open import open_store
+
+logger = logging.getLogger(__name__)
+
+_LINE_EVERY_S = 10.0  # where there is no terminal
+_MAX_OBJECT_BYTES = 4 << 30  # what ``kvfetch serve`` takes if not told otherwise
+_MAX_FAILURES_SHOWN = 20
 
 
 class EncoderChoice(StrEnum):
-    """As EncoderName in sgl_kvfetch.codecs, which imports torch."""
+    """As EncoderName in sgl_kvfetch.codecs; typer knows no literals as defaults."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -83,22 +109,145 @@ def encode(
 
         kvfetch encode --store file:///var/cache/kv --resolutions 240p,480p --keep-source
     """
-    from sgl_kvfetch.cli import encoding
-
-    request = encoding.Request(
-        url=store,
-        token=read_token(token, token_file),
-        watch=watch,
-        codecs=codec.split(","),
-        resolutions=resolutions.split(","),
+    codecs = codec.split(",")
+    options = EncodeOptions(
+        targets=make_targets(codecs, resolutions.split(",")),
+        prefix=namespace,
         keep_source=keep_source,
-        namespace=namespace,
-        encoder=encoder.value,
-        workers=workers,
         grace_s=grace_s,
-        poll_interval_s=poll_interval_s,
-        as_json=as_json,
-        verbose=verbose,
+        workers=workers,
     )
-    if not asyncio.run(encoding.run(request)):
+    encoders, about = open_encoders(encoder.value, codecs, workers)
+    make_encoder = partial(Encoder, options=options, encoders=encoders)
+    with _reporter(verbose) as reporter:
+        if about:
+            logger.info(about)
+        try:
+            poll_s = poll_interval_s if watch else None
+            asyncio.run(_run(store, read_token(token, token_file), make_encoder, reporter, poll_s))
+        except KeyboardInterrupt:
+            _print(reporter.tally, as_json)
+            raise
+    _print(reporter.tally, as_json)
+    if reporter.tally.failures:
         raise typer.Exit(1)
+
+
+async def _run(
+    url: str, token: str | None, make_encoder: Callable[..., Encoder], reporter: _Reporter, poll_s: float | None
+) -> None:
+    """Encode once, or with ``poll_s`` until told to stop. Raises KVFetchError."""
+    store = _open(url, token)
+    encoder = make_encoder(store, on_step=reporter.step, on_total=reporter.total, on_segment=reporter.segment_done)
+    reporter.tally = encoder.tally
+    working = asyncio.ensure_future(encoder.run_once() if poll_s is None else encoder.watch(poll_s))
+    # A service is stopped by SIGTERM; Ctrl-C cancels as well.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, working.cancel)
+    try:
+        await working
+    except asyncio.CancelledError:
+        if (current := asyncio.current_task()) is not None and current.cancelling():
+            raise
+    finally:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+        await encoder.close()
+        await store.close()
+
+
+def _open(url: str, token: str | None) -> Store:
+    parts = urlsplit(url)
+    if parts.scheme == "file" and not Path(unquote(parts.path)).is_dir():
+        raise ConfigError(f"{url} is not a directory")  # an empty store is a finished one, a typo is not
+    options = HttpOptions(max_object_bytes=_MAX_OBJECT_BYTES)
+    return open_store(url, token=token if parts.scheme in ("http", "https") else None, options=options)
+
+
+class _Reporter(Protocol):
+    tally: Tally
+
+    def step(self, step: Step, name: str) -> None: ...
+
+    def total(self, segments: int, raw_bytes: int) -> None: ...
+
+    def segment_done(self, raw_bytes: int) -> None: ...
+
+
+@contextmanager
+def _reporter(verbose: bool) -> Iterator[_Reporter]:
+    console = make_console(stderr=True)
+    level = logging.INFO if verbose else logging.WARNING
+    if not console.is_terminal or verbose:
+        logging.basicConfig(level=level, format="kvfetch: %(message)s", force=True)
+        yield _Lines(verbose)
+        return
+    columns = (TextColumn("encoding"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[sizes]}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        handler = RichHandler(console=console, show_time=False, show_level=False, show_path=False)
+        logging.basicConfig(level=level, format="kvfetch: %(message)s", handlers=[handler], force=True)
+        yield _Bar(progress)
+
+
+class _Bar:
+    """A bar that counts segments, on a terminal."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.tally = Tally()
+        self._progress = progress
+        self._task: TaskID = progress.add_task("", total=None, sizes="looking")
+        self._total = 0
+
+    def step(self, step: Step, name: str) -> None:
+        pass
+
+    def total(self, segments: int, raw_bytes: int) -> None:
+        self._total += segments
+        self._progress.update(self._task, total=self._total, sizes="")
+
+    def segment_done(self, raw_bytes: int) -> None:
+        self._progress.update(self._task, advance=1, sizes=_sizes(self.tally))
+
+
+class _Lines:
+    """A line now and then, or with ``verbose`` for each step."""
+
+    def __init__(self, verbose: bool) -> None:
+        self.tally = Tally()
+        self._verbose = verbose
+        self._done = self._total = 0
+        self._said_s = time.monotonic()
+
+    def step(self, step: Step, name: str) -> None:
+        if self._verbose:
+            print(f"{step} {name}", file=sys.stderr, flush=True)
+
+    def total(self, segments: int, raw_bytes: int) -> None:
+        self._total += segments
+
+    def segment_done(self, raw_bytes: int) -> None:
+        self._done += 1
+        now = time.monotonic()
+        if now - self._said_s >= _LINE_EVERY_S:
+            self._said_s = now
+            print(f"{self._done} of {self._total} segments, {_sizes(self.tally)}", file=sys.stderr, flush=True)
+
+
+def _sizes(tally: Tally) -> str:
+    return f"{format_size(tally.before_bytes)} -> {format_size(tally.after_bytes)}"
+
+
+def _print(tally: Tally, as_json: bool) -> None:
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(tally), indent=2).decode())
+        return
+    for name, what in list(tally.failures.items())[:_MAX_FAILURES_SHOWN]:
+        typer.echo(f"FAILED {name}: {printable(what)}")
+    if len(tally.failures) > _MAX_FAILURES_SHOWN:
+        typer.echo(f"FAILED and {len(tally.failures) - _MAX_FAILURES_SHOWN} more")
+    typer.echo(f"{tally.num_encoded} segments encoded, {tally.num_done} were already, {len(tally.failures)} failed")
+    if tally.num_encoded:
+        ratio = format_ratio(tally.raw_bytes / tally.after_bytes)
+        typer.echo(f"raw {format_size(tally.raw_bytes)}, stored {_sizes(tally)}: {ratio} smaller than raw")
+    if tally.num_deleted:
+        typer.echo(f"{tally.num_deleted} data objects deleted ({format_size(tally.deleted_bytes)}): replaced before")
+    if tally.num_changed:
+        typer.echo(f"{tally.num_changed} segments were deleted or replaced meanwhile")

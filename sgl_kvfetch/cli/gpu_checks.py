@@ -6,7 +6,7 @@ import importlib
 import os
 
 from sgl_kvfetch.cli.checks import Check, first_line
-from sgl_kvfetch.cli.video_engines import open_current_nvdec
+from sgl_kvfetch.cli.current_nvdec import open_current_nvdec
 
 CPU_ENGINE_ENV = "KVFETCH_CPU_ENGINE"
 INSTALL = 'pip install "sgl-kvfetch[gpu]"'

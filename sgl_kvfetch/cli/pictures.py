@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from pathlib import Path
 
-import av
 import numpy as np
+from PIL import Image, ImageDraw, ImageFont
 
-from sgl_kvfetch.cli.glyphs import draw_text, text_size
 from sgl_kvfetch.cli.summary import layer_range, layers_of
 from sgl_kvfetch.container.manifest import Cell
 from sgl_kvfetch.container.segment import SegmentReader
@@ -19,7 +17,8 @@ from sgl_kvfetch.quant import Quantised
 THUMBNAIL_SIDE = 432  # pixels, at most
 MAX_SHEET_ROWS = 24
 _MARGIN = 12
-_TEXT_SCALE = 3
+_TEXT_HEIGHT = 15
+_FONT = ImageFont.load_default(size=_TEXT_HEIGHT)
 
 
 class PictureWriter:
@@ -70,24 +69,23 @@ class PictureWriter:
         cells = sorted({cell for cell, _ in self._thumbnails})
         columns = sorted({index for _, index in self._thumbnails})
         labels = [self._name(cell, " ") for cell in cells]
-        text_height, label_width = text_size(max(labels, key=len), _TEXT_SCALE)
-        heights = [max(self._thumbnails[cell, i].shape[0] for i in columns) for cell in cells]
         heads = [self._manifest.parts[index].name for index in columns]
+        heights = [max(self._thumbnails[cell, i].shape[0] for i in columns) for cell in cells]
         widths = [
-            max(text_size(head, _TEXT_SCALE)[1], *(self._thumbnails[cell, i].shape[1] for cell in cells))
+            max(_text_width(head), *(self._thumbnails[cell, i].shape[1] for cell in cells))
             for head, i in zip(heads, columns, strict=True)
         ]
-        lefts = np.cumsum([2 * _MARGIN + label_width] + [w + _MARGIN for w in widths]).tolist()
-        tops = np.cumsum([2 * _MARGIN + text_height] + [h + _MARGIN for h in heights]).tolist()
-        sheet = np.full((tops[-1], lefts[-1], 3), 24, np.uint8)
+        lefts = np.cumsum([2 * _MARGIN + max(map(_text_width, labels))] + [w + _MARGIN for w in widths]).tolist()
+        tops = np.cumsum([2 * _MARGIN + _TEXT_HEIGHT] + [h + _MARGIN for h in heights]).tolist()
+        sheet = Image.new("RGB", (lefts[-1], tops[-1]), (24, 24, 24))
+        draw = ImageDraw.Draw(sheet)
         for head, left in zip(heads, lefts, strict=False):
-            draw_text(sheet, head, _MARGIN, left, _TEXT_SCALE)
+            draw.text((left, _MARGIN), head, font=_FONT)
         for cell, label, top in zip(cells, labels, tops, strict=False):
-            draw_text(sheet, label, top, _MARGIN, _TEXT_SCALE)
+            draw.text((_MARGIN, top), label, font=_FONT)
             for index, left in zip(columns, lefts, strict=False):
-                thumbnail = self._thumbnails[cell, index]
-                sheet[top : top + thumbnail.shape[0], left : left + thumbnail.shape[1]] = thumbnail
-        return self._save(f"span{cells[0].span}_contact-sheet.png", sheet)
+                sheet.paste(Image.fromarray(self._thumbnails[cell, index]), (left, top))
+        return self._save(f"span{cells[0].span}_contact-sheet.png", np.asarray(sheet))
 
     def _name(self, cell: Cell, separator: str) -> str:
         """What to call a cell: its layers, and its heads where there are others."""
@@ -101,21 +99,14 @@ class PictureWriter:
     def _save(self, name: str, pixels: np.ndarray) -> Path:
         path = self._directory / name
         try:
-            path.write_bytes(encode_png(pixels))
+            Image.fromarray(pixels).save(path)
         except OSError as e:
             raise ConfigError(f"cannot write {path}: {e.strerror or e}") from e
         return path
 
 
-def encode_png(pixels: np.ndarray) -> bytes:
-    """uint8, ``(height, width)`` for grey or ``(height, width, 3)`` for red, green, blue."""
-    encoder = av.CodecContext.create("png", "w")
-    assert isinstance(encoder, av.VideoCodecContext)
-    encoder.height, encoder.width = pixels.shape[:2]
-    encoder.pix_fmt = "gray" if pixels.ndim == 2 else "rgb24"
-    encoder.time_base = Fraction(1, 1)
-    frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format=encoder.pix_fmt)
-    return b"".join(map(bytes, [*encoder.encode(frame), *encoder.encode(None)]))
+def _text_width(text: str) -> int:
+    return int(_FONT.getlength(text)) + 1
 
 
 def _thumbnail(picture: np.ndarray) -> np.ndarray:

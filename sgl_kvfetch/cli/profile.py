@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import datetime
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 import typer
+from rich.table import Table
 
-from sgl_kvfetch.cli.options import JsonOption
+from sgl_kvfetch.adapt.decode_profile import DecodeProfile
+from sgl_kvfetch.adapt.measure import Sample, measure_profile
+from sgl_kvfetch.cli.current_nvdec import open_current_nvdec
+from sgl_kvfetch.cli.options import JsonOption, make_console
+from sgl_kvfetch.cli.tables import make_table
+from sgl_kvfetch.cli.units import format_size
+from sgl_kvfetch.codecs import get_codec
+from sgl_kvfetch.codecs.base import Codec, Decoders
+from sgl_kvfetch.codecs.hevc import HevcCodec
+from sgl_kvfetch.encode.targets import Target, make_targets
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.layout.frames import PLANES
+from sgl_kvfetch.layout.regions import region_layout
+
+Device = Literal["auto", "cpu", "nvdec"]
 
 
 def profile(
@@ -23,7 +45,7 @@ def profile(
     heads: Annotated[int, typer.Option(min=1, help="Its heads.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="Their width.")] = 128,
     device: Annotated[
-        Literal["auto", "cpu", "nvdec"],
+        Device,
         typer.Option(help="What decodes video; auto is NVDEC where it decodes one of the codecs."),
     ] = "auto",
     concurrency: Annotated[
@@ -36,31 +58,119 @@ def profile(
     seed: Annotated[int, typer.Option(help="Of the chunk's integers.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure how long this machine takes to decode a chunk, for each codec and resolution and for 1, 2, ... at once.
+    """Measure how long this machine takes to decode a chunk, for each codec and resolution.
 
-    On NVDEC frames end in the GPU's memory, as in device mode; codecs that it does not decode are measured on the CPU,
-    on the same sessions. The chunk is made up (three layers of integers that spread as transform coefficients do), so
-    that its sizes say little of those of real chunks, which their manifests give. Other programs that run meanwhile
-    make the figures worse.
+    One chunk alone is measured, and several at once. On NVDEC frames end in the GPU's memory, as in device mode; codecs
+    that it does not decode are measured on the CPU, on the same sessions. The chunk is made up (three layers of
+    integers that spread as transform coefficients do), so that its sizes say little of those of real chunks, which
+    their manifests give. Other programs that run meanwhile make the figures worse.
 
     Example:
 
         kvfetch profile --out decode-profile.json
     """
-    from sgl_kvfetch.cli import profiling
-
-    profiling.run(
-        profiling.Request(
-            out=out,
-            codecs=tuple(codecs.split(",")),
-            resolutions=tuple(resolutions.split(",")),
-            tokens=tokens,
-            heads=heads,
-            head_dim=head_dim,
-            device=device,
-            concurrency=concurrency,
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no directory {out.parent}")
+    progress = make_console(stderr=True)
+    names = codecs.split(",")
+    targets = make_targets(names, resolutions.split(","))
+    setup = _set_up(names, device, concurrency)
+    progress.print(setup.about)
+    integers = _integers(tokens, PLANES * heads * head_dim, seed)
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a session is one thread, as in the decode pool
+    try:
+        measured = measure_profile(
+            list(_samples(integers, targets)),
+            setup.sessions,
+            device=setup.device,
+            source=f"kvfetch profile, {today}, {setup.decodes}, {rounds} rounds, synthetic integers, seed {seed}",
+            chunk_values=integers.numel(),
             rounds=rounds,
-            seed=seed,
-            as_json=as_json,
+            on_step=lambda name: progress.print(f"measuring {name}"),
         )
-    )
+    finally:
+        torch.set_num_threads(threads)
+    if as_json:
+        typer.echo(measured.encode(), nl=False)
+    else:
+        console = make_console()
+        console.print(_table(measured))
+        console.print(f"a pool of {measured.num_sessions} decodes most chunks a second")
+    if out is not None:
+        try:
+            out.write_bytes(measured.encode())
+        except OSError as e:
+            raise ConfigError(f"--out {out}: {e}") from e
+        progress.print(f"wrote {out}")
+
+
+@dataclass(frozen=True)
+class _SetUp:
+    """What is measured. ``decodes`` and ``about`` say so."""
+
+    device: str
+    decodes: str
+    about: str
+    sessions: Sequence[Decoders]
+
+
+def _set_up(codecs: Sequence[str], device: Device, concurrency: int | None) -> _SetUp:
+    """Raises ConfigError for an NVDEC that is not there, or decodes none of the codecs."""
+    cpu = platform.processor() or platform.machine()
+    cores = len(os.sched_getaffinity(0))
+    if device == "cpu":
+        return _SetUp(cpu, "CPU", "measuring the CPU", [{}] * (concurrency or cores))
+    nvdec, about = open_current_nvdec()
+    on_nvdec = [] if nvdec is None else [name for name in codecs if name in nvdec.codecs]
+    if nvdec is not None and on_nvdec:
+        nvdec.surfaces.limit_bytes = None  # engines are measured, whatever a server lets them have
+        sessions = [nvdec.open_session() for _ in range(concurrency or 2 * nvdec.num_engines)]
+        decodes = f"{', '.join(on_nvdec)} on NVDEC ({nvdec.num_engines} engines), all else on the CPU"
+        return _SetUp(f"{torch.cuda.get_device_name()}, {cpu}", decodes, about, sessions)
+    if device == "nvdec":
+        raise ConfigError(f"--device nvdec: it decodes none of {', '.join(codecs)} here ({about})")
+    return _SetUp(cpu, "CPU", f"measuring the CPU ({about})", [{}] * (concurrency or cores))
+
+
+def _samples(integers: torch.Tensor, targets: Sequence[Target]) -> Iterator[Sample[Decoders]]:
+    """Each video codec at each resolution; a fast codec, to which pictures are nothing, once."""
+    seen = set()
+    for target in targets:
+        codec = get_codec(target.codec)
+        name = f"{target.codec} {target.resolution}" if isinstance(codec, HevcCodec) else target.codec
+        if name in seen:
+            continue
+        seen.add(name)
+        layout = region_layout(integers.shape[0], integers.shape[1], target.resolution)
+        bitstream = codec.encode(layout.to_frames(integers))
+        shape = layout.num_frames(tuple(integers.shape)), layout.height, layout.width
+        yield Sample(name, len(bitstream), partial(_decode, codec, bitstream, shape))
+
+
+def _decode(codec: Codec, bitstream: bytes, shape: tuple[int, int, int], session: Decoders) -> None:
+    """Raises ConfigError where NVDEC does not do what it was found to do: the CPU's time is not to pass for its."""
+    if (decoder := session.get(codec.name)) is None:
+        codec.decode(bitstream, *shape)
+    elif not decoder.decode(bitstream, *shape).is_on_device:
+        raise ConfigError(f"NVDEC did not decode {codec.name} of {shape[2]}x{shape[1]}; try a lower --concurrency")
+
+
+def _integers(num_tokens: int, num_coefficients: int, seed: int) -> torch.Tensor:
+    """uint8 ``(coefficients, tokens)``: spread around 128, the first coefficients widely, the last hardly, as those of
+    a transform are."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.logspace(1, -1, num_coefficients)[:, None]
+    normal = torch.randn(num_coefficients, num_tokens, generator=generator)
+    return (normal * spread + 128).round().clamp(0, 255).to(torch.uint8)
+
+
+def _table(profile: DecodeProfile) -> Table:
+    columns = [f"{k} at once" for k in range(1, profile.max_concurrency + 1)]
+    table = make_table(("variant",), ("size", *columns, "switch"))
+    table.title = "Seconds a chunk"
+    for v in profile.variants:
+        times = [f"{t:.4f}" for t in v.decode_s]
+        table.add_row(v.name, format_size(v.size_bytes), *times, f"{v.switch_s:.4f}")
+    return table

@@ -28,8 +28,8 @@ from torch.utils.dlpack import from_dlpack
 from sgl_kvfetch.codecs.base import DecodedFrames, Decoders, FrameDecoder
 from sgl_kvfetch.codecs.hevc import HevcCodec
 from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps, decode_caps
+from sgl_kvfetch.codecs.nvidia import CODECS, brief, moving_gradients, takes
 from sgl_kvfetch.codecs.surfaces import SurfaceBudget, surface_bytes
-from sgl_kvfetch.codecs.video_engines import CODECS, brief, moving_gradients, takes
 from sgl_kvfetch.cuda_streams import Device
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.layout.frame_sum import WORD_BYTES, sum_of_frames
@@ -123,7 +123,7 @@ class NvdecSession:
         nvc = self._nvc
         if not self._budget.take(self, surface_bytes(planes, max_width, max_height)):
             self._largest = 0, 0  # so that the next one asks for no more than it needs
-            raise _NoDecoderError(f"busy decoders leave no room for one of {max_width}x{max_height} in nvdec_bytes")
+            raise _NoDecoderError(f"busy decoders leave no room for one of {max_width}x{max_height}")
         try:
             self._decoder = nvc.CreateDecoder(
                 gpuid=self._device.torch_device.index or 0,

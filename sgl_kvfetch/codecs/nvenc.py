@@ -26,8 +26,8 @@ from sgl_kvfetch.codecs.base import FrameEncoder
 from sgl_kvfetch.codecs.hevc import HevcCodec
 from sgl_kvfetch.codecs.nvenc_caps import EncodeCaps, encode_caps
 from sgl_kvfetch.codecs.nvenc_sessions import Kind, NoEncoderError, NvencSession, SessionPool
+from sgl_kvfetch.codecs.nvidia import CODECS, brief, moving_gradients, takes
 from sgl_kvfetch.codecs.registry import EncoderName
-from sgl_kvfetch.codecs.video_engines import CODECS, brief, moving_gradients, takes
 from sgl_kvfetch.errors import ConfigError, CorruptError
 from sgl_kvfetch.layout.frames import MIN_PICTURE
 from sgl_kvfetch.log import LimitedLogger

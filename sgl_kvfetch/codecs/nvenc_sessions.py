@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sgl_kvfetch.codecs.hevc import join_access_units
-from sgl_kvfetch.codecs.video_engines import brief
+from sgl_kvfetch.codecs.nvidia import brief
 
 _REST_S = 60.0  # of a session, after NVENC failed it
 # On the device, for a CUDA context and an encoder's pictures. PyNvVideoCodec 2.2.4 does not look whether it was given

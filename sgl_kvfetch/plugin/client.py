@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.adapt.policy import LookAhead, MinimalBubble, Policy
+from sgl_kvfetch.adapt.decode_profile import load_decode_profile
+from sgl_kvfetch.adapt.policy import LookAhead
 from sgl_kvfetch.adapt.pool import DecodePool
-from sgl_kvfetch.adapt.profile import load_decode_profile
 from sgl_kvfetch.codecs import nvenc
 from sgl_kvfetch.codecs.base import Decoders, FrameEncoder
 from sgl_kvfetch.codecs.nvdec import Nvdec
+from sgl_kvfetch.codecs.surfaces import MAX_SURFACE_BYTES
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.container.segment import SegmentSpec
 from sgl_kvfetch.errors import KVFetchError, StoreError
@@ -33,6 +34,9 @@ from sgl_kvfetch.write.writer import Writer
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
 
+RESOLUTION = "240p"  # the smallest files, and no slower to decode than larger pictures
+MAX_SEGMENT_TOKENS = 8192  # what is looked up and committed as one
+_LINGER_S = 0.25  # how long pages wait for the next ones before a segment is cut
 _RETIRE_S = 60.0  # at least so long merged halves stay, for readers that know no better
 _HORIZON = 8  # cells to look ahead: a choice takes the event loop a few milliseconds
 _CONNECT_S = 5.0  # at most, for one attempt to connect to the store
@@ -105,7 +109,7 @@ def open_client(
         heads,
         quantiser,
         config.codec,
-        config.resolution,
+        RESOLUTION,
         min(span_pages, max_span_pages or span_pages),
         encoders or {},
     )
@@ -116,7 +120,7 @@ def open_client(
         inflight_bytes=config.inflight_bytes,
         may_delete=config.writes,
         decode_bytes=decode_bytes,
-        policy=None if config.decode_profile is None else _policy(config),
+        policy=None if config.decode_profile is None else LookAhead(horizon=_HORIZON),
     )
     return StoreClient(
         store,
@@ -133,10 +137,10 @@ def open_client(
             store,
             spec,
             encode_pool,
-            max_segment_pages=_power_of_two_pages(config.max_segment_tokens, heads.namespace.page_size),
+            max_segment_pages=_power_of_two_pages(MAX_SEGMENT_TOKENS, heads.namespace.page_size),
             queue_bytes=config.write_queue_bytes,
-            linger_s=config.write_linger_s,
-            retire_s=max(_RETIRE_S, 2 * config.fetch_timeout_s) if config.merge else None,
+            linger_s=_LINGER_S,
+            retire_s=max(_RETIRE_S, 2 * config.fetch_timeout_s),
         ),
     )
 
@@ -147,7 +151,7 @@ def open_encoders(config: KVFetchConfig) -> Mapping[str, FrameEncoder]:
     if not config.writes:
         return {}
     encoders, about = nvenc.open_encoders(
-        config.encoder,
+        "auto",
         (config.codec,),
         config.codec_threads,
         lambda event: metrics.NVENC_BITSTREAMS.labels(event).inc(),
@@ -174,12 +178,8 @@ def _open_pool(config: KVFetchConfig, nvdec: Nvdec | None) -> DecodePool[Decoder
     num_sessions = config.codec_threads if profile is None else profile.num_sessions
     if nvdec is None:
         return DecodePool([{}] * num_sessions, profile)
-    nvdec.surfaces.limit_bytes = config.nvdec_bytes
+    nvdec.surfaces.limit_bytes = MAX_SURFACE_BYTES
     return DecodePool([nvdec.open_session() for _ in range(max(num_sessions, nvdec.num_engines))], profile)
-
-
-def _policy(config: KVFetchConfig) -> Policy:
-    return MinimalBubble() if config.variant_policy == "algorithm1" else LookAhead(horizon=_HORIZON)
 
 
 def count_miss(stage: str, error: KVFetchError | TimeoutError) -> None:

@@ -1,4 +1,4 @@
-"""What SGLang's host cache needs to run on a CPU. `seams/` says where each function is put, and why.
+"""What SGLang's host cache needs to run on a CPU. `seams.py` says where each function is put, and why.
 
 SGLang moves pages between the device pool and the host pool with CUDA operators; here both pools are in host memory,
 and PyTorch's indexing does the same.

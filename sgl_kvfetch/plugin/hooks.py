@@ -1,4 +1,4 @@
-"""The functions that SGLang runs for us. `seams/` says where each one is put, and why.
+"""The functions that SGLang runs for us. `seams.py` says where each one is put, and why.
 
 Arguments come as SGLang passes them; hooks that follow a call get its result first. They do nothing unless the storage
 backend in question is ours.
@@ -29,7 +29,7 @@ def gate_command_line(server_args: Any, argv: list[str]) -> None:
     Raises ``SystemExit``: on the command line a traceback would only hide the message.
     """
     from sgl_kvfetch.errors import KVFetchError
-    from sgl_kvfetch.plugin.gate import check_launch
+    from sgl_kvfetch.plugin.launch_check import check_launch
 
     try:
         check_launch(server_args)
@@ -39,7 +39,7 @@ def gate_command_line(server_args: Any, argv: list[str]) -> None:
 
 def gate_launch(server_args: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Before ``ServerArgs.resolve_once``: raise the domain error of a launch that cannot work to the caller."""
-    from sgl_kvfetch.plugin.gate import check_launch
+    from sgl_kvfetch.plugin.launch_check import check_launch
 
     check_launch(server_args)
     return None
@@ -56,12 +56,12 @@ def create_backend(
     """Around ``StorageBackendFactory._do_create_backend``: build ours, leave the others to SGLang."""
     if backend_name != BACKEND:
         return original(factory, backend_name, storage_config, mem_pool_host, **kwargs)
-    from sgl_kvfetch.plugin import live
+    from sgl_kvfetch.plugin import weight_updates
     from sgl_kvfetch.plugin.storage import KVFetchStorage
 
-    live.require_no_former_pages()
+    weight_updates.require_no_former_pages()
     backend = KVFetchStorage(storage_config, mem_pool_host)
-    live.register(backend.access, (storage_config.extra_config or {}).get("model_id"))
+    weight_updates.register(backend.access, (storage_config.extra_config or {}).get("model_id"))
     return backend
 
 
@@ -71,9 +71,9 @@ def suspend_for_update(manager: Any, recv_req: Any) -> None:
     Before, and whatever comes of it: an update that fails may have changed some. What begins a session of several
     updates counts too, since other processes may write into the weights from then on.
     """
-    from sgl_kvfetch.plugin import live
+    from sgl_kvfetch.plugin import weight_updates
 
-    live.weights_change(type(recv_req).__name__)
+    weight_updates.weights_change(type(recv_req).__name__)
 
 
 def suspend_for_reset(manager: Any, recv_req: Any) -> None:
@@ -99,9 +99,9 @@ def suspend_for_release(manager: Any, recv_req: Any) -> None:
 
 def note_empty_tree(result: None, tree: Any) -> None:
     """After ``UnifiedRadixCache.reset``, which a flush comes down to."""
-    from sgl_kvfetch.plugin import live
+    from sgl_kvfetch.plugin import weight_updates
 
-    live.tree_is_empty()
+    weight_updates.tree_is_empty()
 
 
 def use_zero_copy(result: None, controller: Any, *args: Any, **kwargs: Any) -> None:

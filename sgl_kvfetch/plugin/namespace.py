@@ -9,8 +9,8 @@ from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.fingerprint import fingerprint_model
 from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.plugin.compute_flags import compute_flags
-from sgl_kvfetch.plugin.live import require_known_weights
 from sgl_kvfetch.plugin.quantiser import rank_heads
+from sgl_kvfetch.plugin.weight_updates import require_known_weights
 from sgl_kvfetch.quant import Quantiser
 from sgl_kvfetch.quant.klt import KltQuantiser
 from sgl_kvfetch.types import KVGeometry

@@ -46,5 +46,4 @@ def _install(seams: Iterable[Seam]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for seam in seams:
-        if seam.hook is not None:
-            HookRegistry.register(seam.path, pkgutil.resolve_name(seam.hook), HookType(seam.use.value))
+        HookRegistry.register(seam.path, pkgutil.resolve_name(seam.hook), HookType(seam.kind))

@@ -38,12 +38,12 @@ from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.loop import LoopThread
 from sgl_kvfetch.plugin.access import Access
 from sgl_kvfetch.plugin.client import count_fetch, count_miss, open_client, open_encoders
+from sgl_kvfetch.plugin.engine_nvdec import engine_nvdec
 from sgl_kvfetch.plugin.host_pages import HostPages
 from sgl_kvfetch.plugin.namespace import engine_heads
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
 from sgl_kvfetch.plugin.queueing import PageRun, queue_pages
-from sgl_kvfetch.plugin.video_engines import engine_nvdec
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)

@@ -148,7 +148,6 @@ class KltQuantiser(KltIntegers):
         self.profile = profile
         self.step = step
         self._rows = {key: _Rows.of(cell, step) for key, cell in profile.cells.items()}
-        self._inverses: dict[tuple[int, int], TransformInverse] = {}
         self._matrices: dict[tuple[tuple[int, int], torch.dtype], torch.Tensor] = {}
         self._forwards: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -195,22 +194,23 @@ class KltQuantiser(KltIntegers):
     def dequantise(
         self, quantised: Quantised, dtype: torch.dtype, place: CellPlace, tokens: slice = slice(None)
     ) -> CellValues:
-        inverse = self.inverse_of(place)
         exponents, _, integers = quantised
+        which, _ = self._exact_planes(quantised, dtype, place)  # refuses parts that do not fit together
         first, end, _ = tokens.indices(len(exponents))
+        mean, rope = self.profile.cells[self._key(place.layers, place.heads)].mean, self.profile.rope
         matrix = self._matrix(place, dtype)
         n = integers[:, first:end].to(matrix.dtype).sub_(ZERO)  # exact in bfloat16, too
         scales = scales_of(exponents[first:end]) * self.step
-        x = (matrix @ n).T.contiguous().float().mul_(scales[:, None]).add_(inverse.mean)
+        x = (matrix @ n).T.contiguous().float().mul_(scales[:, None]).add_(mean)
         k, v = self._split(x, place)
-        if inverse.rope is not None:
-            k = rotate(k, inverse.rope.table(place.tokens.start + first, end - first, k.device), inverse.rope)
+        if rope is not None:
+            k = rotate(k, rope.table(place.tokens.start + first, end - first, k.device), rope)
         if dtype == torch.float16:  # others hold whatever float32 does
             k, v = (t.clamp_(-_HALF_LARGEST, _HALF_LARGEST) for t in (k, v))
         values = CellValues(k.to(dtype), v.to(dtype))
-        if bool((exponents[first:end] == EXACT).any()):
-            which, exact = self.exact_tokens(quantised, dtype, place)
-            wanted = (which >= first) & (which < end)
+        wanted = (which >= first) & (which < end)
+        if bool(wanted.any()):
+            _, exact = self.exact_tokens(quantised, dtype, place)
             for restored, kept in zip(values, exact, strict=True):
                 restored[which[wanted] - first] = kept[wanted]
         return values
@@ -220,6 +220,13 @@ class KltQuantiser(KltIntegers):
     ) -> tuple[torch.Tensor, CellValues]:
         """Return which of a cell's tokens are kept exact, int64 ``(n,)``, and their values. Raises FormatError where
         the parts do not fit together."""
+        which, planes = self._exact_planes(quantised, dtype, place)
+        return which, CellValues(*self._split(from_planes(planes, dtype), place))
+
+    def _exact_planes(
+        self, quantised: Quantised, dtype: torch.dtype, place: CellPlace
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which of a cell's tokens are kept exact, and the byte planes of their values."""
         exponents, exact, _ = quantised
         which = (exponents == EXACT).nonzero().squeeze(1)
         shape = len(which), dtype.itemsize, self.profile.cells[self._key(place.layers, place.heads)].num_channels
@@ -227,17 +234,12 @@ class KltQuantiser(KltIntegers):
             raise FormatError(
                 f"{exact.numel()} bytes of exact tokens, expected {math.prod(shape)} for {shape[0]} tokens"
             )
-        planes = exact.view(shape).movedim(1, 0)
-        k, v = self._split(from_planes(planes, dtype), place)
-        return which, CellValues(k, v)
+        return which, exact.view(shape).movedim(1, 0)
 
     def inverse_of(self, place: CellPlace) -> TransformInverse:
         key = self._key(place.layers, place.heads)
-        if key not in self._inverses:
-            cell = self.profile.cells[key]
-            matrix = self._rows[key].matrix(cell.inverse)
-            self._inverses[key] = TransformInverse(matrix, cell.mean, self.profile.rope)
-        return self._inverses[key]
+        cell = self.profile.cells[key]
+        return TransformInverse(self._rows[key].matrix(cell.inverse), cell.mean, self.profile.rope)
 
     def mean_values(self, place: CellPlace, dtype: torch.dtype) -> CellValues:
         """Return the values of a cell all of whose coefficients are 0."""

@@ -14,9 +14,9 @@ from typing import ParamSpec, Self, TypeVar
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores import files
 from sgl_kvfetch.stores.base import Lookup, ObjectInfo, Store
+from sgl_kvfetch.stores.directory import Directory
 from sgl_kvfetch.stores.files import OpenObject
 from sgl_kvfetch.stores.scanning import Scan
-from sgl_kvfetch.stores.shelf import Shelf
 from sgl_kvfetch.stores.writing import DataWriter, IncompleteSegmentError, write_manifest
 
 __all__ = ["IncompleteSegmentError", "LocalStore", "StoreUsage", "Upload"]
@@ -58,7 +58,7 @@ class LocalStore(Store):
         if capacity_bytes is not None and capacity_bytes < 1:
             raise ConfigError(f"capacity_bytes is {capacity_bytes}; expected at least 1, or none for no limit")
         self.root = Path(root)
-        self._shelf = Shelf(self.root, capacity_bytes, orphan_age_s)
+        self._directory = Directory(self.root, capacity_bytes, orphan_age_s)
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="kvfetch-local")
         # Threads of their own: the others may all be waiting for the disk.
         self._lookups = ThreadPoolExecutor(_LOOKUP_THREADS, thread_name_prefix="kvfetch-lookup")
@@ -88,15 +88,15 @@ class LocalStore(Store):
         """Raises StoreError, ``invalid`` for data whose digest is not the name's, or a manifest before its data."""
         parsed = files.require_name(name)
         if parsed.is_manifest:
-            await self._run(write_manifest, self._shelf, name, data)
+            await self._run(write_manifest, self._directory, name, data)
         else:
-            await self._run(self._put_data, DataWriter(self._shelf, parsed), data)
+            await self._run(self._put_data, DataWriter(self._directory, parsed), data)
 
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
         """Also beside other processes that use ``replace``, where the file system has locks. Raises as ``put`` does."""
         if not files.require_name(name).is_manifest:
             raise StoreError("invalid", f"{name} is no manifest: data never changes")
-        return await self._run(write_manifest, self._shelf, name, data, expected_digest)
+        return await self._run(write_manifest, self._directory, name, data, expected_digest)
 
     def _put_data(self, writer: DataWriter, data: bytes) -> None:
         try:
@@ -110,7 +110,7 @@ class LocalStore(Store):
         parsed = files.require_name(name)
         if parsed.is_manifest:
             raise StoreError("invalid", f"{name} is a manifest: it is put whole")
-        return Upload(self, DataWriter(self._shelf, parsed))
+        return Upload(self, DataWriter(self._directory, parsed))
 
     async def open_object(self, name: str) -> OpenObject | None:
         """Open an object for reading in pieces; the caller closes it. None if it is missing."""
@@ -127,7 +127,7 @@ class LocalStore(Store):
             opened = files.open_object(self.root, name)
         if opened is not None:
             # Without the lock, so that a long scan holds up no reads: it looks up one entry and sets its times.
-            self._shelf.catalog.touch((files.require_name(name).segment.manifest_name,))
+            self._directory.catalog.touch((files.require_name(name).segment.manifest_name,))
         return opened
 
     async def head(self, name: str) -> ObjectInfo | None:
@@ -144,8 +144,8 @@ class LocalStore(Store):
         return await self._run(self._delete, name)
 
     def _delete(self, name: str) -> bool:
-        with self._shelf.lock, files.os_errors(f"deleting {name}"):
-            return self._shelf.capacity.delete(name)
+        with self._directory.lock, files.os_errors(f"deleting {name}"):
+            return self._directory.capacity.delete(name)
 
     async def delete_prefix(self, prefix: str) -> int:
         count, more = 0, True
@@ -160,7 +160,7 @@ class LocalStore(Store):
 
     def _delete_some(self, prefix: str, until: float) -> tuple[int, bool]:
         with files.os_errors(f"deleting {prefix}*"):
-            return self._shelf.delete_some(prefix, until)
+            return self._directory.delete_some(prefix, until)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         for namespace in await self._run(self._namespaces):
@@ -199,13 +199,13 @@ class LocalStore(Store):
 
     def _lookup_or_scan(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup | Scan:
         with files.os_errors(f"looking up in {namespace}"):
-            scan = self._shelf.scanner.start(namespace)
+            scan = self._directory.scanner.start(namespace)
         return self._lookup(namespace, page_hashes) if scan is None or scan.is_long else scan
 
     def _lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
-        with self._shelf.lock:
-            found = self._shelf.catalog.index.find(namespace, page_hashes)
-            self._shelf.catalog.touch(name for name, _ in found)
+        with self._directory.lock:
+            found = self._directory.catalog.index.find(namespace, page_hashes)
+            self._directory.catalog.touch(name for name, _ in found)
         return Lookup(tuple(hit for _, hit in found))
 
     async def usage(self) -> StoreUsage:
@@ -213,24 +213,24 @@ class LocalStore(Store):
         scans = await self._run(self._start_scans)
         if scans:
             done, _ = await asyncio.wait({asyncio.wrap_future(scan.future) for scan in scans})
-            self._shelf.scanner.finish_all([scan.result() for scan in done])
+            self._directory.scanner.finish_all([scan.result() for scan in done])
         else:
-            self._shelf.scanner.finish_all([])
+            self._directory.scanner.finish_all([])
         return await self._run(self._usage)
 
     def _start_scans(self) -> Sequence[Scan]:
         with files.os_errors("scanning"):
-            return self._shelf.scanner.start_all()
+            return self._directory.scanner.start_all()
 
     def _usage(self) -> StoreUsage:
-        shelf = self._shelf
-        with shelf.lock:
+        directory = self._directory
+        with directory.lock:
             return StoreUsage(
-                shelf.catalog.stored_bytes,
-                len(shelf.catalog.index),
-                shelf.capacity.num_evicted,
-                shelf.num_collected,
-                shelf.catalog.num_unreadable,
+                directory.catalog.stored_bytes,
+                len(directory.catalog.index),
+                directory.capacity.num_evicted,
+                directory.num_collected,
+                directory.catalog.num_unreadable,
             )
 
     async def collect(self) -> None:
@@ -239,14 +239,14 @@ class LocalStore(Store):
 
     def _collect(self) -> None:
         with files.os_errors("collecting orphans"):
-            self._shelf.collect()
+            self._directory.collect()
 
     async def close(self) -> None:
         self._closed = True
         await asyncio.to_thread(self._shut_down)
 
     def _shut_down(self) -> None:
-        self._shelf.scanner.stop()
+        self._directory.scanner.stop()
         self._lookups.shutdown()
         self._executor.shutdown()
 

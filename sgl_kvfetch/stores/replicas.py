@@ -22,8 +22,8 @@ from sgl_kvfetch.container.manifest import decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.stores.base import Lookup, ObjectInfo, Store
 from sgl_kvfetch.stores.files import require_name
-from sgl_kvfetch.stores.raced import Attempt, RacedCall, RaceResult, Watch, is_its_fault
-from sgl_kvfetch.stores.racing import RaceBudget, ReplicaHealth, Usual
+from sgl_kvfetch.stores.hedged import Attempt, RacedCall, RaceResult, Watch, is_its_fault
+from sgl_kvfetch.stores.hedging import RaceBudget, ReplicaHealth, Usual
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import ObjectName
 from sgl_kvfetch.stores import files
 from sgl_kvfetch.stores.base import object_digest
-from sgl_kvfetch.stores.shelf import Shelf
+from sgl_kvfetch.stores.directory import Directory
 
 
 class IncompleteSegmentError(StoreError):
@@ -22,7 +22,7 @@ class IncompleteSegmentError(StoreError):
         super().__init__("invalid", message)
 
 
-def write_manifest(shelf: Shelf, name: str, content: bytes, expected_digest: str | None = None) -> bool:
+def write_manifest(directory: Directory, name: str, content: bytes, expected_digest: str | None = None) -> bool:
     """Commit a segment; with ``expected_digest``, only in place of a manifest that has it. Whether ``content`` is there
     now. Raises StoreError (``invalid`` if it is malformed, misnamed or its data is missing)."""
     try:
@@ -33,65 +33,67 @@ def write_manifest(shelf: Shelf, name: str, content: bytes, expected_digest: str
     if key.manifest_name != name:
         raise StoreError("invalid", f"{name}: the manifest belongs under the name {key.manifest_name}")
     with files.os_errors(f"writing {name}"):
-        with shelf.lock:
-            shelf.capacity.start_writing(name)
+        with directory.lock:
+            directory.capacity.start_writing(name)
         try:
-            return _write_manifest(shelf, name, content, manifest, expected_digest)
+            return _write_manifest(directory, name, content, manifest, expected_digest)
         finally:
-            with shelf.lock:
-                shelf.capacity.stop_writing(name)
+            with directory.lock:
+                directory.capacity.stop_writing(name)
 
 
-def _write_manifest(shelf: Shelf, name: str, content: bytes, manifest: Manifest, expected_digest: str | None) -> bool:
+def _write_manifest(
+    directory: Directory, name: str, content: bytes, manifest: Manifest, expected_digest: str | None
+) -> bool:
     namespace = manifest.key.namespace
-    shelf.reserve(len(content))
+    directory.reserve(len(content))
     try:
-        with shelf.scanner.own_change(namespace):
-            temp = files.TempFile(shelf.root, name)
+        with directory.scanner.own_change(namespace):
+            temp = files.TempFile(directory.root, name)
         try:
             temp.write(content)
             temp.sync()
-            with shelf.lock, temp.directory_locked():
+            with directory.lock, temp.directory_locked():
                 if expected_digest is not None:
-                    current = _current_digest(shelf, name)
+                    current = _current_digest(directory, name)
                     if current != expected_digest:
                         return current == object_digest(content)
-                _require_data(shelf, manifest)
-                with shelf.scanner.own_change(namespace):
+                _require_data(directory, manifest)
+                with directory.scanner.own_change(namespace):
                     temp.commit()
-                status = os.stat(shelf.root / name, follow_symlinks=False)
-                shelf.catalog.note_manifest(content, manifest, status)
-                shelf.capacity.manifest_committed(name)
+                status = os.stat(directory.root / name, follow_symlinks=False)
+                directory.catalog.note_manifest(content, manifest, status)
+                directory.capacity.manifest_committed(name)
                 return True
         finally:
             if temp.is_open:
-                with shelf.scanner.own_change(namespace):
+                with directory.scanner.own_change(namespace):
                     temp.discard()
     finally:
-        with shelf.lock:
-            shelf.capacity.release(len(content))
+        with directory.lock:
+            directory.capacity.release(len(content))
 
 
-def _current_digest(shelf: Shelf, name: str) -> str | None:
+def _current_digest(directory: Directory, name: str) -> str | None:
     """Of the manifest that is there. Raises OSError."""
-    opened = files.open_object(shelf.root, name)
+    opened = files.open_object(directory.root, name)
     if opened is None:
         return None
     with opened.file as file:
         return object_digest(files.read_fully(file, 0, opened.info.size_bytes))
 
 
-def _require_data(shelf: Shelf, manifest: Manifest) -> None:
+def _require_data(directory: Directory, manifest: Manifest) -> None:
     for variant in manifest.variants:
         name, size_bytes = manifest.data_name(variant), manifest.data_bytes(variant)
-        info = files.stat_object(shelf.root, name)
+        info = files.stat_object(directory.root, name)
         if info is None:
             raise IncompleteSegmentError(f"data object {name} is missing; data comes before the manifest")
         if info.size_bytes != size_bytes:
             raise IncompleteSegmentError(
                 f"data object {name} has {info.size_bytes} bytes, the manifest says {size_bytes}"
             )
-        shelf.catalog.note_data(name, size_bytes)  # another process may have written it
+        directory.catalog.note_data(name, size_bytes)  # another process may have written it
 
 
 class DataWriter:
@@ -100,9 +102,9 @@ class DataWriter:
     The name's digest is checked: data goes by its content, so wrong bytes under a name would stay for good.
     """
 
-    def __init__(self, shelf: Shelf, name: ObjectName) -> None:
+    def __init__(self, directory: Directory, name: ObjectName) -> None:
         assert name.content_digest is not None
-        self._shelf = shelf
+        self._directory = directory
         self._owner = name.segment.manifest_name
         self._namespace = name.segment.namespace
         self._digest = name.content_digest
@@ -120,7 +122,7 @@ class DataWriter:
             if self._finished:
                 return  # given up meanwhile
             temp = self._opened()
-            self._shelf.reserve(len(data))
+            self._directory.reserve(len(data))
             self._size_bytes += len(data)
             self._hasher.update(data)
             temp.write(data)
@@ -137,11 +139,11 @@ class DataWriter:
                     f"{self.name}: the content's digest is {self._hasher.hexdigest()}, the name's is another",
                 )
             temp.sync()
-            with self._shelf.lock:
-                with self._shelf.scanner.own_change(self._namespace):
+            with self._directory.lock:
+                with self._directory.scanner.own_change(self._namespace):
                     temp.commit()
-                self._shelf.catalog.note_data(self.name, self._size_bytes)
-                self._shelf.capacity.data_committed(self._owner)
+                self._directory.catalog.note_data(self.name, self._size_bytes)
+                self._directory.capacity.data_committed(self._owner)
                 self._finish()
 
     def discard(self) -> None:
@@ -152,22 +154,22 @@ class DataWriter:
             opened = self._temp
             try:
                 if opened is not None:
-                    with self._shelf.scanner.own_change(self._namespace):
+                    with self._directory.scanner.own_change(self._namespace):
                         opened.discard()
             finally:
-                with self._shelf.lock:
+                with self._directory.lock:
                     self._finish()
 
     def _opened(self) -> files.TempFile:
         if self._temp is None:
-            with self._shelf.scanner.own_change(self._namespace):
-                self._temp = files.TempFile(self._shelf.root, self.name)
-            with self._shelf.lock:
-                self._shelf.capacity.start_writing(self._owner)
+            with self._directory.scanner.own_change(self._namespace):
+                self._temp = files.TempFile(self._directory.root, self.name)
+            with self._directory.lock:
+                self._directory.capacity.start_writing(self._owner)
         return self._temp
 
     def _finish(self) -> None:
         self._finished = True
-        self._shelf.capacity.release(self._size_bytes)
+        self._directory.capacity.release(self._size_bytes)
         if self._temp is not None:
-            self._shelf.capacity.stop_writing(self._owner)
+            self._directory.capacity.stop_writing(self._owner)

@@ -43,9 +43,9 @@ class Writer:
         max_segment_pages: int,
         queue_bytes: int,
         linger_s: float,
-        retire_s: float | None,
+        retire_s: float,
     ) -> None:
-        """Call on the event loop that is to do the work. ``retire_s``: see ``Merger``; None merges nothing."""
+        """Call on the event loop that is to do the work. ``retire_s``: see ``Merger``."""
         self._store = store
         self._spec = spec
         self._encode_pool = encode_pool
@@ -60,11 +60,7 @@ class Writer:
         self._in_work = asyncio.Semaphore(_CONCURRENT_SEGMENTS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._merging = asyncio.Lock()
-        self._merger: Merger | None = None
-        if retire_s is not None:
-            self._merger = Merger(
-                store, spec, max_segment_pages=max_segment_pages, retire_s=retire_s, executor=encode_pool
-            )
+        self._merger = Merger(store, spec, max_segment_pages=max_segment_pages, retire_s=retire_s, executor=encode_pool)
 
     def reserve(self, num_bytes: int, timeout_s: float) -> bool:
         """Take room in the queue, before the pages are copied; wait for it up to ``timeout_s``. From any thread but the
@@ -106,8 +102,6 @@ class Writer:
         """Commit neighbouring segments side by side, then let them grow, in their order: each may be the buddy that the
         next one needs."""
         manifests = await asyncio.gather(*map(self._write, segments))
-        if self._merger is None:
-            return
         async with self._merging:
             for manifest in manifests:
                 if manifest is None:
@@ -176,6 +170,5 @@ class Writer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._merger is not None:
-            await self._merger.close()
+        await self._merger.close()
         self._segment_pool.shutdown(wait=False, cancel_futures=True)

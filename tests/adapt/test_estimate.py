@@ -9,11 +9,11 @@ import statistics
 
 import pytest
 
+from benchmarks.adaptive.policies import last_chunk
 from sgl_kvfetch.adapt.estimate import (
     UNKNOWN_LINK,
     LinkOutlook,
     Transfer,
-    last_chunk,
     robust,
     together,
 )

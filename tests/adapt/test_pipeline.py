@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.adaptive.published import PUBLISHED
+from sgl_kvfetch.adapt.decode_profile import DecodeProfile
 from sgl_kvfetch.adapt.pipeline import Pipeline
-from sgl_kvfetch.adapt.profile import DecodeProfile
-from sgl_kvfetch.adapt.published import PUBLISHED
 from sgl_kvfetch.adapt.tracker import PoolTracker
 
 H20 = PUBLISHED["H20"]

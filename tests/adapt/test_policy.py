@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.adaptive.policies import Fixed, MinimalBubble
+from benchmarks.adaptive.published import PUBLISHED
+from benchmarks.adaptive.simulator import Scenario, simulate
+from sgl_kvfetch.adapt.decode_profile import DecodeProfile, VariantProfile
 from sgl_kvfetch.adapt.estimate import Transfer
 from sgl_kvfetch.adapt.pipeline import Pipeline, PoolState, SessionState
-from sgl_kvfetch.adapt.policy import Fixed, LookAhead, MinimalBubble, Situation
-from sgl_kvfetch.adapt.profile import DecodeProfile, VariantProfile
-from sgl_kvfetch.adapt.published import PUBLISHED
-from sgl_kvfetch.adapt.simulator import Scenario, simulate
+from sgl_kvfetch.adapt.policy import LookAhead, Situation
 
 H20 = PUBLISHED["H20"]
 P240, P480, P640, P1080 = range(4)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from sgl_kvfetch.adapt.board import PoolBoard
+from sgl_kvfetch.adapt.decode_profile import DecodeProfile, VariantProfile
 from sgl_kvfetch.adapt.pool import DecodePool
-from sgl_kvfetch.adapt.profile import DecodeProfile, VariantProfile
+from sgl_kvfetch.adapt.sessions import SessionQueue
 from sgl_kvfetch.adapt.tracker import PoolTracker
 
 WAIT_S = 10
@@ -24,7 +24,7 @@ PROFILE = DecodeProfile(
 
 
 def test_the_first_idle_session_gets_the_chunk() -> None:
-    board: PoolBoard[str] = PoolBoard(2)
+    board: SessionQueue[str] = SessionQueue(2)
     assert board.submit(0, "a") == (0, 0, True, "a")  # new sessions are set up for nothing
     assert board.submit(1, "b") == (1, 1, True, "b")
     assert board.submit(1, "c") is None
@@ -36,7 +36,7 @@ def test_the_first_idle_session_gets_the_chunk() -> None:
 
 
 def test_a_copy_of_a_board_is_its_own() -> None:
-    board: PoolBoard[str] = PoolBoard(1)
+    board: SessionQueue[str] = SessionQueue(1)
     board.submit(0, "a")
     copy = board.copy()
     copy.submit(0, "b")

@@ -12,9 +12,9 @@ import pytest
 from benchmarks.adaptive import told
 from benchmarks.adaptive.__main__ import main
 from benchmarks.adaptive.judge import judge, summarise
+from benchmarks.adaptive.published import PUBLISHED
 from benchmarks.adaptive.scenarios import grid, num_chunks, paper_scene, random_traces, read_traces
 from sgl_kvfetch.adapt.estimate import Transfer
-from sgl_kvfetch.adapt.published import PUBLISHED
 from sgl_kvfetch.errors import ConfigError
 
 PNG = b"\x89PNG"

@@ -45,7 +45,7 @@ def test_ratios_are_medians_of_paired_rounds() -> None:
     assert device["share_during_fetch"] == pytest.approx(2 / 3)
     assert none["long_ttft_s"] is None
     assert none["fetch_s"] is None
-    assert make_table(rows).row_count == 2
+    assert make_table(rows, True).row_count == 2
 
 
 def test_intervals_are_paired_and_narrow_with_the_noise() -> None:
@@ -109,7 +109,7 @@ def test_a_picture_of_many_requests(tmp_path: Path) -> None:
 
 
 def test_hevc_is_added_to_tell_decoding_from_scheduling() -> None:
-    assert parse_options([*LAUNCH, "--separate"]).modes == ("none", "device", "host", "blocking", "device_hevc")
+    assert parse_options([*LAUNCH, "--separate"]).modes == ("none", "idle", "device", "host", "blocking", "device_hevc")
     assert parse_options([*LAUNCH, "--separate", "--modes", "none,device"]).modes == ("none", "device", "device_hevc")
 
 

@@ -9,7 +9,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner, Result
 
-from sgl_kvfetch.cli import app, calibrating
+from sgl_kvfetch.cli import app
+from sgl_kvfetch.cli import calibrate as calibrating
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.fingerprint import fingerprint_model
 from sgl_kvfetch.quant.profile import load_profile
@@ -117,7 +118,7 @@ def windows_of(model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.Monk
         seen.extend(windows)
         raise ConfigError("enough")
 
-    monkeypatch.setattr(calibrating, "calibrate", no_calibration)
+    monkeypatch.setattr(calibrating.fit, "calibrate", no_calibration)
     assert "enough" in run(model, text, tmp_path / "p", "--windows", "5").stderr
     return seen
 

@@ -128,7 +128,7 @@ def test_help_says_what_it_encodes_with() -> None:
 def test_starting_is_lean() -> None:
     """What the command needs of SGLang, pictures and metrics: nothing."""
     code = (
-        "import sys, sgl_kvfetch.cli.encoding\n"
+        "import sys, sgl_kvfetch.cli.encode\n"
         "print([m for m in ('sglang', 'transformers', 'triton', 'prometheus_client', 'pydantic', 'matplotlib') "
         "if m in sys.modules])"
     )

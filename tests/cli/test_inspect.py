@@ -7,7 +7,6 @@ import av
 import numpy as np
 import pytest
 
-from sgl_kvfetch.cli.pictures import encode_png
 from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.quant import quantiser_from_identity
 from sgl_kvfetch.types import KVGeometry
@@ -206,11 +205,3 @@ def test_a_corrupt_segment_is_not_drawn(stored: Stored, tmp_path: Path) -> None:
     result = kvfetch("inspect", str(stored.manifest_path(0)), "--png", str(tmp_path / "pictures"))
     assert result.exit_code == 2
     assert "checksum" in result.stderr
-
-
-@pytest.mark.parametrize("shape", [(7, 13), (7, 13, 3), (144, 432, 3)])
-def test_png_is_lossless(shape: tuple[int, ...], tmp_path: Path) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
-    path = tmp_path / "picture.png"
-    path.write_bytes(encode_png(pixels))
-    assert np.array_equal(read_png(path), pixels)

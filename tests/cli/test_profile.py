@@ -9,8 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from sgl_kvfetch.adapt.profile import decode_profile, load_decode_profile
-from sgl_kvfetch.cli import app, profiling
+from sgl_kvfetch.adapt.decode_profile import decode_profile, load_decode_profile
+from sgl_kvfetch.cli import app
+from sgl_kvfetch.cli import profile as profiling
 from tests.codecs.fake_nvdec import FakeNvc, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
 

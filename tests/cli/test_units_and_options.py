@@ -1,3 +1,5 @@
+import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -6,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sgl_kvfetch import __version__, config
+from sgl_kvfetch.cli import COMMANDS
 from sgl_kvfetch.cli.options import TOKEN_ENV, read_token
 from sgl_kvfetch.cli.units import format_size, parse_size, printable
 from sgl_kvfetch.errors import ConfigError
@@ -71,13 +74,27 @@ def test_a_token_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 def test_version_and_help() -> None:
     assert kvfetch("--version").stdout == f"kvfetch {__version__}\n"
-    for command in ("serve", "inspect", "verify", "doctor"):
+    for command in COMMANDS:
         assert command in kvfetch("--help").stdout
         assert f"kvfetch {command}" in kvfetch(command, "--help").stdout  # an example
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_list_of_commands_says_what_each_says_of_itself(command: str) -> None:
+    function = getattr(importlib.import_module(f"sgl_kvfetch.cli.{command}"), command)
+    assert inspect.getdoc(function).partition("\n")[0] == COMMANDS[command]  # type: ignore[union-attr]
+
+
+def test_an_unknown_command_is_refused() -> None:
+    result = kvfetch("verfy")
+    assert result.exit_code == 2
+    assert "No such command 'verfy'" in result.stderr
+    assert "verify" in result.stderr
+
+
 def test_help_needs_no_torch() -> None:
-    code = "import sys, sgl_kvfetch.cli; sys.exit('torch' in sys.modules or 'sglang' in sys.modules)"
+    code = "import sys\nfrom sgl_kvfetch.cli import app\ntry: app(['--help'])\nexcept SystemExit: pass\n"
+    code += "sys.exit('torch' in sys.modules or 'sglang' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

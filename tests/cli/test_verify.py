@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sgl_kvfetch.cli.verification import Report, Verifier
+from sgl_kvfetch.cli.verify import Report, Verifier
 from sgl_kvfetch.container.manifest import Manifest
 from sgl_kvfetch.container.segment import CodedSegment
 from sgl_kvfetch.errors import StoreError

@@ -20,7 +20,7 @@ from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec, access_unit_offsets
 from sgl_kvfetch.codecs.nvenc import CHECK_EVERY, NvencEncoder, open_encoders, open_nvenc
 from sgl_kvfetch.codecs.nvenc_caps import CapsParam, EncodeCaps, Functions, Guid, OpenParams, encode_caps
 from sgl_kvfetch.codecs.nvenc_sessions import NvencSession, SessionPool
-from sgl_kvfetch.codecs.video_engines import takes
+from sgl_kvfetch.codecs.nvidia import takes
 from sgl_kvfetch.container.segment import SegmentReader, SegmentSpec, encode_segment
 from sgl_kvfetch.encode.targets import Target
 from sgl_kvfetch.encode.transcode import transcode, verify_variant

@@ -9,9 +9,9 @@ from contextlib import closing
 
 import pytest
 
-from sgl_kvfetch.adapt.policy import LookAhead, MinimalBubble, Policy, Situation
+from sgl_kvfetch.adapt.decode_profile import DecodeProfile, VariantProfile
+from sgl_kvfetch.adapt.policy import LookAhead, Situation
 from sgl_kvfetch.adapt.pool import DecodePool
-from sgl_kvfetch.adapt.profile import DecodeProfile, VariantProfile
 from sgl_kvfetch.container.segment import CodedSegment, SegmentReader
 from sgl_kvfetch.encode.targets import make_targets
 from sgl_kvfetch.encode.transcode import transcode
@@ -113,17 +113,16 @@ async def test_a_segment_in_one_variant_needs_no_choice(
     assert not recorder.situations
 
 
-@pytest.mark.parametrize("policy", [LookAhead(), MinimalBubble()], ids=lambda policy: str(policy.name))
 @pytest.mark.parametrize(("bytes_per_s", "expected"), [(1e3, "zstd"), (1e9, "hevc")])
 async def test_slow_links_bring_small_chunks_and_fast_ones_easy_ones(
-    made: CodedSegment, policy: Policy, bytes_per_s: float, expected: str
+    made: CodedSegment, bytes_per_s: float, expected: str
 ) -> None:
     link = Link()
     for _ in range(8):
         link.started(10_000)
         link.ended(10_000, time.monotonic() - 10_000 / bytes_per_s, is_whole=True)
     with closing(DecodePool([{}, {}], PROFILE)) as pool:
-        chooser = VariantChooser(policy, pool, link)
+        chooser = VariantChooser(LookAhead(), pool, link)
         reader = SegmentReader(made.manifest, make_quantiser("exact"))
         chosen = chooser.choose(reader, chooser.runs(reader, 0)[0], 8)
         assert chosen.variant.codec == expected

@@ -15,7 +15,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sgl_kvfetch.config import parse_config
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plugin import live
+from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.compute_flags import FILES, IRRELEVANT, JSON_TEXTS, RELEVANT, compute_flags
 from sgl_kvfetch.plugin.namespace import engine_heads
 from sgl_kvfetch.quant import make_quantiser
@@ -47,7 +47,7 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> dict[str, Bag]:
                     setattr(groups[parent], own, groups[ancestor])
         setattr(groups[path], name, defaults[name])
     monkeypatch.setattr(get_context(), "_config_bags", {k: v for k, v in groups.items() if "." not in k})
-    monkeypatch.setattr(live, "_state", live._State())
+    monkeypatch.setattr(weight_updates, "_state", weight_updates._State())
     return groups
 
 
@@ -139,7 +139,7 @@ def test_where_files_do_not_tell_the_user_must(
 
 
 def test_weights_that_were_changed_need_a_new_name(flags: dict[str, Bag]) -> None:
-    live.weights_change("UpdateWeightFromDiskReqInput")
+    weight_updates.weights_change("UpdateWeightFromDiskReqInput")
     with pytest.raises(UnsupportedError, match="set model_id"):
         _model()
     assert _model(model_id="mine") == "id:mine"

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_kvfetch.adapt.profile import DecodeProfile, VariantProfile
+from sgl_kvfetch.adapt.decode_profile import DecodeProfile, VariantProfile
 from sgl_kvfetch.codecs.nvdec import Nvdec
 from sgl_kvfetch.container.manifest import decode_manifest
 from sgl_kvfetch.encode.targets import make_targets
 from sgl_kvfetch.encode.transcode import transcode
+from sgl_kvfetch.plugin import engine_nvdec
 from sgl_kvfetch.plugin import storage as storage_module
-from sgl_kvfetch.plugin import video_engines
 from sgl_kvfetch.plugin.host_pages import HostPages
 from sgl_kvfetch.types import TENSORS
 from tests.codecs.fake_nvdec import FakeNvc, make_caps, make_nvdec
@@ -112,10 +112,9 @@ def test_at_least_one_session_an_engine(
     assert len({id(session["hevc"]._session) for session in sessions}) == expected  # type: ignore[attr-defined]
 
 
-def test_decoders_take_what_the_config_gives_them(make: Make, nvc: FakeNvc) -> None:
-    for config, expected in (({}, 256 << 20), ({"nvdec_bytes": 1 << 20}, 1 << 20)):
-        sessions = make(**config)._client.fetcher._pool._sessions
-        assert {session["hevc"]._session._budget.limit_bytes for session in sessions} == {expected}  # type: ignore[attr-defined]
+def test_decoders_take_no_more_than_they_may(make: Make, nvc: FakeNvc) -> None:
+    sessions = make()._client.fetcher._pool._sessions
+    assert {session["hevc"]._session._budget.limit_bytes for session in sessions} == {256 << 20}  # type: ignore[attr-defined]
 
 
 def test_without_nvdec_there_are_as_many_sessions_as_threads(make: Make) -> None:
@@ -129,10 +128,10 @@ def test_the_engines_gpu_is_asked(monkeypatch: pytest.MonkeyPatch, caplog: pytes
         asked.append(device.torch_device)
         return None, "HEVC is decoded on the CPU: no library"
 
-    monkeypatch.setattr(video_engines, "open_nvdec", open_nvdec)
+    monkeypatch.setattr(engine_nvdec, "open_nvdec", open_nvdec)
     caplog.set_level("INFO")
-    assert video_engines.engine_nvdec(torch.device("cpu")) is None
+    assert engine_nvdec.engine_nvdec(torch.device("cpu")) is None
     assert not asked
-    assert video_engines.engine_nvdec(torch.device("cuda", 3)) is None
+    assert engine_nvdec.engine_nvdec(torch.device("cuda", 3)) is None
     assert asked == [torch.device("cuda", 3)]
     assert "kvfetch: HEVC is decoded on the CPU: no library" in caplog.text

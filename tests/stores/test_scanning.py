@@ -188,7 +188,7 @@ async def test_namespaces_that_are_not_there_are_not_remembered(store: LocalStor
     for i in range(5):
         assert await store.lookup(f"{i:032x}.0-1", CHAIN) == Lookup(())
     assert scans == []
-    assert store._shelf.scanner._seen == {}
+    assert store._directory.scanner._seen == {}
 
 
 async def test_a_scan_that_fails_says_so(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

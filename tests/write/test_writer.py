@@ -34,8 +34,8 @@ async def make(store: LocalStore) -> AsyncIterator[Callable[..., Writer]]:
     made = []
     with ThreadPoolExecutor(2) as pool:
 
-        def build(**changes: float | None) -> Writer:
-            options: dict[str, float | None] = dict(queue_bytes=1 << 20, linger_s=0.01, retire_s=0.05) | changes
+        def build(**changes: float) -> Writer:
+            options: dict[str, float] = dict(queue_bytes=1 << 20, linger_s=0.01, retire_s=0.05) | changes
             made.append(Writer(store, SPEC, pool, max_segment_pages=16, **options))  # type: ignore[arg-type]
             return made[-1]
 
@@ -107,13 +107,6 @@ async def test_a_half_that_was_encoded_goes_with_all_its_data(store: LocalStore,
     names = [info.name async for info in store.list()]
     assert len(names) == 2
     assert all(name.startswith(whole.stem) for name in names)
-
-
-async def test_without_merging_segments_stay(store: LocalStore, make: Callable[..., Writer]) -> None:
-    writer = make(retire_s=None)
-    await write(writer, 0, 1)
-    await write(writer, 1, 1)
-    assert await lengths(store) == [1, 1]
 
 
 async def test_what_the_store_has_is_not_written_again(store: LocalStore, make: Callable[..., Writer]) -> None:

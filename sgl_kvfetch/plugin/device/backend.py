@@ -21,7 +21,7 @@ from sgl_kvfetch.plugin.device.lookups import Lookups
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.plugin.device.prefill import PrefillSpeed
 from sgl_kvfetch.plugin.device.reads import Reads
-from sgl_kvfetch.plugin.device.verdict import Verdicts
+from sgl_kvfetch.plugin.device.recompute import Verdicts
 from sgl_kvfetch.quant import Quantiser
 
 logger = logging.getLogger(__name__)

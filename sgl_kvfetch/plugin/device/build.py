@@ -19,17 +19,17 @@ from sgl_kvfetch import timeline
 from sgl_kvfetch.codecs.nvdec import Nvdec
 from sgl_kvfetch.config import KVFetchConfig, parse_config
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plugin import live
+from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.device.backend import DeviceBackend
 from sgl_kvfetch.plugin.device.board import Report
 from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.plugin.device.prefill import PrefillSpeed
-from sgl_kvfetch.plugin.gate import read_extra_config
+from sgl_kvfetch.plugin.engine_nvdec import engine_nvdec
+from sgl_kvfetch.plugin.launch_check import read_extra_config
 from sgl_kvfetch.plugin.namespace import engine_heads
 from sgl_kvfetch.plugin.page_hashes import hash_tail
 from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
-from sgl_kvfetch.plugin.video_engines import engine_nvdec
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def _connect(
         threshold_tokens=threshold_tokens,
         order=config.fetch_order,
     )
-    live.register(backend.access, config.model_id)
+    weight_updates.register(backend.access, config.model_id)
 
 
 def _make_backend(

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_kvfetch.errors import KVFetchError
-from sgl_kvfetch.plugin import live
+from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.device.backend import DeviceBackend
 from sgl_kvfetch.plugin.device.board import Board, Report
 from sgl_kvfetch.plugin.device.fetches import Fetches
@@ -119,7 +119,7 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
     def _try_to_connect(self, extra_config: str | None) -> str | None:
         """What went wrong. Raises nothing, since the other ranks wait for our answer."""
         try:
-            live.require_no_former_pages()
+            weight_updates.require_no_former_pages()
             self.connect(extra_config)
         except KVFetchError as error:
             logger.warning("kvfetch is not attached: %s", error)
@@ -144,7 +144,7 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
         parts, self._parts = self._parts, None
         self._changed = parts.fetches.take_changed()
         self.enable_storage = False
-        live.forget(parts.backend.access)
+        weight_updates.forget(parts.backend.access)
         try:
             parts.backend.close()
         except Exception:  # it holds nothing of the tree's, and the other ranks have detached
@@ -234,7 +234,7 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
         self._end_all(keeps_tree=False)
         super().reset()
         self.enable_storage = self._parts is not None
-        live.tree_is_empty()
+        weight_updates.tree_is_empty()
 
     def end_all(self) -> None:
         self._end_all(keeps_tree=True)

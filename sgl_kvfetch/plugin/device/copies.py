@@ -12,7 +12,7 @@ import torch
 from sgl_kvfetch import metrics
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.plugin.device.board import Report, Ticket
+from sgl_kvfetch.plugin.device.board import PageCount, Report, Ticket
 from sgl_kvfetch.plugin.device.pages import DevicePages, GuardedSource
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.queueing import PageRun, queue_pages
@@ -44,7 +44,7 @@ class Copies:
         self._copy_pool = copy_pool
         self._report = report
 
-    def begin(self, ticket: Ticket, run: SlotRun) -> GuardedSource:
+    def begin(self, ticket: Ticket[PageCount], run: SlotRun) -> GuardedSource:
         """Copy pages out of the pool and queue them for writing. Reports how many, from the first on, were queued; the
         pages' owner may have them back then, or as soon as what is returned is closed."""
         self._pages.fence()
@@ -52,7 +52,7 @@ class Copies:
         self._copy_pool.submit(self._copy, ticket, run, source)
         return source
 
-    def _copy(self, ticket: Ticket, run: SlotRun, source: GuardedSource) -> None:
+    def _copy(self, ticket: Ticket[PageCount], run: SlotRun, source: GuardedSource) -> None:
         num_queued = 0
         try:
             num_queued = self._queue(run, source)
@@ -62,7 +62,7 @@ class Copies:
             if dropped := len(run.page_hashes) - num_queued:
                 metrics.WRITTEN_PAGES.labels("dropped_full").inc(dropped)
                 _limited.warning("full", f"{dropped} pages not written: the write queue is full, or the cache flushed")
-            self._report(ticket, num_queued)
+            self._report(ticket, PageCount(num_queued))
 
     def _queue(self, run: SlotRun, source: GuardedSource) -> int:
         previous_hash = None if run.previous_hash is None else hash_bytes([run.previous_hash])[0]

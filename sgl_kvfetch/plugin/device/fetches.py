@@ -13,17 +13,16 @@ from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
-from sgl_kvfetch import timeline
+from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.plugin.device.backend import DeviceBackend
 from sgl_kvfetch.plugin.device.board import Board
-from sgl_kvfetch.plugin.device.counts import FLOWS, HELD_SLOTS, PARKED
 from sgl_kvfetch.plugin.device.flow import End, Flow, Phase
 from sgl_kvfetch.plugin.device.known import KnownPages
 from sgl_kvfetch.plugin.device.link_queue import LinkQueue
-from sgl_kvfetch.plugin.device.lookups import LookupWork, read_lookup_report
+from sgl_kvfetch.plugin.device.lookups import Found, LookupWork
 from sgl_kvfetch.plugin.device.order import OrderName
-from sgl_kvfetch.plugin.device.rounds import Rounds
 from sgl_kvfetch.plugin.device.sharing import Sharing
+from sgl_kvfetch.plugin.device.slot_rounds import Rounds
 from sgl_kvfetch.plugin.device.slots import Slots
 from sgl_kvfetch.plugin.page_hashes import hash_tail
 
@@ -144,7 +143,7 @@ class Fetches:
         flow.cancelled = True
         self._changed.append(handle)
         if flow.phase is not Phase.LANDED:
-            FLOWS.labels("aborted").inc()
+            metrics.DEVICE_REQUESTS.labels("aborted").inc()
         match flow.phase:
             case Phase.LANDED:
                 self._release(flow)
@@ -187,8 +186,8 @@ class Fetches:
         counts = len(self._flows) - len(self._landed), self.held_tokens
         if counts != self._reported:
             self._reported = counts
-            PARKED.set(counts[0])
-            HELD_SLOTS.set(counts[1])
+            metrics.PARKED_REQUESTS.set(counts[0])
+            metrics.HELD_SLOTS.set(counts[1])
 
     def give_way(self, num_tokens: int) -> bool:
         """Requests that run lack so many slots. Have what we keep for requests that wait be evicted. Whether there was
@@ -221,15 +220,15 @@ class Fetches:
 
     # What has ended
 
-    def _lookup_ended(self, flow: Flow, value: int) -> None:
+    def _lookup_ended(self, flow: Flow, found: Found) -> None:
         work = _lookup_of(flow)
         self._num_seen += work.num_chosen
         if flow.cancelled:
             return
-        num_pages, is_fetched = read_lookup_report(value)
+        num_pages = found.num_pages
         self._known.add(work.hashes[:num_pages])
         self._known.remove(work.hashes[num_pages:])
-        if not num_pages or not is_fetched:
+        if not num_pages or not found.is_fetched:
             self._finish(flow, End.RECOMPUTED if num_pages else End.MISSED)
             return
         flow.hashes, flow.sources = work.hashes[:num_pages], work.sources[:num_pages]
@@ -250,7 +249,7 @@ class Fetches:
         self._changed.append(flow.handle)
         self._link.expect(flow, 0)
         reads = self._backend.access.reads
-        FLOWS.labels((end if reads else End.SUSPENDED).value).inc()
+        metrics.DEVICE_REQUESTS.labels((end if reads else End.SUSPENDED).value).inc()
         timeline.add(flow.handle.rid, "parked", flow.arrived_s, time.monotonic())
         if not flow.landed_tokens or not reads:
             self._slots.let_go(flow)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.config import KVFetchConfig
@@ -17,7 +18,7 @@ from sgl_kvfetch.fetch.plan import PageSource
 from sgl_kvfetch.loop import LoopThread
 from sgl_kvfetch.plugin.client import count_miss
 from sgl_kvfetch.plugin.device.board import Report, Ticket
-from sgl_kvfetch.plugin.device.verdict import Verdicts
+from sgl_kvfetch.plugin.device.recompute import Verdicts
 from sgl_kvfetch.plugin.device.work import Work
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 
@@ -26,21 +27,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class LookupWork(Work):
-    """What it reports is `lookup_report` of what it found."""
-
     hashes: list[str] = field(default_factory=list)  # of all pages asked for; there whatever the store answers
     sources: list[PageSource] = field(default_factory=list)
     num_chosen: int = 0  # pages, if they are to be fetched
     deadline_s: float = 0.0  # when what was found must be here, in time.monotonic()
 
 
-def lookup_report(num_pages: int, is_fetched: bool) -> int:
-    """How many pages are stored, and whether to fetch them, in one number, of which ranks can take the least."""
-    return 2 * num_pages + is_fetched
+class Found(NamedTuple):
+    """What a lookup has come to: how many pages are stored, from the first on, and whether to fetch them (1) or not
+    (0). So pages count that all ranks have, and they are fetched if all ranks want to."""
 
-
-def read_lookup_report(value: int) -> tuple[int, bool]:
-    return value // 2, bool(value % 2)
+    num_pages: int
+    is_fetched: int
 
 
 class Lookups:
@@ -63,7 +61,9 @@ class Lookups:
         self._report = report
         self.num_chosen = 0  # pages that were found, and that are to be fetched, since the start
 
-    def begin(self, ticket: Ticket, hash_pages: Callable[[], list[str]], num_ahead: Callable[[], int]) -> LookupWork:
+    def begin(
+        self, ticket: Ticket[Found], hash_pages: Callable[[], list[str]], num_ahead: Callable[[], int]
+    ) -> LookupWork:
         """Find the longest stored run of some pages, and decide whether to fetch it.
 
         ``num_ahead``: pages that are to be fetched before these. Both are called on another thread.
@@ -73,7 +73,7 @@ class Lookups:
         return work
 
     async def _look_up(
-        self, work: LookupWork, ticket: Ticket, hash_pages: Callable[[], list[str]], num_ahead: Callable[[], int]
+        self, work: LookupWork, ticket: Ticket[Found], hash_pages: Callable[[], list[str]], num_ahead: Callable[[], int]
     ) -> None:
         is_fetched = True
         try:
@@ -97,4 +97,4 @@ class Lookups:
         finally:
             metrics.LOOKUP_PAGES.labels("hit").inc(len(work.sources))
             metrics.LOOKUP_PAGES.labels("miss").inc(len(work.hashes) - len(work.sources))
-            self._report(ticket, lookup_report(len(work.sources), is_fetched))
+            self._report(ticket, Found(len(work.sources), int(is_fetched)))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -21,18 +23,25 @@ from sgl_kvfetch.fetch.rounds import Destination, Round
 from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.loop import LoopThread
 from sgl_kvfetch.plugin.client import count_fetch
-from sgl_kvfetch.plugin.device.board import Report, Ticket
+from sgl_kvfetch.plugin.device.board import Done, PageCount, Report, Ticket
 from sgl_kvfetch.plugin.device.pages import DevicePages
-from sgl_kvfetch.plugin.device.verdict import Verdicts
+from sgl_kvfetch.plugin.device.recompute import Verdicts
 from sgl_kvfetch.plugin.device.work import Work
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 
 logger = logging.getLogger(__name__)
 
-# What a round that is waited for reports. The least of all ranks' counts.
-ENDED = 0  # the fetch has ended before it
-STOP = 1  # its bytes are here, but what is left would be computed faster
-WANTED = 2  # its bytes are here
+
+class RoundStart(enum.IntEnum):
+    """What becomes of a round that is waited for, the worst first."""
+
+    ENDED = 0  # the fetch has ended before it
+    STOP = 1  # its bytes are here, but what is left would be computed faster
+    WANTED = 2  # its bytes are here
+
+
+class RoundStarts(NamedTuple):
+    start: int  # a `RoundStart`
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +53,8 @@ class FetchRequest:
     hashes: Sequence[str]
     sources: Sequence[PageSource]
     round_ends: Sequence[int]
-    link_ticket: Ticket  # up when the link could serve another fetch beside this one
-    end_ticket: Ticket  # up when all is over
+    link_ticket: Ticket[Done]  # up when the link could serve another fetch beside this one
+    end_ticket: Ticket[Done]  # up when all is over
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +108,7 @@ class Reads:
             nonlocal reported
             if not reported:
                 reported = True
-                self._report(request.link_ticket, 1)
+                self._report(request.link_ticket, Done())
 
         try:
             if self._finder.is_paused:  # what was found before need not find out for itself
@@ -122,27 +131,30 @@ class Reads:
             for each in work.rounds:
                 each.end(0)
             report_link()
-            self._report(request.end_ticket, 1)
+            self._report(request.end_ticket, Done())
             count_fetch(result, self._config.fetch_timeout_s)
             self._count_pages(len(request.sources), sum(each.done.result() for each in work.rounds))
 
-    def await_round(self, ticket: Ticket, work: FetchWork, index: int, rest: Sequence[PageSource]) -> None:
-        """Report `WANTED`, `STOP` or `ENDED` when a round's first bytes are here, or the fetch has ended. ``rest``:
-        the pages from this round on."""
+    def await_round(self, ticket: Ticket[RoundStarts], work: FetchWork, index: int, rest: Sequence[PageSource]) -> None:
+        """Report when a round's first bytes are here, or the fetch has ended. ``rest``: the pages from this round
+        on."""
         self._loop.submit(self._await_round(ticket, work, index, rest))
 
-    async def _await_round(self, ticket: Ticket, work: FetchWork, index: int, rest: Sequence[PageSource]) -> None:
-        answer = ENDED
+    async def _await_round(
+        self, ticket: Ticket[RoundStarts], work: FetchWork, index: int, rest: Sequence[PageSource]
+    ) -> None:
+        start = RoundStart.ENDED
         try:
             if await asyncio.shield(work.rounds[index].wanted):
                 # The first round was decided on when it was looked up.
-                answer = WANTED if index == 0 or self._verdicts.is_fetched(rest, 0) else STOP
+                is_wanted = index == 0 or self._verdicts.is_fetched(rest, 0)
+                start = RoundStart.WANTED if is_wanted else RoundStart.STOP
         except Exception:
             _count_fault("round not decided on")
         finally:
-            self._report(ticket, answer)
+            self._report(ticket, RoundStarts(start))
 
-    def restore_round(self, ticket: Ticket, work: FetchWork, index: int, slots: torch.Tensor) -> GuardedSink:
+    def restore_round(self, ticket: Ticket[PageCount], work: FetchWork, index: int, slots: torch.Tensor) -> GuardedSink:
         """Restore a round into ``slots``, until what is returned is closed. Reports how many pages, from its first on;
         then nothing is written any more."""
         self._pages.fence()
@@ -151,7 +163,7 @@ class Reads:
         return sink
 
     async def _restore_round(
-        self, ticket: Ticket, work: FetchWork, index: int, slots: torch.Tensor, sink: GuardedSink
+        self, ticket: Ticket[PageCount], work: FetchWork, index: int, slots: torch.Tensor, sink: GuardedSink
     ) -> None:
         num_pages = 0
         try:
@@ -164,7 +176,7 @@ class Reads:
             _count_fault("round not restored")
         finally:
             sink.close()
-            self._report(ticket, num_pages)
+            self._report(ticket, PageCount(num_pages))
 
     def publish(self) -> None:
         """Before slots that were restored to go on, into the tree or back to the allocator."""

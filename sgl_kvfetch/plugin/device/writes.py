@@ -8,7 +8,7 @@ from typing import Any
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.plugin.device.backend import DeviceBackend
-from sgl_kvfetch.plugin.device.board import Board
+from sgl_kvfetch.plugin.device.board import Board, PageCount
 from sgl_kvfetch.plugin.device.copies import SlotRun
 from sgl_kvfetch.plugin.device.known import KnownPages
 from sgl_kvfetch.plugin.device.pages import GuardedSource
@@ -62,9 +62,9 @@ class Writes:
         self._copies[copy] = None
         copy.source = self._backend.copies.begin(self._board.open(partial(self._copied, copy)), run)
 
-    def _copied(self, copy: _Copy, num_pages: int) -> None:
+    def _copied(self, copy: _Copy, queued: PageCount) -> None:
         del self._copies[copy]
-        self._known.remove(copy.run.page_hashes[num_pages:])
+        self._known.remove(copy.run.page_hashes[queued.num_pages :])
         self._cache.unlock(copy.lock)
 
     def forget(self, rid: str) -> None:

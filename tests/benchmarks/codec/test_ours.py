@@ -37,15 +37,15 @@ def test_sizes_tell_second_integers_and_exact_tokens_apart(codec: str) -> None:
     profile = make_profile(num_layers=4, cell_heads=2, num_sinks=2)
     k, v = (x.bfloat16() for x in values_of(profile, 128))
     fine, coarse = (KltMethod(kl, codec, "", profile) for kl in (1e-5, 1e-2))
-    sizes = fine.code(k, v).sizes
+    sizes = fine.sizes(fine.encode(k, v))
     assert sizes["second integers"] > 0
     integers = [_coefficients(fine, k, v, wide) for wide in (True, False)]
     assert sizes["coefficients"] + sizes["second integers"] == integers[0]
     assert sizes["coefficients"] == integers[1]
     assert sizes["exact"] > 0.9 * 2 * 2 * (k[0].numel() + v[0].numel())  # two tokens of two bytes a value: noise
-    assert coarse.code(k, v).sizes["second integers"] == 0
+    assert coarse.sizes(coarse.encode(k, v))["second integers"] == 0
     sinkless = KltMethod(1e-5, codec, "", replace(profile, num_sinks=0))
-    assert sinkless.code(k, v).sizes["exact"] < sizes["exact"] / 2
+    assert sinkless.sizes(sinkless.encode(k, v))["exact"] < sizes["exact"] / 2
 
 
 def _coefficients(method: KltMethod, k: torch.Tensor, v: torch.Tensor, with_wide: bool) -> int:
@@ -55,8 +55,7 @@ def _coefficients(method: KltMethod, k: torch.Tensor, v: torch.Tensor, with_wide
     num_bytes = 0
     for cell in manifest.cells():
         place = cell_place(manifest, cell)
-        part = (slice(None), slice(place.layers.start, place.layers.stop), slice(place.heads.start, place.heads.stop))
-        _, _, integers = method.klt.quantise(CellValues(k[part], v[part]), place)
+        _, _, integers = method.klt.quantise(CellValues(k, v).cell(place.layers, place.heads), place)
         num_channels = method.klt.profile.cells[cell[1:]].num_channels  # so many are kept at a step this fine
         kept = len(integers) if with_wide else num_channels
         num_bytes += len(get_codec(method.codec).encode(layout.to_frames(integers[:kept])))

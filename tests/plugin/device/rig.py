@@ -204,7 +204,6 @@ def make_rig(
     extra = {
         "store": f"file://{directory}",
         "codec": "zstd",
-        "write_linger_s": 0.01,
         "span_tokens": 8,
         "recompute": "never",
         "fetch_timeout_s": 600,  # nothing is to wait for it

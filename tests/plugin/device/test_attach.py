@@ -11,8 +11,8 @@ import pytest
 from sglang.srt.managers.scheduler import Scheduler
 
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.plugin import live
-from sgl_kvfetch.plugin.device import hooks
+from sgl_kvfetch.plugin import weight_updates
+from sgl_kvfetch.plugin.device import scheduler_hooks
 from sgl_kvfetch.plugin.device.flow import Phase
 from tests.codecs.fake_nvenc import install
 from tests.plugin.device.conftest import MakeRig
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(autouse=True)
 def state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "_state", live._State())
+    monkeypatch.setattr(weight_updates, "_state", weight_updates._State())
 
 
 def connectable(rig: Rig, fault: Exception | None = None) -> Rig:
@@ -36,7 +36,7 @@ def connectable(rig: Rig, fault: Exception | None = None) -> Rig:
         rig.backend = rig.connect()
         assert isinstance(rig.backend._client.store, GatedStore)
         rig.store = rig.backend._client.store
-        live.register(rig.backend.access, None)
+        weight_updates.register(rig.backend.access, None)
 
     rig.cache.set_connect(connect)
     rig.cache._extra_config = "{}"
@@ -160,7 +160,7 @@ def test_pages_of_former_weights_are_not_written_as_those_of_new_ones(rig: Rig) 
     connectable(rig)
     rig.compute(prompt(0))
     rig.settle()
-    live.weights_change("an update")
+    weight_updates.weights_change("an update")
     rig.cache.detach_storage_backend()
     is_attached, said = attach(rig)
     assert not is_attached
@@ -171,9 +171,9 @@ def test_pages_of_former_weights_are_not_written_as_those_of_new_ones(rig: Rig) 
 
 def test_a_detached_backend_is_not_suspended(make: MakeRig) -> None:
     rig = connectable(make())
-    live.register(rig.backend.access, None)
+    weight_updates.register(rig.backend.access, None)
     rig.cache.detach_storage_backend()
-    live.weights_change("an update")
+    weight_updates.weights_change("an update")
     assert rig.backend.access.reads
 
 
@@ -213,7 +213,7 @@ class SchedulerOfOurs:
         self._engine_paused = False
 
     def is_fully_idle(self, for_health_check: bool = False, ignore_waiting: bool = False) -> bool:
-        return hooks.count_pending(not self.waiting_queue, self, for_health_check, ignore_waiting)
+        return scheduler_hooks.count_pending(not self.waiting_queue, self, for_health_check, ignore_waiting)
 
 
 def test_sglang_detaches_and_attaches(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,14 +230,14 @@ def test_sglang_detaches_and_attaches(rig: Rig, monkeypatch: pytest.MonkeyPatch)
     rig.settle(lambda: rig.phases() == [Phase.FETCHING])
 
     scheduler.waiting_queue.append(handle)
-    detached = hooks.detach_store(Scheduler.detach_hicache_storage_wrapped, scheduler, None)
+    detached = scheduler_hooks.detach_store(Scheduler.detach_hicache_storage_wrapped, scheduler, None)
     assert not detached.success
     assert "not idle" in detached.message
     assert rig.phases() == [Phase.FETCHING]  # a refusal changes nothing
 
     rig.abort(scheduler.waiting_queue.pop())
     assert rig.cache.has_pending_cache_operations()
-    detached = hooks.detach_store(Scheduler.detach_hicache_storage_wrapped, scheduler, None)
+    detached = scheduler_hooks.detach_store(Scheduler.detach_hicache_storage_wrapped, scheduler, None)
     assert detached.success
     assert not scheduler.enable_hicache_storage
     assert overrides[-1] == {"hicache_storage_backend": None, "hicache_storage_backend_extra_config": None}
@@ -248,7 +248,7 @@ def test_sglang_detaches_and_attaches(rig: Rig, monkeypatch: pytest.MonkeyPatch)
         hicache_storage_prefetch_policy=None,
         hicache_write_policy=None,
     )
-    attached = hooks.attach_store(Scheduler.attach_hicache_storage_wrapped, scheduler, request)
+    attached = scheduler_hooks.attach_store(Scheduler.attach_hicache_storage_wrapped, scheduler, request)
     assert attached.success
     assert scheduler.enable_hicache_storage
     assert not scheduler.enable_hierarchical_cache

@@ -5,109 +5,129 @@ import threading
 
 import torch
 
-from sgl_kvfetch.plugin.device.board import Board, Ticket
+from sgl_kvfetch.plugin.device.board import Board, Done, PageCount, Ticket
+from sgl_kvfetch.plugin.device.lookups import Found
 from tests.plugin.device.rig import Ranks
 
 
 def test_what_is_reported_is_told_once() -> None:
-    heard: list[tuple[str, int]] = []
+    heard: list[object] = []
     board = Board(None)
-    first, second = (board.open(lambda value, name=name: heard.append((name, value))) for name in ("first", "second"))
+    first: Ticket[Found] = board.open(heard.append)
+    second: Ticket[PageCount] = board.open(heard.append)
     board.step()
     assert not heard
-    board.report(second, 7)
-    board.report(first, 0)
+    board.report(second, PageCount(7))
+    board.report(first, Found(3, 1))
     board.step()
-    assert heard == [("first", 0), ("second", 7)]
+    assert heard == [Found(3, 1), PageCount(7)]
     board.step()
     assert len(heard) == 2
     assert board.num_open == 0
 
 
 def test_a_report_on_a_closed_ticket_is_not_taken_for_its_successor() -> None:
-    heard: list[int] = []
+    heard: list[PageCount] = []
     board = Board(None)
     old = board.open(heard.append)
     board.close(old)
     new = board.open(heard.append)
-    assert new.row == old.row
-    board.report(old, 3)
+    assert new.column == old.column
+    board.report(old, PageCount(3))
     board.step()
     assert not heard
-    board.report(new, 4)
+    board.report(new, PageCount(4))
     board.step()
-    assert heard == [4]
+    assert heard == [PageCount(4)]
 
 
 def test_it_grows() -> None:
-    heard: list[int] = []
+    heard: list[PageCount] = []
     board = Board(lambda least: None)
     for number, ticket in enumerate([board.open(heard.append) for _ in range(1000)]):
-        board.report(ticket, number)
+        board.report(ticket, PageCount(number))
     board.step()
-    assert heard == list(range(1000))
+    assert heard == [PageCount(number) for number in range(1000)]
 
 
 def test_what_is_opened_by_what_ends_is_for_the_next_step() -> None:
-    heard: list[int] = []
+    heard: list[PageCount] = []
     board = Board(None)
 
-    def go_on(value: int) -> None:
-        heard.append(value)
-        board.report(board.open(heard.append), value + 1)
+    def go_on(count: PageCount) -> None:
+        heard.append(count)
+        board.report(board.open(heard.append), PageCount(count.num_pages + 1))
 
-    board.report(board.open(go_on), 1)
+    board.report(board.open(go_on), PageCount(1))
     board.step()
-    assert heard == [1]
+    assert heard == [PageCount(1)]
     board.step()
-    assert heard == [1, 2]
+    assert heard == [PageCount(1), PageCount(2)]
 
 
 def test_nobody_hears_of_what_was_cleared() -> None:
-    heard: list[int] = []
+    heard: list[PageCount] = []
     board = Board(None)
     tickets = [board.open(heard.append) for _ in range(3)]
-    board.report(tickets[0], 1)
+    board.report(tickets[0], PageCount(1))
     board.clear()
-    board.report(tickets[1], 1)
+    board.report(tickets[1], PageCount(1))
     assert board.num_open == 0
     board.step()
     new = board.open(heard.append)
-    board.report(new, 5)
+    board.report(new, PageCount(5))
     board.step()
-    assert heard == [5]
+    assert heard == [PageCount(5)]
 
 
 def test_no_collective_while_nothing_is_open() -> None:
     calls: list[torch.Tensor] = []
-    heard: list[int] = []
+    heard: list[Done] = []
     board = Board(calls.append)
     board.step()
     assert not calls
     ticket = board.open(heard.append)
     board.step()
     assert len(calls) == 1
-    board.report(ticket, 1)
+    board.report(ticket, Done())
     board.step()
-    assert heard == [1]
+    assert heard == [Done()]
     board.step()
     assert len(calls) == 2
+
+
+def test_each_field_is_agreed_on_by_itself() -> None:
+    """One rank finds ten pages and wants them, the other eleven, which it would rather compute: nobody fetches."""
+    ranks = Ranks(2)
+    heard: list[list[Found]] = [[], []]
+
+    def run(rank: int) -> None:
+        board = Board(ranks.agree(rank))
+        board.report(board.open(heard[rank].append), (Found(10, 1), Found(11, 0))[rank])
+        board.step()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert heard == [[Found(10, 0)], [Found(10, 0)]]
 
 
 def test_ranks_hear_of_the_least_and_at_the_same_step() -> None:
     """2,000 steps, in which each rank reports when it likes."""
     ranks = Ranks(2)
-    heard: list[list[tuple[int, Ticket, int]]] = [[], []]
-    reports: list[dict[Ticket, int]] = [{}, {}]
+    heard: list[list[tuple[int, Ticket[Found], Found]]] = [[], []]
+    reports: list[dict[Ticket[Found], Found]] = [{}, {}]
 
     def run(rank: int) -> None:
         board = Board(ranks.agree(rank))
         same, own = random.Random(0), random.Random(1 + rank)
-        unreported: list[Ticket] = []
+        unreported: list[Ticket[Found]] = []
         num_steps = 0
 
-        def open_one() -> Ticket:
-            ticket = board.open(lambda value: heard[rank].append((num_steps, ticket, value)))
+        def open_one() -> Ticket[Found]:
+            ticket: Ticket[Found] = board.open(lambda found: heard[rank].append((num_steps, ticket, found)))
             return ticket
 
         for _ in range(2000):
@@ -115,7 +135,7 @@ def test_ranks_hear_of_the_least_and_at_the_same_step() -> None:
                 unreported.append(open_one())
             while unreported and own.random() < 0.4:
                 ticket = unreported.pop(own.randrange(len(unreported)))
-                reports[rank][ticket] = own.randrange(10)
+                reports[rank][ticket] = Found(own.randrange(10), own.randrange(2))
                 board.report(ticket, reports[rank][ticket])
             board.step()
             num_steps += 1
@@ -127,5 +147,6 @@ def test_ranks_hear_of_the_least_and_at_the_same_step() -> None:
         thread.join(60)
     assert heard[0] == heard[1]
     assert len(heard[0]) > 500
-    for _, ticket, value in heard[0]:
-        assert value == min(reports[0][ticket], reports[1][ticket])
+    for _, ticket, found in heard[0]:
+        of_both = zip(reports[0][ticket], reports[1][ticket], strict=True)
+        assert found == Found(*map(min, of_both))

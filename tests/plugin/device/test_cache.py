@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, EvictPara
 
 from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.plugin.device.counts import FLOWS, HELD_SLOTS, PARKED
+from sgl_kvfetch.metrics import DEVICE_REQUESTS, HELD_SLOTS, PARKED_REQUESTS
 from sgl_kvfetch.plugin.device.flow import Phase
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import PAGE, WAIT_S, Rig, prompt
@@ -63,7 +63,7 @@ def test_nothing_stored(rig: Rig) -> None:
 
 def test_how_requests_end_is_counted(rig: Rig) -> None:
     def counts() -> dict[str, float]:
-        samples = FLOWS.collect()[0].samples
+        samples = DEVICE_REQUESTS.collect()[0].samples
         return {s.labels["end"]: s.value for s in samples if s.name.endswith("_total")}
 
     before = counts()
@@ -72,14 +72,14 @@ def test_how_requests_end_is_counted(rig: Rig) -> None:
     handles = [rig.arrive(prompt(0)), rig.arrive(prompt(1)), rig.arrive(prompt(0))]
     rig.settle(lambda: rig.phases() == [Phase.FETCHING, Phase.WAITING])
     rig.cache.step()
-    assert PARKED._value.get() == 2
+    assert PARKED_REQUESTS._value.get() == 2
     assert HELD_SLOTS._value.get() == 0  # no bytes are here yet
     rig.abort(handles[2])
     rig.store.reads.is_open = True
     rig.settle(lambda: rig.cache.check_prefetch_progress(handles[0]))
     rig.abort(handles[0])
     rig.cache.step()
-    assert PARKED._value.get() == HELD_SLOTS._value.get() == 0
+    assert PARKED_REQUESTS._value.get() == HELD_SLOTS._value.get() == 0
     new = {end: count - before.get(end, 0) for end, count in counts().items()}
     assert {end: count for end, count in new.items() if count} == {"landed": 1, "missed": 1, "aborted": 1}
 

@@ -10,8 +10,8 @@ import pytest
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_kvfetch import timeline
-from sgl_kvfetch.plugin.device.hooks import measure_batch
 from sgl_kvfetch.plugin.device.prefill import MIN_BATCHES, WINDOW, PrefillMeter, PrefillSpeed
+from sgl_kvfetch.plugin.device.scheduler_hooks import measure_batch
 from tests.plugin.device.test_queue import Cache
 
 

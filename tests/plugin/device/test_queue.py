@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sgl_kvfetch.plugin.device.hooks import count_pending, form_batch, reserved_tokens, step_cache
 from sgl_kvfetch.plugin.device.queue import WaitingQueue
+from sgl_kvfetch.plugin.device.scheduler_hooks import count_pending, form_batch, reserved_tokens, step_cache
 from sgl_kvfetch.plugin.device.stepped import SteppedCache
 
 

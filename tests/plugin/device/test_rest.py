@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import zmq
 
-from sgl_kvfetch.plugin.device import rest as rest_module
-from sgl_kvfetch.plugin.device.hooks import form_batch, rest
+from sgl_kvfetch.plugin.device import scheduler_hooks
+from sgl_kvfetch.plugin.device.scheduler_hooks import form_batch, rest
 from tests.plugin.device.test_queue import Cache, Request
 
 LONG_MS = 20_000  # none of the tests takes that long
@@ -64,7 +64,7 @@ def test_it_rests_while_all_requests_are_parked(scheduler: Scheduler) -> None:
     for _ in range(num_turns):
         scheduler.idle()
     took_s, cpu_s = time.monotonic() - started_s, time.thread_time() - started_cpu_s
-    assert took_s >= 0.9 * num_turns * rest_module.REST_MS / 1000
+    assert took_s >= 0.9 * num_turns * scheduler_hooks._REST_MS / 1000
     assert cpu_s < 0.5 * took_s
 
 
@@ -72,7 +72,7 @@ def test_it_rests_while_all_requests_are_parked(scheduler: Scheduler) -> None:
 def test_a_request_that_arrives_ends_the_rest(
     scheduler: Scheduler, channels: SimpleNamespace, kind: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rest_module, "REST_MS", LONG_MS)
+    monkeypatch.setattr(scheduler_hooks, "_REST_MS", LONG_MS)
     with channels.context.socket(kind) as sender:
         sender.connect(f"tcp://127.0.0.1:{channels.ports[kind == zmq.DEALER]}")
         timer = threading.Timer(0.1, lambda: sender.send(b"a request"))
@@ -113,7 +113,7 @@ def have_a_rust_server(scheduler: Scheduler) -> None:
 def test_it_does_not_rest_otherwise(
     scheduler: Scheduler, change: Callable[[Scheduler], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rest_module, "REST_MS", LONG_MS)
+    monkeypatch.setattr(scheduler_hooks, "_REST_MS", LONG_MS)
     change(scheduler)
     assert scheduler.idle() < LONG_MS / 1000 / 2
 
@@ -121,4 +121,4 @@ def test_it_does_not_rest_otherwise(
 def test_it_rests_when_nothing_waits_but_something_is_pending(scheduler: Scheduler) -> None:
     """Copies, or what is left of fetches of requests that are gone."""
     scheduler.waiting_queue = []
-    assert scheduler.idle() >= 0.9 * rest_module.REST_MS / 1000
+    assert scheduler.idle() >= 0.9 * scheduler_hooks._REST_MS / 1000

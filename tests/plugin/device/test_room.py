@@ -8,7 +8,7 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.plugin.device.counts import FLOWS
+from sgl_kvfetch.metrics import DEVICE_REQUESTS
 from sgl_kvfetch.plugin.device.flow import Phase
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import Rig, prompt
@@ -94,7 +94,7 @@ def test_fetches_that_keep_each_other_from_their_slots(make: MakeRig) -> None:
     prompts = [prompt(0, 12), prompt(1, 12)]
     for tokens in prompts:
         writer.stored(tokens)
-    before = FLOWS.labels("full_pool")._value.get()
+    before = DEVICE_REQUESTS.labels("full_pool")._value.get()
     link = rig.backend._client.fetcher.link  # so fast that there is room for both
     link.started(1 << 30)
     link.ended(1 << 30, time.monotonic() - 1e-3, is_whole=True)
@@ -109,7 +109,7 @@ def test_fetches_that_keep_each_other_from_their_slots(make: MakeRig) -> None:
     second = max(handles, key=rig.cache.check_prefetch_progress)
     assert rig.admit(second, prompts[handles.index(second)])[:2] == (32, 32)
     rig.cache.reset()
-    assert FLOWS.labels("full_pool")._value.get() == before + 1
+    assert DEVICE_REQUESTS.labels("full_pool")._value.get() == before + 1
 
 
 @pytest.mark.parametrize("moment", [0, 24, 48])

@@ -8,7 +8,7 @@ import pytest
 
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.metrics import SUSPENSIONS
-from sgl_kvfetch.plugin import hooks, live
+from sgl_kvfetch.plugin import hooks, weight_updates
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -28,13 +28,13 @@ class UpdateWeightsFromSomewhere:
 
 @pytest.fixture(autouse=True)
 def state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "_state", live._State())
+    monkeypatch.setattr(weight_updates, "_state", weight_updates._State())
 
 
 def test_every_backend_is_suspended_once_and_told_what_to_do() -> None:
     backends = [Access(), Access()]
     for backend in backends:
-        live.register(backend, None)
+        weight_updates.register(backend, None)
     before = SUSPENSIONS._value.get()
     for _ in range(3):
         hooks.suspend_for_update(None, UpdateWeightsFromSomewhere())
@@ -46,43 +46,43 @@ def test_every_backend_is_suspended_once_and_told_what_to_do() -> None:
 
 
 def test_a_backend_that_is_gone_is_forgotten() -> None:
-    live.register(Access(), None)
+    weight_updates.register(Access(), None)
     gc.collect()
-    assert not live._state.accesses
-    live.weights_change("x")
+    assert not weight_updates._state.accesses
+    weight_updates.weights_change("x")
 
 
 def test_changed_weights_need_a_name_that_is_new() -> None:
-    live.require_known_weights(None)
-    live.register(Access(), "one")
-    live.require_known_weights("one")
-    live.weights_change("UpdateWeights")
+    weight_updates.require_known_weights(None)
+    weight_updates.register(Access(), "one")
+    weight_updates.require_known_weights("one")
+    weight_updates.weights_change("UpdateWeights")
     with pytest.raises(UnsupportedError, match=r"changed while the server ran \(UpdateWeights\).*set model_id"):
-        live.require_known_weights(None)
+        weight_updates.require_known_weights(None)
     with pytest.raises(UnsupportedError, match="'one' names the weights that the server had before"):
-        live.require_known_weights("one")
-    live.require_known_weights("two")
-    live.register(backend := Access(), "two")
-    live.require_known_weights("two")
-    live.weights_change("again")
+        weight_updates.require_known_weights("one")
+    weight_updates.require_known_weights("two")
+    weight_updates.register(backend := Access(), "two")
+    weight_updates.require_known_weights("two")
+    weight_updates.weights_change("again")
     assert len(backend.reasons) == 1
     for name in ("one", "two"):
         with pytest.raises(UnsupportedError, match=name):
-            live.require_known_weights(name)
+            weight_updates.require_known_weights(name)
 
 
 def test_a_tree_with_pages_of_former_weights_is_not_attached_to() -> None:
-    live.require_no_former_pages()
-    live.weights_change("UpdateWeights")
+    weight_updates.require_no_former_pages()
+    weight_updates.weights_change("UpdateWeights")
     with pytest.raises(UnsupportedError, match="flush it"):
-        live.require_no_former_pages()
+        weight_updates.require_no_former_pages()
     hooks.note_empty_tree(None, None)
-    live.require_no_former_pages()
+    weight_updates.require_no_former_pages()
 
 
 @pytest.mark.parametrize(("action", "suspends"), [("checksum", False), ("compare", False), ("reset_tensors", True)])
 def test_checking_weights_may_overwrite_them(action: str, suspends: bool) -> None:
-    live.register(backend := Access(), None)
+    weight_updates.register(backend := Access(), None)
     hooks.suspend_for_reset(None, SimpleNamespace(action=action))
     assert bool(backend.reasons) is suspends
 
@@ -103,7 +103,7 @@ def test_weights_that_are_given_up(
 ) -> None:
     features = SimpleNamespace(enable_memory_saver=saver, enable_weights_cpu_backup=copy)
     monkeypatch.setattr("sglang.srt.runtime_context.get_exec", lambda: SimpleNamespace(features=features))
-    live.register(backend := Access(), None)
+    weight_updates.register(backend := Access(), None)
     hooks.suspend_for_release(None, SimpleNamespace(tags=tags))
     assert bool(backend.reasons) is suspends
 
@@ -115,7 +115,7 @@ def test_the_factory_registers_our_backend(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(storage, "KVFetchStorage", lambda config, pool: backend)
     config = SimpleNamespace(extra_config={"model_id": "mine"})
     assert hooks.create_backend(pytest.fail, None, "kvfetch", config, None) is backend
-    live.weights_change("x")
+    weight_updates.weights_change("x")
     assert backend.access.reasons
     with pytest.raises(UnsupportedError, match="'mine'"):
-        live.require_known_weights("mine")
+        weight_updates.require_known_weights("mine")

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sgl_kvfetch.adapt.decode_profile import DecodeProfile
 from sgl_kvfetch.adapt.estimate import Transfer
 from sgl_kvfetch.adapt.pipeline import Pipeline
 from sgl_kvfetch.adapt.policy import Policy, Situation
-from sgl_kvfetch.adapt.profile import DecodeProfile
 from sgl_kvfetch.adapt.tracker import PoolTracker
 
 _MOST_TRANSFERS = 16  # that policies are told of

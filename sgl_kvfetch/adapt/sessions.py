@@ -21,7 +21,7 @@ class Start(NamedTuple, Generic[T]):
     item: T
 
 
-class PoolBoard(Generic[T]):
+class SessionQueue(Generic[T]):
     """Sessions, what they are set up for, and the chunks that wait for one."""
 
     __slots__ = ("busy", "configured", "waiting")
@@ -53,8 +53,8 @@ class PoolBoard(Generic[T]):
         variant, item = self.waiting.pop(0)
         return self._start(session, variant, item)
 
-    def copy(self) -> PoolBoard[T]:
-        new: PoolBoard[T] = PoolBoard.__new__(PoolBoard)
+    def copy(self) -> SessionQueue[T]:
+        new: SessionQueue[T] = SessionQueue.__new__(SessionQueue)
         new.busy, new.configured, new.waiting = self.busy[:], self.configured[:], self.waiting[:]
         return new
 

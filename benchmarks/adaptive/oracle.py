@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.adaptive.simulator import Scenario
 from sgl_kvfetch.adapt.pipeline import Pipeline
-from sgl_kvfetch.adapt.simulator import Scenario
 
 _BEAM = 4
 _LAMBDAS = tuple(i / 8 for i in range(9))

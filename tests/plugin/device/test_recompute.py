@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_kvfetch.plugin.device.choice import MARGIN, Decision, FetchCost, FetchOrRecompute
+from sgl_kvfetch.plugin.device.recompute import MARGIN, Decision, FetchCost, FetchOrRecompute
 
 
 @pytest.mark.parametrize(

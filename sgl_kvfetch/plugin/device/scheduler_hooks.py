@@ -1,4 +1,4 @@
-"""The functions that SGLang runs for device mode. `plugin/seams/` says where each one is put, and why."""
+"""The functions that SGLang runs for device mode. `plugin/seams.py` says where each one is put, and why."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import zmq
+
 from sgl_kvfetch.plugin.device.queue import WaitingQueue
-from sgl_kvfetch.plugin.device.rest import rest_until_asked
 from sgl_kvfetch.plugin.device.stepped import SteppedCache
 from sgl_kvfetch.plugin.hooks import BACKEND
+
+_REST_MS = 1
 
 
 def build_cache(original: Callable[..., Any], ctx: Any) -> Any:
@@ -89,7 +92,20 @@ def rest(result: None, scheduler: Any) -> None:
     if isinstance(cache, SteppedCache) and cache.has_pending_cache_operations():
         ready = queue.ready if isinstance(queue, WaitingQueue) else queue
         if not ready:
-            rest_until_asked(scheduler)
+            _rest_until_asked(scheduler)
+
+
+def _rest_until_asked(scheduler: Any) -> None:
+    """Wait for a moment, or until a request arrives. On the rank that requests arrive at; the others wait for that one
+    anyway, in SGLang's own collective."""
+    channels = scheduler.ipc_channels
+    sockets = (channels.recv_from_tokenizer, channels.recv_from_rpc)
+    # Where they arrive in another way, we could not be woken.
+    if all(isinstance(socket, zmq.Socket) for socket in sockets) and scheduler.recv_from_tokenizer is sockets[0]:
+        poller = zmq.Poller()
+        for socket in sockets:
+            poller.register(socket, zmq.POLLIN)
+        poller.poll(_REST_MS)
 
 
 def clear_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_kvfetch.plugin.device.counts import DECISIONS, FLOWS
+from sgl_kvfetch.metrics import DEVICE_DECISIONS, DEVICE_REQUESTS
 from sgl_kvfetch.plugin.device.flow import Phase
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import prompt
@@ -21,10 +21,10 @@ def test_what_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
     rig.flush()
     for num_tokens in (10_000, 20_000, 30_000, 40_000):
         rig.cache.prefill_speed.add(num_tokens, num_tokens * 1e-9)
-    before = FLOWS.labels("recomputed")._value.get()
+    before = DEVICE_REQUESTS.labels("recomputed")._value.get()
     assert rig.fetch(tokens) == (0, 0)
-    assert FLOWS.labels("recomputed")._value.get() == before + 1
-    assert DECISIONS.labels("recompute", "decoder")._value.get() > 0
+    assert DEVICE_REQUESTS.labels("recomputed")._value.get() == before + 1
+    assert DEVICE_DECISIONS.labels("recompute", "decoder")._value.get() > 0
     # And what the store has is not written again.
     assert rig.cache._parts is not None
     rig.compute(tokens)

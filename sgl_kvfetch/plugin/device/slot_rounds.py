@@ -8,10 +8,10 @@ from functools import partial
 from itertools import islice
 
 from sgl_kvfetch.plugin.device.backend import DeviceBackend
-from sgl_kvfetch.plugin.device.board import Board
+from sgl_kvfetch.plugin.device.board import Board, Done, PageCount
 from sgl_kvfetch.plugin.device.flow import End, FillingRound, Flow
 from sgl_kvfetch.plugin.device.link_queue import LinkQueue
-from sgl_kvfetch.plugin.device.reads import STOP, WANTED, FetchRequest, FetchWork
+from sgl_kvfetch.plugin.device.reads import FetchRequest, FetchWork, RoundStart, RoundStarts
 from sgl_kvfetch.plugin.device.sharing import Sharing
 from sgl_kvfetch.plugin.device.slots import Slots
 
@@ -123,30 +123,30 @@ class Rounds:
 
     # What has ended
 
-    def _link_has_room(self, flow: Flow, _: int) -> None:
+    def _link_has_room(self, flow: Flow, _: Done) -> None:
         self._link.give_back(flow)
 
-    def _round_is_here(self, flow: Flow, answer: int) -> None:
+    def _round_is_here(self, flow: Flow, message: RoundStarts) -> None:
         """Bytes of the flow's next round are, or none will be."""
         if flow not in self._active:
             return
-        if answer == WANTED and flow.end is End.LANDED and not flow.is_fetch_over:
+        if message.start == RoundStart.WANTED and flow.end is End.LANDED and not flow.is_fetch_over:
             (self._continuing if flow.num_rounds else self._wanting)[flow] = None
             return
         if flow.end is End.LANDED:
             # Ended on one rank at least: so on all.
-            flow.end = End.STOPPED if answer == STOP else End.PARTLY
+            flow.end = End.STOPPED if message.start == RoundStart.STOP else End.PARTLY
         flow.is_wanting = False
         self._end_if_over(flow)
 
-    def _round_ended(self, flow: Flow, num_pages: int) -> None:
+    def _round_ended(self, flow: Flow, restored: PageCount) -> None:
         if flow not in self._active:
             return
         self._backend.reads.publish()
         filling = flow.filling.popleft()
         self._num_filling -= 1
-        if not self._backend.access.reads or flow.has_gap or not flow.is_wanted:
-            num_pages = 0
+        is_of_use = self._backend.access.reads and not flow.has_gap and flow.is_wanted
+        num_pages = restored.num_pages if is_of_use else 0
         num_tokens = num_pages * self._page_size
         if num_tokens:
             self._slots.land(flow, flow.start + filling.first_page * self._page_size, filling.slots[:num_tokens])
@@ -162,7 +162,7 @@ class Rounds:
         else:
             self._end_if_over(flow)
 
-    def _fetch_ended(self, flow: Flow, _: int) -> None:
+    def _fetch_ended(self, flow: Flow, _: Done) -> None:
         """Where the flow still waits for slots, its deadline is over."""
         flow.is_fetch_over = True
         if flow in self._wanting or flow in self._continuing:

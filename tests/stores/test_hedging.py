@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_kvfetch.stores.racing import (
+from sgl_kvfetch.stores.hedging import (
     SILENT_TICKS,
     Progress,
     RaceBudget,

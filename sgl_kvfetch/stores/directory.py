@@ -17,7 +17,7 @@ _DELETED_AT_ONCE = 16
 _LET_OTHERS_S = 1e-5
 
 
-class Shelf:
+class Directory:
     """``lock`` guards the catalog and the capacity. No directory is listed, and nothing waited for, under it."""
 
     def __init__(self, root: Path, capacity_bytes: int | None, orphan_age_s: float) -> None:

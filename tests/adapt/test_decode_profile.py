@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sgl_kvfetch.adapt.measure import Sample, measure_profile
-from sgl_kvfetch.adapt.profile import (
+from benchmarks.adaptive.published import PUBLISHED
+from sgl_kvfetch.adapt.decode_profile import (
     Decoded,
     DecodeProfile,
     VariantProfile,
@@ -19,7 +19,7 @@ from sgl_kvfetch.adapt.profile import (
     decode_profile,
     load_decode_profile,
 )
-from sgl_kvfetch.adapt.published import PUBLISHED
+from sgl_kvfetch.adapt.measure import Sample, measure_profile
 from sgl_kvfetch.errors import ConfigError
 
 

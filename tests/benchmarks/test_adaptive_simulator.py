@@ -9,12 +9,13 @@ from functools import partial
 
 import pytest
 
+from benchmarks.adaptive.oracle import best_plan
+from benchmarks.adaptive.policies import Fixed, MinimalBubble
+from benchmarks.adaptive.published import PUBLISHED
+from benchmarks.adaptive.simulator import Scenario, simulate
 from sgl_kvfetch.adapt import oracle
 from sgl_kvfetch.adapt.estimate import LinkOutlook, robust
-from sgl_kvfetch.adapt.oracle import best_plan
-from sgl_kvfetch.adapt.policy import Fixed, LookAhead, MinimalBubble, Situation
-from sgl_kvfetch.adapt.published import PUBLISHED
-from sgl_kvfetch.adapt.simulator import Scenario, simulate
+from sgl_kvfetch.adapt.policy import LookAhead, Situation
 
 H20 = PUBLISHED["H20"]
 FIXED = [Fixed(i, v.name) for i, v in enumerate(H20.variants)]

@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.base import Store
-from sgl_kvfetch.stores.racing import (
+from sgl_kvfetch.stores.hedging import (
     SILENT_TICKS,
     Progress,
     RaceBudget,

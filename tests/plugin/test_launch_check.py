@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
-from sgl_kvfetch.plugin import gate
-from sgl_kvfetch.plugin.gate import check_launch
+from sgl_kvfetch.plugin import launch_check
 from sgl_kvfetch.plugin.hooks import gate_command_line
+from sgl_kvfetch.plugin.launch_check import check_launch
 from sgl_kvfetch.plugin.register import selects_backend
 from tests.quant.profiles import make_profile
 
@@ -75,14 +75,14 @@ def test_sglangs_own_keys_are_not_ours() -> None:
 
 
 def test_nothing_is_checked_for_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "check_seams", lambda scopes: pytest.fail("looked at SGLang"))
+    monkeypatch.setattr(launch_check, "check_seams", lambda scopes: pytest.fail("looked at SGLang"))
     check_launch(_args("no JSON", hicache_storage_backend="file"))
     check_launch(_args("no JSON", hicache_storage_backend=None))
     check_launch(SimpleNamespace())
 
 
 def test_a_mismatch_of_sglang_stops_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "check_seams", lambda scopes: ["found sglang 9, expected 8", "a.b not found"])
+    monkeypatch.setattr(launch_check, "check_seams", lambda scopes: ["found sglang 9, expected 8", "a.b not found"])
     with pytest.raises(SeamError, match=r"^found sglang 9, expected 8; a\.b not found$"):
         check_launch(_args("no JSON"))
 

@@ -1,0 +1,720 @@
+"""Every place in SGLang that we depend on, with what we expect there.
+
+``params`` are the exact parameter names of a callable, ``has`` are fields or attributes of a class, and ``mentions``
+are names that a function's own code must use: attributes that only exist on instances.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sgl_kvfetch.plugin.compute_flags import FILES, JSON_TEXTS, RELEVANT
+
+
+@dataclass(frozen=True)
+class Place:
+    path: str
+    why: str
+    params: tuple[str, ...] | None = None
+    has: tuple[str, ...] = ()
+    mentions: tuple[str, ...] = ()
+
+
+PLACES: tuple[Place, ...] = (
+    Place(
+        "sglang.srt.plugins.hook_registry.HookRegistry.register",
+        "installs the hooks of this table",
+        params=("target", "hook", "hook_type", "source"),
+    ),
+    Place(
+        "sglang.srt.plugins.hook_registry.HookType",
+        "names the kinds of hook",
+        has=("BEFORE", "AFTER", "AROUND", "REPLACE"),
+    ),
+    Place(
+        "sglang.srt.server_args.ServerArgs.add_cli_args",
+        "--hicache-storage-backend has fixed choices",
+        params=("parser",),
+    ),
+    Place(
+        "sglang.srt.server_args.prepare_server_args",
+        "the command line's way in: a launch that cannot work stops with one message",
+        params=("argv",),
+    ),
+    Place(
+        "sglang.srt.server_args.ServerArgs.resolve_once",
+        "every launch's way in (sgl.Engine too), before a model is looked at",
+        params=("self",),
+    ),
+    Place(
+        "sglang.srt.server_args.ServerArgs",
+        "the flags that the gate looks at",
+        has=(
+            "hicache_storage_backend",
+            "hicache_storage_backend_extra_config",
+            "enable_hierarchical_cache",
+            "hicache_mem_layout",
+            "hicache_host_memory_mode",
+            "pp_size",
+            "disaggregation_decode_enable_offload_kvcache",
+            "enable_lora",
+            "lora_paths",
+            "disable_radix_cache",
+            "radix_cache_backend",
+            "enable_lmcache",
+            "enable_flexkv",
+            "enable_unified_cache_external_linker",
+            "enable_streaming_session",
+            "speculative_algorithm",
+            "disaggregation_mode",
+            "enable_dp_attention",
+            "attn_dp_size",
+            "attn_cp_size",
+            "dcp_size",
+        ),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.parse_storage_backend_extra_config",
+        "reads the extra config as SGLang will: JSON or @file, SGLang's own keys taken out",
+        params=("storage_backend_extra_config",),
+    ),
+    Place(
+        "sglang.srt.runtime_context.get_model",
+        "which weights, and how they are computed with, for the namespace; what a pool of bytes holds",
+        params=(),
+    ),
+    Place("sglang.srt.runtime_context.get_lora", "adapters, which SGLang tells apart by their paths", params=()),
+    Place("sglang.srt.runtime_context.get_context", "the flags of other groups that change K and V", params=()),
+    Place("sglang.srt.runtime_context.RuntimeContext.config_bag", "one group of flags", params=("self", "name")),
+    Place("sglang.srt.arg_groups.arg_utils.namespace_of", "the group of each flag", params=("cls",)),
+    Place(
+        "sglang.srt.server_args.ServerArgs",
+        "the flags that get_model() and get_lora() have, and their defaults",
+        has=(
+            "model_path",
+            "revision",
+            "load_format",
+            "dtype",
+            "quantization",
+            "kv_cache_dtype",
+            "weight_cache_mode",
+            "enable_lora",
+            *sorted(FILES | JSON_TEXTS),
+            *(name.rpartition(".")[2] for name in RELEVANT),
+        ),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk",
+        "the weights change, in every rank",
+        params=("self", "recv_req"),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_ipc",
+        "the weights change, in every rank",
+        params=("self", "recv_req"),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.begin_weight_update",
+        "opens what the next three need; others may write into the weights from here on",
+        params=("self", "recv_req"),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_tensor",
+        "the weights change, also of a backend that was attached since",
+        params=("self", "recv_req"),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_distributed",
+        "the weights change, also of a backend that was attached since",
+        params=("self", "recv_req"),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.end_weight_update",
+        "the weights change, also of a backend that was attached since",
+        params=("self", "recv_req"),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.check_weights",
+        "can overwrite the weights, to test updates",
+        params=("self", "recv_req"),
+        mentions=("action",),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation",
+        "can give up the weights",
+        params=("self", "recv_req"),
+        mentions=("tags", "GPU_MEMORY_TYPE_WEIGHTS"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.reset",
+        "no page of former weights is left",
+        params=("self",),
+    ),
+    Place("sglang.srt.runtime_context.get_exec", "whether weights that are given up come back", params=()),
+    Place(
+        "sglang.srt.server_args.ServerArgs",
+        "the flags of get_exec().features",
+        has=("enable_memory_saver", "enable_weights_cpu_backup"),
+    ),
+    Place("sglang.srt.constants.GPU_MEMORY_TYPE_WEIGHTS", "names the weights among what can be given up"),
+    Place(
+        "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory._do_create_backend",
+        "a registered name is refused by _create_builtin_backend unless SGLang knows it",
+        params=("backend_name", "storage_config", "mem_pool_host", "kwargs"),
+    ),
+    Place(
+        "sglang.srt.managers.cache_controller.HiCacheController.attach_storage_backend",
+        "the zero-copy interface is given to a fixed list of names; runs at start-up and at run time",
+        params=("self", "storage_backend", "prefetch_threshold", "model_name", "storage_backend_extra_config"),
+        mentions=(
+            "storage_backend_type",
+            "page_get_func",
+            "page_set_func",
+            "_page_get_zero_copy",
+            "_page_set_zero_copy",
+        ),
+    ),
+    Place(
+        "sglang.srt.managers.cache_controller.HiCacheController._page_get_zero_copy",
+        "hooks.fetch_pages takes its place, with its parameters, since it cannot be interrupted",
+        params=("self", "operation", "hash_values", "host_indices", "extra_info"),
+        mentions=("batch_get_v1", "storage_backend"),
+    ),
+    Place(
+        "sglang.srt.managers.cache_controller.HiCacheController._stop_storage_threads",
+        "sets the event on which a fetch gives up, before it joins the thread that waits for it",
+        params=("self",),
+        mentions=("storage_stop_event",),
+    ),
+    Place(
+        "sglang.srt.managers.cache_controller.PrefetchOperation.is_terminated",
+        "says that SGLang waits for a fetch no longer",
+        params=("self",),
+    ),
+    Place(
+        "sglang.srt.managers.cache_controller.HiCacheController._page_set_zero_copy",
+        "calls batch_set_v1",
+        params=("self", "hash_values", "host_indices", "extra_info"),
+        mentions=("batch_set_v1",),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_cache.storage_attachment.StorageAttachment.apply_runtime_config",
+        "forces hicache_storage_pass_prefix_keys, at start-up and at run time",
+        params=(
+            "self",
+            "storage_backend",
+            "prefetch_threshold",
+            "prefetch_timeout_base",
+            "prefetch_timeout_per_ki_token",
+            "hicache_storage_pass_prefix_keys",
+            "enable_storage",
+            "enable_storage_metrics",
+            "extra_metric_labels",
+        ),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hicache_storage.HiCacheStorage",
+        "the storage backend",
+        has=("register_mem_pool_host", "on_host_pools_registered", "get", "set", "batch_get", "batch_set", "clear"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hicache_storage.HiCacheStorage.exists",
+        "the storage backend's lookup of one page",
+        params=("self", "key"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hicache_storage.HiCacheStorage.batch_exists",
+        "the storage backend's lookup",
+        params=("self", "keys", "extra_info"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hicache_storage.HiCacheStorage.batch_get_v1",
+        "the storage backend's read",
+        params=("self", "keys", "host_indices", "extra_info"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hicache_storage.HiCacheStorage.batch_set_v1",
+        "the storage backend's write",
+        params=("self", "keys", "host_indices", "extra_info"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hicache_storage.HiCacheStorage.batch_exists_v2",
+        "the same for models with side pools",
+        params=("self", "keys", "pool_transfers", "extra_info"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hicache_storage.HiCacheStorage.batch_get_v2",
+        "the same for models with side pools",
+        params=("self", "transfers", "extra_info"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hicache_storage.HiCacheStorage.batch_set_v2",
+        "the same for models with side pools",
+        params=("self", "transfers", "extra_info"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hicache_storage.HiCacheStorage.register_mem_host_pool_v2",
+        "refuses side pools",
+        params=("self", "host_pool", "host_pool_name"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hicache_storage.HiCacheStorage.get_stats",
+        "pages and speeds of transfers",
+        params=("self",),
+    ),
+    Place(
+        "sglang.srt.observability.metrics_collector.StorageMetrics",
+        "what get_stats returns",
+        params=("prefetch_pgs", "backup_pgs", "prefetch_bandwidth", "backup_bandwidth"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hicache_storage.HiCacheStorageConfig",
+        "the rank's place in the model, and the extra config",
+        has=("tp_rank", "tp_size", "attn_cp_size", "dcp_size", "is_mla_model", "should_split_heads", "extra_config"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hicache_storage.HiCacheStorageExtraInfo", "the keys before a batch", has=("prefix_keys",)
+    ),
+    Place("sglang.srt.mem_cache.hicache_storage.PoolName", "names the KV cache itself among the pools", has=("KV",)),
+    Place("sglang.srt.mem_cache.hicache_storage.PoolTransfer", "a batch of v2", has=("name", "keys", "host_indices")),
+    Place(
+        "sglang.srt.mem_cache.hicache_storage.PoolTransferResult",
+        "what batch_exists_v2 returns",
+        params=("kv_hit_pages", "extra_pool_hit_pages", "restorable_prefix_pages"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.pool_host.mha.AsymmetricMHATokenToKVPoolHost",
+        "the other kind of host pool that holds K and V alone",
+        has=("k_buffer", "v_buffer"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.kv_cache_dtype.configure_kv_cache_dtype",
+        "which fp8 a flag is",
+        params=(
+            "server_args_kv_cache_dtype",
+            "model",
+            "model_dtype",
+            "is_draft_worker",
+            "is_dflash",
+            "speculative_draft_attention_backend",
+            "speculative_draft_kv_cache_dtype",
+        ),
+        mentions=("float8_e4m3fn", "float8_e5m2"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost",
+        "the host pool's buffers",
+        has=("k_buffer", "v_buffer", "storage_format_tag"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost.__init__",
+        "the host pool's layers",
+        mentions=("dtype", "page_size", "layer_num", "target_layer_num", "device_k_buffers"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__",
+        "the host pool's layout",
+        mentions=("layout", "start_layer"),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler.Scheduler._process_hicache_events",
+        "runs every step, and calls no cache without a host tier",
+        params=("self", "should_retry_storage_prefetch"),
+        mentions=("tree_cache", "check_hicache_events"),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
+        "a batch is done: how fast the engine computes prompts",
+        params=("self", "batch", "result"),
+        mentions=("forward_mode",),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler.Scheduler.run_batch",
+        "leaves in the batch when it was launched, by time.monotonic()",
+        mentions=("launch_ts", "monotonic"),
+    ),
+    Place(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch",
+        "what a batch computed, and for whom",
+        has=("launch_ts", "extend_num_tokens", "forward_mode", "reqs", "decoding_reqs"),
+    ),
+    Place(
+        "sglang.srt.model_executor.forward_batch_info.ForwardMode.is_extend_without_speculative",
+        "whether a batch computes prompts",
+        params=("self",),
+    ),
+    Place(
+        "sglang.srt.model_executor.forward_batch_info.ForwardMode.is_split_prefill",
+        "whether it does so in parts",
+        params=("self",),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run",
+        "calls _process_hicache_events before it forms a batch",
+        mentions=("_process_hicache_events",),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler.Scheduler.is_fully_idle",
+        "guards the count of the pool's slots, and its emptying",
+        params=("self", "for_health_check", "ignore_waiting"),
+        mentions=("_engine_paused", "waiting_queue"),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler.Scheduler.on_idle",
+        "spins while anything is pending",
+        params=("self",),
+        mentions=("is_fully_idle", "maybe_sleep_on_idle"),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler.Scheduler.event_loop_normal",
+        "calls on_idle when there is no batch to run",
+        mentions=("ingest_requests", "get_next_batch_to_run", "on_idle"),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler.Scheduler.event_loop_overlap",
+        "calls on_idle when there is no batch to run, nor a result to process",
+        mentions=("ingest_requests", "get_next_batch_to_run", "on_idle"),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler.Scheduler.init_ipc_channels",
+        "where requests arrive",
+        mentions=("ipc_channels", "recv_from_tokenizer"),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler_components.ipc_channels.SchedulerIpcChannels",
+        "the sockets, None on other ranks",
+        has=("recv_from_tokenizer", "recv_from_rpc"),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler.Scheduler.clear_hicache_storage_wrapped",
+        "refuses to without a host tier",
+        params=("self", "recv_req"),
+        mentions=("clear_storage_backend",),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler.Scheduler.attach_hicache_storage_wrapped",
+        "refuses to without a host tier",
+        params=("self", "recv_req"),
+        mentions=("enable_hierarchical_cache", "is_fully_idle", "attach_storage_backend"),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler.Scheduler.detach_hicache_storage_wrapped",
+        "refuses to without a host tier",
+        params=("self", "recv_req"),
+        mentions=("enable_hierarchical_cache", "is_fully_idle", "detach_storage_backend"),
+    ),
+    Place(
+        "sglang.srt.managers.io_struct.ClearHiCacheReqOutput",
+        "what it answers",
+        params=("rid", "http_worker_ipc", "success"),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache",
+        "calls prefetch_from_storage when a request arrives",
+        params=("self", "req", "storage_hit_end"),
+        mentions=("is_backuped", "prefetch_from_storage", "get_last_hash_value"),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw",
+        "looks at every request of waiting_queue",
+        params=("self", "prefill_delayer_single_pass", "running_batch"),
+        mentions=("waiting_queue", "check_prefetch_progress", "pop_prefetch_loaded_span", "storage_hit_start"),
+    ),
+    Place(
+        "sglang.srt.managers.schedule_policy.PrefillAdder._account_prefill_cache_admission",
+        "calls finish_storage_prefetch_admission when a request is admitted",
+        mentions=("finish_storage_prefetch_admission",),
+    ),
+    Place("sglang.srt.managers.schedule_policy.CLIP_MAX_NEW_TOKENS", "bounds what a request is expected to generate"),
+    Place(
+        "sglang.srt.managers.schedule_policy.PrefillAdder._get_running_request_total_token_offset",
+        "what a running request is expected to need yet, which fetches leave it",
+        params=("self", "req"),
+        mentions=("ignore_eos", "max_new_tokens", "output_ids", "new_token_ratio"),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw",
+        "has the chunked request and the ratio",
+        mentions=("chunked_req", "new_token_ratio_tracker"),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler.Scheduler.init_running_status",
+        "has the running requests, and those prefilled last",
+        mentions=("running_batch", "last_batch"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.registry.default_radix_cache_factory",
+        "no flag names a radix cache for a storage backend without a host tier",
+        params=("ctx",),
+        mentions=("create_unified_radix_cache",),
+    ),
+    Place(
+        "sglang.srt.mem_cache.registry.create_tree_cache",
+        "calls the factory that is hooked",
+        mentions=("default_radix_cache_factory",),
+    ),
+    Place(
+        "sglang.srt.mem_cache.registry.create_unified_radix_cache",
+        "builds our radix cache like SGLang's own",
+        params=("ctx", "cache_class"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.registry.TreeCacheBuildContext",
+        "the rank's place in the model, and the pools",
+        has=("params", "enable_hierarchical_cache", "tp_rank", "tp_size"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.cache_init_params.CacheInitParams",
+        "the allocator of the token-to-KV pool",
+        has=("token_to_kv_pool_allocator",),
+    ),
+    Place("sglang.srt.runtime_context.get_memory", "whether our backend is chosen, and its extra config", params=()),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",
+        "the radix cache",
+        has=(
+            "reset",
+            "match_prefix",
+            "evict",
+            "lock",
+            "unlock",
+            "is_root",
+            "path_device_indices",
+            "evictable_size",
+            "clear_storage_backend",
+            "release_host_resources",
+            "enable_storage",
+            "page_size",
+        ),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.__init__",
+        "what instances of it have",
+        params=("self", "params"),
+        mentions=(
+            "tree_core",
+            "tree_components",
+            "token_to_kv_pool_allocator",
+            "tp_group",
+            "attn_tp_group",
+            "attn_cp_group",
+        ),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._reset_full",
+        "where the tokens that were loaded for a request are left",
+        mentions=("prefetch_loaded_tokens_by_reqid", "prefetch_loaded_storage_start_by_reqid"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.insert",
+        "puts a fetched prefix into the tree",
+        params=("self", "params"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.evict_for_alloc",
+        "how requests that run get slots: ours give way to them",
+        params=("self", "params", "allocation_reclaim_satisfied"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.evict_to_free_tokens",
+        "calls evict_for_alloc with what is lacking",
+        mentions=("evict_for_alloc", "available_size"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.base_prefix_cache.EvictResult", "what an eviction came to", has=("num_tokens_evicted",)
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._all_reduce_attn_groups",
+        "agrees with the other ranks",
+        params=("self", "tensor", "op"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.attach_storage_backend",
+        "a store at run time",
+        params=(
+            "self",
+            "storage_backend",
+            "storage_backend_extra_config_json",
+            "served_model_name",
+            "hicache_storage_prefetch_policy",
+            "hicache_write_policy",
+        ),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.detach_storage_backend",
+        "no store any more",
+        params=("self",),
+    ),
+    Place(
+        "sglang.srt.mem_cache.rust_tree_core.adapter.RustUnifiedTreeCore.backfill_missing_hash_values",
+        "nodes that were made while no store was attached",
+        params=("self",),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore.backfill_missing_hash_values",
+        "nodes that were made while no store was attached",
+        params=("self",),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.is_backuped",
+        "any node's prefix may go on in the store",
+        params=("self", "node_id"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.prefetch_from_storage",
+        "a request has arrived",
+        params=(
+            "self",
+            "request",
+            "last_host_node_id",
+            "new_input_tokens",
+            "last_hash",
+            "prefix_keys",
+            "matched_prefix_tokens",
+            "extra_key",
+            "cache_salt",
+            "storage_hit_end",
+        ),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.check_prefetch_progress",
+        "keeps a request that waits out of the batch",
+        params=("self", "request"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.finish_storage_prefetch_admission",
+        "a request is admitted and has locked its prefix",
+        params=("self", "request", "fulfilled_tokens", "reason"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.release_aborted_request",
+        "a request is gone",
+        params=("self", "request"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.on_release",
+        "a request is over",
+        params=("self", "req", "checkpointed"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint",
+        "a request's pages are in the tree, and may be written",
+        params=("self", "req", "up_to", "kwargs"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.rust_tree_core.adapter.RustUnifiedTreeCore.get_prefix_hash_values",
+        "the hashes of the pages before a node",
+        params=("self", "node_id"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.rust_tree_core.adapter.RustUnifiedTreeCore.get_hash_values",
+        "the hashes of a node's pages",
+        params=("self", "node_id"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore.get_prefix_hash_values",
+        "the hashes of the pages before a node",
+        params=("self", "node_id"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore.get_hash_values",
+        "the hashes of a node's pages",
+        params=("self", "node_id"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore._add_new_node",
+        "nodes have hashes where enable_storage is set",
+        mentions=("enable_storage", "compute_node_hash_values"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_cache.component_type.ComponentType",
+        "whether a model has plain KV alone",
+        has=("FULL",),
+    ),
+    Place(
+        "sglang.srt.mem_cache.base_prefix_cache.MatchPrefixParams",
+        "what the tree has of a prompt",
+        params=("key", "cow_mamba", "req"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.base_prefix_cache.MatchResult", "the same", has=("device_prefix_len", "last_device_node")
+    ),
+    Place(
+        "sglang.srt.mem_cache.base_prefix_cache.InsertParams",
+        "a fetched prefix, whose slots before prev_prefix_len are the tree's",
+        has=("key", "value", "prev_prefix_len", "inserted_len"),
+    ),
+    Place("sglang.srt.mem_cache.base_prefix_cache.EvictParams", "makes room for a fetch", has=("num_tokens",)),
+    Place("sglang.srt.mem_cache.base_prefix_cache.TreeLock", "the node that is locked", has=("node",)),
+    Place(
+        "sglang.srt.mem_cache.radix_cache.RadixKey",
+        "a prompt with its namespace",
+        params=("token_ids", "extra_key", "is_bigram", "limit", "cache_salt"),
+        has=("page_aligned",),
+    ),
+    Place(
+        "sglang.srt.mem_cache.utils.get_storage_hash_str",
+        "the hashes that host mode's pages have",
+        params=("key", "prior_hash", "page_size"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator",
+        "slots",
+        has=("alloc", "free", "available_size", "get_kvcache"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
+        "the pool that holds K and V alone",
+        has=("is_quantized_kv_cache",),
+    ),
+    Place(
+        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.__init__",
+        "its buffers and their layout",
+        mentions=("k_buffer", "v_buffer", "kv_cache_layout", "start_layer"),
+    ),
+    Place(
+        "sglang.srt.platforms.cpu.CpuSRTPlatform", "a CPU without sgl-kernel", has=("_enum", "get_dispatch_key_name")
+    ),
+    Place("sglang.srt.platforms.device_mixin.PlatformEnum", "marks the platform as out of tree", has=("OOT",)),
+    Place(
+        "sglang.srt.entrypoints.engine._set_envs_and_config",
+        "SGLang forces spawn, so that every process imports it again, and one NUMA node a rank",
+        params=("server_args",),
+        mentions=("set_start_method",),
+    ),
+    Place(
+        "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost.__init__",
+        "the host pool pins its memory with CUDA",
+        params=(
+            "self",
+            "buffer_info",
+            "host_to_device_ratio",
+            "host_size",
+            "page_size",
+            "layout",
+            "pin_memory",
+            "device",
+            "allocator_type",
+            "device_capacity_tokens",
+            "start_layer",
+            "end_layer",
+            "draft_buffer_infos",
+            "write_back_staging",
+            "pool_label",
+            "head_group_num",
+            "host_token_capacity",
+        ),
+    ),
+    Place(
+        "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost.load_to_device_per_layer",
+        "pages move with CUDA operators",
+        params=("self", "device_pool", "host_indices", "device_indices", "layer_id", "io_backend", "is_draft"),
+        mentions=("device_k_buffers", "device_v_buffers", "target_layer_num"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost.backup_from_device_all_layer",
+        "pages move with CUDA operators",
+        params=("self", "device_pool", "host_indices", "device_indices", "io_backend"),
+        mentions=("device_k_buffers", "device_v_buffers"),
+    ),
+)
