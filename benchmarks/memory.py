@@ -229,10 +229,9 @@ async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point
     """In a process that has fetched nothing before."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+    from sgl_kvfetch.dataplane.client import open_client
     from sgl_kvfetch.fetch.plan import total_bytes
     from sgl_kvfetch.fetch.sink import GuardedSink
-    from sgl_kvfetch.plugin.client import count_miss, open_client
-    from sgl_kvfetch.plugin.device.backend import _DECODE_BYTES
     from sgl_kvfetch.plugin.device.pages import DevicePages
 
     quantiser = setup.make_quantiser()
@@ -253,30 +252,20 @@ async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point
     pages = DevicePages(pool, PAGE_TOKENS)
     config = parse_config(extra)
     hashes = page_hashes(num_tokens // PAGE_TOKENS)
-    with ThreadPoolExecutor(1) as threads:
-        client = open_client(
-            config,
-            setup.heads(quantiser),
-            quantiser,
-            encode_pool=threads,
-            on_lookup_fault=lambda error: count_miss("lookup", error),
-            decode_bytes=_DECODE_BYTES,
-        )
-        fetcher = client.fetcher
-        try:
-            sources = await client.finder.find(hashes, _DEADLINE_S)
-            assert len(sources) == len(hashes), f"only {len(sources)} of {len(hashes)} pages are stored"
-            warm = SPAN_TOKENS // PAGE_TOKENS
-            await fetcher.fetch(sources[:warm], range(1, 1 + warm), GuardedSink(pages), _DEADLINE_S)
-            give_back_memory()
-            started_s = time.monotonic()
-            with Sampler(lambda: fetcher._ahead_budget.used_bytes + fetcher._fetch_budget.used_bytes) as sampler:
-                result = await fetcher.fetch(sources, range(1, 1 + len(hashes)), GuardedSink(pages), _DEADLINE_S)
-            seconds = time.monotonic() - started_s
-        finally:
-            await client.writer.close()
-            await client.store.close()
-            await asyncio.to_thread(fetcher.close)
+    client = open_client(config, setup.heads(quantiser), quantiser)
+    fetcher = client.fetcher
+    try:
+        sources = await client.finder.find(hashes, _DEADLINE_S)
+        assert len(sources) == len(hashes), f"only {len(sources)} of {len(hashes)} pages are stored"
+        warm = SPAN_TOKENS // PAGE_TOKENS
+        await fetcher.fetch(sources[:warm], range(1, 1 + warm), GuardedSink(pages), _DEADLINE_S)
+        give_back_memory()
+        started_s = time.monotonic()
+        with Sampler(lambda: fetcher._ahead_budget.used_bytes + fetcher._fetch_budget.used_bytes) as sampler:
+            result = await fetcher.fetch(sources, range(1, 1 + len(hashes)), GuardedSink(pages), _DEADLINE_S)
+        seconds = time.monotonic() - started_s
+    finally:
+        await client.close(_DEADLINE_S)
     assert result.num_pages == len(hashes), result
     return Point(
         setup.quantiser,

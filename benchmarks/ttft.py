@@ -276,6 +276,7 @@ def plot_rows(path: Path, rows: Sequence[Row], subtitle: str) -> None:
             axes.fill_between(gbps, middles, tops, color=colour, alpha=0.15, lw=0)
         axes.set(xscale="log", yscale="log", xlabel="link (Gbps)", title=f"{length:,} tokens")
         axes.set_xticks(gbps, [f"{g:g}" for g in gbps])
+        axes.set_yticks(_SECONDS, [f"{s:g}" for s in _SECONDS])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     panels[0][0].set_ylabel("TTFT (s), p50; shaded up to p95")
@@ -283,6 +284,8 @@ def plot_rows(path: Path, rows: Sequence[Row], subtitle: str) -> None:
     figure.savefig(path, dpi=150, format="png")
     pyplot.close(figure)
 
+
+_SECONDS = (0.2, 0.5, 1, 2, 5, 10, 20, 50)
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; the line styles say the same once more.
 _LOOKS = (

@@ -25,6 +25,7 @@ RACES = Counter(
 REPLICA_FAILURES = Counter(
     "sgl_kvfetch_replica_failures", "Requests that one of the store's replicas failed", ["replica", "reason"]
 )
+DATA_PLANE_STARTS = Counter("sgl_kvfetch_data_plane_restarts", "Data planes that died or hung, and were replaced")
 SUSPENSIONS = Counter("sgl_kvfetch_suspensions", "Backends switched off because the model's weights were changed")
 STAGE_SECONDS = Histogram(
     "sgl_kvfetch_stage_seconds",

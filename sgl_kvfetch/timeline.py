@@ -1,8 +1,9 @@
 """Which request was in which stage, and when: a file of spans, to draw a run from.
 
 Off, unless the environment's ``KVFETCH_TIMELINE`` names a file. Each rank then appends to a file of its own (``.0``,
-``.1`` and so on after that name), one JSON object a span: ``{"request": ..., "stage": ..., "start_s": ..., "end_s":
-...}``. Times are those of ``time.monotonic()``, which all processes of a Linux machine share.
+``.1`` and so on after that name), and its data plane to another one (``.0.data``), one JSON object a span:
+``{"request": ..., "stage": ..., "start_s": ..., "end_s": ...}``. Times are those of ``time.monotonic()``, which all
+processes of a Linux machine share.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Timeline:
 _process: Timeline | None = None
 
 
-def start(rank: int, environ: Mapping[str, str] = os.environ) -> None:
+def start(rank: int | str, environ: Mapping[str, str] = os.environ) -> None:
     """Begin to record what this process does, if the environment asks for it. Once; further calls do nothing.
 
     Raises ConfigError if the file cannot be written.
@@ -104,7 +105,7 @@ def start(rank: int, environ: Mapping[str, str] = os.environ) -> None:
     except OSError as e:
         raise ConfigError(f"{TIMELINE_ENV} = {name!r}: cannot write {path}: {e}") from e
     atexit.register(_process.close)
-    logger.info("timeline of rank %d: %s", rank, path)
+    logger.info("timeline of rank %s: %s", rank, path)
 
 
 def is_on() -> bool:

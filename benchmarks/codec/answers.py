@@ -235,7 +235,7 @@ def share_interval(successes: int, count: int) -> tuple[float, float]:
     z = 1.96
     centre = (successes + z * z / 2) / (count + z * z)
     half = z / (count + z * z) * math.sqrt(successes * (count - successes) / count + z * z / 4)
-    return centre - half, centre + half
+    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def _row(name: str, scores: Scores, new_tokens: int) -> dict[str, Any]:

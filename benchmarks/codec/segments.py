@@ -13,9 +13,9 @@ from benchmarks.codec.method import KV_DTYPE, KVShape, Method
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.container.segment import SegmentReader, SegmentSpec, encode_segment
+from sgl_kvfetch.dataplane.client import MAX_SEGMENT_TOKENS, RESOLUTION
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.keys import HeadSlice, Namespace, buddy_split
-from sgl_kvfetch.plugin.client import MAX_SEGMENT_TOKENS, RESOLUTION
 from sgl_kvfetch.quant import CellValues, Quantiser
 from sgl_kvfetch.types import dtype_name
 

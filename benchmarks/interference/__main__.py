@@ -121,8 +121,8 @@ def _measure(mode: str, model: str, folder: Path, plan: Plan, options: Options, 
             short_requests, long_requests = asyncio.run(send(server.url, plan.short, long, options.new_tokens))
             others = other_cores(before, CpuUse.now())
             time.sleep(2 * FLUSH_S)
-        rank_0 = timeline.with_name(f"{timeline.name}.0")
-        spans = read_spans(rank_0) if rank_0.exists() else []
+        files = sorted(timeline.parent.glob(f"{timeline.name}.0*"))  # the scheduler's and its data plane's
+        spans = [span for file in files for span in read_spans(file)]
     return Run(short_requests, long_requests, spans, others)
 
 

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from sgl_kvfetch.container.manifest import Cell
 from sgl_kvfetch.container.segment import SegmentReader
 
+# A span is read in so many pieces, unless they get too small: decoding begins when the first one is here.
+_READS_A_SPAN = 8
+_LEAST_READ_BYTES = 128 << 10
+
 CellsKey = tuple[str, Cell]  # a segment, and the first of a run of its cells
 
 
@@ -86,8 +90,10 @@ def total_bytes(sources: Sequence[PageSource]) -> int:
 
 
 def read_units(reader: SegmentReader, span: int, read_bytes: int) -> Iterator[ReadUnit]:
-    """Cut a span's bytes into reads of about ``read_bytes``, at cells' ends. The same for every caller, so that a
-    read begun for one may serve another."""
+    """Cut a span's bytes into reads of at most about ``read_bytes``, at cells' ends. The same for every caller, so that
+    a read begun for one may serve another."""
+    first, last = reader.span_range_bytes(span)
+    read_bytes = min(read_bytes, max(_LEAST_READ_BYTES, -(-(last - first) // _READS_A_SPAN)))
     cells: list[Cell] = []
     start = end = 0
     for cell in reader.manifest.span_cells(span):

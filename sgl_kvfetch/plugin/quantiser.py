@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.keys import Namespace
-from sgl_kvfetch.quant import Quantiser, make_quantiser
+from sgl_kvfetch.quant import Quantiser
+from sgl_kvfetch.quant.configured import config_quantiser
 from sgl_kvfetch.quant.klt import KltQuantiser, require_grid
-from sgl_kvfetch.quant.profile import Profile, load_profile
+from sgl_kvfetch.quant.profile import Profile
 from sgl_kvfetch.types import TENSORS, KVGeometry
 
 logger = logging.getLogger(__name__)
@@ -19,12 +19,13 @@ logger = logging.getLogger(__name__)
 
 def engine_quantiser(config: KVFetchConfig, storage_config: Any, geometry: KVGeometry, first_layer: int) -> Quantiser:
     """Raises ConfigError where the profile is not of this model, UnsupportedError for a KV cache it cannot code."""
-    if config.quantiser_name != "klt":
-        return make_quantiser(config.quantiser_name, config.cachegen_k_bins, config.cachegen_v_bins)
-    assert config.profile is not None
-    if geometry.torch_dtype.itemsize == 1:
+    if config.quantiser_name == "klt" and geometry.torch_dtype.itemsize == 1:
         raise UnsupportedError(f"quantiser 'klt' does not code a KV cache of {geometry.dtype}; use 'exact'")
-    profile = load_profile(Path(config.profile))
+    quantiser = config_quantiser(config)
+    if not isinstance(quantiser, KltQuantiser):
+        return quantiser
+    assert config.profile is not None
+    profile = quantiser.profile
     _require_same_shape(config.profile, profile, geometry, first_layer, storage_config.tp_size)
     heads = rank_heads(storage_config, geometry, profile.grid.num_heads)
     require_grid(profile, first_layer, geometry.num_layers, heads.start, len(heads))
@@ -32,7 +33,7 @@ def engine_quantiser(config: KVFetchConfig, storage_config: Any, geometry: KVGeo
         logger.warning(
             "kvfetch: profile %s leaves K rotated, which costs bits: see the calibration's notes", config.profile
         )
-    return KltQuantiser(profile, config.target_kl)
+    return quantiser
 
 
 def rank_heads(storage_config: Any, geometry: KVGeometry, total: int) -> range:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from sgl_kvfetch.dataplane.plane import DataPlane
 from sgl_kvfetch.types import TENSORS, TensorName
-from sgl_kvfetch.write.gather import PageBatch
-from sgl_kvfetch.write.writer import Writer
 
 _WAIT_S = 1.0  # for room in the queue
-_PIECES = 4  # pages go into the queue in pieces of at most so much of it
 
 ReadPages = Callable[[TensorName, Sequence[int]], torch.Tensor | None]
 
@@ -28,29 +27,29 @@ class PageRun:
     pool_pages: Sequence[int]
 
 
-def queue_pages(writer: Writer, run: PageRun, read: ReadPages, *, page_bytes: int, queue_bytes: int) -> int:
+def queue_pages(plane: DataPlane, run: PageRun, read: ReadPages) -> int:
     """Returns how many pages, from the first on, were queued. Waits a little for room.
 
     ``read`` copies pages of the pool; None: they are not to be had any more.
     """
     deadline_s = time.monotonic() + _WAIT_S
-    step = max(1, queue_bytes // _PIECES // page_bytes)
+    step = plane.most_pages()
     previous_hash = run.previous_hash
     for first in range(0, len(run.page_hashes), step):
         hashes = run.page_hashes[first : first + step]
-        num_bytes = len(hashes) * page_bytes
-        if not writer.reserve(num_bytes, max(0.0, deadline_s - time.monotonic())):
+        copy = partial(_copy, read, run.pool_pages[first : first + step])
+        if not plane.write(
+            run.first_page + first, previous_hash, hashes, copy, max(0.0, deadline_s - time.monotonic())
+        ):
             return first
-        is_queued = False
-        try:
-            pieces = {tensor: read(tensor, run.pool_pages[first : first + step]) for tensor in TENSORS}
-            values = {tensor: [piece] for tensor, piece in pieces.items() if piece is not None}
-            if len(values) < len(TENSORS):
-                return first
-            writer.submit(PageBatch(run.first_page + first, previous_hash, hashes, values))
-            is_queued = True
-        finally:
-            if not is_queued:
-                writer.release(num_bytes)
         previous_hash = hashes[-1]
     return len(run.page_hashes)
+
+
+def _copy(read: ReadPages, pages: Sequence[int], k: torch.Tensor, v: torch.Tensor) -> bool:
+    for tensor, into in zip(TENSORS, (k, v), strict=True):
+        values = read(tensor, pages)
+        if values is None:
+            return False
+        into.copy_(values)
+    return True

@@ -11,9 +11,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from functools import partial
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -28,20 +27,19 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codecs.nvdec import Nvdec
-from sgl_kvfetch.config import KVFetchConfig, parse_config
+from sgl_kvfetch.config import parse_config
+from sgl_kvfetch.dataplane.client import counted
+from sgl_kvfetch.dataplane.plane import FetchCall, Find
 from sgl_kvfetch.errors import KVFetchError, UnsupportedError
-from sgl_kvfetch.fetch.fetcher import FetchResult
-from sgl_kvfetch.fetch.plan import PageSource
+from sgl_kvfetch.fetch.rounds import Destination
 from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.loop import LoopThread
 from sgl_kvfetch.plugin.access import Access
-from sgl_kvfetch.plugin.client import count_fetch, count_miss, open_client, open_encoders
 from sgl_kvfetch.plugin.engine_nvdec import engine_nvdec
 from sgl_kvfetch.plugin.host_pages import HostPages
 from sgl_kvfetch.plugin.namespace import engine_heads
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
+from sgl_kvfetch.plugin.plane import open_plane
 from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
 from sgl_kvfetch.plugin.queueing import PageRun, queue_pages
 
@@ -49,6 +47,7 @@ logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
 
 _GRACE_S = 1.0  # how long a thread waits beyond a deadline before it leaves the event loop to itself
+_POLL_S = 0.05
 _BATCH_PAGES = 128  # SGLang fetches so many pages at a time
 _MAX_STATS = 1024
 
@@ -73,29 +72,10 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             "write": deque(maxlen=_MAX_STATS),
         }
 
-        self._encoders = open_encoders(config)
         nvdec = engine_nvdec(mem_pool_host.device_k_buffers[0].device)
-        self._encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
-        self._loop = LoopThread("kvfetch")
-        self._closed = False
-        try:
-            self._loop.run(self._start(config, nvdec), timeout_s=30.0)
-        except BaseException:
-            self._loop.close()
-            raise
+        # A span longer than a fetch would be decoded by several.
+        self._plane = open_plane(config, self._heads, storage_config.tp_rank, self._pages, nvdec, _BATCH_PAGES)
         logger.info("kvfetch: %s, namespace %s: %s", config.store, self._heads.folder, self._heads.namespace)
-
-    async def _start(self, config: KVFetchConfig, nvdec: Nvdec | None) -> None:
-        self._client = open_client(
-            config,
-            self._heads,
-            self._quantiser,
-            encode_pool=self._encode_pool,
-            on_lookup_fault=partial(count_miss, "lookup"),
-            encoders=self._encoders,
-            nvdec=nvdec,
-            max_span_pages=_BATCH_PAGES,  # a span longer than a fetch would be decoded by several
-        )
 
     # Lookup
 
@@ -106,16 +86,11 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         """Pages stored from the first key on, without a gap. Begins to transmit them."""
         if not keys or not self.access.reads:
             return 0
-        try:
-            sources = self._loop.run(
-                self._lookup_and_read_ahead(hash_bytes(keys)), self._config.lookup_timeout_s + _GRACE_S
-            )
-        except (KVFetchError, TimeoutError) as e:
-            count_miss("lookup", e)
-            return 0
-        metrics.LOOKUP_PAGES.labels("hit").inc(len(sources))
-        metrics.LOOKUP_PAGES.labels("miss").inc(len(keys) - len(sources))
-        return len(sources)
+        found: Future[Find] = Future()
+        with counted("lookup"):
+            self._plane.look_up(hash_bytes(keys), found.set_result, reads_ahead=True)
+            return found.result(self._config.lookup_timeout_s + _GRACE_S).num_pages
+        return 0
 
     def batch_exists_v2(
         self,
@@ -127,11 +102,6 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             _require_kv(transfer.name)
         hit = self.batch_exists(keys, extra_info)
         return PoolTransferResult(hit, {PoolName.KV: hit} if hit else {}, list(range(1, hit + 1)))
-
-    async def _lookup_and_read_ahead(self, hashes: Sequence[bytes]) -> list[PageSource]:
-        sources = await self._client.finder.find(hashes, self._config.lookup_timeout_s)
-        self._client.fetcher.read_ahead(sources, expire_s=self._config.fetch_timeout_s)
-        return sources
 
     # Read
 
@@ -153,41 +123,38 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             return 0
         started_s = time.monotonic()
         sink = GuardedSink(self._pages)
-        timeout_s = self._config.fetch_timeout_s
-        result = FetchResult(0, (), False)
+        num_pages = 0
         try:
-            hashes, pool_pages = hash_bytes(keys), self._pages.page_indices(host_indices)
-            fetch = self._fetch(hashes, pool_pages, sink, timeout_s)
-            result = self._loop.run(fetch, timeout_s + _GRACE_S, is_cancelled)
-        except CancelledError:
-            metrics.MISSES.labels("fetch", "cancelled").inc()
-        except (KVFetchError, TimeoutError) as e:
-            count_miss("fetch", e)
-        except Exception:
-            logger.exception("kvfetch fetch failed")
-            metrics.MISSES.labels("fetch", "internal").inc()
+            with counted("fetch"):
+                hashes, pool_pages = hash_bytes(keys), self._pages.page_indices(host_indices)
+                deadline_s = started_s + self._config.fetch_timeout_s
+                call = self._plane.fetch(hashes, [len(keys)], deadline_s)
+                self._plane.give(call, 0, Destination(pool_pages, sink))
+                num_pages = self._await(call, deadline_s + _GRACE_S, is_cancelled)
         finally:
             sink.close()
-        count_fetch(result, timeout_s)
-        self._count_read(len(keys), result.num_pages, time.monotonic() - started_s)
-        return result.num_pages
+        if num_pages:
+            self._count("read", num_pages, time.monotonic() - started_s)
+        return num_pages
 
-    async def _fetch(
-        self, hashes: Sequence[bytes], pool_pages: Sequence[int], sink: GuardedSink, timeout_s: float
-    ) -> FetchResult:
-        sources = await self._client.finder.recall(hashes, self._config.lookup_timeout_s)
-        result = await self._client.fetcher.fetch(sources, pool_pages[: len(sources)], sink, timeout_s)
-        self._client.finder.fetched(hashes, sources, result)
-        return result
+    def _await(self, call: FetchCall, deadline_s: float, is_cancelled: Callable[[], bool] | None) -> int:
+        """How many pages are there. Raises TimeoutError."""
+        while True:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            try:
+                return call.over[0].result(left_s if is_cancelled is None else min(left_s, _POLL_S))
+            except TimeoutError:
+                if not left_s:
+                    self._plane.cancel(call.work)
+                    raise
+            if is_cancelled is not None and is_cancelled():
+                self._plane.cancel(call.work)
+                return 0
 
-    def _count_read(self, asked: int, got: int, seconds: float) -> None:
-        raw_bytes = got * self._pages.geometry.page_bytes
-        metrics.FETCHED_PAGES.labels("hit").inc(got)
-        metrics.FETCHED_PAGES.labels("miss").inc(asked - got)
-        metrics.RAW_BYTES.labels("read").inc(raw_bytes)
-        if got:
-            self._stats_pages["read"].append(got)
-            self._stats_gb_s["read"].append(raw_bytes / 1e9 / max(seconds, 1e-9))
+    def _count(self, direction: str, num_pages: int, seconds: float) -> None:
+        self._stats_pages[direction].append(num_pages)
+        gigabytes = num_pages * self._pages.geometry.page_bytes / 1e9
+        self._stats_gb_s[direction].append(gigabytes / max(seconds, 1e-9))
 
     # Write
 
@@ -209,21 +176,12 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         started_s = time.monotonic()
         previous_hash = hash_bytes(before[-1:])[0] if before else None
         run = PageRun(len(before), previous_hash, hash_bytes(keys), self._pages.page_indices(host_indices))
-        page_bytes = self._pages.geometry.page_bytes
-        num_queued = queue_pages(
-            self._client.writer,
-            run,
-            self._pages.read,
-            page_bytes=page_bytes,
-            queue_bytes=self._config.write_queue_bytes,
-        )
+        num_queued = queue_pages(self._plane, run, self._pages.read)
         if num_queued < num_pages:
             metrics.WRITTEN_PAGES.labels("dropped_full").inc(num_pages - num_queued)
             _limited.warning("full", f"{num_pages - num_queued} pages not written: the write queue is full")
         if num_queued:
-            self._stats_pages["write"].append(num_queued)
-            seconds = max(time.monotonic() - started_s, 1e-9)
-            self._stats_gb_s["write"].append(num_queued * page_bytes / 1e9 / seconds)
+            self._count("write", num_queued, time.monotonic() - started_s)
         return [page < num_queued for page in range(num_pages)]
 
     # v2, for the KV pool alone
@@ -263,15 +221,13 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
     def clear(self) -> None:
         """Delete the segments of this namespace from the store."""
         try:
-            self._client.clear(self._loop, self._heads)
-        except (KVFetchError, TimeoutError) as e:
+            self._plane.clear()
+        except KVFetchError as e:
             raise RuntimeError(f"the store could not be cleared: {e}") from e
 
     def close(self) -> None:
         """Write what is queued, within a few seconds, and release threads and sockets. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._client.close(self._loop, (self._encode_pool,))
+        self._plane.close()
 
     def get_stats(self) -> StorageMetrics:
         """Pages and gigabytes a second of each read and write since the last call."""

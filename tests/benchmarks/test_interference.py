@@ -119,7 +119,7 @@ def test_hevc_is_added_to_tell_decoding_from_scheduling() -> None:
         ([], "--launch"),
         (
             [*LAUNCH, "--modes", "none,devise"],
-            "unknown are devise; known are none, device, host, blocking, device_hevc",
+            "unknown are devise; known are none, idle, device, host, blocking, device_hevc",
         ),
         ([*LAUNCH, "--modes", "device"], "'none' is what the others are compared with"),
         ([*LAUNCH, "--modes", "none,host", "--plot", "x.png"], "draws the mode 'device'"),

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +70,16 @@ def test_a_profile_is_read_before_a_model_is_loaded(tmp_path: Path) -> None:
     check_launch(_args(extra | {"target_kl": 1e-4}))
     with pytest.raises(ConfigError, match=r"target_kl = 5 is out of this profile's reach, which is 1e-05 to 0\.01"):
         check_launch(_args(extra | {"target_kl": 5}))
+
+
+def test_nothing_is_counted_before_sglang_serves() -> None:
+    """prometheus_client decides at import whether it counts for several processes, and SGLang sets that up later."""
+    code = (
+        "import sys, sgl_kvfetch.plugin.register, sgl_kvfetch.plugin.launch_check, sgl_kvfetch.plugin.hooks\n"
+        "import sgl_kvfetch.plugin.device.scheduler_hooks\n"
+        "sys.exit('sgl_kvfetch.metrics' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0
 
 
 def test_sglangs_own_keys_are_not_ours() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,15 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheSt
 from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mha_mxfp8 import MHATokenToKVPoolMXFP8Host
 
+from sgl_kvfetch.dataplane import client
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
-from sgl_kvfetch.plugin import client
+from sgl_kvfetch.plugin import plane as plane_module
 from sgl_kvfetch.plugin import storage as storage_module
 from sgl_kvfetch.plugin.host_pages import HostPages
 from sgl_kvfetch.plugin.storage import KVFetchStorage
 from sgl_kvfetch.types import KVGeometry
 from tests.codecs.fake_nvenc import install
+from tests.plugin.planes import Served
 from tests.segments import make_heads, page_hashes
 
 PAGE_SIZE, LAYERS, HEADS, DIM, POOL_PAGES = 4, 5, 2, 48, 40
@@ -90,13 +93,20 @@ Make = Callable[..., KVFetchStorage]
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def served() -> Served:
+    return Served()
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: Served) -> Iterator[Make]:
     """Builds backends on one store. The namespace, which would ask a running engine, is a fixed one."""
 
     def namespace(config: Any, quantiser: Any, storage_config: Any, geometry: KVGeometry, first_layer: int) -> Any:
         return make_heads(geometry, quantiser)
 
     monkeypatch.setattr(storage_module, "engine_heads", namespace)
+    monkeypatch.setattr(plane_module, "_launch", served.launch)
+    monkeypatch.setattr(plane_module, "run", partial(plane_module.run, on_service=served.add))
     made: list[KVFetchStorage] = []
 
     def build(pool: MHATokenToKVPoolHost | None = None, *, linger_s: float = 0.01, **config: Any) -> KVFetchStorage:
@@ -195,7 +205,7 @@ def test_a_suspended_backend_neither_reads_nor_writes(make: Make, tmp_path: Path
     assert len(list(tmp_path.rglob("*.kvm"))) == 1
 
 
-def test_a_fetch_ends_when_sglang_gives_it_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fetch_ends_when_sglang_gives_it_up(make: Make, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = make()
     store_pages(backend, keys(2), [0, 1])
 
@@ -204,8 +214,8 @@ def test_a_fetch_ends_when_sglang_gives_it_up(make: Make, monkeypatch: pytest.Mo
         return b""
 
     backend.batch_exists(keys(2, "other"))  # so that nothing is read ahead
-    monkeypatch.setattr(backend._client.store, "get", hang)
-    backend._client.fetcher._ahead._reads.clear()
+    monkeypatch.setattr(served.service.client.store, "get", hang)
+    served.service.client.fetcher._ahead._reads.clear()
     started_s = time.monotonic()
     given_up = iter([False, False, True])
     assert backend.fetch_pages(keys(2), tokens([3, 4]), lambda: next(given_up)) == 0

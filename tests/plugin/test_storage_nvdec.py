@@ -16,12 +16,14 @@ from sgl_kvfetch.encode.transcode import transcode
 from sgl_kvfetch.plugin import engine_nvdec
 from sgl_kvfetch.plugin import storage as storage_module
 from sgl_kvfetch.plugin.host_pages import HostPages
+from sgl_kvfetch.plugin.storage import KVFetchStorage
 from sgl_kvfetch.types import TENSORS
 from tests.codecs.fake_nvdec import FakeNvc, make_caps, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
-from tests.plugin.test_storage import Make, keys, make, make_pool, store_pages, tokens, wait_until
+from tests.plugin.planes import Served
+from tests.plugin.test_storage import Make, keys, make, make_pool, served, store_pages, tokens, wait_until
 
-__all__ = ["make"]  # a fixture
+__all__ = ["make", "served"]  # fixtures
 
 
 @pytest.fixture
@@ -32,9 +34,16 @@ def nvc(monkeypatch: pytest.MonkeyPatch) -> FakeNvc:
     return nvc
 
 
+def sessions_of(backend: KVFetchStorage, served: Served) -> list[Any]:
+    """Of a backend that was made just now."""
+    return served.service.client.fetcher._pool._sessions
+
+
 @pytest.mark.parametrize("codec", ["hevc", "hevc420"])
 @pytest.mark.parametrize("quantiser", ["exact", "uint8"])
-def test_nvdec_decodes_and_the_cpu_restores(make: Make, nvc: FakeNvc, codec: str, quantiser: str) -> None:
+def test_nvdec_decodes_and_the_cpu_restores(
+    make: Make, served: Served, nvc: FakeNvc, codec: str, quantiser: str
+) -> None:
     pool = make_pool()
     backend = make(pool, codec=codec, quantiser=quantiser, codec_threads=1)
     pages = HostPages(pool)
@@ -47,7 +56,7 @@ def test_nvdec_decodes_and_the_cpu_restores(make: Make, nvc: FakeNvc, codec: str
         assert all(torch.equal(on_nvdec[tensor], pages.read(tensor, range(7))) for tensor in TENSORS)
     num_packets = len(nvc.packets)
     nvc.fails = "create"  # from here on the CPU decodes
-    for session in backend._client.fetcher._pool._sessions:
+    for session in served.service.client.fetcher._pool._sessions:
         session[codec]._session._drop()  # type: ignore[attr-defined]
     assert backend.batch_get_v1(keys(7), tokens(there)) == [True] * 7
     assert len(nvc.packets) == num_packets
@@ -55,7 +64,9 @@ def test_nvdec_decodes_and_the_cpu_restores(make: Make, nvc: FakeNvc, codec: str
     assert nvc.device.num_empty == 0  # frames were not kept on the device
 
 
-def test_wrong_pixels_are_a_miss_and_the_segment_stays(make: Make, nvc: FakeNvc, tmp_path: Path) -> None:
+def test_wrong_pixels_are_a_miss_and_the_segment_stays(
+    make: Make, served: Served, nvc: FakeNvc, tmp_path: Path
+) -> None:
     pool = make_pool()
     backend = make(pool, codec="hevc", quantiser="uint8")
     store_pages(backend, keys(2), [0, 1])
@@ -63,7 +74,7 @@ def test_wrong_pixels_are_a_miss_and_the_segment_stays(make: Make, nvc: FakeNvc,
     before = [buffer.clone() for buffer in pool.kv_buffer]
     assert backend.batch_get_v1(keys(2), tokens([3, 4])) == [False, False]
     assert all(torch.equal(*each) for each in zip(pool.kv_buffer, before, strict=True))
-    wait_until(lambda: not backend._client.fetcher._condemning)  # the CPU has looked at it
+    wait_until(lambda: not served.service.client.fetcher._condemning)  # the CPU has looked at it
     nvc.fails = ""
     assert len(list(tmp_path.rglob("*.kvm"))) == 1
     assert backend.batch_get_v1(keys(2), tokens([3, 4])) == [True, True]
@@ -100,25 +111,25 @@ def profile_of(num_sessions: int) -> bytes:
     [(None, 1, 3), (None, 5, 5), (2, 5, 3), (4, 1, 4)],
 )
 def test_at_least_one_session_an_engine(
-    make: Make, nvc: FakeNvc, tmp_path: Path, profiled: int | None, codec_threads: int, expected: int
+    make: Make, served: Served, nvc: FakeNvc, tmp_path: Path, profiled: int | None, codec_threads: int, expected: int
 ) -> None:
     config: dict[str, Any] = {"codec_threads": codec_threads}
     if profiled is not None:
         path = tmp_path / "profile.json"
         path.write_bytes(profile_of(profiled))
         config["decode_profile"] = str(path)
-    sessions = make(**config)._client.fetcher._pool._sessions
+    sessions = sessions_of(make(**config), served)
     assert len(sessions) == expected
     assert len({id(session["hevc"]._session) for session in sessions}) == expected  # type: ignore[attr-defined]
 
 
-def test_decoders_take_no_more_than_they_may(make: Make, nvc: FakeNvc) -> None:
-    sessions = make()._client.fetcher._pool._sessions
-    assert {session["hevc"]._session._budget.limit_bytes for session in sessions} == {256 << 20}  # type: ignore[attr-defined]
+def test_decoders_take_no_more_than_they_may(make: Make, served: Served, nvc: FakeNvc) -> None:
+    sessions = sessions_of(make(), served)
+    assert {session["hevc"]._session._budget.limit_bytes for session in sessions} == {256 << 20}
 
 
-def test_without_nvdec_there_are_as_many_sessions_as_threads(make: Make) -> None:
-    assert make(codec_threads=3)._client.fetcher._pool._sessions == [{}] * 3
+def test_without_nvdec_there_are_as_many_sessions_as_threads(make: Make, served: Served) -> None:
+    assert sessions_of(make(codec_threads=3), served) == [{}] * 3
 
 
 def test_the_engines_gpu_is_asked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

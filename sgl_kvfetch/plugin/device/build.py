@@ -29,6 +29,7 @@ from sgl_kvfetch.plugin.engine_nvdec import engine_nvdec
 from sgl_kvfetch.plugin.launch_check import read_extra_config
 from sgl_kvfetch.plugin.namespace import engine_heads
 from sgl_kvfetch.plugin.page_hashes import hash_tail
+from sgl_kvfetch.plugin.plane import open_plane
 from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
 
 logger = logging.getLogger(__name__)
@@ -112,4 +113,5 @@ def _make_backend(
     quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
     heads = engine_heads(config, quantiser, rank, pages.geometry, pages.first_layer)
     require_own_profile(config, quantiser, heads.namespace)
-    return DeviceBackend(config, pages, heads, quantiser, speed, report, nvdec)
+    plane = open_plane(config, heads, rank.tp_rank, pages, nvdec)
+    return DeviceBackend(config, plane, pages, heads, speed, report)

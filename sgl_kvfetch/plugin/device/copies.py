@@ -10,13 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.config import KVFetchConfig
+from sgl_kvfetch.dataplane.plane import DataPlane
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plugin.device.board import PageCount, Report, Ticket
 from sgl_kvfetch.plugin.device.pages import DevicePages, GuardedSource
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.queueing import PageRun, queue_pages
-from sgl_kvfetch.write.writer import Writer
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
@@ -35,12 +34,9 @@ class SlotRun:
 class Copies:
     """Begun on the scheduler's thread."""
 
-    def __init__(
-        self, config: KVFetchConfig, pages: DevicePages, writer: Writer, copy_pool: Executor, report: Report
-    ) -> None:
-        self._config = config
+    def __init__(self, plane: DataPlane, pages: DevicePages, copy_pool: Executor, report: Report) -> None:
+        self._plane = plane
         self._pages = pages
-        self._writer = writer
         self._copy_pool = copy_pool
         self._report = report
 
@@ -68,9 +64,5 @@ class Copies:
         previous_hash = None if run.previous_hash is None else hash_bytes([run.previous_hash])[0]
         pool_pages = self._pages.page_indices(run.slots)
         return queue_pages(
-            self._writer,
-            PageRun(run.first_page, previous_hash, hash_bytes(run.page_hashes), pool_pages),
-            source.read,
-            page_bytes=self._pages.geometry.page_bytes,
-            queue_bytes=self._config.write_queue_bytes,
+            self._plane, PageRun(run.first_page, previous_hash, hash_bytes(run.page_hashes), pool_pages), source.read
         )

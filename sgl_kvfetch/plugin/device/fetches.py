@@ -148,11 +148,12 @@ class Fetches:
             case Phase.LANDED:
                 self._release(flow)
             case Phase.WAITING:
+                self._backend.lookups.forget(_lookup_of(flow))
                 self._link.leave(flow)
                 self._link.expect(flow, 0)
                 self._rounds.cancel_if_unwanted(flow.leader)
             case Phase.LOOKUP:
-                _lookup_of(flow).cancel()
+                self._backend.lookups.cancel(_lookup_of(flow))
             case Phase.FETCHING:
                 self._rounds.cancel_if_unwanted(flow)
 
@@ -206,7 +207,8 @@ class Fetches:
         fetching = self._rounds.drop_all()
         for flow in dict.fromkeys((*self._flows.values(), *fetching)):
             if flow.phase is Phase.LOOKUP:
-                _lookup_of(flow).cancel()
+                self._backend.lookups.cancel(_lookup_of(flow))
+            self._backend.lookups.forget(_lookup_of(flow))
             if keeps_tree:
                 self._slots.let_go(flow)
         self._changed += self._flows
@@ -224,6 +226,7 @@ class Fetches:
         work = _lookup_of(flow)
         self._num_seen += work.num_chosen
         if flow.cancelled:
+            self._backend.lookups.forget(work)
             return
         num_pages = found.num_pages
         self._known.add(work.hashes[:num_pages])
@@ -231,7 +234,7 @@ class Fetches:
         if not num_pages or not found.is_fetched:
             self._finish(flow, End.RECOMPUTED if num_pages else End.MISSED)
             return
-        flow.hashes, flow.sources = work.hashes[:num_pages], work.sources[:num_pages]
+        flow.hashes = work.hashes[:num_pages]
         flow.deadline_s = work.deadline_s
         flow.phase = Phase.WAITING
         self._link.expect(flow, num_pages)
@@ -239,6 +242,7 @@ class Fetches:
 
     def _fetch_is_over(self, flow: Flow) -> None:
         if flow.cancelled:
+            self._backend.lookups.forget(_lookup_of(flow))
             self._link.expect(flow, 0)
             self._slots.let_go(flow)
         else:
@@ -246,6 +250,7 @@ class Fetches:
 
     def _finish(self, flow: Flow, end: End) -> None:
         """No more is fetched. The request goes on with what the tree has."""
+        self._backend.lookups.forget(_lookup_of(flow))
         self._changed.append(flow.handle)
         self._link.expect(flow, 0)
         reads = self._backend.access.reads

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from sgl_kvfetch.fetch.plan import PageSource
+from sgl_kvfetch.dataplane.plane import FetchCall
 from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.plugin.device.lookups import LookupWork
-from sgl_kvfetch.plugin.device.reads import FetchWork
 
 
 class Phase(enum.Enum):
@@ -62,12 +61,11 @@ class Flow:
 
     # Known after the lookup.
     deadline_s: float = 0.0  # when the pages must be here, in time.monotonic()
-    hashes: list[str] = field(default_factory=list)
-    sources: list[PageSource] = field(default_factory=list)  # as many as all ranks found
+    hashes: list[str] = field(default_factory=list)  # as many as all ranks found
     leader: Flow | None = None  # whose pages it waits for
 
     # While it fetches.
-    fetch: FetchWork | None = None
+    fetch: FetchCall | None = None
     round_ends: deque[int] = field(default_factory=deque)  # pages where the rounds end that have no slots yet
     next_page: int = 0  # where the first of them begins
     num_rounds: int = 0  # that have got slots

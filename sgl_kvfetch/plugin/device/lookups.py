@@ -1,36 +1,36 @@
-"""Lookups, on the event loop: which pages the store has, and whether to fetch them."""
+"""Lookups: which pages the store has, and whether to fetch them."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.config import KVFetchConfig
-from sgl_kvfetch.errors import KVFetchError
-from sgl_kvfetch.fetch.finder import PageFinder
-from sgl_kvfetch.fetch.plan import PageSource
-from sgl_kvfetch.loop import LoopThread
-from sgl_kvfetch.plugin.client import count_miss
+from sgl_kvfetch.dataplane.plane import DataPlane, Find
 from sgl_kvfetch.plugin.device.board import Report, Ticket
 from sgl_kvfetch.plugin.device.recompute import Verdicts
-from sgl_kvfetch.plugin.device.work import Work
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class LookupWork(Work):
+class LookupWork:
+    """A lookup under way. What it came to is reported once, whatever happens to it."""
+
     hashes: list[str] = field(default_factory=list)  # of all pages asked for; there whatever the store answers
-    sources: list[PageSource] = field(default_factory=list)
+    page_hashes: list[bytes] = field(default_factory=list)  # the same
+    find: Find | None = None
+    number: int | None = None  # the data plane's
     num_chosen: int = 0  # pages, if they are to be fetched
     deadline_s: float = 0.0  # when what was found must be here, in time.monotonic()
+    cancelled: bool = False
 
 
 class Found(NamedTuple):
@@ -45,17 +45,10 @@ class Lookups:
     """Begun on the scheduler's thread."""
 
     def __init__(
-        self,
-        config: KVFetchConfig,
-        loop: LoopThread,
-        finder: PageFinder,
-        verdicts: Verdicts,
-        hash_pool: Executor,
-        report: Report,
+        self, config: KVFetchConfig, plane: DataPlane, verdicts: Verdicts, hash_pool: Executor, report: Report
     ) -> None:
         self._config = config
-        self._loop = loop
-        self._finder = finder
+        self._plane = plane
         self._verdicts = verdicts
         self._hash_pool = hash_pool
         self._report = report
@@ -66,35 +59,54 @@ class Lookups:
     ) -> LookupWork:
         """Find the longest stored run of some pages, and decide whether to fetch it.
 
-        ``num_ahead``: pages that are to be fetched before these. Both are called on another thread.
+        ``num_ahead``: pages that are to be fetched before these. Both are called on other threads.
         """
-        work = LookupWork(self._loop)
-        self._loop.submit(self._look_up(work, ticket, hash_pages, num_ahead))
+        work = LookupWork()
+        self._hash_pool.submit(self._look_up, work, ticket, hash_pages, num_ahead)
         return work
 
-    async def _look_up(
-        self, work: LookupWork, ticket: Ticket[Found], hash_pages: Callable[[], list[str]], num_ahead: Callable[[], int]
+    def cancel(self, work: LookupWork) -> None:
+        """Have it end soon. It is still reported."""
+        work.cancelled = True
+        if work.number is not None:
+            self._plane.cancel(work.number)
+
+    def forget(self, work: LookupWork) -> None:
+        """What it found is not going to be fetched, or not again."""
+        if work.number is not None:
+            self._plane.forget(work.number)
+
+    def _look_up(
+        self,
+        work: LookupWork,
+        ticket: Ticket[Found],
+        hash_pages: Callable[[], list[str]],
+        num_ahead: Callable[[], int],
     ) -> None:
-        is_fetched = True
         try:
-            work.task = asyncio.current_task()
-            loop = asyncio.get_running_loop()
-            work.hashes = await loop.run_in_executor(self._hash_pool, hash_pages)
+            work.hashes = hash_pages()
+            work.page_hashes = hash_bytes(work.hashes)
             if not work.cancelled:
-                work.sources = await self._finder.find(hash_bytes(work.hashes), self._config.lookup_timeout_s)
-                is_fetched = self._verdicts.is_fetched(work.sources, num_ahead())
-                work.deadline_s = time.monotonic() + self._config.fetch_timeout_s
-                if is_fetched:
-                    work.num_chosen = len(work.sources)
-                    self.num_chosen += work.num_chosen
-        except asyncio.CancelledError:
-            metrics.MISSES.labels("lookup", "cancelled").inc()
-        except (KVFetchError, TimeoutError) as e:
-            count_miss("lookup", e)
+                found = partial(self._found, work, ticket, num_ahead)
+                work.number = self._plane.look_up(work.page_hashes, found)
+                if work.cancelled:  # meanwhile
+                    self._plane.cancel(work.number)
+                return
         except Exception:
             logger.exception("kvfetch lookup failed")
             metrics.MISSES.labels("lookup", "internal").inc()
+        self._report(ticket, Found(0, 1))
+
+    def _found(self, work: LookupWork, ticket: Ticket[Found], num_ahead: Callable[[], int], find: Find) -> None:
+        """On the thread that the data plane is heard on."""
+        is_fetched = True
+        try:
+            work.find = find
+            if find.num_pages:
+                is_fetched = self._verdicts.is_fetched(find.num_pages, find.cost, num_ahead())
+            work.deadline_s = time.monotonic() + self._config.fetch_timeout_s
+            if is_fetched:
+                work.num_chosen = find.num_pages
+                self.num_chosen += work.num_chosen
         finally:
-            metrics.LOOKUP_PAGES.labels("hit").inc(len(work.sources))
-            metrics.LOOKUP_PAGES.labels("miss").inc(len(work.hashes) - len(work.sources))
-            self._report(ticket, Found(len(work.sources), int(is_fetched)))
+            self._report(ticket, Found(find.num_pages, int(is_fetched)))

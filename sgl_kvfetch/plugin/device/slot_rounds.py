@@ -7,11 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from itertools import islice
 
+from sgl_kvfetch.dataplane.plane import FetchCall
 from sgl_kvfetch.plugin.device.backend import DeviceBackend
 from sgl_kvfetch.plugin.device.board import Board, Done, PageCount
 from sgl_kvfetch.plugin.device.flow import End, FillingRound, Flow
 from sgl_kvfetch.plugin.device.link_queue import LinkQueue
-from sgl_kvfetch.plugin.device.reads import FetchRequest, FetchWork, RoundStart, RoundStarts
+from sgl_kvfetch.plugin.device.reads import FetchRequest, RoundStart, RoundStarts
 from sgl_kvfetch.plugin.device.sharing import Sharing
 from sgl_kvfetch.plugin.device.slots import Slots
 
@@ -63,12 +64,16 @@ class Rounds:
         hashes = flow.hashes[first_page:]
         self._sharing.lead(flow, hashes)
         self._link.take(flow, len(hashes))
+        lookup = flow.lookup
+        assert lookup is not None
+        assert lookup.number is not None
         flow.fetch = self._backend.reads.begin(
             FetchRequest(
                 request_id=flow.handle.rid,
                 deadline_s=flow.deadline_s,
-                hashes=hashes,
-                sources=flow.sources[first_page:],
+                lookup=lookup.number,
+                first_page=first_page,
+                page_hashes=lookup.page_hashes[first_page : flow.num_pages],
                 round_ends=[page - first_page for page in flow.round_ends],
                 link_ticket=self._board.open(partial(self._link_has_room, flow)),
                 end_ticket=self._board.open(partial(self._fetch_ended, flow)),
@@ -79,7 +84,7 @@ class Rounds:
     def cancel_if_unwanted(self, flow: Flow | None) -> None:
         """A request that waited for its pages is gone."""
         if flow is not None and flow in self._active and not flow.is_wanted:
-            _fetch_of(flow).cancel()
+            self._backend.reads.cancel(_fetch_of(flow))
             self._want_no_more(flow)
 
     def step(self, reserved_tokens: Callable[[], int], *, others_hold_slots: bool) -> None:
@@ -113,7 +118,7 @@ class Rounds:
             _close(flow)
         self._backend.reads.publish()
         for flow in self._active:
-            _fetch_of(flow).cancel()
+            self._backend.reads.cancel(_fetch_of(flow))
             self._free(flow)
         dropped = list(self._active)
         self._active.clear()
@@ -157,7 +162,7 @@ class Rounds:
         self._slots.free(filling.slots[num_tokens:])
         if num_tokens < filling.slots.numel():
             flow.has_gap = True
-            _fetch_of(flow).stop()
+            self._backend.reads.stop(_fetch_of(flow))
             self._want_no_more(flow)
         else:
             self._end_if_over(flow)
@@ -186,7 +191,7 @@ class Rounds:
         if (flow.is_wanting and flow.end is not End.FULL_POOL) or flow.filling:
             return
         if flow.end is not End.LANDED:
-            _fetch_of(flow).stop()
+            self._backend.reads.stop(_fetch_of(flow))
         del self._active[flow]
         self._link.changed()
         self._sharing.ended(flow, flow.hashes)
@@ -198,7 +203,7 @@ class Rounds:
         """Have the flow ask for slots when bytes of its next round are here."""
         flow.is_wanting = True
         ticket = self._board.open(partial(self._round_is_here, flow))
-        self._backend.reads.await_round(ticket, _fetch_of(flow), flow.num_rounds, flow.sources[flow.next_page :])
+        self._backend.reads.await_round(ticket, _fetch_of(flow), flow.num_rounds, flow.num_pages - flow.next_page)
 
     def _give_slots(self, flow: Flow, reserved_tokens: int) -> bool:
         """Slots for the next round, if there are any for it."""
@@ -255,7 +260,7 @@ class Rounds:
         return [*range(next_end, flow.num_pages, self._round_pages), flow.num_pages]
 
 
-def _fetch_of(flow: Flow) -> FetchWork:
+def _fetch_of(flow: Flow) -> FetchCall:
     assert flow.fetch is not None
     return flow.fetch
 

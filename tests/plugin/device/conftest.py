@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from sgl_kvfetch.plugin import client
+from sgl_kvfetch.dataplane import client
+from sgl_kvfetch.plugin import plane
 from sgl_kvfetch.stores.open import open_replicas
 from tests.plugin.device.gated_store import GatedStore
 from tests.plugin.device.rig import Rig, make_rig
@@ -18,6 +19,9 @@ MakeRig = Callable[..., Rig]
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     """Builds ranks on one store, and closes them."""
     monkeypatch.setattr(client, "open_replicas", lambda *args, **kwargs: GatedStore(open_replicas(*args, **kwargs)))
+    monkeypatch.setattr(client, "_LINGER_S", 0.01)
+    for name in ("_launch", "run"):  # rigs set them
+        monkeypatch.setattr(plane, name, getattr(plane, name))
     made: list[Rig] = []
 
     def build(**changes: Any) -> Rig:

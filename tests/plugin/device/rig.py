@@ -10,6 +10,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sgl_kvfetch.config import parse_config
+from sgl_kvfetch.dataplane.run import run
+from sgl_kvfetch.dataplane.service import Service
+from sgl_kvfetch.plugin import plane as plane_module
 from sgl_kvfetch.plugin.device.backend import DeviceBackend
 from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
 from sgl_kvfetch.plugin.device.flow import Phase
@@ -29,6 +33,7 @@ from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.types import TENSORS
 from tests.plugin.device.gated_store import GatedStore
+from tests.plugin.planes import Served
 from tests.segments import make_heads
 
 PAGE, LAYERS, HEADS, DIM = 4, 4, 2, 48
@@ -56,10 +61,20 @@ class Rig:
     cache: KVFetchRadixCache
     pool: MHATokenToKVPool
     backend: DeviceBackend
-    store: GatedStore
+    served: Served
     num_slots: int
     connect: Callable[[], DeviceBackend]
     _num_requests: int = field(default=0)
+
+    @property
+    def service(self) -> Service:
+        return self.served.service
+
+    @property
+    def store(self) -> GatedStore:
+        store = self.service.client.store
+        assert isinstance(store, GatedStore)
+        return store
 
     def arrive(self, tokens: Sequence[int]) -> CacheRequestHandle:
         """A request arrives: SGLang matches it and tells the cache about the rest."""
@@ -125,7 +140,7 @@ class Rig:
     def write_all(self) -> None:
         """Have the store hold what was computed."""
         self.settle()
-        self.backend._loop.run(self.backend._client.writer.drain(), WAIT_S)
+        self.served.run(self.service.client.writer.drain())
 
     def flush(self) -> None:
         self.cache.reset()
@@ -170,13 +185,14 @@ class Rig:
         return int(self.cache.token_to_kv_pool_allocator.available_size())
 
     def assert_nothing_held(self) -> None:
-        """Every slot is free or may be evicted."""
-        assert not self.cache.has_pending_cache_operations()
+        """Every slot is free or may be evicted, as soon as all is over."""
+        self.settle()
         assert self.cache.protected_size() == 0
         assert self.num_available + self.cache.evictable_size() == self.num_slots
         assert self.cache._parts is not None
         assert self.cache._parts.fetches.held_tokens == 0
-        assert self.backend._client.writer._used_bytes == 0
+        self.served.run(self.service.client.writer.drain())
+        assert self.service.client.writer._used_bytes == 0
 
 
 def make_rig(
@@ -209,22 +225,24 @@ def make_rig(
         "fetch_timeout_s": 600,  # nothing is to wait for it
     } | config
     parsed = parse_config(extra)
-    pages, quantiser = DevicePages(pool, PAGE), make_quantiser("exact")
-    namespace = make_heads(pages.geometry, quantiser, model=f"rank {rank}")
+    pages = DevicePages(pool, PAGE)
+    heads = make_heads(pages.geometry, make_quantiser("exact"), model=f"rank {rank}")
+
+    served = Served()
 
     def connect() -> DeviceBackend:
+        plane_module._launch = served.launch
+        plane_module.run = partial(run, on_service=served.add)  # type: ignore[assignment]
+        plane = plane_module.open_plane(parsed, heads, rank, pages, None)
         return cache.start(
-            lambda report: DeviceBackend(parsed, pages, namespace, quantiser, cache.prefill_speed, report),
+            lambda report: DeviceBackend(parsed, plane, pages, heads, cache.prefill_speed, report),
             max_fetch_tokens=int(num_slots * parsed.device_pool_share),
             round_tokens=parsed.round_tokens,
             threshold_tokens=PAGE,
             order=parsed.fetch_order,
         )
 
-    backend = connect()
-    store = backend._client.store
-    assert isinstance(store, GatedStore)
-    return Rig(cache, pool, backend, store, num_slots, connect)
+    return Rig(cache, pool, connect(), served, num_slots, connect)
 
 
 class Ranks:

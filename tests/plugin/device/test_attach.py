@@ -16,7 +16,6 @@ from sgl_kvfetch.plugin.device import scheduler_hooks
 from sgl_kvfetch.plugin.device.flow import Phase
 from tests.codecs.fake_nvenc import install
 from tests.plugin.device.conftest import MakeRig
-from tests.plugin.device.gated_store import GatedStore
 from tests.plugin.device.rig import WAIT_S, Ranks, Rig, prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -34,8 +33,6 @@ def connectable(rig: Rig, fault: Exception | None = None) -> Rig:
         if fault is not None:
             raise fault
         rig.backend = rig.connect()
-        assert isinstance(rig.backend._client.store, GatedStore)
-        rig.store = rig.backend._client.store
         weight_updates.register(rig.backend.access, None)
 
     rig.cache.set_connect(connect)
@@ -120,12 +117,12 @@ def test_detaching_ends_what_is_under_way(make: MakeRig, phase: Phase, is_aborte
 
 def test_detaching_gives_back_the_locks_of_copies(make: MakeRig) -> None:
     rig = connectable(make(write_queue_bytes=1 << 20))
-    assert rig.backend._client.writer.reserve(1 << 20, 0)  # copies wait for room
+    assert rig.service.client.writer.reserve(1 << 20, 0)  # copies wait for room
     rig.compute(prompt(0))
     assert rig.cache.protected_size() == 32
     rig.cache.end_all()
     assert rig.cache.protected_size() == 0
-    rig.backend._client.writer.release(1 << 20)
+    rig.service.client.writer.release(1 << 20)
     rig.compute(prompt(0)[:16] + prompt(1)[:16])  # nor are the pages taken for written
     rig.write_all()
     rig.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
@@ -142,7 +143,7 @@ def test_a_reset_gives_everything_back_and_nothing_is_written_after(rig: Rig, mo
     rig.store.lookups.is_open = rig.store.reads.is_open = True
     assert rig.cache.check_prefetch_progress(handle)
     rig.settle()
-    rig.backend._loop.run(rig.backend._client.writer.drain(), 5)
+    rig.served.run(rig.service.client.writer.drain())
     assert all(bool(buffer.isnan().all()) for buffer in rig.pool.k_buffer)
     rig.assert_nothing_held()
     # And it works on.
@@ -168,10 +169,10 @@ def test_nothing_is_written_after_a_reset_even_if_it_is_decoded_already(
     monkeypatch.setattr(SegmentReader, "dequantise_cell", dequantise_late)
     rig.arrive(tokens)
     rig.settle(lambda: decoding.acquire(blocking=False))
-    rig.backend._loop.submit(keep_the_loop_busy())
+    asyncio.run_coroutine_threadsafe(keep_the_loop_busy(), rig.served.loops[-1])
     rig.flush()
     reset.set()
-    rig.backend._client.fetcher.close()
+    rig.service.client.fetcher.close()
     assert all(bool(buffer.isnan().all()) for buffer in rig.pool.k_buffer)
     loop_is_free.set()
 

@@ -95,7 +95,7 @@ def test_fetches_that_keep_each_other_from_their_slots(make: MakeRig) -> None:
     for tokens in prompts:
         writer.stored(tokens)
     before = DEVICE_REQUESTS.labels("full_pool")._value.get()
-    link = rig.backend._client.fetcher.link  # so fast that there is room for both
+    link = rig.service.client.fetcher.link  # so fast that there is room for both
     link.started(1 << 30)
     link.ended(1 << 30, time.monotonic() - 1e-3, is_whole=True)
     rig.store.reads.is_open = False

@@ -26,10 +26,10 @@ def test_pages_that_are_written_once_are_not_written_again(rig: Rig) -> None:
 def test_pages_that_were_dropped_are_written_when_they_come_again(make: MakeRig) -> None:
     rig = make(write_queue_bytes=1 << 20)
     tokens = prompt(0)
-    assert rig.backend._client.writer.reserve(1 << 20, 0)
+    assert rig.service.client.writer.reserve(1 << 20, 0)
     rig.compute(tokens)
     rig.settle()
-    rig.backend._client.writer.release(1 << 20)
+    rig.service.client.writer.release(1 << 20)
     rig.assert_nothing_held()
     rig.stored(tokens)
     assert rig.fetch(tokens) == (32, 32)

@@ -1,11 +1,14 @@
-"""What both modes read and write the store with, built from the config."""
+"""What the data plane reads and writes the store with, built from the config."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sgl_kvfetch import metrics
@@ -23,7 +26,6 @@ from sgl_kvfetch.fetch.fetcher import Fetcher, FetchResult, failure_reason
 from sgl_kvfetch.fetch.finder import PageFinder
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.loop import LoopThread
 from sgl_kvfetch.quant import Quantiser
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpOptions
@@ -40,8 +42,7 @@ _LINGER_S = 0.25  # how long pages wait for the next ones before a segment is cu
 _RETIRE_S = 60.0  # at least so long merged halves stay, for readers that know no better
 _HORIZON = 8  # cells to look ahead: a choice takes the event loop a few milliseconds
 _CONNECT_S = 5.0  # at most, for one attempt to connect to the store
-_CLOSE_S = 3.0  # how long each step of closing may take: SGLang closes on its scheduler thread
-_CLEAR_S = 5.0  # and clears there, too
+_DECODE_BYTES = 64 << 20  # of frames and values on their way to pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +53,23 @@ class StoreClient:
     finder: PageFinder
     fetcher: Fetcher
     writer: Writer
+    encode_pool: Executor
 
-    def clear(self, loop: LoopThread, heads: HeadSlice) -> None:
-        """Delete a rank's segments from the store. Waits. Raises KVFetchError, TimeoutError."""
-        loop.run(self._clear(heads), _CLEAR_S)
-
-    async def _clear(self, heads: HeadSlice) -> None:
+    async def clear(self, heads: HeadSlice) -> None:
+        """Delete a rank's segments from the store. Raises KVFetchError."""
         self.finder.forget()
         await self.store.delete_prefix(heads.folder + "/")
 
-    def close(self, loop: LoopThread, pools: Sequence[Executor]) -> None:
-        """Write what is queued, within a few seconds, and release sockets and threads: the loop's, and the pools'."""
+    async def close(self, step_s: float) -> None:
+        """Write what is queued, and release sockets and threads: each step within ``step_s``."""
         for step in (self.writer.drain, self.writer.close, self.store.close):
             try:
-                loop.run(step(), _CLOSE_S)
+                async with asyncio.timeout(step_s):
+                    await step()
             except TimeoutError:
-                logger.warning("kvfetch: %s not done after %g s; closing all the same", step.__qualname__, _CLOSE_S)
-        loop.close()
+                logger.warning("kvfetch: %s not done after %g s; closing all the same", step.__qualname__, step_s)
         self.fetcher.close(wait=False)
-        for pool in pools:
-            pool.shutdown(wait=False, cancel_futures=True)
+        self.encode_pool.shutdown(wait=False, cancel_futures=True)
         for queue in ("read", "write"):
             metrics.QUEUED_BYTES.labels(queue).set(0)
 
@@ -81,16 +79,13 @@ def open_client(
     heads: HeadSlice,
     quantiser: Quantiser,
     *,
-    encode_pool: Executor,
-    on_lookup_fault: Callable[[KVFetchError], None],
     nvdec: Nvdec | None = None,
     encoders: Mapping[str, FrameEncoder] | None = None,
     max_span_pages: int | None = None,
-    decode_bytes: int | None = None,
 ) -> StoreClient:
     """Call on the event loop. ``nvdec`` decodes what it can; without it the CPU does. ``encoders``: what
-    `open_encoders` found. ``max_span_pages`` bounds what ``span_tokens`` asks for, ``decode_bytes`` what a fetch may
-    hold that is decoded. Raises ConfigError."""
+    `open_encoders` found. ``max_span_pages`` bounds what ``span_tokens`` asks for. Raises ConfigError."""
+    encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
     store = open_replicas(
         config.store,
         token=config.token,
@@ -119,7 +114,7 @@ def open_client(
         read_bytes=config.read_bytes,
         inflight_bytes=config.inflight_bytes,
         may_delete=config.writes,
-        decode_bytes=decode_bytes,
+        decode_bytes=_DECODE_BYTES,
         policy=None if config.decode_profile is None else LookAhead(horizon=_HORIZON),
     )
     return StoreClient(
@@ -128,7 +123,7 @@ def open_client(
             store,
             heads,
             quantiser,
-            on_lookup_fault,
+            partial(count_miss, "lookup"),
             fetcher.link.answered,
             engine_codecs=() if nvdec is None else nvdec.codecs,
         ),
@@ -142,12 +137,12 @@ def open_client(
             linger_s=_LINGER_S,
             retire_s=max(_RETIRE_S, 2 * config.fetch_timeout_s),
         ),
+        encode_pool,
     )
 
 
 def open_encoders(config: KVFetchConfig) -> Mapping[str, FrameEncoder]:
-    """What encodes for this config's writer elsewhere than on the CPU. Call on the scheduler's thread, whose GPU is the
-    rank's. Raises ConfigError."""
+    """What encodes for this config's writer elsewhere than on the CPU. Raises ConfigError."""
     if not config.writes:
         return {}
     encoders, about = nvenc.open_encoders(
@@ -187,6 +182,21 @@ def count_miss(stage: str, error: KVFetchError | TimeoutError) -> None:
     reason = "timeout" if isinstance(error, TimeoutError) else failure_reason(error)
     metrics.MISSES.labels(stage, reason).inc()
     _limited.warning(f"{stage} {reason}", f"kvfetch {stage} is a miss ({reason}): {error}")
+
+
+@contextmanager
+def counted(stage: str, cancelling_is_a_miss: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Around a lookup or a fetch: whatever it raises is counted as a miss, and goes no further."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        if cancelling_is_a_miss():
+            metrics.MISSES.labels(stage, "cancelled").inc()
+    except (KVFetchError, TimeoutError) as e:
+        count_miss(stage, e)
+    except Exception:
+        logger.exception("kvfetch %s failed", stage)
+        metrics.MISSES.labels(stage, "internal").inc()
 
 
 def _count_failure(replica: str, error: StoreError) -> None:

@@ -1,0 +1,1 @@
+"""Network, lookups, verification, decoding, encoding and writing, in a process beside SGLang's scheduler."""

@@ -1,0 +1,95 @@
+"""Memory that the engine and its data plane share, for values and pages on their way from one to the other."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from bisect import insort
+
+import torch
+
+_ALIGNMENT = 64
+
+
+class Arena:
+    """A piece of memory that two processes map. It is gone when both have unmapped it or ended, however they ended."""
+
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        """Maps a memory file, which stays open."""
+        self.fd = fd
+        self.num_bytes = num_bytes
+        self._bytes = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
+
+    @classmethod
+    def create(cls, num_bytes: int) -> Arena:
+        fd = os.memfd_create("kvfetch")
+        os.ftruncate(fd, num_bytes)
+        return cls(fd, num_bytes)
+
+    def view(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        num_bytes = dtype.itemsize
+        for size in shape:
+            num_bytes *= size
+        return self._bytes[offset : offset + num_bytes].view(dtype).view(shape)
+
+    def close(self) -> None:
+        """Close the file. The memory stays mapped as long as tensors of it are in use."""
+        os.close(self.fd)
+
+
+class Room:
+    """Who has which bytes of an arena. On the side that puts things into it; for any thread.
+
+    First fit. What is taken out comes back soon and in about the order in which it was put in, so that gaps are few.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._free = [(0, num_bytes)]  # start and end, by start; no two touch
+        self._taken: dict[int, int] = {}  # ends, by start
+        self._changed = threading.Condition()
+        self._closed = False
+
+    @property
+    def taken_bytes(self) -> int:
+        with self._changed:
+            return sum(end - start for start, end in self._taken.items())
+
+    def take(self, num_bytes: int, timeout_s: float | None = None) -> int | None:
+        """Return where there are so many bytes. Waits for them; None if there is no room in time, or none any more."""
+        assert num_bytes <= self._num_bytes, num_bytes
+        size = -(-max(1, num_bytes) // _ALIGNMENT) * _ALIGNMENT
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while not self._closed:
+                for index, (start, end) in enumerate(self._free):
+                    if end - start >= size:
+                        self._free[index : index + 1] = [(start + size, end)] if end - start > size else []
+                        self._taken[start] = start + size
+                        return start
+                left_s = None if deadline_s is None else deadline_s - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    break
+                self._changed.wait(left_s)
+        return None
+
+    def give_back(self, offset: int) -> None:
+        with self._changed:
+            start, end = offset, self._taken.pop(offset)
+            insort(self._free, (start, end))
+            index = self._free.index((start, end))
+            if index + 1 < len(self._free) and self._free[index + 1][0] == end:
+                end = self._free.pop(index + 1)[1]
+            if index and self._free[index - 1][1] == start:
+                start = self._free.pop(index - 1)[0]
+                index -= 1
+            self._free[index] = start, end
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Whoever waits is told that there is no room."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()

@@ -1,0 +1,479 @@
+"""The engine's side: a data plane that is started, watched, and started again.
+
+What the data plane had under way when it died is a miss. Nothing here waits but what says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+import torch
+
+from sgl_kvfetch import metrics
+from sgl_kvfetch.dataplane import messages as m
+from sgl_kvfetch.dataplane.arena import Arena, Room
+from sgl_kvfetch.dataplane.channel import Channel
+from sgl_kvfetch.dataplane.launch import Launch, Line, Running
+from sgl_kvfetch.errors import ConfigError, KVFetchError, StoreError, UnsupportedError
+from sgl_kvfetch.fetch.rounds import Destination
+from sgl_kvfetch.quant import CellValues
+from sgl_kvfetch.types import KVGeometry
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+VALUES_BYTES = 64 << 20  # of values on their way to the engine
+PAGES_BYTES = 64 << 20  # of pages on their way to the store
+_START_S = 60.0  # importing torch takes a busy machine that long
+_TICK_S = 0.25
+_SILENT_TICKS = 8  # in a row without an answer: the data plane hangs
+_LEAST_BACKOFF_S, _MOST_BACKOFF_S = 0.1, 30.0
+_STEADY_S = 60.0  # a data plane that lived so long failed by chance
+_CLOSE_S = 10.0
+_REFUSALS: dict[str, type[KVFetchError]] = {kind.__name__: kind for kind in (ConfigError, UnsupportedError)}
+_ANSWER_S = 5.0  # what a call that waits adds to the data plane's own deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a fetch of some pages will take, as measured. None: not measured yet, or too long ago."""
+
+    transmit_s: float | None
+    decode_s: float | None
+
+    @property
+    def seconds(self) -> float | None:
+        """The stages overlap."""
+        return None if self.transmit_s is None else max(self.transmit_s, self.decode_s or 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Find:
+    """How many pages are stored, from the first on. ``work`` names the lookup."""
+
+    work: int
+    num_pages: int
+    cost: Cost
+
+
+@dataclass(slots=True, eq=False)
+class FetchCall:
+    """A fetch under way. The futures are done on other threads, each in any case.
+
+    ``here``: of each round, what its pages and those after them cost, when its first bytes are here; None if it ended
+    before. ``over``: of each round, how many of its pages, from the first on, are restored; then nothing is written any
+    more. ``link``: done when the link could serve another fetch beside this one. ``end``: done when all is over.
+    """
+
+    work: int
+    here: list[Future[Cost | None]]
+    over: list[Future[int]]
+    link: Future[None] = field(default_factory=Future)
+    end: Future[None] = field(default_factory=Future)
+    destinations: dict[int, Destination] = field(default_factory=dict)
+
+
+class DataPlane:
+    """One rank's. ``close`` it."""
+
+    def __init__(self, start: m.Start, geometry: KVGeometry, launch: Launch) -> None:
+        """Waits until it serves. Raises KVFetchError for a config that it refuses, and if it does not start."""
+        self._start = start
+        self._geometry = geometry
+        self._launch = launch
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()  # guards the next two
+        self._run: _Run | None = None
+        self._closing = threading.Event()
+        self.num_starts = 0
+        first = self._begin_run()
+        self._run = first
+        self._thread = threading.Thread(target=self._watch, args=(first,), name="kvfetch-data", daemon=True)
+        self._thread.start()
+
+    # Reading
+
+    def look_up(self, hashes: Sequence[bytes], on_found: Callable[[Find], None], *, reads_ahead: bool = False) -> int:
+        """Find the longest stored run of these pages. ``on_found`` is called once, on another thread or on this one."""
+        work = next(self._numbers)
+        run = self._current
+        if run is None:
+            self._count_lost("lookup")
+            on_found(Find(work, 0, Cost(None, None)))
+        else:
+            run.look_up(m.LookUp(work, b"".join(hashes), reads_ahead), on_found)
+        return work
+
+    def forget(self, lookup: int) -> None:
+        """What it found is not going to be fetched, or not again."""
+        self._send(m.Forget(lookup))
+
+    def fetch(
+        self,
+        hashes: Sequence[bytes],
+        round_ends: Sequence[int],
+        deadline_s: float,
+        *,
+        found: int | None = None,
+        first_page: int = 0,
+        request_id: str = "",
+    ) -> FetchCall:
+        """Begin to transmit pages. Arguments as in `messages.Fetch`."""
+        work = next(self._numbers)
+        call = FetchCall(work, [Future() for _ in round_ends], [Future() for _ in round_ends])
+        command = m.Fetch(work, b"".join(hashes), tuple(round_ends), deadline_s, found, first_page, request_id)
+        run = self._current
+        if run is None:
+            self._count_lost("fetch")
+            _end(call)
+        else:
+            run.fetch(command, call)
+        return call
+
+    def give(self, call: FetchCall, index: int, destination: Destination) -> None:
+        """Have a round restored there. When it is over, nothing is written any more."""
+        call.destinations[index] = destination
+        self._send(m.Give(call.work, index))
+
+    def given(self, work: int, index: int) -> Destination | None:
+        """Where a round of a fetch goes. None if that has ended."""
+        run = self._current
+        return None if run is None else run.destination(work, index)
+
+    def cancel(self, work: int, *, is_miss: bool = True) -> None:
+        """Have a lookup or a fetch end soon. ``is_miss``: whether it counts as one."""
+        self._send(m.Cancel(work, is_miss))
+
+    # Writing
+
+    def most_pages(self) -> int:
+        """How many pages `write` takes at once."""
+        return max(1, PAGES_BYTES // 4 // self._geometry.page_bytes)
+
+    def write(
+        self,
+        first_page: int,
+        previous_hash: bytes | None,
+        hashes: Sequence[bytes],
+        read: Callable[[torch.Tensor, torch.Tensor], bool],
+        timeout_s: float,
+    ) -> bool:
+        """Hand over pages for writing. Waits for room for them. Whether there was any.
+
+        ``read`` copies K and V of the pages into what it is given, ``(pages, page_size, layers, heads, dim)`` each; it
+        returns False if they are not to be had any more.
+        """
+        run = self._current
+        return run is not None and run.write(
+            m.Write(next(self._numbers), first_page, previous_hash, b"".join(hashes), 0), len(hashes), read, timeout_s
+        )
+
+    def clear(self) -> None:
+        """Delete all that the store has of this rank. Waits. Raises StoreError."""
+        run = self._current
+        fault = "the data plane is being started" if run is None else run.clear(m.Clear(next(self._numbers)))
+        if fault:
+            raise StoreError("io", fault)
+
+    def close(self) -> None:
+        """Write what is queued, within a few seconds. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        run = self._current
+        if run is not None:
+            run.channel.send(m.Close())
+            if not run.running.join(_CLOSE_S):
+                logger.warning("kvfetch: the data plane did not end in %g s", _CLOSE_S)
+                run.running.kill()
+        self._thread.join(_CLOSE_S)
+
+    # Life
+
+    @property
+    def _current(self) -> _Run | None:
+        with self._lock:
+            return self._run
+
+    def _send(self, command: m.Command) -> None:
+        run = self._current
+        if run is not None:
+            run.channel.send(command)
+
+    def _begin_run(self) -> _Run:
+        """Raises KVFetchError."""
+        self.num_starts += 1
+        ours, theirs = socket.socketpair()
+        values, pages = Arena.create(VALUES_BYTES), Arena.create(PAGES_BYTES)
+        run = _Run(Channel(ours), self._launch(Line(theirs, values, pages)), values, pages, self._geometry)
+        try:
+            run.channel.send(self._start)
+            run.await_ready(self._closing)
+        except BaseException:
+            run.end()
+            raise
+        return run
+
+    def _watch(self, run: _Run) -> None:
+        """On the thread that receives. Each run until its end, and then the next one."""
+        backoff_s = _LEAST_BACKOFF_S
+        while True:
+            began_s = time.monotonic()
+            run.serve(self._closing)
+            with self._lock:
+                self._run = None
+            run.end()
+            if self._closing.is_set():
+                return
+            if time.monotonic() - began_s > _STEADY_S:
+                backoff_s = _LEAST_BACKOFF_S
+            logger.warning("kvfetch: the data plane ended; what it had under way is missed, and it is started again")
+            metrics.DATA_PLANE_STARTS.inc()
+            while True:
+                if self._closing.wait(backoff_s):
+                    return
+                backoff_s = min(_MOST_BACKOFF_S, 2 * backoff_s)
+                try:
+                    run = self._begin_run()
+                    break
+                except (KVFetchError, OSError) as e:
+                    logger.warning("kvfetch: the data plane does not start: %s", e)
+            with self._lock:
+                self._run = run
+
+    @staticmethod
+    def _count_lost(stage: str) -> None:
+        metrics.MISSES.labels(stage, "data_plane").inc()
+
+
+class _Run:
+    """One data plane, from its start to its end, and what it has under way."""
+
+    def __init__(self, channel: Channel, running: Running, values: Arena, pages: Arena, geometry: KVGeometry) -> None:
+        self.channel = channel
+        self.running = running
+        self._values = values
+        self._pages = pages
+        self._room = Room(pages.num_bytes)
+        self._geometry = geometry
+        self._lock = threading.Lock()
+        self._ended = False  # guarded by the lock, as what is under way is
+        self._lookups: dict[int, Callable[[Find], None]] = {}
+        self._fetches: dict[int, FetchCall] = {}
+        self._answers: dict[int, Future[m.Taken | m.Cleared | None]] = {}
+
+    # What is asked of it
+
+    def look_up(self, command: m.LookUp, on_found: Callable[[Find], None]) -> None:
+        with self._lock:
+            is_lost = self._ended
+            if not is_lost:
+                self._lookups[command.work] = on_found
+        if is_lost:
+            on_found(Find(command.work, 0, Cost(None, None)))
+        else:
+            self.channel.send(command)
+
+    def fetch(self, command: m.Fetch, call: FetchCall) -> None:
+        with self._lock:
+            is_lost = self._ended
+            if not is_lost:
+                self._fetches[call.work] = call
+        if is_lost:
+            _end(call)
+        else:
+            self.channel.send(command)
+
+    def write(
+        self,
+        command: m.Write,
+        num_pages: int,
+        read: Callable[[torch.Tensor, torch.Tensor], bool],
+        timeout_s: float,
+    ) -> bool:
+        geometry = self._geometry
+        offset = self._room.take(num_pages * geometry.page_bytes, timeout_s)
+        if offset is None:
+            return False
+        end, views = offset, []
+        for dim in (geometry.k_head_dim, geometry.v_head_dim):
+            shape = num_pages, geometry.page_size, geometry.num_layers, geometry.num_heads, dim
+            views.append(self._pages.view(end, geometry.torch_dtype, shape))
+            end += views[-1].nbytes
+        answer = None
+        try:
+            if read(views[0], views[1]):
+                answer = self._ask(msgspec.structs.replace(command, offset=offset))
+        finally:
+            if answer is None:
+                self._room.give_back(offset)
+        if answer is None:
+            return False
+        # Not before: the data plane may be copying them, however long it takes.
+        answer.add_done_callback(lambda _: self._room.give_back(offset))
+        taken = _result(answer, _ANSWER_S)
+        return isinstance(taken, m.Taken) and taken.is_queued
+
+    def clear(self, command: m.Clear) -> str:
+        """What went wrong; empty if nothing did."""
+        answer = self._ask(command)
+        cleared = None if answer is None else _result(answer, 2 * _ANSWER_S)
+        return cleared.fault if isinstance(cleared, m.Cleared) else "the data plane did not answer"
+
+    def _ask(self, command: m.Write | m.Clear) -> Future[m.Taken | m.Cleared | None] | None:
+        """What will be answered; None in it if nothing is. None if it has ended."""
+        answer: Future[m.Taken | m.Cleared | None] = Future()
+        with self._lock:
+            if self._ended:
+                return None
+            self._answers[command.work] = answer
+        self.channel.send(command)
+        return answer
+
+    # What it says
+
+    def await_ready(self, closing: threading.Event) -> None:
+        """Raises KVFetchError."""
+        deadline_s = time.monotonic() + _START_S
+        while time.monotonic() < deadline_s and not closing.is_set():
+            for event in self._receive():
+                match event:
+                    case m.Ready():
+                        return
+                    case m.Refused():
+                        raise _REFUSALS.get(event.kind, KVFetchError)(event.reason)
+        raise KVFetchError(f"the data plane did not start within {_START_S:g} s")
+
+    def serve(self, closing: threading.Event) -> None:
+        """Take in events until the data plane ends, or hangs."""
+        num_silent = 0
+        while True:
+            try:
+                events = self._receive()
+            except KVFetchError:
+                return
+            # Ticks, not times: a machine that is too busy to let us look is no reason to think that nothing was sent.
+            num_silent = 0 if events else num_silent + 1
+            if num_silent > _SILENT_TICKS and not closing.is_set():
+                logger.warning("kvfetch: the data plane does not answer")
+                return
+            if num_silent:
+                self.channel.send(m.Ping())
+            for event in events:
+                try:
+                    self._take_in(event)
+                except Exception:  # one that fails must not end the thread that all wait for
+                    logger.exception("kvfetch: %s not taken in", type(event).__name__)
+
+    def _receive(self) -> list[m.Event]:
+        """Raises KVFetchError at the end."""
+        events = self.channel.receive(_TICK_S)
+        if events is None:
+            raise KVFetchError("the data plane ended")
+        return events
+
+    def _take_in(self, event: m.Event) -> None:
+        match event:
+            case m.Piece():
+                try:
+                    self._land(event)
+                finally:
+                    self.channel.send(m.Free(event.offset))
+            case m.Found():
+                with self._lock:
+                    on_found = self._lookups.pop(event.work, None)
+                if on_found is not None:
+                    on_found(Find(event.work, event.num_pages, Cost(event.transmit_s, event.decode_s)))
+            case m.RoundHere():
+                if (call := self._call(event.work)) is not None and not call.here[event.round].done():
+                    call.here[event.round].set_result(Cost(event.transmit_s, event.decode_s))
+            case m.RoundOver():
+                if (call := self._call(event.work)) is not None:
+                    _end_round(call, event.round, event.num_pages)
+            case m.LinkHasRoom():
+                if (call := self._call(event.work)) is not None and not call.link.done():
+                    call.link.set_result(None)
+            case m.FetchOver():
+                with self._lock:
+                    ended = self._fetches.pop(event.work, None)
+                if ended is not None:
+                    _end(ended)
+            case m.Taken() | m.Cleared():
+                with self._lock:
+                    answer = self._answers.pop(event.work)
+                answer.set_result(event)
+
+    def _call(self, work: int) -> FetchCall | None:
+        with self._lock:
+            return self._fetches.get(work)
+
+    def destination(self, work: int, index: int) -> Destination | None:
+        call = self._call(work)
+        return None if call is None else call.destinations.get(index)
+
+    def _land(self, piece: m.Piece) -> None:
+        """Copy values to where they belong, unless nobody wants them there any more."""
+        destination = self.destination(piece.work, piece.round)
+        if destination is None:
+            return
+        geometry, end, values = self._geometry, piece.offset, []
+        layers, heads = range(piece.first_layer, piece.end_layer), range(piece.first_head, piece.end_head)
+        for dim in (geometry.k_head_dim, geometry.v_head_dim):
+            shape = len(piece.pages) * geometry.page_size, len(layers), len(heads), dim
+            values.append(self._values.view(end, geometry.torch_dtype, shape))
+            end += values[-1].nbytes
+        destination.sink.write(layers, heads, [destination.pool_pages[i] for i in piece.pages], CellValues(*values))
+
+    def end(self) -> None:
+        """Have it end, if it has not, and end all that it had under way."""
+        self.running.kill()
+        self.running.join(_CLOSE_S)
+        self.channel.close()
+        self._room.close()
+        with self._lock:
+            self._ended = True
+            lookups, self._lookups = self._lookups, {}
+            fetches, self._fetches = self._fetches, {}
+            answers, self._answers = self._answers, {}
+        for work, on_found in lookups.items():
+            DataPlane._count_lost("lookup")
+            on_found(Find(work, 0, Cost(None, None)))
+        for call in fetches.values():
+            DataPlane._count_lost("fetch")
+            _end(call)
+        for answer in answers.values():
+            answer.set_result(None)
+        self._values.close()
+        self._pages.close()
+
+
+def _result(answer: Future[R], timeout_s: float) -> R | None:
+    try:
+        return answer.result(timeout_s)
+    except TimeoutError:
+        return None
+
+
+def _end_round(call: FetchCall, index: int, num_pages: int) -> None:
+    if not call.here[index].done():
+        call.here[index].set_result(None)
+    if not call.over[index].done():
+        call.over[index].set_result(num_pages)
+
+
+def _end(call: FetchCall) -> None:
+    for index in range(len(call.over)):
+        _end_round(call, index, 0)
+    for future in (call.link, call.end):
+        if not future.done():
+            future.set_result(None)

@@ -1,0 +1,86 @@
+"""A data plane from its start to its end: takes commands from the line, and sends events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from sgl_kvfetch import timeline
+from sgl_kvfetch.config import KVFetchConfig
+from sgl_kvfetch.dataplane import messages as m
+from sgl_kvfetch.dataplane.client import StoreClient, open_client
+from sgl_kvfetch.dataplane.launch import Line
+from sgl_kvfetch.dataplane.service import ArenaDestinations, Destinations, Service
+from sgl_kvfetch.errors import FormatError, KVFetchError
+from sgl_kvfetch.keys import HeadSlice
+from sgl_kvfetch.quant.configured import config_quantiser
+
+logger = logging.getLogger(__name__)
+
+OpenClient = Callable[[KVFetchConfig, HeadSlice, m.Start], StoreClient]
+
+
+async def run(
+    line: Line,
+    open_: OpenClient,
+    destinations: Destinations | None = None,
+    on_service: Callable[[Service], None] = lambda service: None,
+) -> None:
+    """Serve until told to close, or until the engine is gone.
+
+    ``open_`` opens the store. ``destinations``: where pages go; through the line's memory if not given. ``on_service``
+    is told of what serves.
+    """
+    reader, writer = await asyncio.open_connection(sock=line.sock)
+    loop = asyncio.get_running_loop()
+    ended = False
+
+    def emit(event: m.Event) -> None:
+        data = m.encode(event)
+        if not ended:
+            loop.call_soon_threadsafe(writer.write, data)
+
+    commands: m.MessageReader[m.Command] = m.MessageReader(m.Command)
+    service: Service | None = None
+    in_arena = ArenaDestinations(line.values, emit)
+    try:
+        while data := await reader.read(1 << 18):
+            for command in commands.feed(data):
+                match command:
+                    case m.Start():
+                        client = _open(command, open_)
+                        service = Service(*client, emit, destinations or in_arena, in_arena.room.give_back, line.pages)
+                        on_service(service)
+                        emit(m.Ready())
+                    case m.Close():
+                        return
+                    case _:
+                        assert service is not None, "the first command is Start"
+                        service.serve(command)
+    except KVFetchError as e:
+        emit(m.Refused(type(e).__name__, str(e)))
+    except (ConnectionError, FormatError) as e:
+        logger.error("kvfetch: the data plane's line is broken: %s", e)
+    finally:
+        in_arena.room.close()
+        if service is not None:
+            await service.close()
+        await asyncio.sleep(0)  # what was emitted is handed over
+        ended = True
+        writer.close()
+
+
+def _open(command: m.Start, open_: OpenClient) -> tuple[KVFetchConfig, HeadSlice, StoreClient]:
+    """Raises KVFetchError."""
+    if command.version != m.VERSION:
+        raise FormatError(f"the engine speaks version {command.version}, the data plane {m.VERSION}")
+    timeline.start(f"{command.rank}.data")
+    config = KVFetchConfig.model_validate(command.config)
+    heads = HeadSlice(command.namespace, range(command.first_head, command.end_head))
+    return config, heads, open_(config, heads, command)
+
+
+def open_on_cpu(config: KVFetchConfig, heads: HeadSlice, start: m.Start) -> StoreClient:
+    """Opens the store for a data plane that needs no GPU. Raises KVFetchError."""
+    return open_client(config, heads, config_quantiser(config), max_span_pages=start.most_span_pages)

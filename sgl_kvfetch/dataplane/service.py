@@ -1,0 +1,337 @@
+"""The data plane's side: does what the engine commands. Belongs to one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+
+from sgl_kvfetch import metrics
+from sgl_kvfetch.config import KVFetchConfig
+from sgl_kvfetch.dataplane import messages as m
+from sgl_kvfetch.dataplane.arena import Arena, Room
+from sgl_kvfetch.dataplane.client import StoreClient, count_fetch, counted
+from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.fetch.fetcher import FetchResult
+from sgl_kvfetch.fetch.plan import PageSource, total_bytes
+from sgl_kvfetch.fetch.rounds import Destination, Round
+from sgl_kvfetch.fetch.sink import GuardedSink, PagePool
+from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
+from sgl_kvfetch.quant import CellValues
+from sgl_kvfetch.types import KVGeometry, TensorName
+from sgl_kvfetch.write.gather import PageBatch
+
+logger = logging.getLogger(__name__)
+
+_MOST_FOUND = 1024  # lookups whose finds are kept for their fetches
+_QUEUE_S = 1.0  # how long pages wait for room in the write queue
+_CLOSE_S = 3.0  # how long each step of closing may take
+_CLEAR_S = 5.0
+
+Emit = Callable[[m.Event], None]
+
+
+class Destinations(Protocol):
+    """Where the pages of a round go."""
+
+    def destination(self, work: int, round_index: int, num_pages: int) -> Destination | None: ...
+
+
+class ArenaDestinations:
+    """Into memory shared with the engine, which takes the pages from there."""
+
+    def __init__(self, arena: Arena, emit: Emit) -> None:
+        self._arena = arena
+        self._emit = emit
+        self.room = Room(arena.num_bytes)
+
+    def destination(self, work: int, round_index: int, num_pages: int) -> Destination:
+        pool = _ArenaPool(self._arena, self.room, self._emit, work, round_index)
+        return Destination(range(num_pages), _UnguardedSink(pool))
+
+
+class _UnguardedSink(GuardedSink):
+    """The engine guards its pages itself. Here nobody may wait for whoever waits for room."""
+
+    def run(self, write: Callable[[], None]) -> bool:
+        if not self._closed:
+            write()
+        return not self._closed
+
+    def close(self) -> None:
+        self._closed = True
+
+
+class _ArenaPool(PagePool):
+    """The pages of one round, as the engine will get them."""
+
+    def __init__(self, arena: Arena, room: Room, emit: Emit, work: int, round_index: int) -> None:
+        self._arena, self._room, self._emit = arena, room, emit
+        self._work, self._round = work, round_index
+
+    def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
+        """Waits for room: the engine makes it."""
+        offset = self._room.take(sum(x.nbytes for x in values))
+        if offset is None:
+            return  # the engine is gone
+        end = offset
+        for x in values:
+            self._arena.view(end, x.dtype, tuple(x.shape)).copy_(x)
+            end += x.nbytes
+        self._emit(
+            m.Piece(self._work, self._round, layers.start, layers.stop, heads.start, heads.stop, tuple(pages), offset)
+        )
+
+    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
+        raise NotImplementedError("pages are the engine's")
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    rounds: list[Round]
+    task: asyncio.Task[None] | None = None
+    is_miss: bool = True  # if it is cancelled
+
+
+@dataclass(slots=True)
+class _LookUp:
+    task: asyncio.Task[None]
+    is_miss: bool = True
+
+
+class Service:
+    """Serves one engine until it is told to close."""
+
+    def __init__(
+        self,
+        config: KVFetchConfig,
+        heads: HeadSlice,
+        client: StoreClient,
+        emit: Emit,
+        destinations: Destinations,
+        on_free: Callable[[int], None],
+        written: Arena,
+    ) -> None:
+        """``emit`` may be called on any thread. ``on_free`` is told of the pieces that the engine has taken;
+        ``written`` is where it puts pages that are to be written."""
+        self.client = client
+        self._config = config
+        self._heads = heads
+        self._geometry: KVGeometry = heads.geometry
+        self._emit = emit
+        self._destinations = destinations
+        self._on_free = on_free
+        self._written = written
+        self._lookups: dict[int, _LookUp] = {}
+        self._fetches: dict[int, _Fetch] = {}
+        self._found: OrderedDict[int, list[PageSource]] = OrderedDict()
+        self._tasks: set[asyncio.Task[None]] = set()
+        # One thread: pages are taken in their order, and wait for room without keeping the loop.
+        self._intake = ThreadPoolExecutor(1, "kvfetch-intake")
+
+    def serve(self, command: m.Command) -> None:
+        """Begin what is commanded. Never waits."""
+        match command:
+            case m.LookUp():
+                self._lookups[command.work] = _LookUp(self._begin(self._look_up(command)))
+            case m.Fetch():
+                ends = (0, *command.round_ends)
+                fetch = _Fetch([Round(first, end) for first, end in pairwise(ends)])
+                self._fetches[command.work] = fetch
+                fetch.task = self._begin(self._fetch(command, fetch))
+            case m.Give():
+                self._give(command)
+            case m.Cancel():
+                work = self._lookups.get(command.work) or self._fetches.get(command.work)
+                if work is not None and work.task is not None:
+                    work.is_miss = command.is_miss
+                    # Not at once: a task that is cancelled before its first step runs no line of it.
+                    asyncio.get_running_loop().call_soon(work.task.cancel)
+            case m.Forget():
+                self._found.pop(command.work, None)
+            case m.Write():
+                self._begin(self._write(command))
+            case m.Free():
+                self._on_free(command.offset)
+            case m.Clear():
+                self._begin(self._clear(command))
+            case m.Ping():
+                self._emit(m.Pong())
+            case m.Start() | m.Close():
+                raise AssertionError(f"{command} is not for a service that runs")
+
+    async def close(self) -> None:
+        """Write what is queued, within a few seconds, and release threads and sockets."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._intake.shutdown(wait=False, cancel_futures=True)
+        await self.client.close(_CLOSE_S)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # Lookups
+
+    async def _look_up(self, command: m.LookUp) -> None:
+        hashes = _split(command.hashes)
+        sources: list[PageSource] = []
+        try:
+            with counted("lookup"):
+                sources = await self.client.finder.find(hashes, self._config.lookup_timeout_s)
+                if command.reads_ahead:
+                    self.client.fetcher.read_ahead(sources, expire_s=self._config.fetch_timeout_s)
+        finally:
+            del self._lookups[command.work]
+            metrics.LOOKUP_PAGES.labels("hit").inc(len(sources))
+            metrics.LOOKUP_PAGES.labels("miss").inc(len(hashes) - len(sources))
+            if sources and not command.reads_ahead:
+                self._found[command.work] = sources
+                if len(self._found) > _MOST_FOUND:
+                    self._found.popitem(last=False)
+            self._emit(m.Found(command.work, len(sources), *self._cost(sources)))
+
+    def _cost(self, sources: Sequence[PageSource]) -> tuple[float | None, float | None]:
+        """How long these pages take to transmit, and to decode."""
+        size_bytes = total_bytes(sources)
+        goodput_bps = self.client.fetcher.link.goodput_bps(time.monotonic())
+        decoded_bytes_per_s = self.client.fetcher.decode_rate.bytes_per_s
+        return (
+            None if goodput_bps is None else size_bytes * 8 / goodput_bps,
+            None if decoded_bytes_per_s is None else size_bytes / decoded_bytes_per_s,
+        )
+
+    # Fetches
+
+    async def _fetch(self, command: m.Fetch, fetch: _Fetch) -> None:
+        finder, fetcher = self.client.finder, self.client.fetcher
+        hashes = _split(command.hashes)
+        sources: list[PageSource] = []
+        result = FetchResult(0, (), False)
+        try:
+            with counted("fetch", lambda: fetch.is_miss):
+                if finder.is_paused:  # what was found before need not find out for itself
+                    metrics.MISSES.labels("fetch", "skipped").inc()
+                    return
+                if command.found is None:
+                    sources = await finder.recall(hashes, self._config.lookup_timeout_s)
+                    self._shorten(fetch, len(sources))
+                else:
+                    sources = self._found.get(command.found, [])[command.first_page :]
+                if len(sources) < fetch.rounds[-1].end_page:
+                    metrics.MISSES.labels("fetch", "forgotten").inc()  # told of by a data plane before this one
+                    return
+                sources = sources[: fetch.rounds[-1].end_page]
+                self._watch(command.work, fetch, sources)
+                result = await fetcher.fetch_rounds(
+                    sources,
+                    fetch.rounds,
+                    max(0.0, command.deadline_s - time.monotonic()),
+                    request_id=command.request_id,
+                    on_requested=lambda: self._emit(m.LinkHasRoom(command.work)),
+                )
+                finder.fetched(hashes, sources, result)
+        finally:
+            for each in fetch.rounds:
+                each.end(0)
+            got = sum(each.done.result() for each in fetch.rounds)
+            count_fetch(result, self._config.fetch_timeout_s)
+            metrics.FETCHED_PAGES.labels("hit").inc(got)
+            metrics.FETCHED_PAGES.labels("miss").inc(len(hashes) - got)
+            metrics.RAW_BYTES.labels("read").inc(got * self._geometry.page_bytes)
+            del self._fetches[command.work]
+            for index, each in enumerate(fetch.rounds):
+                self._emit(m.RoundOver(command.work, index, each.done.result()))
+            self._emit(m.FetchOver(command.work))
+
+    def _shorten(self, fetch: _Fetch, num_pages: int) -> None:
+        """Only so many pages are stored. Host mode's fetches have one round."""
+        (only,) = fetch.rounds
+        if num_pages < only.end_page:
+            shorter = Round(0, num_pages)
+            if only.destination.done():
+                shorter.destination.set_result(only.destination.result())
+            fetch.rounds[0] = shorter
+
+    def _watch(self, work: int, fetch: _Fetch, sources: Sequence[PageSource]) -> None:
+        """Tell the engine of each round's beginning and end, as it comes."""
+        for index, each in enumerate(fetch.rounds):
+            rest = sources[each.first_page :]
+            each.wanted.add_done_callback(partial(self._round_here, work, index, rest))
+            each.done.add_done_callback(partial(self._round_over, work, index))
+
+    def _round_here(self, work: int, index: int, rest: Sequence[PageSource], wanted: asyncio.Future[bool]) -> None:
+        if wanted.result():
+            self._emit(m.RoundHere(work, index, *self._cost(rest)))
+
+    def _round_over(self, work: int, index: int, done: asyncio.Future[int]) -> None:
+        if work in self._fetches:  # otherwise all are told of at its end
+            self._emit(m.RoundOver(work, index, done.result()))
+
+    def _give(self, command: m.Give) -> None:
+        fetch = self._fetches.get(command.work)
+        if fetch is not None:
+            each = fetch.rounds[command.round]
+            num_pages = each.end_page - each.first_page
+            each.give(self._destinations.destination(command.work, command.round, num_pages))
+
+    # Writes
+
+    async def _write(self, command: m.Write) -> None:
+        is_queued = False
+        try:
+            is_queued = await asyncio.get_running_loop().run_in_executor(self._intake, self._take, command)
+        except Exception:
+            logger.exception("kvfetch: pages not taken")
+        finally:
+            self._emit(m.Taken(command.work, is_queued))
+
+    def _take(self, command: m.Write) -> bool:
+        """Copy pages out of shared memory and queue them. Whether there was room for them in time."""
+        geometry, hashes = self._geometry, _split(command.hashes)
+        num_bytes = len(hashes) * geometry.page_bytes
+        if not self.client.writer.reserve(num_bytes, _QUEUE_S):
+            return False
+        values: dict[TensorName, list[torch.Tensor]] = {}
+        offset = command.offset
+        for tensor in ("k", "v"):
+            shape = (
+                len(hashes),
+                geometry.page_size,
+                geometry.num_layers,
+                geometry.num_heads,
+                geometry.head_dim(tensor),
+            )
+            piece = self._written.view(offset, geometry.torch_dtype, shape)
+            values[tensor] = [piece.clone()]
+            offset += piece.nbytes
+        self.client.writer.submit(PageBatch(command.first_page, command.previous_hash, hashes, values))
+        return True
+
+    async def _clear(self, command: m.Clear) -> None:
+        fault = ""
+        try:
+            async with asyncio.timeout(_CLEAR_S):
+                await self.client.clear(self._heads)
+        except TimeoutError:
+            fault = f"not done within {_CLEAR_S:g} s"
+        except KVFetchError as e:
+            fault = str(e)
+        finally:
+            self._emit(m.Cleared(command.work, fault))
+
+
+def _split(hashes: bytes) -> list[bytes]:
+    return [hashes[i : i + PAGE_HASH_BYTES] for i in range(0, len(hashes), PAGE_HASH_BYTES)]

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_kvfetch.dataplane import messages as m
+from sgl_kvfetch.errors import FormatError
+from sgl_kvfetch.quant import make_quantiser
+from tests.segments import SMALL, make_heads
+
+NAMESPACE = make_heads(SMALL, make_quantiser("exact")).namespace
+COMMANDS: list[m.Command] = [
+    m.Start({"store": ["file:///kv"]}, NAMESPACE, 0, 2, 1, None),
+    m.LookUp(1, b"h" * 64, True),
+    m.Fetch(2, b"h" * 32, (1, 2), 1.5, found=1, first_page=3, request_id="r"),
+    m.Give(2, 0),
+    m.Cancel(2),
+    m.Forget(1),
+    m.Write(3, 0, None, b"h" * 32, 64),
+    m.Free(128),
+    m.Clear(4),
+    m.Ping(),
+    m.Close(),
+]
+EVENTS: list[m.Event] = [
+    m.Ready(),
+    m.Refused("ConfigError", "no such store"),
+    m.Found(1, 2, 0.5, None),
+    m.RoundHere(2, 0, None, None),
+    m.Piece(2, 0, 0, 3, 0, 2, (0, 5), 64),
+    m.RoundOver(2, 0, 1),
+    m.LinkHasRoom(2),
+    m.FetchOver(2),
+    m.Taken(3, True),
+    m.Cleared(4, ""),
+    m.Pong(),
+]
+
+
+def test_every_message_is_here() -> None:
+    for kind, messages in ((m.Command, COMMANDS), (m.Event, EVENTS)):
+        assert {type(message) for message in messages} == set(kind.__args__)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("kind", "messages"), [(m.Command, COMMANDS), (m.Event, EVENTS)])
+@given(cuts=st.lists(st.integers(0, 2000)))
+def test_messages_come_out_however_their_bytes_were_cut(kind: Any, messages: list[Any], cuts: list[int]) -> None:
+    data = b"".join(map(m.encode, messages))
+    ends = sorted({min(cut, len(data)) for cut in cuts} | {len(data)})
+    reader: m.MessageReader[Any] = m.MessageReader(kind)
+    found = []
+    for start, end in zip([0, *ends], ends, strict=False):
+        found += list(reader.feed(data[start:end]))
+    assert found == messages
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\xff\xff\xff\xff", "a message of 4294967295 bytes; at most"),
+        (b"\x01\x00\x00\x00\xc1", "not understood"),
+        (m.encode(m.Ready()), "not understood"),  # an event is no command
+    ],
+)
+def test_what_is_no_message_is_refused(data: bytes, message: str) -> None:
+    reader: m.MessageReader[m.Command] = m.MessageReader(m.Command)
+    with pytest.raises(FormatError, match=message):
+        list(reader.feed(data))
+
+
+def test_namespaces_survive() -> None:
+    (start,) = m.MessageReader[m.Command](m.Command).feed(m.encode(COMMANDS[0]))
+    assert isinstance(start, m.Start)
+    assert start.namespace.digest() == NAMESPACE.digest()
+    assert msgspec.structs.asdict(start)["version"] == m.VERSION

@@ -1,0 +1,120 @@
+"""Real SGLang while its data plane is killed, stopped and slowed at random moments."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sgl_kvfetch.testing.engine import SGLangServer, device_args, hicache_args
+from sgl_kvfetch.testing.store_process import StoreProcess
+from tests.e2e.conftest import Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.faults import DEADLINE_S, NUM_STORED, SLACK_S, fill
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+NUM_HARMS = int(os.environ.get("KVFETCH_HARMS", "6"))
+BACK_S = float(os.environ.get("KVFETCH_BACK_S", "60"))  # on an idle machine it is back within 5 s
+WORKERS = 4
+
+
+@pytest.fixture(scope="module")
+def filled(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProcess]:
+    with StoreProcess(tmp_path_factory.mktemp("harm") / "store", extra_args=["--link-gbps", "0.05"]) as store:
+        with SGLangServer(model, extra_args=hicache_args(store.url, codec="zstd")) as writer:
+            fill(writer)
+        yield store
+
+
+@pytest.mark.parametrize("flags", [device_args, hicache_args], ids=["device", "host"])
+def test_harm_at_random_moments_under_load(
+    model: Path, filled: StoreProcess, expected: Expected, flags: Callable[..., list[str]]
+) -> None:
+    """KVFETCH_HARMS sets how often."""
+    config = {"mode": "read_only", "fetch_timeout_s": DEADLINE_S, "lookup_timeout_s": 1.0}
+    with SGLangServer(model, extra_args=flags(filled.url, **config)) as server:
+        server.flush()
+        assert from_storage(ask(server, make_prompt(0))) >= 0.9 * 640
+        over = threading.Event()
+        with ThreadPoolExecutor(WORKERS + 1) as pool:
+            asking = [pool.submit(_ask_on, server, expected, seed, over) for seed in range(WORKERS)]
+            flushing = pool.submit(_flush_on, server, over)
+            rng = random.Random(NUM_HARMS)
+            try:
+                for _ in range(NUM_HARMS):
+                    time.sleep(rng.uniform(0.0, 1.0))
+                    _harm(rng)
+            finally:
+                over.set()
+            num_asked = sum(future.result(60) for future in asking)
+            flushing.result(60)
+        assert num_asked >= WORKERS
+        _await_service(server)
+        server.flush(timeout_s=10)  # which a lock, a slot or a row on the board that is left over makes fail
+        assert same_answer(ask(server, make_prompt(1)), expected[1])
+
+
+def _ask_on(server: SGLangServer, expected: Expected, first_seed: int, over: threading.Event) -> int:
+    num_asked = 0
+    while not over.is_set():
+        seed = (first_seed + num_asked * WORKERS) % NUM_STORED
+        started_s = time.monotonic()
+        answer = ask(server, make_prompt(seed))
+        assert same_answer(answer, expected[seed])
+        assert time.monotonic() - started_s < DEADLINE_S + SLACK_S
+        num_asked += 1
+    return num_asked
+
+
+def _flush_on(server: SGLangServer, over: threading.Event) -> None:
+    """So that there is something to fetch. It fails while requests run, and then there is something yet."""
+    while not over.wait(0.2):
+        with contextlib.suppress(Exception):
+            server.request("POST", "/flush_cache")
+
+
+def _harm(rng: random.Random) -> None:
+    for pid in _data_planes():
+        with contextlib.suppress(ProcessLookupError):
+            match rng.choice(("kill", "stop", "slow")):
+                case "kill":
+                    os.kill(pid, signal.SIGKILL)
+                case "stop":
+                    os.kill(pid, signal.SIGSTOP)
+                case "slow":
+                    for _ in range(10):
+                        os.kill(pid, signal.SIGSTOP)
+                        time.sleep(0.05)
+                        os.kill(pid, signal.SIGCONT)
+                        time.sleep(0.02)
+
+
+def _data_planes() -> list[int]:
+    """Of the servers that this process has started, those that run."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if b"sgl_kvfetch.dataplane" in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+    return found
+
+
+def _await_service(server: SGLangServer) -> None:
+    """Pages come from the store again."""
+    deadline_s = time.monotonic() + BACK_S + 30  # lookups pause for up to 30 s after failures
+    seed = 0
+    while True:
+        server.flush()
+        if from_storage(ask(server, make_prompt(seed % NUM_STORED))) >= 0.9 * 640:
+            return
+        assert time.monotonic() < deadline_s
+        time.sleep(0.2)
+        seed += 1

@@ -1,0 +1,41 @@
+"""Data planes on threads of the test's process, where what they do can be seen. Values go through shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from sgl_kvfetch.dataplane.launch import DataPlaneThread, Line, Running
+from sgl_kvfetch.dataplane.run import open_on_cpu, run
+from sgl_kvfetch.dataplane.service import Service
+
+WAIT_S = 60.0  # far more than anything takes on a busy machine
+
+R = TypeVar("R")
+
+
+@dataclass
+class Served:
+    """The data planes that were started, and their loops."""
+
+    services: list[Service] = field(default_factory=list)
+    loops: list[asyncio.AbstractEventLoop] = field(default_factory=list)
+
+    def add(self, service: Service) -> None:
+        """On the data plane's loop."""
+        self.services.append(service)
+        self.loops.append(asyncio.get_running_loop())
+
+    def launch(self, line: Line) -> Running:
+        return DataPlaneThread(run(line, open_on_cpu, on_service=self.add))
+
+    @property
+    def service(self) -> Service:
+        """The last one."""
+        return self.services[-1]
+
+    def run(self, work: Coroutine[Any, Any, R]) -> R:
+        """On the last one's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loops[-1]).result(WAIT_S)
