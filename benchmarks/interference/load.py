@@ -59,9 +59,13 @@ class Run:
 
     @property
     def share_during_fetch(self) -> float:
-        """Of the short requests, how many were sent while a long one waited for its first token."""
-        during = [any(long.sent_s <= r.sent_s < long.first_s for long in self.long) for r in self.short]
-        return sum(during) / len(during)
+        """Of the short requests, how many were sent during one."""
+        return sum(self.is_during_fetch) / len(self.is_during_fetch)
+
+    @property
+    def is_during_fetch(self) -> list[bool]:
+        """Of each short request: whether it was sent while a long one waited for its first token."""
+        return [any(long.sent_s <= r.sent_s < long.first_s for long in self.long) for r in self.short]
 
 
 def make_plan(options: Options) -> Plan:

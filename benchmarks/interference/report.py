@@ -15,11 +15,14 @@ from benchmarks.interference.spans import fetch_seconds
 
 _NUM_RESAMPLES = 2000
 _CONFIDENCE = (2.5, 97.5)
+_LEAST_REQUESTS = 5
 
 METHOD = (
     "Percentiles are over all short requests of a mode. A ratio is the median over rounds of the ratio of p50s, each "
     "to the p50 of 'none' in its own round. Its 95% interval is a bootstrap's: rounds are drawn with replacement, and "
-    "in each the prompts, the same ones for both modes."
+    "in each the prompts, the same ones for both modes. Two servers of one kind differ by a fifth here, so that the last "
+    "columns compare, within each server, the requests that were sent during a fetch with the others: p50 to p50, the "
+    "median over rounds."
 )
 
 
@@ -37,6 +40,7 @@ def _row(mode: str, runs: Sequence[Run], none: Sequence[Run]) -> dict[str, Any]:
         row[f"ratio_{name}_p50"] = float(np.median(ratios))
         row[f"ratio_{name}_p50_ci95"] = confidence_interval(ours, base)
         row[f"ratios_{name}_p50"] = ratios.tolist()
+        row[f"within_ratios_{name}_p50"] = [ratio for run in runs if (ratio := _within(run, name)) is not None]
     long = [request for run in runs for request in run.long]
     row["share_during_fetch"] = statistics.mean(run.share_during_fetch for run in runs)
     row["long_ttft_s"] = statistics.median(r.ttft_s for r in long) if long else None
@@ -45,6 +49,17 @@ def _row(mode: str, runs: Sequence[Run], none: Sequence[Run]) -> dict[str, Any]:
     row["fetch_s"] = statistics.median(fetches) if fetches else None
     row["other_cores"] = [run.other_cores for run in runs]
     return row
+
+
+def _within(run: Run, name: str) -> float | None:
+    """The p50 of the short requests that were sent during a fetch, to that of the others of the same server. None if
+    there were few of either."""
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for request, is_during in zip(run.short, run.is_during_fetch, strict=True):
+        times[is_during].append(getattr(request, f"{name}_s"))
+    if min(map(len, times.values())) < _LEAST_REQUESTS:
+        return None
+    return statistics.median(times[True]) / statistics.median(times[False])
 
 
 def confidence_interval(ours: NDArray[Any], base: NDArray[Any], seed: int = 0) -> list[float]:
@@ -64,7 +79,8 @@ def make_table(rows: Sequence[Mapping[str, Any]], pinned: bool) -> Table:
     table.add_column("")
     for column in ("TTFT, ms", "p50 to none (95%)", "TPOT, ms", "p50 to none (95%)", "TTFT of long, s", "fetch, s"):
         table.add_column(column, justify="right")
-    table.add_column("tokens from store", justify="right")
+    for column in ("tokens from store", "TTFT within", "TPOT within"):
+        table.add_column(column, justify="right")
     for row in rows:
         cells = [row["name"]]
         for name in ("ttft", "tpot"):
@@ -75,5 +91,8 @@ def make_table(rows: Sequence[Mapping[str, Any]], pinned: bool) -> Table:
         cells.append(f"{row['long_ttft_s']:.2f}" if stored else "")
         cells.append(f"{row['fetch_s']:.2f}" if row["fetch_s"] is not None else "")
         cells.append(f"{statistics.mean(stored):.0f}" if stored else "")
+        for name in ("ttft", "tpot"):
+            within = row[f"within_ratios_{name}_p50"]
+            cells.append(f"{statistics.median(within):.2f}" if within else "")
         table.add_row(*cells)
     return table

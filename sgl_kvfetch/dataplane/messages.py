@@ -84,6 +84,10 @@ class Forget(_Message, frozen=True):
     work: int
 
 
+class Flush(_Message, frozen=True):
+    """The engine's caches are emptied: keep no bytes of what was read."""
+
+
 class Write(_Message, frozen=True):
     """Take pages out of shared memory and write them: K of all of them at ``offset``, then V."""
 
@@ -198,7 +202,7 @@ class Pong(_Message, frozen=True):
     """Answers a ``Ping``."""
 
 
-Command = Start | LookUp | Fetch | Give | Cancel | Forget | Write | Free | Clear | Ping | Close
+Command = Start | LookUp | Fetch | Give | Cancel | Forget | Flush | Write | Free | Clear | Ping | Close
 Event = Ready | Refused | Found | RoundHere | Piece | RoundOver | LinkHasRoom | FetchOver | Taken | Cleared | Pong
 
 M = TypeVar("M")

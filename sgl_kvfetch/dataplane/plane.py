@@ -150,6 +150,10 @@ class DataPlane:
         run = self._current
         return None if run is None else run.destination(work, index)
 
+    def flush(self) -> None:
+        """Have no bytes kept of what was read: the engine's caches are emptied."""
+        self._send(m.Flush())
+
     def cancel(self, work: int, *, is_miss: bool = True) -> None:
         """Have a lookup or a fetch end soon. ``is_miss``: whether it counts as one."""
         self._send(m.Cancel(work, is_miss))

@@ -158,6 +158,8 @@ class Service:
                     asyncio.get_running_loop().call_soon(work.task.cancel)
             case m.Forget():
                 self._found.pop(command.work, None)
+            case m.Flush():
+                self.client.fetcher.forget()
             case m.Write():
                 self._begin(self._write(command))
             case m.Free():

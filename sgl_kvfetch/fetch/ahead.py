@@ -78,6 +78,11 @@ class ReadAhead:
         for key in [key for key in self._reads if key[0] == data_name]:
             self._drop(key)
 
+    def clear(self) -> None:
+        """Nothing that was read ahead is to be used."""
+        for key in list(self._reads):
+            self._drop(key)
+
     async def _read(self, lookup: _Lookup, units: Units, expire_s: float) -> None:
         loop = asyncio.get_running_loop()
         # The next unit is made, and its variant chosen, only when the link has brought what was asked for before.

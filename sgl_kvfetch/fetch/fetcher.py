@@ -93,6 +93,11 @@ class Fetcher:
         """Close the pool. Fetches must be over. ``wait``: for what is decoded at the moment."""
         self._pool.close(wait=wait)
 
+    def forget(self) -> None:
+        """Keep no bytes beyond the fetches that run."""
+        self._begun.clear()
+        self._ahead.clear()
+
     def read_ahead(self, sources: Sequence[PageSource], expire_s: float) -> None:
         """Begin to transmit what these pages need, as the link brings it and as far as there is room, and keep it for
         ``expire_s``."""

@@ -48,6 +48,18 @@ def test_ratios_are_medians_of_paired_rounds() -> None:
     assert make_table(rows, True).row_count == 2
 
 
+def test_requests_during_a_fetch_are_compared_with_the_others_of_their_server() -> None:
+    long = [request("long", 0.0, 5.5)]
+    short = [request(f"short-{i}", float(i), 0.3 if i < 6 else 0.2, 0.01) for i in range(12)]
+    few = [request("long", 0.0, 0.5)]  # one short request in it
+    rows = make_rows(
+        {"none": [Run(short, [], []), Run(short, [], [])], "device": [Run(short, long, []), Run(short, few, [])]}
+    )
+    assert rows[0]["within_ratios_ttft_p50"] == []
+    assert rows[1]["within_ratios_ttft_p50"] == pytest.approx([1.5])
+    assert rows[1]["within_ratios_tpot_p50"] == pytest.approx([1.0])
+
+
 def test_intervals_are_paired_and_narrow_with_the_noise() -> None:
     """Each mode's times differ tenfold from round to round and from prompt to prompt; the modes differ by a tenth."""
     rng = np.random.default_rng(1)

@@ -20,6 +20,7 @@ COMMANDS: list[m.Command] = [
     m.Give(2, 0),
     m.Cancel(2),
     m.Forget(1),
+    m.Flush(),
     m.Write(3, 0, None, b"h" * 32, 64),
     m.Free(128),
     m.Clear(4),

@@ -232,6 +232,8 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
     def reset(self) -> None:
         """Empty the tree. Ends all that is under way, without waiting for more than the copy of one cell."""
         self._end_all(keeps_tree=False)
+        if self._parts is not None:
+            self._parts.backend.plane.flush()
         super().reset()
         self.enable_storage = self._parts is not None
         weight_updates.tree_is_empty()

@@ -177,6 +177,19 @@ def test_nothing_is_written_after_a_reset_even_if_it_is_decoded_already(
     loop_is_free.set()
 
 
+def test_a_flush_leaves_no_bytes_behind(rig: Rig) -> None:
+    """Bytes of a span that was used in part are kept for who goes on from there, but not beyond a flush."""
+    tokens = prompt(0)
+    rig.stored(tokens)
+    reads = rig.store.data_reads
+    assert rig.fetch(tokens[:20]) == (20, 20)
+    first = list(reads)
+    rig.flush()
+    reads.clear()
+    assert rig.fetch(tokens[:20]) == (20, 20)
+    assert sorted(reads) == sorted(first)
+
+
 def test_a_store_that_hangs_costs_its_deadline(make: MakeRig) -> None:
     rig = make(fetch_timeout_s=0.2, lookup_timeout_s=0.2)
     tokens = prompt(0)
