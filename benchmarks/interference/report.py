@@ -20,7 +20,7 @@ _LEAST_REQUESTS = 5
 METHOD = (
     "Percentiles are over all short requests of a mode. A ratio is the median over rounds of the ratio of p50s, each "
     "to the p50 of 'none' in its own round. Its 95% interval is a bootstrap's: rounds are drawn with replacement, and "
-    "in each the prompts, the same ones for both modes. Two servers of one kind differ by a fifth here, so that the last "
+    "in each the prompts, the same ones for both modes. Two servers of one kind may differ by a fifth, so the last "
     "columns compare, within each server, the requests that were sent during a fetch with the others: p50 to p50, the "
     "median over rounds."
 )
