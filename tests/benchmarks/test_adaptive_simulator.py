@@ -9,11 +9,11 @@ from functools import partial
 
 import pytest
 
+from benchmarks.adaptive import oracle
 from benchmarks.adaptive.oracle import best_plan
 from benchmarks.adaptive.policies import Fixed, MinimalBubble
 from benchmarks.adaptive.published import PUBLISHED
 from benchmarks.adaptive.simulator import Scenario, simulate
-from sgl_kvfetch.adapt import oracle
 from sgl_kvfetch.adapt.estimate import LinkOutlook, robust
 from sgl_kvfetch.adapt.policy import LookAhead, Situation
 
