@@ -82,7 +82,8 @@ def _flush_on(server: SGLangServer, over: threading.Event) -> None:
 
 
 def _harm(rng: random.Random) -> None:
-    for pid in _data_planes():
+    found = _data_planes()
+    for pid in found:
         with contextlib.suppress(ProcessLookupError):
             match rng.choice(("kill", "stop", "slow")):
                 case "kill":
@@ -98,12 +99,14 @@ def _harm(rng: random.Random) -> None:
 
 
 def _data_planes() -> list[int]:
-    """Of the servers that this process has started, those that run."""
+    """Of the servers that this process has started, those that run. Each server leads a session of its own."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             if b"sgl_kvfetch.dataplane" in (process / "cmdline").read_bytes():
-                found.append(int(process.name))
+                leader = Path(f"/proc/{os.getsid(int(process.name))}/stat").read_text()
+                if int(leader.rpartition(")")[2].split()[1]) == os.getpid():
+                    found.append(int(process.name))
     return found
 
 
