@@ -7,8 +7,11 @@ import os
 import threading
 import time
 from bisect import insort
+from collections.abc import Iterable
 
 import torch
+
+from sgl_kvfetch.types import TENSORS, KVGeometry
 
 _ALIGNMENT = 64
 
@@ -34,15 +37,29 @@ class Arena:
             num_bytes *= size
         return self._bytes[offset : offset + num_bytes].view(dtype).view(shape)
 
+    def views(self, offset: int, dtype: torch.dtype, shapes: Iterable[tuple[int, ...]]) -> list[torch.Tensor]:
+        """Return tensors that lie one after another."""
+        found = []
+        for shape in shapes:
+            found.append(self.view(offset, dtype, shape))
+            offset += found[-1].nbytes
+        return found
+
+    def pages(self, offset: int, geometry: KVGeometry, num_pages: int) -> list[torch.Tensor]:
+        """Return K and V of pages: ``(pages, page_size, layers, heads, dim)`` each."""
+        common = num_pages, geometry.page_size, geometry.num_layers, geometry.num_heads
+        return self.views(offset, geometry.torch_dtype, ((*common, geometry.head_dim(t)) for t in TENSORS))
+
     def close(self) -> None:
         """Close the file. The memory stays mapped as long as tensors of it are in use."""
         os.close(self.fd)
 
 
 class Room:
-    """Who has which bytes of an arena. On the side that puts things into it; for any thread.
+    """Hands out the bytes of an arena. It belongs to the side that puts things into the arena. Any thread may call.
 
-    First fit. What is taken out comes back soon and in about the order in which it was put in, so that gaps are few.
+    It takes the first gap that is large enough. Bytes come back soon, and in about the order in which they were taken,
+    so that gaps are few.
     """
 
     def __init__(self, num_bytes: int) -> None:

@@ -79,7 +79,7 @@ class Cancel(_Message, frozen=True):
 
 
 class Forget(_Message, frozen=True):
-    """What this lookup found is not going to be fetched, or not again."""
+    """What this lookup found is not going to be fetched. A fetch takes it."""
 
     work: int
 

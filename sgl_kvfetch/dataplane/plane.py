@@ -26,7 +26,7 @@ from sgl_kvfetch.dataplane.launch import Launch, Line, Running
 from sgl_kvfetch.errors import ConfigError, KVFetchError, StoreError, UnsupportedError
 from sgl_kvfetch.fetch.rounds import Destination
 from sgl_kvfetch.quant import CellValues
-from sgl_kvfetch.types import KVGeometry
+from sgl_kvfetch.types import TENSORS, KVGeometry
 
 logger = logging.getLogger(__name__)
 
@@ -92,13 +92,9 @@ class DataPlane:
         self._geometry = geometry
         self._launch = launch
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()  # guards the next two
-        self._run: _Run | None = None
         self._closing = threading.Event()
-        self.num_starts = 0
-        first = self._begin_run()
-        self._run = first
-        self._thread = threading.Thread(target=self._watch, args=(first,), name="kvfetch-data", daemon=True)
+        self._run = self._begin_run()  # or the one that has ended, while the next one is started
+        self._thread = threading.Thread(target=self._watch, name="kvfetch-data", daemon=True)
         self._thread.start()
 
     # Reading
@@ -106,16 +102,11 @@ class DataPlane:
     def look_up(self, hashes: Sequence[bytes], on_found: Callable[[Find], None], *, reads_ahead: bool = False) -> int:
         """Find the longest stored run of these pages. ``on_found`` is called once, on another thread or on this one."""
         work = next(self._numbers)
-        run = self._current
-        if run is None:
-            self._count_lost("lookup")
-            on_found(Find(work, 0, Cost(None, None)))
-        else:
-            run.look_up(m.LookUp(work, b"".join(hashes), reads_ahead), on_found)
+        self._run.look_up(m.LookUp(work, b"".join(hashes), reads_ahead), on_found)
         return work
 
     def forget(self, lookup: int) -> None:
-        """What it found is not going to be fetched, or not again."""
+        """What it found is not going to be fetched."""
         self._send(m.Forget(lookup))
 
     def fetch(
@@ -132,12 +123,7 @@ class DataPlane:
         work = next(self._numbers)
         call = FetchCall(work, [Future() for _ in round_ends], [Future() for _ in round_ends])
         command = m.Fetch(work, b"".join(hashes), tuple(round_ends), deadline_s, found, first_page, request_id)
-        run = self._current
-        if run is None:
-            self._count_lost("fetch")
-            _end(call)
-        else:
-            run.fetch(command, call)
+        self._run.fetch(command, call)
         return call
 
     def give(self, call: FetchCall, index: int, destination: Destination) -> None:
@@ -147,8 +133,7 @@ class DataPlane:
 
     def given(self, work: int, index: int) -> Destination | None:
         """Where a round of a fetch goes. None if that has ended."""
-        run = self._current
-        return None if run is None else run.destination(work, index)
+        return self._run.destination(work, index)
 
     def flush(self) -> None:
         """Have no bytes kept of what was read: the engine's caches are emptied."""
@@ -177,16 +162,12 @@ class DataPlane:
         ``read`` copies K and V of the pages into what it is given, ``(pages, page_size, layers, heads, dim)`` each; it
         returns False if they are not to be had any more.
         """
-        run = self._current
-        return run is not None and run.write(
-            m.Write(next(self._numbers), first_page, previous_hash, b"".join(hashes), 0), len(hashes), read, timeout_s
-        )
+        command = m.Write(next(self._numbers), first_page, previous_hash, b"".join(hashes), 0)
+        return self._run.write(command, len(hashes), read, timeout_s)
 
     def clear(self) -> None:
         """Delete all that the store has of this rank. Waits. Raises StoreError."""
-        run = self._current
-        fault = "the data plane is being started" if run is None else run.clear(m.Clear(next(self._numbers)))
-        if fault:
+        if fault := self._run.clear(m.Clear(next(self._numbers))):
             raise StoreError("io", fault)
 
     def close(self) -> None:
@@ -194,29 +175,20 @@ class DataPlane:
         if self._closing.is_set():
             return
         self._closing.set()
-        run = self._current
-        if run is not None:
-            run.channel.send(m.Close())
-            if not run.running.join(_CLOSE_S):
-                logger.warning("kvfetch: the data plane did not end in %g s", _CLOSE_S)
-                run.running.kill()
+        run = self._run
+        run.channel.send(m.Close())
+        if not run.running.join(_CLOSE_S):
+            logger.warning("kvfetch: the data plane did not end in %g s", _CLOSE_S)
+            run.running.kill()
         self._thread.join(_CLOSE_S)
 
     # Life
 
-    @property
-    def _current(self) -> _Run | None:
-        with self._lock:
-            return self._run
-
     def _send(self, command: m.Command) -> None:
-        run = self._current
-        if run is not None:
-            run.channel.send(command)
+        self._run.channel.send(command)
 
     def _begin_run(self) -> _Run:
         """Raises KVFetchError."""
-        self.num_starts += 1
         ours, theirs = socket.socketpair()
         values, pages = Arena.create(VALUES_BYTES), Arena.create(PAGES_BYTES)
         run = _Run(Channel(ours), self._launch(Line(theirs, values, pages)), values, pages, self._geometry)
@@ -228,15 +200,13 @@ class DataPlane:
             raise
         return run
 
-    def _watch(self, run: _Run) -> None:
+    def _watch(self) -> None:
         """On the thread that receives. Each run until its end, and then the next one."""
         backoff_s = _LEAST_BACKOFF_S
         while True:
             began_s = time.monotonic()
-            run.serve(self._closing)
-            with self._lock:
-                self._run = None
-            run.end()
+            self._run.serve(self._closing)
+            self._run.end()
             if self._closing.is_set():
                 return
             if time.monotonic() - began_s > _STEADY_S:
@@ -248,16 +218,10 @@ class DataPlane:
                     return
                 backoff_s = min(_MOST_BACKOFF_S, 2 * backoff_s)
                 try:
-                    run = self._begin_run()
+                    self._run = self._begin_run()
                     break
                 except (KVFetchError, OSError) as e:
                     logger.warning("kvfetch: the data plane does not start: %s", e)
-            with self._lock:
-                self._run = run
-
-    @staticmethod
-    def _count_lost(stage: str) -> None:
-        metrics.MISSES.labels(stage, "data_plane").inc()
 
 
 class _Run:
@@ -276,27 +240,26 @@ class _Run:
         self._fetches: dict[int, FetchCall] = {}
         self._answers: dict[int, Future[m.Taken | m.Cleared | None]] = {}
 
-    # What is asked of it
+    # Commands. Of one that has ended, all are lost
 
     def look_up(self, command: m.LookUp, on_found: Callable[[Find], None]) -> None:
-        with self._lock:
-            is_lost = self._ended
-            if not is_lost:
-                self._lookups[command.work] = on_found
-        if is_lost:
-            on_found(Find(command.work, 0, Cost(None, None)))
-        else:
+        if self._note(self._lookups, command.work, on_found):
             self.channel.send(command)
+        else:
+            _lose_lookup(command.work, on_found)
 
     def fetch(self, command: m.Fetch, call: FetchCall) -> None:
-        with self._lock:
-            is_lost = self._ended
-            if not is_lost:
-                self._fetches[call.work] = call
-        if is_lost:
-            _end(call)
-        else:
+        if self._note(self._fetches, call.work, call):
             self.channel.send(command)
+        else:
+            _lose_fetch(call)
+
+    def _note(self, under_way: dict[int, R], work: int, what: R) -> bool:
+        """False if this has ended."""
+        with self._lock:
+            if not self._ended:
+                under_way[work] = what
+            return not self._ended
 
     def write(
         self,
@@ -309,14 +272,9 @@ class _Run:
         offset = self._room.take(num_pages * geometry.page_bytes, timeout_s)
         if offset is None:
             return False
-        end, views = offset, []
-        for dim in (geometry.k_head_dim, geometry.v_head_dim):
-            shape = num_pages, geometry.page_size, geometry.num_layers, geometry.num_heads, dim
-            views.append(self._pages.view(end, geometry.torch_dtype, shape))
-            end += views[-1].nbytes
         answer = None
         try:
-            if read(views[0], views[1]):
+            if read(*self._pages.pages(offset, geometry, num_pages)):
                 answer = self._ask(msgspec.structs.replace(command, offset=offset))
         finally:
             if answer is None:
@@ -331,20 +289,20 @@ class _Run:
     def clear(self, command: m.Clear) -> str:
         """What went wrong; empty if nothing did."""
         answer = self._ask(command)
-        cleared = None if answer is None else _result(answer, 2 * _ANSWER_S)
+        if answer is None:
+            return "the data plane is being started"
+        cleared = _result(answer, 2 * _ANSWER_S)
         return cleared.fault if isinstance(cleared, m.Cleared) else "the data plane did not answer"
 
     def _ask(self, command: m.Write | m.Clear) -> Future[m.Taken | m.Cleared | None] | None:
         """What will be answered; None in it if nothing is. None if it has ended."""
         answer: Future[m.Taken | m.Cleared | None] = Future()
-        with self._lock:
-            if self._ended:
-                return None
-            self._answers[command.work] = answer
+        if not self._note(self._answers, command.work, answer):
+            return None
         self.channel.send(command)
         return answer
 
-    # What it says
+    # Events
 
     def await_ready(self, closing: threading.Event) -> None:
         """Raises KVFetchError."""
@@ -430,12 +388,11 @@ class _Run:
         destination = self.destination(piece.work, piece.round)
         if destination is None:
             return
-        geometry, end, values = self._geometry, piece.offset, []
+        geometry = self._geometry
         layers, heads = range(piece.first_layer, piece.end_layer), range(piece.first_head, piece.end_head)
-        for dim in (geometry.k_head_dim, geometry.v_head_dim):
-            shape = len(piece.pages) * geometry.page_size, len(layers), len(heads), dim
-            values.append(self._values.view(end, geometry.torch_dtype, shape))
-            end += values[-1].nbytes
+        common = len(piece.pages) * geometry.page_size, len(layers), len(heads)
+        shapes = ((*common, geometry.head_dim(t)) for t in TENSORS)
+        values = self._values.views(piece.offset, geometry.torch_dtype, shapes)
         destination.sink.write(layers, heads, [destination.pool_pages[i] for i in piece.pages], CellValues(*values))
 
     def end(self) -> None:
@@ -450,11 +407,9 @@ class _Run:
             fetches, self._fetches = self._fetches, {}
             answers, self._answers = self._answers, {}
         for work, on_found in lookups.items():
-            DataPlane._count_lost("lookup")
-            on_found(Find(work, 0, Cost(None, None)))
+            _lose_lookup(work, on_found)
         for call in fetches.values():
-            DataPlane._count_lost("fetch")
-            _end(call)
+            _lose_fetch(call)
         for answer in answers.values():
             answer.set_result(None)
         self._values.close()
@@ -466,6 +421,16 @@ def _result(answer: Future[R], timeout_s: float) -> R | None:
         return answer.result(timeout_s)
     except TimeoutError:
         return None
+
+
+def _lose_lookup(work: int, on_found: Callable[[Find], None]) -> None:
+    metrics.MISSES.labels("lookup", "data_plane").inc()
+    on_found(Find(work, 0, Cost(None, None)))
+
+
+def _lose_fetch(call: FetchCall) -> None:
+    metrics.MISSES.labels("fetch", "data_plane").inc()
+    _end(call)
 
 
 def _end_round(call: FetchCall, index: int, num_pages: int) -> None:

@@ -27,7 +27,7 @@ from sgl_kvfetch.fetch.rounds import Destination, Round
 from sgl_kvfetch.fetch.sink import GuardedSink, PagePool
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
 from sgl_kvfetch.quant import CellValues
-from sgl_kvfetch.types import KVGeometry, TensorName
+from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 from sgl_kvfetch.write.gather import PageBatch
 
 logger = logging.getLogger(__name__)
@@ -83,10 +83,8 @@ class _ArenaPool(PagePool):
         offset = self._room.take(sum(x.nbytes for x in values))
         if offset is None:
             return  # the engine is gone
-        end = offset
-        for x in values:
-            self._arena.view(end, x.dtype, tuple(x.shape)).copy_(x)
-            end += x.nbytes
+        for into, x in zip(self._arena.views(offset, values.k.dtype, (x.shape for x in values)), values, strict=True):
+            into.copy_(x)
         self._emit(
             m.Piece(self._work, self._round, layers.start, layers.stop, heads.start, heads.stop, tuple(pages), offset)
         )
@@ -231,7 +229,7 @@ class Service:
                     sources = await finder.recall(hashes, self._config.lookup_timeout_s)
                     self._shorten(fetch, len(sources))
                 else:
-                    sources = self._found.get(command.found, [])[command.first_page :]
+                    sources = self._found.pop(command.found, [])[command.first_page :]
                 if len(sources) < fetch.rounds[-1].end_page:
                     metrics.MISSES.labels("fetch", "forgotten").inc()  # told of by a data plane before this one
                     return
@@ -254,9 +252,8 @@ class Service:
             metrics.FETCHED_PAGES.labels("miss").inc(len(hashes) - got)
             metrics.RAW_BYTES.labels("read").inc(got * self._geometry.page_bytes)
             del self._fetches[command.work]
-            for index, each in enumerate(fetch.rounds):
-                self._emit(m.RoundOver(command.work, index, each.done.result()))
-            self._emit(m.FetchOver(command.work))
+            # After the callbacks that tell of its rounds, which are on their way.
+            asyncio.get_running_loop().call_soon(self._emit, m.FetchOver(command.work))
 
     def _shorten(self, fetch: _Fetch, num_pages: int) -> None:
         """Only so many pages are stored. Host mode's fetches have one round."""
@@ -279,8 +276,7 @@ class Service:
             self._emit(m.RoundHere(work, index, *self._cost(rest)))
 
     def _round_over(self, work: int, index: int, done: asyncio.Future[int]) -> None:
-        if work in self._fetches:  # otherwise all are told of at its end
-            self._emit(m.RoundOver(work, index, done.result()))
+        self._emit(m.RoundOver(work, index, done.result()))
 
     def _give(self, command: m.Give) -> None:
         fetch = self._fetches.get(command.work)
@@ -306,19 +302,12 @@ class Service:
         num_bytes = len(hashes) * geometry.page_bytes
         if not self.client.writer.reserve(num_bytes, _QUEUE_S):
             return False
-        values: dict[TensorName, list[torch.Tensor]] = {}
-        offset = command.offset
-        for tensor in ("k", "v"):
-            shape = (
-                len(hashes),
-                geometry.page_size,
-                geometry.num_layers,
-                geometry.num_heads,
-                geometry.head_dim(tensor),
-            )
-            piece = self._written.view(offset, geometry.torch_dtype, shape)
-            values[tensor] = [piece.clone()]
-            offset += piece.nbytes
+        try:
+            pieces = [[x.clone()] for x in self._written.pages(command.offset, geometry, len(hashes))]
+        except BaseException:
+            self.client.writer.release(num_bytes)
+            raise
+        values = dict(zip(TENSORS, pieces, strict=True))
         self.client.writer.submit(PageBatch(command.first_page, command.previous_hash, hashes, values))
         return True
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from functools import partial
 
 from sgl_kvfetch.codecs.base import FrameEncoder
 from sgl_kvfetch.codecs.nvdec import Nvdec
@@ -17,15 +15,14 @@ from sgl_kvfetch.dataplane.run import run
 from sgl_kvfetch.fetch.rounds import Destination
 from sgl_kvfetch.fetch.sink import FramePool, PagePool
 from sgl_kvfetch.keys import HeadSlice
-from sgl_kvfetch.quant.configured import config_quantiser
-
-logger = logging.getLogger(__name__)
+from sgl_kvfetch.quant import Quantiser
 
 _launch: Launch = DataPlaneProcess
 
 
 def open_plane(
     config: KVFetchConfig,
+    quantiser: Quantiser,
     heads: HeadSlice,
     rank: int,
     pool: PagePool,
@@ -49,7 +46,7 @@ def open_plane(
     encoders = open_encoders(config)
     if nvdec is None and not encoders and not isinstance(pool, FramePool):
         return DataPlane(start, heads.geometry, _launch)
-    on_thread = _OnThread(nvdec, encoders)
+    on_thread = _OnThread(quantiser, nvdec, encoders)
     on_thread.plane = DataPlane(start, heads.geometry, on_thread)
     return on_thread.plane
 
@@ -57,13 +54,14 @@ def open_plane(
 class _OnThread:
     """Launches a data plane that writes into the engine's pool itself."""
 
-    def __init__(self, nvdec: Nvdec | None, encoders: Mapping[str, FrameEncoder]) -> None:
+    def __init__(self, quantiser: Quantiser, nvdec: Nvdec | None, encoders: Mapping[str, FrameEncoder]) -> None:
+        self._quantiser = quantiser
         self._nvdec = nvdec
         self._encoders = encoders
         self.plane: DataPlane | None = None
 
     def __call__(self, line: Line) -> Running:
-        return DataPlaneThread(run(line, partial(self._open), destinations=self))
+        return DataPlaneThread(run(line, self._open, destinations=self))
 
     def destination(self, work: int, round_index: int, num_pages: int) -> Destination | None:
         assert self.plane is not None
@@ -73,7 +71,7 @@ class _OnThread:
         return open_client(
             config,
             heads,
-            config_quantiser(config),
+            self._quantiser,
             nvdec=self._nvdec,
             encoders=self._encoders,
             max_span_pages=start.most_span_pages,

@@ -62,9 +62,9 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         self._config = config
         self._pages = HostPages(mem_pool_host)
         geometry, first_layer = self._pages.geometry, mem_pool_host.start_layer
-        self._quantiser = engine_quantiser(config, storage_config, geometry, first_layer)
-        self._heads = engine_heads(config, self._quantiser, storage_config, geometry, first_layer)
-        require_own_profile(config, self._quantiser, self._heads.namespace)
+        quantiser = engine_quantiser(config, storage_config, geometry, first_layer)
+        heads = engine_heads(config, quantiser, storage_config, geometry, first_layer)
+        require_own_profile(config, quantiser, heads.namespace)
         self.access = Access(config)
         self._stats_pages: dict[str, deque[int]] = {"read": deque(maxlen=_MAX_STATS), "write": deque(maxlen=_MAX_STATS)}
         self._stats_gb_s: dict[str, deque[float]] = {
@@ -74,8 +74,8 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
 
         nvdec = engine_nvdec(mem_pool_host.device_k_buffers[0].device)
         # A span longer than a fetch would be decoded by several.
-        self._plane = open_plane(config, self._heads, storage_config.tp_rank, self._pages, nvdec, _BATCH_PAGES)
-        logger.info("kvfetch: %s, namespace %s: %s", config.store, self._heads.folder, self._heads.namespace)
+        self._plane = open_plane(config, quantiser, heads, storage_config.tp_rank, self._pages, nvdec, _BATCH_PAGES)
+        logger.info("kvfetch: %s, namespace %s: %s", config.store, heads.folder, heads.namespace)
 
     # Lookup
 

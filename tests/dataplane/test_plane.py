@@ -111,7 +111,6 @@ def fetch(plane: DataPlane, hashes: Sequence[bytes], num_rounds: int = 1) -> tup
         if call.here[index].result(WAIT_S) is not None:
             plane.give(call, index, Destination(range(first, end), GuardedSink(pool)))
     call.end.result(WAIT_S)
-    plane.forget(found.work)
     return sum(over.result(0) for over in call.over), pool
 
 

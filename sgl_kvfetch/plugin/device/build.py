@@ -113,5 +113,5 @@ def _make_backend(
     quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
     heads = engine_heads(config, quantiser, rank, pages.geometry, pages.first_layer)
     require_own_profile(config, quantiser, heads.namespace)
-    plane = open_plane(config, heads, rank.tp_rank, pages, nvdec)
+    plane = open_plane(config, quantiser, heads, rank.tp_rank, pages, nvdec)
     return DeviceBackend(config, plane, pages, heads, speed, report)

@@ -242,7 +242,6 @@ class Fetches:
 
     def _fetch_is_over(self, flow: Flow) -> None:
         if flow.cancelled:
-            self._backend.lookups.forget(_lookup_of(flow))
             self._link.expect(flow, 0)
             self._slots.let_go(flow)
         else:

@@ -72,7 +72,7 @@ class Lookups:
             self._plane.cancel(work.number)
 
     def forget(self, work: LookupWork) -> None:
-        """What it found is not going to be fetched, or not again."""
+        """What it found is not going to be fetched."""
         if work.number is not None:
             self._plane.forget(work.number)
 

@@ -226,14 +226,15 @@ def make_rig(
     } | config
     parsed = parse_config(extra)
     pages = DevicePages(pool, PAGE)
-    heads = make_heads(pages.geometry, make_quantiser("exact"), model=f"rank {rank}")
+    quantiser = make_quantiser("exact")
+    heads = make_heads(pages.geometry, quantiser, model=f"rank {rank}")
 
     served = Served()
 
     def connect() -> DeviceBackend:
         plane_module._launch = served.launch
         plane_module.run = partial(run, on_service=served.add)  # type: ignore[assignment]
-        plane = plane_module.open_plane(parsed, heads, rank, pages, None)
+        plane = plane_module.open_plane(parsed, quantiser, heads, rank, pages, None)
         return cache.start(
             lambda report: DeviceBackend(parsed, plane, pages, heads, cache.prefill_speed, report),
             max_fetch_tokens=int(num_slots * parsed.device_pool_share),
