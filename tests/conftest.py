@@ -1,8 +1,9 @@
-"""Shared by all tests: which of them this machine can run."""
+"""Shared by all tests: which of them this machine can run, and with what."""
 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,10 @@ from sgl_kvfetch.testing.models import make_tiny_llama
 if not torch.accelerator.is_available():
     os.environ.setdefault("KVFETCH_CPU_ENGINE", "1")
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell starts background jobs with Ctrl-C ignored, and what the tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
