@@ -52,7 +52,7 @@ STORE_DOWN = Gauge(
 DEVICE_REQUESTS = Counter(
     "sgl_kvfetch_device_requests", "Requests whose prefix was looked up, by how that ended", ["end"]
 )
-# The ends are those of `End` in plugin/device/flow.py, and aborted.
+# The ends are those of `End` in plugin/device/fetch_state.py, and aborted.
 DEVICE_DECISIONS = Counter(
     "sgl_kvfetch_device_decisions", "Stored prefixes by what was decided, and by the reason", ["decision", "reason"]
 )

@@ -231,7 +231,7 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Empty the tree. Ends all that is under way, without waiting for more than the copy of one cell."""
-        self._end_all(keeps_tree=False)
+        self.end_all()
         if self._parts is not None:
             self._parts.backend.plane.flush()
         super().reset()
@@ -239,13 +239,10 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
         weight_updates.tree_is_empty()
 
     def end_all(self) -> None:
-        self._end_all(keeps_tree=True)
-
-    def _end_all(self, *, keeps_tree: bool) -> None:
         if self._parts is None:
             return
-        self._parts.fetches.drop_all(keeps_tree=keeps_tree)
-        self._parts.writes.drop_all(keeps_tree=keeps_tree)
+        self._parts.fetches.drop_all()
+        self._parts.writes.drop_all()
         self._parts.board.clear()
 
     def clear_storage_backend(self) -> bool:

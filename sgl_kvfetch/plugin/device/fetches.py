@@ -1,28 +1,51 @@
-"""From a request's arrival until it is admitted: looked up, parked, fetched, landed. On the scheduler's thread alone.
+"""The fetches of all waiting requests. On the scheduler's thread alone.
 
-Every rank runs the same steps on the same requests. Whatever depends on time or on I/O comes through the board, which
-all ranks read alike, so that trees and allocators stay the same everywhere.
+Here the states of ``fetch_state.py`` meet SGLang's tree, the data plane and the link. Every rank runs the same steps on
+the same requests. Whatever depends on time or on I/O comes through the board, which all ranks read alike, so that trees
+and allocators stay the same everywhere.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
 from sgl_kvfetch import metrics, timeline
+from sgl_kvfetch.dataplane.plane import FetchCall
 from sgl_kvfetch.plugin.device.backend import DeviceBackend
-from sgl_kvfetch.plugin.device.board import Board
-from sgl_kvfetch.plugin.device.flow import End, Flow, Phase
+from sgl_kvfetch.plugin.device.board import Board, Done, PageCount
+from sgl_kvfetch.plugin.device.fetch import Fetch, Filling
+from sgl_kvfetch.plugin.device.fetch_state import (
+    Action,
+    AwaitBytes,
+    Begun,
+    Do,
+    Dropped,
+    End,
+    Event,
+    Finish,
+    Found,
+    Free,
+    Land,
+    NothingToFetch,
+    Restored,
+    RoundRefused,
+    Sign,
+    SlotsGiven,
+    State,
+    Transmit,
+)
 from sgl_kvfetch.plugin.device.known import KnownPages
 from sgl_kvfetch.plugin.device.link_queue import LinkQueue
-from sgl_kvfetch.plugin.device.lookups import Found, LookupWork
+from sgl_kvfetch.plugin.device.lookups import Finding
 from sgl_kvfetch.plugin.device.order import OrderName
+from sgl_kvfetch.plugin.device.reads import FetchRequest, RoundStart, RoundStarts
 from sgl_kvfetch.plugin.device.sharing import Sharing
-from sgl_kvfetch.plugin.device.slot_rounds import Rounds
+from sgl_kvfetch.plugin.device.slot_turns import SlotTurns
 from sgl_kvfetch.plugin.device.slots import Slots
 from sgl_kvfetch.plugin.page_hashes import hash_tail
 
@@ -34,7 +57,7 @@ _BEGINS_A_STEP = 8
 
 
 class Fetches:
-    """The fetches of all waiting requests."""
+    """From each request's arrival until it is admitted."""
 
     def __init__(
         self,
@@ -57,22 +80,14 @@ class Fetches:
         self._page_size: int = cache.page_size
         self._threshold_tokens = threshold_tokens
         # A power of two, as spans are, so that none lies in two rounds and is read twice.
-        round_pages = 1 << (max(1, min(round_tokens, max_tokens) // self._page_size).bit_length() - 1)
+        self._round_pages = 1 << (max(1, min(round_tokens, max_tokens) // self._page_size).bit_length() - 1)
         self._slots = Slots(cache, max(1, max_tokens // self._page_size) * self._page_size)
-        self._link: LinkQueue[Flow] = LinkQueue(order, shared_pages=round_pages)
+        self._turns: SlotTurns[Fetch] = SlotTurns()
+        self._link: LinkQueue[Fetch] = LinkQueue(order, shared_pages=self._round_pages)
         self._sharing = Sharing()
-        self._rounds = Rounds(
-            backend,
-            board,
-            self._slots,
-            self._link,
-            self._sharing,
-            self._fetch_is_over,
-            page_size=self._page_size,
-            round_pages=round_pages,
-        )
-        self._flows: dict[Any, Flow] = {}  # by handle
-        self._landed: dict[Flow, None] = {}
+        self._fetches: dict[Any, Fetch] = {}  # of requests that are there, by handle
+        self._fetching: dict[Fetch, None] = {}  # in their order, those of requests that are gone included
+        self._landed: dict[Fetch, None] = {}
         self._changed: list[Any] = []  # handles of those that began or ended
         self._num_arrived = 0
         self._num_seen = 0  # pages that lookups chose to fetch, as far as we have heard of them
@@ -82,32 +97,37 @@ class Fetches:
 
     @property
     def is_idle(self) -> bool:
-        return not self._flows and self._rounds.is_idle
+        return not self._fetches and not self._fetching
 
     @property
     def held_tokens(self) -> int:
         """Slots that fetches keep from others: those being filled, and those locked for their requests."""
         return self._slots.held_tokens
 
+    @property
+    def states(self) -> list[State]:
+        """Of the requests that are there, in their arrival's order."""
+        return [fetch.state for fetch in self._fetches.values()]
+
     # What the scheduler says
 
     def arrive(self, handle: Any, key: Any, start: int, last_hash: str | None) -> None:
         """Look up the pages of ``key`` from token ``start`` on; ``last_hash`` is that of the page before."""
-        if handle in self._flows or not self._backend.access.reads or len(key) - start < self._threshold_tokens:
+        if handle in self._fetches or not self._backend.access.reads or len(key) - start < self._threshold_tokens:
             return
         self._num_arrived += 1
-        flow = Flow(handle, key, start, self._num_arrived, time.monotonic())
-        self._flows[handle] = flow
+        fetch = Fetch(handle, key, start, self._num_arrived, time.monotonic())
+        self._fetches[handle] = fetch
         self._changed.append(handle)
-        ticket = self._board.open(partial(self._lookup_ended, flow))
+        ticket = self._board.open(partial(self._looked_up, fetch))
         hash_pages = partial(hash_tail, key, start, last_hash, self._page_size)
-        flow.lookup = self._backend.lookups.begin(ticket, hash_pages, self._num_ahead)
+        self._backend.lookups.begin(fetch.lookup, ticket, hash_pages, self._num_ahead)
 
     def queued(self, handle: Any, urgency: int) -> None:
         """The request is in the waiting queue now. The more urgent go first, where the order is by priority."""
-        flow = self._flows.get(handle)
-        if flow is not None and flow.phase is Phase.LOOKUP:
-            flow.urgency = urgency
+        fetch = self._fetches.get(handle)
+        if fetch is not None and fetch.state is State.LOOKUP:
+            fetch.urgency = urgency
 
     def is_over(self, handle: Any) -> bool:
         """Whether a request that the scheduler tries may be admitted, as far as its fetch goes."""
@@ -117,8 +137,8 @@ class Fetches:
         return True
 
     def is_parked(self, handle: Any) -> bool:
-        flow = self._flows.get(handle)
-        return flow is not None and flow.phase is not Phase.LANDED
+        fetch = self._fetches.get(handle)
+        return fetch is not None and fetch.state is not State.LANDED
 
     def take_changed(self) -> list[Any]:
         """Handles of the requests that may have been parked or unparked since the last call."""
@@ -131,31 +151,24 @@ class Fetches:
         """The request has locked its prefix itself."""
         self._fruitless_steps = 0
         self._was_offered = False
-        flow = self._flows.get(handle)
-        if flow is not None and flow.phase is Phase.LANDED:
-            self._release(flow)
+        fetch = self._fetches.get(handle)
+        if fetch is not None and fetch.state is State.LANDED:
+            self._release(fetch)
 
     def abandon(self, handle: Any) -> None:
         """The request is gone."""
-        flow = self._flows.pop(handle, None)
-        if flow is None:
+        fetch = self._fetches.pop(handle, None)
+        if fetch is None:
             return
-        flow.cancelled = True
         self._changed.append(handle)
-        if flow.phase is not Phase.LANDED:
+        if fetch.state is State.LANDED:
+            del self._landed[fetch]
+        else:
             metrics.DEVICE_REQUESTS.labels("aborted").inc()
-        match flow.phase:
-            case Phase.LANDED:
-                self._release(flow)
-            case Phase.WAITING:
-                self._backend.lookups.forget(_lookup_of(flow))
-                self._link.leave(flow)
-                self._link.expect(flow, 0)
-                self._rounds.cancel_if_unwanted(flow.leader)
-            case Phase.LOOKUP:
-                self._backend.lookups.cancel(_lookup_of(flow))
-            case Phase.FETCHING:
-                self._rounds.cancel_if_unwanted(flow)
+        self._receive(fetch, Sign.ABANDONED)
+        for each in (fetch, fetch.leader):
+            if each in self._fetching and not each.is_wanted:
+                self._receive(each, Sign.UNWANTED)
 
     def step(self, reserved_tokens: Callable[[], int]) -> None:
         """Begin what can begin, a few at a time. Costs the same however many wait.
@@ -166,12 +179,12 @@ class Fetches:
             self._fruitless_steps += 1
             if self._fruitless_steps >= _PATIENCE_STEPS:
                 self._fruitless_steps = 0
-                for flow in list(self._landed):
-                    self._release(flow)
-        self._rounds.step(reserved_tokens, others_hold_slots=bool(self._landed))
-        for flow in self._sharing.take_resumed(_BEGINS_A_STEP):
-            if not self._begin(flow, may_fetch=False):
-                self._link.wait(flow)
+                for fetch in list(self._landed):
+                    self._release(fetch)
+        self._give_slots(reserved_tokens)
+        for fetch in self._sharing.take_resumed(_BEGINS_A_STEP):
+            if not self._begin(fetch, may_fetch=False):
+                self._receive(fetch, Sign.LEADER_ENDED)
         for _ in range(min(len(self._link), _BEGINS_A_STEP)):
             first = self._link.first()
             if first is None:
@@ -184,124 +197,232 @@ class Fetches:
         self._report()
 
     def _report(self) -> None:
-        counts = len(self._flows) - len(self._landed), self.held_tokens
+        counts = len(self._fetches) - len(self._landed), self.held_tokens
         if counts != self._reported:
             self._reported = counts
             metrics.PARKED_REQUESTS.set(counts[0])
             metrics.HELD_SLOTS.set(counts[1])
 
     def give_way(self, num_tokens: int) -> bool:
-        """Requests that run lack so many slots. Have what we keep for requests that wait be evicted. Whether there was
-        any."""
+        """Requests that run lack so many slots. Have what we keep for requests that wait be evicted, and then what is
+        being fetched, the last one first. Whether there was any."""
         given = 0
-        for flow in reversed(list(self._landed)):
+        for fetch in reversed(list(self._landed)):
             if given < num_tokens:
-                given += flow.landed_tokens
-                self._release(flow)
-        return given + self._rounds.give_way(num_tokens - given) > 0
+                given += fetch.landed_tokens
+                self._release(fetch)
+        for fetch in reversed(list(self._fetching)):
+            if given < num_tokens and (fetch.landed_tokens or fetch.filling):
+                given += fetch.landed_tokens + sum(filling.slots.numel() for filling in fetch.filling)
+                self._drop([fetch], End.FULL_POOL)
+        return given > 0
 
-    def drop_all(self, *, keeps_tree: bool = False) -> None:
-        """The pool is about to be emptied, or the store to be given up: nothing is written to the pool from here on.
-        The tree's locks go with the tree, unless that is kept."""
+    def drop_all(self) -> None:
+        """The pool is about to be emptied, or the store to be given up: nothing is written to the pool from here on."""
+        self._changed += self._fetches
         # In an order that all ranks share: the allocator hands out again what it gets back in it.
-        fetching = self._rounds.drop_all()
-        for flow in dict.fromkeys((*self._flows.values(), *fetching)):
-            if flow.phase is Phase.LOOKUP:
-                self._backend.lookups.cancel(_lookup_of(flow))
-            self._backend.lookups.forget(_lookup_of(flow))
-            if keeps_tree:
-                self._slots.let_go(flow)
-        self._changed += self._flows
-        self._flows.clear()
+        self._drop(dict.fromkeys((*self._fetches.values(), *self._fetching)), End.FLUSHED)
+        self._fetches.clear()
         self._landed.clear()
-        self._slots.clear()
         self._link.clear()
         self._sharing.clear()
         self._num_seen = self._backend.lookups.num_chosen  # those under way are not heard of any more
         self._report()
 
-    # What has ended
+    def _drop(self, fetches: Iterable[Fetch], end: End) -> None:
+        for fetch in fetches:
+            for filling in fetch.filling:
+                filling.sink.close()
+        self._backend.reads.publish()
+        for fetch in fetches:
+            self._receive(fetch, Dropped(end))
 
-    def _lookup_ended(self, flow: Flow, found: Found) -> None:
-        work = _lookup_of(flow)
-        self._num_seen += work.num_chosen
-        if flow.cancelled:
-            self._backend.lookups.forget(work)
-            return
-        num_pages = found.num_pages
-        self._known.add(work.hashes[:num_pages])
-        self._known.remove(work.hashes[num_pages:])
-        if not num_pages or not found.is_fetched:
-            self._finish(flow, End.RECOMPUTED if num_pages else End.MISSED)
-            return
-        flow.hashes = work.hashes[:num_pages]
-        flow.deadline_s = work.deadline_s
-        flow.phase = Phase.WAITING
-        self._link.expect(flow, num_pages)
-        self._link.wait(flow)
-
-    def _fetch_is_over(self, flow: Flow) -> None:
-        if flow.cancelled:
-            self._link.expect(flow, 0)
-            self._slots.let_go(flow)
-        else:
-            self._finish(flow, flow.end if flow.landed_tokens or flow.end is not End.PARTLY else End.FAILED)
-
-    def _finish(self, flow: Flow, end: End) -> None:
-        """No more is fetched. The request goes on with what the tree has."""
-        self._backend.lookups.forget(_lookup_of(flow))
-        self._changed.append(flow.handle)
-        self._link.expect(flow, 0)
-        reads = self._backend.access.reads
-        metrics.DEVICE_REQUESTS.labels((end if reads else End.SUSPENDED).value).inc()
-        timeline.add(flow.handle.rid, "parked", flow.arrived_s, time.monotonic())
-        if not flow.landed_tokens or not reads:
-            self._slots.let_go(flow)
-            self._flows.pop(flow.handle, None)
-            return
-        flow.phase = Phase.LANDED
-        self._landed[flow] = None
-        self._cache.prefetch_loaded_tokens_by_reqid[flow.handle] = flow.landed_tokens
-        self._cache.prefetch_loaded_storage_start_by_reqid[flow.handle] = flow.loaded_start
-
-    def _release(self, flow: Flow) -> None:
+    def _release(self, fetch: Fetch) -> None:
         """The prefix stays in the tree like any other."""
-        del self._landed[flow]
-        self._changed.append(flow.handle)
-        self._slots.let_go(flow)
-        self._flows.pop(flow.handle, None)
+        del self._landed[fetch]
+        self._changed.append(fetch.handle)
+        self._fetches.pop(fetch.handle)
+        self._receive(fetch, Sign.RELEASED)
 
     def _num_ahead(self) -> int:
         """Pages that are to be fetched before what is looked up now. From any thread; about right."""
         return self._link.expected_pages + self._backend.lookups.num_chosen - self._num_seen
 
-    # Beginning
+    # What the ranks agree on
 
-    def _begin(self, flow: Flow, *, may_fetch: bool) -> bool:
+    def _looked_up(self, fetch: Fetch, finding: Finding) -> None:
+        work, num_pages = fetch.lookup, finding.num_pages
+        self._num_seen += work.num_chosen
+        if fetch.state is State.LOOKUP:
+            self._known.add(work.hashes[:num_pages])
+            self._known.remove(work.hashes[num_pages:])
+        if num_pages and finding.is_fetched:
+            self._receive(fetch, Found(num_pages))
+        else:
+            self._receive(fetch, NothingToFetch(End.RECOMPUTED if num_pages else End.MISSED))
+
+    def _link_has_room(self, fetch: Fetch, _: Done) -> None:
+        self._link.give_back(fetch)
+
+    def _round_starts(self, fetch: Fetch, message: RoundStarts) -> None:
+        event: dict[int, Event] = {
+            RoundStart.ENDED: RoundRefused(End.PARTLY),
+            RoundStart.STOP: RoundRefused(End.STOPPED),
+            RoundStart.WANTED: Sign.BYTES_HERE,
+        }
+        self._receive(fetch, event[message.start])
+
+    def _round_ended(self, fetch: Fetch, restored: PageCount) -> None:
+        if fetch in self._fetching:
+            self._backend.reads.publish()
+        self._receive(fetch, Restored(restored.num_pages if self._backend.access.reads else 0))
+
+    def _transmission_over(self, fetch: Fetch, _: Done) -> None:
+        self._receive(fetch, Sign.TRANSMISSION_OVER)
+
+    # Whose turn it is
+
+    def _begin(self, fetch: Fetch, *, may_fetch: bool) -> bool:
         """Fetch, or follow another one, or see that there is nothing to fetch. False: there is, and it must wait."""
         if not self._backend.access.reads:
-            self._finish(flow, End.SUSPENDED)
+            self._receive(fetch, NothingToFetch(End.SUSPENDED))
             return True
-        matched = self._cache.match_prefix(MatchPrefixParams(key=flow.key))
+        matched = self._cache.match_prefix(MatchPrefixParams(key=fetch.key))
         begin = matched.device_prefix_len
-        end = flow.start + flow.num_pages * self._page_size
+        end = fetch.start + fetch.num_pages * self._page_size
         # Where the tree has less than at the arrival, SGLang asks again.
-        if not flow.start <= begin < end:
-            self._finish(flow, End.KNOWN if begin >= end else End.LOST)
+        if not fetch.start <= begin < end:
+            self._receive(fetch, NothingToFetch(End.KNOWN if begin >= end else End.LOST))
             return True
-        first_page = (begin - flow.start) // self._page_size
-        if self._sharing.follow(flow, flow.hashes[first_page]):
-            self._link.expect(flow, 0)
+        first_page = (begin - fetch.start) // self._page_size
+        if self._sharing.follow(fetch, fetch.lookup.hashes[first_page]):
+            self._link.expect(fetch, 0)
+            self._receive(fetch, Sign.FOLLOWS)
             return True
-        self._link.expect(flow, flow.num_pages - first_page)
+        self._link.expect(fetch, fetch.num_pages - first_page)
         if not may_fetch:
             return False
-        flow.phase, flow.loaded_start = Phase.FETCHING, begin
-        flow.lock = self._cache.lock(matched.last_device_node)
-        self._rounds.begin(flow, first_page)
+        fetch.loaded_start = begin
+        fetch.lock = self._cache.lock(matched.last_device_node)
+        self._receive(fetch, Begun(first_page, self._round_ends(fetch, first_page)))
         return True
 
+    def _round_ends(self, fetch: Fetch, first_page: int) -> tuple[int, ...]:
+        """Rounds end at multiples of their length, counted from the sequence's start, as spans do."""
+        before = fetch.start // self._page_size
+        next_end = (before + first_page) // self._round_pages * self._round_pages + self._round_pages - before
+        return *range(next_end, fetch.num_pages, self._round_pages), fetch.num_pages
 
-def _lookup_of(flow: Flow) -> LookupWork:
-    assert flow.lookup is not None
-    return flow.lookup
+    def _give_slots(self, reserved_tokens: Callable[[], int]) -> None:
+        if not self._turns:
+            return
+        give = partial(self._give_slots_to, reserved_tokens=reserved_tokens())
+        if self._turns.serve(give) or self._landed or any(fetch.filling for fetch in self._fetching):
+            return
+        # None of those that hold slots will give them back by itself.
+        if last := self._turns.last_of_several():
+            self._receive(last, RoundRefused(End.FULL_POOL))
+
+    def _give_slots_to(self, fetch: Fetch, *, reserved_tokens: int) -> bool:
+        """Slots for the next round, if there are any for it."""
+        if not self._backend.access.reads:
+            self._receive(fetch, RoundRefused(End.PARTLY))
+            return True
+        num_tokens = (fetch.round_end - fetch.next_page) * self._page_size
+        slots = self._slots.allocate(fetch, num_tokens, reserved_tokens)
+        if slots is None:
+            return False
+        ticket = self._board.open(partial(self._round_ended, fetch))
+        sink = self._backend.reads.restore_round(ticket, _call_of(fetch), fetch.num_rounds, slots)
+        self._receive(fetch, SlotsGiven(Filling(slots, sink)))
+        return True
+
+    # What follows from an event
+
+    def _receive(self, fetch: Fetch, event: Event) -> None:
+        for action in fetch.receive(event):
+            self._act(fetch, action)
+
+    def _act(self, fetch: Fetch, action: Action) -> None:
+        match action:
+            case Do.CANCEL_LOOKUP:
+                self._backend.lookups.cancel(fetch.lookup)
+            case Do.FORGET_FOUND:
+                self._backend.lookups.forget(fetch.lookup)
+                self._link.expect(fetch, 0)
+            case Do.QUEUE:
+                self._link.wait(fetch)
+            case Do.LEAVE_QUEUE:
+                self._link.leave(fetch)
+            case Transmit():
+                self._transmit(fetch, action)
+            case AwaitBytes(index, first_page):
+                bytes_ticket = self._board.open(partial(self._round_starts, fetch))
+                num_left = fetch.num_pages - first_page
+                self._backend.reads.await_round(bytes_ticket, _call_of(fetch), index, num_left)
+            case Do.ASK_FOR_SLOTS:
+                self._turns.ask(fetch)
+            case Do.ASK_NO_MORE:
+                self._turns.leave(fetch)
+            case Land():
+                self._land(fetch, action)
+            case Free(num_landed, filling):
+                self._slots.free(filling.slots[num_landed * self._page_size :])
+            case Do.STOP:
+                self._backend.reads.stop(_call_of(fetch))
+            case Do.FETCH_NO_MORE:
+                del self._fetching[fetch]
+                self._link.changed()
+                self._link.expect(fetch, 0)
+                self._sharing.ended(fetch, fetch.lookup.hashes[: fetch.num_pages])
+            case Do.LET_GO:
+                self._slots.let_go(fetch)
+            case Finish(end):
+                self._finish(fetch, end)
+
+    def _transmit(self, fetch: Fetch, action: Transmit) -> None:
+        first_page, lookup = action.first_page, fetch.lookup
+        pages = slice(first_page, fetch.num_pages)
+        assert lookup.number is not None
+        self._fetching[fetch] = None
+        self._sharing.lead(fetch, lookup.hashes[pages])
+        self._link.take(fetch, fetch.num_pages - first_page)
+        fetch.call = self._backend.reads.begin(
+            FetchRequest(
+                request_id=fetch.handle.rid,
+                deadline_s=lookup.deadline_s,
+                lookup=lookup.number,
+                first_page=first_page,
+                page_hashes=lookup.page_hashes[pages],
+                round_ends=[page - first_page for page in action.round_ends],
+                link_ticket=self._board.open(partial(self._link_has_room, fetch)),
+                end_ticket=self._board.open(partial(self._transmission_over, fetch)),
+            )
+        )
+
+    def _land(self, fetch: Fetch, action: Land) -> None:
+        begin = fetch.start + action.first_page * self._page_size
+        self._slots.land(fetch, begin, action.slots.slots[: action.num_pages * self._page_size])
+        self._link.changed()
+        self._link.expect(fetch, max(0, fetch.expected_pages - action.num_pages))
+        # Those who wait for them may find enough.
+        self._sharing.ended(fetch, fetch.lookup.hashes[action.first_page : action.first_page + action.num_pages])
+
+    def _finish(self, fetch: Fetch, end: End) -> None:
+        reads = self._backend.access.reads
+        self._changed.append(fetch.handle)
+        metrics.DEVICE_REQUESTS.labels((end if reads else End.SUSPENDED).value).inc()
+        timeline.add(fetch.handle.rid, "parked", fetch.arrived_s, time.monotonic())
+        if fetch.state is State.LANDED and reads:
+            self._landed[fetch] = None
+            self._cache.prefetch_loaded_tokens_by_reqid[fetch.handle] = fetch.landed_tokens
+            self._cache.prefetch_loaded_storage_start_by_reqid[fetch.handle] = fetch.loaded_start
+            return
+        del self._fetches[fetch.handle]
+        if fetch.state is State.LANDED:
+            self._receive(fetch, Sign.RELEASED)
+
+
+def _call_of(fetch: Fetch) -> FetchCall:
+    assert fetch.call is not None
+    return fetch.call

@@ -33,7 +33,7 @@ class LookupWork:
     cancelled: bool = False
 
 
-class Found(NamedTuple):
+class Finding(NamedTuple):
     """What a lookup has come to: how many pages are stored, from the first on, and whether to fetch them (1) or not
     (0). So pages count that all ranks have, and they are fetched if all ranks want to."""
 
@@ -55,15 +55,17 @@ class Lookups:
         self.num_chosen = 0  # pages that were found, and that are to be fetched, since the start
 
     def begin(
-        self, ticket: Ticket[Found], hash_pages: Callable[[], list[str]], num_ahead: Callable[[], int]
-    ) -> LookupWork:
+        self,
+        work: LookupWork,
+        ticket: Ticket[Finding],
+        hash_pages: Callable[[], list[str]],
+        num_ahead: Callable[[], int],
+    ) -> None:
         """Find the longest stored run of some pages, and decide whether to fetch it.
 
         ``num_ahead``: pages that are to be fetched before these. Both are called on other threads.
         """
-        work = LookupWork()
         self._hash_pool.submit(self._look_up, work, ticket, hash_pages, num_ahead)
-        return work
 
     def cancel(self, work: LookupWork) -> None:
         """Have it end soon. It is still reported."""
@@ -79,7 +81,7 @@ class Lookups:
     def _look_up(
         self,
         work: LookupWork,
-        ticket: Ticket[Found],
+        ticket: Ticket[Finding],
         hash_pages: Callable[[], list[str]],
         num_ahead: Callable[[], int],
     ) -> None:
@@ -95,9 +97,9 @@ class Lookups:
         except Exception:
             logger.exception("kvfetch lookup failed")
             metrics.MISSES.labels("lookup", "internal").inc()
-        self._report(ticket, Found(0, 1))
+        self._report(ticket, Finding(0, 1))
 
-    def _found(self, work: LookupWork, ticket: Ticket[Found], num_ahead: Callable[[], int], find: Find) -> None:
+    def _found(self, work: LookupWork, ticket: Ticket[Finding], num_ahead: Callable[[], int], find: Find) -> None:
         """On the thread that the data plane is heard on."""
         is_fetched = True
         try:
@@ -109,4 +111,4 @@ class Lookups:
                 work.num_chosen = find.num_pages
                 self.num_chosen += work.num_chosen
         finally:
-            self._report(ticket, Found(find.num_pages, int(is_fetched)))
+            self._report(ticket, Finding(find.num_pages, int(is_fetched)))

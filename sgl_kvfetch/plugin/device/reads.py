@@ -76,12 +76,8 @@ class Reads:
         call.end.add_done_callback(lambda _: self._report(request.end_ticket, Done()))
         return call
 
-    def cancel(self, call: FetchCall) -> None:
-        """Have it end soon."""
-        self._plane.cancel(call.work)
-
     def stop(self, call: FetchCall) -> None:
-        """The rounds that were not given slots are not wanted any more. All others have ended."""
+        """What is still on its way is not wanted any more."""
         self._plane.cancel(call.work, is_miss=False)
 
     def await_round(self, ticket: Ticket[RoundStarts], call: FetchCall, index: int, num_left: int) -> None:

@@ -5,30 +5,31 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from sgl_kvfetch.plugin.device.flow import Flow
+from sgl_kvfetch.plugin.device.fetch import Fetch
+from sgl_kvfetch.plugin.device.fetch_state import State
 
 
 class Sharing:
     """Who fetches which pages, and who follows. The same on every rank."""
 
     def __init__(self) -> None:
-        self._leaders: dict[str, Flow] = {}  # by page hash
-        self._resumed: deque[Flow] = deque()  # what they followed for has landed, or has ended
+        self._leaders: dict[str, Fetch] = {}  # by page hash
+        self._resumed: deque[Fetch] = deque()  # what they followed for has landed, or has ended
 
-    def lead(self, flow: Flow, hashes: Iterable[str]) -> None:
+    def lead(self, fetch: Fetch, hashes: Iterable[str]) -> None:
         """It fetches these pages from now on."""
-        self._leaders.update(dict.fromkeys(hashes, flow))
+        self._leaders.update(dict.fromkeys(hashes, fetch))
 
-    def follow(self, flow: Flow, page_hash: str) -> bool:
+    def follow(self, fetch: Fetch, page_hash: str) -> bool:
         """Have it wait for whoever fetches this page. False: nobody does."""
         leader = self._leaders.get(page_hash)
         if leader is None:
             return False
-        leader.followers.append(flow)
-        flow.leader = leader
+        leader.followers.append(fetch)
+        fetch.leader = leader
         return True
 
-    def ended(self, leader: Flow, hashes: Iterable[str]) -> None:
+    def ended(self, leader: Fetch, hashes: Iterable[str]) -> None:
         """It fetches these pages no more: they have landed, or will not. Its followers look again."""
         for page_hash in hashes:
             if self._leaders.get(page_hash) is leader:
@@ -38,10 +39,10 @@ class Sharing:
             self._resumed.append(follower)
         leader.followers.clear()
 
-    def take_resumed(self, limit: int) -> list[Flow]:
+    def take_resumed(self, limit: int) -> list[Fetch]:
         """Those that follow nobody any more, in their order, and are still there."""
         resumed = [self._resumed.popleft() for _ in range(min(len(self._resumed), limit))]
-        return [flow for flow in resumed if not flow.cancelled]
+        return [fetch for fetch in resumed if fetch.state is State.FOLLOWING]
 
     def clear(self) -> None:
         self._leaders.clear()

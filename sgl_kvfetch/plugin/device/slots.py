@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 
-from sgl_kvfetch.plugin.device.flow import Flow
+from sgl_kvfetch.plugin.device.fetch import Fetch
 
 
 class Slots:
@@ -20,10 +20,10 @@ class Slots:
         self._max_tokens = max_tokens
         self.held_tokens = 0
 
-    def allocate(self, flow: Flow, num_tokens: int, reserved_tokens: int) -> torch.Tensor | None:
+    def allocate(self, fetch: Fetch, num_tokens: int, reserved_tokens: int) -> torch.Tensor | None:
         """As SGLang does: what nobody uses is evicted. None if there are not so many beside those that requests which
         run will need yet, ``reserved_tokens``."""
-        if self.held_tokens - flow.landed_tokens + num_tokens > self._max_tokens:
+        if self.held_tokens - fetch.landed_tokens + num_tokens > self._max_tokens:
             return None
         allocator = self._cache.token_to_kv_pool_allocator
         lacking = num_tokens - allocator.available_size()
@@ -41,31 +41,27 @@ class Slots:
             self.held_tokens -= slots.numel()
             self._cache.token_to_kv_pool_allocator.free(slots)
 
-    def land(self, flow: Flow, begin: int, slots: torch.Tensor) -> None:
-        """Put slots into the tree, from the flow's token ``begin`` on, and have its lock keep them there. What the tree
-        has got meanwhile it keeps, and frees ours."""
-        cache, anchor = self._cache, flow.lock
+    def land(self, fetch: Fetch, begin: int, slots: torch.Tensor) -> None:
+        """Put slots into the tree, from token ``begin`` of the fetch on, and have its lock keep them there. What the
+        tree has got meanwhile it keeps, and frees ours."""
+        cache, anchor = self._cache, fetch.lock
         before = cache.path_device_indices(anchor.node)[:begin]
         end = begin + slots.numel()
         result = cache.insert(
             InsertParams(
-                key=flow.key[:end],
+                key=fetch.key[:end],
                 value=torch.cat([before, slots.to(before.dtype)]),
                 prev_prefix_len=begin,
                 inserted_len=end,  # the request's own insertion counts the hit
             )
         )
-        flow.lock = cache.lock(result.last_device_node)
+        fetch.lock = cache.lock(result.last_device_node)
         cache.unlock(anchor)
-        flow.landed_tokens += slots.numel()
+        fetch.landed_tokens += slots.numel()
 
-    def let_go(self, flow: Flow) -> None:
+    def let_go(self, fetch: Fetch) -> None:
         """What it landed stays in the tree like any other prefix."""
-        self.held_tokens -= flow.landed_tokens
-        flow.landed_tokens = 0
-        self._cache.unlock(flow.lock)
-        flow.lock = None
-
-    def clear(self) -> None:
-        """Nothing is held any more: locks go with the tree."""
-        self.held_tokens = 0
+        self.held_tokens -= fetch.landed_tokens
+        fetch.landed_tokens = 0
+        self._cache.unlock(fetch.lock)
+        fetch.lock = None

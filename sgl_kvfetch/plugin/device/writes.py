@@ -71,13 +71,12 @@ class Writes:
         """The request is over."""
         self._num_seen.pop(rid, None)
 
-    def drop_all(self, *, keeps_tree: bool = False) -> None:
-        """Nothing is read from the pool from here on. Locks are given back, unless the tree goes, and they with it."""
+    def drop_all(self) -> None:
+        """Nothing is read from the pool from here on."""
         for copy in self._copies:
             assert copy.source is not None
             copy.source.close()
             self._known.remove(copy.run.page_hashes)
-            if keeps_tree:
-                self._cache.unlock(copy.lock)
+            self._cache.unlock(copy.lock)
         self._copies.clear()
         self._num_seen.clear()

@@ -28,7 +28,7 @@ from sgl_kvfetch.dataplane.service import Service
 from sgl_kvfetch.plugin import plane as plane_module
 from sgl_kvfetch.plugin.device.backend import DeviceBackend
 from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
-from sgl_kvfetch.plugin.device.flow import Phase
+from sgl_kvfetch.plugin.device.fetch_state import State
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.types import TENSORS
@@ -175,10 +175,10 @@ class Rig:
             torch.equal(self.cached_values(tokens, num_tokens, t), page_values(tokens[:num_tokens], t)) for t in TENSORS
         )
 
-    def phases(self) -> list[Phase]:
+    def states(self) -> list[State]:
         """Of the requests that are there, in their arrival's order."""
         assert self.cache._parts is not None
-        return [flow.phase for flow in self.cache._parts.fetches._flows.values()]
+        return self.cache._parts.fetches.states
 
     @property
     def num_available(self) -> int:

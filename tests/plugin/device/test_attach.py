@@ -13,7 +13,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.device import scheduler_hooks
-from sgl_kvfetch.plugin.device.flow import Phase
+from sgl_kvfetch.plugin.device.fetch_state import State
 from tests.codecs.fake_nvenc import install
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import WAIT_S, Ranks, Rig, prompt
@@ -87,20 +87,22 @@ def test_a_detached_cache_is_a_plain_one_until_it_is_attached_again(make: MakeRi
     rig.assert_nothing_held()
 
 
-@pytest.mark.parametrize("phase", [Phase.LOOKUP, Phase.WAITING, Phase.FETCHING, Phase.LANDED])
+@pytest.mark.parametrize("state", [State.LOOKUP, State.WAITING, State.FOLLOWING, State.FETCHING, State.LANDED])
 @pytest.mark.parametrize("is_aborted", [False, True])
-def test_detaching_ends_what_is_under_way(make: MakeRig, phase: Phase, is_aborted: bool) -> None:
-    rig = connectable(make())
-    shared = prompt(0)
+def test_detaching_ends_what_is_under_way(make: MakeRig, state: State, is_aborted: bool) -> None:
+    rig = connectable(make(round_tokens=16))
+    shared, other = prompt(0), prompt(2)
     rig.stored(shared)
+    rig.stored(other)
     rig.compute(prompt(1))
     rig.write_all()
-    rig.store.lookups.is_open = phase is not Phase.LOOKUP
-    rig.store.reads.is_open = phase is Phase.LANDED
+    rig.store.lookups.is_open = state is not State.LOOKUP
+    rig.store.reads.is_open = state is State.LANDED
     handles = [rig.arrive(shared)]
-    if phase is Phase.WAITING:
-        handles.append(rig.arrive(shared))
-    rig.settle(lambda: rig.phases()[-1:] == [phase])
+    if state in (State.WAITING, State.FOLLOWING):
+        rig.settle(lambda: rig.states() == [State.FETCHING])
+        handles.append(rig.arrive(other if state is State.WAITING else shared))
+    rig.settle(lambda: rig.states()[-1:] == [state])
     if is_aborted:
         for handle in handles:
             rig.abort(handle)
@@ -111,7 +113,7 @@ def test_detaching_ends_what_is_under_way(make: MakeRig, phase: Phase, is_aborte
     assert rig.num_available + rig.cache.evictable_size() == rig.num_slots
     assert rig.holds(prompt(1), 32)  # the tree stays
     assert attach(rig)[0]
-    assert is_fetched(rig, shared) is (phase is not Phase.LANDED)
+    assert is_fetched(rig, shared) is (state is not State.LANDED)
     rig.assert_nothing_held()
 
 
@@ -224,13 +226,13 @@ def test_sglang_detaches_and_attaches(rig: Rig, monkeypatch: pytest.MonkeyPatch)
     rig.stored(prompt(0))
     rig.store.reads.is_open = False
     handle = rig.arrive(prompt(0))
-    rig.settle(lambda: rig.phases() == [Phase.FETCHING])
+    rig.settle(lambda: rig.states() == [State.FETCHING])
 
     scheduler.waiting_queue.append(handle)
     detached = scheduler_hooks.detach_store(Scheduler.detach_hicache_storage_wrapped, scheduler, None)
     assert not detached.success
     assert "not idle" in detached.message
-    assert rig.phases() == [Phase.FETCHING]  # a refusal changes nothing
+    assert rig.states() == [State.FETCHING]  # a refusal changes nothing
 
     rig.abort(scheduler.waiting_queue.pop())
     assert rig.cache.has_pending_cache_operations()

@@ -6,21 +6,21 @@ import threading
 import torch
 
 from sgl_kvfetch.plugin.device.board import Board, Done, PageCount, Ticket
-from sgl_kvfetch.plugin.device.lookups import Found
+from sgl_kvfetch.plugin.device.lookups import Finding
 from tests.plugin.device.rig import Ranks
 
 
 def test_what_is_reported_is_told_once() -> None:
     heard: list[object] = []
     board = Board(None)
-    first: Ticket[Found] = board.open(heard.append)
+    first: Ticket[Finding] = board.open(heard.append)
     second: Ticket[PageCount] = board.open(heard.append)
     board.step()
     assert not heard
     board.report(second, PageCount(7))
-    board.report(first, Found(3, 1))
+    board.report(first, Finding(3, 1))
     board.step()
-    assert heard == [Found(3, 1), PageCount(7)]
+    assert heard == [Finding(3, 1), PageCount(7)]
     board.step()
     assert len(heard) == 2
     assert board.num_open == 0
@@ -99,11 +99,11 @@ def test_no_collective_while_nothing_is_open() -> None:
 def test_each_field_is_agreed_on_by_itself() -> None:
     """One rank finds ten pages and wants them, the other eleven, which it would rather compute: nobody fetches."""
     ranks = Ranks(2)
-    heard: list[list[Found]] = [[], []]
+    heard: list[list[Finding]] = [[], []]
 
     def run(rank: int) -> None:
         board = Board(ranks.agree(rank))
-        board.report(board.open(heard[rank].append), (Found(10, 1), Found(11, 0))[rank])
+        board.report(board.open(heard[rank].append), (Finding(10, 1), Finding(11, 0))[rank])
         board.step()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
@@ -111,23 +111,23 @@ def test_each_field_is_agreed_on_by_itself() -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert heard == [[Found(10, 0)], [Found(10, 0)]]
+    assert heard == [[Finding(10, 0)], [Finding(10, 0)]]
 
 
 def test_ranks_hear_of_the_least_and_at_the_same_step() -> None:
     """2,000 steps, in which each rank reports when it likes."""
     ranks = Ranks(2)
-    heard: list[list[tuple[int, Ticket[Found], Found]]] = [[], []]
-    reports: list[dict[Ticket[Found], Found]] = [{}, {}]
+    heard: list[list[tuple[int, Ticket[Finding], Finding]]] = [[], []]
+    reports: list[dict[Ticket[Finding], Finding]] = [{}, {}]
 
     def run(rank: int) -> None:
         board = Board(ranks.agree(rank))
         same, own = random.Random(0), random.Random(1 + rank)
-        unreported: list[Ticket[Found]] = []
+        unreported: list[Ticket[Finding]] = []
         num_steps = 0
 
-        def open_one() -> Ticket[Found]:
-            ticket: Ticket[Found] = board.open(lambda found: heard[rank].append((num_steps, ticket, found)))
+        def open_one() -> Ticket[Finding]:
+            ticket: Ticket[Finding] = board.open(lambda found: heard[rank].append((num_steps, ticket, found)))
             return ticket
 
         for _ in range(2000):
@@ -135,7 +135,7 @@ def test_ranks_hear_of_the_least_and_at_the_same_step() -> None:
                 unreported.append(open_one())
             while unreported and own.random() < 0.4:
                 ticket = unreported.pop(own.randrange(len(unreported)))
-                reports[rank][ticket] = Found(own.randrange(10), own.randrange(2))
+                reports[rank][ticket] = Finding(own.randrange(10), own.randrange(2))
                 board.report(ticket, reports[rank][ticket])
             board.step()
             num_steps += 1
@@ -149,4 +149,4 @@ def test_ranks_hear_of_the_least_and_at_the_same_step() -> None:
     assert len(heard[0]) > 500
     for _, ticket, found in heard[0]:
         of_both = zip(reports[0][ticket], reports[1][ticket], strict=True)
-        assert found == Found(*map(min, of_both))
+        assert found == Finding(*map(min, of_both))

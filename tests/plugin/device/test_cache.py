@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, EvictPara
 from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.metrics import DEVICE_REQUESTS, HELD_SLOTS, PARKED_REQUESTS
-from sgl_kvfetch.plugin.device.flow import Phase
+from sgl_kvfetch.plugin.device.fetch_state import State
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import PAGE, WAIT_S, Rig, prompt
 
@@ -71,7 +71,7 @@ def test_how_requests_end_is_counted(rig: Rig) -> None:
     rig.stored(prompt(0))
     rig.store.reads.is_open = False
     handles = [rig.arrive(prompt(0)), rig.arrive(prompt(1)), rig.arrive(prompt(0))]
-    rig.settle(lambda: rig.phases() == [Phase.FETCHING, Phase.WAITING])
+    rig.settle(lambda: rig.states() == [State.FETCHING, State.FOLLOWING])
     rig.cache.step()
     assert PARKED_REQUESTS._value.get() == 2
     assert HELD_SLOTS._value.get() == 0  # no bytes are here yet
@@ -106,7 +106,7 @@ def test_an_abort_gives_everything_back(make: MakeRig, moment: str) -> None:
         case "lookup":
             rig.settle(lambda: rig.store.lookups.num_waiting > 0)
         case "transmit" | "waiting":
-            rig.settle(lambda: rig.phases() == [Phase.FETCHING, Phase.WAITING][: 2 if second else 1])
+            rig.settle(lambda: rig.states() == [State.FETCHING, State.WAITING][: 2 if second else 1])
             assert rig.num_available == rig.num_slots
         case "restore":
             rig.settle(lambda: rig.num_available == rig.num_slots - 32)
@@ -132,7 +132,7 @@ def test_a_reset_gives_everything_back_and_nothing_is_written_after(rig: Rig, mo
         case "lookup":
             rig.settle(lambda: rig.store.lookups.num_waiting > 0)
         case "transmit":
-            rig.settle(lambda: rig.phases() == [Phase.FETCHING])
+            rig.settle(lambda: rig.states() == [State.FETCHING])
         case "restore":
             rig.settle(lambda: rig.num_available == rig.num_slots - 32)
         case "landed":
@@ -216,7 +216,7 @@ def test_nothing_lands_after_the_weights_changed(rig: Rig) -> None:
     rig.stored(tokens)
     rig.store.reads.is_open = False
     handle = rig.arrive(tokens)
-    rig.settle(lambda: rig.phases() == [Phase.FETCHING])
+    rig.settle(lambda: rig.states() == [State.FETCHING])
     rig.backend.access.suspend("other weights")
     rig.store.reads.is_open = True
     rig.await_over(handle)

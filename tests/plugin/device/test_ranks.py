@@ -85,7 +85,7 @@ def _schedule(rig: Rig, prompts: list[list[int]], is_faulty: bool, history: list
         if alike.random() < 0.05:
             rig.cache.evict(EvictParams(num_tokens=128))
         sizes = rig.num_available, rig.cache.evictable_size(), rig.cache.protected_size()
-        history.append((rig.phases(), num_hits, *sizes))
+        history.append((rig.states(), num_hits, *sizes))
     rig.store.lookups.is_open = rig.store.reads.is_open = True
     for handle in alive:
         rig.abort(handle)

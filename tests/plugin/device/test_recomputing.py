@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sgl_kvfetch.metrics import DEVICE_DECISIONS, DEVICE_REQUESTS
-from sgl_kvfetch.plugin.device.flow import Phase
+from sgl_kvfetch.plugin.device.fetch_state import State
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import prompt
 
@@ -47,7 +47,7 @@ def test_the_rest_is_computed_where_that_has_become_faster(make: MakeRig) -> Non
     rig.store.reads.is_open = False
     rig.store.reads.lets_through = lambda name, start: start == 0
     handle = rig.arrive(tokens)
-    rig.settle(lambda: rig.phases() == [Phase.FETCHING])
+    rig.settle(lambda: rig.states() == [State.FETCHING])
     for num_tokens in (10_000, 20_000, 30_000, 40_000):
         rig.cache.prefill_speed.add(num_tokens, num_tokens * 1e-9)
     rig.store.reads.is_open = True

@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.metrics import DEVICE_REQUESTS
-from sgl_kvfetch.plugin.device.flow import Phase
+from sgl_kvfetch.plugin.device.fetch_state import State
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import Rig, prompt
 
@@ -24,7 +24,7 @@ def test_fetches_keep_to_their_share(make: MakeRig) -> None:
     one = rig.arrive(first)
     rig.await_over(one)
     two = rig.arrive(second)
-    rig.settle(lambda: rig.phases() == [Phase.LANDED, Phase.FETCHING])
+    rig.settle(lambda: rig.states() == [State.LANDED, State.FETCHING])
     for _ in range(100):
         rig.cache.step()
     assert not rig.cache.check_prefetch_progress(two)
@@ -119,7 +119,7 @@ def test_an_abort_between_rounds(make: MakeRig, moment: int) -> None:
     rig.stored(tokens)
     rig.store.reads.is_open = bool(moment)
     handle = rig.arrive(tokens)
-    rig.settle(lambda: rig.phases() == [Phase.FETCHING] and rig.cache.protected_size() >= moment)
+    rig.settle(lambda: rig.states() == [State.FETCHING] and rig.cache.protected_size() >= moment)
     rig.abort(handle)
     rig.settle()
     rig.assert_nothing_held()
@@ -142,7 +142,7 @@ def test_a_full_pool_makes_it_wait(make: MakeRig) -> None:
     rig.stored(tokens)
     busy = rig.cache.lock(rig.compute(prompt(1, 24)))
     handle = rig.arrive(tokens)
-    rig.settle(lambda: rig.phases() == [Phase.FETCHING])
+    rig.settle(lambda: rig.states() == [State.FETCHING])
     for _ in range(100):
         rig.cache.step()
     assert not rig.cache.check_prefetch_progress(handle)

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_kvfetch.plugin.device.flow import Flow, Phase
+from sgl_kvfetch.plugin.device.fetch import Fetch
+from sgl_kvfetch.plugin.device.fetch_state import Begun, Found, Sign, State
 from sgl_kvfetch.plugin.device.sharing import Sharing
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import Rig, prompt
@@ -10,67 +11,77 @@ from tests.plugin.device.rig import Rig, prompt
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def flow(number: int) -> Flow:
-    return Flow(handle=number, key=None, start=0, arrival=number, arrived_s=0.0)
+def fetch(number: int) -> Fetch:
+    made = Fetch(handle=number, key=None, start=0, arrival=number, arrived_s=0.0)
+    made.receive(Found(3))
+    return made
+
+
+def follow(sharing: Sharing, follower: Fetch, page_hash: str) -> bool:
+    if sharing.follow(follower, page_hash):
+        follower.receive(Sign.FOLLOWS)
+        return True
+    return False
 
 
 def test_followers_look_again_when_anything_has_landed() -> None:
-    sharing, leader, follower = Sharing(), flow(0), flow(1)
-    assert not sharing.follow(follower, "a")
+    sharing, leader, follower = Sharing(), fetch(0), fetch(1)
+    assert not follow(sharing, follower, "a")
     sharing.lead(leader, ["a", "b", "c"])
-    assert sharing.follow(follower, "b")
+    assert follow(sharing, follower, "b")
     assert follower.leader is leader
     assert not sharing.take_resumed(8)
     sharing.ended(leader, ["a"])
     assert sharing.take_resumed(8) == [follower]
     assert follower.leader is None
     assert not sharing.take_resumed(8)
-    assert not sharing.follow(follower, "a")
-    assert sharing.follow(follower, "b")  # which is still to come
+    assert not follow(sharing, follower, "a")
+    assert follow(sharing, follower, "b")  # which is still to come
 
 
 def test_a_page_that_another_one_has_begun_to_fetch_stays_that_ones() -> None:
-    sharing, first, second = Sharing(), flow(0), flow(1)
+    sharing, first, second = Sharing(), fetch(0), fetch(1)
     sharing.lead(first, ["a", "b"])
     sharing.lead(second, ["b"])
     sharing.ended(first, ["a", "b"])
-    follower = flow(2)
-    assert not sharing.follow(follower, "a")
-    assert sharing.follow(follower, "b")
+    follower = fetch(2)
+    assert not follow(sharing, follower, "a")
+    assert follow(sharing, follower, "b")
     assert follower.leader is second
 
 
 def test_followers_that_are_gone_do_not_count() -> None:
-    sharing, leader = Sharing(), flow(0)
-    followers = [flow(number) for number in range(1, 6)]
+    sharing, leader = Sharing(), fetch(0)
+    followers = [fetch(number) for number in range(1, 6)]
     sharing.lead(leader, ["a"])
     for follower in followers:
-        assert sharing.follow(follower, "a")
-    followers[0].cancelled = True
+        assert follow(sharing, follower, "a")
+    followers[0].receive(Sign.ABANDONED)
     sharing.ended(leader, ["a"])
-    followers[2].cancelled = True
+    followers[2].receive(Sign.ABANDONED)
     assert sharing.take_resumed(3) == [followers[1], followers[3]]
     assert sharing.take_resumed(3) == [followers[4]]
 
 
 def test_whose_pages_are_wanted() -> None:
-    sharing, leader, follower = Sharing(), flow(0), flow(1)
+    sharing, leader, follower = Sharing(), fetch(0), fetch(1)
     sharing.lead(leader, ["a"])
-    sharing.follow(follower, "a")
-    leader.cancelled = True
+    follow(sharing, follower, "a")
+    leader.receive(Begun(0, (3,)))
+    leader.receive(Sign.ABANDONED)
     assert leader.is_wanted
-    follower.cancelled = True
+    follower.receive(Sign.ABANDONED)
     assert not leader.is_wanted
 
 
 def test_nothing_is_left_when_all_is_dropped() -> None:
-    sharing, leader, follower = Sharing(), flow(0), flow(1)
+    sharing, leader, follower = Sharing(), fetch(0), fetch(1)
     sharing.lead(leader, ["a"])
-    sharing.follow(follower, "a")
+    follow(sharing, follower, "a")
     sharing.ended(leader, [])
     sharing.clear()
     assert not sharing.take_resumed(8)
-    assert not sharing.follow(follower, "a")
+    assert not follow(sharing, follower, "a")
 
 
 def test_pages_are_fetched_once_for_requests_that_share_them(make: MakeRig) -> None:
@@ -82,9 +93,9 @@ def test_pages_are_fetched_once_for_requests_that_share_them(make: MakeRig) -> N
     first = rig.arrive(tokens[:32])
     rig.settle(lambda: rig.store.reads.num_waiting > 0)
     second, third = rig.arrive(tokens[:32]), rig.arrive(tokens)
-    rig.settle(lambda: rig.phases() == [Phase.FETCHING, Phase.WAITING, Phase.WAITING])
+    rig.settle(lambda: rig.states() == [State.FETCHING, State.FOLLOWING, State.FOLLOWING])
     fourth = rig.arrive(other)  # which none of the others keeps waiting
-    rig.settle(lambda: rig.phases() == [Phase.FETCHING, Phase.WAITING, Phase.WAITING, Phase.FETCHING])
+    rig.settle(lambda: rig.states() == [State.FETCHING, State.FOLLOWING, State.FOLLOWING, State.FETCHING])
     assert not any(rig.cache.check_prefetch_progress(h) for h in (first, second, third))
     rig.store.reads.is_open = True
     locks = []
@@ -107,9 +118,9 @@ def test_a_follower_gets_what_its_aborted_leader_fetches(rig: Rig) -> None:
     rig.stored(tokens)
     rig.store.reads.is_open = False
     leader = rig.arrive(tokens)
-    rig.settle(lambda: rig.phases() == [Phase.FETCHING])
+    rig.settle(lambda: rig.states() == [State.FETCHING])
     follower = rig.arrive(tokens)
-    rig.settle(lambda: rig.phases() == [Phase.FETCHING, Phase.WAITING])
+    rig.settle(lambda: rig.states() == [State.FETCHING, State.FOLLOWING])
     rig.abort(leader)
     rig.store.reads.is_open = True
     rig.await_over(follower)
@@ -129,7 +140,7 @@ def test_a_follower_goes_on_as_soon_as_its_own_pages_have_landed(make: MakeRig) 
     rig.settle(lambda: len(set(rig.store.data_reads)) >= 4)
     starts = sorted({start for _, start in rig.store.data_reads})
     follower = rig.arrive(tokens[:8])
-    rig.settle(lambda: rig.phases() == [Phase.FETCHING, Phase.WAITING])
+    rig.settle(lambda: rig.states() == [State.FETCHING, State.FOLLOWING])
     rig.store.reads.lets_through = lambda name, start: start in starts[:2]
     rig.await_over(follower)
     assert not rig.cache.check_prefetch_progress(leader)

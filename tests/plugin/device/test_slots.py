@@ -6,7 +6,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
-from sgl_kvfetch.plugin.device.flow import Flow
+from sgl_kvfetch.plugin.device.fetch import Fetch
 from sgl_kvfetch.plugin.device.slots import Slots
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import Rig
@@ -21,21 +21,21 @@ def rig(make: MakeRig) -> Rig:
     return make(num_slots=96, mode="read_only")
 
 
-def flow(rig: Rig) -> Flow:
+def fetch(rig: Rig) -> Fetch:
     """At the tree's root, with a lock on what it begins with."""
-    made = Flow(handle=0, key=rig.key(TOKENS), start=0, arrival=0, arrived_s=0.0)
+    made = Fetch(handle=0, key=rig.key(TOKENS), start=0, arrival=0, arrived_s=0.0)
     made.lock = rig.cache.lock(rig.cache.match_prefix(MatchPrefixParams(key=made.key)).last_device_node)
     return made
 
 
-def taken(slots: Slots, item: Flow, num_tokens: int, reserved_tokens: int = 0) -> torch.Tensor:
+def taken(slots: Slots, item: Fetch, num_tokens: int, reserved_tokens: int = 0) -> torch.Tensor:
     found = slots.allocate(item, num_tokens, reserved_tokens)
     assert found is not None
     return found
 
 
 def test_they_keep_to_their_share_but_what_a_fetch_has_landed_does_not_hinder_it(rig: Rig) -> None:
-    slots, one, other = Slots(rig.cache, max_tokens=32), flow(rig), flow(rig)
+    slots, one, other = Slots(rig.cache, max_tokens=32), fetch(rig), fetch(rig)
     first = taken(slots, one, 32)
     assert slots.allocate(other, 4, 0) is None
     assert slots.allocate(one, 4, 0) is None
@@ -51,7 +51,7 @@ def test_they_keep_to_their_share_but_what_a_fetch_has_landed_does_not_hinder_it
 
 
 def test_what_lands_is_locked_and_follows_what_was_there(rig: Rig) -> None:
-    slots, one = Slots(rig.cache, max_tokens=96), flow(rig)
+    slots, one = Slots(rig.cache, max_tokens=96), fetch(rig)
     both = [taken(slots, one, 16) for _ in range(2)]
     for begin, piece in zip((0, 16), both, strict=True):
         slots.land(one, begin, piece)
@@ -66,7 +66,7 @@ def test_what_lands_is_locked_and_follows_what_was_there(rig: Rig) -> None:
 
 def test_what_nobody_uses_is_evicted_but_for_what_is_reserved(rig: Rig) -> None:
     rig.compute(list(range(100, 100 + 80)))
-    slots, one = Slots(rig.cache, max_tokens=96), flow(rig)
+    slots, one = Slots(rig.cache, max_tokens=96), fetch(rig)
     assert rig.num_available == 16
     assert slots.allocate(one, 32, reserved_tokens=96) is None
     assert rig.num_available == 16  # and nothing was evicted for it
