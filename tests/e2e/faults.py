@@ -16,6 +16,7 @@ from tests.e2e.loop_thread import LoopThread
 PAGES = 640 // PAGE_SIZE
 DEADLINE_S = 3.0
 SLACK_S = 15.0  # the lookup's own deadline, the prefill, and a machine that has much else to do
+WAIT_S = 60.0  # far more than anything takes on a busy machine
 NUM_STORED = 12
 
 
@@ -30,6 +31,13 @@ class Proxy:
 
     def set(self, fault: Fault | None) -> None:
         self._loop.run(self._proxy.set(fault), 5)
+
+    def wait_for_data(self) -> None:
+        """Until a reader has asked for data."""
+        deadline_s = time.monotonic() + WAIT_S
+        while not any(is_data(*request) for request in self._proxy.requests):
+            assert time.monotonic() < deadline_s, "nobody has asked for data"
+            time.sleep(0.01)
 
     def close(self) -> None:
         self._loop.run(self._proxy.__aexit__(None, None, None), 5)
