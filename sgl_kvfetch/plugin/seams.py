@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import importlib.metadata
 import pkgutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,215 +26,108 @@ class Scope(enum.Enum):
     CPU_ENGINE = "cpu_engine"  # to run without an accelerator
 
 
+Kind = Literal["before", "after", "around", "replace"]  # the values of SGLang's ``HookType``
+
+
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """A function of SGLang with a hook of ours. ``why``: what SGLang does there, or does not do."""
+    """A function of SGLang with a hook of ours."""
 
     path: str
-    kind: Literal["before", "after", "around", "replace"]  # the values of SGLang's ``HookType``
+    kind: Kind
     hook: str
     scope: Scope
-    why: str
 
 
-_DEVICE_HOOKS = "sgl_kvfetch.plugin.device.scheduler_hooks"
+def _seams(scope: Scope, hooks: str, *rows: tuple[str, Kind, str]) -> Iterator[Seam]:
+    """Yield a seam for each row: the path in SGLang, the kind, and the hook's name in the module ``hooks``."""
+    for path, kind, name in rows:
+        yield Seam(path, kind, f"{hooks}.{name}", scope)
+
+
 _HOOKS = "sgl_kvfetch.plugin.hooks"
-_CPU = "sgl_kvfetch.plugin.cpu_engine"
+_DEVICE_HOOKS = "sgl_kvfetch.plugin.device.scheduler_hooks"
+_CPU_HOOKS = "sgl_kvfetch.plugin.cpu_engine"
 _SRT = "sglang.srt"
 _HOST_POOL = "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
+# Above each row: what SGLang does there, or does not do.
 SEAMS: tuple[Seam, ...] = (
-    Seam(
-        f"{_SRT}.server_args.ServerArgs.add_cli_args",
-        "after",
-        f"{_HOOKS}.allow_choice",
+    *_seams(
         Scope.GATE,
-        "--hicache-storage-backend has fixed choices",
+        _HOOKS,
+        # --hicache-storage-backend has fixed choices.
+        (f"{_SRT}.server_args.ServerArgs.add_cli_args", "after", "allow_choice"),
+        # The command line's way in: a launch that cannot work stops with one message.
+        (f"{_SRT}.server_args.prepare_server_args", "after", "gate_command_line"),
+        # Every launch's way in (sgl.Engine too), before a model is looked at.
+        (f"{_SRT}.server_args.ServerArgs.resolve_once", "before", "gate_launch"),
     ),
-    Seam(
-        f"{_SRT}.server_args.prepare_server_args",
-        "after",
-        f"{_HOOKS}.gate_command_line",
-        Scope.GATE,
-        "the command line's way in: a launch that cannot work stops with one message",
-    ),
-    Seam(
-        f"{_SRT}.server_args.ServerArgs.resolve_once",
-        "before",
-        f"{_HOOKS}.gate_launch",
-        Scope.GATE,
-        "every launch's way in (sgl.Engine too), before a model is looked at",
-    ),
-    Seam(
-        f"{_UPDATER}.update_weights_from_disk",
-        "before",
-        f"{_HOOKS}.suspend_for_update",
+    *_seams(
         Scope.HOST,
-        "the weights change, in every rank",
+        _HOOKS,
+        # The weights change, in every rank.
+        (f"{_UPDATER}.update_weights_from_disk", "before", "suspend_for_update"),
+        (f"{_UPDATER}.update_weights_from_ipc", "before", "suspend_for_update"),
+        # Opens what the next three need; others may write into the weights from here on.
+        (f"{_UPDATER}.begin_weight_update", "before", "suspend_for_update"),
+        # The weights change, also of a backend that was attached since.
+        (f"{_UPDATER}.update_weights_from_tensor", "before", "suspend_for_update"),
+        (f"{_UPDATER}.update_weights_from_distributed", "before", "suspend_for_update"),
+        (f"{_UPDATER}.end_weight_update", "before", "suspend_for_update"),
+        # Can overwrite the weights, to test updates.
+        (f"{_UPDATER}.check_weights", "before", "suspend_for_reset"),
+        # Can give up the weights.
+        (f"{_UPDATER}.release_memory_occupation", "before", "suspend_for_release"),
+        # No page of former weights is left.
+        (f"{_SRT}.mem_cache.unified_radix_cache.UnifiedRadixCache.reset", "after", "note_empty_tree"),
+        # A registered name is refused by _create_builtin_backend unless SGLang knows it.
+        (
+            f"{_SRT}.mem_cache.storage.backend_factory.StorageBackendFactory._do_create_backend",
+            "around",
+            "create_backend",
+        ),
+        # The zero-copy interface is given to a fixed list of names; runs at start-up and at run time.
+        (f"{_SRT}.managers.cache_controller.HiCacheController.attach_storage_backend", "after", "use_zero_copy"),
+        # Forces hicache_storage_pass_prefix_keys, at start-up and at run time.
+        (
+            f"{_SRT}.mem_cache.unified_cache.storage_attachment.StorageAttachment.apply_runtime_config",
+            "before",
+            "pass_prefix_keys",
+        ),
     ),
-    Seam(
-        f"{_UPDATER}.update_weights_from_ipc",
-        "before",
-        f"{_HOOKS}.suspend_for_update",
-        Scope.HOST,
-        "the weights change, in every rank",
-    ),
-    Seam(
-        f"{_UPDATER}.begin_weight_update",
-        "before",
-        f"{_HOOKS}.suspend_for_update",
-        Scope.HOST,
-        "opens what the next three need; others may write into the weights from here on",
-    ),
-    Seam(
-        f"{_UPDATER}.update_weights_from_tensor",
-        "before",
-        f"{_HOOKS}.suspend_for_update",
-        Scope.HOST,
-        "the weights change, also of a backend that was attached since",
-    ),
-    Seam(
-        f"{_UPDATER}.update_weights_from_distributed",
-        "before",
-        f"{_HOOKS}.suspend_for_update",
-        Scope.HOST,
-        "the weights change, also of a backend that was attached since",
-    ),
-    Seam(
-        f"{_UPDATER}.end_weight_update",
-        "before",
-        f"{_HOOKS}.suspend_for_update",
-        Scope.HOST,
-        "the weights change, also of a backend that was attached since",
-    ),
-    Seam(
-        f"{_UPDATER}.check_weights",
-        "before",
-        f"{_HOOKS}.suspend_for_reset",
-        Scope.HOST,
-        "can overwrite the weights, to test updates",
-    ),
-    Seam(
-        f"{_UPDATER}.release_memory_occupation",
-        "before",
-        f"{_HOOKS}.suspend_for_release",
-        Scope.HOST,
-        "can give up the weights",
-    ),
-    Seam(
-        f"{_SRT}.mem_cache.unified_radix_cache.UnifiedRadixCache.reset",
-        "after",
-        f"{_HOOKS}.note_empty_tree",
-        Scope.HOST,
-        "no page of former weights is left",
-    ),
-    Seam(
-        f"{_SRT}.mem_cache.storage.backend_factory.StorageBackendFactory._do_create_backend",
-        "around",
-        f"{_HOOKS}.create_backend",
-        Scope.HOST,
-        "a registered name is refused by _create_builtin_backend unless SGLang knows it",
-    ),
-    Seam(
-        f"{_SRT}.managers.cache_controller.HiCacheController.attach_storage_backend",
-        "after",
-        f"{_HOOKS}.use_zero_copy",
-        Scope.HOST,
-        "the zero-copy interface is given to a fixed list of names; runs at start-up and at run time",
-    ),
-    Seam(
-        f"{_SRT}.mem_cache.unified_cache.storage_attachment.StorageAttachment.apply_runtime_config",
-        "before",
-        f"{_HOOKS}.pass_prefix_keys",
-        Scope.HOST,
-        "forces hicache_storage_pass_prefix_keys, at start-up and at run time",
-    ),
-    Seam(
-        f"{_SCHEDULER}._process_hicache_events",
-        "after",
-        f"{_DEVICE_HOOKS}.step_cache",
+    *_seams(
         Scope.DEVICE,
-        "runs every step, and calls no cache without a host tier",
+        _DEVICE_HOOKS,
+        # Runs every step, and calls no cache without a host tier.
+        (f"{_SCHEDULER}._process_hicache_events", "after", "step_cache"),
+        # A batch is done: how fast the engine computes prompts.
+        (f"{_SCHEDULER}.process_batch_result", "after", "measure_batch"),
+        # Guards the count of the pool's slots, and its emptying.
+        (f"{_SCHEDULER}.is_fully_idle", "after", "count_pending"),
+        # Spins while anything is pending.
+        (f"{_SCHEDULER}.on_idle", "after", "rest"),
+        # Refuses to without a host tier.
+        (f"{_SCHEDULER}.clear_hicache_storage_wrapped", "around", "clear_store"),
+        (f"{_SCHEDULER}.attach_hicache_storage_wrapped", "around", "attach_store"),
+        (f"{_SCHEDULER}.detach_hicache_storage_wrapped", "around", "detach_store"),
+        # Looks at every request of waiting_queue.
+        (f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", "form_batch"),
+        # No flag names a radix cache for a storage backend without a host tier.
+        (f"{_SRT}.mem_cache.registry.default_radix_cache_factory", "around", "build_cache"),
     ),
-    Seam(
-        f"{_SCHEDULER}.process_batch_result",
-        "after",
-        f"{_DEVICE_HOOKS}.measure_batch",
-        Scope.DEVICE,
-        "a batch is done: how fast the engine computes prompts",
-    ),
-    Seam(
-        f"{_SCHEDULER}.is_fully_idle",
-        "after",
-        f"{_DEVICE_HOOKS}.count_pending",
-        Scope.DEVICE,
-        "guards the count of the pool's slots, and its emptying",
-    ),
-    Seam(f"{_SCHEDULER}.on_idle", "after", f"{_DEVICE_HOOKS}.rest", Scope.DEVICE, "spins while anything is pending"),
-    Seam(
-        f"{_SCHEDULER}.clear_hicache_storage_wrapped",
-        "around",
-        f"{_DEVICE_HOOKS}.clear_store",
-        Scope.DEVICE,
-        "refuses to without a host tier",
-    ),
-    Seam(
-        f"{_SCHEDULER}.attach_hicache_storage_wrapped",
-        "around",
-        f"{_DEVICE_HOOKS}.attach_store",
-        Scope.DEVICE,
-        "refuses to without a host tier",
-    ),
-    Seam(
-        f"{_SCHEDULER}.detach_hicache_storage_wrapped",
-        "around",
-        f"{_DEVICE_HOOKS}.detach_store",
-        Scope.DEVICE,
-        "refuses to without a host tier",
-    ),
-    Seam(
-        f"{_SCHEDULER}._get_new_batch_prefill_raw",
-        "around",
-        f"{_DEVICE_HOOKS}.form_batch",
-        Scope.DEVICE,
-        "looks at every request of waiting_queue",
-    ),
-    Seam(
-        f"{_SRT}.mem_cache.registry.default_radix_cache_factory",
-        "around",
-        f"{_DEVICE_HOOKS}.build_cache",
-        Scope.DEVICE,
-        "no flag names a radix cache for a storage backend without a host tier",
-    ),
-    Seam(
-        f"{_SRT}.entrypoints.engine._set_envs_and_config",
-        "after",
-        f"{_CPU}.prepare_children",
+    *_seams(
         Scope.CPU_ENGINE,
-        "SGLang forces spawn, so that every process imports it again, and one NUMA node a rank",
-    ),
-    Seam(
-        f"{_HOST_POOL}.__init__",
-        "before",
-        f"{_CPU}.without_pinning",
-        Scope.CPU_ENGINE,
-        "the host pool pins its memory with CUDA",
-    ),
-    Seam(
-        f"{_HOST_POOL}.load_to_device_per_layer",
-        "replace",
-        f"{_CPU}.load_layer",
-        Scope.CPU_ENGINE,
-        "pages move with CUDA operators",
-    ),
-    Seam(
-        f"{_HOST_POOL}.backup_from_device_all_layer",
-        "replace",
-        f"{_CPU}.backup_layers",
-        Scope.CPU_ENGINE,
-        "pages move with CUDA operators",
+        _CPU_HOOKS,
+        # SGLang forces spawn, so that every process imports it again, and one NUMA node a rank.
+        (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "prepare_children"),
+        # The host pool pins its memory with CUDA.
+        (f"{_HOST_POOL}.__init__", "before", "without_pinning"),
+        # Pages move with CUDA operators.
+        (f"{_HOST_POOL}.load_to_device_per_layer", "replace", "load_layer"),
+        (f"{_HOST_POOL}.backup_from_device_all_layer", "replace", "backup_layers"),
     ),
 )
 
