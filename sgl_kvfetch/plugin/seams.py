@@ -108,7 +108,7 @@ SEAMS: tuple[Seam, ...] = (
         # Guards the count of the pool's slots, and its emptying.
         (f"{_SCHEDULER}.is_fully_idle", "after", "count_pending"),
         # Spins while anything is pending.
-        (f"{_SCHEDULER}.on_idle", "after", "rest"),
+        (f"{_SCHEDULER}.on_idle", "after", "sleep_when_idle"),
         # Refuses to without a host tier.
         (f"{_SCHEDULER}.clear_hicache_storage_wrapped", "around", "clear_store"),
         (f"{_SCHEDULER}.attach_hicache_storage_wrapped", "around", "attach_store"),

@@ -43,7 +43,7 @@ from sgl_kvfetch.plugin.device.known import KnownPages
 from sgl_kvfetch.plugin.device.link_queue import LinkQueue
 from sgl_kvfetch.plugin.device.lookups import Finding
 from sgl_kvfetch.plugin.device.order import OrderName
-from sgl_kvfetch.plugin.device.reads import FetchRequest, RoundStart, RoundStarts
+from sgl_kvfetch.plugin.device.reads import RoundStart, RoundStarts
 from sgl_kvfetch.plugin.device.sharing import Sharing
 from sgl_kvfetch.plugin.device.slot_turns import SlotTurns
 from sgl_kvfetch.plugin.device.slots import Slots
@@ -381,23 +381,17 @@ class Fetches:
                 self._finish(fetch, end)
 
     def _transmit(self, fetch: Fetch, action: Transmit) -> None:
-        first_page, lookup = action.first_page, fetch.lookup
-        pages = slice(first_page, fetch.num_pages)
-        assert lookup.number is not None
+        pages = range(action.first_page, fetch.num_pages)
         self._fetching[fetch] = None
-        self._sharing.lead(fetch, lookup.hashes[pages])
-        self._link.take(fetch, fetch.num_pages - first_page)
+        self._sharing.lead(fetch, fetch.lookup.hashes[pages.start : pages.stop])
+        self._link.take(fetch, len(pages))
         fetch.call = self._backend.reads.begin(
-            FetchRequest(
-                request_id=fetch.handle.rid,
-                deadline_s=lookup.deadline_s,
-                lookup=lookup.number,
-                first_page=first_page,
-                page_hashes=lookup.page_hashes[pages],
-                round_ends=[page - first_page for page in action.round_ends],
-                link_ticket=self._board.open(partial(self._link_has_room, fetch)),
-                end_ticket=self._board.open(partial(self._transmission_over, fetch)),
-            )
+            fetch.handle.rid,
+            fetch.lookup,
+            pages,
+            action.round_ends,
+            link_ticket=self._board.open(partial(self._link_has_room, fetch)),
+            end_ticket=self._board.open(partial(self._transmission_over, fetch)),
         )
 
     def _land(self, fetch: Fetch, action: Land) -> None:

@@ -6,7 +6,6 @@ import enum
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from sgl_kvfetch.dataplane.plane import Cost, DataPlane, FetchCall
 from sgl_kvfetch.fetch.rounds import Destination
 from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.plugin.device.board import Done, PageCount, Report, Ticket
+from sgl_kvfetch.plugin.device.lookups import LookupWork
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.plugin.device.recompute import Verdicts
 
@@ -35,20 +35,6 @@ class RoundStarts(NamedTuple):
     start: int  # a `RoundStart`
 
 
-@dataclass(frozen=True, slots=True)
-class FetchRequest:
-    """Pages to be fetched, in rounds that end before the pages ``round_ends``."""
-
-    request_id: str
-    deadline_s: float  # in time.monotonic()
-    lookup: int  # the data plane's number for what found them
-    first_page: int  # of what the lookup found
-    page_hashes: Sequence[bytes]
-    round_ends: Sequence[int]
-    link_ticket: Ticket[Done]  # up when the link could serve another fetch beside this one
-    end_ticket: Ticket[Done]  # up when all is over
-
-
 class Reads:
     """Begun on the scheduler's thread, which awaits each round, and gives it its slots."""
 
@@ -62,18 +48,30 @@ class Reads:
         self._index_pool = index_pool
         self._report = report
 
-    def begin(self, request: FetchRequest) -> FetchCall:
-        """Begin to transmit pages."""
+    def begin(
+        self,
+        request_id: str,
+        lookup: LookupWork,
+        pages: range,
+        round_ends: Sequence[int],
+        link_ticket: Ticket[Done],
+        end_ticket: Ticket[Done],
+    ) -> FetchCall:
+        """Begin to transmit pages that a lookup found, in rounds that end before the pages ``round_ends``.
+
+        ``link_ticket`` is reported when the link could serve another fetch beside this one, ``end_ticket`` when all is
+        over.
+        """
         call = self._plane.fetch(
-            request.page_hashes,
-            request.round_ends,
-            request.deadline_s,
-            found=request.lookup,
-            first_page=request.first_page,
-            request_id=request.request_id,
+            lookup.page_hashes[pages.start : pages.stop],
+            [page - pages.start for page in round_ends],
+            lookup.deadline_s,
+            found=lookup.number,
+            first_page=pages.start,
+            request_id=request_id,
         )
-        call.link.add_done_callback(lambda _: self._report(request.link_ticket, Done()))
-        call.end.add_done_callback(lambda _: self._report(request.end_ticket, Done()))
+        call.link.add_done_callback(lambda _: self._report(link_ticket, Done()))
+        call.end.add_done_callback(lambda _: self._report(end_ticket, Done()))
         return call
 
     def stop(self, call: FetchCall) -> None:

@@ -14,7 +14,7 @@ from sgl_kvfetch.plugin.device.queue import WaitingQueue
 from sgl_kvfetch.plugin.device.stepped import SteppedCache
 from sgl_kvfetch.plugin.hooks import BACKEND
 
-_REST_MS = 1
+_IDLE_SLEEP_MS = 1
 
 
 def build_cache(original: Callable[..., Any], ctx: Any) -> Any:
@@ -83,7 +83,7 @@ def measure_batch(result: None, scheduler: Any, batch: Any, batch_result: Any) -
         scheduler.tree_cache.prefill_meter.finished(batch, time.monotonic())
 
 
-def rest(result: None, scheduler: Any) -> None:
+def sleep_when_idle(result: None, scheduler: Any) -> None:
     """After ``Scheduler.on_idle``, which is called when nothing can run, and does not sleep while anything is pending.
 
     The one wait on the scheduler's thread: a millisecond, which a request that arrives cuts short.
@@ -92,10 +92,10 @@ def rest(result: None, scheduler: Any) -> None:
     if isinstance(cache, SteppedCache) and cache.has_pending_cache_operations():
         ready = queue.ready if isinstance(queue, WaitingQueue) else queue
         if not ready:
-            _rest_until_asked(scheduler)
+            _sleep_until_asked(scheduler)
 
 
-def _rest_until_asked(scheduler: Any) -> None:
+def _sleep_until_asked(scheduler: Any) -> None:
     """Wait for a moment, or until a request arrives. On the rank that requests arrive at; the others wait for that one
     anyway, in SGLang's own collective."""
     channels = scheduler.ipc_channels
@@ -105,7 +105,7 @@ def _rest_until_asked(scheduler: Any) -> None:
         poller = zmq.Poller()
         for socket in sockets:
             poller.register(socket, zmq.POLLIN)
-        poller.poll(_REST_MS)
+        poller.poll(_IDLE_SLEEP_MS)
 
 
 def clear_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:

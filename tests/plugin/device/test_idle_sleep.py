@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from sgl_kvfetch.plugin.device import scheduler_hooks
-from sgl_kvfetch.plugin.device.scheduler_hooks import form_batch, rest
+from sgl_kvfetch.plugin.device.scheduler_hooks import form_batch, sleep_when_idle
 from tests.plugin.device.test_queue import Cache, Request
 
 LONG_MS = 20_000  # none of the tests takes that long
@@ -35,7 +35,7 @@ class Scheduler:
         """One turn of the loop. Seconds that it took."""
         form_batch(lambda scheduler: None, self)
         started_s = time.monotonic()
-        rest(None, self)
+        sleep_when_idle(None, self)
         return time.monotonic() - started_s
 
 
@@ -58,28 +58,28 @@ def scheduler(channels: SimpleNamespace) -> Scheduler:
     return scheduler
 
 
-def test_it_rests_while_all_requests_are_parked(scheduler: Scheduler) -> None:
+def test_it_sleeps_while_all_requests_are_parked(scheduler: Scheduler) -> None:
     num_turns = 200
     started_s, started_cpu_s = time.monotonic(), time.thread_time()
     for _ in range(num_turns):
         scheduler.idle()
     took_s, cpu_s = time.monotonic() - started_s, time.thread_time() - started_cpu_s
-    assert took_s >= 0.9 * num_turns * scheduler_hooks._REST_MS / 1000
+    assert took_s >= 0.9 * num_turns * scheduler_hooks._IDLE_SLEEP_MS / 1000
     assert cpu_s < 0.5 * took_s
 
 
 @pytest.mark.parametrize("kind", [zmq.PUSH, zmq.DEALER], ids=["tokenizer", "rpc"])
-def test_a_request_that_arrives_ends_the_rest(
+def test_a_request_that_arrives_ends_the_sleep(
     scheduler: Scheduler, channels: SimpleNamespace, kind: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler_hooks, "_REST_MS", LONG_MS)
+    monkeypatch.setattr(scheduler_hooks, "_IDLE_SLEEP_MS", LONG_MS)
     with channels.context.socket(kind) as sender:
         sender.connect(f"tcp://127.0.0.1:{channels.ports[kind == zmq.DEALER]}")
         timer = threading.Timer(0.1, lambda: sender.send(b"a request"))
         timer.start()
         assert 0.05 < scheduler.idle() < LONG_MS / 1000 / 2
         timer.join()
-        assert scheduler.idle() < LONG_MS / 1000 / 2  # nor does it rest before that has been taken in
+        assert scheduler.idle() < LONG_MS / 1000 / 2  # nor does it sleep before that has been taken in
 
 
 def unpark(scheduler: Scheduler) -> None:
@@ -110,15 +110,15 @@ def have_a_rust_server(scheduler: Scheduler) -> None:
 @pytest.mark.parametrize(
     "change", [unpark, add_ready, end_all, have_another_cache, be_another_rank, have_a_rust_server]
 )
-def test_it_does_not_rest_otherwise(
+def test_it_does_not_sleep_otherwise(
     scheduler: Scheduler, change: Callable[[Scheduler], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler_hooks, "_REST_MS", LONG_MS)
+    monkeypatch.setattr(scheduler_hooks, "_IDLE_SLEEP_MS", LONG_MS)
     change(scheduler)
     assert scheduler.idle() < LONG_MS / 1000 / 2
 
 
-def test_it_rests_when_nothing_waits_but_something_is_pending(scheduler: Scheduler) -> None:
+def test_it_sleeps_when_nothing_waits_but_something_is_pending(scheduler: Scheduler) -> None:
     """Copies, or what is left of fetches of requests that are gone."""
     scheduler.waiting_queue = []
-    assert scheduler.idle() >= 0.9 * scheduler_hooks._REST_MS / 1000
+    assert scheduler.idle() >= 0.9 * scheduler_hooks._IDLE_SLEEP_MS / 1000
