@@ -1,1 +1,1 @@
-"""Coding stored segments again, in the background: from a fast codec to the variants that readers want."""
+"""Transcode stored segments in the background, from a fast codec to the variants that readers want."""

@@ -1,8 +1,8 @@
-"""Bring the segments of a store into the wanted variants, beside readers, writers and other encoders.
+"""Transcode a store's segments to the wanted variants, while readers, writers and other encoders use the store.
 
-Each segment in this order, so that dying anywhere loses nothing: put the new data, read it back and decode all of it,
-replace the manifest if it is still the one that was read, and only when the grace period is over delete what it did
-without. Nothing is remembered on disk: the store itself says what is left to do.
+The steps for each segment are ordered so that a crash at any point loses nothing: put the new data, read it back and
+decode all of it, replace the manifest if it is still the one that was read, and after the grace period delete data that
+the new manifest does not name. No state is kept on disk: the store itself shows the remaining work.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from sgl_kvfetch.stores.listing import StoredSegment, list_segments
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_Stamp = tuple[float, int]  # of a manifest: when it was put, and its size
+_Stamp = tuple[float, int]  # a manifest's modification time and size
 Step = Literal["list", "read", "encode", "put", "check", "replace", "replaced", "delete"]
 
-# Failures that say something about one object, not about the store.
+# Reasons of failures that concern one object, not the whole store.
 _OBJECT_REASONS: frozenset[StoreErrorReason] = frozenset(
     {"truncated", "io", "invalid", "too_large", "full", "protocol", "missing"}
 )
-_MANIFEST_READS = 16  # at once
-_MAX_ROUNDS = 3  # for segments that change while they are encoded
+_MANIFEST_READS = 16  # concurrent
+_MAX_ROUNDS = 3  # rounds are repeated for segments that change while they are encoded
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeOptions:
     targets: tuple[Target, ...]
-    prefix: str = ""  # of objects' names
-    keep_source: bool = False  # keep what is not wanted as further variants
-    grace_s: float = 60.0  # how long data stay that manifests do without
-    workers: int = 1  # segments at once, each on a thread and in memory
+    prefix: str = ""  # only objects whose name starts with it
+    keep_source: bool = False  # keep other variants behind the wanted ones
+    grace_s: float = 60.0  # how long to keep data that no manifest names any more
+    workers: int = 1  # segments at once, each with a thread and its data in memory
 
     def __post_init__(self) -> None:
         assert self.targets
@@ -59,22 +59,22 @@ class EncodeOptions:
 
 @dataclass(slots=True)
 class Tally:
-    """What was done. Bytes are those of the segments that were encoded: in the pool, and as stored before and after."""
+    """Counts of the work done. Bytes are totals of encoded segments: raw as in the pool, stored before and after."""
 
     num_done: int = 0  # segments that had the wanted variants already
     num_encoded: int = 0
-    num_changed: int = 0  # that were deleted or replaced meanwhile, by someone else
+    num_changed: int = 0  # deleted or replaced by another process meanwhile
     raw_bytes: int = 0
     before_bytes: int = 0
     after_bytes: int = 0
     num_deleted: int = 0  # data objects that no manifest named any more
     deleted_bytes: int = 0
-    failures: dict[str, str] = field(default_factory=dict)  # what is wrong, by manifest's name
+    failures: dict[str, str] = field(default_factory=dict)  # manifest's name -> error
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    name: str  # of the manifest
+    name: str  # the manifest's name
     stamp: _Stamp
     raw_bytes: int
 
@@ -86,19 +86,19 @@ class _Known:
 
 
 class _Changed(Exception):
-    """The segment was deleted or replaced by someone else."""
+    """Another process deleted or replaced the segment."""
 
 
 class _Stopped(Exception):
-    """We are to end, and nobody waits for the result."""
+    """The encoder is closing, and nobody waits for the result."""
 
 
 class Encoder:
     """Encodes the segments of one store. Belongs to one event loop.
 
-    ``on_step`` is told what is about to be done to which object, ``on_total`` how many segments and raw bytes a round
-    has to encode, ``on_segment`` of each that is through, encoded or not. ``encoders``: of codecs that are encoded
-    elsewhere than on the CPU.
+    Callbacks: ``on_step`` gets each step and its object's name (or the prefix), ``on_total`` the number of segments and
+    raw bytes that a round has to encode, ``on_segment`` the raw bytes of each finished segment, encoded or not.
+    ``encoders``: frame encoders by codec, for codecs that are not encoded on the CPU.
     """
 
     def __init__(
@@ -123,12 +123,12 @@ class Encoder:
             options.workers, "kvfetch-encode", initializer=torch.set_num_threads, initargs=(1,)
         )
         self._stop = threading.Event()
-        self._known: dict[str, _Known] = {}  # segments that need nothing, by manifest's name
-        self._failed: dict[str, _Stamp] = {}  # manifests with whose segment nothing can be done
-        self._encoded: set[str] = set()  # manifests that were replaced since the last listing
+        self._known: dict[str, _Known] = {}  # manifest's name -> segment that needs no work
+        self._failed: dict[str, _Stamp] = {}  # manifests of segments that can never be encoded
+        self._encoded: set[str] = set()  # manifests that this encoder replaced since the last listing
 
     async def run_once(self) -> None:
-        """Encode all that is there, and delete what that leaves over once the grace period is past.
+        """Encode all stored segments. After the grace period, delete the data that this left without a manifest.
 
         Raises StoreError if the store cannot be read.
         """
@@ -140,22 +140,21 @@ class Encoder:
         while (due_in_s := self.garbage.due_in_s) is not None:
             await asyncio.sleep(due_in_s)
             if not await self._delete_due():
-                break  # the next run finds it
+                break  # the next run deletes the rest
 
     async def watch(self, poll_interval_s: float) -> None:
-        """Encode what comes, until cancelled. A store that cannot be reached is tried again; what it refuses for good
-        raises StoreError."""
+        """Encode new segments until cancelled. Retry after a StoreError; only raise it if it is ``unauthorised``."""
         while True:
             try:
                 await self.run_round()
             except StoreError as e:
                 if e.reason == "unauthorised":
                     raise
-                logger.warning("trying again in %g s: %s", poll_interval_s, e)
+                logger.warning("encoding round failed, retry in %g s: %s", poll_interval_s, e)
             await asyncio.sleep(poll_interval_s)
 
     async def run_round(self) -> None:
-        """List, and encode what is not in the wanted variants. Raises StoreError if the store cannot be read."""
+        """List all segments and encode those that need it. Raises StoreError if the store cannot be read."""
         collecting = asyncio.create_task(self._collect())
         try:
             self._on_step("list", self._options.prefix)
@@ -175,14 +174,14 @@ class Encoder:
             await asyncio.gather(collecting, return_exceptions=True)
 
     async def close(self) -> None:
-        """Give up what is in work. The store is the caller's."""
+        """Abort unfinished work. Does not close the store."""
         self._stop.set()
         await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
 
-    # Looking.
+    # Find work.
 
     async def _look(self, work: list[_Work], stored: StoredSegment) -> None:
-        """Find out whether a segment needs work, and which of its data nobody needs."""
+        """Find out whether a segment needs work, and which of its data objects its manifest does not name."""
         if stored.manifest is None:
             return
         try:
@@ -197,7 +196,7 @@ class Encoder:
                 self.garbage.found(data_name, stored.data[data_name].modified_s)
 
     async def _know(self, work: list[_Work], info: ObjectInfo) -> _Known | None:
-        """What a manifest says; None for one that is gone, or has failed. Raises FormatError, StoreError."""
+        """Read a manifest if it has changed. None if it is gone or failed before. Raises FormatError, StoreError."""
         name, stamp = info.name, _stamp(info)
         known = self._known.get(name)
         if known is not None and known.stamp == stamp:
@@ -237,19 +236,19 @@ class Encoder:
             else:
                 self._fail(work.name, work.stamp, e)
         except Exception as e:
-            logger.exception("%s not encoded", work.name)
+            logger.exception("cannot encode %s", work.name)
             self.tally.failures[work.name] = repr(e)
         finally:
             self._on_segment(work.raw_bytes)
 
     def _note_change(self, name: str) -> None:
         self.tally.num_changed += 1
-        logger.info("%s was replaced or deleted meanwhile", name)
+        logger.info("%s was replaced or deleted by another process", name)
 
     async def _encode(self, name: str, content: bytes, manifest: Manifest) -> None:
         options = self._options
         if is_done(manifest, options.targets, options.keep_source):
-            return  # by another encoder, since we looked
+            return  # another encoder was faster
         missing = [target for target in options.targets if find_variant(manifest, target) is None]
         made = await self._make(name, manifest, missing) if missing else None
         whole = msgspec.structs.replace(
@@ -277,7 +276,7 @@ class Encoder:
         tally.after_bytes += len(new) + _data_bytes(whole)
 
     async def _make(self, name: str, manifest: Manifest, missing: Sequence[Target]) -> Manifest:
-        """Code and put the missing variants. A manifest of theirs."""
+        """Encode and put the missing variants. Return a manifest that lists only them."""
         source = cheapest_variant(manifest)
         variant = manifest.variants[source]
         data = await self._store.get(manifest.data_name(variant), 0, manifest.data_bytes(variant))
@@ -289,13 +288,13 @@ class Encoder:
         )
         for data_name, new in coded.data_objects():
             self._on_step("put", data_name)
-            # Even if it is there: that makes it young, so that nobody takes it for garbage before it is named.
+            # Put it even if it exists: its new age protects it from collection until a manifest names it.
             await self._store.put(data_name, new)
         return coded.manifest
 
     async def _check(self, whole: Manifest, made: Manifest | None) -> None:
-        """Read the wanted variants back and decode all of them: others may be deleted once these are the segment.
-        Raises EncodeError if it is to be tried again, on the CPU."""
+        """Read the wanted variants back and decode all of them, since the others may be deleted afterwards. Raises
+        EncodeError if an encoder made a wrong bitstream; the next attempt then uses the CPU."""
         checked: set[str] = set()
         for index, variant in enumerate(whole.variants[: len(self._options.targets)]):
             name = whole.data_name(variant)
@@ -315,7 +314,7 @@ class Encoder:
                     raise
                 for encoder in self._encoders.values():
                     encoder.distrust(f"{name}: {e}")
-                raise EncodeError(f"{name} decodes to something else: {e}") from e
+                raise EncodeError(f"{name} decodes to wrong values: {e}") from e
         require_same_content(whole)
 
     async def _run(self, compute: Callable[[], T]) -> T:
@@ -327,24 +326,24 @@ class Encoder:
 
     def _fail(self, name: str, stamp: _Stamp, error: KVFetchError) -> None:
         if isinstance(error, FormatError):
-            self._failed[name] = stamp  # it will not get better
-        logger.warning("%s not encoded: %s", name, error)
+            self._failed[name] = stamp  # a retry cannot help
+        logger.warning("cannot encode %s: %s", name, error)
         self.tally.failures[name] = str(error)
 
-    # Deleting.
+    # Delete.
 
     async def _collect(self) -> None:
-        """Delete what is due while a round goes on, which may take hours."""
+        """Delete due data during a round, which may take hours."""
         while True:
             await asyncio.sleep(min(1.0, self._options.grace_s) or 1.0)
             await self._delete_due()
 
     async def _delete_due(self) -> bool:
-        """Whether all that is due could be deleted."""
+        """Delete due data. Return False if that failed."""
         try:
             await self.garbage.delete_due(self._deleted)
         except StoreError as e:
-            logger.warning("not deleted yet: %s", e)
+            logger.warning("cannot delete unneeded data: %s", e)
             return False
         return True
 
@@ -355,7 +354,7 @@ class Encoder:
 
 
 async def _side_by_side(count: int, items: Iterable[T], work: Callable[[T], Awaitable[None]]) -> None:
-    """``count`` items at a time. Raises the first error, and gives up the rest then."""
+    """Process ``count`` items at a time. Cancel the rest at the first error, and raise that error."""
     left = iter(items)
 
     async def take() -> None:
@@ -371,7 +370,7 @@ async def _side_by_side(count: int, items: Iterable[T], work: Callable[[T], Awai
 
 
 def _require_of_object(error: KVFetchError) -> None:
-    """Raises the error if it says something about the store, not about one object."""
+    """Raise the error if it concerns the whole store, not one object."""
     if isinstance(error, StoreError) and error.reason not in _OBJECT_REASONS:
         raise error
 
@@ -381,7 +380,7 @@ def _stamp(info: ObjectInfo) -> _Stamp:
 
 
 def _decode(name: str, content: bytes) -> Manifest:
-    """Raises FormatError, also for a manifest that belongs under another name."""
+    """Decode a manifest. Raises FormatError, also if it belongs under another name."""
     manifest = decode_manifest(content)
     if manifest.key.manifest_name != name:
         raise FormatError(f"manifest belongs under the name {manifest.key.manifest_name}")

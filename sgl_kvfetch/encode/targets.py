@@ -1,4 +1,4 @@
-"""Which variants a segment should have."""
+"""The variants that a segment should have."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sgl_kvfetch.layout.frames import RESOLUTIONS
 
 
 class Target(NamedTuple):
-    """One way to code a segment."""
+    """A codec and a resolution to encode a segment with."""
 
     codec: str
     resolution: str
 
 
 def make_targets(codecs: Sequence[str], resolutions: Sequence[str]) -> tuple[Target, ...]:
-    """Each codec at each resolution; the first is the default of readers. Raises ConfigError."""
+    """Return each codec at each resolution. The first is the default of readers. Raises ConfigError."""
     for what, names, known in (("codec", codecs, list(CODECS)), ("resolution", resolutions, list(RESOLUTIONS))):
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"{what}s are {', '.join(names) or 'none'}; expected at least one, and each once")
@@ -37,7 +37,7 @@ def find_variant(manifest: Manifest, target: Target) -> Variant | None:
 
 
 def is_done(manifest: Manifest, targets: Sequence[Target], keep_source: bool) -> bool:
-    """Whether the segment has the wanted variants first, and with ``keep_source`` perhaps others after them."""
+    """Return whether the wanted variants come first, in order. Others may follow only with ``keep_source``."""
     found = [(v.codec, v.resolution) for v in manifest.variants]
     return found[: len(targets)] == list(targets) and (keep_source or len(found) == len(targets))
 
@@ -45,7 +45,7 @@ def is_done(manifest: Manifest, targets: Sequence[Target], keep_source: bool) ->
 def with_variants(
     manifest: Manifest, targets: Sequence[Target], made: Manifest | None, keep_source: bool
 ) -> tuple[Variant, ...]:
-    """The variants that the segment is to have, those that ``made`` has not taken from ``manifest``."""
+    """Return the variants for the new manifest: wanted ones from ``made``, or else from ``manifest``, then others."""
     wanted = []
     for target in targets:
         variant = (made and find_variant(made, target)) or find_variant(manifest, target)

@@ -1,4 +1,4 @@
-"""One segment from one variant to others, without touching an integer or a scale. Pure computation."""
+"""Transcode a segment from one variant to others, without changing an integer or a scale. Pure computation."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from sgl_kvfetch.quant import Quantiser, quantiser_from_identity
 Layouts = dict[str, Layout]
 _Way = tuple[str, tuple[tuple[str, Layout], ...]]
 
-# What decodes fast comes first.
+# Rank of the decoding cost; low is fast.
 _COST = {"raw": 0, "zstd": 1, "deflate": 2, "hevc": 3, "hevc420": 4}
 
 
 def cheapest_variant(manifest: Manifest) -> int:
-    """The index of the variant that decodes with the least work. Raises FormatError if no codec here decodes any."""
+    """Return the index of the variant that is cheapest to decode. Raises FormatError if none can be decoded here."""
     readable = [i for i, v in enumerate(manifest.variants) if v.codecs <= CODECS.keys()]
     if not readable:
         found = sorted(set().union(*(v.codecs for v in manifest.variants)))
@@ -53,16 +53,16 @@ def transcode(
     before_cell: Callable[[], None] = lambda: None,
     encoders: Mapping[str, FrameEncoder] | None = None,
 ) -> CodedSegment:
-    """The same segment with ``targets`` as its variants, coded from ``data``, the data object of variant ``source``.
+    """Return the same segment with ``targets`` as its variants. ``data`` is the data object of variant ``source``.
 
-    Needs no profile. Every checksum of the source is verified; those of what is decoded are the same in all variants.
-    Holds the coded bytes and one cell. ``before_cell`` may raise, to give up. ``encoders``: of codecs that are encoded
-    elsewhere than on the CPU. Raises CorruptError, FormatError.
+    Needs no profile. Verifies every checksum of the source; checksums of decoded values are the same in all variants.
+    Memory use: the coded bytes and one decoded cell. ``before_cell`` may raise to abort. ``encoders``: frame encoders
+    by codec, for codecs that are not encoded on the CPU. Raises CorruptError, FormatError.
     """
     quantiser = quantiser_from_identity(manifest.namespace.quantiser)
     reader = SegmentReader(manifest, quantiser, source)
     layouts = [target_layouts(manifest, quantiser, target.resolution) for target in targets]
-    # Short spans give several resolutions the same pictures.
+    # With short spans, several resolutions have the same layout. Encode it only once.
     ways = {_way(target, layout): (target.codec, layout) for target, layout in zip(targets, layouts, strict=True)}
     coded: dict[_Way, list[CodedChunk]] = {way: [] for way in ways}
     view = memoryview(data)
@@ -86,7 +86,7 @@ def _way(target: Target, layouts: Layouts) -> _Way:
 
 
 def target_layouts(manifest: Manifest, quantiser: Quantiser, resolution: str) -> Layouts:
-    """Return the layouts of a variant of this resolution: those that the segment has already, else the usual ones."""
+    """Return the layouts for this resolution: those of an existing variant if there is one, else the default ones."""
     for variant in manifest.variants:
         if variant.resolution == resolution:
             return dict(variant.layouts)
@@ -94,17 +94,17 @@ def target_layouts(manifest: Manifest, quantiser: Quantiser, resolution: str) ->
 
 
 def require_same_content(manifest: Manifest, *variants: Variant) -> None:
-    """Raises CorruptError unless these variants claim to decode to what the manifest's own ones do."""
+    """Raise CorruptError unless all variants list the same checksums of decoded values."""
     expected = [chunk.decoded_checksum for chunk in manifest.variants[0].chunks]
     for variant in (*manifest.variants, *variants):
         if [chunk.decoded_checksum for chunk in variant.chunks] != expected:
-            raise CorruptError(f"variants of {manifest.key.stem} differ in what they decode to")
+            raise CorruptError(f"variants of {manifest.key.stem} have different checksums of decoded values")
 
 
 def verify_variant(
     manifest: Manifest, variant: int, data: bytes, *, before_cell: Callable[[], None] = lambda: None
 ) -> None:
-    """Decode all of a variant's data object. Raises CorruptError, FormatError unless every checksum holds."""
+    """Decode a variant's whole data object. Raises CorruptError or FormatError unless every checksum matches."""
     reader = SegmentReader(manifest, quantiser_from_identity(manifest.namespace.quantiser), variant)
     expected = manifest.data_bytes(reader.variant)
     if len(data) != expected:

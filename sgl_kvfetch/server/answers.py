@@ -1,4 +1,4 @@
-"""Errors as answers: a status and a small JSON body."""
+"""Turn errors into HTTP answers: a status and a small JSON body."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def error_answer(status: int, error: str, message: str) -> web.Response:
 
 
 def store_error_answer(error: StoreError) -> web.Response:
-    """409 for a manifest before its data, 422 for other invalid objects, 507 when full, 500 for the rest."""
+    """Choose the status by reason: 409 for a manifest before its data, else as in ``_STATUS``, else 500."""
     if isinstance(error, IncompleteSegmentError):
         return error_answer(409, "incomplete", str(error))
     return error_answer(_STATUS.get(error.reason, 500), error.reason, str(error))

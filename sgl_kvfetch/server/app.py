@@ -1,4 +1,4 @@
-"""The server's application: routes, and what goes around every request."""
+"""The server's application: routes and middlewares."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from sgl_kvfetch.stores.local import LocalStore
 
 logger = logging.getLogger(__name__)
 
-_PREPARED = web.RequestKey("prepared", bool)  # the answer's head is sent
+_PREPARED = web.RequestKey("prepared", bool)  # status and headers are sent
 
 
 def create_app(config: ServerConfig) -> web.Application:
-    """The application over ``config.root``. It owns its store, and closes it on clean-up.
+    """Create the application that serves ``config.root``. It owns its store, and closes it on clean-up.
 
-    Raises ConfigError if the token's file cannot be read.
+    Raises ConfigError if the token file cannot be read or is empty.
     """
     token = config.read_token()
     metrics = ServerMetrics()
@@ -84,18 +84,18 @@ async def _warm_up(store: LocalStore) -> None:
     try:
         num_segments = await store.warm_up()
     except StoreError as e:
-        logger.warning("reading what is stored failed: %s", e)
+        logger.warning("cannot read the stored segments at start: %s", e)
         return
     logger.debug("found %d segments in %.1f s", num_segments, time.monotonic() - started)
 
 
 async def _collect(store: LocalStore, every_s: float) -> None:
-    """Remove orphans now and then, on a store that nobody writes to as well."""
+    """Remove orphans periodically, so that a store without writes is cleaned up too."""
     while True:
         try:
             await store.collect()
         except StoreError as e:
-            logger.warning("collecting orphans failed: %s", e)
+            logger.warning("cannot collect orphans: %s", e)
         await asyncio.sleep(every_s)
 
 
@@ -103,7 +103,7 @@ def _measured(metrics: ServerMetrics) -> Middleware:
     @web.middleware
     async def measure(request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
-        route = resource.canonical if resource is not None else "other"  # an unknown path is no label
+        route = resource.canonical if resource is not None else "other"  # unknown paths must not become labels
         started = time.monotonic()
         status = "aborted"
         with metrics.in_flight.track_inprogress():
@@ -134,12 +134,12 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
                 answer.headers[header] = e.headers[header]
         return answer
     except ConnectionError:
-        raise  # the client went away
+        raise  # the client has disconnected
     except Exception as e:
         if not isinstance(e, StoreError):
             logger.exception("%s %s failed", request.method, request.path)
         if request.get(_PREPARED):
-            # Too late for a status: a broken connection is the only way to say that the body is not whole.
+            # The status is already sent. Only an aborted connection tells the client that the body is incomplete.
             if request.transport is not None:
                 request.transport.abort()
             raise ConnectionResetError("failed while sending the body") from e
@@ -156,7 +156,7 @@ def _authorised(token: str | None) -> Middleware:
         sent = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if hmac.compare_digest(sent, expected):
             return await handler(request)
-        answer = error_answer(401, "unauthorised", "a bearer token is needed")
+        answer = error_answer(401, "unauthorised", "expected a valid bearer token in Authorization")
         answer.headers["WWW-Authenticate"] = "Bearer"
         return answer
 

@@ -1,4 +1,4 @@
-"""How a server is set up."""
+"""The configuration of a server."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from sgl_kvfetch.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Raises ConfigError for values that are not allowed, and for an open door: see ``insecure``."""
+    """Raises ConfigError for invalid values, and for a public host without a token unless ``insecure`` is set."""
 
     root: Path  # the directory with the objects
     host: str = "127.0.0.1"
     port: int = 8700  # 0 picks a free one
-    token: str | None = None  # what clients must send
-    token_file: Path | None = None  # or where to read it from, at the start
-    insecure: bool = False  # allow other hosts in without a token
-    capacity_bytes: int | None = None  # evict beyond it; None for no limit
-    max_body_bytes: int = 4 << 30  # of one uploaded object
-    max_uploads: int = 64  # at the same time; others wait a little, and are then turned away
-    upload_wait_s: float = 5.0  # how long they wait
-    idle_timeout_s: float = 30.0  # an upload that brings less than a MiB within it is given up
-    orphan_age_s: float = 900.0  # when unreferenced data and temporary files are collected
-    grace_s: float = 10.0  # for requests in flight when the server stops
-    # Shape all responses together to so many 1e9 bits a second: one value, or one for each second, over and over.
+    token: str | None = None  # bearer token that clients must send
+    token_file: Path | None = None  # file to read the token from at start, instead of ``token``
+    insecure: bool = False  # allow access from other hosts without a token
+    capacity_bytes: int | None = None  # segments are evicted above it; None for no limit
+    max_body_bytes: int = 4 << 30  # per uploaded object
+    max_uploads: int = 64  # concurrent uploads; further ones wait for ``upload_wait_s``, then get 503
+    upload_wait_s: float = 5.0
+    idle_timeout_s: float = 30.0  # an upload is aborted if a MiB takes longer to arrive
+    orphan_age_s: float = 900.0  # unreferenced data and temporary files are deleted at this age
+    grace_s: float = 10.0  # time for requests in flight when the server stops
+    # Limit all responses together to this bandwidth, in 1e9 bits per second: one value, or one per second, repeated.
     link_gbps: float | tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; expected 0 to 65535")
         if self.token is not None and self.token_file is not None:
-            raise ConfigError("token and token_file are both given; expected one of them")
+            raise ConfigError("token and token_file are both given; expected only one of them")
         if self.token is not None and not self.token.strip():
             raise ConfigError("token is empty")
         for field in ("capacity_bytes", "max_body_bytes", "max_uploads", "idle_timeout_s", "orphan_age_s"):
@@ -47,13 +47,13 @@ class ServerConfig:
                 raise ConfigError(f"{field} is {getattr(self, field)}; expected 0 or more")
         if not (self.has_token or self.insecure or is_loopback(self.host)):
             raise ConfigError(
-                f"host is {self.host!r}, which others can reach, and there is no token; "
-                "give a token, or allow anybody in with insecure"
+                f"host is {self.host!r}, which other machines can reach, but there is no token; "
+                "give a token, or set insecure to allow access without one"
             )
 
     @property
     def link_samples(self) -> tuple[float, ...]:
-        """``link_gbps``, one after the other; none if the link is not shaped."""
+        """``link_gbps`` as a tuple with one value per second; empty if bandwidth is not limited."""
         match self.link_gbps:
             case None:
                 return ()
@@ -66,7 +66,7 @@ class ServerConfig:
         return self.token is not None or self.token_file is not None
 
     def read_token(self) -> str | None:
-        """The token, from its file if need be. Raises ConfigError if the file cannot be read or is empty."""
+        """Return the token, or None if none is set. Raises ConfigError if its file cannot be read or is empty."""
         if self.token_file is None:
             return self.token.strip() if self.token is not None else None
         try:
@@ -79,7 +79,7 @@ class ServerConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Names other than ``localhost`` count as reachable: what they resolve to may change."""
+    """Return whether only this machine can reach ``host``. No name but ``localhost`` counts: DNS may change."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

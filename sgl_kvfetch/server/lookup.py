@@ -1,4 +1,4 @@
-"""Lookups over HTTP."""
+"""The HTTP handler of lookups."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LookupHandler:
         except msgspec.DecodeError as e:
             raise web.HTTPBadRequest(text=f"malformed lookup: {e}") from e
         if len(asked.page_hashes) % PAGE_HASH_BYTES:
-            raise web.HTTPBadRequest(text=f"page_hashes has {len(asked.page_hashes)} bytes, not a multiple of 32")
+            raise web.HTTPBadRequest(text=f"page_hashes has {len(asked.page_hashes)} bytes; expected a multiple of 32")
         page_hashes = [
             asked.page_hashes[i : i + PAGE_HASH_BYTES] for i in range(0, len(asked.page_hashes), PAGE_HASH_BYTES)
         ]
@@ -41,11 +41,11 @@ class LookupHandler:
 
 
 def _rows(found: Lookup) -> list[wire.HitRow]:
-    """The leading hits that fit into one answer."""
+    """Return the leading hits that fit into one answer."""
     rows = []
     room = wire.MAX_LOOKUP_ANSWER_BYTES
     for hit in found.hits:
-        room -= len(hit.manifest) + 64  # more than a row's own framing takes
+        room -= len(hit.manifest) + 64  # upper bound of a row's framing
         if room < 0:
             break
         rows.append(wire.HitRow(hit.manifest, hit.first_page, hit.num_pages))

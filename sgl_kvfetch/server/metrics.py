@@ -1,4 +1,4 @@
-"""The server's metrics, in a registry of their own."""
+"""The server's metrics, in a separate registry."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ServerMetrics:
         self.requests = counter("requests", "Requests answered", (*labels, "status"))
         self.seconds = Histogram(
             "request_seconds",
-            "Time to answer, body included",
+            "Time to answer, including the body",
             labels,
             namespace="kvfetch",
             subsystem="server",
@@ -30,13 +30,13 @@ class ServerMetrics:
         self.in_flight = gauge("requests_in_flight", "Requests being answered")
         self.received_bytes = counter("received_bytes", "Bytes of request bodies")
         self.sent_bytes = counter("sent_bytes", "Bytes of response bodies")
-        self.lookups = counter("lookups", "Lookups, by what they found", ("result",))
-        self.lookup_pages = counter("lookup_pages", "Pages looked up", ("result",))
+        self.lookups = counter("lookups", "Lookups by result", ("result",))
+        self.lookup_pages = counter("lookup_pages", "Pages looked up, by result", ("result",))
         self._stored_bytes = gauge("stored_bytes", "Bytes of all objects")
         self._segments = gauge("segments", "Segments that lookups can find")
         self._evicted = counter("evicted_segments", "Segments evicted to make room")
         self._collected = counter("collected_objects", "Orphaned objects and temporary files removed")
-        self._unreadable = counter("unreadable_manifests", "Manifests skipped as unreadable")
+        self._unreadable = counter("unreadable_manifests", "Unreadable manifests that were skipped")
         self._last = StoreUsage(0, 0, 0, 0, 0)
 
     def note_lookup(self, pages_asked: int, pages_found: int) -> None:

@@ -1,4 +1,4 @@
-"""Objects over HTTP: put, get in ranges, head, delete one or all with a prefix, list."""
+"""The HTTP handlers of objects: put, get with ranges, head, delete one or by prefix, list."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from sgl_kvfetch.stores.base import ObjectInfo
 from sgl_kvfetch.stores.files import OpenObject
 from sgl_kvfetch.stores.local import LocalStore
 
-# Pieces of a file as they are sent, and of a body as it is written.
+# Size of the pieces in which files are sent, and bodies are written.
 _SEND_PIECE_BYTES = 8 << 20
 _WRITE_PIECE_BYTES = 1 << 20
 _LIST_PIECE_BYTES = 64 << 10
-# Well below clients' deadlines: they ask again where this was not enough.
+# One deletion by prefix stops after this time, well below clients' deadlines. Clients repeat it until all is deleted.
 _DELETE_TURN_S = 5.0
 
 
 class BodyTooLarge(web.HTTPRequestEntityTooLarge):
     def __init__(self, most: int) -> None:
-        super().__init__(max_size=most, actual_size=most + 1, text=f"the body has more than {most} bytes")
+        super().__init__(max_size=most, actual_size=most + 1, text=f"the body exceeds the limit of {most} bytes")
 
 
 class ObjectHandlers:
@@ -59,24 +59,24 @@ class ObjectHandlers:
         return web.Response(status=201)
 
     async def _replace(self, request: web.Request, name: ObjectName) -> web.StreamResponse:
-        """A manifest in place of one whose digest the client knows."""
+        """Replace a manifest if its digest is the one in If-Match."""
         expected = wire.parse_entity_tag(request.headers["If-Match"])
         if expected is None or not name.is_manifest:
-            raise web.HTTPBadRequest(text="If-Match is for a manifest, and takes its digest as one entity tag")
+            raise web.HTTPBadRequest(text="If-Match is only for manifests; expected one entity tag with the digest")
         body = await self._read_manifest(request)
         if await self._store.replace(name.segment.manifest_name, body, expected):
             return web.Response(status=201)
-        return error_answer(412, "changed", "the manifest is not the expected one")
+        return error_answer(412, "changed", "the stored manifest does not have the expected digest")
 
     @asynccontextmanager
     async def _upload_slot(self) -> AsyncIterator[None]:
-        """Bounds what uploads hold together. 503 once none came free for a while."""
+        """Limit concurrent uploads. Answer 503 if no slot becomes free within ``upload_wait_s``."""
         try:
             async with asyncio.timeout(self._upload_wait_s):
                 await self._uploads.acquire()
         except TimeoutError as e:
             raise web.HTTPServiceUnavailable(
-                text="too many uploads at the same time", headers={"Retry-After": "1", "Connection": "close"}
+                text="too many concurrent uploads", headers={"Retry-After": "1", "Connection": "close"}
             ) from e
         try:
             yield
@@ -105,9 +105,9 @@ class ObjectHandlers:
             await upload.commit()
 
     async def _next_piece(self, request: web.Request) -> bytes:
-        """About a MiB of the body, b"" at its end. A body that breaks off raises ConnectionError.
+        """Read the next MiB of the body; b"" at its end. Raises ConnectionError if the body is cut off.
 
-        The time-out is for all of it: a client that trickles holds its reservation as one that has stalled.
+        The timeout covers the whole piece: a client that sends only a trickle is treated as stalled.
         """
         pieces: list[bytes] = []
         size = 0
@@ -121,7 +121,7 @@ class ObjectHandlers:
                     size += len(piece)
         except TimeoutError as e:
             raise web.HTTPRequestTimeout(
-                text=f"the body stalled for {self._idle_timeout_s:g} s", headers={"Connection": "close"}
+                text=f"the body stalled: less than 1 MiB in {self._idle_timeout_s:g} s", headers={"Connection": "close"}
             ) from e
         self._metrics.received_bytes.inc(size)
         return b"".join(pieces)
@@ -154,7 +154,7 @@ class ObjectHandlers:
         return response
 
     async def _send_file(self, request: web.Request, opened: OpenObject, start: int, end: int) -> None:
-        """The kernel copies from the file to the socket: nothing of it passes through this process."""
+        """Send bytes ``[start, end)`` with sendfile: the kernel copies them from the file to the socket."""
         loop = asyncio.get_running_loop()
         first = start
         piece_bytes = self._link.piece_bytes if self._link else _SEND_PIECE_BYTES
@@ -163,10 +163,10 @@ class ObjectHandlers:
             if self._link is not None:
                 await self._link.take(length, continuing=start > first)
             if request.transport is None:
-                raise ConnectionResetError("the client went away")
+                raise ConnectionResetError("the client has disconnected")
             sent = await loop.sendfile(request.transport, opened.file, start, length)
             if sent < length:
-                raise ConnectionResetError("the file ended early")
+                raise ConnectionResetError("the file is shorter than expected")
             self._metrics.sent_bytes.inc(sent)
             start += sent
 
@@ -184,15 +184,15 @@ class ObjectHandlers:
         return _not_found(request)
 
     async def delete_prefix(self, request: web.Request) -> web.StreamResponse:
-        """A prefix must be given, if an empty one: nobody empties a store by leaving something out."""
+        """The prefix is required, even if it is empty, so that no client empties a store by omitting it."""
         prefix = request.query.get("prefix")
         if prefix is None:
-            raise web.HTTPBadRequest(text="the parameter prefix is missing")
+            raise web.HTTPBadRequest(text="the query parameter prefix is missing")
         deleted, more = await self._store.delete_some(prefix, _DELETE_TURN_S)
         return web.Response(body=msgspec.json.encode(wire.Deleted(deleted, more)), content_type="application/json")
 
     async def list(self, request: web.Request) -> web.StreamResponse:
-        """One JSON object a line; a listing that fails on the way ends without its last chunk."""
+        """Send one JSON object per line. If listing fails midway, the body ends without its final chunk."""
         response = web.StreamResponse(headers={"Content-Type": wire.NDJSON_TYPE})
         lines = bytearray()
         await response.prepare(request)
@@ -219,7 +219,7 @@ def _name(request: web.Request) -> ObjectName:
 
 
 def _require_fits(request: web.Request, most: int) -> None:
-    """Refuse what is announced as too large before it is sent."""
+    """Refuse a body whose Content-Length is too large, before reading it."""
     if request.content_length is not None and request.content_length > most:
         raise BodyTooLarge(most)
 

@@ -1,4 +1,4 @@
-"""The Range header."""
+"""Parse the Range header."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
 class RangeError(Exception):
-    """The range cannot be satisfied, or is none."""
+    """The range is malformed or cannot be satisfied."""
 
 
 def parse_range(header: str, size_bytes: int) -> tuple[int, int]:
-    """Bytes ``[start, end)`` that one range of an object of ``size_bytes`` asks for. Raises RangeError.
+    """Return the bytes ``[start, end)`` that the header requests of an object of ``size_bytes``. Raises RangeError.
 
-    Stricter than RFC 9110, which would have malformed and multiple ranges ignored: our clients send neither, and a
-    whole object is a large answer to a mistake.
+    RFC 9110 would ignore malformed and multiple ranges, and send the whole object: a large answer to a mistake. Our
+    clients send neither, so both are errors.
     """
     match = _RANGE.fullmatch(header.strip())
     if match is None or match[1] == match[2] == "":

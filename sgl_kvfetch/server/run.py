@@ -1,4 +1,4 @@
-"""Running the server: until a signal, or for as long as a context lasts."""
+"""Run the server, until a signal or within a context."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RunningServer:
 
 @asynccontextmanager
 async def running_server(config: ServerConfig) -> AsyncIterator[RunningServer]:
-    """A server on the running loop. On leaving it takes no more requests, and those in flight get ``grace_s``.
+    """Run a server on the running loop. On exit it accepts no new requests; those in flight get ``grace_s``.
 
     Raises ConfigError if the address cannot be bound.
     """
@@ -39,7 +39,7 @@ async def running_server(config: ServerConfig) -> AsyncIterator[RunningServer]:
         create_app(config),
         shutdown_timeout=config.grace_s,
         access_log=None,
-        handler_cancellation=True,  # nobody waits for the answer to a broken connection
+        handler_cancellation=True,  # nobody can receive the answer once the connection is broken
         read_bufsize=1 << 20,
     )
     await runner.setup()
@@ -71,5 +71,5 @@ async def serve_until_signal(config: ServerConfig) -> None:
 
 
 def run_server(config: ServerConfig) -> None:
-    """Serve in a loop of its own, in the main thread, until SIGINT or SIGTERM. Raises ConfigError."""
+    """Serve on a new event loop until SIGINT or SIGTERM. Call on the main thread. Raises ConfigError."""
     asyncio.run(serve_until_signal(config))

@@ -1,33 +1,33 @@
-"""A link of a given speed, shared by all responses."""
+"""Limit the bandwidth of all responses together, as a link of a given speed would."""
 
 from __future__ import annotations
 
 import asyncio
 
-# Shorter waits than this are not worth a trip through the event loop, and are made up for by the next one.
+# Do not sleep for less than this: the next wait includes the time that was skipped.
 _SHORTEST_WAIT_S = 0.001
 _CATCH_UP_S = 0.05
 
 
 class Link:
-    """Paces bytes as a serial link does: each piece leaves once those before it have, in the order they came."""
+    """Pace bytes like a serial link: pieces leave one after another, in the order in which they came."""
 
     def __init__(self, *gbps: float) -> None:
-        """``gbps``: 1e9 bits a second. Of several, one a second from the first byte on, over and over; not all 0."""
+        """``gbps``: the speed in 1e9 bits per second. Several values hold for one second each, repeated; not all 0."""
         assert any(gbps), gbps
         self._bytes_per_s = [value * 1e9 / 8 for value in gbps]
         self._began_at: float | None = None  # loop time in seconds
-        self._free_at = 0.0  # when the link has sent all that it took
+        self._free_at = 0.0  # loop time when the link has sent everything
 
     @property
     def piece_bytes(self) -> int:
-        """Pieces of about two milliseconds: small enough to share the link fairly, at least one packet."""
+        """Size of a piece: about 2 ms at the highest speed, to share the link fairly. At least one packet."""
         return max(1500, min(1 << 20, int(max(self._bytes_per_s) * 0.002)))
 
     async def take(self, num_bytes: int, *, continuing: bool = False) -> None:
-        """Wait until these bytes would have left. ``continuing``: they follow others of the same response.
+        """Wait until the link would have sent these bytes. ``continuing``: they follow others of the same response.
 
-        An idle link saves nothing up. A response that was held up, by the event loop say, may catch up a little:
+        Idle time earns no credit. A response that was delayed, for example by the event loop, may catch up a little:
         its bytes were ready, and a real link would have sent them.
         """
         loop = asyncio.get_running_loop()
@@ -38,7 +38,7 @@ class Link:
             await asyncio.sleep(wait_s)
 
     def _sent_at(self, start: float, num_bytes: float) -> float:
-        """When these bytes have left, if they begin to at ``start``."""
+        """Return the loop time at which the link has sent these bytes if it begins at ``start``."""
         if len(self._bytes_per_s) == 1:
             return start + num_bytes / self._bytes_per_s[0]
         if self._began_at is None:

@@ -1,4 +1,4 @@
-"""What a store is: named byte objects, and a lookup that knows segments.
+"""The interface of a store: named byte objects, and a lookup that finds segments by page hash.
 
 A store holds two kinds of object, both named by ``sgl_kvfetch.keys``:
 
@@ -24,7 +24,7 @@ _DELETES_AT_ONCE = 16
 
 
 def object_digest(data: bytes) -> str:
-    """What an object's content goes by: the xxh3-128 in 32 hex digits."""
+    """Return the xxh3-128 of an object's content, as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
@@ -37,16 +37,16 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class SegmentHit:
-    """One segment that covers a part of the pages that were looked up."""
+    """A segment that covers some of the looked-up pages."""
 
     manifest: bytes  # the whole manifest object
-    first_page: int  # the first page of the segment to use, counted from the segment's start
-    num_pages: int  # how many pages of it to use
+    first_page: int  # index of the first page to use, from the segment's start
+    num_pages: int  # how many pages of the segment to use
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """The longest run of stored pages from the first one asked for, as consecutive segment parts."""
+    """The longest run of stored pages that starts at the first requested page, as consecutive parts of segments."""
 
     hits: tuple[SegmentHit, ...]
 
@@ -56,20 +56,20 @@ class Lookup:
 
 
 class Store(ABC):
-    """Client of a store. Safe to use from many tasks of one event loop; not from several loops."""
+    """Client of a store. Many tasks of one event loop may use it at once; tasks of different loops may not."""
 
     @abstractmethod
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-        """Bytes ``[start, start + length)`` of an object (to its end if ``length`` is None), or None if it is missing.
+        """Return bytes ``[start, start + length)`` of an object (to its end if ``length`` is None); None if missing.
 
-        Raises StoreError, with reason ``truncated`` if fewer bytes than asked for could be had.
+        Raises StoreError, with reason ``truncated`` if fewer bytes than requested arrive.
         """
 
     async def read(self, name: str, start: int, length: int, take: Callable[[bytes], None]) -> bool:
-        """``get`` that hands its bytes to ``take`` as they come, in order. False if the object is missing.
+        """Pass the requested bytes to ``take`` as they arrive, in order. Return False if the object is missing.
 
-        What was handed over before an error stands: whoever reads on begins behind it. This default hands all over at
-        once.
+        After an error, the pieces already passed are valid: the caller may continue behind them. This default passes
+        everything in one piece.
         """
         data = await self.get(name, start, length)
         if data is None:
@@ -82,10 +82,10 @@ class Store(ABC):
         """Create or replace an object atomically: readers see the old bytes or the new ones, never a mixture."""
 
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
-        """Put a manifest if the one of that name is as expected. True if the store holds ``data`` now.
+        """Replace a manifest if its digest is the expected one. Return True if the store holds ``data`` now.
 
-        ``expected_digest`` is the ``object_digest`` of the manifest that is to go; one that is gone is not as expected.
-        This default has a gap between looking and putting: a store that can do both in one step overrides it.
+        ``expected_digest`` is the ``object_digest`` of the manifest to replace; a missing manifest never matches.
+        This default is not atomic: a store that can compare and replace in one step overrides it.
         """
         current = await self.get(name)
         if current is None or object_digest(current) != expected_digest:
@@ -95,21 +95,21 @@ class Store(ABC):
 
     @abstractmethod
     async def head(self, name: str) -> ObjectInfo | None:
-        """An object's size and age, or None if it is missing."""
+        """Return an object's size and modification time, or None if it is missing."""
 
     @abstractmethod
     async def delete(self, name: str) -> bool:
-        """Delete an object. True if it was there."""
+        """Delete an object. Return True if it existed."""
 
     @abstractmethod
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """All objects whose name starts with ``prefix``, in no particular order."""
+        """Iterate over all objects whose name starts with ``prefix``, in no particular order."""
 
     async def delete_prefix(self, prefix: str) -> int:
-        """Delete all objects whose name starts with ``prefix``; with "", all there are. How many were deleted.
+        """Delete all objects whose name starts with ``prefix``; "" means all objects. Return how many were deleted.
 
-        Manifests go first, so that nobody finds a segment without its data. What is put meanwhile may stay. Raises the
-        first StoreError, with some of the objects deleted.
+        Manifests go first, so that no reader finds a segment without its data. Objects put meanwhile may stay. Raises
+        the first StoreError; some objects are deleted by then.
         """
         names = [info.name async for info in self.list(prefix)]
         count = 0
@@ -133,9 +133,9 @@ class Store(ABC):
     async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
         """Find the longest run of stored pages that starts with ``page_hashes[0]``.
 
-        ``namespace`` is `HeadSlice.folder`; ``page_hashes`` are 32-byte chained page hashes of
-        consecutive pages. A segment may be used in part, at its start, its end or both. Where several segments
-        cover a page, the one that reaches furthest wins.
+        ``namespace`` is `HeadSlice.folder`; ``page_hashes`` are the 32-byte chained hashes of consecutive pages. A hit
+        may leave out pages at the start of its segment, at its end, or both. Where several segments cover a page, the
+        one that reaches furthest wins.
         """
 
     @abstractmethod

@@ -1,11 +1,11 @@
-"""Leave a store alone that keeps failing, so that its outage costs requests nothing."""
+"""Circuit breaker: skip a store that keeps failing, so that its outage does not delay requests."""
 
 from __future__ import annotations
 
 
 class Breaker:
-    """Opens after ``threshold`` failures in a row, for a time that doubles with each further one. Holds no clock:
-    times are the caller's, in seconds."""
+    """Open after ``threshold`` failures in a row, for a pause that doubles with each further failure. Callers pass
+    the current time, in seconds."""
 
     def __init__(self, threshold: int = 3, first_pause_s: float = 1.0, longest_pause_s: float = 30.0) -> None:
         self._threshold = threshold

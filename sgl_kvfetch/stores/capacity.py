@@ -1,6 +1,6 @@
-"""Room in a local store: reservations, and eviction of the least recently used segments.
+"""The capacity of a local store: reservations, and eviction of the least recently used segments.
 
-Blocking, and not thread-safe: whoever uses it holds the store's lock.
+Blocking, and not thread-safe: callers hold the store's lock.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from sgl_kvfetch.stores.scanning import Scanner
 
 logger = logging.getLogger(__name__)
 
-# An eviction frees this part of the capacity beyond the need, so that the next writes do not each sort all segments.
+# An eviction frees this extra fraction of the capacity, so that the next writes do not each sort all segments.
 SPARE_PART = 1 / 50
 
 
 class Capacity:
     def __init__(self, catalog: Catalog, scanner: Scanner, capacity_bytes: int | None, orphan_age_s: float) -> None:
-        """``orphan_age_s``: how long data may wait for its manifest."""
+        """``orphan_age_s``: how long data is protected from eviction while it waits for its manifest."""
         self.num_evicted = 0  # segments
         self._catalog = catalog
         self._scanner = scanner
         self._capacity_bytes = capacity_bytes
         self._orphan_age_s = orphan_age_s
         self._reserved_bytes = 0
-        self._writing: Counter[str] = Counter()  # by manifest's name
-        self._awaits_manifest: dict[str, float] = {}  # manifest's name -> when its data came, monotonic
+        self._writing: Counter[str] = Counter()  # manifest's name -> number of running writes
+        self._awaits_manifest: dict[str, float] = {}  # manifest's name -> last commit of its data, monotonic seconds
 
     @property
     def is_bounded(self) -> bool:
         return self._capacity_bytes is not None
 
     def reserve_if_free(self, num_bytes: int) -> bool:
-        """Reserve room for bytes that are about to be written if nothing needs to go for it."""
+        """Reserve space for a write if that needs no eviction. Return whether it was reserved."""
         if self._short_bytes(num_bytes) > 0:
             return False
         self._reserved_bytes += num_bytes
         return True
 
     def reserve(self, num_bytes: int) -> None:
-        """Make room for bytes that are about to be written. Raises StoreError (``full``), OSError."""
+        """Reserve space for a write, and evict segments if needed. Raises StoreError (``full``), OSError."""
         if self._short_bytes(num_bytes) > 0:
             self._evict(num_bytes)
             if self._short_bytes(num_bytes) > 0:
@@ -57,12 +57,12 @@ class Capacity:
         self._reserved_bytes += num_bytes
 
     def release(self, num_bytes: int) -> None:
-        """Reserved bytes were committed, and are counted as stored, or were given up."""
+        """End a reservation: its bytes are committed, and counted as stored, or were discarded."""
         self._reserved_bytes -= num_bytes
         assert self._reserved_bytes >= 0
 
     def start_writing(self, manifest_name: str) -> None:
-        """Keeps a segment from eviction until ``stop_writing``."""
+        """Protect a segment from eviction until ``stop_writing``."""
         self._writing[manifest_name] += 1
 
     def stop_writing(self, manifest_name: str) -> None:
@@ -71,21 +71,21 @@ class Capacity:
             del self._writing[manifest_name]
 
     def data_committed(self, manifest_name: str) -> None:
-        """The segment stays while its writer comes back with the manifest, for as long as an orphan may live."""
+        """Protect the segment from eviction until its manifest is committed or ``forget_late`` gives it up."""
         self._awaits_manifest[manifest_name] = time.monotonic()
 
     def manifest_committed(self, manifest_name: str) -> None:
         self._awaits_manifest.pop(manifest_name, None)
 
     def forget_late(self) -> None:
-        """Stop waiting for manifests whose data came longer ago than an orphan may live."""
+        """Stop protecting segments that have waited for their manifest longer than ``orphan_age_s``."""
         now = time.monotonic()
         for name, since in list(self._awaits_manifest.items()):
             if now - since > self._orphan_age_s:
                 del self._awaits_manifest[name]
 
     def delete(self, name: str) -> bool:
-        """Delete an object's file, and the catalog's knowledge of it. True if it was there. Raises OSError."""
+        """Delete an object's file and its catalog entry. Return True if the file existed. Raises OSError."""
         with self._scanner.own_change(name.partition("/")[0]):
             found = files.delete_object(self._catalog.root, name)
         self._catalog.forget(name)
@@ -106,11 +106,11 @@ class Capacity:
                 self._evict_segment(stored)
 
     def _evict_segment(self, stored: StoredManifest) -> None:
-        # The manifest first: a reader finds the whole segment, or none.
+        # The manifest goes first, so that a reader finds the whole segment or none of it.
         data = list(self._catalog.data_of(stored.name))
         self.delete(stored.name)
         for name in data:
-            # Data that the manifest does not know may be another process's, on its way to a newer manifest.
+            # Data that the manifest does not name may belong to a newer one that another process is about to put.
             if stored.needs is None or name in stored.needs:
                 self.delete(name)
         self.num_evicted += 1

@@ -1,7 +1,7 @@
-"""What a local store's directory holds: sizes, last uses and the page index.
+"""The catalog of a local store: sizes of objects, last uses of segments, and the page index.
 
-All of it is derived from the files and may be rebuilt at any time; ``scanning`` does so. Not thread-safe: whoever uses
-it holds the store's lock.
+All of it is derived from the files; ``scanning`` can rebuild it at any time. Not thread-safe: callers hold the store's
+lock.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from sgl_kvfetch.stores.index import PageIndex
 
 logger = logging.getLogger(__name__)
 
-# How often a segment's last use is written to its file's atime, from where a restart reads it.
+# A segment's last use is saved as its manifest's atime at most this often. A restart reads it from there.
 SAVE_USE_EVERY_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
 class StoredManifest:
-    """A manifest's file. ``needs`` is what its segment needs to be whole, or None if it cannot be read."""
+    """A manifest's file. ``needs`` has the data objects that complete its segment; None if it cannot be decoded."""
 
     name: str
     size_bytes: int
-    stamp: tuple[int, int]  # inode and mtime in ns: a replaced file has another
-    needs: dict[str, int] | None  # bytes by data object's name
+    stamp: tuple[int, int]  # inode and mtime in ns; it changes when the file is replaced
+    needs: dict[str, int] | None  # data object's name -> bytes
     last_used_s: float  # seconds since the epoch
     saved_use_s: float
 
@@ -41,12 +41,12 @@ class StoredManifest:
 class NamespaceFiles:
     manifests: dict[str, StoredManifest] = field(default_factory=dict)
     data: dict[str, dict[str, int]] = field(default_factory=dict)  # manifest's name -> data name -> bytes
-    changed: set[str] | None = None  # names that were noted or forgotten since the scan that runs began
+    changed: set[str] | None = None  # names noted or forgotten since the running scan began
 
 
 @dataclass(frozen=True, slots=True)
 class KnownNames:
-    """What a scan compares the directory with."""
+    """The names in the catalog when a scan starts. The scan compares the directory with them."""
 
     stamps: dict[str, tuple[int, int]]  # by manifest's name
     data: frozenset[str]
@@ -54,7 +54,7 @@ class KnownNames:
 
 @dataclass(frozen=True, slots=True)
 class FoundManifest:
-    """A manifest's file as it was read. ``manifest`` is None where it cannot be read, for ``problem``."""
+    """A manifest's file that was read. If it cannot be decoded, ``manifest`` is None and ``problem`` says why."""
 
     status: os.stat_result
     content: bytes
@@ -70,7 +70,7 @@ class Catalog:
         self.num_unreadable = 0  # manifests skipped since the start, each counted once
         self._namespaces: dict[str, NamespaceFiles] = {}
 
-    # What a scan finds. Names that the store itself changed since the scan began are passed over: it knows better.
+    # Findings of a scan. Names that this process changed since the scan began are skipped: their entries are newer.
 
     def start_scan(self, namespace: str) -> KnownNames:
         known = self._namespaces.setdefault(namespace, NamespaceFiles())
@@ -111,10 +111,10 @@ class Catalog:
         else:
             self.note_manifest(found.content, found.manifest, found.status)
 
-    # What the store itself does to the files.
+    # Changes to the files.
 
     def note_data(self, name: str, size_bytes: int) -> None:
-        """A data object was written."""
+        """Record a data object that was written or found, and update the index."""
         self._note_data(name, size_bytes)
         namespace, owner = _owner(name)
         stored = self._namespaces[namespace].manifests.get(owner)
@@ -122,14 +122,14 @@ class Catalog:
             self._offer(stored)
 
     def note_manifest(self, content: bytes, manifest: Manifest, status: os.stat_result) -> None:
-        """A manifest was written or found: offer its segment to lookups if its data is there."""
+        """Record a manifest that was written or found. Add its segment to the index if all its data is there."""
         needs = {manifest.data_name(v): manifest.data_bytes(v) for v in manifest.variants}
         stored = self._note_manifest(manifest.key.manifest_name, status, needs)
         if self._is_whole(stored):
             self.index.add(stored.name, content, manifest)
 
     def forget(self, name: str) -> None:
-        """An object is gone. A segment that loses its manifest or some of its data is no longer offered."""
+        """Remove an object that is gone. A segment that loses its manifest or any of its data leaves the index."""
         namespace, owner = _owner(name)
         known = self._namespaces.get(namespace)
         if known is None:
@@ -149,7 +149,7 @@ class Catalog:
             self.index.remove(owner)
 
     def touch(self, manifest_names: Iterable[str]) -> None:
-        """Note a use. It reaches the file's atime at most once a minute."""
+        """Record that these segments are used now. Save it in the manifest's atime at most once a minute."""
         now = time.time()
         for name in manifest_names:
             stored = self._manifest(name)
@@ -160,21 +160,21 @@ class Catalog:
                 stored.saved_use_s = now
                 _save_use(self.root / name, now, stored.stamp[1])
 
-    # Questions.
+    # Queries.
 
     def manifests(self) -> Iterator[StoredManifest]:
         for known in self._namespaces.values():
             yield from known.manifests.values()
 
     def data_of(self, manifest_name: str) -> dict[str, int]:
-        """Sizes of the data objects that are there, needed by the manifest or not."""
+        """Return the sizes of a segment's stored data objects by name, including those that the manifest lacks."""
         known = self._namespaces.get(_owner(manifest_name)[0])
         return known.data.get(manifest_name, {}) if known else {}
 
     def orphans(self) -> Iterator[str]:
-        """Data that no manifest needs, and readable manifests some of whose data is missing.
+        """Iterate over data that no manifest needs, and readable manifests that lack some of their data.
 
-        Data of an unreadable manifest counts as needed: the manifest may be newer than we are.
+        Data of an unreadable manifest counts as needed: a newer version may have written that manifest.
         """
         for known in self._namespaces.values():
             for owner, sizes in known.data.items():
@@ -188,7 +188,7 @@ class Catalog:
                     yield name
 
     def is_orphan(self, name: str) -> bool:
-        """Whether ``orphans`` has this name."""
+        """Return whether ``orphans`` includes this name."""
         stored = self._manifest(_owner(name)[1])
         if stored is None:
             return self._has_data(name)
@@ -197,8 +197,8 @@ class Catalog:
         return not self._is_whole(stored) if name == stored.name else name not in stored.needs
 
     def orphan_since_s(self, info: ObjectInfo) -> float:
-        """When this orphan became one, at the latest. Data that a manifest does without was in use until that manifest
-        replaced another, however old the data are."""
+        """Return the latest time at which this object can have become an orphan, in seconds since the epoch. Even old
+        data may have been in use until the current manifest replaced another."""
         stored = self._manifest(_owner(info.name)[1])
         return info.modified_s if stored is None else max(info.modified_s, stored.stamp[1] / 1e9)
 
@@ -213,7 +213,7 @@ class Catalog:
         return stored.needs is not None and _holds(self.data_of(stored.name), stored.needs)
 
     def _offer(self, stored: StoredManifest) -> None:
-        """Bring the index in line with the data that is there."""
+        """Add the segment to the index if all its data is there; otherwise remove it."""
         if self._is_whole(stored) == (stored.name in self.index):
             return
         if stored.name in self.index:
@@ -244,7 +244,7 @@ class Catalog:
         return stored
 
     def forget_namespace(self, namespace: str) -> None:
-        """Its directory is gone."""
+        """Remove all objects of a namespace, since its directory is gone."""
         known = self._namespaces.get(namespace)
         if known is None:
             return
@@ -254,7 +254,7 @@ class Catalog:
 
 
 def read_manifest(root: Path, name: str, status: os.stat_result) -> FoundManifest | None:
-    """Read and decode a manifest's file, whose state was ``status`` before. None if it is gone. Raises OSError."""
+    """Read and decode a manifest's file. ``status`` is its state before the read. None if gone. Raises OSError."""
     content = _read_quietly(root / name)
     if content is None:
         return None
@@ -277,7 +277,7 @@ def _holds(present: dict[str, int], needs: dict[str, int]) -> bool:
 
 
 def _owner(name: str) -> tuple[str, str]:
-    """The namespace and the manifest's name that an object belongs to."""
+    """Return the namespace and the manifest's name of the segment that an object belongs to."""
     segment = parse_object_name(name).segment
     return segment.namespace, segment.manifest_name
 
@@ -287,12 +287,12 @@ def _stamp(status: os.stat_result) -> tuple[int, int]:
 
 
 def _read_quietly(path: Path) -> bytes | None:
-    """A manifest's bytes, its atime left as it is where the system allows: it holds the last use."""
+    """Read a manifest. If the system allows it, keep the atime unchanged: it holds the last use."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         try:
             fd = os.open(path, flags | getattr(os, "O_NOATIME", 0))
-        except PermissionError:  # O_NOATIME is the owner's privilege
+        except PermissionError:  # only the file's owner may use O_NOATIME
             fd = os.open(path, flags)
     except FileNotFoundError:
         return None

@@ -1,4 +1,4 @@
-"""The parts of a local store that its calls share, and what takes all of them. Blocking; safe for several threads."""
+"""State that all calls on a local store share, and the operations that need all of it. Blocking and thread-safe."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sgl_kvfetch.stores.capacity import Capacity
 from sgl_kvfetch.stores.catalog import Catalog
 from sgl_kvfetch.stores.scanning import Scanner
 
-# How many objects are deleted before others may have the lock.
+# How many objects are deleted before the lock is released for other threads.
 _DELETED_AT_ONCE = 16
 _LET_OTHERS_S = 1e-5
 
 
 class Directory:
-    """``lock`` guards the catalog and the capacity. No directory is listed, and nothing waited for, under it."""
+    """``lock`` guards the catalog and the capacity. Do not list a directory or wait for a scan while holding it."""
 
     def __init__(self, root: Path, capacity_bytes: int | None, orphan_age_s: float) -> None:
         """``orphan_age_s``: how old unreferenced data and temporary files must be before they are collected."""
@@ -32,26 +32,26 @@ class Directory:
         self._collected_at = float("-inf")
 
     def reserve(self, num_bytes: int) -> None:
-        """Make room for bytes that are about to be written. Without the lock. Raises StoreError (``full``), OSError."""
+        """Reserve space for a write, evict if needed. Call without the lock. Raises StoreError (``full``), OSError."""
         with self.lock:
             collect = time.monotonic() - self._collected_at > self._orphan_age_s
             if collect:
-                self._collected_at = time.monotonic()  # one writer does it
+                self._collected_at = time.monotonic()  # so that only one writer collects
         if collect:
             self.collect()
         elif self.capacity.is_bounded and not self.scanner.has_scanned_all:
-            self.scanner.refresh_all()  # what is not known yet takes room too
+            self.scanner.refresh_all()  # files that no scan has found yet take space too
         with self.lock:
             if self.capacity.reserve_if_free(num_bytes):
                 return
-        self.scanner.refresh_all()  # other processes may have used segments, or made room
+        self.scanner.refresh_all()  # other processes may have used segments, or freed space
         with self.lock:
             self.capacity.reserve(num_bytes)
 
     def collect(self) -> None:
-        """Remove old orphans: data that no manifest needs, manifests without data, temporary files.
+        """Remove old orphans: data that no manifest needs, manifests that lack data, temporary files.
 
-        Without the lock. Raises StoreError, OSError.
+        Call without the lock. Raises StoreError, OSError.
         """
         self.scanner.refresh_all(force=True)
         with self.lock:
@@ -63,7 +63,7 @@ class Directory:
             info = files.stat_object(self.root, name)
             if info is not None and info.modified_s < limit:
                 with self.lock:
-                    # Its manifest may have come since.
+                    # Check again under the lock: its manifest may have been put since.
                     if self.catalog.is_orphan(name) and self.catalog.orphan_since_s(info) < limit:
                         self.num_collected += self.capacity.delete(name)
         for namespace in files.namespaces(self.root):
@@ -74,7 +74,7 @@ class Directory:
     def delete_some(self, prefix: str, until: float) -> tuple[int, bool]:
         """Delete objects whose name starts with ``prefix``, manifests first, until ``until`` (monotonic seconds).
 
-        How many were deleted, and whether some may be left. At least a few are. Without the lock. Raises OSError.
+        Return how many were deleted, and whether some may be left. Call without the lock. Raises OSError.
         """
         names = [
             info.name
@@ -85,7 +85,7 @@ class Directory:
         names.sort(key=lambda name: not name.endswith(MANIFEST_SUFFIX))
         count = 0
         for first in range(0, len(names), _DELETED_AT_ONCE):
-            if first and time.monotonic() > until:
+            if first and time.monotonic() > until:  # each call deletes one batch at least
                 return count, True
             with self.lock:
                 for name in names[first : first + _DELETED_AT_ONCE]:

@@ -1,7 +1,7 @@
-"""The files of a local store: names, atomic writes, reads. Blocking: callers are in a worker thread.
+"""The files of a local store: names, atomic writes, reads. Blocking: call from a worker thread.
 
 An object ``<namespace>/<rest>`` is the file of that name under the root. Symbolic links below the root are never
-followed, and anything that is not a regular file with an object's name is left alone, and not seen.
+followed. Anything other than a regular file with an object's name is ignored.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ TEMP_PREFIX = ".tmp-"  # no object's name starts like this
 _NAMESPACE = re.compile(NAMESPACE_PATTERN)
 _NO_LINKS = os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-# What opening gives for a link under O_NOFOLLOW, or for a directory that is none: the object is not there.
+# Errors of open() that mean a missing object. With O_NOFOLLOW, symbolic links and non-directories raise them too.
 _ABSENT = frozenset({errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ENXIO})
 
 
 def require_name(name: str) -> ObjectName:
-    """Raises StoreError (``invalid``) for anything but an object's name."""
+    """Parse an object's name. Raises StoreError (``invalid``) for any other text."""
     try:
         return parse_object_name(name)
     except FormatError as e:
@@ -40,14 +40,14 @@ def require_name(name: str) -> ObjectName:
 
 
 def require_namespace(namespace: str) -> None:
-    """Raises StoreError (``invalid``) for anything but the name of a namespace's folder."""
+    """Raise StoreError (``invalid``) unless ``namespace`` is the name of a namespace's folder."""
     if _NAMESPACE.fullmatch(namespace) is None:
         raise StoreError("invalid", f"not a namespace: {namespace[:120]!r}")
 
 
 @contextmanager
 def os_errors(what: str) -> Iterator[None]:
-    """Translate OSError: ``full`` where there is no room, ``io`` for the rest."""
+    """Translate OSError to StoreError: ``full`` if no space is left, otherwise ``io``."""
     try:
         yield
     except OSError as e:
@@ -56,7 +56,7 @@ def os_errors(what: str) -> Iterator[None]:
 
 
 def namespaces(root: Path) -> list[str]:
-    """Namespaces that have a directory. Empty if the root does not exist yet."""
+    """List the namespaces that have a directory. Return an empty list if the root does not exist yet."""
     try:
         with os.scandir(root) as entries:
             return [e.name for e in entries if _NAMESPACE.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
@@ -66,7 +66,7 @@ def namespaces(root: Path) -> list[str]:
 
 @contextmanager
 def namespace_dir(root: Path, namespace: str) -> Iterator[int | None]:
-    """The open directory of a namespace, or None if there is none. Raises OSError."""
+    """Open a namespace's directory and yield its descriptor, or None if there is no directory. Raises OSError."""
     try:
         fd = os.open(root / namespace, os.O_RDONLY | os.O_DIRECTORY | _NO_LINKS)
     except OSError as e:
@@ -109,7 +109,7 @@ def open_object(root: Path, name: str) -> OpenObject | None:
 
 
 def read_fully(file: FileIO, start: int, length: int) -> bytes:
-    """Bytes ``[start, start + length)``, fewer only where the file ends. Raises OSError."""
+    """Read bytes ``[start, start + length)``; fewer only if the file ends before. Raises OSError."""
     pieces = []
     while length > 0:
         piece = os.pread(file.fileno(), length, start)  # one call returns at most 2 GiB
@@ -121,7 +121,7 @@ def read_fully(file: FileIO, start: int, length: int) -> bytes:
 
 
 def stat_object(root: Path, name: str) -> ObjectInfo | None:
-    """None if it is missing. Raises OSError."""
+    """Return an object's size and modification time, or None if it is missing. Raises OSError."""
     namespace, _, file_name = name.partition("/")
     with namespace_dir(root, namespace) as directory:
         if directory is None:
@@ -134,7 +134,7 @@ def stat_object(root: Path, name: str) -> ObjectInfo | None:
 
 
 def delete_object(root: Path, name: str) -> bool:
-    """True if it was there. Raises OSError."""
+    """Delete an object's file. Return True if it existed. Raises OSError."""
     namespace, _, file_name = name.partition("/")
     with namespace_dir(root, namespace) as directory:
         if directory is None:
@@ -147,7 +147,7 @@ def delete_object(root: Path, name: str) -> bool:
 
 
 def list_objects(root: Path, namespace: str, prefix: str = "") -> list[ObjectInfo]:
-    """The objects of a namespace whose name starts with ``prefix``. Raises OSError."""
+    """List the objects of a namespace whose name starts with ``prefix``. Raises OSError."""
     found = []
     with namespace_dir(root, namespace) as directory:
         if directory is None:
@@ -173,7 +173,7 @@ def is_object(name: str, entry: os.DirEntry[str]) -> bool:
 
 
 def stale_temps(root: Path, namespace: str, older_than_s: float) -> list[str]:
-    """What writers left that died: names as for ``delete_object``. Raises OSError."""
+    """List old temporary files that dead writers left, as names for ``delete_object``. Raises OSError."""
     limit = time.time() - older_than_s
     found = []
     with namespace_dir(root, namespace) as directory:
@@ -190,10 +190,10 @@ def stale_temps(root: Path, namespace: str, older_than_s: float) -> list[str]:
 
 
 class TempFile:
-    """A new object's bytes, which nobody sees before ``commit``. Raises OSError from everything."""
+    """The temporary file of a new object. Readers do not see it before ``commit``. Every method may raise OSError."""
 
     def __init__(self, root: Path, name: str) -> None:
-        """Makes the namespace's directory if it is missing."""
+        """Create the file, and the namespace's directory if it is missing."""
         namespace, _, self._file_name = name.partition("/")
         (root / namespace).mkdir(parents=True, exist_ok=True)
         self._directory = os.open(root / namespace, os.O_RDONLY | os.O_DIRECTORY | _NO_LINKS)
@@ -208,7 +208,7 @@ class TempFile:
 
     @property
     def is_open(self) -> bool:
-        """Neither committed nor discarded."""
+        """True until the file is committed or discarded."""
         return self._open
 
     def write(self, data: bytes | memoryview) -> None:
@@ -217,20 +217,20 @@ class TempFile:
             view = view[os.write(self._fd, view) :]
 
     def sync(self) -> None:
-        """Make the bytes durable. Before ``commit``, so that no name ever stands for bytes that a crash can lose."""
+        """Make the bytes durable. Call it before ``commit``, so that no object has bytes that a crash can lose."""
         os.fsync(self._fd)
 
     @contextmanager
     def directory_locked(self) -> Iterator[None]:
-        """Keeps out other processes that do the same, where the file system has locks."""
+        """Exclude other processes that take this lock, if the file system supports locks."""
         with suppress(OSError):
             fcntl.flock(self._directory, fcntl.LOCK_EX)
-        yield  # closing the directory, which commit and discard do, unlocks it
+        yield  # commit and discard close the directory, which releases the lock
 
     def commit(self) -> None:
-        """Give the bytes their name, replacing an older object.
+        """Rename the file to the object's name. An older object of that name is replaced.
 
-        The directory itself is not synced: a rename that a power cut undoes costs a miss, never a torn object.
+        The directory itself is not synced: if a power cut undoes the rename, the result is a miss, never a torn object.
         """
         try:
             os.replace(self._temp_name, self._file_name, src_dir_fd=self._directory, dst_dir_fd=self._directory)

@@ -1,4 +1,4 @@
-"""One request to the best of several replicas, and to another one, or the same again, when it does not come."""
+"""Hedged calls: ask the best replica, and ask another one, or the same one again, when the answer is late."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from sgl_kvfetch.stores.hedging import (
 
 T = TypeVar("T")
 
-# won: the second request was first; lost: the first was, or went on; failed: the second failed; refused: there were too
-# many second requests.
+# won: the second request answered first, or the first failed; lost: the first answered, or the second was ended;
+# failed: the second failed; refused: the budget allowed no second request.
 RaceResult = Literal["won", "lost", "failed", "refused"]
 
-_LATE_S = 1.0  # at least so long a read goes on before it is late
-_MOST_RACES = 3  # of one call, one after another
+_LATE_S = 1.0  # a read that is younger than this is never late
+_MOST_RACES = 3  # second requests of one call, one after another
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What the calls of one kind share. ``silence`` None: they are not asked a second time unless they fail."""
+    """State that all calls of one kind share. If ``silence`` is None, only a failure makes a call ask again."""
 
-    healths: Sequence[ReplicaHealth]  # one a replica
+    healths: Sequence[ReplicaHealth]  # one per replica
     budget: RaceBudget
     silence: Usual | None  # seconds without a byte
-    pace: Usual  # seconds a byte
+    pace: Usual  # seconds per byte
     on_race: Callable[[RaceResult], None]
     on_failure: Callable[[int, StoreError], None]  # the replica's index
 
 
 class Attempt:
-    """A request to one replica. What earlier ones brought is the beginning of ``pieces``."""
+    """A request to one replica. ``pieces`` begins with the bytes that earlier attempts received."""
 
     def __init__(self, replica: int, inherited: Sequence[bytes], now_s: float) -> None:
         self.replica = replica
@@ -73,7 +73,7 @@ class Attempt:
 
 
 class RacedCall(Generic[T]):
-    """One call. ``ask`` makes a request; a read hands what comes to ``Attempt.take``, and None is "missing here"."""
+    """One hedged call. ``ask`` returns None if the store lacks the object; reads pass bytes to ``Attempt.take``."""
 
     def __init__(
         self,
@@ -82,15 +82,15 @@ class RacedCall(Generic[T]):
         ask: Callable[[Store, Attempt], Coroutine[Any, Any, T | None]],
         num_bytes: int = 0,
     ) -> None:
-        """``num_bytes`` are expected."""
+        """``num_bytes``: the expected size; 0 if it is unknown."""
         self._watch = watch
         self._stores = stores
         self._ask = ask
         self._num_bytes = num_bytes
         self._loop = asyncio.get_running_loop()
-        self._tasks: dict[Attempt, asyncio.Task[T | None]] = {}  # on their way: the first, and perhaps a second
+        self._tasks: dict[Attempt, asyncio.Task[T | None]] = {}  # running: the first, and perhaps a second
         self._ended: list[asyncio.Task[T | None]] = []
-        self._brought: Sequence[bytes] = ()  # the most that an attempt that has ended brought
+        self._brought: Sequence[bytes] = ()  # the most that any ended attempt received
         self._tried: list[int] = []
         self._failed: frozenset[int] = frozenset()
         self._error: StoreError | None = None
@@ -100,7 +100,7 @@ class RacedCall(Generic[T]):
         self._was_refused = False
 
     async def run(self) -> T | None:
-        """None if all replicas that answer say that it is missing. Raises the first StoreError if none answers."""
+        """Return the first answer, or None if all that answer lack the object. Raises StoreError if none answers."""
         tick_s = None if self._watch.silence is None else self._watch.silence.limit / SILENT_TICKS
         try:
             while not self._is_answered_no and (self._tasks or self._begin()):
@@ -130,7 +130,7 @@ class RacedCall(Generic[T]):
         return next_replica(ranked(healths, now_s), self._tried, self._failed, is_open)
 
     def _begin(self) -> bool:
-        """Ask the next replica. False if there is none left."""
+        """Ask the next replica. Return False if no replica is left."""
         replica = self._next_replica()
         if replica is not None:
             self._ask_replica(replica)
@@ -145,7 +145,7 @@ class RacedCall(Generic[T]):
         self._tasks[attempt] = self._loop.create_task(self._ask(self._stores[replica], attempt))
 
     def _look(self) -> None:
-        """A tick has passed in which nothing ended."""
+        """Count a tick in which no attempt ended, and act on the verdict."""
         first, second = (*self._tasks, None)[:2]
         assert first is not None
         for attempt in self._tasks:
@@ -168,7 +168,7 @@ class RacedCall(Generic[T]):
             return
         now_s, healths = self._loop.time(), self._watch.healths
         if healths[first.replica].is_open(now_s) and not healths[replica].is_open(now_s):
-            # Others found out that this replica hangs: move over, which is no second request.
+            # Other calls found that this replica hangs. Moving to another one does not count as a second request.
             self._drop(first)
             self._ask_replica(replica)
         elif self._num_races < _MOST_RACES and self._watch.budget.try_begin():
@@ -180,7 +180,7 @@ class RacedCall(Generic[T]):
             self._watch.on_race("refused")
 
     def _result(self, attempt: Attempt) -> T | None:
-        """What the attempt brought. None if that is nothing; it is dropped then."""
+        """Return the answer of an ended attempt. If it failed or found nothing, drop it and return None."""
         try:
             answer = self._tasks[attempt].result()
         except StoreError as e:
@@ -199,14 +199,14 @@ class RacedCall(Generic[T]):
         return None
 
     def _learn(self, answered: Attempt) -> None:
-        """From a success."""
+        """Update measurements and end the race after a success."""
         now_s = self._loop.time()
         answered.heard(now_s)
         assert answered.first_byte_s is not None
         self._watch.healths[answered.replica].answered(answered.first_byte_s - answered.began_s)
         first = next(iter(self._tasks))
         if answered is first:
-            # Also of a race that was lost: the silence that caused it was not that unusual.
+            # Also when a second request lost: the silence that caused it was not that unusual.
             if self._watch.silence is not None:
                 self._watch.silence.note(answered.longest_silence_s)
             if answered.progress.num_bytes:
@@ -214,7 +214,7 @@ class RacedCall(Generic[T]):
             return
         missing = self._num_bytes - answered.num_inherited
         gained = first.num_bytes - answered.num_inherited
-        # Two requests that share a link end together, whichever is first.
+        # If the first got most of the missing bytes as well, both share a slow link: a second request was no gain.
         self._end_race("won", was_worth_it=2 * gained <= missing)
         if gained == 0 and first.replica != answered.replica:
             self._blame(first)
@@ -241,7 +241,7 @@ class RacedCall(Generic[T]):
 
 
 def is_its_fault(error: StoreError) -> bool:
-    """Whether an error says something of the replica, not of the request."""
+    """Return whether the replica, not the request, caused the error."""
     return error.retriable or error.reason in ("unauthorised", "protocol", "io")
 
 

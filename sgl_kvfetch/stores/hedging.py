@@ -1,7 +1,7 @@
-"""When to ask a second time for what does not come, and which replica to ask. Pure: no clock, no I/O.
+"""Decide when to hedge a request with a second one, and which replica to ask. Pure: no clock, no I/O.
 
-A request is watched in ticks, a quarter of the silence that is unusual. Ticks, not times, since a busy event loop that
-reads nothing for a second is no reason to think that nothing was sent: it sees one silent tick.
+A request is checked once a tick; a tick is a quarter of the silence limit. Silence is counted in ticks, not in seconds:
+an event loop that was busy for a second has read nothing, although bytes may have come. It counts one silent tick.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 from sgl_kvfetch.stores.breaker import Breaker
 
-SILENT_TICKS = 4  # in a row: a request is stalled
+SILENT_TICKS = 4  # a request with so many in a row is stalled
 _SILENT_TICKS_OF_SECOND = 2 * SILENT_TICKS
 
 _MOST_MEASURED = 64
@@ -22,10 +22,10 @@ _LEAST_MEASURED = 8
 
 
 class Usual:
-    """What is still usual of a time, from the last ones measured: ``factor`` times a quantile of them, in bounds."""
+    """The limit of what is normal: ``factor`` times a quantile of the last measurements, within bounds."""
 
     def __init__(self, factor: float, quantile: float, *, least: float, most: float, at_first: float) -> None:
-        """``at_first`` holds until there are some measurements."""
+        """``at_first`` is the limit until there are enough measurements."""
         assert 0 <= quantile < 1
         assert least <= at_first <= most
         self._factor, self._quantile = factor, quantile
@@ -45,7 +45,7 @@ class Usual:
 
 @dataclass(slots=True)
 class Progress:
-    """Of one request: what it brought, looked at every tick."""
+    """The bytes that one request has received, checked at every tick."""
 
     num_bytes: int = 0
     silent_ticks: int = 0  # in a row, up to now
@@ -58,12 +58,12 @@ class Progress:
 
 class Verdict(Enum):
     WAIT = auto()
-    ASK_AGAIN = auto()  # a second request for what is missing
-    END_SECOND = auto()  # it is not needed, or as silent as the first; another may follow
+    ASK_AGAIN = auto()  # make a second request for the missing bytes
+    END_SECOND = auto()  # the second is not needed, or silent too; another may follow
 
 
 def judge(first: Progress, second: Progress | None, is_late: bool) -> Verdict:
-    """Called each tick. ``is_late``: the first takes far longer than is usual, whether silent or not."""
+    """Decide at each tick. ``is_late``: the first request takes far longer than normal, silent or not."""
     if second is None:
         return Verdict.ASK_AGAIN if is_late or first.silent_ticks >= SILENT_TICKS else Verdict.WAIT
     has_resumed = second.num_bytes == 0 and first.silent_ticks == 0 and not is_late
@@ -71,10 +71,10 @@ def judge(first: Progress, second: Progress | None, is_late: bool) -> Verdict:
 
 
 class RaceBudget:
-    """How many second requests there may be: a few at once, and a tenth of all requests.
+    """Limit second requests: a few at once, and a tenth of all requests.
 
-    Those that were worth it do not count towards the tenth: of a server that hangs, every request may be asked again;
-    on a link that is merely slow, or gone, second requests end soon.
+    Second requests that were worth it do not count towards the tenth. So every request to a server that hangs may be
+    hedged, but on a link that is only slow, or down, hedging soon stops.
     """
 
     def __init__(self, most_at_once: int, share: float = 0.1) -> None:
@@ -104,23 +104,23 @@ class RaceBudget:
 
 
 class ReplicaHealth:
-    """Whether to ask a replica, and how soon it answers, for one kind of request. Moments are in seconds.
+    """Availability and response time of a replica, for one kind of request. All times are in seconds.
 
-    A replica that failed is left alone for a second, then for twice as long each time, up to half a minute.
+    A replica that failed is skipped for a second, then for twice as long each time, up to half a minute.
     """
 
-    _FORGET_S = 60.0  # after so long without a request, one goes there to see
+    _FORGET_S = 60.0  # after so long without a request, one is sent to measure again
     _NEW_WEIGHT = 0.3
 
     def __init__(self, failures: int) -> None:
-        """``failures`` in a row are too many."""
+        """Skip the replica after so many ``failures`` in a row."""
         self._breaker = Breaker(failures)
         self._failed_s = float("-inf")
         self._asked_s = float("-inf")
         self._answers_in_s: float | None = None
 
     def is_open(self, now_s: float) -> bool:
-        """Whether it is to be left alone."""
+        """Return whether to skip the replica now."""
         return self._breaker.is_open(now_s)
 
     def asked(self, now_s: float) -> None:
@@ -131,7 +131,7 @@ class ReplicaHealth:
         self._learn(in_s)
 
     def failed(self, now_s: float, asked_s: float) -> None:
-        # Requests that were on their way together are one failure.
+        # Failures of requests that ran at the same time count once.
         if asked_s >= self._failed_s:
             self._breaker.failed(now_s)
             self._failed_s = now_s
@@ -142,7 +142,7 @@ class ReplicaHealth:
         self._answers_in_s = known + self._NEW_WEIGHT * (in_s - known)
 
     def rank(self, now_s: float) -> tuple[bool, int]:
-        """Less is better. Times of about the same length are alike, so that requests do not go back and forth."""
+        """Return a sort key; lower is better. Similar times rank equal, so that requests do not alternate."""
         known_s = self._answers_in_s
         if known_s is None or now_s - self._asked_s > self._FORGET_S:
             known_s = 0.0
@@ -150,17 +150,17 @@ class ReplicaHealth:
 
 
 def ranked(healths: Sequence[ReplicaHealth], now_s: float) -> list[int]:
-    """Indices, best first; of equals, the one that was given first."""
+    """Return the indices of replicas, best first. Equal ones keep the given order."""
     return sorted(range(len(healths)), key=lambda i: healths[i].rank(now_s))
 
 
 def next_replica(
     ranking: Iterable[int], tried: Sequence[int], failed: frozenset[int], open_: frozenset[int]
 ) -> int | None:
-    """Which replica to ask next: the best of those tried least. None if all have failed.
+    """Return the replica to ask next: the best of those tried least often. None if all have failed.
 
-    ``ranking`` is best first; ``tried`` are those asked before, as often as they were; ``open_`` are to be left alone
-    if there is another, even one that is asked a second time.
+    ``ranking`` is best first; ``tried`` has one entry per earlier attempt. A replica in ``open_`` is asked only if no
+    other is left, not even one that was tried before.
     """
     left = [i for i in ranking if i not in failed]
     return min(left, key=lambda i: (i in open_, tried.count(i)), default=None)

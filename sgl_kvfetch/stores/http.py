@@ -1,4 +1,4 @@
-"""Client of a store behind HTTP: ``kvfetch serve``, or any server that speaks the same paths."""
+"""Client of a store behind HTTP: ``kvfetch serve``, or any server that offers the same paths."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ from sgl_kvfetch.stores.http_answers import (
 
 T = TypeVar("T")
 
-# The reasons for which the same request may do better at once. A full store, say, will not.
+# Reasons for which a retry makes sense at once. A full store, for example, stays full.
 RETRIED = frozenset({"refused", "server", "truncated", "timeout"})
 _SEND_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    timeout_s: float = 30.0  # of one call, retries and waiting for a connection included
-    # What a put, or a get of a given length, may need beyond that: its bytes at this speed.
+    timeout_s: float = 30.0  # for one call, including retries and the wait for a connection
+    # A put, or a get of a given length, may take longer by the time that its bytes need at this speed.
     min_bytes_per_s: float = 8e6
-    connect_timeout_s: float = 5.0  # of one attempt
+    connect_timeout_s: float = 5.0  # for one attempt
     max_connections: int = 32
     max_attempts: int = 4
-    backoff_s: float = 0.1  # at most, before the first retry; doubles; the real wait is random below it
+    backoff_s: float = 0.1  # upper bound before the first retry; doubles each time; the wait is random below it
     max_object_bytes: int = 1 << 30  # the largest body that is read into memory
     on_retry: Callable[[StoreError], None] | None = None  # called before each retry, on the event loop
 
@@ -73,21 +73,21 @@ class HttpOptions:
 
 
 class HttpStore(Store):
-    """One pool of connections, made at the first call on the loop that makes it.
+    """One pool of connections. The first call creates it, on the event loop of that call.
 
-    Every request is idempotent, so attempts that failed on the way, or on the server's side, are repeated until the
-    deadline. Nothing of an answer is trusted: it is no larger than asked for, and well-formed, or an error.
+    Every request is idempotent, so attempts that failed in the network or on the server are retried until the
+    deadline. Answers are not trusted: one that is too large or malformed raises StoreError.
     """
 
     def __init__(self, url: str, *, token: str | None = None, options: HttpOptions | None = None) -> None:
-        """Raises ConfigError for anything but an http(s) URL with a host and, if need be, a path."""
+        """Raises ConfigError unless ``url`` is http(s)://host[:port][/path] and ``token`` printable ASCII."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ConfigError(f"store URL {url!r} is not http(s)://host[:port][/path]")
         if parts.username or parts.password:
-            raise ConfigError("a store URL carries no user or password; use a token")
+            raise ConfigError("a store URL must not contain a user or a password; use a token")
         if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token != ""):
-            raise ConfigError("the token is empty or has spaces around it or unprintable characters in it")
+            raise ConfigError("the token is not allowed: expected printable ASCII without spaces around it")
         self.url = url.rstrip("/")
         self.options = options or HttpOptions()
         self._headers = {"Accept-Encoding": "identity"}
@@ -97,9 +97,9 @@ class HttpStore(Store):
         self._closed = False
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-        """Also raises ``too_large`` for more than ``max_object_bytes``, or than a manifest may have.
+        """Also raises ``too_large`` for more bytes than ``max_object_bytes``, or than a manifest may have.
 
-        Without a length the size is not known beforehand, and the deadline is ``timeout_s``.
+        Without ``length``, the size is not known in advance, so the deadline is ``timeout_s``.
         """
         assert start >= 0
         assert length is None or length >= 0
@@ -108,7 +108,7 @@ class HttpStore(Store):
         if length == 0:  # HTTP has no empty range
             return await self._get_nothing(name, start)
         if length is not None and length > most:
-            raise StoreError("too_large", f"getting {name}: asked for {length} bytes, more than {most}")
+            raise StoreError("too_large", f"getting {name}: asked for {length} bytes, the limit is {most}")
         whole = start == 0 and length is None
         headers = {} if whole else {"Range": f"bytes={start}-{start + length - 1 if length else ''}"}
 
@@ -124,10 +124,10 @@ class HttpStore(Store):
         return await self._retried(f"getting {name}", attempt, length or 0)
 
     async def read(self, name: str, start: int, length: int, take: Callable[[bytes], None]) -> bool:
-        """An attempt that broke off is repeated from where it stood."""
+        """A retry continues where the broken attempt ended."""
         most = MAX_MANIFEST_BYTES if require_name(name).is_manifest else self.options.max_object_bytes
         if length > most:
-            raise StoreError("too_large", f"reading {name}: asked for {length} bytes, more than {most}")
+            raise StoreError("too_large", f"reading {name}: asked for {length} bytes, the limit is {most}")
         position, end = start, start + length
 
         def take_next(piece: bytes) -> None:
@@ -150,7 +150,7 @@ class HttpStore(Store):
     async def _get_nothing(self, name: str, start: int) -> bytes | None:
         info = await self.head(name)
         if info is not None and start > info.size_bytes:
-            raise StoreError("truncated", f"{name} has {info.size_bytes} bytes; asked for some from {start} on")
+            raise StoreError("truncated", f"{name} has {info.size_bytes} bytes; cannot read from byte {start} on")
         return None if info is None else b""
 
     async def put(self, name: str, data: bytes) -> None:
@@ -165,9 +165,9 @@ class HttpStore(Store):
         await self._retried(f"putting {name}", attempt, len(data))
 
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
-        """By ``If-Match``, which the server must honour. Raises as ``put`` does."""
+        """Uses ``If-Match``, which the server must support. Raises as ``put`` does."""
         if not require_name(name).is_manifest:
-            raise StoreError("invalid", f"{name} is no manifest: data never changes")
+            raise StoreError("invalid", f"{name} is not a manifest; data objects are never replaced")
         headers = {"Content-Type": wire.BYTES_TYPE, "If-Match": wire.entity_tag(expected_digest)}
 
         async def attempt() -> bool:
@@ -177,11 +177,11 @@ class HttpStore(Store):
                 await require_status(response, 200, 201, 204)
                 return True
 
-        # An earlier attempt may have done it, and its answer been lost.
+        # An earlier attempt may have replaced it and lost only its answer.
         return await self._retried(f"replacing {name}", attempt, len(data)) or await self.get(name) == data
 
     async def head(self, name: str) -> ObjectInfo | None:
-        """The time of change is in whole seconds, 0 if the server does not say."""
+        """The modification time is in whole seconds; it is 0 if the server sends none."""
         require_name(name)
 
         async def attempt() -> ObjectInfo | None:
@@ -210,9 +210,9 @@ class HttpStore(Store):
         return await self._retried(f"deleting {name}", attempt)
 
     async def delete_prefix(self, prefix: str) -> int:
-        """In a few requests, or object by object where the server knows no better.
+        """Use a few requests by prefix, or one per object if the server does not support that.
 
-        After a retry, the count may lack what an earlier attempt deleted.
+        After a retry, the count may lack objects that an earlier attempt deleted.
         """
         what = f"deleting {prefix!r}*"
 
@@ -235,7 +235,7 @@ class HttpStore(Store):
                 return count
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """Streamed. Retried up to the first line; from there on, the deadline holds for each line."""
+        """Stream the listing. Failures are retried up to the first line; each later line has its own deadline."""
         what = f"listing {prefix!r}"
 
         async def start() -> tuple[aiohttp.ClientResponse, bytes]:
@@ -331,9 +331,9 @@ class HttpStore(Store):
             raise StoreError("timeout", message, retriable=True) from e
 
     async def _retried(self, what: str, attempt: Callable[[], Awaitable[T]], num_bytes: int = 0) -> T:
-        """``num_bytes``: how many are known to be transferred, for which the deadline is extended.
+        """Call ``attempt`` until it succeeds. The deadline is extended for ``num_bytes`` that are to be transferred.
 
-        Raises StoreError: the last attempt's, or ``timeout`` once the deadline passes.
+        Raises the last attempt's StoreError, or ``timeout`` once the deadline passes.
         """
         options = self.options
         timeout_s = options.timeout_s + num_bytes / options.min_bytes_per_s
@@ -360,7 +360,7 @@ class HttpStore(Store):
 
 
 async def _read_line(response: aiohttp.ClientResponse) -> bytes:
-    """b"" at the end."""
+    """Return the next line, or b"" at the end."""
     return await response.content.readline(max_line_length=wire.MAX_LINE_BYTES)
 
 
@@ -369,14 +369,14 @@ def _may_help(error: BaseException) -> bool:
 
 
 async def _pieces(data: bytes) -> AsyncIterator[memoryview]:
-    """A body in pieces, so that the event loop turns between them. Made anew for each attempt."""
+    """Yield a body in pieces, so that other tasks can run in between. Each attempt needs a new iterator."""
     view = memoryview(data)
     for start in range(0, len(view), _SEND_PIECE_BYTES):
         yield view[start : start + _SEND_PIECE_BYTES]
 
 
 def _http_date_s(value: str | None) -> float:
-    """Seconds since the epoch; 0 for none or nonsense."""
+    """Convert an HTTP date to seconds since the epoch; 0 if it is missing or malformed."""
     if value is None:
         return 0.0
     try:

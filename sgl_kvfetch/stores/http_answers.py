@@ -1,4 +1,4 @@
-"""What an HTTP store answers, checked: statuses and errors to StoreError, bodies no larger than asked for."""
+"""Check the answers of an HTTP store: translate statuses and errors to StoreError, and limit the size of bodies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import Lookup, ObjectInfo, SegmentHit
 
 _MAX_ERROR_BYTES = 4096
-_BROKEN = (  # not at the start: ClientConnectorError is caught before
+_BROKEN = (  # after connecting: ClientConnectorError is caught before
     aiohttp.ClientPayloadError,
     aiohttp.ServerConnectionError,
     aiohttp.UploadAbortedError,
@@ -28,7 +28,7 @@ _RANGE_REFUSED = re.compile(r"bytes \*/(\d{1,18})")
 
 @contextmanager
 def client_errors(what: str) -> Iterator[None]:
-    """Translate aiohttp's errors, once and at the edge."""
+    """Translate aiohttp's errors to StoreError. ``what`` begins the message."""
     try:
         yield
     except (aiohttp.ConnectionTimeoutError, aiohttp.SocketTimeoutError) as e:
@@ -42,7 +42,7 @@ def client_errors(what: str) -> Iterator[None]:
 
 
 async def require_status(response: aiohttp.ClientResponse, *expected: int) -> None:
-    """Raises the StoreError that an unexpected status stands for."""
+    """Raise the matching StoreError unless the status is one of ``expected``."""
     if response.status in expected:
         return
     status = response.status
@@ -61,7 +61,7 @@ async def require_status(response: aiohttp.ClientResponse, *expected: int) -> No
 
 
 async def _explanation(response: aiohttp.ClientResponse) -> str:
-    """What our own server says in an error's body; nothing for anybody else's."""
+    """Return the message of an error's body if a kvfetch server sent it, else an empty string."""
     try:
         said = msgspec.json.decode(await _read_up_to(response, _MAX_ERROR_BYTES), type=wire.ErrorBody)
     except (msgspec.DecodeError, UnicodeDecodeError, aiohttp.ClientError):
@@ -70,38 +70,38 @@ async def _explanation(response: aiohttp.ClientResponse) -> str:
 
 
 async def read_whole(response: aiohttp.ClientResponse, most: int) -> bytes:
-    """The whole body. Raises ``too_large`` beyond ``most`` bytes, ``truncated`` for another length than announced."""
+    """Read the whole body. Raises ``too_large`` beyond ``most`` bytes, ``truncated`` if Content-Length is different."""
     announced = response.content_length
     if announced is not None and announced > most:
-        raise StoreError("too_large", f"{response.url}: {announced} bytes, more than {most}")
+        raise StoreError("too_large", f"{response.url}: the body has {announced} bytes, the limit is {most}")
     body = await _read_up_to(response, most + 1)
     if len(body) > most:
-        raise StoreError("too_large", f"{response.url}: more than {most} bytes")
+        raise StoreError("too_large", f"{response.url}: the body exceeds the limit of {most} bytes")
     _require_length(response, len(body), announced)
     return body
 
 
 async def read_range(response: aiohttp.ClientResponse, start: int, length: int | None, most: int) -> bytes:
-    """The body of an answer to a ranged request; a server that ignored the range is read through, and cut.
+    """Read the body of an answer to a ranged request. If the server ignored the range, cut it out of the whole object.
 
-    Raises ``truncated`` where the object ends too early, ``too_large`` for more than ``most`` bytes.
+    Raises ``truncated`` if the object ends too early, ``too_large`` for more than ``most`` bytes.
     """
     if length is not None and length > most:
-        raise StoreError("too_large", f"{response.url}: asked for {length} bytes, more than {most}")
+        raise StoreError("too_large", f"{response.url}: asked for {length} bytes, the limit is {most}")
     if response.status == 200:
         return await _cut(response, start, length, most)
     num_bytes = await _require_range(response, start, length)
     if num_bytes == 0:
         return b""
     if num_bytes > most:
-        raise StoreError("too_large", f"{response.url}: {num_bytes} bytes, more than {most}")
+        raise StoreError("too_large", f"{response.url}: the range has {num_bytes} bytes, the limit is {most}")
     body = await _read_up_to(response, num_bytes + 1)
     _require_length(response, len(body), num_bytes)
     return body
 
 
 async def take_range(response: aiohttp.ClientResponse, start: int, length: int, take: Callable[[bytes], None]) -> None:
-    """``read_range`` that hands the body over as it comes; all at once from a server that ignored the range."""
+    """Like ``read_range``, but pass bytes to ``take`` as they arrive; in one piece if the range was ignored."""
     if response.status == 200:
         take(await _cut(response, start, length, length))
         return
@@ -115,7 +115,7 @@ async def take_range(response: aiohttp.ClientResponse, start: int, length: int, 
 
 
 async def _require_range(response: aiohttp.ClientResponse, start: int, length: int | None) -> int:
-    """How many bytes a ranged request is answered with, by the answer's headers: ``length`` if one is given."""
+    """Check the headers of an answer to a ranged request. Return the body's size in bytes: ``length`` if given."""
     if response.status == 416:
         refused = _RANGE_REFUSED.fullmatch(response.headers.get("Content-Range", ""))
         if refused and length is None and int(refused[1]) == start:
@@ -125,10 +125,10 @@ async def _require_range(response: aiohttp.ClientResponse, start: int, length: i
     sent = _RANGE_SENT.fullmatch(response.headers.get("Content-Range", ""))
     if sent is None or int(sent[1]) != start or int(sent[2]) < start:
         found = response.headers.get("Content-Range")
-        raise StoreError("protocol", f"{response.url}: asked for bytes from {start} on, answered {found!r}")
+        raise StoreError("protocol", f"{response.url}: expected a Content-Range from byte {start} on, found {found!r}")
     num_bytes = int(sent[2]) + 1 - start
     if length is not None and num_bytes != length:
-        raise StoreError("truncated", f"{response.url}: asked for {length} bytes, answered {num_bytes}")
+        raise StoreError("truncated", f"{response.url}: expected a range of {length} bytes, found {num_bytes}")
     _require_length(response, response.content_length, num_bytes)
     return num_bytes
 
@@ -136,7 +136,7 @@ async def _require_range(response: aiohttp.ClientResponse, start: int, length: i
 async def _cut(response: aiohttp.ClientResponse, start: int, length: int | None, most: int) -> bytes:
     announced = response.content_length
     if announced is not None and start + (length or 0) > announced:
-        raise StoreError("truncated", f"{response.url}: {announced} bytes; asked for {length} from {start} on")
+        raise StoreError("truncated", f"{response.url}: {announced} bytes; expected length {length} from byte {start}")
     to_skip = start
     while to_skip:
         piece = await response.content.read(min(to_skip, 1 << 20))
@@ -146,11 +146,11 @@ async def _cut(response: aiohttp.ClientResponse, start: int, length: int | None,
     if length is not None:
         body = await _read_up_to(response, length)
         _require_length(response, len(body), length)
-        response.close()  # rather than read the rest
+        response.close()  # instead of reading the rest
         return body
     body = await _read_up_to(response, most + 1)
     if len(body) > most:
-        raise StoreError("too_large", f"{response.url}: more than {most} bytes from {start} on")
+        raise StoreError("too_large", f"{response.url}: the limit is {most} bytes; found more from byte {start} on")
     _require_length(response, len(body), None if announced is None else announced - start)
     return body
 
@@ -158,7 +158,7 @@ async def _cut(response: aiohttp.ClientResponse, start: int, length: int | None,
 async def _read_up_to(response: aiohttp.ClientResponse, most: int) -> bytes:
     pieces = []
     while most > 0:
-        piece = await response.content.read(most)  # what is there, at least one byte before the end
+        piece = await response.content.read(most)  # the bytes that have arrived; empty only at the end
         if not piece:
             break
         pieces.append(piece)
@@ -168,23 +168,23 @@ async def _read_up_to(response: aiohttp.ClientResponse, most: int) -> bytes:
 
 def _require_length(response: aiohttp.ClientResponse, found: int | None, expected: int | None) -> None:
     if found is not None and expected is not None and found != expected:
-        raise StoreError("truncated", f"{response.url}: {found} bytes, expected {expected}", retriable=True)
+        raise StoreError("truncated", f"{response.url}: expected {expected} bytes, found {found}", retriable=True)
 
 
 def decode_hits(what: str, body: bytes, pages_asked: int) -> Lookup:
-    """A lookup's answer. Raises StoreError (``protocol``)."""
+    """Decode the answer to a lookup. Raises StoreError (``protocol``)."""
     try:
         rows = msgspec.msgpack.decode(body, type=tuple[wire.HitRow, ...])
     except msgspec.DecodeError as e:
         raise StoreError("protocol", f"{what}: the answer is malformed: {e}") from e
     found = sum(row.num_pages for row in rows)
     if found > pages_asked:
-        raise StoreError("protocol", f"{what}: the answer has {found} pages")
+        raise StoreError("protocol", f"{what}: the answer has more pages than requested: {found}")
     return Lookup(tuple(SegmentHit(row.manifest, row.first_page, row.num_pages) for row in rows))
 
 
 def decode_deleted(what: str, body: bytes) -> wire.Deleted:
-    """The answer to a deletion by prefix. Raises StoreError (``protocol``)."""
+    """Decode the answer to a deletion by prefix. Raises StoreError (``protocol``)."""
     try:
         return msgspec.json.decode(body, type=wire.Deleted)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
@@ -192,12 +192,12 @@ def decode_deleted(what: str, body: bytes) -> wire.Deleted:
 
 
 def decode_listed(line: bytes, prefix: str) -> ObjectInfo:
-    """One line of a listing. Raises StoreError (``protocol``)."""
+    """Decode one line of a listing. Raises StoreError (``protocol``)."""
     try:
         listed = msgspec.json.decode(line, type=wire.ListedObject)
         parse_object_name(listed.name)
     except (msgspec.DecodeError, UnicodeDecodeError, FormatError) as e:
         raise StoreError("protocol", f"listing {prefix!r}: malformed line: {e}") from e
     if not listed.name.startswith(prefix):
-        raise StoreError("protocol", f"listing {prefix!r}: got {listed.name}")
+        raise StoreError("protocol", f"listing {prefix!r}: {listed.name} does not have this prefix")
     return ObjectInfo(listed.name, listed.size_bytes, listed.modified_s)

@@ -1,9 +1,9 @@
-"""The page index: which stored segment continues a run of pages furthest. Pure, no I/O, not thread-safe.
+"""The page index: find the stored segment that continues a run of pages furthest. Pure, no I/O, not thread-safe.
 
-Page hashes are chained: a hash fixes the whole prefix before it, and with it the page's position in the sequence. So
-a segment that holds page j and starts at page i or before holds everything from i to j. For each page it is then
-enough to know the segment that starts earliest, and "is some segment good for pages i to j" falls monotonically
-with j: a bisection finds the furthest reach, however many segments share a popular prefix.
+Page hashes are chained: a hash determines the whole prefix before it, and with it the page's position in the sequence.
+So a segment that holds page j and starts at page i or before holds all pages from i to j. For each page, only the
+segment that starts earliest matters. If no segment holds pages i to j, none holds i to j + 1. A bisection therefore
+finds the furthest page, however many segments share a popular prefix.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class _Segment:
         return [self.hashes[i : i + step] for i in range(0, len(self.hashes), step)]
 
     def position(self, page_hash: bytes) -> int:
-        """The page's position in the sequence."""
+        """Return the position in the sequence of a page of this segment."""
         at = self.hashes.find(page_hash)
-        while at % PAGE_HASH_BYTES and at >= 0:  # the same bytes across two hashes
+        while at % PAGE_HASH_BYTES and at >= 0:  # a match that spans two hashes
             at = self.hashes.find(page_hash, at + 1)
         assert at >= 0
         return self.first_page + at // PAGE_HASH_BYTES
 
     def matching(self, first: int, page_hashes: Sequence[bytes]) -> int:
-        """How many of ``page_hashes`` this segment holds one after another from its page ``first`` on."""
+        """Count how many of ``page_hashes`` this segment holds in a row, starting at its page ``first``."""
         if first < 0:
             return 0
         start = first * PAGE_HASH_BYTES
@@ -54,14 +54,14 @@ class _Segment:
         return count
 
 
-# The segments that hold one page: mostly a single one; else by where they start, each set ordered by age.
+# The segments that hold one page: usually one; otherwise grouped by first page, each group ordered by age.
 _Holders = _Segment | dict[int, dict[_Segment, None]]
 
 
 def _earliest(holders: _Holders) -> _Segment:
     if isinstance(holders, _Segment):
         return holders
-    # The newest of a set: eviction empties sets from their old end, where a dict is slow to iterate.
+    # Take the newest of a group. Eviction removes the oldest ones first, and a dict is slow to iterate from that end.
     return next(reversed(holders[min(holders)]))
 
 
@@ -114,7 +114,7 @@ class _Space:
                 break
             segment = _earliest(self.pages[page_hashes[end - 1]])
             skipped = origin + page - segment.first_page
-            # Manifests come from outside: one that lies about its chain may hide pages, but never adds wrong ones.
+            # Manifests are not trusted: one with false page hashes may hide pages, but never adds wrong ones.
             count = segment.matching(skipped, page_hashes[page:end])
             if count == 0:
                 break
@@ -123,7 +123,7 @@ class _Space:
         return hits
 
     def _reach(self, page_hashes: Sequence[bytes], page: int, origin: int) -> int:
-        """The end of the longest run of pages from ``page`` on that one segment holds; ``page`` if there is none."""
+        """Return the end of the longest run from ``page`` that one segment holds; ``page`` if there is none."""
 
         def out_of_reach(last: int) -> bool:
             holders = self.pages.get(page_hashes[last])
@@ -133,7 +133,7 @@ class _Space:
 
 
 class PageIndex:
-    """Segments by page hash. About 200 bytes of memory a page, and the manifests themselves."""
+    """Segments by page hash. Uses about 200 bytes of memory per page, plus the manifests themselves."""
 
     def __init__(self) -> None:
         self._spaces: dict[str, _Space] = {}
@@ -146,14 +146,14 @@ class PageIndex:
         return manifest_name in self._segments
 
     def add(self, manifest_name: str, manifest_bytes: bytes, manifest: Manifest) -> None:
-        """Offer a segment to lookups. A manifest of the same name is replaced."""
+        """Add a segment, so that lookups find it. A manifest of the same name is replaced."""
         self.remove(manifest_name)
         segment = _Segment(manifest_name, manifest_bytes, manifest)
         self._segments[manifest_name] = segment
         self._spaces.setdefault(segment.namespace, _Space()).add(segment)
 
     def remove(self, manifest_name: str) -> bool:
-        """Stop offering a segment. True if it was there."""
+        """Remove a segment. Return True if it was there."""
         segment = self._segments.pop(manifest_name, None)
         if segment is None:
             return False
@@ -164,12 +164,12 @@ class PageIndex:
         return True
 
     def find(self, namespace: str, page_hashes: Sequence[bytes]) -> list[tuple[str, SegmentHit]]:
-        """Like ``lookup``, with each manifest's name."""
+        """Return the hits of ``lookup``, each with its manifest's name."""
         space = self._spaces.get(namespace)
         if space is None or not page_hashes:
             return []
         return space.find(page_hashes)
 
     def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
-        """``Store.lookup``: the longest run from ``page_hashes[0]``, each part by the segment that reaches furthest."""
+        """Find the longest run of stored pages that starts with ``page_hashes[0]``. See ``Store.lookup``."""
         return Lookup(tuple(hit for _, hit in self.find(namespace, page_hashes)))

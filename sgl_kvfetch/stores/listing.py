@@ -1,4 +1,4 @@
-"""A store's objects, sorted by segment."""
+"""The objects of a store, grouped by segment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sgl_kvfetch.stores.base import ObjectInfo
 
 
 class Objects(Protocol):
-    """The part of a ``Store`` that reading everything needs."""
+    """The methods of a ``Store`` that are enough to list and read all objects."""
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None: ...
 
@@ -24,7 +24,7 @@ class Objects(Protocol):
 
 @dataclass(slots=True)
 class StoredSegment:
-    """What lies under one segment's name. Without a manifest it is no segment, only data that nobody can find."""
+    """The objects of one segment. Without a manifest, they are only data that no lookup finds."""
 
     key: SegmentKey
     manifest: ObjectInfo | None = None
@@ -32,13 +32,13 @@ class StoredSegment:
 
     @property
     def stored_bytes(self) -> int:
-        """Manifest and data."""
+        """Total size of manifest and data."""
         own = self.manifest.size_bytes if self.manifest else 0
         return own + sum(info.size_bytes for info in self.data.values())
 
 
 async def list_segments(objects: Objects, prefix: str) -> list[StoredSegment]:
-    """The segments below ``prefix``, in the order of their names."""
+    """List the segments whose objects' names start with ``prefix``, sorted by name."""
     segments: dict[str, StoredSegment] = {}
     async for info in objects.list(prefix):
         parsed = parse_object_name(info.name)
@@ -51,7 +51,7 @@ async def list_segments(objects: Objects, prefix: str) -> list[StoredSegment]:
 
 
 async def read_manifest(objects: Objects, name: str) -> Manifest | None:
-    """None if it is gone. Raises FormatError, also for a manifest that belongs under another name."""
+    """Read and decode a manifest; None if it is gone. Raises FormatError, also if it belongs under another name."""
     content = await objects.get(name)
     if content is None:
         return None

@@ -24,7 +24,7 @@ __all__ = ["IncompleteSegmentError", "LocalStore", "StoreUsage", "Upload"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# How long a lookup waits for a scan that should be short. It waits for no scan whose last one was long.
+# How long a lookup waits for a scan. It does not wait if the last scan of the namespace was long.
 SCAN_WAIT_S = 1.0
 _LOOKUP_THREADS = 2
 _DELETE_TURN_S = 5.0
@@ -33,17 +33,17 @@ _DELETE_TURN_S = 5.0
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
     stored_bytes: int
-    num_segments: int  # that lookups can find
+    num_segments: int  # those that lookups can find
     num_evicted: int  # segments, since the start
     num_collected: int  # orphaned objects and temporary files, since the start
-    num_unreadable: int  # manifests skipped, since the start
+    num_unreadable: int  # skipped manifests, since the start
 
 
 class LocalStore(Store):
     """A directory of objects. Other processes may use it at the same time; each object is replaced atomically.
 
-    With a capacity, the least recently used segments make room for new ones: manifest first, then data. What a
-    writer left unfinished is removed once it is ``orphan_age_s`` old.
+    With a capacity, the least recently used segments are evicted for new ones: manifest first, then data. Unfinished
+    writes of dead writers are removed once they are ``orphan_age_s`` old.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class LocalStore(Store):
         orphan_age_s: float = 900.0,
         num_threads: int = 8,
     ) -> None:
-        """Makes the directory at the first write. Raises ConfigError for a capacity below one byte."""
+        """The first write creates the directory. Raises ConfigError for a capacity below one byte."""
         if capacity_bytes is not None and capacity_bytes < 1:
             raise ConfigError(f"capacity_bytes is {capacity_bytes}; expected at least 1, or none for no limit")
         self.root = Path(root)
         self._directory = Directory(self.root, capacity_bytes, orphan_age_s)
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="kvfetch-local")
-        # Threads of their own: the others may all be waiting for the disk.
+        # Lookups have their own threads: the others may all be waiting for the disk.
         self._lookups = ThreadPoolExecutor(_LOOKUP_THREADS, thread_name_prefix="kvfetch-lookup")
         self._closed = False
 
@@ -80,12 +80,12 @@ class LocalStore(Store):
         if wanted < 0 or start > opened.info.size_bytes or len(data) < wanted:
             raise StoreError(
                 "truncated",
-                f"{name} has {opened.info.size_bytes} bytes; asked for {length} from {start} on",
+                f"{name} has {opened.info.size_bytes} bytes; expected length {length} from byte {start}",
             )
         return data
 
     async def put(self, name: str, data: bytes) -> None:
-        """Raises StoreError, ``invalid`` for data whose digest is not the name's, or a manifest before its data."""
+        """Raises StoreError: ``invalid`` if data does not match its name's digest, or a manifest's data is missing."""
         parsed = files.require_name(name)
         if parsed.is_manifest:
             await self._run(write_manifest, self._directory, name, data)
@@ -93,9 +93,9 @@ class LocalStore(Store):
             await self._run(self._put_data, DataWriter(self._directory, parsed), data)
 
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
-        """Also beside other processes that use ``replace``, where the file system has locks. Raises as ``put`` does."""
+        """Atomic across processes if the file system supports locks. Raises as ``put`` does."""
         if not files.require_name(name).is_manifest:
-            raise StoreError("invalid", f"{name} is no manifest: data never changes")
+            raise StoreError("invalid", f"{name} is not a manifest; data objects are never replaced")
         return await self._run(write_manifest, self._directory, name, data, expected_digest)
 
     def _put_data(self, writer: DataWriter, data: bytes) -> None:
@@ -106,10 +106,10 @@ class LocalStore(Store):
             writer.discard()
 
     def upload(self, name: str) -> Upload:
-        """Write a data object piece by piece. Raises StoreError (``invalid``) for other names."""
+        """Begin to write a data object in pieces. Raises StoreError (``invalid``) for any other name."""
         parsed = files.require_name(name)
         if parsed.is_manifest:
-            raise StoreError("invalid", f"{name} is a manifest: it is put whole")
+            raise StoreError("invalid", f"{name} is a manifest; only data objects are written in pieces")
         return Upload(self, DataWriter(self._directory, parsed))
 
     async def open_object(self, name: str) -> OpenObject | None:
@@ -126,7 +126,7 @@ class LocalStore(Store):
         with files.os_errors(f"opening {name}"):
             opened = files.open_object(self.root, name)
         if opened is not None:
-            # Without the lock, so that a long scan holds up no reads: it looks up one entry and sets its times.
+            # No lock, so that scans do not delay reads: touch only looks up one entry and sets its times.
             self._directory.catalog.touch((files.require_name(name).segment.manifest_name,))
         return opened
 
@@ -139,7 +139,7 @@ class LocalStore(Store):
             return files.stat_object(self.root, name)
 
     async def delete(self, name: str) -> bool:
-        """Deleting a manifest, or data that it needs, hides the segment from lookups at once."""
+        """Delete an object. If its segment needs it, lookups no longer find the segment."""
         files.require_name(name)
         return await self._run(self._delete, name)
 
@@ -155,7 +155,7 @@ class LocalStore(Store):
         return count
 
     async def delete_some(self, prefix: str, within_s: float) -> tuple[int, bool]:
-        """``delete_prefix`` for about so long: how many were deleted, and whether some may be left."""
+        """Like ``delete_prefix``, for about ``within_s``. Return how many were deleted, and if some may be left."""
         return await self._run(self._delete_some, prefix, time.monotonic() + within_s)
 
     def _delete_some(self, prefix: str, until: float) -> tuple[int, bool]:
@@ -177,19 +177,19 @@ class LocalStore(Store):
             return files.list_objects(self.root, namespace, prefix)
 
     async def warm_up(self) -> int:
-        """Read all manifests, so that the first lookups need not wait for it. How many segments there are."""
+        """Read all manifests, so that the first lookups do not wait for that. Return the number of segments."""
         return (await self.usage()).num_segments
 
     async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
-        """While a long scan is under way, the answer is from what is known so far: it may lack other processes' news.
+        """During a long scan, the answer may lack recent changes by other processes.
 
-        What was put through this store is always found.
+        Segments that were put through this store are always found.
         """
         files.require_namespace(namespace)
         found = await self._run_in(self._lookups, self._lookup_or_scan, namespace, page_hashes)
         if isinstance(found, Lookup):
             return found
-        # Not by gather or wait_for: they would cancel the scan, which others wait for too.
+        # gather and wait_for would cancel the scan, which other lookups wait for too.
         done, _ = await asyncio.wait({asyncio.wrap_future(found.future)}, timeout=SCAN_WAIT_S)
         for scan in done:
             error = scan.result()
@@ -209,7 +209,7 @@ class LocalStore(Store):
         return Lookup(tuple(hit for _, hit in found))
 
     async def usage(self) -> StoreUsage:
-        """Sizes and counters. The first call reads every manifest, later ones what other processes changed."""
+        """Return sizes and counters. The first call reads every manifest, later ones what other processes changed."""
         scans = await self._run(self._start_scans)
         if scans:
             done, _ = await asyncio.wait({asyncio.wrap_future(scan.future) for scan in scans})
@@ -234,7 +234,7 @@ class LocalStore(Store):
             )
 
     async def collect(self) -> None:
-        """Remove old orphans now. Writes do so too, once every ``orphan_age_s``."""
+        """Remove old orphans now. Writes also do this, at most once every ``orphan_age_s``."""
         await self._run(self._collect)
 
     def _collect(self) -> None:
@@ -260,7 +260,7 @@ class LocalStore(Store):
 
 
 class Upload:
-    """A data object that is written in pieces. Leaving the context without ``commit`` leaves nothing behind."""
+    """A data object that is written in pieces. Leaving the context without ``commit`` discards it."""
 
     def __init__(self, store: LocalStore, writer: DataWriter) -> None:
         self._store = store
@@ -272,14 +272,14 @@ class Upload:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await asyncio.shield(asyncio.to_thread(self._writer.discard))  # also after the store was closed
+        await asyncio.shield(asyncio.to_thread(self._writer.discard))  # works after the store is closed
 
     async def write(self, data: bytes) -> None:
-        """Raises StoreError (``full``, ``io``)."""
+        """Append ``data``. Raises StoreError (``full``, ``io``)."""
         await self._store._run(self._writer.write, data)
 
     async def commit(self) -> None:
-        """Raises StoreError (``invalid`` if the bytes do not match the name's digest; ``full``, ``io``)."""
+        """Make the object visible. Raises StoreError (``invalid`` if the digest does not match; ``full``, ``io``)."""
         await self._store._run(self._writer.commit)
 
 

@@ -1,4 +1,4 @@
-"""A store by its URL, or by those of its replicas."""
+"""Open a store by its URL, or by the URLs of its replicas."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sgl_kvfetch.stores.http import HttpOptions, HttpStore
 from sgl_kvfetch.stores.local import LocalStore
 from sgl_kvfetch.stores.replicas import ReplicaOptions, ReplicatedStore
 
-# Connections beyond those for reads: lookups, writes and second requests wait for no read.
+# Connections in addition to those for reads, so that lookups, writes and second requests never wait for a read.
 _SPARE_CONNECTIONS = 8
-_ATTEMPTS_OF_REPLICA = 2  # then another is asked
+_ATTEMPTS_OF_REPLICA = 2  # before another replica is asked
 
 
 def open_store(
@@ -25,7 +25,7 @@ def open_store(
     capacity_bytes: int | None = None,
     options: HttpOptions | None = None,
 ) -> Store:
-    """Make the client of the store at ``url``. No I/O: an unreachable store shows at the first request.
+    """Create a client of the store at ``url``. Does no I/O: the first request fails if the store is unreachable.
 
     ``token`` and ``options`` are for ``http(s)://`` stores, ``capacity_bytes`` is for ``file://`` ones. Raises
     ConfigError.
@@ -44,7 +44,7 @@ def open_store(
             if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
                 raise ConfigError(f"store URL {url!r} needs an absolute path, as in file:///var/cache/kv")
             if parts.query or parts.fragment:
-                raise ConfigError(f"store URL {url!r} has a query or a fragment; a path alone is expected")
+                raise ConfigError(f"store URL {url!r} has a query or a fragment; expected only a path")
             if token is not None:
                 raise ConfigError(f"a token is for http:// and https:// stores; {url!r} is a directory")
             return LocalStore(Path(unquote(parts.path)), capacity_bytes=capacity_bytes)
@@ -55,13 +55,12 @@ def open_store(
 def open_replicas(
     urls: Sequence[str], *, token: str | None = None, options: HttpOptions, replicas: ReplicaOptions
 ) -> Store:
-    """Make the client of a store with replicas, or with one, whose reads are watched for stalls.
+    """Create a client of one or more replicas that hedges stalled reads. A single ``file:`` URL opens a plain store.
 
-    ``token`` is for those behind HTTP; ``options.max_connections`` bounds the reads at the same time. Raises
-    ConfigError.
+    ``token`` is for HTTP replicas; ``options.max_connections`` limits concurrent reads. Raises ConfigError.
     """
     if not urls:
-        raise ConfigError("there is no store's URL; expected at least one")
+        raise ConfigError("no store URL is given; expected at least one")
     remote = [url for url in urls if not url.startswith("file:")]
     if not remote and len(urls) == 1:
         return open_store(urls[0], token=token)

@@ -1,12 +1,12 @@
-"""A store over replicas: several that hold the same, or one, whose stalled reads are asked for again.
+"""A store over one or more replicas, with hedged reads.
 
-Reading asks the replica that answers soonest. When an answer takes longer than is usual, or a read brings nothing for
-longer than is usual, another replica is asked too (with one replica, the same on another connection), for what is
-missing, and the first to finish wins. See ``racing`` for when.
+A read asks the replica that answers soonest. If the answer takes longer than usual, or no byte arrives for longer than
+usual, a second request asks another replica for the missing bytes (the same replica on another connection if it is the
+only one). The first to finish wins. ``hedging`` decides when.
 
-Writing goes to all replicas that are up, and has succeeded when one has it; what the others miss is a failure that is
-counted. A manifest goes only where its data went. Nothing is brought to a replica later: what it lacks is a miss there,
-and is written again when its pages were computed.
+A write goes to all replicas that are up, and succeeds when one replica has stored it. Failures on the others are
+counted. A manifest goes only to replicas that have its data. Nothing is copied to a replica later: an object that it
+lacks is a miss there, and is written again when its pages have been computed.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from sgl_kvfetch.stores.hedging import RaceBudget, ReplicaHealth, Usual
 
 T = TypeVar("T")
 
-_READ_FAILURES = 1  # in a row, until a replica is left alone for a while; each costs a request some time
-_WRITE_FAILURES = 3  # each leaves the replica without something
-# Once one replica has what is written, the others may take so long again, and so much longer.
+_READ_FAILURES = 1  # in a row, before a replica is skipped for a while; each failure delays a request
+_WRITE_FAILURES = 3  # as above; each failure leaves the replica without an object
+# After the first replica has finished a write in t seconds, the others get grace + factor * t more.
 _WRITE_GRACE_S = 2.0
 _WRITE_FACTOR = 3.0
-_MOST_LACKING = 1024  # names remembered for each replica
+_MOST_LACKING = 1024  # names remembered per replica
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    max_reads: int = 32  # at the same time, of objects' parts; others wait
-    max_races: int = 4  # second requests at the same time; 0 for none
-    on_race: Callable[[str, RaceResult], None] | None = None  # kind of request, how it ended
-    on_failure: Callable[[str, StoreError], None] | None = None  # replica, what it answered
+    max_reads: int = 32  # concurrent ranged reads; others wait
+    max_races: int = 4  # concurrent second requests per kind of request; 0 for none
+    on_race: Callable[[str, RaceResult], None] | None = None  # called with the kind of request and the result
+    on_failure: Callable[[str, StoreError], None] | None = None  # called with the replica's label and its error
 
 
 class ReplicatedStore(Store):
-    """Belongs to one event loop. Closes its replicas."""
+    """A store over replicas. It belongs to one event loop. ``close`` closes the replicas too."""
 
     def __init__(self, replicas: Sequence[tuple[str, Store]], options: ReplicaOptions | None = None) -> None:
-        """``replicas``: what to call each, and the store; of equally good ones, the first is preferred."""
+        """``replicas``: pairs of a label and a store. Among equally good ones, the first is preferred."""
         assert replicas
         self._options = options or ReplicaOptions()
         self._labels = [label for label, _ in replicas]
@@ -57,7 +57,7 @@ class ReplicatedStore(Store):
         self._whole = self._watch("whole", None)
         self._writes = [ReplicaHealth(_WRITE_FAILURES) for _ in replicas]
         self._free_reads = asyncio.Semaphore(self._options.max_reads)
-        self._lacking: list[OrderedDict[str, None]] = [OrderedDict() for _ in replicas]  # data that was not put there
+        self._lacking: list[OrderedDict[str, None]] = [OrderedDict() for _ in replicas]  # data not put there
 
     def _watch(self, kind: str, silence: Usual | None) -> Watch:
         def note_race(result: RaceResult) -> None:
@@ -80,7 +80,7 @@ class ReplicatedStore(Store):
     # Reading
 
     async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
-        """The first answer, even if another replica has more."""
+        """Return the first answer, even if another replica has more pages."""
 
         async def ask(store: Store, _: Attempt) -> Lookup | None:
             return await store.lookup(namespace, page_hashes)
@@ -90,7 +90,7 @@ class ReplicatedStore(Store):
         return found
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-        """None if it is missing in all replicas that answer. With a length, stalls are noticed."""
+        """Return None if all replicas that answer lack the object. Stalls are detected only with a ``length``."""
         if length is not None:
             return await self._get_part(name, start, length)
 
@@ -107,7 +107,7 @@ class ReplicatedStore(Store):
                 return None
             return attempt.pieces[0] if len(attempt.pieces) == 1 else b"".join(attempt.pieces)
 
-        async with self._free_reads:  # so that none waits for a connection: that would look like a stall
+        async with self._free_reads:  # no read may wait for a connection: that would look like a stall
             return await RacedCall(self._reads, self._stores, ask, length).run()
 
     async def head(self, name: str) -> ObjectInfo | None:
@@ -117,7 +117,7 @@ class ReplicatedStore(Store):
         return await RacedCall(self._lookups, self._stores, ask).run()
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """What any replica has. Raises StoreError if one cannot be listed."""
+        """Iterate over the objects of all replicas, each once. Raises StoreError if a replica cannot be listed."""
         seen: set[str] = set()
         for store in self._stores:
             async for info in store.list(prefix):
@@ -128,12 +128,12 @@ class ReplicatedStore(Store):
     # Writing
 
     async def put(self, name: str, data: bytes) -> None:
-        """Raises StoreError if no replica has it now."""
+        """Put the object to all replicas that are up. Raises StoreError if no replica stored it."""
         parsed = require_name(name)
         needs = _data_names(data) if parsed.is_manifest else frozenset()
         targets = [i for i in self._up_for_writing() if needs.isdisjoint(self._lacking[i])]
         if not targets:
-            raise StoreError("skipped", f"putting {name}: its data went to no replica as a whole", retriable=True)
+            raise StoreError("skipped", f"putting {name}: its data went to no replica completely", retriable=True)
         done, failures = await self._write_all(targets, lambda store: store.put(name, data))
         if not parsed.is_manifest:
             self._note_lacking(name, done.keys())
@@ -141,8 +141,8 @@ class ReplicatedStore(Store):
             raise failures[targets[0]]
 
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
-        """The first replica that is up decides, in the order given, so that one of many writers is the one that
-        replaces; the others follow it as ``put`` does. Writers that see different replicas as up may both replace."""
+        """The first replica that is up, in the given order, decides which of several writers wins. The others follow it
+        as in ``put``. If writers see different replicas as up, both may win."""
 
         def ask(store: Store) -> Coroutine[Any, Any, bool]:
             return store.replace(name, data, expected_digest)
@@ -159,15 +159,15 @@ class ReplicatedStore(Store):
         raise failures[first]
 
     async def delete(self, name: str) -> bool:
-        """From all replicas. Raises the first StoreError, after all were asked."""
+        """Delete from all replicas. Raises the first StoreError after all were asked."""
         return any(await self._of_all(lambda store: store.delete(name)))
 
     async def delete_prefix(self, prefix: str) -> int:
-        """From all replicas; the most that one deleted. Raises the first StoreError, after all were asked."""
+        """Delete from all replicas. Return the highest count. Raises the first StoreError after all were asked."""
         return max(await self._of_all(lambda store: store.delete_prefix(prefix)))
 
     def _up_for_writing(self) -> Sequence[int]:
-        """All, if none is up."""
+        """Return the indices of the replicas that are up, or of all replicas if none is up."""
         now_s = asyncio.get_running_loop().time()
         everyone = range(len(self._stores))
         return [i for i in everyone if not self._writes[i].is_open(now_s)] or everyone
@@ -175,8 +175,7 @@ class ReplicatedStore(Store):
     async def _write_all(
         self, targets: Sequence[int], write: Callable[[Store], Coroutine[Any, Any, T]]
     ) -> tuple[dict[int, T], dict[int, StoreError]]:
-        """What each replica answered, and the failures. Once one has done it, the others are not waited for much
-        longer."""
+        """Return answers and failures by replica. After the first success, wait only a limited time for the others."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         tasks = {i: loop.create_task(write(self._stores[i])) for i in targets}
@@ -227,14 +226,14 @@ class ReplicatedStore(Store):
 
 
 def _data_names(manifest: bytes) -> frozenset[str]:
-    """Empty for what is no manifest: the stores will say so."""
+    """Return the data names in a manifest. Return none if it is malformed: the stores will refuse it."""
     with contextlib.suppress(FormatError):
         return frozenset(decode_manifest(manifest).data_names)
     return frozenset()
 
 
 async def _until_all_or_late(tasks: Collection[asyncio.Task[T]]) -> None:
-    """Until all have ended, or one has succeeded and the others take far longer."""
+    """Wait until all tasks have ended, or one has succeeded and the others take far longer."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     pending = set(tasks)
@@ -248,5 +247,5 @@ async def _until_all_or_late(tasks: Collection[asyncio.Task[T]]) -> None:
 
 def _answer(task: asyncio.Task[T]) -> T:
     if not task.done():
-        raise StoreError("timeout", "writing took far longer than in another replica", retriable=True)
+        raise StoreError("timeout", "the write took far longer than on another replica", retriable=True)
     return task.result()

@@ -1,9 +1,9 @@
-"""Keeping a local store's catalog in line with its directory, without holding up lookups.
+"""Update a local store's catalog from its directory without delaying lookups.
 
-Scans run one after another on a thread of their own. They list and read without the store's lock, and take it only to
-note a few findings at a time; lookups go by what is noted so far. What this process itself changes is noted when it
-happens, so it causes no scan: ``own_change`` keeps track of what it does to a directory's mtime. A change that another
-process makes within the same tick of the file system's clock may then go unseen, until its next one or the next
+Scans run one after another on a dedicated thread. They list and read without the store's lock, and take it only to
+record a few findings at a time; lookups use the findings recorded so far. Changes by this process are recorded when
+they happen and need no scan: ``own_change`` tracks how they change a directory's mtime. If another process makes a
+change within the same tick of the file system's clock, it may be missed until that process's next change or the next
 collection of orphans, which always scans.
 """
 
@@ -27,53 +27,53 @@ from sgl_kvfetch.stores.catalog import Catalog, KnownNames, read_manifest
 
 T = TypeVar("T")
 
-# A directory's mtime is coarse: one that was this young when it was read may stand for later changes too.
+# A directory's mtime is coarse: if it is younger than this when read, later changes may leave the same mtime.
 YOUNG_S = 1.0
-# A scan that took long is not repeated before this many times its length, so that scanning takes a tenth of the time.
+# A long scan is repeated only after this many times its duration, so that scans take at most a tenth of the time.
 REST_FACTOR = 10
 LONG_SCAN_S = 0.05
-# How many findings are noted before others may have the lock.
+# How many findings are recorded before the lock is released for other threads.
 _NOTED_AT_ONCE = 32
-# Between two notes. Any sleep lets those who wait for the lock have it; without one we would nearly always be faster.
+# Sleep after each release. Without it, this thread would nearly always take the lock again before a waiting thread.
 _LET_OTHERS_S = 1e-5
 
 
 @dataclass(slots=True, eq=False)
 class _Seen:
-    """What we know of a namespace's directory."""
+    """The state of a namespace's directory when it was last scanned or changed by this process."""
 
-    mtime_ns: int = -1  # up to which all changes are noted
-    trusted: bool = False  # nothing of that mtime can have been missed
-    own_mtime_ns: int = -1  # what our last change left
-    took_s: float = 0.0  # the last scan
+    mtime_ns: int = -1  # changes up to this mtime are recorded
+    trusted: bool = False  # no change with that mtime can have been missed
+    own_mtime_ns: int = -1  # the mtime after this process's last change
+    took_s: float = 0.0  # duration of the last scan
     rest_until: float = 0.0  # monotonic seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """A scan that waits or runs. Its result is what it failed with."""
+    """A queued or running scan."""
 
-    future: Future[StoreError | None]
-    is_long: bool  # to judge by the last one
+    future: Future[StoreError | None]  # resolves to the error if the scan failed
+    is_long: bool  # estimated from the last one
 
 
 class Scanner:
     """Safe to use from several threads. ``lock`` guards the catalog; only ``own_change`` may be used under it."""
 
     def __init__(self, catalog: Catalog, lock: threading.RLock) -> None:
-        self.has_scanned_all = False  # once at least
+        self.has_scanned_all = False  # at least once
         self._catalog = catalog
         self._lock = lock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvfetch-local-scan")
         self._stopped = False
-        self._mutex = threading.Lock()  # guards what follows; taken under ``lock``, never the other way around
+        self._mutex = threading.Lock()  # guards the fields below; may be taken while holding ``lock``, never vice versa
         self._seen: dict[str, _Seen] = {}
         self._pending: dict[str, Scan] = {}
 
     def start(self, namespace: str, *, force: bool = False) -> Scan | None:
-        """Have a namespace scanned if it may have changed, though not right after a long scan. None if need not be.
+        """Start a scan if the namespace may have changed and no long scan has just ended. Return None if not needed.
 
-        With ``force`` in any case. A scan that is under way already is returned instead. Raises OSError.
+        ``force`` scans without these conditions. If a scan is already queued or running, return it. Raises OSError.
         """
         with self._mutex:
             pending = self._pending.get(namespace)
@@ -93,18 +93,18 @@ class Scanner:
             return scan
 
     def start_all(self, *, force: bool = False) -> list[Scan]:
-        """``start`` for every namespace. Raises OSError."""
+        """Call ``start`` for every namespace. Return the scans. Raises OSError."""
         with self._mutex:
             known = list(self._seen)
         scans = (self.start(namespace, force=force) for namespace in {*known, *files.namespaces(self._catalog.root)})
         return [scan for scan in scans if scan is not None]
 
     def refresh_all(self, *, force: bool = False) -> None:
-        """``start_all``, and wait. Raises StoreError, OSError."""
+        """Call ``start_all`` and wait for the scans. Raises StoreError, OSError."""
         self.finish_all([scan.future.result() for scan in self.start_all(force=force)])
 
     def finish_all(self, results: Sequence[StoreError | None]) -> None:
-        """All scans of a ``start_all`` are done. Raises the first one's error."""
+        """Call this when all scans of a ``start_all`` are done. Raises the first error among their results."""
         for error in results:
             if error is not None:
                 raise error
@@ -112,7 +112,7 @@ class Scanner:
 
     @contextmanager
     def own_change(self, namespace: str) -> Iterator[None]:
-        """Around what this process does to a namespace's directory, and notes in the catalog. Raises OSError."""
+        """Wrap a change by this process to a namespace's directory, so that it causes no scan. Raises OSError."""
         root = self._catalog.root
         with self._mutex:
             before = _mtime_ns(root, namespace)
@@ -129,7 +129,7 @@ class Scanner:
                     seen.own_mtime_ns = after
 
     def stop(self) -> None:
-        """Give up the scan that runs, and end the thread. Idempotent."""
+        """Abort the running scan and end the thread. Idempotent."""
         with self._mutex:
             self._stopped = True
         self._thread.shutdown()
@@ -164,7 +164,7 @@ class Scanner:
                 seen = self._seen.setdefault(namespace, _Seen())
                 seen.mtime_ns = os.fstat(directory).st_mtime_ns
                 young = time.time() - seen.mtime_ns / 1e9 <= YOUNG_S
-                # Were our own changes not trusted while they are young, a store that is written to would always scan.
+                # Trust our own changes even while they are young. Otherwise a store in use would scan all the time.
                 seen.trusted = not young or seen.mtime_ns == seen.own_mtime_ns
             with self._lock:
                 known = self._catalog.start_scan(namespace)
@@ -176,16 +176,16 @@ class Scanner:
 
     def _forget(self, namespace: str) -> None:
         with self._lock:
-            if _mtime_ns(self._catalog.root, namespace) is None:  # we may have made it since
+            if _mtime_ns(self._catalog.root, namespace) is None:  # this process may have created it since
                 self._catalog.forget_namespace(namespace)
                 with self._mutex:
                     self._seen.pop(namespace, None)
 
     def _note_differences(self, namespace: str, known: KnownNames, directory: int) -> None:
-        """The catalog passes over findings about what we changed ourselves meanwhile: they are older."""
+        """Record what changed. The catalog skips names that this process changed during the scan: it knows better."""
         catalog = self._catalog
         manifests, data, new_data = _list(namespace, known, directory)
-        # Data first: a manifest is offered once all its data is known.
+        # Data first: a manifest enters the index once all its data is known.
         self._in_steps(list(new_data.items()), lambda found: catalog.found_data(*found))
         changed = [
             (name, status)
@@ -198,7 +198,7 @@ class Scanner:
                 for name, status in changed[first : first + _NOTED_AT_ONCE]
             ]
             self._in_steps(some, lambda found: catalog.found_manifest(*found))
-        # What is gone last: a manifest that was replaced does without some of it, and must not be missed in between.
+        # Removals last: a replaced manifest no longer needs some of the data, and must stay in the index throughout.
         gone = [name for name in known.data if name not in data]
         gone += [name for name in known.stamps if name not in manifests]
         self._in_steps(gone, catalog.lost)
@@ -216,14 +216,14 @@ class Scanner:
 def _list(
     namespace: str, known: KnownNames, directory: int
 ) -> tuple[dict[str, os.stat_result], set[str], dict[str, int]]:
-    """Manifests with their state, names of data, and sizes of data that is not known. Raises OSError."""
+    """Return the manifests with their stat, the names of all data, and the sizes of new data. Raises OSError."""
     manifests: dict[str, os.stat_result] = {}
     data: set[str] = set()
     new_data: dict[str, int] = {}
     with os.scandir(directory) as entries:
         for entry in entries:
             name = f"{namespace}/{entry.name}"
-            # Names that are known need not be parsed again; nor does data change under its name.
+            # Known names need not be parsed again, and a data object never changes.
             is_known_data = name in known.data
             if is_known_data or name in known.stamps:
                 if not entry.is_file(follow_symlinks=False):
@@ -243,7 +243,7 @@ def _list(
 
 
 def _mtime_ns(root: Path, namespace: str) -> int | None:
-    """None if there is no such directory. Raises OSError."""
+    """Return a namespace directory's mtime, or None if there is no such directory. Raises OSError."""
     try:
         status = os.stat(root / namespace, follow_symlinks=False)
     except (FileNotFoundError, NotADirectoryError):

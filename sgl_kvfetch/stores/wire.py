@@ -1,4 +1,4 @@
-"""What the HTTP client and the server say to each other beyond plain HTTP."""
+"""The protocol between the HTTP client and the server: paths, content types, limits and bodies."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MSGPACK_TYPE = "application/msgpack"
 NDJSON_TYPE = "application/x-ndjson"
 BYTES_TYPE = "application/octet-stream"
 
-MAX_LOOKUP_PAGES = 1 << 16  # in one request; clients ask again for more
+MAX_LOOKUP_PAGES = 1 << 16  # in one request; clients split longer lookups
 MAX_LOOKUP_REQUEST_BYTES = MAX_LOOKUP_PAGES * PAGE_HASH_BYTES + 1024
-# A server ends a run early rather than answer with more than this; one manifest always fits.
+# A server shortens a run rather than answer with more bytes; one manifest always fits.
 MAX_LOOKUP_ANSWER_BYTES = 4 * MAX_MANIFEST_BYTES
 MAX_LINE_BYTES = 4096  # of a listing
 MAX_DELETED_BYTES = 4096  # of the answer to a deletion by prefix
@@ -32,12 +32,12 @@ _ENTITY_TAG = re.compile(r'"([0-9a-f]{32})"')
 
 
 def entity_tag(digest: str) -> str:
-    """An object's digest as HTTP's ETag."""
+    """Format an object's digest as an HTTP ETag."""
     return f'"{digest}"'
 
 
 def parse_entity_tag(text: str) -> str | None:
-    """The digest; None for anything but one entity tag of ours."""
+    """Parse the digest in an entity tag; None for any other text."""
     match = _ENTITY_TAG.fullmatch(text.strip())
     return match and match[1]
 
@@ -62,14 +62,14 @@ class ListedObject(msgspec.Struct, frozen=True):
 
 
 class Deleted(msgspec.Struct, frozen=True):
-    """The answer to a deletion by prefix. With ``more`` some may be left: servers bound the time of one request."""
+    """The answer to a deletion by prefix. With ``more``, objects may be left: servers limit the time of a request."""
 
     deleted: Annotated[int, Meta(ge=0)]
     more: bool
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """The body of every answer from 400 on. ``error`` is a fixed word, ``message`` is for people."""
+    """The body of every answer with status 400 or higher. ``error`` is a fixed word, ``message`` is for people."""
 
     error: str
     message: str

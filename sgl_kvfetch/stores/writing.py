@@ -1,4 +1,4 @@
-"""Writing into a local store. Blocking; safe to use from several threads."""
+"""Write objects to a local store. Blocking and thread-safe."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from sgl_kvfetch.stores.directory import Directory
 
 
 class IncompleteSegmentError(StoreError):
-    """A manifest came before its data."""
+    """A manifest was put before its data."""
 
     def __init__(self, message: str) -> None:
         super().__init__("invalid", message)
 
 
 def write_manifest(directory: Directory, name: str, content: bytes, expected_digest: str | None = None) -> bool:
-    """Commit a segment; with ``expected_digest``, only in place of a manifest that has it. Whether ``content`` is there
-    now. Raises StoreError (``invalid`` if it is malformed, misnamed or its data is missing)."""
+    """Commit a segment; with ``expected_digest``, only if the stored manifest has this digest. Return whether the store
+    holds ``content`` now. Raises StoreError (``invalid`` if it is malformed, misnamed or its data is missing)."""
     try:
         manifest = decode_manifest(content)
     except FormatError as e:
@@ -75,7 +75,7 @@ def _write_manifest(
 
 
 def _current_digest(directory: Directory, name: str) -> str | None:
-    """Of the manifest that is there. Raises OSError."""
+    """Return the digest of the stored manifest, or None if there is none. Raises OSError."""
     opened = files.open_object(directory.root, name)
     if opened is None:
         return None
@@ -88,18 +88,18 @@ def _require_data(directory: Directory, manifest: Manifest) -> None:
         name, size_bytes = manifest.data_name(variant), manifest.data_bytes(variant)
         info = files.stat_object(directory.root, name)
         if info is None:
-            raise IncompleteSegmentError(f"data object {name} is missing; data comes before the manifest")
+            raise IncompleteSegmentError(f"data object {name} is missing; put the data before the manifest")
         if info.size_bytes != size_bytes:
             raise IncompleteSegmentError(
-                f"data object {name} has {info.size_bytes} bytes, the manifest says {size_bytes}"
+                f"data object {name} has {info.size_bytes} bytes, expected {size_bytes} as in the manifest"
             )
         directory.catalog.note_data(name, size_bytes)  # another process may have written it
 
 
 class DataWriter:
-    """One data object on its way in, piece by piece. Nothing shows before ``commit``.
+    """Write one data object in pieces. Readers do not see it before ``commit``.
 
-    The name's digest is checked: data goes by its content, so wrong bytes under a name would stay for good.
+    The content is checked against the digest in the name: data is never replaced, so wrong bytes would stay forever.
     """
 
     def __init__(self, directory: Directory, name: ObjectName) -> None:
@@ -113,14 +113,14 @@ class DataWriter:
         self._size_bytes = 0
         self._temp: files.TempFile | None = None
         self._finished = False
-        # An await that is cancelled leaves its thread running: discard must not close the file under a write.
+        # A cancelled await leaves its thread running, so discard must not close the file during a write.
         self._lock = threading.Lock()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Raises StoreError (``full``, ``io``)."""
+        """Append ``data``. Raises StoreError (``full``, ``io``)."""
         with self._lock, files.os_errors(f"writing {self.name}"):
             if self._finished:
-                return  # given up meanwhile
+                return  # discarded meanwhile
             temp = self._opened()
             self._directory.reserve(len(data))
             self._size_bytes += len(data)
@@ -128,7 +128,7 @@ class DataWriter:
             temp.write(data)
 
     def commit(self) -> None:
-        """Raises StoreError (``invalid`` if the bytes do not match the name's digest; ``full``, ``io``)."""
+        """Make the object visible. Raises StoreError (``invalid`` if the digest does not match; ``full``, ``io``)."""
         with self._lock, files.os_errors(f"writing {self.name}"):
             if self._finished:
                 return
@@ -136,7 +136,7 @@ class DataWriter:
             if self._hasher.hexdigest() != self._digest:
                 raise StoreError(
                     "invalid",
-                    f"{self.name}: the content's digest is {self._hasher.hexdigest()}, the name's is another",
+                    f"{self.name}: the content has digest {self._hasher.hexdigest()}, expected the one in the name",
                 )
             temp.sync()
             with self._directory.lock:
@@ -147,8 +147,8 @@ class DataWriter:
                 self._finish()
 
     def discard(self) -> None:
-        """Remove what was written, unless it is committed. Idempotent. Raises StoreError (``io``)."""
-        with self._lock, files.os_errors(f"removing what was written of {self.name}"):
+        """Remove the written bytes unless they are committed. Idempotent. Raises StoreError (``io``)."""
+        with self._lock, files.os_errors(f"discarding {self.name}"):
             if self._finished:
                 return
             opened = self._temp

@@ -1,1 +1,1 @@
-"""From pages to committed segments."""
+"""Write pages to a store as committed segments."""

@@ -1,4 +1,4 @@
-"""The order that makes a segment visible whole or not at all, and gone whole."""
+"""Commit and delete segments in an order in which readers see a whole segment or none."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sgl_kvfetch.stores.base import Store
 
 
 async def commit_segment(store: Store, segment: CodedSegment) -> int:
-    """Put the data, then the manifest, which is the commit. Returns the bytes put.
+    """Put the data, then the manifest, which is the commit. Return the number of bytes put.
 
-    Raises StoreError; what was put until then is garbage that nobody sees.
+    Raises StoreError; objects put before are then garbage that no reader sees.
     """
     manifest = segment.manifest.encode()
     num_bytes = len(manifest)
@@ -25,9 +25,9 @@ async def commit_segment(store: Store, segment: CodedSegment) -> int:
 
 
 async def delete_segment(store: Store, known: Manifest) -> None:
-    """Delete a segment, with the data of the variants that it has now and of those that ``known`` lists.
+    """Delete a segment with the data of all variants in its stored manifest and in ``known``.
 
-    Raises StoreError; some of its objects are deleted then. Data that is left is garbage that nobody sees.
+    Raises StoreError; some of its objects may be deleted then. Data that is left is garbage that no reader sees.
     """
     names = set(known.data_names)
     stored = await store.get(known.key.manifest_name)

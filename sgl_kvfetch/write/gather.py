@@ -1,5 +1,4 @@
-"""Gather the pages that SGLang hands over, batch by batch, into runs, and cut runs into segments. Pure: times are the
-caller's."""
+"""Join SGLang's page batches into runs, and cut runs into segments. Pure: callers pass the time."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from sgl_kvfetch.types import TENSORS, TensorName
 
 @dataclass(frozen=True, slots=True)
 class PageBatch:
-    """Consecutive pages. ``values``: K and V, each in pieces, one after another, of ``(pages, page_size, layers, heads,
-    dim)``."""
+    """Consecutive pages. ``values``: K and V, each as a list of consecutive pieces with the shape ``(pages, page_size,
+    layers, heads, dim)``."""
 
     first_page: int  # position in the sequence
-    previous_hash: bytes | None  # of the page before, None at the sequence's start
+    previous_hash: bytes | None  # page hash of the page before; None at the sequence's start
     page_hashes: Sequence[bytes]
     values: dict[TensorName, list[torch.Tensor]]
 
@@ -33,7 +32,7 @@ class PageBatch:
 
 @dataclass(slots=True)
 class _Run:
-    """Batches that follow one another, cut as far as ``next_page``."""
+    """Consecutive batches. Pages before ``next_page`` are already cut into segments."""
 
     batches: list[PageBatch]
     changed_s: float
@@ -53,7 +52,7 @@ class _Run:
         return self.batches[-1].end_page
 
     def take(self, first_page: int, num_pages: int) -> PageBatch:
-        """Pages ``[first_page, first_page + num_pages)`` as one batch. Forgets the batches before their end."""
+        """Cut pages ``[first_page, first_page + num_pages)`` as one batch. Drop batches that are no longer needed."""
         end = first_page + num_pages
         hashes: list[bytes] = []
         pieces: dict[TensorName, list[torch.Tensor]] = {tensor: [] for tensor in TENSORS}
@@ -66,16 +65,16 @@ class _Run:
                     (whole,) = batch.values[tensor]
                     pieces[tensor].append(whole[part])
         self.batches = [batch for batch in self.batches if batch.end_page > end] or self.batches[-1:]
-        # Not joined here: that copies, and this is the event loop.
+        # The pieces are joined later: joining copies them, and this runs on the event loop.
         taken = PageBatch(first_page, self.previous_hash, hashes, pieces)
         self.next_page, self.previous_hash = end, hashes[-1]
         return taken
 
 
 class Gatherer:
-    """Runs of pages that wait for their continuation.
+    """Collect runs of pages until their segments can be cut.
 
-    A segment of the greatest length is cut at once; the rest of a run when nothing has joined it for ``linger_s``,
+    A segment that cannot grow is cut at once. The rest of a run is cut when no batch has joined it for ``linger_s``,
     or when ``flush`` is called.
     """
 
@@ -85,7 +84,7 @@ class Gatherer:
         self._runs: list[_Run] = []
 
     def add(self, batch: PageBatch, now_s: float) -> list[PageBatch]:
-        """Take in a batch. Returns the segments that are ready."""
+        """Add a batch. Return the segments that are ready."""
         before = (batch.first_page, batch.previous_hash)
         run = next((r for r in self._runs if (r.end_page, r.last_hash) == before), None)
         if run is None:
@@ -97,7 +96,7 @@ class Gatherer:
         return self._cut(run, only_longest=True)
 
     def due(self, now_s: float) -> list[PageBatch]:
-        """Segments of the runs that have lingered long enough."""
+        """Return the segments of runs that no batch has joined for ``linger_s``."""
         return self._flush([run for run in self._runs if now_s - run.changed_s >= self._linger_s])
 
     def flush(self) -> list[PageBatch]:
@@ -110,12 +109,12 @@ class Gatherer:
     def _cut(self, run: _Run, only_longest: bool) -> list[PageBatch]:
         segments = []
         for first_page, num_pages in buddy_split(run.next_page, run.end_page - run.next_page, self._max_pages):
-            # A shorter piece that ends where a longer one could not start anyway is as final as the longest.
+            # A shorter piece is cut too if its alignment keeps it from growing.
             if only_longest and num_pages < self._max_pages and not self._is_final(run, first_page, num_pages):
                 break
             segments.append(run.take(first_page, num_pages))
         return segments
 
     def _is_final(self, run: _Run, first_page: int, num_pages: int) -> bool:
-        """Whether more pages could not make this piece longer: its alignment alone keeps it short."""
+        """Return whether alignment alone limits this piece, so that more pages could not make it longer."""
         return first_page != 0 and num_pages == first_page & -first_page

@@ -1,4 +1,4 @@
-"""Let segments grow with their prefix: merge buddies in the store into segments of twice the length."""
+"""Merge buddies in the store into segments of twice the length, so that segments grow with their prefix."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Run = Callable[[Callable[[], CodedSegment]], asyncio.Future[CodedSegment]]
 
 
 class Merger:
-    """Merges what a writer has just committed with its left buddy, as often as there is one.
+    """Merges a newly committed segment with its left buddy, and repeats this while there is one.
 
-    Halves are deleted ``retire_s`` after the whole is committed: a reader that was told of them before is done by then.
+    The halves are deleted ``retire_s`` after the merged segment is committed, when no reader should still use them.
     """
 
     def __init__(
         self, store: Store, spec: SegmentSpec, *, max_segment_pages: int, retire_s: float, executor: Executor
     ) -> None:
-        """``executor`` codes what must be coded again. It must not be the one that ``run`` of ``grow`` uses."""
+        """``executor`` encodes cells again where needed. It must not be the executor behind ``grow``'s ``run``."""
         self._store = store
         self._spec = spec
         self._max_pages = max_segment_pages
@@ -37,10 +37,10 @@ class Merger:
         self._retiring: set[asyncio.Task[None]] = set()
 
     async def grow(self, manifest: Manifest, run: Run) -> int:
-        """Merge a segment of the store with its left buddy, the result with its own, and so on.
+        """Merge a stored segment with its left buddy, the result with its own left buddy, and so on.
 
-        ``run`` computes off the event loop. Returns how many merges were committed. Raises KVFetchError; what was
-        committed before stays.
+        ``run`` computes off the event loop. Return how many merges were committed. Raises KVFetchError; earlier merges
+        stay committed.
         """
         num_merged = 0
         segment: CodedSegment | None = None
@@ -81,12 +81,12 @@ class Merger:
 
     async def _delete_later(self, manifest: Manifest) -> None:
         await asyncio.sleep(self._retire_s)
-        # If that fails it stays until the store's capacity asks for it: longer segments are found before it.
+        # If deleting fails, the half stays until the store evicts it. That is harmless: lookups prefer longer segments.
         with contextlib.suppress(KVFetchError):
             await delete_segment(self._store, manifest)
 
     async def close(self) -> None:
-        """Forget the halves that were to be deleted; they do no harm."""
+        """Cancel pending deletions. Halves that stay do no harm."""
         for task in self._retiring:
             task.cancel()
         await asyncio.gather(*self._retiring, return_exceptions=True)

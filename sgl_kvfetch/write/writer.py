@@ -1,4 +1,4 @@
-"""Encode and commit segments in the background, bounded; what does not fit is dropped and counted."""
+"""Encode and commit segments in the background, with a bounded queue. Failed segments are dropped and counted."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from sgl_kvfetch.write.merger import Merger
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
 
-# Segments in work at once. Each spreads its cells over the encode pool; a second one fills the pool while the first
-# talks to the store.
+# Segments processed at once. Each spreads its cells over the encode pool; a second one fills the pool while the first
+# waits for the store.
 _CONCURRENT_SEGMENTS = 2
 _TIMER_SLACK_S = 0.01  # a timer may fire a little early
 
 
 class Writer:
-    """Takes pages from any thread; gathers, encodes and commits them on its event loop and pools."""
+    """Accepts pages from any thread; gathers, encodes and commits them on its event loop and pools."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class Writer:
         linger_s: float,
         retire_s: float,
     ) -> None:
-        """Call on the event loop that is to do the work. ``retire_s``: see ``Merger``."""
+        """Call on the event loop that the writer should use. ``retire_s``: see ``Merger``."""
         self._store = store
         self._spec = spec
         self._encode_pool = encode_pool
-        # encode_segment waits for the cells it hands to the encode pool, so it must not sit in that pool itself.
+        # encode_segment waits for cells in the encode pool, so it must not occupy a thread of that pool itself.
         self._segment_pool = ThreadPoolExecutor(_CONCURRENT_SEGMENTS, "kvfetch-segment")
         self._gatherer = Gatherer(max_segment_pages, linger_s)
         self._linger_s = linger_s
@@ -63,8 +63,8 @@ class Writer:
         self._merger = Merger(store, spec, max_segment_pages=max_segment_pages, retire_s=retire_s, executor=encode_pool)
 
     def reserve(self, num_bytes: int, timeout_s: float) -> bool:
-        """Take room in the queue, before the pages are copied; wait for it up to ``timeout_s``. From any thread but the
-        event loop's. More than the whole queue is granted when it is empty."""
+        """Reserve queue space before copying pages; wait for it up to ``timeout_s``. Return False if there is none.
+        Call from any thread but the event loop's. An empty queue accepts any size."""
         with self._room:
             if not self._room.wait_for(
                 lambda: not self._used_bytes or self._used_bytes + num_bytes <= self._queue_bytes, timeout_s
@@ -75,14 +75,14 @@ class Writer:
             return True
 
     def release(self, num_bytes: int) -> None:
-        """Give back room that was reserved and not submitted."""
+        """Give back reserved queue space."""
         with self._room:
             self._used_bytes -= num_bytes
             metrics.QUEUED_BYTES.labels("write").set(self._used_bytes)
             self._room.notify_all()
 
     def submit(self, batch: PageBatch) -> None:
-        """Hand over pages whose room is reserved. From any thread; never waits."""
+        """Hand over pages whose queue space is reserved. Call from any thread; never waits."""
         self._loop.call_soon_threadsafe(self._add, batch)
 
     def _add(self, batch: PageBatch) -> None:
@@ -99,8 +99,8 @@ class Writer:
             task.add_done_callback(self._tasks.discard)
 
     async def _write_all(self, segments: Sequence[PageBatch]) -> None:
-        """Commit neighbouring segments side by side, then let them grow, in their order: each may be the buddy that the
-        next one needs."""
+        """Commit neighbouring segments concurrently. Then merge them in order: each may be the buddy that the next one
+        needs."""
         manifests = await asyncio.gather(*map(self._write, segments))
         async with self._merging:
             for manifest in manifests:
@@ -109,10 +109,10 @@ class Writer:
                 try:
                     metrics.MERGES.inc(await self._merger.grow(manifest, self._run))
                 except KVFetchError as e:
-                    _limited.warning(f"merge {type(e).__name__}", f"segments not merged: {e}")
+                    _limited.warning(f"merge {type(e).__name__}", f"cannot merge segments: {e}")
 
     async def _write(self, segment: PageBatch) -> Manifest | None:
-        """The manifest that was committed, if one was."""
+        """Write one segment. Return its manifest, or None if nothing was committed."""
         num_pages = len(segment.page_hashes)
         result, manifest = "dropped_error", None
         try:
@@ -135,7 +135,7 @@ class Writer:
         return self._loop.run_in_executor(self._segment_pool, compute)
 
     async def _encode_and_commit(self, segment: PageBatch) -> Manifest | None:
-        """None if the store has these pages already."""
+        """Return the committed manifest, or None if the store has these pages already."""
         found = await self._store.lookup(self._spec.heads.folder, segment.page_hashes)
         if found.num_pages == len(segment.page_hashes):
             return None
@@ -160,13 +160,13 @@ class Writer:
         )
 
     async def drain(self) -> None:
-        """Write all that waits."""
+        """Write all queued pages, and wait for that."""
         self._start(self._gatherer.flush())
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        """Drop what is still in work. Call ``drain`` first to keep it."""
+        """Drop unfinished segments. Call ``drain`` first to write them."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

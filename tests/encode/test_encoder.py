@@ -1,4 +1,4 @@
-"""The background encoder over real stores, beside others who write, delete, encode and die."""
+"""The background encoder on real stores, while others write, delete, encode and die."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ORPHAN_AGE_S = 900.0
 
 
 class Meddler(LocalStore):
-    """Does something in another's name at a chosen moment."""
+    """A store that lets a test act as another process at a chosen moment."""
 
     before_replace: Callable[[], object] | None = None
     after_put: Callable[[str], object] | None = None
@@ -82,7 +82,7 @@ def segments(count: int) -> list[CodedSegment]:
 async def encode(
     store: Store, targets: tuple[Target, ...] = HEVC, *, grace_s: float = 0.0, keep_source: bool = False
 ) -> Encoder:
-    """One complete run."""
+    """Run an encoder once, completely."""
     encoder = Encoder(store, EncodeOptions(targets, keep_source=keep_source, grace_s=grace_s, workers=2))
     try:
         await encoder.run_once()
@@ -131,7 +131,7 @@ async def until_encoded(encoder: Encoder, count: int) -> None:
     raise AssertionError(f"{encoder.tally.num_encoded} segments encoded, expected {count}")
 
 
-async def test_segments_end_up_in_the_wanted_variants(store: Store) -> None:
+async def test_encodes_segments_to_the_wanted_variants(store: Store) -> None:
     stored = segments(3)
     for segment in stored:
         await commit_segment(store, segment)
@@ -160,7 +160,7 @@ async def test_a_second_run_does_nothing(store: Store) -> None:
     assert {(info.name, info.modified_s) async for info in store.list()} == before
 
 
-async def test_a_variant_that_is_there_is_not_coded_again(local: Meddler) -> None:
+async def test_existing_variants_are_not_encoded_again(local: Meddler) -> None:
     (segment,) = segments(1)
     await commit_segment(local, segment)
     await encode(local)
@@ -180,7 +180,7 @@ async def test_a_variant_that_is_there_is_not_coded_again(local: Meddler) -> Non
     await require_nothing_loose(local, await manifest_of(local, segment))
 
 
-async def test_the_source_can_be_kept(store: Store) -> None:
+async def test_keep_source_keeps_the_source_variant(store: Store) -> None:
     (segment,) = segments(1)
     await commit_segment(store, segment)
     await encode(store, keep_source=True)
@@ -191,7 +191,7 @@ async def test_the_source_can_be_kept(store: Store) -> None:
     await require_nothing_loose(store, manifest)
 
 
-async def test_replaced_data_stay_for_the_grace_period(store: Store) -> None:
+async def test_replaced_data_is_kept_for_the_grace_period(store: Store) -> None:
     (segment,) = segments(1)
     await commit_segment(store, segment)
     running = asyncio.create_task(encode(store, grace_s=1.0))
@@ -206,7 +206,7 @@ async def test_replaced_data_stay_for_the_grace_period(store: Store) -> None:
     assert await store.get(segment.data_name) is None
 
 
-async def test_the_store_collects_replaced_data_by_their_replacement_not_by_their_age(tmp_path: Path) -> None:
+async def test_orphan_age_of_replaced_data_starts_at_the_replacement(tmp_path: Path) -> None:
     store = LocalStore(tmp_path, orphan_age_s=1.0)
     (segment,) = segments(1)
     await commit_segment(store, segment)
@@ -223,7 +223,7 @@ async def test_the_store_collects_replaced_data_by_their_replacement_not_by_thei
     await store.close()
 
 
-async def test_two_encoders_at_once(store: Store) -> None:
+async def test_two_concurrent_encoders(store: Store) -> None:
     stored = segments(4)
     for segment in stored:
         await commit_segment(store, segment)
@@ -235,7 +235,7 @@ async def test_two_encoders_at_once(store: Store) -> None:
     await require_nothing_loose(store, *[await manifest_of(store, segment) for segment in stored])
 
 
-async def test_a_segment_that_is_deleted_meanwhile_stays_deleted(local: Meddler) -> None:
+async def test_a_segment_deleted_during_encoding_stays_deleted(local: Meddler) -> None:
     gone, stays = segments(2)
     for segment in (gone, stays):
         await commit_segment(local, segment)
@@ -255,8 +255,8 @@ async def test_a_segment_that_is_deleted_meanwhile_stays_deleted(local: Meddler)
     await other.close()
 
 
-async def test_data_that_go_while_they_are_read_are_no_fault(local: Meddler) -> None:
-    """Evicted between the manifest and the data."""
+async def test_data_evicted_before_it_is_read_is_no_failure(local: Meddler) -> None:
+    """The store evicts the segment after its manifest is read and before its data is."""
     (segment,) = segments(1)
     await commit_segment(local, segment)
     encoder = Encoder(
@@ -273,7 +273,7 @@ async def test_data_that_go_while_they_are_read_are_no_fault(local: Meddler) -> 
     assert await names(local) == set()
 
 
-async def test_a_segment_that_someone_else_replaced_is_left_to_them(local: Meddler) -> None:
+async def test_a_segment_replaced_by_another_process_is_left_alone(local: Meddler) -> None:
     (segment,) = segments(1)
     await commit_segment(local, segment)
     theirs = transcode(segment.manifest, segment.data, make_targets(["hevc"], ["1080p", "240p"]))
@@ -293,7 +293,7 @@ async def test_a_segment_that_someone_else_replaced_is_left_to_them(local: Meddl
     await require_nothing_loose(local, await manifest_of(local, segment))
 
 
-async def test_a_corrupt_segment_is_reported_and_left_alone(local: Meddler) -> None:
+async def test_a_corrupt_segment_is_reported_and_left_unchanged(local: Meddler) -> None:
     good, bad = segments(2)
     for segment in (good, bad):
         await commit_segment(local, segment)
@@ -308,7 +308,7 @@ async def test_a_corrupt_segment_is_reported_and_left_alone(local: Meddler) -> N
     await require_encoded(local, good)
 
 
-async def test_nothing_is_replaced_by_what_does_not_read_back(local: Meddler) -> None:
+async def test_manifest_is_not_replaced_if_new_data_reads_back_wrong(local: Meddler) -> None:
     (segment,) = segments(1)
     await commit_segment(local, segment)
 
@@ -323,7 +323,7 @@ async def test_nothing_is_replaced_by_what_does_not_read_back(local: Meddler) ->
     assert await local.get(segment.data_name) == segment.data
 
 
-async def test_nothing_is_given_up_for_a_variant_that_is_corrupt(local: Meddler) -> None:
+async def test_no_variant_is_dropped_for_a_corrupt_one(local: Meddler) -> None:
     (segment,) = segments(1)
     await commit_segment(local, segment)
     await encode(local, keep_source=True)
@@ -334,7 +334,7 @@ async def test_nothing_is_given_up_for_a_variant_that_is_corrupt(local: Meddler)
     assert await manifest_of(local, segment) == manifest
 
 
-async def test_variants_that_differ_are_corrupt(local: Meddler) -> None:
+async def test_variants_with_different_content_are_corrupt(local: Meddler) -> None:
     (segment,) = segments(1)
     variant = segment.manifest.variants[0]
     chunks = (msgspec.structs.replace(variant.chunks[0], decoded_checksum=bytes(16)), *variant.chunks[1:])
@@ -346,8 +346,8 @@ async def test_variants_that_differ_are_corrupt(local: Meddler) -> None:
     assert await manifest_of(local, segment) == lying
 
 
-async def test_what_a_dead_encoder_left_is_used_or_deleted(store: Store) -> None:
-    """Killed between data and manifest once, and between manifest and deletion another time."""
+async def test_leftovers_of_a_dead_encoder_are_used_or_deleted(store: Store) -> None:
+    """One encoder was killed between data and manifest, another between manifest and deletion."""
     half, whole = segments(2)
     for segment in (half, whole):
         await commit_segment(store, segment)
@@ -364,20 +364,20 @@ async def test_what_a_dead_encoder_left_is_used_or_deleted(store: Store) -> None
 
     tally = (await encode(store)).tally
     assert (tally.num_encoded, tally.num_done) == (1, 1)
-    assert tally.num_deleted == 3  # both sources, and what nobody wants
+    assert tally.num_deleted == 3  # both sources, and the useless data
     for segment in (half, whole):
         await require_encoded(store, segment)
     await require_nothing_loose(store, *[await manifest_of(store, segment) for segment in (half, whole)])
 
 
-async def test_data_of_no_manifest_are_a_writers(local: Meddler) -> None:
+async def test_data_without_a_manifest_is_left_alone(local: Meddler) -> None:
     (segment,) = segments(1)
     await local.put(segment.data_name, segment.data)
     await encode(local)
     assert await names(local) == {segment.data_name}
 
 
-async def test_only_the_named_namespace(local: Meddler) -> None:
+async def test_encodes_only_the_given_namespace(local: Meddler) -> None:
     mine, _ = make_segment(num_pages=2)
     other, _ = make_segment(num_pages=2, model="other")
     for segment in (mine, other):
@@ -389,7 +389,7 @@ async def test_only_the_named_namespace(local: Meddler) -> None:
     assert await manifest_of(local, other) == other.manifest
 
 
-async def test_watching_takes_what_comes_and_outlives_an_outage(local: Meddler) -> None:
+async def test_watch_encodes_new_segments_and_survives_an_outage(local: Meddler) -> None:
     first, second = segments(2)
     is_down = False
 
@@ -419,7 +419,7 @@ async def test_watching_takes_what_comes_and_outlives_an_outage(local: Meddler) 
         await require_encoded(local, segment)
 
 
-async def test_a_store_that_refuses_for_good_ends_it(local: Meddler) -> None:
+async def test_an_unauthorised_store_ends_the_encoder(local: Meddler) -> None:
     class Forbidden(LocalStore):
         async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
             raise StoreError("unauthorised", "as told")
@@ -435,7 +435,7 @@ async def test_a_store_that_refuses_for_good_ends_it(local: Meddler) -> None:
 
 
 class TestGarbage:
-    async def test_data_that_are_put_or_named_again_stay(self, local: Meddler) -> None:
+    async def test_data_that_is_put_or_named_again_is_kept(self, local: Meddler) -> None:
         now = 0.0
         (segment,) = segments(1)
         made = transcode(segment.manifest, segment.data, HEVC)
@@ -455,8 +455,8 @@ class TestGarbage:
         assert await local.head(name) is not None
         assert garbage.due_in_s is None
 
-    async def test_data_younger_than_the_manifest_are_anothers_work(self, local: Meddler) -> None:
-        """An encoder that takes longer than the grace period to read back what it put."""
+    async def test_data_younger_than_the_manifest_is_kept(self, local: Meddler) -> None:
+        """An encoder may need longer than the grace period to read back the data that it put."""
         (segment,) = segments(1)
         await commit_segment(local, segment)
         made = transcode(segment.manifest, segment.data, HEVC)
@@ -473,7 +473,7 @@ class TestGarbage:
             assert (await local.head(name) is not None) == stays
             assert len(garbage) == 0
 
-    async def test_what_cannot_be_deleted_holds_up_nothing_else(self, local: Meddler) -> None:
+    async def test_a_failed_deletion_does_not_block_others(self, local: Meddler) -> None:
         class Stubborn(LocalStore):
             async def delete(self, name: str) -> bool:
                 if name == first.data_name:
@@ -497,7 +497,7 @@ class TestGarbage:
         assert (len(garbage), garbage.due_in_s) == (1, 10)
         await store.close()
 
-    async def test_data_are_deleted_when_they_are_due_and_not_before(self, local: Meddler) -> None:
+    async def test_data_is_deleted_only_when_due(self, local: Meddler) -> None:
         now = 0.0
         (segment,) = segments(1)
         made = transcode(segment.manifest, segment.data, HEVC)
@@ -521,7 +521,7 @@ def digest(segment: CodedSegment) -> str:
 
 
 class WrongEncoder(FrameEncoder):
-    """Makes bitstreams of other pictures, until it is told."""
+    """Makes bitstreams of wrong pictures until it is distrusted."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
@@ -533,15 +533,15 @@ class WrongEncoder(FrameEncoder):
         self.reasons.append(reason)
 
 
-async def test_an_encoder_that_is_wrong_loses_nothing(store: Store) -> None:
-    """The segment stays as it was, and is encoded in the next round, on the CPU."""
+async def test_a_wrong_bitstream_loses_nothing(store: Store) -> None:
+    """The segment stays unchanged, and the next round encodes it on the CPU."""
     (segment,) = segments(1)
     await commit_segment(store, segment)
     wrong = WrongEncoder()
     encoder = Encoder(store, EncodeOptions(HEVC, grace_s=0), encoders={"hevc": wrong})
     await encoder.run_round()
     name = segment.manifest.key.manifest_name
-    assert "decodes to something else" in encoder.tally.failures[name]
+    assert "decodes to wrong values" in encoder.tally.failures[name]
     (reason,) = wrong.reasons
     assert "checksum does not match" in reason
     assert await manifest_of(store, segment) == segment.manifest
@@ -553,7 +553,7 @@ async def test_an_encoder_that_is_wrong_loses_nothing(store: Store) -> None:
     await require_encoded(store, segment)
 
 
-async def test_a_store_that_garbles_is_not_the_encoders_fault(local: Meddler) -> None:
+async def test_data_corrupted_by_the_store_does_not_distrust_the_encoder(local: Meddler) -> None:
     (segment,) = segments(1)
     await commit_segment(local, segment)
 

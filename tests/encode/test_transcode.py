@@ -1,4 +1,4 @@
-"""From one variant to others: nothing that is decoded changes."""
+"""Transcoding a variant to others does not change any decoded value."""
 
 import msgspec
 import pytest
@@ -20,7 +20,7 @@ TARGETS = (Target("hevc", "240p"), Target("hevc420", "480p"), Target("deflate", 
 
 
 def decoded_equal(a: CodedSegment, i: int, b: CodedSegment, j: int) -> bool:
-    """Whether two variants decode to the same parts, checksums apart."""
+    """Return whether two variants decode to the same parts, without comparing checksums."""
     quantiser = quantiser_from_identity(a.manifest.namespace.quantiser)
     x, y = SegmentReader(a.manifest, quantiser, i), SegmentReader(b.manifest, quantiser, j)
     return all(
@@ -36,7 +36,7 @@ def decoded_equal(a: CodedSegment, i: int, b: CodedSegment, j: int) -> bool:
 
 @pytest.mark.parametrize("codec", ["zstd", "deflate", "hevc"])
 @pytest.mark.parametrize("name", ["exact", "uint8", "cachegen"])
-def test_parts_stay_as_they_are(name: str, codec: str) -> None:
+def test_transcoding_keeps_all_parts(name: str, codec: str) -> None:
     source, _ = make_segment(SMALL, 4, quantiser=make_quantiser(name), codec=codec)  # type: ignore[arg-type]
     made = transcode(source.manifest, source.data, TARGETS)
     assert [Target(v.codec, v.resolution) for v in made.manifest.variants] == list(TARGETS)
@@ -48,8 +48,8 @@ def test_parts_stay_as_they_are(name: str, codec: str) -> None:
     assert decode_manifest(made.manifest.encode()) == made.manifest
 
 
-def test_frame_sums_are_those_of_the_variants_own_frames() -> None:
-    """The same integers in other pictures, from a source with sums or without."""
+def test_each_variant_has_its_own_frame_sums() -> None:
+    """Other layouts of the same integers have other sums, whether the source has sums or not."""
     source, _ = make_segment(WIDE, 16, quantiser=make_quantiser("uint8"), codec="hevc", span_pages=16)
     targets = (Target("hevc", "240p"), Target("hevc", "480p"), Target("hevc420", "480p"), Target("zstd", "480p"))
     for manifest in (source.manifest, without_frame_sums(source.manifest)):
@@ -62,7 +62,7 @@ def test_frame_sums_are_those_of_the_variants_own_frames() -> None:
             verify_variant(made.manifest, index, made.variant_data(index))
 
 
-def test_a_wrong_frame_sum_is_found_when_verifying() -> None:
+def test_verify_detects_a_wrong_frame_sum() -> None:
     source, _ = make_segment(SMALL, 4, quantiser=make_quantiser("uint8"), codec="hevc")
     (variant,) = source.manifest.variants
     wrong = tuple(None if each is None else each ^ 1 for each in variant.frame_sums)
@@ -73,7 +73,7 @@ def test_a_wrong_frame_sum_is_found_when_verifying() -> None:
 
 
 class WithoutProfile(KltIntegers):
-    """Makes parts such as ``klt`` stores, without its profile: one token is exact."""
+    """Makes parts like those of ``klt``, but without a profile: one token is exact."""
 
     def num_coefficients(self, layers: range, heads: range) -> int | None:
         return 5 * len(layers) + len(heads)
@@ -87,7 +87,7 @@ class WithoutProfile(KltIntegers):
         return exponents, to_planes(values.k[0].flatten()).flatten(), coefficients
 
 
-def test_no_profile_is_needed() -> None:
+def test_transcoding_needs_no_profile() -> None:
     quantiser = WithoutProfile(f"klt(profile={'0' * 32};step=0.5)")
     source, _ = make_segment(SMALL, 4, quantiser=quantiser)
     made = transcode(source.manifest, source.data, TARGETS)
@@ -104,7 +104,7 @@ def test_resolutions_differ_where_spans_fill_them() -> None:
     assert len(list(made.data_objects())) == 4
 
 
-def test_variants_that_come_out_alike_share_an_object() -> None:
+def test_identical_variants_share_an_object() -> None:
     source, _ = make_segment(SMALL, 1)
     made = transcode(source.manifest, source.data, make_targets(["hevc"], ["240p", "480p"]))
     assert len(made.manifest.variants) == 2
@@ -113,8 +113,8 @@ def test_variants_that_come_out_alike_share_an_object() -> None:
     assert made.variant_data(0) == made.variant_data(1) == data
 
 
-def test_the_writers_layout_is_kept() -> None:
-    """In a variant of the same resolution; others have the usual one."""
+def test_layout_of_the_same_resolution_is_kept() -> None:
+    """A new variant of the same resolution keeps the layout; others get the default one."""
     quantiser = make_quantiser("uint8")
     source, _ = make_segment(WIDE, 8, quantiser=quantiser, codec="hevc", span_pages=8)
     (variant,) = source.manifest.variants
@@ -127,7 +127,7 @@ def test_the_writers_layout_is_kept() -> None:
 
 
 @pytest.mark.parametrize("position", [0, 1000, -1])
-def test_a_corrupt_source_is_not_coded_again(position: int) -> None:
+def test_a_corrupt_source_is_not_transcoded(position: int) -> None:
     source, _ = make_segment(SMALL, 4)
     data = bytearray(source.data)
     data[position] ^= 1
@@ -182,13 +182,13 @@ def test_readers_take_the_first_variant_that_they_can_decode() -> None:
         (["hevc", "zstd"], [], "hevc"),
     ],
 )
-def test_where_there_are_video_engines_readers_take_what_these_decode(
+def test_readers_with_video_engines_prefer_variants_that_these_decode(
     stored: list[str], engine_codecs: list[str], expected: str
 ) -> None:
     source, _ = make_segment(SMALL, 4)
     manifest = transcode(source.manifest, source.data, make_targets(["hevc", "hevc420", "zstd"], ["240p"])).manifest
     variants = tuple(each for codec in stored for each in manifest.variants if each.codec == codec)
-    assert "zstd" in variants[0].codecs  # noise is, whatever was asked for
+    assert "zstd" in variants[0].codecs  # noise is stored as zstd, whatever codec was requested
     manifest = msgspec.structs.replace(manifest, variants=variants)
     assert variants[first_readable(manifest, engine_codecs)].codec == expected
 
@@ -200,7 +200,7 @@ def test_engines_do_not_make_a_variant_readable() -> None:
     assert first_readable(with_codec(with_codec(newer, 1, "av2"), 2, "av3"), ["hevc"]) == 0
 
 
-def test_what_decodes_fastest_is_the_source() -> None:
+def test_the_variant_that_decodes_fastest_is_the_source() -> None:
     manifest = several().manifest
     assert cheapest_variant(manifest) == 1
     assert cheapest_variant(with_codec(manifest, 1, "av2")) == 2
@@ -213,7 +213,7 @@ def test_targets() -> None:
             make_targets(codecs, resolutions)
 
 
-def test_what_is_done_and_what_is_kept() -> None:
+def test_is_done_and_with_variants() -> None:
     manifest = several().manifest
     hevc, zstd, deflate = (Target(codec, "240p") for codec in ("hevc", "zstd", "deflate"))
     assert is_done(manifest, [hevc, zstd, deflate], keep_source=False)

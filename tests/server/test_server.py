@@ -56,7 +56,7 @@ async def error_of(response: aiohttp.ClientResponse) -> str:
     return str(body["error"])
 
 
-async def test_a_manifest_is_replaced_by_its_digest(tmp_path: Path) -> None:
+async def test_if_match_replaces_a_manifest(tmp_path: Path) -> None:
     old, new = (make_segment(page_hashes(4), 0, 4, codec=codec) for codec in ("zstd", "deflate"))
     path = f"{wire.OBJECTS_PATH}/{old.manifest.key.manifest_name}"
     content = new.manifest.encode()
@@ -82,7 +82,7 @@ async def test_a_manifest_is_replaced_by_its_digest(tmp_path: Path) -> None:
 
 
 async def raw(server: RunningServer, request: bytes) -> bytes:
-    """What the server answers to these bytes on a connection of their own."""
+    """Send these bytes on a new connection and return the answer."""
     reader, writer = await asyncio.open_connection(server.host, server.port)
     writer.write(request)
     await writer.drain()
@@ -252,7 +252,7 @@ class TestBodies:
         assert files(tmp_path) == []
 
     @pytest.mark.parametrize("sent", [0, 10, 1_200_000])
-    async def test_half_received_leaves_nothing(self, tmp_path: Path, sent: int) -> None:
+    async def test_an_incomplete_upload_leaves_nothing(self, tmp_path: Path, sent: int) -> None:
         content = b"y" * 3_000_000
         async with serving(tmp_path) as (server, session):
             _, writer = await asyncio.open_connection(server.host, server.port)
@@ -302,7 +302,7 @@ class TestUploads:
         await writer.drain()
         return reader, writer
 
-    async def test_stalled_ones_lose_their_room(self, tmp_path: Path) -> None:
+    async def test_stalled_uploads_release_their_reservation(self, tmp_path: Path) -> None:
         async with serving(tmp_path, capacity_bytes=8_000_000, idle_timeout_s=0.5) as (server, session):
             stalled = [await self.stall(server, 1_200_000) for _ in range(7)]
             await asyncio.sleep(0.2)
@@ -315,7 +315,7 @@ class TestUploads:
             for _, writer in stalled:
                 await shut(writer)
 
-    async def test_too_many_are_turned_away_after_a_while(self, tmp_path: Path) -> None:
+    async def test_too_many_uploads_are_refused_after_a_wait(self, tmp_path: Path) -> None:
         async with serving(tmp_path, max_uploads=2, upload_wait_s=0.2) as (server, session):
             stalled = [await self.stall(server, 1000) for _ in range(2)]
             await asyncio.sleep(0.1)
@@ -330,7 +330,7 @@ class TestUploads:
             await shut(stalled[1][1])
 
 
-async def test_all_is_read_before_the_server_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_manifests_are_read_before_the_server_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = page_hashes(4)
     local = LocalStore(tmp_path)
     await put_segment(local, make_segment(chain, 0, 4))
@@ -348,7 +348,7 @@ async def test_all_is_read_before_the_server_listens(tmp_path: Path, monkeypatch
         assert warmed == [1]
 
 
-async def test_deleting_without_a_prefix(session: aiohttp.ClientSession) -> None:
+async def test_delete_without_a_prefix_is_refused(session: aiohttp.ClientSession) -> None:
     async with session.delete(wire.OBJECTS_PATH) as response:
         assert response.status == 400
     async with session.delete(wire.OBJECTS_PATH, params={"prefix": "no such"}) as response:
@@ -384,7 +384,7 @@ class TestLookup:
         body = msgspec.msgpack.encode({"namespace": FOLDER, "page_hashes": most})
         assert (await self.post(session, body)) == (200, b"\x90")
 
-    async def test_an_answer_is_bounded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_answer_size_is_limited(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         chain = page_hashes(8)
         segments = [make_segment(chain, first, 2) for first in range(0, 8, 2)]
         room = sum(len(segment.manifest.encode()) + 70 for segment in segments[:2])
@@ -444,7 +444,7 @@ class TestStopping:
         assert caught.value.reason == "refused"
         await store.close()
 
-    async def test_but_not_for_ever(self, tmp_path: Path) -> None:
+    async def test_requests_in_flight_are_aborted_after_the_grace_period(self, tmp_path: Path) -> None:
         content = bytes(2_000_000)
         loop = asyncio.get_running_loop()
         async with running_server(ServerConfig(tmp_path, port=0, grace_s=0.2, link_gbps=0.001)) as server:

@@ -12,7 +12,7 @@ ROOT = Path("unused")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "store.example", ""])
-def test_an_open_door_needs_a_word(host: str) -> None:
+def test_a_public_host_needs_a_token_or_insecure(host: str) -> None:
     with pytest.raises(ConfigError, match="no token"):
         ServerConfig(ROOT, host=host)
     assert ServerConfig(ROOT, host=host, token="t").has_token
@@ -21,7 +21,7 @@ def test_an_open_door_needs_a_word(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
-def test_the_loopback_needs_none(host: str) -> None:
+def test_loopback_needs_no_token(host: str) -> None:
     ServerConfig(ROOT, host=host)
 
 
@@ -58,7 +58,7 @@ def test_token_files(tmp_path: Path) -> None:
     assert ServerConfig(ROOT, token_file=path).read_token() == "secret"
 
 
-async def test_a_port_that_is_taken(tmp_path: Path) -> None:
+async def test_a_port_in_use_is_a_config_error(tmp_path: Path) -> None:
     async with running_server(ServerConfig(tmp_path, port=0)) as server:
         second = running_server(ServerConfig(tmp_path, port=server.port))
         with pytest.raises(ConfigError, match=f"port {server.port}"):

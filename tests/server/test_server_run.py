@@ -17,7 +17,7 @@ run_server(ServerConfig(Path(sys.argv[1]), port=0))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_in_order(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_stops_the_server_cleanly(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-W", "error", "-c", SERVE, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None

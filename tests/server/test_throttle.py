@@ -33,14 +33,14 @@ async def test_streams_share_the_link() -> None:
     assert 0.7 < one / four < 1.4
 
 
-async def test_an_idle_link_saves_nothing_up() -> None:
+async def test_an_idle_link_earns_no_credit() -> None:
     link = Link(0.1)
     busy = await seconds_for(link, 1_250_000)
     await asyncio.sleep(0.3)
     assert await seconds_for(link, 1_250_000) > 0.7 * busy
 
 
-async def test_responses_are_shaped(tmp_path: Path) -> None:
+async def test_responses_are_limited_to_link_gbps(tmp_path: Path) -> None:
     content = bytes(2_000_000)
     took = []
     for gbps in (0.05, 0.1):
@@ -55,7 +55,7 @@ async def test_responses_are_shaped(tmp_path: Path) -> None:
     assert 1.5 < took[0] / took[1] < 2.6
 
 
-async def test_a_link_whose_speed_changes_every_second() -> None:
+async def test_link_speed_changes_every_second() -> None:
     link = Link(0.008, 0.0, 0.004)  # 1 MB a second, nothing, half a MB a second
     assert link._sent_at(100.0, 500_000) == pytest.approx(100.5)
     assert link._sent_at(100.5, 500_000) == pytest.approx(101.0)

@@ -1,4 +1,4 @@
-"""Run by test_killed_writer: writes segments until it is killed."""
+"""Write segments until killed. test_killed_writer runs this as a process."""
 
 from __future__ import annotations
 

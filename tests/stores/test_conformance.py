@@ -39,7 +39,7 @@ class TestHttpStore(StoreConformance):
 
 
 class TestHttpStoreThroughProxy(StoreConformance):
-    """A connection for each request; also shows that the proxy itself breaks nothing."""
+    """The proxy makes one connection per request. This also shows that the proxy itself breaks nothing."""
 
     @pytest.fixture
     async def store(self, proxy: FaultyProxy) -> AsyncIterator[Store]:
@@ -57,7 +57,7 @@ class TestReplicatedStore(StoreConformance):
 
 
 class TestOneReplica(StoreConformance):
-    """A store whose reads are watched for stalls."""
+    """A single replica with hedged reads."""
 
     @pytest.fixture
     async def store(self, server: RunningServer) -> AsyncIterator[Store]:

@@ -1,4 +1,4 @@
-"""One raced call, with requests that do as they are told."""
+"""A hedged call, with scripted requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Request = Callable[[Attempt], Awaitable[bool]]
 
 @dataclass
 class Rig:
-    """A call of which the n-th request does what ``requests[n]`` says."""
+    """A call whose n-th request runs the script ``requests[n]``."""
 
     requests: list[Request]
     num_replicas: int = 1
@@ -87,13 +87,13 @@ def bring(num_bytes: int, then: Request) -> Request:
     return request
 
 
-async def test_what_comes_in_time_is_asked_for_once() -> None:
+async def test_an_answer_in_time_needs_one_request() -> None:
     rig = Rig([bring(30, deliver)])
     assert await rig.run() == b"x" * 100
     assert rig.races == []
 
 
-async def test_a_stall_is_raced_for_what_is_missing() -> None:
+async def test_a_stalled_read_is_hedged_for_the_missing_bytes() -> None:
     rig = Rig([bring(30, hang), deliver])
     assert await rig.run() == b"x" * 100
     assert rig.asked[1].num_inherited == 30
@@ -101,21 +101,21 @@ async def test_a_stall_is_raced_for_what_is_missing() -> None:
     assert rig.budget.try_begin()  # it was worth it
 
 
-async def test_the_second_ends_when_the_first_goes_on() -> None:
+async def test_second_request_ends_when_the_first_resumes() -> None:
     rig = Rig([after(3 * SILENCE_S, bring(30, after(3 * SILENCE_S, deliver))), hang, hang])
     assert await rig.run() == b"x" * 100
     assert rig.races[0] == "lost"
     assert not rig.budget.try_begin()
 
 
-async def test_a_second_that_wins_by_little_was_not_worth_it() -> None:
+async def test_a_second_request_that_wins_narrowly_is_not_worth_it() -> None:
     rig = Rig([after(2 * SILENCE_S, bring(80, hang)), bring(10, after(1.5 * SILENCE_S, deliver))])
     assert await rig.run() == b"x" * 100
     assert rig.races == ["won"]
     assert not rig.budget.try_begin()
 
 
-async def test_a_second_that_hangs_too_is_replaced_and_never_more_than_three_times() -> None:
+async def test_a_call_makes_at_most_three_second_requests() -> None:
     rig = Rig([hang] * 4, budget=RaceBudget(10))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(20 * SILENCE_S):
@@ -124,7 +124,7 @@ async def test_a_second_that_hangs_too_is_replaced_and_never_more_than_three_tim
     assert rig.races == ["lost", "lost", "lost", "refused"]
 
 
-async def test_an_error_of_either_leaves_the_other() -> None:
+async def test_an_error_of_one_request_leaves_the_other_running() -> None:
     rig = Rig([bring(30, after(2 * SILENCE_S, fail)), after(2 * SILENCE_S, deliver)])
     assert await rig.run() == b"x" * 100
     assert rig.races == ["won"]
@@ -133,7 +133,7 @@ async def test_an_error_of_either_leaves_the_other() -> None:
     assert rig.races == ["failed"]
 
 
-async def test_an_error_goes_on_elsewhere_from_where_it_was() -> None:
+async def test_after_an_error_another_replica_continues_the_read() -> None:
     rig = Rig([bring(30, fail), bring(20, fail), deliver], num_replicas=3)
     assert await rig.run() == b"x" * 100
     assert [attempt.num_inherited for attempt in rig.asked] == [0, 30, 50]
@@ -141,16 +141,16 @@ async def test_an_error_goes_on_elsewhere_from_where_it_was() -> None:
 
 
 @pytest.mark.parametrize("requests", [[missing, missing], [missing, fail], [fail, missing]])
-async def test_missing_is_what_those_say_that_answer(requests: list[Request]) -> None:
+async def test_object_is_missing_if_all_answering_replicas_lack_it(requests: list[Request]) -> None:
     assert await Rig(requests, num_replicas=2).run() is None
 
 
-async def test_missing_while_the_first_hangs() -> None:
+async def test_object_is_missing_while_the_first_replica_hangs() -> None:
     rig = Rig([hang, missing])
     assert await rig.run() is None
     assert rig.num_cancelled == 1
 
 
-async def test_all_fail() -> None:
+async def test_raises_if_all_replicas_fail() -> None:
     with pytest.raises(StoreError, match="told to fail"):
         await Rig([fail, fail], num_replicas=2).run()

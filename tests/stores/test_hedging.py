@@ -1,4 +1,4 @@
-"""When to ask a second time, and whom: the pure part."""
+"""The pure decisions of hedging: when to make a second request, and to which replica."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def progress(*bytes_by_tick: int) -> Progress:
 SILENT = (0,) * SILENT_TICKS
 
 
-def test_usual_is_a_multiple_of_what_was_measured_in_bounds() -> None:
+def test_usual_is_a_multiple_of_measurements_within_bounds() -> None:
     usual = Usual(4.0, 0.9, least=0.2, most=2.0, at_first=0.5)
     assert usual.limit == 0.5
     for _ in range(64):
@@ -65,14 +65,14 @@ def test_verdicts(first: Progress, second: Progress | None, is_late: bool, verdi
     assert judge(first, second, is_late) == verdict
 
 
-def test_a_few_races_at_once() -> None:
+def test_concurrent_second_requests_are_limited() -> None:
     budget = RaceBudget(2)
     assert [budget.try_begin() for _ in range(3)] == [True, True, False]
     budget.end(was_worth_it=True)
     assert [budget.try_begin() for _ in range(2)] == [True, False]
 
 
-def test_races_that_were_not_worth_it_are_a_tenth_of_the_requests() -> None:
+def test_useless_second_requests_are_limited_to_a_tenth() -> None:
     budget = RaceBudget(4)
     num_begun = 0
     for _ in range(1000):
@@ -83,21 +83,21 @@ def test_races_that_were_not_worth_it_are_a_tenth_of_the_requests() -> None:
     assert 100 <= num_begun <= 105
 
 
-def test_races_that_were_worth_it_cost_nothing() -> None:
+def test_useful_second_requests_do_not_count() -> None:
     budget = RaceBudget(4)
     for _ in range(1000):
         assert budget.try_begin()
         budget.end(was_worth_it=True)
 
 
-def test_no_races() -> None:
+def test_a_budget_of_zero_allows_no_second_requests() -> None:
     budget = RaceBudget(0)
     for _ in range(100):
         budget.request_ended()
     assert not budget.try_begin()
 
 
-def test_the_replica_that_answers_sooner_is_preferred() -> None:
+def test_the_faster_replica_is_preferred() -> None:
     far, near = ReplicaHealth(1), ReplicaHealth(1)
     assert ranked([far, near], 0.0) == [0, 1]
     for health, answers_in_s in ((far, 0.040), (near, 0.002)):
@@ -110,7 +110,7 @@ def test_the_replica_that_answers_sooner_is_preferred() -> None:
     assert ranked([far, near], 70.0) == [1, 0]
 
 
-def test_about_as_soon_is_equally_good() -> None:
+def test_similar_response_times_rank_equal() -> None:
     first, second = ReplicaHealth(1), ReplicaHealth(1)
     for health, answers_in_s in ((first, 0.0024), (second, 0.0019)):
         health.asked(0.0)
@@ -118,7 +118,7 @@ def test_about_as_soon_is_equally_good() -> None:
     assert ranked([first, second], 1.0) == [0, 1]
 
 
-def test_a_replica_that_fails_is_left_alone_for_longer_and_longer() -> None:
+def test_a_failing_replica_is_skipped_for_longer_each_time() -> None:
     health = ReplicaHealth(1)
     for asked_s, pause_s in ((0.0, 1.0), (10.0, 2.0), (20.0, 4.0), (30.0, 8.0), (40.0, 16.0), (60.0, 30.0), (95, 30.0)):
         health.failed(asked_s + 0.5, asked_s)
@@ -129,7 +129,7 @@ def test_a_replica_that_fails_is_left_alone_for_longer_and_longer() -> None:
     assert not health.is_open(201.0)
 
 
-def test_requests_that_failed_together_are_one_failure() -> None:
+def test_concurrent_failures_count_once() -> None:
     health = ReplicaHealth(1)
     for _ in range(16):
         health.failed(0.5, 0.0)

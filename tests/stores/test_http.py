@@ -63,7 +63,7 @@ async def reason_of(call: Awaitable[object]) -> StoreErrorReason:
     ],
     ids=lambda value: f"{value.kind}-{value.status}" if isinstance(value, Fault) else value,
 )
-async def test_faults_have_their_reasons(
+async def test_faults_map_to_error_reasons(
     store: HttpStore, proxy: FaultyProxy, fault: Fault, reason: StoreErrorReason
 ) -> None:
     await proxy.set(fault)
@@ -75,8 +75,8 @@ async def test_faults_have_their_reasons(
 
 async def test_a_body_shorter_than_its_range(store: HttpStore, proxy: FaultyProxy) -> None:
     await proxy.set(Fault("wrong_length", extra_bytes=-10))
-    # What it is called depends on who sees it first: aiohttp, bytes after the last; or we, a length that is not the
-    # range's.
+    # The reason depends on who detects it first: aiohttp (bytes after the end of the body), or our client (a length
+    # that differs from the range).
     assert await reason_of(store.get(NAME, 100, 1000)) in ("truncated", "protocol")
 
 
@@ -103,7 +103,7 @@ async def test_every_call_ends_by_the_deadline(store: HttpStore, proxy: FaultyPr
     ],
     ids=lambda fault: fault.kind,
 )
-async def test_what_may_pass_is_tried_again(proxy: FaultyProxy, fault: Fault) -> None:
+async def test_transient_failures_are_retried(proxy: FaultyProxy, fault: Fault) -> None:
     retried: list[StoreErrorReason] = []
     options = HttpOptions(timeout_s=5, backoff_s=0.01, on_retry=lambda error: retried.append(error.reason))
     store = HttpStore(proxy.url, options=options)
@@ -118,7 +118,7 @@ async def test_what_may_pass_is_tried_again(proxy: FaultyProxy, fault: Fault) ->
     await store.close()
 
 
-async def test_a_read_goes_on_where_it_broke_off(proxy: FaultyProxy) -> None:
+async def test_a_retried_read_continues_where_it_stopped(proxy: FaultyProxy) -> None:
     store = HttpStore(proxy.url, options=HttpOptions(timeout_s=5, backoff_s=0.01))
     await store.put(NAME, CONTENT)
     proxy.requests.clear()
@@ -131,16 +131,14 @@ async def test_a_read_goes_on_where_it_broke_off(proxy: FaultyProxy) -> None:
 
 
 @pytest.mark.parametrize("fault", [Fault("close", after_bytes=0), Fault("wrong_length"), Fault("garbage")])
-async def test_a_read_hands_over_nothing_that_was_not_asked_for(
-    store: HttpStore, proxy: FaultyProxy, fault: Fault
-) -> None:
+async def test_read_passes_on_only_requested_bytes(store: HttpStore, proxy: FaultyProxy, fault: Fault) -> None:
     await proxy.set(fault)
     pieces: list[bytes] = []
     assert await reason_of(store.read(NAME, 500, 1000, pieces.append)) in ("truncated", "protocol")
     assert CONTENT[500:1500].startswith(b"".join(pieces))
 
 
-async def test_a_read_from_a_server_that_knows_no_ranges(answering: Start) -> None:
+async def test_read_from_a_server_without_range_support(answering: Start) -> None:
     async def respond(request: web.Request) -> web.StreamResponse:
         return web.Response(body=CONTENT)
 
@@ -149,13 +147,13 @@ async def test_a_read_from_a_server_that_knows_no_ranges(answering: Start) -> No
     assert b"".join(pieces) == CONTENT[500:1500]
 
 
-async def test_a_read_of_what_is_missing_or_too_short(store: HttpStore) -> None:
+async def test_read_of_a_missing_or_short_object(store: HttpStore) -> None:
     assert not await store.read(data_object(b"never put"), 0, 5, lambda _: None)
     assert await reason_of(store.read(NAME, len(CONTENT) - 5, 6, lambda _: None)) == "truncated"
 
 
 @pytest.mark.parametrize("fault", [Fault("error", status=503, times=2), Fault("close", after_bytes=0, times=2)])
-async def test_a_listing_s_start_is_tried_again(proxy: FaultyProxy, fault: Fault) -> None:
+async def test_the_start_of_a_listing_is_retried(proxy: FaultyProxy, fault: Fault) -> None:
     store = HttpStore(proxy.url, options=HttpOptions(timeout_s=5, backoff_s=0.01))
     await store.put(NAME, CONTENT)
     await proxy.set(fault)
@@ -191,7 +189,7 @@ async def test_a_large_put_gets_more_time(answering: Start) -> None:
     await store.put(NAME, CONTENT)
 
 
-async def test_no_range_is_larger_than_an_object_may_be(answering: Start) -> None:
+async def test_range_size_is_limited_to_max_object_bytes(answering: Start) -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         raise AssertionError("nothing was to be asked")
 
@@ -200,7 +198,7 @@ async def test_no_range_is_larger_than_an_object_may_be(answering: Start) -> Non
     assert await reason_of(store.get(NAME, 5, 1001)) == "too_large"
 
 
-async def test_prefixes_are_deleted_where_the_server_knows_no_such_thing(answering: Start) -> None:
+async def test_delete_prefix_without_server_support(answering: Start) -> None:
     names = [NAME, make_segment(page_hashes(4), 0, 4).manifest.key.manifest_name]
     asked: list[str] = []
 
@@ -217,7 +215,7 @@ async def test_prefixes_are_deleted_where_the_server_knows_no_such_thing(answeri
     assert asked == names[::-1]  # the manifest first
 
 
-async def test_prefixes_are_deleted_in_several_requests(answering: Start) -> None:
+async def test_delete_prefix_in_several_requests(answering: Start) -> None:
     answers = [b'{"deleted": 5, "more": true}', b'{"deleted": 2, "more": false}', b'{"deleted": -1, "more": false}']
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -229,7 +227,7 @@ async def test_prefixes_are_deleted_in_several_requests(answering: Start) -> Non
     assert await reason_of(store.delete_prefix("ab")) == "protocol"
 
 
-async def test_what_will_not_pass_is_not(store: HttpStore, proxy: FaultyProxy) -> None:
+async def test_permanent_failures_are_not_retried(store: HttpStore, proxy: FaultyProxy) -> None:
     for status in (400, 401, 404, 413, 422, 507):
         await proxy.set(Fault("error", status=status))
         proxy.requests.clear()
@@ -240,14 +238,14 @@ async def test_what_will_not_pass_is_not(store: HttpStore, proxy: FaultyProxy) -
         assert len(proxy.requests) == 1, status
 
 
-async def test_attempts_are_bounded(store: HttpStore, proxy: FaultyProxy) -> None:
+async def test_attempts_are_limited(store: HttpStore, proxy: FaultyProxy) -> None:
     await proxy.set(Fault("error"))
     await reason_of(store.get(NAME))
     assert len(proxy.requests) == QUICK.max_attempts
 
 
-async def test_a_flipped_byte_comes_through(store: HttpStore, proxy: FaultyProxy) -> None:
-    """The transport does not notice; readers have checksums for this."""
+async def test_a_flipped_byte_is_not_detected(store: HttpStore, proxy: FaultyProxy) -> None:
+    """The transport does not detect it; readers do, by checksum."""
     await proxy.set(Fault("flip", after_bytes=7))
     body = await store.get(NAME)
     assert body is not None
@@ -271,7 +269,7 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @pytest.fixture
 async def answering() -> AsyncIterator[Callable[[Answer], Awaitable[HttpStore]]]:
-    """A store's client whose every request is answered by a function."""
+    """Start clients of a server that answers every request by calling a function."""
     runners: list[web.ServerRunner] = []
     stores: list[HttpStore] = []
 
@@ -294,7 +292,7 @@ async def answering() -> AsyncIterator[Callable[[Answer], Awaitable[HttpStore]]]
 Start = Callable[[Answer], Awaitable[HttpStore]]
 
 
-async def test_a_server_that_knows_no_ranges(answering: Start) -> None:
+async def test_get_from_a_server_without_range_support(answering: Start) -> None:
     async def whole(request: web.Request) -> web.StreamResponse:
         return web.Response(body=CONTENT)
 
@@ -306,7 +304,7 @@ async def test_a_server_that_knows_no_ranges(answering: Start) -> None:
     assert await reason_of(store.get(NAME, len(CONTENT) + 1)) == "truncated"
 
 
-async def test_a_body_without_end(answering: Start) -> None:
+async def test_endless_bodies_are_limited(answering: Start) -> None:
     async def endless(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(status=int(request.headers.get("X-Status", "200")))
         await response.prepare(request)
@@ -335,7 +333,7 @@ async def test_a_body_without_end(answering: Start) -> None:
         ("bytes 5-99999999999999999999/*", b"x", "protocol"),
     ],
 )
-async def test_ranges_that_make_no_sense(
+async def test_invalid_range_answers(
     answering: Start, content_range: str | None, body: bytes, reason: StoreErrorReason
 ) -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -363,7 +361,7 @@ ROW = [b"manifest", 0, 2]
         msgspec.msgpack.encode([[b"m", 0, 1 << 60]]),
     ],
 )
-async def test_lookup_answers_that_make_no_sense(answering: Start, answer: bytes) -> None:
+async def test_invalid_lookup_answers(answering: Start, answer: bytes) -> None:
     async def respond(request: web.Request) -> web.StreamResponse:
         return web.Response(body=answer)
 
@@ -371,7 +369,7 @@ async def test_lookup_answers_that_make_no_sense(answering: Start, answer: bytes
     assert await reason_of(store.lookup(FOLDER, page_hashes(3))) == "protocol"
 
 
-async def test_long_lookups_are_asked_in_parts(answering: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_lookups_are_split(answering: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_LOOKUP_PAGES", 4)
     asked = []
 
@@ -388,14 +386,14 @@ async def test_long_lookups_are_asked_in_parts(answering: Start, monkeypatch: py
 
 
 @pytest.mark.parametrize("line", [b"nonsense\n", b'{"name": "../x", "size_bytes": 1, "modified_s": 1}\n', b"{}\n"])
-async def test_listings_that_make_no_sense(answering: Start, line: bytes) -> None:
+async def test_invalid_listing_lines(answering: Start, line: bytes) -> None:
     async def respond(request: web.Request) -> web.StreamResponse:
         return web.Response(body=line)
 
     assert await reason_of(anext(aiter((await answering(respond)).list()))) == "protocol"
 
 
-async def test_a_listing_that_breaks_off(store: HttpStore, proxy: FaultyProxy) -> None:
+async def test_an_interrupted_listing_raises(store: HttpStore, proxy: FaultyProxy) -> None:
     await put_segment(store, make_segment(page_hashes(4), 0, 4))
     await proxy.set(Fault("close", after_bytes=200))
 

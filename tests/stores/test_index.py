@@ -26,7 +26,7 @@ class FakeManifest:
 
 @dataclass
 class Model:
-    """The lookup's contract, tried out on every segment."""
+    """A reference implementation of the lookup's contract that checks every segment."""
 
     segments: dict[str, tuple[bytes, FakeManifest]] = field(default_factory=dict)
 
@@ -77,7 +77,7 @@ def aligned(draw: st.DrawFn) -> tuple[int, int, int]:
     st.integers(0, NUM_PAGES - 1),
     st.integers(1, NUM_PAGES),
 )
-def test_lookup_is_what_the_contract_says(
+def test_lookup_matches_the_contract(
     steps: list[tuple[bool, tuple[int, int, int]]], chain: int, first: int, length: int
 ) -> None:
     index, model = PageIndex(), Model()
@@ -111,7 +111,7 @@ def test_removing_everything_leaves_nothing() -> None:
     assert index._spaces == {}
 
 
-def test_a_manifest_that_lies_about_its_chain_adds_no_wrong_page() -> None:
+def test_a_manifest_with_a_false_hash_chain_adds_no_wrong_page() -> None:
     chain = CHAINS[0]
     index = PageIndex()
     add(index, chain, 0, 4)
@@ -126,7 +126,7 @@ def test_a_manifest_that_lies_about_its_chain_adds_no_wrong_page() -> None:
             page += hit.num_pages
 
 
-def test_the_same_bytes_across_two_hashes_are_no_page() -> None:
+def test_a_match_across_two_hashes_is_no_page() -> None:
     inner = page_hashes(1)[0]
     straddling = (b"\x00" * 16 + inner[:16], inner[16:] + b"\x00" * 16, inner, b"\x01" * 32)
     index = PageIndex()
@@ -135,8 +135,8 @@ def test_the_same_bytes_across_two_hashes_are_no_page() -> None:
     assert (hit.first_page, hit.num_pages) == (2, 1)
 
 
-def test_a_popular_prefix_costs_no_search() -> None:
-    """Thousands of segments share their first pages; each lookup looks at a handful."""
+def test_a_popular_prefix_needs_no_linear_search() -> None:
+    """Thousands of segments share their first pages, but each lookup checks only a few."""
     index = PageIndex()
     chains = [page_hashes(8, str(i), branch_at=4) for i in range(2000)]
     for chain in chains:

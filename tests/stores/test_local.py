@@ -32,7 +32,7 @@ async def store(tmp_path: Path) -> AsyncIterator[LocalStore]:
 
 @pytest.fixture
 async def other(tmp_path: Path) -> AsyncIterator[LocalStore]:
-    """Another process's view of the same directory."""
+    """A second store on the same directory, as another process would open it."""
     store = LocalStore(tmp_path)
     yield store
     await store.close()
@@ -63,7 +63,7 @@ async def test_a_restart_finds_everything(store: LocalStore, other: LocalStore) 
     assert (await store.usage()).num_segments == 1
 
 
-async def test_changes_by_other_processes_show(store: LocalStore, other: LocalStore) -> None:
+async def test_changes_by_other_processes_are_seen(store: LocalStore, other: LocalStore) -> None:
     chain = page_hashes(8)
     assert await store.lookup(SPACE, chain) == Lookup(())
     await put_segment(other, make_segment(chain, 0, 4))
@@ -80,7 +80,7 @@ async def test_changes_by_other_processes_show(store: LocalStore, other: LocalSt
     assert await store.lookup(SPACE, chain) == Lookup(())
 
 
-async def test_a_namespace_that_vanishes(store: LocalStore, tmp_path: Path) -> None:
+async def test_a_deleted_namespace_directory_is_forgotten(store: LocalStore, tmp_path: Path) -> None:
     chain = page_hashes(4)
     await put_segment(store, make_segment(chain, 0, 4))
     for path in (tmp_path / SPACE).iterdir():
@@ -90,7 +90,7 @@ async def test_a_namespace_that_vanishes(store: LocalStore, tmp_path: Path) -> N
     assert (await store.usage()).stored_bytes == 0
 
 
-async def test_deleting_data_hides_the_segment_until_it_is_back(store: LocalStore) -> None:
+async def test_a_segment_without_its_data_is_hidden_until_the_data_returns(store: LocalStore) -> None:
     chain = page_hashes(4)
     segment = make_segment(chain, 0, 4)
     await put_segment(store, segment)
@@ -100,7 +100,7 @@ async def test_deleting_data_hides_the_segment_until_it_is_back(store: LocalStor
     assert parts(await store.lookup(SPACE, chain)) == [(0, 4)]
 
 
-async def test_usage_counts_what_is_there(store: LocalStore, tmp_path: Path) -> None:
+async def test_usage_counts_stored_objects(store: LocalStore, tmp_path: Path) -> None:
     chain = page_hashes(8)
     for first in (0, 4):
         await put_segment(store, make_segment(chain, first, 4))
@@ -109,7 +109,7 @@ async def test_usage_counts_what_is_there(store: LocalStore, tmp_path: Path) -> 
     assert (await store.usage()).stored_bytes == disk_bytes(tmp_path)
 
 
-async def test_data_that_is_not_what_its_name_says(store: LocalStore, tmp_path: Path) -> None:
+async def test_data_with_a_wrong_digest_is_refused(store: LocalStore, tmp_path: Path) -> None:
     name = data_object(b"right")
     with pytest.raises(StoreError, match="digest") as caught:
         await store.put(name, b"wrong")
@@ -129,7 +129,7 @@ async def test_corrupt_manifests_are_skipped_and_logged_once(
     content[40] ^= 1
     path.write_bytes(content)
     os.utime(path)
-    (tmp_path / SPACE / "by somebody else").touch()  # what the store itself does causes no scan
+    (tmp_path / SPACE / "by somebody else").touch()  # the store's own changes cause no scan
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert parts(await store.lookup(SPACE, chain)) == [(0, 4)]
@@ -138,7 +138,7 @@ async def test_corrupt_manifests_are_skipped_and_logged_once(
 
 
 async def test_a_newer_manifest_keeps_its_data(tmp_path: Path) -> None:
-    """A reader of this version skips it, but must not take its data for orphans."""
+    """This version cannot read the manifest and skips it, but must not collect its data as orphans."""
     chain = page_hashes(4)
     segment = make_segment(chain, 0, 4)
     first = LocalStore(tmp_path, orphan_age_s=60)
@@ -211,9 +211,7 @@ async def test_a_full_disk(
     assert parts(await store.lookup(SPACE, chain)) == [(0, 4)]
 
 
-async def test_other_failures_of_the_file_system(
-    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_other_file_system_errors(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object, **kwargs: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -264,7 +262,7 @@ async def test_links_are_not_followed(tmp_path: Path) -> None:
     await store.close()
 
 
-async def test_what_is_no_regular_file_is_no_object(store: LocalStore, tmp_path: Path) -> None:
+async def test_only_regular_files_are_objects(store: LocalStore, tmp_path: Path) -> None:
     (tmp_path / SPACE).mkdir()
     pipe, directory = data_object(b"pipe"), data_object(b"directory")
     os.mkfifo(tmp_path / pipe)
@@ -275,13 +273,13 @@ async def test_what_is_no_regular_file_is_no_object(store: LocalStore, tmp_path:
     assert [info async for info in store.list()] == []
 
 
-async def test_a_closed_store_says_so(store: LocalStore) -> None:
+async def test_a_closed_store_raises(store: LocalStore) -> None:
     await store.close()
     with pytest.raises(StoreError, match="closed"):
         await store.get(data_object(b"x"))
 
 
-async def test_an_upload_that_is_given_up_leaves_nothing(store: LocalStore, tmp_path: Path) -> None:
+async def test_an_aborted_upload_leaves_nothing(store: LocalStore, tmp_path: Path) -> None:
     content = b"abc" * 1000
     name = data_object(content)
     async with store.upload(name) as upload:
@@ -307,17 +305,17 @@ class TestCapacity:
         return chains
 
     async def stored(self, store: LocalStore, chains: list[list[bytes]]) -> list[bool]:
-        """Without using them: a lookup counts as a use."""
+        """Check which segments are stored, without a lookup, since that would count as a use."""
         names = {info.name async for info in store.list()}
         return [
             make_segment(chain, 0, 4, content=i).manifest.key.manifest_name in names for i, chain in enumerate(chains)
         ]
 
-    def test_no_capacity_is_an_error(self, tmp_path: Path) -> None:
+    def test_zero_capacity_is_an_error(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="capacity_bytes is 0"):
             LocalStore(tmp_path, capacity_bytes=0)
 
-    async def test_the_least_recently_used_goes_first(self, tmp_path: Path) -> None:
+    async def test_the_least_recently_used_segment_is_evicted_first(self, tmp_path: Path) -> None:
         store = LocalStore(tmp_path, capacity_bytes=int(4.5 * self.SIZE))
         chains = await self.fill(store, 4)
         assert await self.stored(store, chains) == [True] * 4
@@ -332,7 +330,7 @@ class TestCapacity:
         assert usage.stored_bytes == disk_bytes(tmp_path)
         await store.close()
 
-    async def test_all_variants_count_and_go_together(self, tmp_path: Path) -> None:
+    async def test_all_variants_count_and_are_evicted_together(self, tmp_path: Path) -> None:
         old, new = page_hashes(4, "old"), page_hashes(4, "new")
         source = make_segment(old, 0, 4)
         segment = transcode(source.manifest, source.data, make_targets(["deflate", "zstd", "hevc"], ["240p"]))
@@ -364,17 +362,17 @@ class TestCapacity:
         assert await self.stored(store, chains) == [False, False, True, False, True]
         await store.close()
 
-    async def test_an_object_beyond_the_capacity(self, tmp_path: Path) -> None:
+    async def test_an_object_larger_than_the_capacity(self, tmp_path: Path) -> None:
         store = LocalStore(tmp_path, capacity_bytes=1000)
         content = b"x" * 1001
         with pytest.raises(StoreError) as caught:
             await store.put(data_object(content), content)
         assert caught.value.reason == "full"
         assert temps(tmp_path) == []
-        await store.put(data_object(content[:900]), content[:900])  # what failed holds no room
+        await store.put(data_object(content[:900]), content[:900])  # a failed put keeps no reservation
         await store.close()
 
-    async def test_what_is_being_written_stays(self, tmp_path: Path) -> None:
+    async def test_segments_being_written_are_not_evicted(self, tmp_path: Path) -> None:
         store = LocalStore(tmp_path, capacity_bytes=int(4 * self.SIZE))
         (old,) = await self.fill(store, 1)
         # The oldest segment is about to get a new variant: its data is there, its manifest will come.
@@ -389,7 +387,7 @@ class TestCapacity:
         await store.close()
 
     async def test_eviction_never_tears(self, tmp_path: Path) -> None:
-        """Readers see a whole segment or none, and data that they opened stays readable."""
+        """Readers see a whole segment or none, and data that is already open stays readable."""
         store = LocalStore(tmp_path, capacity_bytes=int(6.5 * self.SIZE))
         chains = [page_hashes(4, f"chain {i}") for i in range(24)]
         whole = torn = 0

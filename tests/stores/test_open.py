@@ -34,12 +34,12 @@ async def test_urls_pick_the_store() -> None:
         ("http://host:port/", "malformed"),
     ],
 )
-def test_other_urls_name_what_is_allowed(url: str, message: str) -> None:
+def test_errors_for_other_urls_name_what_is_allowed(url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_store(url)
 
 
-def test_options_of_the_other_kind() -> None:
+def test_options_for_another_kind_of_store_are_refused() -> None:
     with pytest.raises(ConfigError, match="token"):
         open_store("file:///x", token="t")
     with pytest.raises(ConfigError, match="capacity_bytes"):

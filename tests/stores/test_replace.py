@@ -1,4 +1,4 @@
-"""Replacing a manifest: what the conformance suite cannot know of every store."""
+"""Replacing a manifest: tests of single stores, which the conformance suite cannot contain."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Plain(LocalStore):
 
 
 class TestTheDefault:
-    """For stores that know nothing better; two at once may both succeed."""
+    """The default implementation, which is not atomic: two concurrent replacements may both succeed."""
 
     @pytest.fixture
     async def store(self, tmp_path: Path) -> AsyncIterator[Store]:
@@ -33,14 +33,14 @@ class TestTheDefault:
         yield store
         await store.close()
 
-    test_replace_wants_the_expected_manifest = StoreConformance.test_replace_wants_the_expected_manifest
+    test_replace_requires_the_expected_manifest = StoreConformance.test_replace_requires_the_expected_manifest
 
 
-async def test_data_are_never_replaced(tmp_path: Path, server: RunningServer) -> None:
+async def test_data_objects_are_never_replaced(tmp_path: Path, server: RunningServer) -> None:
     segment = make_segment(page_hashes(4), 0, 4)
     for store in (LocalStore(tmp_path / "other"), HttpStore(server.url)):
         await put_segment(store, segment)
-        with pytest.raises(StoreError, match="is no manifest") as caught:
+        with pytest.raises(StoreError, match="is not a manifest") as caught:
             await store.replace(segment.data_name, segment.data, object_digest(segment.data))
         assert caught.value.reason == "invalid"
         await store.close()
@@ -89,9 +89,9 @@ async def put_all(root: Path, segments: list[CodedSegment]) -> None:
 
 
 @pytest.mark.slow
-def test_processes_take_turns(tmp_path: Path) -> None:
-    """Two that each replace what the other put, and only that, equally often: neither loses an update, or one of them
-    would wait for ever."""
+def test_replacing_processes_take_turns(tmp_path: Path) -> None:
+    """Two processes replace each other's manifest, equally often. If one lost an update, the other would wait
+    forever."""
     chain = page_hashes(4)
     segments = [make_segment(chain, 0, 4, codec=codec) for codec in ("zstd", "deflate")]
     root = tmp_path / "store"

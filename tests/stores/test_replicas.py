@@ -1,4 +1,4 @@
-"""Replicas, and one store whose reads stall, over real sockets."""
+"""Replicas, and a single store with stalling reads, over real sockets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SOON_S = 2.0  # far below the deadline, and far above what a second request take
 
 
 class Client:
-    """A replicated store, and what it reported."""
+    """A replicated store that records the events it reports."""
 
     def __init__(self, urls: list[str], max_reads: int = 8, max_races: int = 4) -> None:
         self.races: Counter[tuple[str, str]] = Counter()
@@ -47,7 +47,7 @@ class Client:
         )
 
     async def read(self, start: int = 0, length: int = len(CONTENT)) -> float:
-        """How long it took, in seconds."""
+        """Read and return the duration in seconds."""
         began_s = time.monotonic()
         assert await self.store.get(NAME, start, length) == CONTENT[start : start + length]
         return time.monotonic() - began_s
@@ -85,7 +85,7 @@ async def filled(server: RunningServer) -> RunningServer:
 
 @pytest.fixture
 async def other(filled: RunningServer) -> AsyncIterator[FaultyProxy]:
-    """Another way to the same objects: a replica."""
+    """A second proxy to the same objects, as a replica."""
     async with FaultyProxy(filled.host, filled.port) as proxy:
         yield proxy
 
@@ -94,7 +94,7 @@ STALLS = [Fault("hang", times=1), Fault("stall", after_bytes=300_000, times=1)]
 
 
 @pytest.mark.parametrize("fault", STALLS, ids=lambda fault: fault.kind)
-async def test_a_connection_that_stalls_is_raced_on_another(
+async def test_a_stalled_read_is_hedged_on_another_connection(
     filled: RunningServer, proxy: FaultyProxy, make_client: MakeClient, fault: Fault
 ) -> None:
     client = make_client(proxy.url)
@@ -104,7 +104,7 @@ async def test_a_connection_that_stalls_is_raced_on_another(
     assert len(proxy.requests) == 2
 
 
-async def test_the_second_request_asks_for_what_is_missing(
+async def test_the_second_request_asks_only_for_missing_bytes(
     filled: RunningServer, proxy: FaultyProxy, other: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[str, int, int]] = []
@@ -123,10 +123,10 @@ async def test_the_second_request_asks_for_what_is_missing(
 
 
 @pytest.mark.parametrize("fault", STALLS, ids=lambda fault: fault.kind)
-async def test_all_reads_of_a_replica_that_hangs_move_over(
+async def test_all_reads_move_away_from_a_hanging_replica(
     proxy: FaultyProxy, other: FaultyProxy, make_client: MakeClient, fault: Fault
 ) -> None:
-    """More of them than may race at once."""
+    """There are more reads than the limit of concurrent second requests."""
     client = make_client(proxy.url, other.url, max_reads=16)
     await proxy.set(Fault(fault.kind, after_bytes=fault.after_bytes))
     took_s = await asyncio.gather(*(client.read() for _ in range(16)))
@@ -140,7 +140,7 @@ async def test_all_reads_of_a_replica_that_hangs_move_over(
 @pytest.mark.parametrize(
     "fault", [Fault("refuse"), Fault("error", status=500), Fault("hang")], ids=lambda fault: fault.kind
 )
-async def test_a_replica_that_is_dead_costs_little_and_is_left_alone(
+async def test_a_dead_replica_costs_little_time_and_is_skipped(
     proxy: FaultyProxy, other: FaultyProxy, make_client: MakeClient, fault: Fault
 ) -> None:
     client = make_client(proxy.url, other.url)
@@ -165,7 +165,7 @@ async def test_a_replica_that_dies_in_mid_body(proxy: FaultyProxy, other: Faulty
     assert client.races == {}
 
 
-async def test_a_read_that_trickles_is_raced(
+async def test_a_slow_trickling_read_is_hedged(
     filled: RunningServer, proxy: FaultyProxy, make_client: MakeClient
 ) -> None:
     client = make_client(proxy.url)
@@ -177,7 +177,7 @@ async def test_a_read_that_trickles_is_raced(
 
 
 @pytest.mark.parametrize("gone_s", [0.0, 3.0])
-async def test_a_link_that_is_shared_or_gone_for_a_while_is_not_loaded_more(
+async def test_hedging_adds_little_load_to_a_shared_or_dead_link(
     tmp_path: Path, make_client: MakeClient, gone_s: float
 ) -> None:
     num_reads, link_bytes_per_s = 24, 8e6
@@ -199,7 +199,7 @@ async def test_a_link_that_is_shared_or_gone_for_a_while_is_not_loaded_more(
         assert len(proxy.requests) <= num_reads + 4 + num_reads // 10
 
 
-async def test_a_read_ends_with_its_deadline_whatever_hangs(
+async def test_a_read_ends_by_its_deadline_whatever_hangs(
     proxy: FaultyProxy, other: FaultyProxy, make_client: MakeClient
 ) -> None:
     client = make_client(proxy.url, other.url)
@@ -218,7 +218,7 @@ async def test_a_read_ends_with_its_deadline_whatever_hangs(
     assert await client.read() < SOON_S
 
 
-async def test_without_races_a_stall_lasts_until_the_deadline(
+async def test_without_hedging_a_stall_lasts_until_the_deadline(
     filled: RunningServer, proxy: FaultyProxy, make_client: MakeClient
 ) -> None:
     client = make_client(proxy.url, max_races=0)
@@ -229,7 +229,7 @@ async def test_without_races_a_stall_lasts_until_the_deadline(
     assert client.races == {("read", "refused"): 1}
 
 
-async def test_what_one_replica_lacks_another_has(
+async def test_an_object_missing_in_one_replica_is_read_from_another(
     proxy: FaultyProxy, make_client: MakeClient, filled: RunningServer, tmp_path: Path
 ) -> None:
     async with running_server(ServerConfig(tmp_path / "empty", port=0)) as empty:
@@ -241,7 +241,7 @@ async def test_what_one_replica_lacks_another_has(
         assert client.failures == []
 
 
-async def test_if_all_fail_the_first_error_is_told(
+async def test_if_all_replicas_fail_the_first_error_is_raised(
     proxy: FaultyProxy, other: FaultyProxy, make_client: MakeClient
 ) -> None:
     client = make_client(proxy.url, other.url)
@@ -257,7 +257,7 @@ async def test_if_all_fail_the_first_error_is_told(
 
 
 class Flaky(LocalStore):
-    """Fails or hangs when it is told to."""
+    """Fails or hangs on request."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -292,7 +292,7 @@ async def has(store: Store) -> bool:
     return parts(await store.lookup(FOLDER, CHAIN)) == [(0, 4)]
 
 
-async def test_what_is_written_reaches_all_that_are_up(pair: Pair) -> None:
+async def test_writes_reach_all_replicas_that_are_up(pair: Pair) -> None:
     await put_segment(pair.store, SEGMENT)
     assert await has(pair.first)
     assert await has(pair.second)
@@ -315,14 +315,14 @@ async def test_a_manifest_goes_only_where_its_data_went(pair: Pair) -> None:
     assert await has(pair.first)
 
 
-async def test_a_replica_that_keeps_failing_is_not_written_to_for_a_while(pair: Pair) -> None:
+async def test_a_replica_that_keeps_failing_is_skipped_by_writes(pair: Pair) -> None:
     pair.second.reason = "fail"
     for _ in range(5):
         await pair.store.put(NAME, CONTENT)
     assert len(pair.second.puts) == 3
 
 
-async def test_a_replica_that_hangs_does_not_hold_up_writing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hanging_replica_does_not_block_writes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas_module, "_WRITE_GRACE_S", 0.1)
     pair.second.reason = "hang"
     async with asyncio.timeout(SOON_S):
@@ -330,16 +330,16 @@ async def test_a_replica_that_hangs_does_not_hold_up_writing(pair: Pair, monkeyp
     assert pair.failures == [("second", "timeout")]
 
 
-async def test_if_no_replica_takes_it_writing_fails(pair: Pair) -> None:
+async def test_a_write_fails_if_no_replica_stores_it(pair: Pair) -> None:
     pair.first.reason = pair.second.reason = "fail"
     with pytest.raises(StoreError, match="told to fail"):
         await pair.store.put(SEGMENT.data_name, SEGMENT.data)
     pair.first.reason = pair.second.reason = None
-    with pytest.raises(StoreError, match="went to no replica"):
+    with pytest.raises(StoreError, match="went to no replica completely"):
         await pair.store.put(SEGMENT.manifest.key.manifest_name, SEGMENT.manifest.encode())
 
 
-async def test_deleting_says_which_replica_was_not_reached(
+async def test_delete_reports_the_unreachable_replica(
     proxy: FaultyProxy, other: FaultyProxy, make_client: MakeClient
 ) -> None:
     client = make_client(proxy.url, other.url)

@@ -1,4 +1,4 @@
-"""Scans of a directory, and what goes on meanwhile."""
+"""Scans of a directory, with concurrent lookups and writes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def store(tmp_path: Path) -> AsyncIterator[LocalStore]:
 
 
 class Gate:
-    """Holds up the reading of manifests, and counts it."""
+    """Blocks reads of manifests until it is opened, and counts them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
@@ -79,12 +79,12 @@ def stored_bytes(root: Path) -> int:
 
 
 def settle(root: Path) -> None:
-    """As if the last change were long ago."""
+    """Make the last change look old."""
     then = time.time() - 60
     os.utime(root / SPACE, (then, then))
 
 
-async def test_a_store_s_own_changes_cause_no_scan(store: LocalStore, tmp_path: Path, scans: list[str]) -> None:
+async def test_own_changes_cause_no_scan(store: LocalStore, tmp_path: Path, scans: list[str]) -> None:
     await fill(tmp_path, make_segment(page_hashes(4, "old"), 0, 4))
     settle(tmp_path)
     assert await store.warm_up() == 1
@@ -129,10 +129,10 @@ async def test_lookups_and_writes_go_on_during_a_scan(store: LocalStore, tmp_pat
     assert (await store.usage()).stored_bytes == stored_bytes(tmp_path)
 
 
-async def test_a_segment_that_another_process_replaced_is_never_missed(
+async def test_a_segment_replaced_by_another_process_is_always_found(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its old data are gone by the time of the scan, and noted to be so."""
+    """Its old data is already gone when the scan runs, and the scan records that."""
     await put_segment(store, FIRST)
     assert parts(await store.lookup(SPACE, CHAIN)) == [(0, 4)]
     new = make_segment(CHAIN, 0, 4, codec="deflate")
@@ -152,7 +152,7 @@ async def test_a_segment_that_another_process_replaced_is_never_missed(
     assert offered == [True] * 3
 
 
-async def test_a_lookup_does_not_wait_for_a_scan_that_will_take_long(
+async def test_a_lookup_does_not_wait_for_a_long_scan(
     store: LocalStore, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await fill(tmp_path, FIRST)
@@ -172,7 +172,7 @@ async def test_a_lookup_does_not_wait_for_a_scan_that_will_take_long(
     assert parts(await store.lookup(SPACE, CHAIN)) == [(0, 4), (0, 4)]
 
 
-async def test_a_cancelled_lookup_leaves_the_scan_to_others(store: LocalStore, tmp_path: Path, gate: Gate) -> None:
+async def test_a_cancelled_lookup_does_not_cancel_the_scan(store: LocalStore, tmp_path: Path, gate: Gate) -> None:
     await fill(tmp_path, FIRST)
     gate.open.clear()
     lookups = [asyncio.create_task(store.lookup(SPACE, CHAIN)) for _ in range(2)]
@@ -184,14 +184,14 @@ async def test_a_cancelled_lookup_leaves_the_scan_to_others(store: LocalStore, t
     assert gate.num_read == 1
 
 
-async def test_namespaces_that_are_not_there_are_not_remembered(store: LocalStore, scans: list[str]) -> None:
+async def test_missing_namespaces_are_not_remembered(store: LocalStore, scans: list[str]) -> None:
     for i in range(5):
         assert await store.lookup(f"{i:032x}.0-1", CHAIN) == Lookup(())
     assert scans == []
     assert store._directory.scanner._seen == {}
 
 
-async def test_a_scan_that_fails_says_so(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_scan_raises(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     await fill(tmp_path, FIRST)
 
     def broken(*args: object) -> None:
@@ -204,7 +204,7 @@ async def test_a_scan_that_fails_says_so(store: LocalStore, tmp_path: Path, monk
     assert parts(await store.lookup(SPACE, CHAIN)) == [(0, 4)]
 
 
-async def test_a_deletion_that_takes_long_goes_on_in_turns(store: LocalStore) -> None:
+async def test_a_long_deletion_runs_in_turns(store: LocalStore) -> None:
     for i in range(20):
         await put_segment(store, make_segment(page_hashes(4, f"chain {i}"), 0, 4, content=i))
     assert await store.delete_some("", 0.0) == (16, True)

@@ -8,7 +8,7 @@ from tests.segments import page_hashes
 
 
 def batch(first_page: int, num_pages: int, seed: str = "") -> PageBatch:
-    """Each page's values are its position, so that a mix-up shows."""
+    """Make a batch in which each page's values are its position, so that tests detect mix-ups."""
     pages = torch.arange(first_page, first_page + num_pages).view(-1, 1, 1, 1, 1)
     return PageBatch(
         first_page, previous(first_page, seed), page_hashes(num_pages, seed, first_page), {"k": [pages], "v": [-pages]}
@@ -24,8 +24,8 @@ def shape(segments: list[PageBatch]) -> list[tuple[int, int]]:
 
 
 @given(start=st.integers(0, 70), sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6))
-def test_batches_become_the_segments_of_the_whole(start: int, sizes: list[int]) -> None:
-    """However the pages come, they are cut as if they had come at once."""
+def test_batches_are_cut_like_the_whole_sequence(start: int, sizes: list[int]) -> None:
+    """Pages are cut into the same segments, however they are split into batches."""
     gatherer = Gatherer(max_pages=16, linger_s=1.0)
     segments: list[PageBatch] = []
     page = start

@@ -81,7 +81,7 @@ async def test_segments_grow_with_their_prefix(store: LocalStore, make: Callable
     assert await found(store, 21) == [16, 4, 1]
 
 
-async def test_halves_stay_until_their_readers_are_done(store: LocalStore, make: Callable[..., Writer]) -> None:
+async def test_merged_halves_stay_for_retire_s(store: LocalStore, make: Callable[..., Writer]) -> None:
     writer = make(retire_s=60.0)
     await write(writer, 0, 1)
     await write(writer, 1, 1)
@@ -89,8 +89,8 @@ async def test_halves_stay_until_their_readers_are_done(store: LocalStore, make:
     assert await found(store, 2) == [2]
 
 
-async def test_a_half_that_was_encoded_goes_with_all_its_data(store: LocalStore, make: Callable[..., Writer]) -> None:
-    """Encoded again after the writer read it, and before it deletes it."""
+async def test_an_encoded_half_is_deleted_with_all_its_data(store: LocalStore, make: Callable[..., Writer]) -> None:
+    """The half is encoded again after the writer read it, and before the writer deletes it."""
     writer = make(retire_s=1.0)
     await write(writer, 0, 1)
     await write(writer, 1, 1)
@@ -109,14 +109,14 @@ async def test_a_half_that_was_encoded_goes_with_all_its_data(store: LocalStore,
     assert all(name.startswith(whole.stem) for name in names)
 
 
-async def test_what_the_store_has_is_not_written_again(store: LocalStore, make: Callable[..., Writer]) -> None:
+async def test_pages_in_the_store_are_not_written_again(store: LocalStore, make: Callable[..., Writer]) -> None:
     await write(make(), 0, 8)
     before = sorted([info.name async for info in store.list()])
     await write(make(), 0, 8)
     assert sorted([info.name async for info in store.list()]) == before
 
 
-async def test_room_is_given_back(store: LocalStore, make: Callable[..., Writer]) -> None:
+async def test_queue_space_is_released(store: LocalStore, make: Callable[..., Writer]) -> None:
     writer = make()
     for _ in range(3):
         await write(writer, 0, 8)
@@ -124,7 +124,7 @@ async def test_room_is_given_back(store: LocalStore, make: Callable[..., Writer]
     assert not writer.reserve(1, 0.0)
 
 
-async def test_reserving_waits_for_room_a_little(store: LocalStore, make: Callable[..., Writer]) -> None:
+async def test_reserve_waits_for_queue_space(store: LocalStore, make: Callable[..., Writer]) -> None:
     writer = make()
     assert writer.reserve(1 << 20, 0.0)
     waiting = asyncio.create_task(asyncio.to_thread(writer.reserve, 10, 5.0))
@@ -134,7 +134,7 @@ async def test_reserving_waits_for_room_a_little(store: LocalStore, make: Callab
     assert await waiting
 
 
-async def test_what_is_larger_than_the_queue_goes_alone(store: LocalStore, make: Callable[..., Writer]) -> None:
+async def test_a_batch_larger_than_the_queue_is_accepted_alone(store: LocalStore, make: Callable[..., Writer]) -> None:
     writer = make()
     assert writer.reserve(1 << 30, 0.0)
     assert not writer.reserve(1, 0.0)
