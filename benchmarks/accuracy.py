@@ -1,10 +1,10 @@
-"""What a quantiser does to SGLang's answers: greedy tokens and their log probabilities, against no cache.
+"""Measures how a quantiser changes SGLang's answers: greedy tokens and their log probabilities, against no cache.
 
     python -m benchmarks.accuracy --model PATH --text FILE [--profile FILE] [--configs klt:1e-4,uint8] [--json OUT]
 
-For each configuration one SGLang server, started here, answers every prompt twice: first it computes all of it and
-writes the KV cache to a store, then, with its own caches flushed, it goes on from the store. The first answers are
-those without a cache.
+For each configuration, this starts one SGLang server, which answers every prompt twice. First it computes the whole
+prompt and writes the KV cache to a store. Then its own caches are flushed, and it continues from the store. The first
+answers are those without a cache.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _TABLE_WIDTH = 100
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration. Log probabilities are compared as long as the answers are alike: after that they are about
-    different texts."""
+    """One configuration. Log probabilities are compared up to the first difference between the answers: after that
+    they describe different texts."""
 
     config: str
     prompts: int
@@ -48,7 +48,7 @@ class Row:
     equal_tokens: float  # share of all tokens before the first difference
     logprob_change_mean: float  # nats, absolute
     logprob_change_max: float
-    bits_per_value: float  # of what was read from the store
+    bits_per_value: float  # of the data read from the store
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,7 +83,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--part", default="0:1", help="the part of each text to use, in fractions (default: %(default)s)"
     )
-    parser.add_argument("--profile", help="what `kvfetch calibrate` made, for `klt`")
+    parser.add_argument("--profile", help="a profile by `kvfetch calibrate`, for `klt`")
     parser.add_argument(
         "--configs",
         help="what to compare: exact, uint8, cachegen, klt (at its default) or klt:TARGET_KL "
@@ -118,7 +118,7 @@ def _is_number(text: str) -> bool:
 
 
 def _prompts(args: argparse.Namespace) -> list[list[int]]:
-    """Raises ConfigError."""
+    """Return the prompts' token ids. Raises ConfigError."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -173,7 +173,7 @@ def _compare(
 ) -> Row:
     cached = sum(int(a.cached_tokens_details.get("storage", 0)) for a in restored)
     if any(a.cached_tokens for a in computed):
-        raise SystemExit("benchmarks.accuracy: a prompt was cached before it was computed: are two of them alike?")
+        raise SystemExit("benchmarks.accuracy: a prompt was cached before it was computed; give different prompts")
     alike = [num_alike(a.output_ids, b.output_ids) for a, b in zip(computed, restored, strict=True)]
     changes = [
         abs(x - y)

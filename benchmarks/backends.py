@@ -1,4 +1,4 @@
-"""What is compared: the flags of each, how to tell that its writes are done, and what it read."""
+"""The storage backends to compare: their flags, how to know that writes have ended, and what they read."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sgl_kvfetch.testing.engine import SGLangServer, hicache_args
 from sgl_kvfetch.testing.metrics import read_metric
 
 _POLL_S = 0.25
-_QUIET_S = 2.0  # SGLang hands pages over host pool and queues of its own, which count nothing while they wait
+_QUIET_S = 2.0  # pages may wait in SGLang's host pool and queues, where no counter shows them
 _SETTLE_S = 600.0
 
 PREFETCH_THRESHOLD_TOKENS = 16
 
 
 class Backend(ABC):
-    """``fills``: there is something to fill before the measured phase, by a server of its own."""
+    """``fills``: a separate server fills the storage before the measured phase."""
 
     name: str
     description: str
@@ -32,14 +32,14 @@ class Backend(ABC):
 
     @abstractmethod
     def progress(self, server: SGLangServer) -> Hashable | None:
-        """Something that stays equal once nothing is written any more; None while something surely is."""
+        """Return a value that stays equal once all writes have ended, or None while writes certainly run."""
 
     @abstractmethod
     def read(self, before: str, after: str, storage_tokens: int, page_size: int) -> Traffic:
-        """What was read between two texts of ``/metrics``."""
+        """Return the bytes read between two texts of ``/metrics``."""
 
     def stored(self, before: str, after: str) -> dict[str, int]:
-        """What the fill left behind, for the report."""
+        """Return what the fill stored, for the report."""
         return {}
 
 
@@ -56,7 +56,7 @@ class NoStorage(Backend):
 
 
 class FileStorage(Backend):
-    """SGLang's own backend: a file a page and rank."""
+    """SGLang's own file backend: one file per page and rank."""
 
     name = "file"
 
@@ -76,7 +76,7 @@ class FileStorage(Backend):
         return self._usage()
 
     def read(self, before: str, after: str, storage_tokens: int, page_size: int) -> Traffic:
-        """Raw pages travel as they are: the bytes of a page, of all ranks, times the pages that hit."""
+        """Return the raw bytes: the bytes of one page, of all ranks, times the number of pages that hit."""
         num_pages, num_bytes = self._usage()
         read_bytes = storage_tokens // page_size * (num_bytes // num_pages if num_pages else 0)
         return Traffic(read_bytes, read_bytes)
@@ -86,7 +86,7 @@ class FileStorage(Backend):
         return {"wire_bytes": num_bytes, "raw_bytes": num_bytes}
 
     def _usage(self) -> tuple[int, int]:
-        """Pages and bytes. A file's name begins with the page's hash; more ranks have more files of that hash."""
+        """Return the numbers of pages and bytes. File names begin with the page's hash, and each rank has a file."""
         sizes = [(path.name.partition("_")[0], path.stat().st_size) for path in self._directory.glob("*.bin")]
         return len({page for page, _ in sizes}), sum(size for _, size in sizes)
 

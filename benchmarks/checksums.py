@@ -1,9 +1,9 @@
-"""What verifying decoded frames costs a CPU, against coding them: the frame sum, which is for GPUs to compute, and the
-checksum of the integers.
+"""Compares the CPU cost of verifying decoded frames with that of encoding and decoding them. Frames are verified by
+their frame sum, which GPUs compute, or by the checksum of their integers.
 
     python -m benchmarks.checksums [--tokens N]
 
-One layer group of eight heads of 128 that drift along the tokens, one thread.
+The data is one layer group of eight heads of 128 that drift along the tokens. One thread is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEADS, DIM = 8, 128
 
 
 def measure(num_tokens: int, *, repeats: int = 5) -> dict[str, float]:
-    """MB of frames a second, by what is done with them."""
+    """Return the MB of frames per second, for each operation."""
     generator = torch.Generator().manual_seed(0)
     steps = torch.randint(-2, 3, (num_tokens, PLANES, HEADS, DIM), generator=generator)
     integers = (128 + steps.cumsum(0)).clamp(0, 255).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""One streamed request to SGLang's ``/generate``, and what is measured of it."""
+"""Sends a streamed request to SGLang's ``/generate``, and measures it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _SAID_CHARS = 500
 
 
 class StreamError(Exception):
-    """The server refused or broke off a request. The message holds what it said."""
+    """The server refused or aborted a request. The message holds the server's answer."""
 
 
 @dataclass
 class CachedTokens:
-    """The prompt's tokens that were not computed, by the tier that they came from."""
+    """The numbers of prompt tokens that were not computed, by the tier that they came from."""
 
     device: int = 0
     host: int = 0
@@ -32,8 +32,8 @@ class CachedTokens:
 
 @dataclass
 class Answer:
-    """``ttft_s`` runs from sending to the first token. ``itl_s`` holds the gap before each later token; tokens that
-    arrive together share the gap before them."""
+    """``ttft_s`` is the time from sending to the first token. ``itl_s`` holds the gap before each later token; tokens
+    that arrive together share the gap before them."""
 
     output_ids: list[int] = field(default_factory=list)
     ttft_s: float = 0.0
@@ -44,12 +44,12 @@ class Answer:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per later token; None if there is no later one."""
+        """Return the mean time per later token, or None if there is none."""
         return sum(self.itl_s) / len(self.itl_s) if self.itl_s else None
 
 
 class EventDecoder:
-    """Server-sent events, sans-IO: bytes in, the ``data`` of whole events out."""
+    """Decodes server-sent events without I/O: takes bytes, returns the ``data`` of complete events."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -60,7 +60,7 @@ class EventDecoder:
 
 
 class AnswerBuilder:
-    """Puts an answer together from the stream's events."""
+    """Builds an answer from the stream's events."""
 
     def __init__(self, started_s: float) -> None:
         self.answer = Answer()
@@ -68,7 +68,7 @@ class AnswerBuilder:
         self._last_s = started_s
 
     def add(self, event: dict[str, Any], now_s: float) -> None:
-        """Raises StreamError for an event that says that the request failed."""
+        """Add an event. Raises StreamError if it says that the request failed."""
         if "error" in event:
             raise StreamError(f"the server answered: {json.dumps(event['error'])[:_SAID_CHARS]}")
         meta = event["meta_info"]
@@ -77,8 +77,8 @@ class AnswerBuilder:
             raise StreamError(f"the server aborted the request: {reason.get('message', reason)}"[:_SAID_CHARS])
         answer = self.answer
         num_before = len(answer.output_ids)
-        # `completion_tokens` counts all tokens so far, also where an event carries only the new ones
-        # (--incremental-streaming-output); an event that repeats all of them has that many ids.
+        # `completion_tokens` counts all tokens so far. An event that repeats all of them has that many ids; with
+        # --incremental-streaming-output an event carries only the new ones.
         ids = list(event["output_ids"])
         answer.output_ids = ids if len(ids) == meta["completion_tokens"] else answer.output_ids + ids
         num_new = len(answer.output_ids) - num_before
@@ -86,7 +86,7 @@ class AnswerBuilder:
             return
         if num_before == 0:
             answer.ttft_s = now_s - self._started_s
-            # Tokens that come with the first one took no time of their own.
+            # Tokens that arrive with the first one have no gap.
             answer.itl_s += [0.0] * (num_new - 1)
         else:
             answer.itl_s += [(now_s - self._last_s) / num_new] * num_new
@@ -99,9 +99,9 @@ class AnswerBuilder:
 async def stream_generate(
     session: aiohttp.ClientSession, url: str, input_ids: Sequence[int], max_new_tokens: int, name: str | None = None
 ) -> Answer:
-    """Generate greedily, exactly ``max_new_tokens``. The server knows the request by ``name``, if one is given.
+    """Generate exactly ``max_new_tokens`` tokens, greedily. ``name``, if given, becomes the server's request id.
 
-    Raises StreamError, TimeoutError (by the session's timeout) and aiohttp.ClientError.
+    Raises StreamError, aiohttp.ClientError, and TimeoutError after the session's timeout.
     """
     body: dict[str, Any] = {
         "input_ids": list(input_ids),

@@ -1,4 +1,4 @@
-"""How much of the machine others used meanwhile: on a busy one, times say more about the neighbours."""
+"""Measures how much CPU time other processes used during a benchmark, since a busy machine distorts its times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NUM_EXCLUSIVE_FIELDS = 8  # guest times, which follow, are part of user time
 
 @dataclass(frozen=True)
 class CpuUse:
-    """Seconds of CPU time since some moment in the past: on all cores that we may use, and by us and our children."""
+    """CPU seconds since some time in the past: of all cores that we may use, and of this process and its children."""
 
     at_s: float
     all_s: float
@@ -23,7 +23,7 @@ class CpuUse:
 
     @classmethod
     def now(cls) -> Self | None:
-        """None where the system does not say (it is not Linux)."""
+        """Read the present values. Return None if the system does not provide them, because it is not Linux."""
         try:
             return cls(time.monotonic(), _all_cpu_s(), _tree_cpu_s(os.getpid()))
         except (OSError, AttributeError):
@@ -31,7 +31,7 @@ class CpuUse:
 
 
 def other_cores(before: CpuUse | None, after: CpuUse | None) -> float | None:
-    """Cores' worth of CPU time that processes other than ours used in between. Children must live through it."""
+    """Return how many cores other processes used on average in between. Our child processes must outlive it."""
     if before is None or after is None or after.at_s <= before.at_s:
         return None
     others_s = (after.all_s - before.all_s) - (after.ours_s - before.ours_s)
@@ -50,12 +50,12 @@ def _all_cpu_s() -> float:
 
 
 def _tree_cpu_s(root: int) -> float:
-    """CPU time of a process and its living descendants."""
+    """Return the CPU seconds of a process and its living descendants."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for path in _PROC.glob("[0-9]*/stat"):
         try:
-            # The name, in parentheses, may hold anything: what follows the last one is safe to split.
+            # The process name, in parentheses, may hold any character. Split only the text after the last ")".
             fields = path.read_text().rpartition(")")[2].split()
         except OSError:
             continue  # it has ended

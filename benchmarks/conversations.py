@@ -1,4 +1,4 @@
-"""Conversations in token ids, cut to what the server can take."""
+"""Makes conversations of token ids, cut to lengths that the server accepts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.tokens import Tokens
 
 @dataclass(frozen=True)
 class Turn:
-    """``answer_ids`` is the answer that later prompts repeat; None for what the model answers."""
+    """``answer_ids`` is the answer that later prompts repeat; None for the model's own answer."""
 
     user_ids: tuple[int, ...]
     answer_ids: tuple[int, ...] | None = None
@@ -25,9 +25,9 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Cut:
-    """How to cut. An answer of the model is ``max_new_tokens`` long, since the end token is ignored.
+    """The limits. The model's answers have ``max_new_tokens`` tokens, since the end token is ignored.
 
-    ``max_input_tokens`` bounds a conversation's last prompt, which holds all before it.
+    ``max_input_tokens`` bounds a conversation's last prompt, which includes all earlier turns.
     """
 
     num_conversations: int
@@ -44,25 +44,25 @@ class Cut:
 
     @property
     def user_tokens(self) -> int:
-        """What is left for the user in a conversation of ``turns`` turns with the model's answers between."""
+        """Return the user's share of ``max_input_tokens``, without the model's answers between ``turns`` turns."""
         return self.max_input_tokens - (self.turns - 1) * self.max_new_tokens
 
 
 def make_conversations(dataset: Dataset, tokens: Tokens, cut: Cut, *, dataset_answers: bool) -> list[Conversation]:
-    """The first ``num_conversations`` of the file, or all if it has fewer. ``dataset_answers``: the history has the
-    file's answers, not the model's."""
+    """Return the file's first ``num_conversations`` conversations, or all if it has fewer. ``dataset_answers``: the
+    history has the file's answers, not the model's."""
     if dataset.kind == "sharegpt":
         some = dataset.dialogues[: cut.num_conversations]
         return [_from_dialogue(dialogue, tokens, cut, dataset_answers) for dialogue in some]
     assert not dataset_answers, f"a {dataset.kind} file has no answers"
     needed = cut.num_conversations * cut.user_tokens
-    # Text is cut off before it is tokenised, generously: a megabyte for a few conversations would take seconds.
+    # Cut the text generously before tokenising: a megabyte for a few conversations would take seconds.
     texts = (tokens.encode(text[: needed * 40]) for text in dataset.texts[: cut.num_conversations])
     return list(_from_texts(list(texts), cut))
 
 
 def _from_dialogue(dialogue: tuple[Exchange, ...], tokens: Tokens, cut: Cut, dataset_answers: bool) -> Conversation:
-    """As many turns as fit. A first turn that is too long is cut off."""
+    """Return as many turns as fit. A first turn that is too long is truncated."""
     turns: list[Turn] = []
     used = 0
     for exchange in dialogue[: cut.turns]:
@@ -78,7 +78,7 @@ def _from_dialogue(dialogue: tuple[Exchange, ...], tokens: Tokens, cut: Cut, dat
 
 
 def _from_texts(texts: list[list[int]], cut: Cut) -> Iterator[Conversation]:
-    """The first piece of each text, then the second of each, and so on: conversations differ as far as they can."""
+    """Yield the first piece of each text, then the second of each, and so on, so that conversations share little."""
     num_left = cut.num_conversations
     piece_idx = 0
     while num_left:

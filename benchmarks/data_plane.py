@@ -1,12 +1,12 @@
-"""Measure how fast pages come through the data plane, and what that costs the engine's process.
+"""Measures how fast pages come through the data plane, and how much CPU time that takes in the engine's process.
 
     python -m benchmarks.data_plane --json out.json
 
-Prefixes are stored with one codec, and then fetched together by a data plane in a process of its own, from a store in
-another process, over loopback. This process stands for the engine: it copies values from shared memory into a pool.
-Each round also reads the same bytes with the store's client alone, here and without a data plane: that is what the
-store, the sockets and the client can do at best on this machine. With `raw`, nothing has to be decoded, and the two
-compare. CPU seconds are of the engine's process and of the data plane's, not of the store's, a GB of K and V.
+Prefixes are stored with one codec. Then a data plane in its own process fetches them together, over loopback, from a
+store in another process. This process represents the engine: it copies values from shared memory into a pool. Each
+round also reads the same bytes in this process with only the store's client, which shows the limit of store, sockets
+and client on this machine. With `raw` nothing has to be decoded, so the two can be compared. CPU seconds are per GB of
+K and V, for the engine's process and for the data plane's, without the store's.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--codecs", default="raw,zstd,hevc", help="(default: %(default)s)")
     parser.add_argument("--prefixes", type=int, default=4, help="fetched together (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=2048, help="of a prefix, a power of two (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=2048, help="per prefix, a power of two (default: %(default)s)")
     parser.add_argument("--connections", type=int, default=8, help="to the store (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
     return parser.parse_args(argv)
@@ -182,11 +182,11 @@ def _store(plane: DataPlane, prefixes: Sequence[Sequence[bytes]], heads: HeadSli
                 return True
 
             if not plane.write(first, hashes[first - 1] if first else None, hashes[pages], read, _TIMEOUT_S):
-                raise SystemExit("the data plane takes no pages")
+                raise SystemExit("the data plane does not accept pages")
         deadline_s = time.monotonic() + _TIMEOUT_S
         while (found := _find(plane, hashes).num_pages) < len(hashes):
             if time.monotonic() > deadline_s:
-                raise SystemExit(f"{found} of {len(hashes)} pages were stored within {_TIMEOUT_S:g} s")
+                raise SystemExit(f"only {found} of {len(hashes)} pages were stored within {_TIMEOUT_S:g} s")
             time.sleep(0.05)
 
 
@@ -210,13 +210,13 @@ def _fetch(plane: DataPlane, prefixes: Sequence[Sequence[bytes]], pool: MemoryPo
         calls.append((call, len(hashes)))
     for call, num_pages in calls:
         if (got := call.over[0].result(_TIMEOUT_S)) < num_pages:
-            raise SystemExit(f"{got} of {num_pages} pages came")
+            raise SystemExit(f"only {got} of {num_pages} pages were fetched")
 
 
 async def _read_alone(
     url: str, heads: HeadSlice, prefixes: Sequence[Sequence[bytes]], connections: int
 ) -> tuple[float, int]:
-    """Return the seconds that it takes to read the same bytes, and how many they are."""
+    """Return the seconds that reading the same bytes takes, and the number of bytes."""
     options = HttpOptions(timeout_s=_TIMEOUT_S, max_connections=connections)
     store = open_replicas([url], options=options, replicas=ReplicaOptions())
     quantiser, units = make_quantiser(QUANTISER), []
@@ -235,7 +235,7 @@ async def _read_alone(
 async def _size(store: Store, unit: ReadUnit) -> int:
     data = await store.get(unit.reader.data_name, unit.start, unit.size_bytes)
     if data is None:
-        raise SystemExit(f"{unit.reader.data_name} is gone")
+        raise SystemExit(f"{unit.reader.data_name} is not in the store")
     return len(data)
 
 

@@ -1,4 +1,4 @@
-"""Files that hold what users say: ShareGPT conversations, prompts as JSON lines, or plain text."""
+"""Reads files with user messages: ShareGPT conversations, prompts as JSON lines, or plain text."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Kind = Literal["sharegpt", "prompts", "text"]
 
 
 class DatasetError(ValueError):
-    """The file is not what it should be. The message says where, what was found and what is allowed."""
+    """The file is invalid. The message says where, what was found and what is allowed."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a user says, and the answer to it where the file has one."""
+    """A user's message, and the file's answer to it, if any."""
 
     user: str
     answer: str | None = None
@@ -37,7 +37,7 @@ class Dataset:
     texts: tuple[str, ...] = ()
 
     def sample(self, max_chars: int = 20_000) -> str:
-        """Some of its words, to try a tokenizer on."""
+        """Return some of its text, to test a tokenizer with."""
         said = (exchange.user for dialogue in self.dialogues for exchange in dialogue)
         sample = ""
         for text in (*self.texts, *said):
@@ -48,8 +48,8 @@ class Dataset:
 
 
 def read_dataset(path: Path) -> Dataset:
-    """Read a file; its ending says what it is: ``.json`` a list of ShareGPT conversations, ``.jsonl`` an object a line
-    with either ``prompt`` or ``conversations``, anything else text.
+    """Read a file. Its suffix tells its kind: ``.json`` is a list of ShareGPT conversations, ``.jsonl`` has one object
+    per line with either ``prompt`` or ``conversations``, any other file is text.
 
     Raises DatasetError.
     """
@@ -65,7 +65,7 @@ def read_dataset(path: Path) -> Dataset:
         case _:
             dataset = Dataset(path, "text", texts=(content,) if content.strip() else ())
     if not dataset.dialogues and not dataset.texts:
-        raise DatasetError(f"dataset {path} holds nothing that a user says")
+        raise DatasetError(f"dataset {path} has no user messages")
     return dataset
 
 
@@ -73,7 +73,7 @@ def _from_json(path: Path, content: str) -> Dataset:
     try:
         entries = json.loads(content)
     except json.JSONDecodeError as e:
-        raise DatasetError(f"dataset {path} is not JSON: {e}; a file with one object a line is named .jsonl") from e
+        raise DatasetError(f"dataset {path} is not JSON: {e}; a file with one object per line is named .jsonl") from e
     if not isinstance(entries, list):
         raise DatasetError(f"dataset {path}: expected a list of conversations, found {_type_name(entries)}")
     return _sharegpt(path, ((f"entry {i}", entry) for i, entry in enumerate(entries)))
@@ -81,7 +81,7 @@ def _from_json(path: Path, content: str) -> Dataset:
 
 def _from_json_lines(path: Path, content: str) -> Dataset:
     entries: list[tuple[str, Any]] = []
-    # Not splitlines(): a JSON string may hold the other line ends of Unicode as they are.
+    # Not splitlines(): a JSON string may contain Unicode's other line separators.
     for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
@@ -99,7 +99,7 @@ def _prompt(path: Path, where: str, entry: Any) -> str:
     if not isinstance(entry, dict):
         raise DatasetError(f"dataset {path}, {where}: expected an object, found {_type_name(entry)}")
     if "prompt" not in entry:
-        raise DatasetError(f"dataset {path}, {where}: no field 'prompt' (nor 'conversations'), only {sorted(entry)}")
+        raise DatasetError(f"dataset {path}, {where}: expected 'prompt' or 'conversations', found {sorted(entry)}")
     if not isinstance(entry["prompt"], str):
         raise DatasetError(f"dataset {path}, {where}: 'prompt' is {_type_name(entry['prompt'])}, expected a string")
     return entry["prompt"]
@@ -111,7 +111,7 @@ def _sharegpt(path: Path, entries: Iterator[tuple[str, Any]]) -> Dataset:
 
 
 def _messages(path: Path, where: str, entry: Any) -> Iterator[tuple[str, str]]:
-    """A conversation's (role, text), checked."""
+    """Yield a conversation's validated (role, text) pairs."""
     messages = entry.get("conversations") if isinstance(entry, dict) else None
     if not isinstance(messages, list):
         raise DatasetError(f"dataset {path}, {where}: expected an object with a list 'conversations'")
@@ -126,8 +126,8 @@ def _messages(path: Path, where: str, entry: Any) -> Iterator[tuple[str, str]]:
 
 
 def _exchanges(messages: Iterator[tuple[str, str]]) -> Iterator[Exchange]:
-    """Pair what users say with what follows. A system message goes before what the user says next; an answer to
-    nothing is left out, as ShareGPT has conversations that begin in the middle."""
+    """Pair user messages with the answers that follow. A system message is joined with the next user message. Answers
+    without a user message are left out: some ShareGPT conversations begin in the middle."""
     said: list[str] = []
     answer: list[str] = []
     for role, text in messages:

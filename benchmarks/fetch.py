@@ -1,14 +1,14 @@
-"""How near a fetch comes to its longest stage.
+"""Measures how close a fetch comes to the time of its longest stage.
 
     python -m benchmarks.fetch --json out.json [--trace bandwidth.jsonl] [--decode-profile FILE --policy ours]
 
-A prefix is stored as video and fetched by the client that both modes of SGLang use: a real store in another process,
-real sockets, real decoding, values restored into a pool's pages. The link is shaped: once so that transmitting takes
-three times as long as decoding and restoring (`link`), once so that it takes a third of it (`decode`); with ``--trace``
-its speed follows a line of the file, a sample a second, around the same mean.
+A prefix is stored as video and fetched with the client that both modes of SGLang use. The store is real and runs in
+another process, sockets and decoding are real, and values are restored into a pool's pages. The link's speed is
+limited, so that transmitting takes three times as long as decoding and restoring (`link`), or a third of it (`decode`).
+With ``--trace``, the speed varies around the same mean, along a line of the file with one sample per second.
 
-Each round times the stages alone, then the fetch: ``ideal_s`` is the longest of the stages alone, and ``efficiency`` is
-``ideal_s / actual_s``. Decoding and restoring count as one stage where the same threads do both.
+Each round times every stage alone, then the fetch. ``ideal_s`` is the longest stage's time, and ``efficiency`` is
+``ideal_s / actual_s``. Decoding and restoring count as one stage, because the same threads do both.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ PAGE_SIZE, LAYERS, HEADS, HEAD_DIM = 16, 6, 8, 128
 SPAN_TOKENS = 256
 READ_BYTES = 256 << 10
 CONNECTIONS = 16
-SETTINGS = {"link": 3.0, "decode": 1 / 3}  # transmitting against decoding and restoring
+SETTINGS = {"link": 3.0, "decode": 1 / 3}  # transmit time divided by decode and restore time
 _TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Seconds of each stage alone, with as many threads as the fetch has, and of the fetch."""
+    """Seconds of each stage alone, with as many threads as the fetch has, and of the whole fetch."""
 
     transmit_s: float
     decode_s: float
@@ -106,12 +106,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.add_argument("--trace", type=Path, help='lines {"bw": [Gbps, ...]}, a sample a second')
+    parser.add_argument("--trace", type=Path, help='lines {"bw": [Gbps, ...]}, one sample per second')
     parser.add_argument("--trace-line", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=4096, help="a power of two (default: %(default)s)")
-    parser.add_argument("--codecs", default="hevc", help="variants of the prefix, as in hevc,zstd (default: hevc)")
+    parser.add_argument("--codecs", default="hevc", help="the prefix's variants, such as hevc,zstd (default: hevc)")
     parser.add_argument("--quantiser", default="uint8", choices=["uint8", "exact"], help="(default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="that decode and restore (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="for decoding and restoring (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
     parser.add_argument("--settings", default=",".join(SETTINGS), help="(default: %(default)s)")
     parser.add_argument("--decode-profile", type=Path, help="made by kvfetch profile; needed for --policy")
@@ -121,12 +121,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if unknown := set(args.settings) - set(SETTINGS):
         parser.error(f"--settings: unknown are {', '.join(sorted(unknown))}; known are {', '.join(SETTINGS)}")
     if (args.policy is None) != (args.decode_profile is None):
-        parser.error("--policy and --decode-profile go together")
+        parser.error("--policy and --decode-profile need each other")
     return args
 
 
 def _make_segment(args: argparse.Namespace) -> CodedSegment:
-    """K and V that vary slowly along the tokens."""
+    """Return a segment with K and V that vary slowly along the tokens."""
     quantiser = make_quantiser(args.quantiser)
     namespace = Namespace(
         "benchmark", "dtype=auto", "mha", "bfloat16", PAGE_SIZE, LAYERS, 0, HEADS, HEAD_DIM, HEAD_DIM,
@@ -152,7 +152,7 @@ async def _put(segment: CodedSegment, folder: Path) -> None:
 
 
 class Bench:
-    """One prefix, fetched over links of several speeds."""
+    """Fetches one prefix over links of several speeds."""
 
     def __init__(
         self, segment: CodedSegment, folder: Path, threads: ThreadPoolExecutor, args: argparse.Namespace
@@ -164,7 +164,7 @@ class Bench:
         self._units = [
             unit for span in range(manifest.num_spans) for unit in read_units(self._reader, span, READ_BYTES)
         ]
-        self._pool = MemoryPool(manifest.geometry, manifest.num_pages, 1.0)  # touched, so that no round pays for it
+        self._pool = MemoryPool(manifest.geometry, manifest.num_pages, 1.0)  # filled, so that no round has page faults
 
     def run(self, name: str, transmit_share: float) -> dict[str, Any]:
         self._decode_restore_s()  # warm up
@@ -203,7 +203,7 @@ class Bench:
         )
 
     def _over_link(self, samples: Sequence[float], work: Callable[[Store], Any]) -> float:
-        """Seconds. Each time from a fresh store, so that the link's speed begins with the same sample."""
+        """Return the seconds of ``work``. Each call starts a fresh store, whose link starts with the same sample."""
         with StoreProcess(self._folder, extra_args=["--link-gbps", ",".join(f"{s:.6f}" for s in samples)]) as store:
             return asyncio.run(self._timed(store.url, work))
 
@@ -241,7 +241,7 @@ class Bench:
         result = await fetcher.fetch(sources, range(num_pages), GuardedSink(self._pool), _TIMEOUT_S)
         await asyncio.to_thread(fetcher.close)
         if result.num_pages != num_pages:
-            raise SystemExit(f"{result.num_pages} of {num_pages} pages came: {result.failures}")
+            raise SystemExit(f"only {result.num_pages} of {num_pages} pages were fetched: {result.failures}")
 
     def _decode_s(self) -> float:
         return self._on_threads(lambda unit, cell: self._reader.decode_cell(cell, unit.piece(cell, self._data(unit))))
@@ -275,7 +275,7 @@ class Bench:
         return self._segment.data[unit.start : unit.end]
 
     def _on_threads(self, work: Callable[[ReadUnit, Any], Any]) -> float:
-        """Seconds of all cells."""
+        """Return the seconds of ``work`` on all cells."""
         cells = [(unit, cell) for unit in self._units for cell in unit.cells]
         begin_s = time.perf_counter()
         list(self._threads.map(lambda each: work(*each), cells))

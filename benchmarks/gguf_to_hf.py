@@ -1,4 +1,4 @@
-"""A Llama's GGUF file, as llama.cpp reads it, made into a Hugging Face folder in bfloat16."""
+"""Converts a Llama's GGUF file, as llama.cpp reads it, into a Hugging Face folder in bfloat16."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sgl_kvfetch.errors import ConfigError
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-VERSION = 1  # raise it whenever the written files change, so that nobody uses a cached folder of older code
+VERSION = 1  # increase it when the written files change, so that cached folders of older code are not used
 _NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -91,7 +91,7 @@ def _weights(reader: GGUFReader, config: Any) -> dict[str, Any]:
     for tensor in reader.tensors:
         *block, name, kind = tensor.name.split(".")  # blk.7.attn_q.weight, or output_norm.weight
         if name not in _NAMES or kind != "weight":
-            raise ConfigError(f"the GGUF file has a tensor {tensor.name}, which the converter does not know")
+            raise ConfigError(f"the GGUF file has an unknown tensor {tensor.name}")
         values = dequantize(tensor.data, tensor.tensor_type)
         if name in heads:
             values = _in_transformers_order(values, heads[name])
@@ -103,7 +103,7 @@ def _weights(reader: GGUFReader, config: Any) -> dict[str, Any]:
 def _in_transformers_order(rows: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
     """Put the rows of Q's or K's matrix, (heads * head_dim, hidden_size), into the order that transformers expects.
 
-    The rotary embedding turns pairs of a head's rows. transformers pairs row i with row i + head_dim / 2. llama.cpp
+    The rotary embedding rotates pairs of a head's rows. transformers pairs row i with row i + head_dim / 2. llama.cpp
     pairs row 2i with row 2i + 1, so its own converter interleaves the two halves of each head. This undoes that.
     """
     pairs = rows.reshape(heads, -1, 2, rows.shape[1])

@@ -1,4 +1,4 @@
-"""Bytes that must cross memory for one call of a kernel, however it is written."""
+"""Computes the least memory traffic of one kernel call, independent of the implementation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MEAN_BYTES = _ANGLE_BYTES = 4  # float32
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens of one call, and their shape. ``coefficients``: of a token of ``restore_klt``."""
+    """The tokens of one call, and their shape. ``coefficients``: coefficients per token, for ``restore_klt``."""
 
     tokens: int
     heads: int = 8
@@ -35,15 +35,15 @@ class Span:
 
 
 def restore_bytes(span: Span, itemsize: int, num_scales: int | None) -> int:
-    """``itemsize``: of a value in the KV buffers. ``num_scales``: of a token and layer; None for the exact operation.
-    Pictures count as far as they hold values."""
+    """Return the bytes for ``restore``. ``itemsize``: bytes of a value in the KV buffers. ``num_scales``: scales per
+    token and layer; None for the exact operation. Only those parts of pictures that hold values count."""
     planes = itemsize if num_scales is None else 1
     scales = span.tokens * span.layers * (num_scales or 0) * _VALUE_SCALE_BYTES
     return span.tokens * _SLOT_BYTES + scales + span.num_values * (planes + itemsize)
 
 
 def restore_klt_bytes(span: Span, itemsize: int, rotary_dim: int) -> int:
-    """Bytes for K, of which ``rotary_dim`` channels of each head are turned, or for V, with 0."""
+    """Return the bytes for K, with ``rotary_dim`` rotated channels per head, or for V, with 0."""
     a_token = span.coefficients + _TOKEN_SCALE_BYTES + _SLOT_BYTES + rotary_dim * _ANGLE_BYTES
     a_channel = span.coefficients * _MATRIX_VALUE_BYTES + _MEAN_BYTES
     return span.tokens * a_token + span.num_channels * a_channel + span.num_values * itemsize

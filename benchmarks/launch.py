@@ -1,4 +1,4 @@
-"""``--launch``: start SGLang and a store for each backend, fill, start afresh, measure, stop."""
+"""``--launch``: for each backend, start SGLang and a store, fill the store, start a fresh SGLang, and measure it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ METHOD = (
 
 
 def launch_runs(workload: Workload, console: Console) -> Generator[Run, None, None]:
-    """One run per backend. Whatever was started is stopped, and removed, when the iterator ends or is closed."""
+    """Yield one run per backend. Everything started is stopped and removed when the iterator ends or is closed."""
     options = workload.options
     with tempfile.TemporaryDirectory(prefix="kvfetch-bench-", ignore_cleanup_errors=True) as folder:
         model = options.model or str(make_tiny_llama(Path(folder, "model")))
-        console.print(f"model: {options.model or 'a small random Llama, made just now'}")
+        console.print(f"model: {options.model or 'a new small random Llama'}")
         console.print(METHOD)
         first: Run | None = None
         for name in options.backends:
@@ -109,7 +109,7 @@ def _fill(backend: Backend, model: str, workload: Workload, console: Console) ->
 
 @contextmanager
 def _server(backend: Backend, model: str, workload: Workload, console: Console) -> Iterator[SGLangServer]:
-    """A fresh SGLang. The first one of all says how long the prompts may be."""
+    """Run a fresh SGLang. The first server of all determines how long the prompts may be."""
     server = SGLangServer(
         model, extra_args=[*backend.flags, *workload.options.sglang_args], env=backend.env, request_timeout_s=60.0
     )
@@ -124,10 +124,10 @@ def _server(backend: Backend, model: str, workload: Workload, console: Console) 
 
 
 def describe(workload: Workload, console: Console) -> None:
-    """Say what will be sent."""
+    """Print what will be sent."""
     assert workload.tokens is not None
     wanted = workload.options.max_input_tokens
-    capped = "" if wanted == workload.max_input_tokens else f" (the server takes no more; {wanted} were asked for)"
+    capped = "" if wanted == workload.max_input_tokens else f" (the server's limit; {wanted} were requested)"
     console.print(
         f"{workload.options.dataset} ({workload.dataset.kind}): {len(workload.conversations)} conversations, "
         f"{workload.num_requests} requests, prompts of up to {workload.max_input_tokens} tokens{capped}, "

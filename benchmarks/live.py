@@ -1,4 +1,4 @@
-"""A server that runs already."""
+"""Measures a server that is already running."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from benchmarks.server_facts import ServerClient, kvfetch_traffic
 from benchmarks.stats import Traffic
 
 METHOD = (
-    "One run against a live server, in whatever state its caches were, after a warm-up of two requests that are not "
-    "counted."
+    "One run against a live server, without changing the state of its caches first, after a warm-up of two requests "
+    "that are not counted."
 )
 
 
 def live_run(workload: Workload, console: Console) -> Run:
-    """Raises ServerUnreachable, TokenizerError and BenchmarkError."""
+    """Measure the server at ``--url``. Raises ServerUnreachable, TokenizerError and BenchmarkError."""
     url = workload.options.url
     assert url is not None
     client = ServerClient(url, workload.options.api_key)

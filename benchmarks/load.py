@@ -1,4 +1,4 @@
-"""Conversations sent to a server: when each begins, and one turn after the other."""
+"""Sends conversations to a server, each turn after the answer to the one before."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from benchmarks.conversations import Conversation
 class Arrivals:
     """Either a fixed number of conversations at a time, or Poisson arrivals.
 
-    ``request_rate`` counts requests a second. Conversations begin at that rate over the mean number of turns, and send
-    each turn as soon as the one before is answered.
+    ``request_rate`` is in requests per second. Conversations start at that rate divided by the mean number of turns,
+    and send each turn as soon as the one before is answered.
     """
 
     concurrency: int | None = None
@@ -29,10 +29,10 @@ class Arrivals:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        assert (self.concurrency is None) != (self.request_rate is None), "one of them"
+        assert (self.concurrency is None) != (self.request_rate is None), "give either concurrency or request_rate"
 
     def start_times_s(self, conversations: Sequence[Conversation]) -> list[float]:
-        """When each conversation begins, from the start on; all zeros without a rate."""
+        """Return each conversation's start, in seconds from the run's start; all zeros without a rate."""
         if self.request_rate is None:
             return [0.0] * len(conversations)
         mean_turns = sum(len(conversation.turns) for conversation in conversations) / len(conversations)
@@ -45,7 +45,7 @@ class Arrivals:
 
 @dataclass
 class Record:
-    """One request. ``error`` says why it failed, or was not sent; then ``answer`` is None."""
+    """One request. ``error`` says why it failed or was not sent; ``answer`` is then None."""
 
     conversation: int
     turn: int
@@ -56,8 +56,8 @@ class Record:
 
 @dataclass
 class Transcript:
-    """The answers that make up the histories. Those of the first run stand for all: every run sends the same prompts,
-    also where a lossy cache makes the model say something else."""
+    """The answers in the histories. All runs use those of the first run, so that every run sends the same prompts, even
+    if a lossy cache changes the model's answers."""
 
     answers: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
@@ -96,9 +96,9 @@ class Load:
         self._digests: dict[tuple[int, int], str] = {}
 
     async def run(self, arrivals: Arrivals) -> LoadResult:
-        """Send them all. A request that fails ends its conversation; nothing is raised."""
+        """Send all conversations. A failed request ends its conversation; it raises nothing."""
         slots = asyncio.Semaphore(arrivals.concurrency) if arrivals.concurrency else contextlib.nullcontext()
-        # No limit on connections: it would hold requests back, unseen, on our side.
+        # No limit on connections: it would silently delay requests in this client.
         connector = aiohttp.TCPConnector(limit=0)
         async with (
             aiohttp.ClientSession(timeout=self._timeout, headers=self._headers, connector=connector) as session,
@@ -131,7 +131,7 @@ class Load:
                     await self._ask(session, history, record)
                     failure = record.error
                 else:
-                    record.error = "not sent, since an earlier turn failed"
+                    record.error = "not sent, because an earlier turn failed"
                 self._records.append(record)
                 self._on_record(record)
                 history += self._answer_ids(record, turn.answer_ids)

@@ -1,4 +1,4 @@
-"""Where and with what a figure was measured."""
+"""Describes the machine and the software versions of a measurement."""
 
 from __future__ import annotations
 

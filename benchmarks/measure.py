@@ -1,4 +1,4 @@
-"""One server under load: the prompts are cut to what it takes, it is warmed up, and what follows is measured."""
+"""Measures one server under load: cuts the prompts to its limits, warms it up, and sends them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from benchmarks.stats import RunStats, Traffic, same_answers, summarise
 from benchmarks.tokens import Tokens, load_tokens
 
 _WARMUP_NEW_TOKENS = 4
-_WARMUP_TIMEOUT_S = 600.0  # the first request of all may compile
+_WARMUP_TIMEOUT_S = 600.0  # the first request may trigger compilation
 
 
 class BenchmarkError(RuntimeError):
-    """The run cannot go on."""
+    """The run cannot continue."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """``fill`` is what was done, and how long it took, to fill the store before; None without storage.
+    """``fill`` describes how the store was filled before the run; None without storage.
 
-    ``other_cores`` is what processes other than ours used of this machine meanwhile; None if that is not known.
+    ``other_cores`` is how many cores other processes used on average during the run; None if not known.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Run:
 
 @dataclass
 class Workload:
-    """The conversations, made once, for the first server, and sent to all."""
+    """The conversations. They are made once, for the first server, and sent to all servers."""
 
     options: Options
     dataset: Dataset
@@ -56,14 +56,14 @@ class Workload:
     server: ServerFacts | None = None
 
     def prepare(self, facts: ServerFacts) -> bool:
-        """Cut the conversations, if that is not done; return whether it was done now.
+        """Make the conversations, if not done before. Return whether this call made them.
 
         Raises TokenizerError, and BenchmarkError if nothing fits.
         """
         if self.server is not None:
             return False
         options = self.options
-        # One token of air: SGLang wants prompt and answer together below its limit.
+        # One token less: SGLang requires prompt and answer together to be below its limit.
         room = facts.max_prompt_tokens - options.max_new_tokens - 1
         try:
             cut = Cut(
@@ -87,7 +87,7 @@ class Workload:
         return sum(len(conversation.turns) for conversation in self.conversations)
 
     def send(self, url: str, arrivals: Arrivals, title: str, before: Callable[[], None] = lambda: None) -> LoadResult:
-        """Warm the server up, call ``before``, and send everything, with a progress bar. Raises BenchmarkError."""
+        """Warm up the server, call ``before``, and send everything with a progress bar. Raises BenchmarkError."""
         self._warm_up(url)
         before()
         with tqdm(total=self.num_requests, desc=title, unit="request", dynamic_ncols=True) as bar:
@@ -111,8 +111,8 @@ class Workload:
             return asyncio.run(load.run(arrivals))
 
     def _warm_up(self, url: str) -> None:
-        """A prompt of full length, twice: the same in all runs, so that it comes from storage where there is one, and
-        the paths that the measured requests take are warm."""
+        """Send one prompt of full length twice. It is the same in all runs, so that it comes from storage if there is
+        any, and warms up the code paths of the measured requests."""
         rng = random.Random("warm-up")
         vocabulary = sorted(
             {i for conversation in self.conversations for turn in conversation.turns for i in turn.user_ids}
@@ -141,7 +141,7 @@ def make_run(
     other_cores: float | None = None,
     fill: dict[str, Any] | None = None,
 ) -> Run:
-    """``traffic`` says what was read, given the tokens that came from storage."""
+    """Make a run from its result. ``traffic`` returns the bytes read, given the tokens that came from storage."""
     stats = summarise(result)
     read = traffic(stats.cached_tokens.storage)
     return Run(name, description, result, stats, read, same_answers(result, first or result), other_cores, fill)

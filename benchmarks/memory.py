@@ -1,15 +1,13 @@
-"""Memory that a fetch in device mode holds beyond the slots that it fills.
+"""Measures the memory that a fetch in device mode needs besides the slots that it fills.
 
-Each point is a fetch of one prefix in a fresh process: SGLang's own token-to-KV pool on the CPU, a store process on a
-socket, segments as a writer makes them. Resident memory is sampled every millisecond from right before the fetch, with
-the pool's pages touched and all code warmed up by a fetch of one span. ``peak`` is what it grew by at most.
-``compressed`` is the most that waited in the host buffer, whose bound is ``inflight_bytes``, as the fetcher counts it.
-``decoded`` is the most by which resident memory exceeded that at the same moment: integers, frames and values, and
-whatever the HTTP client holds. On a GPU, frames pass through the buffers of ``device_bytes``, made once; that figure is
-read from the code, not measured.
-
-The prefix is one span again and again: of values that drift along the tokens or, for klt, of random coefficients.
-Lengths, not contents, matter here.
+Each point is a fetch of one prefix in a fresh process, with SGLang's own token-to-KV pool on the CPU, a store process
+on a socket, and segments as a writer makes them. Resident memory is sampled every millisecond, starting right before
+the fetch. By then, the pool's pages have been touched, and a fetch of one span has warmed up all code. ``peak`` is the
+largest growth. ``compressed`` is the peak of the host buffer as the fetcher counts it, bounded by ``inflight_bytes``.
+``decoded`` is the largest growth minus the buffer's bytes at the same time: integers, frames, values, and the memory of
+the HTTP client. On a GPU, frames pass through the buffers of ``device_bytes``, which are made once; that figure is read
+from the code, not measured. The prefix repeats one span, of values that drift along the tokens or, for klt, of random
+coefficients. Only lengths matter here, not contents.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ from sgl_kvfetch.testing.store_process import StoreProcess
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, torch_dtype
 from sgl_kvfetch.write.commit import commit_segment
 
-GOAL_BYTES = 64 << 20  # of decoded data, for any length
+GOAL_BYTES = 64 << 20  # bound on decoded data, for any length
 PAGE_TOKENS = 64
 SPAN_TOKENS = 1024
 MAX_SEGMENT_TOKENS = 8192
@@ -64,7 +62,7 @@ _DEADLINE_S = 600.0
 _ENVIRONMENT = {
     "KVFETCH_CPU_ENGINE": "1",
     "OMP_NUM_THREADS": "1",
-    # glibc keeps what is freed, if larger blocks were freed before: then memory would count that nobody holds.
+    # Without limits, glibc keeps freed memory once larger blocks were freed, and it would still count as used.
     "MALLOC_MMAP_THRESHOLD_": str(64 << 10),
     "MALLOC_TRIM_THRESHOLD_": str(64 << 10),
     "PYTHONWARNINGS": "ignore",
@@ -73,7 +71,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Setup:
-    """What a point has in common with the others of its quantiser and codec."""
+    """The settings that all points of a quantiser and codec share."""
 
     quantiser: str
     codec: str
@@ -88,7 +86,7 @@ class Setup:
         return make_quantiser(self.quantiser)
 
     def geometry(self, quantiser: Quantiser) -> KVGeometry:
-        """Eight heads of 128; with a profile its heads, and its first layers, rounded up to whole cells."""
+        """Return eight heads of 128; with a profile its heads, and its first layers, rounded up to whole cells."""
         num_layers, num_heads, k_dim, v_dim = self.layers, 8, 128, 128
         if isinstance(quantiser, KltQuantiser):
             profile = quantiser.profile
@@ -98,7 +96,7 @@ class Setup:
         return KVGeometry(num_layers, num_heads, k_dim, v_dim, PAGE_TOKENS, "bfloat16")
 
     def heads(self, quantiser: Quantiser) -> HeadSlice:
-        """All heads of the model."""
+        """Return all heads of the model."""
         geometry = self.geometry(quantiser)
         namespace = Namespace(
             model=f"memory {self.codec}",
@@ -118,12 +116,12 @@ class Setup:
 
 @dataclass(frozen=True)
 class Point:
-    """One fetch. Bytes beyond those before it."""
+    """One fetch. Memory is relative to that before the fetch."""
 
     quantiser: str
     codec: str
     tokens: int
-    raw_bytes: int  # of the slots that it fills
+    raw_bytes: int  # size of the slots that it fills
     stored_bytes: int
     peak_bytes: int
     compressed_bytes: int
@@ -147,7 +145,7 @@ def drifting_values(geometry: KVGeometry, num_tokens: int) -> dict[TensorName, t
 
 
 def repeated_segments(setup: Setup, num_tokens: int) -> list[CodedSegment]:
-    """A prefix whose spans are all alike. Only one is encoded."""
+    """Return a prefix of equal spans. Only one span is encoded."""
     quantiser = setup.make_quantiser()
     span_pages = SPAN_TOKENS // PAGE_TOKENS
     hashes = page_hashes(num_tokens // PAGE_TOKENS)
@@ -177,7 +175,7 @@ def _encode_span(spec: SegmentSpec, hashes: Sequence[bytes], threads: ThreadPool
 
 
 def random_coefficients(count: int, num_tokens: int) -> Quantised:
-    """The parts of a ``klt`` cell without exact tokens, of about three bits a coefficient."""
+    """Return the parts of a ``klt`` cell without exact tokens, with about three bits per coefficient."""
     steps = 2 * torch.randn((count, num_tokens), generator=torch.Generator().manual_seed(count))
     integers = (ZERO + steps.round()).to(torch.uint8)
     exponents = torch.full((num_tokens,), UNIT, dtype=torch.uint8)
@@ -199,7 +197,7 @@ def resident_bytes() -> int:
 
 
 class Sampler:
-    """Samples resident memory, beyond what it is at first, beside the bytes that are known to wait compressed."""
+    """Samples the growth of resident memory, together with the bytes that wait compressed."""
 
     def __init__(self, compressed_bytes: Callable[[], int]) -> None:
         self._compressed_bytes = compressed_bytes
@@ -226,7 +224,7 @@ class Sampler:
 
 
 async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point:
-    """In a process that has fetched nothing before."""
+    """Measure one fetch. The process must not have fetched anything before."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     from sgl_kvfetch.dataplane.client import open_client
@@ -282,7 +280,7 @@ async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point
 
 
 def give_back_memory() -> None:
-    """What was freed goes back to the system, so that it is not taken for free when the fetch uses it again."""
+    """Return freed memory to the system, so that it counts as growth if the fetch uses it again."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
@@ -334,9 +332,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--codec", nargs="+", default=["hevc", "zstd"])
     parser.add_argument("--quantiser", nargs="+", default=["exact", "uint8"], choices=["exact", "uint8"])
-    parser.add_argument("--profile", help="a profile that kvfetch calibrate made: measures klt, too")
+    parser.add_argument("--profile", help="a profile by kvfetch calibrate, to measure klt as well")
     parser.add_argument("--inflight-mib", type=int, default=256)
-    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="that decode")
+    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="decoding threads")
     parser.add_argument("--point", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.point is not None:
@@ -345,7 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(asdict(point)))
         return
     if unit := [n for n in options.tokens if n % SPAN_TOKENS]:
-        parser.error(f"--tokens {unit}: whole spans of {SPAN_TOKENS} only")
+        parser.error(f"--tokens {unit}: expected multiples of {SPAN_TOKENS}")
     points = []
     quantisers = [*options.quantiser, *(["klt"] if options.profile else [])]
     for setup in [Setup(q, c, options.layers, options.profile) for q in quantisers for c in options.codec]:

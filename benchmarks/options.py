@@ -19,7 +19,7 @@ DEFAULT_CONCURRENCY = 2
 API_KEY_ENV = "SGLANG_API_KEY"
 
 _DESCRIPTION = """\
-Sends multi-turn conversations to SGLang and measures what its users wait for.
+Sends multi-turn conversations to SGLang and measures how long its users wait.
 
   python -m benchmarks.sharegpt --dataset FILE --url http://HOST:PORT     a live server
   python -m benchmarks.sharegpt --dataset FILE --launch [-- SGLANG ARGS]  starts SGLang and a store, and compares
@@ -50,11 +50,11 @@ class Options:
 
     @property
     def fill_arrivals(self) -> Arrivals:
-        """The store is filled without pauses."""
+        """Return the arrivals for filling the store, without pauses."""
         return Arrivals(concurrency=self.arrivals.concurrency or DEFAULT_CONCURRENCY)
 
     def as_json(self) -> dict[str, Any]:
-        """What may be shown: without secrets."""
+        """Return the options as JSON, without secrets."""
         shown = {key: value for key, value in vars(self).items() if key not in ("api_key", "arrivals")}
         shown |= vars(self.arrivals)
         hidden = {"token": "(hidden)"} if "token" in self.kvfetch else {}
@@ -63,14 +63,14 @@ class Options:
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """Exits, as argparse does, with a message that names what is wrong and what is allowed."""
+    """Parse the command line. On an error, exit with a message that says what is wrong and what is allowed."""
     own, sglang_args = _split(argv)
     parser = _parser()
     args = parser.parse_args(own)
     if not args.launch:
         for name in ("model", "store", "kvfetch", "backends"):
             if getattr(args, name):
-                parser.error(f"--{name} needs --launch: it says how to start SGLang, and {args.url} runs already")
+                parser.error(f"--{name} needs --launch: it tells how to start SGLang, but {args.url} runs already")
         if sglang_args:
             parser.error(f"arguments for SGLang ({' '.join(sglang_args)}) need --launch")
     backends = _backends(parser, args.backends or ",".join(BACKENDS)) if args.launch else ()
@@ -113,20 +113,20 @@ def _parser() -> argparse.ArgumentParser:
         help=".json: ShareGPT; .jsonl: lines with 'prompt' (or ShareGPT's 'conversations'); any other: text",
     )
     data.add_argument("--num-conversations", type=_count, default=8, metavar="N", help="default: %(default)s")
-    data.add_argument("--turns", type=_count, default=3, metavar="N", help="at most, each (default: %(default)s)")
+    data.add_argument("--turns", type=_count, default=3, metavar="N", help="at most, for each (default: %(default)s)")
     data.add_argument(
         "--max-input-tokens",
         type=_count,
         default=1500,
         metavar="N",
-        help="longest prompt; no more than the server takes (default: %(default)s)",
+        help="longest prompt; the server's limit applies as well (default: %(default)s)",
     )
     data.add_argument("--max-new-tokens", type=_count, default=16, metavar="N", help="default: %(default)s")
     data.add_argument(
         "--answers",
         choices=["model", "dataset"],
         default="model",
-        help="whose answers later prompts repeat; a text has none (default: %(default)s)",
+        help="which answers later prompts repeat; a text has none (default: %(default)s)",
     )
     load = parser.add_argument_group("load")
     rate = load.add_mutually_exclusive_group()
@@ -134,33 +134,33 @@ def _parser() -> argparse.ArgumentParser:
         "--request-rate",
         type=_positive,
         metavar="R",
-        help="requests a second: conversations begin by a Poisson process of that rate over the number of turns",
+        help="requests per second: conversations start as a Poisson process of that rate over the number of turns",
     )
     rate.add_argument(
         "--concurrency", type=_count, metavar="N", help=f"conversations at a time (default: {DEFAULT_CONCURRENCY})"
     )
-    load.add_argument("--seed", type=int, default=0, help="of the arrivals (default: %(default)s)")
-    load.add_argument("--timeout", type=_positive, default=120.0, metavar="S", help="a request (default: %(default)s)")
+    load.add_argument("--seed", type=int, default=0, help="for the arrivals (default: %(default)s)")
+    load.add_argument("--timeout", type=_positive, default=120.0, metavar="S", help="per request; default: %(default)s")
     live = parser.add_argument_group("a live server")
     live.add_argument("--url", default="http://127.0.0.1:30000", help="default: %(default)s")
-    live.add_argument("--api-key", help=f"if the server wants one; the environment's {API_KEY_ENV} if not given")
-    live.add_argument("--tokenizer", help="directory or name; the server's own if not given")
+    live.add_argument("--api-key", help=f"if the server needs one (default: {API_KEY_ENV} in the environment)")
+    live.add_argument("--tokenizer", help="directory or name (default: the server's own)")
     launch = parser.add_argument_group("--launch")
     launch.add_argument("--launch", action="store_true", help="start SGLang and the store, and stop them at the end")
-    launch.add_argument("--model", help="directory or name; a small random Llama is made if not given")
+    launch.add_argument("--model", help="directory or name (default: a small random Llama)")
     launch.add_argument("--backends", metavar="LIST", help=f"default: {','.join(BACKENDS)}")
     launch.add_argument(
         "--kvfetch", action="append", metavar="KEY=VALUE", help="a key of kvfetch's config; may be repeated"
     )
     launch.add_argument("--store", metavar="URL", help="default: an empty store, started for the run")
     out = parser.add_argument_group("output")
-    out.add_argument("--json", type=_output, metavar="FILE", help="everything that was measured")
-    out.add_argument("--plot", type=_output, metavar="FILE", help="a PNG; beside --json if not given")
+    out.add_argument("--json", type=_output, metavar="FILE", help="where to write all figures")
+    out.add_argument("--plot", type=_output, metavar="FILE", help="where to write the PNG (default: beside --json)")
     return parser
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Ours, and SGLang's after ``--``."""
+    """Split the arguments into ours, and SGLang's after ``--``."""
     own = list(argv)
     if "--" not in own:
         return own, ()
@@ -183,7 +183,7 @@ def _kvfetch(parser: argparse.ArgumentParser, entries: Sequence[str], store: str
         if not separator or not key:
             parser.error(f"--kvfetch {entry!r}: expected KEY=VALUE, such as quantiser=uint8")
         if key == "store":
-            parser.error(f"--kvfetch {entry!r}: the store is named with --store")
+            parser.error(f"--kvfetch {entry!r}: use --store to name the store")
         try:
             config[key] = json.loads(value)
         except json.JSONDecodeError:
@@ -212,7 +212,7 @@ def _positive(text: str) -> float:
 
 
 def _output(text: str) -> Path:
-    """A file that can be written: better to know before the run than after it."""
+    """Return the path of a file that can be written. This fails before the run, rather than after it."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is not a file in an existing directory")

@@ -1,8 +1,8 @@
-"""What parked requests cost the scheduler: ``python -m benchmarks.parking``.
+"""Measures the scheduler's cost of parked requests: ``python -m benchmarks.parking``.
 
-Times what device mode's hooks add to one step of the scheduler, by how many requests are parked: SGLang's own radix
-tree and pool, our cache, board and queue, and real lookups of a store that takes requests and never answers. In the
-place of what the hooks wrap stand functions that do nothing.
+Times what device mode's hooks add to one step of the scheduler, for several numbers of parked requests. It uses
+SGLang's own radix tree and pool, our cache, board and queue, and real lookups in a store that accepts requests but
+never answers. The functions that the hooks wrap are replaced by functions that do nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ.setdefault("KVFETCH_CPU_ENGINE", "1")  # before SGLang is imported, which decides then what it runs on
+os.environ.setdefault("KVFETCH_CPU_ENGINE", "1")  # SGLang selects its platform when it is imported
 
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
@@ -44,7 +44,7 @@ LIMIT_US = 100.0
 
 
 def silent_store() -> tuple[socket.socket, str]:
-    """A server that takes requests and never answers. Returns it, to be closed, and its URL."""
+    """Start a server that accepts requests but never answers. Return it, for the caller to close, and its URL."""
     server = socket.create_server(("127.0.0.1", 0), backlog=128)
     taken: list[socket.socket] = []
 
@@ -80,7 +80,7 @@ def make_cache(store_url: str) -> KVFetchRadixCache:
 
 
 def park(cache: KVFetchRadixCache, queue: list[Any], number: int) -> None:
-    """A request arrives whose prefix the store is asked for."""
+    """Let a request arrive for which the store is asked, and park it."""
     rng = random.Random(number)
     handle = CacheRequestHandle(f"request {number}", 0)
     tokens = array("q", (rng.randrange(1 << 15) for _ in range(PROMPT_TOKENS)))
@@ -89,7 +89,7 @@ def park(cache: KVFetchRadixCache, queue: list[Any], number: int) -> None:
 
 
 class Request:
-    """What the queue needs of a request."""
+    """The attributes of a request that the queue uses."""
 
     def __init__(self, handle: CacheRequestHandle) -> None:
         self.cache_request_handle = handle
@@ -101,14 +101,14 @@ def do_nothing(scheduler: Any) -> None:
 
 
 def step(scheduler: Any) -> None:
-    """All that one step of the scheduler calls of us."""
+    """Call all our hooks in one step of the scheduler."""
     step_cache(None, scheduler)
     form_batch(do_nothing, scheduler)
     count_pending(True, scheduler)
 
 
 def time_steps(scheduler: Any, num_steps: int) -> list[float]:
-    """Microseconds of each step."""
+    """Return the microseconds of each step."""
     times = []
     for _ in range(num_steps):
         begin = time.perf_counter_ns()
@@ -137,7 +137,7 @@ def main() -> None:
     for num_parked in sorted(options.parked):
         for number in range(len(scheduler.waiting_queue), num_parked):
             park(cache, scheduler.waiting_queue, number)
-        time.sleep(1.0)  # hashing and sending take place on other threads, and are not what is measured
+        time.sleep(1.0)  # hashing and sending run on other threads, and must not be measured
         time_steps(scheduler, 100)
         queue: WaitingQueue = scheduler.waiting_queue
         assert (len(queue), queue.num_parked) == (num_parked, num_parked)
@@ -153,7 +153,7 @@ def main() -> None:
         options.json.write_text(json.dumps(content, indent=2) + "\n")
     slowest = max(result["mean_us"] for result in results)
     if slowest > LIMIT_US:
-        raise SystemExit(f"a step costs {slowest:.1f} us on average; at most {LIMIT_US:g} are allowed")
+        raise SystemExit(f"a step costs {slowest:.1f} us on average; expected at most {LIMIT_US:g} us")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Time to first token, by backend and by turn, as a PNG."""
+"""Plots the time to first token, by backend and by turn, as a PNG."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 
 from benchmarks.measure import Run
 
-# Okabe and Ito's colours, which the colour-blind can tell apart; the line styles say the same once more.
+# Okabe and Ito's colours, which colour-blind readers can distinguish. Each run has its own line style as well.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 _STYLES = ("-", "--", "-.", ":")
 
 
 def plot_ttft(path: Path, runs: Sequence[Run], subtitle: str) -> None:
-    """Left: the share of requests that had their first token by then. Right: p50 by turn, whiskers up to p95."""
+    """Plot the cumulative share of requests over TTFT, and beside it p50 by turn, with whiskers to p95."""
     import matplotlib
 
     matplotlib.use("Agg")

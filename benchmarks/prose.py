@@ -1,4 +1,4 @@
-"""Real text that every machine has: the reference of the Python language, as CPython ships it for `help()`."""
+"""Provides real text that every machine has: the Python language reference, which CPython ships for `help()`."""
 
 from __future__ import annotations
 

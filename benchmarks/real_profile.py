@@ -1,4 +1,4 @@
-"""A profile of the real model for ``klt``, calibrated once and kept beside the model.
+"""Makes the real model's profile for ``klt``. It is calibrated once and kept beside the model.
 
 python -m benchmarks.real_profile    # prints the profile's path
 """
@@ -19,7 +19,7 @@ from benchmarks.real_model import Say, real_model, say_on_stderr
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.quant.profile import PROFILE_VERSION
 
-# The second half of the text is calibrated on; the first half is for prompts.
+# The second half of the text is for calibration, the first half for prompts.
 CALIBRATION_PART, PROMPTS_PART = "0.5:1", "0:0.5"
 _ARGUMENTS = ("--windows", "12", "--context", "1024", "--continuation", "256", "--part", CALIBRATION_PART)
 
@@ -34,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def real_profile(say: Say = say_on_stderr) -> Path:
-    """Return the profile's path. Make it if the cache does not have it, which takes two cores a few minutes.
+    """Return the profile's path. Make the profile if the cache does not have it, which takes two cores a few minutes.
 
-    It has half the windows that ``kvfetch calibrate`` takes by default: enough to show what ``klt`` does. Raises
+    It uses about half of the default windows of ``kvfetch calibrate``, which is enough for a demonstration. Raises
     ConfigError.
     """
     model = real_model(say)
@@ -45,20 +45,20 @@ def real_profile(say: Say = say_on_stderr) -> Path:
     path = model.with_name(f"{model.name}-{digest}.profile")
     if path.is_file():
         return path
-    say("calibrating, once: a few minutes")
+    say("calibrating, which takes a few minutes the first time")
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         text, made = Path(folder, "python-reference.txt"), Path(folder, "profile")
         text.write_text(prose())
         command = [sys.executable, "-m", "sgl_kvfetch.cli", "calibrate", "--model", str(model), "--text", str(text)]
         done = subprocess.run([*command, *_ARGUMENTS, "--out", str(made)], stdout=subprocess.DEVNULL, check=False)
         if done.returncode:
-            raise ConfigError(f"the real model cannot be calibrated: kvfetch calibrate ended with {done.returncode}")
+            raise ConfigError(f"cannot calibrate the real model: kvfetch calibrate had exit code {done.returncode}")
         os.replace(made, path)
     return path
 
 
 def _code_digest() -> str:
-    """Of the code that makes a profile: one that older code made is not used."""
+    """Return a digest of the code that makes a profile, so that profiles made by older code are not used."""
     from sgl_kvfetch import calibrate, quant
 
     whole = hashlib.sha256()

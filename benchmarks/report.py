@@ -1,4 +1,4 @@
-"""The runs as a table and as JSON."""
+"""Reports the runs as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from benchmarks.measure import Run, Workload
 from benchmarks.stats import Distribution
 
 FORMAT = 1
-_NOTHING = "-"  # a row of nothing else is left out
-_BUSY_SHARE = 0.1  # of the cores
+_NOTHING = "-"  # rows with only such cells are left out
+_BUSY_SHARE = 0.1  # share of the cores above which to warn
 
 
 def print_table(runs: Sequence[Run], console: Console) -> None:
@@ -38,16 +38,16 @@ def print_table(runs: Sequence[Run], console: Console) -> None:
         for error, count in run.stats.errors.items():
             console.print(f"[red]{run.name}: {count} x {error}[/]", highlight=False)
     if len({run.result.prompts_digest for run in runs}) > 1:
-        console.print("[red]The runs did not send the same prompts, since requests failed.[/]")
+        console.print("[red]The runs sent different prompts, because requests failed.[/]")
     cores = machine()["cores"]
     for run in runs:
         if run.other_cores is not None and run.other_cores > _BUSY_SHARE * cores:
             console.print(
-                f"[yellow]{run.name}: other programs used {run.other_cores:.1f} of {cores} cores meanwhile; "
+                f"[yellow]{run.name}: other programs used {run.other_cores:.1f} of {cores} cores during the run; "
                 "do not rely on its times.[/]"
             )
     if not torch.accelerator.is_available():
-        console.print("No GPU: times are those of a CPU, where decoding video competes with the model for the cores.")
+        console.print("No GPU: times are a CPU's, where video decoding competes with the model for the cores.")
 
 
 def to_json(runs: Sequence[Run], workload: Workload, method: str, duration_s: float) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _ratio(wire_bytes: int | None, raw_bytes: int | None) -> str:
 
 
 def _stored(run: Run, what: str) -> int | None:
-    """What the fill wrote, its warm-up included; None if there was none."""
+    """Return the bytes that the fill wrote, including its warm-up; None if there was no fill."""
     stored: int | None = (run.fill or {}).get(f"{what}_bytes")
     return stored
 

@@ -1,4 +1,4 @@
-"""What a running SGLang says of itself."""
+"""Reads facts and metrics from a running SGLang."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _TIMEOUT_S = 30.0
 
 
 class ServerUnreachable(RuntimeError):
-    """Nobody answers, or not as SGLang does."""
+    """Nothing answers at the URL, or it does not answer as SGLang does."""
 
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """``storage_backend`` is None without HiCache's storage. ``max_prompt_tokens`` leaves no room for an answer."""
+    """``storage_backend`` is None without HiCache's storage. ``max_prompt_tokens`` reserves nothing for an answer."""
 
     version: str
     model_path: str
@@ -33,7 +33,7 @@ class ServerFacts:
 
 
 class ServerClient:
-    """Asks one server's small questions. Raises ServerUnreachable."""
+    """Queries one server. Its methods raise ServerUnreachable."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self._url = url.rstrip("/")
@@ -59,10 +59,10 @@ class ServerClient:
                 storage_backend=info.get("hicache_storage_backend"),
             )
         except (KeyError, TypeError, ValueError) as e:
-            raise ServerUnreachable(f"{self._url}/server_info is not what SGLang 0.5.23 answers: {e!r}") from e
+            raise ServerUnreachable(f"{self._url}/server_info does not answer as SGLang 0.5.23 does: {e!r}") from e
 
     def metrics(self) -> str | None:
-        """The text of ``/metrics``; None if the server runs without ``--enable-metrics``."""
+        """Return the text of ``/metrics``, or None if the server runs without ``--enable-metrics``."""
         try:
             return self._get("/metrics")
         except urllib.error.HTTPError as e:
@@ -93,7 +93,7 @@ class ServerClient:
 
 
 def kvfetch_traffic(before: str, after: str, direction: str = "read") -> Traffic:
-    """What moved between two texts of ``/metrics``."""
+    """Return the bytes transferred between two texts of ``/metrics``."""
 
     def moved(name: str) -> int:
         return round(read_metric(after, name, direction=direction) - read_metric(before, name, direction=direction))

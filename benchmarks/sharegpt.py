@@ -1,4 +1,4 @@
-"""Multi-turn conversations against SGLang: time to first token and what the cache did for it.
+"""Measures the time to first token of multi-turn conversations with SGLang, and how much the cache saves.
 
     python -m benchmarks.sharegpt --dataset FILE --url http://127.0.0.1:30000
     python -m benchmarks.sharegpt --dataset FILE --launch --json out.json
@@ -34,7 +34,7 @@ EXIT_TERMINATED = 143
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 1 if requests failed; 2 if the run could not be made."""
+    """Run the benchmark. Return the exit code: 0, 1 if requests failed, 2 on an error, 130 if interrupted."""
     options = parse_options(sys.argv[1:] if argv is None else argv)
     console = Console(soft_wrap=True, highlight=False)
     signal.signal(signal.SIGTERM, _terminated)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"error: {e}", style="red", markup=False)
         return EXIT_ERROR
     except KeyboardInterrupt:
-        console.print("interrupted; everything that was started is stopped")
+        console.print("interrupted; all started processes are stopped")
         return EXIT_INTERRUPTED
 
 
@@ -88,7 +88,7 @@ def _subtitle(workload: Workload) -> str:
 
 
 def _terminated(signum: int, frame: object) -> NoReturn:
-    # As an exception, so that servers, store and directories go as they do at any other end.
+    # Raise an exception, so that servers, store and directories are cleaned up as usual.
     sys.exit(EXIT_TERMINATED)
 
 

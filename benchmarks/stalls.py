@@ -1,9 +1,9 @@
-"""What a stalled connection, a dead replica and an outage cost a fetch, with second requests and without them.
+"""Measures how stalled connections, dead replicas and outages delay a fetch, with and without hedged reads.
 
     python -m benchmarks.stalls [--json OUT] [--repeat N]
 
-A fetch is many reads of one object, several at a time, through the client that SGLang's servers use, from a real store
-over real sockets and a shaped link. Faults are a proxy's. Bytes are neither decoded nor restored.
+A fetch reads one object in many parts, several at a time, with the client that SGLang's servers use, from a real store
+over real sockets and a link of limited speed. A proxy injects the faults. Bytes are neither decoded nor restored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sgl_kvfetch.testing.small_segments import data_object
 READ_BYTES = 1 << 20
 NUM_READS = 64
 READS_AT_ONCE = 8
-LINK_GBPS = 0.4  # of each replica
+LINK_GBPS = 0.4  # for each replica
 DEADLINE_S = 10.0
 MAX_RACES = ReplicaOptions().max_races
 FAULT_AFTER_S = 0.5
@@ -44,7 +44,7 @@ FAULT_AFTER_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """After ``after_s``, ``fault`` befalls the first replica for good, or its link is at zero for ``gone_s``."""
+    """After ``after_s``, the first replica permanently gets ``fault``, or its link is dead for ``gone_s``."""
 
     name: str
     fault: Fault | None = None
@@ -70,13 +70,13 @@ SCENES = (
 @dataclass(frozen=True, slots=True)
 class Fetch:
     duration_s: float
-    reads_done: int  # of NUM_READS, within the deadline
-    requests: int  # that reached the store or the fault in front of it
-    races: dict[str, int]  # by how they ended
+    reads_done: int  # how many of NUM_READS, within the deadline
+    requests: int  # how many reached the proxies
+    races: dict[str, int]  # number of hedged reads, by result
 
 
 async def run_fetch(scene: Scene, max_races: int, folder: Path) -> Fetch:
-    """``max_races``: second requests at the same time, 0 for none. ``folder`` is filled if it is empty."""
+    """Run one fetch. ``max_races``: most hedged reads at a time, 0 for none. ``folder`` is filled if it is empty."""
     content = random.Random(0).randbytes(NUM_READS * READ_BYTES)
     name = data_object(content)
     filling = LocalStore(folder)
@@ -88,7 +88,7 @@ async def run_fetch(scene: Scene, max_races: int, folder: Path) -> Fetch:
     async with AsyncExitStack() as stack:
         proxies = []
         for _ in range(scene.num_replicas):
-            # The object has no manifest: it must not be collected as an orphan.
+            # The object has no manifest, but must not be collected as an orphan.
             config = ServerConfig(folder, port=0, link_gbps=LINK_GBPS, orphan_age_s=86400.0)
             server = await stack.enter_async_context(running_server(config))
             proxies.append(await stack.enter_async_context(FaultyProxy(server.host, server.port)))

@@ -1,4 +1,4 @@
-"""What a run's requests amount to."""
+"""Summarises a run's requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PERCENTILES = (50, 95, 99)
 
 @dataclass(frozen=True)
 class Distribution:
-    """All None where nothing was measured. Percentiles are interpolated between the two nearest values."""
+    """All fields are None if nothing was measured. Percentiles are interpolated between the two nearest values."""
 
     mean: float | None = None
     p50: float | None = None
@@ -25,7 +25,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes read from storage: as they travelled, and as they are in the pool. None where the server does not say."""
+    """Bytes read from storage: on the wire, and in the pool's format. None if the server does not tell."""
 
     wire_bytes: int | None = 0
     raw_bytes: int | None = 0
@@ -41,7 +41,7 @@ class TurnStats:
 
 @dataclass(frozen=True)
 class RunStats:
-    """Times, tokens and rates of the requests that were answered; ``errors`` counts the others by reason."""
+    """Times, tokens and rates of the answered requests; ``errors`` counts the others by reason."""
 
     requests: int
     failures: int
@@ -95,7 +95,7 @@ def summarise(result: LoadResult) -> RunStats:
 
 
 def same_answers(result: LoadResult, first: LoadResult) -> int:
-    """How many requests got the same tokens in both runs."""
+    """Return how many requests got the same tokens in both runs."""
     expected = {(r.conversation, r.turn): r.answer.output_ids for r in first.records if r.answer is not None}
     return sum(
         record.answer is not None and record.answer.output_ids == expected.get((record.conversation, record.turn))

@@ -1,4 +1,4 @@
-"""Text to token ids, by the model's tokenizer or, where that knows hardly any word, by hashing; how far ids agree."""
+"""Converts text to token ids, with the model's tokenizer or, if it knows hardly any words, by hashing. Compares ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_UNKNOWN_SHARE = 0.5
 
 
 class TokenizerError(ValueError):
-    """There is no tokenizer to be had."""
+    """The tokenizer cannot be loaded."""
 
 
 class Tokens(Protocol):
@@ -23,7 +23,7 @@ class Tokens(Protocol):
 
 
 class TokenizerTokens:
-    """The ids that the model's tokenizer gives, without special tokens."""
+    """Uses the model's tokenizer, without special tokens."""
 
     description = "the model's tokenizer"
 
@@ -31,25 +31,25 @@ class TokenizerTokens:
         self._tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
-        # A text longer than the model's context is cut later, so the tokenizer's warning would mislead.
+        # A text longer than the model's context is cut later, so the tokenizer's warning would be misleading.
         return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
 
 class HashedWords:
-    """One id a word: equal words get equal ids, so what repeats in the text repeats in the prompt."""
+    """Gives each word one id. Equal words get equal ids, so repetitions in the text remain in the prompt."""
 
     description = "words hashed into the vocabulary, since the model's tokenizer knows hardly any of the dataset's"
 
     def __init__(self, vocab_size: int, special_ids: set[int]) -> None:
         self._ids = [i for i in range(vocab_size) if i not in special_ids]
-        assert self._ids, "a vocabulary of special tokens alone"
+        assert self._ids, "the vocabulary has only special tokens"
 
     def encode(self, text: str) -> list[int]:
         return [self._ids[xxh3_64_intdigest(word.encode()) % len(self._ids)] for word in text.split()]
 
 
 def load_tokens(tokenizer_path: str, sample: str) -> Tokens:
-    """The tokenizer at that path, or hashing if it makes most of the sample's tokens unknown ones.
+    """Load the tokenizer at that path. Return hashing instead if most of the sample's tokens are unknown to it.
 
     Raises TokenizerError.
     """
@@ -73,5 +73,5 @@ def choose_tokens(tokenizer: Any, sample: str) -> Tokens:
 
 
 def num_alike(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many leading tokens are the same."""
+    """Return how many leading tokens are equal."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))

@@ -1,19 +1,19 @@
-"""Time to first token over links of several speeds, by what brings the prompt's KV cache.
+"""Measures the time to first token over links of several speeds, for several ways to get the prompt's KV cache.
 
     python -m benchmarks.ttft [--model PATH --profile FILE --text FILE] [--json OUT]
 
-One real SGLang a method, in device mode. It computes every prompt once and stores it; then, with its caches flushed and
-a shaped link between it and the store, it is asked again.
+Each method runs one real SGLang in device mode. It computes every prompt once and stores it. Then its caches are
+flushed, and it gets the prompts again, over a link of limited speed to the store.
 
-* computing: no store at all;
-* raw reuse: the KV cache as it is, 16 bits a value, through the same client;
-* CacheGen's recipe: its bins, 32 in each layer, and a general-purpose coder. Its own arithmetic coder needs a GPU, and
-  fewer bytes: see docs/codec.md;
+* computing: without a store;
+* raw reuse: the unchanged KV cache, 16 bits per value, with the same client;
+* CacheGen's recipe: its bins, 32 in each layer, and a general-purpose coder. CacheGen's own arithmetic coder takes
+  fewer bytes, but needs a GPU: see docs/codec.md;
 * KVFetcher's recipe: the same bins, laid out as frames, in HEVC;
 * ours: `klt` at its default target, in HEVC. `recompute` may choose to compute instead;
-* ours (always fetched): the same, and it may not.
+* ours (always fetched): as ours, but it never computes instead.
 
-A CPU computes a hundred times slower than a GPU, so links are slower here, too: 0.02 to 1 Gbps stand for 1 to 40.
+A CPU computes a hundred times slower than a GPU, so links are slower here as well: 0.02 to 1 Gbps represent 1 to 40.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _WIDTH = 120
 
 @dataclass(frozen=True)
 class Method:
-    """``config``: keys of ours; None where SGLang runs without us."""
+    """``config``: our config's keys; None if SGLang runs without our plugin."""
 
     name: str
     config: dict[str, Any] | None
@@ -72,13 +72,13 @@ def methods(profile: Path) -> list[Method]:
 
 @dataclass(frozen=True)
 class Row:
-    """One method, prompt length and link. Sums and percentiles are over the prompts."""
+    """The results of one method, prompt length and link. Percentiles are over the prompts."""
 
     method: str
     prompt_tokens: int
     gbps: float
     ttft_s: tuple[float, ...]
-    wire_bytes: int  # of one prompt, the mean
+    wire_bytes: int  # mean per prompt
     cached_tokens: int
 
     @property
@@ -87,7 +87,7 @@ class Row:
 
     @property
     def p95_s(self) -> float:
-        """The nearest rank."""
+        """Return the 95th percentile, by nearest rank."""
         return sorted(self.ttft_s)[math.ceil(0.95 * len(self.ttft_s)) - 1]
 
     def as_json(self) -> dict[str, Any]:
@@ -141,23 +141,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a model's directory; the real model if not given")
-    parser.add_argument("--profile", help="of that model, by kvfetch calibrate")
-    parser.add_argument("--text", type=Path, help="what prompts are cut from; Python's reference if not given")
-    parser.add_argument("--part", default=PROMPTS_PART, help="of the text (default: %(default)s)")
-    parser.add_argument("--tokens", default="1024,2048,4096", help="of prompts (default: %(default)s)")
+    parser.add_argument("--model", help="a model's directory (default: the real model)")
+    parser.add_argument("--profile", help="that model's profile by kvfetch calibrate")
+    parser.add_argument("--text", type=Path, help="text to cut prompts from (default: Python's reference)")
+    parser.add_argument("--part", default=PROMPTS_PART, help="part of the text (default: %(default)s)")
+    parser.add_argument("--tokens", default="1024,2048,4096", help="prompt lengths (default: %(default)s)")
     parser.add_argument("--gbps", default="0.02,0.05,0.1,0.2,0.5,1", help="links (default: %(default)s)")
-    parser.add_argument("--prompts", type=int, default=3, help="of each length (default: %(default)s)")
-    parser.add_argument("--methods", help="names, with commas between; all if not given")
-    parser.add_argument("--json", type=Path, help="where the figures go; the plot goes beside it")
+    parser.add_argument("--prompts", type=int, default=3, help="number per length (default: %(default)s)")
+    parser.add_argument("--methods", help="names, separated by commas (default: all)")
+    parser.add_argument("--json", type=Path, help="where to write the figures; the plot goes beside it")
     args = parser.parse_args(argv)
     if bool(args.model) != bool(args.profile):
-        parser.error("--model and --profile go together")
+        parser.error("--model and --profile need each other")
     try:
         args.tokens = [int(tokens) for tokens in args.tokens.split(",")]
         args.gbps = [float(gbps) for gbps in args.gbps.split(",")]
     except ValueError as e:
-        parser.error(f"--tokens and --gbps are numbers with commas between: {e}")
+        parser.error(f"--tokens and --gbps: expected numbers separated by commas: {e}")
     known = [method.name for method in methods(Path())]
     args.methods = args.methods.split(",") if args.methods else []
     if unknown := set(args.methods) - set(known):
@@ -166,7 +166,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _prompts(model: Path, args: argparse.Namespace) -> dict[int, list[list[int]]]:
-    """By length; one more of each than is measured, to warm up with. No two begin alike."""
+    """Return prompts by length, each with another beginning. Each length has one more prompt, for the warm-up."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -214,7 +214,7 @@ def _store_all(server: SGLangServer, prompts: Sequence[list[int]]) -> None:
 
 
 def _ask(server: SGLangServer, name: str, length: int, prompts: Sequence[list[int]], gbps: float) -> Row:
-    """The first prompt warms up: the server learns how fast the link is, and keeps connections open."""
+    """Measure the prompts. The first only warms up: the server opens connections and learns the link's speed."""
     answers = []
     before = ""
     for number, prompt in enumerate(prompts):
@@ -256,7 +256,7 @@ def _table(rows: Sequence[Row]) -> Table:
 
 
 def plot_rows(path: Path, rows: Sequence[Row], subtitle: str) -> None:
-    """A panel a prompt length: time to first token over the link's speed, both logarithmic."""
+    """Plot the time to first token over the link's speed, both logarithmic, with one panel per prompt length."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -287,7 +287,7 @@ def plot_rows(path: Path, rows: Sequence[Row], subtitle: str) -> None:
 
 _SECONDS = (0.2, 0.5, 1, 2, 5, 10, 20, 50)
 
-# Okabe and Ito's colours, which the colour-blind can tell apart; the line styles say the same once more.
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
 _LOOKS = (
     ("#000000", ":"),
     ("#D55E00", "-"),

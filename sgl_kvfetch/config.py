@@ -1,4 +1,4 @@
-"""What users set in ``--hicache-storage-backend-extra-config``, parsed once, at the edge."""
+"""Parse and validate the user's ``--hicache-storage-backend-extra-config``, once, at start-up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sgl_kvfetch.quant.symmetric import MAX_BINS, MIN_BINS
 
 TOKEN_ENV = "KVFETCH_TOKEN"
 
-# SGLang reads these from the same dictionary; they are not ours to judge.
+# SGLang reads these keys from the same dictionary, so we do not validate them.
 SGLANG_KEYS = frozenset(
     {
         "prefetch_threshold",
@@ -33,62 +33,61 @@ MiB = 1 << 20
 
 
 class KVFetchConfig(BaseModel):
-    """Every key with its default. docs/configuration.md is checked against this class."""
+    """Every config key with its default. A test compares docs/configuration.md with this class."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     store: tuple[str, ...] = Field(
         min_length=1,
-        description="where the segments are: http://HOST:PORT, https://..., or file:///DIRECTORY; "
-        "or a list of them, replicas of each other, the nearest first",
+        description="URL of the store: http://HOST:PORT, https://..., or file:///DIRECTORY; "
+        "or a list of replicas, the nearest first",
     )
-    token: str | None = Field(None, repr=False, description=f"bearer token; the environment's {TOKEN_ENV} if not set")
+    token: str | None = Field(None, repr=False, description=f"bearer token; by default the environment's {TOKEN_ENV}")
     model_id: str | None = Field(
         None,
         min_length=1,
-        description="names the weights in your own words; if not set, they are fingerprinted at start",
+        description="a name for the weights; by default they are fingerprinted at start",
     )
     mode: Literal["read_write", "read_only", "write_only"] = Field(
-        "read_write", description="what to use the store for"
+        "read_write", description="whether to read from the store, write to it, or both"
     )
 
     quantiser: QuantiserName | None = Field(
-        None, description="how values become 8-bit integers; klt if there is a profile, exact otherwise"
+        None, description="how values become 8-bit integers; by default klt with a profile, exact without"
     )
     profile: str | None = Field(
-        None, min_length=1, description="file that `kvfetch calibrate` made for this model; klt needs it"
+        None, min_length=1, description="file from `kvfetch calibrate` for this model; klt needs it"
     )
     target_kl: float | None = Field(
         None,
         gt=0,
         le=10,
-        description="what klt may cost: KL divergence of the next token's distribution, in nats, as calibrated; the "
-        "profile's own default if not set",
+        description="KL divergence of the next token's distribution that klt may cause, in nats, as calibrated; by "
+        "default the profile's own",
     )
     cachegen_k_bins: Bins | None = Field(
-        None, min_length=1, description="bins of K by layer, the last for all that follow; CacheGen's if not set"
+        None, min_length=1, description="bins of K by layer, the last for all further layers; by default CacheGen's"
     )
-    cachegen_v_bins: Bins | None = Field(None, min_length=1, description="the same for V")
+    cachegen_v_bins: Bins | None = Field(None, min_length=1, description="bins of V by layer, as for K")
     codec: CodecName = Field("hevc", description="how integers become bytes when this server writes")
-    span_tokens: int = Field(1024, ge=1, le=1 << 20, description="tokens a chunk; what a partial read is rounded up to")
+    span_tokens: int = Field(1024, ge=1, le=1 << 20, description="tokens a chunk; partial reads are rounded up to it")
 
-    lookup_timeout_s: float = Field(2.0, gt=0, le=600, description="deadline of a lookup; after it, a miss")
+    lookup_timeout_s: float = Field(2.0, gt=0, le=600, description="timeout of a lookup, which then is a miss")
     fetch_timeout_s: float = Field(
-        30.0, gt=0, le=3600, description="deadline of a fetch; what is not there by then is a miss"
+        30.0, gt=0, le=3600, description="timeout of a fetch; tokens that have not arrived by then are a miss"
     )
     max_connections: int = Field(
-        16, ge=1, le=1024, description="connections to the store for reads; a few more for the rest"
+        16, ge=1, le=1024, description="connections to the store for reads; a few more serve all else"
     )
-    read_bytes: int = Field(4 * MiB, ge=64 << 10, le=1 << 30, description="bytes a ranged GET asks for, about")
+    read_bytes: int = Field(4 * MiB, ge=64 << 10, le=1 << 30, description="approximate size of a ranged GET")
     inflight_bytes: int = Field(256 * MiB, ge=1 * MiB, description="compressed bytes that may wait to be decoded")
     write_queue_bytes: int = Field(
-        512 * MiB, ge=1 * MiB, description="raw bytes that may wait to be written; more are dropped"
+        512 * MiB, ge=1 * MiB, description="raw bytes that may wait to be written; further writes are dropped"
     )
     decode_profile: str | None = Field(
         None,
         min_length=1,
-        description="file that `kvfetch profile` made on this machine; of a segment's variants "
-        "the one to read is chosen by it",
+        description="file from `kvfetch profile` on this machine, for choosing among a segment's variants",
     )
     device_pool_share: float = Field(
         0.3, gt=0, le=1, description="device mode: share of the token-to-KV pool that fetches may hold"
@@ -97,22 +96,22 @@ class KVFetchConfig(BaseModel):
         8192,
         ge=1,
         le=1 << 20,
-        description="device mode: a prefix takes its slots, and lands in the tree, in rounds of at most so many tokens",
+        description="device mode: tokens in a round, at most; a prefix gets slots and joins the tree round by round",
     )
     fetch_order: Literal["shortest", "fifo", "priority"] = Field(
         "shortest",
-        description="device mode: which request is fetched next; shortest lets none wait for ever, priority is the "
-        "request's",
+        description="device mode: order of fetches; shortest first (without starvation), fifo, or by the request's "
+        "priority",
     )
     recompute: Literal["auto", "never"] = Field(
         "auto",
-        description="device mode: whether a prefix is computed where that is faster than to fetch it, as measured",
+        description="device mode: whether a prefix is computed when that is measured to be faster than fetching it",
     )
     codec_threads: int = Field(
         default_factory=lambda: max(1, min(8, (os.cpu_count() or 1) // 2)),
         ge=1,
         le=256,
-        description="threads that encode, and as many that decode; half the cores, at most 8, if not set",
+        description="threads that encode, and as many that decode; by default half the cores, at most 8",
     )
 
     @field_validator("store", mode="before")
@@ -126,9 +125,9 @@ class KVFetchConfig(BaseModel):
         for url in value:
             scheme, separator, rest = url.partition("://")
             if not separator or scheme not in ("http", "https", "file") or not rest:
-                raise ValueError("allowed are http://HOST:PORT, https://HOST:PORT and file:///DIRECTORY")
+                raise ValueError("expected http://HOST:PORT, https://HOST:PORT or file:///DIRECTORY")
         if len(set(value)) < len(value):
-            raise ValueError("a replica is named twice")
+            raise ValueError("a replica is listed twice")
         return value
 
     @model_validator(mode="after")
@@ -156,9 +155,9 @@ class KVFetchConfig(BaseModel):
 
 
 def parse_config(extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> KVFetchConfig:
-    """Parse the extra config; SGLang's own keys in it are passed over.
+    """Parse the extra config, ignoring SGLang's own keys in it.
 
-    Raises ConfigError naming each key at fault, its value and what is allowed.
+    Raises ConfigError naming each invalid key, its value and what is allowed.
     """
     ours = {key: value for key, value in extra.items() if key not in SGLANG_KEYS}
     if "token" not in ours and environ.get(TOKEN_ENV) and not _has_only_directories(ours.get("store")):

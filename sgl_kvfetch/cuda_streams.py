@@ -1,5 +1,5 @@
-"""A GPU's streams, as far as we use them: so little that a test can stand in for it, and run work in any order that
-the streams allow."""
+"""An interface to the GPU streams that we use. It is small, so that tests can replace it with a fake that runs work in
+any order that streams allow."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ class Event(Protocol):
     """A point in a stream."""
 
     def synchronize(self) -> None:
-        """Wait until the stream is past it. Never on the scheduler's thread."""
+        """Wait until the stream has passed this event. Never call it on the scheduler's thread."""
 
 
 class Stream(Protocol):
-    """What is launched on one stream runs in that order; between streams only events order anything."""
+    """A queue of work that runs in launch order. Work on different streams is ordered only by events."""
 
     @property
     def cuda_stream(self) -> int:
-        """The driver's handle. Never 0, which is the default stream's."""
+        """The driver's handle. Never 0, which is the default stream."""
 
     def record_event(self) -> Event: ...
 
     def wait_event(self, event: Event) -> None:
-        """What is launched on this stream from now on comes after ``event``. The caller does not wait."""
+        """Make work launched on this stream from now on run after ``event``. The caller does not wait."""
 
 
 class Device(ABC):
-    """One GPU. From any thread."""
+    """One GPU. Thread-safe."""
 
     torch_device: torch.device
 
@@ -40,31 +40,31 @@ class Device(ABC):
 
     @abstractmethod
     def current_stream(self) -> Stream:
-        """The calling thread's."""
+        """Return the calling thread's current stream."""
 
     @abstractmethod
     def launch(self, stream: Stream, work: Callable[[], None]) -> None:
-        """Enqueue what ``work`` does. It may run at any later time that the stream allows."""
+        """Enqueue the work that ``work`` launches. It may run at any later time that the stream allows."""
 
     @abstractmethod
     def mark(self, stream: Stream) -> Event:
-        """Like ``record_event``, for threads to wait for: an event as streams want it keeps a core busy."""
+        """Record an event for a thread to wait on without busy-waiting, unlike events of ``record_event``."""
 
     @abstractmethod
     def empty(self, shape: Sequence[int], stream: Stream) -> torch.Tensor:
-        """uint8, on the device, to be used on ``stream``."""
+        """Allocate a uint8 tensor on the device for use on ``stream``."""
 
     @abstractmethod
     def used_on(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Once ``tensor`` is nobody's any more, its memory waits for what is launched on ``stream`` by then."""
+        """When ``tensor`` is freed, keep its memory until all work launched on ``stream`` by then is done."""
 
     @abstractmethod
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """uint8, on the host, where copies to and from the device need not stop anybody."""
+        """Allocate pinned uint8 memory on the host, for asynchronous copies to and from the device."""
 
 
 class CudaDevice(Device):
-    """``torch.cuda``. Its streams do not wait for the default stream, nor it for them."""
+    """``torch.cuda``. Its streams and the default stream do not wait for each other."""
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device

@@ -1,4 +1,4 @@
-"""Domain errors. Whatever came from outside (bytes, config, a peer) raises one of these; our own bugs assert."""
+"""Domain errors. Faults in outside input (bytes, config, a peer) raise one of these; our own bugs assert."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ StoreErrorReason = Literal[
     "invalid",  # the store rejects the request or the object as malformed
     "server",  # 5xx
     "truncated",  # connection closed in mid-body or wrong length
-    "protocol",  # an answer that makes no sense
+    "protocol",  # an invalid answer
     "io",  # the local file system failed
-    "skipped",  # not even asked, since the store keeps failing
+    "skipped",  # no request was sent, since the store keeps failing
     "missing",  # an object that a manifest names is gone
 ]
 
@@ -29,11 +29,11 @@ class ConfigError(KVFetchError, ValueError):
 
 
 class SeamError(KVFetchError):
-    """The installed SGLang is not the one this plugin was checked against."""
+    """The installed SGLang differs from the one that this plugin was checked against."""
 
 
 class UnsupportedError(KVFetchError):
-    """The model, pool or launch flags need something that is not there yet."""
+    """The model, pool or launch flags need a feature that is not implemented."""
 
 
 class QuantiseError(KVFetchError):
@@ -41,7 +41,7 @@ class QuantiseError(KVFetchError):
 
 
 class EncodeError(KVFetchError):
-    """An encoder made a bitstream that decodes to something else."""
+    """An encoder made a bitstream that decodes to other values."""
 
 
 class FormatError(KVFetchError):
@@ -61,9 +61,9 @@ class NamespaceMismatchError(KVFetchError):
 
 
 class StoreError(KVFetchError):
-    """A store could not do what was asked. A missing object is not an error: it is ``None``.
+    """A store could not carry out a request. A missing object is not an error: it is ``None``.
 
-    ``reason`` is a fixed word (see ``StoreErrorReason``), fit for a metric's label; ``retriable`` says whether the
+    ``reason`` is a fixed word (see ``StoreErrorReason``), usable as a metric label; ``retriable`` says whether the
     same request may succeed later.
     """
 

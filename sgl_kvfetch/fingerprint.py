@@ -1,4 +1,4 @@
-"""A digest of a model's weights: two models under one name never share a namespace."""
+"""Fingerprint a model's weights, so that different models of the same name never share a namespace."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import xxhash
 from sgl_kvfetch.errors import UnsupportedError
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
-# Files besides the weights that change what K and V are: shapes, how weights are quantised, and the model's own code.
+# Files besides the weights that affect K and V: shapes, quantisation of the weights, and the model's own code.
 CONFIG_FILES = frozenset(
     {"config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "quantization_config.json"}
 )
 CODE_SUFFIX = ".py"
 
-# Digests that this process has computed, by what changes when a file does: attaching again reads nothing again.
+# Cached digests by path, size, mtime and inode, so that attaching again does not read the files again.
 _known: dict[tuple[Path, int, int, int], str] = {}
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def fingerprint_model(model_path: str, revision: str | None = None) -> str:
-    """32 hex digits over the names and contents of a model's weight files, configs and code, subfolders included.
+    """Return 32 hex digits over the names and contents of a model's weight files, configs and code, with subfolders.
 
     ``model_path`` is a directory, a weight file, or the name of a repository in the local Hugging Face cache. Every
-    byte is read, once, except where the cache's own file names already are digests. Raises UnsupportedError if there
-    are no weights to be found.
+    byte is read once, except in files that the cache names by their digest. Raises UnsupportedError if there are no
+    weights.
     """
     folder, files = _model_files(model_path, revision)
     if not any(f.suffix in WEIGHT_SUFFIXES for f in files):
         raise UnsupportedError(
-            f"no weight files found for {model_path!r}, so they cannot be told from others of that name; "
+            f"no weight files found for {model_path!r}, so other weights of that name could not be told apart; "
             "set model_id in the kvfetch config to a name of your own for these weights"
         )
     with ThreadPoolExecutor(4) as pool:
@@ -46,7 +46,7 @@ def fingerprint_model(model_path: str, revision: str | None = None) -> str:
 
 
 def _model_files(model_path: str, revision: str | None) -> tuple[Path, list[Path]]:
-    """The model's folder, and the files in it that make it this model."""
+    """Return the model's folder, and the files in it that determine K and V."""
     path = Path(model_path)
     if path.is_file():
         return path.parent, [path]
@@ -75,7 +75,7 @@ def _cached_repository(name: str, revision: str | None) -> Path:
 
 
 def digest_file(file: Path) -> str:
-    """A digest of a file's content, known from its name or from before where possible."""
+    """Return a digest of a file's content, from its name or the cache if possible."""
     target = file.resolve()
     if _SHA256.fullmatch(target.name):  # the Hugging Face cache names large files by their SHA-256
         return target.name

@@ -1,4 +1,4 @@
-"""Names: namespaces, segments and their objects, and the buddy alignment of segments."""
+"""Names of namespaces, segments and their objects, and the buddy alignment of segments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import xxhash
 from sgl_kvfetch.errors import FormatError, NamespaceMismatchError
 from sgl_kvfetch.types import KVGeometry
 
-FORMAT_MAJOR = 2  # readers refuse another
+FORMAT_MAJOR = 2  # readers refuse any other
 FORMAT_MINOR = 0  # readers accept any; a higher one may add fields, which they ignore
 
 PAGE_HASH_BYTES = 32  # SGLang's page hashes are SHA-256
@@ -31,12 +31,12 @@ _NAME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Everything that makes two KV caches incompatible. Equal namespaces may share segments; others never mix.
+    """All properties that make two KV caches incompatible. Segments are shared only within a namespace.
 
-    Which heads a rank has is no part of it: see `HeadSlice`.
+    The heads of a rank are not part of it: see `HeadSlice`.
     """
 
-    model: str  # fingerprint of the weights and their configs, or what the user vouches for
+    model: str  # fingerprint of the weights and their configs, or the user's own name for them
     model_dtype: str  # dtype the model computes in, quantisation, and a digest of other flags
     attention: str  # "mha" or "mla"
     kv_dtype: str
@@ -54,7 +54,7 @@ class Namespace:
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode(asdict(self), order="sorted"))
 
     def require_same(self, other: Namespace) -> None:
-        """Raise NamespaceMismatchError, naming the first field in which ``other`` (what was read) differs."""
+        """Raise NamespaceMismatchError, naming the first field in which ``other`` (the stored one) differs."""
         for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             if mine != theirs:
@@ -65,24 +65,24 @@ class Namespace:
 
 @dataclass(frozen=True)
 class HeadSlice:
-    """Some heads of a namespace: what one rank stores."""
+    """The heads of a namespace that one rank stores."""
 
     namespace: Namespace
     heads: range
 
     @cached_property
     def folder(self) -> str:
-        """The name that these segments have in common in a store."""
+        """The folder of these segments in a store."""
         return f"{self.namespace.digest()}.{self.heads.start}-{self.heads.stop}"
 
     @property
     def geometry(self) -> KVGeometry:
-        """Raises UnsupportedError for numbers out of bounds."""
+        """The shape of the rank's KV cache. Raises UnsupportedError for numbers out of bounds."""
         n = self.namespace
         return KVGeometry(n.num_layers, len(self.heads), n.k_head_dim, n.v_head_dim, n.page_size, n.kv_dtype)
 
     def require_same(self, other: HeadSlice) -> None:
-        """Raise NamespaceMismatchError, naming the first field in which ``other`` (what was read) differs."""
+        """Raise NamespaceMismatchError, naming the first field in which ``other`` (the stored one) differs."""
         self.namespace.require_same(other.namespace)
         if other.heads != self.heads:
             raise NamespaceMismatchError(
@@ -112,7 +112,7 @@ class SegmentKey:
         return self.stem + MANIFEST_SUFFIX
 
     def data_name(self, content_digest: str) -> str:
-        """Data objects carry the digest of their content, so that two writers never mix theirs."""
+        """Return the name of a data object. It has the content's digest, so that writers never mix their data."""
         return f"{self.stem}.{content_digest}{DATA_SUFFIX}"
 
 
@@ -129,7 +129,7 @@ class ObjectName:
 
 
 def parse_object_name(name: str) -> ObjectName:
-    """Raises FormatError for anything that is not exactly an object name (so it is also safe as a relative path)."""
+    """Parse an object name, which then is also safe as a relative path. Raises FormatError for anything else."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise FormatError(f"not an object name: {name[:120]!r}")
@@ -144,8 +144,8 @@ def is_power_of_two(value: int) -> bool:
 def buddy_split(first_page: int, num_pages: int, max_pages: int) -> Iterator[tuple[int, int]]:
     """Cut pages ``[first_page, first_page + num_pages)`` into segments ``(first_page, num_pages)``.
 
-    A segment's length is a power of two, at most ``max_pages``, and divides the position where it starts. Taking
-    the longest that fits at each position makes the split unique, so that writers who never met cut alike.
+    A segment's length is a power of two, at most ``max_pages``, and divides the position where it starts. The longest
+    possible length at each position makes the split unique, so that independent writers split alike.
     """
     assert is_power_of_two(max_pages), max_pages
     page, end = first_page, first_page + num_pages

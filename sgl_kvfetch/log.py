@@ -1,4 +1,4 @@
-"""Logging that does not flood: a fault is reported at once, its repetitions once in a while and counted."""
+"""Rate-limited logging: a fault is reported at once, its repetitions at intervals with their count."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LimitedLogger:
         self._suppressed: dict[str, int] = {}
 
     def warning(self, kind: str, message: str) -> None:
-        """Log ``message``, unless ``kind`` was logged less than a period ago: then count it for the next time."""
+        """Log ``message``. If ``kind`` was logged less than a period ago, only count it for the next message."""
         now = time.monotonic()
         with self._lock:
             if now < self._next_s.get(kind, 0.0):

@@ -1,4 +1,4 @@
-"""What we count. Import this only in processes that serve: prometheus_client decides at import whether it runs in
+"""Prometheus metrics. Import this only in processes that serve: prometheus_client decides at import whether it runs in
 SGLang's multi-process mode, and SGLang sets that up after plugins are loaded."""
 
 from __future__ import annotations
@@ -8,39 +8,37 @@ from prometheus_client import Counter, Gauge, Histogram
 _STAGE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
 LOOKUP_PAGES = Counter("sgl_kvfetch_lookup_pages", "Pages looked up", ["result"])  # hit, miss
-MISSES = Counter(
-    "sgl_kvfetch_misses", "Lookups and fetches that fell short because something went wrong", ["stage", "reason"]
-)
-FETCHED_PAGES = Counter("sgl_kvfetch_fetched_pages", "Pages asked of a fetch", ["result"])  # hit, miss
+MISSES = Counter("sgl_kvfetch_misses", "Lookups and fetches that fell short because of an error", ["stage", "reason"])
+FETCHED_PAGES = Counter("sgl_kvfetch_fetched_pages", "Pages requested from fetches", ["result"])  # hit, miss
 WIRE_BYTES = Counter("sgl_kvfetch_wire_bytes", "Bytes on the wire", ["direction"])  # read, write
-RAW_BYTES = Counter("sgl_kvfetch_raw_bytes", "The same pages as they are in the pool", ["direction"])
+RAW_BYTES = Counter("sgl_kvfetch_raw_bytes", "Size of the same pages in the pool", ["direction"])
 CORRUPT_CHUNKS = Counter("sgl_kvfetch_corrupt_chunks", "Cells that failed a checksum or did not decode")
-DELETED_SEGMENTS = Counter("sgl_kvfetch_deleted_segments", "Segments deleted because they were corrupt, twice read")
-RETRIES = Counter("sgl_kvfetch_retries", "Requests to the store that were tried again")
+DELETED_SEGMENTS = Counter("sgl_kvfetch_deleted_segments", "Segments deleted because two reads found them corrupt")
+RETRIES = Counter("sgl_kvfetch_retries", "Retried requests to the store")
 RACES = Counter(
     "sgl_kvfetch_races",
-    "Second requests beside one that brought nothing or was late, and how they ended",
+    "Hedged requests to the store, sent when the first one failed or was late, by outcome",
     ["kind", "result"],
-)  # lookup, read; won, lost, failed, refused (there were too many)
+)  # lookup, read; won, lost, failed, refused (too many were running)
 REPLICA_FAILURES = Counter(
-    "sgl_kvfetch_replica_failures", "Requests that one of the store's replicas failed", ["replica", "reason"]
+    "sgl_kvfetch_replica_failures", "Requests that failed at one of the store's replicas", ["replica", "reason"]
 )
-DATA_PLANE_STARTS = Counter("sgl_kvfetch_data_plane_restarts", "Data planes that died or hung, and were replaced")
-SUSPENSIONS = Counter("sgl_kvfetch_suspensions", "Backends switched off because the model's weights were changed")
+DATA_PLANE_STARTS = Counter("sgl_kvfetch_data_plane_restarts", "Data planes replaced because they died or hung")
+SUSPENSIONS = Counter("sgl_kvfetch_suspensions", "Backends switched off because of weight updates")
 STAGE_SECONDS = Histogram(
     "sgl_kvfetch_stage_seconds",
-    "Time of one unit of a stage: lookup, transmit, decode, restore, encode, commit",
+    "Duration of one unit of a stage: lookup, transmit, decode, restore, encode, commit",
     ["stage"],
     buckets=_STAGE_BUCKETS,
 )
-WRITTEN_PAGES = Counter("sgl_kvfetch_written_pages", "Pages handed over for writing", ["result"])
+WRITTEN_PAGES = Counter("sgl_kvfetch_written_pages", "Pages submitted for writing", ["result"])
 # stored, known (the store had them), dropped_full, dropped_invalid, dropped_error
-NVENC_BITSTREAMS = Counter("sgl_kvfetch_nvenc_bitstreams", "Bitstreams that NVENC was to make", ["result"])
-# encoded, fallback (on the CPU instead); of them checked (decoded again), wrong (other values came out)
+NVENC_BITSTREAMS = Counter("sgl_kvfetch_nvenc_bitstreams", "Bitstreams intended for NVENC", ["result"])
+# encoded, fallback (on the CPU instead), checked (decoded again), wrong (a check found other values)
 MERGES = Counter("sgl_kvfetch_merges", "Pairs of segments merged into one of twice the length")
 QUEUED_BYTES = Gauge(
     "sgl_kvfetch_queued_bytes",
-    "Bytes that wait, by queue: write (raw), read (compressed)",
+    "Bytes in queues: write (raw), read (compressed)",
     ["queue"],
     multiprocess_mode="livesum",
 )
@@ -49,19 +47,15 @@ STORE_DOWN = Gauge(
 )
 
 # Device mode
-DEVICE_REQUESTS = Counter(
-    "sgl_kvfetch_device_requests", "Requests whose prefix was looked up, by how that ended", ["end"]
-)
+DEVICE_REQUESTS = Counter("sgl_kvfetch_device_requests", "Requests whose prefix was looked up, by outcome", ["end"])
 # The ends are those of `End` in plugin/device/fetch_state.py, and aborted.
 DEVICE_DECISIONS = Counter(
-    "sgl_kvfetch_device_decisions", "Stored prefixes by what was decided, and by the reason", ["decision", "reason"]
+    "sgl_kvfetch_device_decisions", "Stored prefixes, by decision and its reason", ["decision", "reason"]
 )
-# fetch: configured, unmeasured (link or engine), faster. recompute: link, decoder (which of them is too slow).
-PARKED_REQUESTS = Gauge(
-    "sgl_kvfetch_parked_requests", "Requests that wait for their fetch", multiprocess_mode="livesum"
-)
+# fetch: configured, unmeasured (link or engine), faster. recompute: link, decoder (the one that is too slow).
+PARKED_REQUESTS = Gauge("sgl_kvfetch_parked_requests", "Requests waiting for their fetch", multiprocess_mode="livesum")
 HELD_SLOTS = Gauge(
     "sgl_kvfetch_held_slots",
-    "Slots of the token-to-KV pool that fetches fill, or keep for requests that are not admitted yet",
+    "Slots of the token-to-KV pool that fetches fill, or hold for requests that are not admitted yet",
     multiprocess_mode="livesum",
 )

@@ -1,8 +1,8 @@
-"""Which request was in which stage, and when: a file of spans, to draw a run from.
+"""Record when each request was in which stage, as a file of spans to plot a run from.
 
-Off, unless the environment's ``KVFETCH_TIMELINE`` names a file. Each rank then appends to a file of its own (``.0``,
-``.1`` and so on after that name), and its data plane to another one (``.0.data``), one JSON object a span:
-``{"request": ..., "stage": ..., "start_s": ..., "end_s": ...}``. Times are those of ``time.monotonic()``, which all
+This is off unless the environment variable ``KVFETCH_TIMELINE`` names a file. Each rank appends to its own file (that
+name with ``.0``, ``.1`` and so on), and its data plane to another one (``.0.data``), one JSON object a span:
+``{"request": ..., "stage": ..., "start_s": ..., "end_s": ...}``. Times are from ``time.monotonic()``, which all
 processes of a Linux machine share.
 """
 
@@ -26,17 +26,17 @@ _limited = LimitedLogger(logger)
 
 TIMELINE_ENV = "KVFETCH_TIMELINE"
 FLUSH_S = 0.25
-MAX_WAITING = 1 << 16  # spans
+MAX_WAITING = 1 << 16  # spans in the queue
 
 Stage = Literal["queued", "parked", "transmit", "decode", "restore", "prefill", "generate"]
 _Span = tuple[str, Stage, float, float]
 
 
 class Timeline:
-    """Writes spans to a file, on a thread of its own. ``close`` it, or the last quarter of a second may be lost."""
+    """Writes spans to a file on its own thread. Without ``close``, the last quarter of a second may be lost."""
 
     def __init__(self, path: str | os.PathLike[str], *, max_waiting: int = MAX_WAITING) -> None:
-        """Raises OSError if the file cannot be written."""
+        """Open the file. Raises OSError if it cannot be written."""
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by the thread
         self._max_waiting = max_waiting
         self._spans: SimpleQueue[_Span] = SimpleQueue()
@@ -48,11 +48,11 @@ class Timeline:
 
     @property
     def num_dropped(self) -> int:
-        """Spans for which there was no room."""
+        """The number of spans that were dropped because the queue was full or the timeline was closed."""
         return self._num_dropped
 
     def add(self, request_id: str, stage: Stage, start_s: float, end_s: float) -> None:
-        """Record a span. From any thread; never waits for the disk. Spans beyond ``max_waiting`` are dropped."""
+        """Record a span. Thread-safe; never waits for the disk. Spans beyond ``max_waiting`` are dropped."""
         if self._spans.qsize() < self._max_waiting and not self._closing.is_set():
             self._spans.put((request_id, stage, start_s, end_s))
         else:
@@ -60,13 +60,13 @@ class Timeline:
                 self._num_dropped += 1
 
     def close(self) -> None:
-        """Write what waits. Idempotent."""
+        """Write the queued spans and stop. Idempotent."""
         self._closing.set()
         self._thread.join()
 
     def _write(self) -> None:
         with self._file:
-            # Not woken by each span: that would take the interpreter from the thread that adds it.
+            # Poll: a wake-up by each span would take the interpreter from the thread that adds it.
             while not self._closing.wait(FLUSH_S):
                 self._drain()
             self._drain()
@@ -84,14 +84,14 @@ class Timeline:
             self._file.writelines(lines)
             self._file.flush()
         except OSError as e:
-            _limited.warning("timeline", f"timeline not written: {e}")
+            _limited.warning("timeline", f"timeline could not be written: {e}")
 
 
 _process: Timeline | None = None
 
 
 def start(rank: int | str, environ: Mapping[str, str] = os.environ) -> None:
-    """Begin to record what this process does, if the environment asks for it. Once; further calls do nothing.
+    """Start the timeline of this process, if the environment asks for it. Further calls do nothing.
 
     Raises ConfigError if the file cannot be written.
     """
@@ -113,6 +113,6 @@ def is_on() -> bool:
 
 
 def add(request_id: str, stage: Stage, start_s: float, end_s: float) -> None:
-    """Record a span of this process. Nothing, if that was not begun, or for a request without a name ("")."""
+    """Record a span of this process. Does nothing if the timeline is off, or for a request without a name ("")."""
     if _process is not None and request_id:
         _process.add(request_id, stage, start_s, end_s)

@@ -1,7 +1,7 @@
-"""The kernels of the top-level folder `triton_kernels/`, as the package ``sgl_kvfetch.triton_kernels``.
+"""Expose the kernels of the top-level folder `triton_kernels/` as the package ``sgl_kvfetch.triton_kernels``.
 
-An installed wheel holds them beside this file; in a checkout (or an editable install) they are one level up. That
-folder has no ``__init__.py``, and nothing puts it on the import path: ``triton_kernels`` is another project's name.
+An installed wheel has them beside this file; a checkout (or an editable install) has them one level up. That folder has
+no ``__init__.py``, and nothing puts it on the import path: ``triton_kernels`` is also another project's name.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Plain values that several parts share: what a KV cache looks like.
+"""Shared values that describe the shape of a KV cache.
 
-Torch is imported only where a tensor's dtype is asked for: a store knows geometries, and starts without it.
+Torch is imported only when a dtype is requested: a store uses geometries, and starts without torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sgl_kvfetch.errors import UnsupportedError
 if TYPE_CHECKING:
     import torch
 
-# Names, as torch has them, and bytes a value.
+# Torch's names of dtypes, and bytes a value.
 KV_DTYPES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 TensorName = Literal["k", "v"]
@@ -26,7 +26,7 @@ MAX_PAGE_TOKENS = 4096
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The stored name of a KV dtype. Raises UnsupportedError for one that has none."""
+    """Return the stored name of a KV dtype. Raises UnsupportedError if it is not supported."""
     name = str(dtype).removeprefix("torch.")
     if name not in KV_DTYPES:
         raise UnsupportedError(f"KV dtype {dtype} is not supported; supported are {', '.join(KV_DTYPES)}")
@@ -34,7 +34,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a stored name."""
+    """Return the dtype of a stored name."""
     import torch
 
     assert name in KV_DTYPES, name
@@ -44,8 +44,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class CellGrid:
-    """How a KV cache is cut into cells along its layers and heads: blocks of ``cell_heads`` heads of ``cell_layers``
-    layers. The last layers may make smaller cells; heads divide evenly."""
+    """The division of a KV cache into cells of ``cell_layers`` layers by ``cell_heads`` heads. The last layer group may
+    be smaller; heads divide evenly."""
 
     num_layers: int
     num_heads: int
@@ -77,7 +77,7 @@ class CellGrid:
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """Shape of one rank's KV cache. K and V may differ in width; everything else is theirs in common."""
+    """Shape of one rank's KV cache. K and V may differ in head dimension only."""
 
     num_layers: int
     num_heads: int

@@ -1,4 +1,4 @@
-"""frame_sum: a checksum of decoded frames, where they are. One pass over them, eight bytes to the host."""
+"""frame_sum: a checksum of decoded frames on their device. It reads them once; only eight bytes go to the host."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _VECTOR_WORDS = 2  # a load of 16 bytes
 
 
 def frame_sum(frames: torch.Tensor) -> torch.Tensor:
-    """The frame sum (`sgl_kvfetch.layout.frame_sum`), int64 ``(1,)`` on the frames' device: its 64 bits, as a signed
-    number. Does not wait for the device.
+    """Return the frame sum (`sgl_kvfetch.layout.frame_sum`) as a signed number, int64 ``(1,)`` on the frames' device.
 
-    On the CPU the reference runs, unless Triton interprets; elsewhere the kernel, on the current stream.
+    This does not wait for the device. CPU tensors use the reference, unless Triton interprets. All others use the
+    kernel, on the current stream.
 
     Args:
-        frames: uint8 ``(frames, 3, height, width)``, contiguous, the pictures' sides multiples of 8, at an address
-            that is a multiple of 16.
+        frames: uint8 ``(frames, 3, height, width)``, contiguous, height and width multiples of 8, at an address that
+            is a multiple of 16.
 
     Raises:
-        ValueError: frames that are not so.
+        ValueError: the frames have another dtype, shape or strides.
         UnsupportedError: a GPU without Triton.
     """
     shape = tuple(frames.shape)
@@ -31,12 +31,12 @@ def frame_sum(frames: torch.Tensor) -> torch.Tensor:
         frames.dtype == torch.uint8 and frames.ndim == 4 and not (shape[2] % WORD_BYTES or shape[3] % WORD_BYTES),
         f"frames are {frames.dtype} {shape}, expected uint8 (frames, 3, height, width) with sides in multiples of 8",
     )
-    require(frames.is_contiguous(), f"frames {shape} have strides {frames.stride()}, expected them contiguous")
+    require(frames.is_contiguous(), f"frames {shape} have strides {frames.stride()}, expected contiguous frames")
     return _launch(frames) if use_kernels(frames.device) else frame_sum_reference(frames)
 
 
 def frame_sum_reference(frames: torch.Tensor) -> torch.Tensor:
-    """``frame_sum`` on the CPU, of frames from any device. Arguments as there."""
+    """Compute ``frame_sum`` on the CPU, for frames from any device. Same arguments."""
     found = sum_of_frames(frames)
     return torch.tensor([found - (1 << 64) if found >> 63 else found], device=frames.device)
 
@@ -57,7 +57,7 @@ def _launch(frames: torch.Tensor) -> torch.Tensor:
 @jit
 def frame_sum_kernel(
     p_words,  # (words,)
-    p_total,  # (1,), zero before
+    p_total,  # (1,), initially zero
     num_vectors,
     GAMMA: tl.constexpr,
     MIX_1: tl.constexpr,
@@ -65,8 +65,8 @@ def frame_sum_kernel(
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Words are counted in vectors of VECTOR, so that the compiler sees that none is cut, and loads them whole. The
-    order in which programs add to the total is free: integers give the same bits in any."""
+    """Words are counted in whole vectors of VECTOR, so that the compiler can load vectors. Programs may add to the
+    total in any order: integer addition gives the same bits."""
     o_word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m_word = o_word < num_vectors.to(tl.int64) * VECTOR
     b_word = tl.load(p_words + o_word, mask=m_word, other=0).to(tl.uint64, bitcast=True)

@@ -1,4 +1,4 @@
-"""restore: decoded frames -> slots of the K or V buffers. Dequantise, reshape and scatter in one pass."""
+"""restore: dequantise and reshape decoded frames, and scatter them to slots of the K or V buffers, in one pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sgl_kvfetch.triton_kernels.tiles import (
     tokens_of_frames,
 )
 
-# What one program takes of each layer, and the warps that share it.
+# Values of each layer that one program handles, and its warps.
 BLOCK_VALUES, NUM_WARPS = 2048, 4
 
 
@@ -45,24 +45,24 @@ def restore(
     centres: Sequence[int] | None = None,
     first_frame: int = 0,
 ) -> None:
-    """Write the K or V of the tokens that some frames of a span hold: the bits that ``Quantiser.dequantise`` gives.
+    """Write the K or V of the tokens in some frames of a span, with the same bits as ``Quantiser.dequantise``.
 
-    On the CPU the reference runs, unless Triton interprets; elsewhere the kernels, on the current stream.
+    CPU tensors use the reference, unless Triton interprets. All others use the kernels, on the current stream.
 
     Args:
-        frames: One tensor a byte plane, uint8 ``(n, 3, height, width)`` each: frames ``first_frame`` to
-            ``first_frame + n`` of the span's. Each frame is contiguous; the distance between frames is free. One plane
-            with ``scales``; without, as many as a value has bytes, the least significant first.
-        slots: int64 ``(tokens,)``: for every token of the span, the row it goes to; -1 leaves a token out. No row
-            twice. Rows outside the buffers are the caller's fault, and go unnoticed on a GPU.
-        outputs: Each layer's buffer, 1 to 3 of ``(num_slots, heads, dim)``, alike in shape, strides and dtype. Slots
-            and heads may lie apart, a head's values may not.
+        frames: One tensor a byte plane, uint8 ``(n, 3, height, width)`` each: the span's frames ``first_frame`` to
+            ``first_frame + n``. Each frame is contiguous; the distance between frames may be larger. With ``scales``
+            there is one plane. Without, there is one for each byte of a value, the least significant first.
+        slots: int64 ``(tokens,)``: the destination row of every token of the span; -1 skips a token. Rows must be
+            unique, and within the buffers, which is not checked on a GPU.
+        outputs: Each layer's buffer, 1 to 3 of ``(num_slots, heads, dim)``, of equal shape, strides and dtype. Only
+            ``dim`` must be contiguous.
         scales: bfloat16 ``(tokens, layers, heads or 1)``, the symmetric quantisers' step widths; None for ``exact``.
-        centres: ``(layers,)``, the integers that stand for zero. With ``scales`` only.
+        centres: ``(layers,)``, the integers that represent zero. Only with ``scales``.
 
     Raises:
         ValueError: arguments that do not fit together.
-        FormatError: the layout does not hold tokens of this shape.
+        FormatError: the layout cannot hold tokens of this shape.
         UnsupportedError: ``scales`` for a dtype that cannot be scaled, or a GPU without Triton.
     """
     frames, outputs = list(frames), list(outputs)
@@ -81,7 +81,7 @@ def restore(
 
 
 def planes_of(buffers: Sequence[torch.Tensor], scales: torch.Tensor | None) -> int:
-    """Byte planes of one value."""
+    """Return the number of byte planes of a value."""
     return buffers[0].dtype.itemsize if scales is None else 1
 
 
@@ -94,7 +94,7 @@ def restore_reference(
     centres: Sequence[int] | None,
     first_frame: int,
 ) -> None:
-    """``restore`` in PyTorch, on any device. Arguments as there."""
+    """``restore`` in PyTorch, on any device. Same arguments."""
     num_layers, (_, num_heads, head_dim) = len(outputs), outputs[0].shape
     kept, tokens = tokens_of_frames(layout, slots, first_frame, frames[0].shape[0])
     integers = [
@@ -177,8 +177,8 @@ def _launch(
 
 @jit
 def _locate(p_slots, num_tokens, first_frame, num_frames, L: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """This program's frame, and of its ROWS rows: token, slot and head, ``(ROWS,)``; dim, pixel and mask, ``(ROWS,
-    CHUNK)``."""
+    """Return this program's frame, and for its ROWS rows token, slot and head, ``(ROWS,)``; dim, pixel and mask,
+    ``(ROWS, CHUNK)``."""
     i_frame, o_place, o_head, o_dim = rows_of(L, CHUNK, ROWS)
     o_token, b_slot = slots_of(p_slots, first_frame + i_frame, o_place, num_tokens, num_frames, L)
     o_pixel = pixel_of(o_place[:, None], o_head[:, None], o_dim, L)
@@ -245,5 +245,5 @@ def restore_exact_kernel(
         for i_plane in tl.static_range(len(p_frames)):
             b_byte = tl.load(p_frames[i_plane] + o_frame + i_layer * (L.height * L.width) + o_pixel, mask=m, other=0)
             b_value |= b_byte.to(tl.uint32) << (8 * i_plane)
-        b_value = (b_value >> 1) | (b_value << (8 * len(p_frames) - 1))  # ``quant.exact``: the sign comes back
+        b_value = (b_value >> 1) | (b_value << (8 * len(p_frames) - 1))  # undo the rotation of ``quant.exact``
         tl.store(p_outputs[i_layer] + o_output, b_value.to(p_outputs[i_layer].dtype.element_ty), mask=m)

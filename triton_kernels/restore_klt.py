@@ -1,7 +1,7 @@
-"""restore_klt: decoded frames of transform coefficients -> slots of the K or V buffers.
+"""restore_klt: restore decoded frames of transform coefficients to slots of the K or V buffers.
 
-The inverse of the quantiser ``klt``, in one pass: coefficients through their cell's matrix, times the token's step,
-plus the mean, and for K the rotary embedding, which the quantiser took off.
+This inverts the quantiser ``klt`` in one pass: multiply coefficients by their cell's matrix and the token's step, add
+the mean, and for K apply the rotary embedding again, which the quantiser removed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from sgl_kvfetch.triton_kernels.runtime import (
 )
 from sgl_kvfetch.triton_kernels.tiles import next_power_of_2, program_of, round_float32
 
-ZERO = 128  # the integer that stands for zero
+ZERO = 128  # the integer that represents zero
 
-_COEFFICIENTS = 32  # of a step along the sum
+_COEFFICIENTS = 32  # summed in one step of the loop
 _MOST_TOKENS = 64
-_SUMS = 2048  # tokens times pairs of channels that a program sums at once
+_SUMS = 2048  # limit of tokens times channel pairs that a program sums at once
 NUM_WARPS = 8
-_MIN_SIDE = 16  # of a matrix that a tensor core takes
+_MIN_SIDE = 16  # smallest side of a matrix for tensor cores
 
 
 def restore_klt(
@@ -48,33 +48,33 @@ def restore_klt(
     rotation: torch.Tensor | None = None,
     interleaved: bool = False,
 ) -> None:
-    """Write the K or V of a cell's tokens: ``KltQuantiser.dequantise`` but for tokens that are kept exact.
+    """Write the K or V of a cell's tokens, as ``KltQuantiser.dequantise`` does, except for tokens that are kept exact.
 
-    On the CPU the reference runs, unless Triton interprets; elsewhere the kernel, on the current stream. All is
-    computed in float32, in this order: ``integer - 128`` times the matrix, times the token's scale, plus the mean; then
-    the rotation; then bounded by the outputs' largest finite value and rounded to nearest, ties to even. Integers and
-    matrix are exact in bfloat16, so that the products are exact, and what is left open is the order in which they are
-    added: results differ from the reference's by what that gives in float32 (a rounding a coefficient), and by one unit
-    in the last place of the outputs where it tips a rounding.
+    CPU tensors use the reference, unless Triton interprets. All others use the kernel, on the current stream.
+    Everything is computed in float32, in this order: ``integer - 128`` times the matrix, times the token's scale, plus
+    the mean; then the rotation; then values are limited to the outputs' finite range and rounded to nearest, ties to
+    even. Integers and matrix are exact in bfloat16, so their products are exact, and only the order of the sums is
+    open. Results differ from the reference by the effect of that order in float32 (a rounding a coefficient), and by
+    one unit in the last place of the outputs if that changes their rounding.
 
     Args:
         frames: uint8 ``(n, 3, height, width)``: all frames of the cell. Each is contiguous; the distance between frames
-            is free.
-        slots: int64 ``(tokens,)``: for every token of the span, the row it goes to; -1 leaves a token out. No row
-            twice. Rows outside the buffers are the caller's fault, and go unnoticed on a GPU.
-        outputs: Each layer's buffer, ``(num_slots, heads, dim)`` of the cell's heads, alike in shape, strides and
-            dtype. Slots and heads may lie apart, a head's values may not.
-        scales: float32 ``(tokens,)``, the width of each token's steps.
-        matrix: bfloat16 ``(coefficients, channels)``, a row a coefficient; its channels go by layer, head and dim.
-            Columns are contiguous; rows may lie apart, as those of K do beside those of V.
+            may be larger.
+        slots: int64 ``(tokens,)``: the destination row of every token of the span; -1 skips a token. Rows must be
+            unique, and within the buffers, which is not checked on a GPU.
+        outputs: Each layer's buffer, ``(num_slots, heads, dim)`` of the cell's heads, of equal shape, strides and
+            dtype. Only ``dim`` must be contiguous.
+        scales: float32 ``(tokens,)``, the step width of each token.
+        matrix: bfloat16 ``(coefficients, channels)``, a row a coefficient. Channels are ordered by layer, head and dim.
+            Each row is contiguous; rows may be further apart, so that K's and V's columns of one matrix can be passed.
         mean: float32 ``(channels,)``.
         rotation: float32 ``(tokens, rotary_dim)``, the cosines of each token's position, then its sines
-            (``Rope.table``); for K. None for V. Channels from ``rotary_dim`` on are not turned.
+            (``Rope.table``), for K; None for V. Channels from ``rotary_dim`` on are not rotated.
         interleaved: Whether pair i is channels ``(2i, 2i + 1)``, as in GPT-J, and not ``(i, i + rotary_dim / 2)``.
 
     Raises:
         ValueError: arguments that do not fit together, or a rotation for an odd ``dim``.
-        FormatError: the layout does not hold so many tokens.
+        FormatError: the layout cannot hold this number of tokens.
         UnsupportedError: a dtype that cannot be scaled, or a GPU without Triton.
     """
     outputs = list(outputs)
@@ -102,7 +102,7 @@ def restore_klt_reference(
     rotation: torch.Tensor | None,
     interleaved: bool,
 ) -> None:
-    """``restore_klt`` in PyTorch, on any device. Arguments as there."""
+    """``restore_klt`` in PyTorch, on any device. Same arguments."""
     kept = (slots >= 0).nonzero().squeeze(1)
     n = layout.from_frames(frames, (matrix.shape[0], slots.numel()))[:, kept].to(torch.float32) - ZERO
     x = (n.T @ matrix.to(torch.float32)) * scales[kept, None] + mean
@@ -116,7 +116,7 @@ def restore_klt_reference(
 
 
 def _rotated(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """``(tokens, layers, heads, dim)``, turned by ``(tokens, rotary_dim)``."""
+    """Rotate ``(tokens, layers, heads, dim)`` by ``(tokens, rotary_dim)``."""
     rotary_dim = rotation.shape[1]
     half = rotary_dim // 2
     first, second = slice(0, half), slice(half, rotary_dim)
@@ -168,7 +168,7 @@ def _require_model(
     require_tensor("mean", mean, torch.float32, (num_channels,))
     if rotation is None:
         return
-    require(head_dim % 2 == 0, f"rotation of heads of {head_dim} values, which are no pairs")
+    require(head_dim % 2 == 0, f"rotation of heads of {head_dim} values, expected an even number")
     require(
         rotation.ndim == 2 and 2 <= rotation.shape[1] <= head_dim and rotation.shape[1] % 2 == 0,
         f"rotation has shape {tuple(rotation.shape)}, expected ({num_tokens}, even rotary_dim up to {head_dim})",
@@ -178,9 +178,9 @@ def _require_model(
 
 
 class _Regions(NamedTuple):
-    """A layout and the shape of a token, the constant ``L`` of the kernel. A tuple, which Triton can hash."""
+    """A layout and the shape of a token: the constant ``L`` of the kernel. Triton can hash it, as it is a tuple."""
 
-    regions: int  # of a plane of a frame
+    regions: int  # in a plane of a frame
     region_cols: int
     token_rows: int
     token_cols: int
@@ -205,7 +205,7 @@ def _launch(
     pairs = max(_MIN_SIDE, next_power_of_2(-(-head_dim // 2)))
     rows = max(_MIN_SIDE, min(_MOST_TOKENS, _SUMS // pairs))
     grid = (triton.cdiv(slots.numel(), rows) * num_heads,)
-    if INTERPRETED:  # Triton's interpreter multiplies bfloat16's bits as if they were integers
+    if INTERPRETED:  # Triton's interpreter would multiply bfloat16's bits as integers
         matrix = matrix.to(torch.float32)
     with on_device(slots.device):
         restore_klt_kernel[grid](
@@ -245,7 +245,7 @@ def _launch(
 
 @jit
 def _channels_of(o_pair, L: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The two channels of a pair. What is not turned is paired anyhow; of an odd number, the last second is none."""
+    """Return the two channels of each pair. Channels without rotation are paired too; an odd one has no second."""
     NUM_PAIRS: tl.constexpr = (L.head_dim + 1) // 2
     TURNED: tl.constexpr = ROTARY_DIM // 2
     if INTERLEAVED:
@@ -259,7 +259,7 @@ def _channels_of(o_pair, L: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED:
 
 @jit
 def _pixel_of(o_coefficient, stride_frame, L: tl.constexpr):
-    """Where a coefficient's region begins in the frames."""
+    """Return the offset of a coefficient's region in the frames."""
     o_region = o_coefficient // 3 % L.regions
     o_frame = (o_coefficient // (3 * L.regions)).to(tl.int64) * stride_frame
     y = o_coefficient % 3 * L.height + o_region // L.region_cols * L.token_rows
@@ -289,9 +289,9 @@ def restore_klt_kernel(
     COEFFICIENTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A program takes ROWS tokens and one head of each layer. It sums the two channels of each pair apart, so that to
-    turn them is arithmetic between two blocks of the same shape."""
-    # Programs side by side, of one token block, all read the same integers.
+    """Each program handles ROWS tokens and one head of each layer. It sums the two channels of each pair separately,
+    so that a rotation is arithmetic between two blocks of the same shape."""
+    # Adjacent programs are the heads of one token block, which read the same integers.
     i_head, i_block = program_of(L.num_heads)
     o_token = i_block * ROWS + tl.arange(0, ROWS)
     b_slot = tl.load(p_slots + o_token, mask=o_token < num_tokens, other=-1)

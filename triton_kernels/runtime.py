@@ -1,4 +1,4 @@
-"""Triton, where there is one, and what the kernels ask of their arguments."""
+"""Optional access to Triton, and the checks of the kernels' arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgl_kvfetch.layout.tiles import TileLayout
 try:
     import triton
     import triton.language as tl
-except ImportError:  # the references need none
+except ImportError:  # the references work without Triton
     triton = tl = None
 
 INTERPRETED: bool = triton is not None and bool(triton.knobs.runtime.interpret)
@@ -23,22 +23,22 @@ INTERPRETED: bool = triton is not None and bool(triton.knobs.runtime.interpret)
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
-# They differ from launch to launch: a kernel compiled anew for each multiple of 16 would stall the restore.
+# These arguments vary from launch to launch. Specialising on multiples of 16 would recompile, and stall restores.
 _VARYING = ("num_tokens", "num_coefficients", "first_frame", "num_frames", "num_vectors")
 
-# Contracting a multiply and an add would round once where the reference rounds twice.
+# Fusing a multiply and an add would round once, where the reference rounds twice.
 COMPILE_OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 def jit(function: Any) -> Any:
-    """``triton.jit``; without Triton, the function as it is, never to be called."""
+    """Apply ``triton.jit``. Without Triton, return the function itself, which then must not be called."""
     return function if triton is None else triton.jit(function, do_not_specialize=_VARYING)
 
 
 def use_kernels(device: torch.device) -> bool:
-    """Whether tensors of this device go to the kernels: all but CPU tensors, and these too when Triton interprets.
+    """Return whether tensors on this device use the kernels. CPU tensors do so only if Triton interprets.
 
-    Raises UnsupportedError where kernels are needed and Triton is missing.
+    Raises UnsupportedError if kernels are needed and Triton is missing.
     """
     if device.type == "cpu":
         return INTERPRETED
@@ -48,12 +48,12 @@ def use_kernels(device: torch.device) -> bool:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make it the current device: Triton launches there, whatever its arguments are."""
+    """Make this the current device. Triton launches there, whichever device its arguments are on."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def integer_view(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of the same size, so that no bit pattern is changed on its way."""
+    """Return the same memory as integers of the same size, so that copies preserve every bit pattern."""
     return x.view(_INTEGER_OF_SIZE[x.dtype.itemsize])
 
 
@@ -63,10 +63,10 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_buffers(buffers: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
-    """Raise ValueError unless these are KV buffers, one a layer, and token rows in them.
+    """Raise ValueError unless ``buffers`` are the KV buffers of layers, and ``slots`` are rows in them.
 
-    ``buffers``: one or more of ``(num_slots, heads, dim)``, alike in shape, strides, dtype and device, dim contiguous.
-    ``slots``: int64 ``(tokens,)``. Their values are looked at on the CPU only: a GPU would have to be waited for.
+    ``buffers``: one or more of ``(num_slots, heads, dim)``, of equal shape, strides, dtype and device, dim contiguous.
+    ``slots``: int64 ``(tokens,)``. Their values are only checked on the CPU: on a GPU that would have to wait.
     """
     require(len(buffers) > 0, "no buffers, expected one a layer")
     first = buffers[0]
@@ -96,9 +96,9 @@ def require_frames(
     first_frame: int,
     num_planes: int,
 ) -> None:
-    """Raise ValueError unless these are ``num_planes`` byte planes of frames ``first_frame`` and on of the span that
-    ``slots`` are for, uint8 ``(n, 3, height, width)`` each, and FormatError unless they hold tokens of the outputs'
-    shape. Each frame is contiguous; the distance between frames is free."""
+    """Raise ValueError unless ``frames`` are ``num_planes`` byte planes, uint8 ``(n, 3, height, width)`` each, of the
+    span's frames from ``first_frame`` on. Raise FormatError unless they have room for tokens of the outputs' shape.
+    Each frame must be contiguous; the distance between frames may be larger."""
     layout.require_fits((slots.numel(), len(outputs), *outputs[0].shape[1:]))
     require(
         len(frames) == num_planes,
@@ -129,9 +129,9 @@ def require_frames(
 
 
 def require_scalable(dtype: torch.dtype) -> None:
-    """Raise UnsupportedError for a dtype that no scale applies to: fp8 has 8 bits already and is stored exactly."""
+    """Raise UnsupportedError for a dtype without scales: fp8 has only 8 bits, and is stored exactly."""
     if dtype not in FLOAT_DTYPES:
-        raise UnsupportedError(f"{dtype} has no scales; only the exact quantiser takes it")
+        raise UnsupportedError(f"{dtype} has no scales; only the exact quantiser supports it")
 
 
 def _describe(x: torch.Tensor) -> str:

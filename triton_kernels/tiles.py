@@ -1,9 +1,9 @@
-"""Addresses: the kernels' side of ``TileLayout``, and how values are cut into rows.
+"""Addresses of values in frames of a ``TileLayout``, for kernels.
 
-A *row* is a run of ``CHUNK`` values of one head of one token. Rows of a frame count up through the chunks of a head,
-the heads of a token and the places of the frame, so that rows next to each other lie next to each other in the KV
-buffer, and a slot or a scale is loaded once a row. A layout's numbers are compile-time constants: divisions become
-shifts, and the compiler sees which loads it may widen. A server uses few layouts.
+A *row* is a run of ``CHUNK`` values of one head of one token. The rows of a frame are numbered by chunk of a head, then
+head of a token, then place in the frame. So consecutive rows are neighbours in the KV buffer, and a slot or scale is
+loaded once a row. The layout's numbers are compile-time constants: divisions become shifts, and the compiler knows
+which loads it can vectorise. A server uses few layouts.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _MIN_CHUNK, _MAX_CHUNK = 16, 64
 
 
 class Tiles(NamedTuple):
-    """A layout and the shape of a token, the constant ``L`` of every kernel. A tuple, which Triton can hash."""
+    """A layout and the shape of a token: the constant ``L`` of every kernel. Triton can hash it, as it is a tuple."""
 
-    places: int  # of a frame
+    places: int  # tiles in a frame, each for one token
     tile_cols: int
     head_rows: int
     head_cols: int
@@ -51,8 +51,10 @@ def tiles_of(layout: TileLayout, num_heads: int, head_dim: int) -> Tiles:
 def tokens_of_frames(
     layout: TileLayout, slots: torch.Tensor, first_frame: int, num_frames: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For references: of some of a span's frames, given to ``from_frames`` as if they were all, which of the tokens
-    that it returns have a slot, and which tokens of the span those are; int64 both."""
+    """Find the tokens in some of a span's frames, for the references.
+
+    ``from_frames`` returns tokens as if these ``num_frames`` frames were the whole span. Returns two int64 tensors: the
+    indices of those tokens that have a slot, and the positions of the same tokens in the span."""
     num_tokens = slots.numel()
     local = torch.arange(num_frames * layout.tokens_per_frame, device=slots.device)
     tokens = local // num_frames * layout.num_frames((num_tokens,)) + first_frame + local % num_frames
@@ -62,7 +64,7 @@ def tokens_of_frames(
 
 
 def chunk_of(head_dim: int) -> int:
-    """Values in a row: a power of two that divides ``head_dim``, or, if all are small, one that holds a head."""
+    """Return the values in a row: a power of two that divides ``head_dim``, or else one that holds a whole head."""
     divisor = head_dim & -head_dim
     return min(divisor, _MAX_CHUNK) if divisor >= _MIN_CHUNK else next_power_of_2(head_dim)
 
@@ -73,13 +75,13 @@ def next_power_of_2(n: int) -> int:
 
 @jit
 def program_of(BLOCKS: tl.constexpr):
-    """Block and frame of this program. One grid axis: the others hold no more than 65535."""
+    """Return this program's block and frame. There is one grid axis, since the others are limited to 65535."""
     return tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
 
 
 @jit
 def rows_of(L: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """This program's frame, and of its ROWS rows: place and head, ``(ROWS,)``; dim, ``(ROWS, CHUNK)``."""
+    """Return this program's frame, and for its ROWS rows place and head, ``(ROWS,)``, and dim, ``(ROWS, CHUNK)``."""
     CHUNKS: tl.constexpr = (L.head_dim + CHUNK - 1) // CHUNK
     i_block, i_frame = program_of((L.places * L.num_heads * CHUNKS + ROWS - 1) // ROWS)
     o_row = i_block * ROWS + tl.arange(0, ROWS)
@@ -89,7 +91,7 @@ def rows_of(L: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
 
 @jit
 def slots_of(p_slots, i_frame, o_place, num_tokens, num_frames, L: tl.constexpr):
-    """Of some places of a frame: the token, and its slot, -1 where there is none."""
+    """Return the tokens at places of a frame, and their slots; a slot of -1 means none."""
     o_token = o_place * num_frames + i_frame
     m_token = (o_place < L.places) & (o_token < num_tokens)
     return o_token, tl.load(p_slots + o_token, mask=m_token, other=-1)
@@ -97,7 +99,7 @@ def slots_of(p_slots, i_frame, o_place, num_tokens, num_frames, L: tl.constexpr)
 
 @jit
 def pixel_of(i_place, i_head, i_dim, L: tl.constexpr):
-    """A value's offset in its plane."""
+    """Return a value's offset in its plane."""
     y = (
         (i_place // L.tile_cols) * (L.head_rows * L.dim_rows)
         + (i_head // L.head_cols) * L.dim_rows
@@ -109,7 +111,8 @@ def pixel_of(i_place, i_head, i_dim, L: tl.constexpr):
 
 @jit
 def round_float32(b_x, dtype: tl.constexpr):
-    """Narrow, to nearest, ties to even, NaN to 0x7FC0. Not by a cast: the interpreter truncates to bfloat16."""
+    """Round to the nearest value of ``dtype``, ties to even; NaN becomes bfloat16 0x7FC0. A cast would not do: Triton's
+    interpreter truncates to bfloat16."""
     if dtype == tl.bfloat16:
         b_bits = b_x.to(tl.int32, bitcast=True)
         b_bits = (b_bits + 0x7FFF + ((b_bits >> 16) & 1)) >> 16

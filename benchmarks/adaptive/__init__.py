@@ -1,1 +1,1 @@
-"""Adaptive fetching, simulated: policies against fixed resolutions and against an oracle."""
+"""Simulates adaptive fetching: policies against fixed resolutions and against an oracle."""

@@ -1,4 +1,4 @@
-"""Adaptive fetching on links and GPUs that we do not have: a simulation.
+"""Simulates adaptive fetching on links and GPUs that we do not have.
 
     python -m benchmarks.adaptive --trace FILE --json OUT
 
@@ -36,12 +36,12 @@ from sgl_kvfetch.errors import KVFetchError
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 _TABLE_WIDTH = 160
-# Of the oracle's exhaustive part: where a link and its decoders are a match, more of it proves nothing either.
+# Bounds of the oracle's exhaustive search. Where link and decoders are equally fast, even more nodes prove nothing.
 _MAX_NODES, _MAX_NODES_OF_MANY = 1000, 30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 2 if the run could not be made."""
+    """Run the benchmark. Return the exit code: 0, or 2 on an error."""
     options = parse_options(sys.argv[1:] if argv is None else argv)
     console = Console(highlight=False)
     console.width = max(console.width, _TABLE_WIDTH)
@@ -81,7 +81,7 @@ def _benchmark(options: Options, console: Console) -> int:
 
 
 def _groups(options: Options, profiles: list[DecodeProfile]) -> list[Group]:
-    """The trace file's first: they are what was asked about."""
+    """Return the groups to simulate, that of the user's trace file first."""
     sessions = options.sessions
     groups = [trace_file(options.trace, profiles, sessions)] if options.trace is not None else []
     if options.only_trace:

@@ -1,4 +1,4 @@
-"""One scenario, all policies."""
+"""Runs all policies on one scenario, and summarises groups of scenarios."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from benchmarks.adaptive.policies import Fixed, MinimalBubble
 from benchmarks.adaptive.simulator import Outcome, Scenario, simulate
 from sgl_kvfetch.adapt.policy import LookAhead
 
-BASELINE = "1080p"  # what the paper compares with; where a profile lacks it, its largest variant
+BASELINE = "1080p"  # the paper's baseline; a profile without it uses its largest variant instead
 
 
 @dataclass(frozen=True)
 class Judged:
-    """``fixed`` by variant. The oracle's plan is the best that was found; see ``Plan.bound_s``."""
+    """``fixed`` is by variant. The oracle's plan is the best one found; see ``Plan.bound_s``."""
 
     scenario: Scenario
     fixed: Mapping[str, Outcome]
@@ -47,19 +47,19 @@ def judge(scenario: Scenario, *, max_nodes: int) -> Judged:
 
 @dataclass(frozen=True)
 class Summary:
-    """Ratios of times over a group; below 1 the first is quicker."""
+    """A group's ratios of times. In ``a_to_b``, below 1 means that ``a`` is faster."""
 
     scenarios: int
-    algorithm1_saves: float  # of the fixed baseline's time, mean
+    algorithm1_saves: float  # mean share of the fixed baseline's time
     ours_saves: float
     ours_to_oracle: float  # mean
     ours_to_oracle_max: float
     algorithm1_to_oracle: float
     ours_to_best_fixed_max: float
     over_2_percent: int  # scenarios in which ours takes over 2% longer than the best fixed
-    oracle_proven: float  # share of scenarios
+    oracle_proven: float  # share of scenarios whose oracle is proven optimal
     oracle_to_bound: float  # mean
-    ours_to_bound: float  # mean: what is proven of ours
+    ours_to_bound: float  # mean; ours is at most this far from the optimum
 
 
 def summarise(judged: Sequence[Judged]) -> Summary:

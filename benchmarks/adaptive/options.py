@@ -10,8 +10,8 @@ from pathlib import Path
 from benchmarks.adaptive.published import PUBLISHED
 
 _DESCRIPTION = """\
-Simulates fetches over links and decoders that need not be there: each resolution fixed, KVFetcher's algorithm 1, our
-own policy, and an oracle that knows the link's future. Nothing here is measured but what --profile was made from.
+Simulates fetches, with no real links or decoders: each resolution fixed, KVFetcher's algorithm 1, our own policy, and
+an oracle that knows the link's future. Nothing is measured here; only the tables of --profile are measurements.
 
   python -m benchmarks.adaptive --trace FILE --json OUT
 """
@@ -36,14 +36,14 @@ def parse_options(argv: Sequence[str]) -> Options:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--trace", type=Path, metavar="FILE", help='lines {"bw": [Gbps, ...]}, a sample a chunk')
+    parser.add_argument("--trace", type=Path, metavar="FILE", help='lines {"bw": [Gbps, ...]}, one sample per chunk')
     parser.add_argument("--json", type=Path, metavar="OUT", dest="json_path", help="write all figures here")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw adaptive_speedup.png, adaptive_timeline.png")
     parser.add_argument(
         "--device",
         action="append",
         choices=sorted(PUBLISHED),
-        help="a GPU whose table the paper has; may be repeated (default: all of them)",
+        help="a GPU from the paper's tables; may be repeated (default: all of them)",
     )
     parser.add_argument(
         "--profile",
@@ -51,12 +51,12 @@ def parse_options(argv: Sequence[str]) -> Options:
         action="append",
         default=[],
         metavar="FILE",
-        help="a decode profile that `kvfetch profile` wrote, as one more device; may be repeated",
+        help="a decode profile by `kvfetch profile`, as another device; may be repeated",
     )
     parser.add_argument("--sessions", type=_positive, metavar="N", help="decode sessions (default: from the profile)")
     parser.add_argument("--random", type=_count, default=1000, metavar="N", help="random traces (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random traces (default: %(default)s)")
-    parser.add_argument("--only-trace", action="store_true", help="nothing but the trace file's scenarios")
+    parser.add_argument("--seed", type=int, default=0, help="for the random traces (default: %(default)s)")
+    parser.add_argument("--only-trace", action="store_true", help="run only the trace file's scenarios")
     args = parser.parse_args(argv)
     if args.only_trace and args.trace is None:
         parser.error("--only-trace needs --trace")

@@ -1,8 +1,8 @@
-"""The best that could have been done, by one who knows the link's future: for judging policies, not for using.
+"""An oracle that knows the link's future and finds the best plan, to judge policies by.
 
-A beam search, with each state judged by its best fixed continuation; a local search from what it found; branch and
-bound, as far as it gets. A lower bound says how far
-from the optimum the answer can be at most: often it is met, and the answer proven.
+It runs a beam search that scores each state by its best fixed continuation, then a local search from the result, then
+branch and bound with a limited number of nodes. A lower bound limits the distance from the optimum. Often the answer
+meets it, and is then proven optimal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _EQUAL = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``bound_s``: no plan ends sooner. Equal to ``finish_s``, up to rounding, where the search was exhaustive."""
+    """``bound_s``: no plan ends sooner. After an exhaustive search it equals ``finish_s``, up to rounding."""
 
     variants: tuple[int, ...]
     finish_s: float
@@ -41,10 +41,10 @@ class _State:
 
 
 def best_plan(scenario: Scenario, known: Sequence[tuple[int, ...]] = (), *, max_nodes: int = 300) -> Plan:
-    """The variants by which a scenario's last chunk is restored soonest, as far as found.
+    """Return the best plan found: the variants with which a scenario's last chunk is restored soonest.
 
-    ``known``: plans to begin with, such as those of the policies that are to be judged. ``max_nodes`` bounds the
-    exhaustive part of the search.
+    ``known``: plans to start from, such as those of the judged policies. ``max_nodes`` bounds the exhaustive part of
+    the search.
     """
     search = _Search(scenario)
     root = _State((), 0.0, Pipeline(scenario.profile, scenario.num_sessions))
@@ -64,11 +64,11 @@ class _Search:
         profile, trace, num_chunks = scenario.profile, scenario.bandwidth_bps, scenario.num_chunks
         self._scenario = scenario
         self._variants = range(len(profile.variants))
-        # By chunk, then by variant.
+        # Indexed by chunk, then by variant.
         self._transmit_s = [
             [v.size_bytes * 8 / trace[i % len(trace)] for v in profile.variants] for i in range(num_chunks)
         ]
-        # The link is never idle while a chunk of any fetch could be on it; whose chunk it is does not matter here.
+        # The link is never idle while any fetch has a chunk to send, so it does not matter here which fetch that is.
         self._release_s = [arrival_s for arrival_s, count in sorted(scenario.fetches) for _ in range(count)]
         self._share_s = profile.pool_share_s
         self._alone_s = [min(v.decode_s) for v in profile.variants]
@@ -78,8 +78,8 @@ class _Search:
         self._nodes = 0
 
     def _weighted_rest(self, transmit_s: Sequence[Sequence[float]]) -> list[list[float]]:
-        """By lambda, then by chunk: the least that this and all later chunks add to the weighted bound, apart from
-        the last chunk's decoding."""
+        """Return, by lambda and then by chunk, the least that this and all later chunks add to the weighted bound,
+        without the last chunk's decoding."""
         rest = []
         for weight in _LAMBDAS:
             sums = [0.0]
@@ -90,9 +90,9 @@ class _Search:
         return rest
 
     def bound_s(self, state: _State) -> float:
-        """The end is no sooner than the last chunk's arrival and its decoding, nor than the pool gets through all that
-        it has to decode. Any weighted mean of the two is a bound too, and that one sees that a variant that is good
-        for one is bad for the other."""
+        """Return a lower bound on the end of every plan that continues ``state``. One bound is the last chunk's arrival
+        plus its decoding; another is the pool's total decode work. Any weighted mean of both is a bound too, and a
+        tighter one, because a variant that is good for one is bad for the other."""
         done, num_chunks = len(state.variants), len(self._transmit_s)
         pool_s = state.pipeline.now_s + state.pipeline.pool_share_left_s(self._share_s)
         if done == num_chunks:
@@ -102,7 +102,7 @@ class _Search:
         for weight, rest in zip(_LAMBDAS, self._rest, strict=True):
             value = weight * state.link_free_s + (1 - weight) * pool_s
             last, first = self._transmit_s[-1], self._transmit_s[done]
-            # The last chunk decodes alone at best; an idle pool waits for the first to come.
+            # At best, the last chunk decodes alone. An idle pool waits for the first chunk to arrive.
             if num_chunks - done == 1:
                 value += min(
                     weight * (last[v] + self._alone_s[v])
@@ -129,13 +129,13 @@ class _Search:
             states = [child for _, child in scored[:_BEAM]]
 
     def exhaust(self, root: _State, max_nodes: int) -> bool:
-        """Whether every plan was looked at, or shown to be no better."""
+        """Search by branch and bound. Return whether all plans were tried or shown to be no better."""
         self._nodes = max_nodes
         return self._exhaust(root)
 
     def _exhaust(self, state: _State) -> bool:
         if len(state.variants) == len(self._transmit_s):
-            return True  # its rollout was the plan itself
+            return True  # its rollout has already tried this plan
         children = [self._child(state, v) for v in self._variants]
         scored = sorted(((self._rollout_s(c), i) for i, c in enumerate(children)))
         for _, i in scored:
@@ -147,12 +147,12 @@ class _Search:
         return True
 
     def try_plan(self, variants: tuple[int, ...]) -> float:
-        """Its end; remembered if it is the best of all."""
+        """Return the plan's end, and remember the plan if it is the best so far."""
         scenario = self._scenario
         return self._end_s(_State((), 0.0, Pipeline(scenario.profile, scenario.num_sessions)), variants)
 
     def improve(self) -> None:
-        """Change one chunk of the best plan at a time, while that helps."""
+        """Change one chunk of the best plan at a time, until no change helps."""
         before_s = math.inf
         while self.best_s < before_s * (1 - _EQUAL):
             before_s = self.best_s
@@ -170,7 +170,7 @@ class _Search:
         return _State((*state.variants, variant), at_s, pipeline)
 
     def _rollout_s(self, state: _State) -> float:
-        """The end, if the rest is all in one variant, whichever is best."""
+        """Return the end if all remaining chunks have the same variant, for the best such variant."""
         following = len(self._transmit_s) - len(state.variants)
         return min(self._end_s(state, (v,) * following) for v in (self._variants if following else (0,)))
 

@@ -1,4 +1,4 @@
-"""Heat maps of the speed-up, and timelines of link and decoders."""
+"""Draws heat maps of the speed-up, and timelines of link and decoders."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 from benchmarks.adaptive.judge import Judged
 from benchmarks.adaptive.simulator import Outcome, Scenario
 
-# Okabe and Ito's colours, which the colour-blind can tell apart, the smallest variant first.
+# Okabe and Ito's colours, which colour-blind readers can distinguish; the smallest variant has the first.
 _COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#F0E442", "#999999")
 _IDLE = "#dddddd"
 _DPI = 85
 
 
 def plot_speedup(path: Path, grids: Mapping[str, Sequence[Judged]]) -> None:
-    """``grids``: by device, steady links. Above: how many times quicker ours is than fixed 1080p (or else the largest
-    variant); below: than algorithm 1."""
+    """Draw heat maps of our speed-up, one column per device in ``grids``. The upper row compares with fixed 1080p (or
+    the largest variant), the lower row with algorithm 1."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(
         2, len(grids), figsize=(3.9 * len(grids) + 0.8, 5.6), layout="constrained", squeeze=False, sharey=True
@@ -62,7 +62,7 @@ def _heat_map(axes: Any, judged: Sequence[Judged], of: Any) -> Any:
 
 
 def plot_timelines(path: Path, judged: Sequence[Judged]) -> None:
-    """A column a scenario, a row a policy: what link and sessions do when. Grey is a bubble: nothing runs there."""
+    """Draw when link and sessions are busy: one column per scenario, one row per policy. Grey is idle time."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(
         3, len(judged), figsize=(5.4 * len(judged), 6.0), layout="constrained", squeeze=False, sharex="col"

@@ -1,4 +1,4 @@
-"""What our policy is compared with."""
+"""The policies that ours is compared with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sgl_kvfetch.adapt.policy import Situation
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Always the same variant; where a chunk lacks it, the next larger one, or else the largest there is."""
+    """Chooses always the same variant. For a chunk without it, chooses the next larger one, or else the largest."""
 
     variant: int
     name: str
@@ -23,14 +23,14 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class MinimalBubble:
-    """KVFetcher's algorithm 1 (section 3.3.2): the variant that takes most nearly as long to transmit as to decode.
+    """KVFetcher's algorithm 1 (section 3.3.2): choose the variant whose transmit and decode times differ least.
 
-    The link's goodput is that of the last chunk. Decoding takes what the table says at the pool's load, and the
-    switching penalty if the variant is another than the last one.
+    The goodput is that of the last chunk. The decode time is the table's at the pool's load, plus the switching penalty
+    if the variant differs from the last one.
 
-    Readings of ours, where we know of nothing in the paper: before the first chunk, when there is no goodput, the
-    largest variant; the load counts the chunks in the pool and the one to come, but no more than there are sessions;
-    of equals, the larger variant.
+    Where we know of nothing in the paper, we assume: before the first chunk, without a goodput, the largest variant is
+    chosen; the load counts the pool's busy sessions and the next chunk, up to the number of sessions; of equal variants
+    the larger is chosen.
     """
 
     name: str = "algorithm1"
@@ -52,5 +52,5 @@ class MinimalBubble:
 
 
 def last_chunk(transfers: Sequence[Transfer]) -> float | None:
-    """KVFetcher's estimate (section 3.3.2), bits per second: what the last chunk saw. None before the first."""
+    """Return the last chunk's goodput in bits per second (KVFetcher, section 3.3.2). None before the first."""
     return transfers[-1].goodput_bps if transfers else None

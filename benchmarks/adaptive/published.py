@@ -1,7 +1,7 @@
 """Decode profiles that KVFetcher published (arXiv 2602.09725, tables 1 to 3), as data.
 
-Rows are concurrency 1, 2, ...; columns 240p, 480p, 640p, 1080p; seconds a chunk. The paper gives one table of sizes
-for all GPUs.
+Rows are concurrency 1, 2, ...; columns are 240p, 480p, 640p, 1080p; values are seconds per chunk. The paper gives one
+table of sizes for all GPUs.
 """
 
 from __future__ import annotations

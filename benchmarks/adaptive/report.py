@@ -1,4 +1,4 @@
-"""What was simulated, as a table and as JSON."""
+"""Reports the simulated results, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _WORST = 10
 
 
 def print_summaries(judged: Sequence[tuple[Group, Sequence[Judged]]], console: Console) -> None:
-    """A row a group."""
-    caption = "savings: mean, of the time of fixed 1080p (or of the largest variant); the rest: ratios of times"
+    """Print a table with one row per group."""
+    caption = "savings: mean share of the time of fixed 1080p (or of the largest variant); the rest: ratios of times"
     table = Table(title="Simulated", caption=caption)
     table.add_column("scenarios", overflow="fold")
     for name in (

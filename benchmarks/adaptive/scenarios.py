@@ -1,4 +1,4 @@
-"""The links, GPUs and fetches on which policies are judged. Seeded: the same every time."""
+"""The links, GPUs and fetches on which policies are judged. They are seeded, so every run gets the same ones."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from sgl_kvfetch.adapt.decode_profile import DecodeProfile
 from sgl_kvfetch.errors import ConfigError
 
 GBPS = 1e9
-# What the paper's table is of in tokens, it does not say (as far as we have its text). Ours: a segment's most.
+# As far as we have the paper's text, it does not give its chunks' length in tokens. This is our longest segment.
 CHUNK_TOKENS = 8192
 MIN_TOKENS, MAX_TOKENS = 20_000, 200_000
 MIN_GBPS, MAX_GBPS = 1.0, 40.0
-_LEAST_GBPS = 0.1  # where a random trace is cut: a link that stands still for good is not a matter of resolutions
+_LEAST_GBPS = 0.1  # lower bound of random traces: no choice of resolution helps on a link that stands still
 
 
 @dataclass(frozen=True)
 class Group:
-    """Scenarios that are judged together."""
+    """Scenarios that are summarised together."""
 
     name: str
     description: str
@@ -40,7 +40,7 @@ def one_fetch(name: str, profile: DecodeProfile, gbps: list[float], chunks: int,
 
 
 def paper_scene(profile: DecodeProfile, sessions: int | None) -> Group:
-    """The bandwidth of the paper's example, a third of the chunks each."""
+    """Return scenarios with the bandwidths of the paper's example, for a third of the chunks each."""
     scenarios = []
     for chunks in (8, 9, 12, 16, 24):
         gbps = [(6.0, 3.0, 4.0)[min(2, i * 3 // chunks)] for i in range(chunks)]
@@ -49,18 +49,18 @@ def paper_scene(profile: DecodeProfile, sessions: int | None) -> Group:
 
 
 def trace_file(path: Path, profiles: list[DecodeProfile], sessions: int | None) -> Group:
-    """Each line of the file, on each GPU: as many chunks as it has samples. Raises ConfigError."""
+    """Return a scenario for each line and GPU, with one chunk per sample. Raises ConfigError."""
     lines = list(read_traces(path))
     scenarios = tuple(
         one_fetch(f"{path.name}:{number}, {profile.device}", profile, gbps, len(gbps), sessions)
         for profile in profiles
         for number, gbps in lines
     )
-    return Group("trace", f"{path.name}, a chunk a sample", scenarios)
+    return Group("trace", f"{path.name}, one chunk per sample", scenarios)
 
 
 def read_traces(path: Path) -> Iterator[tuple[int, list[float]]]:
-    """Line numbers and bandwidths, Gbps. Raises ConfigError that names file and line."""
+    """Yield line numbers and bandwidths in Gbps. Raises ConfigError, which names file and line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as e:
@@ -71,7 +71,7 @@ def read_traces(path: Path) -> Iterator[tuple[int, list[float]]]:
             found = True
             yield number, _parse_trace(line, f"{path}:{number}")
     if not found:
-        raise ConfigError(f"--trace {path} holds no trace")
+        raise ConfigError(f"--trace {path} is empty; expected at least one trace")
 
 
 def _parse_trace(line: str, where: str) -> list[float]:
@@ -90,7 +90,7 @@ def _parse_trace(line: str, where: str) -> list[float]:
 
 @dataclass(frozen=True)
 class RandomTrace:
-    """A scenario, and the law that its link was drawn from."""
+    """A scenario, and the random process that its link was drawn from."""
 
     scenario: Scenario
     kind: str
@@ -98,7 +98,7 @@ class RandomTrace:
 
 
 def random_traces(profiles: list[DecodeProfile], count: int, seed: int, sessions: int | None) -> Group:
-    """Any GPU, 20K to 200K tokens, a mean of 1 to 40 Gbps, and four ways to vary."""
+    """Return random scenarios: any GPU, 20K to 200K tokens, a level of 1 to 40 Gbps, four kinds of variation."""
     drawn = draw_traces(profiles, count, seed, sessions)
     return Group("random", f"{count} random traces (seed {seed})", tuple(trace.scenario for trace in drawn))
 
@@ -140,7 +140,7 @@ def _jumps(rng: random.Random, count: int) -> list[float]:
     return factors[:count]
 
 
-# Each draws the factors by which chunks' bandwidth differs from the level.
+# Each function draws one factor per chunk, by which the bandwidth differs from the level.
 KINDS: dict[str, Callable[[random.Random, int], list[float]]] = {
     "steady": _steady,
     "independent": _independent,
@@ -150,7 +150,7 @@ KINDS: dict[str, Callable[[random.Random, int], list[float]]] = {
 
 
 def several_fetches(profiles: list[DecodeProfile], sessions: int | None) -> Group:
-    """Fetches that run at once, over one link into one pool, the second and later ones coming a little after."""
+    """Return scenarios of 2 and 4 fetches that share one link and one pool, and arrive 0.3 s apart."""
     scenarios = []
     for profile in profiles:
         for count in (2, 4):
@@ -163,7 +163,7 @@ def several_fetches(profiles: list[DecodeProfile], sessions: int | None) -> Grou
 
 
 def wrong_profile(profiles: list[DecodeProfile], factor: float, sessions: int | None) -> Group:
-    """Decoders that are slower, or faster, than their profile says."""
+    """Return scenarios with decoders that take ``factor`` times as long as their profile says."""
     scenarios = []
     for profile in profiles:
         slower = profile.corrected(dict.fromkeys(range(len(profile.variants)), factor))
@@ -182,7 +182,7 @@ HEAT_TOKENS = (20_000, 50_000, 80_000, 120_000, 160_000, 200_000)
 
 
 def grid(profile: DecodeProfile, sessions: int | None) -> Group:
-    """Steady links: bandwidth by length."""
+    """Return scenarios with steady links, for all combinations of bandwidth and length."""
     scenarios = tuple(
         one_fetch(
             f"grid, {gbps:g} Gbps, {tokens} tokens, {profile.device}", profile, [gbps], num_chunks(tokens), sessions

@@ -1,9 +1,9 @@
-"""Fetches over one link into one decode pool, simulated: discrete events, no clock, no chance.
+"""Simulates fetches over one link into one decode pool, with discrete events, without clock or randomness.
 
-The link carries one chunk at a time, in order; fetches that run at once take turns. A chunk is decoded when all of it
-is there (a real pipeline may begin earlier), by the first idle session. Restoring takes a constant time after
-decoding and occupies nobody. Policies see what they would see of a real pool, through the same code; the bandwidth to
-come they do not see.
+The link carries one chunk at a time, in order; concurrent fetches take turns. The first idle session decodes a chunk
+once it has arrived whole (a real pipeline may start earlier). Restoring takes a constant time after decoding and
+occupies no session. Policies see what they would see of a real pool, through the same code. They do not see future
+bandwidth.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from sgl_kvfetch.adapt.pipeline import Pipeline
 from sgl_kvfetch.adapt.policy import Policy, Situation
 from sgl_kvfetch.adapt.tracker import PoolTracker
 
-_MOST_TRANSFERS = 16  # that policies are told of
+_MOST_TRANSFERS = 16  # that policies see
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """``bandwidth_bps[i]`` is the link's while the i-th chunk is on it, of all fetches; the trace repeats. ``fetches``:
-    when each comes, and how many chunks it has."""
+    """``bandwidth_bps[i]`` is the bandwidth during the i-th chunk, counted over all fetches; the trace repeats.
+    ``fetches``: each one's arrival time and number of chunks."""
 
     name: str
     profile: DecodeProfile
@@ -32,7 +32,7 @@ class Scenario:
     fetches: tuple[tuple[float, int], ...]
     num_sessions: int
     restore_s: float = 0.0
-    believed: DecodeProfile | None = None  # what policies take the profile for; None is the truth
+    believed: DecodeProfile | None = None  # the profile that policies see; None is the real one
 
     def __post_init__(self) -> None:
         assert self.bandwidth_bps, self.name
@@ -63,8 +63,8 @@ class TransmitRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """``end_s``: when the last chunk of all is restored. ``fetch_s``: for each fetch, from its arrival until its last
-    chunk is restored."""
+    """``end_s``: when the last of all chunks is restored. ``fetch_s``: for each fetch, the time from its arrival until
+    its last chunk is restored."""
 
     end_s: float
     fetch_s: tuple[float, ...]
@@ -96,7 +96,7 @@ class _Recorder:
 
 
 class _Turns:
-    """Whose chunk is next on the link."""
+    """Decides which fetch sends the next chunk."""
 
     def __init__(self, fetches: Sequence[tuple[float, int]]) -> None:
         self._fetches = fetches
@@ -104,7 +104,7 @@ class _Turns:
         self._last = -1
 
     def next(self, link_free_s: float) -> tuple[int, float] | None:
-        """A fetch, and when its chunk may begin; None when all is transmitted."""
+        """Return a fetch and the time when its chunk starts, or None if all chunks are transmitted."""
         open_fetches = [i for i, left in enumerate(self._left) if left]
         if not open_fetches:
             return None
@@ -116,7 +116,7 @@ class _Turns:
         return fetch, begin_s
 
     def remaining(self, now_s: float) -> int:
-        """Chunks of the fetches that have come."""
+        """Count the remaining chunks of the fetches that have arrived."""
         return sum(left for left, (arrival_s, _) in zip(self._left, self._fetches, strict=True) if arrival_s <= now_s)
 
 

@@ -1,11 +1,11 @@
-"""How much of what is missed could not have been known.
+"""Measures how much of our policy's loss no policy could avoid, because it cannot know the future.
 
     python -m benchmarks.adaptive.told [--random 1000] [--seed 0]
 
-*Never more than 2% over the best fixed variant* is judged afterwards, by one who knows the trace. Here ours is compared
-with a policy that is told what no fetcher is: the level of the link, and the very law that the trace is drawn from.
-What is to come it does not know either. It looks ahead as ours does, over courses that this law gives: a new run of
-jumps, which may have begun long ago, goes on at the present bandwidth for as long as is left of it on average.
+The goal *never more than 2% over the best fixed variant* is judged afterwards, with the whole trace known. Here our
+policy is compared with one that is told what no fetcher knows: the link's level, and the random process that the trace
+is drawn from. It does not know the future either. It looks ahead as ours does, but over scenarios from this process.
+For jumps, the present bandwidth goes on for a random number of chunks, 3 on average, before the next jump.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OVER = 1.02
 
 @dataclass(frozen=True)
 class Law:
-    """What a link that is drawn in one way will do, given what it did. Implements ``policy.Outlook``."""
+    """The future of a link of one kind, given its past transfers. Implements ``policy.Outlook``."""
 
     kind: str
     level_gbps: float
@@ -58,7 +58,7 @@ class Law:
 
 
 def _walk_from(now: float, rng: random.Random, count: int) -> list[float]:
-    """As ``scenarios`` draws a walk."""
+    """Continue a walk as ``scenarios`` draws it."""
     steps = itertools.accumulate(range(count), lambda log, _: 0.9 * log + rng.gauss(0, 0.2), initial=math.log(now))
     return [math.exp(log) for log in steps][1:]
 

@@ -1,6 +1,6 @@
 """Makes SGLang's scheduler wait for each fetch of device mode: the baseline `blocking` of benchmarks.interference.
 
-Python runs this at the start of every process that has this folder in PYTHONPATH, so the product needs no such switch.
+Python runs this file at the start of every process with this folder in PYTHONPATH, so the product needs no switch.
 """
 
 import importlib.abc
@@ -12,7 +12,7 @@ _TARGET = "sgl_kvfetch.plugin.device.cache"
 
 
 class _Patch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds one module, as the others would, and changes it when it has been loaded."""
+    """Finds one module as other finders would, and changes it after it is loaded."""
 
     def find_spec(self, name, path=None, target=None):
         if name != _TARGET:
@@ -32,7 +32,7 @@ class _Patch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
         def wait(self, *args):
             step(self, *args)
-            # What has landed must be admitted before others can have its slots.
+            # Fetched requests must be admitted before others can get their slots.
             while self._parts is not None and self._parts.board.num_open and not self._parts.fetches._landed:
                 time.sleep(0.0005)
                 step(self, *args)

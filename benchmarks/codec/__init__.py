@@ -1,1 +1,1 @@
-"""Bits and accuracy of ways to code KV caches, ours and others', side by side: ``python -m benchmarks.codec``."""
+"""Compares the bits and accuracy of KV cache codecs, ours and others': ``python -m benchmarks.codec``."""

@@ -1,4 +1,4 @@
-"""Bits and accuracy of ways to code KV caches, side by side.
+"""Compares the bits and accuracy of KV cache codecs.
 
     python -m benchmarks.codec --model PATH --text FILE --json out.json
 
@@ -31,11 +31,11 @@ from sgl_kvfetch.quant.profile import Profile, load_profile
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
-_TABLE_WIDTH = 140  # a row in two lines cannot be compared with its neighbours
+_TABLE_WIDTH = 140  # wide enough that no row wraps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 2 if the run could not be made."""
+    """Run the benchmark. Return the exit code: 0, or 2 on an error."""
     options = parse_options(sys.argv[1:] if argv is None else argv)
     console = Console(soft_wrap=True, highlight=False)
     console.width = max(console.width, _TABLE_WIDTH)
@@ -69,10 +69,10 @@ def _benchmark(options: Options, console: Console) -> int:
     duration_s = time.monotonic() - started_s
     print_table(measured, console)
     if profile is not None and _was_calibrated_on(profile, options.text, options.part):
-        note = f"{options.profile} was calibrated on text that is measured here, which flatters klt; see --part"
+        note = f"{options.profile} was calibrated on text that is measured here, so klt looks too good; see --part"
         console.print(note, style="yellow", markup=False)
     if has_kvtc and options.calibrate_text == options.text and _overlap(options.part, options.calibrate_part):
-        note = "KVTC was calibrated on text that is measured here, which flatters it; see --calibrate-part"
+        note = "KVTC was calibrated on text that is measured here, so it looks too good; see --calibrate-part"
         console.print(note, style="yellow", markup=False)
     if options.json_path is not None:
         write_json(options.json_path, to_json(measured, options, model.device, duration_s))
@@ -103,13 +103,13 @@ def _require_profile_of(profile: Profile, model: KVModel) -> None:
     expected = (model.num_layers, model.num_heads, model.k_head_dim, model.v_head_dim)
     if found != expected:
         raise ConfigError(
-            f"the profile is of a model of {found[0]} layers, {found[1]} heads of {found[2]} (K) and {found[3]} (V); "
+            f"the profile is for a model of {found[0]} layers, {found[1]} heads of {found[2]} (K) and {found[3]} (V); "
             f"{model.path} has {expected[0]}, {expected[1]}, {expected[2]} and {expected[3]}"
         )
 
 
 def _was_calibrated_on(profile: Profile, text: Path, part: str) -> bool:
-    """As far as names tell."""
+    """Return whether the profile was calibrated on this part of the text, judged by the file's name."""
     return text.name in profile.calibration.text.split(", ") and _overlap(part, profile.calibration.part or "0:1")
 
 

@@ -1,13 +1,13 @@
-"""What each way to code a KV cache costs in answers: the same prompts, continued from what each gives back.
+"""Measures how KV cache codecs change a model's answers, by continuing prompts from each codec's restored KV cache.
 
     python -m benchmarks.codec.answers --model PATH --text FILE [--profile FILE] [--methods LIST] [--json OUT]
 
-Four figures a method, against the exact KV cache:
+Four figures per method, compared with the exact KV cache:
 
-* equal answers: greedy answers that are the same to the last token, and how many tokens are the same before the first
-  difference;
-* change of NLL: of the text that follows on the prompt;
-* passkeys: five digits that stand somewhere in a long text, asked for at its end. All five must be right.
+* equal answers: the number of greedy answers that are equal to the last token;
+* tokens alike: the number of tokens that are equal before the first difference;
+* change of NLL: that of the text that follows the prompt;
+* passkeys: five digits stand somewhere in a long text, and are asked for at its end. All five must be right.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sgl_kvfetch.errors import ConfigError, KVFetchError
 from sgl_kvfetch.quant.profile import load_profile
 
 _PAGE = 64
-_TAIL = 16  # tokens of a prompt that are computed, whatever is stored
+_TAIL = 16  # last tokens of a prompt, which are always computed
 _DIGITS = 5
 _WIDTH = 150
 METHODS = "exact/zstd,uint8/zstd,cachegen*/zstd,kvtc-8x,kvtc-16x,klt*/zstd"
@@ -47,7 +47,7 @@ METHODS = "exact/zstd,uint8/zstd,cachegen*/zstd,kvtc-8x,kvtc-16x,klt*/zstd"
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids. ``context``: whose KV is coded. ``following``: what comes after it in the text."""
+    """Token ids. The KV of ``context`` is encoded. ``following`` is the text after it."""
 
     context: torch.Tensor
     following: torch.Tensor
@@ -62,7 +62,7 @@ class Passkey:
 
 @dataclass
 class Scores:
-    """What one method did, a number a prompt."""
+    """One method's results, with one number per prompt."""
 
     bits: list[float] = field(default_factory=list)
     alike: list[int] = field(default_factory=list)  # leading tokens
@@ -89,27 +89,27 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="any transformers path")
     parser.add_argument("--text", type=Path, required=True, help="plain text, or JSONL with `prompt`")
-    parser.add_argument("--part", default="0:0.5", help="the part of it to use (default: %(default)s)")
-    parser.add_argument("--profile", type=Path, help="of the model, by kvfetch calibrate; klt needs it")
-    parser.add_argument("--calibrate-text", type=Path, help="what KVTC is fitted to; it needs it")
+    parser.add_argument("--part", default="0:0.5", help="the part of the text to use (default: %(default)s)")
+    parser.add_argument("--profile", type=Path, help="the model's profile by kvfetch calibrate; klt needs it")
+    parser.add_argument("--calibrate-text", type=Path, help="the text to fit KVTC to; KVTC needs it")
     parser.add_argument("--calibrate-part", default="0.5:1", help="(default: %(default)s)")
     parser.add_argument("--calibrate-windows", type=int, default=25, help="(default: %(default)s)")
     parser.add_argument("--methods", default=METHODS, help="names or patterns (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=24, help="(default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=1024, help="(default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=64, help="greedy tokens of an answer (default: %(default)s)")
-    parser.add_argument("--passkeys", type=int, default=10, help="of each length (default: %(default)s)")
-    parser.add_argument("--passkey-tokens", default="1024,2048,4096,6144", help="of context (default: %(default)s)")
+    parser.add_argument("--passkeys", type=int, default=10, help="how many of each length (default: %(default)s)")
+    parser.add_argument("--passkey-tokens", default="1024,2048,4096,6144", help="their lengths (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
     args.methods = tuple(args.methods.split(","))
     try:
         args.passkey_tokens = [int(tokens) for tokens in args.passkey_tokens.split(",") if tokens]
     except ValueError:
-        parser.error(f"--passkey-tokens {args.passkey_tokens}: expected whole numbers with commas between")
+        parser.error(f"--passkey-tokens {args.passkey_tokens}: expected integers with commas between them")
     for tokens in (args.prompt_tokens, *args.passkey_tokens):
         if tokens < 2 * _PAGE or tokens % _PAGE:
-            parser.error(f"{tokens} tokens of context; allowed are multiples of {_PAGE} from {2 * _PAGE} on")
+            parser.error(f"{tokens} tokens of context; expected a multiple of {_PAGE}, at least {2 * _PAGE}")
     return args
 
 
@@ -150,11 +150,11 @@ def _prompts(model: KVModel, texts: Sequence[str], args: argparse.Namespace) -> 
 
 
 def _passkeys(model: KVModel, texts: Sequence[str], part: str, count: int, num_tokens: int) -> list[Passkey]:
-    """Five digits, somewhere in ``num_tokens`` tokens of text; the same each time."""
+    """Return contexts of ``num_tokens`` tokens with five digits somewhere inside. Each run gives the same ones."""
     rng = random.Random(num_tokens)
     tokens = torch.cat([part_of(model.tokenise(text), part) for text in texts])
     if len(tokens) < num_tokens:
-        raise ConfigError(f"the text has {len(tokens)} tokens, a passkey's context {num_tokens}")
+        raise ConfigError(f"the text has {len(tokens)} tokens; a passkey's context needs {num_tokens}")
     made = []
     for _ in range(count):
         key = "".join(rng.choice("0123456789") for _ in range(_DIGITS))
@@ -187,7 +187,7 @@ def _score_prompt(
 def _score_passkey(
     model: KVModel, methods: Sequence[Method], passkey: Passkey, scores: dict[str, Scores], num_tokens: int
 ) -> bool:
-    """Return whether the model finds it in the exact KV cache."""
+    """Score all methods. Return whether the model finds the passkey with the exact KV cache."""
     k, v = (x.to(KV_DTYPE).cpu() for x in model.kv(passkey.context))
     for method in methods:
         coded = method.code(k, v)
@@ -197,7 +197,7 @@ def _score_passkey(
 
 @torch.no_grad()
 def _finds(model: KVModel, k: torch.Tensor, v: torch.Tensor, passkey: Passkey) -> bool:
-    """Whether the likeliest next token is right, digit by digit: what a greedy answer is."""
+    """Return whether a greedy answer is right: whether each digit is the likeliest token after those before it."""
     asked = torch.cat((passkey.question, passkey.answer[:-1]))
     told = model.log_probabilities(k, v, asked)[len(passkey.question) - 1 :].argmax(-1)
     return bool((told.cpu() == passkey.answer).all())
@@ -213,7 +213,7 @@ def _nll(model: KVModel, k: torch.Tensor, v: torch.Tensor, following: torch.Tens
 def _greedy(
     model: KVModel, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], tail: torch.Tensor, new_tokens: int
 ) -> list[list[int]]:
-    """Greedy answers after ``tail`` from each cache, ``(tokens, layers, heads, dim)``, all at once."""
+    """Return the greedy answers after ``tail`` from each cache ``(tokens, layers, heads, dim)``, all in one batch."""
     from transformers import DynamicCache
 
     cache = DynamicCache()
@@ -231,7 +231,7 @@ def _greedy(
 
 
 def share_interval(successes: int, count: int) -> tuple[float, float]:
-    """The 95% confidence interval of a share (Wilson, "Probable inference", 1927)."""
+    """Return the 95% confidence interval of a share (Wilson, "Probable inference", 1927)."""
     z = 1.96
     centre = (successes + z * z / 2) / (count + z * z)
     half = z / (count + z * z) * math.sqrt(successes * (count - successes) / count + z * z / 4)

@@ -1,4 +1,4 @@
-"""What restored KV does to the model that goes on from it."""
+"""Measures how a model's predictions change if it continues from restored KV."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from benchmarks.codec.statistics import Estimate, estimate
 from sgl_kvfetch.calibrate.model import KVModel
 from sgl_kvfetch.errors import QuantiseError, UnsupportedError
 
-_ROWS_AT_ONCE = 64  # of distributions in float64
+_ROWS_AT_ONCE = 64  # bounds the memory for distributions in float64
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Means over the tokens of a continuation. ``kl``: nats from the distribution after exact KV to that after
-    restored KV. ``nll``: nats a token of the text. ``top1``: share of tokens whose likeliest successor is the same."""
+    """Means over the tokens of a continuation. ``kl``: divergence in nats, from the distribution after exact KV to the
+    one after restored KV. ``nll``: nats per token of the text. ``top1``: share of tokens with equal top predictions."""
 
     kl: float
     nll: float
@@ -28,16 +28,16 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Row:
-    """One method over all windows. Speeds in megabytes (10^6) of raw bfloat16 a second. ``shares``: of all bytes, by
-    what they hold; empty where the method does not tell."""
+    """One method over all windows. Speeds are in megabytes (10^6) of raw bfloat16 per second. ``shares``: each kind of
+    content's share of the bytes; empty if the method does not tell."""
 
     name: str
     source: str
     family: str
     bits_per_value: Estimate
-    ratio: float  # to bfloat16
+    ratio: float  # bfloat16's bits divided by this method's
     kl: Estimate
-    dnll: Estimate  # nats a token more than after exact KV
+    dnll: Estimate  # additional nats per token, compared with exact KV
     top1: Estimate
     encode_mb_s: float
     decode_mb_s: float
@@ -49,7 +49,7 @@ class Measured:
     shape: KVShape  # of one window
     nll: Estimate  # after exact KV
     rows: tuple[Row, ...]
-    left_out: dict[str, str]  # methods that have no form for this model's KV, and why
+    left_out: dict[str, str]  # methods that cannot encode this model's KV, and why
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ def measure(
     methods: Sequence[Method],
     on_step: Callable[[str], None] = lambda name: None,
 ) -> Measured:
-    """Code the context's KV of each window by each method and continue with what comes back.
+    """Encode and restore the KV of each window's context with each method, and let the model continue from it.
 
-    ``windows``: ``(context_tokens + continuation + 1,)`` ids. The exact KV is what the model makes of the context,
-    rounded to bfloat16; it is the reference, so that a method without loss has a KL of 0. ``on_step`` is told the name
-    of each method before it runs on a window. A method that cannot code this KV is left out.
+    ``windows``: ``(context_tokens + continuation + 1,)`` ids. The reference is the model's KV of the context, rounded
+    to bfloat16, so a lossless method has a KL of 0. ``on_step`` gets the name of each method before it runs on a
+    window. A method that cannot encode this KV is left out.
     """
     samples: dict[str, list[_Sample]] = {method.name: [] for method in methods}
     shape: KVShape | None = None
@@ -112,7 +112,7 @@ def _nll(log_probabilities: torch.Tensor, following: torch.Tensor) -> float:
 
 
 def _divergence(exact: torch.Tensor, restored: torch.Tensor, following: torch.Tensor) -> Divergence:
-    """Of log probabilities ``(tokens, vocabulary)``."""
+    """Compare log probabilities ``(tokens, vocabulary)``."""
     kl = 0.0
     for p, q in zip(*(torch.split(x, _ROWS_AT_ONCE) for x in (exact, restored)), strict=True):
         p, q = p.double(), q.double()

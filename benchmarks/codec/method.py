@@ -1,4 +1,4 @@
-"""What a way to code KV caches is: values to bytes, and bytes alone back to values."""
+"""The interface of a KV cache codec: values to bytes, and bytes back to values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KV_DTYPE = torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What reader and writer both know, so that it is not counted."""
+    """A KV cache's shape. Reader and writer both know it, so it is not counted."""
 
     num_tokens: int
     num_layers: int
@@ -31,7 +31,7 @@ class KVShape:
         return cls(num_tokens, num_layers, num_heads, k_head_dim, v.shape[3])
 
     def of_tensor(self, tensor: TensorName) -> tuple[int, int, int, int]:
-        """``(tokens, layers, heads, dim)``"""
+        """Return ``(tokens, layers, heads, dim)``."""
         head_dim = self.k_head_dim if tensor == "k" else self.v_head_dim
         return self.num_tokens, self.num_layers, self.num_heads, head_dim
 
@@ -46,7 +46,7 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """``k``, ``v``: what came back, bfloat16 ``(tokens, layers, heads, dim)``. ``parts``: all that was stored."""
+    """``k``, ``v``: the restored values, bfloat16 ``(tokens, layers, heads, dim)``. ``parts``: all stored bytes."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -60,10 +60,10 @@ class Coded:
 
 
 class Method(ABC):
-    """One form of a KV cache at one rate.
+    """One way to store a KV cache, at one rate.
 
-    ``name`` is unique; ``source`` says where the method is described; methods of one ``family`` differ in their rate
-    alone, and are one curve of the plot.
+    ``name`` is unique. ``source`` says where the method is described. Methods of one ``family`` differ only in their
+    rate, and form one curve of the plot.
     """
 
     name: str
@@ -72,20 +72,20 @@ class Method(ABC):
 
     @abstractmethod
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> Sequence[bytes]:
-        """All that would be stored of a sequence from its start. ``k``, ``v``: bfloat16 ``(tokens, layers, heads,
-        dim)``, K with its rotary embedding. Raises UnsupportedError for a shape that the method has no form for."""
+        """Return all bytes to store for a sequence from its start. ``k``, ``v``: bfloat16 ``(tokens, layers, heads,
+        dim)``, K with its rotary embedding. Raises UnsupportedError for a shape that the method cannot encode."""
 
     @abstractmethod
     def decode(self, parts: Sequence[bytes], shape: KVShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V back from what ``encode`` returned, and from nothing else."""
+        """Restore K and V from the result of ``encode`` alone."""
 
     def sizes(self, parts: Sequence[bytes]) -> Mapping[str, int]:
-        """Tell apart what the bytes that ``encode`` returned hold: names with bytes, which add up to all. Empty for a
-        method that does not tell."""
+        """Return the number of bytes for each kind of content in the result of ``encode``. They sum to its size. Empty
+        if the method does not tell."""
         return {}
 
     def code(self, k: torch.Tensor, v: torch.Tensor) -> Coded:
-        """There and back, with the time that each way took."""
+        """Encode and decode, and measure the time of both."""
         assert k.dtype == v.dtype == KV_DTYPE, (k.dtype, v.dtype)
         shape = KVShape.of(k, v)
         started_s = time.perf_counter()
@@ -100,10 +100,10 @@ class Method(ABC):
 
 
 def to_bytes(values: torch.Tensor) -> bytes:
-    """A tensor's values in C order, in its own dtype."""
+    """Return a tensor's values in C order, in its own dtype."""
     return values.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def from_bytes(data: bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """The inverse of ``to_bytes``."""
+    """Invert ``to_bytes``."""
     return torch.frombuffer(bytearray(data), dtype=dtype).view(*shape)

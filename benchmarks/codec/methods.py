@@ -1,4 +1,4 @@
-"""All methods by name."""
+"""Lists all methods, and selects them by name."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _NEEDS = (("klt", "--profile"), ("kvtc", "--calibrate-text"))
 
 
 def all_methods(profile: Profile | None, *, can_calibrate: bool = False) -> list[Method]:
-    """``can_calibrate``: list KVTC, too, whose ``fit`` the caller sets before it codes anything."""
+    """Return all methods. ``can_calibrate``: include KVTC; the caller must set its ``fit`` before it encodes."""
     methods = [*our_methods(profile), *baselines(), *(kvtc_methods() if can_calibrate else [])]
     assert len({method.name for method in methods}) == len(methods)
     return methods
 
 
 def select(methods: Sequence[Method], patterns: Sequence[str]) -> list[Method]:
-    """The methods whose names match a pattern, as shells match file names. All, if there are no patterns.
+    """Return the methods with names that match a shell-style pattern; all if there are no patterns.
 
     Raises ConfigError for a pattern that matches none.
     """

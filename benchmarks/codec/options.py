@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.codec.segments import PAGE_TOKENS
 
 _DESCRIPTION = """\
-Codes the KV cache of a context in many ways, lets the model go on from what comes back, and sets bits against accuracy.
+Encodes a context's KV cache with many methods, continues from the restored KV, and compares bits and accuracy.
 
   python -m benchmarks.codec --model PATH --text FILE --json OUT
 """
@@ -19,7 +19,7 @@ Codes the KV cache of a context in many ways, lets the model go on from what com
 
 @dataclass(frozen=True)
 class Options:
-    """``model`` and ``text`` are None with ``list_methods`` alone."""
+    """``model`` and ``text`` may be None only with ``list_methods``."""
 
     model: str | None
     text: Path | None
@@ -42,7 +42,7 @@ class Options:
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """Exits, as argparse does, with a message that names what is wrong and what is allowed."""
+    """Parse the command line. On an error, exit with a message that says what is wrong and what is allowed."""
     parser = _parser()
     args = parser.parse_args(argv)
     if not args.list:
@@ -50,7 +50,7 @@ def parse_options(argv: Sequence[str]) -> Options:
             if getattr(args, name) is None:
                 parser.error(f"--{name} is required")
     if args.context % PAGE_TOKENS:
-        parser.error(f"--context is {args.context}; allowed are multiples of {PAGE_TOKENS}, the page size")
+        parser.error(f"--context is {args.context}; expected a multiple of {PAGE_TOKENS}, the page size")
     return Options(
         model=args.model,
         text=args.text,
@@ -76,14 +76,14 @@ def _parser() -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    data = parser.add_argument_group("what is coded")
-    data.add_argument("--model", metavar="PATH", help="what transformers loads; it is run in float32")
+    data = parser.add_argument_group("what to encode")
+    data.add_argument("--model", metavar="PATH", help="a model for transformers, which runs in float32")
     data.add_argument("--text", type=Path, metavar="FILE", help=".jsonl: lines with 'prompt'; any other: plain text")
     data.add_argument(
         "--part",
         default="0:1",
         metavar="FROM:TO",
-        help="of each text, in fractions of its tokens: leaves out what a profile was calibrated on (default: all)",
+        help="the part of each text to use, in fractions; avoid the part used for calibration (default: all)",
     )
     data.add_argument("--windows", type=_count, default=10, metavar="N", help="default: %(default)s")
     data.add_argument(
@@ -91,29 +91,29 @@ def _parser() -> argparse.ArgumentParser:
         type=_count,
         default=1024,
         metavar="TOKENS",
-        help=f"whose KV is coded, a multiple of {PAGE_TOKENS} (default: %(default)s)",
+        help=f"length of the encoded context, a multiple of {PAGE_TOKENS} (default: %(default)s)",
     )
     data.add_argument(
         "--continuation",
         type=_count,
         default=512,
         metavar="TOKENS",
-        help="after it, whose distributions are compared (default: %(default)s)",
+        help="following tokens, for which distributions are compared (default: %(default)s)",
     )
-    data.add_argument("--device", default="auto", help="the model's: cpu, cuda, ... (default: %(default)s)")
-    how = parser.add_argument_group("how it is coded")
+    data.add_argument("--device", default="auto", help="for the model: cpu, cuda, ... (default: %(default)s)")
+    how = parser.add_argument_group("how to encode it")
     how.add_argument(
         "--methods", default="", metavar="LIST", help="names or patterns such as 'cachegen*,exact/*' (default: all)"
     )
-    how.add_argument("--profile", type=Path, metavar="FILE", help="of the model, by kvfetch calibrate; klt needs it")
-    how.add_argument("--list", action="store_true", help="name the methods and their sources, and exit")
-    calibration = parser.add_argument_group("what KVTC is calibrated on, in windows of context and continuation")
+    how.add_argument("--profile", type=Path, metavar="FILE", help="the model's, by kvfetch calibrate; klt needs it")
+    how.add_argument("--list", action="store_true", help="list the methods and their sources, and exit")
+    calibration = parser.add_argument_group("the text for KVTC's calibration, in windows of context and continuation")
     calibration.add_argument("--calibrate-text", type=Path, metavar="FILE", help="as --text; KVTC needs it")
     calibration.add_argument("--calibrate-part", default="0.5:1", metavar="FROM:TO", help="default: %(default)s")
     calibration.add_argument("--calibrate-windows", type=_count, default=25, metavar="N", help="default: %(default)s")
     out = parser.add_argument_group("output")
-    out.add_argument("--json", type=_output, metavar="FILE", help="everything that was measured")
-    out.add_argument("--plot", type=_output, metavar="FILE", help="a PNG; beside --json if not given")
+    out.add_argument("--json", type=_output, metavar="FILE", help="where to write all figures")
+    out.add_argument("--plot", type=_output, metavar="FILE", help="where to write the PNG (default: beside --json)")
     return parser
 
 
@@ -124,7 +124,7 @@ def _count(text: str) -> int:
 
 
 def _output(text: str) -> Path:
-    """A file that can be written: better to know before the run than after it."""
+    """Return the path of a file that can be written. This fails before the run, rather than after it."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is not a file in an existing directory")

@@ -1,4 +1,4 @@
-"""The forms that sgl_kvfetch stores."""
+"""The methods of sgl_kvfetch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _KLT_SOURCE = f"{_SOURCE}; the profile, one file a model, is not counted"
 
 
 class KltMethod(SegmentMethod):
-    """``klt``. Its sizes tell the second integers of wide coefficients apart: they take what the coefficients take more
-    than without them."""
+    """``klt``. ``sizes`` lists the second integers of wide coefficients separately: as the additional bytes that the
+    coefficients take with them."""
 
     def __init__(self, target_kl: float | None, codec: str, label: str, profile: Profile) -> None:
-        """``target_kl``: None is the profile's default. ``label``: of the codec, for people."""
+        """``target_kl``: None is the profile's default. ``label``: the codec's name in plots."""
         self.klt = KltQuantiser(profile, target_kl)
         name = "klt" if target_kl is None else f"klt-{target_kl:g}"
         super().__init__(f"{name}/{codec}", _KLT_SOURCE, f"klt + {label} (ours)", self.klt, codec)
@@ -54,9 +54,9 @@ class KltMethod(SegmentMethod):
 
 
 def our_methods(profile: Profile | None) -> list[Method]:
-    """``klt`` needs a profile. It has the profile's default, and those of ``TARGET_KLS`` that its calibration reached.
+    """Return our methods. ``klt`` needs a profile, and uses its default target and the ``TARGET_KLS`` in its range.
 
-    ``cachegen`` has the values of CacheGen and of KVFetcher's recipe, in a coder that takes a hundredth of the time.
+    ``cachegen`` has the same values as CacheGen and KVFetcher's recipe, with a coder that takes 1% of the time.
     """
     methods: list[Method] = [
         SegmentMethod("exact/hevc", _SOURCE, "exact + HEVC", make_quantiser("exact"), "hevc"),

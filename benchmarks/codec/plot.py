@@ -1,4 +1,4 @@
-"""KL against bits, a curve a family, as a PNG."""
+"""Plots KL against bits as a PNG, one curve per family."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.codec.measure import Row
 
-# Okabe and Ito's colours, which the colour-blind can tell apart; the markers say the same once more.
+# Okabe and Ito's colours, which colour-blind readers can distinguish. Each family has its own marker as well.
 _COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#999999", "#D55E00", "#8C510A", "#6A51A3", "#000000")
 _MARKERS = "sD^vPX<>p"
 _OURS = "#0072B2"
@@ -22,8 +22,8 @@ _WHISKER_ALPHA = 0.35
 
 
 def plot_rates(path: Path, rows: Sequence[Row], subtitle: str) -> None:
-    """Lower left is better. Whiskers are 95% confidence intervals. Methods without loss, whose KL has no logarithm, are
-    marks on the lower edge."""
+    """Plot KL against bits; lower left is better. Whiskers are 95% confidence intervals. Lossless methods, with a KL of
+    0, are marks on the lower edge."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -63,7 +63,7 @@ def plot_rates(path: Path, rows: Sequence[Row], subtitle: str) -> None:
 
 def _draw(axes: Any, curve: Sequence[Row], width: float, **look: Any) -> None:
     kls = [row.kl.mean for row in curve]
-    # An interval that reaches below zero cannot be drawn on a logarithmic axis: it is cut at a tenth of the mean.
+    # A logarithmic axis cannot show an interval that reaches below zero: cut it at a tenth of the mean.
     below = [min(row.kl.margin or 0.0, 0.9 * row.kl.mean) for row in curve]
     above = [row.kl.margin or 0.0 for row in curve]
     bits = [row.bits_per_value.mean for row in curve]
@@ -91,7 +91,7 @@ def _mark_lossless(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _label(axes: Any, curves: Sequence[tuple[str, Sequence[Row], str]]) -> None:
-    """Each curve's name beside one of its points, where it covers the fewest points and no other name."""
+    """Write each curve's name beside one of its points, where it covers the fewest points, and no other name."""
     points_per_pixel = 72 / axes.figure.dpi
     every = [_pixels(axes, row) for _, curve, _ in curves for row in curve]
     lines = [p for _, curve, _ in curves for p in _along([_pixels(axes, row) for row in curve])]
@@ -135,7 +135,7 @@ def _pixels(axes: Any, row: Row) -> tuple[float, float]:
 
 
 def _along(points: Sequence[tuple[float, float]], every: float = 6.0) -> list[tuple[float, float]]:
-    """Points on the lines between points."""
+    """Return evenly spaced points on the lines between ``points``."""
     found = []
     for (x0, y0), (x1, y1) in pairwise(points):
         count = max(1, math.ceil(math.hypot(x1 - x0, y1 - y0) / every))

@@ -1,4 +1,4 @@
-"""Fit the methods that are fitted to a model before they code anything."""
+"""Fits those methods that must be fitted to a model before they encode."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def fit(
     to_fit = [method for method in methods if isinstance(method, Kvtc)]
     if not to_fit:
         return False
-    assert text is not None, "methods that need a text are listed only where there is one"
+    assert text is not None, "KVTC needs a text; ``all_methods`` lists it only if there is one"
     windows = windows_of(model, read_text(text), part, num_windows, window_tokens)
     with tqdm(unit="step", disable=not sys.stderr.isatty()) as bar:
 

@@ -1,4 +1,4 @@
-"""The rows as a table and as JSON."""
+"""Reports the rows as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def print_table(measured: Measured, console: Console) -> None:
     for name, reason in measured.left_out.items():
         console.print(f"{name} is left out: {reason}", style="yellow", markup=False)
     console.print(
-        f"NLL after exact KV: {measured.nll.mean:.4f} nats a token. Speeds are of the implementations here, on a CPU; "
-        "the authors' run on GPUs."
+        f"NLL after exact KV: {measured.nll.mean:.4f} nats a token. Speeds are those of this project's implementations "
+        "on a CPU; the authors' run on GPUs."
     )
 
 
@@ -102,7 +102,7 @@ def to_json(measured: Measured, options: Options, device: str, duration_s: float
 
 
 def _row_json(row: Row) -> dict[str, Any]:
-    """``..._ci``: ``[low, high]``, or null of a single window."""
+    """Return the row as JSON. ``..._ci`` is ``[low, high]``, or null for a single window."""
     return {
         "name": row.name,
         "source": row.source,

@@ -1,4 +1,4 @@
-"""Any of our quantisers with any of our codecs, as a writer stores them: whole segments, manifests counted."""
+"""Methods that combine one of our quantisers and codecs, and store segments as a writer does, with manifests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SPAN_TOKENS = KVFetchConfig.model_fields["span_tokens"].default
 
 
 class SegmentMethod(Method):
-    """Segments, spans and pictures as servers write them unless told otherwise."""
+    """Stores segments, spans and pictures as servers write them by default."""
 
     def __init__(self, name: str, source: str, family: str, quantiser: Quantiser, codec: str) -> None:
         self.name, self.source, self.family = name, source, family
@@ -34,7 +34,7 @@ class SegmentMethod(Method):
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> Sequence[bytes]:
         shape = KVShape.of(k, v)
         if shape.num_tokens % PAGE_TOKENS:
-            raise UnsupportedError(f"{self.name}: {shape.num_tokens} tokens are no whole pages of {PAGE_TOKENS}")
+            raise UnsupportedError(f"{self.name}: {shape.num_tokens} tokens; expected a multiple of {PAGE_TOKENS}")
         hashes = [hashlib.sha256(f"page {page}".encode()).digest() for page in range(shape.num_tokens // PAGE_TOKENS)]
         spec = SegmentSpec(
             self._heads(shape),
@@ -61,7 +61,7 @@ class SegmentMethod(Method):
         return k, v
 
     def sizes(self, parts: Sequence[bytes]) -> Counter[str]:
-        """By part of the cells, and of the manifests."""
+        """Return the bytes of each part of the cells, and of the manifests."""
         found = Counter(manifests=sum(map(len, parts[::2])))
         for manifest, _ in segments_of(parts):
             (variant,) = manifest.variants
@@ -98,6 +98,6 @@ class SegmentMethod(Method):
 
 
 def segments_of(parts: Sequence[bytes]) -> Iterator[tuple[Manifest, bytes]]:
-    """Each segment's manifest and data, of what ``SegmentMethod.encode`` returned."""
+    """Yield each segment's manifest and data from the result of ``SegmentMethod.encode``."""
     for manifest, data in zip(parts[::2], parts[1::2], strict=True):
         yield decode_manifest(manifest), data

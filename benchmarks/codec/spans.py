@@ -1,12 +1,12 @@
-"""What cells that span more layers and heads gain in bits, and what they cost in memory and arithmetic.
+"""Measures how many bits larger cells save, and how much memory and arithmetic they cost.
 
     python -m benchmarks.codec.spans --model PATH --text FILE [--part 0:0.5 --calibrate-part 0.5:1] [--json OUT]
 
-A cell of ``klt`` is K and V of some layers and heads under one transform. Each span is calibrated as ``kvfetch
-calibrate`` does it, and coded with HEVC at several steps, on other text. All bytes count. Bits are read off at equal KL
-divergence, between the two steps around it. Beside them stands the price: the profile's bytes, and the multiply-adds
-that the restore kernel needs for a value. Both are also computed for larger models, which are taken to keep the same
-share of coefficients.
+A cell of ``klt`` is K and V of some layers and heads under one transform. Each span of layers and heads is calibrated
+as ``kvfetch calibrate`` does it, and encoded with HEVC at several steps, on other text. All bytes count. Bits are
+interpolated at equal KL divergence, between the two nearest steps. The table also shows the price: the profile's bytes,
+and the restore kernel's multiply-adds per value. Both are also computed for larger models, under the assumption that
+they keep the same share of coefficients.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WIDTH = 150
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a model decides the price of a span."""
+    """The properties of a model that determine a span's price."""
 
     name: str
     num_layers: int
@@ -68,7 +68,7 @@ LARGER = (Shape("Llama-3.1-8B", 32, 8, 128, 128), Shape("Qwen3-32B", 64, 8, 128,
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The layers and heads of a cell. ``heads``: None for all that a rank has."""
+    """The layers and heads of a cell. ``heads``: None for all heads of a rank."""
 
     layers: int
     heads: int | None
@@ -95,7 +95,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What a step was measured to cost. ``integers``: of a token, as a share of its values."""
+    """The measured cost of a step. ``integers``: integers per token, relative to its number of values."""
 
     step: float
     kl: float
@@ -104,7 +104,7 @@ class Point:
 
 
 def variants_of(shape: Shape) -> list[Variant]:
-    """Return the spans to compare, the one that is chosen among them, and that one without each of its extras."""
+    """Return the spans to compare, including the default one, and that one without each of its extras."""
     chosen = chosen_span(shape)
     one_head = [Span(3, 1)] if shape.num_heads > 1 else []
     spans = dict.fromkeys([Span(1, None), *one_head, Span(3, None), Span(6, None), chosen])
@@ -116,14 +116,14 @@ def variants_of(shape: Shape) -> list[Variant]:
 
 
 def chosen_span(shape: Shape) -> Span:
-    """Return what ``kvfetch calibrate`` takes for a model of this shape, unless told otherwise."""
+    """Return the span that ``kvfetch calibrate`` chooses by default for a model of this shape."""
     head_channels = shape.k_head_dim + shape.v_head_dim
     grid = cell_grid(shape.num_layers, shape.num_heads, head_channels, Options().max_channels, tp_size=1)
     return Span(grid.cell_layers, None if grid.cell_heads == shape.num_heads else grid.cell_heads)
 
 
 def profile_bytes(shape: Shape, grid: CellGrid) -> int:
-    """Return the bytes of the tensors of a profile with these cells."""
+    """Return the number of bytes of the tensors in a profile with these cells."""
     total = 0
     for (group, _), channels in zip(grid.cells(), shape.cell_channels(grid), strict=True):
         layers = len(grid.layers(group))
@@ -135,16 +135,16 @@ def profile_bytes(shape: Shape, grid: CellGrid) -> int:
 
 
 def multiply_adds(shape: Shape, grid: CellGrid, integers: float) -> float:
-    """Return how many multiply-adds restore a value: one for each of a token's integers in the value's cell.
+    """Return the multiply-adds per restored value: one for each of a token's integers in the value's cell.
 
-    ``integers``: of a token, as a share of its values.
+    ``integers``: integers per token, relative to its number of values.
     """
     channels = shape.cell_channels(grid)
     return integers * sum(c**2 for c in channels) / sum(channels)
 
 
 def at_kl(points: Sequence[Point], kl: float) -> Point | None:
-    """Return the figures at a divergence, on the line between the logarithms of its neighbours'; None outside them."""
+    """Interpolate the figures at a divergence, linearly in its logarithm. Return None outside the measured range."""
     for fine, coarse in pairwise(points):
         if fine.kl <= kl <= coarse.kl:
             part = log(kl / fine.kl) / log(coarse.kl / fine.kl)
@@ -158,7 +158,7 @@ def at_kl(points: Sequence[Point], kl: float) -> Point | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 2 if the run could not be made."""
+    """Run the benchmark. Return the exit code: 0, or 2 on an error."""
     args = _parse(argv)
     console = Console(highlight=False)
     console.width = max(console.width, _WIDTH)
@@ -180,12 +180,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="any transformers path")
-    parser.add_argument("--text", type=Path, required=True, help="what is coded: plain text, or JSONL with `prompt`")
-    parser.add_argument("--part", default="0:0.5", help="the part of it to code (default: %(default)s)")
-    parser.add_argument("--windows", type=int, default=10, help="of it (default: %(default)s)")
-    parser.add_argument("--calibrate-text", type=Path, help="what to calibrate on (default: --text)")
+    parser.add_argument("--text", type=Path, required=True, help="text to encode: plain, or JSONL with `prompt`")
+    parser.add_argument("--part", default="0:0.5", help="the part of it to encode (default: %(default)s)")
+    parser.add_argument("--windows", type=int, default=10, help="windows of it (default: %(default)s)")
+    parser.add_argument("--calibrate-text", type=Path, help="text to calibrate on (default: --text)")
     parser.add_argument("--calibrate-part", default="0.5:1", help="the part of that to use (default: %(default)s)")
-    parser.add_argument("--calibrate-windows", type=int, default=25, help="of that (default: %(default)s)")
+    parser.add_argument("--calibrate-windows", type=int, default=25, help="windows of that (default: %(default)s)")
     parser.add_argument("--context", type=int, default=1024, help="(default: %(default)s)")
     parser.add_argument("--continuation", type=int, default=512, help="(default: %(default)s)")
     parser.add_argument("--json", type=Path, help="where to write the figures")
@@ -235,7 +235,7 @@ def _measured(model: KVModel, windows: Sequence[torch.Tensor], num_context: int,
 
 
 def _row(variant: Variant, shape: Shape, points: Sequence[Point]) -> dict[str, Any]:
-    """Multiply-adds: those at the finest divergence that is compared, where they are the most."""
+    """Return a row of the report. Multiply-adds are those at the finest divergence, where they are highest."""
     found = {f"{kl:g}": at_kl(points, kl) for kl in KLS}
     finest = found[f"{KLS[0]:g}"]
     integers = finest.integers if finest else None

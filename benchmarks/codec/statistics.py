@@ -1,4 +1,4 @@
-"""A mean over windows and how far to trust it."""
+"""Means over windows, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _T = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """``margin``: half the 95% confidence interval of the mean, by Student's t; None where one value was all."""
+    """``margin``: half the mean's 95% confidence interval, by Student's t; None if there was only one value."""
 
     mean: float
     margin: float | None
@@ -31,7 +31,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Takes the values as independent: windows overlap nowhere."""
+    """Estimate the mean. Assumes independent values: windows do not overlap."""
     count = len(values)
     mean = math.fsum(values) / count
     if count == 1:

@@ -1,1 +1,1 @@
-"""The Triton kernels as machine code for GPUs that need not be there, and what is known of it without running it."""
+"""Compiles the Triton kernels for several GPUs, without having them, and reports facts about the machine code."""

@@ -1,8 +1,8 @@
-"""Compile the kernels for GPUs that need not be there, and say what came out.
+"""Compile the kernels for several GPUs, without having them, and report facts about the machine code.
 
 page    writes docs/gpu/compiled.md
-facts   prints every variant, one JSON object a line
-floors  prints docs/kernels.md's table of the least times, which needs no compiler
+facts   prints every variant, one JSON object per line
+floors  prints the table of least times in docs/kernels.md, which needs no compiler
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("what", nargs="?", default="page", choices=("page", "facts", "floors"))
-    parser.add_argument("--out", type=Path, default=PAGE, metavar="FILE", help="where the page goes")
+    parser.add_argument("--out", type=Path, default=PAGE, metavar="FILE", help="where to write the page")
     options = parser.parse_args(arguments)
     if options.what == "floors":
         print("\n".join(floor_lines()))

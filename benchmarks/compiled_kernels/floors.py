@@ -1,4 +1,4 @@
-"""The least time that a kernel can take: the bytes that must cross memory, by the memory's published speed."""
+"""Computes each kernel's least possible time: its memory traffic divided by the published memory bandwidth."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from benchmarks.kernel_bytes import Span, restore_bytes, restore_klt_bytes
 
-# Bytes a second, from NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200 SXM.
+# Bytes per second, from NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200 SXM.
 BANDWIDTHS = {"A100": 2.039e12, "H100": 3.35e12, "H200": 4.8e12}
 
 _MHA = Span(1024)

@@ -1,4 +1,4 @@
-"""A kernel compiled for a target, and what its machine code tells."""
+"""Compiles kernels for targets, and reads facts from their machine code."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _AMD_MATRIX = r"\bv_(mfma_f32_\d+x\d+x\d+)_?\w*"
 class Facts:
     """
     Attributes:
-        registers: Of a thread.
-        shared_bytes: Of a program.
-        stack_bytes: Of a thread: what its registers spill to.
-        access_bytes: The widest store to a KV buffer; of ``frame_sum``, the widest load of frames.
-        instructions: That multiply matrices, however wide.
+        registers: Registers per thread.
+        shared_bytes: Shared memory per program.
+        stack_bytes: Stack per thread, which spilled registers use.
+        access_bytes: The widest store to a KV buffer; for ``frame_sum``, the widest load of frames.
+        instructions: The instructions that multiply matrices, without their number of columns.
     """
 
     kernel: str
@@ -43,7 +43,7 @@ class Facts:
 
 
 def compile_all() -> Iterator[Facts]:
-    """Compile every variant for every target. Raises what Triton does if one does not compile."""
+    """Compile every variant for every target. If one does not compile, Triton's exception is raised."""
     assert not triton.knobs.runtime.interpret, "Triton interprets"
     for target in TARGETS:
         for variant in all_variants():
@@ -75,7 +75,7 @@ def amd_access_bytes(amdgcn: str, access: str) -> int:
 
 
 def matrix_instructions(text: str) -> tuple[str, ...]:
-    """What decides the order in which products are added; not how many columns are done at once."""
+    """Return the matrix instructions. They determine the order of additions; the number of columns is left out."""
     of_nvidia = {" ".join(filter(None, groups)) for groups in re.findall(_PTX_MATRIX, text)}
     return tuple(sorted(of_nvidia | set(re.findall(_AMD_MATRIX, text))))
 
@@ -87,7 +87,7 @@ def _gpu_target(target: str) -> GPUTarget:
 
 
 def _cuda_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers, and bytes of the stack, as the assembler says."""
+    """Return registers and stack bytes, as cuobjdump reports them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -97,7 +97,7 @@ def _cuda_usage(cubin: bytes) -> tuple[int, int]:
 
 
 def _amd_usage(amdgcn: str) -> tuple[int, int]:
-    """Vector registers, with those that accumulate, and bytes of scratch memory."""
+    """Return vector registers, including accumulators, and bytes of scratch memory."""
     return _number(r"\.vgpr_count:\s*(\d+)", amdgcn), _number(r"\.private_segment_fixed_size:\s*(\d+)", amdgcn)
 
 

@@ -1,4 +1,4 @@
-"""What was compiled, as a page."""
+"""Writes the facts about the compiled kernels as a page."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def page(facts: Sequence[Facts]) -> str:
 
 
 def _table(facts: Sequence[Facts], cell: Callable[[Facts], str]) -> Iterator[str]:
-    """A line a kernel, a column a target."""
+    """Yield a table's lines: one row per kernel, one column per target."""
     yield "| | " + " | ".join(TARGETS) + " |"
     yield "|---|" + "---|" * len(TARGETS)
     cells = {(x.kernel, x.target): cell(x) for x in facts}

@@ -1,4 +1,4 @@
-"""What a wrapper launches, caught before it runs: the source and the options that a compiler needs."""
+"""Records a wrapper's kernel launch without running it, to get the source and options for the compiler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POINTER = {
 
 
 class Recorder:
-    """Stands in for a kernel and keeps what it was launched with, as Triton would specialise it."""
+    """Replaces a kernel, and records its launch arguments as Triton would specialise them."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel

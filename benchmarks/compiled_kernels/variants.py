@@ -1,4 +1,4 @@
-"""Every variant of the kernels that is compiled, launched by its wrapper on tensors without memory."""
+"""The kernel variants to compile. Each is launched by its wrapper on tensors without memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sgl_kvfetch.triton_kernels import frame_sum, restore, restore_klt
 TOKENS, SLOTS, LAYERS = 1000, 4096, 3
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _BF16 = torch.bfloat16
-# Cells of `klt` by heads and head dim, and how many coefficients they keep: of SmolLM2 and Llama-3.1-8B, and others.
+# Coefficients that cells of `klt` keep, by heads and head dim: for SmolLM2, Llama-3.1-8B, and two other shapes.
 COEFFICIENTS = {(3, 64): 500, (2, 128): 700, (2, 80): 450, (2, 256): 1300}
 
 
@@ -25,7 +25,7 @@ COEFFICIENTS = {(3, 64): 500, (2, 128): 700, (2, 80): 450, (2, 256): 1300}
 class Variant:
     """One launch of a kernel.
 
-    ``access``: the accesses whose width counts: stores to KV buffers, or, of ``frame_sum``, loads of frames.
+    ``access``: which width to report: that of stores to KV buffers, or for ``frame_sum`` that of loads of frames.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Variant:
 
 
 def all_variants() -> Iterator[Variant]:
-    # SGLang's pools hold fp8 as bytes. 576 values are MLA's one vector a token; 656 bytes are that vector in fp8 with
+    # SGLang's pools hold fp8 as bytes. 576 values are MLA's vector for a token; 656 bytes are that vector in fp8 with
     # its scales, for sparse attention.
     for dtype in (*FLOATS, torch.uint8):
         yield _restore(dtype, 8, 128)
@@ -65,7 +65,7 @@ def all_variants() -> Iterator[Variant]:
 
 
 def _restore(dtype: torch.dtype, heads: int, dim: int, num_scales: int | None = None) -> Variant:
-    """``num_scales``: of a token and layer; None for the exact operation."""
+    """``num_scales``: scales per token and layer; None for the exact operation."""
     buffers = [_empty(SLOTS, heads, dim, dtype=dtype) for _ in range(LAYERS)]
     layout = tile_layout(heads, dim, TOKENS)
     operation, which, scales, centres = "restore_exact", "", None, None
@@ -84,10 +84,10 @@ def _restore(dtype: torch.dtype, heads: int, dim: int, num_scales: int | None = 
 
 
 def _restore_klt(dtype: torch.dtype, heads: int, dim: int, rotation: Literal["", "rotated", "interleaved"]) -> Variant:
-    """K where there is a rotation, V where there is none: the columns of one matrix."""
+    """Restore K if there is a rotation, or else V. Both use columns of one matrix."""
     coefficients, channels = COEFFICIENTS[heads, dim], LAYERS * heads * dim
     layout = region_layout(coefficients, TOKENS)
-    # A cell's heads among all of a model.
+    # The buffers hold all heads of a model, of which the cell has the first.
     outputs = [_empty(SLOTS, 4 * heads, dim, dtype=dtype)[:, :heads] for _ in range(LAYERS)]
     which = slice(0, channels) if rotation else slice(channels, 2 * channels)
 

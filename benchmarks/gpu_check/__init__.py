@@ -1,8 +1,8 @@
-"""Everything that needs a GPU, tested and measured in one short run: kernels, NVDEC, memory, interference, SGLang.
+"""Tests and measures everything that needs a GPU in one short run: kernels, NVDEC, memory, interference, SGLang.
 
     scripts/gpu_check [--out DIR] [--only STEP ...]
 
-Each step runs in a process of its own with a time limit, and ends as passed, failed or skipped, with the reason: none
-that crashes or hangs takes the others with it. What was found goes to ``docs/gpu/`` as a JSON file and a Markdown
-page. Without a GPU all is skipped and named, and nothing is written unless ``--out`` says where.
+Each step runs in its own process with a time limit, so a step that crashes or hangs does not affect the others. It ends
+as passed, failed or skipped, with the reason. The results go to ``docs/gpu/`` as a JSON file and a Markdown page.
+Without a GPU, every GPU step is reported as skipped, and results are written only if ``--out`` is given.
 """

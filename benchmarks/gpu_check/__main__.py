@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu_check``: see the package. This module needs nothing but Python itself."""
+"""``python -m benchmarks.gpu_check``: see the package. This module needs only Python's standard library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.gpu_check.runner import Result, run_step, skipped
 from benchmarks.gpu_check.steps import STEPS, TOTAL_S, Step
 
 _DOCS = Path(__file__).parents[2] / "docs" / "gpu"
-_LEAST_S = 5.0  # with less left, a step is not worth its start
+_LEAST_S = 5.0  # with less time left, a step is skipped
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gpu = gpu_of(results[0])
     folder: Path | None = options.out or (_DOCS if gpu else None)
     if folder is None:
-        print("no GPU: nothing was measured, nothing written")
+        print("no GPU: nothing was measured or written")
     else:
         print("wrote", *report.write(results, folder, gpu))
     return 1 if any(result.outcome == "failed" for result in results) else 0
@@ -49,7 +49,7 @@ def run(first: Step, others: Sequence[Step], folder: Path) -> Iterator[Result]:
         if step.needs_gpu and machine.outcome != "passed":
             yield skipped(step, machine.reason)
         elif left_s < _LEAST_S:
-            yield skipped(step, f"the {TOTAL_S:.0f} s of the whole run are over")
+            yield skipped(step, f"the {TOTAL_S:.0f} s for the whole run are over")
         else:
             yield run_step(step, folder, min(step.limit_s, left_s))
 

@@ -1,4 +1,4 @@
-"""Pictures to decode."""
+"""Makes pictures to decode."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SIZES = {  # number of pictures, height, width
 
 
 def make_frames(num_frames: int, height: int, width: int, noise_bits: int = 4) -> torch.Tensor:
-    """uint8 ``(frames, 3, height, width)`` that vary slowly from picture to picture, as tokens do, under noise: about
-    ``noise_bits`` bits a value are left to code."""
+    """Return uint8 ``(frames, 3, height, width)`` that vary slowly from picture to picture, as tokens do. Noise is
+    added, so that about ``noise_bits`` bits per value remain to encode."""
     generator = torch.Generator().manual_seed(num_frames)
     shape = (num_frames, 3, height, width)
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")

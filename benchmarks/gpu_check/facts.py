@@ -1,4 +1,4 @@
-"""Where, and with what."""
+"""Records the machine, its GPU and the software versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _QUERY = "driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.memor
 
 
 def run(record: Record) -> None:
-    """Passes where there is a CUDA GPU that torch can use."""
+    """Record the facts. The step is skipped if torch can use no CUDA GPU."""
     facts = {**machine(), **versions(), "triton": _version("triton")}
     gpu = facts.pop("gpu")
     if gpu is not None:
@@ -28,7 +28,7 @@ def run(record: Record) -> None:
     for what, found in facts.items():
         record.row("Machine", what=what, **{"is": found})
     if gpu is None:
-        raise SkippedError(f"no CUDA GPU that torch {torch.__version__} can use")
+        raise SkippedError(f"torch {torch.__version__} finds no usable CUDA GPU")
 
 
 def _driver_facts() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A matrix product's speed, alone and beside decoding: NVDEC is to cost no SM time."""
+"""Measures a matrix product's speed alone and during decoding, since NVDEC should cost no SM time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from sgl_kvfetch.codecs.base import FrameDecoder
 from sgl_kvfetch.codecs.nvdec import open_nvdec
 from sgl_kvfetch.cuda_streams import CudaDevice
 
-GOAL = 0.01  # slower, at most
+GOAL = 0.01  # largest allowed slow-down
 _SIDE = 8192
-_ROUNDS = 5  # of alone and beside, in turn
+_ROUNDS = 5  # alternating between alone and during decoding
 
 
 def run(record: Record) -> None:
@@ -46,7 +46,7 @@ def measure(
     rounds: int = _ROUNDS,
     repeats: int = 50,
 ) -> None:
-    """``decoders``: each on a session, and so a thread, of its own."""
+    """Measure both speeds. Each of ``decoders`` has its own session, and runs on its own thread."""
     a, b = (torch.randn((side, side), device=device).to(torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
 
@@ -56,7 +56,7 @@ def measure(
     frames = make_frames(*SIZES["240p"])
     num_frames, _, height, width = frames.shape
     bitstream = get_codec(name).encode(frames)
-    # As a fetch does.
+    # With the frame sum, as in a fetch.
     jobs = [partial(decoder.decode, bitstream, num_frames, height, width, with_sum=True) for decoder in decoders]
     alone, beside, decoded = [], [], 0
     for _ in range(rounds):
@@ -83,7 +83,7 @@ def measure(
 
 @contextmanager
 def _decoding(jobs: Sequence[Callable[[], object]]) -> Iterator[list[int]]:
-    """Until the end, each on a thread. The list holds how often."""
+    """Repeat the jobs until the context ends, each on its own thread. The list's only item counts the runs."""
     is_over, lock, count = threading.Event(), threading.Lock(), [0]
 
     def work(decode: Callable[[], object]) -> None:
@@ -99,4 +99,4 @@ def _decoding(jobs: Sequence[Callable[[], object]]) -> Iterator[list[int]]:
             yield count
         finally:
             is_over.set()
-        list(done)  # raises what a thread did
+        list(done)  # raises a thread's exception

@@ -1,4 +1,4 @@
-"""restore, restore_klt, frame_sum: their bits against the references, their speed against a device copy."""
+"""Checks the bits of restore, restore_klt and frame_sum against the references, and their speed against a copy."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from sgl_kvfetch.triton_kernels.restore import restore, restore_reference
 from sgl_kvfetch.triton_kernels.restore_klt import restore_klt, restore_klt_reference
 from sgl_kvfetch.triton_kernels.runtime import integer_view
 
-GOAL = 0.9  # of a copy's bytes a second
+GOAL = 0.9  # relative to the bytes per second of a copy
 DTYPE = torch.bfloat16
-POISON = 0xAB  # each byte that nobody has written
+POISON = 0xAB  # initial value of each byte, to detect wrong writes
 _SPARE_SLOTS = 100
 
-# MLA's vectors; a cell of `klt`; both odd; and what no cache holds.
+# Ordinary heads, MLA's vectors, a cell of `klt`, and odd sizes. MEASURED also has spans too large for any cache.
 CHECKED = (
     Span(1000),
     Span(1024, heads=1, dim=576),
@@ -69,7 +69,7 @@ def check(record: Record, device: torch.device, spans: Sequence[Span]) -> None:
 
 
 def measure(record: Record, device: torch.device, spans: Sequence[Span]) -> None:
-    """The goal is for the longest spans, which no cache holds."""
+    """Measure the speeds. Only the longest spans, which do not fit into a cache, have to reach the goal."""
     longest = max(span.tokens for span in spans)
     for span in spans:
         for case in cases(span, device):
@@ -92,7 +92,7 @@ def measure(record: Record, device: torch.device, spans: Sequence[Span]) -> None
 
 
 def difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], *, is_exact: bool) -> str:
-    """Return what differs; nothing if nothing does."""
+    """Describe the difference; return an empty string if there is none."""
     for x, y in zip(ours, theirs, strict=True):
         if is_exact and not torch.equal(integer_view(x), integer_view(y)):
             return f"{int((integer_view(x) != integer_view(y)).sum())} of {x.numel()} values differ"
@@ -105,7 +105,7 @@ def difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], *, 
 
 
 def cases(span: Span, device: torch.device) -> Iterator[Case]:
-    """Yield every operation that there is for this span: with coefficients ``restore_klt``, otherwise the others."""
+    """Yield the operations for this span: ``restore_klt`` if it has coefficients, or else the others."""
     torch.manual_seed(0)
     slots = torch.randperm(span.tokens + _SPARE_SLOTS, device=device)[: span.tokens]
     if span.coefficients:
@@ -127,7 +127,7 @@ def _random_bytes(device: torch.device, *shape: int) -> torch.Tensor:
 
 
 def _buffers(span: Span, device: torch.device) -> list[torch.Tensor]:
-    """KV buffers of a layer group, with some slots more than there are tokens."""
+    """Return the KV buffers of a layer group, with some more slots than tokens."""
     size = (span.tokens + _SPARE_SLOTS, span.heads, span.dim * DTYPE.itemsize)
     poison = [torch.full(size, POISON, dtype=torch.uint8, device=device) for _ in range(span.layers)]
     return [x.view(DTYPE) for x in poison]
@@ -177,7 +177,7 @@ def _klt_case(
     device = slots.device
     ours, theirs = _buffers(span, device), _buffers(span, device)
     scales = 0.05 * (torch.rand(span.tokens, device=device) + 0.5)
-    # K and V have half the columns each.
+    # K and V use half of the columns each.
     matrix = torch.randn((span.coefficients, 2 * span.num_channels), device=device) / math.sqrt(span.coefficients)
     half = matrix.to(torch.bfloat16)[:, : span.num_channels]
     mean = torch.randn(span.num_channels, device=device)

@@ -1,5 +1,5 @@
-"""Memory that a fetch of 32K tokens holds on the GPU beyond the slots that it fills, and whether what it restores is
-right. The prefix is one span again and again, as in `benchmarks.memory`, which measures the host's side."""
+"""Measures the GPU memory that a fetch of 32K tokens needs besides its slots, and checks the restored values. The
+prefix repeats one span, as in `benchmarks.memory`, which measures host memory."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _measure(
     sessions = [{} if nvdec is None else nvdec.open_session() for _ in range(_SESSIONS)]
     pages = CudaPages(pool, PAGE_TOKENS, device, device.new_stream())
     pages.fence()
-    # Kernels, decoders, the allocator's first blocks.
+    # Warm up: compile kernels, create decoders, allocate the first blocks.
     asyncio.run(fetch(folder, setup, segments, pages, MAX_SEGMENT_TOKENS // PAGE_TOKENS, sessions))
     torch.cuda.synchronize()
     made_once = _held_bytes().in_all - before.in_all
@@ -91,7 +91,7 @@ def _measure(
         samples=sampler.num_samples,
     )
     if num_pages * PAGE_TOKENS != NUM_TOKENS:
-        record.fail(f"decoded on {decoded_on}: only {num_pages} pages came: {'; '.join(map(str, failures))}")
+        record.fail(f"decoded on {decoded_on}: only {num_pages} pages restored: {'; '.join(map(str, failures))}")
     elif wrong := wrong_values(setup, segments[0], pages, NUM_TOKENS):
         record.fail(f"decoded on {decoded_on}: {wrong}")
     if (held := made_once + sampler.peak.in_all) > GOAL_BYTES:
@@ -130,7 +130,7 @@ async def fetch(
     num_pages: int,
     sessions: Sequence[Decoders],
 ) -> tuple[int, Sequence[Exception]]:
-    """Into the pool's pages 1 and on. Returns how many came, and what failed."""
+    """Fetch into the pool's pages from 1 on. Return the number of restored pages, and the failures."""
     store = LocalStore(folder)
     sources = []
     for segment in segments:
@@ -143,7 +143,7 @@ async def fetch(
             read_bytes=4 << 20,
             inflight_bytes=256 << 20,
             may_delete=False,
-            decode_bytes=64 << 20,  # as device mode has it
+            decode_bytes=64 << 20,  # as in device mode
         )
         result = await fetcher.fetch(sources[:num_pages], range(1, 1 + num_pages), GuardedSink(pages), _TIMEOUT_S)
     await store.close()
@@ -152,7 +152,7 @@ async def fetch(
 
 
 def wrong_values(setup: Setup, segment: CodedSegment, pages: DevicePages, num_tokens: int) -> str:
-    """What differs from the values of the span that all are, as the CPU dequantises them."""
+    """Compare all spans with the one that they repeat, dequantised on the CPU. Return a message if they differ."""
     reader = SegmentReader(segment.manifest, setup.make_quantiser())
     for cell in segment.manifest.cells():
         if cell.span:
@@ -166,14 +166,14 @@ def wrong_values(setup: Setup, segment: CodedSegment, pages: DevicePages, num_to
                 rows = pages._buffers[tensor][layer][PAGE_TOKENS : PAGE_TOKENS + num_tokens, heads.start : heads.stop]
                 expected = x[:, index].to(rows.device)
                 if not bool((rows.unflatten(0, (-1, len(expected))) == expected).all()):
-                    return f"{tensor} of layer {layer} has other values than on the CPU"
+                    return f"{tensor} of layer {layer} differs from the CPU's values"
     return ""
 
 
 @dataclass(frozen=True)
 class Held:
-    in_torch: int  # by its allocator
-    in_all: int  # on the device, decoders and everybody else's included
+    in_torch: int  # by torch's allocator
+    in_all: int  # on the whole device, including decoders and other processes
 
 
 def _held_bytes() -> Held:
@@ -182,7 +182,7 @@ def _held_bytes() -> Held:
 
 
 class Sampler:
-    """The most that is held meanwhile, beyond what is held at first."""
+    """Measures the peak memory while it runs, relative to the memory at its creation."""
 
     def __init__(self, held_bytes: Callable[[], Held]) -> None:
         self._held_bytes = held_bytes

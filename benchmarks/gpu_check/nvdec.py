@@ -1,4 +1,4 @@
-"""NVDEC on our bitstreams: bit for bit, damaged ones, and how much a second."""
+"""Checks NVDEC with our bitstreams: exact bits, damaged bitstreams, throughput."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.triton_kernels.frame_sum import frame_sum
 
-_SECONDS = 0.6  # of each measurement
+_SECONDS = 0.6  # per measurement
 _FLIPS = 40
 _TURNS = 4
 
 
 def run(record: Record) -> None:
     nvdec = find_nvdec(record)
-    session = nvdec.open_session()  # one, so that it is used for all sizes
+    session = nvdec.open_session()  # one session decodes all sizes, and has to be reconfigured
     check_bits(record, session, list(SIZES))
     check_damage(record, session)
     check_giving_up(record, nvdec)
@@ -36,8 +36,8 @@ def run(record: Record) -> None:
 
 
 def find_nvdec(record: Record) -> Nvdec:
-    """Raises SkippedError."""
-    torch.zeros(1, device="cuda")  # makes the context current
+    """Open NVDEC and record its capabilities. Raises SkippedError."""
+    torch.zeros(1, device="cuda")  # creates the CUDA context
     nvdec, about = open_nvdec(CudaDevice(torch.device("cuda", 0)))
     try:
         caps = decode_caps()
@@ -47,7 +47,7 @@ def find_nvdec(record: Record) -> Nvdec:
         record.fail(about)
     if nvdec is None:
         raise SkippedError(about)
-    nvdec.surfaces.limit_bytes = None  # all sessions are to decode at once, 1080p as well
+    nvdec.surfaces.limit_bytes = None  # all sessions must be able to decode at once, even 1080p
     record.row("Video engines", found=about)
     for name, found in caps.items():
         record.row("Video engines", found=f"{name}: up to {found.max_width}x{found.max_height}")
@@ -55,7 +55,7 @@ def find_nvdec(record: Record) -> Nvdec:
 
 
 def check_bits(record: Record, decoders: Decoders, sizes: Sequence[str]) -> None:
-    """All sizes, up and down again, so that the decoder is reconfigured both ways."""
+    """Decode all sizes in increasing and decreasing order, so that the decoder is reconfigured both ways."""
     for name, decoder in decoders.items():
         coded = {size: make_frames(*SIZES[size]) for size in sizes}
         bitstreams = {size: get_codec(name).encode(frames) for size, frames in coded.items()}
@@ -83,8 +83,8 @@ def _what_is_wrong(decoder: FrameDecoder, bitstream: bytes, frames: torch.Tensor
 
 
 def check_damage(record: Record, decoders: Decoders) -> None:
-    """A damaged bitstream decodes to so many pictures, or is corrupt, and the next one decodes as if nothing had been.
-    Other pixels are what checksums are for."""
+    """Decode damaged bitstreams. Each must decode to the right number of pictures or raise CorruptError, and the next
+    good bitstream must decode correctly. Wrong pixels are no failure here: checksums detect them."""
     frames = make_frames(6, 144, 144)
     for name, decoder in decoders.items():
         good = get_codec(name).encode(frames)
@@ -121,7 +121,7 @@ def _flipped(good: bytes) -> Iterator[bytes]:
 
 
 def check_giving_up(record: Record, nvdec: Nvdec) -> None:
-    """Two sessions with room for one decoder, in turn, on two threads: each time the other's is given up."""
+    """Use two sessions in turn, on two threads, with room for one decoder, so that each evicts the other's decoder."""
     frames = make_frames(6, 144, 144)
     limit_bytes, nvdec.surfaces.limit_bytes = nvdec.surfaces.limit_bytes, 1
     one, other = nvdec.open_session(), nvdec.open_session()
@@ -149,8 +149,8 @@ def measure(
     sizes: Sequence[str] = ("240p", "1080p"),
     seconds: float = _SECONDS,
 ) -> None:
-    """Values a second, verified by their sum, or, by as many sessions as are measured last, copied to the host to be
-    verified there, which is not in the figure."""
+    """Measure the values decoded per second, verified by their sum. The last session count is also measured with a copy
+    to the host; the verification there is not included."""
     sessions = [nvdec.open_session() for _ in range(max(session_counts))]
     for name in nvdec.codecs:
         for size in sizes:
@@ -178,7 +178,7 @@ def measure(
 def _measure_sum(
     record: Record, device: torch.device, frames: torch.Tensor, decode_rate: float, *, codec: str, size: str, bits: int
 ) -> None:
-    """What of one session's time goes into the sum. ``decode_rate``: its values a second, summing among it."""
+    """Record the sum's share of one session's time. ``decode_rate``: its values per second, sum included."""
     there = frames.to(device)
     sum_s, decode_s = seconds_of(lambda: frame_sum(there), device), frames.numel() / decode_rate
     record.row(
@@ -195,7 +195,7 @@ def _measure_sum(
 def decode_rate(
     decoders: Sequence[FrameDecoder], bitstream: bytes, shape: Sequence[int], seconds: float, *, with_sum: bool
 ) -> float:
-    """Bytes of frames a second, each decoder on a thread."""
+    """Return the bytes of frames decoded per second, with one thread per decoder."""
     num_frames, _, height, width = shape
     is_over = threading.Event()
 

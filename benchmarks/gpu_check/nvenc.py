@@ -1,4 +1,4 @@
-"""NVENC's bitstreams: bit for bit, how large, and how much a second."""
+"""Checks NVENC's bitstreams: exact bits, size, throughput."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sgl_kvfetch.codecs.nvenc_sessions import NoEncoderError
 from sgl_kvfetch.cuda_streams import CudaDevice
 from sgl_kvfetch.errors import CorruptError
 
-_SECONDS = 0.6  # of each measurement
+_SECONDS = 0.6  # per measurement
 
 
 def run(record: Record) -> None:
@@ -31,7 +31,7 @@ def run(record: Record) -> None:
 
 
 def open_encoders(record: Record) -> Mapping[str, NvencEncoder]:
-    """Raises SkippedError."""
+    """Open the encoders and record their capabilities. Raises SkippedError."""
     encoders, about = open_nvenc(("hevc", "hevc420"), MAX_SESSIONS)
     try:
         caps = encode_caps()
@@ -54,14 +54,14 @@ def check_bits(
     decoders: Mapping[str, FrameDecoder],
     sizes: Sequence[str],
 ) -> None:
-    """All sizes, up and down again, so that encoders of other sizes are there before."""
+    """Encode all sizes in increasing and decreasing order, so that encoders of other sizes exist already."""
     for name, encoder in encoders.items():
         clips = {size: make_frames(*SIZES[size]) for size in sizes}
         libx265s_bytes = {size: len(get_codec(name).encode(frames)) for size, frames in clips.items()}
         for size in [*sizes, *reversed(sizes)]:
             frames = clips[size]
             try:
-                bitstream = encoder._encode(encoder._kind(frames), frames)  # not on the CPU instead
+                bitstream = encoder._encode(encoder._kind(frames), frames)  # without the fallback to the CPU
             except NoEncoderError as e:
                 record.fail(f"{name} {size}: {e}")
                 continue
@@ -103,7 +103,7 @@ def measure(
     sizes: Sequence[str] = ("240p", "1080p"),
     seconds: float = _SECONDS,
 ) -> None:
-    """Values a second, the copy to the device among it, and every check left out."""
+    """Measure the values encoded per second, including the copy to the device, without any check."""
     for name, encoder in encoders.items():
         for size in sizes:
             frames = make_frames(*SIZES[size])
@@ -128,7 +128,7 @@ def measure(
 def encode_rate(
     encode: Callable[[torch.Tensor], bytes], frames: torch.Tensor, num_threads: int, seconds: float
 ) -> float:
-    """Bytes of frames a second, by so many threads. Raises what ``encode`` does."""
+    """Return the bytes of frames encoded per second, on ``num_threads`` threads. Raises what ``encode`` raises."""
 
     def work(_: int) -> int:
         count = 0

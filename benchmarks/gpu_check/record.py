@@ -1,4 +1,4 @@
-"""What a step found, on disk from the moment it is known: a step that is killed loses none of it."""
+"""Records a step's findings on disk at once, so that a killed step loses none of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SkippedError(Exception):
 
 
 class Record:
-    """Written to ``path`` at each change. A step that recorded failures has failed, whatever it did after."""
+    """A step's findings, written to ``path`` at each change. A step with recorded failures always ends as failed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -29,7 +29,7 @@ class Record:
         self._write()
 
     def note(self, text: str) -> None:
-        """Something that was left out, or a goal that was missed, without the step having failed."""
+        """Record something that was left out or a missed goal. It does not make the step fail."""
         self._notes.append(text)
         self._write()
 

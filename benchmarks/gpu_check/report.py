@@ -1,4 +1,4 @@
-"""What was found, as JSON and as a page."""
+"""Reports the findings as JSON and as a Markdown page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.gpu_check.runner import Result
 
 
 def write(results: Sequence[Result], folder: Path, gpu: str | None) -> list[Path]:
-    """Write two files, named after the GPU. Earlier ones of that GPU are replaced."""
+    """Write two files that are named after the GPU, and replace that GPU's earlier files. Return their paths."""
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     stem = re.sub(r"[^a-z0-9]+", "-", (gpu or "no GPU").lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def _cell(value: Any) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """For the terminal."""
+    """Return the results as text for the terminal."""
     lines = []
     for r in results:
         lines.append(f"{r.outcome:7}  {r.name:12} {r.seconds:6.1f} s  {r.reason}".rstrip())

@@ -1,4 +1,4 @@
-"""Runs a step in a process of its own."""
+"""Runs a step in its own process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.gpu_check.record import Outcome
 from benchmarks.gpu_check.steps import Step
 
-_END_S = 20.0  # that a step has to clean up when its time is over; an SGLang server takes up to 15
+_END_S = 20.0  # for a step to clean up after its time limit; an SGLang server takes up to 15 s
 _TAIL_LINES = 30
 
 
@@ -29,7 +29,7 @@ class Result:
     seconds: float = 0.0
     rows: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    log_tail: str = ""  # of a step that failed
+    log_tail: str = ""  # only for a failed step
 
 
 def skipped(step: Step, reason: str) -> Result:
@@ -37,7 +37,7 @@ def skipped(step: Step, reason: str) -> Result:
 
 
 def run_step(step: Step, folder: Path, limit_s: float) -> Result:
-    """Whatever the step does, returns within about ``limit_s`` and leaves no process of its group behind."""
+    """Run a step and kill all processes of its group. Always returns within about ``limit_s``."""
     found_path, log_path = folder / f"{step.name}.json", folder / f"{step.name}.log"
     started_s = time.monotonic()
     with log_path.open("wb") as log:
@@ -56,7 +56,7 @@ def run_step(step: Step, folder: Path, limit_s: float) -> Result:
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str:
-    """Why the process ended before its step had, if it did."""
+    """Wait for the process. Return how it ended, which explains a step without an outcome."""
     try:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:

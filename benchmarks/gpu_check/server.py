@@ -1,4 +1,4 @@
-"""SGLang in device mode on the GPU: one server stores a prompt, a fresh one takes it from the store."""
+"""Checks SGLang in device mode on the GPU: one server stores a prompt, a fresh one fetches it from the store."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def run(record: Record) -> None:
         fetched_ttft_ms=1e3 * fetched.ttft_s,
     )
     if from_store < 0.9 * PROMPT_TOKENS:
-        record.fail(f"{from_store} of {PROMPT_TOKENS} tokens came from the store")
+        record.fail(f"only {from_store} of {PROMPT_TOKENS} tokens came from the store")
     if not is_same:
-        record.fail(f"the answer is {fetched.output_ids}, computed {computed.output_ids}")
+        record.fail(f"the answer from the store is {fetched.output_ids}, expected {computed.output_ids}")
 
 
 def _ask(model: Path, flags: list[str], prompt: list[int], *, waits: bool) -> tuple[Generation, str]:
-    """By a server of its own."""
+    """Start a server, and return its answer to ``prompt`` and its metrics."""
     with SGLangServer(model, extra_args=flags, start_timeout_s=_START_S, request_timeout_s=_START_S) as server:
         answer = server.generate(input_ids=prompt, max_new_tokens=16)
         if waits:

@@ -1,4 +1,4 @@
-"""One step, in this process: ``python -m benchmarks.gpu_check.step MODULE:FUNCTION RESULT``."""
+"""Runs one step in this process: ``python -m benchmarks.gpu_check.step MODULE:FUNCTION RESULT``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OURS = ("benchmarks", "sgl_kvfetch", "tests")
 
 
 def main(runs: str, path: Path) -> None:
-    # What the step started (servers) is to end with it when its time is over.
+    # Exit normally on SIGTERM, so that servers which the step started are stopped as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("time is over"))
     record = Record(path)
     module, _, function = runs.partition(":")

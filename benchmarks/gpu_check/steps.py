@@ -1,4 +1,4 @@
-"""What is checked, in this order. The limits of all steps add up to less than the whole run's."""
+"""The steps, in the order in which they run. Their time limits add up to at most that of the whole run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TOTAL_S = 455.0
 
 @dataclass(frozen=True)
 class Step:
-    """``runs``: the function, as ``module:name``; it takes a `Record`."""
+    """``runs``: the step's function as ``module:name``. It takes a `Record`."""
 
     name: str
     title: str
@@ -20,7 +20,7 @@ class Step:
 
 _HERE = "benchmarks.gpu_check"
 
-# The first one says whether there is a GPU.
+# The first step finds out whether there is a GPU.
 STEPS = (
     Step("machine", "Hardware, driver, versions", f"{_HERE}.facts:run", 30, needs_gpu=False),
     Step("kernels", "Kernels against their references and a device copy", f"{_HERE}.kernels:run", 70),

@@ -1,4 +1,4 @@
-"""The tests that need a GPU."""
+"""Runs the tests that need a GPU."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _MARK = "pytest.mark.gpu"
 
 
 def find_files() -> list[str]:
-    """Files with such tests, so that no others are imported: they may need what is not installed."""
+    """Return the files with such tests. Others are not imported, since they may need packages that are missing."""
     return sorted(str(p.relative_to(_ROOT)) for p in (_ROOT / "tests").rglob("test_*.py") if _MARK in p.read_text())
 
 
 def run(record: Record) -> None:
-    import pytest  # says so if it is missing
+    import pytest  # if it is missing, the step is skipped
 
     files = find_files()
     if importlib.util.find_spec("sglang") is None:

@@ -1,4 +1,4 @@
-"""How long work on a device takes."""
+"""Times work on a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, *, repeats: int = 20, warm_ups: int = 3) -> float:
-    """The median of ``repeats``, by the device's own clock where it has one."""
+    """Return the median seconds of ``repeats`` runs of ``work``, by the GPU's own clock if ``device`` is a GPU."""
     for _ in range(warm_ups):
         work()
     timed = _on_gpu if device.type == "cuda" else _on_cpu

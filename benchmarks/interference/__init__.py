@@ -1,1 +1,1 @@
-"""What fetching does to the requests that need no fetch."""
+"""Measures how fetches slow down requests that need no fetch."""

@@ -1,4 +1,4 @@
-"""What fetching does to the requests that need no fetch.
+"""Measures how fetches slow down requests that need no fetch.
 
     python -m benchmarks.interference --launch --json out.json --plot timeline.png
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with console.status(f"storing the long prompts: {codec}"):
                 _fill(model, folder / codec, plan, codec)
         for round_idx in range(options.rounds):
-            # Each round in another order, so that no mode is always the first on a machine that changes.
+            # Each round has another order, so that no mode is always first if the machine's speed changes.
             first = round_idx % len(options.modes)
             for mode in options.modes[first:] + options.modes[:first]:
                 for pinned in pinnings:
@@ -127,7 +127,7 @@ def _measure(mode: str, model: str, folder: Path, plan: Plan, options: Options, 
 
 
 def _flags(mode: str, url: str, threshold: int) -> list[str]:
-    # Nothing is written, and a fetch may take as long as the link asks for.
+    # Nothing is written, and a fetch may take as long as the link needs.
     settings: Mapping[str, Any] = {
         "mode": "read_only",
         "fetch_timeout_s": LONG_TIMEOUT_S,
@@ -138,7 +138,7 @@ def _flags(mode: str, url: str, threshold: int) -> list[str]:
             return []
         case "host":
             return hicache_args(url, **settings)
-    # A link slow enough to watch is slower than to compute the prompts of a small model.
+    # With such a slow link, computing a small model's prompts would be faster than fetching them.
     return device_args(url, recompute="never", **settings)
 
 
@@ -146,7 +146,7 @@ def _plot(path: Path, run: Run, options: Options) -> None:
     requests = sorted([*run.short, *run.long], key=lambda request: request.sent_s)
     subtitle = (
         f"device mode: prompts of {options.long_tokens} tokens stored as {options.codec} behind "
-        f"{options.link_gbps:g} Gbps, prompts of {options.short_tokens} that nobody has seen"
+        f"{options.link_gbps:g} Gbps, new prompts of {options.short_tokens} tokens"
     )
     plot_timeline(path, merged(requests, run.spans), {request.name for request in run.long}, subtitle)
 

@@ -1,4 +1,4 @@
-"""What is sent, and when; and what came back."""
+"""Plans the requests of a run, sends them, and records the answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VOCABULARY = range(3, 1000)
 
 @dataclass(frozen=True)
 class Prompt:
-    name: str  # SGLang knows the request by it
+    name: str  # SGLang's request id
     start_s: float
     tokens: list[int]
 
@@ -33,7 +33,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Request:
-    """Times are those of ``time.monotonic()``. ``storage_tokens``: of the prompt, how many came from the store."""
+    """Times are those of ``time.monotonic()``. ``storage_tokens``: prompt tokens that came from the store."""
 
     name: str
     sent_s: float
@@ -49,8 +49,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one mode. ``spans``: the server's, where it recorded any. ``other_cores``: cores' worth of CPU time
-    that processes of others took meanwhile, None where the system does not say."""
+    """One run of one mode. ``spans``: those that the server recorded. ``other_cores``: how many cores other processes
+    used on average, None if the system does not tell."""
 
     short: list[Request]
     long: list[Request]
@@ -59,17 +59,17 @@ class Run:
 
     @property
     def share_during_fetch(self) -> float:
-        """Of the short requests, how many were sent during one."""
+        """Return the share of short requests that were sent during a fetch."""
         return sum(self.is_during_fetch) / len(self.is_during_fetch)
 
     @property
     def is_during_fetch(self) -> list[bool]:
-        """Of each short request: whether it was sent while a long one waited for its first token."""
+        """Return for each short request whether it was sent while a long one waited for its first token."""
         return [any(long.sent_s <= r.sent_s < long.first_s for long in self.long) for r in self.short]
 
 
 def make_plan(options: Options) -> Plan:
-    """Short prompts come at random, as from a Poisson process; long ones at even distances."""
+    """Plan a run: short prompts arrive as a Poisson process, long ones at equal intervals."""
     rng = random.Random(options.seed)
 
     def prompt(kind: str, index: int, start_s: float, num_tokens: int) -> Prompt:
@@ -86,7 +86,7 @@ def make_plan(options: Options) -> Plan:
 async def send(
     url: str, short: Sequence[Prompt], long: Sequence[Prompt], new_tokens: int
 ) -> tuple[list[Request], list[Request]]:
-    """Send all, each at its time; a long one asks for one token. Raises what ``stream_generate`` does."""
+    """Send every prompt at its time. Long ones generate one token. Raises what ``stream_generate`` raises."""
     timeout = aiohttp.ClientTimeout(total=LONG_TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0)
     started_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""The scheduler's main thread on a core of its own, and everything else on another."""
+"""Pins the scheduler's main thread to one core, and everything else to another."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_SCHEDULER = "sglang::schedul"  # what SGLang names the process, as far as the kernel keeps it
+_SCHEDULER = "sglang::schedul"  # SGLang's name for the process, which the kernel truncates
 
 
 @contextmanager
 def everything_on_one_core() -> Iterator[None]:
-    """Keep this process, and what it starts meanwhile, on the last core that it may use."""
+    """Pin this process, and the processes that it starts meanwhile, to the last core that it may use."""
     allowed = os.sched_getaffinity(0)
     if len(allowed) < 2:
-        raise SystemExit("benchmarks.interference: pinning takes two cores")
+        raise SystemExit("benchmarks.interference: pinning needs at least two cores")
     _set_all_threads(os.getpid(), {max(allowed)})
     try:
         yield
@@ -24,13 +24,13 @@ def everything_on_one_core() -> Iterator[None]:
 
 
 def give_schedulers_a_core(core: int) -> None:
-    """Move the main thread of each SGLang scheduler that runs on this machine to ``core``. What else they run stays."""
+    """Pin the main thread of each SGLang scheduler on this machine to ``core``. Their other threads stay in place."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if (process / "comm").read_text().strip() == _SCHEDULER:
                 os.sched_setaffinity(int(process.name), {core})
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended meanwhile
+            continue  # the process has ended
 
 
 def first_core() -> int:

@@ -1,4 +1,4 @@
-"""The timeline of a run as a PNG: requests as rows, stages as colours."""
+"""Draws the timeline of a run as a PNG, with requests as rows and stages as colours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, get_args
 from benchmarks.interference.spans import Span
 from sgl_kvfetch.timeline import Stage
 
-# Okabe and Ito's colours, which the colour-blind can tell apart, for what is busy; greys for what waits.
+# Okabe and Ito's colours, which colour-blind readers can distinguish, for busy stages; greys for waiting.
 _COLOURS: dict[Stage, str] = {
     "queued": "#666666",
     "parked": "#d9d9d9",
@@ -20,15 +20,15 @@ _COLOURS: dict[Stage, str] = {
     "generate": "#CC79A7",
 }
 _LABELS: dict[Stage, str] = {"decode": "decode (video or bytes)", "generate": "generate (decode tokens)"}
-# These run at once, so each has a strip of its own in the row.
+# These stages overlap, so each has its own strip in the row.
 _STRIPS: tuple[Stage, ...] = ("transmit", "decode", "restore")
 _LONG_HEIGHT, _SHORT_HEIGHT, _GAP = 4.0, 1.0, 0.25
-_ZOOM_SHARE = 0.12  # of the run
+_ZOOM_SHARE = 0.12  # share of the run
 
 
 def plot_timeline(path: Path, requests: Mapping[str, Sequence[Span]], long: Collection[str], subtitle: str) -> None:
-    """``requests``: each one's spans, in the order in which they were sent. ``long``: names of those that fetch. Left
-    is the whole run, right what happens around the end of the first fetch."""
+    """Draw the whole run on the left, and the time around the end of the first fetch on the right. ``requests``: each
+    one's spans, in the order of sending. ``long``: names of the requests that fetch."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -94,7 +94,7 @@ def _height(name: str, long: Collection[str]) -> float:
 
 
 def _place(stage: Stage, top: float, height: float) -> tuple[float, float]:
-    """Where a bar begins in its row, and how high it is."""
+    """Return a bar's top and height."""
     if stage not in _STRIPS:
         return top, height
     strip = height / (len(_STRIPS) + 1)

@@ -1,4 +1,4 @@
-"""What the runs amount to: percentiles, ratios to the runs without fetches, and how sure they are."""
+"""Reports percentiles, ratios to the runs without fetches, and their confidence intervals."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _CONFIDENCE = (2.5, 97.5)
 _LEAST_REQUESTS = 5
 
 METHOD = (
-    "Percentiles are over all short requests of a mode. A ratio is the median over rounds of the ratio of p50s, each "
-    "to the p50 of 'none' in its own round. Its 95% interval is a bootstrap's: rounds are drawn with replacement, and "
-    "in each the prompts, the same ones for both modes. Two servers of one kind may differ by a fifth, so the last "
-    "columns compare, within each server, the requests that were sent during a fetch with the others: p50 to p50, the "
-    "median over rounds."
+    "Percentiles are over all short requests of a mode. For a ratio, each round's p50 is divided by the p50 of 'none' "
+    "in the same round; the ratio is the median over rounds. Its 95% interval is from a bootstrap that draws rounds "
+    "with replacement, and in each round prompts, the same for both modes. Two servers of one kind may differ by a "
+    "fifth. So the last columns compare requests of the same server: the p50 of those sent during a fetch, divided by "
+    "the p50 of the others, as the median over rounds."
 )
 
 
 def make_rows(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
-    """``runs``: by mode, a run a round; ``none`` must be there."""
+    """Return a row per mode. ``runs``: for each mode, one run per round; the mode ``none`` is required."""
     return [_row(mode, of_mode, runs["none"]) for mode, of_mode in runs.items()]
 
 
@@ -52,8 +52,8 @@ def _row(mode: str, runs: Sequence[Run], none: Sequence[Run]) -> dict[str, Any]:
 
 
 def _within(run: Run, name: str) -> float | None:
-    """The p50 of the short requests that were sent during a fetch, to that of the others of the same server. None if
-    there were few of either."""
+    """Return the p50 of the short requests that were sent during a fetch, divided by the p50 of the same server's
+    others. None if there were too few of either."""
     times: dict[bool, list[float]] = {True: [], False: []}
     for request, is_during in zip(run.short, run.is_during_fetch, strict=True):
         times[is_during].append(getattr(request, f"{name}_s"))
@@ -63,8 +63,8 @@ def _within(run: Run, name: str) -> float | None:
 
 
 def confidence_interval(ours: NDArray[Any], base: NDArray[Any], seed: int = 0) -> list[float]:
-    """Of the median over rounds of the ratio of medians, by a paired bootstrap of two levels. Both: (rounds, prompts),
-    the same prompt in the same place."""
+    """Return the interval of the median over rounds of the ratio of medians, by a paired bootstrap of two levels.
+    ``ours`` and ``base``: (rounds, prompts), with the same prompts at the same indices."""
     rng = np.random.default_rng(seed)
     num_rounds, num_prompts = ours.shape
     rounds = rng.integers(num_rounds, size=(_NUM_RESAMPLES, num_rounds, 1))

@@ -1,4 +1,4 @@
-"""The server's timeline, and the client's view of the same requests."""
+"""Merges the server's timeline with the client's view of the same requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Span:
 
 
 class Seen(Protocol):
-    """What the client knows of a request."""
+    """A request as the client sees it."""
 
     @property
     def name(self) -> str: ...
@@ -33,14 +33,14 @@ class Seen(Protocol):
 
 
 def read_spans(path: Path) -> list[Span]:
-    """What a server wrote with ``KVFETCH_TIMELINE``: the file of one rank. A last line that was cut off is left out."""
+    """Read one rank's file, which a server wrote with ``KVFETCH_TIMELINE``. An incomplete last line is left out."""
     whole = path.read_text().rpartition("\n")[0].splitlines()
     return [Span(**json.loads(line)) for line in whole]
 
 
 def merged(requests: Iterable[Seen], spans: Sequence[Span]) -> dict[str, list[Span]]:
-    """Every request's spans by name, in the order of their beginning. Until its first token, a request is queued
-    whenever the server does not say otherwise; from then on it generates."""
+    """Return each request's spans by its name, sorted by start. Before the first token, times without a span of the
+    server count as queued; after it, the request generates."""
     by_name: dict[str, list[Span]] = {}
     for span in spans:
         by_name.setdefault(span.request, []).append(span)
@@ -54,7 +54,7 @@ def merged(requests: Iterable[Seen], spans: Sequence[Span]) -> dict[str, list[Sp
 
 
 def fetch_seconds(spans: Iterable[Span]) -> dict[str, float]:
-    """By request: from the first byte asked for to the last page restored."""
+    """Return for each request the seconds from requesting the first byte to restoring the last page."""
     first: dict[str, float] = {}
     last: dict[str, float] = {}
     for span in spans:
@@ -65,7 +65,7 @@ def fetch_seconds(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def _gaps(spans: Sequence[Span], start_s: float, end_s: float) -> list[tuple[float, float]]:
-    """What sorted spans leave free between two moments."""
+    """Return the gaps that sorted spans leave between two times."""
     gaps = []
     for span in spans:
         if span.start_s >= end_s:

@@ -1,4 +1,4 @@
-"""Which variant of each chunk to fetch, so that neither the link nor the decoders wait for the other.
+"""Choose the variant of each chunk to fetch, so that neither the link nor the decoders wait for the other.
 
-Pure, but for the thread pool: estimates, profiles and policies are functions of frozen values, without clock or I/O.
+Except for the thread pool, this package is pure: estimates, profiles and policies use no clock and no I/O.
 """

@@ -1,4 +1,4 @@
-"""How large a chunk is and how long it takes to decode, by variant and by how many are decoded at once."""
+"""Decode profiles: a chunk's size and decode time, by variant and by the number of chunks decoded at once."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ VERSION = 1
 
 
 class VariantProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to code a chunk.
+    """One way to encode a chunk.
 
-    ``decode_s[k - 1]``: seconds that each of ``k`` chunks takes when as many are decoded at once. ``switch_s``: what a
-    session needs on top when the chunk before was of another variant, or when it is new.
+    ``decode_s[k - 1]``: seconds per chunk when ``k`` chunks are decoded at once. ``switch_s``: additional seconds that
+    a session needs if it is new, or if its previous chunk was of another variant.
     """
 
-    name: str  # a resolution, or a codec where pictures have no say
+    name: str  # a resolution, or a codec that has no pictures
     size_bytes: int
     decode_s: tuple[float, ...]
     switch_s: float = 0.0
 
 
 class DecodeProfile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """What one machine needs for a chunk in each variant. The smallest variant first, as in KVFetcher's tables."""
+    """One machine's decode times for a chunk in each variant, smallest variant first as in KVFetcher's tables."""
 
     device: str
-    source: str  # where the figures come from: a paper's table, or when and how they were measured
+    source: str  # a paper's table, or when and how the figures were measured
     variants: tuple[VariantProfile, ...]
-    chunk_values: int | None = None  # integers in the chunk that was measured; times go with it
+    chunk_values: int | None = None  # integers in the measured chunk; decode times are proportional to it
     version: int = VERSION
 
     def __post_init__(self) -> None:
-        """Raises ConfigError."""
+        """Check the fields. Raises ConfigError."""
         if self.version != VERSION:
-            raise ConfigError(f"decode profile is of version {self.version}; expected {VERSION}")
+            raise ConfigError(f"decode profile has version {self.version}; expected {VERSION}")
         names = [v.name for v in self.variants]
         if not names or len(set(names)) < len(names):
-            raise ConfigError(f"variants are {', '.join(names) or 'none'}; expected at least one, and each name once")
+            raise ConfigError(f"variants are {', '.join(names) or 'none'}; expected at least one, with unique names")
         if self.chunk_values is not None and self.chunk_values < 1:
             raise ConfigError(f"chunk_values is {self.chunk_values}; expected at least 1")
         for v in self.variants:
             if len(v.decode_s) != len(self.variants[0].decode_s) or not v.decode_s:
                 raise ConfigError(
-                    f"variant {v.name!r} has {len(v.decode_s)} decode times; expected one a concurrency, "
-                    f"{len(self.variants[0].decode_s)} as {self.variants[0].name!r} has"
+                    f"variant {v.name!r} has {len(v.decode_s)} decode times; expected one per concurrency level, "
+                    f"{len(self.variants[0].decode_s)}, as in variant {self.variants[0].name!r}"
                 )
             if v.size_bytes < 1 or not all(0 < t < math.inf for t in v.decode_s) or not 0 <= v.switch_s < math.inf:
                 raise ConfigError(
@@ -60,31 +60,31 @@ class DecodeProfile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def max_concurrency(self) -> int:
-        """The largest concurrency that was measured."""
+        """Return the largest measured concurrency."""
         return len(self.variants[0].decode_s)
 
     @cached_property
     def num_sessions(self) -> int:
-        """How large a pool decodes most chunks a second, in the variant that is fastest then. The smaller of equals."""
+        """Return the pool size with the highest throughput in its fastest variant; of equal sizes, the smallest."""
         return max(
             range(1, self.max_concurrency + 1), key=lambda k: (max(k / v.decode_s[k - 1] for v in self.variants), -k)
         )
 
     @cached_property
     def pool_share_s(self) -> tuple[float, ...]:
-        """By variant: the least time of the whole pool that a chunk takes, however many are decoded at once."""
+        """Return for each variant the least pool time per chunk, over all measured concurrencies."""
         return tuple(min(t / k for k, t in enumerate(v.decode_s, 1)) for v in self.variants)
 
     def index(self, name: str) -> int:
-        """Raises ConfigError for a variant that is not in the profile."""
+        """Return a variant's index. Raises ConfigError if the profile does not have it."""
         for i, variant in enumerate(self.variants):
             if variant.name == name:
                 return i
         raise ConfigError(f"variant {name!r} is not in the profile; it has {', '.join(v.name for v in self.variants)}")
 
     def find(self, codec: str, resolution: str) -> int | None:
-        """The profile's variant for a stored one. ``kvfetch profile`` names them by codec and resolution, or by codec
-        where pictures have no say; the paper's tables, all of them HEVC, by resolution. None if there is none."""
+        """Return the index of the profile's variant for a stored one, or None. ``kvfetch profile`` names variants by
+        codec and resolution, or by codec if it has no pictures; the paper's tables, all HEVC, by resolution."""
         wanted = [f"{codec} {resolution}", codec]
         if codec.startswith("hevc"):
             wanted.append(resolution)
@@ -92,14 +92,14 @@ class DecodeProfile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return next((names.index(name) for name in wanted if name in names), None)
 
     def decode_time_s(self, variant: int, concurrency: int) -> float:
-        """Beyond what was measured, the decoders are taken for busy: more chunks, each as much slower."""
+        """Return the seconds per chunk. Beyond the measured concurrency, throughput is assumed to be constant."""
         times = self.variants[variant].decode_s
         if concurrency <= len(times):
             return times[concurrency - 1]
         return times[-1] * concurrency / len(times)
 
     def corrected(self, factors: Mapping[int, float]) -> Self:
-        """With the decode times of these variants multiplied."""
+        """Return a profile with these variants' decode times multiplied by ``factors``."""
         variants = tuple(
             msgspec.structs.replace(v, decode_s=tuple(t * factors.get(i, 1.0) for t in v.decode_s))
             for i, v in enumerate(self.variants)
@@ -111,8 +111,7 @@ class DecodeProfile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 class Decoded(msgspec.Struct, frozen=True):
-    """One chunk that was decoded. ``ratio``: how long it took against what the profile said, while as many others were
-    decoded as there were."""
+    """One decoded chunk. ``ratio``: its decode time divided by the profile's, for the concurrency at that time."""
 
     variant: int
     ratio: float
@@ -123,11 +122,11 @@ _NEWEST_WEIGHT = 0.25
 
 
 def corrections(decoded: Sequence[Decoded], num_variants: int) -> dict[int, float]:
-    """Factors for the decode times of a profile, from what was observed, the oldest first.
+    """Return factors for a profile's decode times, from observations ordered from oldest to newest.
 
-    For each variant an exponentially weighted geometric mean. What was not tried yet gets that of all together: a
-    machine that is slower than its profile is slower at that too. One outlier moves a factor by no more than its
-    weight allows, since ratios are cut to 8 either way.
+    Each factor is an exponentially weighted geometric mean. A variant without observations gets the mean of all
+    variants: a machine that is slower than its profile is probably slower there too. Ratios are clipped to between 1/8
+    and 8, to limit the effect of an outlier.
     """
     together: float | None = None
     by_variant: dict[int, float] = {}
@@ -145,15 +144,15 @@ def _moved(mean: float | None, newest: float) -> float:
 
 
 def decode_profile(data: bytes) -> DecodeProfile:
-    """Raises ConfigError for what is not a profile."""
+    """Parse a decode profile. Raises ConfigError if ``data`` is not a valid one."""
     try:
         return msgspec.json.decode(data, type=DecodeProfile)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-        raise ConfigError(f"decode profile is not understood: {e}") from e
+        raise ConfigError(f"invalid decode profile: {e}") from e
 
 
 def load_decode_profile(path: Path) -> DecodeProfile:
-    """Raises ConfigError, naming the file."""
+    """Read a decode profile. Raises ConfigError, which names the file."""
     try:
         return decode_profile(path.read_bytes())
     except (OSError, ConfigError) as e:

@@ -1,4 +1,4 @@
-"""What a link will carry, from what it carried. Pure: times come in with the transfers."""
+"""Estimates a link's future bandwidth from past transfers. Pure: transfers carry their times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Bytes that came in over one connection between two moments of any one clock."""
+    """Bytes received over one connection. Both times are from one clock, which may be any."""
 
     size_bytes: int
     start_s: float
@@ -30,21 +30,21 @@ class Transfer:
 _NUM_PATHS = 8
 _MOST_CHUNKS = 64
 _WINDOW = 16
-_DECAY = 0.8  # weight of a transfer against the one after it
-# What is believed of a link before there is much to see of it, and the weight of that, in transfers.
+_DECAY = 0.8  # weight of a transfer relative to the next one
+# The prior for a link with few transfers, and its weight, in transfers.
 _PRIOR_WEIGHT = 2.0
 _PRIOR_LOG_SIGMA = 0.3
 _PRIOR_PERSISTENCE = 0.6
 _MOST_PERSISTENCE = 0.98
 _MAD_TO_SIGMA = 1.4826
-_LEAST_LOG_SIGMA = 0.05  # below which nothing lies off
+_LEAST_LOG_SIGMA = 0.05  # lower bound, so that small deviations are no outliers
 _FAR_SIGMAS = 3.0
-_SHORTEST_PIECE = 0.1  # of the longest transfer that runs in it
+_SHORTEST_PIECE = 0.1  # relative to the longest transfer that runs in the piece
 
 
 def _draws() -> list[list[float]]:
-    """Standard normal numbers, always the same: policies are pure. In pairs that mirror each other, so that their mean
-    is exact."""
+    """Return standard normal numbers, always the same ones because policies are pure. Half of the paths mirror the
+    others, so that the mean is exactly 0."""
     rng = random.Random(1)
     half = [[rng.gauss(0, 1) for _ in range(_MOST_CHUNKS + 1)] for _ in range(_NUM_PATHS // 2)]
     return half + [[-x for x in row] for row in half]
@@ -55,10 +55,11 @@ _DRAWS = _draws()
 
 @dataclass(frozen=True, slots=True)
 class LinkOutlook:
-    """What a link is expected to do. The logarithm of its bandwidth strays by ``log_sigma`` around that of
-    ``median_bps``, to which it returns: from one chunk to the next, ``persistence`` of what it is off is left (an
-    autoregressive process of order 1). It is off by ``offset`` now. The median itself is known but to
-    ``median_log_sigma``.
+    """A link's expected bandwidth, as an autoregressive process of order 1 in the logarithm of bits per second.
+
+    The logarithm varies around that of ``median_bps`` with standard deviation ``log_sigma``. The fraction
+    ``persistence`` of its deviation remains from one chunk to the next; ``offset`` is the deviation now.
+    ``median_log_sigma`` is the median's own uncertainty, as a standard deviation of its logarithm.
     """
 
     median_bps: float
@@ -74,8 +75,7 @@ class LinkOutlook:
         assert 0 <= self.persistence < 1, self.persistence
 
     def paths(self, num_chunks: int) -> list[list[float]]:
-        """Bits per second while each of the next chunks is on the link: some courses that it may take, equally likely.
-        At most 64 chunks."""
+        """Return equally likely scenarios: for each, the bits per second of each of the next chunks (at most 64)."""
         assert num_chunks <= _MOST_CHUNKS, num_chunks
         fresh = math.sqrt(1 - self.persistence**2) * self.log_sigma
         paths = []
@@ -90,29 +90,29 @@ class LinkOutlook:
         return paths
 
 
-# What a link is taken for before anything came over it: 1 to 40 Gbps are within 1.5 standard deviations.
+# The assumption for a link without transfers: 1 to 40 Gbps lie within 1.5 standard deviations.
 UNKNOWN_LINK = LinkOutlook(6.3e9, 1.2)
 
 
 def together(transfers: Sequence[Transfer]) -> list[Transfer]:
-    """What several connections brought, as if it had come over one: the link's goodput is their sum, whichever
-    connections, and whichever fetches, they belong to.
+    """Merge the transfers of several connections as if one connection had carried them.
 
-    Time is cut where transfers end, and a transfer's bytes are spread evenly over its time. Time in which none ran does
-    not count. Those that still run should be among ``transfers``, with what they have brought so far.
+    The link's goodput is the sum over all connections and fetches. Time is cut where transfers end, and each transfer's
+    bytes are spread evenly over its duration. Idle time does not count. ``transfers`` should include those still
+    running, with the bytes received so far.
     """
     cut: list[Transfer] = []
     for busy in _busy_stretches(transfers):
         for since_s, until_s in pairwise(_cuts(busy)):
             running = [(max(t.start_s, since_s), t) for t in busy if t.start_s < until_s and t.end_s > since_s]
             size = sum(t.size_bytes * (min(t.end_s, until_s) - s) / (t.end_s - t.start_s) for s, t in running)
-            # Whatever runs in this stretch runs on to its end, so that only the earliest start matters.
+            # Every transfer in this piece runs until its end, so only the earliest start matters.
             cut.append(Transfer(max(1, round(size)), min(start_s for start_s, _ in running), until_s))
     return cut
 
 
 def _busy_stretches(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
-    """Transfers between which the link was never idle, together."""
+    """Group transfers into stretches of time in which the link was never idle."""
     stretches: list[list[Transfer]] = []
     busy_until_s = -math.inf
     for transfer in sorted(transfers, key=lambda t: t.start_s):
@@ -124,8 +124,8 @@ def _busy_stretches(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
 
 
 def _cuts(transfers: Sequence[Transfer]) -> list[float]:
-    """The first start, and those ends that lie apart. Transfers that share a link end almost together, and how few of
-    them are left in the very last moment says nothing about the link."""
+    """Return the first start, and the ends that are not too close together. Transfers that share a link end almost at
+    once; the few that are left in the last moment say nothing about the link."""
     cuts = [min(t.start_s for t in transfers)]
     ends = sorted({t.end_s for t in transfers})
     for end_s in ends:
@@ -138,11 +138,11 @@ def _cuts(transfers: Sequence[Transfer]) -> list[float]:
 
 
 def robust(transfers: Sequence[Transfer], prior: LinkOutlook = UNKNOWN_LINK) -> LinkOutlook:
-    """Median, spread and persistence of recent goodputs, newer ones weighing more.
+    """Estimate median, spread and persistence of recent goodputs; newer transfers have more weight.
 
-    A stall or a burst of one transfer counts only as far as the others vary. A link that changed for good shows in two
-    transfers in a row that lie far off on the same side of all before them: those before are then forgotten. Before
-    the first transfer it is ``prior``. Transfers over several connections count ``together``.
+    A single outlier is clipped. Two outliers in a row on the same side mean that the link has changed: all earlier
+    transfers are then ignored. Without transfers the result is ``prior``. Parallel transfers are merged by
+    ``together``.
     """
     if not transfers:
         return prior
@@ -152,14 +152,14 @@ def robust(transfers: Sequence[Transfer], prior: LinkOutlook = UNKNOWN_LINK) -> 
     total = sum(weights)
     middle = sum(w * x for w, x in zip(weights, logs, strict=True)) / total
     offsets = [x - middle for x in logs]
-    # One transfer shows no spread.
+    # A single transfer says nothing about the spread, hence the prior.
     seen = sum(w * x**2 for w, x in zip(weights, offsets, strict=True))
     variance = (seen + _PRIOR_WEIGHT * _PRIOR_LOG_SIGMA**2) / (total - 1 + _PRIOR_WEIGHT)
     products = sum(a * b for a, b in pairwise(offsets)) + _PRIOR_WEIGHT * _PRIOR_PERSISTENCE * variance
     persistence = products / (sum(x**2 for x in offsets[:-1]) + _PRIOR_WEIGHT * variance)
     persistence = min(_MOST_PERSISTENCE, max(0.0, persistence))
     sigma = math.sqrt(variance)
-    # Of the mean of so many that resemble their neighbours.
+    # The standard error of a mean of correlated values.
     middle_sigma = sigma * math.sqrt((1 + persistence) / (1 - persistence) / total)
     return LinkOutlook(
         math.exp(middle), min(middle_sigma, UNKNOWN_LINK.median_log_sigma), sigma, persistence, offsets[-1]
@@ -167,7 +167,7 @@ def robust(transfers: Sequence[Transfer], prior: LinkOutlook = UNKNOWN_LINK) -> 
 
 
 def _clipped(logs: Sequence[float]) -> list[float]:
-    """With those that lie far off, and their neighbours do not, brought back to where far begins."""
+    """Clip outliers to the outlier threshold, unless a neighbour is an outlier on the same side."""
     if len(logs) < 3:
         return list(logs)
     middle, far = _middle_and_far(logs)
@@ -181,7 +181,7 @@ def _clipped(logs: Sequence[float]) -> list[float]:
 
 
 def _jumped(logs: Sequence[float]) -> bool:
-    """Whether the last two lie off on one side of those before, by far more than these vary."""
+    """Return whether the last two values are outliers on the same side of all earlier ones."""
     before, newest = logs[:-2], logs[-2:]
     if not before:
         return False
@@ -190,7 +190,7 @@ def _jumped(logs: Sequence[float]) -> bool:
 
 
 def _middle_and_far(values: Sequence[float]) -> tuple[float, float]:
-    """Their median, and how far from it none of them is expected."""
+    """Return the median, and the distance from it beyond which a value is an outlier."""
     middle = statistics.median(values)
     spread = _MAD_TO_SIGMA * statistics.median(abs(x - middle) for x in values)
     return middle, _FAR_SIGMAS * max(spread, _LEAST_LOG_SIGMA)

@@ -1,4 +1,4 @@
-"""Measure a decode profile: what this machine needs, by variant and by how many chunks are decoded at once."""
+"""Measures this machine's decode profile, by variant and by the number of chunks decoded at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True)
 class Sample(Generic[S]):
-    """One chunk in one variant. ``decode`` decodes it on a session, and may be called for several at once."""
+    """One chunk in one variant. ``decode`` decodes it on a session; several sessions may call it at once."""
 
     name: str
     size_bytes: int
@@ -35,11 +35,11 @@ def measure_profile(
     clock: Callable[[], float] = time.perf_counter,
     on_step: Callable[[str], None] = lambda _: None,
 ) -> DecodeProfile:
-    """Medians over ``rounds`` chunks a session, for 1, 2, ... of the sessions at once. The variants come out in order
-    of size, the smallest first."""
+    """Return medians over ``rounds`` chunks per session, for 1, 2, ... sessions at once, with the smallest variant
+    first."""
     ordered = sorted(samples, key=lambda s: s.size_bytes)
     for sample in ordered:
-        sample.decode(sessions[0])  # what is done once, a library's loading say, is not a chunk's time
+        sample.decode(sessions[0])  # warm up: one-time costs, such as loading a library, must not count
     variants = []
     for sample in ordered:
         on_step(sample.name)
@@ -53,7 +53,7 @@ def measure_profile(
 
 
 def _median_s(sample: Sample[S], sessions: Sequence[S], rounds: int, clock: Callable[[], float]) -> float:
-    """Of a chunk's time while as many are decoded at once as there are sessions."""
+    """Return the median seconds per chunk while all ``sessions`` decode at once."""
 
     def timed(session: S) -> float:
         started_s = clock()
@@ -63,14 +63,14 @@ def _median_s(sample: Sample[S], sessions: Sequence[S], rounds: int, clock: Call
     count = len(sessions)
     with closing(DecodePool(sessions)) as pool:
         times = [future.result() for future in [pool.submit(timed) for _ in range(count * (rounds + 2))]]
-    # The first ones set their sessions up, the last ones have less and less company: they are not counted.
+    # The first chunks set up their sessions, and the last ones run with fewer others: leave both out.
     return statistics.median(times[count : count * (rounds + 1)])
 
 
 def _switch_s(
     sample: Sample[S], others: Sequence[Sample[S]], session: S, rounds: int, clock: Callable[[], float]
 ) -> float:
-    """How much longer a chunk takes on a session that decoded another variant before than on one that did not."""
+    """Return the additional seconds that a chunk takes after one of another variant on the same session."""
 
     def after(previous: Iterator[Sample[S]]) -> list[float]:
         times = []

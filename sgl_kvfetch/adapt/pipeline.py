@@ -1,7 +1,7 @@
-"""How a decode pool goes on as chunks arrive: the model by which policies look ahead and the simulator runs.
+"""A model of a decode pool over time, which policies use to look ahead and the simulator runs on.
 
-Chunks that are decoded at once share the decoders: while ``k`` are, each moves at ``1 / decode_s[k - 1]`` of a chunk a
-second, and all change pace when one begins or ends. A session that switches variants first takes ``switch_s``.
+Chunks that are decoded at once share the decoders. While ``k`` chunks are decoded, each progresses at
+``1 / decode_s[k - 1]`` chunks per second. A session that switches variants first takes ``switch_s``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sgl_kvfetch.adapt.sessions import UNCONFIGURED, SessionQueue, Start
 
 @dataclass(frozen=True, slots=True)
 class SessionState:
-    """``configured``: the variant it decodes, or decoded last; None if it is new. ``switch_left_s`` and
-    ``chunks_left`` (1 is a whole chunk of the profile's size) are 0 if it is idle."""
+    """``configured``: the current or last variant, None for a new session. ``switch_left_s`` and ``chunks_left`` (1 is
+    a whole chunk of the profile's size) are 0 for an idle session."""
 
     configured: int | None = None
     switch_left_s: float = 0.0
@@ -27,7 +27,7 @@ class SessionState:
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """A decode pool at one moment. ``waiting``: variants of the chunks that have come and wait for a session."""
+    """A decode pool's state at one time. ``waiting``: variants of the chunks that have arrived but have no session."""
 
     sessions: tuple[SessionState, ...]
     waiting: tuple[int, ...] = ()
@@ -38,7 +38,7 @@ class PoolState:
 
 
 class Observer(Protocol):
-    """Is told what sessions do, as it happens."""
+    """Is called when a session starts or finishes a chunk."""
 
     def started(self, at_s: float, session: int, variant: int, switches: bool, work: float, item: int) -> None: ...
 
@@ -46,16 +46,16 @@ class Observer(Protocol):
 
 
 class Pipeline:
-    """A pool in model time. ``profile`` must live as long as its copies, which share what is derived from it."""
+    """A simulated pool. Copies share the tables that are derived from ``profile``."""
 
     __slots__ = ("_active", "_switch_s", "_times", "board", "now_s", "observers", "work")
 
     def __init__(
         self, profile: DecodeProfile, num_sessions: int, *, work: float = 1.0, observers: Sequence[Observer] = ()
     ) -> None:
-        """``work``: a chunk's integers against those of the profile's chunk."""
+        """``work``: a chunk's number of integers relative to that of the profile's chunk."""
         indices = range(len(profile.variants))
-        # By concurrency, then by variant.
+        # Indexed by concurrency, then by variant.
         self._times = [[0.0] * len(indices)] + [
             [profile.decode_time_s(v, k) for v in indices] for k in range(1, num_sessions + 1)
         ]
@@ -88,7 +88,7 @@ class Pipeline:
         return PoolState(tuple(sessions), tuple(variant for variant, _ in self.board.waiting))
 
     def copy(self) -> Pipeline:
-        """Without the observers."""
+        """Return a copy without the observers."""
         new = Pipeline.__new__(Pipeline)
         new._times, new._switch_s, new.now_s, new.work = self._times, self._switch_s, self.now_s, self.work
         new.board = self.board.copy()
@@ -97,20 +97,20 @@ class Pipeline:
         return new
 
     def deliver(self, variant: int, item: int) -> None:
-        """A chunk has come, now."""
+        """Let a chunk arrive now."""
         self._begin(self.board.submit(variant, (item, self.work)))
 
     def deliver_at(self, at_s: float, variant: int, item: int) -> None:
-        """A chunk comes then; now, if that is past."""
+        """Let a chunk arrive at ``at_s``, or now if that is in the past."""
         self.run_until(max(at_s, self.now_s))
         self.deliver(variant, item)
 
     def run_until_waiting(self, most: int) -> None:
-        """Let time pass until no more than so many chunks wait for a session."""
+        """Let time pass until at most ``most`` chunks wait for a session."""
         self._run(math.inf, most)
 
     def run_until(self, until_s: float) -> None:
-        """Let time pass. With infinity: until all is decoded, which is ``now_s`` then."""
+        """Let time pass until ``until_s``. With infinity, ``now_s`` becomes the time when all chunks are decoded."""
         self._run(until_s, -1)
         if until_s < math.inf:
             self.now_s = until_s
@@ -135,12 +135,12 @@ class Pipeline:
             self._begin(self.board.finish(int(first[0])))
 
     def drained_s(self) -> float:
-        """When all that has come will be decoded. Uses the pipeline up."""
+        """Return the time when all arrived chunks will be decoded. Advances the pipeline to that time."""
         self.run_until(math.inf)
         return self.now_s
 
     def pool_share_left_s(self, share_s: Sequence[float]) -> float:
-        """What is left to decode, in time of the whole pool; see ``DecodeProfile.pool_share_s``."""
+        """Return the remaining decode work, in seconds of the whole pool; see ``DecodeProfile.pool_share_s``."""
         active = sum(entry[3] * share_s[int(entry[1])] for entry in self._active)
         return active + sum(work * share_s[variant] for variant, (_, work) in self.board.waiting)
 

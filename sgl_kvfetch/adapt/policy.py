@@ -1,4 +1,4 @@
-"""Which variant to fetch next. Policies are pure: the same situation gets the same answer."""
+"""Policies that choose the variant to fetch next. They are pure: equal situations get equal answers."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from sgl_kvfetch.adapt.pipeline import Pipeline, PoolState
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What is known when the next chunk is about to be asked for.
+    """The inputs to a choice, just before the next chunk is requested.
 
-    Variants are indices into ``profile.variants``; ``profile`` is corrected by what was observed. ``sizes_bytes`` and
-    ``work`` (integers against those of the profile's chunk) are of the next chunk; those after it are taken to be like
-    it. ``remaining`` counts it, and the chunks that other fetches of this process have yet to ask for: they share link
-    and decoders. ``transfers``: recent ones of this link, the oldest first, the running ones
-    with what they have brought so far.
+    Variants are indices into ``profile.variants``, and ``profile`` is corrected by observed decode times.
+    ``sizes_bytes`` and ``work`` (number of integers relative to the profile's chunk) describe the next chunk; later
+    chunks are assumed to be like it. ``remaining`` counts all chunks not yet requested, the next one included, also
+    those of this process's other fetches, which share link and decoders. ``transfers``: this link's recent transfers,
+    oldest first; running ones count with the bytes received so far.
     """
 
     profile: DecodeProfile
     pool: PoolState
     transfers: tuple[Transfer, ...]
     remaining: int
-    previous: int | None  # the variant that was asked for last
+    previous: int | None  # the variant requested last
     sizes_bytes: tuple[int, ...]
-    available: tuple[int, ...]  # the variants that the next chunk is stored in
+    available: tuple[int, ...]  # the stored variants of the next chunk
     work: float = 1.0
 
     def __post_init__(self) -> None:
         assert self.remaining >= 1, self.remaining
         assert len(self.sizes_bytes) == len(self.profile.variants)
-        assert self.available, "a chunk is stored in some variant"
+        assert self.available, "expected at least one stored variant"
 
 
 class Policy(Protocol):
@@ -42,7 +42,7 @@ class Policy(Protocol):
     def name(self) -> str: ...
 
     def choose(self, situation: Situation) -> int:
-        """One of ``situation.available``."""
+        """Return one of ``situation.available``."""
 
 
 _TIE = 1e-9
@@ -50,20 +50,20 @@ _TIE = 1e-9
 
 class Outlook(Protocol):
     def paths(self, num_chunks: int) -> Sequence[Sequence[float]]:
-        """Bits per second while each of the next chunks is on the link: courses that it may take, equally likely."""
+        """Return equally likely scenarios: for each, the bits per second during each of the next chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookAhead:
-    """Ours: the variant from which the whole fetch ends soonest, in the mean over the courses that the link may take.
+    """Our policy: choose the variant with which the fetch ends soonest, on average over the link's scenarios.
 
-    Each variant is tried for the next chunk, and after it each for all that follow, through a model of link and pool
-    that knows what the decoders have before them; the continuation that is best in the mean counts. Since every chunk
-    is decided anew, what comes out is not confined to such plans. Of variants that end at the same time the smallest:
-    it leaves more of the link to others.
+    A plan is one variant for the next chunk and one for all later chunks. Each plan is simulated with a model of link
+    and pool that starts from the decoders' current work. A variant's score is that of its best plan. Every chunk is
+    decided anew, so a fetch may use more variants than one plan has. Of variants that end at the same time, the
+    smallest is chosen: it leaves more bandwidth to others.
 
-    ``outlook``: what the link is expected to do after these transfers. ``horizon``: chunks to look ahead, at most 64,
-    after which a fetch is taken to end; time goes with it.
+    ``outlook`` estimates the link's bandwidth from its transfers. ``horizon``: chunks to look ahead, at most 64, after
+    which the fetch is assumed to end. The computing time grows with it.
     """
 
     name: str = "ours"
@@ -75,8 +75,7 @@ class LookAhead:
             return situation.available[0]
         paths = self.outlook(situation.transfers).paths(min(situation.remaining, self.horizon))
         now = Pipeline.from_state(situation.profile, situation.pool, work=situation.work)
-        # Once for all plans: as long as others wait, it is all one when exactly a chunk comes that is decoded after
-        # them.
+        # Do this once for all plans: while other chunks wait, the exact arrival time of the next does not matter.
         now.run_until_waiting(len(situation.pool.sessions))
         scores = {variant: self._finish_s(now, variant, paths, situation) for variant in situation.available}
         best = min(scores.values())
@@ -84,8 +83,8 @@ class LookAhead:
         return min(soonest, key=lambda v: (situation.sizes_bytes[v], v))
 
     def _finish_s(self, now: Pipeline, variant: int, paths: Sequence[Sequence[float]], situation: Situation) -> float:
-        """When the fetch ends that goes on with this variant, and after it with whichever is best: the sum over the
-        paths, each of which is the link's bits per second, by chunk."""
+        """Return the end of the fetch with ``variant`` for the next chunk and the best one for the rest, summed over
+        ``paths``. Each path holds the link's bits per second, by chunk."""
         sizes = situation.sizes_bytes
         sums = dict.fromkeys(situation.available, 0.0)
         for first_bps, *rest_bps in paths:
@@ -99,7 +98,7 @@ class LookAhead:
 def _finish_s(
     pipeline: Pipeline, variant: int, size_bytes: int, bandwidth_bps: Sequence[float], link_free_s: float
 ) -> float:
-    """When the last of these chunks is decoded, if they are transmitted one after the other from ``link_free_s`` on."""
+    """Return when the last chunk is decoded if the chunks are sent one after the other from ``link_free_s`` on."""
     rollout = pipeline.copy()
     for bps in bandwidth_bps:
         link_free_s += size_bytes * 8 / bps

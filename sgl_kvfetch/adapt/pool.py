@@ -1,4 +1,4 @@
-"""The decode pool: N sessions, each chunk to the first that is idle."""
+"""The decode pool: N sessions; each chunk goes to the first idle one."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class _Job(Generic[S]):
 
 
 class DecodePool(Generic[S]):
-    """Sessions of type ``S``, whatever a chunk is decoded with, on threads of this process: decoders that release the
-    GIL, be they on the CPU or on NVDEC. Each decodes one chunk at a time."""
+    """Runs jobs on decoding sessions of type ``S``, on the CPU or NVDEC, one chunk at a time on each. Sessions run on
+    threads of this process, so their decoders should release the GIL."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class DecodePool(Generic[S]):
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``profile``: what a policy is to know of the decoders; None if none asks."""
+        """``profile``: the decode times that a policy uses; None if no policy uses this pool."""
         self._sessions = list(sessions)
         self._clock = clock
         self._lock = Lock()  # guards the board and the tracker
@@ -50,10 +50,10 @@ class DecodePool(Generic[S]):
         return len(self._sessions)
 
     def submit(self, job: Callable[[S], R], variant: int | None = None, *, work: float = 1.0) -> Future[R]:
-        """Run ``job`` with the first session that is idle, in the order of submission.
+        """Run ``job`` on the first idle session. Jobs start in the order of submission.
 
-        ``variant``: index into the pool's profile, None for what is not in it; ``work``: the chunk's integers against
-        those of the profile's chunk. A future that is cancelled while it waits is never run.
+        ``variant``: index into the pool's profile, None if it is not there. ``work``: the chunk's number of integers
+        relative to the profile's chunk. A job never runs if its future is cancelled while it waits.
         """
         future: Future[R] = Future()
         with self._lock:
@@ -65,7 +65,7 @@ class DecodePool(Generic[S]):
         return future
 
     def state(self) -> PoolState:
-        """For a policy: what the pool is at, this moment. Chunks that are not in the profile do not show."""
+        """Return the pool's state now, for a policy. Chunks of variants that the profile lacks are left out."""
         assert self._tracker is not None, "the pool has no profile"
         with self._lock:
             waiting = [variant for variant, _ in self._board.waiting if variant != UNCONFIGURED]
@@ -73,13 +73,13 @@ class DecodePool(Generic[S]):
 
     @property
     def profile(self) -> DecodeProfile:
-        """For a policy: the profile, corrected by what was observed."""
+        """Return the profile, corrected by observed decode times, for a policy."""
         assert self._tracker is not None, "the pool has no profile"
         with self._lock:
             return self._tracker.corrected_profile
 
     def close(self, *, wait: bool = True) -> None:
-        """Cancel what waits, and wait for what runs, unless told not to."""
+        """Cancel the waiting jobs. With ``wait``, return only when the running jobs have ended."""
         with self._lock:
             self._closed = True
             for _, job in self._board.waiting:
@@ -87,7 +87,7 @@ class DecodePool(Generic[S]):
         self._threads.shutdown(wait=wait)
 
     def _run(self, first: Start[_Job[S]]) -> None:
-        """A session works until nothing waits."""
+        """Run jobs on one session until none waits."""
         start: Start[_Job[S]] | None = first
         while start is not None:
             job, decoded = start.item, False
@@ -97,9 +97,9 @@ class DecodePool(Generic[S]):
                 try:
                     result = job.run(self._sessions[start.session])
                     decoded = True
-                except BaseException as e:  # whoever waits is to have it, as from any executor
+                except BaseException as e:  # passed to the future, as in any executor
                     error = e
-            # The session is free before anyone hears of the result, so that whoever asks then sees it idle.
+            # Free the session before the future is done, so that whoever then reads the state sees it idle.
             next_start = self._next(start, decoded)
             if error is not None:
                 job.future.set_exception(error)

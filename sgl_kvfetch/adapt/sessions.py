@@ -1,6 +1,6 @@
-"""Who decodes what: each chunk goes to the first idle session, or waits its turn. Decides; does nothing itself.
+"""Assigns chunks to sessions: each goes to the first idle session, or waits in a queue. Only decides, without I/O.
 
-The decode pool and the simulator both go by it.
+The decode pool and the simulator both use it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Start(NamedTuple, Generic[T]):
-    """A session is to decode a chunk now. ``switches``: it decoded another variant before, or none yet."""
+    """Tells a session to decode a chunk now. ``switches``: its last chunk was of another variant, or it is new."""
 
     session: int
     variant: int
@@ -22,7 +22,7 @@ class Start(NamedTuple, Generic[T]):
 
 
 class SessionQueue(Generic[T]):
-    """Sessions, what they are set up for, and the chunks that wait for one."""
+    """Holds the sessions, their last variants, and the chunks that wait for a session."""
 
     __slots__ = ("busy", "configured", "waiting")
 
@@ -37,15 +37,15 @@ class SessionQueue(Generic[T]):
         return len(self.busy)
 
     def submit(self, variant: int, item: T) -> Start[T] | None:
-        """None if it waits."""
+        """Return the start of the chunk on an idle session, or None if the chunk has to wait."""
         if False not in self.busy:
             self.waiting.append((variant, item))
             return None
-        # The first, not the one that idled longest: it is the likeliest to be set up already.
+        # Not the session that idled longest: the first is the most likely to be set up already.
         return self._start(self.busy.index(False), variant, item)
 
     def finish(self, session: int) -> Start[T] | None:
-        """A session is done; the chunk that waited longest, if any, is its next."""
+        """Free a session. Return the start of the chunk that waited longest, or None."""
         assert self.busy[session], session
         self.busy[session] = False
         if not self.waiting:

@@ -1,6 +1,6 @@
-"""What a decode pool is doing, and whether it keeps to its profile, from what sessions begin and end.
+"""Tracks a decode pool's state and compares decode times with the profile, from the sessions' starts and ends.
 
-Pure: moments come in as arguments. The decode pool and the simulator both use it.
+Pure: times are arguments. The decode pool and the simulator both use it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sgl_kvfetch.adapt.decode_profile import Decoded, DecodeProfile, corrections
 from sgl_kvfetch.adapt.pipeline import PoolState, SessionState
 
 _MOST_DECODED = 64
-_LEAST_LEFT = 0.02  # of a chunk that takes longer than it should
+_LEAST_LEFT = 0.02  # fraction of a late chunk that is assumed to remain
 
 
 @dataclass(slots=True)
@@ -20,11 +20,11 @@ class _Active:
     variant: int
     switch_left_s: float
     work: float
-    done: float = 0.0  # chunks, at the profile's pace
+    done: float = 0.0  # chunks that the profile expects to be done by now
 
 
 class PoolTracker:
-    """Implements ``pipeline.Observer``. Moments must not fall."""
+    """Implements ``pipeline.Observer``. Times must not decrease."""
 
     def __init__(self, profile: DecodeProfile, num_sessions: int) -> None:
         self._profile = profile
@@ -48,16 +48,16 @@ class PoolTracker:
         self._advance(at_s)
         active = self._active.pop(session)
         ratio = active.done / active.work
-        if ratio > 0:  # else it ended while it should have been switching, which says nothing of decoding
+        if ratio > 0:  # otherwise it ended within the expected switching time, which says nothing about decoding
             self._decoded = [*self._decoded[1 - _MOST_DECODED :], Decoded(active.variant, ratio)]
 
     def abandoned(self, at_s: float, session: int) -> None:
-        """It ended without having decoded its chunk: nothing is to be learned from it."""
+        """Forget a chunk that ended without being decoded; its time says nothing."""
         self._advance(at_s)
         del self._active[session]
 
     def state(self, at_s: float, waiting: Sequence[int]) -> PoolState:
-        """The pool as the corrected profile has it. ``waiting``: variants of the chunks without a session."""
+        """Return the pool's state by the corrected profile. ``waiting``: variants of the chunks without a session."""
         self._advance(at_s)
         factors = self._factors()
         sessions = [SessionState(variant) for variant in self._configured]
@@ -67,7 +67,7 @@ class PoolTracker:
         return PoolState(tuple(sessions), tuple(waiting))
 
     def _factors(self) -> dict[int, float]:
-        """A chunk that is still not done although it should be tells as much as one that is."""
+        """Return the corrections. A running chunk that is already late counts like a finished one."""
         late = [Decoded(a.variant, a.done / a.work) for a in self._active.values() if a.done > a.work]
         return corrections([*self._decoded, *late], len(self._profile.variants))
 

@@ -1,1 +1,1 @@
-"""Calibration of the ``klt`` quantiser: what a model's KV cache looks like, and how much its errors matter."""
+"""Calibrate the ``klt`` quantiser: measure how a model's KV cache varies and how much errors in it cost."""

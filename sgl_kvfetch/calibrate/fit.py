@@ -1,4 +1,4 @@
-"""Calibrate a model: gather its moments, make its transform, and measure what the steps cost."""
+"""Calibrate a model: gather its moments, derive its transform, and measure the accuracy and size at each step."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from sgl_kvfetch.quant.rope import Rope
 from sgl_kvfetch.quant.sensitivity import features, log_cost
 from sgl_kvfetch.types import TENSORS, CellGrid
 
-# A step of 1 is meant to cost so much: what the Fisher information foretells for fine steps.
+# The KL divergence that a step of 1 should cost, as the Fisher information predicts for fine steps.
 _UNIT_KL = 1e-4
 _STEPS = tuple(2.0 ** (1.5 * i - 5) for i in range(8))
-_SAMPLE_BYTES = 1 << 30  # of tokens that are kept, to fit their costs to
-_MOST_LAYERS = 12  # of a cell: the restore kernel is compiled for each
-_FEW_NEED_MORE = 0.99  # a coefficient that is zero in so many tokens is left out
+_SAMPLE_BYTES = 1 << 30  # limit of the tokens that are kept for fitting their costs
+_MOST_LAYERS = 12  # in one cell: the restore kernel is unrolled over them
+_FEW_NEED_MORE = 0.99  # a coefficient that is zero in this fraction of the tokens is left out
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``max_channels`` bounds the cells, see ``cell_grid``. ``tp_size``: as SGLang's. ``grid``: other cells than
-    ``cell_grid`` would choose. ``sensitivity``: whether tokens have scales of their own. The last two are there to
-    measure what they bring."""
+    """Settings of a calibration. ``max_channels`` limits the width of cells, see ``cell_grid``; ``grid`` replaces its
+    choice. ``tp_size`` is SGLang's. ``sensitivity=False`` gives all tokens the same scale. ``grid`` and ``sensitivity``
+    are for experiments."""
 
     num_context: int = 1024
     max_channels: int = 1536
@@ -43,7 +43,7 @@ class Options:
 
 
 Progress = Callable[[Iterator[int], int, str], Iterator[int]]
-"""Wraps a loop: its steps, how many they are, and what they do."""
+"""Wraps a loop to report its progress. Arguments: the steps, their number, and the name of the work."""
 
 
 def calibrate(
@@ -56,16 +56,16 @@ def calibrate(
 ) -> Profile:
     """Return the profile of a model.
 
-    ``windows``: ``(tokens,)`` each, ``options.num_context`` of context and the rest of continuation. A fifth of them
-    (one or more) is kept apart, to measure the curve on.
+    ``windows``: ``(tokens,)`` each: ``options.num_context`` tokens of context, then the continuation. The curve is
+    measured on a fifth of the windows, at least one, which the fit does not see.
 
-    Raises ConfigError where the text is too little, the model's numbers are not finite, or its divergence does not grow
-    with the step.
+    Raises ConfigError if there is too little text, if the model's values are not finite, or if the KL divergence does
+    not grow with the step.
     """
     num_held_out = max(1, len(windows) // 5)
     fitted, held_out = windows[num_held_out:], windows[:num_held_out]
     if not fitted:
-        raise ConfigError("calibration needs two windows of text or more")
+        raise ConfigError("calibration needs at least two windows of text")
     if options.num_context <= MOST_SINKS:
         raise ConfigError(f"calibration needs more than {MOST_SINKS} tokens of context")
     grid = options.grid or cell_grid(
@@ -87,7 +87,7 @@ def calibrate(
         cells=cells,
         rope=rope,
         num_sinks=moments.num_sinks,
-        curve=(CurvePoint(_STEPS[0], _STEPS[0], 8.0), CurvePoint(_STEPS[-1], _STEPS[-1], 0.0)),  # until it is measured
+        curve=(CurvePoint(_STEPS[0], _STEPS[0], 8.0), CurvePoint(_STEPS[-1], _STEPS[-1], 0.0)),  # a placeholder
         context_kl=1.0,
         calibration=describe,
     )
@@ -95,11 +95,12 @@ def calibrate(
 
 
 def cell_grid(num_layers: int, num_heads: int, head_channels: int, max_channels: int, tp_size: int) -> CellGrid:
-    """Return the cells of a model: as wide as ``max_channels`` allows, since bits fall with the width (docs/codec.md).
+    """Return the cells of a model. They are as wide as ``max_channels`` allows: wider cells need fewer bits
+    (docs/codec.md).
 
-    A cell has K and V of three layers, one a colour plane of raw values, and as many of a rank's heads as fit, at least
-    one. Where all of a rank's heads fit, it has more layers, three at a time. ``head_channels``: of K and V of one head
-    of one layer.
+    A cell holds K and V of three layers (raw values use one colour plane a layer) and as many of a rank's heads as fit,
+    at least one. If all heads of a rank fit, the cell takes more layers, three at a time. ``head_channels``: channels
+    of K and V together, in one head of one layer.
     """
     heads_per_rank = max(1, num_heads // tp_size)
     fits = max_channels // (3 * head_channels)
@@ -128,13 +129,13 @@ def _gather_all(
 
 
 def _require_usable(moments: Moments) -> None:
-    """Raises ConfigError for what no transform can be made from."""
+    """Raise ConfigError if no transform can be derived from ``moments``."""
     finite = all(bool(torch.isfinite(x).all()) for x in moments.second.values())
     for tensor, fisher in zip(TENSORS, (moments.k_fisher, moments.v_fisher), strict=True):
         if not finite or not bool(torch.isfinite(fisher).all()):
             raise ConfigError(f"values or gradients of {tensor.upper()} are not finite; does the model overflow?")
         if not bool(fisher.any()):
-            raise ConfigError(f"what the model says does not depend on {tensor.upper()}: is this a trained model?")
+            raise ConfigError(f"the model's output does not depend on {tensor.upper()}: is this a trained model?")
 
 
 def _joined_samples(moments: Moments) -> tuple[CellValues, CellValues]:
@@ -145,8 +146,8 @@ def _joined_samples(moments: Moments) -> tuple[CellValues, CellValues]:
 def _cell(
     moments: Moments, sample: tuple[CellValues, CellValues], key: tuple[int, int], unit: float, options: Options
 ) -> CellProfile:
-    """One cell's transform, in steps of 1: a uniform error of one step has the variance 1 / 12 and costs half of that
-    in every coefficient of each of the context's tokens."""
+    """Fit one cell's transform for a step of 1. A uniform error of one step has the variance 1 / 12; it costs half of
+    that in every coefficient of every token of the context."""
     grid = moments.grid
     layers, heads = grid.layers(key[0]), grid.heads(key[1])
     transform = transform_of(moments.covariance(key), moments.information(key))
@@ -178,7 +179,8 @@ def _cell(
 
 
 def _relative_costs(costs: CellValues, usual: CellValues) -> torch.Tensor:
-    """What errors in a cell's tokens cost, ``(tokens,)`` float32: each layer, head and tensor counts alike."""
+    """Return the cost of errors in each of a cell's tokens, ``(tokens,)`` float32, averaged over layers, heads, K and V
+    after each is divided by its usual cost."""
     ratios = [c / u.clamp_min(torch.finfo(torch.float64).tiny) for c, u in zip(costs, usual, strict=True)]
     return torch.stack(ratios).mean((0, 2, 3)).float()
 
@@ -190,8 +192,8 @@ def measure_curve(
     num_context: int,
     progress: Progress = lambda steps, total, what: steps,
 ) -> Profile:
-    """Return the profile with the KL divergence and the entropy that its steps are measured to have on ``windows``, and
-    with what the context is worth."""
+    """Return the profile with its curve, the KL divergence and entropy at each step, measured on ``windows``, and with
+    the value of the context to the model (``context_kl``)."""
     steps = (*_STEPS, math.inf)
     totals = torch.zeros((len(steps), 2), dtype=torch.float64)
     runs = ((context, row) for context in _contexts(model, windows, num_context) for row in range(len(steps)))
@@ -206,13 +208,13 @@ def measure_curve(
     curve = [CurvePoint(step, kl, bits) for step, (kl, bits) in zip(_STEPS, rows, strict=False)]
     rising = [p for i, p in enumerate(curve) if p.kl > max((0.0, *(q.kl for q in curve[:i])))]
     if len(rising) < 2 or rows[-1][0] <= 0:
-        raise ConfigError("coarser steps do not cost more: is this a trained model, and text that it can read?")
+        raise ConfigError("the KL divergence does not grow with the step: is the model trained?")
     return replace(profile, curve=tuple(rising), context_kl=rows[-1][0])
 
 
 @dataclass(frozen=True)
 class _Context:
-    """A context's KV, what follows on it, and what the model then expects: log probabilities."""
+    """A context's KV, the tokens that follow it, and the log probabilities that the model gives after that KV."""
 
     values: CellValues
     continuation: torch.Tensor
@@ -226,7 +228,7 @@ class _Context:
 
     @torch.no_grad()
     def divergence(self, model: KVModel, restored: CellValues) -> float:
-        """The KL divergence of what the model expects after ``restored``, in nats a token."""
+        """Return the KL divergence of the model's predictions after ``restored``, in nats a token."""
         log_p = model.log_probabilities(*restored, self.continuation)
         return float((self.expected.exp() * (self.expected - log_p)).sum(-1).mean())
 
@@ -237,7 +239,7 @@ def _contexts(model: KVModel, windows: Sequence[torch.Tensor], num_context: int)
 
 
 def _there_and_back(quantiser: KltQuantiser, values: CellValues) -> tuple[CellValues, float]:
-    """A context's KV quantised and restored, and the entropy of its integers, in bits a value."""
+    """Quantise and restore a context's KV. Return the result and the entropy of its integers, in bits a value."""
     grid = quantiser.profile.grid
     restored = CellValues(*map(torch.empty_like, values))
     num_bits = 0.0
@@ -252,7 +254,7 @@ def _there_and_back(quantiser: KltQuantiser, values: CellValues) -> tuple[CellVa
 
 
 def _forgotten(profile: Profile, values: CellValues) -> CellValues:
-    """A context's KV with the mean in place of all but the sinks."""
+    """Return a context's KV with all tokens but the sinks replaced by the mean."""
     grid = profile.grid
     restored = CellValues(*(x.clone() for x in values))
     quantiser = KltQuantiser(profile, step=_STEPS[-1])
@@ -265,8 +267,8 @@ def _forgotten(profile: Profile, values: CellValues) -> CellValues:
 
 
 def _entropy_bits(integers: torch.Tensor) -> float:
-    """The order-0 entropy of the coefficients, each with a distribution of its own, in bits. uint8 ``(coefficients,
-    tokens)``."""
+    """Return the order-0 entropy of uint8 ``(coefficients, tokens)``, in bits. Each coefficient has its own
+    distribution."""
     x = integers.long()
     num_coefficients, num_tokens = x.shape
     cells = torch.bincount((x + 256 * torch.arange(num_coefficients)[:, None]).flatten())

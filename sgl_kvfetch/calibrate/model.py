@@ -1,4 +1,4 @@
-"""A transformers model, seen as what makes a KV cache and what goes on from one."""
+"""Run a transformers model to produce a KV cache, and to predict the tokens that follow a given KV cache."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from sgl_kvfetch.quant.rope import rope_of_config
 
 
 class KVModel:
-    """Any causal language model of transformers whose cache holds keys and values of full attention, as SGLang serves
-    it.
+    """A causal language model of transformers whose cache holds keys and values of full attention.
 
-    K and V have the shape ``(tokens, layers, heads, dim)`` everywhere, K with its rotary embedding applied: as SGLang's
-    pools hold them.
+    K and V have the shape ``(tokens, layers, heads, dim)`` everywhere. K has its rotary embedding applied, as in
+    SGLang's pools.
     """
 
     def __init__(self, path: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-        """``path``: what transformers loads. float32 keeps the model's own rounding out of small divergences.
+        """Load a model. ``path``: anything that transformers loads. float32 keeps rounding errors of the model itself
+        out of small divergences.
 
-        Raises ConfigError where nothing can be loaded, UnsupportedError for an attention that has no plain K and V.
+        Raises ConfigError if nothing can be loaded, UnsupportedError if the attention has no plain K and V.
         """
         try:
             from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -48,12 +48,12 @@ class KVModel:
         self.v_head_dim = v.shape[3]
 
     def tokenise(self, text: str) -> torch.Tensor:
-        """``(tokens,)`` int64, without ``start``."""
+        """Return the tokens of a text, ``(tokens,)`` int64, without ``start``."""
         return tokenise(self.tokenizer, text)
 
     def _rotate_as_sglang(self) -> None:
-        """Turn K by SGLang's frequencies where transformers has others: of rope type 'dynamic', which SGLang scales
-        whatever the length."""
+        """Set the rotary frequencies to SGLang's where transformers' differ. They do for rope type 'dynamic', which
+        SGLang scales at every length."""
         try:
             rope = rope_of_config(self.config)
         except UnsupportedError:
@@ -64,12 +64,12 @@ class KVModel:
                 theirs.copy_(ours)
 
     def inverse_frequencies(self) -> list[torch.Tensor]:
-        """The modules' buffers of what K is turned by, one number a pair of channels. Most models have them."""
+        """Return the model's buffers of rotary frequencies, one number a pair of channels. Most models have them."""
         return [x for name, x in self.model.named_buffers() if name.rpartition(".")[2] == "inv_freq"]
 
     @torch.no_grad()
     def kv(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a sequence from its start. Raises UnsupportedError where the cache does not hold all of them."""
+        """Return K and V of a sequence from its start. Raises UnsupportedError if the cache lacks any of them."""
         cache = self.model(ids[None].to(self.device), use_cache=True, logits_to_keep=1).past_key_values
         layers = getattr(cache, "layers", [])
         if any(getattr(layer, "keys", None) is None or layer.keys.ndim != 4 for layer in layers) or not layers:
@@ -77,7 +77,7 @@ class KVModel:
         fewest = min(layer.keys.shape[2] for layer in layers)
         if fewest != len(ids):
             raise UnsupportedError(
-                f"{self.path}: of {len(ids)} tokens its cache keeps {fewest}, those in its sliding window; take fewer "
+                f"{self.path}: its cache keeps {fewest} of {len(ids)} tokens, those in its sliding window; use fewer "
                 "tokens of context"
             )
         if len({(layer.keys.shape, layer.values.shape) for layer in layers}) != 1:
@@ -87,8 +87,8 @@ class KVModel:
         return k, v
 
     def log_probabilities(self, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """``(len(ids), vocabulary)`` float32: for each of ``ids``, which follow on ``k`` and ``v``, the distribution of
-        the token after it. Gradients flow to ``k`` and ``v`` where they ask for them."""
+        """Return log probabilities, ``(len(ids), vocabulary)`` float32, of the next token after each of ``ids``, which
+        follow ``k`` and ``v``. Gradients flow to ``k`` and ``v`` if they require them."""
         from transformers import DynamicCache
 
         cache = DynamicCache()
@@ -101,9 +101,9 @@ class KVModel:
 
 
 def prompt_start(tokenizer: Any) -> torch.Tensor:
-    """What a transformers tokenizer puts before every text, a BOS token mostly: ``(tokens,)`` int64, often none.
+    """Return the tokens that a tokenizer puts before every text, ``(tokens,)`` int64: mostly a BOS token, often none.
 
-    Attention sinks are there: the KV cache of a window that lacks it is unlike that of any prompt.
+    Attention sinks are at these tokens. The KV cache of a window without them differs from that of any real prompt.
     """
     whole, bare = (tokenizer("a", add_special_tokens=special).input_ids for special in (True, False))
     found = (first for first in range(len(whole)) if whole[first : first + len(bare)] == bare)
@@ -111,14 +111,14 @@ def prompt_start(tokenizer: Any) -> torch.Tensor:
 
 
 def tokenise(tokenizer: Any, text: str) -> torch.Tensor:
-    """A text's tokens, ``(tokens,)`` int64, without ``prompt_start``, even where the text itself spells it out."""
+    """Return a text's tokens, ``(tokens,)`` int64, without ``prompt_start``, even if the text itself contains it."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     start = prompt_start(tokenizer).tolist()
     return torch.tensor(ids[len(start) :] if start and ids[: len(start)] == start else ids, dtype=torch.long)
 
 
 def read_text(file: Path) -> list[str]:
-    """The texts of a file: one if it is plain text, one a line if it is JSONL with a field ``prompt``.
+    """Return the texts of a file: one text for plain text, one a line for JSONL with a field ``prompt``.
 
     Raises ConfigError naming the file, the line, and what is wrong.
     """
@@ -150,14 +150,14 @@ def read_text(file: Path) -> list[str]:
 def cut_windows(
     texts: Sequence[torch.Tensor], num_windows: int, window_tokens: int, start: torch.Tensor
 ) -> list[torch.Tensor]:
-    """``num_windows`` windows of ``(window_tokens,)``, spread evenly over the texts' tokens: each ``start`` (see
-    ``prompt_start``), as a prompt would, and then a piece of a text that no other has.
+    """Cut ``num_windows`` windows of ``(window_tokens,)``, spread evenly over the texts' tokens.
 
-    Raises ConfigError, saying how many there are, if there are fewer.
+    Each begins with ``start`` (see ``prompt_start``), as a prompt does. The rest is a piece of a text; pieces do not
+    overlap. Raises ConfigError, naming the number found, if there are too few.
     """
     num_own = window_tokens - len(start)
     if num_own < 1:
-        raise ConfigError(f"windows of {window_tokens} tokens hold no more than what every prompt begins with")
+        raise ConfigError(f"windows of {window_tokens} tokens hold only the start of every prompt: expected more")
     windows = [
         torch.cat((start, text[first : first + num_own]))
         for text in texts
@@ -174,8 +174,8 @@ def cut_windows(
 def calibration_windows(
     model: KVModel, texts: Sequence[torch.Tensor], num_windows: int, window_tokens: int
 ) -> list[torch.Tensor]:
-    """Return windows that begin as prompts do: every other one as a user's message in the model's chat template, where
-    it has one. Raises ConfigError as ``cut_windows`` does."""
+    """Return windows that begin as prompts do. Every other one is a user's message in the model's chat template, if the
+    model has one. Raises ConfigError as ``cut_windows`` does."""
     plain = cut_windows(texts, num_windows, window_tokens, model.start)
     chat = chat_start(model.tokenizer)
     if not len(chat) or len(chat) > window_tokens // 4:
@@ -187,7 +187,7 @@ def calibration_windows(
 
 
 def chat_start(tokenizer: Any) -> torch.Tensor:
-    """Return what the tokenizer's chat template puts before a user's first message, ``(tokens,)`` int64; none without a
+    """Return the tokens that the chat template puts before a user's first message, ``(tokens,)`` int64; none without a
     template."""
     if not getattr(tokenizer, "chat_template", None):
         return torch.tensor([], dtype=torch.long)
@@ -199,13 +199,13 @@ def chat_start(tokenizer: Any) -> torch.Tensor:
 
 
 def part_of(text: torch.Tensor, part: str) -> torch.Tensor:
-    """The tokens from one fraction of a text to another, given as ``FROM:TO``. Raises ConfigError."""
+    """Return a part of a text's tokens, given as fractions ``FROM:TO``. Raises ConfigError."""
     first, end = fractions_of(part)
     return text[int(first * len(text)) : int(end * len(text))]
 
 
 def fractions_of(part: str) -> tuple[float, float]:
-    """``FROM:TO`` as numbers. Raises ConfigError."""
+    """Parse ``FROM:TO`` into two numbers. Raises ConfigError."""
     try:
         first, end = map(float, part.split(":"))
     except ValueError:

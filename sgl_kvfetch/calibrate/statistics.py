@@ -1,10 +1,10 @@
-"""What calibration gathers from windows of text: how K and V vary, and how much an error in them costs.
+"""Gather statistics of windows of text for calibration: how K and V vary, and how much an error in them costs.
 
-The cost is the Fisher information of the next tokens' distributions in K and V. With g the gradient of the summed log
-probabilities of tokens *drawn from the model itself*, E[g g^T] is the Hessian of the KL divergence between the
-distributions before and after a small error e (Amari, "Natural gradient works efficiently in learning", 1998, section
-2): KL = e^T E[g g^T] e / 2. Errors of different tokens are independent, so only the block of one token's channels is
-needed, averaged over tokens.
+The cost is the Fisher information of the next tokens' distributions with respect to K and V. Let g be the gradient of
+the summed log probabilities of tokens *drawn from the model itself*. Then E[g g^T] is the Hessian of the KL divergence
+between the distributions before and after a small error e (Amari, "Natural gradient works efficiently in learning",
+1998, section 2): KL = e^T E[g g^T] e / 2. Errors of different tokens are independent, so only the block of one token's
+channels is needed, averaged over tokens.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from sgl_kvfetch.quant.base import CellValues
 from sgl_kvfetch.quant.rope import Rope, rotate, unrotate
 from sgl_kvfetch.types import CellGrid
 
-# The first tokens of a sequence may be attention sinks, unlike all others: nothing is learned from them.
+# The first tokens of a sequence may be attention sinks, which differ from all others, so the moments leave them out.
 MOST_SINKS = 8
-_SINK_COST = 100.0  # a sink's errors cost at least so many times the mean of the tokens that follow
+_SINK_COST = 100.0  # errors of a sink cost at least this many times the mean of the tokens that follow
 
-_DRAWS = 2  # of next tokens: backward passes a window
+_DRAWS = 2  # of next tokens; each is one backward pass a window
 _HALF_LIMIT = 60000.0
 
 
 class Sample(NamedTuple):
-    """Some tokens with what their errors cost. ``values``: K and V, float16 ``(tokens, layers, heads, dim)``, K turned
-    back. ``costs``: of K and V, float32 ``(tokens, layers, heads)``: mean squared lengths of gradients."""
+    """A sample of tokens and the costs of errors in them. ``values``: K and V, float16 ``(tokens, layers, heads,
+    dim)``, K without its rotation. ``costs``: mean squared gradient lengths of K and V, float32 ``(tokens, layers,
+    heads)``."""
 
     values: CellValues
     costs: CellValues
@@ -38,9 +39,9 @@ class Sample(NamedTuple):
 class Moments:
     """Sums over tokens, float64, for a model's cells.
 
-    ``first``: ``(C,)`` and ``second``: ``(C, C)`` a cell, of values. ``k_fisher``, ``v_fisher``: ``(layers, blocks, n,
-    n)`` with n = heads of a cell * dim, of gradients. ``start_costs``: ``(MOST_SINKS, 2, layers, heads)``, squared
-    lengths of gradients in the first tokens, of K and V. The first tokens are in no other sum.
+    For each cell, ``first`` ``(C,)`` and ``second`` ``(C, C)`` are sums of values. ``k_fisher`` and ``v_fisher``,
+    ``(layers, blocks, n, n)`` with n = heads of a cell * dim, are sums of gradients. ``start_costs``, ``(MOST_SINKS, 2,
+    layers, heads)``, holds squared gradient lengths of K and V in the first tokens, which all other sums leave out.
     """
 
     def __init__(self, grid: CellGrid, k_head_dim: int, v_head_dim: int) -> None:
@@ -60,7 +61,7 @@ class Moments:
         self.samples: list[Sample] = []
 
     def add_values(self, values: CellValues) -> None:
-        """Take in the K and V of a window, ``(tokens, layers, heads, dim)``, K turned back."""
+        """Add the K and V of a window, ``(tokens, layers, heads, dim)``, K without its rotation."""
         values = values.tokens(slice(MOST_SINKS, None))
         for key in self.first:
             x = channels_of(values, self.grid, *key).double()
@@ -69,7 +70,7 @@ class Moments:
         self.num_values += len(values.k)
 
     def add_gradients(self, gradients: CellValues) -> None:
-        """Take in the gradients in K and V of one draw."""
+        """Add the gradients of one draw with respect to K and V."""
         for fisher, g in ((self.k_fisher, gradients.k), (self.v_fisher, gradients.v)):
             blocks = g[MOST_SINKS:].reshape(-1, *fisher.shape[:3]).permute(1, 2, 0, 3).double()
             fisher += (blocks.mT @ blocks).cpu()
@@ -85,22 +86,22 @@ class Moments:
         return self.second[key] / self.num_values - mean[:, None] * mean
 
     def information(self, key: tuple[int, int]) -> list[torch.Tensor]:
-        """Return the Fisher information of each layer's K, then of each layer's V: one token's share of the KL
-        divergence a next token, twice."""
+        """Return the Fisher information of each layer's K, then of each layer's V. It is twice one token's share of the
+        KL divergence of one next token."""
         group, block = key
         layers = list(self.grid.layers(group))
         return [x / self.num_gradients for f in (self.k_fisher, self.v_fisher) for x in f[layers, block]]
 
     @property
     def usual_costs(self) -> CellValues:
-        """The mean squared length of a token's gradient in K and V, ``(1, layers, heads)`` each."""
+        """The mean squared gradient length of a token in K and V, ``(1, layers, heads)`` each."""
         diagonals = (f.diagonal(dim1=-2, dim2=-1) for f in (self.k_fisher, self.v_fisher))
         sums = (d.reshape(*d.shape[:2], self.grid.cell_heads, -1).sum(-1).flatten(1) for d in diagonals)
         return CellValues(*(x[None] / self.num_gradients for x in sums))
 
     @property
     def num_sinks(self) -> int:
-        """How many tokens at the start of a sequence draw attention whatever follows."""
+        """The number of attention sinks at the start of a sequence."""
         usual = torch.cat(self.usual_costs).clamp_min(torch.finfo(torch.float64).tiny)
         ratios = (self.start_costs / self.num_draws / usual).flatten(1).mean(1)
         is_sink = (ratios > _SINK_COST).tolist()
@@ -121,9 +122,11 @@ def gather(
     generator: torch.Generator,
     sample_tokens: int,
 ) -> None:
-    """Add one window: ``num_context`` tokens whose K and V are looked at, and the tokens after them that judge.
+    """Add one window to ``moments``.
 
-    ``sample_tokens`` of the former are kept as a sample. Raises ConfigError for a model that overflows.
+    Statistics are taken of the K and V of the first ``num_context`` tokens. The model's predictions on the tokens
+    after them determine the costs. ``sample_tokens`` of the context are kept as a sample. Raises ConfigError if the
+    model overflows.
     """
     k, v = model.kv(window[:num_context])
     turn = _turns(rope, num_context, k.device)
@@ -132,12 +135,12 @@ def gather(
     leaves = CellValues(*(x.clone().requires_grad_(True) for x in plain))
     log_p = model.log_probabilities(turn(leaves.k, back=False), leaves.v, window[num_context:])
     if bool(log_p.isnan().any()):
-        raise ConfigError(f"the model's predictions are not numbers in {model.model.dtype}; try float32")
+        raise ConfigError(f"the model's log probabilities contain NaN in {model.model.dtype}; try float32")
     drawn = torch.multinomial(log_p.detach().exp().cpu(), _DRAWS, replacement=True, generator=generator)
     costs = [torch.zeros(x.shape[:3], device=x.device) for x in plain]
     for draw in range(_DRAWS):
-        # Scores of different positions are uncorrelated, so one gradient of their sum serves for all; divided so that
-        # its square is the mean over positions.
+        # Scores of different positions are uncorrelated, so one gradient of their sum serves all of them. The division
+        # makes its square the mean over positions.
         score = log_p.gather(1, drawn[:, draw, None].to(log_p.device)).sum() / len(log_p) ** 0.5
         gradients = CellValues(*torch.autograd.grad(score, leaves, retain_graph=draw + 1 < _DRAWS))
         moments.add_gradients(gradients)
@@ -154,7 +157,7 @@ class _Turn(Protocol):
 
 
 def _turns(rope: Rope | None, num_tokens: int, device: torch.device) -> _Turn:
-    """The rotation of the first ``num_tokens`` tokens, and back; neither where the rotation is not known."""
+    """Return a function that rotates the first ``num_tokens`` tokens, or back; the identity if ``rope`` is None."""
     if rope is None:
         return lambda k, *, back: k
     table = rope.table(0, num_tokens, device)

@@ -1,14 +1,14 @@
-"""From moments to a transform: the Karhunen-Loeve transform where errors count by what they cost.
+"""Derive a cell's transform from its moments: a Karhunen-Loeve transform that weighs errors by their cost.
 
 Let S be the covariance of a cell's channels and W their weight: an error e costs e^T W e / 2. In coordinates
-z = W^(1/2) x an error's cost is its squared length, whatever its direction, so one uniform step serves all coordinates
-(Gersho and Gray, *Vector Quantization and Signal Compression*, 1992, section 8.3). Rotating them to the eigenvectors
-of the covariance there, W^(1/2) S W^(1/2), costs nothing and makes the sum of the entropies smallest (Goyal,
-"Theoretical foundations of transform coding", 2001). So a layer, a head, a channel or a direction that hardly matters
-is coarsely quantised without further rules.
+z = W^(1/2) x an error's cost is half its squared length, whatever its direction, so one uniform step serves all
+coordinates (Gersho and Gray, *Vector Quantization and Signal Compression*, 1992, section 8.3). Rotating them to the
+eigenvectors of the covariance there, W^(1/2) S W^(1/2), keeps the cost and minimises the sum of the entropies (Goyal,
+"Theoretical foundations of transform coding", 2001). So layers, heads, channels and directions that hardly matter are
+coarsely quantised without further rules.
 
-W is made from the Fisher information of the channels. Only the blocks of one layer's K or V are taken: measured over
-blocks as wide as a cell, the information of a few windows fits these windows and no others (docs/codec.md).
+W is made from the Fisher information of the channels. Only its blocks within one layer's K or V are used: measured over
+blocks as wide as a cell, the information overfits the few windows it is measured on (docs/codec.md).
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from typing import NamedTuple
 
 import torch
 
-# The part of the weight that is the diagonal of the information alone. What lies beside the diagonal is known less
+# The share of the weight that uses only the diagonal of the information: entries off the diagonal are known less
 # well. From 0.1 to 0.7 makes little difference on text of the calibration's kind; on other text 0.3 saves 5%.
 _DIAGONAL_SHARE = 0.3
 
-# Directions that this little text does not need may matter elsewhere: none counts less than so much of the mean.
+# Directions that do not matter in this little text may matter elsewhere: no weight is below this share of the mean.
 _FLOOR = 0.05
 
-# Nor does any block count less than so much of the mean block: one that the output does not depend on at all, a pruned
-# head say, still needs a transform.
+# No block weighs less than this share of the mean block: a block that the output does not depend on, such as a pruned
+# head, still needs a transform.
 _BLOCK_FLOOR = 1e-6
 
 
 class Transform(NamedTuple):
-    """``inverse``: ``(C, C)``; row c is what one unit of coefficient c adds to the channels. ``weights``: the blocks of
-    W, ``(n, n)`` each, along its diagonal. ``variances``: ``(C,)``, of the coefficients, falling. All float64."""
+    """The transform of a cell, all float64. ``inverse``: ``(C, C)``; row c is what one unit of coefficient c adds to
+    the channels. ``weights``: the blocks of W, ``(n, n)`` each, along its diagonal. ``variances``: ``(C,)``, of the
+    coefficients, in descending order."""
 
     inverse: torch.Tensor
     weights: list[torch.Tensor]
@@ -42,9 +43,9 @@ class Transform(NamedTuple):
 def transform_of(covariance: torch.Tensor, information: Sequence[torch.Tensor]) -> Transform:
     """Return the transform of a cell.
 
-    With R the root of W and B the eigenvectors, the way back from coefficients to channels is B^T R^-1, and the way
-    there is R B = W inverse^T. So nothing need be inverted but eigenvalues. An error of one unit in any coefficient
-    costs KL = 1/2.
+    With R the root of W and B the eigenvectors, the inverse transform (coefficients to channels) is B^T R^-1, and the
+    forward transform is R B = W inverse^T. So only eigenvalues need to be inverted. An error of one unit in any
+    coefficient costs KL = 1/2.
 
     ``covariance``: ``(C, C)`` float64. ``information``: float64 ``(n, n)``, blocks along the diagonal; their sizes sum
     to C.
@@ -65,7 +66,7 @@ def transform_of(covariance: torch.Tensor, information: Sequence[torch.Tensor]) 
 
 
 def _weights(information: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The information made robust: no direction counts for nothing, and the diagonal counts for more."""
+    """Return the information made robust: every direction has a minimum weight, and the diagonal counts for more."""
     means = [block.diagonal().mean() for block in information]
     least = _BLOCK_FLOOR * torch.stack(means).mean()
     weights = []

@@ -1,7 +1,7 @@
 """The command ``kvfetch``.
 
-Each command has a module of its own, which is imported when the command is run: ``kvfetch --help`` is quick, and
-``kvfetch doctor`` can report that torch or SGLang does not import.
+Each command has its own module, which is imported only when the command runs. ``kvfetch --help`` is therefore quick,
+and ``kvfetch doctor`` can report that torch or SGLang does not import.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from sgl_kvfetch.errors import KVFetchError
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 
-# What they do is what their own help begins with.
+# Each text is also the first line of the command's own help.
 COMMANDS = {
     "serve": "Serve a directory as a store, until Ctrl-C or SIGTERM.",
     "inspect": "Show what is stored: by namespace, by segment, or chunk by chunk, and how it compares with raw KV.",
     "verify": "Read and decode everything that is stored, and compare it with its checksums.",
-    "encode": "Code what servers wrote in a fast codec again, as video, at one or more resolutions.",
+    "encode": "Encode segments that servers wrote with a fast codec as video, at one or more resolutions.",
     "calibrate": "Measure how a model's keys and values vary and how much errors in them matter.",
     "profile": "Measure how long this machine takes to decode a chunk, for each codec and resolution.",
-    "doctor": 'Check what this machine can do, and say what to do about each "no".',
+    "doctor": 'Check what this machine can do, and say how to fix each "no".',
 }
 _LOOK: dict[str, Any] = {
     "rich_markup_mode": "markdown",
-    "pretty_exceptions_enable": False,  # theirs show local variables, and tokens are among ours
+    "pretty_exceptions_enable": False,  # Typer's tracebacks show local variables, which may hold tokens
     "context_settings": {"help_option_names": ["-h", "--help"]},
     "add_completion": False,
 }
 
 
 class _Commands(TyperGroup):
-    """Imports what is run, and turns domain errors into one line and an exit code of their own."""
+    """Imports the command that runs, and reports domain errors as one line and an exit code."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -63,7 +63,7 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt:
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except BrokenPipeError:
-            # The reader of our output left (``| head``). The interpreter would complain when it flushes.
+            # The reader of our output has exited (``| head``). Close stdout, or the interpreter's last flush fails.
             with contextlib.suppress(OSError):
                 sys.stdout.close()
             raise typer.Exit(EXIT_ERROR) from None
@@ -88,5 +88,5 @@ def _kvfetch(
 
 
 def main() -> None:
-    """The entry point."""
+    """Run the ``kvfetch`` command."""
     app()

@@ -1,4 +1,4 @@
-"""``python -m sgl_kvfetch.cli``: the same as ``kvfetch``."""
+"""``python -m sgl_kvfetch.cli`` runs the command ``kvfetch``."""
 
 from sgl_kvfetch.cli import main
 

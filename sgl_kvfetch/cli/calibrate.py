@@ -1,4 +1,4 @@
-"""``kvfetch calibrate``: measures a model once, for the quantiser ``klt``."""
+"""``kvfetch calibrate``: measure a model once, for the quantiser ``klt``."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from sgl_kvfetch.quant.profile import Calibration, Profile
 from sgl_kvfetch.quant.rope import Rope, rope_of_config
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # in float16 the gradients would be lost
-_LINE_EVERY_S = 10.0  # of progress, where the output is no terminal
+_LINE_EVERY_S = 10.0  # between progress lines when stderr is not a terminal
 
 
 def calibrate(
     model: Annotated[
-        str, typer.Option(metavar="PATH", help="The model: whatever transformers loads.", show_default=False)
+        str, typer.Option(metavar="PATH", help="Path of a model that transformers can load.", show_default=False)
     ],
     text: Annotated[
         list[Path],
         typer.Option(
             metavar="FILE",
-            help="Text like the model's traffic: plain, or JSONL with a field 'prompt'. May be given several times.",
+            help="Text like the model's traffic: plain, or JSONL with a field 'prompt'. The option can be repeated.",
             show_default=False,
         ),
     ],
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FILE", help="Where to write the profile.", show_default=False)
     ],
-    windows: Annotated[int, typer.Option(min=2, help="Windows of text; a fifth of them measure the result.")] = 25,
+    windows: Annotated[int, typer.Option(min=2, help="Windows of text; a fifth are held out for measuring.")] = 25,
     context: Annotated[
         int,
         typer.Option(
-            min=16, help="Tokens of a window whose KV cache is looked at: KL is what the errors in so many cost."
+            min=16, help="Tokens of a window whose KV cache is quantised; KL measures the cost of these errors."
         ),
     ] = 1024,
-    continuation: Annotated[int, typer.Option(min=16, help="Tokens after them that are predicted from it.")] = 512,
+    continuation: Annotated[int, typer.Option(min=16, help="Tokens after the context, predicted from its KV.")] = 512,
     part: Annotated[
         str, typer.Option(metavar="FROM:TO", help="Use this part of the text, in fractions of its tokens.")
     ] = "0:1",
@@ -55,8 +55,8 @@ def calibrate(
         int,
         typer.Option(
             min=1,
-            help="Channels that are transformed together: K and V of some heads and layers. More take fewer bits, and "
-            "more time and memory to restore.",
+            help="Channels that are transformed together: K and V of some heads and layers. More channels need fewer "
+            "bits, but more time and memory to restore.",
         ),
     ] = 1536,
     tp_size: Annotated[
@@ -65,15 +65,15 @@ def calibrate(
     device: Annotated[str, typer.Option(help="cpu, cuda, or cuda:N.", show_default="cuda if there is one")] = "",
     dtype: Annotated[
         str,
-        typer.Option(help="What the model computes in: float32; or bfloat16, whose rounding hides small divergences."),
+        typer.Option(help="The model's compute type: float32, or bfloat16, where rounding hides small divergences."),
     ] = "float32",
-    seed: Annotated[int, typer.Option(help="Of the tokens that are drawn to judge errors by.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for the tokens that are sampled to weigh errors.")] = 0,
 ) -> None:
     """Measure how a model's keys and values vary and how much errors in them matter.
 
-    What was measured is the profile that klt needs.
-    SGLang then takes the profile in --hicache-storage-backend-extra-config: {"profile": FILE, ...}. The table that is
-    printed says what each target_kl costs in bits, and which one is taken unless the config names another.
+    Writes the profile that klt needs. Give it to SGLang in --hicache-storage-backend-extra-config:
+    {"profile": FILE, ...}. The printed table shows how many bits each target_kl needs; the text below it names the
+    default target_kl.
 
     Example:
 
@@ -82,12 +82,12 @@ def calibrate(
     if dtype not in _DTYPES:
         raise ConfigError(f"--dtype {dtype}: allowed are {', '.join(_DTYPES)}")
     if (out.exists() and not out.is_file()) or not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out {out}: not a file in a directory that exists")
+        raise ConfigError(f"--out {out}: expected a file in an existing directory")
     prompts = [prompt for file in text for prompt in read_text(file)]
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     loaded = KVModel(model, device=device, dtype=_DTYPES[dtype])
     if loaded.num_heads % tp_size and tp_size % loaded.num_heads:
-        raise ConfigError(f"--tp-size {tp_size}: {loaded.num_heads} KV heads cannot be shared out so")
+        raise ConfigError(f"--tp-size {tp_size}: cannot divide {loaded.num_heads} KV heads evenly among the ranks")
     window_tokens = context + continuation
     most = getattr(loaded.config, "max_position_embeddings", None)
     if most is not None and window_tokens > most:
@@ -128,15 +128,15 @@ def _rope_or_why_not(model: KVModel) -> tuple[Rope | None, tuple[str, ...]]:
 
 
 def _require_same_rotation(model: KVModel, rope: Rope) -> None:
-    """Raises UnsupportedError where transformers, whose K we see, turns it by other angles than SGLang."""
+    """Raise UnsupportedError if transformers, which computes our K, rotates it by other angles than SGLang."""
     ours = rope.frequencies
     for theirs in model.inverse_frequencies():
         if theirs.shape != ours.shape or not torch.allclose(theirs.float().cpu(), ours, rtol=1e-4, atol=0):
-            raise UnsupportedError("transformers rotates this model's K by other frequencies than SGLang")
+            raise UnsupportedError("transformers and SGLang use different RoPE frequencies for this model's K")
 
 
 def _progress(steps: Iterator[int], total: int, what: str) -> Iterator[int]:
-    """A bar in a terminal; elsewhere, where a bar would show nothing, a line every ten seconds."""
+    """Pass on ``steps``, and show a progress bar on a terminal, or else print a line every ten seconds."""
     console = make_console(stderr=True)
     if console.is_terminal:
         from rich.progress import track
@@ -170,9 +170,9 @@ def _report(profile: Profile, out: Path) -> None:
     console.print(table)
     grid, held_out = profile.grid, max(1, profile.calibration.num_windows // 5)
     console.print(
-        f"Measured on {held_out} windows of {profile.calibration.text} that the transform was not fitted to; bits are "
-        f"order-0 entropies.\nThe context is worth {profile.context_kl:.2g} nats a token, so target_kl is "
-        f"{profile.default_target_kl:.2g} unless it is set. The first {profile.num_sinks} tokens are kept exact.\n"
+        f"Measured on {held_out} held-out windows of {profile.calibration.text}; bits are order-0 entropies.\n"
+        f"Losing the context costs {profile.context_kl:.2g} nats a token, so the default target_kl is "
+        f"{profile.default_target_kl:.2g}. The first {profile.num_sinks} tokens are kept exact.\n"
         f"Cells: {grid.cell_layers} layers, {grid.cell_heads} of {grid.num_heads} heads, K and V together.\n"
         f"{out}: profile {profile.digest}, {out.stat().st_size / 1e6:.1f} MB"
     )

@@ -1,4 +1,4 @@
-"""The form of a check: what ``kvfetch doctor`` asks this machine."""
+"""Results of the checks that ``kvfetch doctor`` runs."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ Status = Literal["yes", "no", "warn"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """``no``: host mode needs it, and it is not there. ``warn``: not there, and host mode works without."""
+    """One row of the report. ``no``: missing, and host mode needs it. ``warn``: missing, but host mode works."""
 
     name: str
     status: Status
     found: str
-    advice: str = ""  # what to do about anything but a yes
+    advice: str = ""  # how to fix it; required unless the status is "yes"
 
     def __post_init__(self) -> None:
         assert self.status == "yes" or self.advice, self.name
 
 
 def run_check(name: str, check: Callable[[], list[Check]]) -> list[Check]:
-    """The check's rows; a failure that it does not foresee (drivers have many ways) is a row as well.
+    """Return the check's rows. An unexpected exception, from a driver for example, becomes a row as well.
 
-    Raises ConfigError: what the user asked for makes no sense.
+    Raises ConfigError if the user's input is invalid.
     """
     try:
         return check()
     except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as e:  # SystemExit too: SGLang's modules may raise it on import
-        advice = "see the message: something that it names is broken or missing"
+        advice = "repair or install what the message names"
         return [Check(name, "no", f"{type(e).__name__}: {first_line(e)}", advice)]
 
 

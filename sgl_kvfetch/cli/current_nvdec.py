@@ -1,4 +1,4 @@
-"""NVDEC of the machine that a command runs on."""
+"""Access to this machine's NVDEC for the commands."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ if TYPE_CHECKING:
 
 
 def open_current_nvdec() -> tuple[Nvdec | None, str]:
-    """Of torch's current GPU, and a sentence about it."""
+    """Return NVDEC of torch's current GPU, or None, and a sentence that describes it or says why it is missing."""
     import torch
 
     from sgl_kvfetch.codecs import nvdec
     from sgl_kvfetch.cuda_streams import CudaDevice
 
     if not torch.cuda.is_available():
-        return None, f"HEVC is decoded on the CPU: torch {torch.__version__} can use no GPU"
-    torch.zeros(1, device="cuda")  # makes the context current that the video libraries look for
+        return None, f"HEVC is decoded on the CPU: torch {torch.__version__} finds no usable GPU"
+    torch.zeros(1, device="cuda")  # the video libraries need a current CUDA context
     return nvdec.open_nvdec(CudaDevice(torch.device("cuda", torch.cuda.current_device())))

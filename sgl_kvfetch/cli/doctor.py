@@ -1,4 +1,4 @@
-"""``kvfetch doctor``: what this machine can do."""
+"""``kvfetch doctor``: check what this machine can do."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def doctor(
     token_file: TokenFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check what this machine can do, and say what to do about each "no".
+    """Check what this machine can do, and say how to fix each "no".
 
-    Exit code 0 if everything that host mode (--enable-hierarchical-cache --hicache-storage-backend kvfetch) needs is
-    there, 1 if not. A "warn" is something that it does without.
+    The exit code is 0 if this machine has everything that host mode needs (--enable-hierarchical-cache
+    --hicache-storage-backend kvfetch), and 1 if not. Host mode also runs without the things marked "warn".
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""``kvfetch encode``: codes stored segments again, in the background."""
+"""``kvfetch encode``: re-encode stored segments in the background."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from sgl_kvfetch.stores.open import open_store
 
 logger = logging.getLogger(__name__)
 
-_LINE_EVERY_S = 10.0  # where there is no terminal
-_MAX_OBJECT_BYTES = 4 << 30  # what ``kvfetch serve`` takes if not told otherwise
+_LINE_EVERY_S = 10.0  # between progress lines when stderr is not a terminal
+_MAX_OBJECT_BYTES = 4 << 30  # the default limit of ``kvfetch serve``
 _MAX_FAILURES_SHOWN = 20
 
 
 class EncoderChoice(StrEnum):
-    """As EncoderName in sgl_kvfetch.codecs; typer knows no literals as defaults."""
+    """The values of EncoderName in sgl_kvfetch.codecs, as an enum: typer does not take literals as defaults."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -52,26 +52,26 @@ def encode(
         typer.Option(metavar="URL", help="http://HOST:PORT, https://... or file:///DIRECTORY.", show_default=False),
     ],
     watch: Annotated[
-        bool, typer.Option("--watch/--once", help="Go on with what is written later, or end when all is done.")
+        bool, typer.Option("--watch/--once", help="Keep encoding new segments, or exit when all are done.")
     ] = False,
-    codec: Annotated[str, typer.Option(metavar="NAMES", help="One or more, as in hevc,hevc420.")] = "hevc",
+    codec: Annotated[str, typer.Option(metavar="NAMES", help="One or more, such as hevc,hevc420.")] = "hevc",
     resolutions: Annotated[
-        str, typer.Option(metavar="NAMES", help="One or more of 240p,480p,640p,1080p. The first is readers' default.")
+        str, typer.Option(metavar="NAMES", help="One or more of 240p,480p,640p,1080p; the first is the read default.")
     ] = "240p",
     keep_source: Annotated[
-        bool, typer.Option("--keep-source", help="Keep other variants beside these, for readers without the codec.")
+        bool, typer.Option("--keep-source", help="Also keep existing variants, for readers without the codec.")
     ] = False,
     namespace: Annotated[
-        str, typer.Option(metavar="PREFIX", help="Only objects whose names begin so: a namespace, or a part of one.")
+        str, typer.Option(metavar="PREFIX", help="Only objects with this name prefix: a namespace or part of one.")
     ] = "",
     encoder: Annotated[
         EncoderChoice,
-        typer.Option(help="What makes HEVC: auto is NVENC where this machine's GPU has one, the CPU elsewhere."),
+        typer.Option(help="What encodes HEVC; auto uses NVENC if this machine's GPU has it, or else the CPU."),
     ] = EncoderChoice.AUTO,
     workers: Annotated[
         int,
         typer.Option(
-            min=1, max=256, help="Segments at once: a thread each, and its bytes in memory.", show_default="cores"
+            min=1, max=256, help="Parallel segments; each uses a thread and is held in memory.", show_default="cores"
         ),
     ] = os.cpu_count() or 1,
     grace_s: Annotated[
@@ -80,28 +80,28 @@ def encode(
             "--grace",
             min=0,
             metavar="SECONDS",
-            help="How long replaced data stay, for readers that were told of them. At least what a fetch may take; "
-            "0 only where nobody else uses the store.",
+            help="How long to keep replaced data for readers that hold the old manifest: at least as long as a fetch "
+            "can take. Use 0 only if nobody else uses the store.",
         ),
     ] = 60.0,
     poll_interval_s: Annotated[
-        float, typer.Option("--poll-interval", min=0.05, metavar="SECONDS", help="With --watch: between two looks.")
+        float, typer.Option("--poll-interval", min=0.05, metavar="SECONDS", help="With --watch: time between listings.")
     ] = 5.0,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
     as_json: JsonOption = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print each step on stderr.")] = False,
 ) -> None:
-    """Code what servers wrote in a fast codec again, as video, at one or more resolutions.
+    """Encode segments that servers wrote with a fast codec as video, at one or more resolutions.
 
-    Runs on any machine, beside servers and other encoders; needs neither the model nor its profile. HEVC is coded on
-    the CPU (libx265), or on NVENC: consumer and L4, L20 or L40S GPUs have one; H100, H200 and A100 have none. A
-    segment's new data are put, read back and decoded (on the CPU) before its manifest is replaced, and the old data are
-    deleted only after that: it may be killed at any time, and goes on from there.
-    What is in the wanted variants already is left alone. For the grace period a segment takes room twice: a store that
-    is nearly full evicts others for it.
+    Runs on any machine, beside servers and other encoders; needs neither the model nor its profile. HEVC is encoded on
+    the CPU (libx265) or by NVENC. Consumer GPUs, L4, L20 and L40S have NVENC; H100, H200 and A100 do not. A segment's
+    new data are written, read back and decoded (on the CPU) before its manifest is replaced. The old data are deleted
+    only after that, so the command can be killed at any time and continues from there when it is started again.
+    Segments that already have the wanted variants are skipped. During the grace period a segment takes space twice: a
+    store that is nearly full evicts other segments to make room.
 
-    Exit code 0 if all is well, 1 if a segment could not be encoded, 2 if the store cannot be used.
+    The exit code is 0 on success, 1 if a segment could not be encoded, 2 if the store cannot be used.
 
     Examples:
 
@@ -136,12 +136,12 @@ def encode(
 async def _run(
     url: str, token: str | None, make_encoder: Callable[..., Encoder], reporter: _Reporter, poll_s: float | None
 ) -> None:
-    """Encode once, or with ``poll_s`` until told to stop. Raises KVFetchError."""
+    """Encode once, or poll every ``poll_s`` seconds until SIGTERM. Raises KVFetchError."""
     store = _open(url, token)
     encoder = make_encoder(store, on_step=reporter.step, on_total=reporter.total, on_segment=reporter.segment_done)
     reporter.tally = encoder.tally
     working = asyncio.ensure_future(encoder.run_once() if poll_s is None else encoder.watch(poll_s))
-    # A service is stopped by SIGTERM; Ctrl-C cancels as well.
+    # Service managers stop a service with SIGTERM. asyncio itself cancels on Ctrl-C.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, working.cancel)
     try:
         await working
@@ -157,7 +157,7 @@ async def _run(
 def _open(url: str, token: str | None) -> Store:
     parts = urlsplit(url)
     if parts.scheme == "file" and not Path(unquote(parts.path)).is_dir():
-        raise ConfigError(f"{url} is not a directory")  # an empty store is a finished one, a typo is not
+        raise ConfigError(f"{url} is not a directory")  # or a typo would look like an empty store with nothing to do
     options = HttpOptions(max_object_bytes=_MAX_OBJECT_BYTES)
     return open_store(url, token=token if parts.scheme in ("http", "https") else None, options=options)
 
@@ -188,7 +188,7 @@ def _reporter(verbose: bool) -> Iterator[_Reporter]:
 
 
 class _Bar:
-    """A bar that counts segments, on a terminal."""
+    """Shows a progress bar that counts segments, on a terminal."""
 
     def __init__(self, progress: Progress) -> None:
         self.tally = Tally()
@@ -208,7 +208,7 @@ class _Bar:
 
 
 class _Lines:
-    """A line now and then, or with ``verbose`` for each step."""
+    """Prints a progress line every ten seconds, and with ``verbose`` also a line for each step."""
 
     def __init__(self, verbose: bool) -> None:
         self.tally = Tally()
@@ -243,11 +243,11 @@ def _print(tally: Tally, as_json: bool) -> None:
         typer.echo(f"FAILED {name}: {printable(what)}")
     if len(tally.failures) > _MAX_FAILURES_SHOWN:
         typer.echo(f"FAILED and {len(tally.failures) - _MAX_FAILURES_SHOWN} more")
-    typer.echo(f"{tally.num_encoded} segments encoded, {tally.num_done} were already, {len(tally.failures)} failed")
+    typer.echo(f"{tally.num_encoded} segments encoded, {tally.num_done} already done, {len(tally.failures)} failed")
     if tally.num_encoded:
         ratio = format_ratio(tally.raw_bytes / tally.after_bytes)
         typer.echo(f"raw {format_size(tally.raw_bytes)}, stored {_sizes(tally)}: {ratio} smaller than raw")
     if tally.num_deleted:
-        typer.echo(f"{tally.num_deleted} data objects deleted ({format_size(tally.deleted_bytes)}): replaced before")
+        typer.echo(f"{tally.num_deleted} replaced data objects deleted ({format_size(tally.deleted_bytes)})")
     if tally.num_changed:
-        typer.echo(f"{tally.num_changed} segments were deleted or replaced meanwhile")
+        typer.echo(f"{tally.num_changed} segments were deleted or replaced during the run")

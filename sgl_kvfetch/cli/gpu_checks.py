@@ -14,29 +14,29 @@ _CPU_CODECS = "codecs run on the CPU"
 
 
 def check_gpu() -> list[Check]:
-    """The GPU, and where there is one, its video engines."""
+    """Check the GPU and its video engines."""
     import torch
 
     if not torch.cuda.is_available():
-        advice = "nothing here; on a server with a GPU, run doctor there"
+        advice = "nothing on this machine; if servers have a GPU, run doctor there"
         engines = [Check(name, "warn", f"no GPU; {_CPU_CODECS}", advice) for name in ("NVDEC", "NVENC")]
         return [_without_gpu(torch.__version__), *engines]
     major, minor = torch.cuda.get_device_capability()
     count = torch.cuda.device_count()
     found = f"{count} x {torch.cuda.get_device_name()}, compute capability {major}.{minor}, torch {torch.__version__}"
-    torch.zeros(1, device="cuda")  # makes the context current that the video libraries look for
+    torch.zeros(1, device="cuda")  # the video libraries need a current CUDA context
     return [Check("CUDA GPU", "yes", found), *_check_nvdec(), _check_decoding(), _check_nvenc()]
 
 
 def _without_gpu(torch_version: str) -> Check:
     if os.environ.get(CPU_ENGINE_ENV) == "1":
-        advice = "nothing, for tests; serve models from a machine with a GPU"
+        advice = "nothing if you only run tests; serve models from a machine with a GPU"
         return Check("CUDA GPU", "warn", f"none (torch {torch_version}); {CPU_ENGINE_ENV}=1 is set", advice)
     advice = (
         f"set {CPU_ENGINE_ENV}=1 to run SGLang on this CPU, for tests; "
         "if there is a GPU, check nvidia-smi and install a CUDA build of torch"
     )
-    return Check("CUDA GPU", "warn", f"none that torch {torch_version} can use", advice)
+    return Check("CUDA GPU", "warn", f"torch {torch_version} finds no usable GPU", advice)
 
 
 def _check_nvdec() -> list[Check]:
@@ -58,7 +58,7 @@ def _check_nvdec() -> list[Check]:
 
 
 def _check_decoding() -> Check:
-    """What a server would decode with, tried on two pictures."""
+    """Decode two pictures with the decoder that a server would use."""
     name = "HEVC decoding"
     nvdec, about = open_current_nvdec()
     if nvdec is not None:
@@ -78,7 +78,7 @@ def _check_binding() -> Check:
 
 
 def _check_nvenc() -> Check:
-    """What would be encoded there, tried on a few pictures."""
+    """Encode a few pictures on NVENC."""
     from sgl_kvfetch.codecs.nvenc import open_nvenc
 
     encoders, about = open_nvenc(("hevc", "hevc420"), num_sessions=1)

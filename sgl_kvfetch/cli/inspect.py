@@ -1,4 +1,4 @@
-"""``kvfetch inspect``: what a store, a segment or a file holds."""
+"""``kvfetch inspect``: show what a store, a segment or a file holds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sgl_kvfetch.stores.listing import StoredSegment, list_segments, read_manife
 
 @dataclass(frozen=True, slots=True)
 class _Drawing:
-    """What to draw of a segment."""
+    """Which frames of a segment to draw, and where to write them."""
 
     directory: Path
     span: int
@@ -47,13 +47,13 @@ def inspect(
             show_default=False,
         ),
     ] = None,
-    span: Annotated[int, typer.Option(min=0, help="With --png: which span of the segment.")] = 0,
-    max_frames: Annotated[int, typer.Option(min=1, help="With --png: frames to write of each chunk.")] = 4,
+    span: Annotated[int, typer.Option(min=0, help="With --png: index of the span to draw.")] = 0,
+    max_frames: Annotated[int, typer.Option(min=1, help="With --png: most frames to write from a chunk.")] = 4,
 ) -> None:
     """Show what is stored: by namespace, by segment, or chunk by chunk, and how it compares with raw KV.
 
-    A store is shown by namespace, a namespace by segment, and a single segment in full. Sizes include scales and
-    manifests. Overlapping segments of a namespace are each counted.
+    For a store, the command lists its namespaces; for a namespace, its segments; for one segment, every chunk. Sizes
+    include scales and manifests. Segments of a namespace that overlap are counted separately.
 
     Examples:
 
@@ -68,7 +68,7 @@ def inspect(
 
 
 async def _run(text: str, token: str | None, as_json: bool, limit: int, drawing: _Drawing | None) -> None:
-    """Print the answer. Raises KVFetchError."""
+    """Print the target's summary, and draw its frames if ``drawing`` is given. Raises KVFetchError."""
     target = open_target(text, token)
     try:
         segments = await list_segments(target.objects, target.prefix)
@@ -77,7 +77,7 @@ async def _run(text: str, token: str | None, as_json: bool, limit: int, drawing:
         whole = [s for s in segments if s.manifest is not None]
         single = len(whole) == 1 and (target.prefix or drawing)
         if drawing is not None and not single:
-            raise ConfigError(f"--png draws one segment; {target.label} holds {len(whole)}: name one, as STORE#NAME")
+            raise ConfigError(f"--png expects one segment, {target.label} holds {len(whole)}; name one as STORE#NAME")
         if single:
             await _show_segment(target, whole[0], as_json, drawing)
         elif target.prefix:
@@ -92,7 +92,7 @@ async def _run(text: str, token: str | None, as_json: bool, limit: int, drawing:
 async def _show_segments(
     target: Target, segments: Sequence[StoredSegment], num_orphans: int, as_json: bool, limit: int
 ) -> None:
-    """The largest first: they cover the longest prefixes."""
+    """Print the first ``limit`` segments. In each namespace the longest come first."""
     in_order = sorted(segments, key=lambda s: (s.key.namespace, -s.key.num_pages, s.key.last_page_hash))
     summaries: list[SegmentSummary] = []
     unreadable: list[str] = []
@@ -106,7 +106,7 @@ async def _show_segments(
     if len(in_order) > limit:
         notes.append(f"... and {len(in_order) - limit} more segments (--limit)")
     if num_orphans:
-        notes.append(f"{num_orphans} segments have data and no manifest: being written, or left behind")
+        notes.append(f"{num_orphans} segments have data but no manifest: still being written, or left by a crash")
     _print(summaries, [*segments_tables(summaries), *notes], as_json)
 
 
@@ -122,7 +122,7 @@ async def _require_manifest(target: Target, stored: StoredSegment) -> Manifest:
     assert stored.manifest is not None
     manifest = await read_manifest(target.objects, stored.manifest.name)
     if manifest is None:
-        raise StoreError("missing", f"{stored.manifest.name} was deleted meanwhile")
+        raise StoreError("missing", f"{stored.manifest.name} was deleted after it was listed")
     return manifest
 
 
@@ -148,5 +148,5 @@ def _print(summary: object, tables: Iterable[Table | str], as_json: bool) -> Non
         return
     console = make_console()
     for item in tables:
-        # Names are long, and must stay in one piece to be copied.
+        # Names are long. They must not be wrapped, so that users can copy them.
         console.print(item, soft_wrap=isinstance(item, str))

@@ -1,4 +1,4 @@
-"""A segment's files outside a store's directory, under whatever names."""
+"""Reads a segment's files from outside a store's directory, whatever their names."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from sgl_kvfetch.stores.base import ObjectInfo
 class LooseSegment:
     """Reads like a store that holds one segment.
 
-    Its data is looked for beside the manifest: under the name that the manifest gives it, then as ``X.kvd`` for the
-    manifest ``X.kvm``.
+    The data file must lie beside the manifest ``X.kvm``, under the name that the manifest gives it or as ``X.kvd``.
     """
 
     def __init__(self, path: Path) -> None:
-        """``path`` is the manifest's or the data's. Raises ConfigError, and FormatError for a bad manifest."""
+        """Open the manifest or data file ``path``. Raises ConfigError, and FormatError for a bad manifest."""
         manifest_path = _manifest_path(path)
         try:
             with manifest_path.open("rb") as file:
@@ -58,7 +57,7 @@ def _manifest_path(path: Path) -> Path:
     without_digest = path.with_suffix("").with_suffix(MANIFEST_SUFFIX)
     found = next((p for p in (same_stem, without_digest) if p.is_file()), None)
     if found is None:
-        raise ConfigError(f"{str(path)!r} has no manifest beside it ({same_stem.name}): its bytes mean nothing without")
+        raise ConfigError(f"{str(path)!r} cannot be read without its manifest; expected {same_stem.name} beside it")
     return found
 
 
@@ -70,5 +69,5 @@ def _read(path: Path, start: int, length: int | None) -> bytes:
     except OSError as e:
         raise StoreError("io", f"{path}: {e.strerror}") from e
     if length is not None and len(data) < length:
-        raise StoreError("truncated", f"{path} has no {length} bytes from {start} on")
+        raise StoreError("truncated", f"{path}: expected {length} bytes at offset {start}, but the file ends before")
     return data

@@ -11,11 +11,11 @@ from rich.console import Console
 
 from sgl_kvfetch.errors import ConfigError
 
-TOKEN_ENV = "KVFETCH_TOKEN"  # as in sgl_kvfetch.config, which imports torch
+TOKEN_ENV = "KVFETCH_TOKEN"  # also in sgl_kvfetch.config, which is slow to import because it needs torch
 
 TARGET_HELP = (
     "What to look at: a store (http://HOST:PORT, https://..., file:///DIRECTORY or a directory), "
-    "a part of it (STORE#PREFIX, PREFIX being the beginning of an object's name: a namespace, or a segment), "
+    "a part of it (STORE#PREFIX, where PREFIX is the start of object names: a namespace or a segment), "
     "or a manifest or data file (*.kvm, *.kvd)."
 )
 
@@ -35,9 +35,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for progra
 
 
 def read_token(token: str | None, token_file: Path | None) -> str | None:
-    """The token that was given on the command line, or else in the environment. Raises ConfigError."""
+    """Return the token from the command line, or else from the environment, or None. Raises ConfigError."""
     if token is not None and token_file is not None:
-        raise ConfigError("--token and --token-file exclude each other")
+        raise ConfigError("give either --token or --token-file, not both")
     if token_file is not None:
         try:
             token = token_file.read_text(encoding="utf-8").strip()
@@ -51,7 +51,7 @@ def read_token(token: str | None, token_file: Path | None) -> str | None:
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Prints text as it is. Where nobody looks at a terminal, lines are long enough for any object's name."""
+    """Return a console without markup. If the output is not a terminal, lines are 200 columns wide, for long names."""
     console = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = 200

@@ -1,4 +1,4 @@
-"""A segment's frames as PNG files."""
+"""Draws a segment's frames as PNG files."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _FONT = ImageFont.load_default(size=_TEXT_HEIGHT)
 class PictureWriter:
     """Writes the pictures of one span's cells, and collects each chunk's first frame for the contact sheet.
 
-    A frame becomes two pictures: ``.planes.png`` shows its three colour planes side by side in grey, ``.rgb.png`` shows
-    them as red, green and blue. Where the three look alike, the latter is grey too.
+    Each frame gives two pictures: ``.planes.png`` shows its three colour planes side by side in grey, ``.rgb.png``
+    shows them as red, green and blue. If the three planes look alike, the second picture is grey too.
     """
 
     def __init__(self, directory: Path, reader: SegmentReader, max_frames: int) -> None:
-        """Makes the directory. Raises ConfigError if it cannot."""
+        """Make the directory. Raises ConfigError on failure."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as e:
@@ -41,13 +41,13 @@ class PictureWriter:
         self._thumbnails: dict[tuple[Cell, int], np.ndarray] = {}
 
     def write_cell(self, cell: Cell, quantised: Quantised) -> list[str]:
-        """Return a line on the pictures of each part that lies in frames."""
+        """Write a cell's pictures. Return one line about them for each part that is stored as frames."""
         lines = []
         for index, (part, integers) in enumerate(zip(self._manifest.parts, quantised, strict=True)):
             if not part.layout:
                 continue
             layout = self._reader.variant.layouts[part.layout]
-            # The layout is a bijection: these are the frames that the codec gave.
+            # The layout is a bijection, so these are exactly the frames that the codec decoded.
             frames = layout.to_frames(integers).numpy()
             stem = f"span{cell.span}_{self._name(cell, '')}_{part.name.replace(' ', '')}"
             count = min(len(frames), self._max_frames)
@@ -62,9 +62,9 @@ class PictureWriter:
         return lines
 
     def write_contact_sheet(self) -> Path:
-        """Draw the first frame of each chunk: a row a cell, a column a part.
+        """Draw the first frame of each chunk: one row per cell, one column per part.
 
-        Unlike the other pictures, these have their contrast stretched: some planes use few values.
+        Unlike in the other pictures, the contrast is stretched, because some planes use few values.
         """
         cells = sorted({cell for cell, _ in self._thumbnails})
         columns = sorted({index for _, index in self._thumbnails})
@@ -88,7 +88,7 @@ class PictureWriter:
         return self._save(f"span{cells[0].span}_contact-sheet.png", np.asarray(sheet))
 
     def _name(self, cell: Cell, separator: str) -> str:
-        """What to call a cell: its layers, and its heads where there are others."""
+        """Return a cell's name: its layers, and its heads if the segment has several head blocks."""
         name = f"layers{separator}{layers_of(self._manifest, cell)}"
         grid, first = self._manifest.grid, self._manifest.first_head
         if grid.num_head_blocks == 1:
@@ -110,8 +110,8 @@ def _text_width(text: str) -> int:
 
 
 def _thumbnail(picture: np.ndarray) -> np.ndarray:
-    """At most ``THUMBNAIL_SIDE`` a side, by a whole factor. In each plane the middle 98% of the values, but for those
-    that fill what holds nothing, are stretched over the whole range."""
+    """Shrink a picture ``(height, width, 3)`` by an integer factor, to sides of at most ``THUMBNAIL_SIDE`` pixels. Each
+    plane's values, without the fill value, are stretched: percentiles 1 to 99 cover the range 0 to 255."""
     height, width = picture.shape[:2]
     factor = -(-max(height, width) // THUMBNAIL_SIDE)
     padded = np.pad(picture, ((0, -height % factor), (0, -width % factor), (0, 0)), constant_values=FILL)

@@ -1,4 +1,4 @@
-"""``kvfetch profile``: how fast this machine decodes."""
+"""``kvfetch profile``: measure how fast this machine decodes."""
 
 from __future__ import annotations
 
@@ -37,40 +37,40 @@ def profile(
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="Where to write the decode profile.", show_default=False),
     ] = None,
-    codecs: Annotated[str, typer.Option(metavar="NAMES", help="One or more, as in hevc,zstd.")] = "hevc,zstd",
+    codecs: Annotated[str, typer.Option(metavar="NAMES", help="One or more, such as hevc,zstd.")] = "hevc,zstd",
     resolutions: Annotated[
-        str, typer.Option(metavar="NAMES", help="Of the video codecs' pictures.")
+        str, typer.Option(metavar="NAMES", help="Picture sizes for the video codecs.")
     ] = "240p,480p,640p,1080p",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the chunk that is decoded.")] = 1024,
-    heads: Annotated[int, typer.Option(min=1, help="Its heads.")] = 8,
-    head_dim: Annotated[int, typer.Option(min=1, help="Their width.")] = 128,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens in the decoded chunk.")] = 1024,
+    heads: Annotated[int, typer.Option(min=1, help="Heads in the chunk.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Values per head.")] = 128,
     device: Annotated[
         Device,
-        typer.Option(help="What decodes video; auto is NVDEC where it decodes one of the codecs."),
+        typer.Option(help="What decodes video; auto is NVDEC if it can decode one of the codecs, or else the CPU."),
     ] = "auto",
     concurrency: Annotated[
         int | None,
         typer.Option(
-            min=1, max=64, help="Decode up to so many at once.", show_default="cores; with NVDEC two a video engine"
+            min=1, max=64, help="Most chunks decoded at once.", show_default="cores; with NVDEC two per video engine"
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Chunks a session; the figures are medians.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of the chunk's integers.")] = 0,
+    rounds: Annotated[int, typer.Option(min=1, help="Chunks per session; the figures are medians.")] = 5,
+    seed: Annotated[int, typer.Option(help="Seed for the chunk's integers.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Measure how long this machine takes to decode a chunk, for each codec and resolution.
 
-    One chunk alone is measured, and several at once. On NVDEC frames end in the GPU's memory, as in device mode; codecs
-    that it does not decode are measured on the CPU, on the same sessions. The chunk is made up (three layers of
-    integers that spread as transform coefficients do), so that its sizes say little of those of real chunks, which
-    their manifests give. Other programs that run meanwhile make the figures worse.
+    Measures one chunk alone, and then several at once. NVDEC leaves frames in GPU memory, as in device mode. Codecs
+    that it cannot decode are measured on the CPU, with the same number of sessions. The chunk is synthetic: three
+    layers of integers that are distributed like transform coefficients. Its size says little about real chunks; their
+    manifests give theirs. Stop other programs before you measure: they make the figures worse.
 
     Example:
 
         kvfetch profile --out decode-profile.json
     """
     if out is not None and not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no directory {out.parent}")
+        raise ConfigError(f"--out {out}: the directory {out.parent} does not exist")
     progress = make_console(stderr=True)
     names = codecs.split(",")
     targets = make_targets(names, resolutions.split(","))
@@ -97,7 +97,7 @@ def profile(
     else:
         console = make_console()
         console.print(_table(measured))
-        console.print(f"a pool of {measured.num_sessions} decodes most chunks a second")
+        console.print(f"a pool of {measured.num_sessions} sessions decodes the most chunks per second")
     if out is not None:
         try:
             out.write_bytes(measured.encode())
@@ -108,7 +108,7 @@ def profile(
 
 @dataclass(frozen=True)
 class _SetUp:
-    """What is measured. ``decodes`` and ``about`` say so."""
+    """The decoders to measure. ``decodes`` and ``about`` describe them, for the profile and for the user."""
 
     device: str
     decodes: str
@@ -117,7 +117,7 @@ class _SetUp:
 
 
 def _set_up(codecs: Sequence[str], device: Device, concurrency: int | None) -> _SetUp:
-    """Raises ConfigError for an NVDEC that is not there, or decodes none of the codecs."""
+    """Open the sessions. Raises ConfigError if NVDEC is required but missing, or if it decodes none of the codecs."""
     cpu = platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0))
     if device == "cpu":
@@ -125,17 +125,17 @@ def _set_up(codecs: Sequence[str], device: Device, concurrency: int | None) -> _
     nvdec, about = open_current_nvdec()
     on_nvdec = [] if nvdec is None else [name for name in codecs if name in nvdec.codecs]
     if nvdec is not None and on_nvdec:
-        nvdec.surfaces.limit_bytes = None  # engines are measured, whatever a server lets them have
+        nvdec.surfaces.limit_bytes = None  # measure the engines themselves, without a server's memory limit
         sessions = [nvdec.open_session() for _ in range(concurrency or 2 * nvdec.num_engines)]
         decodes = f"{', '.join(on_nvdec)} on NVDEC ({nvdec.num_engines} engines), all else on the CPU"
         return _SetUp(f"{torch.cuda.get_device_name()}, {cpu}", decodes, about, sessions)
     if device == "nvdec":
-        raise ConfigError(f"--device nvdec: it decodes none of {', '.join(codecs)} here ({about})")
+        raise ConfigError(f"--device nvdec: this machine's NVDEC decodes none of {', '.join(codecs)} ({about})")
     return _SetUp(cpu, "CPU", f"measuring the CPU ({about})", [{}] * (concurrency or cores))
 
 
 def _samples(integers: torch.Tensor, targets: Sequence[Target]) -> Iterator[Sample[Decoders]]:
-    """Each video codec at each resolution; a fast codec, to which pictures are nothing, once."""
+    """Yield a sample for each video codec at each resolution, and one for each fast codec, which has no pictures."""
     seen = set()
     for target in targets:
         codec = get_codec(target.codec)
@@ -150,7 +150,7 @@ def _samples(integers: torch.Tensor, targets: Sequence[Target]) -> Iterator[Samp
 
 
 def _decode(codec: Codec, bitstream: bytes, shape: tuple[int, int, int], session: Decoders) -> None:
-    """Raises ConfigError where NVDEC does not do what it was found to do: the CPU's time is not to pass for its."""
+    """Decode one chunk. Raises ConfigError if NVDEC fell back to the CPU, whose time must not count as NVDEC's."""
     if (decoder := session.get(codec.name)) is None:
         codec.decode(bitstream, *shape)
     elif not decoder.decode(bitstream, *shape).is_on_device:
@@ -158,8 +158,8 @@ def _decode(codec: Codec, bitstream: bytes, shape: tuple[int, int, int], session
 
 
 def _integers(num_tokens: int, num_coefficients: int, seed: int) -> torch.Tensor:
-    """uint8 ``(coefficients, tokens)``: spread around 128, the first coefficients widely, the last hardly, as those of
-    a transform are."""
+    """Return uint8 ``(coefficients, tokens)`` around 128, whose spread falls from the first coefficient to the last, as
+    after a transform."""
     generator = torch.Generator().manual_seed(seed)
     spread = torch.logspace(1, -1, num_coefficients)[:, None]
     normal = torch.randn(num_coefficients, num_tokens, generator=generator)

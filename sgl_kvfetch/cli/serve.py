@@ -1,4 +1,4 @@
-"""``kvfetch serve``: the embedded store on this machine."""
+"""``kvfetch serve``: run the embedded store on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT_PORT = 8700
 
 def serve(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIRECTORY", file_okay=False, help="Where the objects lie; made if it is missing.")
+        Path, typer.Argument(metavar="DIRECTORY", file_okay=False, help="Where to keep objects; created if missing.")
     ],
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = DEFAULT_PORT,
@@ -25,7 +25,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Room for objects, as in 100GiB. Beyond it the least recently used segments go. Default: no limit.",
+            help="Most bytes to store, such as 100GiB; least recently used segments are evicted. Default: no limit.",
             show_default=False,
         ),
     ] = None,
@@ -39,29 +39,29 @@ def serve(
         ),
     ] = None,
     token_file: TokenFileOption = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Let other hosts in without a token.")] = False,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Accept other hosts without a token.")] = False,
     orphan_age_s: Annotated[
         float, typer.Option("--orphan-age", metavar="SECONDS", help="Age at which unfinished writes are removed.")
     ] = 900.0,
-    max_object: Annotated[str, typer.Option(metavar="SIZE", help="Largest object that is taken.")] = "4GiB",
+    max_object: Annotated[str, typer.Option(metavar="SIZE", help="Largest object that is accepted.")] = "4GiB",
     max_uploads: Annotated[
-        int, typer.Option(metavar="COUNT", help="Uploads at the same time; beyond them clients are asked to wait.")
+        int, typer.Option(metavar="COUNT", help="Most uploads at a time; further clients are told to retry later.")
     ] = 64,
     idle_timeout_s: Annotated[
         float,
-        typer.Option("--idle-timeout", metavar="SECONDS", help="Give up uploads that bring less than a MiB in it."),
+        typer.Option("--idle-timeout", metavar="SECONDS", help="Abort an upload that brings under 1 MiB in this time."),
     ] = 30.0,
     link_gbps: Annotated[
         str | None,
         typer.Option(
             metavar="GBPS[,GBPS...]",
-            help="Send no faster than this many 1e9 bits a second, all clients together: to try out a slow network. "
-            "Of several, one a second, over and over.",
+            help="Limit the sending rate to simulate a slow network, in 1e9 bits per second for all clients together. "
+            "With several values, the limit changes every second, in a cycle.",
             show_default=False,
         ),
     ] = None,
     grace_s: Annotated[
-        float, typer.Option("--grace", metavar="SECONDS", help="How long to wait for open requests when stopping.")
+        float, typer.Option("--grace", metavar="SECONDS", help="How long to wait for open requests before stopping.")
     ] = 10.0,
 ) -> None:
     """Serve a directory as a store, until Ctrl-C or SIGTERM.
@@ -92,14 +92,14 @@ def serve(
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ConfigError(f"cannot make {directory}: {e.strerror or e}") from e
-    # The server logs where it listens.
+    # Show INFO: the server logs the address that it listens on.
     logging.basicConfig(level=logging.INFO, format="kvfetch: %(message)s")
     run_server(config)
 
 
 def _parse_gbps(text: str | None) -> tuple[float, ...] | None:
-    """Raises ConfigError."""
+    """Parse ``--link-gbps``. Raises ConfigError."""
     try:
         return tuple(float(part) for part in text.split(",")) if text else None
     except ValueError as e:
-        raise ConfigError(f"--link-gbps {text!r}; expected numbers with commas between them, as in 1 or 6,3,4") from e
+        raise ConfigError(f"--link-gbps {text!r}: expected one number or several with commas, such as 6,3,4") from e

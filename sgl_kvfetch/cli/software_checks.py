@@ -1,4 +1,4 @@
-"""Checks of what is installed: Python, SGLang and our way into it, the codecs."""
+"""Checks of the installed software: Python, SGLang and our plugin in it, Triton, the codecs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_python() -> list[Check]:
 
 
 def check_sglang() -> list[Check]:
-    """SGLang's version, our registration, and each place where we touch it."""
+    """Check SGLang's version, our registration as its plugin, the seams that we use, and the C++ compiler."""
     from sgl_kvfetch.plugin.seams import SGLANG_VERSION
 
     install = f'pip install "sglang=={SGLANG_VERSION}"'
@@ -51,7 +51,7 @@ def _check_registration() -> Check:
         return Check(name, "no", f"no entry point {PLUGIN!r} in {PLUGIN_GROUP}", advice)
     chosen = os.environ.get("SGLANG_PLUGINS")
     if chosen and PLUGIN not in [plugin.strip() for plugin in chosen.split(",")]:
-        return Check(name, "no", f"SGLANG_PLUGINS={chosen} leaves it out", f"add {PLUGIN} to SGLANG_PLUGINS")
+        return Check(name, "no", f"SGLANG_PLUGINS={chosen} excludes it", f"add {PLUGIN} to SGLANG_PLUGINS")
     return Check(name, "yes", f"entry point {PLUGIN!r} in {PLUGIN_GROUP}")
 
 
@@ -74,7 +74,7 @@ def _check_seams(install: str) -> Check:
 
 
 def _check_compiler() -> Check:
-    """SGLang compiles its page hash on the first request."""
+    """Look for a C++ compiler: SGLang compiles its page hash on the first request."""
     missing = [tool for tool in ("g++", "ninja") if shutil.which(tool, path=_search_path()) is None]
     if missing:
         advice = f"install {' and '.join(missing)} (apt-get install g++ libssl-dev; pip install ninja)"
@@ -83,7 +83,7 @@ def _check_compiler() -> Check:
 
 
 def _search_path() -> str:
-    """PATH, and where this environment's own tools lie."""
+    """Return PATH, with this Python environment's own programs added."""
     return os.pathsep.join((os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)))
 
 
@@ -94,7 +94,7 @@ def check_triton() -> list[Check]:
 
 
 def check_codecs() -> list[Check]:
-    """Code a small picture with each codec, for real."""
+    """Encode and decode two small frames with each codec."""
     import torch
 
     from sgl_kvfetch.codecs import CODECS
@@ -110,7 +110,7 @@ def check_codecs() -> list[Check]:
         try:
             bitstream = codec.encode(frames)
             same = torch.equal(codec.decode(bitstream, len(frames), height, width), frames)
-        except Exception as e:  # whatever PyAV's libraries raise
+        except Exception as e:  # PyAV's libraries can raise anything
             advice = "reinstall its library (pip install --force-reinstall av zstandard)"
             checks.append(Check(label, "no", f"{type(e).__name__}: {e}", advice))
             continue
@@ -118,5 +118,5 @@ def check_codecs() -> list[Check]:
         if same:
             checks.append(Check(label, "yes", f"bit for bit, on the CPU ({took_ms:.0f} ms)"))
         else:
-            checks.append(Check(label, "no", "other frames came back", f"choose another codec than {name}"))
+            checks.append(Check(label, "no", "the decoded frames differ", f"choose another codec than {name}"))
     return checks

@@ -1,4 +1,4 @@
-"""Checks of a store: reachable, authorised, answering lookups."""
+"""Checks of a store: whether it is reachable, accepts our token, and answers lookups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 10.0
 
 
 def check_store(url: str, token: str | None) -> list[Check]:
-    """Changes nothing in the store. Raises ConfigError for a URL that is none."""
+    """Check a store without changing it. Raises ConfigError for an invalid URL."""
     if urlsplit(url).scheme == "file":
         store, checks = open_store(url), [_check_directory(Path(unquote(urlsplit(url).path)))]
     else:
@@ -32,14 +32,14 @@ def _check_directory(path: Path) -> Check:
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
         advice = f"make {existing} a directory that this user can write, or choose another"
-        return Check("store writable", "no", f"{existing} is no writable directory", advice)
-    return Check("store writable", "yes", str(path) if existing == path else f"{path}, to be made at the first write")
+        return Check("store writable", "no", f"{existing} is not a writable directory", advice)
+    return Check("store writable", "yes", str(path) if existing == path else f"{path}, created at the first write")
 
 
 async def _ask(store: Store, url: str, *, has_token: bool) -> list[Check]:
     started_s = time.perf_counter()
     try:
-        # Pages that nobody has: the answer is empty, and shows that the whole way works.
+        # A random page is stored nowhere. An empty answer shows that lookups work.
         namespace = f"{secrets.token_hex(16)}.0-1"
         await store.lookup(namespace, [secrets.token_bytes(PAGE_HASH_BYTES)])
     except StoreError as e:
@@ -50,7 +50,7 @@ async def _ask(store: Store, url: str, *, has_token: bool) -> list[Check]:
     return [
         Check("store reachable", "yes", url),
         Check("store authorised", "yes", "with a token" if has_token else "without a token"),
-        Check("store lookup", "yes", f"answered in {took_ms:.0f} ms, connecting included"),
+        Check("store lookup", "yes", f"answered in {took_ms:.0f} ms, including the connection"),
     ]
 
 
@@ -62,5 +62,5 @@ def _failed(error: StoreError, url: str, has_token: bool) -> list[Check]:
         case "unauthorised":
             advice = "check the token" if has_token else "give the store's token: --token-file, or KVFETCH_TOKEN"
             return [Check("store reachable", "yes", url), Check("store authorised", "no", str(error), advice)]
-    advice = f"is a kvfetch store at {url}? Read its log"
+    advice = f"check that {url} is a kvfetch store, and read its log"
     return [Check("store reachable", "yes", url), Check("store lookup", "no", str(error), advice)]

@@ -1,4 +1,4 @@
-"""What a store or a segment holds, in numbers. Sizes count everything that is stored, manifests too."""
+"""Summaries of a store or a segment, in numbers. Sizes count all stored bytes, manifests included."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sgl_kvfetch.types import KV_DTYPES
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """``ratio`` is raw over stored; ``bits_per_value`` is what one K or V number takes in the store."""
+    """``ratio`` is raw bytes over stored bytes; ``bits_per_value`` is the stored size of one K or V number."""
 
     raw_bytes: int
     stored_bytes: int
@@ -32,7 +32,7 @@ def sizes(raw_bytes: int, stored_bytes: int, dtype: str) -> Sizes:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceSummary:
-    """Segments that overlap are each counted. The last three are None if no manifest here can be read."""
+    """Overlapping segments are counted separately. The last three fields are None if no manifest can be read."""
 
     digest: str
     num_segments: int
@@ -55,7 +55,7 @@ class StoreSummary:
 
 
 async def summarise_store(objects: Objects, segments: Sequence[StoredSegment]) -> StoreSummary:
-    """From the names, the sizes and one manifest of each namespace: cheap, however much the store holds."""
+    """Summarise a store from object names, sizes and one manifest per namespace, so that large stores stay cheap."""
     orphans = [info for s in segments if s.manifest is None for info in s.data.values()]
     whole = [s for s in segments if s.manifest is not None]
     namespaces = []
@@ -96,13 +96,13 @@ async def _first_readable(objects: Objects, segments: Iterable[StoredSegment]) -
 
 @dataclass(frozen=True, slots=True)
 class PartSummary:
-    """The chunks of one layer group that hold the same part, over all spans and heads. ``bits_per_value``: of all
-    values of the layer group, K and V."""
+    """One layer group's chunks that hold the same part, over all spans and heads. ``bits_per_value`` divides their size
+    by the number of all K and V values in the layer group."""
 
-    first_layer: int  # of the model
+    first_layer: int  # in the model
     end_layer: int
     part: str
-    layout: str  # of its integers; empty where the part is bytes
+    layout: str  # empty if the part holds bytes, not integers
     codecs: tuple[str, ...]
     num_chunks: int
     stored_bytes: int
@@ -111,12 +111,12 @@ class PartSummary:
 
 @dataclass(frozen=True, slots=True)
 class VariantSummary:
-    codec: str  # what was asked for; "" where the writer did not record it
+    codec: str  # the one that was requested; "" if the writer did not record it
     resolution: str
     data_name: str
     missing: bool
     layouts: dict[str, TileLayout | RegionLayout]
-    sizes: Sizes  # of this variant and the manifest
+    sizes: Sizes  # this variant and the manifest
     parts: tuple[PartSummary, ...]
 
 
@@ -191,7 +191,7 @@ def _summarise_part(manifest: Manifest, variant: Variant, layer_group: int, inde
 
 
 def layers_of(manifest: Manifest, cell: Cell) -> str:
-    """A cell's layers, counted as the model does, for reading."""
+    """Return a cell's layers as text, with the model's layer numbers."""
     layers, offset = manifest.grid.layers(cell.layer_group), manifest.namespace.first_layer
     return layer_range(offset + layers.start, offset + layers.stop)
 

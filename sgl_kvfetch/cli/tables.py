@@ -1,4 +1,4 @@
-"""Summaries as tables for a terminal."""
+"""Formats summaries as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from sgl_kvfetch.cli.units import format_ratio, format_size, printable
 from sgl_kvfetch.layout.regions import RegionLayout
 from sgl_kvfetch.layout.tiles import TileLayout
 
-NAMESPACE_DIGITS, HASH_DIGITS = 12, 16  # enough to tell them apart, and to give as a prefix
+NAMESPACE_DIGITS, HASH_DIGITS = 12, 16  # enough to be unique, and to use as a prefix of TARGET
 
 
 def make_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
-    """Columns of text, the first of them names that stay in one piece, then columns of numbers."""
+    """Return an empty table: columns of text, of which the first never wraps, then columns of numbers."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for index, name in enumerate(left):
         table.add_column(name, overflow="fold", no_wrap=index == 0)
@@ -42,7 +42,7 @@ def describe_sizes(sizes: Sizes) -> str:
 
 
 def store_tables(label: str, summary: StoreSummary, limit: int) -> Iterator[Table | str]:
-    """Two rows a namespace: what it is, and how much there is of it; then what they leave out."""
+    """Yield two tables of namespaces, one of their fields and one of their sizes; then totals and orphans."""
     yield printable(label)
     if summary.namespaces:
         yield _fields_table(summary.namespaces[:limit])
@@ -54,7 +54,7 @@ def store_tables(label: str, summary: StoreSummary, limit: int) -> Iterator[Tabl
     yield f"stored in all: {format_size(summary.stored_bytes)}"
     if summary.num_orphans:
         orphans = f"{summary.num_orphans} data objects ({format_size(summary.orphan_bytes)})"
-        yield f"of these, {orphans} have no manifest: being written, or left behind"
+        yield f"of these, {orphans} have no manifest: still being written, or left by a crash"
 
 
 def _fields_table(namespaces: Sequence[NamespaceSummary]) -> Table:
@@ -92,7 +92,7 @@ def _sizes_table(namespaces: Sequence[NamespaceSummary]) -> Table:
 
 
 def segments_tables(segments: Sequence[SegmentSummary]) -> Iterator[Table | str]:
-    """A row a segment, by namespace. A namespace and the shown part of a segment's name make a prefix."""
+    """Yield a table per namespace, one row per segment. Namespace and shown name together form a usable prefix."""
     for namespace, group in groupby(segments, key=lambda s: s.manifest_name.partition("/")[0]):
         yield f"{namespace}/"
         yield _segments_table(group)
@@ -167,7 +167,7 @@ def _parts_table(variant: VariantSummary) -> Table:
     table.add_section()
     for name in dict.fromkeys(part.part for part in variant.parts):
         alike = [part for part in variant.parts if part.part == name]
-        # A mean over layer groups, weighted by the values each holds.
+        # The mean over layer groups, weighted by their numbers of values.
         num_values = sum(8 * part.stored_bytes / part.bits_per_value for part in alike)
         bits = 8 * sum(part.stored_bytes for part in alike) / num_values
         table.add_row("all", *_part_cells(alike, total), f"{bits:.3f}")

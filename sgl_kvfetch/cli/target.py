@@ -1,4 +1,4 @@
-"""What the user points at: a store, a part of one, or files on disk."""
+"""The TARGET argument: a store, a part of one, or files on disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgl_kvfetch.stores.open import open_store
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Objects whose names begin with ``prefix``. ``label`` is what to call them."""
+    """Objects with the name prefix ``prefix``. Messages call them ``label``."""
 
     objects: Objects
     prefix: str
@@ -23,7 +23,7 @@ class Target:
 
 
 def open_target(text: str, token: str | None) -> Target:
-    """Understand a TARGET argument. Raises ConfigError, and FormatError for a file that is no manifest."""
+    """Parse a TARGET argument and open it. Raises ConfigError, and FormatError for an invalid manifest file."""
     if "://" in text:
         url, _, prefix = text.partition("#")
         return _store_at(url, prefix, token)
@@ -39,13 +39,13 @@ def open_target(text: str, token: str | None) -> Target:
 def _store_at(url: str, prefix: str, token: str | None) -> Target:
     scheme = urlsplit(url).scheme
     if scheme == "file" and not Path(unquote(urlsplit(url).path)).is_dir():
-        raise ConfigError(f"{url} is not a directory")  # an empty store is a clean one, a typo is not
+        raise ConfigError(f"{url} is not a directory")  # or a typo would look like an empty store without errors
     store = open_store(url, token=token if scheme in ("http", "https") else None)
     return Target(store, _as_prefix(prefix), f"{url}#{prefix}" if prefix else url)
 
 
 def _as_prefix(text: str) -> str:
-    """The name of either of a segment's objects stands for the segment."""
+    """Return the segment's name if ``text`` is the full name of its manifest or data, or else ``text``."""
     try:
         return parse_object_name(text).segment.stem
     except FormatError:

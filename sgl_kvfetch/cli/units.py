@@ -1,4 +1,4 @@
-"""Sizes and ratios as people write and read them."""
+"""Parsing and formatting of sizes and ratios for users."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ _UNITS = "kmgtp"
 
 
 def parse_size(text: str) -> int:
-    """Bytes. ``10GiB`` counts in powers of 1024, ``500MB`` in powers of 1000, a bare number in bytes.
+    """Return a number of bytes. ``10GiB`` means powers of 1024, ``500MB`` powers of 1000, a bare number bytes.
 
-    Raises ConfigError, also for ``10G``: people mean either.
+    Raises ConfigError, also for ``10G``, which is ambiguous.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match["unit"] and not match["bytes"]):
-        raise ConfigError(f"size {text!r} is not understood; write it as 10GiB, 500MB or a number of bytes")
+        raise ConfigError(f"invalid size {text!r}; expected a form such as 10GiB, 500MB or a number of bytes")
     power = _UNITS.index(match["unit"].lower()) + 1 if match["unit"] else 0
     size = int(float(match["number"]) * (1024 if match["binary"] else 1000) ** power)
     if size < 1:
-        raise ConfigError(f"size {text!r} is less than a byte")
+        raise ConfigError(f"invalid size {text!r}; expected at least one byte")
     return size
 
 
 def format_size(num_bytes: int) -> str:
-    """Three digits or so, in powers of 1024."""
+    """Format a size with three significant digits, in powers of 1024."""
     size, unit = float(num_bytes), 0
     while size >= 1000 and unit < len(_UNITS):
         size, unit = size / 1024, unit + 1
@@ -38,5 +38,5 @@ def format_ratio(ratio: float | None) -> str:
 
 
 def printable(text: str) -> str:
-    """Stored text may hold anything, terminal escapes too."""
+    """Replace unprintable characters: stored text may hold anything, such as terminal escapes."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -1,4 +1,4 @@
-"""``kvfetch verify``: reads everything that is stored, and reports what is corrupt."""
+"""``kvfetch verify``: read everything that is stored, and report what is corrupt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sgl_kvfetch.stores.base import ObjectInfo
 from sgl_kvfetch.stores.listing import Objects, StoredSegment, list_segments, read_manifest
 
 MAX_PROBLEMS_AN_OBJECT = 5
-# Failures that say something about one object, not about the store.
+# Failures that concern one object, not the whole store.
 _OBJECT_REASONS: frozenset[StoreErrorReason] = frozenset({"truncated", "io", "invalid", "too_large", "protocol"})
 
 
@@ -37,13 +37,13 @@ def verify(
     token_file: TokenFileOption = None,
     as_json: JsonOption = False,
     jobs: Annotated[
-        int, typer.Option(min=1, max=256, help="Segments that are read, and threads that decode.", show_default="cores")
+        int, typer.Option(min=1, max=256, help="Segments read at once, and decoding threads.", show_default="cores")
     ] = os.cpu_count() or 1,
 ) -> None:
     """Read and decode everything that is stored, and compare it with its checksums.
 
-    Exit code 0 if all is well, 1 if something is corrupt or missing, 2 if the store cannot be read. Nothing is
-    changed. What a crashed writer left (data without a manifest) is counted, and is no fault: nobody can find it.
+    The exit code is 0 if everything is valid, 1 if something is corrupt or missing, 2 if the store cannot be read.
+    Nothing is changed. Data without a manifest, left by a crashed writer, are counted but are no error.
 
     Examples:
 
@@ -58,10 +58,10 @@ def verify(
 
 
 async def _run(text: str, token: str | None, as_json: bool, jobs: int) -> bool:
-    """Verify, print a report and say whether all is well. Raises KVFetchError."""
+    """Verify the target and print a report. Return True if nothing is corrupt. Raises KVFetchError."""
     try:
         target = open_target(text, token)
-    except FormatError as e:  # a file that was given by its path
+    except FormatError as e:  # TARGET is the path of an invalid manifest
         report = Report(problems=[Problem(str(Path(text)), str(e))])
     else:
         try:
@@ -106,21 +106,21 @@ def _print(report: Report, as_json: bool) -> None:
     typer.echo(f"{read}: {len(by_object)} objects corrupt or missing" if by_object else f"{read}: all is well")
     if report.orphans:
         size = format_size(sum(info.size_bytes for info in report.orphans))
-        typer.echo(f"{len(report.orphans)} data objects ({size}) belong to no segment: being written, or left behind")
+        typer.echo(f"{len(report.orphans)} data objects ({size}) have no manifest: being written, or left by a crash")
     if report.num_gone:
-        typer.echo(f"{report.num_gone} segments were deleted or replaced meanwhile")
+        typer.echo(f"{report.num_gone} segments were deleted or replaced during the run")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    name: str  # the object's
+    name: str  # of the object
     what: str
 
 
 @dataclass(slots=True)
 class Report:
-    """``orphans`` are data objects that no manifest names: being written, or left behind by a writer that died.
-    ``num_gone`` counts segments that were deleted or replaced while this ran; they are no problem."""
+    """``orphans`` are data objects that no manifest names: still being written, or left by a writer that crashed.
+    ``num_gone`` counts segments that were deleted or replaced during the run; they are no problem."""
 
     num_segments: int = 0
     num_chunks: int = 0
@@ -131,11 +131,11 @@ class Report:
 
 
 class _Gone(Exception):
-    """The segment was deleted while it was read."""
+    """The segment was deleted or replaced while it was read."""
 
 
 class Verifier:
-    """Verifies segments, ``jobs`` at a time. Each holds one read of about ``read_bytes`` in memory."""
+    """Verifies ``jobs`` segments at a time. Each job holds one read of about ``read_bytes`` bytes in memory."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Verifier:
         self._on_read = on_read
 
     async def run(self, segments: Sequence[StoredSegment]) -> Report:
-        """Raises StoreError if the store cannot be read at all."""
+        """Verify ``segments`` and return the report. Raises StoreError if the store cannot be read at all."""
         queue = iter(segments)
         await asyncio.gather(*(self._work(queue) for _ in range(self._jobs)))
         self.report.problems.sort(key=lambda problem: problem.name)
@@ -190,13 +190,13 @@ class Verifier:
     async def _verify_data(self, info: ObjectInfo | None, reader: SegmentReader) -> None:
         name, expected = reader.data_name, reader.manifest.data_bytes(reader.variant)
         if info is None:
-            # It may have come after the listing, as part of a segment that was replaced.
+            # The segment may have been replaced after the listing; then its data are newer than the listing.
             info = await self._objects_head(name, reader.manifest)
         if info is None:
             self._add(name, "missing, though its manifest names it")
             return
         if info.size_bytes != expected:
-            self._add(name, f"has {info.size_bytes} bytes, its manifest accounts for {expected}")
+            self._add(name, f"has {info.size_bytes} bytes, expected {expected} as its manifest says")
             return
         digest = xxhash.xxh3_128()
         try:
@@ -227,14 +227,14 @@ class Verifier:
                 self._add(name, error)
 
     async def _objects_head(self, name: str, manifest: Manifest) -> ObjectInfo | None:
-        """Look again for data that the listing lacks. Raises _Gone if the manifest is not there any more either."""
+        """Look again for data that the listing lacks. Raises _Gone if the manifest was deleted or replaced too."""
         async for info in self._objects.list(name):
             return info
         await self._require_present(manifest)
         return None
 
     async def _require_present(self, manifest: Manifest) -> None:
-        """Raises _Gone unless the very same manifest is still there."""
+        """Raise _Gone unless the store still has exactly this manifest."""
         try:
             if await read_manifest(self._objects, manifest.key.manifest_name) == manifest:
                 return
@@ -247,7 +247,7 @@ class Verifier:
         self._on_read(num_bytes)
 
     def _blame(self, name: str, error: FormatError | StoreError) -> None:
-        """Raises the error if it is not about this object alone."""
+        """Report an error that concerns only this object; raise any other."""
         if isinstance(error, StoreError) and error.reason not in _OBJECT_REASONS:
             raise error
         self._add(name, str(error))
@@ -257,7 +257,7 @@ class Verifier:
 
 
 def _check_cell(unit: ReadUnit, cell: Cell, data: bytes) -> str | None:
-    """What is wrong with one cell, or None. Runs on the decode pool."""
+    """Decode one cell. Return an error message if it is corrupt, or else None. Runs on the decode pool."""
     start, end = unit.reader.cell_range(cell)
     try:
         unit.reader.decode_cell(cell, memoryview(data)[start - unit.start : end - unit.start])

@@ -1,4 +1,4 @@
-"""Frames <-> bitstream, without loss: one file a codec, and a registry."""
+"""Lossless codecs between frames and bitstreams: one file a codec, and a registry."""
 
 from sgl_kvfetch.codecs.base import Codec
 from sgl_kvfetch.codecs.registry import CODECS, CodecName, EncoderName, get_codec

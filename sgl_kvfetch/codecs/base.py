@@ -1,4 +1,4 @@
-"""What a codec is."""
+"""The interfaces of codecs, decoders and encoders."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import torch
 
 
 class Codec(ABC):
-    """Turns frames into a bitstream and back, bit for bit.
+    """Encodes frames into a bitstream and decodes them bit for bit.
 
-    Instances hold no state between calls and may be used from many threads at once; the work releases the GIL.
+    Instances keep no state between calls. They are thread-safe, and release the GIL while they work.
     """
 
     name: str
-    is_video: bool = False  # so that video engines may decode it, to a GPU's memory
+    is_video: bool = False  # whether a GPU's video engines may decode it
 
     @abstractmethod
     def encode(self, frames: torch.Tensor) -> bytes:
-        """``frames``: uint8, ``(frames, 3, height, width)``."""
+        """Encode ``frames``: uint8, ``(frames, 3, height, width)``."""
 
     @abstractmethod
     def decode(self, bitstream: bytes | memoryview, num_frames: int, height: int, width: int) -> torch.Tensor:
-        """The frames that were encoded. Raises CorruptError if the bitstream does not decode to exactly those."""
+        """Return the encoded frames. Raises CorruptError if the bitstream does not decode to exactly this shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedFrames:
-    """Frames where they are wanted, uint8 ``(frames, 3, height, width)``, there by the time that they are returned; and
-    what they are verified by: either the same on the host, which is one and the same tensor if they are wanted, or were
-    decoded, there, or their frame sum, computed where they are.
+    """Decoded frames, uint8 ``(frames, 3, height, width)``, complete when this is returned.
 
-    ``host`` may be the decoder's own memory: it is good until the next bitstream is decoded on the same session.
+    ``frames`` are on the device if ``is_on_device``, on the host otherwise. One of two fields serves to verify them:
+    ``host``, a copy on the host (``frames`` itself if that is on the host), or ``frame_sum``, computed on the device.
+    ``host`` may be memory of the decoder, valid until the session decodes its next bitstream.
     """
 
     frames: torch.Tensor
@@ -46,7 +46,7 @@ class DecodedFrames:
 
 
 class FrameDecoder(ABC):
-    """Decodes a codec's bitstreams on a device. One of a session's, which is for one thread at a time."""
+    """Decodes a codec's bitstreams on a device. It belongs to a session, which one thread uses at a time."""
 
     @abstractmethod
     def decode(
@@ -59,22 +59,21 @@ class FrameDecoder(ABC):
         with_sum: bool = False,
         to_host: bool = False,
     ) -> DecodedFrames:
-        """``with_sum``: frames that are decoded to the device are to be verified by their frame sum, and are not
-        wanted on the host. ``to_host``: they are wanted there, and not on the device. Raises CorruptError if the
-        bitstream does not decode to exactly so many frames of this size."""
+        """Decode a bitstream. ``with_sum``: return the frame sum of frames that are decoded on the device, and no copy
+        on the host. ``to_host``: return the frames on the host only. Raises CorruptError if the bitstream does not
+        decode to exactly ``num_frames`` frames of this size."""
 
 
-Decoders = Mapping[str, FrameDecoder]  # a session's, by codec; what it has none for is decoded on the CPU
+Decoders = Mapping[str, FrameDecoder]  # of one session, by codec; codecs without one are decoded on the CPU
 
 
 class FrameEncoder(ABC):
-    """Makes a codec's bitstreams elsewhere than on the CPU, for every decoder of that codec to read. From any
-    thread."""
+    """Encodes a codec's bitstreams on other hardware than the CPU, for every decoder of that codec. Thread-safe."""
 
     @abstractmethod
     def encode(self, frames: torch.Tensor) -> bytes:
-        """``frames``: uint8, ``(frames, 3, height, width)``."""
+        """Encode ``frames``: uint8, ``(frames, 3, height, width)``."""
 
     @abstractmethod
     def distrust(self, reason: str) -> None:
-        """A bitstream of this encoder decoded to something else: encode on the CPU from now on."""
+        """Encode on the CPU from now on: a bitstream of this encoder decoded to other values."""

@@ -1,4 +1,4 @@
-"""General-purpose byte codecs: fast, and no video engine needed. They see a chunk's frames as one run of bytes."""
+"""General-purpose byte codecs: fast, without a video engine. They compress a chunk's frames as one run of bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _BytesCodec(Codec):
 
     @abstractmethod
     def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes:
-        """At most ``max_bytes`` bytes, however much the data claims to hold. Raises CorruptError."""
+        """Return at most ``max_bytes`` bytes, even if the data claims to hold more. Raises CorruptError."""
 
 
 class ZstdCodec(_BytesCodec):
@@ -41,7 +41,7 @@ class ZstdCodec(_BytesCodec):
 
     def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes:
         try:
-            # A frame that records its size ignores max_output_size, so the claim is checked first.
+            # A zstd frame that records its size ignores max_output_size, so check that size first.
             claimed = zstandard.frame_content_size(data)
             if claimed > max_bytes:
                 raise CorruptError(f"zstd frame claims {claimed} bytes, expected {max_bytes}")
@@ -51,7 +51,7 @@ class ZstdCodec(_BytesCodec):
 
 
 class RawCodec(_BytesCodec):
-    """As they are, for networks that bring bytes faster than CPUs decode them."""
+    """Stores bytes uncompressed, for networks that are faster than decompression on the CPU."""
 
     name = "raw"
 
@@ -75,10 +75,10 @@ class DeflateCodec(_BytesCodec):
         decompressor = zlib.decompressobj()
         try:
             out = decompressor.decompress(data, max_bytes)
-            if not decompressor.eof:  # its checksum may still be to come; more data must not
+            if not decompressor.eof:  # the checksum may still follow, but no more data
                 out += decompressor.decompress(decompressor.unconsumed_tail, 1)
         except zlib.error as e:
             raise CorruptError(f"deflate bitstream does not decode: {e}") from e
         if not decompressor.eof:
-            raise CorruptError(f"deflate bitstream is cut, or holds more than {max_bytes} bytes")
+            raise CorruptError(f"deflate bitstream is truncated, or decodes to more than {max_bytes} bytes")
         return out

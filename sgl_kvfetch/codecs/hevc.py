@@ -1,7 +1,7 @@
 """Lossless HEVC on the CPU: libx265 to encode, libavcodec to decode, both through PyAV.
 
 A bitstream is a table of access units (u32 count, then a u32 size for each; little endian) followed by the access
-units themselves in Annex B form, one a picture. With the table a decoder, be it NVDEC, is fed without a demuxer.
+units themselves in Annex B form, one a picture. The table lets decoders, NVDEC included, work without a demuxer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from sgl_kvfetch.layout.frames import FILL
 
 _U32 = struct.Struct("<I")
 
-# Slower presets gain nothing on this kind of data and cost ten times as much (DESIGN.md, "Codec facts"). One thread
-# an encoder: chunks are encoded side by side.
+# Slower presets gain nothing on this kind of data and cost ten times as much (DESIGN.md, "Codec facts"). Each encoder
+# uses one thread, since chunks are encoded in parallel.
 _X265 = {
     "lossless": 1,
     "bframes": 0,
@@ -44,7 +44,7 @@ _X265_OPTIONS = {
 
 
 class HevcCodec(Codec):
-    """4:4:4: three layers in a picture's three planes."""
+    """4:4:4 HEVC: each of a picture's three planes holds one layer."""
 
     name = "hevc"
     is_video = True
@@ -73,7 +73,7 @@ class HevcCodec(Codec):
         return self._decode(self.access_units(bitstream, num_frames), num_frames, height, width)
 
     def access_units(self, bitstream: bytes | memoryview, num_frames: int) -> list[memoryview]:
-        """One a picture. Raises CorruptError unless there are as many as ``num_frames`` have."""
+        """Return the access units, one a picture. Raises CorruptError if ``num_frames`` need another number of them."""
         access_units = split_access_units(bitstream)
         expected = self.num_access_units(num_frames, num_frames)
         if len(access_units) != expected:
@@ -83,27 +83,27 @@ class HevcCodec(Codec):
     def decode_prefix(
         self, prefix: bytes | memoryview, num_frames: int, end_frame: int, height: int, width: int
     ) -> torch.Tensor:
-        """Frames ``[0, end_frame)`` of ``num_frames``, from a prefix of their bitstream: its bytes up to
+        """Decode frames ``[0, end_frame)`` of ``num_frames`` from a prefix of their bitstream: its bytes up to
         ``access_unit_offsets(bitstream)[num_access_units(num_frames, end_frame)]``.
 
-        ``(end_frame, 3, height, width)``. Pictures are predicted from those before them and from no later ones, so
-        that a prefix decodes to the very same frames; a part from the middle decodes to nothing. Checksums are over
-        whole chunks: nothing says whether a prefix is corrupt, unless it does not decode. Raises CorruptError.
+        Returns ``(end_frame, 3, height, width)``. Pictures are predicted only from earlier ones, so a prefix decodes to
+        the same frames as the whole; a part from the middle cannot be decoded. Checksums cover whole chunks, so a
+        corrupt prefix is only detected if it fails to decode. Raises CorruptError.
         """
         assert 1 <= end_frame <= num_frames
         offsets = access_unit_offsets(prefix)
         needed = self.num_access_units(num_frames, end_frame)
         if len(offsets) - 1 != self.num_access_units(num_frames, num_frames) or len(prefix) < offsets[needed]:
             raise CorruptError(
-                f"{self.name} prefix of {len(prefix)} bytes, of {len(offsets) - 1} pictures, lacks some of the first "
-                f"{needed} pictures, or is another's"
+                f"{self.name} prefix of {len(prefix)} bytes, from a bitstream of {len(offsets) - 1} pictures, lacks "
+                f"some of the first {needed} pictures, or belongs to another bitstream"
             )
         view = memoryview(prefix)
         access_units = [view[offsets[i] : offsets[i + 1]] for i in range(needed)]
         return self._decode(access_units, num_frames, height, width)[:end_frame]
 
     def _decode(self, access_units: Sequence[memoryview], num_frames: int, height: int, width: int) -> torch.Tensor:
-        """``(num_frames, 3, height, width)``, of which only what these access units hold is set."""
+        """Return ``(num_frames, 3, height, width)``. Only the frames of these access units are set."""
         expected = len(access_units)
         decoder = av.CodecContext.create("hevc", "r")
         assert isinstance(decoder, av.VideoCodecContext)
@@ -130,12 +130,12 @@ class HevcCodec(Codec):
             raise CorruptError(f"{self.name} picture is {found}, expected {(self.pixel_format, width, height)}")
 
     def num_access_units(self, num_frames: int, end_frame: int) -> int:
-        """How many access units, from the first on, hold frames ``[0, end_frame)`` of ``num_frames``."""
+        """Return how many access units, counted from the first, hold frames ``[0, end_frame)`` of ``num_frames``."""
         return end_frame
 
     def to_pictures(self, frames: np.ndarray) -> list[np.ndarray]:
-        """From ``(frames, 3, height, width)``: a picture an access unit, its planes one below the other, chroma of
-        4:2:0 in half as many rows."""
+        """Convert ``(frames, 3, height, width)`` into pictures, one an access unit. A picture's planes are stacked
+        vertically. The chroma of 4:2:0 takes half as many rows as the luma."""
         return list(frames)
 
     def _from_picture(self, picture: av.VideoFrame, index: int, out: np.ndarray) -> None:
@@ -144,15 +144,17 @@ class HevcCodec(Codec):
 
 
 class Hevc420Codec(HevcCodec):
-    """4:2:0 with constant chroma, for decoders without 4:4:4: a layer fills the luma of pictures of its own, all
-    frames of the first layer before those of the second, so that neighbours in time stay neighbours."""
+    """4:2:0 HEVC with constant chroma, for decoders without 4:4:4.
+
+    Each layer fills the luma of its own pictures. All frames of the first layer come before those of the second, so
+    that frames next to each other in time stay neighbours."""
 
     name = "hevc420"
     pixel_format = "yuv420p"
     planes_a_picture = 1
 
     def num_access_units(self, num_frames: int, end_frame: int) -> int:
-        return 2 * num_frames + end_frame  # the last layer's luma comes after all of the others'
+        return 2 * num_frames + end_frame  # the last layer's pictures follow all pictures of the other two
 
     def to_pictures(self, frames: np.ndarray) -> list[np.ndarray]:
         num_frames, _, height, width = frames.shape
@@ -177,14 +179,14 @@ def join_access_units(access_units: list[bytes]) -> bytes:
 
 
 def table_bytes(num_access_units: int) -> int:
-    """How long a bitstream's table is."""
+    """Return the size of a bitstream's table."""
     return _U32.size * (1 + num_access_units)
 
 
 def access_unit_offsets(head: bytes | memoryview) -> list[int]:
-    """Where each access unit begins, and the last one ends, counted from the bitstream's start.
+    """Return the offset of each access unit from the bitstream's start, and the end of the last one.
 
-    ``head`` is the bitstream or its beginning, with the whole table. Raises CorruptError if it is shorter.
+    ``head`` is the bitstream, or a prefix of it that has the whole table. Raises CorruptError if it is shorter.
     """
     view = memoryview(head)
     if len(view) < _U32.size:
@@ -192,14 +194,14 @@ def access_unit_offsets(head: bytes | memoryview) -> list[int]:
     (count,) = _U32.unpack_from(view)
     offset = table_bytes(count)
     if offset > len(view):
-        raise CorruptError(f"bitstream of {len(view)} bytes claims {count} access units")
+        raise CorruptError(f"bitstream of {len(view)} bytes claims {count} access units: its table is cut")
     return list(accumulate((size for (size,) in _U32.iter_unpack(view[_U32.size : offset])), initial=offset))
 
 
 def split_access_units(bitstream: bytes | memoryview) -> list[memoryview]:
-    """Raises CorruptError unless the table accounts for every byte."""
+    """Return the access units. Raises CorruptError unless the table accounts for every byte."""
     view = memoryview(bitstream)
     offsets = access_unit_offsets(view)
     if offsets[-1] != len(view):
-        raise CorruptError(f"bitstream has {len(view)} bytes, its table accounts for {offsets[-1]}")
+        raise CorruptError(f"bitstream has {len(view)} bytes, but its table accounts for {offsets[-1]}")
     return [view[start:end] for start, end in pairwise(offsets)]

@@ -1,13 +1,13 @@
-"""HEVC on the GPU's video engines, through PyNvVideoCodec 2.2: the bitstreams of `codecs.hevc`, decoded into device
-memory, or by way of it to the host.
+"""Decode the HEVC bitstreams of `codecs.hevc` on the GPU's video engines, through PyNvVideoCodec 2.2. The frames go
+into device memory, and from there to the host if needed.
 
-What a bitstream's table gives is what NVDEC takes: one access unit a packet, no demuxer. A session is a decoder with a
-stream of its own. A decoder writes its surfaces on that stream, and writes them again from its next ``Decode`` on; the
-copy out of a surface is launched on the same stream before that, so that nobody waits for it.
+A bitstream's table gives NVDEC what it takes: one access unit a packet, without a demuxer. A session has a decoder and
+a stream. The decoder writes its surfaces on that stream, and reuses them from its next ``Decode`` on. The copy out of a
+surface is launched on the same stream before that, so no thread has to wait for it.
 
-Decoded frames stay there: what says that they are right is their frame sum, which a kernel computes on the same stream,
-and of which the host gets eight bytes. Segments of format 1.0 have none: their frames are copied to the host as well,
-to be verified by the checksum of the integers.
+Decoded frames stay on the device. They are verified by their frame sum: a kernel computes it on the same stream, and
+only eight bytes are copied to the host. Chunks without a frame sum are also copied to the host, and verified by the
+checksum of their integers.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from sgl_kvfetch.triton_kernels.frame_sum import frame_sum
 
 _limited = LimitedLogger(logging.getLogger(__name__))
 
-ENV = "KVFETCH_NVDEC"  # 0: is not to be used
+ENV = "KVFETCH_NVDEC"  # 0 disables NVDEC
 
 
 class _NoDecoderError(Exception):
-    """The GPU gave us no decoder, which says nothing about the bitstream."""
+    """The GPU gave us no decoder. The bitstream may be fine."""
 
 
 class NvdecSession:
-    """A decoder, made when it is needed and kept from bitstream to bitstream. For one thread at a time.
+    """A decoder, created on first use and kept from bitstream to bitstream. For one thread at a time.
 
-    Memory on the host is the session's own, and kept too. That on the device comes from torch's allocator, which asks
-    the driver for nothing once it has had frames of these sizes: the restores that read them are on another stream,
-    and `Device.used_on` keeps the memory from being written again until they are over. With memory of its own a session
-    would have to wait for them before its next bitstream, and they wait for forward passes in turn.
+    The session also keeps its pinned host memory. Device memory comes from torch's caching allocator, which stops
+    asking the driver once it has had frames of these sizes. Restores read the frames on another stream;
+    `Device.used_on` prevents reuse of the memory until they finish. If the session owned this memory, it would have to
+    wait for the restores before its next bitstream, and they in turn wait for forward passes.
 
-    While it does not decode, its decoder may be given up, on any thread, for another session's.
+    While the session does not decode, any thread may make it give up its decoder in favour of another session.
     """
 
     def __init__(self, nvc: Any, device: Device, budget: SurfaceBudget) -> None:
@@ -65,9 +65,9 @@ class NvdecSession:
         self._budget = budget
         self._stream = device.new_stream()
         self._decoder: Any = None
-        self._planes = 0  # that a picture of ours has, which is its chroma format
-        self._size = self._largest = (0, 0)  # width and height: of pictures now, and at most
-        self._host = torch.empty(0, dtype=torch.uint8)  # pinned; as large as the largest frames so far
+        self._planes = 0  # layers in a picture, which determines the chroma format
+        self._size = self._largest = (0, 0)  # width and height: of the current pictures, and the decoder's maximum
+        self._host = torch.empty(0, dtype=torch.uint8)  # pinned; as large as the largest use so far
 
     def decode(
         self,
@@ -80,9 +80,9 @@ class NvdecSession:
         with_sum: bool = False,
         to_host: bool = False,
     ) -> DecodedFrames:
-        """Waits for the device. ``with_sum``, ``to_host``: as in `FrameDecoder.decode`. Raises CorruptError;
-        `_NoDecoderError` and torch's for want of memory if it is not the bitstream's fault. A decoder that something
-        went wrong with is not used again."""
+        """Decode a bitstream, and wait for the device. ``with_sum``, ``to_host``: as in `FrameDecoder.decode`. Raises
+        CorruptError for the bitstream, `_NoDecoderError` or torch's out-of-memory error otherwise. After any exception
+        the decoder is dropped."""
         assert not (with_sum and to_host)
         shape = num_frames, 3, height, width
         with self.lock:
@@ -103,37 +103,37 @@ class NvdecSession:
                 self._budget.used(self)
 
     def give_up(self) -> None:
-        """The next decoder is made for no larger pictures than it gets: there is little room."""
+        """Drop the decoder. As memory is scarce, the next one is created for the size that it first needs."""
         self._largest = 0, 0
         self._drop()
 
     def _configure(self, planes: int, width: int, height: int) -> None:
         fits = width <= self._largest[0] and height <= self._largest[1]
         if self._decoder is None or self._planes != planes or not fits:
-            self._drop()  # before the next one takes its memory
+            self._drop()  # frees its memory for the next one
             self._create(planes, max(width, self._largest[0]), max(height, self._largest[1]))
         elif self._size != (width, height):
             try:
-                self._decoder.setReconfigParams(width, height)  # else pictures would be scaled, and nobody told
+                self._decoder.setReconfigParams(width, height)  # without it, pictures would be silently scaled
             except Exception as e:
-                raise _NoDecoderError(f"NVDEC was not reconfigured to {width}x{height}: {brief(e)}") from e
+                raise _NoDecoderError(f"NVDEC could not be reconfigured to {width}x{height}: {brief(e)}") from e
         self._planes, self._size = planes, (width, height)
 
     def _create(self, planes: int, max_width: int, max_height: int) -> None:
         nvc = self._nvc
         if not self._budget.take(self, surface_bytes(planes, max_width, max_height)):
-            self._largest = 0, 0  # so that the next one asks for no more than it needs
+            self._largest = 0, 0  # so that the next attempt asks for no more than it needs
             raise _NoDecoderError(f"busy decoders leave no room for one of {max_width}x{max_height}")
         try:
             self._decoder = nvc.CreateDecoder(
                 gpuid=self._device.torch_device.index or 0,
                 codec=nvc.cudaVideoCodec.HEVC,
-                cudacontext=0,  # the primary one, which is torch's
+                cudacontext=0,  # the primary context, which torch uses
                 cudastream=self._stream.cuda_stream,
                 usedevicememory=True,
                 maxwidth=max_width,
                 maxheight=max_height,
-                latency=nvc.DisplayDecodeLatencyType.LOW,  # no picture is shown later than it is decoded
+                latency=nvc.DisplayDecodeLatencyType.LOW,  # every picture is returned as soon as it is decoded
             )
         except Exception as e:
             raise _NoDecoderError(f"NVDEC gave no decoder for {max_width}x{max_height}: {brief(e)}") from e
@@ -151,12 +151,12 @@ class NvdecSession:
             raise CorruptError(f"{codec.name} bitstream decodes to {num_decoded} pictures, expected {expected}")
 
     def _surfaces(self, codec: HevcCodec, access_unit: memoryview | None) -> Sequence[Any]:
-        """What is decoded by now; to be taken before the next call. None ends the bitstream."""
+        """Decode one access unit; None ends the bitstream. Copy the returned surfaces before the next call."""
         packet = self._nvc.PacketData()
-        data = np.frombuffer(access_unit or b"\0", np.uint8)  # holds the memory during the call
+        data = np.frombuffer(access_unit or b"\0", np.uint8)  # keeps the memory alive during the call
         if access_unit is None:
             packet.decode_flag = self._nvc.VideoPacketFlag.ENDOFSTREAM
-        elif not access_unit:  # would be taken for the end
+        elif not access_unit:  # NVDEC would take it for the end
             raise CorruptError(f"{codec.name} bitstream has an empty picture")
         else:
             packet.bsl_data, packet.bsl = data.ctypes.data, data.size
@@ -168,8 +168,8 @@ class NvdecSession:
         return surfaces
 
     def _take(self, codec: HevcCodec, surface: Any, frames: torch.Tensor, index: int) -> None:
-        """Launch the copy of picture ``index`` to its place. 4:4:4 has three planes of one size, one below the other;
-        of 4:2:0, whose chroma follows its luma, the luma is one plane of ours."""
+        """Launch the copy of picture ``index`` to its place in ``frames``. A 4:4:4 picture has three planes, stacked
+        vertically. Of a 4:2:0 picture only the luma, which comes first, is copied: it is one plane of ours."""
         num_frames, _, height, width = frames.shape
         if codec.planes_a_picture == 3:
             place, expected = frames[index].flatten(0, 1), (3 * height, width)
@@ -194,7 +194,7 @@ class NvdecSession:
         return int(host) % (1 << 64)
 
     def _pinned(self, shape: Sequence[int]) -> torch.Tensor:
-        """Nothing is on its way to it: whatever uses it waits for the device in the end."""
+        """Return pinned memory. No copy to it is pending: every user waits for the device."""
         num_bytes = math.prod(shape)
         if self._host.numel() < num_bytes:
             self._host = self._device.pinned(num_bytes)
@@ -203,15 +203,15 @@ class NvdecSession:
     def _drop(self) -> None:
         try:
             if self._decoder is not None:
-                self._device.mark(self._stream).synchronize()  # copies out of its surfaces
+                self._device.mark(self._stream).synchronize()  # wait for copies out of its surfaces
         finally:
             self._decoder = None
             self._budget.give_back(self)
 
 
 class NvdecDecoder(FrameDecoder):
-    """One of our HEVC codecs, on a session. Pictures that NVDEC does not take, and whatever comes while it gives no
-    decoder, is decoded on the CPU."""
+    """Decodes one HEVC codec on a session. Falls back to the CPU for pictures whose size NVDEC does not support, and
+    while NVDEC gives no decoder."""
 
     def __init__(self, codec: HevcCodec, caps: DecodeCaps, session: NvdecSession) -> None:
         self._codec = codec
@@ -241,14 +241,14 @@ class NvdecDecoder(FrameDecoder):
 
 
 class Nvdec:
-    """The video engines of one GPU. From any thread."""
+    """The video engines of one GPU. Thread-safe."""
 
     def __init__(self, nvc: Any, device: Device, caps: Mapping[str, DecodeCaps]) -> None:
-        """``nvc``: the module PyNvVideoCodec. ``caps``: of the codecs to decode, by name."""
+        """``nvc``: the module PyNvVideoCodec. ``caps``: the codecs to decode, by name."""
         self._nvc = nvc
         self._device = device
         self._caps = caps
-        self.surfaces = SurfaceBudget()  # of all sessions
+        self.surfaces = SurfaceBudget()  # shared by all sessions
 
     @property
     def codecs(self) -> tuple[str, ...]:
@@ -260,28 +260,28 @@ class Nvdec:
 
     @property
     def num_engines(self) -> int:
-        """Fewer sessions leave some idle: one never uses more than one."""
+        """With fewer sessions than this some engines are idle: a session uses one engine."""
         num_engines: int = max(caps.num_engines for caps in self._caps.values())
         return max(1, num_engines)
 
     def open_session(self) -> Decoders:
-        """For one thread at a time. It takes memory on the device from its first bitstream on."""
+        """Open a session for one thread at a time. It takes no device memory until its first bitstream."""
         session = NvdecSession(self._nvc, self._device, self.surfaces)
         return {name: NvdecDecoder(CODECS[name], caps, session) for name, caps in self._caps.items()}
 
 
 def open_nvdec(device: Device) -> tuple[Nvdec | None, str]:
-    """The video engines, for the codecs that they decode bit for bit, as a trial has shown, and a sentence about it.
-    None if there are no such codecs. The device's context must be current. Raises nothing."""
+    """Open the video engines, for the codecs that pass a bit-exact trial. Return them, or None if there are no such
+    codecs, and a sentence about the result. The device's context must be current. Raises nothing."""
     if os.environ.get(ENV) == "0":
         return None, f"HEVC is decoded on the CPU: {ENV}=0 is set"
     try:
         nvc = importlib.import_module("PyNvVideoCodec")
         caps = decode_caps()
-    except Exception as e:  # loads the driver's libraries, and fails in many ways
+    except Exception as e:  # loading the driver's libraries fails in many ways
         return None, f"HEVC is decoded on the CPU: {brief(e)}"
     if not caps:
-        return None, "HEVC is decoded on the CPU: this GPU's video engines decode none"
+        return None, "HEVC is decoded on the CPU: this GPU's video engines do not decode it"
     found = Nvdec(nvc, device, caps)
     decoders = found.open_session()
     usable: dict[str, DecodeCaps] = {}
@@ -297,14 +297,14 @@ def open_nvdec(device: Device) -> tuple[Nvdec | None, str]:
 
 
 def _trial(codec: HevcCodec, decoder: FrameDecoder) -> str:
-    """What is wrong with two small pictures, the second one predicted from the first, or with their sum; nothing if
-    they are right. Compiles the kernel that sums."""
+    """Decode two small pictures, the second predicted from the first. Return what is wrong with them or their frame
+    sum; an empty string if nothing is. This also compiles the frame sum's kernel."""
     frames = moving_gradients(2, MIN_PICTURE, MIN_PICTURE)
     shape = frames.shape[0], *frames.shape[2:]
     try:
         bitstream = codec.encode(frames)
         found = decoder.decode(bitstream, *shape)
-        is_equal = found.host is not None and torch.equal(found.host, frames)  # now: it is the session's memory
+        is_equal = found.host is not None and torch.equal(found.host, frames)  # before the next decode overwrites it
         summed = decoder.decode(bitstream, *shape, with_sum=True)
     except Exception as e:
         return f"a trial failed: {brief(e)}"
@@ -316,7 +316,7 @@ def _trial(codec: HevcCodec, decoder: FrameDecoder) -> str:
 
 
 def _copy_rows(surface: Any, place: torch.Tensor) -> None:
-    """``surface``: whatever speaks DLPack."""
+    """Copy the first rows of ``surface``, any object with DLPack support, to ``place``."""
     place.copy_(from_dlpack(surface)[: len(place)], non_blocking=True)
 
 

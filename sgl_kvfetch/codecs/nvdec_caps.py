@@ -1,4 +1,4 @@
-"""What the video engines of the current GPU decode, as the driver's video library says."""
+"""Ask the driver's video library what the video engines of the current GPU can decode."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class DecodeCaps(ctypes.Structure):
 
 
 def decode_caps() -> dict[str, DecodeCaps]:
-    """What the GPU whose context is current decodes of 8-bit HEVC, by the names of our codecs; those it does not are
-    left out. Raises OSError without the library."""
+    """Return the capabilities for 8-bit HEVC of the GPU whose context is current, by codec name. Codecs that it cannot
+    decode are left out. Raises OSError if the library cannot be loaded."""
     library = ctypes.CDLL(LIBRARY)
     found = {name: _caps_of(library, chroma) for name, chroma in CHROMA.items()}
     return {name: caps for name, caps in found.items() if caps is not None}

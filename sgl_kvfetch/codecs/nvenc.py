@@ -1,13 +1,12 @@
-"""HEVC by the GPU's video encoder, through PyNvVideoCodec 2.2: the bitstreams of `codecs.hevc`, for every decoder that
-reads those.
+"""Encode HEVC on the GPU's video encoder, through PyNvVideoCodec 2.2, into the bitstreams of `codecs.hevc`.
 
-Pictures go in from the host, where frames are packed, and come out as one packet each, in their order, since none is
-predicted from a later one. NV12 is what PyNvVideoCodec takes from the host of 4:2:0; its chroma is one plane of pairs,
-which is the same bytes as two planes where all chroma is one value. No colours are converted, and the range of colours
-is left unsaid: libavcodec calls full-range 4:2:0 by another name, which our decoder refuses.
+Pictures go in from the host, where frames are packed. They come out in order, as one packet each, since none is
+predicted from a later one. PyNvVideoCodec takes 4:2:0 from the host as NV12, whose chroma is one plane of pairs; as all
+chroma has one value, its bytes equal those of two planes. Colours are not converted, and the bitstream does not signal
+the colour range: libavcodec has another name for full-range 4:2:0, which our decoder refuses.
 
-What is wrong with it is found by a trial at the start, by looking at each bitstream's form, and by decoding some of
-them again: docs/decisions/0013-nvenc.md.
+Faults are found by a trial at the start, by a check of each bitstream's form, and by decoding some bitstreams again:
+docs/decisions/0013-nvenc.md.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from sgl_kvfetch.log import LimitedLogger
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
 
-# Of a bitstream: encoded here, or on the CPU instead; decoded again, and then other pixels found.
+# A bitstream was: encoded by NVENC, or on the CPU instead; decoded again as a check, and found wrong.
 Event = Literal["encoded", "fallback", "checked", "wrong"]
 
-CHECK_EVERY = 32  # bitstreams of a size, after the first: the CPU is to be spared
-MAX_SESSIONS = 8  # drivers for consumer GPUs allow a few only, all processes together
+CHECK_EVERY = 32  # of a size, the first bitstream and then one in so many are decoded again, to save CPU time
+MAX_SESSIONS = 8  # drivers for consumer GPUs allow only a few, over all processes
 
 
 class NvencEncoder(FrameEncoder):
-    """One of our HEVC codecs, on sessions that it may share with the other one. Pictures that NVENC does not take, and
-    whatever comes while it gives no encoder or is not trusted, are encoded on the CPU."""
+    """Encodes one HEVC codec, on sessions that both codecs may share. Falls back to the CPU for pictures whose size
+    NVENC does not support, while NVENC gives no encoder, and once it is no longer trusted."""
 
     def __init__(
         self, codec: HevcCodec, caps: EncodeCaps, pool: SessionPool, on_event: Callable[[Event], None] = lambda _: None
@@ -73,18 +72,18 @@ class NvencEncoder(FrameEncoder):
 
     def distrust(self, reason: str) -> None:
         if not self._pool.fault:
-            logger.error("NVENC made a wrong bitstream, and is not used any more: %s", reason)
+            logger.error("NVENC made a wrong bitstream and is disabled: %s", reason)
         self._pool.condemn(reason)
 
     def trial(self) -> str:
-        """What is wrong with a few small pictures; nothing if they are right. One bitstream after another by the same
-        encoder, which keeps pictures back that the next one must not begin with.
+        """Encode and decode a few small pictures. Return what is wrong; an empty string if nothing is. One encoder
+        makes all bitstreams: it keeps pictures of the last one that the next must not refer to.
 
-        Also the first to call ``Encode`` in this process: PyNvVideoCodec 2.2.4 looks for numpy then, and two threads
-        that do so at once wait for each other for ever.
+        This must be the first call of ``Encode`` in the process: PyNvVideoCodec 2.2.4 looks up numpy in it, and two
+        threads that do so at once deadlock.
         """
         generator = torch.Generator().manual_seed(0)
-        height, width = MIN_PICTURE, MIN_PICTURE + 8  # which is not whole in the larger coding units: it is cropped
+        height, width = MIN_PICTURE, MIN_PICTURE + 8  # not a multiple of the larger coding units, so it is cropped
         noise = torch.randint(0, 256, (6, 3, height, width), generator=generator, dtype=torch.uint8)
         smooth = moving_gradients(6, height, width)
         for frames in (smooth, noise, noise[:1], smooth ^ (noise & 1), torch.zeros_like(smooth[:2])):
@@ -106,8 +105,8 @@ class NvencEncoder(FrameEncoder):
             return session.encode(kind, pictures)
 
     def _is_right(self, kind: Kind, bitstream: bytes, frames: torch.Tensor) -> bool:
-        """As far as it is looked at."""
-        if self._pool.fault:  # since it was begun
+        """Decode one in `CHECK_EVERY` bitstreams of a kind again. Return whether no fault is known."""
+        if self._pool.fault:  # found while this bitstream was encoded
             return False
         with self._lock:
             is_looked_at = self._counts[kind] % CHECK_EVERY == 0
@@ -126,16 +125,16 @@ class NvencEncoder(FrameEncoder):
         try:
             found = self._codec.decode(bitstream, num_frames, height, width)
         except CorruptError as e:
-            return f"a bitstream that is corrupt: {e}"
+            return f"a corrupt bitstream: {e}"
         return "" if torch.equal(found, frames) else "other pixels"
 
 
 def open_encoders(
     choice: EncoderName, codecs: Collection[str], num_sessions: int, on_event: Callable[[Event], None] = lambda _: None
 ) -> tuple[Mapping[str, FrameEncoder], str]:
-    """Encoders by the names of codecs, for those that NVENC of this thread's GPU is to encode, and a sentence about it,
-    if there is something to say. Raises ConfigError if ``choice`` is nvenc, and it does not encode all HEVC of
-    ``codecs``."""
+    """Open encoders for the HEVC codecs in ``codecs`` that this thread's GPU encodes on NVENC. Return them by codec
+    name, and a sentence about the result, which may be empty. Raises ConfigError if ``choice`` is nvenc and NVENC does
+    not encode every HEVC codec in ``codecs``, or there is none."""
     wanted = [name for name in codecs if name in CODECS]
     if choice == "nvenc" and not wanted:
         raise ConfigError(f"encoder = 'nvenc' encodes {' and '.join(CODECS)}, not {', '.join(codecs)}")
@@ -150,15 +149,16 @@ def open_encoders(
 def open_nvenc(
     codecs: Collection[str], num_sessions: int, on_event: Callable[[Event], None] = lambda _: None
 ) -> tuple[dict[str, NvencEncoder], str]:
-    """Encoders for those of ``codecs`` that NVENC of this thread's GPU encodes, bit for bit as a trial has shown, and a
-    sentence about it. ``num_sessions``: how many bitstreams at once, at most `MAX_SESSIONS`. Raises nothing."""
+    """Open encoders for those of ``codecs`` that NVENC of this thread's GPU encodes and that pass a bit-exact trial.
+    Return them and a sentence about the result. ``num_sessions``: how many bitstreams are encoded at once, limited to
+    `MAX_SESSIONS`. Raises nothing."""
     try:
         gpu = _make_current()
         caps = encode_caps()
         if not caps:
-            return {}, "HEVC is encoded on the CPU: this GPU's NVENC encodes none without loss, or it has none"
+            return {}, "HEVC is encoded on the CPU: this GPU has no NVENC, or it cannot encode losslessly"
         nvc = importlib.import_module("PyNvVideoCodec")
-    except Exception as e:  # loads the driver's libraries, and fails in many ways
+    except Exception as e:  # loading the driver's libraries fails in many ways
         return {}, f"HEVC is encoded on the CPU: {brief(e)}"
 
     def make_session() -> NvencSession:
@@ -171,7 +171,7 @@ def open_nvenc(
         reason = "its chroma format is not supported"
         if name in caps:
             tried = NvencEncoder(CODECS[name], caps[name], SessionPool([make_session()]))
-            with ThreadPoolExecutor(1) as thread:  # where no context is current, as on the threads that encode
+            with ThreadPoolExecutor(1) as thread:  # without a current context, like the threads that encode
                 reason = thread.submit(tried.trial).result()
         if reason:
             on_cpu.append(f"; {name} on the CPU: {reason}")
@@ -181,7 +181,7 @@ def open_nvenc(
 
 
 def _make_current() -> int:
-    """This thread's GPU, whose context is current from now on."""
+    """Make the context of this thread's GPU current, and return the GPU's index."""
     if not torch.cuda.is_available():
         raise RuntimeError("there is no GPU that torch can use")
     torch.zeros(1, device="cuda")

@@ -1,7 +1,7 @@
-"""What NVENC of the current GPU encodes, as the driver's library says.
+"""Ask the driver's library what NVENC of the current GPU can encode.
 
-Not asked through PyNvVideoCodec 2.2.4: it asks about the first GPU whichever is meant, and where that has no NVENC, as
-H100, H200 and A100 have none, it leaves behind a CUDA context of its own, current on the calling thread.
+This does not use PyNvVideoCodec 2.2.4, which always asks about the first GPU. If that GPU has no NVENC, as H100, H200
+and A100 have none, it also leaves a CUDA context of its own current on the calling thread.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 LIBRARY = "libnvidia-encode.so.1"
 _CUDA_LIBRARY = "libcuda.so.1"
 
-# Of the Video Codec SDK's nvEncodeAPI.h. 12.1 is the oldest interface that PyNvVideoCodec 2.2 works with; newer drivers
-# speak it too.
+# From the Video Codec SDK's nvEncodeAPI.h. 12.1 is the oldest interface that PyNvVideoCodec 2.2 works with; newer
+# drivers support it too.
 _API_VERSION = 12 | 1 << 24
-_CUDA = 1  # kind of device
-_NO_ENCODER = (1, 2)  # no device that encodes, or not this one
+_CUDA = 1  # device type
+_NO_ENCODER = (1, 2)  # status: no device can encode; this device cannot
 _HEVC_GUID = (0x790CDC88, 0x4522, 0x4D7B, (0x94, 0x25, 0xBD, 0xA9, 0x97, 0x5F, 0x76, 0x03))
 _WIDTH_MAX, _HEIGHT_MAX, _MACROBLOCKS_MAX, _WIDTH_MIN, _HEIGHT_MIN = 16, 17, 31, 45, 46
 _IS_444, _IS_LOSSLESS, _NUM_ENGINES = 33, 34, 49
@@ -26,7 +26,7 @@ _IS_444, _IS_LOSSLESS, _NUM_ENGINES = 33, 34, 49
 
 @dataclass(frozen=True, slots=True)
 class EncodeCaps:
-    """Sizes in pixels; a macroblock is 16x16."""
+    """What NVENC supports, sizes in pixels. A macroblock is 16x16."""
 
     min_width: int
     min_height: int
@@ -73,15 +73,15 @@ class CapsParam(ctypes.Structure):
     _fields_ = (("version", ctypes.c_uint32), ("cap", ctypes.c_int), ("reserved", ctypes.c_uint32 * 62))
 
 
-# By their places in the list.
+# Indices and prototypes of entries of NV_ENCODE_API_FUNCTION_LIST.
 _GET_CAPS = 7, ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, Guid, ctypes.c_void_p, ctypes.c_void_p)
 _DESTROY = 27, ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _OPEN = 29, ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
 
 def encode_caps() -> dict[str, EncodeCaps]:
-    """What the GPU whose context is current encodes without loss of 8-bit HEVC, by the names of our codecs; those it
-    does not are left out. Raises OSError without the driver's libraries, and if they do not answer."""
+    """Return the capabilities for lossless 8-bit HEVC of the GPU whose context is current, by codec name. Codecs that
+    it cannot encode are left out. Raises OSError if the driver's libraries are missing or fail."""
     functions = Functions(version=_struct_version(2))
     failed = ctypes.CDLL(LIBRARY).NvEncodeAPICreateInstance(ctypes.byref(functions))
     _require(failed, "cannot be used: the driver may be too old")
@@ -89,12 +89,12 @@ def encode_caps() -> dict[str, EncodeCaps]:
     try:
         return _caps_of(functions, session) if _open(functions, session) else {}
     finally:
-        if session:  # one that failed to open is to be destroyed as well
+        if session:  # a session that failed to open must be destroyed as well
             _function(functions, _DESTROY)(session)
 
 
 def _open(functions: Functions, session: ctypes.c_void_p) -> bool:
-    """Whether this GPU has an encoder."""
+    """Open a session. Return False if this GPU has no encoder. Raises OSError if the driver fails."""
     context = ctypes.c_void_p()
     failed = ctypes.CDLL(_CUDA_LIBRARY).cuCtxGetCurrent(ctypes.byref(context))
     if failed or not context:
@@ -103,7 +103,7 @@ def _open(functions: Functions, session: ctypes.c_void_p) -> bool:
     failed = _function(functions, _OPEN)(ctypes.byref(params), ctypes.byref(session))
     if failed in _NO_ENCODER:
         return False
-    _require(failed, "gave no session")
+    _require(failed, "could not open an encode session")
     return True
 
 

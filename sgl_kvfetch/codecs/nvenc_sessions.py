@@ -1,4 +1,4 @@
-"""NVENC's encoders, kept and shared."""
+"""Sessions that keep NVENC's encoders, and a pool that shares them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import numpy as np
 from sgl_kvfetch.codecs.hevc import join_access_units
 from sgl_kvfetch.codecs.nvidia import brief
 
-_REST_S = 60.0  # of a session, after NVENC failed it
-# On the device, for a CUDA context and an encoder's pictures. PyNvVideoCodec 2.2.4 does not look whether it was given
-# the context, and would hand the driver a pointer to nothing.
+_REST_S = 60.0  # how long a session is not used after a failure of NVENC
+# Free device memory that a CUDA context and an encoder's pictures need. Without it, PyNvVideoCodec 2.2.4 would pass the
+# driver a null pointer: it does not check whether it got the context.
 _NEEDED_BYTES = 1 << 30
 
 _OPTIONS = {
@@ -26,7 +26,7 @@ _OPTIONS = {
     "rc": "constqp",
     "constqp": 0,
     "bf": 0,
-    "gop": 0xFFFFFFFF,  # for ever: what begins a bitstream is asked for
+    "gop": 0xFFFFFFFF,  # no periodic IDR pictures: each bitstream's first one is requested
     "repeatspspps": 1,
 }
 
@@ -37,23 +37,23 @@ _MAX_PICTURE_DATA = 31
 
 
 class NoEncoderError(Exception):
-    """NVENC made no bitstream, which says nothing about the frames."""
+    """NVENC made no bitstream. The frames may be fine."""
 
 
 class Kind(NamedTuple):
-    """What an encoder is made for."""
+    """The properties of pictures that an encoder is made for."""
 
-    surface: str  # format of its input
+    surface: str  # format of the encoder's input
     width: int
     height: int
 
 
 class NvencSession:
-    """An encoder, made when it is needed and kept from bitstream to bitstream: to make one takes PyNvVideoCodec a CUDA
-    context, for a moment. For one thread at a time."""
+    """An encoder, created on first use and kept from bitstream to bitstream, since PyNvVideoCodec creates a temporary
+    CUDA context for each new one. For one thread at a time."""
 
     def __init__(self, nvc: Any, gpu: int, free_bytes: Callable[[], int]) -> None:
-        """``nvc``: the module PyNvVideoCodec. ``gpu``: as torch counts them. ``free_bytes``: of its memory."""
+        """``nvc``: the module PyNvVideoCodec. ``gpu``: torch's index. ``free_bytes``: returns its free memory."""
         self._nvc = nvc
         self._gpu = gpu
         self._free_bytes = free_bytes
@@ -62,14 +62,14 @@ class NvencSession:
         self._rests_until_s = 0.0
 
     def cost(self, kind: Kind) -> int:
-        """For choosing among sessions: the least is the best to use."""
+        """Rank the session for encoding ``kind``: the pool picks the lowest cost."""
         if self._kind is None:
             return 3 if self._rests else 1
         return 0 if self._kind == kind else 2
 
     def encode(self, kind: Kind, pictures: Sequence[np.ndarray]) -> bytes:
-        """``pictures``: uint8, ``(rows, width)``, contiguous; not to be written meanwhile. Raises `NoEncoderError`; an
-        encoder that something went wrong with is not used again, nor is there another one for a while."""
+        """Encode contiguous uint8 pictures, ``(rows, width)``, which must not change meanwhile. Raises
+        `NoEncoderError`. After any exception the encoder is dropped, and none is created for a while."""
         if self._rests:
             raise NoEncoderError("NVENC failed a moment ago")
         try:
@@ -89,9 +89,9 @@ class NvencSession:
         return time.monotonic() < self._rests_until_s
 
     def _open(self, kind: Kind) -> None:
-        self.close()  # before the next one takes its place
+        self.close()  # frees its memory for the next one
         if (free_bytes := self._free_bytes()) < _NEEDED_BYTES:
-            raise NoEncoderError(f"NVENC is left alone while {free_bytes >> 20} MiB are free on the GPU")
+            raise NoEncoderError(f"NVENC is not used while only {free_bytes >> 20} MiB are free on the GPU")
         try:
             self._encoder = self._nvc.CreateEncoder(
                 kind.width, kind.height, kind.surface, True, gpu_id=self._gpu, **_OPTIONS
@@ -101,7 +101,6 @@ class NvencSession:
         self._kind = kind
 
     def _encode(self, pictures: Sequence[np.ndarray]) -> list[bytes]:
-        """Access units."""
         flags = self._nvc.NV_ENC_PIC_FLAGS
         begin = int(flags.FORCEIDR) | int(flags.OUTPUT_SPSPPS)
         packets: list[dict[str, Any]] = []
@@ -116,26 +115,26 @@ class NvencSession:
         if len(access_units) != len(pictures):
             raise NoEncoderError(f"NVENC made {len(access_units)} pictures, expected {len(pictures)}")
         if any(later <= earlier for earlier, later in pairwise(times)):
-            raise NoEncoderError("NVENC put pictures into another order")
+            raise NoEncoderError("NVENC reordered the pictures")
         if not all(access_units) or not _stands_alone(access_units[0]):
-            raise NoEncoderError("NVENC made a bitstream that does not begin anew")
+            raise NoEncoderError("NVENC made a bitstream that does not start with an IDR picture and parameter sets")
         return access_units
 
 
 class SessionPool:
-    """Sessions for all codecs. One that has an encoder of the wanted kind comes first, then one that has none."""
+    """Sessions shared by all codecs. Prefers a session with an encoder of the wanted kind, then one without any."""
 
     def __init__(self, sessions: Collection[NvencSession]) -> None:
-        self.fault = ""  # why NVENC is used no more
+        self.fault = ""  # why NVENC is disabled
         self._idle = list(sessions)
         self._returned = threading.Condition()
 
     @contextmanager
     def session(self, kind: Kind) -> Iterator[NvencSession]:
-        """Waits for one if all are in use."""
+        """Borrow a session, waiting until one is idle."""
         with self._returned:
             self._returned.wait_for(lambda: self._idle)
-            session = min(self._idle, key=lambda session: session.cost(kind))  # of equals, the one idle longest
+            session = min(self._idle, key=lambda session: session.cost(kind))  # on a tie, the longest idle
             self._idle.remove(session)
         try:
             yield session
@@ -147,7 +146,7 @@ class SessionPool:
                 self._returned.notify()
 
     def condemn(self, fault: str) -> None:
-        """Close the sessions, those in use as they come back."""
+        """Disable NVENC: close idle sessions now, others when they are returned."""
         with self._returned:
             self.fault = self.fault or fault
             for session in self._idle:
@@ -155,7 +154,7 @@ class SessionPool:
 
 
 def _stands_alone(access_unit: bytes) -> bool:
-    """Whether it is a picture predicted from no other, after all its parameter sets."""
+    """Return whether the access unit is an IDR picture after all its parameter sets."""
     found: set[int] = set()
     at = access_unit.find(b"\0\0\1")
     while 0 <= at < len(access_unit) - 3:

@@ -1,4 +1,4 @@
-"""What decoding on NVDEC and encoding on NVENC have in common."""
+"""What the NVDEC decoder and the NVENC encoder share."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec
 
-CODECS = {codec.name: codec for codec in (HevcCodec(), Hevc420Codec())}  # that video engines know
+CODECS = {codec.name: codec for codec in (HevcCodec(), Hevc420Codec())}  # those that video engines support
 _MESSAGE_CHARS = 240
 
 
 class PictureSizes(Protocol):
-    """Of pictures that an engine takes, in pixels; a macroblock is 16x16."""
+    """The sizes of pictures that an engine supports, in pixels. A macroblock is 16x16."""
 
     @property
     def min_width(self) -> int: ...
@@ -37,12 +37,12 @@ def takes(sizes: PictureSizes, width: int, height: int) -> bool:
 
 
 def moving_gradients(num_frames: int, height: int, width: int) -> torch.Tensor:
-    """Frames for a trial, each predictable from the one before; uint8 ``(frames, 3, height, width)``."""
+    """Return frames for a trial, uint8 ``(frames, 3, height, width)``, each predictable from the one before."""
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     planes = torch.stack([(rows * (plane + 1) + columns) // 2 for plane in range(3)])
     return torch.stack([(planes + frame) % 256 for frame in range(num_frames)]).to(torch.uint8)
 
 
 def brief(error: Exception) -> str:
-    """PyNvVideoCodec's messages go over several lines, of which the first says little."""
+    """Return an exception's message in one line: PyNvVideoCodec's spread over several, and the first says little."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MESSAGE_CHARS]

@@ -1,4 +1,4 @@
-"""Codecs by name, as the manifest records them."""
+"""Codecs by name. The manifest records these names."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec
 from sgl_kvfetch.errors import FormatError
 
 CodecName = Literal["hevc", "hevc420", "zstd", "deflate", "raw"]
-EncoderName = Literal["auto", "cpu", "nvenc"]  # what makes HEVC
+EncoderName = Literal["auto", "cpu", "nvenc"]  # the encoders of HEVC
 
 CODECS: dict[str, Codec] = {c.name: c for c in (HevcCodec(), Hevc420Codec(), ZstdCodec(), DeflateCodec(), RawCodec())}
 
 
 def get_codec(name: str) -> Codec:
-    """Raises FormatError for a name that no codec here has."""
+    """Return the codec of this name. Raises FormatError if there is none."""
     codec = CODECS.get(name)
     if codec is None:
         raise FormatError(f"codec {name!r} is unknown; known are {', '.join(CODECS)}")

@@ -1,1 +1,1 @@
-"""The stored format of a segment, sans-IO. ``docs/format.md`` describes it for other implementations."""
+"""The stored format of a segment, without I/O. ``docs/format.md`` describes it for other implementations."""

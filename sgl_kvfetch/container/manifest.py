@@ -1,4 +1,4 @@
-"""A segment's manifest: what it holds, where, and how to check it.
+"""A segment's manifest: the contents of the segment, their location, and their checksums.
 
 Bytes: ``"KVFM"``, u16 major, u16 minor, u32 body length (little endian), the body (MessagePack), and the
 xxh3-128 of all before it. See docs/format.md.
@@ -38,9 +38,9 @@ MAX_DATA_BYTES = 1 << 40
 MAX_VARIANTS = 16
 MAX_PARTS = 32
 MAX_COEFFICIENTS = 1 << 16
-MAX_MODEL_HEADS = 999  # of all ranks; folders are named by them
+MAX_MODEL_HEADS = 999  # of all ranks; folder names have room for three digits
 
-# What a reader allocates for one chunk is bounded by what the chunk holds.
+# These bound what a reader allocates for one chunk, relative to the values in it.
 _MAX_CHUNK_BYTES = 1 << 30
 _MAX_EMPTINESS = 16
 _SMALL_FRAMES_BYTES = 8 << 20
@@ -51,14 +51,14 @@ _Name = Annotated[str, Meta(max_length=64)]
 
 
 class PartInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One part of every cell. ``layout``: the name of its integers' layout; empty where the part is bytes."""
+    """One part of every cell. ``layout``: the name of its integers' layout; empty if the part is plain bytes."""
 
     name: _Name
     layout: _Name = ""
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """One chunk's row. Which chunk it is follows from its place in the table (see ``Manifest.cells``)."""
+    """One chunk's row. Its position in the table identifies the chunk (see ``Manifest.cells``)."""
 
     codec: _Name
     size_bytes: Annotated[int, Meta(ge=1, le=_MAX_CHUNK_BYTES)]
@@ -67,17 +67,17 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Variant(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The segment coded in one way: a data object and the table of its chunks, in storage order."""
+    """One encoding of the segment: the table of its chunks in storage order, and the digest that names its data."""
 
     data_digest: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
     layouts: dict[_Name, TileLayout | RegionLayout]
     chunks: tuple[Chunk, ...]
-    # What was asked for when it was coded, where the writer recorded it. Chunks may be in another codec (noise is), and
-    # short spans have smaller pictures: neither can be told from the rest.
+    # The codec and resolution requested for this variant, if recorded. They cannot be derived from the rest: a chunk
+    # may use another codec (noise does), and short spans have smaller pictures.
     codec: _Name = ""
     resolution: _Name = ""
-    # Of each chunk, the sum of the frames that it decodes to (`layout.frame_sum`), or None; nothing if none has one.
-    # They depend on the layout, so a chunk's row, which tells one content from another, does not hold them.
+    # For each chunk, the sum of its decoded frames (`layout.frame_sum`) or None; empty if no chunk has one. The sums
+    # depend on the layout, so they are not in the chunk's row, which identifies its content.
     frame_sums: tuple[_FrameSum | None, ...] = ()
 
     def frame_sum(self, chunk: int) -> int | None:
@@ -85,7 +85,7 @@ class Variant(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def codecs(self) -> frozenset[str]:
-        """What a reader of this variant must be able to decode."""
+        """The codecs that a reader of this variant needs."""
         return frozenset(chunk.codec for chunk in self.chunks)
 
 
@@ -105,7 +105,7 @@ class _Body(msgspec.Struct, frozen=True):
 
 
 class Cell(NamedTuple):
-    """One span of some heads of some layers, K and V. Its chunks, one a part, lie side by side."""
+    """One span of a head block of a layer group, K and V. Its chunks, one a part, are contiguous."""
 
     span: int
     layer_group: int
@@ -115,16 +115,16 @@ class Cell(NamedTuple):
 class Manifest(msgspec.Struct, frozen=True):
     """A validated manifest.
 
-    A segment is cut along its tokens into spans of ``span_pages`` pages (the last may be shorter), along its layers
-    into groups of ``cell_layers`` (the last may be smaller), and along its heads into blocks of ``cell_heads``: cells.
-    Each has the same parts. A part of a cell is a chunk: the unit of decoding and verification.
+    A segment is divided into cells: along its tokens into spans of ``span_pages`` pages (the last may be shorter),
+    along its layers into groups of ``cell_layers`` (the last may be smaller), along its heads into blocks of
+    ``cell_heads``. All cells have the same parts. A part of a cell is a chunk: the unit of decoding and verification.
 
-    ``coefficients``: of each layer group and head block, in storage order, how many coefficients a token has; empty
-    where integers are one a value.
+    ``coefficients``: coefficients of a token, for each layer group and head block in storage order; empty if there is
+    one integer a value.
     """
 
     namespace: Namespace
-    first_head: int  # of the model's
+    first_head: int  # index among the model's heads
     num_heads: int
     first_page: int  # position of the first page in the sequence
     previous_hash: bytes | None  # of the page before it; None at the sequence's start
@@ -161,7 +161,7 @@ class Manifest(msgspec.Struct, frozen=True):
         return -(-self.num_pages // self.span_pages)
 
     def span_range(self, span: int) -> tuple[int, int]:
-        """Pages ``[first, end)`` of a span, counted from the segment's start."""
+        """Return pages ``[first, end)`` of a span, counted from the segment's start."""
         first = span * self.span_pages
         return first, min(first + self.span_pages, self.num_pages)
 
@@ -170,7 +170,7 @@ class Manifest(msgspec.Struct, frozen=True):
         return (end - first) * self.namespace.page_size
 
     def cells(self) -> Iterator[Cell]:
-        """The cells in storage order: by span, layer group, head block."""
+        """Yield the cells in storage order: by span, layer group, head block."""
         for span in range(self.num_spans):
             yield from self.span_cells(span)
 
@@ -188,20 +188,20 @@ class Manifest(msgspec.Struct, frozen=True):
         return len(self.parts)
 
     def cell_index(self, cell: Cell) -> int:
-        """A cell's place in storage order."""
+        """Return a cell's index in storage order."""
         grid = self.grid
         within = cell.layer_group * grid.num_head_blocks + cell.head_block
         return cell.span * self.cells_per_span + within
 
     def cell_values(self, cell: Cell) -> int:
-        """How many values a cell has, K and V together."""
+        """Return the number of values in a cell, K and V together."""
         g, grid = self.geometry, self.grid
         channels = len(grid.layers(cell.layer_group)) * grid.cell_heads * (g.k_head_dim + g.v_head_dim)
         return self.span_tokens(cell.span) * channels
 
     def integers_shape(self, cell: Cell, layout: str) -> tuple[int, ...]:
-        """The shape of the integers that a cell has in this layout: ``(tokens, layers, heads, dim)`` of K or V, or
-        ``(coefficients, tokens)``."""
+        """Return the shape of a cell's integers in this layout: ``(tokens, layers, heads, dim)`` for K or V,
+        ``(coefficients, tokens)`` for others."""
         num_tokens = self.span_tokens(cell.span)
         if layout not in TENSORS:
             return self.coefficients[self.cell_index(Cell(0, cell.layer_group, cell.head_block))], num_tokens
@@ -213,7 +213,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def data_names(self) -> frozenset[str]:
-        """The data objects of all variants. Variants that come out alike share one."""
+        """The names of all variants' data objects. Variants with identical data share one object."""
         return frozenset(map(self.data_name, self.variants))
 
     def data_bytes(self, variant: Variant) -> int:
@@ -221,7 +221,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def raw_bytes(self) -> int:
-        """What the same pages take in the token-to-KV pool."""
+        """The size of these pages in the token-to-KV pool."""
         return self.num_pages * self.geometry.page_bytes
 
     def encode(self) -> bytes:
@@ -235,7 +235,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def joined_frame_sums(*parts: Variant) -> tuple[int | None, ...]:
-    """Of a variant that holds the chunks of all of these, one after another."""
+    """Return the frame sums of a variant that concatenates the chunks of ``parts``."""
     sums = tuple(part.frame_sum(chunk) for part in parts for chunk in range(len(part.chunks)))
     return sums if any(part.frame_sums for part in parts) else ()
 
@@ -243,9 +243,9 @@ def joined_frame_sums(*parts: Variant) -> tuple[int | None, ...]:
 def decode_manifest(data: bytes) -> Manifest:
     """Parse and validate a manifest.
 
-    Raises FormatVersionError for another major version, CorruptError where the checksum fails, and FormatError for
-    everything else that is not as it should be. Nothing in the bytes is trusted before the checksum holds, and no
-    number in them after it leads out of the bounds above.
+    Raises FormatVersionError for another major version, CorruptError if the checksum does not match, and FormatError
+    for all other faults. Only sizes and the magic are looked at before the checksum is verified. After that, numbers
+    are checked against the bounds above.
     """
     if len(data) < _HEADER.size + CHECKSUM_BYTES:
         raise CorruptError(f"manifest has {len(data)} bytes, fewer than its header")
@@ -271,20 +271,20 @@ def decode_manifest(data: bytes) -> Manifest:
 def _validated(body: _Body) -> Manifest:
     num_pages, rest = divmod(len(body.page_hashes), PAGE_HASH_BYTES)
     if rest or not is_power_of_two(num_pages) or num_pages > MAX_SEGMENT_PAGES:
-        raise FormatError(f"manifest has {len(body.page_hashes)} bytes of page hashes, not a power of two of them")
+        raise FormatError(f"manifest has {len(body.page_hashes)} bytes of page hashes, not a power of two of hashes")
     if body.first_page % num_pages:
         raise FormatError(f"segment of {num_pages} pages starts at page {body.first_page}, which is not aligned")
     previous_bytes = PAGE_HASH_BYTES if body.first_page else 0
     if len(body.previous_hash or b"") != previous_bytes:
-        raise FormatError(f"previous_hash has not {previous_bytes} bytes in a segment that starts at {body.first_page}")
+        raise FormatError(f"previous_hash: expected {previous_bytes} bytes in a segment at page {body.first_page}")
     if body.namespace.format_major != FORMAT_MAJOR:
-        raise FormatVersionError(f"namespace has format version {body.namespace.format_major}")
+        raise FormatVersionError(f"namespace has unknown format version {body.namespace.format_major}")
     if not 1 <= body.namespace.num_heads <= MAX_MODEL_HEADS:
         raise FormatError(f"num_heads is {body.namespace.num_heads}; supported are 1 to {MAX_MODEL_HEADS}")
     if body.num_heads % body.cell_heads or body.first_head + body.num_heads > body.namespace.num_heads:
         raise FormatError(
-            f"heads {body.first_head} to {body.first_head + body.num_heads} in blocks of {body.cell_heads}, "
-            f"of {body.namespace.num_heads}"
+            f"heads {body.first_head} to {body.first_head + body.num_heads} do not fit blocks of {body.cell_heads}, "
+            f"or exceed the model's {body.namespace.num_heads}"
         )
     hashes = tuple(body.page_hashes[i : i + PAGE_HASH_BYTES] for i in range(0, len(body.page_hashes), PAGE_HASH_BYTES))
     fields = {name: getattr(body, name) for name in _Body.__struct_fields__}
@@ -302,10 +302,10 @@ def _validated(body: _Body) -> Manifest:
 def _check_parts(manifest: Manifest) -> None:
     names = [part.name for part in manifest.parts]
     if len(set(names)) < len(names):
-        raise FormatError(f"two parts have one name: {', '.join(names)}")
+        raise FormatError(f"part names are not unique: {', '.join(names)}")
     others = {part.layout for part in manifest.parts} - {"", *TENSORS}
     if len(others) > 1:
-        raise FormatError(f"parts in the layouts {', '.join(sorted(others))}, expected one beside K's and V's")
+        raise FormatError(f"parts use the layouts {', '.join(sorted(others))}, expected at most one besides k and v")
     expected = manifest.cells_per_span if others else 0
     if len(manifest.coefficients) != expected:
         raise FormatError(f"manifest lists coefficients of {len(manifest.coefficients)} cells, expected {expected}")
@@ -314,27 +314,27 @@ def _check_parts(manifest: Manifest) -> None:
 def _check_variant(manifest: Manifest, variant: Variant) -> None:
     num_chunks = manifest.num_spans * manifest.cells_per_span * manifest.chunks_per_cell
     if len(variant.chunks) != num_chunks:
-        raise FormatError(f"manifest lists {len(variant.chunks)} chunks, its geometry has {num_chunks}")
+        raise FormatError(f"manifest lists {len(variant.chunks)} chunks, expected {num_chunks} for its geometry")
     if len(variant.frame_sums) not in (0, num_chunks):
-        raise FormatError(f"manifest lists {len(variant.frame_sums)} frame sums for {num_chunks} chunks")
+        raise FormatError(f"manifest lists {len(variant.frame_sums)} frame sums, expected {num_chunks} or none")
     expected = {part.layout for part in manifest.parts} - {""}
     if variant.layouts.keys() != expected:
-        raise FormatError(f"layouts of {', '.join(variant.layouts)}, expected of {', '.join(sorted(expected))}")
+        raise FormatError(f"layouts are for {', '.join(variant.layouts)}, expected {', '.join(sorted(expected))}")
     _check_layouts(manifest, variant.layouts)
     odd = any(x.width % PICTURE_MULTIPLE or x.height % PICTURE_MULTIPLE for x in variant.layouts.values())
     if variant.frame_sums and odd:
-        raise FormatError("frame sums of pictures whose sides are no multiples of 8")
+        raise FormatError("frame sums need pictures whose width and height are multiples of 8")
 
 
 def _check_layouts(manifest: Manifest, layouts: Mapping[str, TileLayout | RegionLayout]) -> None:
-    """Refuse layouts that do not hold the integers, or whose frames are mostly empty: reading one would fill memory."""
+    """Raise FormatError if frames cannot hold the integers, or are mostly empty: reading such would fill memory."""
     for name, layout in layouts.items():
         if isinstance(layout, TileLayout) != (name in TENSORS):
-            raise FormatError(f"layout {name!r} is of another kind than its integers")
+            raise FormatError(f"layout {name!r} is of the wrong kind for its integers")
         for group, block in manifest.grid.cells():
             shape = manifest.integers_shape(Cell(0, group, block), name)
             layout.require_fits(shape)
             held = shape[0] * shape[1] if len(shape) == 2 else shape[0] * PLANES * shape[2] * shape[3]
             frames = layout.num_frames(shape) * PLANES * layout.width * layout.height
             if frames > _MAX_EMPTINESS * held + _SMALL_FRAMES_BYTES:
-                raise FormatError(f"{name} frames of {frames} bytes for {held} values")
+                raise FormatError(f"{name} frames of {frames} bytes for only {held} values")

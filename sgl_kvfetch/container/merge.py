@@ -1,4 +1,4 @@
-"""Two neighbouring segments into one of twice the length, without touching a value."""
+"""Merge two neighbouring segments into one of twice the length, without changing a value."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from sgl_kvfetch.quant.base import Quantised, join
 def merge_segments(
     spec: SegmentSpec, left: CodedSegment, right: CodedSegment, executor: Executor | None = None
 ) -> CodedSegment:
-    """The segment that covers both. ``left`` and ``right`` are buddies: equally long, neighbours, and the pair aligned.
+    """Return the segment that covers ``left`` and ``right``, which must be buddies: neighbours of equal length whose
+    union is aligned.
 
-    Where their spans are already as long as the writer's, chunks are copied as they are, in the variants that both
-    have; otherwise they are decoded, joined and coded again as the writer does, integers and bytes unchanged.
-    Checksums of what is decoded are verified. Raises FormatError and CorruptError.
+    If their spans are already as long as the writer's, chunks are copied unchanged, in the variants that both have.
+    Otherwise they are decoded, joined and encoded as the writer does; integers and bytes stay the same. Everything
+    decoded is verified by its checksum. Raises FormatError and CorruptError.
     """
     a, b = left.manifest, right.manifest
     follows = b.first_page == a.first_page + a.num_pages and b.previous_hash == a.page_hashes[-1]
     if _grid_of(a) != _grid_of(b) or a.num_pages != b.num_pages or not follows:
-        raise FormatError(f"segments {a.key.stem} and {b.key.stem} are not neighbours of one length")
+        raise FormatError(f"segments {a.key.stem} and {b.key.stem} are not neighbours of equal length and format")
     if a.first_page % (2 * a.num_pages):
         raise FormatError(f"segments at page {a.first_page} of {a.num_pages} pages are not buddies")
     if a.span_pages == b.span_pages == spec.span_pages and a.num_pages % a.span_pages == 0:
@@ -40,7 +41,7 @@ def merge_segments(
     parts = spec.quantiser.parts(a.geometry.torch_dtype)
 
     def joined(cell: Cell) -> Quantised:
-        """A merged span holds a whole number of the halves' spans, from its own first page on."""
+        """Join a merged span from the halves' spans. It holds a whole number of them, from its own first page on."""
         first_page, end_page = manifest.span_range(cell.span)
         pieces = []
         for half, (reader, data) in enumerate(halves):
@@ -48,7 +49,7 @@ def merge_segments(
                 first, end = (page + half * a.num_pages for page in reader.manifest.span_range(span))
                 if first_page < end and first < end_page:
                     if first < first_page or end > end_page:
-                        raise FormatError(f"spans of {reader.manifest.key.stem} do not divide the merged ones")
+                        raise FormatError(f"a span of {reader.manifest.key.stem} crosses the end of a merged span")
                     part = cell._replace(span=span)
                     pieces.append(reader.decode_cell(part, data[slice(*reader.cell_range(part))]))
         return join(parts, pieces)
@@ -57,7 +58,7 @@ def merge_segments(
 
 
 def _grid_of(manifest: Manifest) -> tuple[object, ...]:
-    """What two segments must have in common to be one."""
+    """Return the properties that both segments must share to be merged."""
     m = manifest
     return m.namespace, m.first_head, m.num_heads, m.cell_layers, m.cell_heads, m.parts, m.coefficients
 
@@ -68,7 +69,8 @@ def _reader_and_data(spec: SegmentSpec, segment: CodedSegment) -> tuple[SegmentR
 
 
 def _common_variants(a: Manifest, b: Manifest) -> list[tuple[int, int]]:
-    """Pairs of variants whose chunks may stand side by side: those coded alike, or at least one laid out alike."""
+    """Return pairs of variants whose chunks can be concatenated: all with equal coding and layouts, or else one with
+    equal layouts."""
 
     def pairs(same: Callable[[Variant, Variant], bool]) -> list[tuple[int, int]]:
         found = []
@@ -88,7 +90,7 @@ def _common_variants(a: Manifest, b: Manifest) -> list[tuple[int, int]]:
 
 
 def _joined(left: CodedSegment, right: CodedSegment, pairs: Sequence[tuple[int, int]]) -> CodedSegment:
-    """One segment from these pairs of variants, chunks as they are."""
+    """Concatenate these pairs of variants, chunks unchanged."""
     a, b = left.manifest, right.manifest
     variants, contents = [], []
     for i, j in pairs:

@@ -1,6 +1,6 @@
-"""Segments: KV values <-> a manifest and a data object. Pure computation; the caller does the I/O.
+"""Encode KV values into segments (a manifest and a data object), and decode them. No I/O: that is the caller's.
 
-The data object is the chunks' bitstreams, one after another, in the manifest's order, and nothing else.
+The data object is the concatenation of the chunks' bitstreams in the manifest's order.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ from sgl_kvfetch.layout.frames import Layout
 from sgl_kvfetch.quant import CellPlace, CellValues, Quantised, Quantiser
 from sgl_kvfetch.types import KVGeometry, TensorName
 
-_BYTES = ZstdCodec()  # codes the parts that are bytes
-# A part of bytes holds at most every value of its cell, and a few bytes a token.
+_BYTES = ZstdCodec()  # for parts that are plain bytes
+# A part of plain bytes holds at most every value of its cell, and this many bytes a token.
 _MOST_BYTES_A_TOKEN = 4096
 FALLBACK_CODEC = "zstd"
-# Above this order-0 entropy a plane is noise (the low mantissa bytes of exact values are): video coding would expand it
-# by a third, and slowly. Below it the codec is the user's choice even where another is smaller: video is decoded for
-# free where there is NVDEC.
+# A plane with more order-0 entropy is noise, such as the low mantissa bytes of exact values. Video coding would be
+# slow, and expand it by a third. Below this, the user's choice of codec is kept even if another would be smaller: with
+# NVDEC, decoding video is free.
 NOISE_BITS = 7.9
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentSpec:
-    """How a writer codes the segments of one rank. ``encoders``: of codecs that are encoded elsewhere than on the
-    CPU."""
+    """How a writer encodes the segments of one rank. ``encoders``: for codecs that are not encoded on the CPU."""
 
     heads: HeadSlice
     quantiser: Quantiser
@@ -56,7 +55,7 @@ class SegmentSpec:
         assert self.heads.namespace.quantiser == self.quantiser.identity
 
     def manifest(self, first_page: int, previous_hash: bytes | None, page_hashes: Sequence[bytes]) -> Manifest:
-        """Return the manifest of a segment of these pages, without variants yet."""
+        """Return the manifest of a segment of these pages, still without variants."""
         namespace, quantiser, geometry = self.heads.namespace, self.quantiser, self.heads.geometry
         manifest = Manifest(
             namespace=namespace,
@@ -85,13 +84,13 @@ def _part_infos(quantiser: Quantiser, geometry: KVGeometry) -> tuple[PartInfo, .
 
 
 def layouts_of(manifest: Manifest, quantiser: Quantiser, resolution: str) -> dict[str, Layout]:
-    """Return how a segment's integers lie best in pictures of this resolution."""
+    """Return the best layouts of a segment's integers at this resolution."""
     most = max(manifest.coefficients, default=None)
     return quantiser.layouts(manifest.geometry, manifest.cell_heads, most, manifest.span_tokens(0), resolution)
 
 
 def cell_place(manifest: Manifest, cell: Cell) -> CellPlace:
-    """Return where a cell lies in the model and in the sequence."""
+    """Return a cell's layers, heads and tokens in the model and in the sequence."""
     grid, first_layer = manifest.grid, manifest.namespace.first_layer
     layers, heads = grid.layers(cell.layer_group), grid.heads(cell.head_block)
     first_page, _ = manifest.span_range(cell.span)
@@ -105,7 +104,7 @@ def cell_place(manifest: Manifest, cell: Cell) -> CellPlace:
 
 @dataclass(frozen=True, slots=True)
 class CodedSegment:
-    """A segment as it is stored: ``data`` is the first variant's, ``more_data`` the others', in their order."""
+    """A segment as it is stored. ``data`` belongs to the first variant, ``more_data`` to the others in order."""
 
     manifest: Manifest
     data: bytes
@@ -122,13 +121,13 @@ class CodedSegment:
         return (self.data, *self.more_data)[variant]
 
     def data_objects(self) -> Iterator[tuple[str, bytes]]:
-        """Names and contents. Variants that came out alike share an object."""
+        """Yield names and contents. Variants with identical data share an object."""
         objects = zip(self.manifest.variants, (self.data, *self.more_data), strict=True)
         yield from {self.manifest.data_name(variant): data for variant, data in objects}.items()
 
 
 class CodedChunk(NamedTuple):
-    """A chunk with all that is stored of it. ``frame_sum``: as in `Variant`."""
+    """A chunk's row and bitstream. ``frame_sum``: as in `Variant`."""
 
     row: Chunk
     bitstream: bytes | memoryview
@@ -143,10 +142,10 @@ def encode_segment(
     page_hashes: Sequence[bytes],
     executor: Executor | None = None,
 ) -> CodedSegment:
-    """Code one segment. ``values`` holds K and V, each ``(tokens, layers, heads, dim)`` of the namespace's dtype.
+    """Encode one segment. ``values`` holds K and V, each ``(tokens, layers, heads, dim)`` of the namespace's dtype.
     ``previous_hash`` is that of the page before the first, None at the sequence's start.
 
-    Cells are coded side by side on ``executor``, if there is one. Raises QuantiseError.
+    Cells are encoded in parallel on ``executor``, if given. Raises QuantiseError.
     """
     geometry = spec.heads.geometry
     expected = (len(page_hashes) * geometry.page_size, geometry.num_layers, geometry.num_heads)
@@ -169,7 +168,7 @@ def encode_cells(
     quantised: Callable[[Cell], Quantised],
     executor: Executor | None = None,
 ) -> CodedSegment:
-    """Code the parts that ``quantised`` gives for each of the cells of ``manifest``, which has no variants yet."""
+    """Encode the cells of ``manifest``, which has no variants yet. ``quantised`` returns the parts of a cell."""
     layouts = spec.layouts(manifest)
 
     def encode(cell: Cell) -> list[CodedChunk]:
@@ -222,7 +221,7 @@ def _chunk(codec: str, bitstream: bytes, raw: bytes, frame_sum: int | None = Non
 
 
 def _entropy_bits(data: bytes) -> float:
-    """Order-0 entropy of the bytes, in bits a byte."""
+    """Return the order-0 entropy of the bytes, in bits a byte."""
     counts = np.bincount(np.frombuffer(data, np.uint8), minlength=256)
     p = counts[counts > 0] / len(data)
     return float(-(p * np.log2(p)).sum())
@@ -230,16 +229,15 @@ def _entropy_bits(data: bytes) -> float:
 
 @dataclass(frozen=True, slots=True)
 class CellFrames:
-    """A cell decoded and verified, its integers left in frames, with all that restoring it takes.
+    """A decoded and verified cell, its integers still in frames, with everything that restoring needs.
 
-    ``parts``: of each part, uint8 frames ``(frames, 3, height, width)``, or the bytes ``(n,)``. ``layouts``: of each
-    part, None for bytes. ``is_on_device``: of each part, whether it was decoded to where it is restored, and not on the
-    host.
+    ``parts``: for each part, uint8 frames ``(frames, 3, height, width)``, or bytes ``(n,)``. ``layouts``: for each
+    part, None for bytes. ``is_on_device``: for each part, whether its frames are on the device and not on the host.
     """
 
     place: CellPlace
-    layers: range  # counted from the rank's first
-    heads: range  # counted from the rank's first
+    layers: range  # counted from the rank's first layer
+    heads: range  # counted from the rank's first head
     parts: tuple[torch.Tensor, ...]
     layouts: tuple[Layout | None, ...]
     is_on_device: tuple[bool, ...]
@@ -250,8 +248,8 @@ class SegmentReader:
     """Decodes the cells of one variant of a segment."""
 
     def __init__(self, manifest: Manifest, quantiser: Quantiser, variant: int | None = None) -> None:
-        """``variant``: its index; if None, the first whose codecs are here. Raises FormatError if the manifest was not
-        written with this quantiser, or if no codec is here for the variant."""
+        """``variant``: its index; None selects the first whose codecs are available. Raises FormatError if the manifest
+        was not written with this quantiser, or if a codec of the variant is unknown."""
         self.manifest = manifest
         self.quantiser = quantiser
         self.variant = manifest.variants[first_readable(manifest) if variant is None else variant]
@@ -270,30 +268,30 @@ class SegmentReader:
         return self.manifest.data_name(self.variant)
 
     def cell_range(self, cell: Cell) -> tuple[int, int]:
-        """Bytes ``[start, end)`` of a cell in the data object."""
+        """Return bytes ``[start, end)`` of a cell in the data object."""
         per_cell = self.manifest.chunks_per_cell
         first = self.manifest.cell_index(cell) * per_cell
         return self._offsets[first], self._offsets[first + per_cell]
 
     def span_range_bytes(self, span: int) -> tuple[int, int]:
-        """Bytes ``[start, end)`` of a span in the data object."""
+        """Return bytes ``[start, end)`` of a span in the data object."""
         per_span = self.manifest.cells_per_span * self.manifest.chunks_per_cell
         return self._offsets[span * per_span], self._offsets[(span + 1) * per_span]
 
     def num_integers(self, cell: Cell) -> int:
-        """Return how many integers a cell has, of all parts."""
+        """Return the number of integers in a cell, over all parts."""
         names = (part.layout for part in self.manifest.parts if part.layout)
         return sum(prod(self.manifest.integers_shape(cell, name)) for name in names)
 
     def frames_bytes(self, cell: Cell) -> int:
-        """Return how many bytes the frames of a cell take, of all parts."""
+        """Return the size of a cell's frames in bytes, over all parts."""
         names = (part.layout for part in self.manifest.parts if part.layout)
         layouts = self.variant.layouts
         return sum(prod(layouts[name].frames_shape(self.manifest.integers_shape(cell, name))) for name in names)
 
     @cached_property
     def variants(self) -> tuple[SegmentReader, ...]:
-        """A reader for each variant that can be decoded here, this one among them."""
+        """A reader for each variant whose codecs are available, including this one."""
         return tuple(
             self if variant is self.variant else SegmentReader(self.manifest, self.quantiser, index)
             for index, variant in enumerate(self.manifest.variants)
@@ -301,8 +299,8 @@ class SegmentReader:
         )
 
     def decode_cell(self, cell: Cell, data: bytes | memoryview, decoders: Decoders | None = None) -> Quantised:
-        """Verify and decode a cell's bytes to its parts, on the host. ``decoders``: of codecs that are decoded
-        elsewhere than on the CPU. Raises CorruptError, FormatError."""
+        """Verify a cell's bytes and decode them into its parts, on the host. ``decoders``: for codecs that are not
+        decoded on the CPU. Raises CorruptError, FormatError."""
         pieces = self._verified_pieces(cell, data)
         return tuple(
             self._decode_integers(cell, part, piece, decoders) if part.layout else self._decode_bytes(cell, part, piece)
@@ -310,7 +308,8 @@ class SegmentReader:
         )
 
     def decode_frames(self, cell: Cell, data: bytes | memoryview, decoders: Decoders | None = None) -> CellFrames:
-        """The same, integers left in frames, where ``decoders`` decode to. Raises CorruptError, FormatError."""
+        """Verify and decode a cell, leaving its integers in frames, on the device if ``decoders`` decode to it. Raises
+        CorruptError, FormatError."""
         parts, is_on_device = [], []
         for part, piece in zip(self.manifest.parts, self._verified_pieces(cell, data), strict=True):
             if part.layout:
@@ -331,7 +330,7 @@ class SegmentReader:
         )
 
     def _verified_pieces(self, cell: Cell, data: bytes | memoryview) -> list[CodedChunk]:
-        """A cell's chunks, their bitstreams verified."""
+        """Return a cell's chunks, after verifying their compressed bytes."""
         start, end = self.cell_range(cell)
         if len(data) != end - start:
             raise CorruptError(f"{cell} has {len(data)} bytes, expected {end - start}")
@@ -346,8 +345,8 @@ class SegmentReader:
         return pieces
 
     def dequantise_cell(self, cell: Cell, quantised: Quantised, tokens: slice = slice(None)) -> CellValues:
-        """Return the values of a cell, ``(tokens, layers, heads, dim)`` of the KV dtype: of all tokens of the span, or
-        of a run of them. Raises FormatError where the parts do not fit together."""
+        """Return the values of a cell, ``(tokens, layers, heads, dim)`` of the KV dtype, for ``tokens`` of the span.
+        Raises FormatError if the parts do not fit together."""
         return self.quantiser.dequantise(quantised, self.geometry.torch_dtype, cell_place(self.manifest, cell), tokens)
 
     def _decode_integers(
@@ -360,13 +359,12 @@ class SegmentReader:
                 cell, part, coded, get_codec(coded.row.codec).decode(coded.bitstream, *shape)
             )
         frames = decoder.decode(coded.bitstream, *shape, to_host=True).frames
-        # A copy: they may lie in the decoder's own memory, which the next part overwrites.
+        # A copy, as the frames may be in the decoder's own memory, which the next part overwrites.
         return self._verified_integers(cell, part, coded, frames).clone()
 
     def _decode_frames(
         self, cell: Cell, part: PartInfo, coded: CodedChunk, decoder: FrameDecoder | None
     ) -> DecodedFrames:
-        """Frames, verified."""
         shape = self._frames_shape(cell, part)
         if decoder is not None:
             decoded = decoder.decode(coded.bitstream, *shape, with_sum=coded.frame_sum is not None)
@@ -380,13 +378,13 @@ class SegmentReader:
         return decoded
 
     def _frames_shape(self, cell: Cell, part: PartInfo) -> tuple[int, int, int]:
-        """Number of frames, height, width."""
+        """Return the number of frames, height, width."""
         layout = self.variant.layouts[part.layout]
         return layout.num_frames(self.manifest.integers_shape(cell, part.layout)), layout.height, layout.width
 
     def _verified_integers(self, cell: Cell, part: PartInfo, coded: CodedChunk, frames: torch.Tensor) -> torch.Tensor:
-        """``frames``: on the host. Their sum is looked at as well: one that is wrong would have readers on a GPU miss
-        what is sound, for ever."""
+        """Return the integers in ``frames`` (on the host) after verifying them. Also verify the frame sum: readers on a
+        GPU would treat sound frames with a wrong sum as a miss for ever."""
         shape = self.manifest.integers_shape(cell, part.layout)
         integers = self.variant.layouts[part.layout].from_frames(frames, shape)
         _require_checksum(integers.numpy().data, coded.row.decoded_checksum, f"{cell}, decoded {part.name}")
@@ -405,9 +403,9 @@ class SegmentReader:
 
 
 def first_readable(manifest: Manifest, engine_codecs: Collection[str] = ()) -> int:
-    """Return the index of the first variant all of whose codecs are here; 0 if there is none, so that its lack is
-    reported. Where there are video engines, for ``engine_codecs``, variants that leave no video to the CPU come before
-    others."""
+    """Return the index of the first variant whose codecs are all available. Without one, return 0, so that the reader
+    reports the unknown codec. ``engine_codecs`` are decoded by video engines: variants that leave no video codec to the
+    CPU are preferred."""
     codecs = [variant.codecs for variant in manifest.variants]
     readable = [i for i, names in enumerate(codecs) if names <= CODECS.keys()]
     if engine_codecs:

@@ -1,4 +1,4 @@
-"""``python -m sgl_kvfetch.dataplane``: the engine starts it, and nobody else."""
+"""``python -m sgl_kvfetch.dataplane``: the data plane's process. Only the engine starts it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from sgl_kvfetch.dataplane.run import open_on_cpu, run
 def main() -> None:
     sock_fd, values_fd, pages_fd, values_bytes, pages_bytes = map(int, sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s kvfetch data plane] %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which then closes us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the engine, which then closes this process
     torch.set_num_threads(1)  # a decode session is one thread
     line = Line(socket.socket(fileno=sock_fd), Arena(values_fd, values_bytes), Arena(pages_fd, pages_bytes))
     asyncio.run(run(line, open_on_cpu))
     logging.shutdown()
-    os._exit(0)  # decode threads may still be busy, and nobody waits for them
+    os._exit(0)  # do not wait for decode threads, which may still be busy
 
 
 if __name__ == "__main__":

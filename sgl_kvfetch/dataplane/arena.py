@@ -1,4 +1,4 @@
-"""Memory that the engine and its data plane share, for values and pages on their way from one to the other."""
+"""Memory shared by the engine and its data plane, through which values and pages go from one to the other."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _ALIGNMENT = 64
 
 
 class Arena:
-    """A piece of memory that two processes map. It is gone when both have unmapped it or ended, however they ended."""
+    """Memory that two processes map. It is freed when both have unmapped it or ended, however they ended."""
 
     def __init__(self, fd: int, num_bytes: int) -> None:
-        """Maps a memory file, which stays open."""
+        """Map a memory file, which stays open."""
         self.fd = fd
         self.num_bytes = num_bytes
         self._bytes = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
@@ -56,10 +56,10 @@ class Arena:
 
 
 class Room:
-    """Hands out the bytes of an arena. It belongs to the side that puts things into the arena. Any thread may call.
+    """Allocates the bytes of an arena, for the side that writes into it. Any thread may call its methods.
 
-    It takes the first gap that is large enough. Bytes come back soon, and in about the order in which they were taken,
-    so that gaps are few.
+    It takes the first gap that is large enough. Gaps are few, because bytes are freed soon, and roughly in the order of
+    allocation.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -75,7 +75,7 @@ class Room:
             return sum(end - start for start, end in self._taken.items())
 
     def take(self, num_bytes: int, timeout_s: float | None = None) -> int | None:
-        """Return where there are so many bytes. Waits for them; None if there is no room in time, or none any more."""
+        """Wait for ``num_bytes`` free bytes and return their offset, or None after ``timeout_s`` or once closed."""
         assert num_bytes <= self._num_bytes, num_bytes
         size = -(-max(1, num_bytes) // _ALIGNMENT) * _ALIGNMENT
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -106,7 +106,7 @@ class Room:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Whoever waits is told that there is no room."""
+        """Let every present and later call of ``take`` return None."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""The engine's end of the line to its data plane. Sending never waits."""
+"""The engine's end of the socket to its data plane. Sending never waits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _READ_BYTES = 1 << 18
 
 
 class Channel:
-    """Sends from any thread, receives on one."""
+    """Sends from any thread, receives on one thread."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -30,7 +30,7 @@ class Channel:
         self._closed = False
 
     def send(self, command: Command) -> None:
-        """What the line does not take at once goes out when it does. Nothing, once closed."""
+        """Send a command; ``receive`` sends what the socket does not take at once. Does nothing once closed."""
         data = memoryview(encode(command))
         with self._lock:
             if self._closed:
@@ -41,7 +41,7 @@ class Channel:
                 os.eventfd_write(self._waker, 1)
 
     def receive(self, timeout_s: float) -> list[Event] | None:
-        """Wait for events, ``timeout_s`` at most. None if the other end is gone, or talks nonsense."""
+        """Wait up to ``timeout_s`` for events. Return None if the other end is gone or sends invalid bytes."""
         with self._lock:
             wanted = select.POLLIN | (select.POLLOUT if self._unsent else 0)
         self._poller.register(self._sock, wanted)
@@ -81,4 +81,4 @@ class Channel:
         except BlockingIOError:
             pass
         except OSError:
-            self._unsent.clear()  # whoever receives will hear of it
+            self._unsent.clear()  # ``receive`` will notice it

@@ -1,4 +1,4 @@
-"""What the data plane reads and writes the store with, built from the config."""
+"""The data plane's client of the store, built from the config."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
 
 RESOLUTION = "240p"  # the smallest files, and no slower to decode than larger pictures
-MAX_SEGMENT_TOKENS = 8192  # what is looked up and committed as one
+MAX_SEGMENT_TOKENS = 8192  # limit for a segment, the unit of lookup and commit
 _LINGER_S = 0.25  # how long pages wait for the next ones before a segment is cut
-_RETIRE_S = 60.0  # at least so long merged halves stay, for readers that know no better
-_HORIZON = 8  # cells to look ahead: a choice takes the event loop a few milliseconds
-_CONNECT_S = 5.0  # at most, for one attempt to connect to the store
-_DECODE_BYTES = 64 << 20  # of frames and values on their way to pages
+_RETIRE_S = 60.0  # minimum time to keep merged halves, for readers that do not know of the merge
+_HORIZON = 8  # cells to look ahead; a choice takes the event loop a few milliseconds
+_CONNECT_S = 5.0  # limit for one attempt to connect to the store
+_DECODE_BYTES = 64 << 20  # frames and values on their way to pages
 
 
 @dataclass(frozen=True, slots=True)
 class StoreClient:
-    """All of them belong to one event loop."""
+    """The parts that read and write the store. All of them belong to one event loop."""
 
     store: Store
     finder: PageFinder
@@ -67,7 +67,7 @@ class StoreClient:
                 async with asyncio.timeout(step_s):
                     await step()
             except TimeoutError:
-                logger.warning("kvfetch: %s not done after %g s; closing all the same", step.__qualname__, step_s)
+                logger.warning("kvfetch: %s did not finish within %g s; closing anyway", step.__qualname__, step_s)
         self.fetcher.close(wait=False)
         self.encode_pool.shutdown(wait=False, cancel_futures=True)
         for queue in ("read", "write"):
@@ -83,8 +83,8 @@ def open_client(
     encoders: Mapping[str, FrameEncoder] | None = None,
     max_span_pages: int | None = None,
 ) -> StoreClient:
-    """Call on the event loop. ``nvdec`` decodes what it can; without it the CPU does. ``encoders``: what
-    `open_encoders` found. ``max_span_pages`` bounds what ``span_tokens`` asks for. Raises ConfigError."""
+    """Open the store; call this on the event loop. ``nvdec`` decodes what it can; without it, the CPU decodes.
+    ``encoders``: from `open_encoders`. ``max_span_pages``: upper limit for ``span_tokens``. Raises ConfigError."""
     encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
     store = open_replicas(
         config.store,
@@ -142,7 +142,7 @@ def open_client(
 
 
 def open_encoders(config: KVFetchConfig) -> Mapping[str, FrameEncoder]:
-    """What encodes for this config's writer elsewhere than on the CPU. Raises ConfigError."""
+    """Return the hardware encoders for this config's writer, by codec. Raises ConfigError."""
     if not config.writes:
         return {}
     encoders, about = nvenc.open_encoders(
@@ -157,18 +157,19 @@ def open_encoders(config: KVFetchConfig) -> Mapping[str, FrameEncoder]:
 
 
 def count_fetch(result: FetchResult, timeout_s: float) -> None:
-    """Count what a fetch fell short by."""
+    """Count the misses of a fetch, by reason."""
     for failure in result.failures:
         count_miss("fetch", failure)
     if result.timed_out:
-        count_miss("fetch", TimeoutError(f"not all pages came within {timeout_s:g} s"))
+        count_miss("fetch", TimeoutError(f"not all pages arrived within {timeout_s:g} s"))
     for reason, happened in (("no_slots", result.starved), ("late", result.late)):
         if happened:
             metrics.MISSES.labels("fetch", reason).inc()
 
 
 def _open_pool(config: KVFetchConfig, nvdec: Nvdec | None) -> DecodePool[Decoders]:
-    """As many sessions as the profile says, or else threads, and at least one a video engine. Raises ConfigError."""
+    """Open as many decode sessions as the profile says, or ``codec_threads`` without one, and with NVDEC at least one
+    per video engine. Raises ConfigError."""
     profile = None if config.decode_profile is None else load_decode_profile(Path(config.decode_profile))
     num_sessions = config.codec_threads if profile is None else profile.num_sessions
     if nvdec is None:
@@ -178,7 +179,7 @@ def _open_pool(config: KVFetchConfig, nvdec: Nvdec | None) -> DecodePool[Decoder
 
 
 def count_miss(stage: str, error: KVFetchError | TimeoutError) -> None:
-    """Count what a lookup or a fetch fell short by, and say so now and then."""
+    """Count a miss of a lookup or a fetch, and log it at a limited rate."""
     reason = "timeout" if isinstance(error, TimeoutError) else failure_reason(error)
     metrics.MISSES.labels(stage, reason).inc()
     _limited.warning(f"{stage} {reason}", f"kvfetch {stage} is a miss ({reason}): {error}")
@@ -186,7 +187,7 @@ def count_miss(stage: str, error: KVFetchError | TimeoutError) -> None:
 
 @contextmanager
 def counted(stage: str, cancelling_is_a_miss: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Around a lookup or a fetch: whatever it raises is counted as a miss, and goes no further."""
+    """Count and suppress every exception of a lookup or a fetch."""
     try:
         yield
     except asyncio.CancelledError:
@@ -205,5 +206,5 @@ def _count_failure(replica: str, error: StoreError) -> None:
 
 
 def _power_of_two_pages(tokens: int, page_size: int) -> int:
-    """The largest power of two of pages within ``tokens``; one if not even that fits."""
+    """Return the largest power of two of pages that fits into ``tokens``, at least 1."""
     return 1 << (max(1, tokens // page_size).bit_length() - 1)

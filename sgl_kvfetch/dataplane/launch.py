@@ -1,4 +1,4 @@
-"""Starting a data plane: as a process beside the engine, or on a thread of it."""
+"""Starts a data plane: as a process beside the engine, or on a thread of the engine's process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sgl_kvfetch.dataplane.arena import Arena
 
 @dataclass(frozen=True)
 class Line:
-    """What a data plane is started with: its end of the line, the memory that it puts values into for the engine, and
-    the memory that the engine puts pages into for it."""
+    """A data plane's connection to the engine: its socket, shared memory for the values that it sends, and shared
+    memory for the pages that it receives."""
 
     sock: socket.socket
     values: Arena
@@ -29,17 +29,17 @@ class Running(Protocol):
     """A data plane that was started."""
 
     def kill(self) -> None:
-        """Have it end at once, whatever it does."""
+        """End it at once, whatever it is doing."""
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for its end. Whether it has ended."""
+        """Wait up to ``timeout_s`` for its end. Return whether it has ended."""
 
 
 Launch = Callable[[Line], Running]
 
 
 class DataPlaneProcess:
-    """A process of its own. It ends when the engine's process does, however that ends: the line is cut then."""
+    """A separate process. When the engine's process ends, however it ends, the socket closes, and this ends too."""
 
     def __init__(self, line: Line) -> None:
         fds = line.sock.fileno(), line.values.fd, line.pages.fd
@@ -59,7 +59,7 @@ class DataPlaneProcess:
 
 
 class DataPlaneThread:
-    """A thread of this process, with an event loop: for what must be where the engine is, a GPU's video engines say."""
+    """A thread of the engine's process, with an event loop, for work that must run there, such as decoding on NVDEC."""
 
     def __init__(self, work: Coroutine[Any, Any, None]) -> None:
         self._loop = asyncio.new_event_loop()

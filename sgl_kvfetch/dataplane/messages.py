@@ -1,8 +1,8 @@
-"""What the engine and its data plane say to each other. Sans-IO.
+"""The messages between the engine and its data plane. Sans-IO.
 
-The engine sends commands, the data plane events. A message is its length in four bytes, and then MessagePack. Values
-and pages do not go this way, but through shared memory (`Arena`): messages only say where in it they lie. Numbers that
-name work are the engine's, and are not used again.
+The engine sends commands, the data plane sends events. A message is its length in four bytes, followed by MessagePack.
+Values and pages go through shared memory (`Arena`); messages contain only their offsets. The engine chooses the
+``work`` numbers and never reuses one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sgl_kvfetch.keys import Namespace
 
 VERSION = 1
 _LENGTH = struct.Struct("<I")
-_MOST_BYTES = 64 << 20  # of a message; a lookup has 32 bytes a page
+_MOST_BYTES = 64 << 20  # limit for a message; a lookup has 32 bytes per page
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -29,7 +29,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Start(_Message, frozen=True):
-    """The first one. ``config``: `KVFetchConfig`, as it was parsed. ``first_head``, ``end_head``: the rank's."""
+    """The first command. ``config``: the parsed `KVFetchConfig`. ``first_head``, ``end_head``: the rank's heads."""
 
     config: dict[str, Any]
     namespace: Namespace
@@ -41,7 +41,7 @@ class Start(_Message, frozen=True):
 
 
 class LookUp(_Message, frozen=True):
-    """Find the longest stored run of these pages. ``hashes``: 32 bytes a page. ``reads_ahead``: begin to read it."""
+    """Find the longest stored run of these pages. ``hashes``: 32 bytes per page. ``reads_ahead``: begin to read it."""
 
     work: int
     hashes: bytes
@@ -49,10 +49,10 @@ class LookUp(_Message, frozen=True):
 
 
 class Fetch(_Message, frozen=True):
-    """Fetch what the lookup ``found`` told of, from its page ``first_page`` on; or if there was none, these pages.
+    """Fetch the pages that lookup number ``found`` has found, from ``first_page`` on; if it is None, these pages.
 
-    ``round_ends``: the pages, counted from the first that is fetched, where rounds end. ``deadline_s``: in
-    time.monotonic(). ``request_id``: for the timeline.
+    ``round_ends``: where rounds end, in pages after the first fetched one. ``deadline_s``: in time.monotonic().
+    ``request_id``: for the timeline.
     """
 
     work: int
@@ -65,53 +65,53 @@ class Fetch(_Message, frozen=True):
 
 
 class Give(_Message, frozen=True):
-    """The pages of a round have a destination: restore them."""
+    """Restore a round, whose pages now have a destination."""
 
     work: int
     round: int
 
 
 class Cancel(_Message, frozen=True):
-    """End a lookup or a fetch soon. ``is_miss``: whether it counts as one."""
+    """End a lookup or a fetch soon. ``is_miss``: whether it counts as a miss."""
 
     work: int
     is_miss: bool = True
 
 
 class Forget(_Message, frozen=True):
-    """What this lookup found is not going to be fetched. A fetch takes it."""
+    """Forget the pages that a lookup found: they will not be fetched. A fetch of them forgets them, too."""
 
     work: int
 
 
 class Flush(_Message, frozen=True):
-    """The engine's caches are emptied: keep no bytes of what was read."""
+    """Drop all bytes that were read, because the engine's caches are emptied."""
 
 
 class Write(_Message, frozen=True):
-    """Take pages out of shared memory and write them: K of all of them at ``offset``, then V."""
+    """Take pages out of shared memory and write them: K of all pages at ``offset``, then V."""
 
     work: int
     first_page: int  # position in the sequence
-    previous_hash: bytes | None  # of the page before, None at the sequence's start
+    previous_hash: bytes | None  # hash of the page before, None at the sequence's start
     hashes: bytes
     offset: int
 
 
 class Free(_Message, frozen=True):
-    """A piece has been taken out of shared memory."""
+    """Free a piece's shared memory: the engine has taken its values."""
 
     offset: int
 
 
 class Clear(_Message, frozen=True):
-    """Delete all that the store has of this rank."""
+    """Delete all segments of this rank from the store."""
 
     work: int
 
 
 class Ping(_Message, frozen=True):
-    """Say that you are there."""
+    """Answer with a ``Pong``."""
 
 
 class Close(_Message, frozen=True):
@@ -122,18 +122,18 @@ class Close(_Message, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    """Commands are served."""
+    """The data plane serves commands from now on."""
 
 
 class Refused(_Message, frozen=True):
-    """``Start`` asked for something that cannot be; the data plane exits. ``kind``: the error's class."""
+    """The data plane cannot do what ``Start`` asks for, and exits. ``kind``: the name of the error's class."""
 
     kind: str
     reason: str
 
 
 class Found(_Message, frozen=True):
-    """What a lookup has come to. ``transmit_s``, ``decode_s``: how long these pages will take, if that is known."""
+    """The result of a lookup. ``transmit_s``, ``decode_s``: how long its pages will take; None if not known."""
 
     work: int
     num_pages: int
@@ -142,7 +142,7 @@ class Found(_Message, frozen=True):
 
 
 class RoundHere(_Message, frozen=True):
-    """A round's first bytes are here. Times as in ``Found``, of this round and those after it."""
+    """A round's first bytes are here. Times as in ``Found``, for this round and all later ones."""
 
     work: int
     round: int
@@ -151,8 +151,8 @@ class RoundHere(_Message, frozen=True):
 
 
 class Piece(_Message, frozen=True):
-    """Some pages' values of some layers and heads, restored: K at ``offset``, then V, ``(tokens, layers, heads, dim)``
-    each. ``pages``: counted from the round's first."""
+    """Restored values of some pages, layers and heads: K at ``offset``, then V, ``(tokens, layers, heads, dim)`` each.
+    ``pages``: counted from the round's first page."""
 
     work: int
     round: int
@@ -165,7 +165,7 @@ class Piece(_Message, frozen=True):
 
 
 class RoundOver(_Message, frozen=True):
-    """No more pieces of this round come. ``num_pages``, from its first on, are whole and verified."""
+    """No more pieces of this round come. Its first ``num_pages`` pages are complete and verified."""
 
     work: int
     round: int
@@ -185,14 +185,14 @@ class FetchOver(_Message, frozen=True):
 
 
 class Taken(_Message, frozen=True):
-    """Pages were taken out of shared memory. ``is_queued``: for writing; otherwise there was no room."""
+    """Pages have left shared memory. ``is_queued``: whether they are queued for writing; if not, they are dropped."""
 
     work: int
     is_queued: bool
 
 
 class Cleared(_Message, frozen=True):
-    """``fault``: why the store could not be cleared; empty if it was."""
+    """The result of a ``Clear``. ``fault``: why the store could not be cleared; empty if it was."""
 
     work: int
     fault: str
@@ -215,7 +215,7 @@ def encode(message: Command | Event) -> bytes:
 
 
 class MessageReader(Generic[M]):
-    """Messages out of the bytes that came, however these were cut."""
+    """Decodes messages from received bytes, wherever these were split."""
 
     def __init__(self, kind: Any) -> None:
         """``kind``: `Command` or `Event`."""
@@ -223,7 +223,7 @@ class MessageReader(Generic[M]):
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[M]:
-        """Yield the messages that are whole now. Raises FormatError for anything else than such messages."""
+        """Add ``data`` and yield all complete messages. Raises FormatError for bytes that are not such messages."""
         self._buffer += data
         start = 0
         try:
@@ -239,6 +239,6 @@ class MessageReader(Generic[M]):
                 try:
                     yield self._decoder.decode(body)
                 except msgspec.MsgspecError as e:
-                    raise FormatError(f"a message that is not understood: {e}") from e
+                    raise FormatError(f"a message that cannot be decoded: {e}") from e
         finally:
             del self._buffer[:start]

@@ -1,6 +1,6 @@
-"""The engine's side: a data plane that is started, watched, and started again.
+"""The engine's side of the data plane: starts it, watches it and restarts it.
 
-What the data plane had under way when it died is a miss. Nothing here waits but what says so.
+When a data plane dies, its work under way counts as misses. Only methods whose docstrings say so wait.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-VALUES_BYTES = 64 << 20  # of values on their way to the engine
-PAGES_BYTES = 64 << 20  # of pages on their way to the store
-_START_S = 60.0  # importing torch takes a busy machine that long
+VALUES_BYTES = 64 << 20  # for values on their way to the engine
+PAGES_BYTES = 64 << 20  # for pages on their way to the store
+_START_S = 60.0  # importing torch takes this long on a busy machine
 _TICK_S = 0.25
-_SILENT_TICKS = 8  # in a row without an answer: the data plane hangs
+_SILENT_TICKS = 5  # after more consecutive ticks without an answer, the data plane counts as hung
 _LEAST_BACKOFF_S, _MOST_BACKOFF_S = 0.1, 30.0
-_STEADY_S = 5.0  # a data plane that served so long failed by chance
+_STEADY_S = 5.0  # after a data plane has served this long, the backoff starts anew
 _CLOSE_S = 10.0
 _REFUSALS: dict[str, type[KVFetchError]] = {kind.__name__: kind for kind in (ConfigError, UnsupportedError)}
-_ANSWER_S = 5.0  # what a call that waits adds to the data plane's own deadline
+_ANSWER_S = 5.0  # how much longer a caller waits than the data plane's own deadline
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a fetch of some pages will take, as measured. None: not measured yet, or too long ago."""
+    """The estimated duration of a fetch, from measurements. None: not measured yet, or too long ago."""
 
     transmit_s: float | None
     decode_s: float | None
 
     @property
     def seconds(self) -> float | None:
-        """The stages overlap."""
+        """The duration of the slower stage, because the stages overlap."""
         return None if self.transmit_s is None else max(self.transmit_s, self.decode_s or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Find:
-    """How many pages are stored, from the first on. ``work`` names the lookup."""
+    """A lookup's result: how many pages are stored, from the first on. ``work``: the lookup's number."""
 
     work: int
     num_pages: int
@@ -68,11 +68,11 @@ class Find:
 
 @dataclass(slots=True, eq=False)
 class FetchCall:
-    """A fetch under way. The futures are done on other threads, each in any case.
+    """A fetch under way. Other threads complete the futures; every future is completed, whatever happens.
 
-    ``here``: of each round, what its pages and those after them cost, when its first bytes are here; None if it ended
-    before. ``over``: of each round, how many of its pages, from the first on, are restored; then nothing is written any
-    more. ``link``: done when the link could serve another fetch beside this one. ``end``: done when all is over.
+    ``here``: for each round, the cost of its pages and all later ones, when its first bytes are here; None if it ended
+    before. ``over``: for each round, how many of its pages, from the first on, are restored; nothing is written after
+    that. ``link``: done when the link could serve another fetch as well. ``end``: done when the fetch is over.
     """
 
     work: int
@@ -84,16 +84,16 @@ class FetchCall:
 
 
 class DataPlane:
-    """One rank's. ``close`` it."""
+    """One rank's data plane. Call ``close`` at the end."""
 
     def __init__(self, start: m.Start, geometry: KVGeometry, launch: Launch) -> None:
-        """Waits until it serves. Raises KVFetchError for a config that it refuses, and if it does not start."""
+        """Start the data plane and wait until it serves. Raises KVFetchError if it refuses the config or fails."""
         self._start = start
         self._geometry = geometry
         self._launch = launch
         self._numbers = itertools.count(1)
         self._closing = threading.Event()
-        self._run = self._begin_run()  # or the one that has ended, while the next one is started
+        self._run = self._begin_run()  # has ended while the next one is being started
         self._thread = threading.Thread(target=self._watch, name="kvfetch-data", daemon=True)
         self._thread.start()
 
@@ -106,7 +106,7 @@ class DataPlane:
         return work
 
     def forget(self, lookup: int) -> None:
-        """What it found is not going to be fetched."""
+        """Note that the pages that a lookup found will not be fetched."""
         self._send(m.Forget(lookup))
 
     def fetch(
@@ -127,26 +127,26 @@ class DataPlane:
         return call
 
     def give(self, call: FetchCall, index: int, destination: Destination) -> None:
-        """Have a round restored there. When it is over, nothing is written any more."""
+        """Restore a round into ``destination``. Nothing is written to it after the round is over."""
         call.destinations[index] = destination
         self._send(m.Give(call.work, index))
 
     def given(self, work: int, index: int) -> Destination | None:
-        """Where a round of a fetch goes. None if that has ended."""
+        """Return the destination of a round. None if it has none, or if the fetch has ended."""
         return self._run.destination(work, index)
 
     def flush(self) -> None:
-        """Have no bytes kept of what was read: the engine's caches are emptied."""
+        """Drop all bytes that were read, because the engine's caches are emptied."""
         self._send(m.Flush())
 
     def cancel(self, work: int, *, is_miss: bool = True) -> None:
-        """Have a lookup or a fetch end soon. ``is_miss``: whether it counts as one."""
+        """End a lookup or a fetch soon. ``is_miss``: whether it counts as a miss."""
         self._send(m.Cancel(work, is_miss))
 
     # Writing
 
     def most_pages(self) -> int:
-        """How many pages `write` takes at once."""
+        """Return how many pages `write` takes at once."""
         return max(1, PAGES_BYTES // 4 // self._geometry.page_bytes)
 
     def write(
@@ -157,21 +157,21 @@ class DataPlane:
         read: Callable[[torch.Tensor, torch.Tensor], bool],
         timeout_s: float,
     ) -> bool:
-        """Hand over pages for writing. Waits for room for them. Whether there was any.
+        """Hand over pages for writing. Waits for room for them. Return whether they are queued.
 
-        ``read`` copies K and V of the pages into what it is given, ``(pages, page_size, layers, heads, dim)`` each; it
-        returns False if they are not to be had any more.
+        ``read`` copies K and V of the pages into the given tensors, ``(pages, page_size, layers, heads, dim)`` each; it
+        returns False if the pages are no longer available.
         """
         command = m.Write(next(self._numbers), first_page, previous_hash, b"".join(hashes), 0)
         return self._run.write(command, len(hashes), read, timeout_s)
 
     def clear(self) -> None:
-        """Delete all that the store has of this rank. Waits. Raises StoreError."""
+        """Delete all segments of this rank from the store, and wait for it. Raises StoreError."""
         if fault := self._run.clear(m.Clear(next(self._numbers))):
             raise StoreError("io", fault)
 
     def close(self) -> None:
-        """Write what is queued, within a few seconds. Idempotent."""
+        """Write what is queued, within a few seconds, and end the data plane. Waits for it. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -182,13 +182,13 @@ class DataPlane:
             run.running.kill()
         self._thread.join(_CLOSE_S)
 
-    # Life
+    # Lifecycle
 
     def _send(self, command: m.Command) -> None:
         self._run.channel.send(command)
 
     def _begin_run(self) -> _Run:
-        """Raises KVFetchError."""
+        """Start a data plane and wait until it serves. Raises KVFetchError."""
         ours, theirs = socket.socketpair()
         values, pages = Arena.create(VALUES_BYTES), Arena.create(PAGES_BYTES)
         run = _Run(Channel(ours), self._launch(Line(theirs, values, pages)), values, pages, self._geometry)
@@ -201,7 +201,7 @@ class DataPlane:
         return run
 
     def _watch(self) -> None:
-        """On the thread that receives. Each run until its end, and then the next one."""
+        """Serve each run until its end, then start the next one. Runs on the thread that receives."""
         backoff_s = _LEAST_BACKOFF_S
         while True:
             began_s = time.monotonic()
@@ -211,7 +211,7 @@ class DataPlane:
                 return
             if time.monotonic() - began_s > _STEADY_S:
                 backoff_s = _LEAST_BACKOFF_S
-            logger.warning("kvfetch: the data plane ended; what it had under way is missed, and it is started again")
+            logger.warning("kvfetch: the data plane ended; its work under way counts as misses, and it is restarted")
             metrics.DATA_PLANE_STARTS.inc()
             while True:
                 if self._closing.wait(backoff_s):
@@ -221,11 +221,11 @@ class DataPlane:
                     self._run = self._begin_run()
                     break
                 except (KVFetchError, OSError) as e:
-                    logger.warning("kvfetch: the data plane does not start: %s", e)
+                    logger.warning("kvfetch: the data plane did not start: %s", e)
 
 
 class _Run:
-    """One data plane, from its start to its end, and what it has under way."""
+    """One data plane, from its start to its end, with its work under way."""
 
     def __init__(self, channel: Channel, running: Running, values: Arena, pages: Arena, geometry: KVGeometry) -> None:
         self.channel = channel
@@ -235,12 +235,12 @@ class _Run:
         self._room = Room(pages.num_bytes)
         self._geometry = geometry
         self._lock = threading.Lock()
-        self._ended = False  # guarded by the lock, as what is under way is
+        self._ended = False  # guarded by the lock, like the work under way
         self._lookups: dict[int, Callable[[Find], None]] = {}
         self._fetches: dict[int, FetchCall] = {}
         self._answers: dict[int, Future[m.Taken | m.Cleared | None]] = {}
 
-    # Commands. Of one that has ended, all are lost
+    # Commands, which fail at once after the end
 
     def look_up(self, command: m.LookUp, on_found: Callable[[Find], None]) -> None:
         if self._note(self._lookups, command.work, on_found):
@@ -255,7 +255,7 @@ class _Run:
             _lose_fetch(call)
 
     def _note(self, under_way: dict[int, R], work: int, what: R) -> bool:
-        """False if this has ended."""
+        """Record work under way. Return False if this run has ended."""
         with self._lock:
             if not self._ended:
                 under_way[work] = what
@@ -281,13 +281,13 @@ class _Run:
                 self._room.give_back(offset)
         if answer is None:
             return False
-        # Not before: the data plane may be copying them, however long it takes.
+        # Not earlier, however long it takes: the data plane may still be copying the pages.
         answer.add_done_callback(lambda _: self._room.give_back(offset))
         taken = _result(answer, _ANSWER_S)
         return isinstance(taken, m.Taken) and taken.is_queued
 
     def clear(self, command: m.Clear) -> str:
-        """What went wrong; empty if nothing did."""
+        """Return what went wrong, or an empty string."""
         answer = self._ask(command)
         if answer is None:
             return "the data plane is being started"
@@ -295,7 +295,7 @@ class _Run:
         return cleared.fault if isinstance(cleared, m.Cleared) else "the data plane did not answer"
 
     def _ask(self, command: m.Write | m.Clear) -> Future[m.Taken | m.Cleared | None] | None:
-        """What will be answered; None in it if nothing is. None if it has ended."""
+        """Send a command and return its future answer, None if the run ends first. None if it has already ended."""
         answer: Future[m.Taken | m.Cleared | None] = Future()
         if not self._note(self._answers, command.work, answer):
             return None
@@ -305,7 +305,7 @@ class _Run:
     # Events
 
     def await_ready(self, closing: threading.Event) -> None:
-        """Raises KVFetchError."""
+        """Wait until the data plane serves. Raises KVFetchError if it refuses the config or does not start."""
         deadline_s = time.monotonic() + _START_S
         while time.monotonic() < deadline_s and not closing.is_set():
             for event in self._receive():
@@ -317,14 +317,14 @@ class _Run:
         raise KVFetchError(f"the data plane did not start within {_START_S:g} s")
 
     def serve(self, closing: threading.Event) -> None:
-        """Take in events until the data plane ends, or hangs."""
+        """Process events until the data plane ends or hangs."""
         num_silent = 0
         while True:
             try:
                 events = self._receive()
             except KVFetchError:
                 return
-            # Ticks, not times: a machine that is too busy to let us look is no reason to think that nothing was sent.
+            # Count ticks, not seconds: if a busy machine delays this thread, the data plane may well have answered.
             num_silent = 0 if events else num_silent + 1
             if num_silent > _SILENT_TICKS and not closing.is_set():
                 logger.warning("kvfetch: the data plane does not answer")
@@ -334,11 +334,11 @@ class _Run:
             for event in events:
                 try:
                     self._take_in(event)
-                except Exception:  # one that fails must not end the thread that all wait for
-                    logger.exception("kvfetch: %s not taken in", type(event).__name__)
+                except Exception:  # must not end the thread that all callers depend on
+                    logger.exception("kvfetch: processing event %s failed", type(event).__name__)
 
     def _receive(self) -> list[m.Event]:
-        """Raises KVFetchError at the end."""
+        """Return new events. Raises KVFetchError if the data plane has ended."""
         events = self.channel.receive(_TICK_S)
         if events is None:
             raise KVFetchError("the data plane ended")
@@ -384,7 +384,7 @@ class _Run:
         return None if call is None else call.destinations.get(index)
 
     def _land(self, piece: m.Piece) -> None:
-        """Copy values to where they belong, unless nobody wants them there any more."""
+        """Copy values to their destination. Drop them if it no longer exists."""
         destination = self.destination(piece.work, piece.round)
         if destination is None:
             return
@@ -396,7 +396,7 @@ class _Run:
         destination.sink.write(layers, heads, [destination.pool_pages[i] for i in piece.pages], CellValues(*values))
 
     def end(self) -> None:
-        """Have it end, if it has not, and end all that it had under way."""
+        """End the data plane, and complete all its work under way as misses."""
         self.running.kill()
         self.running.join(_CLOSE_S)
         self.channel.close()

@@ -1,4 +1,4 @@
-"""A data plane from its start to its end: takes commands from the line, and sends events."""
+"""Runs a data plane from its start to its end: receives commands and sends events."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ async def run(
 ) -> None:
     """Serve until told to close, or until the engine is gone.
 
-    ``open_`` opens the store. ``destinations``: where pages go; through the line's memory if not given. ``on_service``
-    is told of what serves.
+    ``open_`` opens the store. ``destinations``: where pages go; by default, into the shared memory of ``line``.
+    ``on_service`` is called with the new service.
     """
     reader, writer = await asyncio.open_connection(sock=line.sock)
     loop = asyncio.get_running_loop()
@@ -56,25 +56,28 @@ async def run(
                     case m.Close():
                         return
                     case _:
-                        assert service is not None, "the first command is Start"
+                        assert service is not None, "the first command must be Start"
                         service.serve(command)
     except KVFetchError as e:
-        emit(m.Refused(type(e).__name__, str(e)))
-    except (ConnectionError, FormatError) as e:
-        logger.error("kvfetch: the data plane's line is broken: %s", e)
+        if service is None:
+            emit(m.Refused(type(e).__name__, str(e)))
+        else:
+            logger.error("kvfetch: the data plane does not understand the engine: %s", e)
+    except ConnectionError as e:
+        logger.error("kvfetch: the data plane lost its connection to the engine: %s", e)
     finally:
         in_arena.room.close()
         if service is not None:
             await service.close()
-        await asyncio.sleep(0)  # what was emitted is handed over
+        await asyncio.sleep(0)  # let emitted events reach ``writer``
         ended = True
         writer.close()
 
 
 def _open(command: m.Start, open_: OpenClient) -> tuple[KVFetchConfig, HeadSlice, StoreClient]:
-    """Raises KVFetchError."""
+    """Open the store for ``Start``. Raises KVFetchError."""
     if command.version != m.VERSION:
-        raise FormatError(f"the engine speaks version {command.version}, the data plane {m.VERSION}")
+        raise FormatError(f"expected message version {m.VERSION} from the engine, found {command.version}")
     timeline.start(f"{command.rank}.data")
     config = KVFetchConfig.model_validate(command.config)
     heads = HeadSlice(command.namespace, range(command.first_head, command.end_head))
@@ -82,5 +85,5 @@ def _open(command: m.Start, open_: OpenClient) -> tuple[KVFetchConfig, HeadSlice
 
 
 def open_on_cpu(config: KVFetchConfig, heads: HeadSlice, start: m.Start) -> StoreClient:
-    """Opens the store for a data plane that needs no GPU. Raises KVFetchError."""
+    """Open the store for a data plane that needs no GPU. Raises KVFetchError."""
     return open_client(config, heads, config_quantiser(config), max_span_pages=start.most_span_pages)

@@ -1,4 +1,4 @@
-"""The data plane's side: does what the engine commands. Belongs to one event loop."""
+"""The data plane's side: carries out the engine's commands. Belongs to one event loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sgl_kvfetch.write.gather import PageBatch
 
 logger = logging.getLogger(__name__)
 
-_MOST_FOUND = 1024  # lookups whose finds are kept for their fetches
+_MOST_FOUND = 1024  # lookups whose results are kept for their fetches
 _QUEUE_S = 1.0  # how long pages wait for room in the write queue
 _CLOSE_S = 3.0  # how long each step of closing may take
 _CLEAR_S = 5.0
@@ -41,13 +41,13 @@ Emit = Callable[[m.Event], None]
 
 
 class Destinations(Protocol):
-    """Where the pages of a round go."""
+    """Gives each round the destination of its pages."""
 
     def destination(self, work: int, round_index: int, num_pages: int) -> Destination | None: ...
 
 
 class ArenaDestinations:
-    """Into memory shared with the engine, which takes the pages from there."""
+    """Sends pages to the engine through shared memory."""
 
     def __init__(self, arena: Arena, emit: Emit) -> None:
         self._arena = arena
@@ -60,7 +60,7 @@ class ArenaDestinations:
 
 
 class _UnguardedSink(GuardedSink):
-    """The engine guards its pages itself. Here nobody may wait for whoever waits for room."""
+    """A sink without a lock: ``close`` must not wait for a write that waits for room. The engine guards its pages."""
 
     def run(self, write: Callable[[], None]) -> bool:
         if not self._closed:
@@ -72,14 +72,14 @@ class _UnguardedSink(GuardedSink):
 
 
 class _ArenaPool(PagePool):
-    """The pages of one round, as the engine will get them."""
+    """The pages of one round, which are sent to the engine in pieces."""
 
     def __init__(self, arena: Arena, room: Room, emit: Emit, work: int, round_index: int) -> None:
         self._arena, self._room, self._emit = arena, room, emit
         self._work, self._round = work, round_index
 
     def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
-        """Waits for room: the engine makes it."""
+        """Send values to the engine. Waits for room, which the engine frees."""
         offset = self._room.take(sum(x.nbytes for x in values))
         if offset is None:
             return  # the engine is gone
@@ -90,14 +90,14 @@ class _ArenaPool(PagePool):
         )
 
     def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
-        raise NotImplementedError("pages are the engine's")
+        raise NotImplementedError("the data plane cannot read the engine's pages")
 
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
     rounds: list[Round]
     task: asyncio.Task[None] | None = None
-    is_miss: bool = True  # if it is cancelled
+    is_miss: bool = True  # whether cancelling it counts as a miss
 
 
 @dataclass(slots=True)
@@ -119,8 +119,8 @@ class Service:
         on_free: Callable[[int], None],
         written: Arena,
     ) -> None:
-        """``emit`` may be called on any thread. ``on_free`` is told of the pieces that the engine has taken;
-        ``written`` is where it puts pages that are to be written."""
+        """``emit`` may be called on any thread. ``on_free`` is called for each piece that the engine has taken.
+        ``written``: where the engine puts pages that are to be written."""
         self.client = client
         self._config = config
         self._heads = heads
@@ -133,11 +133,11 @@ class Service:
         self._fetches: dict[int, _Fetch] = {}
         self._found: OrderedDict[int, list[PageSource]] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
-        # One thread: pages are taken in their order, and wait for room without keeping the loop.
+        # One thread: it keeps the order of pages, and can wait for room without blocking the event loop.
         self._intake = ThreadPoolExecutor(1, "kvfetch-intake")
 
     def serve(self, command: m.Command) -> None:
-        """Begin what is commanded. Never waits."""
+        """Begin to carry out a command. Never waits."""
         match command:
             case m.LookUp():
                 self._lookups[command.work] = _LookUp(self._begin(self._look_up(command)))
@@ -152,7 +152,7 @@ class Service:
                 work = self._lookups.get(command.work) or self._fetches.get(command.work)
                 if work is not None and work.task is not None:
                     work.is_miss = command.is_miss
-                    # Not at once: a task that is cancelled before its first step runs no line of it.
+                    # Not at once: a task that is cancelled before its first step never runs, not even its ``finally``.
                     asyncio.get_running_loop().call_soon(work.task.cancel)
             case m.Forget():
                 self._found.pop(command.work, None)
@@ -167,7 +167,7 @@ class Service:
             case m.Ping():
                 self._emit(m.Pong())
             case m.Start() | m.Close():
-                raise AssertionError(f"{command} is not for a service that runs")
+                raise AssertionError(f"a running service does not accept {command}")
 
     async def close(self) -> None:
         """Write what is queued, within a few seconds, and release threads and sockets."""
@@ -204,7 +204,7 @@ class Service:
             self._emit(m.Found(command.work, len(sources), *self._cost(sources)))
 
     def _cost(self, sources: Sequence[PageSource]) -> tuple[float | None, float | None]:
-        """How long these pages take to transmit, and to decode."""
+        """Return how long these pages take to transmit and to decode, in seconds; None if not known."""
         size_bytes = total_bytes(sources)
         goodput_bps = self.client.fetcher.link.goodput_bps(time.monotonic())
         decoded_bytes_per_s = self.client.fetcher.decode_rate.bytes_per_s
@@ -222,7 +222,7 @@ class Service:
         result = FetchResult(0, (), False)
         try:
             with counted("fetch", lambda: fetch.is_miss):
-                if finder.is_paused:  # what was found before need not find out for itself
+                if finder.is_paused:  # the store keeps failing: do not try, although pages were found
                     metrics.MISSES.labels("fetch", "skipped").inc()
                     return
                 if command.found is None:
@@ -231,7 +231,7 @@ class Service:
                 else:
                     sources = self._found.pop(command.found, [])[command.first_page :]
                 if len(sources) < fetch.rounds[-1].end_page:
-                    metrics.MISSES.labels("fetch", "forgotten").inc()  # told of by a data plane before this one
+                    metrics.MISSES.labels("fetch", "forgotten").inc()  # an earlier data plane may have found them
                     return
                 sources = sources[: fetch.rounds[-1].end_page]
                 self._watch(command.work, fetch, sources)
@@ -252,11 +252,11 @@ class Service:
             metrics.FETCHED_PAGES.labels("miss").inc(len(hashes) - got)
             metrics.RAW_BYTES.labels("read").inc(got * self._geometry.page_bytes)
             del self._fetches[command.work]
-            # After the callbacks that tell of its rounds, which are on their way.
+            # After the callbacks that report its rounds, which are already scheduled.
             asyncio.get_running_loop().call_soon(self._emit, m.FetchOver(command.work))
 
     def _shorten(self, fetch: _Fetch, num_pages: int) -> None:
-        """Only so many pages are stored. Host mode's fetches have one round."""
+        """Shorten the single round of a host-mode fetch, because only ``num_pages`` pages are stored."""
         (only,) = fetch.rounds
         if num_pages < only.end_page:
             shorter = Round(0, num_pages)
@@ -265,7 +265,7 @@ class Service:
             fetch.rounds[0] = shorter
 
     def _watch(self, work: int, fetch: _Fetch, sources: Sequence[PageSource]) -> None:
-        """Tell the engine of each round's beginning and end, as it comes."""
+        """Report each round's first bytes and its end to the engine."""
         for index, each in enumerate(fetch.rounds):
             rest = sources[each.first_page :]
             each.wanted.add_done_callback(partial(self._round_here, work, index, rest))
@@ -292,12 +292,12 @@ class Service:
         try:
             is_queued = await asyncio.get_running_loop().run_in_executor(self._intake, self._take, command)
         except Exception:
-            logger.exception("kvfetch: pages not taken")
+            logger.exception("kvfetch: taking pages for writing failed")
         finally:
             self._emit(m.Taken(command.work, is_queued))
 
     def _take(self, command: m.Write) -> bool:
-        """Copy pages out of shared memory and queue them. Whether there was room for them in time."""
+        """Copy pages out of shared memory and queue them. Return whether there was room for them in time."""
         geometry, hashes = self._geometry, _split(command.hashes)
         num_bytes = len(hashes) * geometry.page_bytes
         if not self.client.writer.reserve(num_bytes, _QUEUE_S):
@@ -317,7 +317,7 @@ class Service:
             async with asyncio.timeout(_CLEAR_S):
                 await self.client.clear(self._heads)
         except TimeoutError:
-            fault = f"not done within {_CLEAR_S:g} s"
+            fault = f"it took longer than {_CLEAR_S:g} s"
         except KVFetchError as e:
             fault = str(e)
         finally:

@@ -1,1 +1,1 @@
-"""From a lookup to restored pages."""
+"""Fetches pages: looks them up, reads, decodes and restores them."""

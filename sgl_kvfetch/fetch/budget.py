@@ -1,4 +1,4 @@
-"""A bound on bytes in flight."""
+"""A budget that bounds the bytes in flight."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BytesBudget:
         return self._capacity - self._free
 
     def try_acquire(self, num_bytes: int) -> bool:
-        """Take the bytes if that needs no waiting."""
+        """Take the bytes if they are free now. Return whether they were taken."""
         num_bytes = self._clip(num_bytes)
         if self._waiting or num_bytes > self._free:
             return False
@@ -30,9 +30,9 @@ class BytesBudget:
         return True
 
     async def acquire(self, num_bytes: int, unless: asyncio.Future[Any] | None = None) -> bool:
-        """Wait for the bytes, but no longer than until ``unless`` is done. Whether they were taken.
+        """Wait for the bytes, or until ``unless`` is done. Return whether they were taken.
 
-        More than the capacity counts as the whole of it, so that nothing waits for ever.
+        A request for more than the capacity takes the whole capacity, so that it does not wait forever.
         """
         if self.try_acquire(num_bytes):
             return True
@@ -43,7 +43,7 @@ class BytesBudget:
             await asyncio.wait([granted] if unless is None else [granted, unless], return_when=FIRST_COMPLETED)
             is_taken = granted.done()
         finally:
-            if not is_taken:  # given up, or cancelled, which may have come too late
+            if not is_taken:  # ``unless`` was done, or we were cancelled, perhaps after the bytes were granted
                 if granted.done():
                     self.release(num_bytes)
                 granted.cancel()

@@ -1,7 +1,7 @@
 """Transmit, decode and restore: three stages that overlap, each bounded.
 
-The event loop transmits; decoding and restoring run on a decode pool. What is decided without I/O lies in
-``plan``; this module does it.
+The event loop transmits; decoding and restoring run on a decode pool. Decisions without I/O are in ``plan``; this
+module carries them out.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    num_pages: int  # from the first page asked for, restored without a gap
+    num_pages: int  # length of the restored run, from the first requested page
     failures: tuple[KVFetchError, ...]
-    timed_out: bool  # bytes did not come
-    starved: bool = False  # bytes came, and nobody gave them a destination in time
-    late: bool = False  # the rest was not asked for in time, or would have come too late
+    timed_out: bool  # bytes did not arrive in time
+    starved: bool = False  # bytes arrived, but got no destination in time
+    late: bool = False  # the rest was not requested in time, or would have arrived too late
 
 
 class _SettledError(Exception):
-    """Ends a fetch of which no more can be had."""
+    """Ends a fetch as soon as no further page can be restored."""
 
 
 class Fetcher:
@@ -64,14 +64,14 @@ class Fetcher:
         decode_bytes: int | None = None,
         policy: Policy | None = None,
     ) -> None:
-        """``may_delete``: whether segments that prove corrupt are deleted, so that they can be written again.
-        ``decode_bytes`` bounds the frames and values that are on their way from bitstreams to pages; None: the sessions
-        of the pool do. ``policy`` chooses among a segment's variants, and needs a pool with a profile; None: the first
-        variant that can be decoded is read."""
+        """``may_delete``: delete segments that prove corrupt, so that they can be written again.
+        ``decode_bytes`` bounds the memory for frames and values between bitstreams and pages; if None, only the number
+        of sessions bounds it. ``policy`` chooses among a segment's variants, and needs a pool with a profile; if None,
+        the first decodable variant is read."""
         self._store = store
         self._pool = pool
         self._read_bytes = read_bytes
-        # Half each, so that bytes that wait for pages never keep those from coming that have theirs.
+        # Two halves, so that bytes without destination pages cannot block bytes that have them.
         self._ahead_budget = BytesBudget(max(1, inflight_bytes // 2))
         self._fetch_budget = BytesBudget(max(1, inflight_bytes - inflight_bytes // 2))
         self._decode_budget = None if decode_bytes is None else BytesBudget(decode_bytes)
@@ -84,30 +84,30 @@ class Fetcher:
         self._ahead = ReadAhead(
             self.link, self._ahead_budget, partial(self._transmit, request_id=""), self._report_queue
         )
-        # Bytes of spans that fetches used in part: SGLang fetches in batches of 128 pages, and the next batch, or the
-        # next turn of a conversation, begins with the rest.
+        # Bytes of spans that a fetch used only in part. SGLang fetches in batches of 128 pages, and the next batch or
+        # the next turn of a conversation begins with the rest of the span.
         self._begun: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._begun_bytes = inflight_bytes // 8
 
     def close(self, *, wait: bool = True) -> None:
-        """Close the pool. Fetches must be over. ``wait``: for what is decoded at the moment."""
+        """Close the pool. All fetches must have ended. With ``wait``, return only when running jobs have ended."""
         self._pool.close(wait=wait)
 
     def forget(self) -> None:
-        """Keep no bytes beyond the fetches that run."""
+        """Drop all bytes that running fetches do not use."""
         self._begun.clear()
         self._ahead.clear()
 
     def read_ahead(self, sources: Sequence[PageSource], expire_s: float) -> None:
-        """Begin to transmit what these pages need, as the link brings it and as far as there is room, and keep it for
-        ``expire_s``."""
+        """Start to transmit the bytes of these pages, as link and budget allow, and keep them for ``expire_s``
+        seconds."""
         self._ahead.begin(partial(self._units_ahead, span_parts(sources)), expire_s)
 
     def _units_ahead(self, parts: Sequence[SpanPart], is_taken: Callable[[CellsKey], bool]) -> Iterator[ReadUnit]:
         unasked = sum(part.reader.manifest.cells_per_span for part in parts)
         for part in parts:
             left = unasked
-            for unit in self._units(part, lambda: left, is_taken):  # noqa: B023, it is to see how it changes
+            for unit in self._units(part, lambda: left, is_taken):  # noqa: B023, it must see later values
                 left -= len(unit.cells)
                 if unit.key not in self._begun:
                     yield unit
@@ -116,7 +116,7 @@ class Fetcher:
     async def fetch(
         self, sources: Sequence[PageSource], pool_pages: Sequence[int], sink: GuardedSink, timeout_s: float
     ) -> FetchResult:
-        """Restore pages into ``pool_pages`` through ``sink``: `fetch_rounds` in one whose destination is known."""
+        """Restore pages into ``pool_pages`` through ``sink``, as `fetch_rounds` with one round."""
         assert len(sources) == len(pool_pages)
         only = Round(0, len(sources))
         only.give(Destination(pool_pages, sink))
@@ -131,13 +131,13 @@ class Fetcher:
         request_id: str = "",
         on_requested: Callable[[], None] | None = None,
     ) -> FetchResult:
-        """Restore pages to where ``rounds``, which follow one another and cover all of them, say.
+        """Restore pages to the destinations of ``rounds``. The rounds must be contiguous and cover all pages.
 
-        Bytes come before there is a destination for them, as far as there is room. A round ends, in its turn, as soon
-        as all its pages are restored; when this returns or raises, all have ended. Returns within about ``timeout_s``,
-        and does not ask for what the link, as measured, would bring only after that; what failed or came too late is
-        left out of ``num_pages``, and the pages beyond may have been written in part.
-        ``on_requested`` is called when the link could serve another fetch beside this one, unless this one ends first.
+        Bytes may arrive before their destination is known, as far as the budget allows. Rounds end in order, each as
+        soon as all its pages are restored; when this returns or raises, all have ended. Returns within about
+        ``timeout_s``, and does not request bytes that the link, at its measured speed, would bring only after that.
+        ``num_pages`` excludes pages that failed or came too late; pages beyond it may have been written in part.
+        ``on_requested`` is called when the link could serve another fetch as well, unless this one ends first.
         Never raises a domain error. ``request_id`` is for the timeline.
         """
         progress = FetchProgress(sources, rounds)
@@ -160,7 +160,7 @@ class Fetcher:
         return FetchResult(progress.num_pages, tuple(progress.failures), timed_out, starved, progress.is_late)
 
     async def _run(self, progress: FetchProgress, requested: asyncio.Event, deadline_s: float, request_id: str) -> None:
-        """``requested`` is set when nothing more can be asked for, for the moment or at all."""
+        """Run all units. Sets ``requested`` when no more can be requested, for now or at all."""
         try:
             async with asyncio.TaskGroup() as group:
                 for index, (each, part) in enumerate(progress.parts):
@@ -174,10 +174,10 @@ class Fetcher:
                         self._ahead.leave_out(unit)
                         budget = await self._acquire(unit, each, requested)
                         task = group.create_task(self._run_unit(unit, index, progress, request_id))
-                        # Not in the task itself: one that is cancelled before its first step runs no line of it.
+                        # Not released in the task itself, since a task cancelled before its first step never runs.
                         task.add_done_callback(partial(self._release, unit, budget))
-                        await asyncio.sleep(0)  # its turn to ask for its bytes
-                        await self.link.may_read()  # and so the next one is chosen as late as can be
+                        await asyncio.sleep(0)  # let the task send its request
+                        await self.link.may_read()  # so the next variant is chosen as late as possible
                     if not progress.is_wanted(index):
                         break
                 progress.num_unasked = 0
@@ -202,7 +202,7 @@ class Fetcher:
         return now_s + (self.link.outstanding_bytes + end - start) * 8 / goodput_bps > deadline_s
 
     async def _acquire(self, unit: ReadUnit, each: Round, requested: asyncio.Event) -> BytesBudget:
-        """Room for the unit's bytes."""
+        """Wait for the unit's bytes in a budget. Return that budget."""
         if not each.destination.done():
             if self._ahead_budget.try_acquire(unit.size_bytes):
                 return self._ahead_budget
@@ -213,7 +213,7 @@ class Fetcher:
         return self._fetch_budget
 
     async def _run_unit(self, unit: ReadUnit, index: int, progress: FetchProgress, request_id: str) -> None:
-        """One unit through all three stages."""
+        """Take one unit through all three stages."""
         each, part = progress.parts[index]
         try:
             progress.num_transmitting += 1
@@ -235,7 +235,7 @@ class Fetcher:
                     self._restore(unit, cell, data, part.span_pages, pool_pages, destination.sink, request_id)
                     for cell in unit.cells
                 ]
-                # All of them, whatever becomes of one: their memory counts until they are done.
+                # Wait for all cells even if one fails: they hold memory until they are done.
                 for error in await asyncio.gather(*cells, return_exceptions=True):
                     if error is not None:
                         raise error
@@ -260,7 +260,7 @@ class Fetcher:
         sink: GuardedSink,
         request_id: str,
     ) -> None:
-        """One cell, on the decode pool."""
+        """Restore one cell on the decode pool."""
         piece, size_bytes = unit.piece(cell, data), working_bytes(unit.reader, cell)
         if self._decode_budget is not None:
             await self._decode_budget.acquire(size_bytes)
@@ -274,7 +274,7 @@ class Fetcher:
             self._restored(size_bytes)
             raise
         loop = asyncio.get_running_loop()
-        # The memory is in use until the thread is done with it, whether or not somebody still waits for that.
+        # The thread uses the memory until it is done, even if this coroutine has been cancelled.
         future.add_done_callback(lambda _: _call_soon(loop, partial(self._restored, size_bytes)))
         seconds = await asyncio.wrap_future(future)
         self.decode_rate.add(len(piece), seconds)
@@ -285,7 +285,7 @@ class Fetcher:
         return self._pool.submit(job, self._chooser.profile_variant(reader), work=self._chooser.work(reader, cell))
 
     def _num_unasked(self) -> int:
-        """Cells that the running fetches have yet to ask for. They share link and decoders."""
+        """Count the cells that running fetches have not requested yet; all fetches share link and decoders."""
         return sum(progress.num_unasked for progress in self._running)
 
     def _units(
@@ -294,9 +294,9 @@ class Fetcher:
         num_unasked: Callable[[], int],
         is_taken: Callable[[CellsKey], bool] = lambda _: False,
     ) -> Iterator[ReadUnit]:
-        """What to read of a span: in the variant that is best at the moment when the unit is asked for, unless it is on
-        its way already. Those whose cells somebody else has taken are left out. ``num_unasked``: cells that are yet to
-        be asked for, this one's among them."""
+        """Yield the units to read of a span. Each unit's variant is chosen when the unit is requested, unless its cells
+        are read ahead already. Cells for which ``is_taken`` returns True are left out. ``num_unasked`` counts the cells
+        not requested yet, including those of the next unit."""
         if self._chooser is None:
             yield from (u for u in read_units(part.reader, part.span, self._read_bytes) if not is_taken(u.cells_key))
             return
@@ -304,7 +304,7 @@ class Fetcher:
             key = part.reader.manifest.key.stem, run[0]
             if not is_taken(key):
                 unit = self._ahead.find(key)
-                # A segment that was written anew in the meantime may be cut into other spans.
+                # The segment may have been rewritten meanwhile, with other spans.
                 if unit is None or unit.reader.manifest.span_pages != part.reader.manifest.span_pages:
                     reader = self._chooser.choose(part.reader, run, num_unasked())
                     unit = ReadUnit(reader, run, reader.cell_range(run[0])[0], reader.cell_range(run[-1])[1])
@@ -330,7 +330,7 @@ class Fetcher:
             self._ahead_budget.release(unit.size_bytes)
 
     def _keep_begun(self, unit: ReadUnit, data: bytes) -> None:
-        """Keep these bytes, and as many older ones as there is room for, but all of one span."""
+        """Keep these bytes, and evict older ones if there is no room, but never those of the same span."""
         self._begun[unit.key] = data
         self._begun.move_to_end(unit.key)
         name, span = unit.reader.data_name, unit.cells[0].span
@@ -342,8 +342,8 @@ class Fetcher:
             del self._begun[oldest]
 
     def _condemn(self, unit: ReadUnit) -> None:
-        """Look at a corrupt segment once more in the background; delete it if it is corrupt indeed, not garbled on the
-        way: lookups would go on to find it, and writers would think its pages stored."""
+        """Read a corrupt segment again in the background, and delete it if it is corrupt in the store too. Otherwise
+        lookups would still find it, and writers would consider its pages stored."""
         name = unit.reader.data_name
         if self._may_delete and name not in self._condemning:
             task = asyncio.get_running_loop().create_task(self._delete_if_corrupt(unit))
@@ -357,14 +357,14 @@ class Fetcher:
                 decode = partial(_decode_on_cpu, unit.reader, cell, unit.piece(cell, data))
                 await asyncio.wrap_future(self._pool.submit(decode))
         except StoreError as e:
-            logger.debug("corrupt segment not looked at again: %s", e)
+            logger.debug("cannot check the corrupt segment again: %s", e)
         except FormatError:
             with contextlib.suppress(StoreError):
                 await self._delete_if_named(unit.reader)
             self._ahead.forget(unit.reader.data_name)
 
     async def _delete_if_named(self, reader: SegmentReader) -> None:
-        """Delete a segment, unless its manifest was replaced by one that does without the corrupt data."""
+        """Delete a segment, unless its manifest was replaced by one that does not name the corrupt data."""
         name = reader.manifest.key.manifest_name
         stored = await self._store.get(name)
         if stored is None:
@@ -374,7 +374,7 @@ class Fetcher:
                 return
         logger.warning("deleting the corrupt segment %s", reader.manifest.key.stem)
         metrics.DELETED_SEGMENTS.inc()
-        # Not its data: they are garbage now, and may be under way anew from a writer, under the same name.
+        # Keep the data: they are garbage now, and a writer may be uploading them again under the same name.
         await self._store.delete(name)
 
     async def _transmit(self, unit: ReadUnit, request_id: str) -> bytes:
@@ -386,7 +386,7 @@ class Fetcher:
         finally:
             self.link.ended(unit.size_bytes, started_s, is_whole=data is not None)
         if data is None:
-            raise StoreError("missing", f"{unit.reader.data_name} is gone")
+            raise StoreError("missing", f"{unit.reader.data_name} is not in the store")
         ended_s = time.monotonic()
         metrics.STAGE_SECONDS.labels("transmit").observe(ended_s - started_s)
         metrics.WIRE_BYTES.labels("read").inc(len(data))
@@ -400,7 +400,7 @@ class Fetcher:
 
 
 def failure_reason(error: KVFetchError) -> str:
-    """A fixed word for a metric's label."""
+    """Return a fixed word for the error, to use as a metric's label."""
     match error:
         case StoreError():
             return error.reason
@@ -412,11 +412,11 @@ def failure_reason(error: KVFetchError) -> str:
 
 
 def _decode_on_cpu(reader: SegmentReader, cell: Cell, data: memoryview, _: Decoders) -> None:
-    """Whatever the session has: what NVDEC gets wrong is to cost misses, never what is stored."""
+    """Decode without the session's decoders: an error of NVDEC may cost a miss, but must never delete a segment."""
     reader.decode_cell(cell, data)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    """From any thread. Nothing, if the loop is no more."""
+    """Call ``function`` on the loop, from any thread. Do nothing if the loop is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function)

@@ -1,4 +1,4 @@
-"""Where pages are stored: lookups, what they told, and when not to ask."""
+"""Finds where pages are stored: makes lookups, remembers their results, and pauses if the store keeps failing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_KNOWN_PAGES = 1 << 15  # remembered between a lookup and its fetch
 class PageFinder:
     """Finds the pages of one rank. Belongs to one event loop.
 
-    A store whose lookups, or whose fetches, fail several times in a row is left alone for a while.
+    If lookups or fetches fail several times in a row, lookups pause for a while.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class PageFinder:
         on_answer: Callable[[float], None] = lambda seconds: None,
         engine_codecs: Collection[str] = (),
     ) -> None:
-        """``on_fault`` is told of segments that the store named and that cannot be used, ``on_answer`` how long each
-        lookup took. ``engine_codecs``: what video engines decode, so that variants in these are read rather than in
-        others."""
+        """``on_fault`` gets the error for each unusable segment that the store returned, ``on_answer`` the seconds of
+        each lookup. ``engine_codecs``: the codecs that video engines decode; variants in these codecs are
+        preferred."""
         self._on_answer = on_answer
         self._store = store
         self._heads = heads
@@ -53,7 +53,7 @@ class PageFinder:
         """Ask the store for the longest run of these pages. Raises StoreError, TimeoutError."""
         started_s = time.monotonic()
         if self._is_paused(started_s):
-            raise StoreError("skipped", "lookups pause, since the store keeps failing")
+            raise StoreError("skipped", "lookups are paused because the store keeps failing")
         try:
             async with asyncio.timeout(timeout_s):
                 lookup = await self._store.lookup(self._heads.folder, hashes)
@@ -79,13 +79,13 @@ class PageFinder:
         return sources
 
     async def recall(self, hashes: Sequence[bytes], timeout_s: float) -> list[PageSource]:
-        """The same, without asking if a lookup told of all these pages before."""
+        """Return the sources that earlier lookups found, or call `find` if any of these pages is unknown."""
         known = [source for page_hash in hashes if (source := self._known.get(page_hash)) is not None]
         return known if len(known) == len(hashes) else await self.find(hashes, timeout_s)
 
     def fetched(self, hashes: Sequence[bytes], sources: Sequence[PageSource], result: FetchResult) -> None:
-        """Learn from a fetch of ``sources``."""
-        # Merged, evicted or corrupt: whatever became of the rest, the next lookup knows better.
+        """Update the memory and the breaker from the result of a fetch of ``sources``."""
+        # The other pages may be merged, evicted or corrupt: ask the store again.
         for page_hash in hashes[result.num_pages :]:
             self._known.pop(page_hash, None)
         if result.timed_out or any(isinstance(f, StoreError) and f.reason != "missing" for f in result.failures):
@@ -98,7 +98,7 @@ class PageFinder:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the store is left alone at the moment."""
+        """Return whether lookups are paused now."""
         return self._is_paused(time.monotonic())
 
     def _is_paused(self, now_s: float) -> bool:
@@ -109,7 +109,7 @@ class PageFinder:
         self._heads.require_same(manifest.heads)
         reader = SegmentReader(manifest, self._quantiser, first_readable(manifest, self._engine_codecs))
         if tuple(asked) != manifest.page_hashes[first_page : first_page + len(asked)]:
-            raise FormatError("the store's answer holds other pages than those asked for")
+            raise FormatError("the store's answer holds other pages than the lookup requested")
         return [PageSource(reader, first_page + i) for i in range(len(asked))]
 
     def _remember(self, hashes: Sequence[bytes], sources: Sequence[PageSource]) -> None:

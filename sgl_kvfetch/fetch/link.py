@@ -1,4 +1,4 @@
-"""What comes over the link, how fast, and whether there is room for more."""
+"""Measures the link's goodput, and decides when to request more bytes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections import deque
 
 from sgl_kvfetch.adapt.estimate import Transfer
 
-# A link is full while more is asked of it than it brings in this time: what is asked for beyond that would only slow
-# down what is on its way, all of which would arrive late and at once. With less, it would idle until the next is asked
-# for; round trips come on top. So many reads are always under way.
+# A link is full while more bytes are outstanding than it carries in this time plus two round trips. More requests would
+# only slow down the reads under way, which would all arrive late and at once. With fewer, the link would be idle
+# between requests. _LEAST_READS reads may always be under way.
 _FULL_S = 0.05
 _LEAST_READS = 4
 _NUM_KEPT = 64
 _NUM_SHOWN = 16
-_STALE_S = 30.0  # links change
+_STALE_S = 30.0  # older measurements are ignored, since links change
 
 
 class Link:
-    """Counts transfers. Belongs to one event loop."""
+    """Records transfers over the link. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._transfers: deque[Transfer] = deque()
@@ -31,25 +31,25 @@ class Link:
 
     @property
     def outstanding_bytes(self) -> int:
-        """Asked for, and not here yet."""
+        """Return the bytes of unfinished transfers."""
         return self._outstanding_bytes
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """The last ones, the oldest first."""
+        """Return the last transfers, oldest first."""
         return tuple(self._transfers)[-_NUM_SHOWN:]
 
     @property
     def is_full(self) -> bool:
-        """While it is not known, anything fills it."""
+        """Return whether enough bytes are outstanding. While the goodput is unknown, any transfer fills the link."""
         full_s = _FULL_S + 2 * min(self._round_trips_s, default=0.0)
         return self._outstanding_bytes > (self.goodput_bps(time.monotonic()) or 0.0) / 8 * full_s
 
     def goodput_bps(self, now_s: float) -> float | None:
-        """Of all transfers together, over the time in which any ran. None if nothing came lately.
+        """Return the goodput of all transfers together while any ran, or None if none ended lately.
 
-        Bytes count when their transfer ends, and time from when the last one ended that is not kept: what that time
-        brought of later ones is not counted either.
+        A transfer's bytes count when it ends. Time counts from the end of the last transfer that is no longer kept.
+        Bytes of transfers that still run are not counted.
         """
         if not self._transfers or self._transfers[-1].end_s < now_s - _STALE_S:
             return None
@@ -60,7 +60,7 @@ class Link:
         return sum(t.size_bytes for t in self._transfers) * 8 / busy_s if busy_s > 0 else None
 
     def answered(self, seconds: float) -> None:
-        """A small request took so long."""
+        """Record how long a small request took."""
         self._round_trips_s.append(seconds)
 
     def started(self, size_bytes: int) -> None:
@@ -68,7 +68,7 @@ class Link:
         self._num_outstanding += 1
 
     def ended(self, size_bytes: int, started_s: float, *, is_whole: bool) -> None:
-        """``is_whole``: all bytes came; otherwise it failed, or was given up."""
+        """Record a transfer's end. ``is_whole``: all bytes arrived; otherwise it failed or was cancelled."""
         self._outstanding_bytes -= size_bytes
         self._num_outstanding -= 1
         now_s = time.monotonic()
@@ -87,7 +87,7 @@ class Link:
             await self._next_end()
 
     async def may_read(self) -> None:
-        """Wait until it is time to ask for the next piece of a fetch."""
+        """Wait until a fetch may request its next unit."""
         while self.is_full and self._num_outstanding >= _LEAST_READS:
             await self._next_end()
 
@@ -98,7 +98,7 @@ class Link:
 
 
 class DecodeRate:
-    """How fast bitstreams become values, of late. Used on one thread."""
+    """Measures how fast recent bitstreams became values. Used on one thread."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
@@ -109,6 +109,6 @@ class DecodeRate:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Compressed bytes, on all threads together. None before the first cell."""
+        """Return the compressed bytes per second of all threads together, or None before the first cell."""
         seconds = sum(s for _, s in self._cells)
         return self._num_threads * sum(size for size, _ in self._cells) / seconds if seconds > 0 else None

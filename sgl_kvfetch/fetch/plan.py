@@ -1,4 +1,4 @@
-"""What to read for which pages. Pure: no clock, no I/O."""
+"""Plans the reads for a request's pages. Pure: no clock, no I/O."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from sgl_kvfetch.container.manifest import Cell
 from sgl_kvfetch.container.segment import SegmentReader
 
-# A span is read in so many pieces, unless they get too small: decoding begins when the first one is here.
+# Read a span in this many pieces, unless they get too small: decoding starts when the first piece has arrived.
 _READS_A_SPAN = 8
 _LEAST_READ_BYTES = 128 << 10
 
-CellsKey = tuple[str, Cell]  # a segment, and the first of a run of its cells
+CellsKey = tuple[str, Cell]  # a segment and the first cell of a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,23 +25,23 @@ class PageSource:
 
 @dataclass(frozen=True, slots=True)
 class SpanPart:
-    """The pages that a request wants of one span."""
+    """The pages of one span that a request wants."""
 
     reader: SegmentReader
     span: int
-    request_pages: tuple[int, ...]  # their places in the request
-    span_pages: tuple[int, ...]  # their places in the span
+    request_pages: tuple[int, ...]  # indices into the request
+    span_pages: tuple[int, ...]  # indices into the span
 
     @property
     def is_begun(self) -> bool:
-        """Whether the span goes on where this part ends."""
+        """Return whether the span has more pages after this part."""
         first, end = self.reader.manifest.span_range(self.span)
         return self.span_pages[-1] + 1 < end - first
 
 
 @dataclass(frozen=True, slots=True)
 class ReadUnit:
-    """A run of neighbouring cells of one span: what one ranged GET brings."""
+    """A run of neighbouring cells of one span, read with one ranged GET."""
 
     reader: SegmentReader
     cells: tuple[Cell, ...]
@@ -54,7 +54,7 @@ class ReadUnit:
 
     @property
     def cells_key(self) -> CellsKey:
-        """Which cells, whatever the variant."""
+        """Return a key for the unit's cells that is the same in all variants."""
         return self.reader.manifest.key.stem, self.cells[0]
 
     @property
@@ -62,7 +62,7 @@ class ReadUnit:
         return self.end - self.start
 
     def piece(self, cell: Cell, data: bytes) -> memoryview:
-        """A cell's part of the unit's bytes."""
+        """Return a cell's part of the unit's bytes."""
         start, end = self.reader.cell_range(cell)
         return memoryview(data)[start - self.start : end - self.start]
 
@@ -85,13 +85,13 @@ def span_parts(sources: Sequence[PageSource]) -> list[SpanPart]:
 
 
 def total_bytes(sources: Sequence[PageSource]) -> int:
-    """What has to be read for these pages: spans whole."""
+    """Return the number of bytes to read for these pages. Spans are read whole."""
     return sum(end - start for part in span_parts(sources) for start, end in [part.reader.span_range_bytes(part.span)])
 
 
 def read_units(reader: SegmentReader, span: int, read_bytes: int) -> Iterator[ReadUnit]:
-    """Cut a span's bytes into reads of at most about ``read_bytes``, at cells' ends. The same for every caller, so that
-    a read begun for one may serve another."""
+    """Cut a span's bytes at cell boundaries into reads of at most about ``read_bytes``. Equal arguments give equal
+    units, so that a read started for one caller can serve another."""
     first, last = reader.span_range_bytes(span)
     read_bytes = min(read_bytes, max(_LEAST_READ_BYTES, -(-(last - first) // _READS_A_SPAN)))
     cells: list[Cell] = []

@@ -1,4 +1,4 @@
-"""How far a fetch is. No I/O."""
+"""The progress of a fetch. No I/O."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from sgl_kvfetch.fetch.rounds import Round
 
 
 class FetchProgress:
-    """Which parts of a fetch are whole, in the request's order, and which of its rounds have ended for it."""
+    """Tracks which parts of a fetch are restored, in the request's order, and ends its rounds accordingly."""
 
     def __init__(self, sources: Sequence[PageSource], rounds: Sequence[Round]) -> None:
-        """``rounds`` follow one another and cover all of ``sources``."""
+        """``rounds`` must be contiguous and cover all of ``sources``."""
         self.parts: list[tuple[Round, SpanPart]] = [
             (each, part) for each in rounds for part in span_parts(sources[each.first_page : each.end_page])
         ]
         self.failures: list[KVFetchError] = []
         self.num_transmitting = 0  # units
-        self.num_waiting = 0  # units that are here, and whose round has no destination yet
-        self.is_late = False  # the rest would have come after the deadline
+        self.num_waiting = 0  # units that have arrived and wait for their round's destination
+        self.is_late = False  # the rest would arrive after the deadline
         self._rounds = rounds
         self._cells_left = [part.reader.manifest.cells_per_span for _, part in self.parts]
-        self.num_unasked = sum(self._cells_left)  # cells whose bytes are not asked for yet
+        self.num_unasked = sum(self._cells_left)  # cells whose bytes are not requested yet
         self._pages_before = [0, *accumulate(len(part.request_pages) for _, part in self.parts)]
-        self._end = len(self.parts)  # the first part that cannot be had, or nobody wants
+        self._end = len(self.parts)  # the first part that failed or is not wanted
         self._num_whole = 0
         self._num_ended = 0  # rounds
 
@@ -37,13 +37,13 @@ class FetchProgress:
         self._cells_left[part] -= num_cells
 
     def fail(self, part: int, error: KVFetchError | None) -> None:
-        """The fetch ends before this part. ``error`` is None if nobody wants it."""
+        """End the fetch before this part. ``error`` is None if the part is not wanted."""
         if error is not None:
             self.failures.append(error)
         self._end = min(self._end, part)
 
     def advance(self) -> bool:
-        """End the rounds that are whole, in their order. Whether all is there that can be had."""
+        """End the rounds that are complete, in order. Return whether every part before the first failure is done."""
         while self._num_whole < self._end and not self._cells_left[self._num_whole]:
             self._num_whole += 1
         while self._num_ended < len(self._rounds) and self._rounds[self._num_ended].end_page <= self.num_pages:
@@ -58,7 +58,7 @@ class FetchProgress:
 
     @property
     def num_pages(self) -> int:
-        """From the first on, restored without a gap."""
+        """Return the length of the restored run, from the first page."""
         return self._pages_before[self._num_whole]
 
     def _end_round(self, each: Round) -> None:

@@ -1,4 +1,4 @@
-"""From one cell's bytes to values in a pool's pages. Runs on the decode pool."""
+"""Restores one cell's bytes to values in a pool's pages. Runs on the decode pool."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.fetch.sink import FramePool, GuardedSink
 from sgl_kvfetch.quant import CellValues, Quantised
 
-# Values are dequantised so many at a time, for that takes several times their bytes.
+# Values dequantised at a time: dequantising needs several times their memory.
 _VALUES_AT_ONCE = 1 << 19
-_BYTES_A_VALUE = 24  # while it is dequantised: a few copies in float32
+_BYTES_A_VALUE = 24  # during dequantisation: a few copies in float32
 
 
 def restore_cell(
@@ -27,8 +27,8 @@ def restore_cell(
     decoders: Decoders,
     request_id: str = "",
 ) -> float:
-    """Decode one cell and write the wanted pages of it: ``span_pages`` of its span into ``pool_pages``. Returns the
-    seconds it took. ``decoders``: of the session that it runs on. ``request_id`` is for the timeline.
+    """Decode one cell and write pages ``span_pages`` of its span into ``pool_pages``. Return the seconds it took.
+    ``decoders`` are those of the session that runs this. ``request_id`` is for the timeline.
 
     Raises CorruptError, FormatError, UnsupportedError.
     """
@@ -50,7 +50,7 @@ def restore_cell(
 
 
 def working_bytes(reader: SegmentReader, cell: Cell) -> int:
-    """Return the memory that `restore_cell` takes for a while: frames, the integers in them, some values."""
+    """Return the bytes of memory that `restore_cell` needs while it runs: frames, their integers, some values."""
     num_values = reader.manifest.cell_values(cell)
     return 2 * reader.frames_bytes(cell) + min(_VALUES_AT_ONCE, num_values) * _BYTES_A_VALUE
 
@@ -80,5 +80,5 @@ def _write_values(
 
 
 def _pages_of(values: CellValues, page_size: int, pages: Sequence[int]) -> CellValues:
-    """Some pages of the values of several."""
+    """Select some pages of the values."""
     return CellValues(*(x.reshape(-1, page_size, *x.shape[1:])[list(pages)].flatten(0, 1) for x in values))

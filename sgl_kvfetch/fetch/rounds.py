@@ -1,4 +1,4 @@
-"""A fetch in rounds: where pages go is told as late as can be."""
+"""Rounds of a fetch: each round gets its destination as late as possible."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from sgl_kvfetch.fetch.sink import GuardedSink
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where the pages of a round go. The sink is closed when the round ends."""
+    """The pool pages that a round is restored to. The sink is closed when the round ends."""
 
     pool_pages: Sequence[int]
     sink: GuardedSink
 
 
 class Round:
-    """A run of a fetch's pages, which gets its destination when its first bytes are here.
+    """A run of a fetch's pages that gets its destination only when its first bytes have arrived.
 
-    So nobody need keep slots free for bytes that are still on their way. Belongs to one event loop. Whoever awaits one
-    of the futures must shield it: others await it, too.
+    So no slots need to be reserved for bytes that are still in flight. Belongs to one event loop. Shield the futures
+    when you await them, because others await them too.
     """
 
     def __init__(self, first_page: int, end_page: int) -> None:
-        """Pages ``[first_page, end_page)`` of those that the fetch is asked for."""
+        """The round holds pages ``[first_page, end_page)`` of the fetch."""
         loop = asyncio.get_running_loop()
         self.first_page = first_page
         self.end_page = end_page
-        self.wanted: asyncio.Future[bool] = loop.create_future()  # False: the fetch ended before
-        self.destination: asyncio.Future[Destination | None] = loop.create_future()  # None: there is none
-        self.done: asyncio.Future[int] = loop.create_future()  # how many pages, from its first on, are restored
+        self.wanted: asyncio.Future[bool] = loop.create_future()  # False: the round ended before
+        self.destination: asyncio.Future[Destination | None] = loop.create_future()  # None: it gets none
+        self.done: asyncio.Future[int] = loop.create_future()  # length of the restored run
 
     def want(self) -> None:
-        """Its first bytes are here."""
+        """Note that the round's first bytes have arrived."""
         if not self.wanted.done():
             self.wanted.set_result(True)
 
     def give(self, destination: Destination | None) -> None:
-        """Say where the pages go; None ends the fetch here. Comes too late for a round that has ended."""
+        """Set the destination; None ends the fetch here. A round that has ended closes the destination's sink."""
         if not self.destination.done():
             self.destination.set_result(destination)
         elif destination is not None:
             destination.sink.close()
 
     def end(self, num_pages: int) -> None:
-        """Nothing is written from here on. Only the first call counts."""
+        """End the round: nothing is written to its pages afterwards. Only the first call has an effect."""
         if self.done.done():
             return
         if not self.wanted.done():

@@ -1,4 +1,4 @@
-"""Where restored values go."""
+"""Sinks that restored values are written to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Guard = Callable[[Callable[[], None]], bool]
 
 
 class PagePool(ABC):
-    """A pool's pages, by index. Layers and heads are counted from the pool's first."""
+    """Gives access to a pool's pages by index. Layers and heads count from the pool's first."""
 
     @abstractmethod
     def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
@@ -28,16 +28,16 @@ class PagePool(ABC):
 
 
 class FramePool(PagePool):
-    """A pool that dequantises for itself, where its pages are: on the device that decoders decode to, if any."""
+    """A pool that dequantises frames itself, on the device of its pages, which decoders may decode to."""
 
     @abstractmethod
     def restore(self, cell: CellFrames, span_pages: Sequence[int], pages: Sequence[int], guarded: Guard) -> None:
-        """Restore pages ``span_pages`` of the cell's span into ``pages``. Nothing is written to them but within
-        ``guarded``, and nothing after it has said False. Raises UnsupportedError."""
+        """Restore pages ``span_pages`` of the cell's span into ``pages``. Write to them only within ``guarded``, and no
+        more after it has returned False. Raises UnsupportedError."""
 
 
 class GuardedSink:
-    """Writes to a pool until it is closed, and not a byte after: the pages' owner may give them to someone else."""
+    """Writes to a pool until it is closed, and never afterwards: the pages may then belong to another request."""
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
@@ -45,11 +45,11 @@ class GuardedSink:
         self._closed = False
 
     def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> bool:
-        """True if the values were written, False if the sink was closed before."""
+        """Write ``values``. Return False, without writing, if the sink is closed."""
         return self.run(lambda: self.pool.write(layers, heads, pages, values))
 
     def run(self, write: Callable[[], None]) -> bool:
-        """True if ``write`` was called, False if the sink was closed before."""
+        """Call ``write``. Return False, without calling it, if the sink is closed."""
         with self._lock:
             if self._closed:
                 return False

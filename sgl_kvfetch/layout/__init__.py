@@ -1,1 +1,1 @@
-"""The bijection between integers and frames."""
+"""Layouts: bijections between integers and frames."""

@@ -1,4 +1,4 @@
-"""What the layouts have in common: pictures, their bounds, and the fill where a picture holds nothing."""
+"""Shared parts of the layouts: the base class, the bounds of pictures, and the fill value of empty pixels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 PLANES = 3
-FILL = 128  # constant areas cost next to nothing, whatever the codec
+FILL = 128  # constant areas cost almost nothing in every codec
 MIN_PICTURE = 144  # NVDEC decodes no HEVC picture smaller than 144x144
 PICTURE_MULTIPLE = 8  # HEVC's smallest coding unit
 MAX_PICTURE_VALUES = 1 << 26
@@ -43,7 +43,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
             raise FormatError(f"picture of {self.width}x{self.height} exceeds {MAX_PICTURE_VALUES} values")
 
     def num_frames(self, shape: tuple[int, ...]) -> int:
-        """Return how many frames integers of ``shape`` take."""
+        """Return the number of frames that integers of ``shape`` take."""
         raise NotImplementedError
 
     def to_frames(self, integers: torch.Tensor) -> torch.Tensor:
@@ -59,6 +59,6 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def picture_side(used: int) -> int:
-    """Return the smallest side of a picture that holds ``used`` values and that every decoder takes."""
+    """Return the smallest side of a picture that has room for ``used`` values and is valid for every decoder."""
     side = max(used, MIN_PICTURE)
     return -(-side // PICTURE_MULTIPLE) * PICTURE_MULTIPLE

@@ -1,8 +1,8 @@
-"""Transform coefficients <-> frames: a region of the picture a coefficient, with all tokens of the span in it.
+"""Lay out transform coefficients in frames: each coefficient has a region of the picture with all tokens of the span.
 
-Coefficients vary more from one to the next than from token to token, and a video encoder adapts to what it codes from
-block to block. So each coefficient has a rectangle to itself, as large as the span, and coefficients follow one another
-in the order in which they vary. Three that follow one another share a rectangle, one in each colour plane.
+Coefficients differ more from each other than one coefficient differs between tokens, and a video encoder adapts block
+by block. So each coefficient has its own rectangle, as large as the span, and coefficients are ordered by their
+variation. Each group of three consecutive ones shares a rectangle, one in each colour plane.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from sgl_kvfetch.layout.frames import FILL, PLANES, RESOLUTIONS, Dim, Layout, pi
 if TYPE_CHECKING:
     import torch
 
-# The encoder codes a picture in units of up to 32x32: a region that is no higher shares none with its neighbours below.
+# The encoder codes pictures in units of up to 32x32. A region that is no higher shares no unit with those below it.
 _UNIT = 32
 
 
 class RegionLayout(Layout, frozen=True, kw_only=True, tag="regions"):
-    """Integers ``(coefficients, tokens)``, of at most ``token_rows * token_cols`` tokens.
+    """Lays out integers ``(coefficients, tokens)`` of at most ``token_rows * token_cols`` tokens.
 
     A picture has N regions of ``token_rows x token_cols`` pixels, numbered row by row. Coefficient c lies in plane
     ``c % 3`` of region ``c // 3 % N`` of frame ``c // (3 N)``, and token t at ``(t // token_cols, t % token_cols)`` of
@@ -96,13 +96,13 @@ class RegionLayout(Layout, frozen=True, kw_only=True, tag="regions"):
 def region_layout(num_coefficients: int, span_tokens: int, resolution: str = "240p") -> RegionLayout:
     """Return a layout for up to ``num_coefficients`` coefficients of spans of up to ``span_tokens`` tokens.
 
-    Regions are squares of 32x32 or the next smaller power of two, and wider where the span is longer. Pictures stay
-    within the resolution's nominal size unless one region is larger, and have no rows of regions that stay empty.
+    Regions are squares of 32x32 or a smaller power of two, and wider for longer spans. Pictures stay within the
+    resolution's nominal size unless one region is larger. They have no empty rows of regions.
     """
     token_rows = min(_UNIT, 1 << ((span_tokens - 1).bit_length() + 1) // 2)
     nominal_width, nominal_height = RESOLUTIONS[resolution]
     while token_rows * nominal_width < span_tokens and token_rows < nominal_height:
-        token_rows *= 2  # a very long span: wider than the picture otherwise
+        token_rows *= 2  # otherwise a very long span would be wider than the picture
     token_cols = -(-span_tokens // token_rows)
     regions = -(-num_coefficients // PLANES)
     cols = max(1, min(nominal_width // token_cols, regions))

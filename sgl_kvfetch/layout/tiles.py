@@ -1,10 +1,9 @@
-"""Values <-> frames: a tile a token, the layers in the colour planes.
+"""Lay out values in frames: one tile a token, one layer a colour plane.
 
-KVFetcher, section 3.2. *Inter-frame*: the tokens of a span are cut into as many slices as a frame has tiles. Slice i
-fills tile i, its tokens one after another in consecutive frames, so that neighbours lie at the same place and the codec
+KVFetcher, section 3.2. *Inter-frame*: the tokens of a span are divided into as many slices as a frame has tiles. Slice
+i fills tile i of consecutive frames, one token a frame. So neighbouring tokens have the same position, and the codec
 can predict one from the other. *Intra-frame*: a tile holds one token's heads as a grid of rectangles, one a head,
-dimensions in row-major order; heads never mix. Layer i of a group fills colour plane i % 3; a group of more than three
-layers takes more frames.
+dimensions in row-major order; heads never mix. Layer i of a cell fills colour plane i.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TileLayout(Layout, frozen=True, kw_only=True, tag="tiles"):
-    """Integers ``(tokens, layers, heads, dim)``, of at most three layers.
+    """Lays out integers ``(tokens, layers, heads, dim)`` of at most three layers.
 
     A tile is ``head_rows x head_cols`` heads, each ``dim_rows x dim_cols`` values. Token t of T lies in tile ``t // F``
     of frame ``t % F``, F being the number of frames.
@@ -109,9 +108,9 @@ class TileLayout(Layout, frozen=True, kw_only=True, tag="tiles"):
 def tile_layout(num_heads: int, head_dim: int, span_tokens: int, resolution: str = "240p") -> TileLayout:
     """Return a layout for spans of up to ``span_tokens`` tokens at no more than the resolution's nominal size.
 
-    Heads and tiles are as square as their factors allow. The picture is a whole number of tiles, and no taller than a
-    full span needs to fill all its frames. Where one tile is larger than the resolution, or less than the decoder's
-    minimum remains, the picture grows or is padded.
+    Heads and tiles are as square as their factors allow. The picture is a whole number of tiles, no taller than a full
+    span needs to fill all its frames. If one tile exceeds the resolution, the picture grows. If the picture is below
+    the decoder's minimum, it is padded.
     """
     dim_rows, dim_cols = _near_square(head_dim)
     head_rows, head_cols = _near_square(num_heads)

@@ -1,4 +1,4 @@
-"""Whether a backend may read from its store, and write to it."""
+"""A backend's permission to read from its store and to write to it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ logger = logging.getLogger(__name__)
 
 
 class Access:
-    """As configured, until the weights change."""
+    """The permissions of the config, until the weights change."""
 
     def __init__(self, config: KVFetchConfig) -> None:
         self._config = config
         self._suspended = False
 
     def suspend(self, reason: str) -> None:
-        """Neither read nor write from now on: what the engine computes no longer belongs to the namespace. For good,
-        until the backend is detached and attached again. From any thread; never waits."""
+        """Stop reading and writing, because what the engine computes no longer belongs to the namespace. This lasts
+        until the backend is detached and attached again. Any thread may call it; it never waits."""
         if not self._suspended:
             self._suspended = True
             logger.warning("kvfetch neither reads nor writes any more: %s", reason)

@@ -1,4 +1,4 @@
-"""What on SGLang's command line changes the values of K and V, beside the weights, as one short string."""
+"""Describes SGLang's flags that change the values of K and V, besides the weights, in one short string."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from sgl_kvfetch.fingerprint import digest_file
 
 logger = logging.getLogger(__name__)
 
-# Of the group ``model`` all fields count but these. A field that is new in another SGLang counts until it is known.
+# All fields of the group ``model`` count except these. So a field that another SGLang adds counts until it is known.
 IRRELEVANT = frozenset(
     {
-        # In the namespace by themselves.
+        # Parts of the namespace already.
         "model_path",
         "revision",
         "dtype",
         "quantization",
-        # Where the same files lie, how they are read, and what is checked, written or deleted on the way.
+        # The location of the same files, how they are read, and what is checked, written or deleted on the way.
         "download_dir",
         "model_checksum",
         "modelopt_checkpoint_save_path",
@@ -34,7 +34,7 @@ IRRELEVANT = frozenset(
         "weight_loader_prefetch_checkpoints",
         "weight_loader_prefetch_num_threads",
         "weight_loader_drop_cache_after_load",
-        # Weights that do not come from the model's files: `namespace.py` and `live.py` ask for a model_id then.
+        # Weights from elsewhere than the model's files: `namespace.py` and `weight_updates.py` require a model_id.
         "remote_instance_weight_loader_seed_instance_ip",
         "remote_instance_weight_loader_seed_instance_service_port",
         "remote_instance_weight_loader_send_weights_group_ports",
@@ -46,11 +46,11 @@ IRRELEVANT = frozenset(
         "weight_cache_mode",
         "weight_cache_socket",
         "weight_cache_timeout",
-        # The draft model's.
+        # Flags of the draft model.
         "decrypted_draft_config_file",
     }
 )
-# Of the other groups only these count. Kernels and parallelism change no more than the rounding.
+# Of the other groups, only these fields count. Kernels and parallelism change nothing but the rounding.
 RELEVANT = (
     "exec.dllm.dllm_algorithm",
     "exec.dllm.dllm_algorithm_config",
@@ -61,14 +61,14 @@ RELEVANT = (
     "exec.moe.kt_method",
     "exec.moe.kt_num_gpu_experts",
     "exec.moe.kt_max_deferred_experts_per_token",
-    # Who asks for these wants the last bit to be reproducible.
+    # Users of these flags want the last bit to be reproducible.
     "exec.deterministic.enable_deterministic_inference",
     "exec.deterministic.rl_on_policy_target",
     "observability.forward_hooks",
     "mm.mm_process_config",
     "mm.trust_mm_content_hashes",
 )
-# Paths: what lies there counts, not where it lies.
+# Paths: the content of the files counts, not their location.
 FILES = frozenset(
     {
         "quantization_param_path",
@@ -83,9 +83,9 @@ JSON_TEXTS = frozenset({"json_model_override_args", "model_loader_extra_config"}
 
 
 def compute_flags() -> str:
-    """``dtype=...;quantization=...``, and a digest of the flags that differ from SGLang's defaults if any do.
+    """Return ``dtype=...;quantization=...``, with a digest of the flags that differ from SGLang's defaults, if any.
 
-    To be called where SGLang's resolved config is published. Files that flags name are read.
+    Call this where SGLang's resolved config is published. It reads the files that flags name.
     """
     from sglang.srt.runtime_context import get_model
 
@@ -99,7 +99,7 @@ def compute_flags() -> str:
 
 
 def _changed_flags() -> Iterator[tuple[str, Any]]:
-    """Names and values, as JSON has them, of the flags that count and are not SGLang's defaults."""
+    """Yield the name and JSON value of each flag that counts and differs from SGLang's default."""
     from sglang.srt.arg_groups.arg_utils import namespace_of
     from sglang.srt.server_args import ServerArgs
 
@@ -125,7 +125,7 @@ def _resolved(group: str, name: str) -> Any:
 
 
 def _comparable(name: str, value: Any) -> Any:
-    """A flag's value such that equal ones mean the same. Unknown kinds of value become text."""
+    """Convert a flag's value so that values of equal meaning become equal. Values of unknown types become text."""
     if name in FILES and value is not None:
         return _path_digest(Path(value))
     if name in JSON_TEXTS:
@@ -133,13 +133,13 @@ def _comparable(name: str, value: Any) -> Any:
             return json.loads(value or "{}")
         except ValueError:
             return value
-    if value in ("", [], {}):  # SGLang resolves some flags that are not set to one of these
+    if value in ("", [], {}):  # SGLang resolves some unset flags to one of these
         return None
     return msgspec.to_builtins(value, enc_hook=repr)
 
 
 def _path_digest(path: Path) -> str:
-    """A digest of a file, or of all files below a folder and their names. The path itself if there is nothing."""
+    """Return a digest of a file, or of all files below a folder and their names. Without a file, return the path."""
     if path.is_file():
         return digest_file(path)
     files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else []

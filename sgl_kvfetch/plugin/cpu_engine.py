@@ -1,4 +1,4 @@
-"""What SGLang's host cache needs to run on a CPU. `seams.py` says where each function is put, and why.
+"""Hooks that let SGLang's host cache run on a CPU. `seams.py` says where each one is installed, and why.
 
 SGLang moves pages between the device pool and the host pool with CUDA operators; here both pools are in host memory,
 and PyTorch's indexing does the same.
@@ -17,8 +17,8 @@ def prepare_children(result: None, server_args: Any) -> None:
     """After ``_set_envs_and_config``: let SGLang's processes start by forking, and several ranks share the cores.
 
     SGLang asks for `spawn` because a CUDA context does not survive a fork. There is none here, and children that need
-    not import SGLang again start several times faster. It also wants one NUMA node a rank unless it is told which
-    cores each rank gets.
+    not import SGLang again start several times faster. SGLang also requires one NUMA node per rank, unless it is told
+    which cores each rank gets.
     """
     multiprocessing.set_start_method("fork", force=True)
     num_ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
@@ -29,12 +29,12 @@ def prepare_children(result: None, server_args: Any) -> None:
 
 
 def without_pinning(pool: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before ``MHATokenToKVPoolHost.__init__``: plain memory, since pinning it takes a CUDA driver."""
+    """Before ``MHATokenToKVPoolHost.__init__``: use plain memory, because pinning it needs a CUDA driver."""
     return (pool, *args), {**kwargs, "pin_memory": False}
 
 
 def _paged_view(pool: Any, buffer: torch.Tensor, layer_idx: int) -> torch.Tensor:
-    """One layer of a host pool's K or V buffer, as a view [pages, page_size, heads, head_dim] whatever the layout."""
+    """Return one layer of a host pool's K or V buffer, of any layout, as a view [pages, page_size, heads, head_dim]."""
     match pool.layout:
         case "layer_first":  # [layers, slots, heads, head_dim]
             return _split_slots(buffer[layer_idx], pool.page_size)
@@ -62,7 +62,7 @@ def load_layer(
     *,
     is_draft: bool = False,
 ) -> None:
-    """Instead of ``MHATokenToKVPoolHost.load_to_device_per_layer``: host slots to device slots, one layer."""
+    """Instead of ``MHATokenToKVPoolHost.load_to_device_per_layer``: copy one layer from host slots to device slots."""
     if not is_draft and not 0 <= layer_id < pool.target_layer_num:
         return
     pages, offsets = host_indices // pool.page_size, host_indices % pool.page_size
@@ -76,7 +76,7 @@ def load_layer(
 def backup_layers(
     pool: Any, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
 ) -> None:
-    """Instead of ``MHATokenToKVPoolHost.backup_from_device_all_layer``: device slots to host slots, all layers."""
+    """Instead of ``MHATokenToKVPoolHost.backup_from_device_all_layer``: copy all layers from device to host slots."""
     pages, offsets = host_indices // pool.page_size, host_indices % pool.page_size
     for layer_idx in range(pool.layer_num):
         for device, host in (

@@ -1,4 +1,4 @@
-"""NVDEC of the GPU that the engine runs on."""
+"""Opens NVDEC on the GPU that the engine runs on."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 
 
 def engine_nvdec(device: torch.device) -> Nvdec | None:
-    """``device``: the token-to-KV pool's. None if that is no GPU, or its NVDEC decodes none of our codecs; the log says
-    which. On the scheduler's thread, where the GPU's context is current."""
+    """Return NVDEC of ``device``, which holds the token-to-KV pool. None if it is no GPU, or if its NVDEC decodes none
+    of our codecs; the log says which. Call on the scheduler's thread, where the GPU's context is current."""
     if device.type != "cuda":
         return None
     nvdec, about = open_nvdec(CudaDevice(device))

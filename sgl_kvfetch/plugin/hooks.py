@@ -1,7 +1,7 @@
-"""The functions that SGLang runs for us. `seams.py` says where each one is put, and why.
+"""The hooks that SGLang runs. `seams.py` says where each one is installed, and why.
 
-Arguments come as SGLang passes them; hooks that follow a call get its result first. They do nothing unless the storage
-backend in question is ours.
+Arguments come as SGLang passes them; hooks that run after a call get its result first. They do nothing unless the
+storage backend in question is ours.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BACKEND = "kvfetch"
 
 
 def allow_choice(result: None, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
-    """After ``ServerArgs.add_cli_args``: let ``--hicache-storage-backend`` take our name."""
+    """After ``ServerArgs.add_cli_args``: let ``--hicache-storage-backend`` accept our name."""
     for action in parser._actions:
         if action.dest == "hicache_storage_backend" and action.choices is not None:
             if BACKEND not in action.choices:
@@ -38,7 +38,7 @@ def gate_command_line(server_args: Any, argv: list[str]) -> None:
 
 
 def gate_launch(server_args: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Before ``ServerArgs.resolve_once``: raise the domain error of a launch that cannot work to the caller."""
+    """Before ``ServerArgs.resolve_once``: raise a domain error to the caller if the launch cannot work."""
     from sgl_kvfetch.plugin.launch_check import check_launch
 
     check_launch(server_args)
@@ -66,10 +66,10 @@ def create_backend(
 
 
 def suspend_for_update(manager: Any, recv_req: Any) -> None:
-    """Before each of the scheduler's ways to change weights: our pages are the old ones'.
+    """Before each method of the scheduler that changes weights: suspend the backends, whose pages are of the old ones.
 
-    Before, and whatever comes of it: an update that fails may have changed some. What begins a session of several
-    updates counts too, since other processes may write into the weights from then on.
+    It does not wait for success, because a failed update may have changed some weights. Beginning a session of updates
+    counts too, because other processes may write into the weights from then on.
     """
     from sgl_kvfetch.plugin import weight_updates
 
@@ -77,15 +77,15 @@ def suspend_for_update(manager: Any, recv_req: Any) -> None:
 
 
 def suspend_for_reset(manager: Any, recv_req: Any) -> None:
-    """Before ``SchedulerWeightUpdaterManager.check_weights``, which can also overwrite them, to test an update."""
+    """Before ``SchedulerWeightUpdaterManager.check_weights``, which can overwrite the weights to test updates."""
     if recv_req.action == "reset_tensors":
         suspend_for_update(manager, recv_req)
 
 
 def suspend_for_release(manager: Any, recv_req: Any) -> None:
-    """Before ``SchedulerWeightUpdaterManager.release_memory_occupation``: weights given up come back as anything.
+    """Before ``SchedulerWeightUpdaterManager.release_memory_occupation``: released weights come back undefined.
 
-    Unless SGLang keeps a copy of them, or has no memory saver to give them up with.
+    Does nothing if SGLang keeps a copy of them, or has no memory saver to release them with.
     """
     from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
     from sglang.srt.runtime_context import get_exec
@@ -98,7 +98,7 @@ def suspend_for_release(manager: Any, recv_req: Any) -> None:
 
 
 def note_empty_tree(result: None, tree: Any) -> None:
-    """After ``UnifiedRadixCache.reset``, which a flush comes down to."""
+    """After ``UnifiedRadixCache.reset``, which a flush calls: note that the tree is empty."""
     from sgl_kvfetch.plugin import weight_updates
 
     weight_updates.tree_is_empty()
@@ -107,7 +107,7 @@ def note_empty_tree(result: None, tree: Any) -> None:
 def use_zero_copy(result: None, controller: Any, *args: Any, **kwargs: Any) -> None:
     """After ``HiCacheController.attach_storage_backend``: move pages between the store and the host pool in place.
 
-    The storage threads run already, but nothing is queued before the scheduler sees the attachment succeed.
+    The storage threads already run, but nothing is queued before the scheduler sees that attaching has succeeded.
     """
     if controller.storage_backend_type == BACKEND:
         controller.page_get_func = functools.partial(fetch_pages, controller)
@@ -117,10 +117,10 @@ def use_zero_copy(result: None, controller: Any, *args: Any, **kwargs: Any) -> N
 def fetch_pages(
     controller: Any, operation: Any, hash_values: list[str], host_indices: Any, extra_info: Any = None
 ) -> int:
-    """In the place of ``HiCacheController._page_get_zero_copy``, which cannot be interrupted.
+    """Replaces ``HiCacheController._page_get_zero_copy``, which cannot be interrupted.
 
-    SGLang gives up prefetches that take long, and joins this thread within 10 s when it flushes, detaches or updates
-    weights; if that fails, the scheduler dies. So a fetch ends as soon as either happens.
+    SGLang gives up slow prefetches, and joins this thread within 10 s when it flushes, detaches or updates weights; if
+    the join fails, the scheduler dies. So a fetch ends soon after either event.
     """
     return int(
         controller.storage_backend.fetch_pages(
@@ -134,9 +134,9 @@ def fetch_pages(
 def pass_prefix_keys(
     attachment: Any, *, storage_backend: str | None, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before ``StorageAttachment.apply_runtime_config``: have writes say which pages come before them.
+    """Before ``StorageAttachment.apply_runtime_config``: make writes pass the hashes of all pages before them.
 
-    The number of them is a page's position, and the last of them what a segment follows on.
+    Their number is the position of the first written page, and the last of them is the page before a segment.
     """
     if storage_backend == BACKEND:
         kwargs["hicache_storage_pass_prefix_keys"] = True

@@ -12,7 +12,7 @@ from sgl_kvfetch.fetch.sink import PagePool
 from sgl_kvfetch.quant import CellValues
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, dtype_name
 
-# How each of SGLang's host layouts becomes (pages, page_size, layers, heads, dim), without a copy.
+# SGLang's host layouts. Each is viewed as (pages, page_size, layers, heads, dim), without a copy.
 #   layer_first        (layers, tokens, heads, dim)
 #   page_first         (tokens, layers, heads, dim)
 #   page_first_direct  (pages, layers, page_size, heads, dim)
@@ -26,7 +26,7 @@ class HostPages(PagePool):
     """Reads and writes the pages of an ``MHATokenToKVPoolHost`` in place, whatever its layout."""
 
     def __init__(self, pool: Any) -> None:
-        """Raises UnsupportedError for a layout or a dtype that is not known."""
+        """Raises UnsupportedError for an unknown layout or dtype."""
         if pool.layout not in LAYOUTS:
             raise UnsupportedError(
                 f"--hicache-mem-layout {pool.layout} is not supported; use one of {', '.join(LAYOUTS)}"
@@ -36,7 +36,7 @@ class HostPages(PagePool):
             "v": _pages_view(pool.v_buffer, pool.layout, pool.page_size),
         }
         k, v = self._views["k"], self._views["v"]
-        # Pages are picked and placed as what the pool has them as: torch cannot index fp8 everywhere.
+        # Pages are read and written in the pool's own dtype, because torch cannot index fp8 everywhere.
         self._raw_dtype, self._dtype = pool.dtype, _value_dtype(pool.dtype)
         self.geometry = KVGeometry(
             num_layers=k.shape[2],
@@ -56,16 +56,16 @@ class HostPages(PagePool):
         return self._views[tensor][list(pages)].view(self._dtype)
 
     def page_indices(self, token_indices: torch.Tensor) -> list[int]:
-        """Pages of a run of whole pages, given as SGLang does: every token's index."""
+        """Return the page numbers of a run of whole pages. ``token_indices``: one per token, as SGLang gives them."""
         size = self.geometry.page_size
         assert token_indices.numel() % size == 0
         return (token_indices[::size] // size).tolist()
 
 
 def _value_dtype(pool_dtype: torch.dtype) -> torch.dtype:
-    """What a pool's values are: SGLang keeps fp8 as bytes, and nothing of the host pool says which.
+    """Return the dtype of a pool's values. SGLang keeps fp8 as bytes, and the host pool does not say which fp8 it is.
 
-    Raises UnsupportedError for bytes that are anything else.
+    Raises UnsupportedError for bytes that are not fp8.
     """
     if pool_dtype != torch.uint8:
         return pool_dtype

@@ -17,8 +17,8 @@ from sgl_kvfetch.quant.profile import require_target
 def check_launch(server_args: Any) -> None:
     """Check SGLang, the flags and our config. Does nothing unless the flags select our backend.
 
-    Raises ``SeamError`` for another SGLang than the one we know, ``UnsupportedError`` for flags that we cannot serve
-    and ``ConfigError`` for the backend's extra config and for a profile that cannot be read or has no such target.
+    Raises ``SeamError`` if SGLang is not the expected one, ``UnsupportedError`` for flags that are not supported, and
+    ``ConfigError`` for an invalid extra config, or for a profile that cannot be read or does not have the target.
     """
     if getattr(server_args, "hicache_storage_backend", None) != BACKEND:
         return
@@ -31,7 +31,7 @@ def check_launch(server_args: Any) -> None:
     if (server_args.enable_lora or server_args.lora_paths) and config.model_id is None:
         raise UnsupportedError(LORA_NEEDS_MODEL_ID)
     if config.profile is not None:
-        # No tensors: SGLang forks after this, and what torch starts threads for here would hang in the children.
+        # Load no tensors: SGLang forks after this, and whatever makes torch start threads here hangs in the children.
         require_target(Path(config.profile), config.target_kl)
 
 
@@ -46,7 +46,7 @@ def _check_flags(server_args: Any) -> None:
         return
     if server_args.hicache_mem_layout == "page_first_kv_split":
         raise UnsupportedError(
-            f"--hicache-storage-backend {BACKEND} does not know --hicache-mem-layout page_first_kv_split: "
+            f"--hicache-storage-backend {BACKEND} does not support --hicache-mem-layout page_first_kv_split: "
             "use page_first_direct, page_first, page_head or layer_first"
         )
     if server_args.hicache_host_memory_mode == "buffer_only" and server_args.pp_size > 1:
@@ -57,7 +57,7 @@ def _check_flags(server_args: Any) -> None:
 
 
 def _check_device_mode(server_args: Any) -> None:
-    """Without a host tier our radix cache is in the place of SGLang's, and these need another one or another pool."""
+    """Refuse flags that need another radix cache or pool: without a host tier, our radix cache replaces SGLang's."""
     refused = {
         "--disable-radix-cache": server_args.disable_radix_cache,
         "--radix-cache-backend": server_args.radix_cache_backend,
@@ -82,8 +82,8 @@ def _check_device_mode(server_args: Any) -> None:
 
 
 def read_extra_config(text: str | None) -> tuple[dict[str, Any], int]:
-    """SGLang's reading of ``--hicache-storage-backend-extra-config``, without the keys that are SGLang's own, and one
-    of them: the fewest tokens that are worth a lookup. Raises ConfigError."""
+    """Parse ``--hicache-storage-backend-extra-config`` as SGLang does. Return it without SGLang's own keys, and one of
+    these: the smallest number of tokens that is worth a lookup. Raises ConfigError."""
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
     try:
@@ -94,5 +94,5 @@ def read_extra_config(text: str | None) -> tuple[dict[str, Any], int]:
             "expected a JSON object, or @ and the path of a JSON, TOML or YAML file"
         ) from error
     if not isinstance(extra, dict):
-        raise ConfigError(f"--hicache-storage-backend-extra-config {text!r} is no JSON object")
+        raise ConfigError(f"--hicache-storage-backend-extra-config {text!r} is not a JSON object")
     return extra, threshold_tokens

@@ -1,4 +1,4 @@
-"""The namespace of the engine that we are in."""
+"""The namespace of this process's engine."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from sgl_kvfetch.quant import Quantiser
 from sgl_kvfetch.quant.klt import KltQuantiser
 from sgl_kvfetch.types import KVGeometry
 
-# Formats whose weights are not those of the model's files.
+# Load formats whose weights do not come from the model's files.
 _ELSEWHERE = {
     "dummy": "has random weights",
     "remote": "takes the weights from elsewhere",
     "remote_instance": "takes the weights from another server",
 }
 LORA_NEEDS_MODEL_ID = (
-    "LoRA needs model_id in the kvfetch config: SGLang tells adapters apart by their names and paths, so one that is "
-    "trained again in the same place would be answered with the KV cache of the old one. Change model_id when you "
+    "LoRA needs model_id in the kvfetch config: SGLang identifies adapters by their names and paths, so an adapter "
+    "that is trained again in the same place would get the KV cache of the old one. Change model_id whenever you "
     "change an adapter"
 )
 
@@ -31,14 +31,14 @@ LORA_NEEDS_MODEL_ID = (
 def engine_heads(
     config: KVFetchConfig, quantiser: Quantiser, storage_config: Any, geometry: KVGeometry, first_layer: int
 ) -> HeadSlice:
-    """Return what distinguishes this rank's KV cache from all that it must not be confused with.
+    """Return the namespace and heads that distinguish this rank's KV cache from all others.
 
-    Reads the weights of the model unless ``model_id`` is set. Raises UnsupportedError where nothing tells them from
-    others, or the name from that of weights that the server had before.
+    Reads the weights of the model unless ``model_id`` is set. Raises UnsupportedError if nothing identifies the
+    weights, or if ``model_id`` is the name of weights that the server had before.
     """
     require_known_weights(config.model_id)
     name = f"id:{config.model_id}" if config.model_id is not None else f"weights:{_weights_digest()}"
-    num_heads = geometry.num_heads * storage_config.tp_size  # each counts, also where ranks have the same
+    num_heads = geometry.num_heads * storage_config.tp_size  # counts a head again if several ranks have it
     if isinstance(quantiser, KltQuantiser):
         num_heads = quantiser.profile.grid.num_heads
     namespace = Namespace(
@@ -58,7 +58,7 @@ def engine_heads(
 
 
 def _weights_digest() -> str:
-    """The fingerprint of the weights that this process has loaded. Raises UnsupportedError if files do not tell."""
+    """Return the fingerprint of the loaded weights. Raises UnsupportedError if the model's files do not give it."""
     from sglang.srt.runtime_context import get_lora, get_model
 
     model = get_model()

@@ -1,7 +1,8 @@
-"""SGLang's page hashes: each names a page and all before it."""
+"""SGLang's page hashes: each identifies a page and all pages before it."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,20 +12,29 @@ from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES
 
 
+def compile_hash_function() -> None:
+    """Compile SGLang's hash function, or load it. Call at start.
+
+    Otherwise the first lookup compiles it, for seconds, and SGLang's scheduler dies if a flush finds a lookup that does
+    not end within 10 s.
+    """
+    get_storage_hash_str(array("q", [0]), None, page_size=1)
+
+
 def hash_bytes(hashes: Sequence[str]) -> list[bytes]:
-    """As we store them. Raises UnsupportedError for hashes of another form."""
+    """Convert hashes to bytes, the form in which they are stored. Raises UnsupportedError for another kind of hash."""
     try:
         found = [bytes.fromhex(page_hash) for page_hash in hashes]
     except ValueError as e:
-        raise UnsupportedError(f"page hashes are not hexadecimal: {hashes[0]!r}") from e
+        raise UnsupportedError(f"expected hexadecimal page hashes, found {hashes[0]!r}") from e
     if any(len(page_hash) != PAGE_HASH_BYTES for page_hash in found):
-        raise UnsupportedError(f"page hashes are not {PAGE_HASH_BYTES} bytes: {hashes[0]!r}")
+        raise UnsupportedError(f"expected page hashes of {PAGE_HASH_BYTES} bytes, found {hashes[0]!r}")
     return found
 
 
 def hash_tail(key: Any, start: int, last_hash: str | None, page_size: int) -> list[str]:
-    """Of the pages of a ``RadixKey`` from token ``start`` on, as host mode has them. ``last_hash``: of the page before,
-    if that is known."""
+    """Return the page hashes of a ``RadixKey`` from token ``start`` on, equal to those of host mode. ``last_hash``: the
+    hash of the page before, or None if it is not known."""
     if start and last_hash is None:
         return hash_tail(key, 0, None, page_size)[start // page_size :]
     hashes: list[str] = get_storage_hash_str(key[start:], last_hash, page_size=page_size)

@@ -1,4 +1,4 @@
-"""The data plane of the engine that we are in."""
+"""Starts the data plane of this process's engine."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def open_plane(
     nvdec: Nvdec | None,
     most_span_pages: int | None = None,
 ) -> DataPlane:
-    """Start the data plane of one rank, whose pages go into ``pool``. Call on the scheduler's thread, whose GPU is the
-    rank's. Waits. Raises KVFetchError.
+    """Start the data plane of one rank, whose pages go into ``pool``, and wait until it serves. Call on the scheduler's
+    thread, whose GPU is the rank's. Raises KVFetchError.
 
-    It is a process. Where the GPU's video engines or restore kernels are used, it is threads of this process yet: they
-    need the memory that is here.
+    The data plane is a process. If it uses the GPU's video engines or restore kernels, it still runs on threads of this
+    process, because these need its memory.
     """
     start = Start(
         config.model_dump(mode="json", exclude_unset=True),

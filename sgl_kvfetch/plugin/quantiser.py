@@ -1,4 +1,4 @@
-"""The quantiser that the config asks for, for the engine that we are in."""
+"""The quantiser that the config selects for this process's engine."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 def engine_quantiser(config: KVFetchConfig, storage_config: Any, geometry: KVGeometry, first_layer: int) -> Quantiser:
-    """Raises ConfigError where the profile is not of this model, UnsupportedError for a KV cache it cannot code."""
+    """Raises ConfigError for a profile of another model, UnsupportedError for a KV cache that klt does not support."""
     if config.quantiser_name == "klt" and geometry.torch_dtype.itemsize == 1:
-        raise UnsupportedError(f"quantiser 'klt' does not code a KV cache of {geometry.dtype}; use 'exact'")
+        raise UnsupportedError(f"quantiser 'klt' does not support a KV cache of {geometry.dtype}; use 'exact'")
     quantiser = config_quantiser(config)
     if not isinstance(quantiser, KltQuantiser):
         return quantiser
@@ -31,28 +31,28 @@ def engine_quantiser(config: KVFetchConfig, storage_config: Any, geometry: KVGeo
     require_grid(profile, first_layer, geometry.num_layers, heads.start, len(heads))
     if profile.rope is None:
         logger.warning(
-            "kvfetch: profile %s leaves K rotated, which costs bits: see the calibration's notes", config.profile
+            "kvfetch: profile %s keeps RoPE in K, which makes files larger: see the calibration's notes", config.profile
         )
     return quantiser
 
 
 def rank_heads(storage_config: Any, geometry: KVGeometry, total: int) -> range:
-    """Return which of the model's ``total`` heads this rank has."""
+    """Return the range of this rank's heads among the model's ``total`` heads."""
     # With more ranks than heads, neighbouring ranks have the same head.
     first = storage_config.tp_rank * total // storage_config.tp_size
     return range(first, first + geometry.num_heads)
 
 
 def require_own_profile(config: KVFetchConfig, quantiser: Quantiser, namespace: Namespace) -> None:
-    """Raise ConfigError for a profile that was calibrated for other weights. With ``model_id`` the user vouches."""
+    """Raise ConfigError for a profile that was calibrated for other weights. With ``model_id``, do not check."""
     if config.model_id is not None or not isinstance(quantiser, KltQuantiser):
         return
     calibrated = quantiser.profile.calibration.weights
     if namespace.model != f"weights:{calibrated}":
         raise ConfigError(
             f"profile {config.profile} was calibrated for {quantiser.profile.calibration.model!r} with weights "
-            f"{calibrated}, the engine has {namespace.model.removeprefix('weights:')}; calibrate for these, or set "
-            "model_id if you know better"
+            f"{calibrated}, but the engine has {namespace.model.removeprefix('weights:')}; calibrate a profile for "
+            "these weights, or set model_id to use this one anyway"
         )
 
 
@@ -64,9 +64,9 @@ def _require_same_shape(path: str, profile: Profile, geometry: KVGeometry, first
     }
     for what, (found, wanted) in expected.items():
         if found != wanted:
-            raise ConfigError(f"profile {path} is of another model: it has {found} {what}, the engine {wanted}")
+            raise ConfigError(f"profile {path} is for another model: it has {found} {what}, the engine has {wanted}")
     if profile.grid.num_layers < end_layer:
         raise ConfigError(
-            f"profile {path} is of another model: it has {profile.grid.num_layers} layers, the engine {end_layer} or "
-            "more"
+            f"profile {path} is for another model: it has {profile.grid.num_layers} layers, the engine has "
+            f"{end_layer} or more"
         )

@@ -1,4 +1,4 @@
-"""Copies pages out of one of SGLang's pools, and queues them for writing."""
+"""Copies pages out of one of SGLang's pools and queues them for writing."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import torch
 from sgl_kvfetch.dataplane.plane import DataPlane
 from sgl_kvfetch.types import TENSORS, TensorName
 
-_WAIT_S = 1.0  # for room in the queue
+_WAIT_S = 1.0  # how long to wait for room in the queue
 
 ReadPages = Callable[[TensorName, Sequence[int]], torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """Consecutive pages of a sequence, and where they are."""
+    """Consecutive pages of a sequence, and their page numbers in the pool."""
 
     first_page: int  # position in the sequence
-    previous_hash: bytes | None  # of the page before, None at the sequence's start
+    previous_hash: bytes | None  # hash of the page before, None at the sequence's start
     page_hashes: Sequence[bytes]
     pool_pages: Sequence[int]
 
 
 def queue_pages(plane: DataPlane, run: PageRun, read: ReadPages) -> int:
-    """Returns how many pages, from the first on, were queued. Waits a little for room.
+    """Queue pages for writing. Return how many, from the first on, were queued. Waits a little for room.
 
-    ``read`` copies pages of the pool; None: they are not to be had any more.
+    ``read`` returns a copy of pages of the pool, or None if they are no longer available.
     """
     deadline_s = time.monotonic() + _WAIT_S
     step = plane.most_pages()

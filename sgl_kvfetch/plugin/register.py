@@ -1,4 +1,4 @@
-"""The general plugin: puts the hooks of the seam table in place. SGLang calls ``register`` in each of its processes."""
+"""The general plugin: installs the hooks of the seam table. SGLang calls ``register`` in each of its processes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Register the hooks of ``SEAMS`` that apply here. Changes nothing for a launch that does not select our backend.
 
-    With an SGLang that is not the one we were checked against, only the gate's hooks are registered, as far as they
-    fit: they stop a launch that selects our backend and nothing else. SGLang logs what a plugin raises and goes on, so
-    a command line that selects it is stopped here, with ``SystemExit``.
+    If SGLang does not match ``SEAMS``, only the gate's hooks are registered, as far as they fit: they only stop a
+    launch that selects our backend. SGLang merely logs what a plugin raises, so ``SystemExit`` stops such a command
+    line here.
     """
     scopes = {Scope.GATE, Scope.HOST, Scope.DEVICE}
     if is_active():
@@ -37,7 +37,7 @@ def register() -> None:
 
 
 def selects_backend(argv: Sequence[str]) -> bool:
-    """Whether a command line names our storage backend."""
+    """Return whether a command line names our storage backend."""
     flag = "--hicache-storage-backend"
     return f"{flag}={BACKEND}" in argv or any(pair == (flag, BACKEND) for pair in itertools.pairwise(argv))
 

@@ -1,8 +1,8 @@
 """Every place where we hook into SGLang, checked before a launch.
 
-SGLang's plugin loader logs what goes wrong and goes on, so a hook that found no target would show as a backend that is
-silently not there. `register.py` installs the hooks of this table, and the gate checks it before a launch. SGLang's
-version is pinned: what else we use of it, and what our hooks rely on, is checked by tests/plugin/test_sglang.py.
+SGLang's plugin loader only logs errors. If a hook did not find its target, the backend would be silently missing.
+`register.py` installs the hooks of this table, and the gate checks it before a launch. SGLang's version is pinned:
+tests/plugin/test_sglang.py checks what else we use of it, and what our hooks rely on.
 """
 
 from __future__ import annotations
@@ -53,43 +53,43 @@ _HOST_POOL = "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
-# Above each row: what SGLang does there, or does not do.
+# The comment above each row says what SGLang does there, or does not do.
 SEAMS: tuple[Seam, ...] = (
     *_seams(
         Scope.GATE,
         _HOOKS,
         # --hicache-storage-backend has fixed choices.
         (f"{_SRT}.server_args.ServerArgs.add_cli_args", "after", "allow_choice"),
-        # The command line's way in: a launch that cannot work stops with one message.
+        # Entry point of the command line: a launch that cannot work stops with one message.
         (f"{_SRT}.server_args.prepare_server_args", "after", "gate_command_line"),
-        # Every launch's way in (sgl.Engine too), before a model is looked at.
+        # Entry point of every launch (sgl.Engine too), before a model is looked at.
         (f"{_SRT}.server_args.ServerArgs.resolve_once", "before", "gate_launch"),
     ),
     *_seams(
         Scope.HOST,
         _HOOKS,
-        # The weights change, in every rank.
+        # Changes the weights, in every rank.
         (f"{_UPDATER}.update_weights_from_disk", "before", "suspend_for_update"),
         (f"{_UPDATER}.update_weights_from_ipc", "before", "suspend_for_update"),
-        # Opens what the next three need; others may write into the weights from here on.
+        # Opens the update that the next three need; from here on, others may write into the weights.
         (f"{_UPDATER}.begin_weight_update", "before", "suspend_for_update"),
-        # The weights change, also of a backend that was attached since.
+        # Changes the weights, also for a backend that was attached after the update was opened.
         (f"{_UPDATER}.update_weights_from_tensor", "before", "suspend_for_update"),
         (f"{_UPDATER}.update_weights_from_distributed", "before", "suspend_for_update"),
         (f"{_UPDATER}.end_weight_update", "before", "suspend_for_update"),
         # Can overwrite the weights, to test updates.
         (f"{_UPDATER}.check_weights", "before", "suspend_for_reset"),
-        # Can give up the weights.
+        # Can release the weights.
         (f"{_UPDATER}.release_memory_occupation", "before", "suspend_for_release"),
-        # No page of former weights is left.
+        # Leaves no page of former weights.
         (f"{_SRT}.mem_cache.unified_radix_cache.UnifiedRadixCache.reset", "after", "note_empty_tree"),
-        # A registered name is refused by _create_builtin_backend unless SGLang knows it.
+        # Its _create_builtin_backend refuses a registered name unless SGLang knows it.
         (
             f"{_SRT}.mem_cache.storage.backend_factory.StorageBackendFactory._do_create_backend",
             "around",
             "create_backend",
         ),
-        # The zero-copy interface is given to a fixed list of names; runs at start-up and at run time.
+        # Gives the zero-copy interface to a fixed list of names; runs at start-up and at run time.
         (f"{_SRT}.managers.cache_controller.HiCacheController.attach_storage_backend", "after", "use_zero_copy"),
         # Forces hicache_storage_pass_prefix_keys, at start-up and at run time.
         (
@@ -101,15 +101,15 @@ SEAMS: tuple[Seam, ...] = (
     *_seams(
         Scope.DEVICE,
         _DEVICE_HOOKS,
-        # Runs every step, and calls no cache without a host tier.
+        # Runs every step, but does not call the cache if there is no host tier.
         (f"{_SCHEDULER}._process_hicache_events", "after", "step_cache"),
-        # A batch is done: how fast the engine computes prompts.
+        # Handles a finished batch, which shows how fast the engine computes prompts.
         (f"{_SCHEDULER}.process_batch_result", "after", "measure_batch"),
-        # Guards the count of the pool's slots, and its emptying.
+        # Guards the count of the pool's slots, and the emptying of the pool.
         (f"{_SCHEDULER}.is_fully_idle", "after", "count_pending"),
         # Spins while anything is pending.
         (f"{_SCHEDULER}.on_idle", "after", "sleep_when_idle"),
-        # Refuses to without a host tier.
+        # These three refuse without a host tier.
         (f"{_SCHEDULER}.clear_hicache_storage_wrapped", "around", "clear_store"),
         (f"{_SCHEDULER}.attach_hicache_storage_wrapped", "around", "attach_store"),
         (f"{_SCHEDULER}.detach_hicache_storage_wrapped", "around", "detach_store"),
@@ -121,11 +121,11 @@ SEAMS: tuple[Seam, ...] = (
     *_seams(
         Scope.CPU_ENGINE,
         _CPU_HOOKS,
-        # SGLang forces spawn, so that every process imports it again, and one NUMA node a rank.
+        # Forces spawn, so that every process imports SGLang again, and one NUMA node per rank.
         (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "prepare_children"),
-        # The host pool pins its memory with CUDA.
+        # Pins the host pool's memory with CUDA.
         (f"{_HOST_POOL}.__init__", "before", "without_pinning"),
-        # Pages move with CUDA operators.
+        # Move pages with CUDA operators.
         (f"{_HOST_POOL}.load_to_device_per_layer", "replace", "load_layer"),
         (f"{_HOST_POOL}.backup_from_device_all_layer", "replace", "backup_layers"),
     ),
@@ -133,7 +133,7 @@ SEAMS: tuple[Seam, ...] = (
 
 
 def check_version() -> str | None:
-    """What is wrong with the installed SGLang's version, or None."""
+    """Return what is wrong with the installed SGLang's version, or None."""
     try:
         found = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -142,7 +142,7 @@ def check_version() -> str | None:
 
 
 def check_seam(seam: Seam) -> str | None:
-    """What is wrong with one seam, or None. Imports the seam's module."""
+    """Return what is wrong with one seam, or None. Imports the seam's module."""
     try:
         pkgutil.resolve_name(seam.path)
     except (ImportError, AttributeError) as error:
@@ -151,6 +151,6 @@ def check_seam(seam: Seam) -> str | None:
 
 
 def check_seams(scopes: Collection[Scope] = tuple(Scope)) -> list[str]:
-    """Every mismatch between the table and the installed SGLang, version first. An empty list is a pass."""
+    """Return all mismatches between the table and the installed SGLang, version first. An empty list is a pass."""
     mismatches = [check_version(), *(check_seam(seam) for seam in SEAMS if seam.scope in scopes)]
     return [mismatch for mismatch in mismatches if mismatch is not None]

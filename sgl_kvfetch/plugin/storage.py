@@ -1,9 +1,9 @@
-"""Host mode: SGLang's HiCache asks us for pages by their hashes, and we move them between store and host pool.
+"""Host mode: SGLang's HiCache asks for pages by their hashes, and we move them between store and host pool.
 
 SGLang calls from three threads of its own: lookups (``batch_exists``) from one, fetches (``batch_get_v1``) from
-another, writes (``batch_set_v1``) from a third; the scheduler's own thread calls ``get_stats``, and at an operator's
-bidding ``clear`` and ``close``. Lookups and fetches may wait, within their deadlines. What goes wrong is a miss,
-counted by reason; nothing raises into those threads.
+another, writes (``batch_set_v1``) from a third. The scheduler's thread calls ``get_stats``, and on an operator's
+request ``clear`` and ``close``. Lookups and fetches may wait, within their deadlines. Their failures are misses,
+counted by reason, and raise nothing into those threads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from sgl_kvfetch.plugin.access import Access
 from sgl_kvfetch.plugin.engine_nvdec import engine_nvdec
 from sgl_kvfetch.plugin.host_pages import HostPages
 from sgl_kvfetch.plugin.namespace import engine_heads
-from sgl_kvfetch.plugin.page_hashes import hash_bytes
+from sgl_kvfetch.plugin.page_hashes import compile_hash_function, hash_bytes
 from sgl_kvfetch.plugin.plane import open_plane
 from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
 from sgl_kvfetch.plugin.queueing import PageRun, queue_pages
@@ -46,9 +46,9 @@ from sgl_kvfetch.plugin.queueing import PageRun, queue_pages
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
 
-_GRACE_S = 1.0  # how long a thread waits beyond a deadline before it leaves the event loop to itself
+_GRACE_S = 1.0  # how long a thread waits for the data plane beyond a deadline
 _POLL_S = 0.05
-_BATCH_PAGES = 128  # SGLang fetches so many pages at a time
+_BATCH_PAGES = 128  # how many pages SGLang fetches at a time
 _MAX_STATS = 1024
 
 
@@ -72,8 +72,9 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             "write": deque(maxlen=_MAX_STATS),
         }
 
+        compile_hash_function()
         nvdec = engine_nvdec(mem_pool_host.device_k_buffers[0].device)
-        # A span longer than a fetch would be decoded by several.
+        # Several fetches would each decode a span that is longer than a fetch.
         self._plane = open_plane(config, quantiser, heads, storage_config.tp_rank, self._pages, nvdec, _BATCH_PAGES)
         logger.info("kvfetch: %s, namespace %s: %s", config.store, heads.folder, heads.namespace)
 
@@ -83,7 +84,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Pages stored from the first key on, without a gap. Begins to transmit them."""
+        """Return how many pages are stored, from the first key on, without a gap. Begins to transmit them."""
         if not keys or not self.access.reads:
             return 0
         found: Future[Find] = Future()
@@ -108,16 +109,16 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Restore pages into the host pool. True for each page of the leading run that is there and verified."""
+        """Restore pages into the host pool. Return True for each page of the leading run that is there and verified."""
         num_pages = self.fetch_pages(keys, host_indices)
         return [page < num_pages for page in range(len(keys))]
 
     def fetch_pages(
         self, keys: list[str], host_indices: torch.Tensor, is_cancelled: Callable[[], bool] | None = None
     ) -> int:
-        """Restore pages into the host pool. Returns how many, from the first one on, are there and verified.
+        """Restore pages into the host pool. Return how many, from the first one on, are there and verified.
 
-        Returns within ``fetch_timeout_s``, or soon after ``is_cancelled`` says so; from then on nothing is written.
+        Returns soon after ``fetch_timeout_s`` or after ``is_cancelled`` becomes true; nothing is written afterwards.
         """
         if not keys or not self.access.reads:
             return 0
@@ -138,7 +139,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         return num_pages
 
     def _await(self, call: FetchCall, deadline_s: float, is_cancelled: Callable[[], bool] | None) -> int:
-        """How many pages are there. Raises TimeoutError."""
+        """Wait for a fetch, and return how many pages are there. Raises TimeoutError."""
         while True:
             left_s = max(0.0, deadline_s - time.monotonic())
             try:
@@ -161,16 +162,15 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Copy pages out of the host pool and queue them for writing. True for each page that was queued.
-
-        Waits a little for room in the queue: this is SGLang's backup thread, on which nothing else waits.
+        """Copy pages out of the host pool and queue them for writing. Return True for each queued page, or for all
+        pages if writes are off. Waits a little for room in the queue: nothing else waits on SGLang's backup thread.
         """
         num_pages = len(keys)
         if not num_pages or not self.access.writes:
             return [True] * num_pages
         before = None if extra_info is None else extra_info.prefix_keys
         if before is None:
-            _limited.warning("prefix", "pages not written: SGLang did not say what comes before them")
+            _limited.warning("prefix", "pages not written: SGLang did not pass the hashes of the pages before them")
             metrics.WRITTEN_PAGES.labels("dropped_invalid").inc(num_pages)
             return [False] * num_pages
         started_s = time.monotonic()
@@ -184,7 +184,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             self._count("write", num_queued, time.monotonic() - started_s)
         return [page < num_queued for page in range(num_pages)]
 
-    # v2, for the KV pool alone
+    # v2, only for the KV pool
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         _require_kv(host_pool_name)
@@ -209,17 +209,17 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             results[transfer.name] = move(transfer.keys or [], transfer.host_indices, extra_info)
         return results
 
-    # The interface that copies, which SGLang never calls on a backend with the zero-copy one
+    # The copying interface, which SGLang never calls on a backend with the zero-copy interface
 
     def get(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("kvfetch has the zero-copy interface alone")
+        raise NotImplementedError("kvfetch supports only SGLang's zero-copy interface")
 
     batch_get = set = batch_set = get
 
-    # Life
+    # Lifecycle
 
     def clear(self) -> None:
-        """Delete the segments of this namespace from the store."""
+        """Delete the segments of this rank from the store. Raises RuntimeError."""
         try:
             self._plane.clear()
         except KVFetchError as e:
@@ -230,7 +230,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         self._plane.close()
 
     def get_stats(self) -> StorageMetrics:
-        """Pages and gigabytes a second of each read and write since the last call."""
+        """Return the pages and the GB/s of each read and write since the last call."""
         return StorageMetrics(
             _drain(self._stats_pages["read"]),
             _drain(self._stats_pages["write"]),
@@ -242,12 +242,12 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
 def _require_kv(name: Any) -> None:
     if name != PoolName.KV:
         raise UnsupportedError(
-            f"this model keeps a side pool {str(name)!r} beside its KV cache; kvfetch stores plain KV caches only"
+            f"this model keeps a side pool {str(name)!r} beside its KV cache; kvfetch supports only plain KV caches"
         )
 
 
 def _require_supported(storage_config: HiCacheStorageConfig, pool: Any) -> None:
-    """Raises UnsupportedError for what host mode cannot store yet."""
+    """Raise UnsupportedError for anything that host mode cannot store."""
     from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
 
     if storage_config.is_mla_model:
@@ -256,7 +256,7 @@ def _require_supported(storage_config: HiCacheStorageConfig, pool: Any) -> None:
         raise UnsupportedError("context parallelism is not supported")
     if storage_config.should_split_heads:
         raise UnsupportedError("tp_lcm_size (pages shared between sizes of tensor parallelism) is not supported")
-    # No other subclass: one may keep more than K and V, as that for mxfp8 keeps scales.
+    # Other subclasses are refused: they may keep more than K and V, as the one for mxfp8 keeps scales.
     if type(pool) not in (MHATokenToKVPoolHost, AsymmetricMHATokenToKVPoolHost):
         raise UnsupportedError(f"host pools of the kind {type(pool).__name__} are not supported")
     if pool.storage_format_tag is not None:

@@ -1,9 +1,9 @@
 """Let torchvision's CUDA wheel be imported next to a CPU build of torch.
 
-The wheel's extension cannot be loaded there, so the operators that ``torchvision/_meta_registrations.py`` refers to
-without asking do not exist, and ``import torchvision`` fails (``operator torchvision::nms does not exist``). With it
-fails ``import sglang``, which imports transformers and through it torchvision before it loads any plugin: hence
-`scripts/bootstrap` calls ``install`` from a ``.pth`` file of a CPU-only environment.
+The wheel's extension cannot be loaded there. So the operators that ``torchvision/_meta_registrations.py`` requires do
+not exist, and ``import torchvision`` fails (``operator torchvision::nms does not exist``). ``import sglang`` then fails
+too, because it imports transformers, and through it torchvision, before it loads any plugin. So `scripts/bootstrap`
+calls ``install`` from a ``.pth`` file of a CPU-only environment.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _OPERATORS = ("nms", "qnms")
-_libraries: list[Any] = []  # a torch.library.Library takes its operators back when it is collected
+_libraries: list[Any] = []  # a torch.library.Library removes its operators when it is garbage collected
 
 
 def declare() -> None:
-    """Declare the schemas of the operators that are missing, so that their fake kernels can be registered.
+    """Declare the schemas of the missing operators, so that their fake kernels can be registered.
 
     They have no implementation: calling one still raises. Does nothing with a CUDA build of torch, whose extension
     loads and declares them itself (twice would be an error).

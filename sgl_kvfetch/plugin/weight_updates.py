@@ -1,10 +1,10 @@
-"""The backends of this process, and what became of the weights that they store the KV cache of.
+"""Switches this process's backends off when the model's weights change.
 
-A namespace is made of the weights that the engine started with. SGLang can change them while it runs, from files,
-tensors or another process, wholly or in part, and an update that fails may have changed some of them. So the first sign
-of one switches every backend off, and afterwards the model's files no longer say what the weights are: the user must.
+A namespace identifies the weights that the engine started with. SGLang can change them while it runs, from files,
+tensors or another process, wholly or in part, and a failed update may have changed some of them. So the first sign of a
+change switches every backend off. Afterwards the model's files no longer identify the weights; the user must name them.
 
-All of it runs on the scheduler's thread, as attaching, detaching and updating weights do.
+All of this runs on the scheduler's thread, as attaching, detaching and updating weights do.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ _WHAT_TO_DO = (
 
 class Suspendable(Protocol):
     def suspend(self, reason: str) -> None:
-        """Neither read nor write from now on."""
+        """Stop reading and writing."""
 
 
 class _State:
-    """Of this process. A class, so that tests can have their own."""
+    """The state of this process. It is a class so that tests can have their own."""
 
     def __init__(self) -> None:
-        self.accesses: weakref.WeakSet[Suspendable] = weakref.WeakSet()  # of backends
-        self.model_ids: set[str] = set()  # in use for the weights of this moment
-        self.former_model_ids: set[str] = set()  # in use for weights that are gone
-        self.change: str | None = None  # the latest one of the weights
+        self.accesses: weakref.WeakSet[Suspendable] = weakref.WeakSet()  # of all backends
+        self.model_ids: set[str] = set()  # names of the present weights
+        self.former_model_ids: set[str] = set()  # names of earlier weights
+        self.change: str | None = None  # the latest change of the weights
         self.num_changes = 0
-        self.num_changes_when_empty = 0  # when SGLang's tree was emptied last
+        self.num_changes_when_empty = 0  # `num_changes` when SGLang's tree was last emptied
 
 
 _state = _State()
 
 
 def register(access: Suspendable, model_id: str | None) -> None:
-    """Have a backend's ``access`` suspended when the weights change. ``model_id`` is what the user calls those of this
-    moment."""
+    """Register a backend's ``access``, to be suspended when the weights change. ``model_id``: the user's name for the
+    present weights."""
     _state.accesses.add(access)
     if model_id is not None:
         _state.model_ids.add(model_id)
 
 
 def forget(access: Suspendable) -> None:
-    """The backend is closed."""
+    """Forget the access of a backend that is closed."""
     _state.accesses.discard(access)
 
 
 def tree_is_empty() -> None:
-    """SGLang's tree holds no pages now. A process has one."""
+    """Note that SGLang's tree, of which a process has one, holds no pages now."""
     _state.num_changes_when_empty = _state.num_changes
 
 
@@ -64,10 +64,10 @@ def weights_change(change: str) -> None:
     _state.num_changes += 1
     _state.former_model_ids |= _state.model_ids
     _state.model_ids.clear()
-    # Each once: what a backend is told again, it need not count and log again.
+    # Suspend each backend only once, so that it is counted and logged once.
     accesses, _state.accesses = list(_state.accesses), weakref.WeakSet()
     for access in accesses:
-        access.suspend(f"the model's weights change ({change}), and the stored pages are the old ones'; {_WHAT_TO_DO}")
+        access.suspend(f"the model's weights change ({change}), and stored pages are of the old ones; {_WHAT_TO_DO}")
     if accesses:
         from sgl_kvfetch import metrics  # not before SGLang has set up what it needs
 
@@ -75,25 +75,23 @@ def weights_change(change: str) -> None:
 
 
 def require_known_weights(model_id: str | None) -> None:
-    """Raises UnsupportedError if ``model_id`` cannot tell these weights from those that the engine had before."""
+    """Raise UnsupportedError if ``model_id`` does not distinguish the present weights from earlier ones."""
     if _state.change is None:
         return
     if model_id is None:
         raise UnsupportedError(
-            f"the weights were changed while the server ran ({_state.change}), so the model's files do not tell what "
-            "they are now: set model_id in the kvfetch config to a name of your own for them, or restart"
+            f"the weights were changed while the server ran ({_state.change}), so the model's files no longer identify "
+            "them: set model_id in the kvfetch config to a name of your own for the present weights, or restart"
         )
     if model_id in _state.former_model_ids:
         raise UnsupportedError(
             f"model_id = {model_id!r} names the weights that the server had before they were changed "
-            f"({_state.change}): set it to another name for the present ones, or restart"
+            f"({_state.change}): set model_id to another name for the present weights, or restart"
         )
 
 
 def require_no_former_pages() -> None:
-    """Raises UnsupportedError if SGLang's tree may hold pages of weights that were changed since: they would be stored
-    under the present ones' name."""
+    """Raise UnsupportedError if SGLang's tree may hold pages of earlier weights, which would then be stored under the
+    name of the present weights."""
     if _state.num_changes != _state.num_changes_when_empty:
-        raise UnsupportedError(
-            "the tree may hold pages of weights that were changed since: flush it, POST /flush_cache"
-        )
+        raise UnsupportedError("the tree may hold pages of earlier weights: flush it first, POST /flush_cache")

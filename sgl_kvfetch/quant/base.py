@@ -1,4 +1,4 @@
-"""What a quantiser is: KV values of one cell <-> the coded parts of that cell."""
+"""The interface of quantisers, which convert the KV values of a cell into coded parts and back."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from sgl_kvfetch.layout.tiles import tile_layout
 from sgl_kvfetch.quant.inverse import Inverse
 from sgl_kvfetch.types import TENSORS, KVGeometry
 
-# A part of a cell, as bytes or as integers: see `Part`.
+# The parts of a cell, as bytes or as integers: see `Part`.
 Quantised = tuple[torch.Tensor, ...]
 
-VALUE_LAYERS = 3  # layers of a cell whose values lie in tiles: one a colour plane
+VALUE_LAYERS = 3  # layers of a cell that is laid out in tiles: one a colour plane
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a cell. Parts are coded, checksummed and decoded each on its own.
+    """One part of a cell. Each part is coded, checksummed and decoded separately.
 
-    ``layout``: the name of the layout that its integers, uint8, have in frames; a video codec may code them. None: the
-    part is bytes, uint8 ``(n,)``, token after token, for a general-purpose codec. So the parts of a longer span are
-    those of its pieces, joined along ``token_dim``.
+    ``layout``: the name of the frame layout of its uint8 integers, which a video codec may code. If None, the part is
+    uint8 bytes ``(n,)``, token after token, for a general-purpose codec. The parts of a longer span are those of its
+    pieces, joined along ``token_dim``.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Part:
 
 
 class CellValues(NamedTuple):
-    """K and V, of a cell mostly: ``(tokens, layers, heads, dim)`` each."""
+    """K and V, usually of a cell: ``(tokens, layers, heads, dim)`` each."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -44,13 +44,13 @@ class CellValues(NamedTuple):
         return CellValues(self.k[which], self.v[which])
 
     def cell(self, layers: range, heads: range) -> CellValues:
-        """Return a view of some layers and heads, counted from the first that is here."""
+        """Return a view of some layers and heads, counted from the first ones in these values."""
         return CellValues(*(x[:, layers.start : layers.stop, heads.start : heads.stop] for x in self))
 
 
 @dataclass(frozen=True, slots=True)
 class CellPlace:
-    """Where a cell lies: layers and heads of the model, tokens of the sequence."""
+    """The position of a cell: layers and heads of the model, tokens of the sequence."""
 
     layers: range
     heads: range
@@ -63,11 +63,11 @@ class Quantiser(ABC):
     @property
     @abstractmethod
     def identity(self) -> str:
-        """Name and parameters: a part of the namespace, so equal identities restore each other's integers."""
+        """Name and parameters, as recorded in the namespace. Equal identities can restore each other's integers."""
 
     @abstractmethod
     def parts(self, dtype: torch.dtype) -> tuple[Part, ...]:
-        """Return what a cell of values of ``dtype`` consists of, in storage order."""
+        """Return the parts of a cell of values of ``dtype``, in storage order."""
 
     @abstractmethod
     def quantise(self, values: CellValues, place: CellPlace) -> Quantised:
@@ -77,11 +77,11 @@ class Quantiser(ABC):
     def dequantise(
         self, quantised: Quantised, dtype: torch.dtype, place: CellPlace, tokens: slice = slice(None)
     ) -> CellValues:
-        """Return the values of a cell, or of a run of its tokens, up to rounding. ``place`` is the whole cell's."""
+        """Return the values of a cell, or of some of its tokens, up to rounding. ``place`` is the whole cell's."""
 
     @abstractmethod
     def inverse_of(self, place: CellPlace) -> Inverse:
-        """Return what ``dequantise`` needs for these layers and heads, for kernels that do it elsewhere."""
+        """Return the parameters of ``dequantise`` for these layers and heads, for kernels."""
 
     @property
     def cell_layers(self) -> int:
@@ -89,22 +89,22 @@ class Quantiser(ABC):
         return VALUE_LAYERS
 
     def cell_heads(self, num_heads: int) -> int:
-        """Return how many of a rank's ``num_heads`` heads a cell has: a divisor."""
+        """Return the number of heads in a cell, a divisor of a rank's ``num_heads``."""
         return num_heads
 
     def num_coefficients(self, layers: range, heads: range) -> int | None:
-        """Return how many coefficients a token of this cell has; None where its integers are one a value."""
+        """Return the number of coefficients of a token in this cell, or None if there is one integer a value."""
         return None
 
     def layouts(
         self, geometry: KVGeometry, cell_heads: int, most_coefficients: int | None, span_tokens: int, resolution: str
     ) -> dict[str, Layout]:
-        """Return how integers lie best in frames, by layout name, in spans of up to ``span_tokens`` tokens."""
+        """Return the best layouts of the integers, by layout name, for spans of up to ``span_tokens`` tokens."""
         return {t: tile_layout(cell_heads, geometry.head_dim(t), span_tokens, resolution) for t in TENSORS}
 
 
 def join(parts: Sequence[Part], pieces: Sequence[Quantised]) -> Quantised:
-    """Return the parts of a span from those of consecutive pieces of it."""
+    """Join the parts of consecutive pieces of a span into the parts of the span."""
     return tuple(
         torch.cat(each, dim=part.token_dim) for part, each in zip(parts, zip(*pieces, strict=True), strict=True)
     )

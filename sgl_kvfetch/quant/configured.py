@@ -1,4 +1,4 @@
-"""The quantiser that a config asks for."""
+"""Create the quantiser that a config selects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sgl_kvfetch.quant.registry import make_quantiser
 
 
 def config_quantiser(config: KVFetchConfig) -> Quantiser:
-    """Raises ConfigError for a profile that cannot be read, or does not have the target."""
+    """Create the quantiser. Raises ConfigError if the profile cannot be read or does not reach the target."""
     if config.quantiser_name != "klt":
         return make_quantiser(config.quantiser_name, config.cachegen_k_bins, config.cachegen_v_bins)
     assert config.profile is not None

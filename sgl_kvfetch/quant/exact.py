@@ -1,4 +1,4 @@
-"""Every bit back: a value's bytes as separate planes."""
+"""The lossless quantiser: it stores the bytes of values as separate planes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sgl_kvfetch.types import TENSORS
 class ExactQuantiser(Quantiser):
     """Rotates each value's bits left by one, then splits it into its bytes, least significant first.
 
-    A float's sign is noise and leads its bits; rotated, it ends them, and the last plane is the exponent (all of it for
-    bfloat16 and float32), which varies little and compresses. The low mantissa bytes are noise and do not. Byte planes
-    rather than interleaved bytes, so that a codec sees each kind on its own.
+    A float's sign is noise and its first bit. The rotation moves it to the end, so that the last plane is the exponent
+    (all of it for bfloat16 and float32), which varies little and compresses well. The low mantissa bytes are noise and
+    do not compress. Byte planes, unlike interleaved bytes, show a codec each kind of byte separately.
     """
 
     identity = "exact"
@@ -38,14 +38,14 @@ class ExactQuantiser(Quantiser):
 
 
 def to_planes(values: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of ``values``, rotated left by a bit: uint8 ``(itemsize, *values.shape)``, the least significant
-    first."""
+    """Return the bytes of ``values``, whose bits are rotated left by one: uint8 ``(itemsize, *values.shape)``, least
+    significant first."""
     planes = values.contiguous().view(torch.uint8).view(*values.shape, values.dtype.itemsize).movedim(-1, 0)
     return (planes << 1) | (planes.roll(1, 0) >> 7)
 
 
 def from_planes(rotated: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of ``to_planes``."""
+    """Return the values that ``to_planes`` split."""
     assert rotated.shape[0] == dtype.itemsize
     planes = (rotated >> 1) | (rotated.roll(-1, 0) << 7)
     return planes.movedim(0, -1).contiguous().flatten(-2).view(dtype)

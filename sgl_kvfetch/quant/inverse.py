@@ -1,4 +1,4 @@
-"""What turns the parts of a cell back into values: the arguments of the restore kernels."""
+"""Parameters that turn the parts of a cell back into values. The restore kernels take them as arguments."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sgl_kvfetch.quant.rope import Rope
 
 @dataclass(frozen=True, slots=True)
 class ByteInverse:
-    """The integers are the values' bytes, a plane each."""
+    """The integers are the bytes of the values, one plane a byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInverse:
-    """A value is its integer's distance from the centre of its layer, times its scale."""
+    """A value is the difference between its integer and its layer's centre, times its scale."""
 
     k_centres: tuple[int, ...]
     v_centres: tuple[int, ...]
@@ -26,8 +26,8 @@ class StepInverse:
 class TransformInverse:
     """Integers are coefficients, in units of the token's scale.
 
-    ``matrix``: bfloat16 ``(coefficients, channels)``, a row a coefficient. Channels go by tensor (K, then V), layer,
-    head and dim. ``mean``: float32 ``(channels,)``. ``rope``: applied to K last; None where nothing is to be turned.
+    ``matrix``: bfloat16 ``(coefficients, channels)``, a row a coefficient. Channels are ordered by tensor (K, then V),
+    layer, head and dim. ``mean``: float32 ``(channels,)``. ``rope``: applied to K last; None if K is not rotated.
     """
 
     matrix: torch.Tensor

@@ -1,15 +1,14 @@
-"""Transform coding with uniform steps: few bits at a given accuracy, by what calibration knows of the model.
+"""Transform coding with uniform steps: few bits at a given accuracy, based on a model's calibration.
 
-A cell is K and V of some heads of some layers. K is turned back by its rotary embedding, both are centred, and all
-channels of a token go through the profile's transform (`sgl_kvfetch.calibrate.transform`), after which errors in all
-coefficients of all cells cost alike. So they share one step, which a token whose errors cost more than others' divides
-by a scale (`sgl_kvfetch.quant.sensitivity`). KVTC (arXiv 2511.01815) transforms KV caches with principal components;
-here errors are weighted by what they do to the model's output.
+A cell is K and V of some heads of some layers. The rotary embedding of K is undone, both are centred, and all channels
+of a token go through the profile's transform (`sgl_kvfetch.calibrate.transform`). After it, errors in all coefficients
+of all cells cost the same, so all share one step. The step is multiplied by each token's scale, which is smaller for
+tokens whose errors cost more (`sgl_kvfetch.quant.sensitivity`). KVTC (arXiv 2511.01815) transforms KV caches with
+principal components; here errors are weighted by their effect on the model's output.
 
-* Coefficients that are zero at a step in nearly all tokens are left out.
+* Coefficients that a step rounds to zero in nearly all tokens are left out.
 * Coefficients that need more than eight bits are stored as two integers; see `_Rows`.
-* Tokens at the start of a sequence that draw attention whatever is asked (attention sinks), and tokens with a
-  coefficient out of all bounds, are kept exact.
+* Attention sinks at the start of a sequence, and tokens with a coefficient out of all bounds, are kept exact.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from sgl_kvfetch.quant.rope import rotate, unrotate
 from sgl_kvfetch.quant.sensitivity import features, log_cost
 from sgl_kvfetch.types import KVGeometry
 
-ZERO = 128  # the integer that stands for zero
-LARGEST = 127  # magnitude of an integer
+ZERO = 128  # the integer that represents zero
+LARGEST = 127  # largest magnitude of an integer
 _MAX_WIDE_BITS = 8
-_DROPPED_LARGEST = 16.0  # steps; a token that needs more of a coefficient that is left out is kept exact
+_DROPPED_LARGEST = 16.0  # steps; a token whose left-out coefficients exceed this is kept exact
 
-# A token's scale is a power of the square root of two, stored as its exponent, from a sixteenth to sixteen.
-EXACT = 0  # in place of an exponent: the token's values are in the part "exact"
+# A token's scale is a power of the square root of two, from 1/16 to 16, stored as its exponent.
+EXACT = 0  # instead of an exponent: the token's values are in the part "exact"
 UNIT = 128  # the exponent of scale 1
 _MOST_EXPONENT = 8
 
 _HALF_LARGEST = torch.finfo(torch.float16).max
-# Whether the CPU multiplies matrices in bfloat16: several times as fast as in float32, if it does.
+# Whether the CPU multiplies matrices in bfloat16, which is several times as fast as float32.
 _HAS_BFLOAT16 = any(torch.cpu.get_capabilities().get(name) for name in ("amx_bf16", "avx512_bf16"))
 
 _IDENTITY = re.compile(r"klt\(profile=[0-9a-f]{32};step=[0-9.e+-]{1,16}\)")
@@ -53,7 +52,7 @@ _PARTS = (Part("exponents"), Part("exact"), Part("coefficients", "coefficients",
 
 
 class KltIntegers(Quantiser):
-    """All that can be done with ``klt`` integers without their profile: count, verify and look at them."""
+    """Handles ``klt`` integers without their profile: counts, verifies and displays them."""
 
     def __init__(self, identity: str) -> None:
         self._identity = identity
@@ -90,15 +89,15 @@ class KltIntegers(Quantiser):
         self._needs_profile()
 
     def _needs_profile(self) -> Never:
-        raise QuantiseError(f"{self._identity} needs its profile")
+        raise QuantiseError(f"{self._identity} needs its profile to convert values")
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Which integers a token of a cell has at a step, and what each adds to the channels.
+    """The integers of a token in a cell at a step, and the contribution of each to the channels.
 
-    The first ``kept`` integers are coefficients. Coefficient ``wide[i]`` has a second one, number ``kept + i``: its
-    value is ``low + high * 2**bits[i]``, with ``low`` from ``-2**(bits[i] - 1)`` on.
+    The first ``kept`` integers are coefficients. Coefficient ``wide[i]`` has a second integer, number ``kept + i``: its
+    value is ``low + high * 2**bits[i]``, where ``low`` starts at ``-2**(bits[i] - 1)``.
     """
 
     kept: int
@@ -125,12 +124,12 @@ class _Rows:
         return limits
 
     def matrix(self, inverse: torch.Tensor) -> torch.Tensor:
-        """``(count, C)``: what one step of each integer adds to the channels. Exact in ``inverse``'s dtype."""
+        """Return ``(count, C)``: the channels of one step of each integer. Exact in ``inverse``'s dtype."""
         high = inverse[self.wide] * (2.0 ** self.bits[:, None]).to(inverse.dtype)
         return torch.cat((inverse[: self.kept], high))
 
     def integers(self, n: torch.Tensor) -> torch.Tensor:
-        """uint8 ``(count, tokens)`` of whole steps ``n``, float32 ``(tokens, kept)`` within ``limits``."""
+        """Return uint8 ``(count, tokens)`` for whole steps ``n``, float32 ``(tokens, kept)`` within ``limits``."""
         half = 2.0 ** (self.bits - 1)
         high = ((n[:, self.wide] + half) / (2 * half)).floor()
         n[:, self.wide] -= high * 2 * half
@@ -141,8 +140,8 @@ class KltQuantiser(KltIntegers):
     """The quantiser ``klt`` of one model, at one step."""
 
     def __init__(self, profile: Profile, target_kl: float | None = None, *, step: float | None = None) -> None:
-        """``target_kl``: nats a token as measured in calibration; the profile's default if neither it nor ``step`` is
-        given. Raises ConfigError for a target that was not measured."""
+        """``target_kl``: nats a token as measured in calibration. Without it and ``step``, the profile's default is
+        used. Raises ConfigError for a target outside the calibrated range."""
         step = profile.step_for(target_kl) if step is None else step
         super().__init__(f"klt(profile={profile.digest};step={step!r})")
         self.profile = profile
@@ -162,12 +161,12 @@ class KltQuantiser(KltIntegers):
         return self._rows[self._key(layers, heads)].count
 
     def num_wide(self, layers: range, heads: range) -> int:
-        """Return how many coefficients of a token of this cell are two integers; the second ones come last."""
+        """Return how many coefficients of a token in this cell take two integers; the second ones come last."""
         return self._rows[self._key(layers, heads)].wide.numel()
 
     @property
     def coefficient_shares(self) -> tuple[float, float]:
-        """How many of all coefficients are kept, and how many need two integers, as shares."""
+        """The shares of all coefficients that are kept, and that need two integers."""
         channels = sum(cell.num_channels for cell in self.profile.cells.values())
         rows = self._rows.values()
         return sum(r.kept for r in rows) / channels, sum(r.count - r.kept for r in rows) / channels
@@ -195,7 +194,7 @@ class KltQuantiser(KltIntegers):
         self, quantised: Quantised, dtype: torch.dtype, place: CellPlace, tokens: slice = slice(None)
     ) -> CellValues:
         exponents, _, integers = quantised
-        which, _ = self._exact_planes(quantised, dtype, place)  # refuses parts that do not fit together
+        which, _ = self._exact_planes(quantised, dtype, place)  # raises if the parts do not fit together
         first, end, _ = tokens.indices(len(exponents))
         mean, rope = self.profile.cells[self._key(place.layers, place.heads)].mean, self.profile.rope
         matrix = self._matrix(place, dtype)
@@ -205,7 +204,7 @@ class KltQuantiser(KltIntegers):
         k, v = self._split(x, place)
         if rope is not None:
             k = rotate(k, rope.table(place.tokens.start + first, end - first, k.device), rope)
-        if dtype == torch.float16:  # others hold whatever float32 does
+        if dtype == torch.float16:  # the other dtypes have the range of float32
             k, v = (t.clamp_(-_HALF_LARGEST, _HALF_LARGEST) for t in (k, v))
         values = CellValues(k.to(dtype), v.to(dtype))
         wanted = (which >= first) & (which < end)
@@ -218,15 +217,15 @@ class KltQuantiser(KltIntegers):
     def exact_tokens(
         self, quantised: Quantised, dtype: torch.dtype, place: CellPlace
     ) -> tuple[torch.Tensor, CellValues]:
-        """Return which of a cell's tokens are kept exact, int64 ``(n,)``, and their values. Raises FormatError where
-        the parts do not fit together."""
+        """Return the indices of a cell's exact tokens, int64 ``(n,)``, and their values. Raises FormatError if the
+        parts do not fit together."""
         which, planes = self._exact_planes(quantised, dtype, place)
         return which, CellValues(*self._split(from_planes(planes, dtype), place))
 
     def _exact_planes(
         self, quantised: Quantised, dtype: torch.dtype, place: CellPlace
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which of a cell's tokens are kept exact, and the byte planes of their values."""
+        """Return the indices of a cell's exact tokens, and the byte planes of their values."""
         exponents, exact, _ = quantised
         which = (exponents == EXACT).nonzero().squeeze(1)
         shape = len(which), dtype.itemsize, self.profile.cells[self._key(place.layers, place.heads)].num_channels
@@ -242,15 +241,15 @@ class KltQuantiser(KltIntegers):
         return TransformInverse(self._rows[key].matrix(cell.inverse), cell.mean, self.profile.rope)
 
     def mean_values(self, place: CellPlace, dtype: torch.dtype) -> CellValues:
-        """Return the values of a cell all of whose coefficients are 0."""
+        """Return a cell's values if all its coefficients are 0."""
         count = self._rows[self._key(place.layers, place.heads)].count
         zeros = torch.full((count, len(place.tokens)), ZERO, dtype=torch.uint8)
         exponents = torch.full((len(place.tokens),), UNIT, dtype=torch.uint8)
         return self.dequantise((exponents, torch.empty(0, dtype=torch.uint8), zeros), dtype, place)
 
     def _matrix(self, place: CellPlace, dtype: torch.dtype) -> torch.Tensor:
-        """The way back to values of ``dtype``, transposed: so it is fastest. In bfloat16 sums are rounded as such
-        values are in the end."""
+        """Return the inverse transform for values of ``dtype``, transposed, which is fastest. For bfloat16 it is
+        bfloat16, so that sums are rounded as the values are in the end."""
         key = self._key(place.layers, place.heads)
         if (key, dtype) not in self._matrices:
             used = torch.bfloat16 if dtype == torch.bfloat16 and _HAS_BFLOAT16 else torch.float32
@@ -264,14 +263,14 @@ class KltQuantiser(KltIntegers):
         return self._forwards[key]
 
     def _channels(self, values: CellValues, place: CellPlace) -> torch.Tensor:
-        """``(tokens, C)`` float32, K turned back."""
+        """Return ``(tokens, C)`` float32, with the rotation of K undone."""
         k, v, rope = values.k.float(), values.v.float(), self.profile.rope
         if rope is not None:
             k = unrotate(k, rope.table(place.tokens.start, len(k), k.device), rope)
         return torch.cat((k.flatten(1), v.flatten(1)), dim=1)
 
     def _split(self, channels: torch.Tensor, place: CellPlace) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V, ``(tokens, layers, heads, dim)``, of ``(tokens, C)``."""
+        """Split ``(tokens, C)`` into K and V, ``(tokens, layers, heads, dim)``."""
         shape = len(place.layers), len(place.heads)
         dims = self.profile.k_head_dim, self.profile.v_head_dim
         k, v = torch.split(channels, [math.prod(shape) * dim for dim in dims], dim=1)
@@ -282,7 +281,7 @@ class KltQuantiser(KltIntegers):
         key = layers.start // grid.cell_layers, heads.start // grid.cell_heads
         if key not in self.profile.cells or (grid.layers(key[0]), grid.heads(key[1])) != (layers, heads):
             raise ConfigError(
-                f"layers {layers.start} to {layers.stop} and heads {heads.start} to {heads.stop} are no cell of the "
+                f"layers {layers.start} to {layers.stop} and heads {heads.start} to {heads.stop} are not a cell of the "
                 f"profile, which has cells of {grid.cell_layers} layers and {grid.cell_heads} heads"
             )
         return key
@@ -291,8 +290,8 @@ class KltQuantiser(KltIntegers):
 def forward_of(inverse: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a cell's transform from channels to coefficients, float32 ``(C, C)``.
 
-    It would be W inverse^T, had ``inverse`` not been rounded. One step of Newton's iteration makes up for that: from X
-    to X (2 - inverse X), which squares the error (Schulz, "Iterative Berechnung der reziproken Matrix", 1933).
+    It would be W inverse^T if ``inverse`` were not rounded. One step of Newton's iteration corrects that: from X to
+    X (2 - inverse X), which squares the error (Schulz, "Iterative Berechnung der reziproken Matrix", 1933).
 
     ``inverse``: ``(C, C)``, from coefficients to channels. ``weights``: float32, the blocks of W along its diagonal.
     """
@@ -303,39 +302,39 @@ def forward_of(inverse: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.
 
 
 def head_norms(values: CellValues) -> torch.Tensor:
-    """Return the lengths of the keys, then of the values, of each layer and head: float32 ``(tokens, 2 * layers *
+    """Return the norms of the keys, then of the values, of each layer and head: float32 ``(tokens, 2 * layers *
     heads)``."""
     return torch.cat([x.float().norm(dim=-1).flatten(1) for x in values], dim=1)
 
 
 def exponents_of(log_cost: torch.Tensor) -> torch.Tensor:
-    """Return the exponents of tokens' scales, uint8: a token whose errors cost n times the mean has 1 / sqrt(n)."""
+    """Return the exponents of tokens' scales, uint8. The scale is 1 / sqrt(n) if errors cost n times the mean."""
     exponents = (-log_cost / math.log(2)).round().clamp(-_MOST_EXPONENT, _MOST_EXPONENT)
     return (exponents + UNIT).to(torch.uint8)
 
 
 def scales_of(exponents: torch.Tensor) -> torch.Tensor:
-    """Return tokens' scales, float32. What an exact token has is not defined."""
+    """Return tokens' scales, float32. The scale of an exact token is undefined."""
     return 2.0 ** ((exponents.float() - UNIT) / 2)
 
 
 def _exact_bytes(values: CellValues, which: torch.Tensor) -> torch.Tensor:
-    """The values of some tokens, uint8 ``(n,)``: of each token K, then V, byte plane by byte plane."""
+    """Return the values of some tokens, uint8 ``(n,)``: for each token K, then V, byte plane by byte plane."""
     kept = torch.cat([t[which].flatten(1) for t in values], dim=1)
     return to_planes(kept).movedim(0, 1).flatten()
 
 
 def require_grid(profile: Profile, first_layer: int, num_layers: int, first_head: int, num_heads: int) -> None:
-    """Raise ConfigError unless these layers and heads, a rank's, are whole cells of the profile."""
+    """Raise ConfigError unless a rank's layers and heads are whole cells of the profile."""
     grid = profile.grid
     ends = (first_layer, first_layer + num_layers)
     if any(end % grid.cell_layers and end != grid.num_layers for end in ends) or ends[1] > grid.num_layers:
         raise ConfigError(
-            f"layers {ends[0]} to {ends[1]} of {grid.num_layers} cut the profile's groups of {grid.cell_layers}; give "
-            "each pipeline stage whole groups, by SGLANG_PP_LAYER_PARTITION"
+            f"layers {ends[0]} to {ends[1]} of {grid.num_layers} split the profile's groups of {grid.cell_layers}; "
+            "give each pipeline stage whole groups with SGLANG_PP_LAYER_PARTITION"
         )
     if first_head % grid.cell_heads or num_heads % grid.cell_heads or first_head + num_heads > grid.num_heads:
         raise ConfigError(
-            f"heads {first_head} to {first_head + num_heads} of {grid.num_heads} are no whole blocks of "
-            f"{grid.cell_heads}, as the profile has them; calibrate again with --tp-size"
+            f"heads {first_head} to {first_head + num_heads} of {grid.num_heads} are not whole blocks of "
+            f"{grid.cell_heads}, as in the profile; calibrate again with --tp-size"
         )

@@ -1,6 +1,6 @@
-"""A model's profile: what the ``klt`` quantiser knows of it. One file, made once by ``kvfetch calibrate``.
+"""A model's profile for the ``klt`` quantiser: one file, made once by ``kvfetch calibrate``.
 
-A safetensors file: seven tensors a cell, and in its metadata, under ``kvfetch``, a JSON object with the rest. See
+It is a safetensors file with seven tensors a cell. All else is in its metadata: a JSON object under ``kvfetch``. See
 docs/format.md.
 """
 
@@ -25,12 +25,12 @@ from sgl_kvfetch.types import CellGrid, TensorName
 PROFILE_VERSION = 2
 _METADATA_KEY = "kvfetch"
 
-# The default of target_kl, as a share of what the whole context is worth to the model. docs/codec.md says why.
+# The default of target_kl, as a share of the value of the whole context to the model. docs/codec.md explains it.
 DEFAULT_SHARE = 1e-3
 
 
 class CurvePoint(msgspec.Struct, frozen=True):
-    """What a step was measured to cost in calibration."""
+    """The accuracy and size that calibration measured at a step."""
 
     step: float
     kl: float  # nats a token
@@ -38,7 +38,7 @@ class CurvePoint(msgspec.Struct, frozen=True):
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """What a profile was made from, for people to read and for a check of the weights."""
+    """A description of the calibration, for people and for a check of the weights."""
 
     model: str
     weights: str  # fingerprint, as in the namespace
@@ -67,17 +67,18 @@ class _Metadata(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class CellProfile:
-    """One cell's transform. C channels: by tensor (K, then V), layer, head and dim. All in steps of 1.
+    """One cell's transform for a step of 1. C channels are ordered by tensor (K, then V), layer, head and dim.
 
-    ``inverse``: bfloat16 ``(C, C)``; row c is what coefficient c adds to the channels. Rows go by falling ``reach``.
+    ``inverse``: bfloat16 ``(C, C)``; row c is what coefficient c adds to the channels. Rows are in descending order of
+    ``reach``.
     ``k_weight``, ``v_weight``: float32 ``(layers, heads * dim, heads * dim)``, the blocks of a block-diagonal W with
     ``forward = W @ inverse.T``: see `calibrate.transform`.
     ``mean``: float32 ``(C,)``, of K before its rotation and of V.
     ``spread``: float32 ``(C,)``, the coefficients' standard deviations.
     ``reach``: float32 ``(2, C)``: the magnitude that a coefficient, divided by its token's scale, exceeded in 1% of the
-    tokens of calibration, and the largest.
-    ``sensitivity``: float32, the weights of a token's features in the logarithm of how much its errors cost, and a
-    constant: see `quant.sensitivity`.
+    calibration's tokens, and its largest magnitude.
+    ``sensitivity``: float32, the weights of a token's features and a constant, which predict the logarithm of the cost
+    of its errors: see `quant.sensitivity`.
     """
 
     inverse: torch.Tensor
@@ -95,9 +96,11 @@ class CellProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """``cells``: by layer group and head block. ``rope`` is None where K is coded with its rotation. ``num_sinks``: how
-    many tokens at the start of a sequence are kept exact. ``curve`` rises in ``step`` and in ``kl``. ``context_kl``:
-    what it costs to forget all but the sinks."""
+    """A model's calibrated transforms.
+
+    ``cells``: by layer group and head block. ``rope``: None if K is coded with its rotation. ``num_sinks``: tokens at
+    the start of a sequence that are kept exact. ``curve`` rises in ``step`` and in ``kl``. ``context_kl``: the KL
+    divergence when all tokens but the sinks are forgotten."""
 
     grid: CellGrid
     k_head_dim: int
@@ -118,7 +121,7 @@ class Profile:
 
     @cached_property
     def digest(self) -> str:
-        """32 hex digits over all that coding depends on: profiles of one digest restore each other's coefficients."""
+        """32 hex digits over everything that affects coding: equal digests restore each other's coefficients."""
         whole = xxhash.xxh3_128(msgspec.json.encode((PROFILE_VERSION, self.rope, self.num_sinks)))
         for name, x in self._tensors().items():
             whole.update(f"{name} {tuple(x.shape)}".encode())
@@ -126,10 +129,10 @@ class Profile:
         return whole.hexdigest()
 
     def step_for(self, target_kl: float | None) -> float:
-        """Return the step that cost ``target_kl`` nats a token in calibration, interpolated between steps that were
-        measured; four digits of it, so that it is the same wherever it is computed. None: the profile's default.
+        """Return the step for ``target_kl`` nats a token, interpolated between measured steps. None means the profile's
+        default. The step is rounded to four digits, so that every machine computes the same one.
 
-        Raises ConfigError for a target outside what was measured.
+        Raises ConfigError for a target outside the measured range.
         """
         target_kl = _reachable_target(self.curve, self.context_kl, target_kl)
         for low, high in itertools.pairwise(self.curve):
@@ -139,7 +142,7 @@ class Profile:
         return self.curve[-1].step
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all. Raises ConfigError."""
+        """Write the file atomically. Raises ConfigError."""
         from safetensors.torch import save
 
         metadata = _Metadata(
@@ -173,13 +176,13 @@ class Profile:
 
 
 def require_target(path: Path, target_kl: float | None) -> None:
-    """Raise ConfigError unless the profile of this file can be read and has this target. Reads no tensors."""
+    """Raise ConfigError unless this profile can be read and reaches the target. Does not read tensors."""
     metadata, _ = _read(path, with_tensors=False)
     _reachable_target(metadata.curve, metadata.context_kl, target_kl)
 
 
 def load_profile(path: Path) -> Profile:
-    """Raises ConfigError, naming the file and what is wrong with it."""
+    """Read and validate a profile. Raises ConfigError, naming the file and what is wrong with it."""
     metadata, tensors = _read(path, with_tensors=True)
     try:
         return _Validator(metadata, tensors).profile()
@@ -188,7 +191,7 @@ def load_profile(path: Path) -> Profile:
 
 
 def _default_target(curve: Sequence[CurvePoint], context_kl: float) -> float:
-    """A thousandth of what the context is worth, or the nearest that was measured."""
+    """Return ``DEFAULT_SHARE`` of the context's value, limited to the measured range."""
     return min(max(DEFAULT_SHARE * context_kl, curve[0].kl), curve[-1].kl)
 
 
@@ -197,8 +200,8 @@ def _reachable_target(curve: Sequence[CurvePoint], context_kl: float, target_kl:
     target_kl = default if target_kl is None else target_kl
     if not curve[0].kl <= target_kl <= curve[-1].kl:
         raise ConfigError(
-            f"target_kl = {target_kl:g} is out of this profile's reach, which is {curve[0].kl:.2g} to "
-            f"{curve[-1].kl:.2g}; its default is {default:.2g}"
+            f"target_kl = {target_kl:g} is outside this profile's range, {curve[0].kl:.2g} to {curve[-1].kl:.2g}; "
+            f"its default is {default:.2g}"
         )
     return target_kl
 
@@ -220,9 +223,7 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[_Metadata, dict[str, torch
     try:
         version = msgspec.json.decode(metadata, type=dict[str, Any]).get("version")
         if version != PROFILE_VERSION:
-            raise ConfigError(
-                f"profile {path} has version {version}, this reader knows {PROFILE_VERSION}; calibrate again"
-            )
+            raise ConfigError(f"profile {path} has version {version}, expected {PROFILE_VERSION}; calibrate again")
         decoded = msgspec.json.decode(metadata, type=_Metadata)
         _require_curve(decoded)
     except (msgspec.DecodeError, _ProfileError, RecursionError) as e:
@@ -253,9 +254,9 @@ class _Validator:
             if not 1 <= getattr(m, name) <= 1 << 16:
                 raise _ProfileError(f"{name} is {getattr(m, name)}, expected 1 to {1 << 16}")
         if m.num_heads % m.cell_heads:
-            raise _ProfileError(f"cells of {m.cell_heads} heads do not divide {m.num_heads}")
+            raise _ProfileError(f"cell_heads is {m.cell_heads}, expected a divisor of num_heads = {m.num_heads}")
         if m.rope is not None and m.rope.rotary_dim > m.k_head_dim:
-            raise _ProfileError(f"rope turns {m.rope.rotary_dim} channels, heads have {m.k_head_dim}")
+            raise _ProfileError(f"rope rotates {m.rope.rotary_dim} channels, but heads have {m.k_head_dim}")
         if not 0 <= m.num_sinks <= 1 << 16:
             raise _ProfileError(f"num_sinks is {m.num_sinks}")
         grid = CellGrid(m.num_layers, m.num_heads, m.cell_layers, m.cell_heads)

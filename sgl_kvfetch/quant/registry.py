@@ -14,7 +14,7 @@ from sgl_kvfetch.quant.symmetric import SymmetricQuantiser
 
 QuantiserName = Literal["exact", "uint8", "cachegen", "klt"]
 
-# CacheGen's own choice (LMCache's CacheGenConfig for 32-layer models): finer bins for early layers.
+# CacheGen's own values (LMCache's CacheGenConfig for 32-layer models): finer bins for early layers.
 CACHEGEN_K_BINS = (32,) * 10 + (16,)
 CACHEGEN_V_BINS = (32,) * 2 + (16,)
 
@@ -27,7 +27,7 @@ def make_quantiser(
     k_bins: Sequence[int] | None = None,
     v_bins: Sequence[int] | None = None,
 ) -> Quantiser:
-    """Build a quantiser that needs no profile. Bins matter to ``cachegen`` alone.
+    """Create a quantiser that needs no profile. Only ``cachegen`` uses the bins.
 
     Raises ConfigError for bins that are not allowed.
     """
@@ -41,9 +41,9 @@ def make_quantiser(
 
 
 def quantiser_from_identity(identity: str) -> Quantiser:
-    """The inverse of ``Quantiser.identity``: what a stored namespace was written with.
+    """Create the quantiser with this ``Quantiser.identity``, as recorded in a stored namespace.
 
-    For ``klt``, whose profile is not stored, one that knows the integers and not the values. Raises FormatError.
+    For ``klt``, whose profile is not stored, it can handle integers but not values. Raises FormatError.
     """
     plain: tuple[Literal["exact", "uint8"], ...] = ("exact", "uint8")
     for name in plain:

@@ -1,8 +1,8 @@
-"""Rotary position embedding, as the engine applies it: taken off K before it is quantised, put back after.
+"""Rotary position embedding, as the engine applies it: removed from K before quantisation, applied again after.
 
-A channel of K that turns with the position has no mean and a full-size spread; turned back, it has both small. The
-rotation is read from the model's config and follows SGLang's ``srt/layers/rotary_embedding`` (its own PyTorch code, in
-the same order of operations), where that differs from transformers too.
+A rotated channel of K has no mean and a large spread; without the rotation, its spread is small. The rotation is read
+from the model's config. It follows SGLang's ``srt/layers/rotary_embedding`` (its PyTorch code, with the same order of
+operations), even where that differs from transformers.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from sgl_kvfetch.errors import UnsupportedError
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
     """One rotation for all layers and heads of a model.
 
-    Position p turns pair i by the angle ``p / position_divisor * inv_freq[i]`` and scales it by ``attention_scaling``.
+    Position p rotates pair i by ``p / position_divisor * inv_freq[i]`` and scales it by ``attention_scaling``.
     ``inv_freq`` has half the rotary dimension's entries, each a float32. ``interleaved``: pair i is channels
-    ``(2i, 2i + 1)`` (GPT-J); otherwise ``(i, i + rotary_dim / 2)`` (NeoX). Channels from ``rotary_dim`` on are left
-    alone. Raises ValueError for numbers that make no rotation.
+    ``(2i, 2i + 1)`` (GPT-J); otherwise ``(i, i + rotary_dim / 2)`` (NeoX). Channels from ``rotary_dim`` on are not
+    rotated. Raises ValueError for invalid numbers.
     """
 
     inv_freq: tuple[float, ...]
     attention_scaling: float = 1.0
     interleaved: bool = False
-    position_divisor: float = 1.0  # apart from inv_freq: float32 rounds p / d * f and p * (f / d) differently
+    position_divisor: float = 1.0  # not merged into inv_freq: float32 rounds p / d * f and p * (f / d) differently
 
     def __post_init__(self) -> None:
         if not self.inv_freq or not all(math.isfinite(f) for f in self.inv_freq):
@@ -50,11 +50,11 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
         """Radians a position, float32 ``(rotary_dim / 2,)`` on the CPU."""
         return torch.tensor(self.inv_freq, dtype=torch.float32, device="cpu") / self.position_divisor
 
-    @lru_cache(maxsize=64)  # noqa: B019 - ropes are few; the cells of a span need the same table
+    @lru_cache(maxsize=64)  # noqa: B019 - there are few ropes, and all cells of a span need the same table
     def table(self, first_token: int, num_tokens: int, device: torch.device | str | None = None) -> torch.Tensor:
-        """``(tokens, rotary_dim)`` float32: cosines, then sines, of the positions from ``first_token`` on.
+        """Return ``(tokens, rotary_dim)`` float32: cosines, then sines, of the positions from ``first_token`` on.
 
-        The rows of SGLang's ``cos_sin_cache``; ``attention_scaling`` is in them.
+        These are rows of SGLang's ``cos_sin_cache``, including ``attention_scaling``.
         """
         positions = torch.arange(first_token, first_token + num_tokens, dtype=torch.float32, device=device)
         inv_freq = torch.tensor(self.inv_freq, dtype=torch.float32, device=device)
@@ -63,7 +63,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rotate(x: torch.Tensor, table: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Turn ``x``, float32 ``(tokens, ..., dim)``, by ``table``, the rows of ``Rope.table`` for its tokens."""
+    """Rotate ``x``, float32 ``(tokens, ..., dim)``. ``table``: the rows of ``Rope.table`` for its tokens."""
     cos, sin = _factors(x, table)
     first, second = _pairs(x, rope)
     turned = (first * cos).addcmul_(second, sin, value=-1), (second * cos).addcmul_(first, sin)
@@ -71,7 +71,7 @@ def rotate(x: torch.Tensor, table: torch.Tensor, rope: Rope) -> torch.Tensor:
 
 
 def unrotate(x: torch.Tensor, table: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """The inverse of ``rotate``, up to rounding."""
+    """Undo ``rotate``, up to rounding."""
     cos, sin = _factors(x, table / rope.attention_scaling**2)
     first, second = _pairs(x, rope)
     turned = (first * cos).addcmul_(second, sin), (second * cos).addcmul_(first, sin, value=-1)
@@ -79,7 +79,7 @@ def unrotate(x: torch.Tensor, table: torch.Tensor, rope: Rope) -> torch.Tensor:
 
 
 def _factors(x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines, broadcast over all dimensions of ``x`` between tokens and channels."""
+    """Return cosines and sines, broadcast over all dimensions of ``x`` between tokens and channels."""
     assert table.shape[0] == x.shape[0], (table.shape, x.shape)
     cos, sin = table.view(x.shape[0], *[1] * (x.ndim - 2), -1).chunk(2, dim=-1)
     return cos, sin
@@ -100,12 +100,12 @@ def _joined(first: torch.Tensor, second: torch.Tensor, like: torch.Tensor, rope:
 
 @dataclass(frozen=True)
 class _Family:
-    """How SGLang's code of a model type (``srt/models``) uses its config.
+    """How SGLang's implementation of a model type (``srt/models``) uses its config.
 
-    ``interleaved``: what it passes as ``not is_neox_style``; ``obeys_style``: unless the config says
-    ``rope_is_neox_style``. ``partial``: the ``partial_rotary_factor`` it assumes; None where it always turns whole
-    heads. ``says_dim``: the config may give the number of channels itself. ``scaled``: whether it looks at the type of
-    RoPE at all.
+    ``interleaved``: the negation of the ``is_neox_style`` it passes. ``obeys_style``: the config's
+    ``rope_is_neox_style`` overrides that. ``partial``: the default of ``partial_rotary_factor``; None if it always
+    rotates whole heads. ``says_dim``: the config may give the number of rotated channels. ``scaled``: whether it uses
+    the RoPE type at all.
     """
 
     interleaved: bool = False
@@ -119,8 +119,8 @@ _LLAMA = _Family(partial=1.0, obeys_style=True)
 _WHOLE = _Family()
 _PLAIN = _Family(scaled=False)
 
-# Only models that rotate all layers alike, and K last: of others, such as cohere2 and smollm3 (layers without RoPE),
-# gemma3 (two bases), hunyuan (normed after the rotation), a single rotation would be the wrong one.
+# Only models that rotate all layers alike, and K last. A single rotation would be wrong for others, such as cohere2 and
+# smollm3 (layers without RoPE), gemma3 (two bases), hunyuan (normed after the rotation).
 _FAMILIES: dict[str, _Family] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -158,12 +158,11 @@ _FAMILIES: dict[str, _Family] = {
 
 
 def rope_of_config(config: Any) -> Rope:
-    """The rotation of a model, from its transformers config: a ``PretrainedConfig``, or ``config.json`` as a mapping.
+    """Return the rotation of a model, from its transformers config: a ``PretrainedConfig``, or ``config.json`` as a
+    mapping. Keys missing from a mapping get transformers' general defaults, not those of the model type.
 
-    Of a mapping, what it leaves out has transformers' general defaults, not the model type's.
-
-    Raises UnsupportedError, which says what is known, where the model type or the type of RoPE is not, and where SGLang
-    and transformers would not rotate alike.
+    Raises UnsupportedError, listing the known ones, if the model type or the type of RoPE is unknown. Also raises it if
+    SGLang and transformers would rotate differently.
     """
     get: _Get = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
     model_type = get("model_type")
@@ -184,7 +183,7 @@ _Get = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class _Setting:
-    """A config's numbers about RoPE, in the places where SGLang looks for them."""
+    """A config's RoPE numbers, read from where SGLang reads them."""
 
     get: _Get
     parameters: Mapping[str, Any]
@@ -226,7 +225,7 @@ def _positive(name: str, value: object) -> float:
 
 
 def _parameters(get: _Get) -> Mapping[str, Any]:
-    """``rope_parameters`` (transformers 5) or ``rope_scaling`` (before)."""
+    """Return ``rope_parameters`` (transformers 5) or ``rope_scaling`` (earlier versions)."""
     parameters = get("rope_parameters")
     if parameters is None:
         parameters = get("rope_scaling")
@@ -235,7 +234,7 @@ def _parameters(get: _Get) -> Mapping[str, Any]:
     if not isinstance(parameters, Mapping):
         raise UnsupportedError(f"the config's RoPE parameters are {parameters!r}, expected a mapping")
     if nested := sorted(key for key, value in parameters.items() if isinstance(value, Mapping)):
-        raise UnsupportedError(f"rope parameters by layer type ({', '.join(nested)}): known is one rotation for all")
+        raise UnsupportedError(f"rope parameters by layer type ({', '.join(nested)}): expected one rotation for all")
     return parameters
 
 
@@ -253,12 +252,12 @@ def _rope_type(parameters: Mapping[str, Any], get: _Get) -> str:
 
 
 def _rotary_dim(family: _Family, get: _Get, parameters: Mapping[str, Any]) -> int:
-    """How many channels of a head turn."""
+    """Return the number of rotated channels of a head."""
     head_dim = get("head_dim")
     if head_dim is None:
         hidden, heads = get("hidden_size") or get("n_embd"), get("num_attention_heads") or get("n_head")
         if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
-            raise UnsupportedError(f"the config has no head_dim, and {hidden!r} over {heads!r} heads gives none")
+            raise UnsupportedError(f"the config has no head_dim, and cannot divide {hidden!r} by {heads!r} heads")
         head_dim = hidden // heads
     factor = get("partial_rotary_factor")
     factor = parameters.get("partial_rotary_factor") if factor is None else factor
@@ -267,7 +266,7 @@ def _rotary_dim(family: _Family, get: _Get, parameters: Mapping[str, Any]) -> in
         raise UnsupportedError(f"partial_rotary_factor is {factor}, but SGLang rotates whole heads of this model type")
     rotary_dim = (get("rotary_dim") if family.says_dim else None) or int(head_dim * factor)
     if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
-        raise UnsupportedError(f"{rotary_dim} of a head's {head_dim} channels turn: expected an even number from 2 on")
+        raise UnsupportedError(f"{rotary_dim} of a head's {head_dim} channels rotate; expected an even number above 0")
     return int(rotary_dim)
 
 
@@ -310,11 +309,11 @@ def _linear(setting: _Setting) -> _Parts:
 def _dynamic(setting: _Setting) -> _Parts:
     """``DynamicNTKScalingRotaryEmbedding``, ``DynamicNTKAlphaRotaryEmbedding`` (with ``alpha``).
 
-    Not dynamic in SGLang: the base is that of the longest sequence, whatever the length. Transformers scales nothing
+    It is not dynamic in SGLang: the base is that of the longest sequence at every length. Transformers scales nothing
     up to ``max_position_embeddings``.
     """
     if setting.rotary_dim == 2:
-        raise UnsupportedError("rope type 'dynamic' needs more than two channels that turn")
+        raise UnsupportedError("rope type 'dynamic' needs more than two rotated channels")
     if setting.parameters.get("alpha") is not None:
         grown = setting.parameter("alpha")
     else:
@@ -348,7 +347,7 @@ def _yarn(setting: _Setting) -> _Parts:
 
 
 def _yarn_range(setting: _Setting, base: float) -> tuple[float, float]:
-    """Between which pairs frequencies go from kept to divided by the factor."""
+    """Return the pairs between which frequencies change from unscaled to divided by the factor."""
 
     def pair(num_rotations: float) -> float:
         turns = setting.original_max_position / (num_rotations * 2 * math.pi)
@@ -362,10 +361,10 @@ def _yarn_range(setting: _Setting, base: float) -> tuple[float, float]:
 
 
 def _yarn_scaling(setting: _Setting, factor: float) -> float:
-    """How much cosines and sines grow.
+    """Return the factor of cosines and sines.
 
-    SGLang does not read ``attention_factor``: a config whose factor is another than what SGLang computes is refused,
-    since what transformers shows of the model would not be what SGLang serves.
+    SGLang ignores ``attention_factor``. If it differs from what SGLang computes, the config is refused: measurements
+    with transformers would not apply to the model that SGLang serves.
     """
 
     def grown(mscale: float) -> float:

@@ -1,4 +1,4 @@
-"""Uniform bins around zero, as wide as the largest magnitude in a vector asks for.
+"""Symmetric quantisers: uniform bins around zero, scaled to the largest magnitude in a vector.
 
 With ``bins`` bins, ``centre = bins // 2 - 1``: a value x of a vector whose largest magnitude is m becomes
 ``round(x * centre / m) + centre``, an integer in ``[0, 2 * centre]``. This is CacheGen's vector-wise quantisation
@@ -23,22 +23,22 @@ ScaleOver = Literal["head", "layer"]
 
 
 def centre_of(bins: int) -> int:
-    """The integer that stands for zero; also the largest magnitude in steps."""
+    """Return the integer that represents zero. It is also the largest magnitude in steps."""
     return bins // 2 - 1
 
 
 class SymmetricQuantiser(Quantiser):
     """One step width a token and layer, for each head or for all heads of a cell together.
 
-    The step (magnitude of one bin) is rounded up to bfloat16 *before* it is used, so that what is stored is exactly
-    what was divided by, and the largest value still fits.
+    The step (the width of one bin) is rounded up to bfloat16 *before* it is used. So the stored step is exactly the
+    divisor, and the largest value still fits.
     """
 
     def __init__(self, name: str, scale_over: ScaleOver, k_bins: Sequence[int], v_bins: Sequence[int]) -> None:
-        """``k_bins`` and ``v_bins`` give the bins of each layer; the last entry serves all layers that follow."""
+        """``k_bins`` and ``v_bins`` give the bins of each layer; the last entry applies to all further layers."""
         for key, bins in (("k_bins", k_bins), ("v_bins", v_bins)):
             if not bins or any(not MIN_BINS <= b <= MAX_BINS for b in bins):
-                raise ConfigError(f"{key} = {list(bins)}: allowed are one or more of {MIN_BINS} to {MAX_BINS}")
+                raise ConfigError(f"{key} = {list(bins)}: expected one or more numbers from {MIN_BINS} to {MAX_BINS}")
         self._name = name
         self._scale_over = scale_over
         self._bins: dict[TensorName, tuple[int, ...]] = {"k": tuple(k_bins), "v": tuple(v_bins)}
@@ -72,7 +72,7 @@ class SymmetricQuantiser(Quantiser):
             raise QuantiseError("values are not finite")
         scales = step_widths(magnitude, centre, values.dtype)
         step = scales.to(torch.float32)
-        # A zero step belongs to a vector of zeros (or of values too small to matter): all centre.
+        # A zero step belongs to a vector of zeros (or of negligible values): all its integers are the centre.
         steps = torch.where(step > 0, x / step, 0.0).round()
         integers = (torch.clamp(steps, -centre, centre) + centre).to(torch.uint8)
         return scales.contiguous().view(torch.uint8).flatten(), integers
@@ -108,10 +108,10 @@ class SymmetricQuantiser(Quantiser):
 
 
 def step_widths(magnitude: torch.Tensor, centre: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The steps that the largest magnitudes (finite float32) ask for, rounded up to bfloat16.
+    """Return the step widths for these largest magnitudes (finite float32), rounded up to bfloat16.
 
-    Rounded down instead where ``centre`` steps would lead out of ``dtype``: the largest float16 must not come back as
-    infinity.
+    A width is rounded down instead if ``centre`` steps of it would exceed the range of ``dtype``: the largest float16
+    must not be restored as infinity.
     """
     bits = (magnitude / centre).contiguous().view(torch.int32)
     up = (bits + 0xFFFF) >> 16

@@ -1,4 +1,4 @@
-"""Run a real SGLang server as a child process: for tests, demonstrations and benchmarks."""
+"""Runs a real SGLang server as a child process, for tests, demonstrations and benchmarks."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _EXIT_S = 15.0
 
 
 class ServerError(RuntimeError):
-    """The server did not start, died, or refused a request. The message holds what it said."""
+    """The server did not start, died, or refused a request. The message holds its answer or the end of its log."""
 
 
 @dataclass(frozen=True)
 class Generation:
     """One answer of ``/generate``.
 
-    ``logprobs`` are those of the output tokens, where they were asked for. ``cached_tokens`` counts the prompt's
-    tokens that were not computed, and ``cached_tokens_details`` says which tier they came from. ``ttft_s`` is
-    the client's view.
+    ``logprobs`` are those of the output tokens, if they were requested. ``cached_tokens`` counts the prompt tokens that
+    were not computed, and ``cached_tokens_details`` says which tiers they came from. ``ttft_s`` is measured by the
+    client.
     """
 
     text: str
@@ -69,10 +69,10 @@ def hicache_args(
     prefetch_threshold: int = 16,
     **config: Any,
 ) -> list[str]:
-    """The flags of host mode: our storage backend behind SGLang's host pool.
+    """Return the flags of host mode: our storage backend behind SGLang's host pool.
 
-    ``prefetch_threshold`` is in tokens; SGLang's own default of 256 ignores short prompts. ``config`` holds further
-    keys of our config.
+    ``prefetch_threshold`` is in tokens; SGLang's default of 256 ignores short prompts. ``config`` holds more keys of
+    our config.
     """
     extra = {"store": store_url, "prefetch_threshold": prefetch_threshold, **config}
     return [
@@ -86,9 +86,9 @@ def hicache_args(
 
 
 def device_args(store_url: str, *, prefetch_threshold: int = 16, **config: Any) -> list[str]:
-    """The flags of device mode: our storage backend without a host tier. Arguments as for ``hicache_args``.
+    """Return the flags of device mode: our storage backend without a host tier. Arguments are as in ``hicache_args``.
 
-    What is stored is fetched, unless ``recompute`` says otherwise: small models compute faster than links bring.
+    Recomputing is off by default, since a small model computes its KV faster than a link transfers it.
     """
     extra = {"store": store_url, "prefetch_threshold": prefetch_threshold, "recompute": "never", **config}
     return [
@@ -98,20 +98,20 @@ def device_args(store_url: str, *, prefetch_threshold: int = 16, **config: Any) 
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on at this moment."""
+    """Return a loopback port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class SGLangServer:
-    """A context manager: ``python -m sglang.launch_server`` on a free loopback port, ready when entered.
+    """A context manager that runs ``python -m sglang.launch_server`` on a free loopback port, ready when entered.
 
-    ``extra_args`` follow the defaults and win over them. ``env`` is added to this process's environment. On a machine
-    without an accelerator the CPU engine is switched on and ``CPU_ARGS`` are passed. The log goes to ``log_path``, or
-    to the server's temporary directory, which is also where it runs: the folder `triton_kernels` of a checkout must
-    not be importable in it. SGLang wants an ``admin_api_key`` for attaching a storage backend at run time; every
-    request carries it.
+    ``extra_args`` follow the defaults and override them. ``env`` is added to this process's environment. On a machine
+    without an accelerator, the CPU engine is switched on and ``CPU_ARGS`` are passed. The log goes to ``log_path``, or
+    else to the server's temporary directory. The server runs in that directory, because it must not be able to import
+    the folder `triton_kernels` of a checkout. SGLang requires an ``admin_api_key`` to attach a storage backend at run
+    time; every request carries it.
 
     Entering raises ``ServerError``, with the log's tail, if the server exits or is not healthy in time.
     """
@@ -162,7 +162,7 @@ class SGLangServer:
         self.stop()
 
     def start(self) -> None:
-        """Start the server and wait until it answers ``/health``. Leaves nothing running if it raises."""
+        """Start the server and wait until it answers ``/health``. If this raises, nothing is left running."""
         assert self._process is None, "already started"
         with open(self.log_path, "wb") as log:
             self._process = subprocess.Popen(
@@ -186,11 +186,11 @@ class SGLangServer:
         return self._process.wait(timeout_s)
 
     def log(self) -> str:
-        """Everything that the server has printed so far."""
+        """Return everything that the server has printed so far."""
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def log_tail(self) -> str:
-        """The last lines of the log."""
+        """Return the last lines of the log."""
         return "\n".join(self.log().splitlines()[-_LOG_TAIL_LINES:])
 
     def generate(
@@ -203,7 +203,7 @@ class SGLangServer:
         logprobs: bool = False,
         **sampling: Any,
     ) -> Generation:
-        """Generate from a text or from token ids, greedily by default. ``sampling`` holds further parameters."""
+        """Generate from a text or from token ids, greedily by default. ``sampling`` holds more sampling parameters."""
         assert (prompt is None) != (input_ids is None), "give either a prompt or input_ids"
         params = {"max_new_tokens": max_new_tokens, "temperature": temperature, "ignore_eos": True}
         body: dict[str, Any] = {"sampling_params": params | sampling, "return_logprob": logprobs, "stream": True}
@@ -221,20 +221,20 @@ class SGLangServer:
         )
 
     def metrics(self) -> str:
-        """The text of ``/metrics``."""
+        """Return the text of ``/metrics``."""
         return self.request("GET", "/metrics")
 
     def flush(self, timeout_s: float = 30.0) -> None:
-        """Empty the device and the host tier; what is stored remotely stays. Waits until the server is idle."""
+        """Wait until the server is idle, then empty its device and host tiers. The remote store is not changed."""
         self.request("POST", f"/flush_cache?timeout={timeout_s:g}")
 
     def request(self, method: str, path: str, body: Any = None) -> str:
-        """One request; returns the body. Raises ``ServerError`` with the answer for any status but success."""
+        """Make a request and return the answer's body. Raises ``ServerError`` with the answer unless it succeeds."""
         with self._open(method, path, body) as response:
             return str(response.read().decode())
 
     def _last_event(self, path: str, body: Any) -> tuple[dict[str, Any], float]:
-        """The last event of a streamed answer, which holds all of it, and the seconds until the first."""
+        """Return the last event of a streamed answer, which holds the whole answer, and the seconds to the first."""
         started_s = time.monotonic()
         ttft_s, last = None, b""
         with self._open("POST", path, body) as response:
@@ -268,12 +268,12 @@ class SGLangServer:
             raise ServerError(f"{method} {path}: {error}\n{self.log_tail()}") from error
 
     def stop(self) -> None:
-        """End the server and every process that it started. Does nothing if it is not running."""
+        """End the server and every process that it started. Do nothing if it is not running."""
         if self._process is None:
             return
         process, self._process = self._process, None
         try:
-            # To the server alone: it takes a signalled scheduler for a crash, and stays seconds to diagnose it.
+            # Signal only the server: it would take a signalled scheduler for a crash, and diagnose it for seconds.
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_EXIT_S)

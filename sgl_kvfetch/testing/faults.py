@@ -1,11 +1,11 @@
-"""A faulty network in front of an HTTP store: a small proxy whose faults are chosen while it runs.
+"""Simulates a faulty network in front of an HTTP store, with a small proxy. A test sets its faults while it runs.
 
     async with FaultyProxy("127.0.0.1", server.port) as proxy:
         await proxy.set(Fault("close", after_bytes=100, times=1))
         ...                                   # the next answer breaks off after 100 bytes of its body
-        await proxy.set(None)                 # all is well again
+        await proxy.set(None)                 # no more faults
 
-Answers are one a connection, so that a fault never reaches beyond its request.
+Each connection carries one answer, so that a fault affects only its own request.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Literal, Self
 
 FaultKind = Literal[
     "refuse",  # nobody listens; open connections are reset
-    "hang",  # take the request, never answer
-    "error",  # answer with ``status``, without asking the store
+    "hang",  # accept the request, but never answer
+    "error",  # answer with ``status``, without contacting the store
     "close",  # break off after ``after_bytes`` of the answer's body
-    "stall",  # send no more after ``after_bytes`` of the answer's body, and keep the connection
+    "stall",  # send no more after ``after_bytes`` of the answer's body, but keep the connection open
     "slow",  # send the answer's body at ``bytes_per_s``
     "wrong_length",  # announce ``extra_bytes`` more (or fewer, if negative) than are sent
     "flip",  # flip the lowest bit of the body's byte ``after_bytes``
@@ -44,12 +44,12 @@ class Fault:
     after_bytes: int = 0
     bytes_per_s: float = 1e6
     extra_bytes: int = 1
-    times: int | None = None  # for so many requests, then all is well; None for all. Not for "refuse"
-    only: Callable[[str, str], bool] | None = None  # for requests of which this says so: (method, path)
+    times: int | None = None  # how many requests it affects; None for all. Not for "refuse"
+    only: Callable[[str, str], bool] | None = None  # affects only requests for which this returns True: (method, path)
 
 
 class FaultyProxy:
-    """Listens on a free port of the loopback. ``requests`` lists what came: (method, path)."""
+    """Listens on a free loopback port. ``requests`` lists the received requests: (method, path)."""
 
     def __init__(self, store_host: str, store_port: int) -> None:
         self._store = (store_host, store_port)
@@ -68,7 +68,7 @@ class FaultyProxy:
         return f"http://127.0.0.1:{self.port}"
 
     async def set(self, fault: Fault | None) -> None:
-        """Choose the fault of the requests to come; None for none."""
+        """Set the fault for future requests; None for no fault."""
         self._fault = fault
         self._times_left = fault.times if fault else None
         if fault is not None and fault.kind == "refuse":
@@ -77,7 +77,7 @@ class FaultyProxy:
             await self._listen()
 
     def cut(self) -> None:
-        """From now on nothing passes, in either direction, and no connection breaks; until ``mend``."""
+        """Let nothing pass in either direction until ``mend`` is called. Connections stay open."""
         self._link.clear()
 
     def mend(self) -> None:
@@ -121,7 +121,7 @@ class FaultyProxy:
             self.requests.append((method, path))
             await self._answer(self._take_fault(method, path), head, reader, writer)
         except (OSError, asyncio.IncompleteReadError):
-            _reset(writer)  # one of the two sides went away
+            _reset(writer)  # the client or the store disconnected
         finally:
             self._writers.discard(writer)
             await _close(writer)
@@ -192,7 +192,7 @@ async def _pipe_body(head: bytes, reader: asyncio.StreamReader, writer: asyncio.
     while left:
         piece = await reader.read(min(left, _PIECE_BYTES))
         if not piece:
-            raise ConnectionResetError("the client went away")
+            raise ConnectionResetError("the client disconnected")
         left -= len(piece)
         writer.write(piece)
         await writer.drain()
@@ -208,7 +208,7 @@ async def _drop_body(head: bytes, reader: asyncio.StreamReader) -> None:
 
 
 def _body_bytes(head: bytes) -> int:
-    """Our clients always announce a body's length."""
+    """Return the body's length. Our clients always announce it."""
     match = _LENGTH.search(head)
     return int(match[1]) if match else 0
 
@@ -224,7 +224,7 @@ def _with_wrong_length(head: bytes, fault: Fault | None) -> bytes:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Close with a reset rather than in order."""
+    """Close the connection with a TCP reset."""
     sock = writer.get_extra_info("socket")
     if sock is not None:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Pages in memory."""
+"""A page pool in memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 
 
 class MemoryPool(PagePool):
-    """``values``: by tensor, ``(pages, page_size, layers, heads, dim)``, all of them ``fill`` at first."""
+    """``values``: for each tensor, ``(pages, page_size, layers, heads, dim)``, filled with ``fill`` at first."""
 
     def __init__(self, geometry: KVGeometry, num_pages: int, fill: float) -> None:
         shape = num_pages, geometry.page_size, geometry.num_layers, geometry.num_heads

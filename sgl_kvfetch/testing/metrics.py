@@ -1,4 +1,4 @@
-"""Read our metrics from a server's ``/metrics``."""
+"""Reads our metrics from a server's ``/metrics``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from sgl_kvfetch.testing.engine import SGLangServer
 
 
 def read_metric(text: str, name: str, **labels: str) -> float:
-    """The sum of all samples of that name with those labels, over all ranks; 0 if there are none.
+    """Return the sum of all samples with this name and these labels, over all ranks; 0 if there are none.
 
-    ``name`` is the sample's: a counter's ends in ``_total``.
+    ``name`` is the sample's name, which ends in ``_total`` for a counter.
     """
     return sum(
         sample.value
@@ -23,9 +23,9 @@ def read_metric(text: str, name: str, **labels: str) -> float:
 
 
 def wait_until_written(server: SGLangServer, num_pages: int, timeout_s: float = 60.0) -> None:
-    """Wait until the writes of at least that many pages (of all ranks together) have ended, and none waits.
+    """Wait until at least ``num_pages`` pages, of all ranks together, are written and no write is queued.
 
-    Raises TimeoutError, with the counts, if that does not happen.
+    Raises TimeoutError, with both counts, after ``timeout_s``.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:

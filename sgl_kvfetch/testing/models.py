@@ -1,4 +1,4 @@
-"""A small random Llama with a tokenizer, made on the spot: end-to-end runs need no model hub."""
+"""Makes a small random Llama with a tokenizer, so that end-to-end runs need no model hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class TinyLlama:
-    """The shape of the model. Every token is one word: ``w17`` is token 17."""
+    """The model's shape. Every token is one word: ``w17`` is token 17."""
 
     vocab_size: int = 2048
     hidden_size: int = 256
@@ -27,8 +27,8 @@ class TinyLlama:
 def make_tiny_llama(directory: Path, shape: TinyLlama | None = None, **changes: int) -> Path:
     """Write a random model and its tokenizer to ``directory``; return the directory.
 
-    The same shape and seed give the same weights. ``changes`` replace fields of the shape. The weights are drawn wider
-    than transformers would, so that the tokens that come out depend on the whole prompt.
+    Equal shapes and seeds give equal weights. ``changes`` replace fields of the shape. The weights have a larger
+    standard deviation than transformers' default, so that the output tokens depend on the whole prompt.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Small real segments, quick to make, for tests of stores."""
+"""Makes small real segments quickly, for tests of stores."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FOLDER = head_slice(NAMESPACE.model).folder
 
 
 def page_hashes(num_pages: int, branch: str = "", branch_at: int = 0) -> list[bytes]:
-    """A chain of page hashes. Chains are alike before ``branch_at``, and differ by ``branch`` from there on."""
+    """Return a chain of page hashes, which depend on ``branch`` from page ``branch_at`` on."""
     chain, last = [], b""
     for page in range(num_pages):
         content = f"{page}{branch if page >= branch_at else ''}"
@@ -68,7 +68,7 @@ def make_segment(
     codec: str = "zstd",
     content: int = 0,
 ) -> CodedSegment:
-    """A small real segment of pages ``[first_page, first_page + num_pages)``. ``content`` seeds its values."""
+    """Return a small real segment of pages ``[first_page, first_page + num_pages)``. ``content`` seeds its values."""
     previous = chain[first_page - 1] if first_page else None
     return _coded(model, first_page, previous, tuple(chain[first_page : first_page + num_pages]), codec, content)
 
@@ -78,7 +78,7 @@ async def put_segment(store: Store, segment: CodedSegment) -> None:
 
 
 def data_object(content: bytes) -> str:
-    """A name for a data object of this content, of a segment that has no manifest."""
+    """Return a name for a data object with this content. Its segment has no manifest."""
     key = SegmentKey(FOLDER, 1, hashlib.sha256(content).digest())
     return key.data_name(xxhash.xxh3_128_hexdigest(content))
 

@@ -1,4 +1,4 @@
-"""Run ``kvfetch serve`` as a child process: a real store over a real socket."""
+"""Runs ``kvfetch serve`` as a child process: a real store over a real socket."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EXIT_S = 10.0
 
 
 class StoreProcess:
-    """A context manager: a store over ``directory`` on a free loopback port, ready when entered."""
+    """A context manager that serves ``directory`` as a store on a free loopback port, ready when entered."""
 
     def __init__(
         self, directory: str | os.PathLike[str], *, port: int | None = None, extra_args: Sequence[str] = ()
@@ -45,7 +45,7 @@ class StoreProcess:
         self._log.close()
 
     def start(self) -> None:
-        """Start the store and wait until it answers. Raises RuntimeError, with what it said, if it does not."""
+        """Start the store and wait until it answers. Raises RuntimeError, with its log, if it does not start."""
         assert self._process is None, "already started"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "sgl_kvfetch.cli", "serve", *self._args],
@@ -66,14 +66,14 @@ class StoreProcess:
         raise RuntimeError(f"the store did not start: {said}")
 
     def kill(self) -> None:
-        """End it at once, as a crash would."""
+        """Kill the store, as a crash would."""
         assert self._process is not None
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
         self._process = None
 
     def stop(self) -> None:
-        """End it in good order. Does nothing if it is not running."""
+        """Stop the store gracefully, or kill it if that takes too long. Do nothing if it is not running."""
         if self._process is None:
             return
         process, self._process = self._process, None

@@ -1,4 +1,4 @@
-"""What every store must do, as a test class. For a store of your own:
+"""A test class that every store must pass. For your own store:
 
     class TestMyStore(StoreConformance):
         @pytest.fixture
@@ -45,7 +45,7 @@ BAD_NAMES = (
 
 
 class StoreConformance:
-    """Stores that cannot check a manifest when it is put set ``checks_manifests`` to False."""
+    """Set ``checks_manifests`` to False for a store that cannot check a manifest when it is put."""
 
     checks_manifests = True
 
@@ -141,7 +141,7 @@ class StoreConformance:
                     await call
                 assert caught.value.reason == "invalid", name
 
-    async def test_lookup_of_a_namespace_that_is_none(self, store: Store) -> None:
+    async def test_lookup_in_an_invalid_namespace(self, store: Store) -> None:
         for namespace in ("", "..", "0" * 31, "A" * 32):
             with pytest.raises(StoreError) as caught:
                 await store.lookup(namespace, page_hashes(1))
@@ -217,7 +217,7 @@ class StoreConformance:
         assert await store.get(new.manifest.key.manifest_name) == new.manifest.encode()
         assert await store.get(old.data_name) == old.data
 
-    async def test_replace_wants_the_expected_manifest(self, store: Store) -> None:
+    async def test_replace_requires_the_expected_manifest(self, store: Store) -> None:
         chain = page_hashes(4)
         old, new, other = (make_segment(chain, 0, 4, codec=codec) for codec in ("zstd", "deflate", "hevc"))
         name = old.manifest.key.manifest_name
@@ -233,12 +233,12 @@ class StoreConformance:
         assert await store.replace(name, after, object_digest(before))
         assert await store.get(name) == after
         assert [hit.manifest for hit in (await store.lookup(FOLDER, chain)).hits] == [after]
-        # Again, as after an answer that was lost.
+        # A retry, as after a lost answer, succeeds too.
         assert await store.replace(name, after, object_digest(before))
         assert not await store.replace(name, third, object_digest(before))
         assert await store.get(name) == after
 
-    async def test_one_of_many_replaces(self, store: Store) -> None:
+    async def test_only_one_of_many_concurrent_replaces_succeeds(self, store: Store) -> None:
         chain = page_hashes(4)
         segments = [make_segment(chain, 0, 4, codec=codec) for codec in ("zstd", "deflate", "hevc", "hevc420")]
         name = segments[0].manifest.key.manifest_name

@@ -71,7 +71,7 @@ def test_a_file_round_trips(tmp_path: Path) -> None:
             },
             "'b' has 0 decode times",
         ),
-        ({"variants": [{"name": "a", "size_bytes": 1, "decode_s": [1.0]}] * 2}, "each name once"),
+        ({"variants": [{"name": "a", "size_bytes": 1, "decode_s": [1.0]}] * 2}, "with unique names"),
     ],
 )
 def test_a_bad_file_is_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_bad_file_is_refused(change: dict[str, object], message: str, tmp_path
 
 
 def test_what_is_no_profile_is_refused() -> None:
-    with pytest.raises(ConfigError, match="not understood"):
+    with pytest.raises(ConfigError, match="invalid decode profile"):
         decode_profile(b"\xff{")
 
 

@@ -73,7 +73,7 @@ def test_a_measured_profile_is_one_more_device(trace: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "holds no trace"),
+        ("", "expected at least one trace"),
         ("nonsense\n", "bw.jsonl:1: not JSON"),
         ("[1]\n", "expected an object"),
         ('{"bw": []}\n', "at least one sample"),

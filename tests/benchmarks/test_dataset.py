@@ -61,12 +61,12 @@ def test_text(tmp_path: Path) -> None:
         ("a.json", [{"turns": []}], "entry 0: expected an object with a list 'conversations'"),
         ("a.json", [_said(("human", "x"), ("robot", "y"))], "entry 0, message 1: 'from' is 'robot'; allowed are .*gpt"),
         ("a.json", [{"conversations": [{"from": "human"}]}], "message 0: expected strings 'from' and 'value'"),
-        ("a.json", [], "holds nothing that a user says"),
+        ("a.json", [], "has no user messages"),
         ("a.jsonl", '{"prompt": "x"}\n{"prompt": ', "line 2: not JSON"),
-        ("a.jsonl", '{"prompt": "x"}\n{"text": "x"}', r"line 2: no field 'prompt' .*only \['text'\]"),
+        ("a.jsonl", '{"prompt": "x"}\n{"text": "x"}', r"line 2: expected 'prompt' .*found \['text'\]"),
         ("a.jsonl", '{"prompt": null}', "line 1: 'prompt' is null, expected a string"),
         ("a.jsonl", '"x"', "line 1: expected an object, found a JSON str"),
-        ("a.txt", " \n", "holds nothing that a user says"),
+        ("a.txt", " \n", "has no user messages"),
     ],
 )
 def test_a_bad_file_says_what_is_wrong_and_where(tmp_path: Path, name: str, content: Any, message: str) -> None:

@@ -47,6 +47,6 @@ def test_without_the_real_model_a_random_one_stands_in(
     monkeypatch.setattr(demo, "is_available", lambda: False)
     assert demo.main(["--link-gbps", "0.2", "--picture", str(tmp_path / "demo.png")]) == 0
     said = capsys.readouterr().out
-    assert "a small random model stands in" in said
+    assert "small random model is used" in said
     assert "raw bytes reused" in said
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")

@@ -15,7 +15,7 @@ def test_the_ideal_is_the_longest_stage_alone() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--settings", "link,moon"], "unknown are moon"), (["--policy", "ours"], "--decode-profile go together")],
+    [(["--settings", "link,moon"], "unknown are moon"), (["--policy", "ours"], "--decode-profile need each other")],
 )
 def test_arguments_that_do_not_fit_are_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]

@@ -133,8 +133,8 @@ def test_hevc_is_added_to_tell_decoding_from_scheduling() -> None:
             [*LAUNCH, "--modes", "none,devise"],
             "unknown are devise; known are none, idle, device, host, blocking, device_hevc",
         ),
-        ([*LAUNCH, "--modes", "device"], "'none' is what the others are compared with"),
-        ([*LAUNCH, "--modes", "none,host", "--plot", "x.png"], "draws the mode 'device'"),
+        ([*LAUNCH, "--modes", "device"], "'none' is required"),
+        ([*LAUNCH, "--modes", "none,host", "--plot", "x.png"], "needs the mode 'device'"),
         ([*LAUNCH, "--new-tokens", "1"], "at least 2"),
     ],
 )

@@ -98,7 +98,7 @@ async def test_a_failure_ends_its_conversation_alone() -> None:
     errors = [record.error for record in result.records]
     assert errors[0] is not None
     assert errors[0].startswith("status 400")
-    assert errors[1] == errors[3] == "not sent, since an earlier turn failed"
+    assert errors[1] == errors[3] == "not sent, because an earlier turn failed"
     assert errors[2] == "no answer within 0.3 s"
     assert errors[4:] == [None, None]
 

@@ -31,8 +31,8 @@ def test_a_plot_is_drawn(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--methods", "ours,magic"], "magic is unknown; known are computing; raw reuse; "),
-        (["--tokens", "many"], "--tokens and --gbps are numbers"),
-        (["--model", "m"], "--model and --profile go together"),
+        (["--tokens", "many"], "--tokens and --gbps: expected numbers"),
+        (["--model", "m"], "--model and --profile need each other"),
     ],
 )
 def test_what_is_wrong_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

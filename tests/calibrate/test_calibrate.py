@@ -156,7 +156,7 @@ def test_every_window_begins_as_a_prompt_does() -> None:
     windows = cut_windows([torch.arange(100)], 3, 34, torch.tensor([7]))
     assert [w[:2].tolist() for w in windows] == [[7, 0], [7, 33], [7, 66]]
     assert {len(w) for w in windows} == {34}
-    with pytest.raises(ConfigError, match="hold no more than what every prompt begins with"):
+    with pytest.raises(ConfigError, match="hold only the start of every prompt"):
         cut_windows([torch.arange(100)], 1, 2, torch.tensor([7, 8]))
 
 
@@ -197,7 +197,7 @@ def test_a_cache_that_forgets_is_refused(tmp_path: Path, model_type: str) -> Non
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = KVModel(str(tmp_path))
     assert model.kv(torch.arange(3, 20))[0].shape == (17, 2, 2, 32)
-    with pytest.raises(UnsupportedError, match="of 64 tokens its cache keeps 31, those in its sliding window"):
+    with pytest.raises(UnsupportedError, match="its cache keeps 31 of 64 tokens, those in its sliding window"):
         model.kv(torch.arange(3, 67))
 
 
@@ -233,5 +233,5 @@ def test_a_model_that_overflows_is_named(
 ) -> None:
     exact = model.log_probabilities
     monkeypatch.setattr(model, "log_probabilities", lambda *args: exact(*args) * float("nan"))
-    with pytest.raises(ConfigError, match=r"predictions are not numbers in torch\.float32"):
+    with pytest.raises(ConfigError, match=r"log probabilities contain NaN in torch\.float32"):
         calibrate(model, windows[:2], None, CALIBRATION, Options(num_context=CONTEXT))

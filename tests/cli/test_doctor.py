@@ -192,7 +192,7 @@ def test_what_nvenc_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvenc, "encode_caps", dict)
     check = gpu_checks._check_nvenc()
     assert (check.status, check.advice[:7]) == ("warn", "nothing")
-    assert "or it has none" in check.found
+    assert "this GPU has no NVENC" in check.found
 
 
 def test_video_libraries_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_a_store_on_disk(tmp_path: Path) -> None:
     assert {check.status for check in check_store(tmp_path.as_uri(), "a token of another store")} == {"yes"}
     new = tmp_path / "not" / "yet"
     found = by_name(check_store(new.as_uri(), None))
-    assert "made at the first write" in found["store writable"].found
+    assert "created at the first write" in found["store writable"].found
     assert not new.parent.exists()
     (tmp_path / "file").touch()
     assert by_name(check_store((tmp_path / "file").as_uri(), None))["store writable"].status == "no"

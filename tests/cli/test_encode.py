@@ -23,7 +23,7 @@ def variants(stored: Stored, index: int) -> list[tuple[str, str]]:
 def test_a_store_is_encoded_once(stored: Stored) -> None:
     result = kvfetch("encode", "--store", stored.url, "--grace", "0", "--resolutions", "240p,480p")
     assert result.exit_code == 0
-    assert "3 segments encoded, 0 were already, 0 failed" in result.stdout
+    assert "3 segments encoded, 0 already done, 0 failed" in result.stdout
     assert "smaller than raw" in result.stdout
     assert "data objects deleted" in result.stdout
     for index in range(3):
@@ -31,7 +31,7 @@ def test_a_store_is_encoded_once(stored: Stored) -> None:
     assert kvfetch("verify", stored.url).exit_code == 0
 
     again = kvfetch("encode", "--store", stored.url, "--grace", "0", "--resolutions", "240p,480p")
-    assert "0 segments encoded, 3 were already, 0 failed" in again.stdout
+    assert "0 segments encoded, 3 already done, 0 failed" in again.stdout
     assert "smaller than raw" not in again.stdout
 
 

@@ -131,7 +131,7 @@ def test_files_are_shown_where_they_lie(stored: Stored, tmp_path: Path) -> None:
     (copies / "mine.kvm").unlink()
     result = kvfetch("inspect", str(copies / "mine.kvd"))
     assert result.exit_code == 2
-    assert "no manifest beside it" in result.stderr
+    assert "cannot be read without its manifest" in result.stderr
 
 
 def test_a_name_that_is_not_stored(stored: Stored) -> None:
@@ -186,7 +186,7 @@ def test_pictures_of_more_frames_than_wanted_and_larger_than_a_thumbnail(tmp_pat
 
 @pytest.mark.parametrize(
     ("args", "message"),
-    [(["--png", "p"], "draws one segment"), (["--png", "p", "--span", "7"], "--span 7")],
+    [(["--png", "p"], "expects one segment"), (["--png", "p", "--span", "7"], "--span 7")],
 )
 def test_pictures_that_cannot_be_drawn(
     stored: Stored, args: list[str], message: str, monkeypatch: pytest.MonkeyPatch

@@ -47,7 +47,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     for args, message in (
         (("--codecs", "vp9"), "'vp9' is unknown"),
         (("--resolutions", "4k"), "'4k' is unknown"),
-        (("--out", tmp_path / "nowhere" / "decode.json"), "there is no directory"),
+        (("--out", tmp_path / "nowhere" / "decode.json"), "does not exist"),
     ):
         result = kvfetch(*args)
         assert result.exit_code == 2
@@ -98,7 +98,7 @@ def test_an_nvdec_that_decodes_none_of_the_codecs_is_not_measured(nvc: FakeNvc) 
     assert ", CPU, " in decode_profile(result.stdout.encode()).source
     result = kvfetch("--codecs", "zstd", "--device", "nvdec")
     assert result.exit_code == 2
-    assert "--device nvdec: it decodes none of zstd here" in result.stderr
+    assert "--device nvdec: this machine's NVDEC decodes none of zstd" in result.stderr
 
 
 def test_the_cpus_time_does_not_pass_for_nvdecs(nvc: FakeNvc) -> None:
@@ -112,4 +112,4 @@ def test_without_a_gpu_nvdec_cannot_be_measured(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = kvfetch("--device", "nvdec")
     assert result.exit_code == 2
-    assert "can use no GPU" in result.stderr
+    assert "finds no usable GPU" in result.stderr

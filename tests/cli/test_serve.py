@@ -70,9 +70,9 @@ def test_serve_makes_its_directory_and_stops_on_sigterm(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--capacity", "10G"], "size '10G' is not understood"),
+        (["--capacity", "10G"], "invalid size '10G'"),
         (["--host", "0.0.0.0"], "there is no token"),
-        (["--token", "a", "--token-file", "b"], "exclude each other"),
+        (["--token", "a", "--token-file", "b"], "not both"),
         (["--host", "192.0.2.1", "--token", "t"], "cannot listen on 192.0.2.1"),
     ],
 )

@@ -68,7 +68,7 @@ def test_a_token_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     file.write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
         read_token(None, file)
-    with pytest.raises(ConfigError, match="exclude"):
+    with pytest.raises(ConfigError, match="not both"):
         read_token("t", file)
 
 

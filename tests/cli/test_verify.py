@@ -114,7 +114,7 @@ def test_data_of_another_length(stored: Stored, change: int) -> None:
     stored.data_path(0).write_bytes(data[:change] if change < 0 else data + bytes(change))
     (problem,) = verify_json(stored.url, 1)["problems"]
     assert problem["name"] == stored.segments[0].data_name
-    assert f"has {len(data) + change} bytes, its manifest accounts for {len(data)}" in problem["what"]
+    assert f"has {len(data) + change} bytes, expected {len(data)}" in problem["what"]
 
 
 def test_missing_data(stored: Stored) -> None:

@@ -380,7 +380,7 @@ def test_a_kernel_that_sums_wrongly_is_not_relied_on(monkeypatch: pytest.MonkeyP
 
 
 def test_nothing_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found_at_start(monkeypatch, {})[1] == "HEVC is decoded on the CPU: this GPU's video engines decode none"
+    assert found_at_start(monkeypatch, {})[1] == "HEVC is decoded on the CPU: this GPU's video engines do not decode it"
 
     def no_library() -> dict[str, DecodeCaps]:
         raise OSError("libnvcuvid.so.1: cannot open shared object file")

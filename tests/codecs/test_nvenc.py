@@ -118,7 +118,7 @@ def test_what_nvenc_does_not_do_the_cpu_does(
     assert nvc.num_open == 0
     if fails == "memory":
         assert not nvc.calls
-        assert "while 100 MiB are free on the GPU" in caplog.text
+        assert "while only 100 MiB are free on the GPU" in caplog.text
     assert f"{codec.name} is encoded on the CPU: NVENC " in caplog.text
     fail(nvc, "")
     opened = len(nvc.calls)
@@ -217,7 +217,7 @@ def test_one_wrong_bitstream_ends_it(codec: HevcCodec, caplog: pytest.LogCapture
     nvc.fails = "pixels"
     assert comes_back(codec, encoder, pictures(2))
     assert events == {"checked": 1, "wrong": 1, "fallback": 1}
-    assert f"not used any more: {codec.name} of 152x144: other pixels" in caplog.text
+    assert f"is disabled: {codec.name} of 152x144: other pixels" in caplog.text
     nvc.fails = ""
     calls = len(nvc.calls)
     assert comes_back(codec, encoder, pictures(2))
@@ -334,7 +334,7 @@ def test_nothing_is_there(nvc: FakeNvc, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "PyNvVideoCodec", None)
     assert "HEVC is encoded on the CPU: ModuleNotFoundError" in open_nvenc(("hevc",), 1)[1]
     monkeypatch.setattr(nvenc, "encode_caps", dict)
-    assert "this GPU's NVENC encodes none without loss, or it has none" in open_nvenc(("hevc",), 1)[1]
+    assert "this GPU has no NVENC, or it cannot encode losslessly" in open_nvenc(("hevc",), 1)[1]
 
     def no_library() -> dict[str, EncodeCaps]:
         raise OSError("libnvidia-encode.so.1: cannot open shared object file")
@@ -442,7 +442,7 @@ def test_what_the_driver_says(
 def test_a_driver_that_gives_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver(ALL_CAPS, opening=10)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
-    with pytest.raises(OSError, match=r"libnvidia-encode.so.1 gave no session \(NVENC error 10\)"):
+    with pytest.raises(OSError, match=r"libnvidia-encode.so.1 could not open an encode session \(NVENC error 10\)"):
         encode_caps()
     assert driver.calls == ["open", "destroy"]
     monkeypatch.setattr(driver, "cuCtxGetCurrent", lambda reference: 3)

@@ -105,7 +105,7 @@ def test_only_buddies_merge() -> None:
     shorter, _ = make_segment(SMALL, 1, first_page=18)
     elsewhere, _ = make_segment(SMALL, 2, first_page=18, seed="other")
     for pair in ((right, left), (left, left), (left, shorter), (left, elsewhere)):
-        with pytest.raises(FormatError, match="not neighbours of one length"):
+        with pytest.raises(FormatError, match="not neighbours of equal length"):
             merge_segments(spec, *pair)
     odd = [make_segment(SMALL, 2, first_page=p, codec="hevc")[0] for p in (18, 20)]
     with pytest.raises(FormatError, match="not buddies"):

@@ -10,7 +10,7 @@ import torch
 from sgl_kvfetch.dataplane.arena import Arena, Room
 
 
-def test_two_maps_of_one_file_are_one_memory() -> None:
+def test_two_maps_of_one_file_share_memory() -> None:
     arena = Arena.create(4096)
     other = Arena(arena.fd, 4096)
     arena.view(128, torch.bfloat16, (2, 3)).fill_(1.5)
@@ -19,7 +19,7 @@ def test_two_maps_of_one_file_are_one_memory() -> None:
     assert other.view(128, torch.bfloat16, (2, 3)).eq(1.5).all()  # as long as it is mapped
 
 
-def test_nothing_is_given_twice_and_all_comes_back() -> None:
+def test_allocations_never_overlap_and_all_bytes_are_freed() -> None:
     rng = random.Random(0)
     room = Room(1 << 16)
     taken: dict[int, int] = {}
@@ -42,7 +42,7 @@ def test_nothing_is_given_twice_and_all_comes_back() -> None:
     assert room.take(1 << 16, 0) == 0
 
 
-def test_it_waits_until_there_is_room() -> None:
+def test_take_waits_for_room() -> None:
     room = Room(1024)
     first = room.take(1024)
     assert first == 0
@@ -67,6 +67,6 @@ def test_closing_ends_all_waits() -> None:
     assert room.take(1, time.monotonic()) is None
 
 
-def test_more_than_there_is_cannot_be_asked_for() -> None:
+def test_asking_for_more_than_the_arena_holds_fails() -> None:
     with pytest.raises(AssertionError):
         Room(64).take(65)

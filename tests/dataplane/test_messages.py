@@ -42,14 +42,14 @@ EVENTS: list[m.Event] = [
 ]
 
 
-def test_every_message_is_here() -> None:
+def test_every_message_type_is_covered() -> None:
     for kind, messages in ((m.Command, COMMANDS), (m.Event, EVENTS)):
         assert {type(message) for message in messages} == set(kind.__args__)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("kind", "messages"), [(m.Command, COMMANDS), (m.Event, EVENTS)])
 @given(cuts=st.lists(st.integers(0, 2000)))
-def test_messages_come_out_however_their_bytes_were_cut(kind: Any, messages: list[Any], cuts: list[int]) -> None:
+def test_messages_are_decoded_wherever_their_bytes_were_split(kind: Any, messages: list[Any], cuts: list[int]) -> None:
     data = b"".join(map(m.encode, messages))
     ends = sorted({min(cut, len(data)) for cut in cuts} | {len(data)})
     reader: m.MessageReader[Any] = m.MessageReader(kind)
@@ -63,17 +63,17 @@ def test_messages_come_out_however_their_bytes_were_cut(kind: Any, messages: lis
     ("data", "message"),
     [
         (b"\xff\xff\xff\xff", "a message of 4294967295 bytes; at most"),
-        (b"\x01\x00\x00\x00\xc1", "not understood"),
-        (m.encode(m.Ready()), "not understood"),  # an event is no command
+        (b"\x01\x00\x00\x00\xc1", "cannot be decoded"),
+        (m.encode(m.Ready()), "cannot be decoded"),  # an event is no command
     ],
 )
-def test_what_is_no_message_is_refused(data: bytes, message: str) -> None:
+def test_invalid_bytes_are_refused(data: bytes, message: str) -> None:
     reader: m.MessageReader[m.Command] = m.MessageReader(m.Command)
     with pytest.raises(FormatError, match=message):
         list(reader.feed(data))
 
 
-def test_namespaces_survive() -> None:
+def test_namespaces_survive_encoding() -> None:
     (start,) = m.MessageReader[m.Command](m.Command).feed(m.encode(COMMANDS[0]))
     assert isinstance(start, m.Start)
     assert start.namespace.digest() == NAMESPACE.digest()

@@ -1,4 +1,4 @@
-"""A data plane in a process of its own, over a store in a directory; and what becomes of it when that process dies."""
+"""Tests of a data plane in a separate process, with a store in a directory, including the death of that process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Pool(PagePool):
 
 
 class Launcher:
-    """Remembers the processes."""
+    """Remembers the processes that it started."""
 
     def __init__(self) -> None:
         self.started: list[DataPlaneProcess] = []
@@ -103,7 +103,7 @@ def store(plane: DataPlane, hashes: Sequence[bytes]) -> dict[TensorName, torch.T
 
 
 def fetch(plane: DataPlane, hashes: Sequence[bytes], num_rounds: int = 1) -> tuple[int, Pool]:
-    """Look up and fetch pages. How many came, and where they are."""
+    """Look up and fetch pages. Return how many were restored, and the pool that holds them."""
     pool, found = Pool(), look_up(plane, hashes)
     ends = [found.num_pages * (i + 1) // num_rounds for i in range(num_rounds)]
     call = plane.fetch(hashes[: found.num_pages], ends, time.monotonic() + WAIT_S, found=found.work)
@@ -122,7 +122,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("num_rounds", [1, 3])
-def test_pages_are_written_and_come_back(plane: DataPlane, num_rounds: int) -> None:
+def test_written_pages_are_fetched_unchanged(plane: DataPlane, num_rounds: int) -> None:
     hashes = page_hashes(NUM_PAGES)
     values = store(plane, hashes)
     num_pages, pool = fetch(plane, hashes, num_rounds)
@@ -133,7 +133,7 @@ def test_pages_are_written_and_come_back(plane: DataPlane, num_rounds: int) -> N
     assert look_up(plane, hashes).num_pages == 0
 
 
-def test_a_config_that_cannot_be_is_refused(tmp_path: Path, launcher: Launcher) -> None:
+def test_an_impossible_config_is_refused(tmp_path: Path, launcher: Launcher) -> None:
     with pytest.raises(ConfigError, match="decode-profile"):
         open_plane(tmp_path, launcher, decode_profile=str(tmp_path / "decode-profile"))
     assert launcher.started[0].join(WAIT_S)
@@ -141,14 +141,14 @@ def test_a_config_that_cannot_be_is_refused(tmp_path: Path, launcher: Launcher) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
-def test_one_that_dies_or_hangs_is_replaced_and_costs_misses(
+def test_a_data_plane_that_dies_or_hangs_is_replaced_and_costs_misses(
     plane: DataPlane, launcher: Launcher, number: signal.Signals
 ) -> None:
     hashes = page_hashes(NUM_PAGES)
     store(plane, hashes)
     found = look_up(plane, hashes)
     call = plane.fetch(hashes, [8, 16], time.monotonic() + WAIT_S, found=found.work)
-    assert call.here[0].result(WAIT_S) is not None  # its bytes are here, and nobody takes them
+    assert call.here[0].result(WAIT_S) is not None  # its bytes are here, but it has no destination
     before = metrics.DATA_PLANE_STARTS._value.get()
     launcher.signal(number)
     call.end.result(WAIT_S)
@@ -157,12 +157,12 @@ def test_one_that_dies_or_hangs_is_replaced_and_costs_misses(
     assert metrics.DATA_PLANE_STARTS._value.get() == before + 1
     assert launcher.started[0].join(WAIT_S)
     assert fetch(plane, hashes)[0] == NUM_PAGES
-    # What a data plane before this one found cannot be fetched.
+    # Pages that an earlier data plane found cannot be fetched.
     late = plane.fetch(hashes, [16], time.monotonic() + WAIT_S, found=found.work)
     assert late.over[0].result(WAIT_S) == 0
 
 
-def test_killed_at_random_every_call_ends_and_values_are_right(plane: DataPlane, launcher: Launcher) -> None:
+def test_after_random_kills_every_call_ends_and_values_are_right(plane: DataPlane, launcher: Launcher) -> None:
     hashes = page_hashes(NUM_PAGES)
     values = store(plane, hashes)
     rng, killed = random.Random(0), threading.Event()
@@ -194,7 +194,7 @@ def _is_replaced(launcher: Launcher, process: subprocess.Popen[bytes]) -> bool:
 
 
 def test_the_data_plane_ends_with_its_engine(tmp_path: Path) -> None:
-    """However that ends: here it is killed."""
+    """The engine may end in any way; here it is killed."""
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom tests.dataplane.test_plane import Launcher, open_plane\n"
         "launcher = Launcher()\nplane = open_plane(Path(sys.argv[1]), launcher)\n"
@@ -211,7 +211,7 @@ def test_the_data_plane_ends_with_its_engine(tmp_path: Path) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """An ended process whose parent has not looked is no process that runs."""
+    """Return whether a process runs. A zombie does not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -78,7 +78,7 @@ async def test_lookups_pause_after_fetches_that_fail_in_a_row(store: LocalStore)
     for _ in range(3):
         assert await pages.find(hashes, 1.0)
         pages.fetched(hashes, found, FetchResult(0, (), True))
-    with pytest.raises(StoreError, match="lookups pause") as caught:
+    with pytest.raises(StoreError, match="lookups are paused") as caught:
         await pages.find(hashes, 1.0)
     assert caught.value.reason == "skipped"
 
@@ -109,4 +109,4 @@ async def test_an_answer_with_other_pages_is_a_fault(store: LocalStore, monkeypa
     monkeypatch.setattr(store, "lookup", answer)
     pages, faults = finder(store)
     assert await pages.find(page_hashes(NUM_PAGES, "others"), 1.0) == []
-    assert "other pages than those asked for" in str(faults[0])
+    assert "other pages than the lookup requested" in str(faults[0])

@@ -1,4 +1,4 @@
-"""Data planes on threads of the test's process, where what they do can be seen. Values go through shared memory."""
+"""Data planes on threads of the test's process, so that tests can inspect them. Values go through shared memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ R = TypeVar("R")
 
 @dataclass
 class Served:
-    """The data planes that were started, and their loops."""
+    """The data planes that were started, and their event loops."""
 
     services: list[Service] = field(default_factory=list)
     loops: list[asyncio.AbstractEventLoop] = field(default_factory=list)
 
     def add(self, service: Service) -> None:
-        """On the data plane's loop."""
+        """Runs on the data plane's event loop."""
         self.services.append(service)
         self.loops.append(asyncio.get_running_loop())
 

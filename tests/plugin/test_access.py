@@ -15,7 +15,7 @@ def make(**config: Any) -> Access:
 @pytest.mark.parametrize(
     ("mode", "expected"), [("read_write", (True, True)), ("read_only", (True, False)), ("write_only", (False, True))]
 )
-def test_it_is_as_configured_until_the_weights_change(
+def test_access_is_as_configured_until_the_weights_change(
     mode: str, expected: tuple[bool, bool], caplog: pytest.LogCaptureFixture
 ) -> None:
     access = make(mode=mode)

@@ -51,14 +51,14 @@ def test_pages_come_back_as_they_were(layout: str) -> None:
     assert int(pool.k_buffer.isnan().sum()) == untouched
 
 
-def test_layers_that_the_host_pool_has_not_are_passed_over() -> None:
+def test_layers_that_the_host_pool_lacks_are_skipped() -> None:
     pool = _pool("layer_first")
     before = [buffer.clone() for buffer in pool.device_k_buffers]
     load_layer(pool, None, _slots([0]), _slots([0]), LAYERS, "direct")
     assert all(torch.equal(a, b) for a, b in zip(before, pool.device_k_buffers, strict=True))
 
 
-def test_an_unknown_layout_is_named() -> None:
+def test_an_unknown_layout_is_named_in_the_error() -> None:
     with pytest.raises(ValueError, match="page_unified"):
         load_layer(_pool("page_unified"), None, _slots([0]), _slots([0]), 0, "direct")
 

@@ -107,7 +107,7 @@ def test_a_server_that_dies_says_why(tmp_path: Path) -> None:
         pass
 
 
-def test_other_weights_are_never_served_the_old_ones_pages(tiny_llama: Path, tmp_path: Path) -> None:
+def test_new_weights_are_never_served_pages_of_old_ones(tiny_llama: Path, tmp_path: Path) -> None:
     other = str(make_tiny_llama(tmp_path / "other", seed=1))
     store = f"file://{tmp_path / 'store'}"
     log_path = tmp_path / "server.log"

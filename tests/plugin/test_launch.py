@@ -1,4 +1,4 @@
-"""Real processes: what stops at start, what stays out of the way."""
+"""Tests with real processes: which launches stop at start, and which are left alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KVFETCH = ["--hicache-storage-backend", "kvfetch"]
 HOST_MODE = [*KVFETCH, "--enable-hierarchical-cache", "--hicache-storage-backend-extra-config"]
 NO_MODEL = ["--model-path", "/no/such/model", "--device", "cpu"]
 
-# Another version than the installed one, and then what SGLang does with a command line.
+# Pretends another version of SGLang, then does what SGLang does with a command line.
 OTHER_VERSION = """
 import sys
 from sgl_kvfetch.plugin import seams
@@ -56,7 +56,7 @@ def test_a_wrong_config_key_stops_the_command_with_one_message(command: list[str
     assert "/no/such/model" not in done.stderr
 
 
-def test_device_mode_says_what_it_cannot_work_with(tmp_path: Path) -> None:
+def test_device_mode_names_the_flag_that_it_does_not_support(tmp_path: Path) -> None:
     done = _run([*LAUNCH, *NO_MODEL, *KVFETCH, "--disable-radix-cache"], tmp_path)
     assert done.returncode == 1
     message = done.stderr.strip().splitlines()[-1]

@@ -54,7 +54,7 @@ def test_a_good_launch_passes() -> None:
 
 
 @pytest.mark.parametrize("flags", [{"enable_lora": True}, {"lora_paths": ["a"]}])
-def test_adapters_need_a_name_of_the_users(flags: dict[str, Any]) -> None:
+def test_adapters_need_a_model_id(flags: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match="LoRA needs model_id"):
         check_launch(_args(**flags))
     check_launch(_args(STORE | {"model_id": "mine"}, **flags))
@@ -68,12 +68,12 @@ def test_a_profile_is_read_before_a_model_is_loaded(tmp_path: Path) -> None:
     make_profile().save(path)
     check_launch(_args(extra))  # at its default
     check_launch(_args(extra | {"target_kl": 1e-4}))
-    with pytest.raises(ConfigError, match=r"target_kl = 5 is out of this profile's reach, which is 1e-05 to 0\.01"):
+    with pytest.raises(ConfigError, match=r"target_kl = 5 is outside this profile's range, 1e-05 to 0\.01"):
         check_launch(_args(extra | {"target_kl": 5}))
 
 
 def test_nothing_is_counted_before_sglang_serves() -> None:
-    """prometheus_client decides at import whether it counts for several processes, and SGLang sets that up later."""
+    """prometheus_client decides at import whether several processes share metrics; SGLang sets that up later."""
     code = (
         "import sys, sgl_kvfetch.plugin.register, sgl_kvfetch.plugin.launch_check, sgl_kvfetch.plugin.hooks\n"
         "import sgl_kvfetch.plugin.device.scheduler_hooks\n"
@@ -107,7 +107,7 @@ def test_a_mismatch_of_sglang_stops_before_anything_else(monkeypatch: pytest.Mon
         ({"hicache_host_memory_mode": "buffer_only", "pp_size": 2}, "buffer_only and --pp-size 2"),
     ],
 )
-def test_flags_that_cannot_work(flags: dict[str, Any], message: str) -> None:
+def test_unsupported_flags_are_refused(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         check_launch(_args(**flags))
 
@@ -131,7 +131,7 @@ def test_flags_that_cannot_work(flags: dict[str, Any], message: str) -> None:
         ({"dcp_size": 2}, "--decode-context-parallel-size"),
     ],
 )
-def test_flags_that_device_mode_cannot_work_with(flags: dict[str, Any], flag: str) -> None:
+def test_flags_unsupported_in_device_mode_are_refused(flags: dict[str, Any], flag: str) -> None:
     check_launch(_args(**flags))
     with pytest.raises(UnsupportedError, match=rf"device mode.*work with {flag}: .*add --enable-hierarchical-cache"):
         check_launch(_args(enable_hierarchical_cache=False, **flags))

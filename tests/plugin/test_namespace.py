@@ -1,4 +1,4 @@
-"""What makes two engines' KV caches incompatible, beside their geometry."""
+"""Tests what makes the KV caches of two engines incompatible, besides their geometry."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Bag(SimpleNamespace):
 
 @pytest.fixture
 def flags(monkeypatch: pytest.MonkeyPatch) -> dict[str, Bag]:
-    """SGLang's config as published with every flag at its default, by the groups' paths."""
+    """Return SGLang's published config with every flag at its default, by the groups' paths."""
     defaults = {
         field.name: field.default_factory() if callable(field.default_factory) else field.default
         for field in msgspec.structs.fields(ServerArgs)
@@ -88,7 +88,7 @@ def test_defaults_are_a_stable_short_string(flags: dict[str, Bag]) -> None:
         ("observability", "forward_hooks", [{"name": "x"}]),
     ],
 )
-def test_what_changes_values_changes_the_string(flags: dict[str, Bag], group: str, name: str, value: Any) -> None:
+def test_flags_that_change_values_change_the_string(flags: dict[str, Bag], group: str, name: str, value: Any) -> None:
     setattr(flags[group], name, value)
     assert re.fullmatch(r"dtype=auto;quantization=None;flags=[0-9a-f]{16}", compute_flags())
 
@@ -101,7 +101,7 @@ def test_the_order_of_an_override_does_not_count(flags: dict[str, Bag]) -> None:
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
-def test_what_is_in_a_file_counts_and_not_where_it_is(flags: dict[str, Bag], tmp_path: Path, is_folder: bool) -> None:
+def test_the_content_of_a_file_counts_not_its_location(flags: dict[str, Bag], tmp_path: Path, is_folder: bool) -> None:
     digests = []
     for place, content in (("a", "1"), ("b", "1"), ("c", "2")):
         path = tmp_path / place
@@ -129,7 +129,7 @@ def test_weights_are_named_by_their_files_or_by_the_user(flags: dict[str, Bag], 
         ("lora", "enable_lora", True, "LoRA needs model_id"),
     ],
 )
-def test_where_files_do_not_tell_the_user_must(
+def test_a_model_id_is_required_if_files_do_not_identify_the_weights(
     flags: dict[str, Bag], group: str, name: str, value: Any, message: str
 ) -> None:
     setattr(flags[group], name, value)
@@ -138,7 +138,7 @@ def test_where_files_do_not_tell_the_user_must(
     assert _model(model_id="mine") == "id:mine"
 
 
-def test_weights_that_were_changed_need_a_new_name(flags: dict[str, Bag]) -> None:
+def test_changed_weights_need_a_new_model_id(flags: dict[str, Bag]) -> None:
     weight_updates.weights_change("UpdateWeightFromDiskReqInput")
     with pytest.raises(UnsupportedError, match="set model_id"):
         _model()

@@ -1,4 +1,4 @@
-"""Which quantiser an engine gets, and which profiles it refuses."""
+"""Tests which quantiser an engine gets, and which profiles it refuses."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -44,9 +44,9 @@ def test_ranks_that_cut_a_cell_are_refused(config: KVFetchConfig) -> None:
 @pytest.mark.parametrize(
     ("geometry", "first_layer", "message"),
     [
-        (replace(GEOMETRY, num_heads=8), 0, "it has 4 KV heads a rank, the engine 8"),
-        (replace(GEOMETRY, v_head_dim=32), 0, "it has 16 values a head of V, the engine 32"),
-        (GEOMETRY, 1, "it has 3 layers, the engine 4 or more"),
+        (replace(GEOMETRY, num_heads=8), 0, "it has 4 KV heads a rank, the engine has 8"),
+        (replace(GEOMETRY, v_head_dim=32), 0, "it has 16 values a head of V, the engine has 32"),
+        (GEOMETRY, 1, "it has 3 layers, the engine has 4 or more"),
     ],
 )
 def test_another_models_profile_is_refused(
@@ -61,11 +61,11 @@ def test_fp8_is_refused(config: KVFetchConfig) -> None:
         engine_quantiser(config, rank(), replace(GEOMETRY, dtype="float8_e4m3fn"), 0)
 
 
-def test_other_weights_are_refused_unless_the_user_vouches(config: KVFetchConfig) -> None:
+def test_a_profile_for_other_weights_needs_a_model_id(config: KVFetchConfig) -> None:
     quantiser = engine_quantiser(config, rank(), GEOMETRY, 0)
     calibrated = make_profile().calibration.weights
     require_own_profile(config, quantiser, make_heads(model=f"weights:{calibrated}").namespace)
-    with pytest.raises(ConfigError, match=f"weights {calibrated}, the engine has {'1' * 32}"):
+    with pytest.raises(ConfigError, match=f"weights {calibrated}, but the engine has {'1' * 32}"):
         require_own_profile(config, quantiser, make_heads(model=f"weights:{'1' * 32}").namespace)
     vouched = config.model_copy(update={"model_id": "mine"})
     require_own_profile(vouched, quantiser, make_heads(model="id:mine").namespace)

@@ -57,7 +57,7 @@ def queue_all(plane: Any, read: Any = read) -> int:
     return queue_pages(plane, RUN, read)
 
 
-def test_pages_go_in_pieces_that_follow_one_another() -> None:
+def test_pages_are_written_in_consecutive_pieces() -> None:
     plane = Plane()
     assert queue_all(plane) == 10
     assert [piece.first_page for piece in plane.written] == [5, 9, 13]
@@ -67,11 +67,11 @@ def test_pages_go_in_pieces_that_follow_one_another() -> None:
     assert [-page for piece in plane.written for page in piece.v] == [*range(20, 30)]
 
 
-def test_what_finds_no_room_is_left() -> None:
+def test_pages_without_room_are_left_out() -> None:
     assert queue_all(Plane(room=9)) == 8
 
 
-def test_the_wait_for_room_is_one_for_all_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_pieces_share_one_deadline_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
 
     class Slow(Plane):
@@ -87,13 +87,13 @@ def test_the_wait_for_room_is_one_for_all_pieces(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("gone", ["k", "v"])
-def test_it_ends_where_pages_are_not_to_be_had(gone: str) -> None:
+def test_queueing_ends_at_unavailable_pages(gone: str) -> None:
     plane = Plane()
     assert queue_all(plane, lambda t, pages: None if t == gone and pages[0] >= 24 else read(t, pages)) == 4
     assert len(plane.written) == 1
 
 
-def test_what_reading_raises_is_raised() -> None:
+def test_exceptions_of_read_are_raised() -> None:
     def fail(tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
         raise RuntimeError("no device")
 

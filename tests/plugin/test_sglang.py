@@ -15,14 +15,14 @@ from sgl_kvfetch.plugin import seams
 from sgl_kvfetch.plugin.seams import SEAMS, Scope, Seam, check_seam, check_seams
 from tests.plugin.sglang_places import PLACES, Place
 
-# SGLang warns at import of all that a CPU cannot do.
+# SGLang warns at import about everything that a CPU cannot do.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 PLUGIN_FILES = sorted(Path(sgl_kvfetch.plugin.__file__).parent.rglob("*.py"))
 
 
 def _fault(place: Place) -> str | None:
-    """What is wrong with one place (what was found and what was expected), or None."""
+    """Return what is wrong with one place (what was found and what was expected), or None."""
     try:
         target = pkgutil.resolve_name(place.path)
     except (ImportError, AttributeError) as error:
@@ -37,13 +37,13 @@ def _fault(place: Place) -> str | None:
 
 
 def _members(target: Any) -> set[str]:
-    """Attributes of a class and its fields: a field without a default is no attribute of the class."""
+    """Return the attributes and fields of a class. A field without a default is not an attribute."""
     fields = {name for cls in getattr(target, "__mro__", ()) for name in inspect.get_annotations(cls)}
     return fields | set(dir(target))
 
 
 def _mentioned(target: Any) -> set[str]:
-    """Names that the code of a function uses, nested functions included. Hooks are looked through."""
+    """Return the names that a function's code uses, with nested functions. Looks behind hooks."""
     function = inspect.unwrap(target)
     pending = [function.__code__] if isinstance(function, types.FunctionType) else []
     names: set[str] = set()
@@ -55,7 +55,7 @@ def _mentioned(target: Any) -> set[str]:
 
 
 def _sglang_imports(file: Path) -> set[str]:
-    """Dotted names that a file imports from SGLang."""
+    """Return the dotted names that a file imports from SGLang."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sglang":
@@ -65,7 +65,7 @@ def _sglang_imports(file: Path) -> set[str]:
     return names
 
 
-def test_the_installed_sglang_is_the_one_we_know() -> None:
+def test_the_installed_sglang_matches_the_table() -> None:
     assert check_seams() == []
     assert [fault for place in PLACES if (fault := _fault(place))] == []
 

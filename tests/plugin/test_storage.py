@@ -1,4 +1,4 @@
-"""The backend called as SGLang's threads call it, over a directory store. Whole engines are in tests/e2e."""
+"""Tests that call the backend as SGLang's threads do, with a directory store. tests/e2e has whole engines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_pool(
     kind: type[MHATokenToKVPoolHost] | None = None,
     **changes: Any,
 ) -> MHATokenToKVPoolHost:
-    """One of SGLang's host pools, with no more to it than the backend reads, filled with numbers."""
+    """Return one of SGLang's host pools, filled with numbers, with only what the backend reads."""
 
     def buffer(dim: int, sign: int) -> torch.Tensor:
         shape = {
@@ -66,7 +66,7 @@ def make_pool(
 
 
 def make_fp8_pool(dtype: torch.dtype) -> MHATokenToKVPoolHost:
-    """As SGLang keeps it: bytes."""
+    """Return an fp8 pool as SGLang keeps it: as bytes."""
     pool = make_pool()
     pool.kv_buffer = tuple(buffer.to(dtype).view(torch.uint8) for buffer in pool.kv_buffer)
     pool.dtype = torch.uint8
@@ -146,7 +146,7 @@ def store_pages(backend: KVFetchStorage, names: list[str], pages: list[int], bef
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
 @pytest.mark.parametrize("v_dim", [DIM, 64])
-def test_pages_come_back_to_other_places(make: Make, layout: str, v_dim: int) -> None:
+def test_pages_are_restored_to_other_places(make: Make, layout: str, v_dim: int) -> None:
     pool = make_pool(layout, v_dim=v_dim)
     backend = make(pool)
     before = HostPages(pool)
@@ -269,7 +269,7 @@ def test_closing_writes_what_is_queued_and_is_idempotent(make: Make) -> None:
     assert make().batch_exists(keys(3)) == 3
 
 
-def test_clear_empties_this_namespace_alone(make: Make) -> None:
+def test_clear_empties_only_this_namespace(make: Make) -> None:
     exact, uint8 = make(), make(quantiser="uint8")
     store_pages(exact, keys(3), [0, 1, 2])
     store_pages(uint8, keys(3), [0, 1, 2])
@@ -317,7 +317,7 @@ def test_stats_are_handed_out_once(make: Make) -> None:
         ({"should_split_heads": True}, "tp_lcm_size"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_are_refused_by_name(change: dict[str, Any], message: str) -> None:
     config = storage_config(extra_config={"store": "file:///nowhere"}, **change)
     with pytest.raises(UnsupportedError, match=message):
         KVFetchStorage(config, make_pool())
@@ -342,7 +342,7 @@ def test_pools_that_are_not_supported_are_refused() -> None:
     ("flag", "dtype"),
     [("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2), ("auto", torch.float8_e4m3fn)],
 )
-def test_fp8_is_told_from_bytes(make: Make, monkeypatch: pytest.MonkeyPatch, flag: str, dtype: torch.dtype) -> None:
+def test_flags_tell_the_fp8_type(make: Make, monkeypatch: pytest.MonkeyPatch, flag: str, dtype: torch.dtype) -> None:
     monkeypatch.setattr("sglang.srt.runtime_context.get_model", lambda: SimpleNamespace(kv_cache_dtype=flag))
     pool = make_fp8_pool(dtype)
     backend = make(pool, quantiser="exact")

@@ -1,4 +1,4 @@
-"""Host mode where the engine's GPU has NVDEC, over a fake of it."""
+"""Tests of host mode with a fake NVDEC."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_wrong_pixels_are_a_miss_and_the_segment_stays(
 def test_the_variant_that_nvdec_decodes_is_read(
     make: Make, nvc: FakeNvc, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """4:4:4 comes first in the store, and this GPU's engines have 4:2:0 only."""
+    """The store lists 4:4:4 first, but this GPU's engines decode only 4:2:0."""
     pool = make_pool()
     store_pages(make(pool, codec="hevc", quantiser="uint8"), keys(2), [0, 1])
     (path,) = tmp_path.rglob("*.kvm")
@@ -123,7 +123,7 @@ def test_at_least_one_session_an_engine(
     assert len({id(session["hevc"]._session) for session in sessions}) == expected  # type: ignore[attr-defined]
 
 
-def test_decoders_take_no_more_than_they_may(make: Make, served: Served, nvc: FakeNvc) -> None:
+def test_surfaces_of_decoders_are_bounded(make: Make, served: Served, nvc: FakeNvc) -> None:
     sessions = sessions_of(make(), served)
     assert {session["hevc"]._session._budget.limit_bytes for session in sessions} == {256 << 20}
 

@@ -1,4 +1,4 @@
-"""`triton_kernels` is another project's name: SGLang's question for it must get the answer it had without us."""
+"""`triton_kernels` is also another project's name: SGLang's search for it must give the same result without us."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_only_our_own_name_leads_to_our_folder(tmp_path: Path) -> None:
 
 
 def test_the_folder_never_becomes_a_package() -> None:
-    """With an `__init__.py` it would win over an installed package of that name in the repository's root."""
+    """In the repository's root, a folder with an `__init__.py` would win over an installed package of that name."""
     import sgl_kvfetch.triton_kernels
 
     assert not any(Path(path, "__init__.py").exists() for path in sgl_kvfetch.triton_kernels.__path__)

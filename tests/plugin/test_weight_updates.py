@@ -98,7 +98,7 @@ def test_checking_weights_may_overwrite_them(action: str, suspends: bool) -> Non
         (None, False, False, False),
     ],
 )
-def test_weights_that_are_given_up(
+def test_releasing_weights_suspends_unless_they_are_kept(
     monkeypatch: pytest.MonkeyPatch, tags: Any, saver: bool, copy: bool, suspends: bool
 ) -> None:
     features = SimpleNamespace(enable_memory_saver=saver, enable_weights_cpu_backup=copy)

@@ -222,7 +222,7 @@ def test_layers_and_heads_that_are_no_cell_are_refused() -> None:
         (range(3), range(1, 3)),
         (range(6, 9), range(2)),
     ):
-        with pytest.raises(ConfigError, match="are no cell of the profile"):
+        with pytest.raises(ConfigError, match="are not a cell of the profile"):
             quantiser.num_coefficients(layers, heads)
 
 
@@ -230,9 +230,9 @@ def test_ranks_that_cut_cells_are_refused() -> None:
     profile = make_profile(num_layers=8, cell_heads=2)
     require_grid(profile, 0, 8, 2, 2)
     require_grid(profile, 3, 5, 0, 4)
-    with pytest.raises(ConfigError, match=r"heads 1 to 2 of 4 are no whole blocks of 2.*--tp-size"):
+    with pytest.raises(ConfigError, match=r"heads 1 to 2 of 4 are not whole blocks of 2.*--tp-size"):
         require_grid(profile, 0, 8, 1, 1)
-    with pytest.raises(ConfigError, match=r"layers 0 to 4 of 8 cut the profile's groups of 3"):
+    with pytest.raises(ConfigError, match=r"layers 0 to 4 of 8 split the profile's groups of 3"):
         require_grid(profile, 0, 4, 0, 4)
 
 
@@ -259,7 +259,7 @@ def test_a_target_takes_the_step_that_was_measured_to_cost_it() -> None:
     between = profile.step_for((low.kl * high.kl) ** 0.5)
     assert between == pytest.approx((low.step * high.step) ** 0.5, rel=1e-3)
     assert between == float(f"{between:.4g}")
-    with pytest.raises(ConfigError, match=r"target_kl = 5 is out of this profile's reach, which is 1e-05 to 0.01"):
+    with pytest.raises(ConfigError, match=r"target_kl = 5 is outside this profile's range, 1e-05 to 0.01"):
         profile.step_for(5)
 
 
@@ -306,16 +306,16 @@ def _edit_metadata(change: Callable[[dict], object]) -> Callable[[Path], None]:
         (lambda p: p.unlink(), "cannot be read"),
         (lambda p: p.write_bytes(b"no tensors"), "cannot be read"),
         (lambda p: p.write_bytes(p.read_bytes()[:-9]), "cannot be read"),
-        (_edit_metadata(lambda m: m.update(version=1)), "has version 1, this reader knows 2; calibrate again"),
+        (_edit_metadata(lambda m: m.update(version=1)), "has version 1, expected 2; calibrate again"),
         (_edit_metadata(lambda m: m.pop("curve")), "malformed.*curve"),
         (_edit_metadata(lambda m: m["curve"].reverse()), "rise in step and in kl"),
         (_edit_metadata(lambda m: m.update(curve=[])), "two or more points"),
         (_edit_metadata(lambda m: m["curve"][0].update(kl=0.0)), "above 0"),
-        (_edit_metadata(lambda m: m.update(cell_heads=3)), "cells of 3 heads do not divide 4"),
+        (_edit_metadata(lambda m: m.update(cell_heads=3)), "cell_heads is 3, expected a divisor of num_heads = 4"),
         (_edit_metadata(lambda m: m.update(num_layers=0)), "num_layers is 0"),
         (_edit_metadata(lambda m: m.update(num_layers=6)), r"1\.0\.inverse is missing"),
         (_edit_metadata(lambda m: m.update(k_head_dim=8)), r"0\.0\.inverse is torch\.bfloat16 \(384, 384\), expected"),
-        (_edit_metadata(lambda m: m.update(rope={"inv_freq": [1.0] * 9})), "rope turns 18 channels, heads have 16"),
+        (_edit_metadata(lambda m: m.update(rope={"inv_freq": [1.0] * 9})), "rotates 18 channels, but heads have 16"),
     ],
 )
 def test_a_damaged_profile_is_named(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
@@ -341,7 +341,7 @@ def test_numbers_that_are_not_finite_are_named(tmp_path: Path) -> None:
 )
 def test_targets_within_the_curve_are_there(tmp_path: Path, target_kl: float | None, is_there: bool) -> None:
     make_profile().save(tmp_path / "p")
-    with nullcontext() if is_there else pytest.raises(ConfigError, match=r"reach, which is 1e-05 to 0\.01"):
+    with nullcontext() if is_there else pytest.raises(ConfigError, match=r"range, 1e-05 to 0\.01"):
         require_target(tmp_path / "p", target_kl)
 
 

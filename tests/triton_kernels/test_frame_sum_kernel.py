@@ -69,7 +69,7 @@ def test_every_part_of_a_block_counts() -> None:
         (torch.zeros((3, 144, 144), dtype=torch.uint8), r"frames are torch.uint8 \(3, 144, 144\)"),
         (torch.zeros((2, 3, 144, 148), dtype=torch.uint8), "multiples of 8"),
         (torch.zeros((2, 3, 148, 144), dtype=torch.uint8), "multiples of 8"),
-        (torch.zeros((2, 3, 144, 288), dtype=torch.uint8)[..., :144], "expected them contiguous"),
+        (torch.zeros((2, 3, 144, 288), dtype=torch.uint8)[..., :144], "expected contiguous frames"),
     ],
 )
 def test_other_frames_are_refused(frames: torch.Tensor, message: str) -> None:

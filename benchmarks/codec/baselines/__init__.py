@@ -1,4 +1,4 @@
-"""What others do, each in a module of its own, as close to its source as the source allows."""
+"""Other authors' methods, one module each, as close to the source as it allows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNIFORM_BINS = (32, 16, 8)
 
 
 def baselines() -> list[Method]:
-    """All but KVTC, which is fitted to a model first."""
+    """Return all methods except KVTC, which must first be fitted to a model."""
     return [
         *(CacheGen(chunk, bins) for chunk in (256, 2048) for bins in (None, *UNIFORM_BINS)),
         *(WithExactSink(CacheGen(2048, bins)) for bins in UNIFORM_BINS),

@@ -1,4 +1,4 @@
-"""Integers of few bits between the smallest and the largest of a group, and their packing into bytes."""
+"""Quantises groups of values to integers of few bits, from smallest to largest, and packs these into bytes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ META_DTYPE = torch.float16
 
 
 def to_levels(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(..., group)`` -> integers of the same shape, uint8 below ``2^bits``, and ``(..., 2)`` float16: step and
-    smallest value. Rounds with the step and smallest value as stored.
+    """Quantise ``(..., group)`` values. Return uint8 integers below ``2^bits``, of the same shape, and float16
+    ``(..., 2)``: step and smallest value. The stored, rounded step and smallest value are used for quantising.
 
     Raises UnsupportedError for values beyond float16.
     """
@@ -25,14 +25,14 @@ def to_levels(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def from_levels(levels: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
-    """The inverse, up to rounding: float32."""
+    """Invert ``to_levels``, up to rounding. Return float32."""
     step, zero = meta.float().split(1, -1)
     return levels * step + zero
 
 
 def pack(levels: torch.Tensor, bits: int) -> torch.Tensor:
-    """Integers below ``2^bits`` in C order, ``8 / bits`` to a byte, the first lowest. ``bits`` divides 8; the last byte
-    is filled up with zeros."""
+    """Pack integers below ``2^bits`` in C order, ``8 / bits`` per byte, the first in the lowest bits. ``bits`` must
+    divide 8. The last byte is padded with zeros."""
     per_byte = 8 // bits
     flat = levels.flatten()
     flat = torch.nn.functional.pad(flat, (0, -len(flat) % per_byte))
@@ -41,6 +41,6 @@ def pack(levels: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """The first ``count`` integers of what ``pack`` made, in one dimension."""
+    """Unpack the first ``count`` integers of a result of ``pack``, in one dimension."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
     return ((packed.unsqueeze(1) >> shifts) & ((1 << bits) - 1)).flatten()[:count]

@@ -1,8 +1,8 @@
 """The arithmetic coder of torchac and LMCache (``csrc/ac_enc.cu``, ``ac_dec.cu``), for many streams side by side.
 
-32-bit registers, 16-bit cumulative frequencies, order 0. The original writes bit after bit and holds back those that a
-carry may yet change; here ``low`` is added up to full length in 16-bit words and carries are resolved at the end, which
-gives the same bits and lets numpy work on all streams at once.
+It has 32-bit registers and 16-bit cumulative frequencies of order 0. The original writes single bits and holds back
+those that a carry may still change. Here ``low`` is accumulated at full length in 16-bit words, and carries are
+resolved at the end. This gives the same bits and lets numpy work on all streams at once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _FINAL_BITS = 2
 
 
 def cumulative(symbols: np.ndarray, num_bins: int) -> np.ndarray:
-    """The table of each stream, uint16 ``(streams, num_bins + 1)``, from its symbols ``(streams, steps)``, each below
-    ``num_bins``; strictly rising (LMCache's ``calculate_cdf``)."""
+    """Return each stream's table, uint16 ``(streams, num_bins + 1)``, strictly increasing. ``symbols``: ``(streams,
+    steps)``, each below ``num_bins``. As LMCache's ``calculate_cdf``."""
     num_streams, num_steps = symbols.shape
     at = symbols.astype(np.int64) + np.arange(num_streams)[:, None] * num_bins
     counts = np.bincount(at.ravel(), minlength=num_streams * num_bins).reshape(num_streams, num_bins)
@@ -31,7 +31,7 @@ def cumulative(symbols: np.ndarray, num_bins: int) -> np.ndarray:
 
 
 def encode(symbols: np.ndarray, tables: np.ndarray) -> list[bytes]:
-    """``symbols``: ``(streams, steps)``; ``tables``: as ``cumulative`` makes them. Each stream's bytes."""
+    """Encode ``symbols`` ``(streams, steps)`` with ``tables`` from ``cumulative``. Return each stream's bytes."""
     num_streams, num_steps = symbols.shape
     rows = np.arange(num_streams)
     lows, highs = _bounds(tables)
@@ -51,15 +51,14 @@ def encode(symbols: np.ndarray, tables: np.ndarray) -> list[bytes]:
 
 
 def decode(streams: list[bytes], tables: np.ndarray, num_steps: int) -> np.ndarray:
-    """The symbols back: uint8 ``(streams, num_steps)``. Raises CorruptError for streams that these tables cannot have
-    made."""
+    """Decode the symbols, uint8 ``(streams, num_steps)``. Raises CorruptError for a stream that is too long."""
     num_streams = len(streams)
     rows = np.arange(num_streams)
     lows, highs = _bounds(tables)
     data = np.zeros((num_streams, 2 * num_steps + 16), np.int64)
     for row, stream in enumerate(streams):
         if len(stream) > 2 * num_steps + 8:
-            raise CorruptError(f"stream {row} has {len(stream)} bytes for {num_steps} symbols")
+            raise CorruptError(f"stream {row} has {len(stream)} bytes, too many for {num_steps} symbols")
         data[row, : len(stream)] = np.frombuffer(stream, np.uint8)
     out = np.empty((num_steps, num_streams), np.uint8)
     low, high = np.zeros(num_streams, np.int64), np.full(num_streams, _MASK)
@@ -80,7 +79,7 @@ def decode(streams: list[bytes], tables: np.ndarray, num_steps: int) -> np.ndarr
 
 
 def _bounds(tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each symbol's interval. The last one ends at 2^16, which the table itself cannot hold."""
+    """Return each symbol's interval. The last one ends at 2^16, which does not fit into the table's uint16."""
     lows = tables[:, :-1].astype(np.int64)
     highs = tables[:, 1:].astype(np.int64)
     highs[:, -1] = 1 << _PRECISION
@@ -88,8 +87,8 @@ def _bounds(tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _renormalised(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Shift out the leading bits that ``low`` and ``high`` share, then those at which they straddle the middle
-    (``low`` 011..., ``high`` 100...), which leave the first bit in place. Returns both, the shift, and which straddled.
+    """Shift out the leading bits that ``low`` and ``high`` share. Then shift out those where they straddle the middle
+    (``low`` 011..., ``high`` 100...), but keep the first bit. Return both, the shift, and which streams straddled.
     """
     shared = 32 - _bit_length(low ^ high)
     low = (low << shared) & _MASK
@@ -105,7 +104,7 @@ def _bit_length(x: np.ndarray) -> np.ndarray:
 
 
 def _add(words: np.ndarray, rows: np.ndarray, position: np.ndarray, value: np.ndarray) -> None:
-    """Add 32-bit values (they may be negative) that begin at a bit of each row. A word may grow past its 16 bits."""
+    """Add 32-bit values, which may be negative, at bit ``position`` of each row. A word may exceed 16 bits."""
     shifted = value << (_WORD_BITS - position % _WORD_BITS)
     word = position // _WORD_BITS
     words[rows, word] += shifted >> 32
@@ -122,7 +121,7 @@ def _to_streams(words: np.ndarray, num_bits: np.ndarray) -> list[bytes]:
 
 
 def _read(data: np.ndarray, rows: np.ndarray, position: np.ndarray, num_bits: np.ndarray) -> np.ndarray:
-    """Up to 32 bits of each row, from a bit on."""
+    """Read ``num_bits``, at most 32, at bit ``position`` of each row."""
     byte = np.minimum(position >> 3, data.shape[1] - 5)
     window = np.zeros(len(rows), np.int64)
     for i in range(5):

@@ -11,18 +11,18 @@ from sgl_kvfetch.types import TensorName
 
 
 def lmcache_bins(tensor: TensorName, num_layers: int) -> list[int]:
-    """The bins of each layer that LMCache takes for a model that it has no entry for (``CacheGenConfig.
-    from_model_name``): 32 everywhere below ten layers; else 32 for the first ten of K and two of V, then 16. The models
-    that it does have entries for get the same."""
+    """Return each layer's bins as LMCache chooses them (``CacheGenConfig.from_model_name``) for models without an
+    entry of their own: 32 everywhere below ten layers; else 32 for the first ten of K and two of V, then 16. Models
+    with an entry get the same."""
     first = num_layers if num_layers < 10 else 10 if tensor == "k" else 2
     return [32] * first + [16] * (num_layers - first)
 
 
 def to_bins(values: torch.Tensor, bins: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(tokens, layers, heads, dim)`` -> integers, uint8 ``(layers, tokens, channels)``, and largest magnitudes,
-    bfloat16 ``(layers, tokens, 1)``.
+    """Quantise ``(tokens, layers, heads, dim)``. Return integers, uint8 ``(layers, tokens, channels)``, and largest
+    magnitudes, bfloat16 ``(layers, tokens, 1)``.
 
-    Differs from the original in one thing: a vector of zeros becomes zeros there and back, not NaN.
+    Unlike in the original, a vector of zeros is restored to zeros, not NaN.
     """
     x = values.flatten(2).transpose(0, 1)
     centre = _centres(bins)
@@ -32,7 +32,7 @@ def to_bins(values: torch.Tensor, bins: Sequence[int]) -> tuple[torch.Tensor, to
 
 
 def from_bins(integers: torch.Tensor, largest: torch.Tensor, bins: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    """The inverse, up to rounding: bfloat16 of ``shape``, which is ``(tokens, layers, heads, dim)``."""
+    """Invert ``to_bins``, up to rounding. Return bfloat16 of ``shape``, ``(tokens, layers, heads, dim)``."""
     centre = _centres(bins)
     x = (integers - centre) / centre * largest
     return x.transpose(0, 1).reshape(*shape).to(largest.dtype)

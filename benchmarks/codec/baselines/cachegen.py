@@ -12,24 +12,24 @@ from benchmarks.codec.baselines.bins import from_bins, lmcache_bins, to_bins
 from benchmarks.codec.method import KV_DTYPE, KVShape, Method, from_bytes, to_bytes
 from sgl_kvfetch.types import TENSORS, TensorName
 
-# The tokens of a stream: LMCache's CACHEGEN_GPU_MAX_TOKENS_PER_CHUNK. A longer chunk shares its tables among several.
+# Tokens per stream: LMCache's CACHEGEN_GPU_MAX_TOKENS_PER_CHUNK. The streams of a longer chunk share its tables.
 _STREAM_TOKENS = 256
 
 
 class CacheGen(Method):
     """Vector-wise bins, then an order-0 arithmetic coder with a table for each layer and channel of a chunk.
 
-    What is stored of a chunk is what LMCache's ``CacheGenGPUEncoderOutput`` holds (``storage_backend/serde/
-    cachegen_basics.py`` and ``cachegen_encoder.py``): a bitstream for each layer, channel and 256 tokens, its length as
-    int32; the tables, int16 ``(layers, channels, bins + 1)``, ``bins`` being the most of any layer; the largest
-    magnitude of each token and layer in the KV's dtype. Not counted: what pickle adds to them, some hundred bytes a
-    tensor. The paper's delta of each token to its group's anchor is not in LMCache, and not here.
+    A chunk stores what LMCache's ``CacheGenGPUEncoderOutput`` holds (``storage_backend/serde/cachegen_basics.py`` and
+    ``cachegen_encoder.py``): a bitstream for each layer, channel and 256 tokens, with its length as int32; the tables,
+    int16 ``(layers, channels, bins + 1)``, where ``bins`` is the maximum over layers; each token and layer's largest
+    magnitude in the KV's dtype. Pickle's overhead of some hundred bytes per tensor is not counted. LMCache does not
+    have the paper's delta of each token to its group's anchor, and neither does this.
 
-    A chunk longer than the context holds what there is of it.
+    If the context is shorter than a chunk, the chunk holds the whole context.
     """
 
     def __init__(self, chunk_tokens: int, bins: int | None) -> None:
-        """``bins``: of all layers; LMCache's own choice by layer if None."""
+        """``bins``: for all layers; if None, LMCache's choice for each layer."""
         rate = "" if bins is None else f"-{bins}"
         which = "LMCache's bins by layer" if bins is None else f"{bins} bins"
         self.name = f"cachegen{rate}/{chunk_tokens}"

@@ -15,11 +15,11 @@ _RESIDUAL_TOKENS = 128
 
 
 class Kivi(Method):
-    """K in groups of 32 tokens of one channel, V in groups of 32 channels of one token; a step and a smallest value in
-    float16 each (section 3.2, algorithm 1; groups and residual as in its experiments).
+    """Quantises K in groups of 32 tokens of one channel, and V in groups of 32 channels of one token. Each group has a
+    step and a smallest value in float16 (section 3.2, algorithm 1; groups and residual as in its experiments).
 
-    The residual stays as it is: of K the tokens past the last multiple of 128, of V the last 128. A head whose
-    dimension is no multiple of 32 has groups of the largest size that divides both.
+    The residual is not quantised: for K the tokens after the last multiple of 128, for V the last 128. If V's head
+    dimension is not a multiple of 32, its groups have the largest size that divides both.
     """
 
     family = "KIVI"
@@ -65,17 +65,17 @@ class Kivi(Method):
 
 
 def _coded_tokens(num_tokens: int) -> tuple[int, int]:
-    """How many of K and of V are quantised."""
+    """Return how many tokens of K and of V are quantised."""
     return num_tokens - num_tokens % _RESIDUAL_TOKENS, max(0, num_tokens - _RESIDUAL_TOKENS)
 
 
 def _k_groups(k: torch.Tensor) -> torch.Tensor:
-    """``(tokens / 32, layers, heads, dim, 32)``"""
+    """Return ``(tokens / 32, layers, heads, dim, 32)``."""
     return k.reshape(k.shape[0] // _GROUP, _GROUP, *k.shape[1:]).movedim(1, -1)
 
 
 def _v_groups(v: torch.Tensor) -> torch.Tensor:
-    """``(tokens, layers, heads, dim / group, group)``"""
+    """Return ``(tokens, layers, heads, dim / group, group)``."""
     return v.unflatten(-1, (-1, math.gcd(_GROUP, v.shape[-1])))
 
 

@@ -10,12 +10,11 @@ from sgl_kvfetch.quant import Quantiser, make_quantiser
 
 
 def kvfetcher_methods(bins: Sequence[int]) -> list[Method]:
-    """Vector-wise bins, the sliced inter-frame layout, tiles of heads, lossless HEVC (section 3.2), in our own
-    segments, whose spans, layouts and codec follow it.
+    """Return the recipe in our segments: vector-wise bins, sliced inter-frame layout, tiles, lossless HEVC (3.2).
 
-    Assumed, since the paper leaves them open or its code is not public: 256 bins have a scale for each token, layer and
-    head, fewer one for each token and layer, as CacheGen has; spans of 1,024 tokens; near-square tiles in pictures of
-    240p, not searched for; libx265's fastest preset in place of NVENC, which on such data costs no bits.
+    The paper leaves some points open, and its code is not public. We assume: with 256 bins a scale for each token,
+    layer and head, with fewer bins one for each token and layer, as in CacheGen; spans of 1,024 tokens; near-square
+    tiles in 240p pictures, without a search; libx265's fastest preset instead of NVENC, which costs no bits here.
     """
     source = "KVFetcher (arXiv 2602.09725, 3.2): vector-wise bins, inter- and intra-frame layout, lossless HEVC"
     return [

@@ -15,16 +15,16 @@ from sgl_kvfetch.types import TENSORS
 
 _RANGE = struct.Struct("<ff")
 _U32 = struct.Struct("<I")
-# ipratio: intra pictures would otherwise get a lower QP than the one asked for.
+# ipratio: without it, intra pictures would get a lower QP than the requested one.
 _X265_PARAMS = "keyint=1:bframes=0:ipratio=1:annexb=1:info=0:pools=none:frame-threads=1:wpp=0:log-level=none"
 
 
 class Llm265(Method):
-    """Tokens by channels as one grey picture a layer, 8 bits between the picture's smallest and largest value, lossy
-    HEVC of intra pictures alone.
+    """Stores each layer as one grey picture of tokens by channels, with 8 bits between the picture's smallest and
+    largest value, in lossy intra-only HEVC.
 
-    Assumed, where the paper leaves it open: a picture holds a layer's K or V of the whole context; its range as two
-    float32; libx265 at its preset ``fast``, tuned for squared error, and a constant QP, in place of NVENC.
+    Where the paper leaves it open, we assume: a picture holds a layer's K or V of the whole context; its range is two
+    float32; libx265 with preset ``fast``, tuned for squared error, and a constant QP replaces NVENC.
     """
 
     family = "LLM.265"
@@ -57,7 +57,7 @@ class Llm265(Method):
         return restored[0], restored[1]
 
     def _encode_pictures(self, pixels: np.ndarray) -> bytes:
-        """Access units, each after its length as u32."""
+        """Return the access units, each after its length as u32."""
         encoder = av.CodecContext.create("libx265", "w")
         assert isinstance(encoder, av.VideoCodecContext)
         encoder.width, encoder.height = pixels.shape[2], pixels.shape[1]
@@ -76,7 +76,7 @@ class Llm265(Method):
 
 
 def _decode_pictures(data: bytes, height: int, width: int) -> np.ndarray:
-    """``(pictures, height, width)`` uint8."""
+    """Return uint8 ``(pictures, height, width)``."""
     decoder = av.CodecContext.create("hevc", "r")
     assert isinstance(decoder, av.VideoCodecContext)
     decoder.thread_count = 1

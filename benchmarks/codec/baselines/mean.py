@@ -1,4 +1,4 @@
-"""The context forgotten: how far KL can go."""
+"""A method that forgets the context, to show how large KL can get."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sgl_kvfetch.types import TENSORS
 
 
 class Mean(Method):
-    """Each channel's mean over the context in the place of every token. Nobody would store it: its KL is the scale that
-    the others' are to be read against, for a model that makes little of its context forgives any of them."""
+    """Replaces every token by each channel's mean over the context. It is no useful method, but its KL is a scale for
+    that of the others: if a model makes little use of its context, every method has a low KL."""
 
     name = "mean"
     source = "none: all tokens alike, for the scale of KL"

@@ -16,11 +16,11 @@ _ORDER = 16
 
 
 class SawInt4(Method):
-    """K through a block-diagonal Hadamard transform, then four bits a value with a step and a smallest value for each
-    token and head.
+    """Transforms K with a block-diagonal Hadamard matrix, then stores four bits per value, with a step and a smallest
+    value for each token and head.
 
-    Blocks of 16, K alone or V too, are what the authors' code runs (``HADAMARD_ORDER``, ``ROTATE_V``). Assumed: step
-    and smallest value in float16, which gives the 4.25 bits that are reported of it at a head dimension of 128.
+    The authors' code uses blocks of 16, for K alone or for V too (``HADAMARD_ORDER``, ``ROTATE_V``). We assume that
+    step and smallest value are float16, which gives the reported 4.25 bits at a head dimension of 128.
     """
 
     family = "SAW-INT4"
@@ -49,7 +49,7 @@ def _decode(parts: Sequence[bytes], shape: tuple[int, ...], rotates: bool) -> to
 
 
 def hadamard(order: int) -> torch.Tensor:
-    """Sylvester's matrix of a power of two, orthonormal: its own inverse."""
+    """Return Sylvester's Hadamard matrix, orthonormal, so it is its own inverse. ``order``: a power of two."""
     matrix = torch.ones(1, 1)
     while len(matrix) < order:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -58,5 +58,5 @@ def hadamard(order: int) -> torch.Tensor:
 
 def _rotated(values: torch.Tensor) -> torch.Tensor:
     if values.shape[-1] % _ORDER:
-        raise UnsupportedError(f"saw-int4: heads of {values.shape[-1]} are no whole blocks of {_ORDER}")
+        raise UnsupportedError(f"saw-int4: head dimension is {values.shape[-1]}; expected a multiple of {_ORDER}")
     return (values.unflatten(-1, (-1, _ORDER)) @ hadamard(_ORDER)).flatten(-2)

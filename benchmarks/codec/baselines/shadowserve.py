@@ -16,11 +16,11 @@ _LEVEL = 6
 
 
 class ShadowServe(Method):
-    """Vector-wise bins, then deflate, which a SmartNIC's engine inflates.
+    """Vector-wise bins, then deflate, which a SmartNIC's engine decompresses.
 
-    Assumed, where the paper is silent: CacheGen's bins, the same for all layers; an integer a byte, layer by layer and
-    token by token; chunks of 256 tokens, which is LMCache's default, K and V apart; zlib's level 6; the largest
-    magnitudes in bfloat16, outside of what is deflated.
+    Where the paper is silent, we assume: CacheGen's bins, the same for all layers; one byte per integer, layer by layer
+    and token by token; separate chunks of 256 tokens (LMCache's default) for K and V; zlib's level 6; the largest
+    magnitudes in bfloat16, not compressed.
     """
 
     family = "ShadowServe"

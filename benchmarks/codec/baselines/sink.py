@@ -1,4 +1,4 @@
-"""A method's first tokens kept exact: attention sinks, whose values are unlike all others."""
+"""Keeps a method's first tokens exact: they are attention sinks, with values unlike all others."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from sgl_kvfetch.types import TENSORS
 
 
 class WithExactSink(Method):
-    """Another method, with K and V of the first tokens as they are beside what it stores.
+    """Wraps a method, and additionally stores the exact K and V of the first tokens.
 
-    The other method codes as many tokens as without, since some code only whole pages. In the place of the first tokens
-    it sees copies of the next one, so that a sink widens no scale that tokens share, and enters no frequency table.
-    The first tokens thus cost their exact values and an ordinary token's bits each. CacheGen and KVFetcher have a scale
-    for each token: they restore all other tokens to the same values with and without this.
+    The inner method still encodes all tokens, since some methods accept only whole pages. It sees copies of the next
+    token in place of the first ones, so that a sink does not affect shared scales or frequency tables. Each of the
+    first tokens thus costs its exact values and an ordinary token's bits. CacheGen and KVFetcher have a scale for each
+    token, so they restore all other tokens to the same values with and without this.
     """
 
     def __init__(self, inner: Method, num_tokens: int = 1) -> None:
-        """``num_tokens``: of the context's start. They are counted at 16 bits a value."""
+        """``num_tokens``: how many of the first tokens are kept exact. They count with 16 bits per value."""
         assert num_tokens > 0, num_tokens
         kept = "first token" if num_tokens == 1 else f"first {num_tokens} tokens"
         self.name = f"{inner.name}+sink"
@@ -41,7 +41,7 @@ class WithExactSink(Method):
         return k, v
 
     def _without_sink(self, values: torch.Tensor) -> torch.Tensor:
-        """A context of sinks alone is left as it is."""
+        """Replace the sinks by copies of the next token. A context of only sinks is not changed."""
         ordinary = values[self._num_tokens : self._num_tokens + 1]
         if not len(ordinary):
             return values

@@ -1,4 +1,4 @@
-"""What device mode uses of the store, on one rank."""
+"""Device mode's access to the store, on one rank."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ class DeviceBackend:
         speed: PrefillSpeed,
         report: Report,
     ) -> None:
-        """``plane``: closed with this. ``speed``: of the engine. ``report`` is told what each piece of work has come
-        to."""
+        """``plane`` is closed together with this backend. ``report`` gets the result of each piece of work."""
         self.plane = plane
         self._copy_pool = ThreadPoolExecutor(1, "kvfetch-copy")
         self._hash_pool = ThreadPoolExecutor(1, "kvfetch-hash")
@@ -44,10 +43,10 @@ class DeviceBackend:
         self.copies = Copies(plane, pages, self._copy_pool, report)
         logger.info("kvfetch in device mode: %s, namespace %s: %s", config.store, heads.folder, heads.namespace)
         # docs/decisions/0011-no-early-start.md
-        logger.info("kvfetch early start is off: this SGLang's runner cannot wait for a layer that is on its way")
+        logger.info("kvfetch early start is off: this SGLang's runner cannot wait for a layer to arrive")
 
     def clear(self) -> None:
-        """Delete the segments of this rank from the store. Waits. Raises KVFetchError."""
+        """Delete the segments of this rank from the store, and wait for it. Raises KVFetchError."""
         self.plane.clear()
 
     def close(self) -> None:

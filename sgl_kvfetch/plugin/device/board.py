@@ -1,4 +1,4 @@
-"""What background work has come to, agreed among ranks."""
+"""The results of background work, agreed among ranks."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ M = TypeVar("M", bound=tuple[int, ...])
 
 
 class Done(NamedTuple):
-    """Work is over, and that is all there is to say."""
+    """Work is over; there is no other result."""
 
 
 class PageCount(NamedTuple):
-    """How many pages work has come to, from its first on."""
+    """How many pages a piece of work has completed, from its first page on."""
 
     num_pages: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket(Generic[M]):
-    """One piece of work, which is to be reported on by an ``M``. ``serial`` tells it from an earlier one in the same
-    column."""
+    """One piece of work, whose result is reported as an ``M``. ``serial`` distinguishes it from earlier work in the
+    same column."""
 
     column: int
     serial: int
 
 
 class Report(Protocol):
-    """Says what a piece of work has come to."""
+    """Reports the result of a piece of work."""
 
     def __call__(self, ticket: Ticket[M], message: M, /) -> None: ...
 
 
 class Board:
-    """Messages about all work under way. A message is a named tuple of whole numbers. Of several ranks' messages the
-    least of each field counts by itself: fields are made so that this is what the ranks want.
+    """Collects messages about all work under way. A message is a named tuple of integers. If there are several ranks,
+    each field becomes its minimum over all ranks; fields are defined so that the minimum is the right answer.
 
-    Tickets are opened, heard of and closed on the scheduler's thread, in the same order on every rank; a report comes
-    from any thread. A step costs as much as was reported since the last one, and with several ranks one collective if
-    anything is open: on a matrix with a column for each piece of work.
+    Tickets are opened and closed on the scheduler's thread, in the same order on every rank. Reports come from any
+    thread. The cost of a step grows only with the number of new reports. With several ranks, each step with an open
+    ticket also takes one collective, on a matrix with one column per piece of work.
     """
 
     def __init__(self, agree: Callable[[torch.Tensor], None] | None) -> None:
-        """``agree`` takes the least of all ranks in place; None for a single rank."""
+        """``agree`` replaces a tensor by its minimum over all ranks, in place; None for a single rank."""
         self._agree = agree
         self._reports: deque[tuple[Ticket[Any], Any]] = deque()
         self._serials: list[int] = []
         self._free: list[int] = []
-        self._matrix = torch.empty((1 + _MOST_FIELDS, 0), dtype=torch.int64)  # whether it was reported, and the fields
-        self._messages: dict[Ticket[Any], tuple[int, ...]] = {}  # of this rank, until all have reported
+        self._matrix = torch.empty((1 + _MOST_FIELDS, 0), dtype=torch.int64)  # 1 if it was reported, then the fields
+        self._messages: dict[Ticket[Any], tuple[int, ...]] = {}  # this rank's, until all ranks have reported
         self._ends: dict[Ticket[Any], Callable[[Any], None]] = {}
         self._serial = 0
 
@@ -65,7 +65,7 @@ class Board:
         return len(self._ends)
 
     def open(self, on_end: Callable[[M], None]) -> Ticket[M]:
-        """``on_end`` gets the least of all ranks' messages, in the step in which every rank has reported."""
+        """Open a ticket. Once every rank has reported, ``step`` calls ``on_end`` with the minimum of their messages."""
         if not self._free:
             self._grow()
         self._serial += 1
@@ -82,7 +82,7 @@ class Board:
         self._matrix = torch.cat([self._matrix, torch.zeros((1 + _MOST_FIELDS, more), dtype=torch.int64)], dim=1)
 
     def close(self, ticket: Ticket[M]) -> Callable[[M], None]:
-        """Whatever is still reported for this ticket is ignored. Returns what was to happen."""
+        """Close a ticket and return its ``on_end``. Later reports for it are ignored."""
         on_end = self._ends.pop(ticket)
         self._messages.pop(ticket, None)
         self._serials[ticket.column] = 0
@@ -91,12 +91,11 @@ class Board:
         return on_end
 
     def report(self, ticket: Ticket[M], message: M, /) -> None:
-        """From any thread, once a ticket."""
+        """Report the result of a ticket's work, exactly once. Any thread may call this."""
         self._reports.append((ticket, message))
 
     def step(self) -> None:
-        """Close the tickets that every rank has reported on, and say so to those who opened them, in their opening's
-        order."""
+        """Close the tickets that every rank has reported on, and call their ``on_end`` in the order of opening."""
         if not self._ends:
             self._reports.clear()
             return
@@ -120,7 +119,7 @@ class Board:
         least = self._matrix.clone()
         agree(least)
         agreed = []
-        for column in torch.nonzero(least[0]).flatten().tolist():  # all have reported
+        for column in torch.nonzero(least[0]).flatten().tolist():  # all ranks have reported
             ticket = Ticket(column, self._serials[column])
             mine = self._messages[ticket]
             fields = least[1 : 1 + len(mine), column].tolist()

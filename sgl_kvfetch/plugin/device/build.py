@@ -1,16 +1,14 @@
-"""Device mode's cache for the engine that we are in."""
+"""Builds device mode's cache inside SGLang's scheduler process."""
 
 from __future__ import annotations
 
 import atexit
 import logging
-from array import array
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_unified_radix_cache
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_memory
@@ -28,7 +26,7 @@ from sgl_kvfetch.plugin.device.prefill import PrefillSpeed
 from sgl_kvfetch.plugin.engine_nvdec import engine_nvdec
 from sgl_kvfetch.plugin.launch_check import read_extra_config
 from sgl_kvfetch.plugin.namespace import engine_heads
-from sgl_kvfetch.plugin.page_hashes import hash_tail
+from sgl_kvfetch.plugin.page_hashes import compile_hash_function
 from sgl_kvfetch.plugin.plane import open_plane
 from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
 
@@ -44,19 +42,18 @@ class _Rank:
 
 
 def build_radix_cache(ctx: TreeCacheBuildContext) -> KVFetchRadixCache:
-    """Raises ConfigError and UnsupportedError, which stop SGLang's start."""
+    """Build the cache and attach its store. Raises ConfigError and UnsupportedError, which stop SGLang's start."""
     timeline.start(ctx.tp_rank)
     cache = create_unified_radix_cache(ctx, cache_class=KVFetchRadixCache)
     assert isinstance(cache, KVFetchRadixCache)
     if cache.tree_components != (ComponentType.FULL,):
         raise UnsupportedError(
-            f"device mode stores plain KV caches only; this model's has {', '.join(map(str, cache.tree_components))}"
+            f"device mode supports only plain KV caches; this model's has {', '.join(map(str, cache.tree_components))}"
         )
     allocator = ctx.params.token_to_kv_pool_allocator
     pool = allocator.get_kvcache()
     pages, nvdec = _open_pages(pool, cache.page_size, ctx.tp_worker), engine_nvdec(pool.k_buffer[0].device)
-    # Compiles SGLang's hash function, which takes a while the first time.
-    hash_tail(RadixKey(array("q", range(cache.page_size))), 0, None, cache.page_size)
+    compile_hash_function()
     cache.set_connect(partial(_connect, cache, pages, nvdec, _Rank(ctx.tp_rank, ctx.tp_size), allocator.size))
     cache.connect(get_memory().hicache_storage_backend_extra_config)
     atexit.register(cache.release_host_resources)
@@ -64,7 +61,7 @@ def build_radix_cache(ctx: TreeCacheBuildContext) -> KVFetchRadixCache:
 
 
 def _open_pages(pool: Any, page_size: int, tp_worker: Any) -> DevicePages:
-    """Raises UnsupportedError for a pool that we cannot read and write."""
+    """Return access to the pool's pages. Raises UnsupportedError for a pool or device that is not supported."""
     device = torch.device(pool.device)
     if device.type == "cpu":
         return DevicePages(pool, page_size)
@@ -89,7 +86,7 @@ def _connect(
     pool_tokens: int,
     extra_config: str | None,
 ) -> None:
-    """Raises ConfigError and UnsupportedError."""
+    """Attach a store as ``extra_config`` says. Raises ConfigError and UnsupportedError."""
     extra, threshold_tokens = read_extra_config(extra_config)
     config = parse_config(extra)
     backend = cache.start(

@@ -1,4 +1,4 @@
-"""SGLang's radix cache, which asks the store for what it lacks and writes what is new."""
+"""SGLang's radix cache with a store behind it: it fetches the prefixes that it lacks and writes new ones."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class _Parts:
 
 
 class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
-    """A ``UnifiedRadixCache`` with a store behind it. Does nothing of its own before ``start`` and once detached."""
+    """A ``UnifiedRadixCache`` with a store behind it. Before ``start``, and once detached, it is a plain one."""
 
-    # SGLang's constructor calls reset().
+    # Set on the class, because SGLang's constructor calls reset().
     _parts: _Parts | None = None
     _connect: Callable[[str | None], None] | None = None
     _extra_config: str | None = None
-    _changed: Sequence[Any] = ()  # when the store was detached
+    _changed: Sequence[Any] = ()  # handles that were left when the store was detached
 
     def start(
         self,
@@ -55,7 +55,7 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
         threshold_tokens: int,
         order: OrderName,
     ) -> DeviceBackend:
-        """``make_backend`` gets the function that reports what has ended."""
+        """Put a store behind the tree. ``make_backend`` gets the function that reports results of background work."""
         board = Board(self._agree if self._num_ranks() > 1 else None)
         known = KnownPages()
         backend = make_backend(board.report)
@@ -85,7 +85,8 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
     # Attaching
 
     def set_connect(self, connect: Callable[[str | None], None]) -> None:
-        """``connect`` takes SGLang's text of the extra config, and calls ``start`` or raises."""
+        """Set the function that attaches a store: it gets SGLang's extra config, as text, and calls ``start`` or
+        raises."""
         self._connect = connect
 
     def connect(self, extra_config: str | None) -> None:
@@ -101,23 +102,23 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
         hicache_storage_prefetch_policy: str | None = None,
         hicache_write_policy: str | None = None,
     ) -> tuple[bool, str]:
-        """Whether a store is behind the tree now, on every rank, and what to tell the operator. SGLang sees to it that
-        there are no requests."""
+        """Attach the store on all ranks or on none. Return whether it is attached, and a message for the operator.
+        SGLang calls this only while there are no requests."""
         policies = (hicache_storage_prefetch_policy, hicache_write_policy)
         if storage_backend != BACKEND or policies != (None, None):
-            return False, f"device mode takes the storage backend {BACKEND} and no policies: they are the host tier's"
+            return False, f"device mode accepts only the storage backend {BACKEND}, and no policies of the host tier"
         if self._parts is not None:
             if storage_backend_extra_config_json in (None, self._extra_config):
-                return True, f"{BACKEND} was attached already, with this config."
+                return True, f"{BACKEND} is already attached with this config."
             return False, f"{BACKEND} is attached with another config: detach it first, DELETE /hicache/storage-backend"
         fault = self._try_to_connect(storage_backend_extra_config_json)
         if self._is_so_on_all_ranks(fault is None):
             return True, f"{BACKEND} is attached."
         self.detach_storage_backend()
-        return False, fault or "another rank could not attach the storage backend; the log has the reason"
+        return False, fault or "another rank could not attach the storage backend; see its log for the reason"
 
     def _try_to_connect(self, extra_config: str | None) -> str | None:
-        """What went wrong. Raises nothing, since the other ranks wait for our answer."""
+        """Return None, or why attaching failed. Never raises, because the other ranks wait for this rank's answer."""
         try:
             weight_updates.require_no_former_pages()
             self.connect(extra_config)
@@ -136,8 +137,7 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
         return bool(answer.item())
 
     def detach_storage_backend(self) -> tuple[bool, str]:
-        """From now on a plain radix cache, which keeps what it has. Waits for what is queued to be written, for a few
-        seconds at most."""
+        """Detach the store. The tree stays as it is. Waits a few seconds at most for queued pages to be written."""
         if self._parts is None:
             return True, "No storage backend was attached."
         self.end_all()
@@ -147,14 +147,14 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
         weight_updates.forget(parts.backend.access)
         try:
             parts.backend.close()
-        except Exception:  # it holds nothing of the tree's, and the other ranks have detached
-            logger.exception("kvfetch was not closed in good order")
+        except Exception:  # go on: it holds nothing of the tree, and the other ranks have detached
+            logger.exception("kvfetch: closing the backend failed")
         return True, f"{BACKEND} is detached."
 
     # Reading
 
     def is_backuped(self, node_id: Any) -> bool:
-        """Any node's prefix may go on in the store: SGLang asks this before it calls ``prefetch_from_storage``."""
+        """Return True: any node's prefix may continue in the store. SGLang asks before ``prefetch_from_storage``."""
         return True
 
     def prefetch_from_storage(
@@ -169,7 +169,7 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
         cache_salt: str | None = None,
         storage_hit_end: int | None = None,
     ) -> None:
-        """A request has arrived, or lost a prefix that it had when it did. Never waits."""
+        """Begin a fetch for a request that has arrived, or that has lost its prefix since. Never waits."""
         start = len(matched_prefix_tokens or ())
         if self._parts is None or start % self.page_size:
             return
@@ -230,7 +230,7 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
     # Ends
 
     def reset(self) -> None:
-        """Empty the tree. Ends all that is under way, without waiting for more than the copy of one cell."""
+        """Empty the tree and end all work under way. Waits at most for the copy of one cell."""
         self.end_all()
         if self._parts is not None:
             self._parts.backend.plane.flush()
@@ -248,7 +248,7 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
     def clear_storage_backend(self) -> bool:
         if self._parts is None:
             return False
-        self._parts.known.clear()  # whatever comes of it, so that all ranks know the same
+        self._parts.known.clear()  # even if clearing fails, so that it stays equal on all ranks
         try:
             self._parts.backend.clear()
         except (KVFetchError, TimeoutError) as e:
@@ -257,14 +257,14 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
         return True
 
     def evict_for_alloc(self, params: EvictParams, **kwargs: Any) -> EvictResult:
-        """For requests that run. What is kept for those that wait gives way to them, if need be."""
+        """Evict for running requests. If that frees too little, waiting requests give up slots as well."""
         allocator = self.token_to_kv_pool_allocator
         before: int = allocator.available_size()
         result = super().evict_for_alloc(params, **kwargs)
         lacking = params.num_tokens - (allocator.available_size() - before)
         if lacking <= 0 or self._parts is None or not self._parts.fetches.give_way(lacking):
             return result
-        lacking = params.num_tokens - (allocator.available_size() - before)  # slots were freed already
+        lacking = params.num_tokens - (allocator.available_size() - before)  # fewer, if slots were freed
         if lacking > 0:
             more = super().evict_for_alloc(dataclasses.replace(params, num_tokens=lacking), **kwargs)
             result.num_tokens_evicted += more.num_tokens_evicted

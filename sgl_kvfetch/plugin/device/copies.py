@@ -1,4 +1,4 @@
-"""Copies out of the pool, on a thread of their own, for writing."""
+"""Copies pages out of the pool for writing, on a separate thread."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _limited = LimitedLogger(logger)
 
 @dataclass(frozen=True, slots=True)
 class SlotRun:
-    """Consecutive pages in the pool. ``slots``: every token's."""
+    """Pages in the pool that are consecutive in their sequence. ``slots``: one per token."""
 
     first_page: int  # position in the sequence
-    previous_hash: str | None  # of the page before, None at the sequence's start
+    previous_hash: str | None  # hash of the page before, None at the sequence's start
     page_hashes: Sequence[str]
     slots: torch.Tensor
 
 
 class Copies:
-    """Begun on the scheduler's thread."""
+    """Runs copies in the background. The scheduler's thread begins them."""
 
     def __init__(self, plane: DataPlane, pages: DevicePages, copy_pool: Executor, report: Report) -> None:
         self._plane = plane
@@ -41,8 +41,8 @@ class Copies:
         self._report = report
 
     def begin(self, ticket: Ticket[PageCount], run: SlotRun) -> GuardedSource:
-        """Copy pages out of the pool and queue them for writing. Reports how many, from the first on, were queued; the
-        pages' owner may have them back then, or as soon as what is returned is closed."""
+        """Copy pages out of the pool and queue them for writing. Reports how many were queued, from the first on. The
+        pages are free for reuse after the report, or once the returned source is closed."""
         self._pages.fence()
         source = GuardedSource(self._pages)
         self._copy_pool.submit(self._copy, ticket, run, source)
@@ -57,7 +57,7 @@ class Copies:
         finally:
             if dropped := len(run.page_hashes) - num_queued:
                 metrics.WRITTEN_PAGES.labels("dropped_full").inc(dropped)
-                _limited.warning("full", f"{dropped} pages not written: the write queue is full, or the cache flushed")
+                _limited.warning("full", f"{dropped} pages not written: the queue is full, or the cache was flushed")
             self._report(ticket, PageCount(num_queued))
 
     def _queue(self, run: SlotRun, source: GuardedSource) -> int:

@@ -1,7 +1,7 @@
-"""SGLang's token-to-KV pool on a GPU, read and restored beside the forward pass.
+"""SGLang's token-to-KV pool on a GPU, read and restored in parallel with the forward pass.
 
-Streams of our own do the work; SGLang's are ordered with them by events alone, so that nothing waits on the host but
-our own threads. docs/device-mode-gpu.md has the whole.
+The work runs on our own streams. Only events order them with SGLang's streams, so that no thread but our own waits on
+the host. docs/device-mode-gpu.md explains the design.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from sgl_kvfetch.types import TENSORS, TensorName
 
 MiB = 1 << 20
 
-# On the host, and as much on the device: two for restores, so that one is filled while another one is on its way, and
-# one for reads, which wait for the forward pass and must not keep restores waiting as well.
+# Staging buffers, each on the host and as large on the device. Restores have two: one is filled while the other is
+# uploaded. Reads have their own, because they wait for the forward pass and must not delay restores.
 NUM_RESTORE_BUFFERS = 2
 RESTORE_BUFFER_BYTES = 16 * MiB  # holds a bfloat16 frame of 1080p, or a span of 1024 tokens of eight heads of 128
 READ_BUFFER_BYTES = 8 * MiB
@@ -37,8 +37,8 @@ DEVICE_BYTES = NUM_RESTORE_BUFFERS * RESTORE_BUFFER_BYTES + READ_BUFFER_BYTES
 class CudaPages(DevicePages, FramePool):
     """Pages of an ``MHATokenToKVPool`` on a GPU.
 
-    Whoever hands slots over, on the scheduler's thread, calls ``fence`` before anything is begun with them, and
-    ``publish`` before they go on: into the tree, or back to the allocator.
+    The scheduler's thread calls ``fence`` when it hands slots over, before work on them begins. It calls ``publish``
+    before they go on: into the tree, or back to the allocator.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class CudaPages(DevicePages, FramePool):
         restore_buffer_bytes: int = RESTORE_BUFFER_BYTES,
         read_buffer_bytes: int = READ_BUFFER_BYTES,
     ) -> None:
-        """``forward_stream``: where SGLang's model runs when its scheduler overlaps with it; on the scheduler's own
-        stream otherwise. Raises UnsupportedError as `DevicePages` does."""
+        """``forward_stream``: the stream of SGLang's model if the scheduler overlaps with it; otherwise the model runs
+        on the scheduler's own stream. Raises UnsupportedError as `DevicePages` does."""
         super().__init__(pool, page_size)
         self._device = device
         self._forward_stream = forward_stream
@@ -60,27 +60,27 @@ class CudaPages(DevicePages, FramePool):
         self._restore_staging = Staging(device, NUM_RESTORE_BUFFERS, restore_buffer_bytes)
         self._read_staging = Staging(device, 1, read_buffer_bytes)
         self._launching = threading.Lock()
-        self._restored: Event | None = None  # after the last restore that was launched, unless published
-        self._lock = threading.Lock()  # of what follows; a kernel is compiled with it held
+        self._restored: Event | None = None  # after the last launched restore, None once published
+        self._lock = threading.Lock()  # guards the fields below; held while a kernel is compiled
         self._inverses: dict[tuple[Quantiser, range, range], Inverse] = {}
         self._compiled: set[tuple[Any, ...]] = set()
 
-    # Order, on the scheduler's thread
+    # Ordering, on the scheduler's thread
 
     def fence(self) -> None:
         scheduled = self._device.current_stream().record_event()
         forwarded = self._forward_stream.record_event()
-        # A forward pass under way may still write what the scheduler has given away since, or compute what is read.
+        # A forward pass under way may still write to slots that were given away since, or compute what will be read.
         for stream in (self._restores, self._reads):
             stream.wait_event(scheduled)
             stream.wait_event(forwarded)
-        self._lookups.wait_event(scheduled)  # slot numbers are made on the scheduler's stream
+        self._lookups.wait_event(scheduled)  # slot numbers are computed on the scheduler's stream
 
     def publish(self) -> None:
         with self._launching:
             restored, self._restored = self._restored, None
         if restored is not None:
-            # The forward stream waits for the scheduler's before each pass.
+            # The forward stream waits for the scheduler's stream before each pass.
             self._device.current_stream().wait_event(restored)
 
     # Restoring
@@ -89,7 +89,7 @@ class CudaPages(DevicePages, FramePool):
         slots = self._span_slots(cell, span_pages, pages)
         for frames, there in zip(cell.parts, cell.is_on_device, strict=True):
             if there:
-                # They were made for another stream, which is through with them.
+                # They were allocated for another stream, which has finished with them.
                 self._device.used_on(frames, self._restores)
         inverse = self._inverse(cell)
         for work in restores_of(cell, inverse, slots, self._outputs(cell)):
@@ -124,7 +124,7 @@ class CudaPages(DevicePages, FramePool):
             self._restored = self._restores.record_event()
 
     def _compile(self, cell: CellFrames, work: Restore, trial: Callable[[], None]) -> None:
-        """Have a kernel that was not used yet compiled now, which takes seconds, and not within a guard."""
+        """Compile a kernel before its first use: that takes seconds, too long to do within a guard."""
         kind = (work.kind, tuple(cell.layouts[i] for i in work.parts), len(cell.layers))
         with self._lock:
             if kind not in self._compiled:
@@ -132,7 +132,7 @@ class CudaPages(DevicePages, FramePool):
                 self._compiled.add(kind)
 
     def _frames_at_once(self, cell: CellFrames, work: Restore, fixed: Sequence[torch.Tensor]) -> int:
-        """Raises UnsupportedError if there is no room for so few as must be restored at once."""
+        """Return how many frames to restore at once. Raises UnsupportedError if a buffer cannot hold the minimum."""
         parts = [cell.parts[i] for i in work.parts if not cell.is_on_device[i]]
         num_frames = len(cell.parts[work.parts[0]])
         if not parts:
@@ -148,7 +148,7 @@ class CudaPages(DevicePages, FramePool):
         return least * times
 
     def _inverse(self, cell: CellFrames) -> Inverse:
-        """With its tensors on the device, where they stay: they are a part of the model."""
+        """Return the inverse of the cell's quantiser. Its tensors stay on the device, for later cells."""
         key = cell.quantiser, cell.place.layers, cell.place.heads
         with self._lock:
             if key not in self._inverses:
@@ -160,7 +160,7 @@ class CudaPages(DevicePages, FramePool):
             return self._inverses[key]
 
     def _outputs(self, cell: CellFrames) -> CellOutputs:
-        """The buffers of a cell's layers, its heads of them."""
+        """Return K's and V's buffers of the cell's layers, reduced to its heads."""
         k, v = (
             [x[:, cell.heads.start : cell.heads.stop] for x in self._buffers[t][cell.layers.start : cell.layers.stop]]
             for t in TENSORS
@@ -168,7 +168,7 @@ class CudaPages(DevicePages, FramePool):
         return k, v
 
     def _span_slots(self, cell: CellFrames, span_pages: Sequence[int], pages: Sequence[int]) -> torch.Tensor:
-        """Of every token of the span, on the host; -1 where it is not wanted."""
+        """Return the slot of every token of the span, on the host; -1 for a token that is not wanted."""
         slots = torch.full((len(cell.place.tokens),), -1)
         slots.view(-1, self.geometry.page_size)[list(span_pages)] = self._slots(pages).view(len(pages), -1)
         return slots
@@ -176,14 +176,14 @@ class CudaPages(DevicePages, FramePool):
     # Reading
 
     def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
-        """Waits for the device."""
+        """Return a copy of the pages on the host. Waits for the device."""
         slots = self._slots(pages)
         buffers = self._buffers[tensor]
         row_bytes = buffers[0][0].nbytes
         rows = torch.empty((len(slots), len(buffers), *buffers[0].shape[1:]), dtype=self._raw_dtype)
         step = self._read_staging.num_bytes // (len(buffers) * row_bytes + slots.itemsize)
-        assert step > 1, "no room for a token"
-        for first in range(0, len(slots), step - 1):  # one less, for the alignment
+        assert step > 1, "the read buffer has no room for a token"
+        for first in range(0, len(slots), step - 1):  # one token less, to leave room for alignment
             self._read_rows(buffers, slots[first : first + step - 1], rows[first : first + step - 1])
         return self._as_pages(rows, len(pages))
 
@@ -203,10 +203,10 @@ class CudaPages(DevicePages, FramePool):
             out.copy_(host.transpose(0, 1))
 
     def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
-        raise NotImplementedError("frames are restored, values are not written")
+        raise NotImplementedError("pages on a GPU are restored from frames, not written from values")
 
     def page_indices(self, slots: torch.Tensor) -> list[int]:
-        """Waits for the device."""
+        """Return the page numbers of a run of whole pages. Waits for the device."""
         size = self.geometry.page_size
         assert slots.numel() % size == 0
         indices = torch.empty(slots.numel() // size, dtype=slots.dtype)

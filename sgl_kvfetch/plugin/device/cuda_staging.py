@@ -1,4 +1,4 @@
-"""The memory through which bytes go between host and GPU: a few buffers, made once, used in turn."""
+"""Staging memory between host and GPU: a few buffers, allocated once and used in turn."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _ALIGNMENT = 256
 
 
 class StagingBuffer:
-    """As many bytes of pinned host memory as of the device's."""
+    """A buffer in pinned host memory, and one of equal size on the device."""
 
     def __init__(self, device: Device, num_bytes: int) -> None:
         self._host = device.pinned(num_bytes)
         self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
-        self.done: Event | None = None  # of its last use
+        self.done: Event | None = None  # marks the end of its last use
 
     def put(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
-        """Copy host tensors into the pinned half. Returns where each will be on the device, once the first so many
-        bytes were uploaded. Raises UnsupportedError if they do not fit."""
+        """Copy host tensors into the pinned half. Return a device tensor for each, and how many bytes must be uploaded
+        before they can be used. Raises UnsupportedError if they do not fit."""
         views = []
         end = 0
         for tensor in tensors:
@@ -32,7 +32,7 @@ class StagingBuffer:
             end = begin + tensor.nbytes
             if end > self._host.numel():
                 needed = needed_bytes(tensors)
-                raise UnsupportedError(f"{needed} bytes at once do not fit into buffers of {self._host.numel()}")
+                raise UnsupportedError(f"{needed} bytes do not fit into a staging buffer of {self._host.numel()}")
             self._host[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             views.append(self._device[begin:end].view(tensor.dtype).view(tensor.shape))
         return views, end
@@ -41,13 +41,13 @@ class StagingBuffer:
         self._device[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
 
     def room(self, begin: int, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A part of both halves, host and device."""
+        """Return ``num_bytes`` of the host half and of the device half, from ``begin``, rounded up to the alignment."""
         begin = -(-begin // _ALIGNMENT) * _ALIGNMENT
         return self._host[begin : begin + num_bytes], self._device[begin : begin + num_bytes]
 
 
 class Staging:
-    """Some buffers of ``num_bytes`` each."""
+    """A pool of staging buffers of ``num_bytes`` each."""
 
     def __init__(self, device: Device, num_buffers: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -58,8 +58,8 @@ class Staging:
 
     @contextmanager
     def buffer(self, stream: Stream) -> Iterator[StagingBuffer]:
-        """One to be used by what the caller launches on ``stream``. Waits for one, and until the device is through with
-        what it was used for before."""
+        """Lend a buffer to the work that the caller launches on ``stream``. Waits for a free buffer, and until the
+        device has finished its previous use."""
         buffer = self._free.get()
         try:
             if buffer.done is not None:
@@ -71,5 +71,5 @@ class Staging:
 
 
 def needed_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """What these take in a buffer, at most."""
+    """Return how many bytes these tensors take in a buffer, at most."""
     return sum(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)

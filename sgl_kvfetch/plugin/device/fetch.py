@@ -1,4 +1,4 @@
-"""One fetch, with what it holds of SGLang's and of the data plane's."""
+"""One fetch, with the objects of SGLang and of the data plane that it holds."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from sgl_kvfetch.plugin.device.lookups import LookupWork
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filling:
-    """Slots that are being filled. ``sink``: closed, nothing is written to them any more."""
+    """Slots that are being filled. Closing ``sink`` stops all writes to them."""
 
-    slots: torch.Tensor  # every token's
+    slots: torch.Tensor  # one per token
     sink: GuardedSink
 
 
 @dataclass(eq=False)
 class Fetch(FetchState):
-    """Pages are counted from ``start``, the tokens that the tree had when the request arrived."""
+    """A request's fetch. Page numbers count from token ``start``: so many tokens the tree had when it arrived."""
 
     handle: Any  # SGLang's CacheRequestHandle
     key: Any  # SGLang's RadixKey of the whole prompt, as far as it may be cached, in whole pages
     start: int
-    arrival: int  # counts the fetches before it
+    arrival: int  # serial number, in order of arrival
     arrived_s: float  # for the timeline
     urgency: int = 0
     lookup: LookupWork = field(default_factory=LookupWork)
-    expected_pages: int = 0  # that are still to be fetched for it
-    leader: Fetch | None = None  # whose pages it waits for
-    followers: list[Fetch] = field(default_factory=list)  # that wait for these pages
+    expected_pages: int = 0  # pages still to be fetched for it
+    leader: Fetch | None = None  # the fetch that brings its pages
+    followers: list[Fetch] = field(default_factory=list)  # fetches that wait for these pages
     call: FetchCall | None = None
-    lock: Any = None  # SGLang's TreeLock on what the tree has of the prefix
+    lock: Any = None  # SGLang's TreeLock on the part of the prefix that is in the tree
     loaded_start: int = 0  # token where the first round began
-    landed_tokens: int = 0  # that rounds put into the tree, and the lock keeps there
+    landed_tokens: int = 0  # tokens that rounds put into the tree, where the lock keeps them
 
     def __post_init__(self) -> None:
         super().__init__()
 
     @property
     def is_wanted(self) -> bool:
-        """Whether anybody waits for its pages."""
+        """Return whether its own request or a follower waits for its pages."""
         return not self.is_abandoned or bool(self.live_followers)
 
     @property

@@ -1,8 +1,8 @@
-"""What a fetch is waiting for, what may happen to it, and what has to be done then. Neither I/O nor clock nor tree.
+"""The state machine of a fetch: states, events and actions. It does no I/O and uses neither a clock nor the tree.
 
-A fetch is a request's way from its arrival to a prefix in the pool. ``FetchState.receive`` takes an event and returns
-the actions that follow from it; whoever calls it carries them out, in their order. ``TRANSITIONS`` has every event that
-may come in every state: what is reported late, after the fetch has ended, changes nothing.
+A fetch lasts from a request's arrival until its prefix is in the pool. ``FetchState.receive`` takes an event and
+returns the actions that follow from it; the caller carries them out in that order. ``TRANSITIONS`` lists every event
+that may come in every state. An event that comes after the fetch has ended does not change its state.
 """
 
 from __future__ import annotations
@@ -15,68 +15,68 @@ from typing import Any
 
 
 class State(enum.Enum):
-    LOOKUP = "lookup"  # the store is being asked
-    WAITING = "waiting"  # for the link
-    FOLLOWING = "following"  # another fetch brings the same pages
-    FETCHING = "fetching"  # round by round, with a lock on what the tree has of the prefix
-    STOPPING = "stopping"  # no further round is wanted; those that are being filled are waited for
-    LANDED = "landed"  # in the tree, locked until the request is admitted
+    LOOKUP = "lookup"  # a store lookup is under way
+    WAITING = "waiting"  # waits for the link
+    FOLLOWING = "following"  # waits for another fetch that brings the same pages
+    FETCHING = "fetching"  # fetches round by round; the part of the prefix that is in the tree is locked
+    STOPPING = "stopping"  # begins no further round; waits for the rounds that are being filled
+    LANDED = "landed"  # is in the tree, locked until the request is admitted
     OVER = "over"
 
 
 class Awaited(enum.Enum):
     """What the next round waits for."""
 
-    BYTES = "bytes"  # the first ones
+    BYTES = "bytes"  # its first bytes
     SLOTS = "slots"
     NOTHING = "nothing"  # there is no next round
 
 
 class End(enum.Enum):
-    """How a fetch ended, if not by an abort."""
+    """How a fetch ended, unless its request was aborted."""
 
-    LANDED = "landed"  # all that the store had
-    PARTLY = "partly"  # the rest failed
-    FAILED = "failed"  # all of it did
-    STOPPED = "stopped"  # the rest is computed, since that has become faster
-    RECOMPUTED = "recomputed"  # all is computed, since that is faster
-    FULL_POOL = "full_pool"  # the rest found no room
-    MISSED = "missed"  # not stored, or the lookup failed
-    KNOWN = "known"  # the tree had got it
-    LOST = "lost"  # the tree had lost what came before it
+    LANDED = "landed"  # all stored pages landed
+    PARTLY = "partly"  # some pages landed, the rest failed
+    FAILED = "failed"  # all pages failed
+    STOPPED = "stopped"  # the rest is computed, because that has become faster
+    RECOMPUTED = "recomputed"  # all pages are computed, because that is faster
+    FULL_POOL = "full_pool"  # the pool had no room for the rest
+    MISSED = "missed"  # the pages are not stored, or the lookup failed
+    KNOWN = "known"  # the tree already had the pages
+    LOST = "lost"  # the tree had lost the pages before them
     SUSPENDED = "suspended"  # the weights changed
-    FLUSHED = "flushed"  # the tree was emptied, or the store detached
+    FLUSHED = "flushed"  # the tree was emptied, or the store was detached
 
 
 class Sign(enum.Enum):
-    """An event that needs no more words."""
+    """An event without data."""
 
     FOLLOWS = "follows"  # another fetch brings the next page
-    LEADER_ENDED = "leader ended"  # nobody else brings the next page any more
-    BYTES_HERE = "bytes here"  # the first of the next round
+    LEADER_ENDED = "leader ended"  # no other fetch brings the next page any longer
+    BYTES_HERE = "bytes here"  # the first bytes of the next round have arrived
     TRANSMISSION_OVER = "transmission over"  # nothing more comes over the link
-    ABANDONED = "abandoned"  # the request is gone; others may follow
-    UNWANTED = "unwanted"  # those that followed are gone, too
-    RELEASED = "released"  # the request has its own lock, or has to do without
+    ABANDONED = "abandoned"  # the request is gone; other fetches may still follow this one
+    UNWANTED = "unwanted"  # the request and all followers are gone
+    RELEASED = "released"  # the request has its own lock, or must do without one
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The store has so many pages, from the first on, and they are to be fetched."""
+    """The store has the first ``num_pages`` pages, and they are to be fetched."""
 
     num_pages: int
 
 
 @dataclass(frozen=True, slots=True)
 class NothingToFetch:
-    """The store has nothing, or the tree has it all, or it is to be computed."""
+    """Nothing will be fetched; ``end`` says why."""
 
     end: End
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The link is free, and the tree is locked. ``round_ends``: pages, ascending; the last one is ``num_pages``."""
+    """The link is free, and the tree is locked. ``round_ends``: pages, exclusive, ascending; last is ``num_pages``."""
 
     first_page: int
     round_ends: tuple[int, ...]
@@ -84,28 +84,28 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class SlotsGiven:
-    """To the next round. ``slots``: returned when they are to land or to be freed."""
+    """The next round has got ``slots``. `Land` and `Free` actions return them."""
 
     slots: Any
 
 
 @dataclass(frozen=True, slots=True)
 class RoundRefused:
-    """The next round, and those after it, are not to be had."""
+    """The next round and all later ones are given up; ``end`` says why."""
 
     end: End
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """So many pages of the oldest round that has slots, from its first on. Nothing is written to it any more."""
+    """The oldest round with slots is over: its first ``num_pages`` pages are restored. Nothing writes to its slots."""
 
     num_pages: int
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """It has to end at once. Nothing is written to its slots any more."""
+    """The fetch must end at once. Nothing writes to its slots any more."""
 
     end: End
 
@@ -114,22 +114,22 @@ Event = Sign | Found | NothingToFetch | Begun | SlotsGiven | RoundRefused | Rest
 
 
 class Do(enum.Enum):
-    """An action that needs no more words."""
+    """An action without data."""
 
     CANCEL_LOOKUP = "cancel lookup"
-    FORGET_FOUND = "forget found"  # what the lookup found is not going to be fetched
-    QUEUE = "queue"  # for the link
+    FORGET_FOUND = "forget found"  # the pages that the lookup found will not be fetched
+    QUEUE = "queue"  # wait for the link
     LEAVE_QUEUE = "leave queue"
     ASK_FOR_SLOTS = "ask for slots"
-    ASK_NO_MORE = "ask no more"  # for slots
-    STOP = "stop"  # what is still on its way is not wanted, nor what is being restored
-    FETCH_NO_MORE = "fetch no more"  # followers look elsewhere
-    LET_GO = "let go"  # of the tree's lock
+    ASK_NO_MORE = "ask no more"  # withdraw the request for slots
+    STOP = "stop"  # cancel what is still being transmitted or restored
+    FETCH_NO_MORE = "fetch no more"  # this fetch brings no more pages; its followers look elsewhere
+    LET_GO = "let go"  # release the lock on the tree
 
 
 @dataclass(frozen=True, slots=True)
 class Transmit:
-    """All rounds, from ``first_page`` on."""
+    """Transmit all rounds, from ``first_page`` on."""
 
     first_page: int
     round_ends: tuple[int, ...]
@@ -137,7 +137,7 @@ class Transmit:
 
 @dataclass(frozen=True, slots=True)
 class AwaitBytes:
-    """Of a round, which begins at ``first_page``."""
+    """Report when the first bytes of a round arrive. The round begins at ``first_page``."""
 
     round_index: int
     first_page: int
@@ -145,7 +145,7 @@ class AwaitBytes:
 
 @dataclass(frozen=True, slots=True)
 class Land:
-    """Put the first pages of a round into the tree. The slots beyond them are freed by a `Free`."""
+    """Put the first ``num_pages`` pages of a round into the tree. A `Free` gives back the slots beyond them."""
 
     first_page: int
     num_pages: int
@@ -154,7 +154,7 @@ class Land:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Give a round's slots back, but for those of its first ``num_landed`` pages."""
+    """Give back a round's slots, except those of its first ``num_landed`` pages."""
 
     num_landed: int
     slots: Any
@@ -162,7 +162,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The request goes on with what the tree has."""
+    """Let the request go on with the prefix that the tree has."""
 
     end: End
 
@@ -178,21 +178,21 @@ class _Round:
 
 
 class FetchState:
-    """Pages are counted from the first one that was looked up."""
+    """The state of one fetch. Page numbers count from the first page that was looked up."""
 
     def __init__(self) -> None:
         self.state = State.LOOKUP
         self.awaited = Awaited.NOTHING
-        self.num_pages = 0  # that the store has
-        self.next_page = 0  # where the next round begins
-        self.num_rounds = 0  # that have got slots
+        self.num_pages = 0  # stored pages
+        self.next_page = 0  # first page of the next round
+        self.num_rounds = 0  # rounds that have got slots
         self.landed_pages = 0
         self.is_abandoned = False
         self._is_unwanted = False
-        self._has_gap = False  # a round came short: those after it do not count
-        self._round_ends: deque[int] = deque()  # of those that have no slots yet
+        self._has_gap = False  # a round came short, so later rounds do not count
+        self._round_ends: deque[int] = deque()  # of rounds without slots
         self._filling: deque[_Round] = deque()
-        self._end = End.LANDED  # as far as is known
+        self._end = End.LANDED  # as far as known
 
     @property
     def round_end(self) -> int:
@@ -205,7 +205,7 @@ class FetchState:
         return [each.slots for each in self._filling]
 
     def receive(self, event: Event) -> list[Action]:
-        """Raises AssertionError if it cannot happen in this state."""
+        """Return the actions that follow from ``event``. Raises AssertionError if it cannot happen in this state."""
         transition = TRANSITIONS[self.state].get(event if isinstance(event, Sign) else type(event))
         assert transition is not None, f"{event} while {self.state}"
         self.state, do = transition
@@ -213,7 +213,7 @@ class FetchState:
         return [*actions, *self._end_if_through()]
 
     def _end_if_through(self) -> list[Action]:
-        """The one transition without an event: nothing more comes, or is asked for."""
+        """End the fetch if no round is awaited or being filled: the only transition without an event."""
         if self.state not in (State.FETCHING, State.STOPPING) or self.awaited is not Awaited.NOTHING or self._filling:
             return []
         actions: list[Action] = [] if self._end is End.LANDED else [Do.STOP]
@@ -228,7 +228,7 @@ class FetchState:
         end = End.FAILED if self._end is End.PARTLY else self._end
         return [*actions, Do.LET_GO, Finish(end)]
 
-    # What follows from an event
+    # Event handlers
 
     def _found(self, event: Found) -> list[Action]:
         self.num_pages = event.num_pages
@@ -278,7 +278,7 @@ class FetchState:
         return self._want_no_more(event.end)
 
     def _end_transmission(self, _: Event) -> list[Action]:
-        """Whoever waits for bytes or slots now waits in vain: the deadline is over, or a read failed."""
+        """Stop if a round still waits for bytes or slots: none will come, after the deadline or after a failed read."""
         return [] if self.awaited is Awaited.NOTHING else self._want_no_more(End.PARTLY)
 
     def _abandon(self, _: Event) -> list[Action]:
@@ -305,7 +305,7 @@ class FetchState:
 
 _S, _F = State, FetchState
 
-# The state after an event, unless the method finds that nothing more is to come, and what to do.
+# The state after each event, and its actions or the handler that returns them. A handler may set another state.
 TRANSITIONS: dict[
     State, dict[Sign | type[Event], tuple[State, list[Action] | Callable[[FetchState, Any], list[Action]]]]
 ] = {

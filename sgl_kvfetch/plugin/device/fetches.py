@@ -1,8 +1,8 @@
-"""The fetches of all waiting requests. On the scheduler's thread alone.
+"""The fetches of all waiting requests. Runs only on the scheduler's thread.
 
-Here the states of ``fetch_state.py`` meet SGLang's tree, the data plane and the link. Every rank runs the same steps on
-the same requests. Whatever depends on time or on I/O comes through the board, which all ranks read alike, so that trees
-and allocators stay the same everywhere.
+This module connects the states of ``fetch_state.py`` with SGLang's tree, the data plane and the link. Every rank runs
+the same steps on the same requests. Results that depend on time or on I/O come through the board, which gives all ranks
+equal values. So trees and allocators stay equal on all ranks.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from sgl_kvfetch.plugin.device.slot_turns import SlotTurns
 from sgl_kvfetch.plugin.device.slots import Slots
 from sgl_kvfetch.plugin.page_hashes import hash_tail
 
-# Steps in a row in which requests were tried and none admitted. Then prefixes that wait for their requests may be what
-# keeps another one out.
+# After so many consecutive steps in which requests were tried and none was admitted, prefixes locked for waiting
+# requests are released: they may be what keeps another request out.
 _PATIENCE_STEPS = 64
-# So many may begin in one step: it is the scheduler's time.
+# A limit on the fetches that begin in one step, because beginning one takes the scheduler's time.
 _BEGINS_A_STEP = 8
 
 
 class Fetches:
-    """From each request's arrival until it is admitted."""
+    """Manages each request's fetch from the request's arrival until its admission."""
 
     def __init__(
         self,
@@ -71,26 +71,26 @@ class Fetches:
         threshold_tokens: int,
         order: OrderName,
     ) -> None:
-        """``cache``: SGLang's ``UnifiedRadixCache``. ``max_tokens``: slots that all fetches may hold. ``round_tokens``:
-        slots that one takes at a time."""
+        """``cache``: SGLang's ``UnifiedRadixCache``. ``max_tokens``: slots that all fetches together may hold.
+        ``round_tokens``: slots that one fetch takes at a time."""
         self._cache = cache
         self._backend = backend
         self._board = board
         self._known = known
         self._page_size: int = cache.page_size
         self._threshold_tokens = threshold_tokens
-        # A power of two, as spans are, so that none lies in two rounds and is read twice.
+        # A power of two, like the length of a span: so no span lies in two rounds and is read twice.
         self._round_pages = 1 << (max(1, min(round_tokens, max_tokens) // self._page_size).bit_length() - 1)
         self._slots = Slots(cache, max(1, max_tokens // self._page_size) * self._page_size)
         self._turns: SlotTurns[Fetch] = SlotTurns()
         self._link: LinkQueue[Fetch] = LinkQueue(order, shared_pages=self._round_pages)
         self._sharing = Sharing()
-        self._fetches: dict[Any, Fetch] = {}  # of requests that are there, by handle
-        self._fetching: dict[Fetch, None] = {}  # in their order, those of requests that are gone included
+        self._fetches: dict[Any, Fetch] = {}  # by handle; only of requests that are not gone
+        self._fetching: dict[Fetch, None] = {}  # in order of their start; also of requests that are gone
         self._landed: dict[Fetch, None] = {}
-        self._changed: list[Any] = []  # handles of those that began or ended
+        self._changed: list[Any] = []  # handles of fetches that began or ended
         self._num_arrived = 0
-        self._num_seen = 0  # pages that lookups chose to fetch, as far as we have heard of them
+        self._num_seen = 0  # pages that finished lookups chose to fetch
         self._was_offered = False
         self._fruitless_steps = 0
         self._reported = (0, 0)  # parked requests, held slots
@@ -106,13 +106,13 @@ class Fetches:
 
     @property
     def states(self) -> list[State]:
-        """Of the requests that are there, in their arrival's order."""
+        """The states of the fetches of all requests that are not gone, in order of arrival."""
         return [fetch.state for fetch in self._fetches.values()]
 
-    # What the scheduler says
+    # Calls from the scheduler
 
     def arrive(self, handle: Any, key: Any, start: int, last_hash: str | None) -> None:
-        """Look up the pages of ``key`` from token ``start`` on; ``last_hash`` is that of the page before."""
+        """Look up the pages of ``key`` from token ``start`` on. ``last_hash``: the hash of the page before them."""
         if handle in self._fetches or not self._backend.access.reads or len(key) - start < self._threshold_tokens:
             return
         self._num_arrived += 1
@@ -124,13 +124,13 @@ class Fetches:
         self._backend.lookups.begin(fetch.lookup, ticket, hash_pages, self._num_ahead)
 
     def queued(self, handle: Any, urgency: int) -> None:
-        """The request is in the waiting queue now. The more urgent go first, where the order is by priority."""
+        """Note that the request is in the waiting queue. If the order is by priority, higher ``urgency`` goes first."""
         fetch = self._fetches.get(handle)
         if fetch is not None and fetch.state is State.LOOKUP:
             fetch.urgency = urgency
 
     def is_over(self, handle: Any) -> bool:
-        """Whether a request that the scheduler tries may be admitted, as far as its fetch goes."""
+        """Return whether the fetch allows a request to be admitted. The scheduler asks this when it tries a request."""
         if self.is_parked(handle):
             return False
         self._was_offered = True
@@ -141,14 +141,14 @@ class Fetches:
         return fetch is not None and fetch.state is not State.LANDED
 
     def take_changed(self) -> list[Any]:
-        """Handles of the requests that may have been parked or unparked since the last call."""
+        """Return the handles of requests that may have been parked or unparked since the last call."""
         if not self._changed:
             return []
         changed, self._changed = self._changed, []
         return changed
 
     def admitted(self, handle: Any) -> None:
-        """The request has locked its prefix itself."""
+        """Release the fetch of a request that was admitted: it has locked its prefix itself."""
         self._fruitless_steps = 0
         self._was_offered = False
         fetch = self._fetches.get(handle)
@@ -156,7 +156,7 @@ class Fetches:
             self._release(fetch)
 
     def abandon(self, handle: Any) -> None:
-        """The request is gone."""
+        """Handle a request that is gone. Its fetch goes on only while other fetches follow it."""
         fetch = self._fetches.pop(handle, None)
         if fetch is None:
             return
@@ -171,9 +171,10 @@ class Fetches:
                 self._receive(each, Sign.UNWANTED)
 
     def step(self, reserved_tokens: Callable[[], int]) -> None:
-        """Begin what can begin, a few at a time. Costs the same however many wait.
+        """Give slots to rounds and begin fetches, a few per step. The cost does not grow with the waiting requests.
 
-        ``reserved_tokens``: slots that requests which run will need yet. Asked at most once, if slots are wanted."""
+        ``reserved_tokens`` returns the slots that running requests will still need. It is called at most once, and only
+        if slots are wanted."""
         if self._was_offered:
             self._was_offered = False
             self._fruitless_steps += 1
@@ -189,7 +190,7 @@ class Fetches:
             first = self._link.first()
             if first is None:
                 break
-            # Where the link has no room it may have nothing to fetch all the same.
+            # Also tried if the link has no room: there may be nothing left to fetch.
             if not self._begin(first, may_fetch=self._link.has_room(first)):
                 self._link.put_off(first)
                 break
@@ -204,8 +205,8 @@ class Fetches:
             metrics.HELD_SLOTS.set(counts[1])
 
     def give_way(self, num_tokens: int) -> bool:
-        """Requests that run lack so many slots. Have what we keep for requests that wait be evicted, and then what is
-        being fetched, the last one first. Whether there was any."""
+        """Give up slots because running requests lack ``num_tokens``: first unlock landed prefixes for eviction, then
+        drop fetches under way, always the latest first. Return whether anything was given up."""
         given = 0
         for fetch in reversed(list(self._landed)):
             if given < num_tokens:
@@ -218,15 +219,15 @@ class Fetches:
         return given > 0
 
     def drop_all(self) -> None:
-        """The pool is about to be emptied, or the store to be given up: nothing is written to the pool from here on."""
+        """End all fetches before the pool is emptied or the store detached. Nothing writes to the pool afterwards."""
         self._changed += self._fetches
-        # In an order that all ranks share: the allocator hands out again what it gets back in it.
+        # In the same order on all ranks: it determines the order in which the allocator hands the slots out again.
         self._drop(dict.fromkeys((*self._fetches.values(), *self._fetching)), End.FLUSHED)
         self._fetches.clear()
         self._landed.clear()
         self._link.clear()
         self._sharing.clear()
-        self._num_seen = self._backend.lookups.num_chosen  # those under way are not heard of any more
+        self._num_seen = self._backend.lookups.num_chosen  # lookups under way will not report any more
         self._report()
 
     def _drop(self, fetches: Iterable[Fetch], end: End) -> None:
@@ -238,17 +239,17 @@ class Fetches:
             self._receive(fetch, Dropped(end))
 
     def _release(self, fetch: Fetch) -> None:
-        """The prefix stays in the tree like any other."""
+        """Unlock a landed prefix. It stays in the tree like any other."""
         del self._landed[fetch]
         self._changed.append(fetch.handle)
         self._fetches.pop(fetch.handle)
         self._receive(fetch, Sign.RELEASED)
 
     def _num_ahead(self) -> int:
-        """Pages that are to be fetched before what is looked up now. From any thread; about right."""
+        """Estimate how many pages will be fetched before those that are looked up now. Any thread may call this."""
         return self._link.expected_pages + self._backend.lookups.num_chosen - self._num_seen
 
-    # What the ranks agree on
+    # Reports that all ranks agree on
 
     def _looked_up(self, fetch: Fetch, finding: Finding) -> None:
         work, num_pages = fetch.lookup, finding.num_pages
@@ -280,17 +281,18 @@ class Fetches:
     def _transmission_over(self, fetch: Fetch, _: Done) -> None:
         self._receive(fetch, Sign.TRANSMISSION_OVER)
 
-    # Whose turn it is
+    # Turns
 
     def _begin(self, fetch: Fetch, *, may_fetch: bool) -> bool:
-        """Fetch, or follow another one, or see that there is nothing to fetch. False: there is, and it must wait."""
+        """Fetch, follow another fetch, or end because nothing is left to fetch. Return False if the fetch must wait: it
+        has pages to fetch, and ``may_fetch`` is False."""
         if not self._backend.access.reads:
             self._receive(fetch, NothingToFetch(End.SUSPENDED))
             return True
         matched = self._cache.match_prefix(MatchPrefixParams(key=fetch.key))
         begin = matched.device_prefix_len
         end = fetch.start + fetch.num_pages * self._page_size
-        # Where the tree has less than at the arrival, SGLang asks again.
+        # If the tree has less than when the request arrived, SGLang will ask again.
         if not fetch.start <= begin < end:
             self._receive(fetch, NothingToFetch(End.KNOWN if begin >= end else End.LOST))
             return True
@@ -308,7 +310,7 @@ class Fetches:
         return True
 
     def _round_ends(self, fetch: Fetch, first_page: int) -> tuple[int, ...]:
-        """Rounds end at multiples of their length, counted from the sequence's start, as spans do."""
+        """Return where rounds end: at multiples of their length, counted from the sequence's start, as spans do."""
         before = fetch.start // self._page_size
         next_end = (before + first_page) // self._round_pages * self._round_pages + self._round_pages - before
         return *range(next_end, fetch.num_pages, self._round_pages), fetch.num_pages
@@ -319,12 +321,12 @@ class Fetches:
         give = partial(self._give_slots_to, reserved_tokens=reserved_tokens())
         if self._turns.serve(give) or self._landed or any(fetch.filling for fetch in self._fetching):
             return
-        # None of those that hold slots will give them back by itself.
+        # No fetch that holds slots will give them back by itself, so the last one has to.
         if last := self._turns.last_of_several():
             self._receive(last, RoundRefused(End.FULL_POOL))
 
     def _give_slots_to(self, fetch: Fetch, *, reserved_tokens: int) -> bool:
-        """Slots for the next round, if there are any for it."""
+        """Give the next round its slots. Return False if there are not enough. Refuse the round if reads are off."""
         if not self._backend.access.reads:
             self._receive(fetch, RoundRefused(End.PARTLY))
             return True
@@ -337,7 +339,7 @@ class Fetches:
         self._receive(fetch, SlotsGiven(Filling(slots, sink)))
         return True
 
-    # What follows from an event
+    # Actions
 
     def _receive(self, fetch: Fetch, event: Event) -> None:
         for action in fetch.receive(event):
@@ -399,7 +401,7 @@ class Fetches:
         self._slots.land(fetch, begin, action.slots.slots[: action.num_pages * self._page_size])
         self._link.changed()
         self._link.expect(fetch, max(0, fetch.expected_pages - action.num_pages))
-        # Those who wait for them may find enough.
+        # Their followers may now find enough in the tree.
         self._sharing.ended(fetch, fetch.lookup.hashes[action.first_page : action.first_page + action.num_pages])
 
     def _finish(self, fetch: Fetch, end: End) -> None:

@@ -1,4 +1,4 @@
-"""Which pages the store has, as far as this process was told."""
+"""The pages that are known to be in the store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MAX_PAGES = 1 << 18
 
 
 class KnownPages:
-    """Page hashes that need not be written. The same on every rank, since it learns from what ranks agreed on."""
+    """Hashes of pages that need not be written. Equal on every rank: it learns only what all ranks agreed on."""
 
     def __init__(self, max_pages: int = _MAX_PAGES) -> None:
         self._hashes: OrderedDict[str, None] = OrderedDict()
@@ -30,6 +30,6 @@ class KnownPages:
         self._hashes.clear()
 
     def unknown_range(self, hashes: Sequence[str], start: int) -> range:
-        """From the first to the last page, of those from ``start`` on, that is not known."""
+        """Return the range from the first to the last unknown page, of the pages from ``start`` on."""
         unknown = [i for i in range(start, len(hashes)) if hashes[i] not in self._hashes]
         return range(unknown[0], unknown[-1] + 1) if unknown else range(0)

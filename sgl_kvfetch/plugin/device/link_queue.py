@@ -1,4 +1,4 @@
-"""Who has the link, and who is next. Pure; no clock, so that all ranks decide alike."""
+"""Decides which fetch has the link and which is next. Pure and without a clock, so that all ranks decide alike."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from sgl_kvfetch.plugin.device.order import OrderName, Queued, Turns
 
 
 class Expecting(Queued, Protocol):
-    """What wants the link."""
+    """An item that wants the link."""
 
-    expected_pages: int  # that are still to be fetched for it
+    expected_pages: int  # pages still to be fetched for it
 
 
 T = TypeVar("T", bound=Expecting)
 
 
 class LinkQueue(Generic[T]):
-    """Those that wait for the link, and those that leave it no room for another. Things are hashed by identity.
+    """Holds the items that wait for the link and those that occupy it. Items are hashed by identity.
 
-    One has the link alone if it fills it, as KVFetcher has it (section 3.3.1): even shares would only make both late.
-    Short ones share it, since it would idle between them.
+    A large item gets the link alone, as in KVFetcher (section 3.3.1): even shares would only make both items late.
+    Small items share the link, because it would be idle between them.
     """
 
     def __init__(self, order: OrderName, shared_pages: int) -> None:
-        """``shared_pages``: so many that share the link may have together."""
+        """``shared_pages``: how many pages the items that share the link may have in total."""
         self._waiting: Turns[T] = Turns(order)
-        self._on_link: dict[T, int] = {}  # pages of those that leave it no room
-        self._link_pages = 0  # of all of them
+        self._on_link: dict[T, int] = {}  # requested pages of each item that occupies the link
+        self._link_pages = 0  # their sum
         self._shared_pages = shared_pages
-        self._num_changes = 0  # of what the first in line was last looked at with
-        self._put_off: tuple[T, int] | None = None  # as of which change
-        self.expected_pages = 0  # of all, waiting or not
+        self._num_changes = 0  # changes after which the first item is worth another look
+        self._put_off: tuple[T, int] | None = None  # the item, and `_num_changes` when it was put off
+        self.expected_pages = 0  # of all items, waiting or not
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -40,39 +40,39 @@ class LinkQueue(Generic[T]):
         self._waiting.add(item)
 
     def leave(self, item: T) -> None:
-        """It waits no more."""
+        """Remove an item that no longer waits."""
         self._waiting.discard(item)
 
     def first(self) -> T | None:
-        """Who is to be looked at, if anybody: it has its turn, or something has changed since it was put off."""
+        """Return the item whose turn it is. None if it was put off, and neither room nor a change has come since."""
         first = self._waiting.first()
         if first is None or (self._put_off == (first, self._num_changes) and not self.has_room(first)):
             return None
         return first
 
     def has_room(self, item: T) -> bool:
-        """Whether the link can serve it beside those that have it."""
+        """Return whether the link can serve ``item`` beside the items that occupy it."""
         return not self._on_link or self._link_pages + item.num_pages <= self._shared_pages
 
     def put_off(self, item: T) -> None:
-        """It was looked at, and goes on waiting for the link."""
+        """Note that ``item`` was looked at and must go on waiting for the link."""
         self._put_off = item, self._num_changes
 
     def changed(self) -> None:
-        """Who waits may find that it need not fetch."""
+        """Note a change: a waiting item may find that it need not fetch any more."""
         self._num_changes += 1
 
     def take(self, item: T, num_pages: int) -> None:
-        """So many pages of it are asked for now."""
+        """Let ``item`` occupy the link: ``num_pages`` of its pages are now requested."""
         self._on_link[item] = num_pages
         self._link_pages += num_pages
 
     def give_back(self, item: T) -> None:
-        """The link could serve another one beside it."""
+        """Note that the link could serve another item beside ``item``."""
         self._link_pages -= self._on_link.pop(item, 0)
 
     def expect(self, item: T, num_pages: int) -> None:
-        """So many pages are still to be fetched for it."""
+        """Set how many pages are still to be fetched for ``item``."""
         self.expected_pages += num_pages - item.expected_pages
         item.expected_pages = num_pages
 

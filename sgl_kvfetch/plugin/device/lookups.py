@@ -1,4 +1,4 @@
-"""Lookups: which pages the store has, and whether to fetch them."""
+"""Lookups: find out which pages the store has, and decide whether to fetch them."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class LookupWork:
-    """A lookup under way. What it came to is reported once, whatever happens to it."""
+    """A lookup under way. Its result is reported exactly once, whatever happens to it."""
 
-    hashes: list[str] = field(default_factory=list)  # of all pages asked for; there whatever the store answers
-    page_hashes: list[bytes] = field(default_factory=list)  # the same
+    hashes: list[str] = field(default_factory=list)  # of all requested pages, whether stored or not
+    page_hashes: list[bytes] = field(default_factory=list)  # the same hashes as bytes
     find: Find | None = None
-    number: int | None = None  # the data plane's
-    num_chosen: int = 0  # pages, if they are to be fetched
-    deadline_s: float = 0.0  # when what was found must be here, in time.monotonic()
+    number: int | None = None  # the data plane's number for this lookup
+    num_chosen: int = 0  # pages to be fetched
+    deadline_s: float = 0.0  # by when the found pages must arrive, in time.monotonic()
     cancelled: bool = False
 
 
 class Finding(NamedTuple):
-    """What a lookup has come to: how many pages are stored, from the first on, and whether to fetch them (1) or not
-    (0). So pages count that all ranks have, and they are fetched if all ranks want to."""
+    """The result of a lookup: how many pages are stored, from the first on, and whether to fetch them (1 or 0). The
+    minimum over ranks keeps the pages that all ranks have, and fetches them only if all ranks want to."""
 
     num_pages: int
     is_fetched: int
 
 
 class Lookups:
-    """Begun on the scheduler's thread."""
+    """Runs lookups in the background. The scheduler's thread begins them."""
 
     def __init__(
         self, config: KVFetchConfig, plane: DataPlane, verdicts: Verdicts, hash_pool: Executor, report: Report
@@ -52,7 +52,7 @@ class Lookups:
         self._verdicts = verdicts
         self._hash_pool = hash_pool
         self._report = report
-        self.num_chosen = 0  # pages that were found, and that are to be fetched, since the start
+        self.num_chosen = 0  # found pages that are to be fetched, counted since the start
 
     def begin(
         self,
@@ -63,18 +63,18 @@ class Lookups:
     ) -> None:
         """Find the longest stored run of some pages, and decide whether to fetch it.
 
-        ``num_ahead``: pages that are to be fetched before these. Both are called on other threads.
+        ``num_ahead`` returns how many pages will be fetched before these. Both callables run on other threads.
         """
         self._hash_pool.submit(self._look_up, work, ticket, hash_pages, num_ahead)
 
     def cancel(self, work: LookupWork) -> None:
-        """Have it end soon. It is still reported."""
+        """Let a lookup end soon. Its result is still reported."""
         work.cancelled = True
         if work.number is not None:
             self._plane.cancel(work.number)
 
     def forget(self, work: LookupWork) -> None:
-        """What it found is not going to be fetched."""
+        """Note that the pages that a lookup found will not be fetched."""
         if work.number is not None:
             self._plane.forget(work.number)
 
@@ -91,7 +91,7 @@ class Lookups:
             if not work.cancelled:
                 found = partial(self._found, work, ticket, num_ahead)
                 work.number = self._plane.look_up(work.page_hashes, found)
-                if work.cancelled:  # meanwhile
+                if work.cancelled:  # in the meantime
                     self._plane.cancel(work.number)
                 return
         except Exception:
@@ -100,7 +100,7 @@ class Lookups:
         self._report(ticket, Finding(0, 1))
 
     def _found(self, work: LookupWork, ticket: Ticket[Finding], num_ahead: Callable[[], int], find: Find) -> None:
-        """On the thread that the data plane is heard on."""
+        """Decide and report. Runs on the thread that receives from the data plane."""
         is_fetched = True
         try:
             work.find = find

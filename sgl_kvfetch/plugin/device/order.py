@@ -1,4 +1,4 @@
-"""Whose turn it is. Pure; no clock, so that all ranks order alike."""
+"""The order in which items get their turn. Pure and without a clock, so that all ranks order alike."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 OrderName = Literal["shortest", "fifo", "priority"]
 
-# Shortest first, with ageing: a later arrival overtakes if it is shorter by so many pages for each arrival in between.
-# So nothing starves: what has waited for n pages' worth of arrivals is overtaken by nobody.
+# Shortest first, with ageing: a later item overtakes only if it is shorter by more than so many pages per arrival
+# since the earlier item. So no item starves: after num_pages / AGEING_PAGES further arrivals, none can overtake it.
 AGEING_PAGES = 8
 
 
 class Queued(Protocol):
-    """What waits."""
+    """An item that waits."""
 
     @property
     def arrival(self) -> int:
-        """Counts arrivals."""
+        """The item's serial number, in order of arrival."""
 
     @property
     def num_pages(self) -> int:
-        """How much is to be fetched."""
+        """The number of pages to be fetched."""
 
     @property
     def urgency(self) -> int:
-        """More goes first, where the order is by priority."""
+        """If the order is by priority, higher urgency goes first."""
 
 
 T = TypeVar("T", bound=Queued)
@@ -40,7 +40,7 @@ ORDERS: dict[OrderName, Callable[[Queued], Rank]] = {
 
 
 class Turns(Generic[T]):
-    """A queue of things that are hashed by identity. Their ranks must not change while they are in it."""
+    """A priority queue of items that are hashed by identity. An item's rank must not change while it is queued."""
 
     def __init__(self, order: OrderName) -> None:
         self._rank = ORDERS[order]

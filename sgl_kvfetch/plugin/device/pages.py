@@ -16,15 +16,15 @@ from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, dtype_name
 
 
 class DevicePages(PagePool):
-    """Reads and writes the pages of an ``MHATokenToKVPool`` in place. A page's slots follow one another.
+    """Reads and writes the pages of an ``MHATokenToKVPool`` in place. A page's slots are consecutive.
 
-    On the CPU, where the model computes on the thread that hands pages over, so that whatever was computed before is
-    there. On a GPU reads and writes must be ordered with the forward pass's stream: `CudaPages`.
+    This class is for the CPU: the model computes on the thread that hands pages over, so earlier computation is
+    complete. On a GPU, reads and writes must be ordered with the forward pass's stream; see `CudaPages`.
     """
 
     def __init__(self, pool: Any, page_size: int) -> None:
-        """Raises UnsupportedError for a pool that holds more than K and V, or holds them elsewhere or otherwise."""
-        # No subclass: one may keep more than K and V, or lay them out in another way.
+        """Raises UnsupportedError for any other kind of pool, a quantised pool, or a layout other than ``nhd``."""
+        # Subclasses are refused: they may keep more than K and V, or use another layout.
         if type(pool) is not MHATokenToKVPool or pool.is_quantized_kv_cache:
             raise UnsupportedError(f"device mode does not support pools of the kind {type(pool).__name__}")
         if pool.kv_cache_layout != "nhd":
@@ -45,12 +45,12 @@ class DevicePages(PagePool):
         )
 
     def fence(self) -> None:
-        """On the scheduler's thread, when slots were handed over, and before anything is begun with them: whatever is
-        read or restored from now on comes after all that the model was given to compute before."""
+        """Order later reads and restores after everything that the model was given to compute so far. Call this on the
+        scheduler's thread when slots were handed over, before work on them begins."""
 
     def publish(self) -> None:
-        """On the scheduler's thread, before slots go on to others: whatever is computed from now on comes after all
-        that was restored before."""
+        """Order later computation after everything restored so far. Call this on the scheduler's thread before slots go
+        on to others."""
 
     def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
         slots = self._slots(pages)
@@ -64,7 +64,7 @@ class DevicePages(PagePool):
         return self._as_pages(torch.stack([buffer[slots] for buffer in self._buffers[tensor]], dim=1), len(pages))
 
     def page_indices(self, slots: torch.Tensor) -> list[int]:
-        """Pages of a run of whole pages, given as every token's slot."""
+        """Return the page numbers of a run of whole pages. ``slots``: one per token."""
         size = self.geometry.page_size
         assert slots.numel() % size == 0
         return (slots[::size] // size).tolist()
@@ -78,7 +78,7 @@ class DevicePages(PagePool):
 
 
 class GuardedSource:
-    """Reads from a pool until it is closed: from then on the pages may be somebody else's."""
+    """Reads from a pool until it is closed, and never afterwards: the pages may then belong to another request."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -86,7 +86,7 @@ class GuardedSource:
         self._closed = False
 
     def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor | None:
-        """None if the source was closed before."""
+        """Return a copy of the pages, or None if the source is closed."""
         with self._lock:
             return None if self._closed else self._pool.read(tensor, pages)
 

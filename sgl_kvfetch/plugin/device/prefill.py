@@ -1,4 +1,4 @@
-"""How fast the engine computes prompts, as measured while it serves."""
+"""Measures how fast the engine computes prompts while it serves."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 from sgl_kvfetch import timeline
 
-WINDOW = 24  # batches; the last ones, so that what is long past does not count
+WINDOW = 24  # how many of the latest batches count
 MIN_BATCHES = 4
-# Batches all of about one size do not tell what a batch costs and what a token does.
+# If all batches have about the same size, the cost of a batch cannot be told from the cost of its tokens.
 _MIN_SPREAD = 2.0
 
 
 class PrefillSpeed:
-    """Seconds that a prompt's computation takes: so many a batch, and so many a token.
+    """Estimates how long a prompt takes to compute: a time per batch, plus a time per token.
 
-    Seconds a token: the median slope over all pairs of batches, weighted by how much they differ in size. Seconds a
-    batch: the median of what remains (Theil 1950, Sen 1968). So batches that took long for another reason do not count,
-    up to about a quarter of them. A prompt longer than the largest batch is taken for several of these, as where SGLang
-    cuts it up; where it does not, or where all batches are of about one size, that is too much rather than too little.
-    That attention costs more the longer the prefix is, is left out.
+    The time per token is the median slope over all pairs of batches, weighted by their difference in size. The time per
+    batch is the median of the remainders (Theil 1950, Sen 1968). So outliers do not count, up to about a quarter of the
+    batches. A prompt longer than the largest batch is estimated as several such batches, because SGLang may split it.
+    If SGLang does not split it, or if all batches have about the same size, the estimate is too high rather than too
+    low. The estimate ignores that attention costs more with a longer prefix.
 
-    Pure; no clock. Added to on one thread, read on any.
+    Pure, without a clock. One thread adds batches; any thread reads.
     """
 
     def __init__(self) -> None:
@@ -33,25 +33,25 @@ class PrefillSpeed:
         self._is_fitted = True
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """``num_tokens``: those computed, of all requests of one batch."""
+        """Add a batch. ``num_tokens``: computed tokens of all its requests."""
         if num_tokens > 0 and seconds > 0:
             self._batches.append((num_tokens, seconds))
             self._is_fitted = False
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The rate of the largest batches. None until enough batches have been seen."""
+        """The rate of the largest batch size. None until enough batches have been seen."""
         fit = self._fitted()
         return None if fit is None else fit.largest / fit.seconds_for(fit.largest)
 
     def seconds_for(self, num_tokens: int) -> float | None:
-        """How long ``num_tokens`` would take. None until enough batches have been seen."""
+        """Return how long ``num_tokens`` would take. None until enough batches have been seen."""
         fit = self._fitted()
         return None if fit is None else fit.seconds_for(num_tokens)
 
     def _fitted(self) -> _Fit | None:
         if not self._is_fitted:
-            self._is_fitted = True  # first, so that what is added meanwhile makes the next one look again
+            self._is_fitted = True  # set first, so that a batch added in the meantime causes a new fit
             self._fit = _fit(list(self._batches)) if len(self._batches) >= MIN_BATCHES else None
         return self._fit
 
@@ -69,17 +69,17 @@ class _Fit:
 
 
 class PrefillMeter:
-    """Measures batches as their results come in. On the scheduler's thread."""
+    """Measures batches as their results come in. Runs on the scheduler's thread."""
 
     def __init__(self) -> None:
         self.speed = PrefillSpeed()
         self._last_result_s = 0.0
 
     def finished(self, batch: Any, now_s: float) -> None:
-        """``batch``: SGLang's ``ScheduleBatch``, whose result was processed just now.
+        """Measure ``batch``, SGLang's ``ScheduleBatch``, whose result was processed just now.
 
-        With overlap scheduling a batch is launched while the one before it is computed, so that its own time begins
-        with that one's result.
+        With overlap scheduling, a batch is launched while the previous one is computed. So its own time begins when the
+        previous result arrives.
         """
         begin_s = max(batch.launch_ts or now_s, self._last_result_s)
         self._last_result_s = now_s
@@ -88,7 +88,7 @@ class PrefillMeter:
             return
         self.speed.add(batch.extend_num_tokens or 0, now_s - begin_s)
         if timeline.is_on():
-            decoding = batch.decoding_reqs or ()  # along with the prompts, where chunks are mixed
+            decoding = batch.decoding_reqs or ()  # along with the prompts, in mixed chunked prefill
             for request in batch.reqs:
                 if request not in decoding:
                     timeline.add(request.rid, "prefill", begin_s, now_s)
@@ -113,7 +113,7 @@ def _fit(batches: list[tuple[int, float]]) -> _Fit:
 
 
 def _weighted_median(values: list[tuple[float, int]]) -> float:
-    """Of ``(value, weight)``."""
+    """``values``: pairs ``(value, weight)``."""
     values.sort()
     half = sum(weight for _, weight in values) / 2
     for value, weight in values:

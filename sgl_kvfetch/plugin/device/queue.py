@@ -8,10 +8,10 @@ from typing import Any, SupportsIndex
 
 
 class WaitingQueue(list[Any]):
-    """In the place of the scheduler's ``waiting_queue``: all requests that wait, in the order in which they came.
+    """Replaces the scheduler's ``waiting_queue``: holds all waiting requests, in order of arrival.
 
-    Aborts, limits, timeouts, metrics and load reports work on the whole list. Batches are formed from ``ready`` alone,
-    which leaves out the parked requests, so that these cost a step nothing. Each request is in ``ready`` or parked.
+    Aborts, limits, timeouts, metrics and load reports work on the whole list. Batches are formed only from ``ready``,
+    which leaves out parked requests, so that these cost nothing in a step. Each request is in ``ready`` or parked.
     """
 
     def __init__(
@@ -21,12 +21,12 @@ class WaitingQueue(list[Any]):
         *,
         on_append: Callable[[Any], None] = lambda request: None,
     ) -> None:
-        """``is_parked`` says of a request's handle whether the request waits for its fetch. ``on_append`` is told of
-        each request."""
+        """``is_parked`` returns whether the request with a given handle waits for its fetch. ``on_append`` is called
+        with each new request."""
         super().__init__()
         self._is_parked = is_parked
         self._on_append = on_append
-        self._order: dict[Any, int] = {}  # of arrival, by request
+        self._order: dict[Any, int] = {}  # arrival number, by request
         self._requests: dict[Any, Any] = {}  # by handle
         self._num_arrived = 0
         self._parked: dict[Any, None] = {}
@@ -63,8 +63,8 @@ class WaitingQueue(list[Any]):
         self.pop(self.index(request))
 
     def update(self, handle: Any) -> None:
-        """A request's fetch may have begun or ended. It re-enters where its arrival puts it; an order of another kind
-        the scheduler's policy restores whenever it forms a batch."""
+        """Park or unpark a request whose fetch may have begun or ended. It re-enters ``ready`` in order of arrival; the
+        scheduler's policy restores any other order when it forms a batch."""
         request = self._requests.get(handle)
         if request is None:
             return
@@ -79,7 +79,7 @@ class WaitingQueue(list[Any]):
             bisect.insort(self.ready, request, key=self._order.__getitem__)
 
     def formed(self, left: list[Any]) -> None:
-        """A batch was formed from ``ready``. ``left`` is what remains, with what was put there meanwhile."""
+        """Update the queue after a batch was formed from ``ready``. ``left``: the remaining requests and new ones."""
         fresh = [request for request in left if request not in self._order]
         if left is self.ready and not fresh:
             return

@@ -1,4 +1,4 @@
-"""Fetches: pages are transmitted, and restored round by round into slots that are given late."""
+"""Transmits pages and restores them round by round, into slots that a round gets only after its first bytes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 class RoundStart(enum.IntEnum):
-    """What becomes of a round that is waited for, the worst first."""
+    """The outcome of waiting for a round, worst first, since the minimum over ranks counts."""
 
-    ENDED = 0  # the fetch has ended before it
-    STOP = 1  # its bytes are here, but what is left would be computed faster
-    WANTED = 2  # its bytes are here
+    ENDED = 0  # the fetch ended before this round
+    STOP = 1  # its first bytes are here, but computing the remaining pages would be faster
+    WANTED = 2  # its first bytes are here
 
 
 class RoundStarts(NamedTuple):
@@ -36,12 +36,12 @@ class RoundStarts(NamedTuple):
 
 
 class Reads:
-    """Begun on the scheduler's thread, which awaits each round, and gives it its slots."""
+    """Transmits and restores pages. The scheduler's thread begins this, awaits each round and gives it its slots."""
 
     def __init__(
         self, plane: DataPlane, verdicts: Verdicts, pages: DevicePages, index_pool: Executor, report: Report
     ) -> None:
-        """``index_pool``: where to wait for the numbers of slots."""
+        """``index_pool`` runs ``page_indices``, which may wait for the GPU."""
         self._plane = plane
         self._verdicts = verdicts
         self._pages = pages
@@ -59,8 +59,8 @@ class Reads:
     ) -> FetchCall:
         """Begin to transmit pages that a lookup found, in rounds that end before the pages ``round_ends``.
 
-        ``link_ticket`` is reported when the link could serve another fetch beside this one, ``end_ticket`` when all is
-        over.
+        ``link_ticket`` is reported when the link could serve another fetch beside this one, ``end_ticket`` when the
+        fetch is over.
         """
         call = self._plane.fetch(
             lookup.page_hashes[pages.start : pages.stop],
@@ -75,27 +75,27 @@ class Reads:
         return call
 
     def stop(self, call: FetchCall) -> None:
-        """What is still on its way is not wanted any more."""
+        """Cancel what is still being transmitted or restored."""
         self._plane.cancel(call.work, is_miss=False)
 
     def await_round(self, ticket: Ticket[RoundStarts], call: FetchCall, index: int, num_left: int) -> None:
-        """Report when a round's first bytes are here, or the fetch has ended. ``num_left``: pages from this round
-        on."""
+        """Report when a round's first bytes are here, or when the fetch has ended. ``num_left``: the number of pages
+        from this round on."""
         call.here[index].add_done_callback(partial(self._round_here, ticket, index, num_left))
 
     def _round_here(self, ticket: Ticket[RoundStarts], index: int, num_left: int, here: Future[Cost | None]) -> None:
         start = RoundStart.ENDED
         try:
             if (cost := here.result()) is not None:
-                # The first round was decided on when it was looked up.
+                # The lookup already decided on the first round.
                 is_wanted = index == 0 or self._verdicts.is_fetched(num_left, cost, 0)
                 start = RoundStart.WANTED if is_wanted else RoundStart.STOP
         finally:
             self._report(ticket, RoundStarts(start))
 
     def restore_round(self, ticket: Ticket[PageCount], call: FetchCall, index: int, slots: torch.Tensor) -> GuardedSink:
-        """Restore a round into ``slots``, until what is returned is closed. Reports how many pages, from its first on;
-        then nothing is written any more."""
+        """Restore a round into ``slots`` until the returned sink is closed. Reports how many of the round's pages, from
+        the first on, were restored; nothing writes to ``slots`` after the report."""
         self._pages.fence()
         sink = GuardedSink(self._pages)
         self._index_pool.submit(self._give, ticket, call, index, slots, sink)
@@ -105,7 +105,7 @@ class Reads:
         self, ticket: Ticket[PageCount], call: FetchCall, index: int, slots: torch.Tensor, sink: GuardedSink
     ) -> None:
         try:
-            # On a GPU this waits for it.
+            # On a GPU, this waits for the device.
             pool_pages = self._pages.page_indices(slots)
         except Exception:
             logger.exception("kvfetch round not restored")
@@ -121,5 +121,5 @@ class Reads:
         self._report(ticket, PageCount(over.result()))
 
     def publish(self) -> None:
-        """Before slots that were restored to go on, into the tree or back to the allocator."""
+        """Call this before restored slots go on, into the tree or back to the allocator."""
         self._pages.publish()

@@ -1,4 +1,4 @@
-"""Fetch a prefix, or compute it?"""
+"""Decides whether to fetch a prefix or to compute it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from sgl_kvfetch.dataplane.plane import Cost
 from sgl_kvfetch.metrics import DEVICE_DECISIONS
 from sgl_kvfetch.plugin.device.prefill import PrefillSpeed
 
-# To compute must be so much faster before we change over to it: computing takes the engine from other requests, and
-# estimates that are nearly alike must not make requests go one way and the other in turn.
+# Computing must be so many times faster before it is chosen: it takes the engine's time from other requests, and
+# decisions must not alternate when the two estimates are nearly equal.
 MARGIN = 1.25
 
 Reason = Literal["faster", "unmeasured", "link", "decoder"]
@@ -24,14 +24,14 @@ class Decision:
 
 
 class FetchOrRecompute:
-    """Pure. Decides with hysteresis, for prompts of about one length (within a factor of two) together. What cannot be
-    estimated is fetched, and is measured so."""
+    """Decides with hysteresis, separately for each range of lengths (powers of two). Pure. A prefix whose cost is
+    unknown is fetched, which also measures the cost."""
 
     def __init__(self) -> None:
         self._recomputed: set[int] = set()  # lengths, as powers of two
 
     def decide(self, num_tokens: int, cost: Cost, recompute_s: float | None) -> Decision:
-        """``recompute_s``: what the engine would take to compute these tokens, if it had nothing else to do."""
+        """``recompute_s``: how long the engine would take to compute these tokens if it had nothing else to do."""
         fetch_s = cost.seconds
         if fetch_s is None or recompute_s is None:
             return Decision(True, "unmeasured")
@@ -44,7 +44,7 @@ class FetchOrRecompute:
 
 
 class Verdicts:
-    """Asked from several threads. Of this rank; only what all ranks agree on may depend on it."""
+    """This rank's decisions, for use from several threads. Ranks may differ, so they must agree before they act."""
 
     def __init__(self, config: KVFetchConfig, speed: PrefillSpeed, page_size: int) -> None:
         self._config = config
@@ -53,8 +53,8 @@ class Verdicts:
         self._choice = FetchOrRecompute()
 
     def is_fetched(self, num_pages: int, cost: Cost, num_ahead: int) -> bool:
-        """Whether to fetch so many pages, which cost so much alone. ``num_ahead``: pages that are to be fetched before
-        them, which are taken to be like them."""
+        """Return whether to fetch ``num_pages`` pages. ``cost``: of these pages alone. ``num_ahead``: pages that will
+        be fetched before them; each is assumed to cost as much."""
         if self._config.recompute == "never":
             DEVICE_DECISIONS.labels("fetch", "configured").inc()
             return True

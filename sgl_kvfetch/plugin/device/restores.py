@@ -1,4 +1,4 @@
-"""Which kernels restore a cell, and with what."""
+"""The kernels that restore a cell, and their arguments."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ CellOutputs = tuple[list[torch.Tensor], list[torch.Tensor]]  # K's and V's buffe
 class Restore:
     """A kernel's work on one cell.
 
-    ``kind``: equal for works that compiled code can be shared by, if their layouts and number of layers are equal.
-    ``parts``: the cell's parts whose frames it reads. ``fixed``: what else it reads, on the host. ``by_frame``: whether
-    it can do some frames at a time. ``launch(slots, fixed, frames, first_frame)``: all of them on the device; tokens
-    whose slot is -1 are left out. ``finish(fixed)``: to be called after it.
+    ``kind``: works share compiled code if their kinds, layouts and numbers of layers are equal. ``parts``: indices of
+    the cell's parts whose frames the kernel reads. ``fixed``: its other inputs, on the host. ``by_frame``: whether it
+    can restore some frames at a time. ``launch(slots, fixed, frames, first_frame)`` runs it on device tensors, and
+    leaves out tokens whose slot is -1. Call ``finish(fixed)`` after it.
     """
 
     kind: str
@@ -38,8 +38,8 @@ class Restore:
 
 
 def restores_of(cell: CellFrames, inverse: Inverse, slots: torch.Tensor, outputs: CellOutputs) -> Iterator[Restore]:
-    """Yield the works that restore a cell. ``inverse``: with its tensors on the device. ``slots``: on the host, int64
-    ``(tokens,)``, -1 where a token is not wanted."""
+    """Yield the works that restore a cell. The tensors of ``inverse`` are on the device. ``slots``: int64 ``(tokens,)``
+    on the host, -1 for a token that is not wanted."""
     match inverse:
         case ByteInverse():
             size = len(cell.parts) // 2

@@ -1,4 +1,4 @@
-"""The functions that SGLang runs for device mode. `plugin/seams.py` says where each one is put, and why."""
+"""The hooks that SGLang runs for device mode. `plugin/seams.py` says where each one is installed, and why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IDLE_SLEEP_MS = 1
 
 
 def build_cache(original: Callable[..., Any], ctx: Any) -> Any:
-    """Around ``default_radix_cache_factory``: our cache where our backend is chosen without a host tier."""
+    """Around ``default_radix_cache_factory``: build our cache if our backend is chosen without a host tier."""
     from sglang.srt.runtime_context import get_memory
 
     if get_memory().hicache_storage_backend != BACKEND or ctx.enable_hierarchical_cache:
@@ -29,17 +29,17 @@ def build_cache(original: Callable[..., Any], ctx: Any) -> Any:
 
 
 def step_cache(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """After ``Scheduler._process_hicache_events``, which calls no cache without a host tier."""
+    """After ``Scheduler._process_hicache_events``, which does not call the cache if there is no host tier: step it."""
     if isinstance(scheduler.tree_cache, SteppedCache):
         scheduler.tree_cache.step(partial(reserved_tokens, scheduler))
 
 
 def reserved_tokens(scheduler: Any) -> int:
-    """Slots that requests which run will need yet, by SGLang's own estimate (``PrefillAdder``), and a page each."""
+    """Return the slots that running requests will still need: SGLang's estimate (``PrefillAdder``) plus a page each."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
     ratio, page_size = scheduler.new_token_ratio_tracker.current, scheduler.tree_cache.page_size
-    # What was prefilled just now is not among the running ones yet.
+    # Requests that were just prefilled are not in the running batch yet.
     batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
     total = 0.0
     for req in {id(req): req for batch in batches for req in batch.reqs}.values():
@@ -52,12 +52,12 @@ def reserved_tokens(scheduler: Any) -> int:
 
 
 def form_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``Scheduler._get_new_batch_prefill_raw``: it sees the requests that are not parked, and no others."""
+    """Around ``Scheduler._get_new_batch_prefill_raw``: let it see only the requests that are not parked."""
     cache = scheduler.tree_cache
     if not isinstance(cache, SteppedCache):
         return original(scheduler, *args, **kwargs)
     queue = scheduler.waiting_queue
-    if not isinstance(queue, WaitingQueue):  # at first, and whenever SGLang has made itself another list
+    if not isinstance(queue, WaitingQueue):  # at first, and whenever SGLang has made a new list
         queue = WaitingQueue(cache.is_parked, queue, on_append=partial(_queued, scheduler))
     for handle in cache.take_changed():
         queue.update(handle)
@@ -72,21 +72,21 @@ def form_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwarg
 
 
 def _queued(scheduler: Any, request: Any) -> None:
-    """SGLang's priorities rise or fall with urgency, and are None where they are not in use."""
+    """Pass on a request's urgency. SGLang's priority may rise or fall with urgency, and may be None."""
     sign = -1 if scheduler.schedule_low_priority_values_first else 1
     scheduler.tree_cache.queued(request.cache_request_handle, sign * (request.priority or 0))
 
 
 def measure_batch(result: None, scheduler: Any, batch: Any, batch_result: Any) -> None:
-    """After ``Scheduler.process_batch_result``: how long the batch took."""
+    """After ``Scheduler.process_batch_result``: measure how long the batch took."""
     if isinstance(scheduler.tree_cache, SteppedCache):
         scheduler.tree_cache.prefill_meter.finished(batch, time.monotonic())
 
 
 def sleep_when_idle(result: None, scheduler: Any) -> None:
-    """After ``Scheduler.on_idle``, which is called when nothing can run, and does not sleep while anything is pending.
+    """After ``Scheduler.on_idle``, which does not sleep while anything is pending: sleep if no request is ready.
 
-    The one wait on the scheduler's thread: a millisecond, which a request that arrives cuts short.
+    This is the only wait on the scheduler's thread: one millisecond, or less if a request arrives.
     """
     cache, queue = scheduler.tree_cache, scheduler.waiting_queue
     if isinstance(cache, SteppedCache) and cache.has_pending_cache_operations():
@@ -96,11 +96,11 @@ def sleep_when_idle(result: None, scheduler: Any) -> None:
 
 
 def _sleep_until_asked(scheduler: Any) -> None:
-    """Wait for a moment, or until a request arrives. On the rank that requests arrive at; the others wait for that one
-    anyway, in SGLang's own collective."""
+    """Wait for a millisecond, or until a request arrives. Only the rank that receives requests waits here; the others
+    wait for it anyway, in SGLang's own collective."""
     channels = scheduler.ipc_channels
     sockets = (channels.recv_from_tokenizer, channels.recv_from_rpc)
-    # Where they arrive in another way, we could not be woken.
+    # If requests arrive in another way, they could not wake us.
     if all(isinstance(socket, zmq.Socket) for socket in sockets) and scheduler.recv_from_tokenizer is sockets[0]:
         poller = zmq.Poller()
         for socket in sockets:
@@ -109,7 +109,7 @@ def _sleep_until_asked(scheduler: Any) -> None:
 
 
 def clear_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    """Around ``Scheduler.clear_hicache_storage_wrapped``, which refuses to without a host tier."""
+    """Around ``Scheduler.clear_hicache_storage_wrapped``, which refuses without a host tier."""
     if not isinstance(scheduler.tree_cache, SteppedCache):
         return original(scheduler, recv_req)
     from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
@@ -118,16 +118,16 @@ def clear_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> 
 
 
 def attach_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    """Around ``Scheduler.attach_hicache_storage_wrapped``, which refuses to without a host tier."""
+    """Around ``Scheduler.attach_hicache_storage_wrapped``, which refuses without a host tier."""
     with _as_with_host_tier(scheduler):
         return original(scheduler, recv_req)
 
 
 def detach_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    """Around ``Scheduler.detach_hicache_storage_wrapped``, which refuses to without a host tier.
+    """Around ``Scheduler.detach_hicache_storage_wrapped``, which refuses without a host tier.
 
-    It also refuses while there are requests, or anything else is under way. What is under way for no request any more,
-    detaching ends.
+    It also refuses while there are requests or other work under way. So work that no request needs any more is ended
+    first.
     """
     cache = scheduler.tree_cache
     if isinstance(cache, SteppedCache) and scheduler.is_fully_idle(for_health_check=True):
@@ -138,7 +138,7 @@ def detach_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) ->
 
 @contextmanager
 def _as_with_host_tier(scheduler: Any) -> Iterator[None]:
-    """For calls that ask for a host tier and do all that is needed without one: they have our cache do the rest."""
+    """Let calls run that require a host tier but do not need one: they only call our cache."""
     was_enabled = scheduler.enable_hierarchical_cache
     scheduler.enable_hierarchical_cache = was_enabled or isinstance(scheduler.tree_cache, SteppedCache)
     try:
@@ -148,10 +148,10 @@ def _as_with_host_tier(scheduler: Any) -> Iterator[None]:
 
 
 def count_pending(idle: bool, scheduler: Any, for_health_check: bool = False, ignore_waiting: bool = False) -> bool:
-    """After ``Scheduler.is_fully_idle``: a scheduler with slots out is not idle.
+    """After ``Scheduler.is_fully_idle``: a scheduler is not idle while fetches or copies hold slots or locks.
 
-    It would miss them in its count, and it must not empty the pool. A paused one may: it steps no more, and its
-    waiting requests may have begun fetches, which ``reset`` ends. A health check is about requests.
+    An idle scheduler would miss these slots in its count, and could empty the pool. A paused scheduler may be idle: it
+    takes no steps, and ``reset`` ends fetches of its waiting requests. A health check concerns only requests.
     """
     cache = scheduler.tree_cache
     if not idle or for_health_check or scheduler._engine_paused or not isinstance(cache, SteppedCache):

@@ -1,4 +1,4 @@
-"""Pages that several requests want are fetched once: one leads, the others follow it."""
+"""Pages that several requests want are fetched once: one fetch leads, the others follow it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from sgl_kvfetch.plugin.device.fetch_state import State
 
 
 class Sharing:
-    """Who fetches which pages, and who follows. The same on every rank."""
+    """Records which fetch brings which pages, and which fetches follow it. Equal on every rank."""
 
     def __init__(self) -> None:
         self._leaders: dict[str, Fetch] = {}  # by page hash
-        self._resumed: deque[Fetch] = deque()  # what they followed for has landed, or has ended
+        self._resumed: deque[Fetch] = deque()  # their pages have landed, or their leader has ended
 
     def lead(self, fetch: Fetch, hashes: Iterable[str]) -> None:
-        """It fetches these pages from now on."""
+        """Note that ``fetch`` brings these pages from now on."""
         self._leaders.update(dict.fromkeys(hashes, fetch))
 
     def follow(self, fetch: Fetch, page_hash: str) -> bool:
-        """Have it wait for whoever fetches this page. False: nobody does."""
+        """Let ``fetch`` wait for the fetch that brings this page. Return False if there is none."""
         leader = self._leaders.get(page_hash)
         if leader is None:
             return False
@@ -30,7 +30,7 @@ class Sharing:
         return True
 
     def ended(self, leader: Fetch, hashes: Iterable[str]) -> None:
-        """It fetches these pages no more: they have landed, or will not. Its followers look again."""
+        """Note that ``leader`` no longer brings these pages: they landed, or never will. Its followers look again."""
         for page_hash in hashes:
             if self._leaders.get(page_hash) is leader:
                 del self._leaders[page_hash]
@@ -40,7 +40,7 @@ class Sharing:
         leader.followers.clear()
 
     def take_resumed(self, limit: int) -> list[Fetch]:
-        """Those that follow nobody any more, in their order, and are still there."""
+        """Take up to ``limit`` fetches that lost their leader, in order. Return those that have not ended since."""
         resumed = [self._resumed.popleft() for _ in range(min(len(self._resumed), limit))]
         return [fetch for fetch in resumed if fetch.state is State.FOLLOWING]
 

@@ -1,4 +1,4 @@
-"""Slots for what is fetched: from the allocator, within a share of the pool, into the tree."""
+"""The slots of fetches: taken from the allocator, within a share of the pool, and put into the tree."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from sgl_kvfetch.plugin.device.fetch import Fetch
 
 
 class Slots:
-    """Counts those that fetches keep from others: being filled, or locked in the tree for their requests."""
+    """Allocates slots for fetches. Counts those that fetches hold: being filled, or locked in the tree."""
 
     def __init__(self, cache: Any, max_tokens: int) -> None:
-        """``cache``: SGLang's ``UnifiedRadixCache``. ``max_tokens``: slots that all fetches may hold, landed ones
-        included; what a single one has landed does not keep it from going on."""
+        """``cache``: SGLang's ``UnifiedRadixCache``. ``max_tokens``: slots that all fetches together may hold, landed
+        ones included. A fetch's own landed slots do not count when it asks for more."""
         self._cache = cache
         self._max_tokens = max_tokens
         self.held_tokens = 0
 
     def allocate(self, fetch: Fetch, num_tokens: int, reserved_tokens: int) -> torch.Tensor | None:
-        """As SGLang does: what nobody uses is evicted. None if there are not so many beside those that requests which
-        run will need yet, ``reserved_tokens``."""
+        """Allocate slots, evicting unused ones if needed, as SGLang does. Return None if fetches would hold too many,
+        or if too few are left beside ``reserved_tokens``, the slots that running requests will still need."""
         if self.held_tokens - fetch.landed_tokens + num_tokens > self._max_tokens:
             return None
         allocator = self._cache.token_to_kv_pool_allocator
@@ -42,8 +42,8 @@ class Slots:
             self._cache.token_to_kv_pool_allocator.free(slots)
 
     def land(self, fetch: Fetch, begin: int, slots: torch.Tensor) -> None:
-        """Put slots into the tree, from token ``begin`` of the fetch on, and have its lock keep them there. What the
-        tree has got meanwhile it keeps, and frees ours."""
+        """Put slots into the tree, from token ``begin`` on, and extend the fetch's lock to them. Where the tree has got
+        the same tokens in the meantime, it keeps its own slots and frees these."""
         cache, anchor = self._cache, fetch.lock
         before = cache.path_device_indices(anchor.node)[:begin]
         end = begin + slots.numel()
@@ -60,7 +60,7 @@ class Slots:
         fetch.landed_tokens += slots.numel()
 
     def let_go(self, fetch: Fetch) -> None:
-        """What it landed stays in the tree like any other prefix."""
+        """Release the fetch's lock. The pages that it landed stay in the tree like any other prefix."""
         self.held_tokens -= fetch.landed_tokens
         fetch.landed_tokens = 0
         self._cache.unlock(fetch.lock)

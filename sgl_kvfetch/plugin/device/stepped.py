@@ -1,4 +1,4 @@
-"""What the scheduler's hooks know of device mode's cache."""
+"""The interface of device mode's cache to the scheduler's hooks."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ class SteppedCache(ABC):
 
     @property
     def prefill_speed(self) -> PrefillSpeed:
-        """As this rank measured it; other ranks measure something else."""
+        """The speed that this rank measured; other ranks measure different values."""
         return self.prefill_meter.speed
 
     @abstractmethod
     def step(self, reserved_tokens: Callable[[], int]) -> None:
-        """Take in what has ended since the last step, and begin what can begin.
+        """Process the work that has ended since the last step, and begin what can begin.
 
-        ``reserved_tokens``: how many slots requests that run will need yet; asked only if slots are wanted."""
+        ``reserved_tokens`` returns how many slots running requests will still need; called only if slots are wanted."""
 
     @abstractmethod
     def has_pending_cache_operations(self) -> bool:
-        """Whether slots or locks are held for anything but requests."""
+        """Return whether slots or locks are held for anything but requests."""
 
     @abstractmethod
     def is_parked(self, handle: Any) -> bool:
-        """Whether a request waits for its fetch."""
+        """Return whether a request waits for its fetch."""
 
     @abstractmethod
     def queued(self, handle: Any, urgency: int) -> None:
-        """A request is in the waiting queue. The more urgent is fetched first, where the order is by priority."""
+        """Note that a request is in the waiting queue. If the order is by priority, higher urgency goes first."""
 
     @abstractmethod
     def take_changed(self) -> list[Any]:
-        """Handles of the requests of which ``is_parked`` may say another thing than at the last call."""
+        """Return the handles of requests whose ``is_parked`` may have changed since the last call."""
 
     @abstractmethod
     def end_all(self) -> None:
-        """End what is under way at once. The requests that it is for go on without."""
+        """End all work under way at once. The requests that wait for it go on without it."""
 
     @abstractmethod
     def clear_storage_backend(self) -> bool:
-        """Empty the store, which an operator waits for. Whether that was possible."""
+        """Empty the store, while an operator waits. Return whether it succeeded."""

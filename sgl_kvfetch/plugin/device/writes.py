@@ -1,4 +1,4 @@
-"""When SGLang has put pages into the tree: what the store lacks is copied and written. On the scheduler's thread."""
+"""Copies and writes the pages that SGLang has put into the tree and the store lacks. Runs on the scheduler's thread."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from sgl_kvfetch.plugin.device.copies import SlotRun
 from sgl_kvfetch.plugin.device.known import KnownPages
 from sgl_kvfetch.plugin.device.pages import GuardedSource
 
-_MAX_COPIES = 64  # that wait or run, with their pages locked
+_MAX_COPIES = 64  # waiting or running copies, whose pages are locked
 
 
 @dataclass(slots=True, eq=False)
 class _Copy:
     run: SlotRun
     lock: Any  # SGLang's TreeLock on the pages
-    source: GuardedSource | None = None  # closed, they are not read any more
+    source: GuardedSource | None = None  # closing it stops reading the pages
 
 
 class Writes:
-    """The pages that are being copied out of the pool. Their nodes are locked until they are."""
+    """Tracks the pages that are being copied out of the pool. Their nodes are locked until the copy ends."""
 
     def __init__(self, cache: Any, backend: DeviceBackend, board: Board, known: KnownPages) -> None:
         """``cache``: SGLang's ``UnifiedRadixCache``."""
@@ -33,11 +33,11 @@ class Writes:
         self._board = board
         self._known = known
         self._page_size: int = cache.page_size
-        self._num_seen: dict[str, int] = {}  # pages, by request
+        self._num_seen: dict[str, int] = {}  # pages already handled, by request
         self._copies: dict[_Copy, None] = {}
 
     def inserted(self, rid: str, node: Any) -> None:
-        """The path to ``node`` is in the tree; write the pages on it that the store is not known to have."""
+        """Write the pages on the path to ``node``, which is now in the tree, unless the store is known to have them."""
         if not self._backend.access.writes or self._cache.is_root(node):
             return
         core = self._cache.tree_core
@@ -68,11 +68,11 @@ class Writes:
         self._cache.unlock(copy.lock)
 
     def forget(self, rid: str) -> None:
-        """The request is over."""
+        """Forget a request that is over."""
         self._num_seen.pop(rid, None)
 
     def drop_all(self) -> None:
-        """Nothing is read from the pool from here on."""
+        """End all copies. Nothing reads from the pool afterwards."""
         for copy in self._copies:
             assert copy.source is not None
             copy.source.close()

@@ -46,8 +46,8 @@ def test_intervals_of_shares(successes: int, count: int, low: float, high: float
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--passkey-tokens", "some"], "expected whole numbers"),
-        (["--prompt-tokens", "100"], "100 tokens of context; allowed are multiples of 64 from 128 on"),
+        (["--passkey-tokens", "some"], "expected integers"),
+        (["--prompt-tokens", "100"], "100 tokens of context; expected a multiple of 64, at least 128"),
     ],
 )
 def test_what_is_wrong_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,7 +177,7 @@ def test_saw_int4_spreads_outlier_channels_of_k() -> None:
 
 def test_saw_int4_refuses_heads_of_no_whole_blocks() -> None:
     k, v = make_kv(64, dim=24)
-    with pytest.raises(UnsupportedError, match="heads of 24 are no whole blocks of 16"):
+    with pytest.raises(UnsupportedError, match="head dimension is 24; expected a multiple of 16"):
         SawInt4(rotate_v=False).code(k, v)
 
 

@@ -75,7 +75,7 @@ def test_a_profile_of_another_model_is_refused(
     make_profile().save(profile)
     args = f"--model {tiny_llama} --text {_text(tmp_path, 200)} --windows 1 --context 64 --profile {profile}"
     assert main(args.split()) == EXIT_ERROR
-    assert "the profile is of a model of 3 layers, 4 heads of 16 (K) and 16 (V)" in capsys.readouterr().out
+    assert "the profile is for a model of 3 layers, 4 heads of 16 (K) and 16 (V)" in capsys.readouterr().out
 
 
 def test_shares_of_bytes_are_reported(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +124,7 @@ def test_list_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("--text x", "--model is required"),
         ("--model x", "--text is required"),
-        ("--model x --text x --context 100", "--context is 100; allowed are multiples of 64"),
+        ("--model x --text x --context 100", "--context is 100; expected a multiple of 64"),
         ("--model x --text x --windows 0", "'0' is not a whole number of at least 1"),
         ("--model x --text x --json no/such/directory/out.json", "is not a file in an existing directory"),
     ],

@@ -28,5 +28,5 @@ def test_all_that_a_writer_would_store_is_counted() -> None:
 
 def test_tokens_must_be_whole_pages() -> None:
     k, v = make_kv(PAGE_TOKENS + 1)
-    with pytest.raises(UnsupportedError, match="65 tokens are no whole pages of 64"):
+    with pytest.raises(UnsupportedError, match="65 tokens; expected a multiple of 64"):
         SegmentMethod("exact/zstd", "", "", make_quantiser("exact"), "zstd").encode(k, v)

@@ -1,4 +1,4 @@
-"""A device whose work is done when it is waited for, in any order that its streams allow."""
+"""A fake device that does work only when something waits for it, in any order that its streams allow."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class FakeStream:
 
 
 class FakeDevice(Device):
-    """On the CPU. ``seed`` picks the order. The calling thread's stream is ``scheduler`` whichever thread it is."""
+    """A device on the CPU. ``seed`` selects the order of work. ``scheduler`` is the current stream of every thread."""
 
     torch_device = torch.device("cpu")
 
@@ -64,7 +64,7 @@ class FakeDevice(Device):
         self.lock = threading.RLock()
         self._random = random.Random(seed)
         self.streams: list[FakeStream] = []
-        self.used: list[tuple[torch.Tensor, Stream]] = []  # as `used_on` was told
+        self.used: list[tuple[torch.Tensor, Stream]] = []  # arguments of `used_on`
         self.num_empty = self.num_pinned = 0  # allocations
         self.scheduler = cast(FakeStream, self.new_stream())
         self.forward = cast(FakeStream, self.new_stream())
@@ -94,7 +94,7 @@ class FakeDevice(Device):
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Do what was launched, as far as it must be for ``until``, or all of it."""
+        """Do launched work until ``until`` returns True, or until none is left."""
         with self.lock:
             while not until():
                 ready = [stream for stream in self.streams if stream.can_step]
@@ -104,6 +104,6 @@ class FakeDevice(Device):
                 self._random.choice(ready).step()
 
     def forward_pass(self, work: Callable[[], None]) -> None:
-        """As SGLang's scheduler launches one when it overlaps with it."""
+        """Launch a forward pass as SGLang's scheduler does when it overlaps with it."""
         self.forward.wait_event(self.scheduler.record_event())
         self.launch(self.forward, work)

@@ -1,4 +1,4 @@
-"""A store whose answers wait until a test lets them through."""
+"""A store whose answers wait until a test releases them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from sgl_kvfetch.stores.base import Lookup, ObjectInfo, Store
 
 
 class Gate:
-    """Lets requests through, or holds them, or fails them, while the test runs on another thread."""
+    """Lets requests through, holds them or fails them, while the test runs on another thread."""
 
     def __init__(self) -> None:
         self.is_open = True
-        self.num_let_through = 0  # so many although it is closed
-        self.lets_through: Callable[[str, int], bool] = lambda name, start: False  # and these
+        self.num_let_through = 0  # how many requests pass although the gate is closed
+        self.lets_through: Callable[[str, int], bool] = lambda name, start: False  # selects further requests that pass
         self.error: Exception | None = None
         self.num_waiting = 0
 

@@ -1,4 +1,4 @@
-"""SGLang's own tree, allocator and pool with our cache on them, in place of a whole engine."""
+"""A test rig: our cache with SGLang's own tree, allocator and pool, in place of a whole engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def prompt(seed: int, num_pages: int = 8) -> list[int]:
 
 
 def page_values(tokens: Sequence[int], tensor: str) -> torch.Tensor:
-    """K or V of a prompt, ``(tokens, layers, heads, dim)``: each page depends on all that comes before it."""
+    """Return K or V of a prompt, ``(tokens, layers, heads, dim)``. Each page depends on all tokens before it."""
     pages = []
     for end in range(PAGE, len(tokens) + 1, PAGE):
         seed = int.from_bytes(hashlib.sha256(f"{tensor}{list(tokens[:end])}".encode()).digest()[:7], "big")
@@ -56,7 +56,7 @@ def page_values(tokens: Sequence[int], tensor: str) -> torch.Tensor:
 
 @dataclass
 class Rig:
-    """One rank. What a test does with it is what SGLang's scheduler does."""
+    """One rank. Its methods do what SGLang's scheduler does."""
 
     cache: KVFetchRadixCache
     pool: MHATokenToKVPool
@@ -77,7 +77,7 @@ class Rig:
         return store
 
     def arrive(self, tokens: Sequence[int]) -> CacheRequestHandle:
-        """A request arrives: SGLang matches it and tells the cache about the rest."""
+        """Let a request arrive: SGLang matches it and tells the cache about the rest."""
         self._num_requests += 1
         handle = CacheRequestHandle(f"r{self._num_requests}", 0)
         matched = self.cache.match_prefix(MatchPrefixParams(key=self.key(tokens)))
@@ -94,7 +94,7 @@ class Rig:
         return handle
 
     def admit(self, handle: CacheRequestHandle, tokens: Sequence[int]) -> tuple[int, int, Any]:
-        """Tokens cached, of them from the store, and the request's own lock."""
+        """Admit a request. Return its cached tokens, how many of them are from the store, and its own lock."""
         assert self.cache.check_prefetch_progress(handle)
         loaded, _ = self.cache.pop_prefetch_loaded_span(handle)
         matched = self.cache.match_prefix(MatchPrefixParams(key=self.key(tokens)))
@@ -103,11 +103,11 @@ class Rig:
         return matched.device_prefix_len, loaded, lock
 
     def await_over(self, *handles: CacheRequestHandle) -> None:
-        """Step until these requests may be admitted, as far as their fetches go."""
+        """Step until the fetches of these requests allow their admission."""
         self.settle(lambda: all(self.cache.check_prefetch_progress(handle) for handle in handles))
 
     def fetch(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """A request comes, is admitted and ends. Tokens cached, and of them from the store."""
+        """Run a request from arrival to end. Return its cached tokens, and how many of them are from the store."""
         handle = self.arrive(tokens)
         self.await_over(handle)
         cached, loaded, lock = self.admit(handle, tokens)
@@ -118,7 +118,7 @@ class Rig:
         self.cache.release_aborted_request(handle)
 
     def compute(self, tokens: Sequence[int], rid: str = "computed") -> Any:
-        """A request is prefilled from its first token on, its pages inserted, and ends. Returns the tree's node."""
+        """Prefill a request from its first token on, insert its pages, and end it. Return the tree's node."""
         slots = self.cache.token_to_kv_pool_allocator.alloc(len(tokens))
         assert slots is not None
         for tensor, buffers in (("k", self.pool.k_buffer), ("v", self.pool.v_buffer)):
@@ -132,13 +132,13 @@ class Rig:
         return result.last_device_node
 
     def stored(self, tokens: Sequence[int]) -> None:
-        """Have the store hold the pages of a prompt, and nothing but the store."""
+        """Put the pages of a prompt into the store, and remove them from the tree."""
         self.compute(tokens)
         self.write_all()
         self.flush()
 
     def write_all(self) -> None:
-        """Have the store hold what was computed."""
+        """Wait until all computed pages are in the store."""
         self.settle()
         self.served.run(self.service.client.writer.drain())
 
@@ -162,7 +162,7 @@ class Rig:
         return RadixKey(array("q", tokens)).page_aligned(PAGE)
 
     def cached_values(self, tokens: Sequence[int], num_tokens: int, tensor: str) -> torch.Tensor:
-        """What the pool holds for the first tokens of a prompt."""
+        """Return the pool's values for the first tokens of a prompt."""
         matched = self.cache.match_prefix(MatchPrefixParams(key=self.key(tokens)[:num_tokens]))
         assert matched.device_prefix_len == num_tokens
         slots = self.cache.path_device_indices(matched.last_device_node)[:num_tokens]
@@ -170,13 +170,13 @@ class Rig:
         return torch.stack([buffer[slots] for buffer in buffers], dim=1)
 
     def holds(self, tokens: Sequence[int], num_tokens: int) -> bool:
-        """Whether the tree has these tokens, with the values that they must have."""
+        """Return whether the tree has these tokens, with the right values."""
         return all(
             torch.equal(self.cached_values(tokens, num_tokens, t), page_values(tokens[:num_tokens], t)) for t in TENSORS
         )
 
     def states(self) -> list[State]:
-        """Of the requests that are there, in their arrival's order."""
+        """Return the states of the fetches of all present requests, in order of arrival."""
         assert self.cache._parts is not None
         return self.cache._parts.fetches.states
 
@@ -185,7 +185,7 @@ class Rig:
         return int(self.cache.token_to_kv_pool_allocator.available_size())
 
     def assert_nothing_held(self) -> None:
-        """Every slot is free or may be evicted, as soon as all is over."""
+        """Assert that every slot is free or evictable once no work is under way."""
         self.settle()
         assert self.cache.protected_size() == 0
         assert self.num_available + self.cache.evictable_size() == self.num_slots
@@ -203,7 +203,7 @@ def make_rig(
     rank: int = 0,
     **config: Any,
 ) -> Rig:
-    """A rank over a directory store. ``agree`` stands for the collective of several ranks."""
+    """Build a rank on a directory store. ``agree`` replaces the collective of several ranks."""
     pool = MHATokenToKVPool(num_slots, PAGE, torch.float32, HEADS, DIM, LAYERS, "cpu", False)
     allocator = PagedTokenToKVPoolAllocator(num_slots, PAGE, torch.float32, "cpu", pool, False)
     params = CacheInitParams(
@@ -222,7 +222,7 @@ def make_rig(
         "codec": "zstd",
         "span_tokens": 8,
         "recompute": "never",
-        "fetch_timeout_s": 600,  # nothing is to wait for it
+        "fetch_timeout_s": 600,  # no test should wait for it
     } | config
     parsed = parse_config(extra)
     pages = DevicePages(pool, PAGE)
@@ -247,7 +247,7 @@ def make_rig(
 
 
 class Ranks:
-    """The collective of ranks that run on threads: the least of what each has."""
+    """The collective of ranks that run on threads: the minimum over all ranks."""
 
     def __init__(self, num_ranks: int) -> None:
         self._barrier = threading.Barrier(num_ranks, timeout=WAIT_S)

@@ -1,4 +1,4 @@
-"""A store that comes and goes while the engine serves. On a whole engine: tests/e2e/test_device_ends.py."""
+"""Attaching and detaching a store while the engine serves. tests/e2e/test_device_ends.py tests a whole engine."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_detached_cache_is_a_plain_one_until_it_is_attached_again(make: MakeRi
     assert rig.cache.detach_storage_backend()[0]
     assert attach(rig) == (True, "kvfetch is attached.")
     assert is_fetched(rig, prompt(0))
-    # What was computed meanwhile has hashes now, and the next request that ends writes it.
+    # Pages that were computed in the meantime have hashes now, and the next request that ends writes them.
     assert rig.cache._parts is not None
     rig.cache._parts.writes.inserted("r", node)
     rig.write_all()
@@ -125,7 +125,7 @@ def test_detaching_gives_back_the_locks_of_copies(make: MakeRig) -> None:
     rig.cache.end_all()
     assert rig.cache.protected_size() == 0
     rig.service.client.writer.release(1 << 20)
-    rig.compute(prompt(0)[:16] + prompt(1)[:16])  # nor are the pages taken for written
+    rig.compute(prompt(0)[:16] + prompt(1)[:16])  # and its pages do not count as written
     rig.write_all()
     rig.flush()
     assert is_fetched(rig, (prompt(0)[:16] + prompt(1)[:16]))
@@ -135,12 +135,12 @@ def test_detaching_gives_back_the_locks_of_copies(make: MakeRig) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"backend": "file"}, "takes the storage backend kvfetch"),
+        ({"backend": "file"}, "accepts only the storage backend kvfetch"),
         ({"hicache_write_policy": "write_back"}, "no policies"),
         ({"hicache_storage_prefetch_policy": "timeout"}, "no policies"),
     ],
 )
-def test_what_device_mode_has_not(rig: Rig, arguments: dict[str, Any], message: str) -> None:
+def test_unsupported_arguments_are_refused(rig: Rig, arguments: dict[str, Any], message: str) -> None:
     connectable(rig).cache.detach_storage_backend()
     is_attached, said = attach(rig, **arguments)
     assert not is_attached
@@ -149,13 +149,13 @@ def test_what_device_mode_has_not(rig: Rig, arguments: dict[str, Any], message: 
 
 def test_attaching_twice(rig: Rig) -> None:
     connectable(rig)
-    assert attach(rig) == attach(rig, None) == (True, "kvfetch was attached already, with this config.")
+    assert attach(rig) == attach(rig, None) == (True, "kvfetch is already attached with this config.")
     is_attached, said = attach(rig, '{"store": "file:///elsewhere"}')
     assert not is_attached
     assert "detach it first" in said
 
 
-def test_pages_of_former_weights_are_not_written_as_those_of_new_ones(rig: Rig) -> None:
+def test_pages_of_former_weights_are_not_stored_as_new_ones(rig: Rig) -> None:
     connectable(rig)
     rig.compute(prompt(0))
     rig.settle()

@@ -10,7 +10,7 @@ from sgl_kvfetch.plugin.device.lookups import Finding
 from tests.plugin.device.rig import Ranks
 
 
-def test_what_is_reported_is_told_once() -> None:
+def test_each_report_is_delivered_once() -> None:
     heard: list[object] = []
     board = Board(None)
     first: Ticket[Finding] = board.open(heard.append)
@@ -26,7 +26,7 @@ def test_what_is_reported_is_told_once() -> None:
     assert board.num_open == 0
 
 
-def test_a_report_on_a_closed_ticket_is_not_taken_for_its_successor() -> None:
+def test_a_report_on_a_closed_ticket_does_not_reach_its_successor() -> None:
     heard: list[PageCount] = []
     board = Board(None)
     old = board.open(heard.append)
@@ -41,7 +41,7 @@ def test_a_report_on_a_closed_ticket_is_not_taken_for_its_successor() -> None:
     assert heard == [PageCount(4)]
 
 
-def test_it_grows() -> None:
+def test_the_board_grows() -> None:
     heard: list[PageCount] = []
     board = Board(lambda least: None)
     for number, ticket in enumerate([board.open(heard.append) for _ in range(1000)]):
@@ -50,7 +50,7 @@ def test_it_grows() -> None:
     assert heard == [PageCount(number) for number in range(1000)]
 
 
-def test_what_is_opened_by_what_ends_is_for_the_next_step() -> None:
+def test_a_ticket_opened_by_a_callback_waits_for_the_next_step() -> None:
     heard: list[PageCount] = []
     board = Board(None)
 
@@ -65,7 +65,7 @@ def test_what_is_opened_by_what_ends_is_for_the_next_step() -> None:
     assert heard == [PageCount(1), PageCount(2)]
 
 
-def test_nobody_hears_of_what_was_cleared() -> None:
+def test_cleared_tickets_call_nobody() -> None:
     heard: list[PageCount] = []
     board = Board(None)
     tickets = [board.open(heard.append) for _ in range(3)]
@@ -97,7 +97,7 @@ def test_no_collective_while_nothing_is_open() -> None:
 
 
 def test_each_field_is_agreed_on_by_itself() -> None:
-    """One rank finds ten pages and wants them, the other eleven, which it would rather compute: nobody fetches."""
+    """One rank finds ten pages and wants to fetch; the other finds eleven and wants to compute: no rank fetches."""
     ranks = Ranks(2)
     heard: list[list[Finding]] = [[], []]
 
@@ -114,8 +114,8 @@ def test_each_field_is_agreed_on_by_itself() -> None:
     assert heard == [[Finding(10, 0)], [Finding(10, 0)]]
 
 
-def test_ranks_hear_of_the_least_and_at_the_same_step() -> None:
-    """2,000 steps, in which each rank reports when it likes."""
+def test_all_ranks_get_the_minimum_in_the_same_step() -> None:
+    """In 2,000 steps, each rank reports at random times."""
     ranks = Ranks(2)
     heard: list[list[tuple[int, Ticket[Finding], Finding]]] = [[], []]
     reports: list[dict[Ticket[Finding], Finding]] = [{}, {}]

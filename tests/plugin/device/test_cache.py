@@ -1,4 +1,4 @@
-"""The cache driven as SGLang's scheduler drives it, on SGLang's own tree and pool. Whole engines are in tests/e2e."""
+"""Tests that call the cache as SGLang's scheduler does, on SGLang's own tree and pool. tests/e2e has whole engines."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.plugin.device.rig import PAGE, WAIT_S, Rig, prompt
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def test_what_was_computed_comes_back(rig: Rig) -> None:
+def test_computed_prefixes_are_fetched_again(rig: Rig) -> None:
     tokens = prompt(0)
     rig.stored(tokens)
     handle = rig.arrive(tokens)
     assert not rig.cache.check_prefetch_progress(handle)
     rig.await_over(handle)
-    assert rig.cache.protected_size() == len(tokens)  # until the request has it
+    assert rig.cache.protected_size() == len(tokens)  # until the request has its own lock
     cached, loaded, lock = rig.admit(handle, tokens)
     assert (cached, loaded) == (32, 32)
     assert rig.holds(tokens, 32)
@@ -36,7 +36,7 @@ def test_what_was_computed_comes_back(rig: Rig) -> None:
     rig.assert_nothing_held()
 
 
-def test_what_is_in_the_tree_is_not_fetched(rig: Rig) -> None:
+def test_a_prefix_in_the_tree_is_not_fetched(rig: Rig) -> None:
     tokens = prompt(0)
     rig.stored(tokens)
     rig.compute(tokens[:16])
@@ -62,7 +62,7 @@ def test_nothing_stored(rig: Rig) -> None:
     rig.assert_nothing_held()
 
 
-def test_how_requests_end_is_counted(rig: Rig) -> None:
+def test_the_ends_of_requests_are_counted(rig: Rig) -> None:
     def counts() -> dict[str, float]:
         samples = DEVICE_REQUESTS.collect()[0].samples
         return {s.labels["end"]: s.value for s in samples if s.name.endswith("_total")}
@@ -146,13 +146,11 @@ def test_a_reset_gives_everything_back_and_nothing_is_written_after(rig: Rig, mo
     rig.served.run(rig.service.client.writer.drain())
     assert all(bool(buffer.isnan().all()) for buffer in rig.pool.k_buffer)
     rig.assert_nothing_held()
-    # And it works on.
+    # The cache still works.
     assert rig.fetch(tokens) == (32, 32)
 
 
-def test_nothing_is_written_after_a_reset_even_if_it_is_decoded_already(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoded_values_are_not_written_after_a_reset(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = prompt(0)
     rig.stored(tokens)
     decoding, reset, loop_is_free = threading.Semaphore(0), threading.Event(), threading.Event()
@@ -164,7 +162,7 @@ def test_nothing_is_written_after_a_reset_even_if_it_is_decoded_already(
         return dequantise(*args)
 
     async def keep_the_loop_busy() -> None:
-        loop_is_free.wait(WAIT_S)  # so that it cannot end the fetch itself
+        loop_is_free.wait(WAIT_S)  # so that the data plane cannot end the fetch itself
 
     monkeypatch.setattr(SegmentReader, "dequantise_cell", dequantise_late)
     rig.arrive(tokens)
@@ -178,7 +176,7 @@ def test_nothing_is_written_after_a_reset_even_if_it_is_decoded_already(
 
 
 def test_a_flush_leaves_no_bytes_behind(rig: Rig) -> None:
-    """Bytes of a span that was used in part are kept for who goes on from there, but not beyond a flush."""
+    """Bytes of a partly used span are kept for a request that continues there, but only until a flush."""
     tokens = prompt(0)
     rig.stored(tokens)
     reads = rig.store.data_reads
@@ -190,7 +188,7 @@ def test_a_flush_leaves_no_bytes_behind(rig: Rig) -> None:
     assert sorted(reads) == sorted(first)
 
 
-def test_a_store_that_hangs_costs_its_deadline(make: MakeRig) -> None:
+def test_a_hanging_store_costs_the_deadline(make: MakeRig) -> None:
     rig = make(fetch_timeout_s=0.2, lookup_timeout_s=0.2)
     tokens = prompt(0)
     rig.stored(tokens)
@@ -228,7 +226,7 @@ def test_nothing_lands_after_the_weights_changed(rig: Rig) -> None:
     assert rig.cache.check_prefetch_progress(rig.arrive(prompt(1)))
 
 
-def test_what_other_adapters_computed_is_not_ours(rig: Rig) -> None:
+def test_prefixes_of_other_adapters_are_not_used(rig: Rig) -> None:
     """The namespace of SGLang's tree is part of the page hashes, as in host mode."""
     tokens = prompt(0)
     rig.stored(tokens)
@@ -284,7 +282,7 @@ def test_aborts_at_random_moments(make: MakeRig) -> None:
         rig.cache.unlock(lock)
 
 
-def test_requests_behind_a_store_that_hangs_wait_one_deadline_not_one_each(make: MakeRig) -> None:
+def test_requests_behind_a_hanging_store_wait_for_one_deadline_in_total(make: MakeRig) -> None:
     rig = make(fetch_timeout_s=1.0, round_tokens=32)
     prompts = [prompt(seed) for seed in range(6)]
     for tokens in prompts:

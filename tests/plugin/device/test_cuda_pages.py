@@ -1,6 +1,6 @@
-"""The GPU path on the CPU: work is done late and in random order, as far as streams and events allow.
+"""Tests of the GPU path on the CPU: work is done late and in random order, as far as streams and events allow.
 
-Each rule of order has a test that fails without it: some of the orders tried are wrong then.
+For each ordering rule, a test checks that some of the tried orders give wrong results without the rule.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Segment = tuple[CodedSegment, dict[TensorName, torch.Tensor]]
 
 @pytest.fixture(autouse=True)
 def reference(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels' references in PyTorch: the interpreter takes far longer."""
+    """Use the kernels' PyTorch references, because the interpreter takes far longer."""
     if request.function is not test_by_the_kernels:
         monkeypatch.setattr(runtime, "INTERPRETED", False)
 
@@ -112,7 +112,7 @@ def slots_of(pool_pages: list[int], page_size: int = 4) -> torch.Tensor:
 
 
 def stored(pages: DevicePages, tensor: TensorName, pool_pages: list[int]) -> torch.Tensor:
-    """What is in the pool's memory at this moment, ``(tokens, layers, heads, dim)``."""
+    """Return the present values in the pool's memory, ``(tokens, layers, heads, dim)``."""
     return torch.stack([buffer[slots_of(pool_pages)] for buffer in pages._buffers[tensor]], dim=1)
 
 
@@ -121,7 +121,7 @@ def holds(pages: DevicePages, segment: Segment, pool_pages: list[int]) -> bool:
 
 
 def set_slots(pages: DevicePages, pool_pages: list[int], value: float) -> None:
-    """What a forward pass may do."""
+    """Overwrite slots, as a forward pass may do."""
     for buffer in (*pages._buffers["k"], *pages._buffers["v"]):
         buffer[slots_of(pool_pages)] = value
 
@@ -131,7 +131,7 @@ def is_set(pages: DevicePages, pool_pages: list[int], value: float) -> bool:
 
 
 def always_and_without(test: Callable[[int, bool], bool]) -> tuple[bool, bool]:
-    """Whether something is right in all orders, and whether it is in all orders without the rule that is tested."""
+    """Return whether ``test`` holds in all orders, with the tested rule and without it."""
     return all(test(seed, True) for seed in SEEDS), all(test(seed, False) for seed in SEEDS)
 
 
@@ -139,7 +139,7 @@ PLACES = [30, 2, 7, 9, 21, 4, 11, 12]
 
 
 def make_wide(name: Any) -> tuple[Quantiser, Segment]:
-    """One span of 1024 tokens, and what it is quantised with."""
+    """Return the quantiser and a segment with one span of 1024 tokens."""
     if name != "klt":
         quantiser = make_quantiser(name)
         return quantiser, make_segment(WIDE, 64, quantiser=quantiser, span_pages=64, first_page=64)
@@ -152,7 +152,7 @@ def make_wide(name: Any) -> tuple[Quantiser, Segment]:
 
 
 def frames_bytes(cell: CellFrames) -> int:
-    """Of the frames that a kernel needs to restore all of a cell's K, or all of it."""
+    """Return the size of the frames that a kernel needs to restore all of a cell's K, or with klt the whole cell."""
     frames = [x for x, layout in zip(cell.parts, cell.layouts, strict=True) if layout is not None]
     return sum(x.nbytes for x in frames) // (1 if isinstance(cell.quantiser, KltQuantiser) else 2)
 
@@ -216,7 +216,7 @@ def test_a_forward_pass_sees_what_was_published(exact: Segment, decoded: list[Ce
     assert always_and_without(is_right) == (True, False)
 
 
-def test_slots_of_a_fetch_that_was_cut_short_are_their_next_owners(decoded: list[CellFrames]) -> None:
+def test_slots_of_a_dropped_fetch_keep_the_values_of_their_next_owner(decoded: list[CellFrames]) -> None:
     def is_right(seed: int, publishes: bool) -> bool:
         device = FakeDevice(seed)
         pages = make_pages(device)
@@ -230,13 +230,13 @@ def test_slots_of_a_fetch_that_was_cut_short_are_their_next_owners(decoded: list
     assert always_and_without(is_right) == (True, False)
 
 
-def test_slots_that_a_forward_pass_still_writes_are_restored_after_it(
+def test_restores_come_after_a_forward_pass_that_still_writes_the_slots(
     exact: Segment, decoded: list[CellFrames]
 ) -> None:
     def is_right(seed: int, fences: bool) -> bool:
         device = FakeDevice(seed)
         pages = make_pages(device)
-        device.forward_pass(lambda: set_slots(pages, PLACES, 3.0))  # whose request was found to be over meanwhile
+        device.forward_pass(lambda: set_slots(pages, PLACES, 3.0))  # its request has ended in the meantime
         if fences:
             pages.fence()
         restore_all(decoded, pages, PLACES)
@@ -246,7 +246,7 @@ def test_slots_that_a_forward_pass_still_writes_are_restored_after_it(
     assert always_and_without(is_right) == (True, False)
 
 
-def test_pages_are_read_when_they_are_computed(exact: Segment) -> None:
+def test_pages_are_read_after_they_are_computed(exact: Segment) -> None:
     def is_right(seed: int, fences: bool) -> bool:
         device = FakeDevice(seed)
         pages = make_pages(device, read_buffer_bytes=4096)  # several pieces
@@ -260,7 +260,7 @@ def test_pages_are_read_when_they_are_computed(exact: Segment) -> None:
     assert always_and_without(is_right) == (True, False)
 
 
-def test_slot_numbers_are_read_when_they_are_made() -> None:
+def test_slot_numbers_are_read_after_they_are_computed() -> None:
     def is_right(seed: int, fences: bool) -> bool:
         device = FakeDevice(seed)
         pages = make_pages(device)
@@ -281,7 +281,7 @@ def test_slot_numbers_do_not_wait_for_the_forward_pass() -> None:
     assert pages.page_indices(slots_of(PLACES)) == PLACES
 
 
-def test_the_scheduler_waits_for_restores_alone() -> None:
+def test_the_scheduler_stream_waits_only_for_restores() -> None:
     device = FakeDevice()
     pages = make_pages(device)
     device.forward.wait_event(FakeEvent(device))
@@ -329,13 +329,13 @@ def test_nothing_is_written_once_the_sink_is_closed(when: str) -> None:
 
 
 def first_picture_tokens(reader: SegmentReader) -> int:
-    """How many of the wanted tokens the first picture holds."""
+    """Return how many of the wanted tokens the first picture holds."""
     num_frames = reader.variant.layouts["k"].num_frames((1024,))
     return sum(token % num_frames == 0 for page in range(3, 64, 4) for token in range(page * 16, page * 16 + 16))
 
 
 async def test_a_fetch_from_end_to_end(exact: Segment, tmp_path: Path) -> None:
-    """Decode threads and the device at once."""
+    """Decode threads and the device run at the same time."""
     coded, _ = exact
     store = LocalStore(tmp_path)
     await store.put(coded.data_name, coded.data)
@@ -358,7 +358,7 @@ async def test_a_fetch_from_end_to_end(exact: Segment, tmp_path: Path) -> None:
 
 
 def test_by_the_kernels(exact: Segment, decoded: list[CellFrames]) -> None:
-    """In Triton's interpreter, which is what tests without a GPU run on."""
+    """Runs the kernels in Triton's interpreter, as all tests without a GPU do."""
     assert runtime.INTERPRETED
     device = FakeDevice()
     pages = make_pages(device)
@@ -370,7 +370,7 @@ def test_by_the_kernels(exact: Segment, decoded: list[CellFrames]) -> None:
         assert torch.equal(stored(pages, tensor, PLACES[:4])[:, :3], exact[1][tensor][:16, :3])
 
 
-def test_what_a_fetch_holds_on_the_device_is_bounded() -> None:
+def test_device_memory_of_a_fetch_is_bounded() -> None:
     assert DEVICE_BYTES < 64 << 20
 
 

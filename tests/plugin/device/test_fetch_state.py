@@ -1,4 +1,4 @@
-"""A fetch's states, against a world that does whatever is possible, in any order."""
+"""Tests a fetch's states in a simulated world that generates every possible event, in random order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Move = Callable[[], None]
 
 
 class World:
-    """What surrounds a fetch: the store, the link, the tree, the allocator and the request."""
+    """Simulates the surroundings of a fetch: the store, the link, the tree, the allocator and the request."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
@@ -47,7 +47,7 @@ class World:
         self.is_looking_up = True
         self.is_queued = False
         self.is_request_there = True
-        self.has_found = False  # pages that somebody has to fetch or to forget
+        self.has_found = False  # pages were found, which must be fetched or forgotten
         self.awaits_bytes = False
         self.is_transmitting = False
         self.is_asking = False
@@ -55,13 +55,13 @@ class World:
         self.first_page = 0
         self.landed_end = 0  # page
         self.held: dict[str, tuple[int, int]] = {}  # pages of the rounds that have slots
-        self.reports: deque[str] = deque()  # of their slots, that are to come
+        self.reports: deque[str] = deque()  # pending reports of their slots
         self.restored: dict[str, int] = {}  # pages
-        self.is_useless = False  # what is still being restored
+        self.is_useless = False  # pages still being restored are not wanted
         self.ends: list[End] = []
 
     def moves(self) -> dict[Move, float]:
-        """All that can happen now, with how likely it is. Reports come once each, and may come late."""
+        """Return all events that can happen now, with their weights. Each report comes once, and may come late."""
         state = self.fetch.state
         fetches = state in (State.FETCHING, State.STOPPING)
         possible: dict[Move, tuple[float, bool]] = {
@@ -85,7 +85,7 @@ class World:
         return {move: weight for move, (weight, is_possible) in possible.items() if is_possible}
 
     def walk(self) -> None:
-        """Until nothing can happen any more."""
+        """Let events happen until none is possible."""
         while moves := self.moves():
             self.random.choices(list(moves), list(moves.values()))[0]()
             self.check()
@@ -214,7 +214,7 @@ class World:
     def request_is_admitted(self) -> None:
         self.receive(Sign.RELEASED)
 
-    # What holds always
+    # Invariants
 
     def check(self) -> None:
         state = self.fetch.state
@@ -230,7 +230,7 @@ class World:
             assert len(self.ends) == int(state in (State.LANDED, State.OVER))
 
 
-def test_whatever_happens_everything_is_given_back_once_and_every_beginning_has_an_end() -> None:
+def test_random_histories_free_everything_once_and_end_everything_begun() -> None:
     seen: set[tuple[State, object]] = set()
     ends: set[End] = set()
     for seed in range(WALKS):
@@ -264,7 +264,7 @@ def test_a_fetch_of_two_rounds() -> None:
     assert fetch.receive(Sign.RELEASED) == [Do.LET_GO]
 
 
-def test_a_gap_ends_it_and_what_comes_after_the_gap_does_not_count() -> None:
+def test_a_gap_ends_the_fetch_and_later_rounds_do_not_count() -> None:
     fetch = begun(2, 4, 6)
     for slots in ("a", "b"):
         fetch.receive(Sign.BYTES_HERE)
@@ -274,7 +274,7 @@ def test_a_gap_ends_it_and_what_comes_after_the_gap_does_not_count() -> None:
     assert actions == [Free(0, "b"), Do.ASK_NO_MORE, Do.STOP, Do.STOP, Do.FETCH_NO_MORE, Finish(End.PARTLY)]
 
 
-def test_where_the_rest_is_computed_the_rounds_that_are_being_restored_still_land() -> None:
+def test_rounds_under_way_still_land_if_the_rest_is_computed() -> None:
     fetch = begun(2, 4)
     fetch.receive(Sign.BYTES_HERE)
     fetch.receive(SlotsGiven("a"))
@@ -282,13 +282,13 @@ def test_where_the_rest_is_computed_the_rounds_that_are_being_restored_still_lan
     assert fetch.receive(Restored(2)) == [Land(0, 2, "a"), Do.STOP, Do.FETCH_NO_MORE, Finish(End.STOPPED)]
 
 
-def test_a_deadline_that_is_over_while_it_waits_for_slots() -> None:
+def test_a_deadline_that_passes_while_waiting_for_slots() -> None:
     fetch = begun(2)
     fetch.receive(Sign.BYTES_HERE)
     ended = [Do.ASK_NO_MORE, Do.STOP, Do.FETCH_NO_MORE, Do.LET_GO, Finish(End.FAILED)]
     assert fetch.receive(Sign.TRANSMISSION_OVER) == ended
 
 
-def test_what_cannot_happen_is_an_error() -> None:
+def test_impossible_events_raise() -> None:
     with pytest.raises(AssertionError, match=r"SlotsGiven.*while State\.LOOKUP"):
         FetchState().receive(SlotsGiven("a"))

@@ -1,4 +1,4 @@
-"""The scheduler's loop while requests are parked, on sockets as SGLang's."""
+"""Tests of the scheduler's loop while requests are parked, with sockets like SGLang's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONG_MS = 20_000  # none of the tests takes that long
 
 @dataclass
 class Scheduler:
-    """The part of SGLang's that its loop uses when there is no batch to run."""
+    """The part of SGLang's scheduler that its loop uses when there is no batch to run."""
 
     ipc_channels: Any
     tree_cache: Any = field(default_factory=Cache)
@@ -32,7 +32,7 @@ class Scheduler:
         self.recv_from_tokenizer = self.ipc_channels.recv_from_tokenizer
 
     def idle(self) -> float:
-        """One turn of the loop. Seconds that it took."""
+        """Run the loop once. Return the seconds that it took."""
         form_batch(lambda scheduler: None, self)
         started_s = time.monotonic()
         sleep_when_idle(None, self)
@@ -50,7 +50,7 @@ def channels() -> Iterator[SimpleNamespace]:
 
 @pytest.fixture
 def scheduler(channels: SimpleNamespace) -> Scheduler:
-    """With one request, that is parked."""
+    """Return a scheduler with one parked request."""
     scheduler = Scheduler(channels)
     scheduler.tree_cache.is_pending = True
     scheduler.tree_cache.park(1)
@@ -58,7 +58,7 @@ def scheduler(channels: SimpleNamespace) -> Scheduler:
     return scheduler
 
 
-def test_it_sleeps_while_all_requests_are_parked(scheduler: Scheduler) -> None:
+def test_the_scheduler_sleeps_while_all_requests_are_parked(scheduler: Scheduler) -> None:
     num_turns = 200
     started_s, started_cpu_s = time.monotonic(), time.thread_time()
     for _ in range(num_turns):
@@ -79,7 +79,7 @@ def test_a_request_that_arrives_ends_the_sleep(
         timer.start()
         assert 0.05 < scheduler.idle() < LONG_MS / 1000 / 2
         timer.join()
-        assert scheduler.idle() < LONG_MS / 1000 / 2  # nor does it sleep before that has been taken in
+        assert scheduler.idle() < LONG_MS / 1000 / 2  # and it does not sleep again before it has received the request
 
 
 def unpark(scheduler: Scheduler) -> None:
@@ -110,7 +110,7 @@ def have_a_rust_server(scheduler: Scheduler) -> None:
 @pytest.mark.parametrize(
     "change", [unpark, add_ready, end_all, have_another_cache, be_another_rank, have_a_rust_server]
 )
-def test_it_does_not_sleep_otherwise(
+def test_the_scheduler_does_not_sleep_otherwise(
     scheduler: Scheduler, change: Callable[[Scheduler], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler_hooks, "_IDLE_SLEEP_MS", LONG_MS)
@@ -118,7 +118,7 @@ def test_it_does_not_sleep_otherwise(
     assert scheduler.idle() < LONG_MS / 1000 / 2
 
 
-def test_it_sleeps_when_nothing_waits_but_something_is_pending(scheduler: Scheduler) -> None:
-    """Copies, or what is left of fetches of requests that are gone."""
+def test_the_scheduler_sleeps_without_requests_while_work_is_pending(scheduler: Scheduler) -> None:
+    """Pending work: copies, or fetches whose requests are gone."""
     scheduler.waiting_queue = []
     assert scheduler.idle() >= 0.9 * scheduler_hooks._IDLE_SLEEP_MS / 1000

@@ -14,7 +14,7 @@ class Waiter:
 
 
 def make(*sizes: int) -> tuple[LinkQueue[Waiter], list[Waiter]]:
-    """Waiters of so many pages, first come first served; 16 pages share the link."""
+    """Return a first-come-first-served queue, where 16 pages share the link, and waiters of the given page counts."""
     queue: LinkQueue[Waiter] = LinkQueue("fifo", shared_pages=16)
     waiters = [Waiter(arrival, size) for arrival, size in enumerate(sizes)]
     for waiter in waiters:
@@ -27,7 +27,7 @@ def begin(queue: LinkQueue[Waiter], waiter: Waiter) -> None:
     queue.take(waiter, waiter.num_pages)
 
 
-def test_one_that_fills_the_link_has_it_alone() -> None:
+def test_an_item_that_fills_the_link_has_it_alone() -> None:
     queue, (long, short) = make(100, 2)
     assert queue.has_room(long)
     begin(queue, long)
@@ -37,18 +37,18 @@ def test_one_that_fills_the_link_has_it_alone() -> None:
     assert queue.has_room(short)
 
 
-def test_short_ones_share_it() -> None:
+def test_short_items_share_the_link() -> None:
     queue, waiters = make(6, 6, 6)
     for waiter, has_room in zip(waiters, (True, True, False), strict=True):
         assert queue.has_room(waiter) is has_room
         begin(queue, waiter)
     for waiter in waiters:
         queue.give_back(waiter)
-        queue.give_back(waiter)  # told twice, by the link and by the end
+        queue.give_back(waiter)  # called twice: by the link and at the end
     assert queue.has_room(Waiter(3, 100))
 
 
-def test_one_that_was_put_off_is_looked_at_when_something_has_changed() -> None:
+def test_an_item_that_was_put_off_is_returned_after_a_change() -> None:
     queue, (long, second) = make(100, 100)
     begin(queue, long)
     assert queue.first() is second
@@ -62,7 +62,7 @@ def test_one_that_was_put_off_is_looked_at_when_something_has_changed() -> None:
     assert queue.first() is second
 
 
-def test_another_one_at_the_head_is_looked_at() -> None:
+def test_a_new_first_item_is_returned() -> None:
     queue, (long, second, third) = make(100, 100, 100)
     begin(queue, long)
     queue.put_off(second)
@@ -73,7 +73,7 @@ def test_another_one_at_the_head_is_looked_at() -> None:
     assert len(queue) == 0
 
 
-def test_what_is_still_to_be_fetched() -> None:
+def test_expected_pages_are_summed() -> None:
     queue, (first, second) = make(100, 20)
     queue.expect(first, 100)
     queue.expect(second, 20)

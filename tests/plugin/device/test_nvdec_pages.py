@@ -1,4 +1,4 @@
-"""From NVDEC's device memory into a GPU's pool, over fakes of both."""
+"""Tests of restoring from NVDEC's device memory into a GPU's pool, with fakes of both."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_the_same_values_as_on_the_cpu(
     reader = SegmentReader(segment[0].manifest, quantiser)
     expected = DevicePages(make_pool(), GEOMETRY.page_size)
     await fetch(reader, segment[0].data, expected, tmp_path / "cpu")
-    # Low bytes of exact values are noise, and so not coded as video: a cell's planes are in both memories then.
+    # Low bytes of exact values are noise, so they are not coded as video: the cell's planes are in both memories.
     codecs = [chunk.codec for chunk in reader.variant.chunks]
     assert set(codecs) == {codec, "zstd"}
     device = CountingDevice(seed=1)
@@ -130,7 +130,7 @@ async def test_frames_without_sums_are_verified_on_the_host(codec: str, tmp_path
 
 @pytest.mark.parametrize("fault", ["pixels", "one pixel", "planes"])
 async def test_wrong_pixels_are_a_miss_and_the_segment_stays(fault: str, tmp_path: Path) -> None:
-    """What NVDEC gets wrong is looked at again on the CPU, before anything is deleted."""
+    """The CPU decodes again what NVDEC got wrong, before anything is deleted."""
     quantiser = make_quantiser("uint8")
     segment = make_segment(GEOMETRY, NUM_PAGES, quantiser=quantiser, codec="hevc", span_pages=4)
     reader = SegmentReader(segment[0].manifest, quantiser)

@@ -14,7 +14,7 @@ class Waiter:
     urgency: int = 0
 
 
-def test_the_shortest_is_first_but_none_starves() -> None:
+def test_the_shortest_item_is_first_but_none_starves() -> None:
     turns: Turns[Waiter] = Turns("shortest")
     long = Waiter(1, 100)
     turns.add(long)

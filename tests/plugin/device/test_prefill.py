@@ -27,7 +27,7 @@ def fed(*sizes: int) -> PrefillSpeed:
     return speed
 
 
-def test_nothing_is_said_before_enough_was_seen() -> None:
+def test_there_is_no_estimate_before_enough_batches() -> None:
     speed = fed(*[100] * (MIN_BATCHES - 1))
     speed.add(0, 1.0)
     speed.add(100, 0.0)
@@ -37,7 +37,7 @@ def test_nothing_is_said_before_enough_was_seen() -> None:
     assert speed.seconds_for(100) == pytest.approx(seconds(100))
 
 
-def test_a_batch_costs_something_and_a_token_does() -> None:
+def test_batches_and_tokens_both_cost_time() -> None:
     speed = fed(10, 64, 64, 500, 64, 30)
     for size in (1, 64, 500):
         assert speed.seconds_for(size) == pytest.approx(seconds(size))
@@ -53,8 +53,8 @@ def test_batches_of_one_size_tell_their_rate() -> None:
     assert speed.seconds_for(4096) == pytest.approx(2 * seconds(2048), rel=0.01)
 
 
-def test_batches_that_took_long_for_another_reason_do_not_count() -> None:
-    """The first ones compile; of the others, noise and now and then a hiccup."""
+def test_outliers_do_not_count() -> None:
+    """The first batches compile kernels; the others have noise and an occasional hiccup."""
     rng = random.Random(0)
     speed = PrefillSpeed()
     for i in range(WINDOW):
@@ -64,7 +64,7 @@ def test_batches_that_took_long_for_another_reason_do_not_count() -> None:
     assert speed.seconds_for(600) == pytest.approx(seconds(600), rel=0.1)
 
 
-def test_the_last_batches_count() -> None:
+def test_only_the_latest_batches_count() -> None:
     speed = fed(10, 100, 1000, 100)
     for i in range(WINDOW):
         size = (50, 500)[i % 2]
@@ -72,7 +72,7 @@ def test_the_last_batches_count() -> None:
     assert speed.seconds_for(500) == pytest.approx(2 * seconds(500))
 
 
-def test_times_that_fall_with_the_size_give_a_rate_still() -> None:
+def test_times_that_fall_with_the_size_still_give_a_rate() -> None:
     speed = PrefillSpeed()
     for size in (10, 100, 1000, 400):
         speed.add(size, 1 / size)
@@ -86,7 +86,7 @@ class Request:
 
 @dataclass
 class Batch:
-    """What the meter reads of SGLang's ``ScheduleBatch``."""
+    """The attributes of SGLang's ``ScheduleBatch`` that the meter reads."""
 
     launch_ts: float
     extend_num_tokens: int | None = 100
@@ -107,13 +107,13 @@ def test_a_batch_lasts_from_its_launch_to_its_result(monkeypatch: pytest.MonkeyP
     assert durations(PrefillMeter(), monkeypatch, (Batch(10.0), 11.0), (Batch(14.0), 14.5)) == [1.0, 0.5]
 
 
-def test_overlapped_batches_do_not_count_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overlapped_batch_begins_with_the_previous_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is launched while the first, a decode batch, is computed."""
     decode = Batch(10.0, None, ForwardMode.DECODE)
     assert durations(PrefillMeter(), monkeypatch, (decode, 11.0), (Batch(10.25), 13.0)) == [2.0]
 
 
-def test_a_batch_of_parts_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_and_verify_batches_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     split = Batch(10.0, 100, ForwardMode.SPLIT_PREFILL)
     verify = Batch(10.0, 100, ForwardMode.TARGET_VERIFY)
     assert durations(PrefillMeter(), monkeypatch, (split, 11.0), (verify, 12.0)) == []

@@ -56,7 +56,7 @@ class Cache(SteppedCache):
 
 @dataclass
 class Scheduler:
-    """The part of SGLang's that forms batches, as it does: it goes through its list, and makes itself a new one."""
+    """The part of SGLang's scheduler that forms batches: it goes through its list and makes a new one."""
 
     tree_cache: Any = field(default_factory=Cache)
     waiting_queue: list[Request] = field(default_factory=list)
@@ -99,7 +99,7 @@ def test_parked_requests_wait_and_are_not_looked_at(scheduler: Scheduler) -> Non
     assert scheduler.waiting == [2, 3, 4]
 
 
-def test_they_re_enter_where_their_arrival_puts_them(scheduler: Scheduler) -> None:
+def test_unparked_requests_re_enter_in_order_of_arrival(scheduler: Scheduler) -> None:
     for handle in (1, 3):
         scheduler.tree_cache.park(handle)
     scheduler.step()
@@ -128,7 +128,7 @@ def test_a_request_is_parked_again(scheduler: Scheduler) -> None:
     assert scheduler.step() == [1, 3, 4]
 
 
-def test_what_comes_back_while_a_batch_is_formed(scheduler: Scheduler) -> None:
+def test_requests_that_return_while_a_batch_is_formed(scheduler: Scheduler) -> None:
     scheduler.tree_cache.park(9)
     assert scheduler.step(1, preempt=(8, 9)) == [1, 2, 3, 4]
     assert scheduler.waiting == [2, 3, 4, 8, 9]
@@ -137,7 +137,7 @@ def test_what_comes_back_while_a_batch_is_formed(scheduler: Scheduler) -> None:
     assert scheduler.step() == [2, 3, 4, 8, 10]
 
 
-def test_aborts_reach_parked_and_ready_ones(scheduler: Scheduler) -> None:
+def test_aborts_reach_parked_and_ready_requests(scheduler: Scheduler) -> None:
     scheduler.tree_cache.park(2)
     scheduler.step()
     for handle in (2, 3):
@@ -149,7 +149,7 @@ def test_aborts_reach_parked_and_ready_ones(scheduler: Scheduler) -> None:
     assert scheduler.waiting_queue.num_parked == 0
 
 
-def test_the_list_is_whole_again_when_forming_a_batch_raises(scheduler: Scheduler) -> None:
+def test_the_queue_is_complete_after_forming_a_batch_raises(scheduler: Scheduler) -> None:
     def fail(scheduler: Scheduler) -> None:
         raise RuntimeError
 
@@ -159,7 +159,7 @@ def test_the_list_is_whole_again_when_forming_a_batch_raises(scheduler: Schedule
     assert scheduler.waiting == [1, 2, 3, 4]
 
 
-def test_a_list_that_sglang_made_itself_is_taken_over(scheduler: Scheduler) -> None:
+def test_a_new_list_of_sglangs_is_taken_over(scheduler: Scheduler) -> None:
     scheduler.tree_cache.park(2)
     scheduler.step()
     scheduler.waiting_queue = scheduler.waiting_queue[1:]
@@ -176,7 +176,7 @@ def test_other_caches_are_left_alone() -> None:
     assert count_pending(True, scheduler)
 
 
-def test_a_scheduler_with_slots_out_is_not_idle(scheduler: Scheduler) -> None:
+def test_a_scheduler_is_not_idle_while_its_cache_holds_slots(scheduler: Scheduler) -> None:
     assert count_pending(True, scheduler)
     scheduler.tree_cache.is_pending = True
     assert not count_pending(True, scheduler)
@@ -219,7 +219,7 @@ def test_the_cache_is_told_how_urgent_requests_are(low_first: bool, expected: in
     assert scheduler.tree_cache.urgencies == {1: expected, 2: 0}
 
 
-def test_what_running_requests_are_expected_to_need() -> None:
+def test_slots_reserved_for_running_requests() -> None:
     def request(max_new_tokens: int, num_output: int, ignore_eos: bool = False) -> SimpleNamespace:
         params = SimpleNamespace(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
         return SimpleNamespace(sampling_params=params, output_ids=[0] * num_output)

@@ -1,4 +1,4 @@
-"""Two ranks, each with a tree and a pool of its own, that only agree through the board."""
+"""Tests of two ranks, each with its own tree and pool, that agree only through the board."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _join_while_they_step(threads: list[threading.Thread], histories: list[list[
 
 
 def _schedule(rig: Rig, prompts: list[list[int]], is_faulty: bool, history: list[Any]) -> None:
-    """What both ranks do alike; the store of one lets it down now and then. ``history`` gets what must be equal."""
+    """Run the same requests on both ranks; one rank's store sometimes fails. ``history`` gets what must be equal."""
     for tokens in prompts:
         rig.stored(tokens)
     alike, own = random.Random(0), random.Random(1)

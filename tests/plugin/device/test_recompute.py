@@ -17,11 +17,11 @@ from sgl_kvfetch.plugin.device.recompute import MARGIN, Decision, FetchOrRecompu
         (Cost(0.5, 1.3), 1.0, Decision(False, "decoder")),
     ],
 )
-def test_the_faster_is_chosen(cost: Cost, recompute_s: float | None, expected: Decision) -> None:
+def test_the_faster_way_is_chosen(cost: Cost, recompute_s: float | None, expected: Decision) -> None:
     assert FetchOrRecompute().decide(1000, cost, recompute_s) == expected
 
 
-def test_a_link_near_the_limit_does_not_make_it_waver() -> None:
+def test_decisions_do_not_alternate_near_the_limit() -> None:
     choice = FetchOrRecompute()
     around = [1.0, MARGIN - 0.01] * 5
     assert all(choice.decide(1000, Cost(s, 0.0), 1.0).is_fetched for s in around)
@@ -30,7 +30,7 @@ def test_a_link_near_the_limit_does_not_make_it_waver() -> None:
     assert choice.decide(1000, Cost(1.0, 0.0), 1.0).is_fetched
 
 
-def test_short_and_long_prompts_in_turn_do_not_undo_each_others_verdicts() -> None:
+def test_short_and_long_prompts_have_separate_decisions() -> None:
     choice = FetchOrRecompute()
     assert not choice.decide(1000, Cost(2.0, 0.0), 1.0).is_fetched
     assert choice.decide(100_000, Cost(0.5, 0.0), 1.0).is_fetched

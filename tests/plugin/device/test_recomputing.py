@@ -12,7 +12,7 @@ from tests.plugin.device.rig import prompt
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def test_what_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
+def test_a_prefix_that_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
     rig = make(recompute="auto")
     tokens = prompt(0)
     rig.stored(tokens)
@@ -25,7 +25,7 @@ def test_what_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
     assert rig.fetch(tokens) == (0, 0)
     assert DEVICE_REQUESTS.labels("recomputed")._value.get() == before + 1
     assert DEVICE_DECISIONS.labels("recompute", "decoder")._value.get() > 0
-    # And what the store has is not written again.
+    # Pages that the store has are not written again.
     assert rig.cache._parts is not None
     rig.compute(tokens)
     assert not rig.cache._parts.writes._copies
@@ -36,7 +36,7 @@ def test_what_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
     assert rig.fetch(tokens) == (32, 32)
 
 
-def test_the_rest_is_computed_where_that_has_become_faster(make: MakeRig) -> None:
+def test_the_rest_is_computed_once_that_is_faster(make: MakeRig) -> None:
     rig = make(recompute="auto", round_tokens=16)
     tokens = prompt(0)
     rig.stored(tokens)

@@ -1,4 +1,4 @@
-"""Whole cells through the kernels, from frames into a pool, against what their quantiser gives on the CPU."""
+"""Restores whole cells with the kernels, from frames into a pool, and compares them with the quantiser on the CPU."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_same_bits_as_on_the_cpu(name: str) -> None:
     ids=["plain", "neox", "neox far", "gptj far"],
 )
 def test_the_same_values_as_on_the_cpu(rope: Rope | None, first_page: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the last bits of sums. Tokens that are kept exact have the bits that they had."""
+    """Values may differ in the last bits of sums. Tokens that are kept exact keep all their bits."""
     monkeypatch.setattr(klt, "_HAS_BFLOAT16", False)  # a CPU that multiplies in bfloat16 rounds more
     profile = make_profile(num_layers=4, head_dim=16, v_head_dim=24, cell_heads=2, rope=rope, num_sinks=2)
     quantiser = KltQuantiser(profile, step=0.05)
@@ -63,7 +63,7 @@ def test_the_same_values_as_on_the_cpu(rope: Rope | None, first_page: int, monke
 def check(
     profile: Profile, quantiser: Quantiser, first_page: int, compare: Callable[[torch.Tensor, torch.Tensor], None]
 ) -> None:
-    """Some pages of each cell, into slots in no order; all else stays as it was."""
+    """Restore some pages of each cell into unordered slots, and check that nothing else changes."""
     values = CellValues(*(x.to(torch.bfloat16) for x in values_of(profile, NUM_TOKENS, first_page * 4)))
     values.v[OUTLIER] *= 1e6
     tokens = torch.arange(NUM_TOKENS)
@@ -94,7 +94,7 @@ def check(
 
 
 def decoded_cells(quantiser: Quantiser, values: CellValues, first_page: int) -> Iterator[tuple[CellFrames, CellValues]]:
-    """The cells of a segment, and what they are dequantised to."""
+    """Return the cells of a segment and their dequantised values."""
     coded, _ = make_segment(
         GEOMETRY,
         NUM_PAGES,

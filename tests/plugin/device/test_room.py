@@ -1,4 +1,4 @@
-"""Fetches and the pool: rounds, their share, and who gives way to whom."""
+"""Tests of fetches and the pool: rounds, the fetches' share, and which requests give up slots."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_smallest_share_is_a_page(make: MakeRig) -> None:
 
 
 @pytest.mark.parametrize("is_in_time", [True, False])
-def test_a_round_that_finds_no_room_waits_as_long_as_the_deadline_allows(make: MakeRig, is_in_time: bool) -> None:
+def test_a_round_waits_for_slots_until_the_deadline(make: MakeRig, is_in_time: bool) -> None:
     rig = make(num_slots=64, device_pool_share=0.4, mode="read_only", fetch_timeout_s=20.0 if is_in_time else 0.5)
     writer = make(num_slots=256)
     tokens = prompt(0, 16)
@@ -87,8 +87,8 @@ def test_a_round_that_finds_no_room_waits_as_long_as_the_deadline_allows(make: M
     rig.assert_nothing_held()
 
 
-def test_fetches_that_keep_each_other_from_their_slots(make: MakeRig) -> None:
-    """Each has landed a round, and the pool has none for either. The later one does without its rest."""
+def test_fetches_do_not_deadlock_over_slots(make: MakeRig) -> None:
+    """Each fetch has landed a round, and the pool has no slots for another. The later fetch gives up its rest."""
     rig = make(num_slots=64, device_pool_share=1.0, round_tokens=16, mode="read_only")
     writer = make(num_slots=256)
     prompts = [prompt(0, 12), prompt(1, 12)]
@@ -125,7 +125,7 @@ def test_an_abort_between_rounds(make: MakeRig, moment: int) -> None:
     rig.assert_nothing_held()
 
 
-def test_a_fetch_evicts_what_nobody_uses(make: MakeRig) -> None:
+def test_a_fetch_evicts_unused_prefixes(make: MakeRig) -> None:
     rig = make(num_slots=96, mode="read_write")
     tokens = prompt(0, 6)
     rig.stored(tokens)
@@ -136,7 +136,7 @@ def test_a_fetch_evicts_what_nobody_uses(make: MakeRig) -> None:
     assert rig.holds(tokens, 24)
 
 
-def test_a_full_pool_makes_it_wait(make: MakeRig) -> None:
+def test_a_fetch_waits_while_the_pool_is_full(make: MakeRig) -> None:
     rig = make(num_slots=96)
     tokens = prompt(0, 6)
     rig.stored(tokens)
@@ -166,7 +166,7 @@ def test_landed_prefixes_make_way_when_nobody_is_admitted(rig: Rig) -> None:
     rig.assert_nothing_held()
 
 
-def test_requests_that_run_get_what_is_kept_for_those_that_wait(make: MakeRig) -> None:
+def test_running_requests_get_slots_held_for_waiting_ones(make: MakeRig) -> None:
     rig = make(num_slots=144, mode="read_only", device_pool_share=1.0)
     writer = make(num_slots=256)
     landed, fetched = prompt(0), prompt(1)
@@ -192,7 +192,7 @@ def test_requests_that_run_get_what_is_kept_for_those_that_wait(make: MakeRig) -
     assert rig.admit(two, fetched)[:2] == (0, 0)
 
 
-def test_fetches_leave_what_requests_that_run_will_need(make: MakeRig) -> None:
+def test_fetches_leave_the_slots_that_running_requests_will_need(make: MakeRig) -> None:
     rig = make(num_slots=96)
     tokens = prompt(0, 6)
     rig.stored(tokens)
@@ -207,8 +207,8 @@ def test_fetches_leave_what_requests_that_run_will_need(make: MakeRig) -> None:
     assert rig.holds(tokens, 24)
 
 
-def test_a_fetch_that_ended_wants_no_slots(make: MakeRig) -> None:
-    """Even if both are heard of in one step, in a full pool."""
+def test_a_fetch_that_has_ended_gets_no_slots(make: MakeRig) -> None:
+    """Even if the bytes and the end are reported in the same step, in a full pool."""
     rig = make(num_slots=96, mode="read_only")
     writer = make(num_slots=256)
     tokens = prompt(0, 16)

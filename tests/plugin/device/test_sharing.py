@@ -24,7 +24,7 @@ def follow(sharing: Sharing, follower: Fetch, page_hash: str) -> bool:
     return False
 
 
-def test_followers_look_again_when_anything_has_landed() -> None:
+def test_followers_look_again_after_any_landing() -> None:
     sharing, leader, follower = Sharing(), fetch(0), fetch(1)
     assert not follow(sharing, follower, "a")
     sharing.lead(leader, ["a", "b", "c"])
@@ -39,7 +39,7 @@ def test_followers_look_again_when_anything_has_landed() -> None:
     assert follow(sharing, follower, "b")  # which is still to come
 
 
-def test_a_page_that_another_one_has_begun_to_fetch_stays_that_ones() -> None:
+def test_a_page_keeps_its_new_leader() -> None:
     sharing, first, second = Sharing(), fetch(0), fetch(1)
     sharing.lead(first, ["a", "b"])
     sharing.lead(second, ["b"])
@@ -50,7 +50,7 @@ def test_a_page_that_another_one_has_begun_to_fetch_stays_that_ones() -> None:
     assert follower.leader is second
 
 
-def test_followers_that_are_gone_do_not_count() -> None:
+def test_followers_that_have_ended_do_not_count() -> None:
     sharing, leader = Sharing(), fetch(0)
     followers = [fetch(number) for number in range(1, 6)]
     sharing.lead(leader, ["a"])
@@ -63,7 +63,7 @@ def test_followers_that_are_gone_do_not_count() -> None:
     assert sharing.take_resumed(3) == [followers[4]]
 
 
-def test_whose_pages_are_wanted() -> None:
+def test_pages_are_wanted_by_the_request_or_a_follower() -> None:
     sharing, leader, follower = Sharing(), fetch(0), fetch(1)
     sharing.lead(leader, ["a"])
     follow(sharing, follower, "a")
@@ -74,7 +74,7 @@ def test_whose_pages_are_wanted() -> None:
     assert not leader.is_wanted
 
 
-def test_nothing_is_left_when_all_is_dropped() -> None:
+def test_clearing_leaves_no_leaders() -> None:
     sharing, leader, follower = Sharing(), fetch(0), fetch(1)
     sharing.lead(leader, ["a"])
     follow(sharing, follower, "a")

@@ -1,4 +1,4 @@
-"""On SGLang's own tree and allocator."""
+"""Tests of slots on SGLang's own tree and allocator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rig(make: MakeRig) -> Rig:
 
 
 def fetch(rig: Rig) -> Fetch:
-    """At the tree's root, with a lock on what it begins with."""
+    """Return a fetch that begins at the tree's root, with a lock there."""
     made = Fetch(handle=0, key=rig.key(TOKENS), start=0, arrival=0, arrived_s=0.0)
     made.lock = rig.cache.lock(rig.cache.match_prefix(MatchPrefixParams(key=made.key)).last_device_node)
     return made
@@ -34,7 +34,7 @@ def taken(slots: Slots, item: Fetch, num_tokens: int, reserved_tokens: int = 0) 
     return found
 
 
-def test_they_keep_to_their_share_but_what_a_fetch_has_landed_does_not_hinder_it(rig: Rig) -> None:
+def test_fetches_keep_to_their_share_but_their_own_landed_slots_do_not_count(rig: Rig) -> None:
     slots, one, other = Slots(rig.cache, max_tokens=32), fetch(rig), fetch(rig)
     first = taken(slots, one, 32)
     assert slots.allocate(other, 4, 0) is None
@@ -50,7 +50,7 @@ def test_they_keep_to_their_share_but_what_a_fetch_has_landed_does_not_hinder_it
     assert rig.num_available + rig.cache.evictable_size() == 96
 
 
-def test_what_lands_is_locked_and_follows_what_was_there(rig: Rig) -> None:
+def test_landed_slots_are_locked_and_extend_the_prefix(rig: Rig) -> None:
     slots, one = Slots(rig.cache, max_tokens=96), fetch(rig)
     both = [taken(slots, one, 16) for _ in range(2)]
     for begin, piece in zip((0, 16), both, strict=True):
@@ -64,7 +64,7 @@ def test_what_lands_is_locked_and_follows_what_was_there(rig: Rig) -> None:
     assert rig.cache.protected_size() == 0
 
 
-def test_what_nobody_uses_is_evicted_but_for_what_is_reserved(rig: Rig) -> None:
+def test_unused_slots_are_evicted_except_reserved_ones(rig: Rig) -> None:
     rig.compute(list(range(100, 100 + 80)))
     slots, one = Slots(rig.cache, max_tokens=96), fetch(rig)
     assert rig.num_available == 16

@@ -1,4 +1,4 @@
-"""Which pages are copied, and which are not copied again."""
+"""Tests which pages are copied, and which are not copied again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.plugin.device.rig import Rig, prompt
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def test_pages_that_are_written_once_are_not_written_again(rig: Rig) -> None:
+def test_pages_are_written_only_once(rig: Rig) -> None:
     tokens = prompt(0, 12)
     rig.compute(tokens[:32])
     rig.settle()

@@ -1,4 +1,4 @@
-"""Which coefficients KVTC keeps, in which groups and kinds: the least squared error within a budget of bits a token."""
+"""KVTC's bit allocation: chooses groups of coefficients, for the least squared error within a budget of bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.codec.baselines.kvtc.groups import KINDS, META_BITS, SIZES, Group, Kind, bits_of, dequantise, quantise
 
-_VALUES_AT_ONCE = 1 << 20  # what a processor's cache holds, about
+_VALUES_AT_ONCE = 1 << 20  # about as many as fit into a CPU's cache
 _UNIT_BITS = gcd(META_BITS, *(bits_of(size, kind) for size in SIZES for kind in KINDS))
 
 
@@ -19,8 +19,8 @@ _UNIT_BITS = gcd(META_BITS, *(bits_of(size, kind) for size in SIZES for kind in 
 class Errors:
     """Squared errors, summed over the tokens of a sample.
 
-    dropped: ``(coefficients,)``, of each coefficient that is not kept; grouped: for each size and kind, ``(coefficients
-    - size + 1,)``, of the group that begins there. Float64.
+    dropped: ``(coefficients,)``, each coefficient's error if it is not kept. grouped: for each size and kind,
+    ``(coefficients - size + 1,)``, the error of the group that starts there. Float64.
     """
 
     dropped: np.ndarray
@@ -28,7 +28,7 @@ class Errors:
 
 
 def measure_errors(sample: torch.Tensor) -> Errors:
-    """Quantise every group that there can be. ``sample``: coefficients, float32 ``(tokens, coefficients)``."""
+    """Quantise every possible group. ``sample``: coefficients, float32 ``(tokens, coefficients)``."""
     num_coefficients = sample.shape[1]
     grouped = {
         (size, kind): _errors_of(sample, size, kind) for size in SIZES if size <= num_coefficients for kind in KINDS
@@ -48,16 +48,16 @@ def _errors_of(sample: torch.Tensor, size: int, kind: Kind) -> np.ndarray:
 
 
 def allocate(errors: Errors, budgets: Sequence[int]) -> list[tuple[Group, ...]]:
-    """The groups with the least error for each budget, in bits a token.
+    """Return the groups with the least error for each budget, in bits per token.
 
-    Dynamic programming over the coefficients: the best that the first i of them can have within b bits follows from the
-    best of fewer, for the last one is dropped or ends a group. One pass serves all budgets (appendix B.17).
+    This is dynamic programming. Coefficient i is dropped or the last one of a group, so the best result for the first
+    i within b bits follows from results for fewer. One pass serves all budgets (appendix B.17).
     """
     num_coefficients = len(errors.dropped)
     most = max(budgets) // _UNIT_BITS
     options = [(size, kind, bits_of(size, kind) // _UNIT_BITS) for size, kind in errors.grouped]
     options = [option for option in options if option[2] <= most]
-    best = np.zeros((max(SIZES) + 1, most + 1))  # a ring: row i % len(best) is of the first i coefficients
+    best = np.zeros((max(SIZES) + 1, most + 1))  # a ring: row i % len(best) is for the first i coefficients
     chosen = np.zeros((num_coefficients + 1, most + 1), np.uint8)  # 0: dropped; else 1 + the index of the option
     for i in range(1, num_coefficients + 1):
         row, choice = best[i % len(best)], chosen[i]
@@ -73,7 +73,7 @@ def allocate(errors: Errors, budgets: Sequence[int]) -> list[tuple[Group, ...]]:
 
 
 def _groups(chosen: np.ndarray, options: Sequence[tuple[int, Kind, int]], budget: int) -> tuple[Group, ...]:
-    """Read the choices backwards from the last coefficient."""
+    """Follow the choices backwards from the last coefficient."""
     found = []
     i = len(chosen) - 1
     while i > 0:

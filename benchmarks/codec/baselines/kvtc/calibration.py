@@ -1,4 +1,4 @@
-"""What KVTC fits to a model once: the components of K and of V, and the groups at each ratio."""
+"""Fits KVTC to a model, once: the components of K and of V, and the groups for each ratio."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from sgl_kvfetch.quant.rope import Rope, rope_of_config, rotate, unrotate
 from sgl_kvfetch.types import TENSORS, TensorName
 
 SINK_TOKENS = 4
-_VALUE_BITS = 16  # a ratio is to these
+_VALUE_BITS = 16  # ratios are relative to this
 _ALLOCATION_TOKENS = 256
-_SAMPLE_BYTES = 1 << 30  # of K, and as many of V
+_SAMPLE_BYTES = 1 << 30  # for K, and as many for V
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFit:
-    """components: of one token's values in all layers and heads; groups: by ratio."""
+    """components: those of one token's values in all layers and heads. groups: for each ratio."""
 
     components: Components
     groups: Mapping[int, tuple[Group, ...]]
@@ -41,11 +41,11 @@ def calibrate(
     ratios: Sequence[int],
     on_step: Callable[[str], None] = lambda what: None,
 ) -> Fit:
-    """Fit to the K and V of ``windows``, ``(tokens,)`` ids each; their first tokens, the sinks, are left out. Of more
-    tokens than fit in ``_SAMPLE_BYTES``, some are taken, spread evenly.
+    """Fit to the K and V of ``windows``, ``(tokens,)`` ids each, without their first tokens, the sinks. If the tokens
+    do not fit into ``_SAMPLE_BYTES``, an evenly spread sample is used.
 
-    ``on_step`` is told of each step before it begins: one a window, and two for each of K and V. Raises ConfigError for
-    windows that hold nothing but sinks, UnsupportedError for a model whose rotation of K is not known.
+    ``on_step`` is called before each step: one per window, and two each for K and V. Raises ConfigError if the windows
+    hold only sinks, UnsupportedError if the model's rotation of K is not known.
     """
     rope = rope_of_config(model.config)
     samples = _samples(model, windows, rope, on_step)
@@ -56,7 +56,7 @@ def calibrate(
         components = principal_components(values)
         on_step(f"bits of {tensor.upper()}")
         every = -(-len(values) // _ALLOCATION_TOKENS)
-        sample = values[::every] @ components.basis  # they are centred
+        sample = values[::every] @ components.basis  # ``principal_components`` has centred the values
         num_values = values.shape[1]
         groups = allocate(measure_errors(sample.cpu()), [_VALUE_BITS * num_values // ratio for ratio in ratios])
         tensors[tensor] = TensorFit(components, dict(zip(ratios, groups, strict=True)))
@@ -66,7 +66,7 @@ def calibrate(
 def _samples(
     model: KVModel, windows: Sequence[torch.Tensor], rope: Rope, on_step: Callable[[str], None]
 ) -> dict[TensorName, torch.Tensor]:
-    """``(tokens, layers * heads * dim)`` float32, K turned back."""
+    """Return float32 ``(tokens, layers * heads * dim)``, K without its rotation."""
     dims: dict[TensorName, int] = {"k": model.k_head_dim, "v": model.v_head_dim}
     num_heads = model.num_layers * model.num_heads
     token_bytes = num_heads * max(dims.values()) * torch.float32.itemsize
@@ -84,23 +84,23 @@ def _samples(
 
 
 def sampled_tokens(lengths: Sequence[int], most: int) -> list[range]:
-    """Return which tokens of windows of these lengths to look at: no sinks, and about ``most`` in all, spread evenly.
+    """Return the tokens to use from windows of these lengths: no sinks, about ``most`` in total, evenly spread.
 
-    Raises ConfigError where the windows have none.
+    Raises ConfigError if the windows have only sinks.
     """
     total = sum(max(0, length - SINK_TOKENS) for length in lengths)
     if not total:
-        raise ConfigError(f"KVTC calibrates on tokens after the first {SINK_TOKENS}; the windows have none")
+        raise ConfigError(f"KVTC calibrates on tokens after the first {SINK_TOKENS}, but the windows have none")
     every = -(-total // max(1, most))
     return [range(SINK_TOKENS, length, every) for length in lengths]
 
 
 def flatten_k(k: torch.Tensor, first_token: int, rope: Rope) -> torch.Tensor:
-    """Turn K back and make feature vectors of it: float32 ``(tokens, layers, heads, dim)``, of the tokens from
-    ``first_token`` on, -> ``(tokens, layers * heads * dim)``."""
+    """Remove K's rotation, and return feature vectors ``(tokens, layers * heads * dim)``. ``k``: float32 ``(tokens,
+    layers, heads, dim)``, for the tokens from ``first_token`` on."""
     return unrotate(k, rope.table(first_token, len(k)), rope).flatten(1)
 
 
 def unflatten_k(vectors: torch.Tensor, shape: Sequence[int], first_token: int, rope: Rope) -> torch.Tensor:
-    """The inverse of ``flatten_k``, up to rounding. ``shape``: ``(tokens, layers, heads, dim)``."""
+    """Invert ``flatten_k``, up to rounding. ``shape``: ``(tokens, layers, heads, dim)``."""
     return rotate(vectors.view(*shape), rope.table(first_token, len(vectors)), rope)

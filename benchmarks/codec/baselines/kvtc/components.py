@@ -1,4 +1,4 @@
-"""Principal components of feature vectors, of which there may be fewer than features."""
+"""Principal components of feature vectors. There may be fewer vectors than features."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 MAX_RANK = 10_000  # appendix B.14
 _EXACT_SIZE = 8192
 _ITERATIONS = 8  # section 3.1
-_SMALLEST_VARIANCE = 1e-7  # of the largest one: below it float32 holds rounding alone
+_SMALLEST_VARIANCE = 1e-7  # relative to the largest; below it, float32 holds only rounding errors
 
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """mean: ``(features,)``; basis: ``(features, rank)``, orthonormal columns by falling variance. Float32."""
+    """mean: ``(features,)``. basis: ``(features, rank)``, orthonormal columns by decreasing variance. Float32."""
 
     mean: torch.Tensor
     basis: torch.Tensor
@@ -24,20 +24,20 @@ class Components:
         return self.basis.shape[1]
 
     def coefficients(self, values: torch.Tensor, count: int) -> torch.Tensor:
-        """The first ``count`` of each row: ``(rows, features)`` -> ``(rows, count)``, float32."""
+        """Return the first ``count`` coefficients of each row, float32 ``(rows, count)``, from ``(rows, features)``."""
         return (values - self.mean) @ self.basis[:, :count]
 
     def restore(self, coefficients: torch.Tensor) -> torch.Tensor:
-        """``(rows, count)``, the first ones of each row, -> ``(rows, features)``, float32."""
+        """Restore float32 ``(rows, features)`` from the first coefficients of each row, ``(rows, count)``."""
         return coefficients @ self.basis[:, : coefficients.shape[1]].T + self.mean
 
 
 def principal_components(samples: torch.Tensor, max_rank: int = MAX_RANK, exact_size: int = _EXACT_SIZE) -> Components:
-    """Fit to ``samples``, float32 ``(rows, features)``, which it centres in place.
+    """Fit to ``samples``, float32 ``(rows, features)``, which are centred in place.
 
-    The rank is at most ``max_rank``, and less where the samples span less. Eigenvectors of the smaller of the two Gram
-    matrices, rows by rows or features by features; above ``exact_size`` rows and features, a randomised SVD (Halko et
-    al., 2011) in their place.
+    The rank is at most ``max_rank``, and less if the samples span less. The components are eigenvectors of the smaller
+    Gram matrix, rows by rows or features by features. With more than ``exact_size`` rows and features, they come from a
+    randomised SVD (Halko et al., 2011).
     """
     num_rows, num_features = samples.shape
     mean = samples.mean(0)

@@ -1,4 +1,4 @@
-"""Groups of neighbouring coefficients of one token, in few bits each: what KVTC's allocation chooses from."""
+"""KVTC's groups of neighbouring coefficients of one token, and their quantisation to few bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FP8_LARGEST = torch.finfo(_FP8).max
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Coefficients ``first`` to ``first + size``, all of one kind. A coefficient in no group is dropped: it is 0."""
+    """Coefficients ``[first, first + size)``, all of one kind. A coefficient in no group is dropped, and becomes 0."""
 
     first: int
     size: int
@@ -34,15 +34,15 @@ class Group:
 
 
 def bits_of(size: int, kind: Kind) -> int:
-    """A group's bits a token before DEFLATE: the coefficients', and 16 each for scale and shift."""
+    """Return a group's bits per token before DEFLATE: those of the coefficients, and 16 each for scale and shift."""
     return size * _BITS[kind] + META_BITS
 
 
 def quantise(values: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(..., size)`` float32 -> codes of the same shape, uint8, and ``(..., 2)`` float16: scale and shift.
+    """Quantise float32 ``(..., size)``. Return uint8 codes of that shape, and scale and shift, float16 ``(..., 2)``.
 
-    Integers lie between the group's smallest value and its largest. FP8 (E4M3) is centred between them, and scaled so
-    that they become its own extremes. Raises UnsupportedError for values beyond float16.
+    Integers divide the range from the group's smallest to its largest value. FP8 (E4M3) is centred between them, and
+    scaled so that they become its own extremes. Raises UnsupportedError for values beyond float16.
     """
     if kind != "fp8":
         return to_levels(values, _BITS[kind])
@@ -56,7 +56,7 @@ def quantise(values: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tens
 
 
 def dequantise(codes: torch.Tensor, meta: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """The inverse of ``quantise``, up to rounding: float32."""
+    """Invert ``quantise``, up to rounding. Return float32."""
     if kind != "fp8":
         return from_levels(codes, meta)
     scale, shift = meta[..., :1].float(), meta[..., 1:].float()
@@ -64,15 +64,15 @@ def dequantise(codes: torch.Tensor, meta: torch.Tensor, kind: Kind) -> torch.Ten
 
 
 def pack_codes(codes: torch.Tensor, kind: Kind) -> bytes:
-    """``(tokens, size)`` uint8, as ``quantise`` makes them, -> bytes: each coefficient's of all tokens in turn."""
+    """Pack ``quantise``'s codes, uint8 ``(tokens, size)``, coefficient by coefficient: each with all its tokens."""
     return to_bytes(pack(codes.T, _BITS[kind]))
 
 
 def unpack_codes(data: bytes, num_tokens: int, size: int, kind: Kind) -> torch.Tensor:
-    """The inverse of ``pack_codes``."""
+    """Invert ``pack_codes``."""
     return unpack(from_bytes(data, torch.uint8, (-1,)), _BITS[kind], num_tokens * size).view(size, num_tokens).T
 
 
 def code_bytes(num_tokens: int, size: int, kind: Kind) -> int:
-    """How long the result of ``pack_codes`` is."""
+    """Return the number of bytes that ``pack_codes`` returns."""
     return -(-num_tokens * size * _BITS[kind] // 8)

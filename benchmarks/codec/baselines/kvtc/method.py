@@ -20,37 +20,37 @@ _LEVEL = 6
 
 
 class Kvtc(Method):
-    """Principal components of each token's values, over all layers and heads at once; groups of neighbouring components
-    in 0, 2, 4 or 8 bits a coefficient; DEFLATE. K, turned back by its rotary embedding, and V apart.
+    """Principal components of each token's values, over all layers and heads at once. Groups of neighbouring components
+    get 0, 2, 4 or 8 bits per coefficient; DEFLATE follows. K, with its rotation removed, and V are coded separately.
 
-    Set ``fit`` before anything is coded: ``calibrate`` makes it. It is one for a model, and is not counted, as our
-    profile is not.
+    Set ``fit``, which ``calibrate`` returns, before you encode anything. A model has one ``fit``; like our profile, its
+    bytes are not counted.
 
-    The paper has no public code, and this follows summaries of its text. A ratio is of 16 bits to a value's bits before
-    DEFLATE, the same for K and V. The components are of centred values, 10,000 at most (section 3.1, B.14). A group has
-    1, 16, 64, 256 or 1,024 coefficients in int2, int4 or FP8, and a scale and a shift of 16 bits each, which the budget
-    counts. Dynamic programming finds the groups with the least squared error on calibration data (3.2, B.17). The first
-    4 tokens and the last 128 stay exact (section 5). The paper calibrates on 160,000 tokens or more, of web text and
-    reasoning; this, on what it is given.
+    The paper has no public code, and this follows summaries of its text. A ratio is 16 bits divided by a value's bits
+    before DEFLATE, the same for K and V. There are at most 10,000 components, of centred values (section 3.1, B.14). A
+    group has 1, 16, 64, 256 or 1,024 coefficients in int2, int4 or FP8, and a scale and a shift of 16 bits each, which
+    the budget counts. Dynamic programming finds the groups with the least squared error on calibration data (3.2,
+    B.17). The first 4 tokens and the last 128 stay exact (section 5). The paper calibrates on at least 160,000 tokens
+    of web text and reasoning; this calibrates on the text that it is given.
 
-    The paper's ratios leave out the exact tokens. Here they are counted: of a context of 1,024 tokens, the last 128
-    alone take 2 bits a value. So there are rows without them, too, as in the paper's B.7.
+    The paper's ratios leave out the exact tokens. Here they are counted: with a context of 1,024 tokens, the last 128
+    alone take 2 bits per value. Hence there are also rows without recent exact tokens, as in the paper's B.7.
 
-    Assumed, where the summaries are silent:
+    Where the summaries are silent, we assume:
 
-    * Scale and shift are float16, and each token has its own. Integers lie between the group's smallest and largest
-      value. FP8 is E4M3, centred between the two and scaled to them.
-    * The errors of groups are measured on 256 tokens, spread evenly over the calibration's.
-    * The basis is in float32. It comes from an exact eigendecomposition; from a randomised SVD, as in the paper, where
-      both the tokens and the values of a token are more than 8,192.
+    * Scale and shift are float16, and each token has its own. Integers divide the range from the group's smallest to
+      its largest value. FP8 is E4M3, centred between the two and scaled to them.
+    * The errors of groups are measured on 256 tokens, evenly spread over those of the calibration.
+    * The basis is in float32. It comes from an exact eigendecomposition, or from a randomised SVD, as in the paper, if
+      both the number of tokens and the values per token exceed 8,192.
     * Exact tokens are in the KV's dtype, K with its rotary embedding.
-    * zlib at level 6 stands in for nvCOMP. K and V have two streams each. One holds the codes, each coefficient's of
-      all tokens in turn; one the scales and shifts, all low bytes first. No order that was tried takes fewer bytes.
+    * zlib at level 6 replaces nvCOMP. K and V have two streams each: the codes, coefficient by coefficient with all its
+      tokens; and the scales and shifts, all low bytes first. No other order that we tried takes fewer bytes.
     """
 
     def __init__(self, ratio: int, recent_tokens: int = RECENT_TOKENS) -> None:
-        """``ratio``: of 16 bits to those of a coded value before DEFLATE. ``recent_tokens``: how many of the last
-        tokens are kept exact, 128 in the paper."""
+        """``ratio``: 16 bits divided by the bits of a coded value before DEFLATE. ``recent_tokens``: how many of the
+        last tokens are kept exact; 128 in the paper."""
         self.name = f"kvtc-{ratio}x"
         self.family = "KVTC"
         if recent_tokens != RECENT_TOKENS:
@@ -90,12 +90,12 @@ class Kvtc(Method):
         return k, v
 
     def _coded(self, num_tokens: int) -> slice:
-        """The tokens that are not kept exact."""
+        """Return the tokens that are not kept exact."""
         first = min(SINK_TOKENS, num_tokens)
         return slice(first, max(first, num_tokens - self._recent_tokens))
 
     def _encode_vectors(self, vectors: torch.Tensor, fit: TensorFit) -> Iterator[bytes]:
-        """``vectors``: float32 ``(tokens, layers * heads * dim)``."""
+        """Encode ``vectors``, float32 ``(tokens, layers * heads * dim)``."""
         groups = fit.groups[self.ratio]
         coefficients = fit.components.coefficients(vectors, groups[-1].end if groups else 0)
         coded = [quantise(coefficients[:, group.first : group.end], group.kind) for group in groups]
@@ -119,5 +119,5 @@ class Kvtc(Method):
 
 
 def kvtc_methods() -> list[Kvtc]:
-    """All ratios, with the paper's recent tokens exact and with none. Their ``fit`` is yet to be set."""
+    """Return all ratios, each with the paper's 128 recent exact tokens and with none. The caller sets their ``fit``."""
     return [Kvtc(ratio, recent_tokens) for recent_tokens in (RECENT_TOKENS, 0) for ratio in RATIOS]
