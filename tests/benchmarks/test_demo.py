@@ -28,7 +28,7 @@ def test_a_prompt_holds_the_question_after_as_much_text_as_fits(tiny_llama: Path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "nowhere"], "--model nowhere is not there"),
+        (["--model", "nowhere"], "--model nowhere does not exist"),
         (["--profile", "p"], "--profile needs --model"),
         (["--link-gbps", "0"], "--link-gbps is 0; expected a number above 0"),
     ],

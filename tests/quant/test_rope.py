@@ -274,7 +274,7 @@ def test_pairs_are_what_sglangs_models_ask_for(model_type: str) -> None:
         ({"model_type": "qwen2", "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"partial_rotary_factor": 0.01}, "0 of a head's 64"),
         ({"partial_rotary_factor": 2}, "128 of a head's 64"),
-        ({"hidden_size": None}, "no head_dim, and None over 4 heads"),
+        ({"hidden_size": None}, "no head_dim, and cannot divide None by 4 heads"),
         ({"rope_theta": 0}, "rope_theta is 0"),
         ({"rope_theta": 1}, "rope_theta is 1"),
         ({"rope_scaling": {"type": "linear", "factor": "four"}}, "'linear': factor is 'four'"),

@@ -214,7 +214,7 @@ def test_a_short_context_is_exact(fit: Fit, kv: tuple[torch.Tensor, torch.Tensor
 
 
 def test_windows_of_sinks_alone_are_refused(model: KVModel) -> None:
-    with pytest.raises(ConfigError, match="tokens after the first 4; the windows have none"):
+    with pytest.raises(ConfigError, match="tokens after the first 4, but the windows have none"):
         calibrate(model, [torch.tensor([5, 6, 7])], RATIOS)
 
 
