@@ -36,7 +36,8 @@ from sgl_kvfetch.testing.store_process import StoreProcess
 from sgl_kvfetch.timeline import FLUSH_S, TIMELINE_ENV
 
 PAGE_SIZE = 16
-_BLOCKING = Path(__file__).parent.parent / "blocking"
+_PATCHES = Path(__file__).parent.parent / "patches"
+_PATCHED = ("threads", "blocking")
 _HEVC_CODEC = "hevc"
 _FILE_COLUMNS = 130
 
@@ -110,8 +111,9 @@ def _measure(mode: str, model: str, folder: Path, plan: Plan, options: Options, 
     ):
         timeline = Path(scratch, "timeline")
         env = {TIMELINE_ENV: str(timeline)} | ({"OMP_NUM_THREADS": "1"} if pinned else {})
-        if mode == "blocking":
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_BLOCKING), os.environ.get("PYTHONPATH"))))
+        if mode in _PATCHED:
+            env["KVFETCH_PATCH"] = mode
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_PATCHES), os.environ.get("PYTHONPATH"))))
         with SGLangServer(model, extra_args=_flags(mode, store.url, options.threshold), env=env) as server:
             server.generate(input_ids=[1] * options.short_tokens, max_new_tokens=options.new_tokens)  # warm up
             if pinned:

@@ -13,8 +13,9 @@ from sgl_kvfetch.codecs import CodecName
 _DESCRIPTION = """\
 Sends a stream of new short prompts, while long prompts that were stored before are fetched over a slow link. Runs these
 modes in turn, several times: none (only the short prompts, without our plugin), idle (the same in device mode), device
-(device mode), host (HiCache's host tier and SGLang's own prefetch) and blocking (device mode with a scheduler that
-waits for each fetch, as the paper's baseline). Every mode gets the same prompts at the same times, and empty caches.
+(device mode), threads (device mode with the data plane on threads of SGLang's process), host (HiCache's host tier and
+SGLang's own prefetch) and blocking (device mode with a scheduler that waits for each fetch, as the paper's baseline).
+Every mode gets the same prompts at the same times, and empty caches.
 
 --separate adds device_hevc: device mode, with the same prompts stored as video. Without a hardware decoder, decoding
 takes CPU time from the model, so the difference from device separates the cost of decoding from that of scheduling.
@@ -22,7 +23,7 @@ takes CPU time from the model, so the difference from device separates the cost 
   python -m benchmarks.interference --launch --json out.json --plot timeline.png
 """
 
-MODES = ("none", "idle", "device", "host", "blocking")
+MODES = ("none", "idle", "device", "threads", "host", "blocking")
 NO_FETCHES = ("none", "idle")
 HEVC_MODE = "device_hevc"
 

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.interference.__main__ import main
 from benchmarks.interference.load import Request, Run, make_plan
-from benchmarks.interference.options import parse_options
+from benchmarks.interference.options import MODES, parse_options
 from benchmarks.interference.plot import plot_timeline
 from benchmarks.interference.report import confidence_interval, make_rows, make_table
 from benchmarks.interference.spans import Span, fetch_seconds, merged, read_spans
@@ -121,7 +121,7 @@ def test_a_picture_of_many_requests(tmp_path: Path) -> None:
 
 
 def test_hevc_is_added_to_tell_decoding_from_scheduling() -> None:
-    assert parse_options([*LAUNCH, "--separate"]).modes == ("none", "idle", "device", "host", "blocking", "device_hevc")
+    assert parse_options([*LAUNCH, "--separate"]).modes == (*MODES, "device_hevc")
     assert parse_options([*LAUNCH, "--separate", "--modes", "none,device"]).modes == ("none", "device", "device_hevc")
 
 
@@ -131,7 +131,7 @@ def test_hevc_is_added_to_tell_decoding_from_scheduling() -> None:
         ([], "--launch"),
         (
             [*LAUNCH, "--modes", "none,devise"],
-            "unknown are devise; known are none, idle, device, host, blocking, device_hevc",
+            "unknown are devise; known are none, idle, device, threads, host, blocking, device_hevc",
         ),
         ([*LAUNCH, "--modes", "device"], "'none' is required"),
         ([*LAUNCH, "--modes", "none,host", "--plot", "x.png"], "needs the mode 'device'"),
