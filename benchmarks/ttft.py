@@ -2,8 +2,9 @@
 
     python -m benchmarks.ttft [--model PATH --profile FILE --text FILE] [--json OUT]
 
-Each method runs one real SGLang in device mode. It computes every prompt once and stores it. Then its caches are
-flushed, and it gets the prompts again, over a link of limited speed to the store.
+Each method runs real SGLang in device mode. One server computes every prompt and stores it. Another one, which only
+reads, first computes a few other prompts, so that it knows its own speed. Then it gets the stored prompts over a link
+of limited speed, and its caches are flushed between them.
 
 * computing: without a store;
 * raw reuse: the unchanged KV cache, 16 bits per value, with the same client;
@@ -47,6 +48,8 @@ from sgl_kvfetch.testing.store_process import StoreProcess
 PAGE_SIZE = 16
 COMPUTING = "computing"
 _BINS = {"quantiser": "cachegen", "cachegen_k_bins": [32], "cachegen_v_bins": [32]}
+_NUM_BACKWARDS = 2  # prompts per length whose tokens backwards are other prompts, as long to compute
+_TIMEOUT_S = 300
 _WIDTH = 120
 
 
@@ -179,20 +182,27 @@ def _prompts(model: Path, args: argparse.Namespace) -> dict[int, list[list[int]]
 
 
 def _measure(method: Method, model: Path, prompts: dict[int, list[list[int]]], links: Sequence[float]) -> Iterator[Row]:
-    port = free_port()
-    with tempfile.TemporaryDirectory(prefix="kvfetch-ttft-") as folder:
-        longest = max(prompts)
+    port, longest = free_port(), max(prompts)
+
+    def launch(mode: str) -> SGLangServer:
         flags = ["--dtype", "bfloat16", "--context-length", str(longest + 64), "--max-total-tokens", str(4 * longest)]
         if method.config is not None:
-            flags += device_args(f"http://127.0.0.1:{port}", **method.config)
-        with SGLangServer(model, extra_args=flags, request_timeout_s=600) as server:
+            config = method.config | {"mode": mode, "fetch_timeout_s": _TIMEOUT_S}
+            flags += device_args(f"http://127.0.0.1:{port}", **config)
+        return SGLangServer(model, extra_args=flags, request_timeout_s=2 * _TIMEOUT_S)
+
+    with tempfile.TemporaryDirectory(prefix="kvfetch-ttft-") as folder:
+        if method.config is not None:
+            with _store(folder, port), launch("read_write") as server:
+                _store_all(server, [prompt for several in prompts.values() for prompt in several])
+        with launch("read_only") as server:
+            for prompt in (prompt for several in prompts.values() for prompt in several[:_NUM_BACKWARDS]):
+                server.generate(input_ids=prompt[::-1], max_new_tokens=1)
             if method.config is None:
                 for length, several in prompts.items():
                     row = _ask(server, method.name, length, several, 0.0)
                     yield from (Row(row.method, length, gbps, row.ttft_s, 0, 0) for gbps in links)
                 return
-            with _store(folder, port):
-                _store_all(server, [prompt for several in prompts.values() for prompt in several])
             for gbps in links:
                 with _store(folder, port, "--link-gbps", f"{gbps:g}"):
                     for length, several in prompts.items():
@@ -210,7 +220,7 @@ def _store_all(server: SGLangServer, prompts: Sequence[list[int]]) -> None:
     for prompt in prompts:
         server.generate(input_ids=prompt, max_new_tokens=1)
         num_pages += len(prompt) // PAGE_SIZE
-        wait_until_written(server, num_pages, timeout_s=600)
+        wait_until_written(server, num_pages, timeout_s=2 * _TIMEOUT_S)
 
 
 def _ask(server: SGLangServer, name: str, length: int, prompts: Sequence[list[int]], gbps: float) -> Row:
