@@ -25,11 +25,11 @@ from rich.table import Table
 from benchmarks.machine import machine, versions
 from benchmarks.server_facts import kvfetch_traffic
 from benchmarks.tokens import num_alike
+from harness.engine import Generation, SGLangServer, hicache_args
+from harness.metrics import wait_until_written
+from harness.store_process import StoreProcess
 from sgl_kvfetch.calibrate.model import cut_windows, part_of, prompt_start, read_text, tokenise
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.testing.engine import Generation, SGLangServer, hicache_args
-from sgl_kvfetch.testing.metrics import wait_until_written
-from sgl_kvfetch.testing.store_process import StoreProcess
 
 PAGE_SIZE = 16
 _TABLE_WIDTH = 100

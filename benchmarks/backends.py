@@ -11,8 +11,8 @@ from typing import Any
 
 from benchmarks.server_facts import kvfetch_traffic
 from benchmarks.stats import Traffic
-from sgl_kvfetch.testing.engine import SGLangServer, hicache_args
-from sgl_kvfetch.testing.metrics import read_metric
+from harness.engine import SGLangServer, hicache_args
+from harness.metrics import read_metric
 
 _POLL_S = 0.25
 _QUIET_S = 2.0  # pages may wait in SGLang's host pool and queues, where no counter shows them

@@ -30,6 +30,8 @@ from rich.table import Table
 
 from benchmarks.machine import machine, versions
 from benchmarks.report import write_json
+from harness.memory_pool import MemoryPool
+from harness.store_process import StoreProcess
 from sgl_kvfetch.container.manifest import decode_manifest
 from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.dataplane.launch import DataPlaneProcess, Line
@@ -44,8 +46,6 @@ from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpOptions
 from sgl_kvfetch.stores.open import open_replicas
 from sgl_kvfetch.stores.replicas import ReplicaOptions
-from sgl_kvfetch.testing.memory_pool import MemoryPool
-from sgl_kvfetch.testing.store_process import StoreProcess
 from sgl_kvfetch.types import TENSORS
 
 PAGE_SIZE, LAYERS, HEADS, HEAD_DIM = 16, 6, 8, 128

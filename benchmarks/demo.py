@@ -27,11 +27,11 @@ from benchmarks.real_model import is_available, real_model
 from benchmarks.real_profile import real_profile
 from benchmarks.server_facts import kvfetch_traffic
 from benchmarks.stats import Traffic
+from harness.engine import Generation, SGLangServer, free_port, hicache_args
+from harness.metrics import wait_until_written
+from harness.models import make_tiny_llama
+from harness.store_process import StoreProcess
 from sgl_kvfetch.errors import KVFetchError
-from sgl_kvfetch.testing.engine import Generation, SGLangServer, free_port, hicache_args
-from sgl_kvfetch.testing.metrics import wait_until_written
-from sgl_kvfetch.testing.models import make_tiny_llama
-from sgl_kvfetch.testing.store_process import StoreProcess
 
 PAGE_SIZE = 16
 RAW = {"quantiser": "exact", "codec": "raw"}

@@ -34,6 +34,8 @@ from benchmarks.adaptive.policies import MinimalBubble
 from benchmarks.adaptive.scenarios import read_traces
 from benchmarks.machine import machine, versions
 from benchmarks.report import write_json
+from harness.memory_pool import MemoryPool
+from harness.store_process import StoreProcess
 from sgl_kvfetch.adapt.decode_profile import load_decode_profile
 from sgl_kvfetch.adapt.policy import LookAhead, Policy
 from sgl_kvfetch.adapt.pool import DecodePool
@@ -50,8 +52,6 @@ from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpOptions
 from sgl_kvfetch.stores.open import open_replicas
 from sgl_kvfetch.stores.replicas import ReplicaOptions
-from sgl_kvfetch.testing.memory_pool import MemoryPool
-from sgl_kvfetch.testing.store_process import StoreProcess
 from sgl_kvfetch.types import TENSORS, TensorName
 from sgl_kvfetch.write.commit import commit_segment
 

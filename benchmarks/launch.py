@@ -16,9 +16,9 @@ from benchmarks.contention import CpuUse, other_cores
 from benchmarks.measure import Run, Workload, make_run
 from benchmarks.options import Options
 from benchmarks.server_facts import ServerClient
-from sgl_kvfetch.testing.engine import SGLangServer
-from sgl_kvfetch.testing.models import make_tiny_llama
-from sgl_kvfetch.testing.store_process import StoreProcess
+from harness.engine import SGLangServer
+from harness.models import make_tiny_llama
+from harness.store_process import StoreProcess
 
 METHOD = (
     "Per backend: a first SGLang process serves all conversations and fills the store; when its background writes have "

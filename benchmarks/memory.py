@@ -35,6 +35,7 @@ import msgspec
 import torch
 
 from benchmarks.machine import machine, versions
+from harness.store_process import StoreProcess
 from sgl_kvfetch.config import parse_config
 from sgl_kvfetch.container.segment import (
     CodedChunk,
@@ -49,7 +50,6 @@ from sgl_kvfetch.quant import Quantised, Quantiser, make_quantiser
 from sgl_kvfetch.quant.klt import UNIT, ZERO, KltQuantiser
 from sgl_kvfetch.quant.profile import load_profile
 from sgl_kvfetch.stores.local import LocalStore
-from sgl_kvfetch.testing.store_process import StoreProcess
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, torch_dtype
 from sgl_kvfetch.write.commit import commit_segment
 

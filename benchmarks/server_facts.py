@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.stats import Traffic
-from sgl_kvfetch.testing.metrics import read_metric
+from harness.metrics import read_metric
 
 _TIMEOUT_S = 30.0
 

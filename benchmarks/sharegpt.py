@@ -25,7 +25,7 @@ from benchmarks.plot import plot_ttft
 from benchmarks.report import print_table, to_json, write_json
 from benchmarks.server_facts import ServerUnreachable
 from benchmarks.tokens import TokenizerError
-from sgl_kvfetch.testing.engine import ServerError
+from harness.engine import ServerError
 
 EXIT_FAILURES = 1
 EXIT_ERROR = 2

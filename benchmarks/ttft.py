@@ -39,11 +39,11 @@ from benchmarks.real_model import real_model
 from benchmarks.real_profile import PROMPTS_PART, real_profile
 from benchmarks.report import write_json
 from benchmarks.server_facts import kvfetch_traffic
+from harness.engine import SGLangServer, device_args, free_port
+from harness.metrics import wait_until_written
+from harness.store_process import StoreProcess
 from sgl_kvfetch.calibrate.model import cut_windows, part_of, prompt_start, read_text, tokenise
 from sgl_kvfetch.errors import KVFetchError
-from sgl_kvfetch.testing.engine import SGLangServer, device_args, free_port
-from sgl_kvfetch.testing.metrics import wait_until_written
-from sgl_kvfetch.testing.store_process import StoreProcess
 
 PAGE_SIZE = 16
 COMPUTING = "computing"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import benchmarks.real_model
-from sgl_kvfetch.testing.models import make_tiny_llama
+from harness.models import make_tiny_llama
 
 # Before anything imports SGLang or Triton: both decide at import what they run on.
 if not torch.accelerator.is_available():

@@ -8,10 +8,10 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.gpu_check.record import Record, SkippedError
-from sgl_kvfetch.testing.engine import Generation, SGLangServer, device_args
-from sgl_kvfetch.testing.metrics import read_metric, wait_until_written
-from sgl_kvfetch.testing.models import make_tiny_llama
-from sgl_kvfetch.testing.store_process import StoreProcess
+from harness.engine import Generation, SGLangServer, device_args
+from harness.metrics import read_metric, wait_until_written
+from harness.models import make_tiny_llama
+from harness.store_process import StoreProcess
 
 PAGE_TOKENS = 16
 PROMPT_TOKENS = 1280

@@ -29,10 +29,10 @@ from benchmarks.interference.report import METHOD, make_rows, make_table
 from benchmarks.interference.spans import merged, read_spans
 from benchmarks.machine import machine, versions
 from benchmarks.report import write_json
-from sgl_kvfetch.testing.engine import SGLangServer, device_args, hicache_args
-from sgl_kvfetch.testing.metrics import wait_until_written
-from sgl_kvfetch.testing.models import make_tiny_llama
-from sgl_kvfetch.testing.store_process import StoreProcess
+from harness.engine import SGLangServer, device_args, hicache_args
+from harness.metrics import wait_until_written
+from harness.models import make_tiny_llama
+from harness.store_process import StoreProcess
 from sgl_kvfetch.timeline import FLUSH_S, TIMELINE_ENV
 
 PAGE_SIZE = 16

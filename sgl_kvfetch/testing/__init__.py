@@ -1,1 +1,1 @@
-"""Helpers for tests, demonstrations and benchmarks that run a real SGLang."""
+"""The stores' conformance suite, small segments and a faulty network, for tests of this package and of other stores."""

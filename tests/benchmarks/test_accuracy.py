@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.accuracy import _compare, main
-from sgl_kvfetch.testing.engine import Generation
+from harness.engine import Generation
 
 
 def answer(ids: list[int], logprobs: list[float], storage: int = 0) -> Generation:
@@ -42,7 +42,7 @@ def test_what_is_wrong_is_named(argv: list[str], message: str, capsys: pytest.Ca
 
 
 def test_too_little_text_is_named(tmp_path: Path) -> None:
-    from sgl_kvfetch.testing.models import make_tiny_llama
+    from harness.models import make_tiny_llama
 
     model = make_tiny_llama(tmp_path / "m", num_layers=1, vocab_size=64)
     (tmp_path / "t").write_text("w5 w6 w7")

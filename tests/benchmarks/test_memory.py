@@ -22,9 +22,9 @@ from benchmarks.memory import (
     store_prefix,
     table,
 )
+from harness.store_process import StoreProcess
 from sgl_kvfetch.container.segment import CodedSegment, SegmentReader
 from sgl_kvfetch.quant import CellValues
-from sgl_kvfetch.testing.store_process import StoreProcess
 from tests.quant.profiles import make_profile
 
 

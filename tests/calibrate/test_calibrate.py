@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.models import make_tiny_llama
 from sgl_kvfetch.calibrate.fit import Options, calibrate, measure_curve
 from sgl_kvfetch.calibrate.model import KVModel, cut_windows, part_of, prompt_start, read_text, tokenise
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.quant.profile import Profile
 from sgl_kvfetch.quant.rope import rope_of_config, unrotate
-from sgl_kvfetch.testing.models import make_tiny_llama
 from sgl_kvfetch.types import CellGrid
 from tests.quant.profiles import CALIBRATION
 

@@ -9,13 +9,13 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner, Result
 
+from harness.models import make_tiny_llama
 from sgl_kvfetch.cli import app
 from sgl_kvfetch.cli import calibrate as calibrating
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.fingerprint import fingerprint_model
 from sgl_kvfetch.quant.profile import load_profile
 from sgl_kvfetch.quant.rope import Rope, rope_of_config
-from sgl_kvfetch.testing.models import make_tiny_llama
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvfetch.testing.engine import Generation, SGLangServer
-from sgl_kvfetch.testing.models import make_tiny_llama
-from sgl_kvfetch.testing.store_process import StoreProcess
+from harness.engine import Generation, SGLangServer
+from harness.models import make_tiny_llama
+from harness.store_process import StoreProcess
 
 PAGE_SIZE = 16
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sgl_kvfetch.testing.engine import SGLangServer
+from harness.engine import SGLangServer
 from tests.e2e.conftest import make_prompt
 
 ATTACH = "/hicache/storage-backend"

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from sgl_kvfetch.testing.engine import Generation, SGLangServer
+from harness.engine import Generation, SGLangServer
+from harness.metrics import read_metric, wait_until_written
+from harness.store_process import StoreProcess
 from sgl_kvfetch.testing.faults import Fault, FaultyProxy
-from sgl_kvfetch.testing.metrics import read_metric, wait_until_written
-from sgl_kvfetch.testing.store_process import StoreProcess
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.loop_thread import LoopThread
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvfetch.testing.engine import SGLangServer, device_args, hicache_args
-from sgl_kvfetch.testing.store_process import StoreProcess
+from harness.engine import SGLangServer, device_args, hicache_args
+from harness.store_process import StoreProcess
 from tests.e2e.conftest import Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.faults import DEADLINE_S, NUM_STORED, SLACK_S, fill
 

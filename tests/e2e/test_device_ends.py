@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from sgl_kvfetch.testing.engine import ServerError, SGLangServer, device_args
+from harness.engine import ServerError, SGLangServer, device_args
+from harness.metrics import read_metric, wait_until_written
+from harness.store_process import StoreProcess
 from sgl_kvfetch.testing.faults import Fault
-from sgl_kvfetch.testing.metrics import read_metric, wait_until_written
-from sgl_kvfetch.testing.store_process import StoreProcess
 from tests.e2e.conftest import Expected, ask, make_prompt, same_answer
 from tests.e2e.device import ATTACH, attach, attached, begin, load_of, num_connections, wait_until_parked
 from tests.e2e.faults import (

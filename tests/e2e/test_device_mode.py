@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvfetch.testing.engine import ServerError, SGLangServer, device_args, hicache_args
-from sgl_kvfetch.testing.metrics import read_metric, wait_until_written
-from sgl_kvfetch.testing.store_process import StoreProcess
+from harness.engine import ServerError, SGLangServer, device_args, hicache_args
+from harness.metrics import read_metric, wait_until_written
+from harness.store_process import StoreProcess
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_half_prompt, make_prompt, same_answer
 from tests.e2e.device import ATTACH, attach
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from harness.engine import Generation, ServerError, SGLangServer, device_args
+from harness.metrics import wait_until_written
+from harness.store_process import StoreProcess
 from sgl_kvfetch.stores.wire import LOOKUP_PATH
-from sgl_kvfetch.testing.engine import Generation, ServerError, SGLangServer, device_args
 from sgl_kvfetch.testing.faults import Fault
-from sgl_kvfetch.testing.metrics import wait_until_written
-from sgl_kvfetch.testing.store_process import StoreProcess
 from tests.e2e.conftest import ask, from_storage, make_prompt, same_answer
 from tests.e2e.device import ATTACH, attach, attached, begin, wait_until_disconnected, wait_until_parked
 from tests.e2e.faults import PAGES, SLACK_S, Proxy, counted, fetch_again, is_data

@@ -19,6 +19,8 @@ import msgspec
 import pytest
 import torch
 
+from harness.memory_pool import MemoryPool
+from harness.store_process import StoreProcess
 from sgl_kvfetch import metrics
 from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.codecs.base import Decoders
@@ -29,8 +31,6 @@ from sgl_kvfetch.fetch.finder import PageFinder
 from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.testing.memory_pool import MemoryPool
-from sgl_kvfetch.testing.store_process import StoreProcess
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 from sgl_kvfetch.write.commit import commit_segment
 from tests.segments import make_heads, make_values, page_hashes, there_and_back

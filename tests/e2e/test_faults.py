@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvfetch.testing.engine import SGLangServer, hicache_args
+from harness.engine import SGLangServer, hicache_args
+from harness.metrics import read_metric
+from harness.store_process import StoreProcess
 from sgl_kvfetch.testing.faults import Fault
-from sgl_kvfetch.testing.metrics import read_metric
-from sgl_kvfetch.testing.store_process import StoreProcess
 from tests.e2e.conftest import Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.faults import (
     DEADLINE_S,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.engine import SGLangServer, hicache_args
+from harness.metrics import wait_until_written
+from harness.store_process import StoreProcess
 from sgl_kvfetch.keys import NAMESPACE_PATTERN
-from sgl_kvfetch.testing.engine import SGLangServer, hicache_args
-from sgl_kvfetch.testing.metrics import wait_until_written
-from sgl_kvfetch.testing.store_process import StoreProcess
 from tests.e2e.conftest import ask, from_storage, make_prompt, same_answer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.engine import Generation, ServerError, SGLangServer, hicache_args
+from harness.metrics import read_metric, wait_until_written
+from harness.store_process import StoreProcess
 from sgl_kvfetch.quant.klt import KltQuantiser
 from sgl_kvfetch.quant.profile import load_profile
-from sgl_kvfetch.testing.engine import Generation, ServerError, SGLangServer, hicache_args
-from sgl_kvfetch.testing.metrics import read_metric, wait_until_written
-from sgl_kvfetch.testing.store_process import StoreProcess
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt
 from tests.e2e.continuation import continue_from_quantised
 

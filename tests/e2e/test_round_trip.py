@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.engine import SGLangServer, hicache_args
+from harness.metrics import read_metric, wait_until_written
+from harness.store_process import StoreProcess
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.quant.registry import QuantiserName
-from sgl_kvfetch.testing.engine import SGLangServer, hicache_args
-from sgl_kvfetch.testing.metrics import read_metric, wait_until_written
-from sgl_kvfetch.testing.store_process import StoreProcess
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.continuation import continue_from_quantised
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.memory_pool import MemoryPool
 from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.container.segment import CodedSegment, SegmentReader
 from sgl_kvfetch.encode.targets import make_targets
@@ -20,7 +21,6 @@ from sgl_kvfetch.fetch.plan import PageSource, read_units, span_parts
 from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.stores.local import LocalStore
-from sgl_kvfetch.testing.memory_pool import MemoryPool
 from sgl_kvfetch.types import TENSORS, TensorName
 from sgl_kvfetch.write.commit import commit_segment
 from tests.segments import SMALL, make_segment

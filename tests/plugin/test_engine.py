@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvfetch.testing.engine import Generation, ServerError, SGLangServer, hicache_args
-from sgl_kvfetch.testing.models import make_tiny_llama
+from harness.engine import Generation, ServerError, SGLangServer, hicache_args
+from harness.models import make_tiny_llama
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

@@ -19,8 +19,8 @@ from benchmarks.codec.spans import (
     profile_bytes,
     variants_of,
 )
+from harness.models import make_tiny_llama
 from sgl_kvfetch.quant.klt import KltQuantiser
-from sgl_kvfetch.testing.models import make_tiny_llama
 from sgl_kvfetch.types import CellGrid
 from tests.quant.profiles import make_profile, place_of
 

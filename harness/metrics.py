@@ -6,7 +6,7 @@ import time
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from sgl_kvfetch.testing.engine import SGLangServer
+from harness.engine import SGLangServer
 
 
 def read_metric(text: str, name: str, **labels: str) -> float:

@@ -1,4 +1,4 @@
-"""Runs ``kvfetch serve`` as a child process: a real store over a real socket."""
+"""Run ``kvfetch serve`` as a child process: a real store over a real socket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from sgl_kvfetch.testing.engine import free_port
+from harness.engine import free_port
 
 _START_S = 30.0
 _EXIT_S = 10.0

@@ -1,0 +1,1 @@
+"""SGLang, a store and small models, for tests and benchmarks."""
