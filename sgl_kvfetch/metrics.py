@@ -43,7 +43,7 @@ QUEUED_BYTES = Gauge(
     multiprocess_mode="livesum",
 )
 STORE_DOWN = Gauge(
-    "sgl_kvfetch_store_down", "1 while lookups are skipped because the store failed", multiprocess_mode="max"
+    "sgl_kvfetch_store_down", "1 while lookups are skipped because the store failed", multiprocess_mode="livemax"
 )
 
 # Device mode

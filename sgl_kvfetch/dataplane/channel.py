@@ -41,25 +41,30 @@ class Channel:
                 os.eventfd_write(self._waker, 1)
 
     def receive(self, timeout_s: float) -> list[Event] | None:
-        """Wait up to ``timeout_s`` for events. Return None if the other end is gone or sends invalid bytes."""
-        with self._lock:
-            wanted = select.POLLIN | (select.POLLOUT if self._unsent else 0)
-        self._poller.register(self._sock, wanted)
-        ready = dict(self._poller.poll(timeout_s * 1e3))
-        if self._waker in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._waker)
-        with self._lock:
-            self._flush()
-        if not ready.get(self._sock.fileno(), 0) & ~select.POLLOUT:
-            return []
-        try:
-            data = self._sock.recv(_READ_BYTES)
-            return list(self._reader.feed(data)) if data else None
-        except BlockingIOError:
-            return []
-        except (OSError, FormatError):
-            return None
+        """Wait for events. Return an empty list only if the other end neither sends nor takes a byte for ``timeout_s``,
+        and None if it is gone or sends invalid bytes."""
+        while True:
+            with self._lock:
+                wanted = select.POLLIN | (select.POLLOUT if self._unsent else 0)
+            self._poller.register(self._sock, wanted)
+            ready = dict(self._poller.poll(timeout_s * 1e3))
+            if not ready:
+                return []
+            if self._waker in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._waker)
+            with self._lock:
+                self._flush()
+            if ready.get(self._sock.fileno(), 0) & ~select.POLLOUT:
+                try:
+                    data = self._sock.recv(_READ_BYTES)
+                    events = list(self._reader.feed(data)) if data else None
+                except BlockingIOError:
+                    continue
+                except (OSError, FormatError):
+                    return None
+                if events is None or events:
+                    return events
 
     def close(self) -> None:
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -54,8 +55,17 @@ class DataPlaneProcess:
     def join(self, timeout_s: float) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
+            self._remove_gauges()
             return True
         return False
+
+    def _remove_gauges(self) -> None:
+        """Remove the gauges that the process had in SGLang's metrics: a killed one cannot set its queues to empty."""
+        if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+            # Not before SGLang has set the folder: the client decides at import what it writes to.
+            from prometheus_client.multiprocess import mark_process_dead
+
+            mark_process_dead(self.process.pid)  # type: ignore[no-untyped-call]
 
 
 class DataPlaneThread:

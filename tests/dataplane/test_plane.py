@@ -189,6 +189,24 @@ def test_after_random_kills_every_call_ends_and_values_are_right(plane: DataPlan
     wait_until(lambda: fetch(plane, hashes)[0] == NUM_PAGES)
 
 
+def test_the_gauges_of_a_killed_data_plane_go_with_it(
+    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise SGLang's metrics would show its queue for ever."""
+    metrics = tmp_path / "metrics"
+    metrics.mkdir()
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(metrics))
+    plane = open_plane(tmp_path, launcher)
+    try:
+        process = launcher.started[0].process
+        gauges = metrics / f"gauge_livesum_{process.pid}.db"
+        wait_until(gauges.exists)
+        process.kill()
+        wait_until(lambda: not gauges.exists())
+    finally:
+        plane.close()
+
+
 def _is_replaced(launcher: Launcher, process: subprocess.Popen[bytes]) -> bool:
     return launcher.started[-1].process is not process
 
