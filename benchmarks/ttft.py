@@ -196,8 +196,9 @@ def _measure(method: Method, model: Path, prompts: dict[int, list[list[int]]], l
             with _store(folder, port), launch("read_write") as server:
                 _store_all(server, [prompt for several in prompts.values() for prompt in several])
         with launch("read_only") as server:
-            for prompt in (prompt for several in prompts.values() for prompt in several[:_NUM_BACKWARDS]):
-                server.generate(input_ids=prompt[::-1], max_new_tokens=1)
+            with _store(folder, port):
+                for prompt in (prompt for several in prompts.values() for prompt in several[:_NUM_BACKWARDS]):
+                    server.generate(input_ids=prompt[::-1], max_new_tokens=1)
             if method.config is None:
                 for length, several in prompts.items():
                     row = _ask(server, method.name, length, several, 0.0)
