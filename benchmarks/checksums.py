@@ -8,13 +8,13 @@ The data is one layer group of eight heads of 128 that drift along the tokens. O
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 
 import torch
 import xxhash
 
 from benchmarks.gpu_check.timing import seconds_of
+from benchmarks.report import make_parser, whole_number
 from sgl_kvfetch.codecs import get_codec
 from sgl_kvfetch.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.layout.frames import PLANES
@@ -40,15 +40,15 @@ def measure(num_tokens: int, *, repeats: int = 5) -> dict[str, float]:
         "frame sum": lambda: sum_of_frames(frames),
         "integers out of the frames, and their checksum": verify_integers,
         "encode hevc": lambda: codec.encode(frames),
-        "decode hevc": lambda: codec.decode(bitstream, frames.shape[0], layout.height, layout.width),
+        "decode hevc": lambda: codec.decode(bitstream, (frames.shape[0], layout.height, layout.width)),
     }
     cpu = torch.device("cpu")
     return {name: frames.nbytes / seconds_of(do, cpu, repeats=repeats, warm_ups=1) / 1e6 for name, do in work.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser = make_parser("benchmarks.checksums", __doc__)
+    parser.add_argument("--tokens", type=whole_number, default=1024, help="of the data")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     for name, rate in measure(options.tokens).items():

@@ -10,7 +10,9 @@ from typing import Any
 
 import aiohttp
 
+TIERS = ("device", "host", "storage")
 _SAID_CHARS = 500
+_LINE_BYTES = 1 << 20  # an event repeats all of its answer's tokens
 
 
 class StreamError(Exception):
@@ -18,82 +20,45 @@ class StreamError(Exception):
 
 
 @dataclass
-class CachedTokens:
-    """The numbers of prompt tokens that were not computed, by the tier that they came from."""
-
-    device: int = 0
-    host: int = 0
-    storage: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.device + self.host + self.storage
-
-
-@dataclass
 class Answer:
     """``ttft_s`` is the time from sending to the first token. ``itl_s`` holds the gap before each later token; tokens
-    that arrive together share the gap before them."""
+    of one event share the gap before it. ``cached``: the prompt's tokens that were not computed, by tier."""
 
     output_ids: list[int] = field(default_factory=list)
     ttft_s: float = 0.0
     e2e_s: float = 0.0
     itl_s: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
-    cached: CachedTokens = field(default_factory=CachedTokens)
+    cached: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
 
     @property
     def tpot_s(self) -> float | None:
         """Return the mean time per later token, or None if there is none."""
         return sum(self.itl_s) / len(self.itl_s) if self.itl_s else None
 
-
-class EventDecoder:
-    """Decodes server-sent events without I/O: takes bytes, returns the ``data`` of complete events."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, received: bytes) -> list[str]:
-        *lines, self._rest = (self._rest + received).split(b"\n")
-        return [line[5:].strip().decode() for line in lines if line.startswith(b"data:")]
-
-
-class AnswerBuilder:
-    """Builds an answer from the stream's events."""
-
-    def __init__(self, started_s: float) -> None:
-        self.answer = Answer()
-        self._started_s = started_s
-        self._last_s = started_s
-
-    def add(self, event: dict[str, Any], now_s: float) -> None:
-        """Add an event. Raises StreamError if it says that the request failed."""
+    def add(self, event: dict[str, Any], since_s: float) -> None:
+        """Add a stream's event that arrived ``since_s`` after sending. Raises StreamError if the request failed."""
         if "error" in event:
             raise StreamError(f"the server answered: {json.dumps(event['error'])[:_SAID_CHARS]}")
         meta = event["meta_info"]
         reason = meta.get("finish_reason") or {}
         if reason.get("type") == "abort":
             raise StreamError(f"the server aborted the request: {reason.get('message', reason)}"[:_SAID_CHARS])
-        answer = self.answer
-        num_before = len(answer.output_ids)
-        # `completion_tokens` counts all tokens so far. An event that repeats all of them has that many ids; with
-        # --incremental-streaming-output an event carries only the new ones.
-        ids = list(event["output_ids"])
-        answer.output_ids = ids if len(ids) == meta["completion_tokens"] else answer.output_ids + ids
-        num_new = len(answer.output_ids) - num_before
+        # An event repeats all tokens so far; with --incremental-streaming-output it carries only the new ones.
+        ids, num_before = list(event["output_ids"]), len(self.output_ids)
+        self.output_ids = ids if len(ids) == meta["completion_tokens"] else self.output_ids + ids
+        num_new = len(self.output_ids) - num_before
         if num_new <= 0:
             return
         if num_before == 0:
-            answer.ttft_s = now_s - self._started_s
-            # Tokens that arrive with the first one have no gap.
-            answer.itl_s += [0.0] * (num_new - 1)
+            self.ttft_s = since_s
+            self.itl_s = [0.0] * (num_new - 1)
         else:
-            answer.itl_s += [(now_s - self._last_s) / num_new] * num_new
-        self._last_s = now_s
-        answer.e2e_s = now_s - self._started_s
-        answer.prompt_tokens = meta["prompt_tokens"]
-        answer.cached = _cached_tokens(meta)
+            self.itl_s += [(since_s - self.e2e_s) / num_new] * num_new
+        self.e2e_s = since_s
+        self.prompt_tokens = meta["prompt_tokens"]
+        details = meta.get("cached_tokens_details") or {"device": meta.get("cached_tokens", 0)}
+        self.cached = {tier: details.get(tier, 0) for tier in TIERS}
 
 
 async def stream_generate(
@@ -110,25 +75,16 @@ async def stream_generate(
     }
     if name is not None:
         body["rid"] = name
-    decoder = EventDecoder()
-    builder = AnswerBuilder(time.perf_counter())
-    async with session.post(f"{url}/generate", json=body) as response:
+    answer = Answer()
+    started_s = time.perf_counter()
+    async with session.post(f"{url}/generate", json=body, read_bufsize=_LINE_BYTES) as response:
         if response.status != 200:
             said = (await response.text())[:_SAID_CHARS]
             raise StreamError(f"status {response.status}: {said}")
-        async for received in response.content.iter_any():
-            now_s = time.perf_counter()
-            for data in decoder.feed(received):
-                if data == "[DONE]":
-                    break
-                builder.add(json.loads(data), now_s)
-    if len(builder.answer.output_ids) != max_new_tokens:
-        raise StreamError(f"the stream ended after {len(builder.answer.output_ids)} of {max_new_tokens} tokens")
-    return builder.answer
-
-
-def _cached_tokens(meta: dict[str, Any]) -> CachedTokens:
-    details = meta.get("cached_tokens_details")
-    if details is None:
-        return CachedTokens(device=meta.get("cached_tokens", 0))
-    return CachedTokens(*(details.get(tier, 0) for tier in ("device", "host", "storage")))
+        async for line in response.content:
+            data = line.removeprefix(b"data:").strip()
+            if line.startswith(b"data:") and data != b"[DONE]":
+                answer.add(json.loads(data), time.perf_counter() - started_s)
+    if len(answer.output_ids) != max_new_tokens:
+        raise StreamError(f"the stream ended after {len(answer.output_ids)} of {max_new_tokens} tokens")
+    return answer

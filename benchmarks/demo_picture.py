@@ -7,31 +7,22 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.report import COLOURS, figure
 from sgl_kvfetch.container.manifest import decode_manifest
 from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.quant import quantiser_from_identity
 
-_COLOURS = ("#000000", "#D55E00", "#0072B2")  # Okabe and Ito's
-
 
 def draw(path: Path, times_s: Mapping[str, float], title: str, store: Path) -> None:
     """Draw the times to first token, and beside them the first frame of the longest segment in the folder ``store``."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    figure.suptitle(title, fontsize=11)
-    bars = left.barh(list(times_s), list(times_s.values()), color=_COLOURS)
-    left.bar_label(bars, fmt="%.2f s", padding=4)
-    left.margins(x=0.15)
-    left.invert_yaxis()
-    left.set(xlabel="time to first token (s)")
-    right.imshow(_first_frame(store), interpolation="nearest")
-    right.set(title="a frame of the KV cache as video: three colour planes", xticks=[], yticks=[])
-    figure.savefig(path, dpi=150, format="png")
-    pyplot.close(figure)
+    with figure(path, title, columns=2, figsize=(11, 4.2)) as (_, ((left, right),)):
+        bars = left.barh(list(times_s), list(times_s.values()), color=COLOURS)
+        left.bar_label(bars, fmt="%.2f s", padding=4)
+        left.margins(x=0.15)
+        left.invert_yaxis()
+        left.set(xlabel="time to first token (s)")
+        right.imshow(_first_frame(store), interpolation="nearest")
+        right.set(title="a frame of the KV cache as video: three colour planes", xticks=[], yticks=[])
 
 
 def _first_frame(store: Path) -> np.ndarray:

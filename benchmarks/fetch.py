@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +30,12 @@ from rich.table import Table
 
 from benchmarks.adaptive.policies import MinimalBubble
 from benchmarks.adaptive.scenarios import read_traces
+from benchmarks.heads import make_heads
 from benchmarks.machine import machine, versions
-from benchmarks.report import write_json
+from benchmarks.report import make_parser, make_table, settings, whole_number, write_json
+from harness.fetching import fetch_pages
 from harness.memory_pool import MemoryPool
+from harness.small_segments import page_hashes
 from harness.store_process import StoreProcess
 from sgl_kvfetch.adapt.decode_profile import load_decode_profile
 from sgl_kvfetch.adapt.policy import LookAhead, Policy
@@ -46,13 +47,12 @@ from sgl_kvfetch.fetch.fetcher import Fetcher
 from sgl_kvfetch.fetch.plan import PageSource, ReadUnit, read_units
 from sgl_kvfetch.fetch.restore import restore_cell
 from sgl_kvfetch.fetch.sink import GuardedSink
-from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpOptions
 from sgl_kvfetch.stores.open import open_replicas
 from sgl_kvfetch.stores.replicas import ReplicaOptions
-from sgl_kvfetch.types import TENSORS, TensorName
+from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 from sgl_kvfetch.write.commit import commit_segment
 
 PAGE_SIZE, LAYERS, HEADS, HEAD_DIM = 16, 6, 8, 128
@@ -61,25 +61,6 @@ READ_BYTES = 256 << 10
 CONNECTIONS = 16
 SETTINGS = {"link": 3.0, "decode": 1 / 3}  # transmit time divided by decode and restore time
 _TIMEOUT_S = 300.0
-
-
-@dataclass(frozen=True)
-class Stages:
-    """Seconds of each stage alone, with as many threads as the fetch has, and of the whole fetch."""
-
-    transmit_s: float
-    decode_s: float
-    restore_s: float
-    decode_restore_s: float
-    actual_s: float
-
-    @property
-    def ideal_s(self) -> float:
-        return max(self.transmit_s, self.decode_restore_s)
-
-    @property
-    def efficiency(self) -> float:
-        return self.ideal_s / self.actual_s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,23 +78,22 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows.append(bench.run(name, SETTINGS[name]))
     console.print(_table(rows, args))
     if args.json:
-        settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-        write_json(args.json, {**settings, "settings": rows, "machine": machine(), "versions": versions()})
+        write_json(args.json, {**settings(args), "settings": rows, "machine": machine(), "versions": versions()})
         console.print(f"wrote {args.json}")
     return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("benchmarks.fetch", __doc__)
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--trace", type=Path, help='lines {"bw": [Gbps, ...]}, one sample per second')
-    parser.add_argument("--trace-line", type=int, default=1, help="(default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=4096, help="a power of two (default: %(default)s)")
-    parser.add_argument("--codecs", default="hevc", help="the prefix's variants, such as hevc,zstd (default: hevc)")
-    parser.add_argument("--quantiser", default="uint8", choices=["uint8", "exact"], help="(default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="for decoding and restoring (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
-    parser.add_argument("--settings", default=",".join(SETTINGS), help="(default: %(default)s)")
+    parser.add_argument("--trace-line", type=whole_number, default=1, help="of it")
+    parser.add_argument("--tokens", type=whole_number, default=4096, help="a power of two")
+    parser.add_argument("--codecs", default="hevc", help="the prefix's variants, such as hevc,zstd")
+    parser.add_argument("--quantiser", default="uint8", choices=["uint8", "exact"], help="of the prefix")
+    parser.add_argument("--threads", type=whole_number, default=1, help="for decoding and restoring")
+    parser.add_argument("--rounds", type=whole_number, default=5, help="how many")
+    parser.add_argument("--settings", default=",".join(SETTINGS), help="which to measure")
     parser.add_argument("--decode-profile", type=Path, help="made by kvfetch profile; needed for --policy")
     parser.add_argument("--policy", choices=["ours", "algorithm1"], help="choose among variants; default: the first")
     args = parser.parse_args(argv)
@@ -128,18 +108,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _make_segment(args: argparse.Namespace) -> CodedSegment:
     """Return a segment with K and V that vary slowly along the tokens."""
     quantiser = make_quantiser(args.quantiser)
-    namespace = Namespace(
-        "benchmark", "dtype=auto", "mha", "bfloat16", PAGE_SIZE, LAYERS, 0, HEADS, HEAD_DIM, HEAD_DIM,
-        quantiser.identity,
-    )  # fmt: skip
+    geometry = KVGeometry(LAYERS, HEADS, HEAD_DIM, HEAD_DIM, PAGE_SIZE, "bfloat16")
     generator = torch.Generator().manual_seed(0)
     values: dict[TensorName, torch.Tensor] = {}
     for tensor in TENSORS:
         noise = torch.randn((args.tokens, LAYERS, HEADS, HEAD_DIM), generator=generator)
         values[tensor] = (noise.cumsum(0) * 0.05 + noise * 0.1).to(torch.bfloat16)
-    hashes = [hashlib.sha256(str(page).encode()).digest() for page in range(args.tokens // PAGE_SIZE)]
+    hashes = page_hashes(args.tokens // PAGE_SIZE)
     codecs = args.codecs.split(",")
-    spec = SegmentSpec(HeadSlice(namespace, range(HEADS)), quantiser, codecs[0], "240p", SPAN_TOKENS // PAGE_SIZE)
+    spec = SegmentSpec(make_heads(geometry, quantiser), quantiser, codecs[0], "240p", SPAN_TOKENS // PAGE_SIZE)
     with ThreadPoolExecutor() as pool:
         coded = encode_segment(spec, values, 0, None, hashes, pool)
     return coded if len(codecs) == 1 else transcode(coded.manifest, coded.data, make_targets(codecs, ["240p"]))
@@ -171,19 +148,17 @@ class Bench:
         gbps = len(self._segment.data) * 8 / (transmit_share * self._decode_restore_s()) / 1e9
         samples = self._samples(gbps)
         rounds = [self._round(samples) for _ in range(self._args.rounds)]
+        medians = {stage: statistics.median(each[stage] for each in rounds) for stage in rounds[0]}
+        efficiencies = [ideal_s(each) / each["actual"] for each in rounds]
         return {
             "name": name,
             "link_gbps": gbps,
             "wire_bytes": len(self._segment.data),
-            **{
-                key: statistics.median(getattr(each, key) for each in rounds)
-                for key in ("ideal_s", "actual_s", "efficiency")
-            },
-            "stages_s": {
-                key.removesuffix("_s"): statistics.median(getattr(each, key) for each in rounds)
-                for key in ("transmit_s", "decode_s", "restore_s", "decode_restore_s")
-            },
-            "efficiencies": [each.efficiency for each in rounds],
+            "ideal_s": statistics.median(map(ideal_s, rounds)),
+            "actual_s": medians.pop("actual"),
+            "efficiency": statistics.median(efficiencies),
+            "stages_s": medians,
+            "efficiencies": efficiencies,
         }
 
     def _samples(self, gbps: float) -> list[float]:
@@ -193,14 +168,15 @@ class Bench:
         mean = statistics.fmean(trace)
         return [gbps * value / mean for value in trace]
 
-    def _round(self, samples: Sequence[float]) -> Stages:
-        return Stages(
-            transmit_s=self._over_link(samples, self._transmit),
-            decode_s=self._decode_s(),
-            restore_s=self._restore_s(),
-            decode_restore_s=self._decode_restore_s(),
-            actual_s=self._over_link(samples, self._fetch),
-        )
+    def _round(self, samples: Sequence[float]) -> dict[str, float]:
+        """Return the seconds of each stage alone, with as many threads as the fetch has, and of the whole fetch."""
+        return {
+            "transmit": self._over_link(samples, self._transmit),
+            "decode": self._decode_s(),
+            "restore": self._restore_s(),
+            "decode_restore": self._decode_restore_s(),
+            "actual": self._over_link(samples, self._fetch),
+        }
 
     def _over_link(self, samples: Sequence[float], work: Callable[[Store], Any]) -> float:
         """Return the seconds of ``work``. Each call starts a fresh store, whose link starts with the same sample."""
@@ -238,7 +214,7 @@ class Bench:
         )
         num_pages = self._segment.manifest.num_pages
         sources = [PageSource(self._reader, page) for page in range(num_pages)]
-        result = await fetcher.fetch(sources, range(num_pages), GuardedSink(self._pool), _TIMEOUT_S)
+        result = await fetch_pages(fetcher, sources, range(num_pages), GuardedSink(self._pool), _TIMEOUT_S)
         await asyncio.to_thread(fetcher.close)
         if result.num_pages != num_pages:
             raise SystemExit(f"only {result.num_pages} of {num_pages} pages were fetched: {result.failures}")
@@ -267,7 +243,15 @@ class Bench:
         def restore(unit: ReadUnit, cell: Any) -> None:
             first, end = self._segment.manifest.span_range(cell.span)
             piece = unit.piece(cell, self._data(unit))
-            restore_cell(self._reader, cell, piece, range(end - first), range(first, end), sink, {})
+            restore_cell(
+                self._reader,
+                cell,
+                piece,
+                {},
+                span_pages=range(end - first),
+                pool_pages=range(first, end),
+                sink=sink,
+            )
 
         return self._on_threads(restore)
 
@@ -282,21 +266,26 @@ class Bench:
         return time.perf_counter() - begin_s
 
 
+def ideal_s(stages_s: dict[str, float]) -> float:
+    return max(stages_s["transmit"], stages_s["decode_restore"])
+
+
 def _table(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> Table:
-    table = Table(title=f"fetches of {args.tokens} tokens, {args.codecs}, medians of {args.rounds}")
-    for column in ("bound by", "link", "transmit", "decode", "restore", "both", "ideal", "actual", "efficiency"):
-        table.add_column(column, justify="left" if column == "bound by" else "right")
-    for row in rows:
-        stages = row["stages_s"]
-        table.add_row(
-            row["name"],
-            f"{row['link_gbps']:.3f} Gbps",
-            *(f"{stages[key]:.2f} s" for key in ("transmit", "decode", "restore", "decode_restore")),
-            f"{row['ideal_s']:.2f} s",
-            f"{row['actual_s']:.2f} s",
-            f"{row['efficiency']:.3f}",
-        )
-    return table
+    return make_table(
+        f"fetches of {args.tokens} tokens, {args.codecs}, medians of {args.rounds}",
+        ("bound by", "link", "transmit", "decode", "restore", "both", "ideal", "actual", "efficiency"),
+        [
+            (
+                row["name"],
+                f"{row['link_gbps']:.3f} Gbps",
+                *(f"{row['stages_s'][key]:.2f} s" for key in ("transmit", "decode", "restore", "decode_restore")),
+                f"{row['ideal_s']:.2f} s",
+                f"{row['actual_s']:.2f} s",
+                f"{row['efficiency']:.3f}",
+            )
+            for row in rows
+        ],
+    )
 
 
 if __name__ == "__main__":

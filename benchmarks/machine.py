@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("sgl-kvfetch", "sglang", "torch", "transformers", "av", "PyNvVideoCodec")
+_PACKAGES = ("sgl-kvfetch", "sglang", "torch", "transformers", "av", "PyNvVideoCodec", "triton")
 
 
 def machine() -> dict[str, Any]:

@@ -16,16 +16,14 @@ import argparse
 import asyncio
 import ctypes
 import gc
-import hashlib
 import json
 import mmap
 import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,8 +31,14 @@ from typing import Any
 
 import msgspec
 import torch
+from rich.console import Console
 
+from benchmarks.heads import make_heads
 from benchmarks.machine import machine, versions
+from benchmarks.report import make_parser, make_table, write_json
+from benchmarks.sampler import Sampler
+from harness.fetching import fetch_pages
+from harness.small_segments import page_hashes
 from harness.store_process import StoreProcess
 from sgl_kvfetch.config import parse_config
 from sgl_kvfetch.container.segment import (
@@ -45,7 +49,8 @@ from sgl_kvfetch.container.segment import (
     encode_segment,
     make_variant,
 )
-from sgl_kvfetch.keys import HeadSlice, Namespace, buddy_split
+from sgl_kvfetch.fetch.fetcher import Fetcher
+from sgl_kvfetch.keys import HeadSlice, buddy_split
 from sgl_kvfetch.quant import Quantised, Quantiser, make_quantiser
 from sgl_kvfetch.quant.klt import UNIT, ZERO, KltQuantiser
 from sgl_kvfetch.quant.profile import load_profile
@@ -57,7 +62,6 @@ GOAL_BYTES = 64 << 20  # bound on decoded data, for any length
 PAGE_TOKENS = 64
 SPAN_TOKENS = 1024
 MAX_SEGMENT_TOKENS = 8192
-SAMPLE_S = 0.001
 _DEADLINE_S = 600.0
 _ENVIRONMENT = {
     "KVFETCH_CPU_ENGINE": "1",
@@ -96,22 +100,7 @@ class Setup:
         return KVGeometry(num_layers, num_heads, k_dim, v_dim, PAGE_TOKENS, "bfloat16")
 
     def heads(self, quantiser: Quantiser) -> HeadSlice:
-        """Return all heads of the model."""
-        geometry = self.geometry(quantiser)
-        namespace = Namespace(
-            model=f"memory {self.codec}",
-            model_dtype="dtype=auto",
-            attention="mha",
-            kv_dtype=geometry.dtype,
-            page_size=geometry.page_size,
-            num_layers=geometry.num_layers,
-            first_layer=0,
-            num_heads=geometry.num_heads,
-            k_head_dim=geometry.k_head_dim,
-            v_head_dim=geometry.v_head_dim,
-            quantiser=quantiser.identity,
-        )
-        return HeadSlice(namespace, range(geometry.num_heads))
+        return make_heads(self.geometry(quantiser), quantiser)
 
 
 @dataclass(frozen=True)
@@ -128,10 +117,6 @@ class Point:
     decoded_bytes: int
     seconds: float
     samples: int
-
-
-def page_hashes(num_pages: int) -> list[bytes]:
-    return [hashlib.sha256(f"page {page}".encode()).digest() for page in range(num_pages)]
 
 
 def drifting_values(geometry: KVGeometry, num_tokens: int) -> dict[TensorName, torch.Tensor]:
@@ -191,36 +176,12 @@ async def store_prefix(directory: Path, setup: Setup, num_tokens: int) -> None:
         await store.close()
 
 
-def resident_bytes() -> int:
+def held_bytes(fetcher: Fetcher) -> tuple[int, int, int]:
+    """Return the process's resident memory, the bytes that wait compressed, and the difference."""
     with open("/proc/self/statm", "rb") as statm:
-        return int(statm.read().split()[1]) * mmap.PAGESIZE
-
-
-class Sampler:
-    """Samples the growth of resident memory, together with the bytes that wait compressed."""
-
-    def __init__(self, compressed_bytes: Callable[[], int]) -> None:
-        self._compressed_bytes = compressed_bytes
-        self._base = resident_bytes()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.peak = self.compressed = self.decoded = self.num_samples = 0
-
-    def __enter__(self) -> Sampler:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._done.wait(SAMPLE_S):
-            held, compressed = resident_bytes() - self._base, self._compressed_bytes()
-            self.peak = max(self.peak, held)
-            self.compressed = max(self.compressed, compressed)
-            self.decoded = max(self.decoded, held - compressed)
-            self.num_samples += 1
+        resident = int(statm.read().split()[1]) * mmap.PAGESIZE
+    compressed = fetcher._ahead_budget.used_bytes + fetcher._fetch_budget.used_bytes
+    return resident, compressed, resident - compressed
 
 
 async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point:
@@ -256,11 +217,11 @@ async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point
         sources = await client.finder.find(hashes, _DEADLINE_S)
         assert len(sources) == len(hashes), f"only {len(sources)} of {len(hashes)} pages are stored"
         warm = SPAN_TOKENS // PAGE_TOKENS
-        await fetcher.fetch(sources[:warm], range(1, 1 + warm), GuardedSink(pages), _DEADLINE_S)
+        await fetch_pages(fetcher, sources[:warm], range(1, 1 + warm), GuardedSink(pages), _DEADLINE_S)
         give_back_memory()
         started_s = time.monotonic()
-        with Sampler(lambda: fetcher._ahead_budget.used_bytes + fetcher._fetch_budget.used_bytes) as sampler:
-            result = await fetcher.fetch(sources, range(1, 1 + len(hashes)), GuardedSink(pages), _DEADLINE_S)
+        with Sampler(lambda: held_bytes(fetcher)) as sampler:
+            result = await fetch_pages(fetcher, sources, range(1, 1 + len(hashes)), GuardedSink(pages), _DEADLINE_S)
         seconds = time.monotonic() - started_s
     finally:
         await client.close(_DEADLINE_S)
@@ -271,9 +232,7 @@ async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point
         num_tokens,
         num_tokens * geometry.token_bytes,
         total_bytes(sources),
-        sampler.peak,
-        sampler.compressed,
-        sampler.decoded,
+        *sampler.peaks,
         seconds,
         sampler.num_samples,
     )
@@ -296,14 +255,14 @@ def in_a_fresh_process(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> 
     return Point(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def report(points: Sequence[Point], extra: dict[str, Any]) -> dict[str, Any]:
+def report(points: Sequence[Point], config: dict[str, Any]) -> dict[str, Any]:
     from sgl_kvfetch.plugin.device.cuda_pages import DEVICE_BYTES
 
     longest = max(point.tokens for point in points)
     return {
         "machine": machine(),
         "versions": versions(),
-        "config": {key: value for key, value in extra.items() if key != "store"},
+        "config": config,
         "goal_bytes": GOAL_BYTES,
         "device_bytes": DEVICE_BYTES,
         "largest_decoded_bytes": max(point.decoded_bytes for point in points),
@@ -312,61 +271,58 @@ def report(points: Sequence[Point], extra: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def table(points: Sequence[Point]) -> str:
-    lines = ["quantiser codec   tokens  slots MB  stored MB |  peak MB  compressed  decoded |  fetch s"]
-    for p in points:
-        raw, stored, peak, compressed, decoded = (
-            x / 1e6 for x in (p.raw_bytes, p.stored_bytes, p.peak_bytes, p.compressed_bytes, p.decoded_bytes)
-        )
-        lines.append(
-            f"{p.quantiser:9} {p.codec:6} {p.tokens:7d} {raw:9.1f} {stored:10.1f} | {peak:8.1f} {compressed:11.1f} "
-            f"{decoded:8.1f} | {p.seconds:8.2f}"
-        )
-    return "\n".join(lines)
+_COLUMNS = ("quantiser, codec", "tokens", "slots MB", "stored MB", "peak MB", "compressed", "decoded", "fetch s")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--codec", nargs="+", default=["hevc", "zstd"])
+def cells(point: Point) -> list[str]:
+    sizes = (point.raw_bytes, point.stored_bytes, point.peak_bytes, point.compressed_bytes, point.decoded_bytes)
+    megabytes = (f"{size / 1e6:.1f}" for size in sizes)
+    return [f"{point.quantiser}, {point.codec}", str(point.tokens), *megabytes, f"{point.seconds:.2f}"]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = make_parser("benchmarks.memory", __doc__)
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768], help="of the prefixes")
+    parser.add_argument("--layers", type=int, default=6, help="of the model")
+    parser.add_argument("--codec", nargs="+", default=["hevc", "zstd"], help="of the prefixes")
     parser.add_argument("--quantiser", nargs="+", default=["exact", "uint8"], choices=["exact", "uint8"])
     parser.add_argument("--profile", help="a profile by kvfetch calibrate, to measure klt as well")
-    parser.add_argument("--inflight-mib", type=int, default=256)
+    parser.add_argument("--inflight-mib", type=int, default=256, help="the config's inflight_bytes")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="decoding threads")
     parser.add_argument("--point", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.point is not None:
-        task = json.loads(options.point)
+    args = parser.parse_args(argv)
+    if args.point is not None:
+        task = json.loads(args.point)
         point = asyncio.run(measure(Setup(**task["setup"]), task["num_tokens"], task["extra"]))
         print(json.dumps(asdict(point)))
         return
-    if unit := [n for n in options.tokens if n % SPAN_TOKENS]:
+    if unit := [n for n in args.tokens if n % SPAN_TOKENS]:
         parser.error(f"--tokens {unit}: expected multiples of {SPAN_TOKENS}")
+    console = Console(width=120)
+    config = {
+        "mode": "read_only",
+        "inflight_bytes": args.inflight_mib << 20,
+        "codec_threads": args.threads,
+        "fetch_timeout_s": _DEADLINE_S,
+    }
     points = []
-    quantisers = [*options.quantiser, *(["klt"] if options.profile else [])]
-    for setup in [Setup(q, c, options.layers, options.profile) for q in quantisers for c in options.codec]:
+    quantisers = [*args.quantiser, *(["klt"] if args.profile else [])]
+    for setup in [Setup(q, c, args.layers, args.profile) for q in quantisers for c in args.codec]:
         with tempfile.TemporaryDirectory() as directory:
-            asyncio.run(store_prefix(Path(directory), setup, max(options.tokens)))
+            asyncio.run(store_prefix(Path(directory), setup, max(args.tokens)))
             with StoreProcess(directory) as store:
-                extra = {
-                    "store": store.url,
-                    "mode": "read_only",
-                    "inflight_bytes": options.inflight_mib << 20,
-                    "codec_threads": options.threads,
-                    "fetch_timeout_s": _DEADLINE_S,
-                }
-                for num_tokens in options.tokens:
-                    points.append(in_a_fresh_process(setup, num_tokens, extra))
-                    print(table(points).splitlines()[-1] if len(points) > 1 else table(points), flush=True)
-    content = report(points, extra)
-    print(
+                for num_tokens in args.tokens:
+                    points.append(in_a_fresh_process(setup, num_tokens, {"store": store.url} | config))
+                    console.print(*cells(points[-1]))
+    content = report(points, config)
+    console.print(make_table("Memory that a fetch needs", _COLUMNS, map(cells, points)))
+    console.print(
         f"decoded data: {content['largest_decoded_bytes'] / 1e6:.1f} MB at most; goal {GOAL_BYTES / 1e6:.1f} MB. "
         f"Buffers on a GPU: {content['device_bytes'] / 1e6:.1f} MB, for all fetches together"
     )
-    if options.json is not None:
-        options.json.write_text(json.dumps(content, indent=2) + "\n")
+    if args.json:
+        write_json(args.json, content)
 
 
 if __name__ == "__main__":

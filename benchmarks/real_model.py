@@ -9,7 +9,6 @@ calls find it there.
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import hashlib
 import importlib.metadata
@@ -23,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks import gguf_to_hf
+from benchmarks.report import make_parser, no_traceback
 from sgl_kvfetch.errors import ConfigError
 
 NAME = "SmolLM2-135M-Instruct"
@@ -35,11 +35,9 @@ Say = Callable[[str], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
-    try:
+    make_parser("benchmarks.real_model", __doc__).parse_args(argv)
+    with no_traceback():
         print(real_model())
-    except ConfigError as e:
-        raise SystemExit(f"benchmarks.real_model: {e}") from e
     return 0
 
 

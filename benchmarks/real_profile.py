@@ -5,7 +5,6 @@ python -m benchmarks.real_profile    # prints the profile's path
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.prose import prose
 from benchmarks.real_model import Say, real_model, say_on_stderr
+from benchmarks.report import make_parser, no_traceback
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.quant.profile import PROFILE_VERSION
 
@@ -25,11 +25,9 @@ _ARGUMENTS = ("--windows", "12", "--context", "1024", "--continuation", "256", "
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
-    try:
+    make_parser("benchmarks.real_profile", __doc__).parse_args(argv)
+    with no_traceback():
         print(real_profile())
-    except ConfigError as e:
-        raise SystemExit(f"benchmarks.real_profile: {e}") from e
     return 0
 
 

@@ -8,7 +8,6 @@ over real sockets and a link of limited speed. A proxy injects the faults. Bytes
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import statistics
@@ -20,18 +19,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.machine import machine, versions
-from benchmarks.report import write_json
+from benchmarks.report import make_parser, make_table, whole_number, write_json
+from harness.faults import Fault, FaultyProxy
+from harness.small_segments import data_object
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server import ServerConfig, running_server
 from sgl_kvfetch.stores.http import HttpOptions
 from sgl_kvfetch.stores.local import LocalStore
 from sgl_kvfetch.stores.open import open_replicas
 from sgl_kvfetch.stores.replicas import ReplicaOptions
-from sgl_kvfetch.testing.faults import Fault, FaultyProxy
-from sgl_kvfetch.testing.small_segments import data_object
 
 READ_BYTES = 1 << 20
 NUM_READS = 64
@@ -40,6 +38,13 @@ LINK_GBPS = 0.4  # for each replica
 DEADLINE_S = 10.0
 MAX_RACES = ReplicaOptions().max_races
 FAULT_AFTER_S = 0.5
+_SETTING = {
+    "read_bytes": READ_BYTES,
+    "reads": NUM_READS,
+    "reads_at_once": READS_AT_ONCE,
+    "link_gbps": LINK_GBPS,
+    "deadline_s": DEADLINE_S,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,46 +136,38 @@ async def _befall(scene: Scene, proxy: FaultyProxy) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = make_parser("benchmarks.stalls", __doc__)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--repeat", type=int, default=3, help="fetches of each kind, in turn (default 3)")
-    options = parser.parse_args()
-    table = Table("scene", "without, s", "reads", "with, s", "reads", "requests", "races")
-    scenes = []
+    parser.add_argument("--repeat", type=whole_number, default=3, help="fetches of each kind, in turn")
+    args = parser.parse_args()
+    rows, scenes = [], []
     with tempfile.TemporaryDirectory() as folder:
         for scene in SCENES:
             pairs = [
                 [asyncio.run(run_fetch(scene, max_races, Path(folder))) for max_races in (0, MAX_RACES)]
-                for _ in range(options.repeat)
+                for _ in range(args.repeat)
             ]
-            without, raced = ([pair[i] for pair in pairs] for i in (0, 1))
+            without, raced = zip(*pairs, strict=True)
             scenes.append(
                 {"name": scene.name, "without": [asdict(f) for f in without], "raced": [asdict(f) for f in raced]}
             )
-            table.add_row(
-                scene.name,
-                *(_median(without), str(min(fetch.reads_done for fetch in without))),
-                *(_median(raced), str(min(fetch.reads_done for fetch in raced))),
-                str(max(fetch.requests for fetch in raced)),
-                str(raced[-1].races or ""),
+            rows.append(
+                (
+                    scene.name,
+                    *(_median(without), str(min(fetch.reads_done for fetch in without))),
+                    *(_median(raced), str(min(fetch.reads_done for fetch in raced))),
+                    str(max(fetch.requests for fetch in raced)),
+                    str(raced[-1].races or ""),
+                )
             )
-    Console(width=150).print(table)
-    if options.json:
-        write_json(options.json, {"machine": machine(), "versions": versions(), "scenes": scenes} | _setting())
+    columns = ("scene", "without, s", "reads", "with, s", "reads", "requests", "races")
+    Console(width=150).print(make_table("Fetches without and with hedged reads", columns, rows))
+    if args.json:
+        write_json(args.json, {"machine": machine(), "versions": versions(), "scenes": scenes} | _SETTING)
 
 
 def _median(fetches: Sequence[Fetch]) -> str:
     return f"{statistics.median(fetch.duration_s for fetch in fetches):.2f}"
-
-
-def _setting() -> dict[str, float]:
-    return {
-        "read_bytes": READ_BYTES,
-        "reads": NUM_READS,
-        "reads_at_once": READS_AT_ONCE,
-        "link_gbps": LINK_GBPS,
-        "deadline_s": DEADLINE_S,
-    }
 
 
 if __name__ == "__main__":

@@ -37,13 +37,13 @@ from benchmarks.machine import machine, versions
 from benchmarks.prose import prose
 from benchmarks.real_model import real_model
 from benchmarks.real_profile import PROMPTS_PART, real_profile
-from benchmarks.report import write_json
-from benchmarks.server_facts import kvfetch_traffic
+from benchmarks.report import COLOURS, figure, make_parser, make_table, no_traceback, whole_numbers, write_json
+from benchmarks.traffic import kvfetch_traffic
 from harness.engine import SGLangServer, device_args, free_port
 from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
-from sgl_kvfetch.calibrate.model import cut_windows, part_of, prompt_start, read_text, tokenise
-from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.calibrate.model import cut_windows, part_of, prompt_start, tokenise
+from sgl_kvfetch.prompts import read_texts
 
 PAGE_SIZE = 16
 COMPUTING = "computing"
@@ -53,24 +53,17 @@ _TIMEOUT_S = 300
 _WIDTH = 120
 
 
-@dataclass(frozen=True)
-class Method:
-    """``config``: our config's keys; None if SGLang runs without our plugin."""
-
-    name: str
-    config: dict[str, Any] | None
-
-
-def methods(profile: Path) -> list[Method]:
+def methods(profile: Path) -> dict[str, dict[str, Any] | None]:
+    """Return the keys of our config for each method; None if SGLang runs without our plugin."""
     ours = {"profile": str(profile.absolute()), "codec": "hevc"}
-    return [
-        Method(COMPUTING, None),
-        Method("raw reuse", {"quantiser": "exact", "codec": "raw"}),
-        Method("CacheGen's recipe", _BINS | {"codec": "zstd"}),
-        Method("KVFetcher's recipe", _BINS | {"codec": "hevc"}),
-        Method("ours", ours | {"recompute": "auto"}),
-        Method("ours (always fetched)", ours),
-    ]
+    return {
+        COMPUTING: None,
+        "raw reuse": {"quantiser": "exact", "codec": "raw"},
+        "CacheGen's recipe": _BINS | {"codec": "zstd"},
+        "KVFetcher's recipe": _BINS | {"codec": "hevc"},
+        "ours": ours | {"recompute": "auto"},
+        "ours (always fetched)": ours,
+    }
 
 
 @dataclass(frozen=True)
@@ -108,18 +101,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     console = Console(highlight=False)
     console.width = max(console.width, _WIDTH)
-    try:
+    with no_traceback():
         model = Path(args.model) if args.model else real_model()
         profile = Path(args.profile) if args.profile else real_profile()
         prompts = _prompts(model, args)
-    except KVFetchError as e:
-        console.print(f"error: {e}", style="red", markup=False)
-        return 2
-    chosen = [m for m in methods(profile) if not args.methods or m.name in args.methods]
     rows: list[Row] = []
-    for method in chosen:
-        console.print(f"{method.name}: starting SGLang, which computes and stores every prompt")
-        for row in _measure(method, model, prompts, args.gbps):
+    for name, config in methods(profile).items():
+        if args.methods and name not in args.methods:
+            continue
+        console.print(f"{name}: starting SGLang, which computes and stores every prompt")
+        for row in _measure(name, config, model, prompts, args.gbps):
             console.print(f"{row.method}, {row.prompt_tokens:,} tokens, {row.gbps:g} Gbps: {row.p50_s:.2f} s")
             rows.append(row)
     console.print(_table(rows))
@@ -143,29 +134,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a model's directory (default: the real model)")
+    parser = make_parser("benchmarks.ttft", __doc__)
+    parser.add_argument("--model", help="a model's directory; else the real model")
     parser.add_argument("--profile", help="that model's profile by kvfetch calibrate")
-    parser.add_argument("--text", type=Path, help="text to cut prompts from (default: Python's reference)")
-    parser.add_argument("--part", default=PROMPTS_PART, help="part of the text (default: %(default)s)")
-    parser.add_argument("--tokens", default="1024,2048,4096", help="prompt lengths (default: %(default)s)")
-    parser.add_argument("--gbps", default="0.02,0.05,0.1,0.2,0.5,1", help="links (default: %(default)s)")
-    parser.add_argument("--prompts", type=int, default=3, help="number per length (default: %(default)s)")
-    parser.add_argument("--methods", help="names, separated by commas (default: all)")
+    parser.add_argument("--text", type=Path, help="text to cut prompts from; else Python's reference")
+    parser.add_argument("--part", default=PROMPTS_PART, help="part of the text")
+    parser.add_argument("--tokens", type=whole_numbers, default="1024,2048,4096", help="prompt lengths")
+    parser.add_argument("--gbps", type=_numbers, default="0.02,0.05,0.1,0.2,0.5,1", help="links")
+    parser.add_argument("--prompts", type=int, default=3, help="number per length")
+    parser.add_argument("--methods", help="names, separated by commas; else all")
     parser.add_argument("--json", type=Path, help="where to write the figures; the plot goes beside it")
     args = parser.parse_args(argv)
     if bool(args.model) != bool(args.profile):
         parser.error("--model and --profile need each other")
-    try:
-        args.tokens = [int(tokens) for tokens in args.tokens.split(",")]
-        args.gbps = [float(gbps) for gbps in args.gbps.split(",")]
-    except ValueError as e:
-        parser.error(f"--tokens and --gbps: expected numbers separated by commas: {e}")
-    known = [method.name for method in methods(Path())]
+    known = methods(Path())
     args.methods = args.methods.split(",") if args.methods else []
     if unknown := set(args.methods) - set(known):
         parser.error(f"--methods: {', '.join(sorted(unknown))} is unknown; known are {'; '.join(known)}")
     return args
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(number) for number in text.split(",")]
 
 
 def _prompts(model: Path, args: argparse.Namespace) -> dict[int, list[list[int]]]:
@@ -173,7 +163,7 @@ def _prompts(model: Path, args: argparse.Namespace) -> dict[int, list[list[int]]
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    texts = read_text(args.text) if args.text else [prose()]
+    texts = read_texts(args.text) if args.text else [prose()]
     tokens = [part_of(tokenise(tokenizer, text), args.part) for text in texts]
     longest = max(args.tokens)
     windows = cut_windows(tokens, len(args.tokens) * (args.prompts + 1), longest, prompt_start(tokenizer))
@@ -181,33 +171,39 @@ def _prompts(model: Path, args: argparse.Namespace) -> dict[int, list[list[int]]
     return {length: [next(cut)[:length] for _ in range(args.prompts + 1)] for length in args.tokens}
 
 
-def _measure(method: Method, model: Path, prompts: dict[int, list[list[int]]], links: Sequence[float]) -> Iterator[Row]:
+def _measure(
+    name: str,
+    config: dict[str, Any] | None,
+    model: Path,
+    prompts: dict[int, list[list[int]]],
+    links: Sequence[float],
+) -> Iterator[Row]:
     port, longest = free_port(), max(prompts)
 
     def launch(mode: str) -> SGLangServer:
         flags = ["--dtype", "bfloat16", "--context-length", str(longest + 64), "--max-total-tokens", str(4 * longest)]
-        if method.config is not None:
-            config = method.config | {"mode": mode, "fetch_timeout_s": _TIMEOUT_S}
-            flags += device_args(f"http://127.0.0.1:{port}", **config)
+        if config is not None:
+            limits = {"mode": mode, "fetch_timeout_s": _TIMEOUT_S}
+            flags += device_args(f"http://127.0.0.1:{port}", **config, **limits)
         return SGLangServer(model, extra_args=flags, request_timeout_s=2 * _TIMEOUT_S)
 
     with tempfile.TemporaryDirectory(prefix="kvfetch-ttft-") as folder:
-        if method.config is not None:
+        if config is not None:
             with _store(folder, port), launch("read_write") as server:
                 _store_all(server, [prompt for several in prompts.values() for prompt in several])
         with launch("read_only") as server:
             with _store(folder, port):
                 for prompt in (prompt for several in prompts.values() for prompt in several[:_NUM_BACKWARDS]):
                     server.generate(input_ids=prompt[::-1], max_new_tokens=1)
-            if method.config is None:
+            if config is None:
                 for length, several in prompts.items():
-                    row = _ask(server, method.name, length, several, 0.0)
+                    row = _ask(server, name, length, several, 0.0)
                     yield from (Row(row.method, length, gbps, row.ttft_s, 0, 0) for gbps in links)
                 return
             for gbps in links:
                 with _store(folder, port, "--link-gbps", f"{gbps:g}"):
                     for length, several in prompts.items():
-                        yield _ask(server, method.name, length, several, gbps)
+                        yield _ask(server, name, length, several, gbps)
 
 
 @contextmanager
@@ -246,67 +242,38 @@ def _ask(server: SGLangServer, name: str, length: int, prompts: Sequence[list[in
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    table = Table(title="Time to first token in s, p50 (p95)")
-    table.add_column("prompt", justify="right")
-    table.add_column("method")
     links = sorted({row.gbps for row in rows})
-    for gbps in links:
-        table.add_column(f"{gbps:g} Gbps", justify="right")
-    table.add_column("MB on the wire", justify="right")
-    for length in sorted({row.prompt_tokens for row in rows}):
-        for name in dict.fromkeys(row.method for row in rows):
-            of_link = {row.gbps: row for row in rows if (row.method, row.prompt_tokens) == (name, length)}
-            table.add_row(
-                f"{length:,}",
-                name,
-                *(f"{of_link[gbps].p50_s:.2f} ({of_link[gbps].p95_s:.2f})" for gbps in links),
-                f"{max(row.wire_bytes for row in of_link.values()) / 1e6:.2f}",
-            )
-        table.add_section()
-    return table
+    cells = []
+    for length, name in dict.fromkeys((row.prompt_tokens, row.method) for row in sorted(rows, key=_by_length)):
+        of_link = {row.gbps: row for row in rows if (row.prompt_tokens, row.method) == (length, name)}
+        times = (f"{of_link[gbps].p50_s:.2f} ({of_link[gbps].p95_s:.2f})" for gbps in links)
+        megabytes = max(row.wire_bytes for row in of_link.values()) / 1e6
+        cells.append((f"{length:,}", name, *times, f"{megabytes:.2f}"))
+    columns = ("prompt", "method", *(f"{gbps:g} Gbps" for gbps in links), "MB on the wire")
+    return make_table("Time to first token in s, p50 (p95)", columns, cells)
+
+
+def _by_length(row: Row) -> int:
+    return row.prompt_tokens
 
 
 def plot_rows(path: Path, rows: Sequence[Row], subtitle: str) -> None:
     """Plot the time to first token over the link's speed, both logarithmic, with one panel per prompt length."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    lengths = sorted({row.prompt_tokens for row in rows})
-    figure, panels = pyplot.subplots(
-        1, len(lengths), figsize=(4.2 * len(lengths), 4.4), sharey=True, layout="constrained", squeeze=False
-    )
-    figure.suptitle(f"Time to first token\n{subtitle}", fontsize=10)
-    names = list(dict.fromkeys(row.method for row in rows))
-    for axes, length in zip(panels[0], lengths, strict=True):
-        for name, (colour, style) in zip(names, _LOOKS, strict=False):
-            line = sorted((r.gbps, r.p50_s, r.p95_s) for r in rows if (r.method, r.prompt_tokens) == (name, length))
-            gbps, middles, tops = zip(*line, strict=True)
-            axes.plot(gbps, middles, style, color=colour, label=name, lw=2)
-            axes.fill_between(gbps, middles, tops, color=colour, alpha=0.15, lw=0)
-        axes.set(xscale="log", yscale="log", xlabel="link (Gbps)", title=f"{length:,} tokens")
-        axes.set_xticks(gbps, [f"{g:g}" for g in gbps])
-        axes.set_yticks(_SECONDS, [f"{s:g}" for s in _SECONDS])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    panels[0][0].set_ylabel("TTFT (s), p50; shaded up to p95")
-    panels[0][-1].legend(fontsize=8)
-    figure.savefig(path, dpi=150, format="png")
-    pyplot.close(figure)
-
-
-_SECONDS = (0.2, 0.5, 1, 2, 5, 10, 20, 50)
-
-# Okabe and Ito's colours, which colour-blind readers can distinguish.
-_LOOKS = (
-    ("#000000", ":"),
-    ("#D55E00", "-"),
-    ("#E69F00", "-"),
-    ("#CC79A7", "-"),
-    ("#0072B2", "-"),
-    ("#56B4E9", "--"),
-)
+    lengths, names = sorted({row.prompt_tokens for row in rows}), list(dict.fromkeys(row.method for row in rows))
+    size = (4.2 * len(lengths), 4.4)
+    title = f"Time to first token\n{subtitle}"
+    with figure(path, title, columns=len(lengths), figsize=size, sharey=True) as (_, (panels,)):
+        for axes, length in zip(panels, lengths, strict=True):
+            for name, colour in zip(names, COLOURS, strict=False):
+                line = sorted((r.gbps, r.p50_s, r.p95_s) for r in rows if (r.method, r.prompt_tokens) == (name, length))
+                gbps, middles, tops = zip(*line, strict=True)
+                axes.plot(gbps, middles, ":" if name == COMPUTING else "-", color=colour, label=name, lw=2)
+                axes.fill_between(gbps, middles, tops, color=colour, alpha=0.15, lw=0)
+            axes.set(xscale="log", yscale="log", xlabel="link (Gbps)", title=f"{length:,} tokens")
+            axes.set_xticks(gbps, [f"{g:g}" for g in gbps], minor=False)
+            axes.grid(alpha=0.3)
+        panels[0].set_ylabel("TTFT (s), p50; shaded up to p95")
+        panels[-1].legend(fontsize=8)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""SGLang, a store and small models, for tests and benchmarks."""
+"""SGLang, stores with faults, and small models, for tests and benchmarks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import logging
 import os
 import signal
 import socket
@@ -22,6 +23,10 @@ from typing import Any, Self
 
 import torch
 
+from harness.waiting import WAIT_S, polls
+
+logger = logging.getLogger(__name__)
+
 CPU_ARGS: tuple[str, ...] = (
     *("--device", "cpu"),
     *("--attention-backend", "torch_native"),
@@ -35,7 +40,7 @@ CPU_ARGS: tuple[str, ...] = (
 COMMON_ARGS: tuple[str, ...] = ("--page-size", "16", "--enable-cache-report", "--enable-metrics")
 
 _LOG_TAIL_LINES = 60
-_EXIT_S = 15.0
+_EXIT_S = 60.0
 
 
 class ServerError(RuntimeError):
@@ -72,9 +77,9 @@ def hicache_args(
     """Return the flags of host mode: our storage backend behind SGLang's host pool.
 
     ``prefetch_threshold`` is in tokens; SGLang's default of 256 ignores short prompts. ``config`` holds more keys of
-    our config.
+    our config. A lookup may take long: on a busy machine it does.
     """
-    extra = {"store": store_url, "prefetch_threshold": prefetch_threshold, **config}
+    extra = {"store": store_url, "prefetch_threshold": prefetch_threshold, "lookup_timeout_s": WAIT_S, **config}
     return [
         "--enable-hierarchical-cache",
         *("--hicache-mem-layout", layout),
@@ -88,9 +93,11 @@ def hicache_args(
 def device_args(store_url: str, *, prefetch_threshold: int = 16, **config: Any) -> list[str]:
     """Return the flags of device mode: our storage backend without a host tier. Arguments are as in ``hicache_args``.
 
-    Recomputing is off by default, since a small model computes its KV faster than a link transfers it.
+    Recomputing is off by default, since a small model computes its KV faster than a link transfers it. A lookup may
+    take long: on a busy machine it does.
     """
-    extra = {"store": store_url, "prefetch_threshold": prefetch_threshold, "recompute": "never", **config}
+    patient = {"lookup_timeout_s": WAIT_S, "recompute": "never"}
+    extra = {"store": store_url, "prefetch_threshold": prefetch_threshold, **patient, **config}
     return [
         *("--hicache-storage-backend", "kvfetch"),
         *("--hicache-storage-backend-extra-config", json.dumps(extra)),
@@ -159,7 +166,7 @@ class SGLangServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        self.kill()
 
     def start(self) -> None:
         """Start the server and wait until it answers ``/health``. If this raises, nothing is left running."""
@@ -177,7 +184,7 @@ class SGLangServer:
         try:
             self._wait_until_healthy()
         except BaseException:
-            self.stop()
+            self.kill()
             raise
 
     def wait(self, timeout_s: float) -> int:
@@ -190,8 +197,9 @@ class SGLangServer:
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def log_tail(self) -> str:
-        """Return the last lines of the log."""
-        return "\n".join(self.log().splitlines()[-_LOG_TAIL_LINES:])
+        """Return the last lines of the log, without those about requests, which polling makes many of."""
+        lines = [line for line in self.log().splitlines() if ' HTTP/1.1" 200 ' not in line]
+        return "\n".join(lines[-_LOG_TAIL_LINES:])
 
     def generate(
         self,
@@ -201,6 +209,7 @@ class SGLangServer:
         max_new_tokens: int = 8,
         temperature: float = 0.0,
         logprobs: bool = False,
+        cache_salt: str | None = None,
         **sampling: Any,
     ) -> Generation:
         """Generate from a text or from token ids, greedily by default. ``sampling`` holds more sampling parameters."""
@@ -208,6 +217,7 @@ class SGLangServer:
         params = {"max_new_tokens": max_new_tokens, "temperature": temperature, "ignore_eos": True}
         body: dict[str, Any] = {"sampling_params": params | sampling, "return_logprob": logprobs, "stream": True}
         body |= {"text": prompt} if prompt is not None else {"input_ids": list(input_ids or ())}
+        body |= {} if cache_salt is None else {"cache_salt": cache_salt}
         answer, ttft_s = self._last_event("/generate", body)
         meta = answer["meta_info"]
         return Generation(
@@ -268,28 +278,32 @@ class SGLangServer:
             raise ServerError(f"{method} {path}: {error}\n{self.log_tail()}") from error
 
     def stop(self) -> None:
-        """End the server and every process that it started. Do nothing if it is not running."""
+        """Let the server end its requests, and end it. Do nothing if it is not running."""
+        try:
+            if self._process is not None:
+                # Signal only the server: it would take a signalled scheduler for a crash, and diagnose it for seconds.
+                self._process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_EXIT_S)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the server and every process that it started at once. SGLang itself looks for a signal every 5 s."""
         if self._process is None:
             return
         process, self._process = self._process, None
-        try:
-            # Signal only the server: it would take a signalled scheduler for a crash, and diagnose it for seconds.
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_EXIT_S)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            self._directory.cleanup()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        logger.info("the server's log ended with:\n%s", self.log_tail())
+        self._directory.cleanup()
 
     def _wait_until_healthy(self) -> None:
         assert self._process is not None
-        deadline = time.monotonic() + self._start_timeout_s
-        while time.monotonic() < deadline:
+        for _ in polls(self._start_timeout_s, 0.1):
             if (code := self._process.poll()) is not None:
                 raise ServerError(f"the server exited with code {code}:\n{self.log_tail()}")
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
                 return
-            time.sleep(0.1)
         raise ServerError(f"the server is not healthy after {self._start_timeout_s:g} s:\n{self.log_tail()}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sgl_kvfetch.fetch.sink import PagePool
+from sgl_kvfetch.fetch.sink import PagePool, consecutive_runs
 from sgl_kvfetch.quant import CellValues
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 
@@ -21,7 +21,9 @@ class MemoryPool(PagePool):
     def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
         for whole, part in zip(self.values.values(), values, strict=True):
             into = whole[:, :, layers.start : layers.stop, heads.start : heads.stop]
-            into[list(pages)] = part.reshape(len(pages), -1, *part.shape[1:])
+            rows = part.reshape(len(pages), -1, *part.shape[1:])
+            for run, positions in consecutive_runs(pages):
+                into[run] = rows[positions]
 
     def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
         return self.values[tensor][list(pages)]

@@ -1,12 +1,12 @@
-"""Reads our metrics from a server's ``/metrics``."""
+"""Reads our metrics, from a server's ``/metrics`` or of this process."""
 
 from __future__ import annotations
 
-import time
-
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.engine import SGLangServer
+from harness.waiting import wait_until
 
 
 def read_metric(text: str, name: str, **labels: str) -> float:
@@ -22,18 +22,29 @@ def read_metric(text: str, name: str, **labels: str) -> float:
     )
 
 
-def wait_until_written(server: SGLangServer, num_pages: int, timeout_s: float = 60.0) -> None:
-    """Wait until at least ``num_pages`` pages, of all ranks together, are written and no write is queued.
+def own_metric(name: str, **labels: str) -> float:
+    """Do the same for the metrics of this process."""
+    return read_metric(generate_latest().decode(), name, **labels)
 
-    Raises TimeoutError, with both counts, after ``timeout_s``.
+
+def wait_until_written(server: SGLangServer, num_pages: int, timeout_s: float = 60.0) -> None:
+    """Wait until at least ``num_pages`` pages, of all ranks together, are in the store and no write is queued.
+
+    Raises TimeoutError, with both counts and the end of the server's log, after ``timeout_s``.
     """
-    deadline_s = time.monotonic() + timeout_s
-    while True:
+    text, written, queued_bytes = "", 0.0, 0.0
+
+    def is_written() -> bool:
+        nonlocal text, written, queued_bytes
         text = server.metrics()
-        written = read_metric(text, "sgl_kvfetch_written_pages_total")
+        results = ("stored", "known")  # the others are pages that were dropped
+        written = sum(read_metric(text, "sgl_kvfetch_written_pages_total", result=result) for result in results)
         queued_bytes = read_metric(text, "sgl_kvfetch_queued_bytes", queue="write")
-        if written >= num_pages and queued_bytes == 0:
-            return
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"{written:g} of {num_pages} pages written, {queued_bytes:g} bytes queued")
-        time.sleep(0.1)
+        return written >= num_pages and queued_bytes == 0
+
+    def found() -> str:
+        dropped = [line for line in text.splitlines() if line.startswith("sgl_kvfetch_written_pages_total")]
+        counts = f"{written:g} of {num_pages} pages written, {queued_bytes:g} bytes queued"
+        return "\n".join([counts, *dropped, server.log_tail()])
+
+    wait_until(is_written, timeout_s=timeout_s, poll_s=0.1, found=found)

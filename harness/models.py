@@ -1,10 +1,11 @@
-"""Makes a small random Llama with a tokenizer, so that end-to-end runs need no model hub."""
+"""Makes small random models with a tokenizer, so that end-to-end runs need no model hub."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,14 +31,9 @@ def make_tiny_llama(directory: Path, shape: TinyLlama | None = None, **changes: 
     Equal shapes and seeds give equal weights. ``changes`` replace fields of the shape. The weights have a larger
     standard deviation than transformers' default, so that the output tokens depend on the whole prompt.
     """
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = dataclasses.replace(shape or TinyLlama(), **changes)
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, shape.vocab_size)}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     config = LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -52,10 +48,172 @@ def make_tiny_llama(directory: Path, shape: TinyLlama | None = None, **changes: 
         eos_token_id=2,
         initializer_range=0.2,
     )
-    directory.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(shape.seed)
-        model = LlamaForCausalLM(config).float()
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+        LlamaForCausalLM(config).float().save_pretrained(directory)
+    _save_tokenizer(directory, shape.vocab_size)
     return directory
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "glm4": {"head_dim": 32, "pad_token_id": 0},
+    "phi3": {"pad_token_id": 0},
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+}
+"""Names that transformers has for families with full attention, and what a tiny model of one has besides."""
+
+
+def make_tiny(directory: Path, family: str) -> Path:
+    """Write a random model of one of ``FAMILIES``; return the directory."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=2048,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.2,
+        **FAMILIES[family],
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).float().save_pretrained(directory)
+    _save_tokenizer(directory, config.vocab_size)
+    return directory
+
+
+def make_tiny_deepseek(directory: Path) -> Path:
+    """Write a random model with DeepSeek V3's attention (MLA), without its mixture of experts; return the directory."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    rope = {"factor": 4.0, "original_max_position_embeddings": 1024, "mscale": 1.0, "mscale_all_dim": 1.0}
+    config = DeepseekV3Config(
+        vocab_size=2048,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        first_k_dense_replace=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=48,
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "beta_fast": 32, "beta_slow": 1, **rope},
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.2,
+    )
+    config.update({"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"})  # SGLang reads them
+    return _save_random(DeepseekV3ForCausalLM, config, directory)
+
+
+def make_tiny_lfm2(directory: Path) -> Path:
+    """Write a random model with LFM2's short convolutions beside attention; return the directory."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    config = Lfm2Config(
+        vocab_size=2048,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"] * 2,
+        block_auto_adjust_ff_dim=False,
+        conv_L_cache=3,
+        max_position_embeddings=4096,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.2,
+    )
+    return _save_random(Lfm2ForCausalLM, config, directory)
+
+
+def make_tiny_qwen3_5(directory: Path) -> Path:
+    """Write a random model with Qwen3.5's gated delta rule beside attention; return the directory."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    config = Qwen3_5TextConfig(
+        vocab_size=2048,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        full_attention_interval=2,
+        max_position_embeddings=4096,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.2,
+    )
+    return _save_random(Qwen3_5ForCausalLM, config, directory)
+
+
+def _save_random(model_class: Any, config: Any, directory: Path) -> Path:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model_class(config).float().save_pretrained(directory)
+    _save_tokenizer(directory, config.vocab_size)
+    return directory
+
+
+def make_tiny_mellum(directory: Path, window: int) -> Path:
+    """Write a random model whose layers attend to ``window`` tokens and to all tokens in turn; return the directory."""
+    from transformers import MellumConfig, MellumForCausalLM
+
+    config = MellumConfig(
+        vocab_size=2048,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        mlp_layer_types=["dense"] * 4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=window,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        max_position_embeddings=4096,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        MellumForCausalLM(config).float().save_pretrained(directory)
+    _save_tokenizer(directory, config.vocab_size)
+    return directory
+
+
+def _save_tokenizer(directory: Path, vocab_size: int) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, vocab_size)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.save_pretrained(directory)

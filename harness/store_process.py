@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Self
 
 from harness.engine import free_port
+from harness.waiting import WAIT_S, polls
 
-_START_S = 30.0
 _EXIT_S = 10.0
 
 
@@ -25,11 +25,18 @@ class StoreProcess:
     """A context manager that serves ``directory`` as a store on a free loopback port, ready when entered."""
 
     def __init__(
-        self, directory: str | os.PathLike[str], *, port: int | None = None, extra_args: Sequence[str] = ()
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        port: int | None = None,
+        extra_args: Sequence[str] = (),
+        ca_file: Path | None = None,
     ) -> None:
+        """``ca_file``: the CA of the certificate in ``extra_args``, if the store is to speak TLS."""
         self.directory = Path(directory)
         self.port = port or free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self._tls = None if ca_file is None else ssl.create_default_context(cafile=ca_file)
+        self.url = f"{'http' if self._tls is None else 'https'}://127.0.0.1:{self.port}"
         self._args = [str(self.directory), "--port", str(self.port), *extra_args]
         self._process: subprocess.Popen[bytes] | None = None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed on exit
@@ -44,26 +51,61 @@ class StoreProcess:
         self.stop()
         self._log.close()
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the started process has ended by itself."""
+        return self._process is not None and self._process.poll() is not None
+
     def start(self) -> None:
-        """Start the store and wait until it answers. Raises RuntimeError, with its log, if it does not start."""
+        """Start the store and wait until it answers.
+
+        Raises RuntimeError, with its log, if it does not: with its threads' stacks, too, if it hangs.
+        """
+        self.launch()
+        assert self._process is not None
+        last_error: OSError | None = None
+        for _ in polls(poll_s=0.05):
+            if self.has_ended:
+                break
+            try:
+                urllib.request.urlopen(f"{self.url}/healthz", timeout=5, context=self._tls).close()
+                return
+            except OSError as e:
+                last_error = e
+        process, self._process = self._process, None
+        hangs = process.poll() is None
+        if hangs:
+            process.send_signal(signal.SIGABRT)  # faulthandler prints the stacks
+            process.send_signal(signal.SIGCONT)
+            try:
+                process.wait(_EXIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        said = self.log()
+        self._log.close()
+        how = f"no answer in {WAIT_S:g} s, {last_error}" if hangs else f"it ended with code {process.returncode}"
+        raise RuntimeError(f"the store did not start: {how}\n{said}")
+
+    def launch(self) -> None:
+        """Start the store's process without waiting until it answers."""
         assert self._process is None, "already started"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "sgl_kvfetch.cli", "serve", *self._args],
+            [sys.executable, "-X", "faulthandler", "-m", "sgl_kvfetch.cli", "serve", *self._args],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
         )
-        deadline_s = time.monotonic() + _START_S
-        while time.monotonic() < deadline_s and self._process.poll() is None:
-            try:
-                urllib.request.urlopen(f"{self.url}/healthz", timeout=1).close()
-                return
-            except OSError:
-                time.sleep(0.05)
-        self._log.seek(0)
-        said = self._log.read().decode(errors="replace")
-        self.stop()
-        raise RuntimeError(f"the store did not start: {said}")
+
+    def log(self) -> str:
+        """Return all that the store has printed so far."""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), size, 0).decode(errors="replace")
 
     def kill(self) -> None:
         """Kill the store, as a crash would."""

@@ -1,9 +1,7 @@
-"""An interface to the GPU streams that we use. It is small, so that tests can replace it with a fake that runs work in
-any order that streams allow."""
+"""The part of ``torch.cuda`` that we use. A fake in tests runs work in any order that streams allow."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
@@ -30,41 +28,8 @@ class Stream(Protocol):
         """Make work launched on this stream from now on run after ``event``. The caller does not wait."""
 
 
-class Device(ABC):
-    """One GPU. Thread-safe."""
-
-    torch_device: torch.device
-
-    @abstractmethod
-    def new_stream(self) -> Stream: ...
-
-    @abstractmethod
-    def current_stream(self) -> Stream:
-        """Return the calling thread's current stream."""
-
-    @abstractmethod
-    def launch(self, stream: Stream, work: Callable[[], None]) -> None:
-        """Enqueue the work that ``work`` launches. It may run at any later time that the stream allows."""
-
-    @abstractmethod
-    def mark(self, stream: Stream) -> Event:
-        """Record an event for a thread to wait on without busy-waiting, unlike events of ``record_event``."""
-
-    @abstractmethod
-    def empty(self, shape: Sequence[int], stream: Stream) -> torch.Tensor:
-        """Allocate a uint8 tensor on the device for use on ``stream``."""
-
-    @abstractmethod
-    def used_on(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """When ``tensor`` is freed, keep its memory until all work launched on ``stream`` by then is done."""
-
-    @abstractmethod
-    def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Allocate pinned uint8 memory on the host, for asynchronous copies to and from the device."""
-
-
-class CudaDevice(Device):
-    """``torch.cuda``. Its streams and the default stream do not wait for each other."""
+class Device:
+    """One GPU. Its streams and the default stream do not wait for each other. Thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
@@ -73,23 +38,29 @@ class CudaDevice(Device):
         return cast(Stream, torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call]
 
     def current_stream(self) -> Stream:
+        """Return the calling thread's current stream."""
         return cast(Stream, torch.cuda.current_stream(self.torch_device))
 
-    def launch(self, stream: Stream, work: Callable[[], None]) -> None:
+    def launch(self, stream: Stream, work: Callable[[], object]) -> None:
+        """Enqueue the work that ``work`` launches. It may run at any later time that the stream allows."""
         with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
             work()
 
     def mark(self, stream: Stream) -> Event:
+        """Record an event for a thread to wait on without busy-waiting, unlike events of ``record_event``."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(cast(torch.cuda.Stream, stream))
         return cast(Event, event)
 
     def empty(self, shape: Sequence[int], stream: Stream) -> torch.Tensor:
+        """Allocate a uint8 tensor on the device for use on ``stream``."""
         with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
             return torch.empty(*shape, dtype=torch.uint8, device=self.torch_device)
 
     def used_on(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """When ``tensor`` is freed, keep its memory until all work launched on ``stream`` by then is done."""
         tensor.record_stream(cast(torch.cuda.Stream, stream))
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Allocate pinned uint8 memory on the host, for asynchronous copies to and from the device."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 StoreErrorReason = Literal[
     "refused",  # no connection
@@ -63,11 +63,18 @@ class NamespaceMismatchError(KVFetchError):
 class StoreError(KVFetchError):
     """A store could not carry out a request. A missing object is not an error: it is ``None``.
 
-    ``reason`` is a fixed word (see ``StoreErrorReason``), usable as a metric label; ``retriable`` says whether the
-    same request may succeed later.
+    ``reason`` is a fixed word (see ``StoreErrorReason``), usable as a metric label; ``retriable`` says whether the same
+    request may succeed later.
     """
+
+    _OF_OBJECT: ClassVar = frozenset({"truncated", "io", "invalid", "too_large", "full", "protocol", "missing"})
 
     def __init__(self, reason: StoreErrorReason, message: str, *, retriable: bool = False) -> None:
         super().__init__(message)
         self.reason: StoreErrorReason = reason
         self.retriable = retriable
+
+    @property
+    def concerns_object(self) -> bool:
+        """Whether the failure concerns one object, not the whole store."""
+        return self.reason in self._OF_OBJECT

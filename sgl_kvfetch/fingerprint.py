@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,12 +38,15 @@ def fingerprint_model(model_path: str, revision: str | None = None) -> str:
             f"no weight files found for {model_path!r}, so other weights of that name could not be told apart; "
             "set model_id in the kvfetch config to a name of your own for these weights"
         )
+    return digest_files(folder, files)
+
+
+def digest_files(folder: Path, files: Sequence[Path]) -> str:
+    """Return 32 hex digits over the names of these files in ``folder`` and their contents."""
     with ThreadPoolExecutor(4) as pool:
-        digests = pool.map(digest_file, files)
-        whole = xxhash.xxh3_128()
-        for file, digest in zip(files, digests, strict=True):
-            whole.update(f"{file.relative_to(folder).as_posix()}\0{digest}\n".encode())
-    return whole.hexdigest()
+        digests = zip(files, pool.map(digest_file, files), strict=True)
+        lines = [f"{file.relative_to(folder).as_posix()}\0{digest}\n" for file, digest in digests]
+    return xxhash.xxh3_128_hexdigest("".join(lines).encode())
 
 
 def _model_files(model_path: str, revision: str | None) -> tuple[Path, list[Path]]:

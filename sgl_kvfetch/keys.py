@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from sgl_kvfetch.errors import FormatError, NamespaceMismatchError
 from sgl_kvfetch.types import KVGeometry
 
 FORMAT_MAJOR = 2  # readers refuse any other
-FORMAT_MINOR = 0  # readers accept any; a higher one may add fields, which they ignore
+FORMAT_MINOR = 1  # readers accept any; a higher one may add fields, which they ignore
 
 PAGE_HASH_BYTES = 32  # SGLang's page hashes are SHA-256
 NAMESPACE_PATTERN = r"[0-9a-f]{32}\.[0-9]{1,3}-[0-9]{1,3}"  # digest, then the heads: first to end
@@ -38,7 +38,7 @@ class Namespace:
 
     model: str  # fingerprint of the weights and their configs, or the user's own name for them
     model_dtype: str  # dtype the model computes in, quantisation, and a digest of other flags
-    attention: str  # "mha" or "mla"
+    attention: str  # "mha" or "mla", and what identifies the pages of side pools
     kv_dtype: str
     page_size: int
     num_layers: int
@@ -80,6 +80,18 @@ class HeadSlice:
         """The shape of the rank's KV cache. Raises UnsupportedError for numbers out of bounds."""
         n = self.namespace
         return KVGeometry(n.num_layers, len(self.heads), n.k_head_dim, n.v_head_dim, n.page_size, n.kv_dtype)
+
+    def siblings(self, folders: Iterable[str]) -> list[HeadSlice]:
+        """Return what other ranks, of this or another TP size, store of these heads in ``folders`` of the namespace.
+
+        Runs of heads that no TP size gives to a rank are left out: each sibling costs a lookup, and whoever may write
+        to the store can make folders.
+        """
+        mine, total = self.heads, self.namespace.num_heads
+        ranges = {range(*map(int, folder.rpartition(".")[2].split("-"))) for folder in folders} - {mine}
+        of_ranks = (r for r in ranges if r and r.stop <= total and total % len(r) == r.start % len(r) == 0)
+        overlapping = (r for r in of_ranks if max(r.start, mine.start) < min(r.stop, mine.stop))
+        return [HeadSlice(self.namespace, r) for r in sorted(overlapping, key=lambda r: (r.start, -r.stop))]
 
     def require_same(self, other: HeadSlice) -> None:
         """Raise NamespaceMismatchError, naming the first field in which ``other`` (the stored one) differs."""

@@ -6,27 +6,26 @@ import logging
 import threading
 import time
 
-PERIOD_S = 60.0
+_PERIOD_S = 60.0
 
 
 class LimitedLogger:
-    """Warns about each kind of event at most once a period. Thread-safe."""
+    """Warns about each kind of event at most once a minute. Thread-safe."""
 
-    def __init__(self, logger: logging.Logger, period_s: float = PERIOD_S) -> None:
+    def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
-        self._period_s = period_s
         self._lock = threading.Lock()
         self._next_s: dict[str, float] = {}
         self._suppressed: dict[str, int] = {}
 
     def warning(self, kind: str, message: str) -> None:
-        """Log ``message``. If ``kind`` was logged less than a period ago, only count it for the next message."""
+        """Log ``message``. If ``kind`` was logged less than a minute ago, only count it for the next message."""
         now = time.monotonic()
         with self._lock:
             if now < self._next_s.get(kind, 0.0):
                 self._suppressed[kind] = self._suppressed.get(kind, 0) + 1
                 return
-            self._next_s[kind] = now + self._period_s
+            self._next_s[kind] = now + _PERIOD_S
             suppressed = self._suppressed.pop(kind, 0)
         more = f" (and {suppressed} more like it)" if suppressed else ""
         self._logger.warning("%s%s", message, more)

@@ -10,10 +10,13 @@ _STAGE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5,
 LOOKUP_PAGES = Counter("sgl_kvfetch_lookup_pages", "Pages looked up", ["result"])  # hit, miss
 MISSES = Counter("sgl_kvfetch_misses", "Lookups and fetches that fell short because of an error", ["stage", "reason"])
 FETCHED_PAGES = Counter("sgl_kvfetch_fetched_pages", "Pages requested from fetches", ["result"])  # hit, miss
+SIDE_PAGES = Counter(
+    "sgl_kvfetch_side_pages", "Pages of SGLang's side pools: stored, or requested from fetches", ["pool", "result"]
+)  # stored, hit, miss
 WIRE_BYTES = Counter("sgl_kvfetch_wire_bytes", "Bytes on the wire", ["direction"])  # read, write
 RAW_BYTES = Counter("sgl_kvfetch_raw_bytes", "Size of the same pages in the pool", ["direction"])
 CORRUPT_CHUNKS = Counter("sgl_kvfetch_corrupt_chunks", "Cells that failed a checksum or did not decode")
-DELETED_SEGMENTS = Counter("sgl_kvfetch_deleted_segments", "Segments deleted because two reads found them corrupt")
+DELETED_SEGMENTS = Counter("sgl_kvfetch_deleted_segments", "Damaged segments that the store deleted after our report")
 RETRIES = Counter("sgl_kvfetch_retries", "Retried requests to the store")
 RACES = Counter(
     "sgl_kvfetch_races",
@@ -22,6 +25,21 @@ RACES = Counter(
 )  # lookup, read; won, lost, failed, refused (too many were running)
 REPLICA_FAILURES = Counter(
     "sgl_kvfetch_replica_failures", "Requests that failed at one of the store's replicas", ["replica", "reason"]
+)
+INDEX_FAILURES = Counter("sgl_kvfetch_index_failures", "Calls of the page index that failed", ["reason"])
+LOCAL_CACHE_READ_BYTES = Counter(
+    "sgl_kvfetch_local_cache_read_bytes", "Bytes of data read with local_cache, by the tier they came from", ["tier"]
+)  # disk, store
+LOCAL_CACHE_FILLS = Counter(
+    "sgl_kvfetch_local_cache_fills", "Data objects whose copying to local_cache has ended", ["result"]
+)  # stored, incomplete (the rest was not read), dropped (no memory, or deleted), failed
+LOCAL_CACHE_FAILURES = Counter(
+    "sgl_kvfetch_local_cache_failures",
+    "Failures of local_cache, each of which costs speed only",
+    ["operation", "reason"],
+)
+LOCAL_CACHE_LOOKUPS = Counter(
+    "sgl_kvfetch_local_cache_lookups", "Lookups that local_cache answered because the store failed"
 )
 DATA_PLANE_STARTS = Counter("sgl_kvfetch_data_plane_restarts", "Data planes replaced because they died or hung")
 SUSPENSIONS = Counter("sgl_kvfetch_suspensions", "Backends switched off because of weight updates")
@@ -32,7 +50,7 @@ STAGE_SECONDS = Histogram(
     buckets=_STAGE_BUCKETS,
 )
 WRITTEN_PAGES = Counter("sgl_kvfetch_written_pages", "Pages submitted for writing", ["result"])
-# stored, known (the store had them), dropped_full, dropped_invalid, dropped_error
+# stored, known (the store had them), dropped_full, dropped_invalid, dropped_error, dropped_data_plane (it ended)
 NVENC_BITSTREAMS = Counter("sgl_kvfetch_nvenc_bitstreams", "Bitstreams intended for NVENC", ["result"])
 # encoded, fallback (on the CPU instead), checked (decoded again), wrong (a check found other values)
 MERGES = Counter("sgl_kvfetch_merges", "Pairs of segments merged into one of twice the length")
@@ -43,7 +61,9 @@ QUEUED_BYTES = Gauge(
     multiprocess_mode="livesum",
 )
 STORE_DOWN = Gauge(
-    "sgl_kvfetch_store_down", "1 while lookups are skipped because the store failed", multiprocess_mode="livemax"
+    "sgl_kvfetch_store_down",
+    "1 while lookups are skipped, or answered by local_cache, because the store failed",
+    multiprocess_mode="livemax",
 )
 
 # Device mode

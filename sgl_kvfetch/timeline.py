@@ -13,9 +13,9 @@ import json
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Literal
 
 from sgl_kvfetch.errors import ConfigError
@@ -35,29 +35,17 @@ _Span = tuple[str, Stage, float, float]
 class Timeline:
     """Writes spans to a file on its own thread. Without ``close``, the last quarter of a second may be lost."""
 
-    def __init__(self, path: str | os.PathLike[str], *, max_waiting: int = MAX_WAITING) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open the file. Raises OSError if it cannot be written."""
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by the thread
-        self._max_waiting = max_waiting
-        self._spans: SimpleQueue[_Span] = SimpleQueue()
-        self._dropping = threading.Lock()
-        self._num_dropped = 0
+        self._spans: deque[_Span] = deque(maxlen=MAX_WAITING)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._write, name="kvfetch-timeline", daemon=True)
         self._thread.start()
 
-    @property
-    def num_dropped(self) -> int:
-        """The number of spans that were dropped because the queue was full or the timeline was closed."""
-        return self._num_dropped
-
     def add(self, request_id: str, stage: Stage, start_s: float, end_s: float) -> None:
-        """Record a span. Thread-safe; never waits for the disk. Spans beyond ``max_waiting`` are dropped."""
-        if self._spans.qsize() < self._max_waiting and not self._closing.is_set():
-            self._spans.put((request_id, stage, start_s, end_s))
-        else:
-            with self._dropping:
-                self._num_dropped += 1
+        """Record a span. Thread-safe; never waits for the disk. If ``MAX_WAITING`` spans wait, the oldest is lost."""
+        self._spans.append((request_id, stage, start_s, end_s))
 
     def close(self) -> None:
         """Write the queued spans and stop. Idempotent."""
@@ -73,13 +61,10 @@ class Timeline:
 
     def _drain(self) -> None:
         lines: list[str] = []
-        try:
-            while len(lines) < self._max_waiting:
-                request_id, stage, start_s, end_s = self._spans.get_nowait()
-                span = {"request": request_id, "stage": stage, "start_s": round(start_s, 6), "end_s": round(end_s, 6)}
-                lines.append(json.dumps(span) + "\n")
-        except Empty:
-            pass
+        for _ in range(len(self._spans)):
+            request_id, stage, start_s, end_s = self._spans.popleft()
+            span = {"request": request_id, "stage": stage, "start_s": round(start_s, 6), "end_s": round(end_s, 6)}
+            lines.append(json.dumps(span) + "\n")
         try:
             self._file.writelines(lines)
             self._file.flush()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Moves this process's clock to so many seconds after the test's start."""
+    start = time.time()
+
+    def later(seconds: float) -> None:
+        monkeypatch.setattr(time, "time", lambda: start + seconds)
+
+    later(0)
+    return later
 
 
 @pytest.fixture(scope="session")

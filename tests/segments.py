@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Mapping
 
 import msgspec
 import torch
+import xxhash
 
 from sgl_kvfetch.container.manifest import Manifest
 from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment
-from sgl_kvfetch.keys import HeadSlice, Namespace
+from sgl_kvfetch.keys import FORMAT_MAJOR, FORMAT_MINOR, HeadSlice, Namespace
 from sgl_kvfetch.quant import CellPlace, CellValues, Quantiser, make_quantiser
 from sgl_kvfetch.types import TENSORS, CellGrid, KVGeometry, TensorName, torch_dtype
 
@@ -60,7 +62,7 @@ def there_and_back(quantiser: Quantiser, values: Mapping[TensorName, torch.Tenso
     num_tokens, num_layers, num_heads, _ = values["k"].shape
     exact = CellValues(values["k"], values["v"])
     restored = CellValues(*map(torch.empty_like, exact))
-    grid = CellGrid(num_layers, num_heads, quantiser.cell_layers, quantiser.cell_heads(num_heads))
+    grid = CellGrid(num_layers, num_heads, quantiser.cell_layers, quantiser.cell_heads or num_heads)
     for group, block in grid.cells():
         place = CellPlace(grid.layers(group), grid.heads(block), range(num_tokens))
         quantised = quantiser.quantise(exact.cell(place.layers, place.heads), place)
@@ -75,6 +77,13 @@ def without_frame_sums(manifest: Manifest) -> Manifest:
     return msgspec.structs.replace(manifest, variants=variants)
 
 
+def as_newer(manifest: bytes, later: bytes = b"\x01") -> bytes:
+    """The manifest with a field of a later minor version, whose value is given in MessagePack."""
+    packed = msgspec.msgpack.encode(msgspec.msgpack.decode(manifest[12:-16]) | {"later": msgspec.Raw(later)})
+    head = struct.pack("<4sHHI", b"KVFM", FORMAT_MAJOR, FORMAT_MINOR + 1, len(packed)) + packed
+    return head + xxhash.xxh3_128_digest(head)
+
+
 def make_segment(
     geometry: KVGeometry = SMALL,
     num_pages: int = 4,
@@ -86,10 +95,16 @@ def make_segment(
     seed: str = "",
     model: str = "m",
     values: dict[TensorName, torch.Tensor] | None = None,
+    heads: range | None = None,
+    cell_heads: int | None = None,
 ) -> tuple[CodedSegment, dict[TensorName, torch.Tensor]]:
+    """A segment of the model's ``heads``, by default of all, with the values of all heads of its pages."""
     quantiser = quantiser or make_quantiser("exact")
     values = make_values(geometry, num_pages) if values is None else values
-    spec = SegmentSpec(make_heads(geometry, quantiser, model), quantiser, codec, "240p", span_pages)
+    whole = make_heads(geometry, quantiser, model)
+    part = HeadSlice(whole.namespace, whole.heads if heads is None else heads)
+    spec = SegmentSpec(part, quantiser, codec, "240p", span_pages, cell_heads=cell_heads)
     hashes = page_hashes(num_pages, seed, first_page)
     previous = page_hashes(1, seed, first_page - 1)[0] if first_page else None
-    return encode_segment(spec, values, first_page, previous, hashes), values
+    own = {t: x[:, :, part.heads.start : part.heads.stop] for t, x in values.items()}
+    return encode_segment(spec, own, first_page, previous, hashes), values

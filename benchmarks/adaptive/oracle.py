@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.adaptive.simulator import Scenario
-from sgl_kvfetch.adapt.pipeline import Pipeline
+from sgl_kvfetch.adapt.pipeline import Pipeline, PoolState
 
 _BEAM = 4
 _LAMBDAS = tuple(i / 8 for i in range(9))
@@ -56,7 +56,7 @@ def best_plan(scenario: Scenario, known: Sequence[tuple[int, ...]] = (), *, max_
     if search.best_s > bound_s * (1 + _EQUAL) and search.exhaust(root, max_nodes):
         bound_s = search.best_s
     bound_s = min(bound_s, search.best_s)
-    return Plan(search.best, search.best_s + scenario.restore_s, bound_s + scenario.restore_s)
+    return Plan(search.best, search.best_s, bound_s)
 
 
 class _Search:
@@ -70,7 +70,8 @@ class _Search:
         ]
         # The link is never idle while any fetch has a chunk to send, so it does not matter here which fetch that is.
         self._release_s = [arrival_s for arrival_s, count in sorted(scenario.fetches) for _ in range(count)]
-        self._share_s = profile.pool_share_s
+        # For each variant the least pool time per chunk, over all measured concurrencies.
+        self._share_s = [min(t / k for k, t in enumerate(v.decode_s, 1)) for v in profile.variants]
         self._alone_s = [min(v.decode_s) for v in profile.variants]
         self._rest = self._weighted_rest(self._transmit_s)
         self.best: tuple[int, ...] = ()
@@ -89,15 +90,21 @@ class _Search:
             rest.append(sums[::-1])
         return rest
 
+    def _share_left_s(self, pool: PoolState) -> float:
+        """Return the remaining decode work, in seconds of the whole pool."""
+        active = sum(s.chunks_left * self._share_s[s.configured] for s in pool.sessions if s.configured is not None)
+        return active + sum(self._share_s[variant] for variant in pool.waiting)
+
     def bound_s(self, state: _State) -> float:
         """Return a lower bound on the end of every plan that continues ``state``. One bound is the last chunk's arrival
         plus its decoding; another is the pool's total decode work. Any weighted mean of both is a bound too, and a
         tighter one, because a variant that is good for one is bad for the other."""
         done, num_chunks = len(state.variants), len(self._transmit_s)
-        pool_s = state.pipeline.now_s + state.pipeline.pool_share_left_s(self._share_s)
+        pool = state.pipeline.state()
+        pool_s = state.pipeline.now_s + self._share_left_s(pool)
         if done == num_chunks:
             return pool_s
-        idle = state.pipeline.is_idle
+        idle = not pool.num_busy
         bound_s = 0.0
         for weight, rest in zip(_LAMBDAS, self._rest, strict=True):
             value = weight * state.link_free_s + (1 - weight) * pool_s
@@ -166,7 +173,7 @@ class _Search:
     def _child(self, state: _State, variant: int) -> _State:
         at_s = self._arrival_s(len(state.variants), variant, state.link_free_s)
         pipeline = state.pipeline.copy()
-        pipeline.deliver_at(at_s, variant, -1)
+        pipeline.deliver_at(at_s, variant)
         return _State((*state.variants, variant), at_s, pipeline)
 
     def _rollout_s(self, state: _State) -> float:
@@ -178,7 +185,7 @@ class _Search:
         pipeline, at_s = state.pipeline.copy(), state.link_free_s
         for chunk, variant in enumerate(following, len(state.variants)):
             at_s = self._arrival_s(chunk, variant, at_s)
-            pipeline.deliver_at(at_s, variant, -1)
+            pipeline.deliver_at(at_s, variant)
         end_s = pipeline.drained_s()
         if end_s < self.best_s:
             self.best_s, self.best = end_s, (*state.variants, *following)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from benchmarks.adaptive.simulator import Scenario
 from sgl_kvfetch.adapt.decode_profile import DecodeProfile
@@ -59,33 +61,23 @@ def trace_file(path: Path, profiles: list[DecodeProfile], sessions: int | None) 
     return Group("trace", f"{path.name}, one chunk per sample", scenarios)
 
 
+class _Trace(msgspec.Struct):
+    """A line of a trace file: bandwidths in Gbps."""
+
+    bw: Annotated[list[Annotated[float, msgspec.Meta(gt=0)]], msgspec.Meta(min_length=1)]
+
+
 def read_traces(path: Path) -> Iterator[tuple[int, list[float]]]:
     """Yield line numbers and bandwidths in Gbps. Raises ConfigError, which names file and line."""
+    number = 0
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"--trace {path}: {e}") from e
-    found = False
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            found = True
-            yield number, _parse_trace(line, f"{path}:{number}")
-    if not found:
-        raise ConfigError(f"--trace {path} is empty; expected at least one trace")
-
-
-def _parse_trace(line: str, where: str) -> list[float]:
-    try:
-        content = json.loads(line)
-    except ValueError as e:
-        raise ConfigError(f"{where}: not JSON: {e}") from e
-    samples = content.get("bw") if isinstance(content, dict) else None
-    if not isinstance(samples, list) or not samples:
-        raise ConfigError(f'{where}: expected an object like {{"bw": [Gbps, ...]}} with at least one sample')
-    for sample in samples:
-        if isinstance(sample, bool) or not isinstance(sample, int | float) or not 0 < sample < math.inf:
-            raise ConfigError(f"{where}: bandwidth is {sample!r}; expected a positive number of Gbps")
-    return [float(sample) for sample in samples]
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+            if line.strip():
+                yield number, msgspec.json.decode(line, type=_Trace).bw
+    except (OSError, msgspec.DecodeError) as e:
+        raise ConfigError(f'{path}:{number}: {e}; expected lines {{"bw": [Gbps, ...]}}') from e
+    if not number:
+        raise ConfigError(f"{path} is empty; expected at least one trace")
 
 
 @dataclass(frozen=True)

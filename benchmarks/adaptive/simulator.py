@@ -1,9 +1,8 @@
 """Simulates fetches over one link into one decode pool, with discrete events, without clock or randomness.
 
 The link carries one chunk at a time, in order; concurrent fetches take turns. The first idle session decodes a chunk
-once it has arrived whole (a real pipeline may start earlier). Restoring takes a constant time after decoding and
-occupies no session. Policies see what they would see of a real pool, through the same code. They do not see future
-bandwidth.
+once it has arrived whole (a real pipeline may start earlier). Restoring takes no time. Policies see what they would see
+of a real pool, through the same code. They do not see future bandwidth.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from sgl_kvfetch.adapt.decode_profile import DecodeProfile
 from sgl_kvfetch.adapt.estimate import Transfer
 from sgl_kvfetch.adapt.pipeline import Pipeline
 from sgl_kvfetch.adapt.policy import Policy, Situation
+from sgl_kvfetch.adapt.sessions import Start
 from sgl_kvfetch.adapt.tracker import PoolTracker
 
 _MOST_TRANSFERS = 16  # that policies see
@@ -31,7 +31,6 @@ class Scenario:
     bandwidth_bps: tuple[float, ...]
     fetches: tuple[tuple[float, int], ...]
     num_sessions: int
-    restore_s: float = 0.0
     believed: DecodeProfile | None = None  # the profile that policies see; None is the real one
 
     def __post_init__(self) -> None:
@@ -80,19 +79,28 @@ class Outcome:
         return tuple(t.variant for t in self.transmitted)
 
 
-class _Recorder:
-    """Implements ``pipeline.Observer``."""
+class ObservedPipeline(Pipeline):
+    """Keeps a record of each decoded chunk, and lets a tracker follow. Chunks are numbered as they arrive."""
 
-    def __init__(self) -> None:
-        self._started: dict[int, tuple[int, float]] = {}
+    def __init__(self, profile: DecodeProfile, num_sessions: int, tracker: PoolTracker) -> None:
+        super().__init__(profile, num_sessions)
         self.records: list[DecodeRecord] = []
+        self._tracker = tracker
+        self._num_started = 0
+        self._running: dict[int, tuple[int, int, float]] = {}  # by session: item, variant, start
 
-    def started(self, at_s: float, session: int, variant: int, switches: bool, work: float, item: int) -> None:
-        self._started[session] = variant, at_s
+    def begin(self, start: Start[None] | None) -> None:
+        super().begin(start)
+        if start is not None:
+            self._tracker.started(self.now_s, start.session, start.variant, start.switches, self.work)
+            self._running[start.session] = self._num_started, start.variant, self.now_s
+            self._num_started += 1  # sessions take chunks in the order of arrival
 
-    def finished(self, at_s: float, session: int, item: int) -> None:
-        variant, start_s = self._started.pop(session)
-        self.records.append(DecodeRecord(item, session, variant, start_s, at_s))
+    def end(self, session: int) -> None:
+        item, variant, start_s = self._running.pop(session)
+        self.records.append(DecodeRecord(item, session, variant, start_s, self.now_s))
+        self._tracker.finished(self.now_s, session)
+        super().end(session)
 
 
 class _Turns:
@@ -122,9 +130,8 @@ class _Turns:
 
 def simulate(scenario: Scenario, policy: Policy) -> Outcome:
     """Run a scenario to its end. Deterministic."""
-    recorder = _Recorder()
     tracker = PoolTracker(scenario.believed or scenario.profile, scenario.num_sessions)
-    pipeline = Pipeline(scenario.profile, scenario.num_sessions, observers=(recorder, tracker))
+    pipeline = ObservedPipeline(scenario.profile, scenario.num_sessions, tracker)
     turns = _Turns(scenario.fetches)
     sizes_bytes = tuple(v.size_bytes for v in scenario.profile.variants)
     transmitted: list[TransmitRecord] = []
@@ -149,12 +156,12 @@ def simulate(scenario: Scenario, policy: Policy) -> Outcome:
         link_free_s = begin_s + sizes_bytes[previous] * 8 / bandwidth_bps
         transmitted.append(TransmitRecord(item, fetch, previous, begin_s, link_free_s))
         transfers.append(Transfer(sizes_bytes[previous], begin_s, link_free_s))
-        pipeline.deliver_at(link_free_s, previous, item)
+        pipeline.deliver_at(link_free_s, previous)
     pipeline.drained_s()
-    decoded = tuple(recorder.records)
+    decoded = tuple(pipeline.records)
     ends_s = [0.0] * len(scenario.fetches)
     for record in decoded:
         fetch = transmitted[record.item].fetch
-        ends_s[fetch] = max(ends_s[fetch], record.end_s + scenario.restore_s)
+        ends_s[fetch] = max(ends_s[fetch], record.end_s)
     fetch_s = tuple(end_s - arrival_s for end_s, (arrival_s, _) in zip(ends_s, scenario.fetches, strict=True))
     return Outcome(max(ends_s), fetch_s, tuple(transmitted), decoded)

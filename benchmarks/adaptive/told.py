@@ -10,7 +10,6 @@ For jumps, the present bandwidth goes on for a random number of chunks, 3 on ave
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import random
@@ -28,6 +27,7 @@ from benchmarks.adaptive.policies import Fixed
 from benchmarks.adaptive.published import PUBLISHED
 from benchmarks.adaptive.scenarios import GBPS, KINDS, RandomTrace, draw_traces
 from benchmarks.adaptive.simulator import simulate
+from benchmarks.report import make_parser, make_table
 from sgl_kvfetch.adapt.estimate import Transfer
 from sgl_kvfetch.adapt.policy import LookAhead, Policy
 
@@ -64,9 +64,9 @@ def _walk_from(now: float, rng: random.Random, count: int) -> list[float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--random", type=int, default=1000, metavar="N", help="traces (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser = make_parser("benchmarks.adaptive.told", __doc__)
+    parser.add_argument("--random", type=int, default=1000, metavar="N", help="traces")
+    parser.add_argument("--seed", type=int, default=0, help="for the traces")
     args = parser.parse_args(argv)
     traces = draw_traces(list(PUBLISHED.values()), args.random, args.seed, None)
     ratios: dict[str, list[tuple[float, float]]] = {kind: [] for kind in sorted(KINDS)}
@@ -87,18 +87,13 @@ def _to_best_fixed(trace: RandomTrace, policy: Policy) -> float:
 
 
 def _table(ratios: dict[str, list[tuple[float, float]]]) -> Table:
-    table = Table(title="time against the best fixed variant of each trace")
-    for column in ("link", "traces", "ours, mean", "told, mean", "ours, over 1.02", "told, over 1.02"):
-        table.add_column(column, justify="left" if column == "link" else "right")
+    rows = []
     for kind, pairs in {**ratios, "all": list(itertools.chain.from_iterable(ratios.values()))}.items():
-        ours, told = zip(*pairs, strict=True) if pairs else ((math.nan,), (math.nan,))
-        table.add_row(
-            kind,
-            str(len(pairs)),
-            *(f"{statistics.fmean(values):.4f}" for values in (ours, told)),
-            *(str(sum(value > _OVER for value in values)) for values in (ours, told)),
-        )
-    return table
+        columns = list(zip(*pairs, strict=True)) or [(math.nan,)] * 2
+        means = (f"{statistics.fmean(values):.4f}" for values in columns)
+        rows.append((kind, str(len(pairs)), *means, *(str(sum(v > _OVER for v in values)) for values in columns)))
+    titles = ("link", "traces", "ours, mean", "told, mean", "ours, over 1.02", "told, over 1.02")
+    return make_table("time against the best fixed variant of each trace", titles, rows)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""Compares the bits and accuracy of KV cache codecs.
+"""Encodes a context's KV cache with many methods, continues from the restored KV, and compares bits and accuracy.
 
-    python -m benchmarks.codec --model PATH --text FILE --json out.json
-
-See ``--help``.
+python -m benchmarks.codec --model PATH --text FILE --json OUT
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -18,84 +17,70 @@ from tqdm import tqdm
 
 from benchmarks.codec.measure import Measured, measure
 from benchmarks.codec.method import Method
-from benchmarks.codec.methods import all_methods, select
-from benchmarks.codec.options import Options, parse_options
-from benchmarks.codec.plot import plot_rates
-from benchmarks.codec.ready import fit
-from benchmarks.codec.report import print_methods, print_table, to_json
+from benchmarks.codec.methods import all_methods, fit, select
+from benchmarks.codec.report import make_report, plot_rates, print_report
+from benchmarks.codec.segments import PAGE_TOKENS
 from benchmarks.codec.windows import windows_of
-from benchmarks.report import write_json
-from sgl_kvfetch.calibrate.model import KVModel, fractions_of, read_text
-from sgl_kvfetch.errors import ConfigError, KVFetchError
+from benchmarks.report import make_parser, make_table, no_traceback, output_file, settings, whole_number, write_json
+from sgl_kvfetch.calibrate.model import KVModel, fractions_of
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.prompts import read_texts
 from sgl_kvfetch.quant.profile import Profile, load_profile
 
-EXIT_ERROR = 2
-EXIT_INTERRUPTED = 130
-_TABLE_WIDTH = 140  # wide enough that no row wraps
+_WIDTH = 140  # wide enough that no row wraps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Return the exit code: 0, or 2 on an error."""
-    options = parse_options(sys.argv[1:] if argv is None else argv)
+    args = _parse(argv)
     console = Console(soft_wrap=True, highlight=False)
-    console.width = max(console.width, _TABLE_WIDTH)
-    try:
-        return _benchmark(options, console)
-    except KVFetchError as e:
-        console.print(f"error: {e}", style="red", markup=False)
-        return EXIT_ERROR
-    except KeyboardInterrupt:
-        console.print("interrupted")
-        return EXIT_INTERRUPTED
-
-
-def _benchmark(options: Options, console: Console) -> int:
-    started_s = time.monotonic()
-    profile = load_profile(options.profile) if options.profile is not None else None
-    methods = select(all_methods(profile, can_calibrate=options.calibrate_text is not None), options.methods)
-    if options.list_methods:
-        print_methods([(method.name, method.source) for method in methods], console)
-        return 0
-    assert options.model is not None
-    assert options.text is not None
-    texts = read_text(options.text)
-    model = KVModel(options.model, device=_device(options.device))
-    if profile is not None:
-        _require_profile_of(profile, model)
-    length = options.context_tokens + options.continuation_tokens
-    windows = windows_of(model, texts, options.part, options.windows, length + 1)  # the last is only predicted
-    has_kvtc = fit(methods, model, options.calibrate_text, options.calibrate_part, options.calibrate_windows, length)
-    measured = _measure(model, windows, methods, options)
-    duration_s = time.monotonic() - started_s
-    print_table(measured, console)
-    if profile is not None and _was_calibrated_on(profile, options.text, options.part):
-        note = f"{options.profile} was calibrated on text that is measured here, so klt looks too good; see --part"
-        console.print(note, style="yellow", markup=False)
-    if has_kvtc and options.calibrate_text == options.text and _overlap(options.part, options.calibrate_part):
-        note = "KVTC was calibrated on text that is measured here, so it looks too good; see --calibrate-part"
-        console.print(note, style="yellow", markup=False)
-    if options.json_path is not None:
-        write_json(options.json_path, to_json(measured, options, model.device, duration_s))
-        console.print(f"wrote {options.json_path}")
-    if options.plot_path is not None:
-        subtitle = (
-            f"{Path(options.model).name} on {options.text.name}: {options.windows} windows, "
-            f"{options.context_tokens:,} tokens of context, {options.continuation_tokens:,} of continuation"
-        )
-        plot_rates(options.plot_path, measured.rows, subtitle)
-        console.print(f"wrote {options.plot_path}")
-    console.print(f"took {duration_s:.0f} s")
+    console.width = max(console.width, _WIDTH)
+    with no_traceback():
+        _benchmark(args, console)
     return 0
 
 
-def _measure(model: KVModel, windows: Sequence[torch.Tensor], methods: Sequence[Method], options: Options) -> Measured:
+def _benchmark(args: argparse.Namespace, console: Console) -> None:
+    started_s = time.monotonic()
+    profile = load_profile(args.profile) if args.profile else None
+    methods = select(all_methods(profile, can_calibrate=args.calibrate_text is not None), args.methods)
+    if args.list:
+        console.print(make_table("", ("method", "source"), [(method.name, method.source) for method in methods]))
+        return
+    texts = read_texts(args.text)
+    model = KVModel(args.model, device=_device(args.device))
+    if profile is not None:
+        _require_profile_of(profile, model)
+    length = args.context + args.continuation
+    windows = windows_of(model, texts, args.part, args.windows, length + 1)  # the last is only predicted
+    has_kvtc = fit(methods, model, args.calibrate_text, args.calibrate_part, args.calibrate_windows, length)
+    measured = _measure(model, windows, methods, args.context)
+    print_report(measured, console)
+    if profile is not None and _was_calibrated_on(profile, args.text, args.part):
+        note = f"{args.profile} was calibrated on text that is measured here, so klt looks too good; see --part"
+        console.print(note, style="yellow", markup=False)
+    if has_kvtc and args.calibrate_text == args.text and _overlap(args.part, args.calibrate_part):
+        note = "KVTC was calibrated on text that is measured here, so it looks too good; see --calibrate-part"
+        console.print(note, style="yellow", markup=False)
+    if args.json:
+        write_json(args.json, make_report(measured, settings(args), model.device, time.monotonic() - started_s))
+        console.print(f"wrote {args.json}")
+    if args.plot:
+        subtitle = (
+            f"{Path(args.model).name} on {args.text.name}: {args.windows} windows, "
+            f"{args.context:,} tokens of context, {args.continuation:,} of continuation"
+        )
+        plot_rates(args.plot, measured.rows, subtitle)
+        console.print(f"wrote {args.plot}")
+
+
+def _measure(model: KVModel, windows: Sequence[torch.Tensor], methods: Sequence[Method], context: int) -> Measured:
     with tqdm(total=len(windows) * len(methods), unit="run", disable=not sys.stderr.isatty()) as bar:
 
         def on_step(name: str) -> None:
             bar.set_postfix_str(name)
             bar.update()
 
-        return measure(model, windows, options.context_tokens, methods, on_step)
+        return measure(model, windows, context, methods, on_step)
 
 
 def _require_profile_of(profile: Profile, model: KVModel) -> None:
@@ -126,6 +111,50 @@ def _device(name: str) -> str:
     except (RuntimeError, AssertionError) as e:
         raise ConfigError(f"--device {name}: {str(e).splitlines()[0]}") from e
     return name
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser("benchmarks.codec", __doc__)
+    data = parser.add_argument_group("what to encode")
+    data.add_argument("--model", metavar="PATH", help="a model for transformers, which runs in float32")
+    data.add_argument("--text", type=Path, metavar="FILE", help=".jsonl: lines with 'prompt'; any other: plain text")
+    data.add_argument(
+        "--part",
+        default="0:1",
+        metavar="FROM:TO",
+        help="the part of each text to use, in fractions; avoid the part used for calibration",
+    )
+    data.add_argument("--windows", type=whole_number, default=10, metavar="N", help="how many")
+    data.add_argument(
+        "--context", type=whole_number, default=1024, metavar="TOKENS", help=f"encoded; a multiple of {PAGE_TOKENS}"
+    )
+    data.add_argument(
+        "--continuation",
+        type=whole_number,
+        default=512,
+        metavar="TOKENS",
+        help="following tokens, for which distributions are compared",
+    )
+    data.add_argument("--device", default="auto", help="for the model: cpu, cuda, ...")
+    how = parser.add_argument_group("how to encode it")
+    how.add_argument("--methods", metavar="LIST", help="names or patterns such as 'cachegen*,exact/*'; else all")
+    how.add_argument("--profile", type=Path, metavar="FILE", help="the model's, by kvfetch calibrate; klt needs it")
+    how.add_argument("--list", action="store_true", help="list the methods and their sources, and exit")
+    calibration = parser.add_argument_group("the text for KVTC's calibration, in windows of context and continuation")
+    calibration.add_argument("--calibrate-text", type=Path, metavar="FILE", help="as --text; KVTC needs it")
+    calibration.add_argument("--calibrate-part", default="0.5:1", metavar="FROM:TO", help="as --part")
+    calibration.add_argument("--calibrate-windows", type=whole_number, default=25, metavar="N", help="how many")
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", type=output_file, metavar="FILE", help="where to write all figures")
+    out.add_argument("--plot", type=output_file, metavar="FILE", help="where to write the PNG; else beside --json")
+    args = parser.parse_args(argv)
+    if not args.list and not (args.model and args.text):
+        parser.error("--model and --text are required")
+    if args.context % PAGE_TOKENS:
+        parser.error(f"--context is {args.context}; expected a multiple of {PAGE_TOKENS}, the page size")
+    args.methods = args.methods.split(",") if args.methods else []
+    args.plot = args.plot or (args.json.with_suffix(".png") if args.json else None)
+    return args
 
 
 if __name__ == "__main__":

@@ -27,15 +27,14 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.codec.method import KV_DTYPE, Method
-from benchmarks.codec.methods import all_methods, select
-from benchmarks.codec.ready import fit
-from benchmarks.codec.statistics import estimate
+from benchmarks.codec.methods import all_methods, fit, select
 from benchmarks.codec.windows import windows_of
 from benchmarks.machine import machine, versions
-from benchmarks.report import write_json
-from benchmarks.tokens import num_alike
-from sgl_kvfetch.calibrate.model import KVModel, part_of, read_text
-from sgl_kvfetch.errors import ConfigError, KVFetchError
+from benchmarks.report import make_parser, make_table, no_traceback, settings, whole_numbers, write_json
+from benchmarks.stats import estimate
+from sgl_kvfetch.calibrate.model import KVModel, part_of
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.prompts import read_texts
 from sgl_kvfetch.quant.profile import load_profile
 
 _PAGE = 64
@@ -74,11 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     console = Console(highlight=False)
     console.width = max(console.width, _WIDTH)
-    try:
+    with no_traceback():
         report = _run(args, console)
-    except KVFetchError as e:
-        console.print(f"error: {e}", style="red", markup=False)
-        return 2
     if args.json:
         write_json(args.json, report)
         console.print(f"wrote {args.json}")
@@ -86,27 +82,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("benchmarks.codec.answers", __doc__)
     parser.add_argument("--model", required=True, help="any transformers path")
     parser.add_argument("--text", type=Path, required=True, help="plain text, or JSONL with `prompt`")
-    parser.add_argument("--part", default="0:0.5", help="the part of the text to use (default: %(default)s)")
+    parser.add_argument("--part", default="0:0.5", help="the part of the text to use")
     parser.add_argument("--profile", type=Path, help="the model's profile by kvfetch calibrate; klt needs it")
     parser.add_argument("--calibrate-text", type=Path, help="the text to fit KVTC to; KVTC needs it")
-    parser.add_argument("--calibrate-part", default="0.5:1", help="(default: %(default)s)")
-    parser.add_argument("--calibrate-windows", type=int, default=25, help="(default: %(default)s)")
-    parser.add_argument("--methods", default=METHODS, help="names or patterns (default: %(default)s)")
-    parser.add_argument("--prompts", type=int, default=24, help="(default: %(default)s)")
-    parser.add_argument("--prompt-tokens", type=int, default=1024, help="(default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=64, help="greedy tokens of an answer (default: %(default)s)")
-    parser.add_argument("--passkeys", type=int, default=10, help="how many of each length (default: %(default)s)")
-    parser.add_argument("--passkey-tokens", default="1024,2048,4096,6144", help="their lengths (default: %(default)s)")
+    parser.add_argument("--calibrate-part", default="0.5:1", help="the part of it to use")
+    parser.add_argument("--calibrate-windows", type=int, default=25, help="how many")
+    parser.add_argument("--methods", default=METHODS, help="names or patterns")
+    parser.add_argument("--prompts", type=int, default=24, help="how many")
+    parser.add_argument("--prompt-tokens", type=int, default=1024, help="of each")
+    parser.add_argument("--new-tokens", type=int, default=64, help="greedy tokens of an answer")
+    parser.add_argument("--passkeys", type=int, default=10, help="how many of each length")
+    parser.add_argument("--passkey-tokens", type=whole_numbers, default="1024,2048,4096,6144", help="their lengths")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
     args.methods = tuple(args.methods.split(","))
-    try:
-        args.passkey_tokens = [int(tokens) for tokens in args.passkey_tokens.split(",") if tokens]
-    except ValueError:
-        parser.error(f"--passkey-tokens {args.passkey_tokens}: expected integers with commas between them")
     for tokens in (args.prompt_tokens, *args.passkey_tokens):
         if tokens < 2 * _PAGE or tokens % _PAGE:
             parser.error(f"{tokens} tokens of context; expected a multiple of {_PAGE}, at least {2 * _PAGE}")
@@ -115,9 +107,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     model = KVModel(args.model)
-    texts = read_text(args.text)
+    texts = read_texts(args.text)
     prompts = _prompts(model, texts, args)
-    passkeys = {n: _passkeys(model, texts, args.part, args.passkeys, n) for n in args.passkey_tokens}
+    passkeys = {n: make_passkeys(model, texts, args.part, args.passkeys, n) for n in args.passkey_tokens}
     profile = load_profile(args.profile) if args.profile else None
     methods = select(all_methods(profile, can_calibrate=args.calibrate_text is not None), args.methods)
     fit(methods, model, args.calibrate_text, args.calibrate_part, args.calibrate_windows, args.prompt_tokens)
@@ -132,12 +124,13 @@ def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             for passkey in several:
                 exact_right[n].append(_score_passkey(model, methods, passkey, scores, n))
                 bar.update()
-    console.print(_table(scores, exact_right, args.new_tokens))
+    rows = [_row(name, s, args.new_tokens) for name, s in scores.items()]
+    console.print(_table(rows, exact_right, args.new_tokens))
     return {
         "benchmark": "answers",
-        "config": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+        "config": settings(args),
         "exact_passkeys": {n: sum(right) for n, right in exact_right.items()},
-        "rows": [_row(name, s, args.new_tokens) for name, s in scores.items()],
+        "rows": rows,
         "machine": machine(),
         "versions": versions(),
     }
@@ -149,7 +142,7 @@ def _prompts(model: KVModel, texts: Sequence[str], args: argparse.Namespace) -> 
     return [Prompt(w[: args.prompt_tokens], w[args.prompt_tokens :]) for w in windows]
 
 
-def _passkeys(model: KVModel, texts: Sequence[str], part: str, count: int, num_tokens: int) -> list[Passkey]:
+def make_passkeys(model: KVModel, texts: Sequence[str], part: str, count: int, num_tokens: int) -> list[Passkey]:
     """Return contexts of ``num_tokens`` tokens with five digits somewhere inside. Each run gives the same ones."""
     rng = random.Random(num_tokens)
     tokens = torch.cat([part_of(model.tokenise(text), part) for text in texts])
@@ -178,7 +171,7 @@ def _score_prompt(
         scores[method.name].bits.append(coded.num_bytes * 8 / (k.numel() + v.numel()))
         restored.append((coded.k, coded.v))
     nlls = [_nll(model, *kv, prompt.following) for kv in restored]
-    expected, *answers = _greedy(model, restored, prompt.following[:_TAIL], new_tokens)
+    expected, *answers = greedy_answers(model, restored, prompt.following[:_TAIL], new_tokens)
     for method, nll, answer in zip(methods, nlls[1:], answers, strict=True):
         scores[method.name].dnll.append(nll - nlls[0])
         scores[method.name].alike.append(num_alike(expected, answer))
@@ -210,7 +203,7 @@ def _nll(model: KVModel, k: torch.Tensor, v: torch.Tensor, following: torch.Tens
 
 
 @torch.no_grad()
-def _greedy(
+def greedy_answers(
     model: KVModel, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], tail: torch.Tensor, new_tokens: int
 ) -> list[list[int]]:
     """Return the greedy answers after ``tail`` from each cache ``(tokens, layers, heads, dim)``, all in one batch."""
@@ -228,6 +221,11 @@ def _greedy(
         found.append(ids)
     answers: list[list[int]] = torch.cat(found, dim=1).tolist()
     return answers
+
+
+def num_alike(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many leading tokens are equal."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
 def share_interval(successes: int, count: int) -> tuple[float, float]:
@@ -257,26 +255,30 @@ def _row(name: str, scores: Scores, new_tokens: int) -> dict[str, Any]:
     }
 
 
-def _table(scores: dict[str, Scores], exact_right: dict[int, list[bool]], new_tokens: int) -> Table:
-    columns = ("bits a value", "equal answers", f"tokens alike of {new_tokens}", "change of NLL")
-    table = Table(title="Against the exact KV cache; ± and [] are 95% confidence intervals")
-    table.add_column("method")
-    for title in (*columns, *(f"passkeys, {n:,}" for n in exact_right)):
-        table.add_column(title, justify="right")
-    right_of_all = (f"{sum(right)}/{len(right)}" for right in exact_right.values())
-    table.add_row("the model itself", "16", "", "", "", *right_of_all, end_section=True)
-    for name, s in scores.items():
-        equal, count = sum(n == new_tokens for n in s.alike), len(s.alike)
-        low, high = share_interval(equal, count)
-        table.add_row(
-            name,
-            f"{estimate(s.bits).mean:.3f}",
-            f"{equal}/{count} [{low:.0%}, {high:.0%}]",
-            estimate([float(n) for n in s.alike]).show(".1f"),
-            estimate(s.dnll).show(".4f"),
-            *(f"{sum(right)}/{len(right)}" for right in s.passkeys.values()),
-        )
-    return table
+def _table(rows: Sequence[dict[str, Any]], exact_right: dict[int, list[bool]], new_tokens: int) -> Table:
+    columns = ("method", "bits a value", "equal answers", f"tokens alike of {new_tokens}", "change of NLL")
+    itself = ["the model itself", "16", "", "", "", *(f"{sum(right)}/{len(right)}" for right in exact_right.values())]
+    return make_table(
+        "Against the exact KV cache; ± and [] are 95% confidence intervals",
+        (*columns, *(f"passkeys, {n:,}" for n in exact_right)),
+        [itself, *map(_cells, rows)],
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    low, high = row["equal_answers_ci"]
+    return [
+        row["name"],
+        f"{row['bits_per_value']:.3f}",
+        f"{row['equal_answers']}/{row['prompts']} [{low:.0%}, {high:.0%}]",
+        f"{row['tokens_alike']:.1f} {_margin(row['tokens_alike_ci'], '.1f')}",
+        f"{row['dnll']:+.4f} {_margin(row['dnll_ci'], '.4f')}",
+        *(f"{right}/{row['passkeys_of'][n]}" for n, right in row["passkeys"].items()),
+    ]
+
+
+def _margin(interval: tuple[float, float] | None, form: str) -> str:
+    return "" if interval is None else f"±{(interval[1] - interval[0]) / 2:{form}}"
 
 
 if __name__ == "__main__":

@@ -8,22 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.codec.method import KV_DTYPE, Coded, KVShape, Method
-from benchmarks.codec.statistics import Estimate, estimate
+from benchmarks.codec.method import KV_DTYPE, KVShape, Method
+from benchmarks.stats import Estimate, estimate
 from sgl_kvfetch.calibrate.model import KVModel
 from sgl_kvfetch.errors import QuantiseError, UnsupportedError
 
 _ROWS_AT_ONCE = 64  # bounds the memory for distributions in float64
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """Means over the tokens of a continuation. ``kl``: divergence in nats, from the distribution after exact KV to the
-    one after restored KV. ``nll``: nats per token of the text. ``top1``: share of tokens with equal top predictions."""
-
-    kl: float
-    nll: float
-    top1: float
 
 
 @dataclass(frozen=True)
@@ -36,9 +26,9 @@ class Row:
     family: str
     bits_per_value: Estimate
     ratio: float  # bfloat16's bits divided by this method's
-    kl: Estimate
+    kl: Estimate  # nats, from the distribution after exact KV to the one after restored KV
     dnll: Estimate  # additional nats per token, compared with exact KV
-    top1: Estimate
+    top1: Estimate  # share of tokens with equal top predictions
     encode_mb_s: float
     decode_mb_s: float
     shares: Mapping[str, float]
@@ -54,12 +44,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class _Sample:
+    """One method on one window. ``kl``, ``dnll``, ``top1``: as in ``Row``, means over the continuation's tokens."""
+
     coded_bytes: int
     sizes: Mapping[str, int]
     encode_s: float
     decode_s: float
-    divergence: Divergence
-    exact_nll: float
+    kl: float
+    dnll: float
+    top1: float
 
 
 def measure(
@@ -95,8 +88,20 @@ def measure(
             except (UnsupportedError, QuantiseError) as e:
                 left_out[method.name] = str(e)
                 continue
-            divergence = _divergence(exact, _continue(model, coded.k, coded.v, continuation), following)
-            samples[method.name].append(_sample(method, coded, divergence, exact_nll))
+            restored = _continue(model, coded.k, coded.v, continuation)
+            sizes = method.sizes(coded.parts)
+            assert sum(sizes.values()) == coded.num_bytes or not sizes, (method.name, sizes, coded.num_bytes)
+            samples[method.name].append(
+                _Sample(
+                    coded.num_bytes,
+                    sizes,
+                    coded.encode_s,
+                    coded.decode_s,
+                    _kl(exact, restored),
+                    _nll(restored, following) - exact_nll,
+                    float((exact.argmax(1) == restored.argmax(1)).double().mean()),
+                )
+            )
     assert shape is not None
     rows = tuple(_row(m, samples[m.name], shape) for m in methods if m.name not in left_out)
     return Measured(shape, estimate(nlls), rows, left_out)
@@ -111,20 +116,13 @@ def _nll(log_probabilities: torch.Tensor, following: torch.Tensor) -> float:
     return float(-log_probabilities.gather(1, following[:, None]).double().mean())
 
 
-def _divergence(exact: torch.Tensor, restored: torch.Tensor, following: torch.Tensor) -> Divergence:
-    """Compare log probabilities ``(tokens, vocabulary)``."""
+def _kl(exact: torch.Tensor, restored: torch.Tensor) -> float:
+    """Return the divergence of log probabilities ``(tokens, vocabulary)``, in nats a token."""
     kl = 0.0
     for p, q in zip(*(torch.split(x, _ROWS_AT_ONCE) for x in (exact, restored)), strict=True):
         p, q = p.double(), q.double()
         kl += float((p.exp() * (p - q)).sum())
-    top1 = float((exact.argmax(1) == restored.argmax(1)).double().mean())
-    return Divergence(kl / len(exact), _nll(restored, following), top1)
-
-
-def _sample(method: Method, coded: Coded, divergence: Divergence, exact_nll: float) -> _Sample:
-    sizes = method.sizes(coded.parts)
-    assert sum(sizes.values()) == coded.num_bytes or not sizes, (method.name, sizes, coded.num_bytes)
-    return _Sample(coded.num_bytes, sizes, coded.encode_s, coded.decode_s, divergence, exact_nll)
+    return kl / len(exact)
 
 
 def _row(method: Method, samples: Sequence[_Sample], shape: KVShape) -> Row:
@@ -137,9 +135,9 @@ def _row(method: Method, samples: Sequence[_Sample], shape: KVShape) -> Row:
         family=method.family,
         bits_per_value=bits,
         ratio=KV_DTYPE.itemsize * 8 / bits.mean,
-        kl=estimate([s.divergence.kl for s in samples]),
-        dnll=estimate([s.divergence.nll - s.exact_nll for s in samples]),
-        top1=estimate([s.divergence.top1 for s in samples]),
+        kl=estimate([s.kl for s in samples]),
+        dnll=estimate([s.dnll for s in samples]),
+        top1=estimate([s.top1 for s in samples]),
         encode_mb_s=raw_mb / sum(s.encode_s for s in samples),
         decode_mb_s=raw_mb / sum(s.decode_s for s in samples),
         shares={name: size / sizes.total() for name, size in sizes.items()},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from sgl_kvfetch.types import TENSORS, TensorName
 
 KV_DTYPE = torch.bfloat16
+Shape = tuple[int, int, int, int]  # tokens, layers, heads, dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class KVShape:
         num_tokens, num_layers, num_heads, k_head_dim = k.shape
         return cls(num_tokens, num_layers, num_heads, k_head_dim, v.shape[3])
 
-    def of_tensor(self, tensor: TensorName) -> tuple[int, int, int, int]:
+    def of_tensor(self, tensor: TensorName) -> Shape:
         """Return ``(tokens, layers, heads, dim)``."""
         head_dim = self.k_head_dim if tensor == "k" else self.v_head_dim
         return self.num_tokens, self.num_layers, self.num_heads, head_dim
@@ -97,6 +98,26 @@ class Method(ABC):
             assert values.shape == shape.of_tensor(tensor), (self.name, values.shape)
             assert values.dtype == KV_DTYPE, (self.name, values.dtype)
         return Coded(*restored, parts, encoded_s - started_s, decoded_s - encoded_s)
+
+
+class TensorMethod(Method):
+    """Codes K and V one after the other."""
+
+    @abstractmethod
+    def encode_tensor(self, tensor: TensorName, values: torch.Tensor) -> Iterator[bytes]:
+        """Yield all bytes to store for one of K and V, as in ``encode``."""
+
+    @abstractmethod
+    def decode_tensor(self, tensor: TensorName, parts: Iterator[bytes], shape: Shape) -> torch.Tensor:
+        """Restore K or V of ``shape``. Take as many of ``parts`` as ``encode_tensor`` yielded."""
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> Sequence[bytes]:
+        return [*self.encode_tensor("k", k), *self.encode_tensor("v", v)]
+
+    def decode(self, parts: Sequence[bytes], shape: KVShape) -> tuple[torch.Tensor, torch.Tensor]:
+        left = iter(parts)
+        k, v = (self.decode_tensor(tensor, left, shape.of_tensor(tensor)) for tensor in TENSORS)
+        return k, v
 
 
 def to_bytes(values: torch.Tensor) -> bytes:

@@ -1,22 +1,30 @@
-"""Lists all methods, and selects them by name."""
+"""Lists all methods, selects them by name, and fits those that must be fitted to a model before they encode."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
+
+from tqdm import tqdm
 
 from benchmarks.codec.baselines import baselines
-from benchmarks.codec.baselines.kvtc.method import kvtc_methods
+from benchmarks.codec.baselines.kvtc.calibration import calibrate
+from benchmarks.codec.baselines.kvtc.method import Kvtc, kvtc_methods
 from benchmarks.codec.method import Method
 from benchmarks.codec.ours import our_methods
+from benchmarks.codec.windows import windows_of
+from sgl_kvfetch.calibrate.model import KVModel
 from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.prompts import read_texts
 from sgl_kvfetch.quant.profile import Profile
 
 _NEEDS = (("klt", "--profile"), ("kvtc", "--calibrate-text"))
 
 
 def all_methods(profile: Profile | None, *, can_calibrate: bool = False) -> list[Method]:
-    """Return all methods. ``can_calibrate``: include KVTC; the caller must set its ``fit`` before it encodes."""
+    """Return all methods. ``can_calibrate``: include KVTC; they must go through ``fit`` before they encode."""
     methods = [*our_methods(profile), *baselines(), *(kvtc_methods() if can_calibrate else [])]
     assert len({method.name for method in methods}) == len(methods)
     return methods
@@ -33,3 +41,19 @@ def select(methods: Sequence[Method], patterns: Sequence[str]) -> list[Method]:
             hints = [f"; {family} needs {option}" for family, option in _NEEDS if pattern.startswith(family)]
             raise ConfigError(f"no method matches {pattern!r}; known are {names}{''.join(hints)}")
     return [m for m in methods if not patterns or any(fnmatchcase(m.name, pattern) for pattern in patterns)]
+
+
+def fit(
+    methods: Sequence[Method], model: KVModel, text: Path | None, part: str, num_windows: int, window_tokens: int
+) -> bool:
+    """Fit KVTC to windows of a text, and return whether it is among ``methods``. Raises ConfigError."""
+    to_fit = [method for method in methods if isinstance(method, Kvtc)]
+    if not to_fit:
+        return False
+    assert text is not None, "KVTC needs a text; ``all_methods`` lists it only if there is one"
+    windows = windows_of(model, read_texts(text), part, num_windows, window_tokens)
+    with tqdm(unit="step", desc="KVTC", disable=not sys.stderr.isatty()) as bar:
+        found = calibrate(model, windows, sorted({method.ratio for method in to_fit}), lambda _: bar.update())
+    for method in to_fit:
+        method.fit = found
+    return True

@@ -1,60 +1,43 @@
-"""Reports the rows as a table and as JSON."""
+"""Reports the rows as a table, as JSON, and as a plot."""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.codec.measure import Measured, Row
-from benchmarks.codec.options import Options
 from benchmarks.codec.segments import PAGE_TOKENS
-from benchmarks.codec.statistics import Estimate
 from benchmarks.machine import machine, versions
+from benchmarks.report import COLOURS, figure, make_table
+from benchmarks.stats import Estimate
 
 FORMAT = 1
-_TITLES = ("bits a value", "ratio", "KL (nats)", "change of NLL", "same top token", "encode MB/s", "decode MB/s")
+_COLUMNS = ("method", "bits a value", "ratio", "KL (nats)", "change of NLL", "same top token", "encode MB/s")
+_TITLE = "All bytes counted; ± is a 95% confidence interval over the windows"
+_LOSSLESS_KL = 1e-9
 
 
-def print_methods(methods: Sequence[tuple[str, str]], console: Console) -> None:
-    table = Table("method", "source")
-    for name, source in methods:
-        table.add_row(name, source)
-    console.print(table)
-
-
-def print_table(measured: Measured, console: Console) -> None:
-    table = Table(title="All bytes counted; ± is a 95% confidence interval over the windows")
-    table.add_column("method", no_wrap=True)
-    for title in _TITLES:
-        table.add_column(title, justify="right")
-    family = ""
-    for row in measured.rows:
-        if family and row.family != family:
-            table.add_section()
-        family = row.family
-        table.add_row(*_cells(row))
-    console.print(table)
-    _print_shares(measured.rows, console)
+def print_report(measured: Measured, console: Console) -> None:
+    console.print(make_table(_TITLE, (*_COLUMNS, "decode MB/s"), map(_cells, measured.rows)))
+    shares = [
+        (row.name, ", ".join(f"{name} {share:.1%}" for name, share in row.shares.items()))
+        for row in measured.rows
+        if row.shares
+    ]
+    if shares:
+        console.print(make_table("Shares of the bytes", ("method", ""), shares))
     for name, reason in measured.left_out.items():
         console.print(f"{name} is left out: {reason}", style="yellow", markup=False)
     console.print(
         f"NLL after exact KV: {measured.nll.mean:.4f} nats a token. Speeds are those of this project's implementations "
         "on a CPU; the authors' run on GPUs."
     )
-
-
-def _print_shares(rows: Sequence[Row], console: Console) -> None:
-    table = Table("method", "shares of its bytes")
-    for row in rows:
-        if row.shares:
-            table.add_row(row.name, ", ".join(f"{name} {share:.1%}" for name, share in row.shares.items()))
-    if table.row_count:
-        console.print(table)
 
 
 def _cells(row: Row) -> list[str]:
@@ -70,24 +53,20 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def to_json(measured: Measured, options: Options, device: str, duration_s: float) -> dict[str, Any]:
-    shape = measured.shape
+def make_report(measured: Measured, config: dict[str, Any], device: str, duration_s: float) -> dict[str, Any]:
     return {
         "benchmark": "codec",
         "format": FORMAT,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "duration_s": duration_s,
-        "model": options.model,
-        "text": str(options.text),
-        "part": options.part,
-        "windows": options.windows,
-        "context_tokens": options.context_tokens,
-        "continuation_tokens": options.continuation_tokens,
+        **{key: config[key] for key in ("model", "text", "part", "windows")},
+        "context_tokens": config["context"],
+        "continuation_tokens": config["continuation"],
         "kv": {
-            "layers": shape.num_layers,
-            "heads": shape.num_heads,
-            "k_head_dim": shape.k_head_dim,
-            "v_head_dim": shape.v_head_dim,
+            "layers": measured.shape.num_layers,
+            "heads": measured.shape.num_heads,
+            "k_head_dim": measured.shape.k_head_dim,
+            "v_head_dim": measured.shape.v_head_dim,
             "dtype": "bfloat16",
             "page_size": PAGE_TOKENS,
         },
@@ -95,7 +74,7 @@ def to_json(measured: Measured, options: Options, device: str, duration_s: float
         "nll": measured.nll.mean,
         "machine": machine() | {"device": device, "torch_threads": torch.get_num_threads()},
         "versions": versions(),
-        "config": options.as_json(),
+        "config": config,
         "left_out": measured.left_out,
         "rows": [_row_json(row) for row in measured.rows],
     }
@@ -103,20 +82,44 @@ def to_json(measured: Measured, options: Options, device: str, duration_s: float
 
 def _row_json(row: Row) -> dict[str, Any]:
     """Return the row as JSON. ``..._ci`` is ``[low, high]``, or null for a single window."""
-    return {
-        "name": row.name,
-        "source": row.source,
-        "family": row.family,
-        "bits_per_value": row.bits_per_value.mean,
-        "bits_ci": row.bits_per_value.interval,
-        "ratio": row.ratio,
-        "kl": row.kl.mean,
-        "kl_ci": row.kl.interval,
-        "dnll": row.dnll.mean,
-        "dnll_ci": row.dnll.interval,
-        "top1": row.top1.mean,
-        "top1_ci": row.top1.interval,
-        "encode_mb_s": row.encode_mb_s,
-        "decode_mb_s": row.decode_mb_s,
-        "shares": row.shares,
-    }
+    shown = {name: value for name, value in vars(row).items() if not isinstance(value, Estimate)}
+    for name, value in vars(row).items():
+        if isinstance(value, Estimate):
+            shown |= {name: value.mean, f"{name.removesuffix('_per_value')}_ci": value.interval}
+    return shown
+
+
+def plot_rates(path: Path, rows: Sequence[Row], subtitle: str) -> None:
+    """Plot KL against bits, one curve per family; lower left is better. Whiskers are 95% confidence intervals. Lossless
+    methods, with a KL of 0, are vertical lines."""
+    looks = zip(cycle(COLOURS[1:]), cycle("sD^vPX<>p"), cycle(("-", "--", ":")), strict=False)
+    our_looks = zip(cycle(COLOURS[:1]), cycle("ov"), cycle(("-", "--")), strict=False)
+    with figure(path, f"KV cache: accuracy against size\n{subtitle}", figsize=(9.5, 6)) as (_, ((axes,),)):
+        for family in dict.fromkeys(row.family for row in rows):
+            curve = [row for row in rows if row.family == family and row.kl.mean > _LOSSLESS_KL]
+            if not curve:
+                continue
+            curve.sort(key=lambda row: row.bits_per_value.mean)
+            is_ours = "(ours)" in family
+            colour, marker, style = next(our_looks if is_ours else looks)
+            kls = [row.kl.mean for row in curve]
+            margins = [row.kl.margin or 0.0 for row in curve]
+            # A logarithmic axis cannot show an interval that reaches below zero: cut it at a tenth of the mean.
+            below = [min(margin, 0.9 * kl) for margin, kl in zip(margins, kls, strict=True)]
+            axes.errorbar(
+                [row.bits_per_value.mean for row in curve],
+                kls,
+                yerr=[below, margins],
+                fmt=f"{marker}{style}",
+                color=colour,
+                lw=2.4 if is_ours else 1.3,
+                elinewidth=0.8,
+                label=family,
+            )
+        for row in rows:
+            if row.kl.mean <= _LOSSLESS_KL:
+                axes.axvline(row.bits_per_value.mean, color="#444444", ls=":", label=f"{row.name}, no loss")
+        axes.set(yscale="log", xlabel="bits a value, everything counted", ylabel="KL to exact KV (nats a token)")
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import cycle
@@ -10,14 +9,16 @@ from itertools import cycle
 import torch
 
 from benchmarks.codec.method import KV_DTYPE, KVShape, Method
+from benchmarks.heads import make_heads
+from harness.small_segments import page_hashes
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.container.segment import SegmentReader, SegmentSpec, encode_segment
 from sgl_kvfetch.dataplane.client import MAX_SEGMENT_TOKENS, RESOLUTION
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.keys import HeadSlice, Namespace, buddy_split
+from sgl_kvfetch.keys import buddy_split
 from sgl_kvfetch.quant import CellValues, Quantiser
-from sgl_kvfetch.types import dtype_name
+from sgl_kvfetch.types import KVGeometry, dtype_name
 
 PAGE_TOKENS = 64
 _SPAN_TOKENS = KVFetchConfig.model_fields["span_tokens"].default
@@ -35,14 +36,12 @@ class SegmentMethod(Method):
         shape = KVShape.of(k, v)
         if shape.num_tokens % PAGE_TOKENS:
             raise UnsupportedError(f"{self.name}: {shape.num_tokens} tokens; expected a multiple of {PAGE_TOKENS}")
-        hashes = [hashlib.sha256(f"page {page}".encode()).digest() for page in range(shape.num_tokens // PAGE_TOKENS)]
-        spec = SegmentSpec(
-            self._heads(shape),
-            self.quantiser,
-            self.codec,
-            RESOLUTION,
-            _SPAN_TOKENS // PAGE_TOKENS,
+        hashes = page_hashes(shape.num_tokens // PAGE_TOKENS)
+        geometry = KVGeometry(
+            shape.num_layers, shape.num_heads, shape.k_head_dim, shape.v_head_dim, PAGE_TOKENS, dtype_name(KV_DTYPE)
         )
+        heads = make_heads(geometry, self.quantiser)
+        spec = SegmentSpec(heads, self.quantiser, self.codec, RESOLUTION, _SPAN_TOKENS // PAGE_TOKENS)
         parts = []
         for first, count in buddy_split(0, len(hashes), MAX_SEGMENT_TOKENS // PAGE_TOKENS):
             tokens = slice(first * PAGE_TOKENS, (first + count) * PAGE_TOKENS)
@@ -79,22 +78,6 @@ class SegmentMethod(Method):
             layers, heads = manifest.grid.layers(cell.layer_group), manifest.grid.heads(cell.head_block)
             for whole, part in zip(into.tokens(tokens).cell(layers, heads), values, strict=True):
                 whole.copy_(part)
-
-    def _heads(self, shape: KVShape) -> HeadSlice:
-        namespace = Namespace(
-            model="weights:" + "0" * 32,
-            model_dtype="dtype=bfloat16;quantization=None",
-            attention="mha",
-            kv_dtype=dtype_name(KV_DTYPE),
-            page_size=PAGE_TOKENS,
-            num_layers=shape.num_layers,
-            first_layer=0,
-            num_heads=shape.num_heads,
-            k_head_dim=shape.k_head_dim,
-            v_head_dim=shape.v_head_dim,
-            quantiser=self.quantiser.identity,
-        )
-        return HeadSlice(namespace, range(shape.num_heads))
 
 
 def segments_of(parts: Sequence[bytes]) -> Iterator[tuple[Manifest, bytes]]:

@@ -29,13 +29,13 @@ from benchmarks.codec.measure import measure
 from benchmarks.codec.segments import SegmentMethod
 from benchmarks.codec.windows import windows_of
 from benchmarks.machine import machine, versions
-from benchmarks.report import write_json
+from benchmarks.report import make_parser, make_table, no_traceback, settings, whole_number, write_json
 from sgl_kvfetch.calibrate.fit import Options, calibrate, cell_grid
-from sgl_kvfetch.calibrate.model import KVModel, calibration_windows, part_of, read_text
-from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.calibrate.model import KVModel, calibration_windows, part_of
+from sgl_kvfetch.calibrate.rotation import find_rope
+from sgl_kvfetch.prompts import read_texts
 from sgl_kvfetch.quant.klt import KltQuantiser
 from sgl_kvfetch.quant.profile import Calibration, Profile
-from sgl_kvfetch.quant.rope import rope_of_config
 from sgl_kvfetch.types import CellGrid
 
 KLS = (1e-3, 3e-3, 1e-2)
@@ -158,15 +158,11 @@ def at_kl(points: Sequence[Point], kl: float) -> Point | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Return the exit code: 0, or 2 on an error."""
     args = _parse(argv)
     console = Console(highlight=False)
     console.width = max(console.width, _WIDTH)
-    try:
+    with no_traceback():
         report = _run(args)
-    except KVFetchError as e:
-        console.print(f"error: {e}", style="red", markup=False)
-        return 2
     console.print(_table(report))
     for name, larger in report["larger_models"].items():
         price = _show_price(larger["profile_bytes"], larger["multiply_adds_a_value"])
@@ -178,16 +174,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("benchmarks.codec.spans", __doc__)
     parser.add_argument("--model", required=True, help="any transformers path")
     parser.add_argument("--text", type=Path, required=True, help="text to encode: plain, or JSONL with `prompt`")
-    parser.add_argument("--part", default="0:0.5", help="the part of it to encode (default: %(default)s)")
-    parser.add_argument("--windows", type=int, default=10, help="windows of it (default: %(default)s)")
+    parser.add_argument("--part", default="0:0.5", help="the part of it to encode")
+    parser.add_argument("--windows", type=whole_number, default=10, help="windows of it")
     parser.add_argument("--calibrate-text", type=Path, help="text to calibrate on (default: --text)")
-    parser.add_argument("--calibrate-part", default="0.5:1", help="the part of that to use (default: %(default)s)")
-    parser.add_argument("--calibrate-windows", type=int, default=25, help="windows of that (default: %(default)s)")
-    parser.add_argument("--context", type=int, default=1024, help="(default: %(default)s)")
-    parser.add_argument("--continuation", type=int, default=512, help="(default: %(default)s)")
+    parser.add_argument("--calibrate-part", default="0.5:1", help="the part of that to use")
+    parser.add_argument("--calibrate-windows", type=whole_number, default=25, help="windows of that")
+    parser.add_argument("--context", type=whole_number, default=1024, help="tokens")
+    parser.add_argument("--continuation", type=whole_number, default=512, help="tokens")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     return parser.parse_args(argv)
 
@@ -196,8 +192,8 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     model = KVModel(args.model)
     shape = Shape.of(model)
     length = args.context + args.continuation
-    coded = windows_of(model, read_text(args.text), args.part, args.windows, length + 1)
-    tokens = [part_of(model.tokenise(t), args.calibrate_part) for t in read_text(args.calibrate_text or args.text)]
+    coded = windows_of(model, read_texts(args.text), args.part, args.windows, length + 1)
+    tokens = [part_of(model.tokenise(t), args.calibrate_part) for t in read_texts(args.calibrate_text or args.text)]
     fitted = calibration_windows(model, tokens, args.calibrate_windows, length)
     profiles: dict[tuple[Span, bool], Profile] = {}
     rows = []
@@ -210,7 +206,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         rows.append(_row(variant, shape, _measured(model, coded, args.context, profile)))
     return {
         "benchmark": "codec.spans",
-        "config": {key: str(value) for key, value in vars(args).items()},
+        "config": settings(args),
         "bits": "everything counted, HEVC",
         "machine": machine(),
         "versions": versions(),
@@ -221,7 +217,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _calibrated(model: KVModel, windows: Sequence[torch.Tensor], options: Options) -> Profile:
     describe = Calibration(model.path, "", "", len(windows), options.num_context, len(windows[0]) - options.num_context)
-    return calibrate(model, windows, rope_of_config(model.config), describe, options)
+    return calibrate(model, windows, find_rope(model), describe, options)
 
 
 def _measured(model: KVModel, windows: Sequence[torch.Tensor], num_context: int, profile: Profile) -> list[Point]:
@@ -263,16 +259,14 @@ def _price(shape: Shape, span: Span, integers: float | None) -> dict[str, Any]:
 
 def _table(report: dict[str, Any]) -> Table:
     rows = report["rows"]
-    table = Table(
-        title=f"Bits a value at equal KL, {report['bits']}. Profile and multiply-adds a value at KL {KLS[0]:g}"
-    )
-    table.add_column("cells of K and V of")
-    for title in (*(f"KL {kl:g}" for kl in KLS), *rows[0]["price"]):
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in rows:
-        bits = ["out of range" if b is None else f"{b:.3f}" for b in row["bits_at_kl"].values()]
-        table.add_row(row["name"], *bits, *(_show_price(**price) for price in row["price"].values()))
-    return table
+    title = f"Bits a value at equal KL, {report['bits']}. Profile and multiply-adds a value at KL {KLS[0]:g}"
+    columns = ("cells of K and V of", *(f"KL {kl:g}" for kl in KLS), *rows[0]["price"])
+    return make_table(title, columns, map(_cells, rows))
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    bits = ("out of range" if b is None else f"{b:.3f}" for b in row["bits_at_kl"].values())
+    return [row["name"], *bits, *(_show_price(**price) for price in row["price"].values())]
 
 
 def _show_price(profile_bytes: int, multiply_adds_a_value: float | None) -> str:

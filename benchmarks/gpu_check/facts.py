@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 
 import torch
@@ -15,7 +14,7 @@ _QUERY = "driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.memor
 
 def run(record: Record) -> None:
     """Record the facts. The step is skipped if torch can use no CUDA GPU."""
-    facts = {**machine(), **versions(), "triton": _version("triton")}
+    facts = {**machine(), **versions()}
     gpu = facts.pop("gpu")
     if gpu is not None:
         record.row("Machine", what="gpu", **{"is": gpu})
@@ -38,10 +37,3 @@ def _driver_facts() -> dict[str, str]:
     except (OSError, subprocess.SubprocessError) as e:
         return {"nvidia-smi": f"{type(e).__name__}"}
     return dict(zip(_QUERY.split(","), (part.strip() for part in done.stdout.split(",")), strict=False))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

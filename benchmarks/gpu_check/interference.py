@@ -18,7 +18,7 @@ from benchmarks.gpu_check.timing import seconds_of
 from sgl_kvfetch.codecs import get_codec
 from sgl_kvfetch.codecs.base import FrameDecoder
 from sgl_kvfetch.codecs.nvdec import open_nvdec
-from sgl_kvfetch.cuda_streams import CudaDevice
+from sgl_kvfetch.cuda_streams import Device
 
 GOAL = 0.01  # largest allowed slow-down
 _SIDE = 8192
@@ -28,7 +28,7 @@ _ROUNDS = 5  # alternating between alone and during decoding
 def run(record: Record) -> None:
     torch.zeros(1, device="cuda")
     device = torch.device("cuda", 0)
-    nvdec, about = open_nvdec(CudaDevice(device))
+    nvdec, about = open_nvdec(Device(device))
     if nvdec is None:
         raise SkippedError(about)
     sessions = [nvdec.open_session() for _ in range(nvdec.num_engines)]
@@ -57,7 +57,7 @@ def measure(
     num_frames, _, height, width = frames.shape
     bitstream = get_codec(name).encode(frames)
     # With the frame sum, as in a fetch.
-    jobs = [partial(decoder.decode, bitstream, num_frames, height, width, with_sum=True) for decoder in decoders]
+    jobs = [partial(decoder.decode, bitstream, (num_frames, height, width), with_sum=True) for decoder in decoders]
     alone, beside, decoded = [], [], 0
     for _ in range(rounds):
         alone.append(seconds_of(product, device, repeats=repeats))

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +15,14 @@ import torch
 
 from benchmarks.gpu_check.record import Record
 from benchmarks.memory import GOAL_BYTES, MAX_SEGMENT_TOKENS, PAGE_TOKENS, Setup, repeated_segments
+from benchmarks.sampler import Sampler
+from harness.fetching import fetch_pages
 from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.codecs.base import Decoders
 from sgl_kvfetch.codecs.nvdec import open_nvdec
 from sgl_kvfetch.codecs.surfaces import MAX_SURFACE_BYTES
 from sgl_kvfetch.container.segment import CodedSegment, SegmentReader
-from sgl_kvfetch.cuda_streams import CudaDevice
+from sgl_kvfetch.cuda_streams import Device
 from sgl_kvfetch.fetch.fetcher import Fetcher
 from sgl_kvfetch.fetch.plan import PageSource
 from sgl_kvfetch.fetch.sink import GuardedSink
@@ -39,7 +39,7 @@ _TIMEOUT_S = 60.0
 
 def run(record: Record) -> None:
     torch.zeros(1, device="cuda")
-    device = CudaDevice(torch.device("cuda", 0))
+    device = Device(torch.device("cuda", 0))
     setup = Setup("uint8", "hevc", layers=6)
     segments = repeated_segments(setup, NUM_TOKENS)
     with tempfile.TemporaryDirectory() as folder:
@@ -54,12 +54,12 @@ def _measure(
     segments: Sequence[CodedSegment],
     folder: Path,
     on_nvdec: bool,
-    device: CudaDevice,
+    device: Device,
 ) -> None:
     from sgl_kvfetch.plugin.device.cuda_pages import DEVICE_BYTES, CudaPages
 
     pool = make_pool(setup, NUM_TOKENS, str(device.torch_device))
-    before = _held_bytes()
+    _, before = _held_bytes()
     nvdec, about = open_nvdec(device) if on_nvdec else (None, "")
     if on_nvdec and (nvdec is None or "hevc" not in nvdec.codecs):
         record.note(f"memory with NVDEC was not measured: {about}")
@@ -71,12 +71,13 @@ def _measure(
     # Warm up: compile kernels, create decoders, allocate the first blocks.
     asyncio.run(fetch(folder, setup, segments, pages, MAX_SEGMENT_TOKENS // PAGE_TOKENS, sessions))
     torch.cuda.synchronize()
-    made_once = _held_bytes().in_all - before.in_all
+    made_once = _held_bytes()[1] - before
     with Sampler(_held_bytes) as sampler:
         started_s = time.monotonic()
         num_pages, failures = asyncio.run(fetch(folder, setup, segments, pages, NUM_TOKENS // PAGE_TOKENS, sessions))
         torch.cuda.synchronize()
         seconds = time.monotonic() - started_s
+    then_torch, then_all = sampler.peaks
     record.row(
         "Memory on the GPU for a fetch",
         decoded_on=decoded_on,
@@ -86,15 +87,15 @@ def _measure(
         once_mb=made_once / 1e6,  # the fixed buffers, decoders, kernels and the allocator's blocks
         surfaces_counted_mb=0 if nvdec is None else nvdec.surfaces.taken_bytes / 1e6,
         surfaces_bound_mb=0 if nvdec is None else MAX_SURFACE_BYTES / 1e6,
-        then_torch_mb=sampler.peak.in_torch / 1e6,
-        then_all_mb=sampler.peak.in_all / 1e6,
+        then_torch_mb=then_torch / 1e6,
+        then_all_mb=then_all / 1e6,
         samples=sampler.num_samples,
     )
     if num_pages * PAGE_TOKENS != NUM_TOKENS:
         record.fail(f"decoded on {decoded_on}: only {num_pages} pages restored: {'; '.join(map(str, failures))}")
     elif wrong := wrong_values(setup, segments[0], pages, NUM_TOKENS):
         record.fail(f"decoded on {decoded_on}: {wrong}")
-    if (held := made_once + sampler.peak.in_all) > GOAL_BYTES:
+    if (held := made_once + then_all) > GOAL_BYTES:
         record.note(f"decoded on {decoded_on}: {held / 1e6:.0f} MB in all; the goal is {GOAL_BYTES / 1e6:.0f}")
 
 
@@ -145,7 +146,9 @@ async def fetch(
             may_delete=False,
             decode_bytes=64 << 20,  # as in device mode
         )
-        result = await fetcher.fetch(sources[:num_pages], range(1, 1 + num_pages), GuardedSink(pages), _TIMEOUT_S)
+        result = await fetch_pages(
+            fetcher, sources[:num_pages], range(1, 1 + num_pages), GuardedSink(pages), _TIMEOUT_S
+        )
     await store.close()
     pages.publish()
     return result.num_pages, result.failures
@@ -170,41 +173,7 @@ def wrong_values(setup: Setup, segment: CodedSegment, pages: DevicePages, num_to
     return ""
 
 
-@dataclass(frozen=True)
-class Held:
-    in_torch: int  # by torch's allocator
-    in_all: int  # on the whole device, including decoders and other processes
-
-
-def _held_bytes() -> Held:
+def _held_bytes() -> tuple[int, int]:
+    """Return the bytes held by torch's allocator, and on the whole device, with decoders and other processes."""
     free, total = torch.cuda.mem_get_info()
-    return Held(torch.cuda.memory_allocated(), total - free)
-
-
-class Sampler:
-    """Measures the peak memory while it runs, relative to the memory at its creation."""
-
-    def __init__(self, held_bytes: Callable[[], Held]) -> None:
-        self._held_bytes = held_bytes
-        self._base = held_bytes()
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.peak = Held(0, 0)
-        self.num_samples = 0
-
-    def __enter__(self) -> Sampler:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._is_over.wait(0.001):
-            held = self._held_bytes()
-            self.peak = Held(
-                max(self.peak.in_torch, held.in_torch - self._base.in_torch),
-                max(self.peak.in_all, held.in_all - self._base.in_all),
-            )
-            self.num_samples += 1
+    return torch.cuda.memory_allocated(), total - free

@@ -16,7 +16,7 @@ from sgl_kvfetch.codecs import get_codec
 from sgl_kvfetch.codecs.base import Decoders, FrameDecoder
 from sgl_kvfetch.codecs.nvdec import Nvdec, open_nvdec
 from sgl_kvfetch.codecs.nvdec_caps import decode_caps
-from sgl_kvfetch.cuda_streams import CudaDevice
+from sgl_kvfetch.cuda_streams import Device
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.triton_kernels.frame_sum import frame_sum
@@ -38,7 +38,7 @@ def run(record: Record) -> None:
 def find_nvdec(record: Record) -> Nvdec:
     """Open NVDEC and record its capabilities. Raises SkippedError."""
     torch.zeros(1, device="cuda")  # creates the CUDA context
-    nvdec, about = open_nvdec(CudaDevice(torch.device("cuda", 0)))
+    nvdec, about = open_nvdec(Device(torch.device("cuda", 0)))
     try:
         caps = decode_caps()
     except OSError:
@@ -69,7 +69,7 @@ def check_bits(record: Record, decoders: Decoders, sizes: Sequence[str]) -> None
 def _what_is_wrong(decoder: FrameDecoder, bitstream: bytes, frames: torch.Tensor) -> str:
     num_frames, _, height, width = frames.shape
     try:
-        found = decoder.decode(bitstream, num_frames, height, width)
+        found = decoder.decode(bitstream, (num_frames, height, width))
     except CorruptError as e:
         return str(e)
     if not found.is_on_device:
@@ -78,7 +78,7 @@ def _what_is_wrong(decoder: FrameDecoder, bitstream: bytes, frames: torch.Tensor
     same_there, same_here = torch.equal(found.frames.cpu(), frames), torch.equal(found.host, frames)
     if not (same_there and same_here):
         return f"other pixels: {'host' if same_there else 'device'}"
-    summed = decoder.decode(bitstream, num_frames, height, width, with_sum=True)
+    summed = decoder.decode(bitstream, (num_frames, height, width), with_sum=True)
     return "" if summed.frame_sum == sum_of_frames(frames) else "another frame sum"
 
 
@@ -101,7 +101,7 @@ def check_damage(record: Record, decoders: Decoders) -> None:
 def _outcome(decoder: FrameDecoder, bad: bytes, frames: torch.Tensor) -> str:
     num_frames, _, height, width = frames.shape
     try:
-        found = decoder.decode(bad, num_frames, height, width)
+        found = decoder.decode(bad, (num_frames, height, width))
     except CorruptError:
         return "corrupt"
     return "as if whole" if torch.equal(found.frames.cpu(), frames) else "other pixels"
@@ -200,7 +200,7 @@ def decode_rate(
     is_over = threading.Event()
 
     def decode(decoder: FrameDecoder) -> None:
-        decoder.decode(bitstream, num_frames, height, width, with_sum=with_sum)
+        decoder.decode(bitstream, (num_frames, height, width), with_sum=with_sum)
 
     def work(decoder: FrameDecoder) -> int:
         count = 0

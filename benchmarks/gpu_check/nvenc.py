@@ -12,12 +12,12 @@ import torch
 from benchmarks.gpu_check.clips import SIZES, make_frames
 from benchmarks.gpu_check.record import Record, SkippedError
 from sgl_kvfetch.codecs import get_codec
-from sgl_kvfetch.codecs.base import FrameDecoder
+from sgl_kvfetch.codecs.base import FrameDecoder, PictureShape
 from sgl_kvfetch.codecs.nvdec import open_nvdec
 from sgl_kvfetch.codecs.nvenc import MAX_SESSIONS, NvencEncoder, open_nvenc
 from sgl_kvfetch.codecs.nvenc_caps import encode_caps
 from sgl_kvfetch.codecs.nvenc_sessions import NoEncoderError
-from sgl_kvfetch.cuda_streams import CudaDevice
+from sgl_kvfetch.cuda_streams import Device
 from sgl_kvfetch.errors import CorruptError
 
 _SECONDS = 0.6  # per measurement
@@ -25,7 +25,7 @@ _SECONDS = 0.6  # per measurement
 
 def run(record: Record) -> None:
     encoders = open_encoders(record)
-    nvdec, _ = open_nvdec(CudaDevice(torch.device("cuda", 0)))
+    nvdec, _ = open_nvdec(Device(torch.device("cuda", 0)))
     check_bits(record, encoders, {} if nvdec is None else nvdec.open_session(), list(SIZES))
     measure(record, encoders, [1, 2, 3, MAX_SESSIONS])
 
@@ -82,14 +82,14 @@ def check_bits(
                 record.fail(f"{name} {size}: {wrong}")
 
 
-def _decode_on_nvdec(decoder: FrameDecoder, bitstream: bytes, num_frames: int, height: int, width: int) -> torch.Tensor:
-    return decoder.decode(bitstream, num_frames, height, width).host
+def _decode_on_nvdec(decoder: FrameDecoder, bitstream: bytes, shape: PictureShape) -> torch.Tensor:
+    return decoder.decode(bitstream, shape).host
 
 
 def _compare(decode: Callable[..., torch.Tensor], bitstream: bytes, frames: torch.Tensor) -> str:
     num_frames, _, height, width = frames.shape
     try:
-        found = decode(bitstream, num_frames, height, width)
+        found = decode(bitstream, (num_frames, height, width))
     except CorruptError as e:
         return str(e)
     return "equal" if torch.equal(found, frames) else "other pixels"

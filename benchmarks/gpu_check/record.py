@@ -18,7 +18,7 @@ class Record:
     """A step's findings, written to ``path`` at each change. A step with recorded failures always ends as failed."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._rows: list[dict[str, Any]] = []
         self._failures: list[str] = []
         self._notes: list[str] = []
@@ -51,6 +51,6 @@ class Record:
             "rows": self._rows,
             "notes": self._notes,
         }
-        temporary = self._path.with_suffix(".new")
+        temporary = self.path.with_suffix(".new")
         temporary.write_text(json.dumps(content))
-        os.replace(temporary, self._path)
+        os.replace(temporary, self.path)

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.gpu_check.record import Outcome
 from benchmarks.gpu_check.steps import Step
 
-_END_S = 20.0  # for a step to clean up after its time limit; an SGLang server takes up to 15 s
+_END_S = 20.0  # for a step to clean up after its time limit; an interpreter takes seconds on a busy machine
 _TAIL_LINES = 30
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import random
 import time
@@ -11,8 +12,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from benchmarks.client import stream_generate
-from benchmarks.interference.options import Options
-from benchmarks.interference.spans import Span
+from benchmarks.interference.spans import Request, Span
 
 LONG_TIMEOUT_S = 120.0
 _VOCABULARY = range(3, 1000)
@@ -32,30 +32,14 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Request:
-    """Times are those of ``time.monotonic()``. ``storage_tokens``: prompt tokens that came from the store."""
-
-    name: str
-    sent_s: float
-    first_s: float
-    end_s: float
-    tpot_s: float
-    storage_tokens: int
-
-    @property
-    def ttft_s(self) -> float:
-        return self.first_s - self.sent_s
-
-
-@dataclass(frozen=True)
 class Run:
     """One run of one mode. ``spans``: those that the server recorded. ``other_cores``: how many cores other processes
-    used on average, None if the system does not tell."""
+    used on average."""
 
     short: list[Request]
     long: list[Request]
     spans: list[Span]
-    other_cores: float | None = None
+    other_cores: float = 0.0
 
     @property
     def share_during_fetch(self) -> float:
@@ -68,7 +52,7 @@ class Run:
         return [any(long.sent_s <= r.sent_s < long.first_s for long in self.long) for r in self.short]
 
 
-def make_plan(options: Options) -> Plan:
+def make_plan(options: argparse.Namespace) -> Plan:
     """Plan a run: short prompts arrive as a Poisson process, long ones at equal intervals."""
     rng = random.Random(options.seed)
 
@@ -102,7 +86,7 @@ async def send(
                 sent_s + answer.ttft_s,
                 sent_s + answer.e2e_s,
                 answer.tpot_s or 0.0,
-                answer.cached.storage,
+                answer.cached["storage"],
             )
 
         return await asyncio.gather(

@@ -6,7 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from matplotlib.patches import Patch
+
 from benchmarks.interference.spans import Span
+from benchmarks.report import figure
 from sgl_kvfetch.timeline import Stage
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish, for busy stages; greys for waiting.
@@ -29,42 +32,29 @@ _ZOOM_SHARE = 0.12  # share of the run
 def plot_timeline(path: Path, requests: Mapping[str, Sequence[Span]], long: Collection[str], subtitle: str) -> None:
     """Draw the whole run on the left, and the time around the end of the first fetch on the right. ``requests``: each
     one's spans, in the order of sending. ``long``: names of the requests that fetch."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import patches, pyplot
-
     zero_s = min(span.start_s for spans in requests.values() for span in spans)
     end_s = max(span.end_s for spans in requests.values() for span in spans) - zero_s
     landed_s = min((spans[-1].start_s for name, spans in requests.items() if name in long), default=zero_s) - zero_s
     zoom = (landed_s - 0.7 * _ZOOM_SHARE * end_s, landed_s + 0.3 * _ZOOM_SHARE * end_s)
     rows = sum(_height(name, long) + _GAP for name in requests)
-    figure, (whole, near) = pyplot.subplots(
-        1,
-        2,
-        figsize=(15, 1.8 + 0.13 * rows),
-        layout="constrained",
-        gridspec_kw={"width_ratios": (3, 2)},
-    )
-    figure.suptitle(f"Requests over time. {subtitle}", fontsize=10)
     inside = {
         name: spans
         for name, spans in requests.items()
         if any(span.end_s - zero_s > zoom[0] and span.start_s - zero_s < zoom[1] for span in spans)
     }
-    for axes, shown in ((whole, requests), (near, inside)):
-        _draw_rows(axes, shown, long, zero_s)
-        axes.set_xlabel("seconds")
-        axes.grid(axis="x", alpha=0.3)
-        axes.set_axisbelow(True)
-    whole.set(title="The whole run", xlim=(0, end_s))
-    whole.axvspan(*zoom, color="black", alpha=0.06, lw=0)
-    near.set(title="Around the end of the first fetch", xlim=zoom)
-    handles = [patches.Patch(color=_COLOURS[stage]) for stage in get_args(Stage)]
-    labels = [_LABELS.get(stage, stage) for stage in get_args(Stage)]
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9)
-    figure.savefig(path, dpi=100, format="png")
-    pyplot.close(figure)
+    look = {"figsize": (15, 1.8 + 0.13 * rows), "gridspec_kw": {"width_ratios": (3, 2)}, "dpi": 100}
+    with figure(path, f"Requests over time. {subtitle}", columns=2, **look) as (drawn, ((whole, near),)):
+        for axes, shown in ((whole, requests), (near, inside)):
+            _draw_rows(axes, shown, long, zero_s)
+            axes.set_xlabel("seconds")
+            axes.grid(axis="x", alpha=0.3)
+            axes.set_axisbelow(True)
+        whole.set(title="The whole run", xlim=(0, end_s))
+        whole.axvspan(*zoom, color="black", alpha=0.06, lw=0)
+        near.set(title="Around the end of the first fetch", xlim=zoom)
+        handles = [Patch(color=_COLOURS[stage]) for stage in get_args(Stage)]
+        labels = [_LABELS.get(stage, stage) for stage in get_args(Stage)]
+        drawn.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9)
 
 
 def _draw_rows(axes: Any, requests: Mapping[str, Sequence[Span]], long: Collection[str], zero_s: float) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
+from benchmarks import report
 from benchmarks.interference.load import Run
 from benchmarks.interference.spans import fetch_seconds
 
@@ -75,24 +76,22 @@ def confidence_interval(ours: NDArray[Any], base: NDArray[Any], seed: int = 0) -
 
 def make_table(rows: Sequence[Mapping[str, Any]], pinned: bool) -> Table:
     where = "the scheduler on a core of its own" if pinned else "on all cores"
-    table = Table(title=f"short requests while long prompts are fetched, {where}: p50 / p95")
-    table.add_column("")
-    for column in ("TTFT, ms", "p50 to none (95%)", "TPOT, ms", "p50 to none (95%)", "TTFT of long, s", "fetch, s"):
-        table.add_column(column, justify="right")
-    for column in ("tokens from store", "TTFT within", "TPOT within"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        cells = [row["name"]]
-        for name in ("ttft", "tpot"):
-            cells.append(" / ".join(f"{row[name + '_s'][p] * 1e3:.1f}" for p in ("p50", "p95")))
-            low, high = row[f"ratio_{name}_p50_ci95"]
-            cells.append(f"{row[f'ratio_{name}_p50']:.2f} ({low:.2f}-{high:.2f})")
-        stored = row["long_storage_tokens"]
-        cells.append(f"{row['long_ttft_s']:.2f}" if stored else "")
-        cells.append(f"{row['fetch_s']:.2f}" if row["fetch_s"] is not None else "")
-        cells.append(f"{statistics.mean(stored):.0f}" if stored else "")
-        for name in ("ttft", "tpot"):
-            within = row[f"within_ratios_{name}_p50"]
-            cells.append(f"{statistics.median(within):.2f}" if within else "")
-        table.add_row(*cells)
-    return table
+    title = f"short requests while long prompts are fetched, {where}: p50 / p95"
+    columns = ("", "TTFT, ms", "p50 to none (95%)", "TPOT, ms", "p50 to none (95%)", "TTFT of long, s", "fetch, s")
+    return report.make_table(title, (*columns, "tokens from store", "TTFT within", "TPOT within"), map(_cells, rows))
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    cells = [row["name"]]
+    for name in ("ttft", "tpot"):
+        cells.append(" / ".join(f"{row[name + '_s'][p] * 1e3:.1f}" for p in ("p50", "p95")))
+        low, high = row[f"ratio_{name}_p50_ci95"]
+        cells.append(f"{row[f'ratio_{name}_p50']:.2f} ({low:.2f}-{high:.2f})")
+    stored = row["long_storage_tokens"]
+    cells.append(f"{row['long_ttft_s']:.2f}" if stored else "")
+    cells.append(f"{row['fetch_s']:.2f}" if row["fetch_s"] is not None else "")
+    cells.append(f"{statistics.mean(stored):.0f}" if stored else "")
+    for name in ("ttft", "tpot"):
+        within = row[f"within_ratios_{name}_p50"]
+        cells.append(f"{statistics.median(within):.2f}" if within else "")
+    return cells

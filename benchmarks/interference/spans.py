@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from sgl_kvfetch.timeline import Stage
 
@@ -19,17 +18,21 @@ class Span:
     end_s: float
 
 
-class Seen(Protocol):
-    """A request as the client sees it."""
+@dataclass(frozen=True)
+class Request:
+    """A request as the client sees it. Times are those of ``time.monotonic()``. ``storage_tokens``: prompt tokens that
+    came from the store."""
+
+    name: str
+    sent_s: float
+    first_s: float
+    end_s: float
+    tpot_s: float
+    storage_tokens: int
 
     @property
-    def name(self) -> str: ...
-    @property
-    def sent_s(self) -> float: ...
-    @property
-    def first_s(self) -> float: ...
-    @property
-    def end_s(self) -> float: ...
+    def ttft_s(self) -> float:
+        return self.first_s - self.sent_s
 
 
 def read_spans(path: Path) -> list[Span]:
@@ -38,7 +41,7 @@ def read_spans(path: Path) -> list[Span]:
     return [Span(**json.loads(line)) for line in whole]
 
 
-def merged(requests: Iterable[Seen], spans: Sequence[Span]) -> dict[str, list[Span]]:
+def merged(requests: Iterable[Request], spans: Sequence[Span]) -> dict[str, list[Span]]:
     """Return each request's spans by its name, sorted by start. Before the first token, times without a span of the
     server count as queued; after it, the request generates."""
     by_name: dict[str, list[Span]] = {}

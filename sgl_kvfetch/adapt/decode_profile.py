@@ -70,18 +70,6 @@ class DecodeProfile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             range(1, self.max_concurrency + 1), key=lambda k: (max(k / v.decode_s[k - 1] for v in self.variants), -k)
         )
 
-    @cached_property
-    def pool_share_s(self) -> tuple[float, ...]:
-        """Return for each variant the least pool time per chunk, over all measured concurrencies."""
-        return tuple(min(t / k for k, t in enumerate(v.decode_s, 1)) for v in self.variants)
-
-    def index(self, name: str) -> int:
-        """Return a variant's index. Raises ConfigError if the profile does not have it."""
-        for i, variant in enumerate(self.variants):
-            if variant.name == name:
-                return i
-        raise ConfigError(f"variant {name!r} is not in the profile; it has {', '.join(v.name for v in self.variants)}")
-
     def find(self, codec: str, resolution: str) -> int | None:
         """Return the index of the profile's variant for a stored one, or None. ``kvfetch profile`` names variants by
         codec and resolution, or by codec if it has no pictures; the paper's tables, all HEVC, by resolution."""

@@ -141,8 +141,7 @@ def robust(transfers: Sequence[Transfer], prior: LinkOutlook = UNKNOWN_LINK) -> 
     """Estimate median, spread and persistence of recent goodputs; newer transfers have more weight.
 
     A single outlier is clipped. Two outliers in a row on the same side mean that the link has changed: all earlier
-    transfers are then ignored. Without transfers the result is ``prior``. Parallel transfers are merged by
-    ``together``.
+    transfers are then ignored. Without transfers the result is ``prior``. Merges parallel transfers.
     """
     if not transfers:
         return prior

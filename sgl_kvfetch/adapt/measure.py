@@ -35,8 +35,7 @@ def measure_profile(
     clock: Callable[[], float] = time.perf_counter,
     on_step: Callable[[str], None] = lambda _: None,
 ) -> DecodeProfile:
-    """Return medians over ``rounds`` chunks per session, for 1, 2, ... sessions at once, with the smallest variant
-    first."""
+    """Return medians over ``rounds`` chunks per session, for 1, 2, ... sessions at once, smallest variant first."""
     ordered = sorted(samples, key=lambda s: s.size_bytes)
     for sample in ordered:
         sample.decode(sessions[0])  # warm up: one-time costs, such as loading a library, must not count

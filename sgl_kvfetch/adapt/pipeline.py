@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from sgl_kvfetch.adapt.decode_profile import DecodeProfile
 from sgl_kvfetch.adapt.sessions import UNCONFIGURED, SessionQueue, Start
@@ -37,22 +36,12 @@ class PoolState:
         return sum(s.chunks_left > 0 or s.switch_left_s > 0 for s in self.sessions)
 
 
-class Observer(Protocol):
-    """Is called when a session starts or finishes a chunk."""
-
-    def started(self, at_s: float, session: int, variant: int, switches: bool, work: float, item: int) -> None: ...
-
-    def finished(self, at_s: float, session: int, item: int) -> None: ...
-
-
 class Pipeline:
     """A simulated pool. Copies share the tables that are derived from ``profile``."""
 
-    __slots__ = ("_active", "_switch_s", "_times", "board", "now_s", "observers", "work")
+    __slots__ = ("_active", "_switch_s", "_times", "board", "now_s", "work")
 
-    def __init__(
-        self, profile: DecodeProfile, num_sessions: int, *, work: float = 1.0, observers: Sequence[Observer] = ()
-    ) -> None:
+    def __init__(self, profile: DecodeProfile, num_sessions: int, *, work: float = 1.0) -> None:
         """``work``: a chunk's number of integers relative to that of the profile's chunk."""
         indices = range(len(profile.variants))
         # Indexed by concurrency, then by variant.
@@ -60,12 +49,11 @@ class Pipeline:
             [profile.decode_time_s(v, k) for v in indices] for k in range(1, num_sessions + 1)
         ]
         self._switch_s = [v.switch_s for v in profile.variants]
-        self.board: SessionQueue[tuple[int, float]] = SessionQueue(num_sessions)
+        self.board: SessionQueue[None] = SessionQueue(num_sessions)
         self.now_s = 0.0
         self.work = work
-        # [session, variant, seconds of switching left, chunks left, item]
+        # [session, variant, seconds of switching left, chunks left]
         self._active: list[list[float]] = []
-        self.observers = observers
 
     @classmethod
     def from_state(cls, profile: DecodeProfile, state: PoolState, *, work: float = 1.0) -> Pipeline:
@@ -76,34 +64,32 @@ class Pipeline:
             new.board.configured[i] = session.configured
             if session.chunks_left > 0 or session.switch_left_s > 0:
                 new.board.busy[i] = True
-                new._active.append([i, session.configured, session.switch_left_s, session.chunks_left, -1])
+                new._active.append([i, session.configured, session.switch_left_s, session.chunks_left])
         for variant in state.waiting:
-            new.deliver(variant, -1)
+            new.deliver(variant)
         return new
 
     def state(self) -> PoolState:
         sessions = [SessionState(None if v == UNCONFIGURED else v) for v in self.board.configured]
-        for session, variant, switch_s, chunks, _ in self._active:
+        for session, variant, switch_s, chunks in self._active:
             sessions[int(session)] = SessionState(int(variant), switch_s, chunks)
         return PoolState(tuple(sessions), tuple(variant for variant, _ in self.board.waiting))
 
     def copy(self) -> Pipeline:
-        """Return a copy without the observers."""
         new = Pipeline.__new__(Pipeline)
         new._times, new._switch_s, new.now_s, new.work = self._times, self._switch_s, self.now_s, self.work
         new.board = self.board.copy()
         new._active = [entry[:] for entry in self._active]
-        new.observers = ()
         return new
 
-    def deliver(self, variant: int, item: int) -> None:
+    def deliver(self, variant: int) -> None:
         """Let a chunk arrive now."""
-        self._begin(self.board.submit(variant, (item, self.work)))
+        self.begin(self.board.submit(variant, None))
 
-    def deliver_at(self, at_s: float, variant: int, item: int) -> None:
+    def deliver_at(self, at_s: float, variant: int) -> None:
         """Let a chunk arrive at ``at_s``, or now if that is in the past."""
         self.run_until(max(at_s, self.now_s))
-        self.deliver(variant, item)
+        self.deliver(variant)
 
     def run_until_waiting(self, most: int) -> None:
         """Let time pass until at most ``most`` chunks wait for a session."""
@@ -130,31 +116,22 @@ class Pipeline:
             active.remove(first)
             self._progress(next_s, times)
             self.now_s += next_s
-            for observer in self.observers:
-                observer.finished(self.now_s, int(first[0]), int(first[4]))
-            self._begin(self.board.finish(int(first[0])))
+            self.end(int(first[0]))
 
     def drained_s(self) -> float:
         """Return the time when all arrived chunks will be decoded. Advances the pipeline to that time."""
         self.run_until(math.inf)
         return self.now_s
 
-    def pool_share_left_s(self, share_s: Sequence[float]) -> float:
-        """Return the remaining decode work, in seconds of the whole pool; see ``DecodeProfile.pool_share_s``."""
-        active = sum(entry[3] * share_s[int(entry[1])] for entry in self._active)
-        return active + sum(work * share_s[variant] for variant, (_, work) in self.board.waiting)
-
-    @property
-    def is_idle(self) -> bool:
-        return not self._active
-
-    def _begin(self, start: Start[tuple[int, float]] | None) -> None:
+    def begin(self, start: Start[None] | None) -> None:
+        """Let a session start a chunk. A subclass may extend this, and ``end``, to observe the pool."""
         if start is not None:
             switch_s = self._switch_s[start.variant] if start.switches else 0.0
-            item, work = start.item
-            self._active.append([start.session, start.variant, switch_s, work, item])
-            for observer in self.observers:
-                observer.started(self.now_s, start.session, start.variant, start.switches, work, item)
+            self._active.append([start.session, start.variant, switch_s, self.work])
+
+    def end(self, session: int) -> None:
+        """Let a session that has decoded its chunk take the next one."""
+        self.begin(self.board.finish(session))
 
     def _progress(self, elapsed_s: float, times: Sequence[float]) -> None:
         for entry in self._active:

@@ -89,7 +89,7 @@ class LookAhead:
         sums = dict.fromkeys(situation.available, 0.0)
         for first_bps, *rest_bps in paths:
             after, link_free_s = now.copy(), sizes[variant] * 8 / first_bps
-            after.deliver_at(link_free_s, variant, -1)
+            after.deliver_at(link_free_s, variant)
             for following in sums:
                 sums[following] += _finish_s(after, following, sizes[following], rest_bps, link_free_s)
         return min(sums.values())
@@ -102,5 +102,5 @@ def _finish_s(
     rollout = pipeline.copy()
     for bps in bandwidth_bps:
         link_free_s += size_bytes * 8 / bps
-        rollout.deliver_at(link_free_s, variant, -1)
+        rollout.deliver_at(link_free_s, variant)
     return rollout.drained_s()

@@ -38,16 +38,13 @@ class DecodePool(Generic[S]):
     ) -> None:
         """``profile``: the decode times that a policy uses; None if no policy uses this pool."""
         self._sessions = list(sessions)
+        self.num_sessions = len(self._sessions)
         self._clock = clock
         self._lock = Lock()  # guards the board and the tracker
-        self._board: SessionQueue[_Job[S]] = SessionQueue(len(self._sessions))
-        self._tracker = None if profile is None else PoolTracker(profile, len(self._sessions))
-        self._threads = ThreadPoolExecutor(len(self._sessions), thread_name_prefix="kvfetch-decode")
+        self._board: SessionQueue[_Job[S]] = SessionQueue(self.num_sessions)
+        self._tracker = None if profile is None else PoolTracker(profile, self.num_sessions)
+        self._threads = ThreadPoolExecutor(self.num_sessions, thread_name_prefix="kvfetch-decode")
         self._closed = False
-
-    @property
-    def num_sessions(self) -> int:
-        return len(self._sessions)
 
     def submit(self, job: Callable[[S], R], variant: int | None = None, *, work: float = 1.0) -> Future[R]:
         """Run ``job`` on the first idle session. Jobs start in the order of submission.
@@ -58,10 +55,7 @@ class DecodePool(Generic[S]):
         future: Future[R] = Future()
         with self._lock:
             assert not self._closed, "the pool is closed"
-            start = self._board.submit(UNCONFIGURED if variant is None else variant, _Job(job, work, future))
-            if start is not None:
-                self._note_start(start)
-                self._threads.submit(self._run, start)
+            self._start(self._board.submit(UNCONFIGURED if variant is None else variant, _Job(job, work, future)))
         return future
 
     def state(self) -> PoolState:
@@ -84,45 +78,39 @@ class DecodePool(Generic[S]):
             self._closed = True
             for _, job in self._board.waiting:
                 job.future.cancel()
+            self._board.waiting.clear()
         self._threads.shutdown(wait=wait)
 
-    def _run(self, first: Start[_Job[S]]) -> None:
-        """Run jobs on one session until none waits."""
-        start: Start[_Job[S]] | None = first
-        while start is not None:
-            job, decoded = start.item, False
-            result: Any = None
-            error: BaseException | None = None
-            if job.future.set_running_or_notify_cancel():
-                try:
-                    result = job.run(self._sessions[start.session])
-                    decoded = True
-                except BaseException as e:  # passed to the future, as in any executor
-                    error = e
-            # Free the session before the future is done, so that whoever then reads the state sees it idle.
-            next_start = self._next(start, decoded)
-            if error is not None:
-                job.future.set_exception(error)
-            elif decoded:
-                job.future.set_result(result)
-            start = next_start
-
-    def _next(self, ended: Start[_Job[S]], decoded: bool) -> Start[_Job[S]] | None:
-        with self._lock:
-            self._note_end(ended, decoded)
-            start = self._board.finish(ended.session)
-            if start is not None:
-                self._note_start(start)
-            return start
-
-    def _note_start(self, start: Start[_Job[S]]) -> None:
-        if self._tracker is not None and start.variant != UNCONFIGURED:
-            self._tracker.started(self._clock(), start.session, start.variant, start.switches, start.item.work, 0)
-
-    def _note_end(self, ended: Start[_Job[S]], decoded: bool) -> None:
-        if self._tracker is None or ended.variant == UNCONFIGURED:
+    def _start(self, start: Start[_Job[S]] | None) -> None:
+        """Let a session begin its chunk. Call with the lock held."""
+        if start is None:
             return
-        if decoded:
-            self._tracker.finished(self._clock(), ended.session, 0)
-        else:
-            self._tracker.abandoned(self._clock(), ended.session)
+        if self._tracker is not None and start.variant != UNCONFIGURED:
+            self._tracker.started(self._clock(), start.session, start.variant, start.switches, start.item.work)
+        self._threads.submit(self._run, start)
+
+    def _run(self, start: Start[_Job[S]]) -> None:
+        future = start.item.future
+        result: Any = None
+        error: BaseException | None = None
+        wanted = future.set_running_or_notify_cancel()
+        if wanted:
+            try:
+                result = start.item.run(self._sessions[start.session])
+            except BaseException as e:  # passed to the future, as in any executor
+                error = e
+        # Free the session before the future is done, so that whoever then reads the state sees it idle.
+        self._end(start, decoded=wanted and error is None)
+        if error is not None:
+            future.set_exception(error)
+        elif wanted:
+            future.set_result(result)
+
+    def _end(self, start: Start[_Job[S]], *, decoded: bool) -> None:
+        with self._lock:
+            if self._tracker is not None and start.variant != UNCONFIGURED:
+                if decoded:
+                    self._tracker.finished(self._clock(), start.session)
+                else:
+                    self._tracker.abandoned(self._clock(), start.session)
+            self._start(self._board.finish(start.session))

@@ -32,10 +32,6 @@ class SessionQueue(Generic[T]):
         self.configured = [UNCONFIGURED] * num_sessions  # the variant last decoded
         self.waiting: list[tuple[int, T]] = []
 
-    @property
-    def num_sessions(self) -> int:
-        return len(self.busy)
-
     def submit(self, variant: int, item: T) -> Start[T] | None:
         """Return the start of the chunk on an idle session, or None if the chunk has to wait."""
         if False not in self.busy:

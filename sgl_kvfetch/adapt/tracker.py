@@ -24,7 +24,7 @@ class _Active:
 
 
 class PoolTracker:
-    """Implements ``pipeline.Observer``. Times must not decrease."""
+    """Is called when a session starts or ends a chunk. Times must not decrease."""
 
     def __init__(self, profile: DecodeProfile, num_sessions: int) -> None:
         self._profile = profile
@@ -38,13 +38,13 @@ class PoolTracker:
         factors = self._factors()
         return self._profile.corrected(factors) if factors else self._profile
 
-    def started(self, at_s: float, session: int, variant: int, switches: bool, work: float, item: int) -> None:
+    def started(self, at_s: float, session: int, variant: int, switches: bool, work: float) -> None:
         self._advance(at_s)
         self._configured[session] = variant
         switch_s = self._profile.variants[variant].switch_s if switches else 0.0
         self._active[session] = _Active(variant, switch_s, work)
 
-    def finished(self, at_s: float, session: int, item: int) -> None:
+    def finished(self, at_s: float, session: int) -> None:
         self._advance(at_s)
         active = self._active.pop(session)
         ratio = active.done / active.work

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ class Options:
     sensitivity: bool = True
 
 
-Progress = Callable[[Iterator[int], int, str], Iterator[int]]
+Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 """Wraps a loop to report its progress. Arguments: the steps, their number, and the name of the work."""
 
 
@@ -59,8 +60,7 @@ def calibrate(
     ``windows``: ``(tokens,)`` each: ``options.num_context`` tokens of context, then the continuation. The curve is
     measured on a fifth of the windows, at least one, which the fit does not see.
 
-    Raises ConfigError if there is too little text, if the model's values are not finite, or if the KL divergence does
-    not grow with the step.
+    Raises ConfigError for too little text, values that are not finite, or a KL divergence that does not grow.
     """
     num_held_out = max(1, len(windows) // 5)
     fitted, held_out = windows[num_held_out:], windows[:num_held_out]
@@ -75,11 +75,8 @@ def calibrate(
     _require_usable(moments)
     unit = math.sqrt(_UNIT_KL * 24 / (sum(x.numel() for x in moments.first.values()) * options.num_context))
     sample = _joined_samples(moments)
-    keys = grid.cells()
-    cells = {
-        keys[i]: _cell(moments, sample, keys[i], unit, options)
-        for i in progress(iter(range(len(keys))), len(keys), "fit")
-    }
+    keys = progress(grid.cells(), len(grid.cells()), "fit")
+    cells = {key: _cell(moments, sample, key, unit, options) for key in keys}
     profile = Profile(
         grid=grid,
         k_head_dim=model.k_head_dim,
@@ -123,8 +120,8 @@ def _gather_all(
     generator = torch.Generator().manual_seed(options.seed)
     token_bytes = 2 * grid.num_layers * grid.num_heads * (model.k_head_dim + model.v_head_dim)
     sample_tokens = max(1, _SAMPLE_BYTES // (token_bytes * len(windows)))
-    for i in progress(iter(range(len(windows))), len(windows), "sensitivity"):
-        gather(model, windows[i], options.num_context, rope, moments, generator, sample_tokens)
+    for window in progress(windows, len(windows), "sensitivity"):
+        gather(model, window, options.num_context, rope, moments, generator, sample_tokens)
     return moments
 
 
@@ -179,8 +176,7 @@ def _cell(
 
 
 def _relative_costs(costs: CellValues, usual: CellValues) -> torch.Tensor:
-    """Return the cost of errors in each of a cell's tokens, ``(tokens,)`` float32, averaged over layers, heads, K and V
-    after each is divided by its usual cost."""
+    """Return the mean cost of errors in each token of a cell, relative to the usual costs: ``(tokens,)`` float32."""
     ratios = [c / u.clamp_min(torch.finfo(torch.float64).tiny) for c, u in zip(costs, usual, strict=True)]
     return torch.stack(ratios).mean((0, 2, 3)).float()
 
@@ -196,13 +192,13 @@ def measure_curve(
     the value of the context to the model (``context_kl``)."""
     steps = (*_STEPS, math.inf)
     totals = torch.zeros((len(steps), 2), dtype=torch.float64)
-    runs = ((context, row) for context in _contexts(model, windows, num_context) for row in range(len(steps)))
-    total = len(windows) * len(steps)
-    for (context, row), _ in zip(runs, progress(iter(range(total)), total, "accuracy"), strict=True):
+    contexts = (_Context.of(model, window, num_context) for window in windows)
+    runs = ((context, row) for context in contexts for row in range(len(steps)))
+    for context, row in progress(runs, len(windows) * len(steps), "accuracy"):
         if math.isinf(steps[row]):
-            totals[row, 0] += context.divergence(model, _forgotten(profile, context.values))
-            continue
-        values, bits = _there_and_back(KltQuantiser(profile, step=steps[row]), context.values)
+            values, bits = _forgotten(profile, context.values), 0.0
+        else:
+            values, bits = _there_and_back(KltQuantiser(profile, step=steps[row]), context.values)
         totals[row] += torch.tensor([context.divergence(model, values), bits], dtype=torch.float64)
     rows = (totals / len(windows)).tolist()
     curve = [CurvePoint(step, kl, bits) for step, (kl, bits) in zip(_STEPS, rows, strict=False)]
@@ -231,11 +227,6 @@ class _Context:
         """Return the KL divergence of the model's predictions after ``restored``, in nats a token."""
         log_p = model.log_probabilities(*restored, self.continuation)
         return float((self.expected.exp() * (self.expected - log_p)).sum(-1).mean())
-
-
-def _contexts(model: KVModel, windows: Sequence[torch.Tensor], num_context: int) -> Iterator[_Context]:
-    for window in windows:
-        yield _Context.of(model, window, num_context)
 
 
 def _there_and_back(quantiser: KltQuantiser, values: CellValues) -> tuple[CellValues, float]:

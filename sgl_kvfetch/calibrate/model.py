@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
-from sgl_kvfetch.quant.rope import rope_of_config
 
 
 class KVModel:
-    """A causal language model of transformers whose cache holds keys and values of full attention.
+    """A causal language model of transformers with full attention or MLA.
 
-    K and V have the shape ``(tokens, layers, heads, dim)`` everywhere. K has its rotary embedding applied, as in
-    SGLang's pools.
+    K and V have the shape ``(tokens, layers, heads, dim)`` everywhere. K is rotated, as in SGLang's pools. With MLA, K
+    is the rotated part of the one vector that a token has in a layer, and V is the rest, the latent vector.
     """
 
     def __init__(self, path: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
@@ -42,7 +39,7 @@ class KVModel:
         self.start = prompt_start(self.tokenizer)
         self.model = model.eval().requires_grad_(False).to(device)
         self.config: Any = model.config.get_text_config()
-        self._rotate_as_sglang()
+        self._is_mla = getattr(self.config, "kv_lora_rank", None) is not None
         k, v = self.kv(torch.zeros(1, dtype=torch.long))
         self.num_layers, self.num_heads, self.k_head_dim = k.shape[1:]
         self.v_head_dim = v.shape[3]
@@ -50,18 +47,6 @@ class KVModel:
     def tokenise(self, text: str) -> torch.Tensor:
         """Return the tokens of a text, ``(tokens,)`` int64, without ``start``."""
         return tokenise(self.tokenizer, text)
-
-    def _rotate_as_sglang(self) -> None:
-        """Set the rotary frequencies to SGLang's where transformers' differ. They do for rope type 'dynamic', which
-        SGLang scales at every length."""
-        try:
-            rope = rope_of_config(self.config)
-        except UnsupportedError:
-            return
-        ours = rope.frequencies
-        for theirs in self.inverse_frequencies():
-            if theirs.shape == ours.shape and not torch.allclose(theirs.float().cpu(), ours, rtol=1e-4, atol=0):
-                theirs.copy_(ours)
 
     def inverse_frequencies(self) -> list[torch.Tensor]:
         """Return the model's buffers of rotary frequencies, one number a pair of channels. Most models have them."""
@@ -84,7 +69,20 @@ class KVModel:
             raise UnsupportedError(f"{self.path}: its layers have keys and values of different shapes")
         k = torch.stack([layer.keys[0].transpose(0, 1) for layer in layers], 1)
         v = torch.stack([layer.values[0].transpose(0, 1) for layer in layers], 1)
-        return k, v
+        return self._of_cache(k, v) if self._is_mla else (k, v)
+
+    def _of_cache(self, latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of what transformers caches with MLA. Raises UnsupportedError."""
+        if (latent.shape[2:], rotated.shape[2]) != ((1, self.config.kv_lora_rank), 1):
+            raise UnsupportedError(f"{self.path}: this version of transformers does not cache MLA's latent vectors")
+        if getattr(self.config, "rope_interleave", False):  # it moved channels 2i and 2i + 1 to the two halves
+            rotated = torch.stack(rotated.chunk(2, -1), -1).flatten(-2)
+        return rotated, latent
+
+    def _to_cache(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if getattr(self.config, "rope_interleave", False):
+            k = torch.cat((k[..., ::2], k[..., 1::2]), -1)
+        return v, k
 
     def log_probabilities(self, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return log probabilities, ``(len(ids), vocabulary)`` float32, of the next token after each of ``ids``, which
@@ -92,6 +90,8 @@ class KVModel:
         from transformers import DynamicCache
 
         cache = DynamicCache()
+        if self._is_mla:
+            k, v = self._to_cache(k, v)
         dtype = self.model.dtype
         for layer in range(k.shape[1]):
             pair = (x[:, layer].transpose(0, 1)[None].to(self.device, dtype).contiguous() for x in (k, v))
@@ -115,36 +115,6 @@ def tokenise(tokenizer: Any, text: str) -> torch.Tensor:
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     start = prompt_start(tokenizer).tolist()
     return torch.tensor(ids[len(start) :] if start and ids[: len(start)] == start else ids, dtype=torch.long)
-
-
-def read_text(file: Path) -> list[str]:
-    """Return the texts of a file: one text for plain text, one a line for JSONL with a field ``prompt``.
-
-    Raises ConfigError naming the file, the line, and what is wrong.
-    """
-    try:
-        content = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{file}: {e}") from e
-    if file.suffix != ".jsonl":
-        if not content.strip():
-            raise ConfigError(f"{file} is empty")
-        return [content]
-    texts = []
-    for number, line in enumerate(content.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as e:
-            raise ConfigError(f"{file}:{number}: not JSON: {e}") from e
-        prompt = record.get("prompt") if isinstance(record, dict) else None
-        if not isinstance(prompt, str):
-            raise ConfigError(f"{file}:{number}: expected an object with a string 'prompt', found {line[:60]!r}")
-        texts.append(prompt)
-    if not texts:
-        raise ConfigError(f"{file} holds no prompts")
-    return texts
 
 
 def cut_windows(
@@ -187,8 +157,7 @@ def calibration_windows(
 
 
 def chat_start(tokenizer: Any) -> torch.Tensor:
-    """Return the tokens that the chat template puts before a user's first message, ``(tokens,)`` int64; none without a
-    template."""
+    """Return the tokens that the chat template, if any, puts before a user's first message, ``(tokens,)`` int64."""
     if not getattr(tokenizer, "chat_template", None):
         return torch.tensor([], dtype=torch.long)
     mark = "\N{SNOWMAN}"

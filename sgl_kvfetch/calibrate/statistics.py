@@ -9,7 +9,8 @@ channels is needed, averaged over tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -124,16 +125,14 @@ def gather(
 ) -> None:
     """Add one window to ``moments``.
 
-    Statistics are taken of the K and V of the first ``num_context`` tokens. The model's predictions on the tokens
-    after them determine the costs. ``sample_tokens`` of the context are kept as a sample. Raises ConfigError if the
-    model overflows.
+    Statistics are taken of the K and V of the first ``num_context`` tokens. The model's predictions on the tokens after
+    them determine the costs. Keeps ``sample_tokens`` of the context. Raises ConfigError if the model overflows.
     """
     k, v = model.kv(window[:num_context])
-    turn = _turns(rope, num_context, k.device)
-    plain = CellValues(turn(k.float(), back=True), v.float())
+    plain = CellValues(_turned(k.float(), rope, unrotate), v.float())
     moments.add_values(plain)
     leaves = CellValues(*(x.clone().requires_grad_(True) for x in plain))
-    log_p = model.log_probabilities(turn(leaves.k, back=False), leaves.v, window[num_context:])
+    log_p = model.log_probabilities(_turned(leaves.k, rope, rotate), leaves.v, window[num_context:])
     if bool(log_p.isnan().any()):
         raise ConfigError(f"the model's log probabilities contain NaN in {model.model.dtype}; try float32")
     drawn = torch.multinomial(log_p.detach().exp().cpu(), _DRAWS, replacement=True, generator=generator)
@@ -152,13 +151,6 @@ def gather(
     moments.samples.append(Sample(CellValues(*halves), CellValues(*(x[which].cpu() for x in costs))))
 
 
-class _Turn(Protocol):
-    def __call__(self, k: torch.Tensor, *, back: bool) -> torch.Tensor: ...
-
-
-def _turns(rope: Rope | None, num_tokens: int, device: torch.device) -> _Turn:
-    """Return a function that rotates the first ``num_tokens`` tokens, or back; the identity if ``rope`` is None."""
-    if rope is None:
-        return lambda k, *, back: k
-    table = rope.table(0, num_tokens, device)
-    return lambda k, *, back: (unrotate if back else rotate)(k, table, rope)
+def _turned(k: torch.Tensor, rope: Rope | None, turn: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Apply ``rotate`` or ``unrotate`` to the keys of a sequence's first tokens. Without a rope, return ``k``."""
+    return k if rope is None else turn(k, rope.table(0, len(k), k.device), rope)

@@ -4,42 +4,39 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from sgl_kvfetch.calibrate import fit
-from sgl_kvfetch.calibrate.model import KVModel, calibration_windows, part_of, read_text
+from sgl_kvfetch.calibrate.model import KVModel, calibration_windows, part_of
+from sgl_kvfetch.calibrate.rotation import find_rope
 from sgl_kvfetch.cli.options import make_console
 from sgl_kvfetch.cli.tables import make_table
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.fingerprint import fingerprint_model
+from sgl_kvfetch.prompts import read_texts
 from sgl_kvfetch.quant.klt import KltQuantiser
 from sgl_kvfetch.quant.profile import Calibration, Profile
-from sgl_kvfetch.quant.rope import Rope, rope_of_config
+from sgl_kvfetch.quant.rope import Rope
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # in float16 the gradients would be lost
 _LINE_EVERY_S = 10.0  # between progress lines when stderr is not a terminal
 
 
 def calibrate(
-    model: Annotated[
-        str, typer.Option(metavar="PATH", help="Path of a model that transformers can load.", show_default=False)
-    ],
+    model: Annotated[str, typer.Option(metavar="PATH", help="Path of a model that transformers can load.")],
     text: Annotated[
         list[Path],
         typer.Option(
             metavar="FILE",
             help="Text like the model's traffic: plain, or JSONL with a field 'prompt'. The option can be repeated.",
-            show_default=False,
         ),
     ],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="Where to write the profile.", show_default=False)
-    ],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where to write the profile.")],
     windows: Annotated[int, typer.Option(min=2, help="Windows of text; a fifth are held out for measuring.")] = 25,
     context: Annotated[
         int,
@@ -83,7 +80,7 @@ def calibrate(
         raise ConfigError(f"--dtype {dtype}: allowed are {', '.join(_DTYPES)}")
     if (out.exists() and not out.is_file()) or not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: expected a file in an existing directory")
-    prompts = [prompt for file in text for prompt in read_text(file)]
+    prompts = [prompt for file in text for prompt in read_texts(file)]
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     loaded = KVModel(model, device=device, dtype=_DTYPES[dtype])
     if loaded.num_heads % tp_size and tp_size % loaded.num_heads:
@@ -105,12 +102,7 @@ def calibrate(
         notes=notes,
         part=part,
     )
-    options = fit.Options(
-        num_context=context,
-        max_channels=max_channels,
-        tp_size=tp_size,
-        seed=seed,
-    )
+    options = fit.Options(num_context=context, max_channels=max_channels, tp_size=tp_size, seed=seed)
     profile = fit.calibrate(loaded, ids, rope, describe, options, _progress)
     profile.save(out)
     _report(profile, out)
@@ -118,24 +110,14 @@ def calibrate(
 
 def _rope_or_why_not(model: KVModel) -> tuple[Rope | None, tuple[str, ...]]:
     try:
-        rope = rope_of_config(model.config)
-        _require_same_rotation(model, rope)
-        return rope, ()
+        return find_rope(model), ()
     except UnsupportedError as e:
         note = f"K stays rotated, which costs bits: {e}"
         make_console(stderr=True).print(f"kvfetch: {note}")
         return None, (note,)
 
 
-def _require_same_rotation(model: KVModel, rope: Rope) -> None:
-    """Raise UnsupportedError if transformers, which computes our K, rotates it by other angles than SGLang."""
-    ours = rope.frequencies
-    for theirs in model.inverse_frequencies():
-        if theirs.shape != ours.shape or not torch.allclose(theirs.float().cpu(), ours, rtol=1e-4, atol=0):
-            raise UnsupportedError("transformers and SGLang use different RoPE frequencies for this model's K")
-
-
-def _progress(steps: Iterator[int], total: int, what: str) -> Iterator[int]:
+def _progress(steps: Iterable[Any], total: int, what: str) -> Iterator[Any]:
     """Pass on ``steps``, and show a progress bar on a terminal, or else print a line every ten seconds."""
     console = make_console(stderr=True)
     if console.is_terminal:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
 
-from sgl_kvfetch.cli import gpu_checks, software_checks
+from sgl_kvfetch.cli import checks
 from sgl_kvfetch.cli.checks import Check, Status, run_check
-from sgl_kvfetch.cli.options import JsonOption, TokenFileOption, TokenOption, make_console, read_token
+from sgl_kvfetch.cli.options import JsonOption, TokenFileOption, TokenOption, make_console, print_json, read_token
 
 _STYLES: dict[Status, str] = {"yes": "green", "no": "bold red", "warn": "yellow"}
 
 
 def doctor(
-    store: Annotated[str | None, typer.Option(metavar="URL", help="Also check this store.", show_default=False)] = None,
+    store: Annotated[str | None, typer.Option(metavar="URL", help="Also check this store.")] = None,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
     as_json: JsonOption = False,
@@ -33,44 +31,34 @@ def doctor(
 
         kvfetch doctor --store http://cache:8700 --token-file token
     """
-    checks = list(_run_checks(store, read_token(token, token_file)))
+    found = list(_run_checks(store, read_token(token, token_file)))
     if as_json:
-        typer.echo(json.dumps([asdict(check) for check in checks], indent=2))
+        print_json(found)
     else:
-        _print(checks)
-    if any(check.status == "no" for check in checks):
+        _print(found)
+    if any(check.status == "no" for check in found):
         raise typer.Exit(1)
 
 
 def _run_checks(store: str | None, token: str | None) -> Iterator[Check]:
-    checks: list[tuple[str, Callable[[], list[Check]]]] = [
-        ("Python", software_checks.check_python),
-        ("SGLang", software_checks.check_sglang),
-        ("CUDA GPU", gpu_checks.check_gpu),
-        ("Triton", software_checks.check_triton),
-        ("codecs", software_checks.check_codecs),
-    ]
-    for name, check in checks:
-        yield from run_check(name, check)
+    yield from run_check("Python", checks.check_python)
+    yield from run_check("SGLang", checks.check_sglang)
+    yield from run_check("CUDA GPU", checks.check_gpu)
+    yield from run_check("Triton", checks.check_triton)
+    yield from run_check("codecs", checks.check_codecs)
     if store is not None:
-        yield from run_check("store", lambda: _check_store(store, token))
+        yield from run_check("store", lambda: checks.check_store(store, token))
 
 
-def _check_store(url: str, token: str | None) -> list[Check]:
-    from sgl_kvfetch.cli.store_checks import check_store
-
-    return check_store(url, token)
-
-
-def _print(checks: Sequence[Check]) -> None:
+def _print(found: Sequence[Check]) -> None:
     from rich.text import Text
 
     from sgl_kvfetch.cli.tables import make_table
 
     table = make_table(("check", "", "found", "what to do"))
-    for check in checks:
+    for check in found:
         table.add_row(check.name, Text(check.status, _STYLES[check.status]), check.found, check.advice)
     console = make_console()
     console.print(table)
-    missing = sum(check.status == "no" for check in checks)
+    missing = sum(check.status == "no" for check in found)
     console.print(f"host mode cannot run here: {missing} to fix" if missing else "host mode can run here")

@@ -8,28 +8,32 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from enum import StrEnum
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Protocol
-from urllib.parse import unquote, urlsplit
+from typing import Annotated
 
-import msgspec
 import typer
 from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sgl_kvfetch.cli.options import JsonOption, TokenFileOption, TokenOption, make_console, read_token
+from sgl_kvfetch.cli.options import (
+    JsonOption,
+    ManifestKeyFileOption,
+    TokenFileOption,
+    TokenOption,
+    make_console,
+    print_json,
+    read_keys,
+    read_token,
+)
+from sgl_kvfetch.cli.target import open_existing_store
 from sgl_kvfetch.cli.units import format_ratio, format_size, printable
+from sgl_kvfetch.codecs import EncoderName
 from sgl_kvfetch.codecs.nvenc import open_encoders
 from sgl_kvfetch.encode.encoder import EncodeOptions, Encoder, Step, Tally
 from sgl_kvfetch.encode.targets import make_targets
-from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpOptions
-from sgl_kvfetch.stores.open import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +42,9 @@ _MAX_OBJECT_BYTES = 4 << 30  # the default limit of ``kvfetch serve``
 _MAX_FAILURES_SHOWN = 20
 
 
-class EncoderChoice(StrEnum):
-    """The values of EncoderName in sgl_kvfetch.codecs, as an enum: typer does not take literals as defaults."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    NVENC = "nvenc"
-
-
 def encode(
     store: Annotated[
-        str,
-        typer.Option(metavar="URL", help="http://HOST:PORT, https://... or file:///DIRECTORY.", show_default=False),
+        str, typer.Option(metavar="URL", help="http://HOST:PORT, https://..., s3://BUCKET/PREFIX or file:///DIRECTORY.")
     ],
     watch: Annotated[
         bool, typer.Option("--watch/--once", help="Keep encoding new segments, or exit when all are done.")
@@ -64,10 +59,11 @@ def encode(
     namespace: Annotated[
         str, typer.Option(metavar="PREFIX", help="Only objects with this name prefix: a namespace or part of one.")
     ] = "",
+    manifest_key_file: ManifestKeyFileOption = None,
     encoder: Annotated[
-        EncoderChoice,
+        EncoderName,
         typer.Option(help="What encodes HEVC; auto uses NVENC if this machine's GPU has it, or else the CPU."),
-    ] = EncoderChoice.AUTO,
+    ] = "auto",
     workers: Annotated[
         int,
         typer.Option(
@@ -117,14 +113,22 @@ def encode(
         grace_s=grace_s,
         workers=workers,
     )
-    encoders, about = open_encoders(encoder.value, codecs, workers)
+    encoders, about = open_encoders(encoder, codecs, workers)
     make_encoder = partial(Encoder, options=options, encoders=encoders)
-    with _reporter(verbose) as reporter:
+    opened = partial(
+        open_existing_store,
+        store,
+        read_token(token, token_file),
+        HttpOptions(max_object_bytes=_MAX_OBJECT_BYTES),
+        read_keys(manifest_key_file),
+    )
+    reporter = _Reporter(verbose)
+    with reporter.progress:
         if about:
             logger.info(about)
         try:
             poll_s = poll_interval_s if watch else None
-            asyncio.run(_run(store, read_token(token, token_file), make_encoder, reporter, poll_s))
+            asyncio.run(_run(opened, make_encoder, reporter, poll_s))
         except KeyboardInterrupt:
             _print(reporter.tally, as_json)
             raise
@@ -134,10 +138,10 @@ def encode(
 
 
 async def _run(
-    url: str, token: str | None, make_encoder: Callable[..., Encoder], reporter: _Reporter, poll_s: float | None
+    open_it: Callable[[], Store], make_encoder: Callable[..., Encoder], reporter: _Reporter, poll_s: float | None
 ) -> None:
     """Encode once, or poll every ``poll_s`` seconds until SIGTERM. Raises KVFetchError."""
-    store = _open(url, token)
+    store = open_it()
     encoder = make_encoder(store, on_step=reporter.step, on_total=reporter.total, on_segment=reporter.segment_done)
     reporter.tally = encoder.tally
     working = asyncio.ensure_future(encoder.run_once() if poll_s is None else encoder.watch(poll_s))
@@ -154,81 +158,40 @@ async def _run(
         await store.close()
 
 
-def _open(url: str, token: str | None) -> Store:
-    parts = urlsplit(url)
-    if parts.scheme == "file" and not Path(unquote(parts.path)).is_dir():
-        raise ConfigError(f"{url} is not a directory")  # or a typo would look like an empty store with nothing to do
-    options = HttpOptions(max_object_bytes=_MAX_OBJECT_BYTES)
-    return open_store(url, token=token if parts.scheme in ("http", "https") else None, options=options)
-
-
-class _Reporter(Protocol):
-    tally: Tally
-
-    def step(self, step: Step, name: str) -> None: ...
-
-    def total(self, segments: int, raw_bytes: int) -> None: ...
-
-    def segment_done(self, raw_bytes: int) -> None: ...
-
-
-@contextmanager
-def _reporter(verbose: bool) -> Iterator[_Reporter]:
-    console = make_console(stderr=True)
-    level = logging.INFO if verbose else logging.WARNING
-    if not console.is_terminal or verbose:
-        logging.basicConfig(level=level, format="kvfetch: %(message)s", force=True)
-        yield _Lines(verbose)
-        return
-    columns = (TextColumn("encoding"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[sizes]}"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-        handler = RichHandler(console=console, show_time=False, show_level=False, show_path=False)
-        logging.basicConfig(level=level, format="kvfetch: %(message)s", handlers=[handler], force=True)
-        yield _Bar(progress)
-
-
-class _Bar:
-    """Shows a progress bar that counts segments, on a terminal."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.tally = Tally()
-        self._progress = progress
-        self._task: TaskID = progress.add_task("", total=None, sizes="looking")
-        self._total = 0
-
-    def step(self, step: Step, name: str) -> None:
-        pass
-
-    def total(self, segments: int, raw_bytes: int) -> None:
-        self._total += segments
-        self._progress.update(self._task, total=self._total, sizes="")
-
-    def segment_done(self, raw_bytes: int) -> None:
-        self._progress.update(self._task, advance=1, sizes=_sizes(self.tally))
-
-
-class _Lines:
-    """Prints a progress line every ten seconds, and with ``verbose`` also a line for each step."""
+class _Reporter:
+    """Shows a progress bar, or a line every ten seconds if it is disabled; with ``verbose``, also each step."""
 
     def __init__(self, verbose: bool) -> None:
+        """Also set up logging."""
+        console = make_console(stderr=True)
+        has_bar = console.is_terminal and not verbose
+        handlers = [RichHandler(console=console, show_time=False, show_level=False, show_path=False)]
+        level = logging.INFO if verbose else logging.WARNING
+        logging.basicConfig(
+            level=level, format="kvfetch: %(message)s", handlers=handlers if has_bar else None, force=True
+        )
+        columns = (TextColumn("encoding"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[sizes]}"))
+        self.progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not has_bar)
+        self.progress.add_task("", total=None, sizes="looking")
+        (self._task,) = self.progress.tasks
         self.tally = Tally()
         self._verbose = verbose
-        self._done = self._total = 0
         self._said_s = time.monotonic()
 
     def step(self, step: Step, name: str) -> None:
         if self._verbose:
             print(f"{step} {name}", file=sys.stderr, flush=True)
 
-    def total(self, segments: int, raw_bytes: int) -> None:
-        self._total += segments
+    def total(self, segments: int) -> None:
+        self.progress.update(self._task.id, total=(self._task.total or 0) + segments, sizes="")
 
-    def segment_done(self, raw_bytes: int) -> None:
-        self._done += 1
-        now = time.monotonic()
-        if now - self._said_s >= _LINE_EVERY_S:
-            self._said_s = now
-            print(f"{self._done} of {self._total} segments, {_sizes(self.tally)}", file=sys.stderr, flush=True)
+    def segment_done(self) -> None:
+        sizes = _sizes(self.tally)
+        self.progress.update(self._task.id, advance=1, sizes=sizes)
+        if self.progress.disable and time.monotonic() - self._said_s >= _LINE_EVERY_S:
+            self._said_s = time.monotonic()
+            done = f"{self._task.completed:.0f} of {self._task.total:.0f}"
+            print(f"{done} segments, {sizes}", file=sys.stderr, flush=True)
 
 
 def _sizes(tally: Tally) -> str:
@@ -237,7 +200,7 @@ def _sizes(tally: Tally) -> str:
 
 def _print(tally: Tally, as_json: bool) -> None:
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(tally), indent=2).decode())
+        print_json(tally)
         return
     for name, what in list(tally.failures.items())[:_MAX_FAILURES_SHOWN]:
         typer.echo(f"FAILED {name}: {printable(what)}")

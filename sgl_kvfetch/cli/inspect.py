@@ -3,48 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.table import Table
 
-from sgl_kvfetch.cli.options import TARGET_HELP, JsonOption, TokenFileOption, TokenOption, make_console, read_token
+from sgl_kvfetch.cli.options import (
+    TARGET_HELP,
+    JsonOption,
+    ManifestKeyFileOption,
+    TokenFileOption,
+    TokenOption,
+    make_console,
+    print_json,
+    read_keys,
+    read_token,
+)
 from sgl_kvfetch.cli.pictures import PictureWriter
+from sgl_kvfetch.cli.signatures import Signature, signature_of
 from sgl_kvfetch.cli.summary import SegmentSummary, summarise_segment, summarise_store
 from sgl_kvfetch.cli.tables import segment_tables, segments_tables, store_tables
 from sgl_kvfetch.cli.target import Target, open_target
 from sgl_kvfetch.container.manifest import Manifest
 from sgl_kvfetch.container.segment import SegmentReader
+from sgl_kvfetch.container.signing import ManifestKeys
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.quant import quantiser_from_identity
-from sgl_kvfetch.stores.listing import StoredSegment, list_segments, read_manifest
+from sgl_kvfetch.stores.listing import StoredSegment, decode_named_manifest, list_segments
 
-
-@dataclass(frozen=True, slots=True)
-class _Drawing:
-    """Which frames of a segment to draw, and where to write them."""
-
-    directory: Path
-    span: int
-    max_frames: int
+_Draw = Callable[[Target, Manifest], Awaitable[None]]
 
 
 def inspect(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help=TARGET_HELP, show_default=False)],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help=TARGET_HELP)],
     token: TokenOption = None,
     token_file: TokenFileOption = None,
+    manifest_key_file: ManifestKeyFileOption = None,
     as_json: JsonOption = False,
     limit: Annotated[int, typer.Option(min=1, help="Namespaces or segments to show.")] = 20,
     png: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIRECTORY",
-            help="Write the frames of one segment there, as pictures, with a contact sheet.",
-            show_default=False,
+            metavar="DIRECTORY", help="Write the frames of one segment there, as pictures, with a contact sheet."
         ),
     ] = None,
     span: Annotated[int, typer.Option(min=0, help="With --png: index of the span to draw.")] = 0,
@@ -53,7 +56,8 @@ def inspect(
     """Show what is stored: by namespace, by segment, or chunk by chunk, and how it compares with raw KV.
 
     For a store, the command lists its namespaces; for a namespace, its segments; for one segment, every chunk. Sizes
-    include scales and manifests. Segments of a namespace that overlap are counted separately.
+    include scales and manifests. Segments of a namespace that overlap are counted separately. With
+    --manifest-key-file, the command says of each segment listed or shown whether its signature is good.
 
     Examples:
 
@@ -63,25 +67,27 @@ def inspect(
 
         kvfetch inspect file:///var/cache/kv#4f0c...e1/8-91ab --png pictures
     """
-    drawing = None if png is None else _Drawing(png, span, max_frames)
-    asyncio.run(_run(target, read_token(token, token_file), as_json, limit, drawing))
+    draw = None if png is None else partial(_draw, directory=png, span=span, max_frames=max_frames, as_json=as_json)
+    asyncio.run(_run(target, read_token(token, token_file), read_keys(manifest_key_file), as_json, limit, draw))
 
 
-async def _run(text: str, token: str | None, as_json: bool, limit: int, drawing: _Drawing | None) -> None:
-    """Print the target's summary, and draw its frames if ``drawing`` is given. Raises KVFetchError."""
+async def _run(
+    text: str, token: str | None, keys: ManifestKeys | None, as_json: bool, limit: int, draw: _Draw | None
+) -> None:
+    """Print the target's summary, and draw its frames if ``draw`` is given. Raises KVFetchError."""
     target = open_target(text, token)
     try:
         segments = await list_segments(target.objects, target.prefix)
         if target.prefix and not segments:
             raise ConfigError(f"{target.label}: nothing is stored under this name")
         whole = [s for s in segments if s.manifest is not None]
-        single = len(whole) == 1 and (target.prefix or drawing)
-        if drawing is not None and not single:
+        single = len(whole) == 1 and (target.prefix or draw)
+        if draw is not None and not single:
             raise ConfigError(f"--png expects one segment, {target.label} holds {len(whole)}; name one as STORE#NAME")
         if single:
-            await _show_segment(target, whole[0], as_json, drawing)
+            await _show_segment(target, whole[0], keys, as_json, draw)
         elif target.prefix:
-            await _show_segments(target, whole, len(segments) - len(whole), as_json, limit)
+            await _show_segments(target, whole, len(segments) - len(whole), keys, as_json, limit)
         else:
             summary = await summarise_store(target.objects, segments)
             _print(summary, store_tables(target.label, summary, limit), as_json)
@@ -90,7 +96,12 @@ async def _run(text: str, token: str | None, as_json: bool, limit: int, drawing:
 
 
 async def _show_segments(
-    target: Target, segments: Sequence[StoredSegment], num_orphans: int, as_json: bool, limit: int
+    target: Target,
+    segments: Sequence[StoredSegment],
+    num_orphans: int,
+    keys: ManifestKeys | None,
+    as_json: bool,
+    limit: int,
 ) -> None:
     """Print the first ``limit`` segments. In each namespace the longest come first."""
     in_order = sorted(segments, key=lambda s: (s.key.namespace, -s.key.num_pages, s.key.last_page_hash))
@@ -99,7 +110,7 @@ async def _show_segments(
     for stored in in_order[:limit]:
         assert stored.manifest is not None
         try:
-            summaries.append(summarise_segment(stored, await _require_manifest(target, stored)))
+            summaries.append(summarise_segment(stored, *await _require_manifest(target, stored, keys)))
         except FormatError as e:
             unreadable.append(f"{stored.manifest.name}: {e}")
     notes = list(unreadable)
@@ -110,29 +121,35 @@ async def _show_segments(
     _print(summaries, [*segments_tables(summaries), *notes], as_json)
 
 
-async def _show_segment(target: Target, stored: StoredSegment, as_json: bool, drawing: _Drawing | None) -> None:
-    manifest = await _require_manifest(target, stored)
-    summary = summarise_segment(stored, manifest)
+async def _show_segment(
+    target: Target, stored: StoredSegment, keys: ManifestKeys | None, as_json: bool, draw: _Draw | None
+) -> None:
+    manifest, signature = await _require_manifest(target, stored, keys)
+    summary = summarise_segment(stored, manifest, signature)
     _print(summary, segment_tables(summary), as_json)
-    if drawing is not None:
-        await _draw(target, manifest, drawing, as_json)
+    if draw is not None:
+        await draw(target, manifest)
 
 
-async def _require_manifest(target: Target, stored: StoredSegment) -> Manifest:
+async def _require_manifest(
+    target: Target, stored: StoredSegment, keys: ManifestKeys | None
+) -> tuple[Manifest, Signature]:
     assert stored.manifest is not None
-    manifest = await read_manifest(target.objects, stored.manifest.name)
-    if manifest is None:
+    content = await target.objects.get(stored.manifest.name)
+    if content is None:
         raise StoreError("missing", f"{stored.manifest.name} was deleted after it was listed")
-    return manifest
+    return decode_named_manifest(content, stored.manifest.name), signature_of(content, keys)
 
 
-async def _draw(target: Target, manifest: Manifest, drawing: _Drawing, as_json: bool) -> None:
+async def _draw(
+    target: Target, manifest: Manifest, *, directory: Path, span: int, max_frames: int, as_json: bool
+) -> None:
     """Decode one span cell by cell and write its pictures."""
-    if drawing.span >= manifest.num_spans:
-        raise ConfigError(f"--span {drawing.span}: the segment has {manifest.num_spans}, counted from 0")
+    if span >= manifest.num_spans:
+        raise ConfigError(f"--span {span}: the segment has {manifest.num_spans}, counted from 0")
     reader = SegmentReader(manifest, quantiser_from_identity(manifest.namespace.quantiser))
-    writer = PictureWriter(drawing.directory, reader, drawing.max_frames)
-    for cell in manifest.span_cells(drawing.span):
+    writer = PictureWriter(directory, reader, max_frames)
+    for cell in manifest.span_cells(span):
         start, end = reader.cell_range(cell)
         data = await target.objects.get(reader.data_name, start, end - start)
         if data is None:
@@ -144,7 +161,7 @@ async def _draw(target: Target, manifest: Manifest, drawing: _Drawing, as_json: 
 
 def _print(summary: object, tables: Iterable[Table | str], as_json: bool) -> None:
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(summary), indent=2).decode())
+        print_json(summary)
         return
     console = make_console()
     for item in tables:

@@ -6,7 +6,6 @@ import datetime
 import os
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,13 +16,13 @@ from rich.table import Table
 
 from sgl_kvfetch.adapt.decode_profile import DecodeProfile
 from sgl_kvfetch.adapt.measure import Sample, measure_profile
-from sgl_kvfetch.cli.current_nvdec import open_current_nvdec
 from sgl_kvfetch.cli.options import JsonOption, make_console
 from sgl_kvfetch.cli.tables import make_table
 from sgl_kvfetch.cli.units import format_size
 from sgl_kvfetch.codecs import get_codec
 from sgl_kvfetch.codecs.base import Codec, Decoders
 from sgl_kvfetch.codecs.hevc import HevcCodec
+from sgl_kvfetch.codecs.nvidia import open_current_nvdec
 from sgl_kvfetch.encode.targets import Target, make_targets
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.layout.frames import PLANES
@@ -34,8 +33,7 @@ Device = Literal["auto", "cpu", "nvdec"]
 
 def profile(
     out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Where to write the decode profile.", show_default=False),
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Where to write the decode profile.")
     ] = None,
     codecs: Annotated[str, typer.Option(metavar="NAMES", help="One or more, such as hevc,zstd.")] = "hevc,zstd",
     resolutions: Annotated[
@@ -74,8 +72,8 @@ def profile(
     progress = make_console(stderr=True)
     names = codecs.split(",")
     targets = make_targets(names, resolutions.split(","))
-    setup = _set_up(names, device, concurrency)
-    progress.print(setup.about)
+    sessions, device_name, decodes, about = _set_up(names, device, concurrency)
+    progress.print(about)
     integers = _integers(tokens, PLANES * heads * head_dim, seed)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     threads = torch.get_num_threads()
@@ -83,9 +81,9 @@ def profile(
     try:
         measured = measure_profile(
             list(_samples(integers, targets)),
-            setup.sessions,
-            device=setup.device,
-            source=f"kvfetch profile, {today}, {setup.decodes}, {rounds} rounds, synthetic integers, seed {seed}",
+            sessions,
+            device=device_name,
+            source=f"kvfetch profile, {today}, {decodes}, {rounds} rounds, synthetic integers, seed {seed}",
             chunk_values=integers.numel(),
             rounds=rounds,
             on_step=lambda name: progress.print(f"measuring {name}"),
@@ -106,32 +104,23 @@ def profile(
         progress.print(f"wrote {out}")
 
 
-@dataclass(frozen=True)
-class _SetUp:
-    """The decoders to measure. ``decodes`` and ``about`` describe them, for the profile and for the user."""
-
-    device: str
-    decodes: str
-    about: str
-    sessions: Sequence[Decoders]
-
-
-def _set_up(codecs: Sequence[str], device: Device, concurrency: int | None) -> _SetUp:
-    """Open the sessions. Raises ConfigError if NVDEC is required but missing, or if it decodes none of the codecs."""
+def _set_up(codecs: Sequence[str], device: Device, concurrency: int | None) -> tuple[Sequence[Decoders], str, str, str]:
+    """Open the sessions. Also return the device's name, what decodes on what, and a sentence for the user. Raises
+    ConfigError if NVDEC is required but missing, or if it decodes none of the codecs."""
     cpu = platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0))
     if device == "cpu":
-        return _SetUp(cpu, "CPU", "measuring the CPU", [{}] * (concurrency or cores))
+        return [{}] * (concurrency or cores), cpu, "CPU", "measuring the CPU"
     nvdec, about = open_current_nvdec()
     on_nvdec = [] if nvdec is None else [name for name in codecs if name in nvdec.codecs]
     if nvdec is not None and on_nvdec:
         nvdec.surfaces.limit_bytes = None  # measure the engines themselves, without a server's memory limit
         sessions = [nvdec.open_session() for _ in range(concurrency or 2 * nvdec.num_engines)]
         decodes = f"{', '.join(on_nvdec)} on NVDEC ({nvdec.num_engines} engines), all else on the CPU"
-        return _SetUp(f"{torch.cuda.get_device_name()}, {cpu}", decodes, about, sessions)
+        return sessions, f"{torch.cuda.get_device_name()}, {cpu}", decodes, about
     if device == "nvdec":
         raise ConfigError(f"--device nvdec: this machine's NVDEC decodes none of {', '.join(codecs)} ({about})")
-    return _SetUp(cpu, "CPU", f"measuring the CPU ({about})", [{}] * (concurrency or cores))
+    return [{}] * (concurrency or cores), cpu, "CPU", f"measuring the CPU ({about})"
 
 
 def _samples(integers: torch.Tensor, targets: Sequence[Target]) -> Iterator[Sample[Decoders]]:
@@ -152,14 +141,13 @@ def _samples(integers: torch.Tensor, targets: Sequence[Target]) -> Iterator[Samp
 def _decode(codec: Codec, bitstream: bytes, shape: tuple[int, int, int], session: Decoders) -> None:
     """Decode one chunk. Raises ConfigError if NVDEC fell back to the CPU, whose time must not count as NVDEC's."""
     if (decoder := session.get(codec.name)) is None:
-        codec.decode(bitstream, *shape)
-    elif not decoder.decode(bitstream, *shape).is_on_device:
+        codec.decode(bitstream, shape)
+    elif not decoder.decode(bitstream, shape).is_on_device:
         raise ConfigError(f"NVDEC did not decode {codec.name} of {shape[2]}x{shape[1]}; try a lower --concurrency")
 
 
 def _integers(num_tokens: int, num_coefficients: int, seed: int) -> torch.Tensor:
-    """Return uint8 ``(coefficients, tokens)`` around 128, whose spread falls from the first coefficient to the last, as
-    after a transform."""
+    """Return uint8 ``(coefficients, tokens)`` around 128, with a falling spread, as after a transform."""
     generator = torch.Generator().manual_seed(seed)
     spread = torch.logspace(1, -1, num_coefficients)[:, None]
     normal = torch.randn(num_coefficients, num_tokens, generator=generator)

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from sgl_kvfetch.cli.options import TOKEN_ENV, TokenFileOption, read_token
-from sgl_kvfetch.cli.units import parse_size
+from sgl_kvfetch.cli.options import TOKEN_ENV, read_token
 from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.sizes import parse_size
 
 DEFAULT_PORT = 8700
 
@@ -26,7 +26,6 @@ def serve(
         typer.Option(
             metavar="SIZE",
             help="Most bytes to store, such as 100GiB; least recently used segments are evicted. Default: no limit.",
-            show_default=False,
         ),
     ] = None,
     token: Annotated[
@@ -35,10 +34,24 @@ def serve(
             metavar="TOKEN",
             help=f"Bearer token that clients must send. Other users of this machine can see it: prefer --token-file, "
             f"or {TOKEN_ENV} in the environment.",
-            show_default=False,
         ),
     ] = None,
-    token_file: TokenFileOption = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A file with one token, or with lines ROLE TOKEN, where ROLE is read, write or admin. "
+            "It is read again when it changes, and on SIGHUP.",
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM file with a certificate: speak TLS.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM file with the certificate's key.")] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="PEM file with CAs: clients must have a certificate by one of them."),
+    ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Accept other hosts without a token.")] = False,
     orphan_age_s: Annotated[
         float, typer.Option("--orphan-age", metavar="SECONDS", help="Age at which unfinished writes are removed.")
@@ -47,9 +60,16 @@ def serve(
     max_uploads: Annotated[
         int, typer.Option(metavar="COUNT", help="Most uploads at a time; further clients are told to retry later.")
     ] = 64,
+    max_connections: Annotated[
+        int, typer.Option(metavar="COUNT", help="Most open connections; further clients are told to retry later.")
+    ] = 4096,
     idle_timeout_s: Annotated[
         float,
-        typer.Option("--idle-timeout", metavar="SECONDS", help="Abort an upload that brings under 1 MiB in this time."),
+        typer.Option(
+            "--idle-timeout",
+            metavar="SECONDS",
+            help="Close connections without a request for so long, or that move under 1 MiB of a body in this time.",
+        ),
     ] = 30.0,
     link_gbps: Annotated[
         str | None,
@@ -57,7 +77,6 @@ def serve(
             metavar="GBPS[,GBPS...]",
             help="Limit the sending rate to simulate a slow network, in 1e9 bits per second for all clients together. "
             "With several values, the limit changes every second, in a cycle.",
-            show_default=False,
         ),
     ] = None,
     grace_s: Annotated[
@@ -78,11 +97,16 @@ def serve(
         root=directory,
         host=host,
         port=port,
-        token=read_token(token, token_file),
+        token=None if token_file is not None and token is None else read_token(token, token_file),
+        token_file=token_file,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_client_ca=tls_client_ca,
         insecure=insecure,
         capacity_bytes=parse_size(capacity) if capacity is not None else None,
         max_body_bytes=parse_size(max_object),
         max_uploads=max_uploads,
+        max_connections=max_connections,
         idle_timeout_s=idle_timeout_s,
         orphan_age_s=orphan_age_s,
         grace_s=grace_s,

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from msgspec import Struct
+
+from sgl_kvfetch.cli.signatures import Signature
 from sgl_kvfetch.container.manifest import Cell, Manifest, Variant
-from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.layout.regions import RegionLayout
 from sgl_kvfetch.layout.tiles import TileLayout
-from sgl_kvfetch.stores.listing import Objects, StoredSegment, read_manifest
+from sgl_kvfetch.stores.listing import Objects, StoredSegment, first_readable_manifest
 from sgl_kvfetch.types import KV_DTYPES
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
+class Sizes(Struct, frozen=True):
     """``ratio`` is raw bytes over stored bytes; ``bits_per_value`` is the stored size of one K or V number."""
 
     raw_bytes: int
@@ -30,8 +30,7 @@ def sizes(raw_bytes: int, stored_bytes: int, dtype: str) -> Sizes:
     return Sizes(raw_bytes, stored_bytes, raw_bytes / stored_bytes, 8 * stored_bytes / num_values)
 
 
-@dataclass(frozen=True, slots=True)
-class NamespaceSummary:
+class NamespaceSummary(Struct, frozen=True):
     """Overlapping segments are counted separately. The last three fields are None if no manifest can be read."""
 
     digest: str
@@ -43,8 +42,7 @@ class NamespaceSummary:
     namespace: Namespace | None
 
 
-@dataclass(frozen=True, slots=True)
-class StoreSummary:
+class StoreSummary(Struct, frozen=True):
     namespaces: tuple[NamespaceSummary, ...]
     num_orphans: int  # data objects without a manifest
     orphan_bytes: int
@@ -67,7 +65,7 @@ async def summarise_store(objects: Objects, segments: Sequence[StoredSegment]) -
 async def _summarise_namespace(objects: Objects, digest: str, segments: Sequence[StoredSegment]) -> NamespaceSummary:
     num_pages = sum(s.key.num_pages for s in segments)
     stored_bytes = sum(s.stored_bytes for s in segments)
-    manifest = await _first_readable(objects, segments)
+    manifest = await first_readable_manifest(objects, segments)
     if manifest is None:
         return NamespaceSummary(digest, len(segments), num_pages, stored_bytes, None, None, None)
     geometry = manifest.geometry
@@ -82,20 +80,7 @@ async def _summarise_namespace(objects: Objects, digest: str, segments: Sequence
     )
 
 
-async def _first_readable(objects: Objects, segments: Iterable[StoredSegment]) -> Manifest | None:
-    for segment in segments:
-        assert segment.manifest is not None
-        try:
-            manifest = await read_manifest(objects, segment.manifest.name)
-        except FormatError:
-            continue  # ``kvfetch verify`` reports those
-        if manifest is not None:
-            return manifest
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class PartSummary:
+class PartSummary(Struct, frozen=True):
     """One layer group's chunks that hold the same part, over all spans and heads. ``bits_per_value`` divides their size
     by the number of all K and V values in the layer group."""
 
@@ -109,8 +94,7 @@ class PartSummary:
     bits_per_value: float
 
 
-@dataclass(frozen=True, slots=True)
-class VariantSummary:
+class VariantSummary(Struct, frozen=True):
     codec: str  # the one that was requested; "" if the writer did not record it
     resolution: str
     data_name: str
@@ -120,8 +104,16 @@ class VariantSummary:
     parts: tuple[PartSummary, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentSummary:
+class SideSummary(Struct, frozen=True):
+    """The pages of one side pool."""
+
+    pool: str
+    num_pages: int
+    raw_bytes: int
+    stored_bytes: int
+
+
+class SegmentSummary(Struct, frozen=True):
     manifest_name: str
     namespace: Namespace
     first_page: int
@@ -131,11 +123,14 @@ class SegmentSummary:
     span_tokens: int
     num_layer_groups: int
     manifest_bytes: int
+    signature: Signature
+    expires: int | None  # in seconds since the epoch; None for never
     sizes: Sizes  # everything under the segment's name
     variants: tuple[VariantSummary, ...]
+    sides: tuple[SideSummary, ...]
 
 
-def summarise_segment(stored: StoredSegment, manifest: Manifest) -> SegmentSummary:
+def summarise_segment(stored: StoredSegment, manifest: Manifest, signature: Signature) -> SegmentSummary:
     assert stored.manifest is not None
     variants = tuple(_summarise_variant(stored, manifest, variant) for variant in manifest.variants)
     return SegmentSummary(
@@ -148,9 +143,20 @@ def summarise_segment(stored: StoredSegment, manifest: Manifest) -> SegmentSumma
         manifest.span_tokens(0),
         manifest.grid.num_layer_groups,
         stored.manifest.size_bytes,
+        signature,
+        manifest.expires,
         sizes(manifest.raw_bytes, stored.stored_bytes, manifest.namespace.kv_dtype),
         variants,
+        tuple(_summarise_sides(manifest)),
     )
+
+
+def _summarise_sides(manifest: Manifest) -> Iterator[SideSummary]:
+    pages = [page for side in manifest.sides for page in side.pages]
+    for pool in sorted({page.pool for page in pages}):
+        theirs = [page for page in pages if page.pool == pool]
+        raw_bytes, stored_bytes = (sum(getattr(x, field) for x in theirs) for field in ("num_bytes", "size_bytes"))
+        yield SideSummary(pool, len(theirs), raw_bytes, stored_bytes)
 
 
 def _summarise_variant(stored: StoredSegment, manifest: Manifest, variant: Variant) -> VariantSummary:
@@ -168,16 +174,21 @@ def _summarise_variant(stored: StoredSegment, manifest: Manifest, variant: Varia
         name,
         name not in stored.data,
         variant.layouts,
-        sizes(manifest.raw_bytes, stored_bytes, manifest.namespace.kv_dtype),
+        sizes(manifest.kv_bytes, stored_bytes, manifest.namespace.kv_dtype),
         tuple(parts),
     )
 
 
 def _summarise_part(manifest: Manifest, variant: Variant, layer_group: int, index: int) -> PartSummary:
-    cells = [cell for cell in manifest.cells() if cell.layer_group == layer_group]
-    chunks = [variant.chunks[manifest.cell_index(cell) * manifest.chunks_per_cell + index] for cell in cells]
+    # A manifest can have 400,000 chunks and as many parts: look only at this part's chunks.
+    grid, geometry, step = manifest.grid, manifest.geometry, manifest.chunks_per_cell
+    group_chunks, span_chunks = grid.num_head_blocks * step, manifest.cells_per_span * step
+    starts = range(layer_group * group_chunks + index, len(variant.chunks), span_chunks)
+    chunks = [chunk for start in starts for chunk in variant.chunks[start : start - index + group_chunks : step]]
     stored_bytes = sum(chunk.size_bytes for chunk in chunks)
-    layers, offset = manifest.grid.layers(layer_group), manifest.namespace.first_layer
+    layers, offset = grid.layers(layer_group), manifest.namespace.first_layer
+    num_tokens = manifest.num_pages * geometry.page_size
+    num_values = num_tokens * len(layers) * manifest.num_heads * (geometry.k_head_dim + geometry.v_head_dim)
     return PartSummary(
         offset + layers.start,
         offset + layers.stop,
@@ -186,7 +197,7 @@ def _summarise_part(manifest: Manifest, variant: Variant, layer_group: int, inde
         tuple(sorted({chunk.codec for chunk in chunks})),
         len(chunks),
         stored_bytes,
-        8 * stored_bytes / sum(map(manifest.cell_values, cells)),
+        8 * stored_bytes / num_values,
     )
 
 

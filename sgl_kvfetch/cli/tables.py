@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from itertools import groupby
 
 from rich import box
@@ -12,7 +13,6 @@ from sgl_kvfetch.cli.summary import (
     NamespaceSummary,
     PartSummary,
     SegmentSummary,
-    Sizes,
     StoreSummary,
     VariantSummary,
     layer_range,
@@ -21,6 +21,7 @@ from sgl_kvfetch.cli.units import format_ratio, format_size, printable
 from sgl_kvfetch.layout.regions import RegionLayout
 from sgl_kvfetch.layout.tiles import TileLayout
 
+_MAX_PART_ROWS = 256  # of a variant; a manifest may have 400,000
 NAMESPACE_DIGITS, HASH_DIGITS = 12, 16  # enough to be unique, and to use as a prefix of TARGET
 
 
@@ -32,13 +33,6 @@ def make_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
     for name in right:
         table.add_column(name, justify="right", no_wrap=True)
     return table
-
-
-def describe_sizes(sizes: Sizes) -> str:
-    return (
-        f"{format_size(sizes.raw_bytes)} raw, {format_size(sizes.stored_bytes)} stored with scales and manifest: "
-        f"{format_ratio(sizes.ratio)} smaller, {sizes.bits_per_value:.2f} bits a value"
-    )
 
 
 def store_tables(label: str, summary: StoreSummary, limit: int) -> Iterator[Table | str]:
@@ -99,13 +93,14 @@ def segments_tables(segments: Sequence[SegmentSummary]) -> Iterator[Table | str]
 
 
 def _segments_table(segments: Iterable[SegmentSummary]) -> Table:
-    table = make_table(("segment", "codecs"), ("pages", "first page", "tokens", "raw", "stored", "ratio"))
+    table = make_table(("segment", "codecs", "signature"), ("pages", "first page", "tokens", "raw", "stored", "ratio"))
     for s in segments:
         codecs = {codec for v in s.variants for part in v.parts if part.layout for codec in part.codecs}
         num_pages, _, page_hash = s.manifest_name.partition("/")[2].partition("-")
         table.add_row(
             f"{num_pages}-{page_hash[:HASH_DIGITS]}",
             ", ".join(sorted(map(printable, codecs))),
+            s.signature,
             str(s.num_pages),
             str(s.first_page),
             str(s.num_tokens),
@@ -123,9 +118,16 @@ def segment_tables(s: SegmentSummary) -> Iterator[Table | str]:
         made = f", {printable(variant.codec)} at {printable(variant.resolution)}" if variant.codec else ""
         yield f"variant {index}{made}: {variant.data_name}"
         yield _parts_table(variant)
+        if len(variant.parts) > _MAX_PART_ROWS:
+            yield f"... {len(variant.parts) - _MAX_PART_ROWS} more parts are in the totals, and shown by --json"
         if variant.missing:
             yield "this variant's data object is MISSING"
-    yield f"against raw: {describe_sizes(s.sizes)}"
+    for side in s.sides:
+        raw, stored = format_size(side.raw_bytes), format_size(side.stored_bytes)
+        yield f"side pool {printable(side.pool)}: {side.num_pages} pages, {raw} raw, {stored} stored"
+    raw, stored = format_size(s.sizes.raw_bytes), format_size(s.sizes.stored_bytes)
+    ratio = f"{format_ratio(s.sizes.ratio)} smaller, {s.sizes.bits_per_value:.2f} bits a value"
+    yield f"against raw: {raw} raw, {stored} stored with scales and manifest: {ratio}"
 
 
 def _facts(s: SegmentSummary) -> Table:
@@ -142,6 +144,9 @@ def _facts(s: SegmentSummary) -> Table:
         for name, layout in variant.layouts.items():
             table.add_row(f"layout of {name}, variant {index}", _describe_layout(layout))
     table.add_row("manifest", format_size(s.manifest_bytes))
+    table.add_row("signature", s.signature)
+    if s.expires is not None:
+        table.add_row("expires", f"{datetime.fromtimestamp(s.expires, UTC):%Y-%m-%d %H:%M:%S} UTC")
     return table
 
 
@@ -161,7 +166,7 @@ def _describe_layout(layout: TileLayout | RegionLayout) -> str:
 def _parts_table(variant: VariantSummary) -> Table:
     table = make_table(("layers", "part", "codec"), ("chunks", "stored", "share", "bits/value"))
     total = sum(part.stored_bytes for part in variant.parts)
-    for part in variant.parts:
+    for part in variant.parts[:_MAX_PART_ROWS]:
         layers = layer_range(part.first_layer, part.end_layer)
         table.add_row(layers, *_part_cells([part], total), f"{part.bits_per_value:.3f}")
     table.add_section()

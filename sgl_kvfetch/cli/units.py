@@ -1,36 +1,24 @@
-"""Parsing and formatting of sizes and ratios for users."""
+"""Formatting of sizes and ratios for users."""
 
 from __future__ import annotations
 
-import re
-
-from sgl_kvfetch.errors import ConfigError
-
-_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) *(?:(?P<unit>[kmgtp])(?P<binary>i)?)?(?P<bytes>b)?", re.IGNORECASE)
-_UNITS = "kmgtp"
-
-
-def parse_size(text: str) -> int:
-    """Return a number of bytes. ``10GiB`` means powers of 1024, ``500MB`` powers of 1000, a bare number bytes.
-
-    Raises ConfigError, also for ``10G``, which is ambiguous.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or (match["unit"] and not match["bytes"]):
-        raise ConfigError(f"invalid size {text!r}; expected a form such as 10GiB, 500MB or a number of bytes")
-    power = _UNITS.index(match["unit"].lower()) + 1 if match["unit"] else 0
-    size = int(float(match["number"]) * (1024 if match["binary"] else 1000) ** power)
-    if size < 1:
-        raise ConfigError(f"invalid size {text!r}; expected at least one byte")
-    return size
+from sgl_kvfetch.sizes import UNITS
 
 
 def format_size(num_bytes: int) -> str:
     """Format a size with three significant digits, in powers of 1024."""
     size, unit = float(num_bytes), 0
-    while size >= 1000 and unit < len(_UNITS):
+    while size >= 1000 and unit < len(UNITS):
         size, unit = size / 1024, unit + 1
-    return f"{size:.3g} {_UNITS[unit - 1].upper()}iB" if unit else f"{num_bytes} B"
+    return f"{size:.3g} {UNITS[unit - 1].upper()}iB" if unit else f"{num_bytes} B"
+
+
+def format_age(seconds: float) -> str:
+    """Format a time span in its largest unit that fits twice."""
+    for unit, size_s in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size_s:
+            return f"{seconds / size_s:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
 
 
 def format_ratio(ratio: float | None) -> str:

@@ -10,40 +10,59 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 import xxhash
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from sgl_kvfetch.cli.options import TARGET_HELP, JsonOption, TokenFileOption, TokenOption, make_console, read_token
+from sgl_kvfetch.cli.options import (
+    TARGET_HELP,
+    JsonOption,
+    ManifestKeyFileOption,
+    TokenFileOption,
+    TokenOption,
+    make_console,
+    print_json,
+    read_keys,
+    read_token,
+)
+from sgl_kvfetch.cli.signatures import signature_of
 from sgl_kvfetch.cli.target import Target, open_target
 from sgl_kvfetch.cli.units import format_size, printable
-from sgl_kvfetch.container.manifest import Cell, Manifest
+from sgl_kvfetch.container.manifest import Cell, Manifest, Side, Variant
 from sgl_kvfetch.container.segment import SegmentReader
-from sgl_kvfetch.errors import ConfigError, FormatError, StoreError, StoreErrorReason
+from sgl_kvfetch.container.sides import side_places
+from sgl_kvfetch.container.signing import ManifestKeys
+from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.fetch.plan import ReadUnit, read_units
 from sgl_kvfetch.quant import quantiser_from_identity
 from sgl_kvfetch.stores.base import ObjectInfo
-from sgl_kvfetch.stores.listing import Objects, StoredSegment, list_segments, read_manifest
+from sgl_kvfetch.stores.listing import Objects, StoredSegment, decode_named_manifest, list_segments, read_manifest
+from sgl_kvfetch.stores.local import LocalStore
 
 MAX_PROBLEMS_AN_OBJECT = 5
-# Failures that concern one object, not the whole store.
-_OBJECT_REASONS: frozenset[StoreErrorReason] = frozenset({"truncated", "io", "invalid", "too_large", "protocol"})
 
 
 def verify(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help=TARGET_HELP, show_default=False)],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help=TARGET_HELP)],
     token: TokenOption = None,
     token_file: TokenFileOption = None,
+    manifest_key_file: ManifestKeyFileOption = None,
     as_json: JsonOption = False,
     jobs: Annotated[
         int, typer.Option(min=1, max=256, help="Segments read at once, and decoding threads.", show_default="cores")
     ] = os.cpu_count() or 1,
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="First make the catalog of a directory anew from its files.")
+    ] = False,
 ) -> None:
     """Read and decode everything that is stored, and compare it with its checksums.
 
+    With --manifest-key-file, a manifest whose signature is missing or wrong is a problem, too. Without it, signatures
+    are counted and not checked.
+
     The exit code is 0 if everything is valid, 1 if something is corrupt or missing, 2 if the store cannot be read.
-    Nothing is changed. Data without a manifest, left by a crashed writer, are counted but are no error.
+    Nothing is changed but, with --rebuild, the catalog. Data without a manifest, left by a crashed writer, are counted
+    but are no error.
 
     Examples:
 
@@ -53,11 +72,14 @@ def verify(
 
         kvfetch verify backup/8-91ab.kvm
     """
-    if not asyncio.run(_run(target, read_token(token, token_file), as_json, jobs)):
+    keys = read_keys(manifest_key_file)
+    if not asyncio.run(_run(target, read_token(token, token_file), keys, as_json, jobs, rebuild)):
         raise typer.Exit(1)
 
 
-async def _run(text: str, token: str | None, as_json: bool, jobs: int) -> bool:
+async def _run(
+    text: str, token: str | None, keys: ManifestKeys | None, as_json: bool, jobs: int, rebuild: bool
+) -> bool:
     """Verify the target and print a report. Return True if nothing is corrupt. Raises KVFetchError."""
     try:
         target = open_target(text, token)
@@ -65,17 +87,21 @@ async def _run(text: str, token: str | None, as_json: bool, jobs: int) -> bool:
         report = Report(problems=[Problem(str(Path(text)), str(e))])
     else:
         try:
+            if rebuild:
+                if not isinstance(target.objects, LocalStore):
+                    raise ConfigError(f"{target.label} is not a directory; --rebuild works where the disk is")
+                await target.objects.rebuild()
             segments = await list_segments(target.objects, target.prefix)
             if target.prefix and not segments:
                 raise ConfigError(f"{target.label}: nothing is stored under this name")
-            report = await _verify(target, segments, jobs)
+            report = await _verify(target, segments, keys, jobs)
         finally:
             await target.objects.close()
     _print(report, as_json)
     return not report.problems
 
 
-async def _verify(target: Target, segments: list[StoredSegment], jobs: int) -> Report:
+async def _verify(target: Target, segments: list[StoredSegment], keys: ManifestKeys | None, jobs: int) -> Report:
     console = make_console(stderr=True)
     columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn())
     total = sum(segment.stored_bytes for segment in segments if segment.manifest is not None)
@@ -85,14 +111,14 @@ async def _verify(target: Target, segments: list[StoredSegment], jobs: int) -> R
     ):
         task = progress.add_task("", total=total)
         verifier = Verifier(
-            target.objects, pool, jobs=jobs, on_read=lambda num_bytes: progress.advance(task, num_bytes)
+            target.objects, pool, jobs=jobs, keys=keys, on_read=lambda num_bytes: progress.advance(task, num_bytes)
         )
         return await verifier.run(segments)
 
 
 def _print(report: Report, as_json: bool) -> None:
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+        print_json(report)
         return
     by_object: dict[str, list[str]] = {}
     for problem in report.problems:
@@ -107,6 +133,8 @@ def _print(report: Report, as_json: bool) -> None:
     if report.orphans:
         size = format_size(sum(info.size_bytes for info in report.orphans))
         typer.echo(f"{len(report.orphans)} data objects ({size}) have no manifest: being written, or left by a crash")
+    if report.num_unchecked:
+        typer.echo(f"{report.num_unchecked} manifests are signed (not checked; see --manifest-key-file)")
     if report.num_gone:
         typer.echo(f"{report.num_gone} segments were deleted or replaced during the run")
 
@@ -120,12 +148,14 @@ class Problem:
 @dataclass(slots=True)
 class Report:
     """``orphans`` are data objects that no manifest names: still being written, or left by a writer that crashed.
-    ``num_gone`` counts segments that were deleted or replaced during the run; they are no problem."""
+    ``num_gone`` counts segments that were deleted or replaced during the run; they are no problem. ``num_unchecked``
+    counts manifests with a signature that there was no key to check with."""
 
     num_segments: int = 0
     num_chunks: int = 0
     read_bytes: int = 0
     num_gone: int = 0
+    num_unchecked: int = 0
     problems: list[Problem] = field(default_factory=list)
     orphans: list[ObjectInfo] = field(default_factory=list)
 
@@ -134,29 +164,23 @@ class _Gone(Exception):
     """The segment was deleted or replaced while it was read."""
 
 
+@dataclass
 class Verifier:
-    """Verifies ``jobs`` segments at a time. Each job holds one read of about ``read_bytes`` bytes in memory."""
+    """Verifies ``jobs`` segments at a time. Each job holds one read of about ``read_bytes`` bytes in memory. With
+    ``keys``, also requires that all manifests are signed with one of them."""
 
-    def __init__(
-        self,
-        objects: Objects,
-        decode_pool: Executor,
-        *,
-        jobs: int,
-        read_bytes: int = 4 << 20,
-        on_read: Callable[[int], None] = lambda num_bytes: None,
-    ) -> None:
-        self.report = Report()
-        self._objects = objects
-        self._decode_pool = decode_pool
-        self._jobs = jobs
-        self._read_bytes = read_bytes
-        self._on_read = on_read
+    objects: Objects
+    decode_pool: Executor
+    jobs: int
+    keys: ManifestKeys | None = None
+    read_bytes: int = 4 << 20
+    on_read: Callable[[int], None] = lambda num_bytes: None
+    report: Report = field(default_factory=Report)
 
     async def run(self, segments: Sequence[StoredSegment]) -> Report:
         """Verify ``segments`` and return the report. Raises StoreError if the store cannot be read at all."""
         queue = iter(segments)
-        await asyncio.gather(*(self._work(queue) for _ in range(self._jobs)))
+        await asyncio.gather(*(self._work(queue) for _ in range(self.jobs)))
         self.report.problems.sort(key=lambda problem: problem.name)
         return self.report
 
@@ -172,10 +196,12 @@ class Verifier:
 
     async def _verify_segment(self, stored: StoredSegment, info: ObjectInfo) -> None:
         try:
-            manifest = await read_manifest(self._objects, info.name)
-            if manifest is None:
+            content = await self.objects.get(info.name)
+            if content is None:
                 raise _Gone
             self._note_read(info.size_bytes)
+            manifest = decode_named_manifest(content, info.name)
+            self._check_signature(info.name, content)
             quantiser = quantiser_from_identity(manifest.namespace.quantiser)
             readers = [SegmentReader(manifest, quantiser, index) for index in range(len(manifest.variants))]
         except (FormatError, StoreError) as e:
@@ -184,25 +210,66 @@ class Verifier:
         self.report.num_segments += 1
         for reader in readers:
             await self._verify_data(stored.data.get(reader.data_name), reader)
-        named = {reader.data_name for reader in readers}
-        self.report.orphans += [data for name, data in stored.data.items() if name not in named]
+        for side in manifest.sides:
+            await self._verify_side(stored.data.get(manifest.data_name(side)), manifest, side)
+        self.report.orphans += [data for name, data in stored.data.items() if name not in manifest.data_names]
 
-    async def _verify_data(self, info: ObjectInfo | None, reader: SegmentReader) -> None:
-        name, expected = reader.data_name, reader.manifest.data_bytes(reader.variant)
+    def _check_signature(self, name: str, content: bytes) -> None:
+        signature = signature_of(content, self.keys)
+        if signature == "missing":
+            self._add(name, "has no signature")
+        elif signature == "wrong":
+            self._add(name, "its signature was not made with this key, or not for this manifest")
+        elif signature == "signed (not checked)":
+            self.report.num_unchecked += 1
+
+    async def _has_its_size(self, info: ObjectInfo | None, manifest: Manifest, data: Variant | Side) -> bool:
+        """Return whether a data object is there, with the size that its manifest says. Report it if not."""
+        name, expected = manifest.data_name(data), manifest.data_bytes(data)
         if info is None:
             # The segment may have been replaced after the listing; then its data are newer than the listing.
-            info = await self._objects_head(name, reader.manifest)
+            info = await self._head(name, manifest)
         if info is None:
             self._add(name, "missing, though its manifest names it")
-            return
+            return False
         if info.size_bytes != expected:
             self._add(name, f"has {info.size_bytes} bytes, expected {expected} as its manifest says")
+            return False
+        return True
+
+    async def _verify_side(self, info: ObjectInfo | None, manifest: Manifest, side: Side) -> None:
+        name = manifest.data_name(side)
+        if not await self._has_its_size(info, manifest, side):
+            return
+        digest = xxhash.xxh3_128()
+        try:
+            for place in side_places(manifest).values():
+                if place.data_name != name:
+                    continue
+                data = await self.objects.get(name, place.start, place.size_bytes)
+                if data is None:
+                    await self._require_present(manifest)
+                    self._add(name, "missing, though its manifest names it")
+                    return
+                self._note_read(len(data))
+                digest.update(data)
+                await asyncio.get_running_loop().run_in_executor(self.decode_pool, place.decode, data)
+                self.report.num_chunks += len(place.page.chunks)
+        except (FormatError, StoreError) as e:
+            self._blame(name, e)
+            return
+        if digest.hexdigest() != side.data_digest:
+            self._add(name, "its bytes do not match the digest in its name")
+
+    async def _verify_data(self, info: ObjectInfo | None, reader: SegmentReader) -> None:
+        name = reader.data_name
+        if not await self._has_its_size(info, reader.manifest, reader.variant):
             return
         digest = xxhash.xxh3_128()
         try:
             for span in range(reader.manifest.num_spans):
-                for unit in read_units(reader, span, self._read_bytes):
-                    data = await self._objects.get(name, unit.start, unit.size_bytes)
+                for unit in read_units(reader, span, self.read_bytes):
+                    data = await self.objects.get(name, unit.start, unit.size_bytes)
                     if data is None:
                         await self._require_present(reader.manifest)
                         self._add(name, "missing, though its manifest names it")
@@ -219,16 +286,16 @@ class Verifier:
     async def _verify_unit(self, name: str, unit: ReadUnit, data: bytes) -> None:
         loop = asyncio.get_running_loop()
         found = await asyncio.gather(
-            *(loop.run_in_executor(self._decode_pool, _check_cell, unit, cell, data) for cell in unit.cells)
+            *(loop.run_in_executor(self.decode_pool, _check_cell, unit, cell, data) for cell in unit.cells)
         )
         self.report.num_chunks += len(unit.cells) * unit.reader.manifest.chunks_per_cell
         for error in found:
             if error is not None:
                 self._add(name, error)
 
-    async def _objects_head(self, name: str, manifest: Manifest) -> ObjectInfo | None:
+    async def _head(self, name: str, manifest: Manifest) -> ObjectInfo | None:
         """Look again for data that the listing lacks. Raises _Gone if the manifest was deleted or replaced too."""
-        async for info in self._objects.list(name):
+        async for info in self.objects.list(name):
             return info
         await self._require_present(manifest)
         return None
@@ -236,7 +303,7 @@ class Verifier:
     async def _require_present(self, manifest: Manifest) -> None:
         """Raise _Gone unless the store still has exactly this manifest."""
         try:
-            if await read_manifest(self._objects, manifest.key.manifest_name) == manifest:
+            if await read_manifest(self.objects, manifest.key.manifest_name) == manifest:
                 return
         except FormatError:
             pass
@@ -244,11 +311,11 @@ class Verifier:
 
     def _note_read(self, num_bytes: int) -> None:
         self.report.read_bytes += num_bytes
-        self._on_read(num_bytes)
+        self.on_read(num_bytes)
 
     def _blame(self, name: str, error: FormatError | StoreError) -> None:
         """Report an error that concerns only this object; raise any other."""
-        if isinstance(error, StoreError) and error.reason not in _OBJECT_REASONS:
+        if isinstance(error, StoreError) and not error.concerns_object:
             raise error
         self._add(name, str(error))
 
@@ -258,9 +325,8 @@ class Verifier:
 
 def _check_cell(unit: ReadUnit, cell: Cell, data: bytes) -> str | None:
     """Decode one cell. Return an error message if it is corrupt, or else None. Runs on the decode pool."""
-    start, end = unit.reader.cell_range(cell)
     try:
-        unit.reader.decode_cell(cell, memoryview(data)[start - unit.start : end - unit.start])
+        unit.reader.decode_cell(cell, unit.piece(cell, data))
     except FormatError as e:
         return str(e)
     return None

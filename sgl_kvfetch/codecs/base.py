@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+PictureShape = tuple[int, int, int]  # number of frames, height, width
+
 
 class Codec(ABC):
     """Encodes frames into a bitstream and decodes them bit for bit.
@@ -23,7 +25,7 @@ class Codec(ABC):
         """Encode ``frames``: uint8, ``(frames, 3, height, width)``."""
 
     @abstractmethod
-    def decode(self, bitstream: bytes | memoryview, num_frames: int, height: int, width: int) -> torch.Tensor:
+    def decode(self, bitstream: bytes | memoryview, shape: PictureShape) -> torch.Tensor:
         """Return the encoded frames. Raises CorruptError if the bitstream does not decode to exactly this shape."""
 
 
@@ -50,18 +52,11 @@ class FrameDecoder(ABC):
 
     @abstractmethod
     def decode(
-        self,
-        bitstream: bytes | memoryview,
-        num_frames: int,
-        height: int,
-        width: int,
-        *,
-        with_sum: bool = False,
-        to_host: bool = False,
+        self, bitstream: bytes | memoryview, shape: PictureShape, *, with_sum: bool = False, to_host: bool = False
     ) -> DecodedFrames:
         """Decode a bitstream. ``with_sum``: return the frame sum of frames that are decoded on the device, and no copy
         on the host. ``to_host``: return the frames on the host only. Raises CorruptError if the bitstream does not
-        decode to exactly ``num_frames`` frames of this size."""
+        decode to exactly this shape."""
 
 
 Decoders = Mapping[str, FrameDecoder]  # of one session, by codec; codecs without one are decoded on the CPU

@@ -8,7 +8,7 @@ from abc import abstractmethod
 import torch
 import zstandard
 
-from sgl_kvfetch.codecs.base import Codec
+from sgl_kvfetch.codecs.base import Codec, PictureShape
 from sgl_kvfetch.errors import CorruptError
 
 
@@ -16,13 +16,13 @@ class _BytesCodec(Codec):
     def encode(self, frames: torch.Tensor) -> bytes:
         return self.compress(frames.contiguous().cpu().numpy().tobytes())
 
-    def decode(self, bitstream: bytes | memoryview, num_frames: int, height: int, width: int) -> torch.Tensor:
-        shape = (num_frames, 3, height, width)
+    def decode(self, bitstream: bytes | memoryview, shape: PictureShape) -> torch.Tensor:
+        num_frames, height, width = shape
         expected = num_frames * 3 * height * width
         data = self.decompress(bitstream, expected)
         if len(data) != expected:
             raise CorruptError(f"{self.name} bitstream decodes to {len(data)} bytes, expected {expected}")
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(shape)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(num_frames, 3, height, width)
 
     @abstractmethod
     def compress(self, data: bytes) -> bytes: ...
@@ -41,11 +41,11 @@ class ZstdCodec(_BytesCodec):
 
     def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes:
         try:
-            # A zstd frame that records its size ignores max_output_size, so check that size first.
+            # Exactly as many bytes as the frame claims are allocated, and it cannot decode to more.
             claimed = zstandard.frame_content_size(data)
-            if claimed > max_bytes:
-                raise CorruptError(f"zstd frame claims {claimed} bytes, expected {max_bytes}")
-            return zstandard.ZstdDecompressor().decompress(data, max_output_size=max_bytes)
+            if not 0 <= claimed <= max_bytes:
+                raise CorruptError(f"zstd frame claims {claimed} bytes (-1: unknown), expected at most {max_bytes}")
+            return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
         except zstandard.ZstdError as e:
             raise CorruptError(f"zstd bitstream does not decode: {e}") from e
 
@@ -60,7 +60,7 @@ class RawCodec(_BytesCodec):
 
     def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes:
         if len(data) > max_bytes:
-            raise CorruptError(f"{len(data)} raw bytes, expected {max_bytes}")
+            raise CorruptError(f"{len(data)} raw bytes, expected at most {max_bytes}")
         return bytes(data)
 
 
@@ -79,6 +79,6 @@ class DeflateCodec(_BytesCodec):
                 out += decompressor.decompress(decompressor.unconsumed_tail, 1)
         except zlib.error as e:
             raise CorruptError(f"deflate bitstream does not decode: {e}") from e
-        if not decompressor.eof:
-            raise CorruptError(f"deflate bitstream is truncated, or decodes to more than {max_bytes} bytes")
+        if not decompressor.eof or decompressor.unused_data:
+            raise CorruptError(f"deflate bitstream is cut, has bytes behind it, or decodes to over {max_bytes} bytes")
         return out

@@ -6,6 +6,7 @@ units themselves in Annex B form, one a picture. The table lets decoders, NVDEC 
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
 from fractions import Fraction
@@ -16,11 +17,14 @@ import av.error
 import numpy as np
 import torch
 
-from sgl_kvfetch.codecs.base import Codec
+from sgl_kvfetch.codecs.base import Codec, PictureShape
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.layout.frames import FILL
 
 _U32 = struct.Struct("<I")
+# NAL units of type 33, up to the next start code. Emulation prevention keeps start codes out of all payloads.
+_SEQUENCE_PARAMETER_SET = re.compile(rb"\x00\x00\x01([\x42\x43].*?)(?=\x00\x00\x01|\Z)", re.DOTALL)
+_LARGEST_UNIT = 64  # pixels; encoders may code pictures in whole coding units and crop them
 
 # Slower presets gain nothing on this kind of data and cost ten times as much (DESIGN.md, "Codec facts"). Each encoder
 # uses one thread, since chunks are encoded in parallel.
@@ -69,53 +73,19 @@ class HevcCodec(Codec):
         assert len(access_units) == len(pictures), (len(access_units), len(pictures))
         return join_access_units(access_units)
 
-    def decode(self, bitstream: bytes | memoryview, num_frames: int, height: int, width: int) -> torch.Tensor:
-        return self._decode(self.access_units(bitstream, num_frames), num_frames, height, width)
-
-    def access_units(self, bitstream: bytes | memoryview, num_frames: int) -> list[memoryview]:
-        """Return the access units, one a picture. Raises CorruptError if ``num_frames`` need another number of them."""
-        access_units = split_access_units(bitstream)
-        expected = self.num_access_units(num_frames, num_frames)
-        if len(access_units) != expected:
-            raise CorruptError(f"{self.name} bitstream has {len(access_units)} pictures, expected {expected}")
-        return access_units
-
-    def decode_prefix(
-        self, prefix: bytes | memoryview, num_frames: int, end_frame: int, height: int, width: int
-    ) -> torch.Tensor:
-        """Decode frames ``[0, end_frame)`` of ``num_frames`` from a prefix of their bitstream: its bytes up to
-        ``access_unit_offsets(bitstream)[num_access_units(num_frames, end_frame)]``.
-
-        Returns ``(end_frame, 3, height, width)``. Pictures are predicted only from earlier ones, so a prefix decodes to
-        the same frames as the whole; a part from the middle cannot be decoded. Checksums cover whole chunks, so a
-        corrupt prefix is only detected if it fails to decode. Raises CorruptError.
-        """
-        assert 1 <= end_frame <= num_frames
-        offsets = access_unit_offsets(prefix)
-        needed = self.num_access_units(num_frames, end_frame)
-        if len(offsets) - 1 != self.num_access_units(num_frames, num_frames) or len(prefix) < offsets[needed]:
-            raise CorruptError(
-                f"{self.name} prefix of {len(prefix)} bytes, from a bitstream of {len(offsets) - 1} pictures, lacks "
-                f"some of the first {needed} pictures, or belongs to another bitstream"
-            )
-        view = memoryview(prefix)
-        access_units = [view[offsets[i] : offsets[i + 1]] for i in range(needed)]
-        return self._decode(access_units, num_frames, height, width)[:end_frame]
-
-    def _decode(self, access_units: Sequence[memoryview], num_frames: int, height: int, width: int) -> torch.Tensor:
-        """Return ``(num_frames, 3, height, width)``. Only the frames of these access units are set."""
+    def decode(self, bitstream: bytes | memoryview, shape: PictureShape) -> torch.Tensor:
+        num_frames, height, width = shape
+        access_units = self.access_units(bitstream, num_frames)
         expected = len(access_units)
-        decoder = av.CodecContext.create("hevc", "r")
-        assert isinstance(decoder, av.VideoCodecContext)
-        decoder.thread_count = 1
-        out = np.empty((num_frames, 3, height, width), np.uint8)
         num_decoded = 0
         try:
+            decoder = self._open(access_units, height, width)
+            out = np.empty((num_frames, 3, height, width), np.uint8)
             for packet in [*map(av.Packet, access_units), None]:
                 for frame in decoder.decode(packet):
                     if num_decoded == expected:
                         raise CorruptError(f"{self.name} bitstream decodes to more than {expected} pictures")
-                    self._check(frame, height, width)
+                    self._check((frame.format.name, frame.width, frame.height), height, width)
                     self._from_picture(frame, num_decoded, out)
                     num_decoded += 1
         except av.error.FFmpegError as e:
@@ -124,14 +94,40 @@ class HevcCodec(Codec):
             raise CorruptError(f"{self.name} bitstream decodes to {num_decoded} pictures, expected {expected}")
         return torch.from_numpy(out)
 
-    def _check(self, frame: av.VideoFrame, height: int, width: int) -> None:
-        found = (frame.format.name, frame.width, frame.height)
+    def access_units(self, bitstream: bytes | memoryview, num_frames: int) -> list[memoryview]:
+        """Return the access units, one a picture. Raises CorruptError if ``num_frames`` need another number of them."""
+        access_units = split_access_units(bitstream)
+        expected = num_frames * 3 // self.planes_a_picture
+        if len(access_units) != expected:
+            raise CorruptError(f"{self.name} bitstream has {len(access_units)} pictures, expected {expected}")
+        return access_units
+
+    def _open(self, access_units: Sequence[memoryview], height: int, width: int) -> av.VideoCodecContext:
+        """Return a decoder for pictures of this size. Raises CorruptError unless the bitstream states it: libavcodec
+        allocates gigabytes if that asks for them, even if all pictures are cropped in the end."""
+        first = bytes(access_units[0])
+        # Otherwise libavcodec would look for something else than start codes, and find parameter sets that we do not.
+        if not first.startswith((b"\0\0\1", b"\0\0\0\1")):
+            raise CorruptError(f"{self.name} bitstream does not begin with a start code")
+        sets = {found.rstrip(b"\0") for unit in access_units for found in _SEQUENCE_PARAMETER_SET.findall(unit)}
+        if len(sets) != 1:
+            raise CorruptError(f"{self.name} bitstream has {len(sets)} sequence parameter sets, expected one")
+        decoder = av.CodecContext.create("hevc", "r")
+        assert isinstance(decoder, av.VideoCodecContext)
+        decoder.thread_count = 1
+        decoder.extradata = first  # opening it reads the parameter sets in it, and no picture
+        decoder.open()
+        self._check((decoder.pix_fmt, decoder.width, decoder.height), height, width)
+        if max(decoder.coded_width - width, decoder.coded_height - height) >= _LARGEST_UNIT:
+            raise CorruptError(
+                f"{self.name} pictures are coded as {decoder.coded_width}x{decoder.coded_height} and cropped to "
+                f"{width}x{height}"
+            )
+        return decoder
+
+    def _check(self, found: tuple[str | None, int, int], height: int, width: int) -> None:
         if found != (self.pixel_format, width, height):
             raise CorruptError(f"{self.name} picture is {found}, expected {(self.pixel_format, width, height)}")
-
-    def num_access_units(self, num_frames: int, end_frame: int) -> int:
-        """Return how many access units, counted from the first, hold frames ``[0, end_frame)`` of ``num_frames``."""
-        return end_frame
 
     def to_pictures(self, frames: np.ndarray) -> list[np.ndarray]:
         """Convert ``(frames, 3, height, width)`` into pictures, one an access unit. A picture's planes are stacked
@@ -152,9 +148,6 @@ class Hevc420Codec(HevcCodec):
     name = "hevc420"
     pixel_format = "yuv420p"
     planes_a_picture = 1
-
-    def num_access_units(self, num_frames: int, end_frame: int) -> int:
-        return 2 * num_frames + end_frame  # the last layer's pictures follow all pictures of the other two
 
     def to_pictures(self, frames: np.ndarray) -> list[np.ndarray]:
         num_frames, _, height, width = frames.shape
@@ -178,30 +171,16 @@ def join_access_units(access_units: list[bytes]) -> bytes:
     return _U32.pack(len(access_units)) + sizes + b"".join(access_units)
 
 
-def table_bytes(num_access_units: int) -> int:
-    """Return the size of a bitstream's table."""
-    return _U32.size * (1 + num_access_units)
-
-
-def access_unit_offsets(head: bytes | memoryview) -> list[int]:
-    """Return the offset of each access unit from the bitstream's start, and the end of the last one.
-
-    ``head`` is the bitstream, or a prefix of it that has the whole table. Raises CorruptError if it is shorter.
-    """
-    view = memoryview(head)
-    if len(view) < _U32.size:
-        raise CorruptError(f"bitstream has {len(view)} bytes, too few for its table")
-    (count,) = _U32.unpack_from(view)
-    offset = table_bytes(count)
-    if offset > len(view):
-        raise CorruptError(f"bitstream of {len(view)} bytes claims {count} access units: its table is cut")
-    return list(accumulate((size for (size,) in _U32.iter_unpack(view[_U32.size : offset])), initial=offset))
-
-
 def split_access_units(bitstream: bytes | memoryview) -> list[memoryview]:
     """Return the access units. Raises CorruptError unless the table accounts for every byte."""
     view = memoryview(bitstream)
-    offsets = access_unit_offsets(view)
+    if len(view) < _U32.size:
+        raise CorruptError(f"bitstream has {len(view)} bytes, too few for its table")
+    (count,) = _U32.unpack_from(view)
+    start = _U32.size * (1 + count)
+    if start > len(view):
+        raise CorruptError(f"bitstream of {len(view)} bytes claims {count} access units: its table is cut")
+    offsets = list(accumulate((size for (size,) in _U32.iter_unpack(view[_U32.size : start])), initial=start))
     if offsets[-1] != len(view):
         raise CorruptError(f"bitstream has {len(view)} bytes, but its table accounts for {offsets[-1]}")
     return [view[start:end] for start, end in pairwise(offsets)]

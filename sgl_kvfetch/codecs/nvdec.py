@@ -17,7 +17,6 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from sgl_kvfetch.codecs.base import DecodedFrames, Decoders, FrameDecoder
+from sgl_kvfetch.codecs.base import DecodedFrames, Decoders, FrameDecoder, PictureShape
 from sgl_kvfetch.codecs.hevc import HevcCodec
 from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps, decode_caps
 from sgl_kvfetch.codecs.nvidia import CODECS, brief, moving_gradients, takes
@@ -73,9 +72,7 @@ class NvdecSession:
         self,
         codec: HevcCodec,
         access_units: Sequence[memoryview],
-        num_frames: int,
-        height: int,
-        width: int,
+        shape: PictureShape,
         *,
         with_sum: bool = False,
         to_host: bool = False,
@@ -84,10 +81,11 @@ class NvdecSession:
         CorruptError for the bitstream, `_NoDecoderError` or torch's out-of-memory error otherwise. After any exception
         the decoder is dropped."""
         assert not (with_sum and to_host)
-        shape = num_frames, 3, height, width
+        num_frames, height, width = shape
+        all_planes = num_frames, 3, height, width
         with self.lock:
             try:
-                frames = self._pinned(shape) if to_host else self._device.empty(shape, self._stream)
+                frames = self._pinned(all_planes) if to_host else self._device.empty(all_planes, self._stream)
                 self._configure(codec.planes_a_picture, width, height)
                 self._decode(codec, access_units, frames)
                 if with_sum:
@@ -179,17 +177,18 @@ class NvdecSession:
         found = tuple(surface.shape)
         if found != expected:
             raise CorruptError(f"{codec.name} picture has rows and columns {found}, expected {expected}")
-        self._device.launch(self._stream, partial(_copy_rows, surface, place))
+        # Any object with DLPack support. Its first rows are the picture's.
+        self._device.launch(self._stream, lambda: place.copy_(from_dlpack(surface)[: len(place)], non_blocking=True))
 
     def _on_host(self, frames: torch.Tensor) -> torch.Tensor:
         host = self._pinned(frames.shape)
-        self._device.launch(self._stream, partial(_download, frames, host))
+        self._device.launch(self._stream, lambda: host.copy_(frames, non_blocking=True))
         self._device.mark(self._stream).synchronize()
         return host
 
     def _frame_sum(self, frames: torch.Tensor) -> int:
         host = self._pinned([WORD_BYTES]).view(torch.int64)
-        self._device.launch(self._stream, partial(_download_sum, frames, host))
+        self._device.launch(self._stream, lambda: host.copy_(frame_sum(frames), non_blocking=True))
         self._device.mark(self._stream).synchronize()
         return int(host) % (1 << 64)
 
@@ -219,24 +218,16 @@ class NvdecDecoder(FrameDecoder):
         self._session = session
 
     def decode(
-        self,
-        bitstream: bytes | memoryview,
-        num_frames: int,
-        height: int,
-        width: int,
-        *,
-        with_sum: bool = False,
-        to_host: bool = False,
+        self, bitstream: bytes | memoryview, shape: PictureShape, *, with_sum: bool = False, to_host: bool = False
     ) -> DecodedFrames:
+        num_frames, height, width = shape
         access_units = self._codec.access_units(bitstream, num_frames)
         if takes(self._caps, width, height):
             try:
-                return self._session.decode(
-                    self._codec, access_units, num_frames, height, width, with_sum=with_sum, to_host=to_host
-                )
+                return self._session.decode(self._codec, access_units, shape, with_sum=with_sum, to_host=to_host)
             except (_NoDecoderError, torch.OutOfMemoryError) as e:
                 _limited.warning("nvdec", f"{self._codec.name} is decoded on the CPU: {e}")
-        frames = self._codec.decode(bitstream, num_frames, height, width)
+        frames = self._codec.decode(bitstream, shape)
         return DecodedFrames(frames, frames, is_on_device=False)
 
 
@@ -248,15 +239,9 @@ class Nvdec:
         self._nvc = nvc
         self._device = device
         self._caps = caps
+        self.codecs = tuple(caps)
+        self.torch_device = device.torch_device
         self.surfaces = SurfaceBudget()  # shared by all sessions
-
-    @property
-    def codecs(self) -> tuple[str, ...]:
-        return tuple(self._caps)
-
-    @property
-    def torch_device(self) -> torch.device:
-        return self._device.torch_device
 
     @property
     def num_engines(self) -> int:
@@ -303,9 +288,9 @@ def _trial(codec: HevcCodec, decoder: FrameDecoder) -> str:
     shape = frames.shape[0], *frames.shape[2:]
     try:
         bitstream = codec.encode(frames)
-        found = decoder.decode(bitstream, *shape)
+        found = decoder.decode(bitstream, shape)
         is_equal = found.host is not None and torch.equal(found.host, frames)  # before the next decode overwrites it
-        summed = decoder.decode(bitstream, *shape, with_sum=True)
+        summed = decoder.decode(bitstream, shape, with_sum=True)
     except Exception as e:
         return f"a trial failed: {brief(e)}"
     if not (found.is_on_device and summed.is_on_device):
@@ -313,16 +298,3 @@ def _trial(codec: HevcCodec, decoder: FrameDecoder) -> str:
     if not is_equal:
         return "a trial gave other pixels"
     return "" if summed.frame_sum == sum_of_frames(frames) else "a trial gave another frame sum"
-
-
-def _copy_rows(surface: Any, place: torch.Tensor) -> None:
-    """Copy the first rows of ``surface``, any object with DLPack support, to ``place``."""
-    place.copy_(from_dlpack(surface)[: len(place)], non_blocking=True)
-
-
-def _download(frames: torch.Tensor, host: torch.Tensor) -> None:
-    host.copy_(frames, non_blocking=True)
-
-
-def _download_sum(frames: torch.Tensor, host: torch.Tensor) -> None:
-    host.copy_(frame_sum(frames), non_blocking=True)

@@ -21,12 +21,12 @@ from typing import Literal
 
 import torch
 
+from sgl_kvfetch.codecs import EncoderName
 from sgl_kvfetch.codecs.base import FrameEncoder
 from sgl_kvfetch.codecs.hevc import HevcCodec
 from sgl_kvfetch.codecs.nvenc_caps import EncodeCaps, encode_caps
 from sgl_kvfetch.codecs.nvenc_sessions import Kind, NoEncoderError, NvencSession, SessionPool
 from sgl_kvfetch.codecs.nvidia import CODECS, brief, moving_gradients, takes
-from sgl_kvfetch.codecs.registry import EncoderName
 from sgl_kvfetch.errors import ConfigError, CorruptError
 from sgl_kvfetch.layout.frames import MIN_PICTURE
 from sgl_kvfetch.log import LimitedLogger
@@ -123,7 +123,7 @@ class NvencEncoder(FrameEncoder):
     def _what_is_wrong(self, bitstream: bytes, frames: torch.Tensor) -> str:
         num_frames, _, height, width = frames.shape
         try:
-            found = self._codec.decode(bitstream, num_frames, height, width)
+            found = self._codec.decode(bitstream, (num_frames, height, width))
         except CorruptError as e:
             return f"a corrupt bitstream: {e}"
         return "" if torch.equal(found, frames) else "other pixels"

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec
+from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps
+from sgl_kvfetch.codecs.nvenc_caps import EncodeCaps
+
+if TYPE_CHECKING:  # importing it loads Triton
+    from sgl_kvfetch.codecs.nvdec import Nvdec
 
 CODECS = {codec.name: codec for codec in (HevcCodec(), Hevc420Codec())}  # those that video engines support
 _MESSAGE_CHARS = 240
 
 
-class PictureSizes(Protocol):
-    """The sizes of pictures that an engine supports, in pixels. A macroblock is 16x16."""
+def open_current_nvdec() -> tuple[Nvdec | None, str]:
+    """Return NVDEC of torch's current GPU, or None, and a sentence that describes it or says why it is missing."""
+    if not torch.cuda.is_available():
+        return None, f"HEVC is decoded on the CPU: torch {torch.__version__} finds no usable GPU"
+    from sgl_kvfetch.codecs import nvdec
+    from sgl_kvfetch.cuda_streams import Device
 
-    @property
-    def min_width(self) -> int: ...
-    @property
-    def min_height(self) -> int: ...
-    @property
-    def max_width(self) -> int: ...
-    @property
-    def max_height(self) -> int: ...
-    @property
-    def max_macroblocks(self) -> int: ...
+    torch.zeros(1, device="cuda")  # the video libraries need a current CUDA context
+    return nvdec.open_nvdec(Device(torch.device("cuda", torch.cuda.current_device())))
 
 
-def takes(sizes: PictureSizes, width: int, height: int) -> bool:
+def takes(sizes: DecodeCaps | EncodeCaps, width: int, height: int) -> bool:
+    """Return whether an engine supports pictures of this size, in pixels."""
     macroblocks = -(-width // 16) * -(-height // 16)
     return bool(
         sizes.min_width <= width <= sizes.max_width

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 
 import msgspec
 import xxhash
 
 from sgl_kvfetch.container.manifest import Cell, Manifest, Variant, joined_frame_sums
 from sgl_kvfetch.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_cells, first_readable
+from sgl_kvfetch.container.sides import join_sides
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.quant.base import Quantised, join
 
@@ -22,7 +24,8 @@ def merge_segments(
 
     If their spans are already as long as the writer's, chunks are copied unchanged, in the variants that both have.
     Otherwise they are decoded, joined and encoded as the writer does; integers and bytes stay the same. Everything
-    decoded is verified by its checksum. Raises FormatError and CorruptError.
+    decoded is verified by its checksum. Side pages are copied unchanged. The merged segment expires when the first of
+    both does. Raises FormatError and CorruptError.
     """
     a, b = left.manifest, right.manifest
     follows = b.first_page == a.first_page + a.num_pages and b.previous_hash == a.page_hashes[-1]
@@ -33,11 +36,13 @@ def merge_segments(
     if a.span_pages == b.span_pages == spec.span_pages and a.num_pages % a.span_pages == 0:
         pairs = _common_variants(a, b)
         if pairs:
-            return _joined(left, right, pairs)
+            return _with_sides(_joined(left, right, pairs), left, right)
 
+    spec = replace(spec, cell_heads=a.cell_heads)  # joining changes only a cell's tokens
     halves = [_reader_and_data(spec, segment) for segment in (left, right)]
-
-    manifest = spec.manifest(a.first_page, a.previous_hash, a.page_hashes + b.page_hashes)
+    manifest = msgspec.structs.replace(
+        spec.manifest(a.first_page, a.previous_hash, a.page_hashes + b.page_hashes), expires=_earlier_expiry(a, b)
+    )
     parts = spec.quantiser.parts(a.geometry.torch_dtype)
 
     def joined(cell: Cell) -> Quantised:
@@ -54,7 +59,19 @@ def merge_segments(
                     pieces.append(reader.decode_cell(part, data[slice(*reader.cell_range(part))]))
         return join(parts, pieces)
 
-    return encode_cells(spec, manifest, joined, executor)
+    return _with_sides(encode_cells(spec, manifest, joined, executor), left, right)
+
+
+def _with_sides(whole: CodedSegment, left: CodedSegment, right: CodedSegment) -> CodedSegment:
+    halves = ((0, left), (left.manifest.num_pages, right))
+    side = join_sides(
+        (first_page, zip(half.manifest.sides, half.side_data, strict=True)) for first_page, half in halves
+    )
+    return whole if side is None else whole.with_side(*side)
+
+
+def _earlier_expiry(a: Manifest, b: Manifest) -> int | None:
+    return min((m.expires for m in (a, b) if m.expires is not None), default=None)
 
 
 def _grid_of(manifest: Manifest) -> tuple[object, ...]:
@@ -69,24 +86,13 @@ def _reader_and_data(spec: SegmentSpec, segment: CodedSegment) -> tuple[SegmentR
 
 
 def _common_variants(a: Manifest, b: Manifest) -> list[tuple[int, int]]:
-    """Return pairs of variants whose chunks can be concatenated: all with equal coding and layouts, or else one with
-    equal layouts."""
+    """Return pairs of variants to concatenate: all with equal coding and layouts, or else one with equal layouts."""
 
-    def pairs(same: Callable[[Variant, Variant], bool]) -> list[tuple[int, int]]:
-        found = []
-        for i, x in enumerate(a.variants):
-            j = next((j for j, y in enumerate(b.variants) if same(x, y)), None)
-            if j is not None:
-                found.append((i, j))
-        return found
+    def pairs(kind: Callable[[Variant], object]) -> list[tuple[int, int]]:
+        theirs = list(map(kind, b.variants))
+        return [(i, theirs.index(kind(x))) for i, x in enumerate(a.variants) if kind(x) in theirs]
 
-    def laid_out_alike(x: Variant, y: Variant) -> bool:
-        return x.layouts == y.layouts
-
-    def coded_alike(x: Variant, y: Variant) -> bool:
-        return (x.codec, x.resolution) == (y.codec, y.resolution) and laid_out_alike(x, y)
-
-    return pairs(coded_alike) or pairs(laid_out_alike)[:1]
+    return pairs(lambda x: (x.codec, x.resolution, x.layouts)) or pairs(lambda x: x.layouts)[:1]
 
 
 def _joined(left: CodedSegment, right: CodedSegment, pairs: Sequence[tuple[int, int]]) -> CodedSegment:
@@ -104,8 +110,16 @@ def _joined(left: CodedSegment, right: CodedSegment, pairs: Sequence[tuple[int, 
                 codec=x.codec if x.codec == y.codec else "",
                 resolution=x.resolution if x.resolution == y.resolution else "",
                 frame_sums=joined_frame_sums(x, y),
+                # Not computed from the data, which nobody has verified.
+                chunk_digests=x.chunk_digests + y.chunk_digests if x.chunk_digests and y.chunk_digests else b"",
             )
         )
         contents.append(data)
-    manifest = msgspec.structs.replace(a, page_hashes=a.page_hashes + b.page_hashes, variants=tuple(variants))
+    manifest = msgspec.structs.replace(
+        a,
+        page_hashes=a.page_hashes + b.page_hashes,
+        variants=tuple(variants),
+        sides=(),
+        expires=_earlier_expiry(a, b),
+    )
     return CodedSegment(manifest, contents[0], tuple(contents[1:]))

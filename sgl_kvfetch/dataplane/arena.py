@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import threading
@@ -32,9 +33,7 @@ class Arena:
         return cls(fd, num_bytes)
 
     def view(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        num_bytes = dtype.itemsize
-        for size in shape:
-            num_bytes *= size
+        num_bytes = dtype.itemsize * math.prod(shape)
         return self._bytes[offset : offset + num_bytes].view(dtype).view(shape)
 
     def views(self, offset: int, dtype: torch.dtype, shapes: Iterable[tuple[int, ...]]) -> list[torch.Tensor]:
@@ -68,11 +67,6 @@ class Room:
         self._taken: dict[int, int] = {}  # ends, by start
         self._changed = threading.Condition()
         self._closed = False
-
-    @property
-    def taken_bytes(self) -> int:
-        with self._changed:
-            return sum(end - start for start, end in self._taken.items())
 
     def take(self, num_bytes: int, timeout_s: float | None = None) -> int | None:
         """Wait for ``num_bytes`` free bytes and return their offset, or None after ``timeout_s`` or once closed."""

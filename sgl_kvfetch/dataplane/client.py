@@ -9,7 +9,9 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import gcd
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.adapt.decode_profile import load_decode_profile
@@ -17,21 +19,28 @@ from sgl_kvfetch.adapt.policy import LookAhead
 from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.codecs import nvenc
 from sgl_kvfetch.codecs.base import Decoders, FrameEncoder
-from sgl_kvfetch.codecs.nvdec import Nvdec
 from sgl_kvfetch.codecs.surfaces import MAX_SURFACE_BYTES
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.container.segment import SegmentSpec
-from sgl_kvfetch.errors import KVFetchError, StoreError
+from sgl_kvfetch.container.signing import read_manifest_keys
+from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, StoreError
 from sgl_kvfetch.fetch.fetcher import Fetcher, FetchResult, failure_reason
 from sgl_kvfetch.fetch.finder import PageFinder
+from sgl_kvfetch.fetch.sides import SideFetcher
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.quant import Quantiser
 from sgl_kvfetch.stores.base import Store
-from sgl_kvfetch.stores.http import HttpOptions
-from sgl_kvfetch.stores.open import open_replicas
+from sgl_kvfetch.stores.disk_tier import DiskTier, DiskTierOptions
+from sgl_kvfetch.stores.http import HttpOptions, TlsFiles
+from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.stores.open import S3Options, open_replicas
 from sgl_kvfetch.stores.replicas import ReplicaOptions
+from sgl_kvfetch.stores.signed import SignedStore
 from sgl_kvfetch.write.writer import Writer
+
+if TYPE_CHECKING:  # importing it loads Triton, which a data plane without a GPU does not need
+    from sgl_kvfetch.codecs.nvdec import Nvdec
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
@@ -52,13 +61,16 @@ class StoreClient:
     store: Store
     finder: PageFinder
     fetcher: Fetcher
+    side_fetcher: SideFetcher
     writer: Writer
     encode_pool: Executor
 
     async def clear(self, heads: HeadSlice) -> None:
-        """Delete a rank's segments from the store. Raises KVFetchError."""
+        """Delete all segments with a rank's heads from the store, also those of other TP sizes. Raises KVFetchError."""
         self.finder.forget()
-        await self.store.delete_prefix(heads.folder + "/")
+        await self.store.delete_prefix(heads.folder + "/")  # first: the store may not be able to list folders
+        for each in heads.siblings(await self.store.folders(heads.namespace.digest())):
+            await self.store.delete_prefix(each.folder + "/")
 
     async def close(self, step_s: float) -> None:
         """Write what is queued, and release sockets and threads: each step within ``step_s``."""
@@ -86,19 +98,7 @@ def open_client(
     """Open the store; call this on the event loop. ``nvdec`` decodes what it can; without it, the CPU decodes.
     ``encoders``: from `open_encoders`. ``max_span_pages``: upper limit for ``span_tokens``. Raises ConfigError."""
     encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
-    store = open_replicas(
-        config.store,
-        token=config.token,
-        options=HttpOptions(
-            timeout_s=config.fetch_timeout_s,
-            connect_timeout_s=min(_CONNECT_S, config.lookup_timeout_s),
-            max_connections=config.max_connections,
-            on_retry=lambda error: metrics.RETRIES.inc(),
-        ),
-        replicas=ReplicaOptions(
-            on_race=lambda kind, result: metrics.RACES.labels(kind, result).inc(), on_failure=_count_failure
-        ),
-    )
+    store = open_configured_store(config, heads)
     span_pages = _power_of_two_pages(config.span_tokens, heads.namespace.page_size)
     spec = SegmentSpec(
         heads,
@@ -107,7 +107,12 @@ def open_client(
         RESOLUTION,
         min(span_pages, max_span_pages or span_pages),
         encoders or {},
+        _cell_heads(heads, config.max_tp_size),
     )
+    try:
+        spec.require_readable()
+    except FormatError as e:
+        raise ConfigError(f"span_tokens = {config.span_tokens}: {e}") from e
     fetcher = Fetcher(
         store,
         _open_pool(config, nvdec),
@@ -128,6 +133,7 @@ def open_client(
             engine_codecs=() if nvdec is None else nvdec.codecs,
         ),
         fetcher,
+        SideFetcher(store, fetcher.report_damage),
         Writer(
             store,
             spec,
@@ -136,9 +142,57 @@ def open_client(
             queue_bytes=config.write_queue_bytes,
             linger_s=_LINGER_S,
             retire_s=max(_RETIRE_S, 2 * config.fetch_timeout_s),
+            ttl_s=config.ttl_s,
         ),
         encode_pool,
     )
+
+
+def _cell_heads(heads: HeadSlice, max_tp_size: int) -> int:
+    """Return how many of a rank's heads a cell has: those of one rank of the largest TP size that shall read it."""
+    total = heads.namespace.num_heads
+    ranks = max(size for size in range(1, max_tp_size + 1) if total % size == 0)
+    return gcd(len(heads.heads), total // ranks)
+
+
+def open_configured_store(config: KVFetchConfig, heads: HeadSlice | None = None) -> Store:
+    """Open the store that the config names, behind the local cache if there is one. Raises ConfigError."""
+    store = open_replicas(
+        config.store,
+        token=config.token,
+        options=HttpOptions(
+            timeout_s=config.fetch_timeout_s,
+            connect_timeout_s=min(_CONNECT_S, config.lookup_timeout_s),
+            max_connections=config.max_connections,
+            on_retry=lambda error: metrics.RETRIES.inc(),
+            tls=TlsFiles(config.tls_ca_file, config.tls_cert_file, config.tls_key_file),
+        ),
+        replicas=ReplicaOptions(
+            on_race=lambda kind, result: metrics.RACES.labels(kind, result).inc(), on_failure=_count_failure
+        ),
+        s3=S3Options(
+            config.s3 or {},
+            config.index,
+            config.index_ttl_s,
+            on_index_failure=lambda error: metrics.INDEX_FAILURES.labels(error.reason).inc(),
+        ),
+    )
+    if config.local_cache is not None:
+        store = DiskTier(
+            store,
+            LocalStore(config.local_cache.path, capacity_bytes=config.local_cache.capacity),
+            DiskTierOptions(
+                lookup_timeout_s=config.lookup_timeout_s / 2,
+                heads=heads.heads if heads is not None else None,
+                on_read=lambda tier, num_bytes: metrics.LOCAL_CACHE_READ_BYTES.labels(tier).inc(num_bytes),
+                on_fill=lambda result: metrics.LOCAL_CACHE_FILLS.labels(result).inc(),
+                on_failure=_count_cache_failure,
+                on_outage=_count_outage,
+            ),
+        )
+    if config.manifest_key_file is None:
+        return store
+    return SignedStore(store, read_manifest_keys(Path(config.manifest_key_file)))  # also what the disk answers
 
 
 def open_encoders(config: KVFetchConfig) -> Mapping[str, FrameEncoder]:
@@ -203,6 +257,16 @@ def counted(stage: str, cancelling_is_a_miss: Callable[[], bool] = lambda: True)
 def _count_failure(replica: str, error: StoreError) -> None:
     metrics.REPLICA_FAILURES.labels(replica, error.reason).inc()
     _limited.warning(f"{replica} {error.reason}", f"kvfetch store {replica} ({error.reason}): {error}")
+
+
+def _count_cache_failure(operation: str, error: StoreError) -> None:
+    metrics.LOCAL_CACHE_FAILURES.labels(operation, error.reason).inc()
+    _limited.warning(f"cache {operation} {error.reason}", f"kvfetch local_cache ({operation}, {error.reason}): {error}")
+
+
+def _count_outage(error: StoreError) -> None:
+    metrics.LOCAL_CACHE_LOOKUPS.inc()
+    _limited.warning("outage", f"kvfetch store ({error.reason}): {error}; lookups are answered from local_cache")
 
 
 def _power_of_two_pages(tokens: int, page_size: int) -> int:

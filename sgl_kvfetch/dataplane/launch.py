@@ -14,16 +14,19 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sgl_kvfetch.dataplane.arena import Arena
+from sgl_kvfetch.fetch.rounds import Destination
 
 
 @dataclass(frozen=True)
 class Line:
     """A data plane's connection to the engine: its socket, shared memory for the values that it sends, and shared
-    memory for the pages that it receives."""
+    memory for the pages that it receives. ``destination`` returns the destination of a fetch's round, for a data plane
+    in the engine's process, which writes there itself."""
 
     sock: socket.socket
     values: Arena
     pages: Arena
+    destination: Callable[[int, int], Destination | None] = lambda work, index: None
 
 
 class Running(Protocol):
@@ -55,17 +58,15 @@ class DataPlaneProcess:
     def join(self, timeout_s: float) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
-            self._remove_gauges()
+            if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+                # Remove its gauges from SGLang's metrics: a killed process cannot set its queues to empty. Imported
+                # only after SGLang has set the folder: the client decides at import what it writes to.
+                from prometheus_client.multiprocess import mark_process_dead
+
+                with contextlib.suppress(FileNotFoundError):  # another thread that joins removes them, too
+                    mark_process_dead(self.process.pid)  # type: ignore[no-untyped-call]
             return True
         return False
-
-    def _remove_gauges(self) -> None:
-        """Remove the gauges that the process had in SGLang's metrics: a killed one cannot set its queues to empty."""
-        if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
-            # Not before SGLang has set the folder: the client decides at import what it writes to.
-            from prometheus_client.multiprocess import mark_process_dead
-
-            mark_process_dead(self.process.pid)  # type: ignore[no-untyped-call]
 
 
 class DataPlaneThread:

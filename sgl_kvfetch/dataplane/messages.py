@@ -29,7 +29,8 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Start(_Message, frozen=True):
-    """The first command. ``config``: the parsed `KVFetchConfig`. ``first_head``, ``end_head``: the rank's heads."""
+    """The first command. ``config``: the parsed `KVFetchConfig`. ``first_head``, ``end_head``: the rank's heads.
+    ``sides``: the bytes of a page in each side pool."""
 
     config: dict[str, Any]
     namespace: Namespace
@@ -37,15 +38,19 @@ class Start(_Message, frozen=True):
     end_head: int
     rank: int
     most_span_pages: int | None
+    sides: dict[str, int] = {}
     version: int = VERSION
 
 
 class LookUp(_Message, frozen=True):
-    """Find the longest stored run of these pages. ``hashes``: 32 bytes per page. ``reads_ahead``: begin to read it."""
+    """Find the longest stored run of these pages. ``hashes``: 32 bytes per page. ``reads_ahead``: begin to read it.
+    ``trailing``: side pools that the run needs, each with the number of its last pages that must be there; 0 for all.
+    """
 
     work: int
     hashes: bytes
     reads_ahead: bool = False
+    trailing: dict[str, int] = {}
 
 
 class Fetch(_Message, frozen=True):
@@ -88,14 +93,25 @@ class Flush(_Message, frozen=True):
     """Drop all bytes that were read, because the engine's caches are emptied."""
 
 
+class FetchSide(_Message, frozen=True):
+    """Fetch these pages from a side pool. ``deadline_s``: as in `Fetch`."""
+
+    work: int
+    pool: str
+    hashes: bytes
+    deadline_s: float
+
+
 class Write(_Message, frozen=True):
-    """Take pages out of shared memory and write them: K of all pages at ``offset``, then V."""
+    """Take pages out of shared memory and write them: K of all pages at ``offset``, then V, then side pages in the
+    order of ``sides``: the name of the pool, and the page, counted from the first."""
 
     work: int
     first_page: int  # position in the sequence
     previous_hash: bytes | None  # hash of the page before, None at the sequence's start
     hashes: bytes
     offset: int
+    sides: tuple[tuple[str, int], ...] = ()
 
 
 class Free(_Message, frozen=True):
@@ -132,22 +148,38 @@ class Refused(_Message, frozen=True):
     reason: str
 
 
+class Cost(msgspec.Struct, frozen=True, array_like=True):
+    """The estimated duration of a fetch, from measurements. None: not measured yet, or too long ago."""
+
+    transmit_s: float | None
+    decode_s: float | None
+
+    @property
+    def seconds(self) -> float | None:
+        """The duration of the slower stage, because the stages overlap."""
+        return None if self.transmit_s is None else max(self.transmit_s, self.decode_s or 0.0)
+
+
 class Found(_Message, frozen=True):
-    """The result of a lookup. ``transmit_s``, ``decode_s``: how long its pages will take; None if not known."""
+    """The result of a lookup: how many pages can be fetched, from the first on, and the cost of that.
+
+    If side pools are needed: ``lengths`` has all the runs that could be used, in pages, and ``stored`` how long the
+    longest run would be if each pool were the only one. The pool of KV is ``kv``.
+    """
 
     work: int
     num_pages: int
-    transmit_s: float | None
-    decode_s: float | None
+    cost: Cost
+    lengths: tuple[int, ...] = ()
+    stored: dict[str, int] = {}
 
 
 class RoundHere(_Message, frozen=True):
-    """A round's first bytes are here. Times as in ``Found``, for this round and all later ones."""
+    """A round's first bytes are here. ``cost``: of this round and all later ones."""
 
     work: int
     round: int
-    transmit_s: float | None
-    decode_s: float | None
+    cost: Cost
 
 
 class Piece(_Message, frozen=True):
@@ -162,6 +194,22 @@ class Piece(_Message, frozen=True):
     end_head: int
     pages: tuple[int, ...]
     offset: int
+
+
+class SidePiece(_Message, frozen=True):
+    """A side page at ``offset``. ``page``: counted from the first that was asked for."""
+
+    work: int
+    page: int
+    num_bytes: int
+    offset: int
+
+
+class SideOver(_Message, frozen=True):
+    """The last event of a ``FetchSide``. ``pages``: those that came, verified."""
+
+    work: int
+    pages: tuple[int, ...]
 
 
 class RoundOver(_Message, frozen=True):
@@ -185,10 +233,16 @@ class FetchOver(_Message, frozen=True):
 
 
 class Taken(_Message, frozen=True):
-    """Pages have left shared memory. ``is_queued``: whether they are queued for writing; if not, they are dropped."""
+    """Pages have left shared memory. ``num_queued``: how many are queued for writing, all or none."""
 
     work: int
-    is_queued: bool
+    num_queued: int
+
+
+class Settled(_Message, frozen=True):
+    """So many pages have left the queue: they were written or dropped."""
+
+    num_pages: int
 
 
 class Cleared(_Message, frozen=True):
@@ -202,8 +256,23 @@ class Pong(_Message, frozen=True):
     """Answers a ``Ping``."""
 
 
-Command = Start | LookUp | Fetch | Give | Cancel | Forget | Flush | Write | Free | Clear | Ping | Close
-Event = Ready | Refused | Found | RoundHere | Piece | RoundOver | LinkHasRoom | FetchOver | Taken | Cleared | Pong
+Command = Start | LookUp | Fetch | FetchSide | Give | Cancel | Forget | Flush | Write | Free | Clear | Ping | Close
+Event = (
+    Ready
+    | Refused
+    | Found
+    | RoundHere
+    | Piece
+    | RoundOver
+    | LinkHasRoom
+    | FetchOver
+    | SidePiece
+    | SideOver
+    | Taken
+    | Settled
+    | Cleared
+    | Pong
+)
 
 M = TypeVar("M")
 

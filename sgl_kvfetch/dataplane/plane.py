@@ -10,60 +10,47 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 
 from sgl_kvfetch import metrics
+from sgl_kvfetch.container.sides import SideKey
 from sgl_kvfetch.dataplane import messages as m
 from sgl_kvfetch.dataplane.arena import Arena, Room
 from sgl_kvfetch.dataplane.channel import Channel
-from sgl_kvfetch.dataplane.launch import Launch, Line, Running
+from sgl_kvfetch.dataplane.launch import Launch, Line
 from sgl_kvfetch.errors import ConfigError, KVFetchError, StoreError, UnsupportedError
 from sgl_kvfetch.fetch.rounds import Destination
 from sgl_kvfetch.quant import CellValues
-from sgl_kvfetch.types import TENSORS, KVGeometry
+from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
+A = TypeVar("A", bound=m.Found | m.SideOver | m.Taken | m.Cleared)
 
-VALUES_BYTES = 64 << 20  # for values on their way to the engine
-PAGES_BYTES = 64 << 20  # for pages on their way to the store
+# Shared memory for values on their way to the engine, and for pages on their way to the store: this, or twice the size
+# of a page with all its side pages. Memory that is never used takes no space.
+SHARED_BYTES = 64 << 20
 _START_S = 60.0  # importing torch takes this long on a busy machine
 _TICK_S = 0.25
-_SILENT_TICKS = 12  # after more consecutive ticks without an answer, the data plane counts as hung
+_SUSPECT_TICKS = 4  # after so many consecutive ticks without an answer, another data plane is started as a spare
+_SILENT_TICKS = 12  # after more, the data plane counts as hung
 _LEAST_BACKOFF_S, _MOST_BACKOFF_S = 0.1, 30.0
 _STEADY_S = 5.0  # after a data plane has served this long, the backoff starts anew
 _CLOSE_S = 10.0
 _REFUSALS: dict[str, type[KVFetchError]] = {kind.__name__: kind for kind in (ConfigError, UnsupportedError)}
+_WRITE_S = 1.0  # how long to wait for room for pages
 _ANSWER_S = 5.0  # how much longer a caller waits than the data plane's own deadline
 
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """The estimated duration of a fetch, from measurements. None: not measured yet, or too long ago."""
-
-    transmit_s: float | None
-    decode_s: float | None
-
-    @property
-    def seconds(self) -> float | None:
-        """The duration of the slower stage, because the stages overlap."""
-        return None if self.transmit_s is None else max(self.transmit_s, self.decode_s or 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Find:
-    """A lookup's result: how many pages are stored, from the first on. ``work``: the lookup's number."""
-
-    work: int
-    num_pages: int
-    cost: Cost
+ReadPages = Callable[[TensorName, Sequence[int]], torch.Tensor | None]
+ReadSide = Callable[[], torch.Tensor]  # returns uint8, (bytes,)
 
 
 @dataclass(slots=True, eq=False)
@@ -76,11 +63,21 @@ class FetchCall:
     """
 
     work: int
-    here: list[Future[Cost | None]]
+    here: list[Future[m.Cost | None]]
     over: list[Future[int]]
     link: Future[None] = field(default_factory=Future)
     end: Future[None] = field(default_factory=Future)
     destinations: dict[int, Destination] = field(default_factory=dict)
+
+    def end_round(self, index: int, num_pages: int) -> None:
+        _complete(self.here[index], None)
+        _complete(self.over[index], num_pages)
+
+    def end_all(self) -> None:
+        for index in range(len(self.over)):
+            self.end_round(index, 0)
+        _complete(self.link, None)
+        _complete(self.end, None)
 
 
 class DataPlane:
@@ -93,16 +90,28 @@ class DataPlane:
         self._launch = launch
         self._numbers = itertools.count(1)
         self._closing = threading.Event()
+        self._spare: _Run | None = None  # launched, but not started
+        self.num_losses = 0  # data planes that ended before all pages that they had taken were written
         self._run = self._begin_run()  # has ended while the next one is being started
         self._thread = threading.Thread(target=self._watch, name="kvfetch-data", daemon=True)
         self._thread.start()
 
     # Reading
 
-    def look_up(self, hashes: Sequence[bytes], on_found: Callable[[Find], None], *, reads_ahead: bool = False) -> int:
-        """Find the longest stored run of these pages. ``on_found`` is called once, on another thread or on this one."""
+    def look_up(
+        self,
+        hashes: Sequence[bytes],
+        on_found: Callable[[m.Found], None],
+        *,
+        reads_ahead: bool = False,
+        trailing: Mapping[str, int] | None = None,
+    ) -> int:
+        """Find the longest stored run of these pages. ``on_found`` is called once, on any thread. Return the number.
+        ``trailing``: as in `messages.LookUp`."""
         work = next(self._numbers)
-        self._run.look_up(m.LookUp(work, b"".join(hashes), reads_ahead), on_found)
+        command = m.LookUp(work, b"".join(hashes), reads_ahead, dict(trailing or {}))
+        found = self._run.ask(command, m.Found(work, 0, m.Cost(None, None)))
+        found.add_done_callback(lambda found: on_found(found.result()))
         return work
 
     def forget(self, lookup: int) -> None:
@@ -126,14 +135,18 @@ class DataPlane:
         self._run.fetch(command, call)
         return call
 
+    def fetch_side(
+        self, pool: str, hashes: Sequence[bytes], deadline_s: float, take: Callable[[int, torch.Tensor], None]
+    ) -> Future[m.SideOver]:
+        """Begin to fetch pages from a side pool. ``take`` gets each page, uint8 ``(bytes,)``, which it must copy, with
+        its index, on another thread; not after the future is done."""
+        work = next(self._numbers)
+        return self._run.fetch_side(m.FetchSide(work, pool, b"".join(hashes), deadline_s), take)
+
     def give(self, call: FetchCall, index: int, destination: Destination) -> None:
         """Restore a round into ``destination``. Nothing is written to it after the round is over."""
         call.destinations[index] = destination
         self._send(m.Give(call.work, index))
-
-    def given(self, work: int, index: int) -> Destination | None:
-        """Return the destination of a round. None if it has none, or if the fetch has ended."""
-        return self._run.destination(work, index)
 
     def flush(self) -> None:
         """Drop all bytes that were read, because the engine's caches are emptied."""
@@ -145,29 +158,60 @@ class DataPlane:
 
     # Writing
 
-    def most_pages(self) -> int:
-        """Return how many pages `write` takes at once."""
-        return max(1, PAGES_BYTES // 4 // self._geometry.page_bytes)
-
     def write(
         self,
         first_page: int,
         previous_hash: bytes | None,
         hashes: Sequence[bytes],
-        read: Callable[[torch.Tensor, torch.Tensor], bool],
-        timeout_s: float,
-    ) -> bool:
-        """Hand over pages for writing. Waits for room for them. Return whether they are queued.
+        pool_pages: Sequence[int],
+        read: ReadPages,
+        sides: Mapping[SideKey, ReadSide] | None = None,
+    ) -> int:
+        """Queue consecutive pages of a sequence for writing. Return how many, from the first on, were queued. Waits a
+        little for room.
 
-        ``read`` copies K and V of the pages into the given tensors, ``(pages, page_size, layers, heads, dim)`` each; it
-        returns False if the pages are no longer available.
+        ``first_page``: position in the sequence. ``previous_hash``: hash of the page before, None at the sequence's
+        start. ``pool_pages``: their page numbers in the pool. ``read`` returns a copy of pages of the pool, or None if
+        they are no longer available. ``sides``: how to read the side pages of some of these pages, which are counted
+        from the first.
         """
-        command = m.Write(next(self._numbers), first_page, previous_hash, b"".join(hashes), 0)
-        return self._run.write(command, len(hashes), read, timeout_s)
+        deadline_s = time.monotonic() + _WRITE_S
+        sides = sides or {}
+        for part in self._parts(len(hashes), sides):
+            theirs = {(pool, page - part.start): x for (pool, page), x in sides.items() if page in part}
+            run = slice(part.start, part.stop)
+            command = m.Write(
+                next(self._numbers), first_page + part.start, previous_hash, b"".join(hashes[run]), 0, tuple(theirs)
+            )
+            left_s = max(0.0, deadline_s - time.monotonic())
+            if not self._run.write(command, pool_pages[run], read, list(theirs.values()), left_s):
+                return part.start
+            previous_hash = hashes[run][-1]
+        return len(hashes)
+
+    def _parts(self, num_pages: int, sides: Iterable[SideKey]) -> Iterator[range]:
+        """Cut pages into runs that take a quarter of the shared memory, or one page each."""
+        sizes = [self._geometry.page_bytes] * num_pages
+        for pool, page in sides:
+            sizes[page] += self._start.sides[pool]
+        first = num_bytes = 0
+        for page, size in enumerate(sizes):
+            if page > first and num_bytes + size > SHARED_BYTES // 4:
+                yield range(first, page)
+                first, num_bytes = page, 0
+            num_bytes += size
+        if num_pages:
+            yield range(first, num_pages)
 
     def clear(self) -> None:
         """Delete all segments of this rank from the store, and wait for it. Raises StoreError."""
-        if fault := self._run.clear(m.Clear(next(self._numbers))):
+        work = next(self._numbers)
+        cleared = self._run.ask(m.Clear(work), m.Cleared(work, "the data plane ended"))
+        try:
+            fault = cleared.result(2 * _ANSWER_S).fault
+        except TimeoutError:
+            fault = "the data plane did not answer"
+        if fault:
             raise StoreError("io", fault)
 
     def close(self) -> None:
@@ -188,10 +232,8 @@ class DataPlane:
         self._run.channel.send(command)
 
     def _begin_run(self) -> _Run:
-        """Start a data plane and wait until it serves. Raises KVFetchError."""
-        ours, theirs = socket.socketpair()
-        values, pages = Arena.create(VALUES_BYTES), Arena.create(PAGES_BYTES)
-        run = _Run(Channel(ours), self._launch(Line(theirs, values, pages)), values, pages, self._geometry)
+        """Start a data plane, the spare one if there is one, and wait until it serves. Raises KVFetchError."""
+        run, self._spare = self._spare or self._new_run(), None
         try:
             run.channel.send(self._start)
             run.await_ready(self._closing)
@@ -203,104 +245,130 @@ class DataPlane:
     def _watch(self) -> None:
         """Serve each run until its end, then start the next one. Runs on the thread that receives."""
         backoff_s = _LEAST_BACKOFF_S
-        while True:
-            began_s = time.monotonic()
-            self._run.serve(self._closing)
-            self._run.end()
-            if self._closing.is_set():
-                return
-            if time.monotonic() - began_s > _STEADY_S:
-                backoff_s = _LEAST_BACKOFF_S
-            logger.warning("kvfetch: the data plane ended; its work under way counts as misses, and it is restarted")
-            metrics.DATA_PLANE_STARTS.inc()
+        try:
             while True:
-                if self._closing.wait(backoff_s):
+                began_s = time.monotonic()
+                self._run.serve(self._closing, self._launch_spare)
+                self.num_losses += self._run.end()
+                if self._closing.is_set():
                     return
-                backoff_s = min(_MOST_BACKOFF_S, 2 * backoff_s)
-                try:
-                    self._run = self._begin_run()
-                    break
-                except (KVFetchError, OSError) as e:
-                    logger.warning("kvfetch: the data plane did not start: %s", e)
+                if time.monotonic() - began_s > _STEADY_S:
+                    backoff_s = _LEAST_BACKOFF_S
+                logger.warning("kvfetch: the data plane ended; its work under way counts as misses; it is restarted")
+                metrics.DATA_PLANE_STARTS.inc()
+                while True:
+                    if self._closing.wait(backoff_s):
+                        return
+                    backoff_s = min(_MOST_BACKOFF_S, 2 * backoff_s)
+                    try:
+                        self._run = self._begin_run()
+                        break
+                    except (KVFetchError, OSError) as e:
+                        logger.warning("kvfetch: the data plane did not start: %s", e)
+        finally:
+            if self._spare is not None:
+                self._spare.end()
+
+    def _launch_spare(self) -> None:
+        """Launch a spare data plane, whose imports are done if this one turns out to hang. If not, it is kept."""
+        if self._spare is None and not self._closing.is_set():
+            try:
+                self._spare = self._new_run()
+            except OSError as e:
+                logger.warning("kvfetch: a spare data plane cannot be started: %s", e)
+
+    def _new_run(self) -> _Run:
+        page_bytes = self._geometry.page_bytes + sum(self._start.sides.values())
+        return _Run(self._launch, self._geometry, self._start.sides, max(SHARED_BYTES, 2 * page_bytes))
+
+
+_Work = m.LookUp | m.Fetch | m.FetchSide | m.Write | m.Clear
 
 
 class _Run:
     """One data plane, from its start to its end, with its work under way."""
 
-    def __init__(self, channel: Channel, running: Running, values: Arena, pages: Arena, geometry: KVGeometry) -> None:
-        self.channel = channel
-        self.running = running
-        self._values = values
-        self._pages = pages
-        self._room = Room(pages.num_bytes)
+    def __init__(self, launch: Launch, geometry: KVGeometry, sides: Mapping[str, int], shared_bytes: int) -> None:
+        """Launch a data plane, which waits for ``Start``."""
+        ours, theirs = socket.socketpair()
+        self.channel = Channel(ours)
+        self._values, self._pages = Arena.create(shared_bytes), Arena.create(shared_bytes)
+        self._room = Room(shared_bytes)
         self._geometry = geometry
+        self._sides = sides
         self._lock = threading.Lock()
         self._ended = False  # guarded by the lock, like the work under way
-        self._lookups: dict[int, Callable[[Find], None]] = {}
+        self._answers: dict[int, tuple[Future[Any], Any]] = {}  # each with its result if the data plane ends first
         self._fetches: dict[int, FetchCall] = {}
-        self._answers: dict[int, Future[m.Taken | m.Cleared | None]] = {}
+        self._takers: dict[int, Callable[[int, torch.Tensor], None]] = {}  # of side pages
+        self._num_queued = 0  # pages that the data plane has taken and not yet written or dropped
+        self.running = launch(Line(theirs, self._values, self._pages, self.destination))
 
     # Commands, which fail at once after the end
 
-    def look_up(self, command: m.LookUp, on_found: Callable[[Find], None]) -> None:
-        if self._note(self._lookups, command.work, on_found):
-            self.channel.send(command)
-        else:
-            _lose_lookup(command.work, on_found)
+    def ask(self, command: m.LookUp | m.FetchSide | m.Write | m.Clear, lost: A) -> Future[A]:
+        """Send a command. Return the event that answers it, ``lost`` if the data plane ends first."""
+        answer: Future[A] = Future()
+        if not self._begin(command, self._answers, (answer, lost)):
+            _lose(answer, lost)
+        return answer
 
     def fetch(self, command: m.Fetch, call: FetchCall) -> None:
-        if self._note(self._fetches, call.work, call):
-            self.channel.send(command)
-        else:
+        if not self._begin(command, self._fetches, call):
             _lose_fetch(call)
 
-    def _note(self, under_way: dict[int, R], work: int, what: R) -> bool:
-        """Record work under way. Return False if this run has ended."""
+    def fetch_side(self, command: m.FetchSide, take: Callable[[int, torch.Tensor], None]) -> Future[m.SideOver]:
         with self._lock:
-            if not self._ended:
-                under_way[work] = what
-            return not self._ended
+            self._takers[command.work] = take
+        return self.ask(command, m.SideOver(command.work, ()))
+
+    def _begin(self, command: _Work, under_way: dict[int, Any], work: Any) -> bool:
+        """Record work as under way and send its command. Return False if the data plane has ended."""
+        with self._lock:
+            if self._ended:
+                return False
+            under_way[command.work] = work
+        self.channel.send(command)
+        return True
 
     def write(
         self,
         command: m.Write,
-        num_pages: int,
-        read: Callable[[torch.Tensor, torch.Tensor], bool],
+        pool_pages: Sequence[int],
+        read: ReadPages,
+        read_sides: Sequence[ReadSide],
         timeout_s: float,
     ) -> bool:
-        geometry = self._geometry
-        offset = self._room.take(num_pages * geometry.page_bytes, timeout_s)
+        """Hand over pages for writing. Waits for room for them. Return whether they are queued."""
+        sizes = [self._sides[pool] for pool, _ in command.sides]
+        sides_at = len(pool_pages) * self._geometry.page_bytes
+        offset = self._room.take(sides_at + sum(sizes), timeout_s)
         if offset is None:
             return False
-        answer = None
-        try:
-            if read(*self._pages.pages(offset, geometry, num_pages)):
-                answer = self._ask(msgspec.structs.replace(command, offset=offset))
-        finally:
-            if answer is None:
-                self._room.give_back(offset)
-        if answer is None:
-            return False
+        with ExitStack() as undo:
+            undo.callback(self._room.give_back, offset)
+            if not self._copy(offset, pool_pages, read):
+                return False
+            views = self._pages.views(offset + sides_at, torch.uint8, ((size,) for size in sizes))
+            for read_side, into in zip(read_sides, views, strict=True):
+                into.copy_(read_side())
+            undo.pop_all()
+        taken = self.ask(msgspec.structs.replace(command, offset=offset), m.Taken(command.work, 0))
         # Not earlier, however long it takes: the data plane may still be copying the pages.
-        answer.add_done_callback(lambda _: self._room.give_back(offset))
-        taken = _result(answer, _ANSWER_S)
-        return isinstance(taken, m.Taken) and taken.is_queued
+        taken.add_done_callback(lambda _: self._room.give_back(offset))
+        try:
+            return taken.result(_ANSWER_S).num_queued > 0
+        except TimeoutError:
+            return False
 
-    def clear(self, command: m.Clear) -> str:
-        """Return what went wrong, or an empty string."""
-        answer = self._ask(command)
-        if answer is None:
-            return "the data plane is being started"
-        cleared = _result(answer, 2 * _ANSWER_S)
-        return cleared.fault if isinstance(cleared, m.Cleared) else "the data plane did not answer"
-
-    def _ask(self, command: m.Write | m.Clear) -> Future[m.Taken | m.Cleared | None] | None:
-        """Send a command and return its future answer, None if the run ends first. None if it has already ended."""
-        answer: Future[m.Taken | m.Cleared | None] = Future()
-        if not self._note(self._answers, command.work, answer):
-            return None
-        self.channel.send(command)
-        return answer
+    def _copy(self, offset: int, pool_pages: Sequence[int], read: ReadPages) -> bool:
+        """Copy pages into the shared memory. Return False if they are no longer available."""
+        for tensor, into in zip(TENSORS, self._pages.pages(offset, self._geometry, len(pool_pages)), strict=True):
+            values = read(tensor, pool_pages)
+            if values is None:
+                return False
+            into.copy_(values)
+        return True
 
     # Events
 
@@ -316,8 +384,8 @@ class _Run:
                         raise _REFUSALS.get(event.kind, KVFetchError)(event.reason)
         raise KVFetchError(f"the data plane did not start within {_START_S:g} s")
 
-    def serve(self, closing: threading.Event) -> None:
-        """Process events until the data plane ends or hangs."""
+    def serve(self, closing: threading.Event, on_suspicion: Callable[[], None]) -> None:
+        """Process events until the data plane ends or hangs. ``on_suspicion`` is called when it may hang."""
         num_silent = 0
         while True:
             try:
@@ -326,6 +394,8 @@ class _Run:
                 return
             # Count ticks, not seconds: if a busy machine delays this thread, the data plane may well have answered.
             num_silent = 0 if events else num_silent + 1
+            if num_silent == _SUSPECT_TICKS:
+                on_suspicion()
             if num_silent > _SILENT_TICKS and not closing.is_set():
                 logger.warning("kvfetch: the data plane does not answer")
                 return
@@ -351,35 +421,43 @@ class _Run:
                     self._land(event)
                 finally:
                     self.channel.send(m.Free(event.offset))
-            case m.Found():
+            case m.SidePiece():
+                try:
+                    with self._lock:
+                        take = self._takers.get(event.work)
+                    if take is not None:
+                        take(event.page, self._values.view(event.offset, torch.uint8, (event.num_bytes,)))
+                finally:
+                    self.channel.send(m.Free(event.offset))
+            case m.Found() | m.SideOver() | m.Taken() | m.Cleared():
                 with self._lock:
-                    on_found = self._lookups.pop(event.work, None)
-                if on_found is not None:
-                    on_found(Find(event.work, event.num_pages, Cost(event.transmit_s, event.decode_s)))
+                    answer, _ = self._answers.pop(event.work)
+                    self._takers.pop(event.work, None)
+                if isinstance(event, m.Taken):
+                    self._num_queued += event.num_queued
+                answer.set_result(event)
+            case m.Settled():
+                self._num_queued -= event.num_pages
             case m.RoundHere():
-                if (call := self._call(event.work)) is not None and not call.here[event.round].done():
-                    call.here[event.round].set_result(Cost(event.transmit_s, event.decode_s))
+                if (call := self._call(event.work)) is not None:
+                    _complete(call.here[event.round], event.cost)
             case m.RoundOver():
                 if (call := self._call(event.work)) is not None:
-                    _end_round(call, event.round, event.num_pages)
+                    call.end_round(event.round, event.num_pages)
             case m.LinkHasRoom():
-                if (call := self._call(event.work)) is not None and not call.link.done():
-                    call.link.set_result(None)
+                if (call := self._call(event.work)) is not None:
+                    _complete(call.link, None)
             case m.FetchOver():
                 with self._lock:
-                    ended = self._fetches.pop(event.work, None)
-                if ended is not None:
-                    _end(ended)
-            case m.Taken() | m.Cleared():
-                with self._lock:
-                    answer = self._answers.pop(event.work)
-                answer.set_result(event)
+                    ended = self._fetches.pop(event.work)
+                ended.end_all()
 
     def _call(self, work: int) -> FetchCall | None:
         with self._lock:
             return self._fetches.get(work)
 
     def destination(self, work: int, index: int) -> Destination | None:
+        """Return the destination of a round. None if it has none, or if the fetch has ended."""
         call = self._call(work)
         return None if call is None else call.destinations.get(index)
 
@@ -395,54 +473,41 @@ class _Run:
         values = self._values.views(piece.offset, geometry.torch_dtype, shapes)
         destination.sink.write(layers, heads, [destination.pool_pages[i] for i in piece.pages], CellValues(*values))
 
-    def end(self) -> None:
-        """End the data plane, and complete all its work under way as misses."""
+    def end(self) -> bool:
+        """End the data plane, and complete all its work under way as misses. Return whether it has lost pages that it
+        had taken for writing."""
         self.running.kill()
         self.running.join(_CLOSE_S)
         self.channel.close()
         self._room.close()
         with self._lock:
             self._ended = True
-            lookups, self._lookups = self._lookups, {}
-            fetches, self._fetches = self._fetches, {}
             answers, self._answers = self._answers, {}
-        for work, on_found in lookups.items():
-            _lose_lookup(work, on_found)
+            fetches, self._fetches = self._fetches, {}
+        for answer, lost in answers.values():
+            _lose(answer, lost)
         for call in fetches.values():
             _lose_fetch(call)
-        for answer in answers.values():
-            answer.set_result(None)
         self._values.close()
         self._pages.close()
+        if self._num_queued > 0:
+            metrics.WRITTEN_PAGES.labels("dropped_data_plane").inc(self._num_queued)
+            logger.warning("kvfetch: %d pages that were queued for writing are lost", self._num_queued)
+        return self._num_queued > 0
 
 
-def _result(answer: Future[R], timeout_s: float) -> R | None:
-    try:
-        return answer.result(timeout_s)
-    except TimeoutError:
-        return None
-
-
-def _lose_lookup(work: int, on_found: Callable[[Find], None]) -> None:
-    metrics.MISSES.labels("lookup", "data_plane").inc()
-    on_found(Find(work, 0, Cost(None, None)))
+def _lose(answer: Future[A], lost: A) -> None:
+    if isinstance(lost, m.Found | m.SideOver):
+        stage = "lookup" if isinstance(lost, m.Found) else "fetch"
+        metrics.MISSES.labels(stage, "data_plane").inc()
+    answer.set_result(lost)
 
 
 def _lose_fetch(call: FetchCall) -> None:
     metrics.MISSES.labels("fetch", "data_plane").inc()
-    _end(call)
+    call.end_all()
 
 
-def _end_round(call: FetchCall, index: int, num_pages: int) -> None:
-    if not call.here[index].done():
-        call.here[index].set_result(None)
-    if not call.over[index].done():
-        call.over[index].set_result(num_pages)
-
-
-def _end(call: FetchCall) -> None:
-    for index in range(len(call.over)):
-        _end_round(call, index, 0)
-    for future in (call.link, call.end):
-        if not future.done():
-            future.set_result(None)
+def _complete(future: Future[R], result: R) -> None:
+    if not future.done():
+        future.set_result(result)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from sgl_kvfetch import timeline
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.dataplane import messages as m
+from sgl_kvfetch.dataplane.arena import Room
 from sgl_kvfetch.dataplane.client import StoreClient, open_client
 from sgl_kvfetch.dataplane.launch import Line
-from sgl_kvfetch.dataplane.service import ArenaDestinations, Destinations, Service
+from sgl_kvfetch.dataplane.service import GetDestination, Service, arena_destination, send_side_page
 from sgl_kvfetch.errors import FormatError, KVFetchError
 from sgl_kvfetch.keys import HeadSlice
-from sgl_kvfetch.quant.configured import config_quantiser
+from sgl_kvfetch.quant.registry import config_quantiser
 
 logger = logging.getLogger(__name__)
 
@@ -24,12 +26,12 @@ OpenClient = Callable[[KVFetchConfig, HeadSlice, m.Start], StoreClient]
 async def run(
     line: Line,
     open_: OpenClient,
-    destinations: Destinations | None = None,
+    destination: GetDestination | None = None,
     on_service: Callable[[Service], None] = lambda service: None,
 ) -> None:
     """Serve until told to close, or until the engine is gone.
 
-    ``open_`` opens the store. ``destinations``: where pages go; by default, into the shared memory of ``line``.
+    ``open_`` opens the store. ``destination``: where pages go; by default, into the shared memory of ``line``.
     ``on_service`` is called with the new service.
     """
     reader, writer = await asyncio.open_connection(sock=line.sock)
@@ -43,14 +45,23 @@ async def run(
 
     commands: m.MessageReader[m.Command] = m.MessageReader(m.Command)
     service: Service | None = None
-    in_arena = ArenaDestinations(line.values, emit)
+    room = Room(line.values.num_bytes)
+    in_arena = partial(arena_destination, line.values, room, emit)
     try:
         while data := await reader.read(1 << 18):
             for command in commands.feed(data):
                 match command:
                     case m.Start():
                         client = _open(command, open_)
-                        service = Service(*client, emit, destinations or in_arena, in_arena.room.give_back, line.pages)
+                        service = Service(
+                            *client,
+                            emit,
+                            destination or in_arena,
+                            room.give_back,
+                            line.pages,
+                            partial(send_side_page, line.values, room, emit),
+                            command.sides,
+                        )
                         on_service(service)
                         emit(m.Ready())
                     case m.Close():
@@ -66,7 +77,7 @@ async def run(
     except ConnectionError as e:
         logger.error("kvfetch: the data plane lost its connection to the engine: %s", e)
     finally:
-        in_arena.room.close()
+        room.close()
         if service is not None:
             await service.close()
         await asyncio.sleep(0)  # let emitted events reach ``writer``

@@ -6,12 +6,12 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,15 +19,16 @@ from sgl_kvfetch import metrics
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.dataplane import messages as m
 from sgl_kvfetch.dataplane.arena import Arena, Room
-from sgl_kvfetch.dataplane.client import StoreClient, count_fetch, counted
+from sgl_kvfetch.dataplane.client import StoreClient, count_fetch, count_miss, counted
 from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.fetch.fetcher import FetchResult
 from sgl_kvfetch.fetch.plan import PageSource, total_bytes
 from sgl_kvfetch.fetch.rounds import Destination, Round
+from sgl_kvfetch.fetch.sides import KV_POOL, Usable, usable_runs
 from sgl_kvfetch.fetch.sink import GuardedSink, PagePool
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
 from sgl_kvfetch.quant import CellValues
-from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
+from sgl_kvfetch.types import TENSORS, KVGeometry
 from sgl_kvfetch.write.gather import PageBatch
 
 logger = logging.getLogger(__name__)
@@ -40,23 +41,14 @@ _CLEAR_S = 5.0
 Emit = Callable[[m.Event], None]
 
 
-class Destinations(Protocol):
-    """Gives each round the destination of its pages."""
-
-    def destination(self, work: int, round_index: int, num_pages: int) -> Destination | None: ...
+GetDestination = Callable[[int, int, int], Destination | None]
 
 
-class ArenaDestinations:
-    """Sends pages to the engine through shared memory."""
-
-    def __init__(self, arena: Arena, emit: Emit) -> None:
-        self._arena = arena
-        self._emit = emit
-        self.room = Room(arena.num_bytes)
-
-    def destination(self, work: int, round_index: int, num_pages: int) -> Destination:
-        pool = _ArenaPool(self._arena, self.room, self._emit, work, round_index)
-        return Destination(range(num_pages), _UnguardedSink(pool))
+def arena_destination(
+    arena: Arena, room: Room, emit: Emit, work: int, round_index: int, num_pages: int
+) -> Destination | None:
+    """Return a destination from which pages are sent to the engine through shared memory."""
+    return Destination(range(num_pages), _UnguardedSink(_ArenaPool(arena, room, emit, work, round_index)))
 
 
 class _UnguardedSink(GuardedSink):
@@ -89,8 +81,13 @@ class _ArenaPool(PagePool):
             m.Piece(self._work, self._round, layers.start, layers.stop, heads.start, heads.stop, tuple(pages), offset)
         )
 
-    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
-        raise NotImplementedError("the data plane cannot read the engine's pages")
+
+def send_side_page(arena: Arena, room: Room, emit: Emit, work: int, page: int, content: bytearray) -> None:
+    """Send a side page to the engine through shared memory. Waits for room, which the engine frees."""
+    offset = room.take(len(content))
+    if offset is not None:
+        arena.view(offset, torch.uint8, (len(content),)).copy_(torch.frombuffer(content, dtype=torch.uint8))
+        emit(m.SidePiece(work, page, len(content), offset))
 
 
 @dataclass(slots=True, eq=False)
@@ -98,12 +95,6 @@ class _Fetch:
     rounds: list[Round]
     task: asyncio.Task[None] | None = None
     is_miss: bool = True  # whether cancelling it counts as a miss
-
-
-@dataclass(slots=True)
-class _LookUp:
-    task: asyncio.Task[None]
-    is_miss: bool = True
 
 
 class Service:
@@ -115,24 +106,31 @@ class Service:
         heads: HeadSlice,
         client: StoreClient,
         emit: Emit,
-        destinations: Destinations,
+        destination: GetDestination,
         on_free: Callable[[int], None],
         written: Arena,
+        send_side: Callable[[int, int, bytearray], None],
+        sides: Mapping[str, int],
     ) -> None:
-        """``emit`` may be called on any thread. ``on_free`` is called for each piece that the engine has taken.
-        ``written``: where the engine puts pages that are to be written."""
+        """``emit`` may be called on any thread. ``destination`` returns where the pages of a fetch's round go, from the
+        fetch's number, the round's, and its number of pages. ``on_free`` is called for each piece that the engine has
+        taken. ``written``: where the engine puts pages that are to be written. ``send_side`` sends a side page, from
+        the fetch's number and the page's; ``sides``: as in `messages.Start`."""
         self.client = client
         self._config = config
         self._heads = heads
         self._geometry: KVGeometry = heads.geometry
         self._emit = emit
-        self._destinations = destinations
+        self._destination = destination
         self._on_free = on_free
         self._written = written
-        self._lookups: dict[int, _LookUp] = {}
+        self._send_side = send_side
+        self._sides = sides
+        self._lookups: dict[int, asyncio.Task[None]] = {}
         self._fetches: dict[int, _Fetch] = {}
         self._found: OrderedDict[int, list[PageSource]] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
+        client.writer.on_settled = lambda num_pages: emit(m.Settled(num_pages))
         # One thread: it keeps the order of pages, and can wait for room without blocking the event loop.
         self._intake = ThreadPoolExecutor(1, "kvfetch-intake")
 
@@ -140,20 +138,18 @@ class Service:
         """Begin to carry out a command. Never waits."""
         match command:
             case m.LookUp():
-                self._lookups[command.work] = _LookUp(self._begin(self._look_up(command)))
+                self._lookups[command.work] = self._begin(self._look_up(command))
             case m.Fetch():
                 ends = (0, *command.round_ends)
                 fetch = _Fetch([Round(first, end) for first, end in pairwise(ends)])
                 self._fetches[command.work] = fetch
                 fetch.task = self._begin(self._fetch(command, fetch))
+            case m.FetchSide():
+                self._begin(self._fetch_side(command))
             case m.Give():
                 self._give(command)
             case m.Cancel():
-                work = self._lookups.get(command.work) or self._fetches.get(command.work)
-                if work is not None and work.task is not None:
-                    work.is_miss = command.is_miss
-                    # Not at once: a task that is cancelled before its first step never runs, not even its ``finally``.
-                    asyncio.get_running_loop().call_soon(work.task.cancel)
+                self._cancel(command)
             case m.Forget():
                 self._found.pop(command.work, None)
             case m.Flush():
@@ -168,6 +164,14 @@ class Service:
                 self._emit(m.Pong())
             case m.Start() | m.Close():
                 raise AssertionError(f"a running service does not accept {command}")
+
+    def _cancel(self, command: m.Cancel) -> None:
+        task, fetch = self._lookups.get(command.work), self._fetches.get(command.work)
+        if fetch is not None:
+            task, fetch.is_miss = fetch.task, command.is_miss
+        if task is not None:
+            # Not at once: a task that is cancelled before its first step never runs, not even its ``finally``.
+            asyncio.get_running_loop().call_soon(task.cancel)
 
     async def close(self) -> None:
         """Write what is queued, within a few seconds, and release threads and sockets."""
@@ -188,9 +192,14 @@ class Service:
     async def _look_up(self, command: m.LookUp) -> None:
         hashes = _split(command.hashes)
         sources: list[PageSource] = []
+        usable = Usable((), {})
         try:
             with counted("lookup"):
                 sources = await self.client.finder.find(hashes, self._config.lookup_timeout_s)
+                if command.trailing:
+                    usable = usable_runs(sources, command.trailing)
+                    usable.stored[KV_POOL] = len(sources)
+                    sources = sources[: max(usable.lengths, default=0)]
                 if command.reads_ahead:
                     self.client.fetcher.read_ahead(sources, expire_s=self._config.fetch_timeout_s)
         finally:
@@ -201,14 +210,13 @@ class Service:
                 self._found[command.work] = sources
                 if len(self._found) > _MOST_FOUND:
                     self._found.popitem(last=False)
-            self._emit(m.Found(command.work, len(sources), *self._cost(sources)))
+            self._emit(m.Found(command.work, len(sources), self._cost(sources), usable.lengths, usable.stored))
 
-    def _cost(self, sources: Sequence[PageSource]) -> tuple[float | None, float | None]:
-        """Return how long these pages take to transmit and to decode, in seconds; None if not known."""
+    def _cost(self, sources: Sequence[PageSource]) -> m.Cost:
         size_bytes = total_bytes(sources)
         goodput_bps = self.client.fetcher.link.goodput_bps(time.monotonic())
         decoded_bytes_per_s = self.client.fetcher.decode_rate.bytes_per_s
-        return (
+        return m.Cost(
             None if goodput_bps is None else size_bytes * 8 / goodput_bps,
             None if decoded_bytes_per_s is None else size_bytes / decoded_bytes_per_s,
         )
@@ -255,6 +263,31 @@ class Service:
             # After the callbacks that report its rounds, which are already scheduled.
             asyncio.get_running_loop().call_soon(self._emit, m.FetchOver(command.work))
 
+    async def _fetch_side(self, command: m.FetchSide) -> None:
+        finder, hashes = self.client.finder, _split(command.hashes)
+        come: list[int] = []
+
+        def take(page: int, content: bytearray) -> None:
+            self._send_side(command.work, page, content)
+            come.append(page)
+
+        try:
+            with counted("fetch"):
+                left_s = command.deadline_s - time.monotonic()
+                async with asyncio.timeout(left_s):
+                    sources = await finder.recall(hashes, min(left_s, self._config.lookup_timeout_s))
+                    failures = await self.client.side_fetcher.fetch(
+                        sources, command.pool, self._sides[command.pool], take
+                    )
+                for failure in failures:
+                    count_miss("fetch", failure)
+                if failures:
+                    finder.fetched(hashes, sources, FetchResult(0, tuple(failures), False))
+        finally:
+            metrics.SIDE_PAGES.labels(command.pool, "hit").inc(len(come))
+            metrics.SIDE_PAGES.labels(command.pool, "miss").inc(len(hashes) - len(come))
+            self._emit(m.SideOver(command.work, tuple(come)))
+
     def _shorten(self, fetch: _Fetch, num_pages: int) -> None:
         """Shorten the single round of a host-mode fetch, because only ``num_pages`` pages are stored."""
         (only,) = fetch.rounds
@@ -273,7 +306,7 @@ class Service:
 
     def _round_here(self, work: int, index: int, rest: Sequence[PageSource], wanted: asyncio.Future[bool]) -> None:
         if wanted.result():
-            self._emit(m.RoundHere(work, index, *self._cost(rest)))
+            self._emit(m.RoundHere(work, index, self._cost(rest)))
 
     def _round_over(self, work: int, index: int, done: asyncio.Future[int]) -> None:
         self._emit(m.RoundOver(work, index, done.result()))
@@ -283,33 +316,37 @@ class Service:
         if fetch is not None:
             each = fetch.rounds[command.round]
             num_pages = each.end_page - each.first_page
-            each.give(self._destinations.destination(command.work, command.round, num_pages))
+            each.give(self._destination(command.work, command.round, num_pages))
 
     # Writes
 
     async def _write(self, command: m.Write) -> None:
-        is_queued = False
+        num_queued = 0
         try:
-            is_queued = await asyncio.get_running_loop().run_in_executor(self._intake, self._take, command)
+            num_queued = await asyncio.get_running_loop().run_in_executor(self._intake, self._take, command)
         except Exception:
             logger.exception("kvfetch: taking pages for writing failed")
         finally:
-            self._emit(m.Taken(command.work, is_queued))
+            self._emit(m.Taken(command.work, num_queued))
 
-    def _take(self, command: m.Write) -> bool:
-        """Copy pages out of shared memory and queue them. Return whether there was room for them in time."""
+    def _take(self, command: m.Write) -> int:
+        """Copy pages out of shared memory and queue them. Return how many; 0 if there was no room for them in time."""
         geometry, hashes = self._geometry, _split(command.hashes)
-        num_bytes = len(hashes) * geometry.page_bytes
+        sides_at = command.offset + len(hashes) * geometry.page_bytes
+        sizes = [self._sides[pool] for pool, _ in command.sides]
+        num_bytes = len(hashes) * geometry.page_bytes + sum(sizes)
         if not self.client.writer.reserve(num_bytes, _QUEUE_S):
-            return False
+            return 0
         try:
             pieces = [[x.clone()] for x in self._written.pages(command.offset, geometry, len(hashes))]
+            sides = [x.clone() for x in self._written.views(sides_at, torch.uint8, ((size,) for size in sizes))]
         except BaseException:
             self.client.writer.release(num_bytes)
             raise
         values = dict(zip(TENSORS, pieces, strict=True))
-        self.client.writer.submit(PageBatch(command.first_page, command.previous_hash, hashes, values))
-        return True
+        by_page = dict(zip(command.sides, sides, strict=True))
+        self.client.writer.submit(PageBatch(command.first_page, command.previous_hash, hashes, values, by_page))
+        return len(hashes)
 
     async def _clear(self, command: m.Clear) -> None:
         fault = ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,24 +21,21 @@ import torch
 import xxhash
 
 from sgl_kvfetch.codecs.base import FrameEncoder
-from sgl_kvfetch.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.container.manifest import Manifest, require_rewritable, split_signature
+from sgl_kvfetch.container.segment import with_chunk_digests
 from sgl_kvfetch.encode.garbage import Garbage
 from sgl_kvfetch.encode.targets import Target, find_variant, is_done, with_variants
 from sgl_kvfetch.encode.transcode import cheapest_variant, require_same_content, transcode, verify_variant
-from sgl_kvfetch.errors import CorruptError, EncodeError, FormatError, KVFetchError, StoreError, StoreErrorReason
+from sgl_kvfetch.errors import CorruptError, EncodeError, FormatError, KVFetchError, StoreError
+from sgl_kvfetch.side_by_side import side_by_side
 from sgl_kvfetch.stores.base import ObjectInfo, Store, object_digest
-from sgl_kvfetch.stores.listing import StoredSegment, list_segments
+from sgl_kvfetch.stores.listing import StoredSegment, decode_named_manifest, list_segments
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_Stamp = tuple[float, int]  # a manifest's modification time and size
 Step = Literal["list", "read", "encode", "put", "check", "replace", "replaced", "delete"]
 
-# Reasons of failures that concern one object, not the whole store.
-_OBJECT_REASONS: frozenset[StoreErrorReason] = frozenset(
-    {"truncated", "io", "invalid", "too_large", "full", "protocol", "missing"}
-)
 _MANIFEST_READS = 16  # concurrent
 _MAX_ROUNDS = 3  # rounds are repeated for segments that change while they are encoded
 
@@ -50,11 +47,6 @@ class EncodeOptions:
     keep_source: bool = False  # keep other variants behind the wanted ones
     grace_s: float = 60.0  # how long to keep data that no manifest names any more
     workers: int = 1  # segments at once, each with a thread and its data in memory
-
-    def __post_init__(self) -> None:
-        assert self.targets
-        assert self.workers >= 1
-        assert self.grace_s >= 0
 
 
 @dataclass(slots=True)
@@ -72,19 +64,6 @@ class Tally:
     failures: dict[str, str] = field(default_factory=dict)  # manifest's name -> error
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    name: str  # the manifest's name
-    stamp: _Stamp
-    raw_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    stamp: _Stamp
-    data_names: frozenset[str]
-
-
 class _Changed(Exception):
     """Another process deleted or replaced the segment."""
 
@@ -96,8 +75,8 @@ class _Stopped(Exception):
 class Encoder:
     """Encodes the segments of one store. Belongs to one event loop.
 
-    Callbacks: ``on_step`` gets each step and its object's name (or the prefix), ``on_total`` the number of segments and
-    raw bytes that a round has to encode, ``on_segment`` the raw bytes of each finished segment, encoded or not.
+    Callbacks: ``on_step`` gets each step and its object's name (or the prefix), ``on_total`` the number of segments
+    that a round has to encode; ``on_segment`` is called after each of them, encoded or not.
     ``encoders``: frame encoders by codec, for codecs that are not encoded on the CPU.
     """
 
@@ -108,8 +87,8 @@ class Encoder:
         *,
         encoders: Mapping[str, FrameEncoder] | None = None,
         on_step: Callable[[Step, str], None] = lambda step, name: None,
-        on_total: Callable[[int, int], None] = lambda segments, raw_bytes: None,
-        on_segment: Callable[[int], None] = lambda raw_bytes: None,
+        on_total: Callable[[int], None] = lambda segments: None,
+        on_segment: Callable[[], None] = lambda: None,
     ) -> None:
         self.tally = Tally()
         self.garbage = Garbage(store, options.grace_s)
@@ -123,14 +102,15 @@ class Encoder:
             options.workers, "kvfetch-encode", initializer=torch.set_num_threads, initargs=(1,)
         )
         self._stop = threading.Event()
-        self._known: dict[str, _Known] = {}  # manifest's name -> segment that needs no work
-        self._failed: dict[str, _Stamp] = {}  # manifests of segments that can never be encoded
+        # Segments that need no work, by the manifest's name: the manifest, and the names of its data.
+        self._known: dict[str, tuple[ObjectInfo, frozenset[str]]] = {}
+        self._failed: dict[str, ObjectInfo] = {}  # manifests of segments that can never be encoded, by name
         self._encoded: set[str] = set()  # manifests that this encoder replaced since the last listing
 
     async def run_once(self) -> None:
         """Encode all stored segments. After the grace period, delete the data that this left without a manifest.
 
-        Raises StoreError if the store cannot be read.
+        Raises StoreError if the store cannot be used.
         """
         for _ in range(_MAX_ROUNDS):
             before = self.tally.num_changed
@@ -143,18 +123,19 @@ class Encoder:
                 break  # the next run deletes the rest
 
     async def watch(self, poll_interval_s: float) -> None:
-        """Encode new segments until cancelled. Retry after a StoreError; only raise it if it is ``unauthorised``."""
+        """Encode new segments until cancelled. Retry after a StoreError; raise it if that cannot help."""
         while True:
             try:
                 await self.run_round()
             except StoreError as e:
-                if e.reason == "unauthorised":
+                if e.reason in ("unauthorised", "invalid"):
                     raise
                 logger.warning("encoding round failed, retry in %g s: %s", poll_interval_s, e)
             await asyncio.sleep(poll_interval_s)
 
     async def run_round(self) -> None:
-        """List all segments and encode those that need it. Raises StoreError if the store cannot be read."""
+        """List all segments and encode those that need it. Raises StoreError if the store cannot be used."""
+        await self._store.require_replace()
         collecting = asyncio.create_task(self._collect())
         try:
             self._on_step("list", self._options.prefix)
@@ -163,11 +144,11 @@ class Encoder:
             for kept in (self._known, self._failed):
                 for name in kept.keys() - present:
                     del kept[name]
-            work: list[_Work] = []
-            await _side_by_side(_MANIFEST_READS, segments, partial(self._look, work))
+            work: list[ObjectInfo] = []
+            await side_by_side(_MANIFEST_READS, segments, partial(self._look, work))
             if work:
-                self._on_total(len(work), sum(w.raw_bytes for w in work))
-                await _side_by_side(self._options.workers, work, self._work)
+                self._on_total(len(work))
+                await side_by_side(self._options.workers, work, self._work)
             await self._delete_due()
         finally:
             collecting.cancel()
@@ -180,7 +161,7 @@ class Encoder:
 
     # Find work.
 
-    async def _look(self, work: list[_Work], stored: StoredSegment) -> None:
+    async def _look(self, work: list[ObjectInfo], stored: StoredSegment) -> None:
         """Find out whether a segment needs work, and which of its data objects its manifest does not name."""
         if stored.manifest is None:
             return
@@ -188,58 +169,66 @@ class Encoder:
             known = await self._know(work, stored.manifest)
         except KVFetchError as e:
             _require_of_object(e)
-            self._fail(stored.manifest.name, _stamp(stored.manifest), e)
+            self._fail(stored.manifest, e)
             return
         if known is not None:
-            self.garbage.in_use(known.data_names)
-            for data_name in stored.data.keys() - known.data_names:
+            self.garbage.in_use(known)
+            for data_name in stored.data.keys() - known:
                 self.garbage.found(data_name, stored.data[data_name].modified_s)
 
-    async def _know(self, work: list[_Work], info: ObjectInfo) -> _Known | None:
-        """Read a manifest if it has changed. None if it is gone or failed before. Raises FormatError, StoreError."""
-        name, stamp = info.name, _stamp(info)
-        known = self._known.get(name)
-        if known is not None and known.stamp == stamp:
-            return known
-        self._known.pop(name, None)
-        if self._failed.get(name) == stamp:
+    async def _know(self, work: list[ObjectInfo], info: ObjectInfo) -> frozenset[str] | None:
+        """Read a manifest if it has changed, and return the names of its data. None if it is gone or failed before.
+        Raises FormatError, StoreError."""
+        name = info.name
+        known = self._known.pop(name, None)
+        if known is not None and known[0] == info:
+            self._known[name] = known
+            return known[1]
+        if self._failed.get(name) == info:
             return None
         content = await self._store.get(name)
         if content is None:
             return None
-        manifest = _decode(name, content)
-        known = _Known(stamp, manifest.data_names)
+        manifest = self._decode(name, content)
         if is_done(manifest, self._options.targets, self._options.keep_source):
-            self._known[name] = known
+            self._known[name] = info, manifest.data_names
             self.tally.num_done += name not in self._encoded
             self._encoded.discard(name)
         else:
-            work.append(_Work(name, stamp, manifest.raw_bytes))
-        return known
+            work.append(info)
+        return manifest.data_names
+
+    def _decode(self, name: str, content: bytes) -> Manifest:
+        """Decode a manifest. Raises FormatError, also if it belongs under another name, or needs a key."""
+        manifest = decode_named_manifest(content, name)
+        require_rewritable(content)
+        if split_signature(content)[1] and not self._store.signs:
+            raise FormatError("manifest is signed, and so must be its replacement: a manifest key file is needed")
+        return manifest
 
     # Encoding.
 
-    async def _work(self, work: _Work) -> None:
-        content: bytes | None = None
+    async def _work(self, info: ObjectInfo) -> None:
+        name, content = info.name, None
         try:
-            self._on_step("read", work.name)
-            content = await self._store.get(work.name)
+            self._on_step("read", name)
+            content = await self._store.get(name)
             if content is None:
                 raise _Changed
-            await self._encode(work.name, content, _decode(work.name, content))
+            await self._encode(name, content, self._decode(name, content))
         except _Changed:
-            self._note_change(work.name)
+            self._note_change(name)
         except KVFetchError as e:
             _require_of_object(e)
-            if content is not None and await self._store.get(work.name) != content:
-                self._note_change(work.name)
+            if content is not None and await self._store.get(name) != content:
+                self._note_change(name)
             else:
-                self._fail(work.name, work.stamp, e)
+                self._fail(info, e)
         except Exception as e:
-            logger.exception("cannot encode %s", work.name)
-            self.tally.failures[work.name] = repr(e)
+            logger.exception("cannot encode %s", name)
+            self.tally.failures[name] = repr(e)
         finally:
-            self._on_segment(work.raw_bytes)
+            self._on_segment()
 
     def _note_change(self, name: str) -> None:
         self.tally.num_changed += 1
@@ -286,6 +275,8 @@ class Encoder:
         coded = await self._run(
             partial(transcode, manifest, data, missing, source, before_cell=self._before_cell, encoders=self._encoders)
         )
+        if self._store.signs:
+            coded = with_chunk_digests(coded)
         for data_name, new in coded.data_objects():
             self._on_step("put", data_name)
             # Put it even if it exists: its new age protects it from collection until a manifest names it.
@@ -324,11 +315,11 @@ class Encoder:
         if self._stop.is_set():
             raise _Stopped
 
-    def _fail(self, name: str, stamp: _Stamp, error: KVFetchError) -> None:
+    def _fail(self, manifest: ObjectInfo, error: KVFetchError) -> None:
         if isinstance(error, FormatError):
-            self._failed[name] = stamp  # a retry cannot help
-        logger.warning("cannot encode %s: %s", name, error)
-        self.tally.failures[name] = str(error)
+            self._failed[manifest.name] = manifest  # a retry cannot help
+        logger.warning("cannot encode %s: %s", manifest.name, error)
+        self.tally.failures[manifest.name] = str(error)
 
     # Delete.
 
@@ -353,39 +344,11 @@ class Encoder:
         self.tally.deleted_bytes += num_bytes
 
 
-async def _side_by_side(count: int, items: Iterable[T], work: Callable[[T], Awaitable[None]]) -> None:
-    """Process ``count`` items at a time. Cancel the rest at the first error, and raise that error."""
-    left = iter(items)
-
-    async def take() -> None:
-        for item in left:
-            await work(item)
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(count):
-                group.create_task(take())
-    except ExceptionGroup as e:
-        raise e.exceptions[0] from None
-
-
 def _require_of_object(error: KVFetchError) -> None:
     """Raise the error if it concerns the whole store, not one object."""
-    if isinstance(error, StoreError) and error.reason not in _OBJECT_REASONS:
+    if isinstance(error, StoreError) and not error.concerns_object:
         raise error
 
 
-def _stamp(info: ObjectInfo) -> _Stamp:
-    return info.modified_s, info.size_bytes
-
-
-def _decode(name: str, content: bytes) -> Manifest:
-    """Decode a manifest. Raises FormatError, also if it belongs under another name."""
-    manifest = decode_manifest(content)
-    if manifest.key.manifest_name != name:
-        raise FormatError(f"manifest belongs under the name {manifest.key.manifest_name}")
-    return manifest
-
-
 def _data_bytes(manifest: Manifest) -> int:
-    return sum({manifest.data_name(v): manifest.data_bytes(v) for v in manifest.variants}.values())
+    return sum(manifest.data_sizes.values())

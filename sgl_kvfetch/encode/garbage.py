@@ -60,8 +60,7 @@ class Garbage:
     async def delete_due(self, on_delete: Callable[[str, int], None] = lambda name, num_bytes: None) -> None:
         """Delete objects that no manifest has named for ``grace_s``. ``on_delete`` gets each name and size in bytes.
 
-        Raises the first StoreError. The object that failed then waits for another grace period, so that it does not
-        block the others, which stay due.
+        Raises the first StoreError. The object that failed waits for another grace period; the others stay due.
         """
         limit = self._clock() - self._grace_s
         for name, unnamed in list(self._unnamed.items()):

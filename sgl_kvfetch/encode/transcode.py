@@ -22,9 +22,6 @@ from sgl_kvfetch.errors import CorruptError, FormatError
 from sgl_kvfetch.layout.frames import Layout
 from sgl_kvfetch.quant import Quantiser, quantiser_from_identity
 
-Layouts = dict[str, Layout]
-_Way = tuple[str, tuple[tuple[str, Layout], ...]]
-
 # Rank of the decoding cost; low is fast.
 _COST = {"raw": 0, "zstd": 1, "deflate": 2, "hevc": 3, "hevc420": 4}
 
@@ -53,7 +50,8 @@ def transcode(
     before_cell: Callable[[], None] = lambda: None,
     encoders: Mapping[str, FrameEncoder] | None = None,
 ) -> CodedSegment:
-    """Return the same segment with ``targets`` as its variants. ``data`` is the data object of variant ``source``.
+    """Return the same segment with ``targets`` as its variants, without side pages. ``data`` is the data object of
+    variant ``source``.
 
     Needs no profile. Verifies every checksum of the source; checksums of decoded values are the same in all variants.
     Memory use: the coded bytes and one decoded cell. ``before_cell`` may raise to abort. ``encoders``: frame encoders
@@ -61,31 +59,27 @@ def transcode(
     """
     quantiser = quantiser_from_identity(manifest.namespace.quantiser)
     reader = SegmentReader(manifest, quantiser, source)
-    layouts = [target_layouts(manifest, quantiser, target.resolution) for target in targets]
+    ways = [(target.codec, target_layouts(manifest, quantiser, target.resolution)) for target in targets]
     # With short spans, several resolutions have the same layout. Encode it only once.
-    ways = {_way(target, layout): (target.codec, layout) for target, layout in zip(targets, layouts, strict=True)}
-    coded: dict[_Way, list[CodedChunk]] = {way: [] for way in ways}
+    coded: dict[int, list[CodedChunk]] = {ways.index(way): [] for way in ways}
     view = memoryview(data)
     for cell in manifest.cells():
         before_cell()
         quantised = reader.decode_cell(cell, view[slice(*reader.cell_range(cell))])
-        for way, (codec, layout) in ways.items():
-            coded[way] += encode_cell(manifest, quantised, layout, codec, encoders)
+        for index, chunks in coded.items():
+            codec, layouts = ways[index]
+            chunks += encode_cell(manifest, quantised, layouts, codec, encoders)
     made = [
-        make_variant(coded[_way(target, layout)], layout, target.codec, target.resolution)
-        for target, layout in zip(targets, layouts, strict=True)
+        make_variant(coded[ways.index(way)], way[1], target.codec, target.resolution)
+        for target, way in zip(targets, ways, strict=True)
     ]
     variants = tuple(variant for variant, _ in made)
     require_same_content(manifest, *variants)
     first, *more = (data for _, data in made)
-    return CodedSegment(msgspec.structs.replace(manifest, variants=variants), first, tuple(more))
+    return CodedSegment(msgspec.structs.replace(manifest, variants=variants, sides=()), first, tuple(more))
 
 
-def _way(target: Target, layouts: Layouts) -> _Way:
-    return target.codec, tuple(layouts.items())
-
-
-def target_layouts(manifest: Manifest, quantiser: Quantiser, resolution: str) -> Layouts:
+def target_layouts(manifest: Manifest, quantiser: Quantiser, resolution: str) -> dict[str, Layout]:
     """Return the layouts for this resolution: those of an existing variant if there is one, else the default ones."""
     for variant in manifest.variants:
         if variant.resolution == resolution:

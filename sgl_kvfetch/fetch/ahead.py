@@ -36,13 +36,11 @@ class ReadAhead:
         link: Link,
         budget: BytesBudget,
         transmit: Callable[[ReadUnit], Coroutine[Any, Any, bytes]],
-        on_expired: Callable[[], None],
     ) -> None:
         """``budget`` bounds the bytes kept. Whoever takes a unit must release its bytes to this budget."""
         self._link = link
         self._budget = budget
         self._transmit = transmit
-        self._on_expired = on_expired
         self._reads: dict[tuple[str, int], tuple[ReadUnit, asyncio.Task[bytes], asyncio.TimerHandle]] = {}
         self._by_cells: dict[CellsKey, ReadUnit] = {}
         self._lookups: dict[_Lookup, asyncio.Task[None]] = {}
@@ -112,4 +110,3 @@ class ReadAhead:
         assert task is not None
         task.cancel()
         self._budget.release(unit.size_bytes)
-        self._on_expired()

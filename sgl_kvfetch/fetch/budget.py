@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from asyncio import FIRST_COMPLETED
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 
 class BytesBudget:
     """Hands out bytes, first come first served. Belongs to one event loop."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, on_change: Callable[[], None] = lambda: None) -> None:
+        """``on_change`` is called whenever ``used_bytes`` has changed."""
         assert capacity_bytes > 0
         self._capacity = capacity_bytes
+        self._on_change = on_change
         self._free = capacity_bytes
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
@@ -26,7 +29,7 @@ class BytesBudget:
         num_bytes = self._clip(num_bytes)
         if self._waiting or num_bytes > self._free:
             return False
-        self._free -= num_bytes
+        self._take(num_bytes)
         return True
 
     async def acquire(self, num_bytes: int, unless: asyncio.Future[Any] | None = None) -> bool:
@@ -51,7 +54,7 @@ class BytesBudget:
         return is_taken
 
     def release(self, num_bytes: int) -> None:
-        self._free += self._clip(num_bytes)
+        self._take(-self._clip(num_bytes))
         assert self._free <= self._capacity
         self._grant()
 
@@ -61,9 +64,13 @@ class BytesBudget:
             if not granted.done():
                 if num_bytes > self._free:
                     return
-                self._free -= num_bytes
+                self._take(num_bytes)
                 granted.set_result(None)
             self._waiting.popleft()
+
+    def _take(self, num_bytes: int) -> None:
+        self._free -= num_bytes
+        self._on_change()
 
     def _clip(self, num_bytes: int) -> int:
         return min(num_bytes, self._capacity)

@@ -1,7 +1,6 @@
 """Transmit, decode and restore: three stages that overlap, each bounded.
 
-The event loop transmits; decoding and restoring run on a decode pool. Decisions without I/O are in ``plan``; this
-module carries them out.
+The event loop transmits; decoding and restoring run on a decode pool. Decisions without I/O are in ``plan``.
 """
 
 from __future__ import annotations
@@ -20,21 +19,22 @@ from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.adapt.policy import Policy
 from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.codecs.base import Decoders
-from sgl_kvfetch.container.manifest import Cell, decode_manifest
+from sgl_kvfetch.container.manifest import Cell
 from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.errors import CorruptError, FormatError, KVFetchError, StoreError
 from sgl_kvfetch.fetch.ahead import ReadAhead
 from sgl_kvfetch.fetch.budget import BytesBudget
 from sgl_kvfetch.fetch.link import DecodeRate, Link
-from sgl_kvfetch.fetch.plan import CellsKey, PageSource, ReadUnit, SpanPart, read_units, span_parts
+from sgl_kvfetch.fetch.plan import CellsKey, PageSource, ReadUnit, SpanPart, read_unit, read_units, span_parts
 from sgl_kvfetch.fetch.progress import FetchProgress
 from sgl_kvfetch.fetch.restore import restore_cell, working_bytes
-from sgl_kvfetch.fetch.rounds import Destination, Round
-from sgl_kvfetch.fetch.sink import GuardedSink
+from sgl_kvfetch.fetch.rounds import Round
 from sgl_kvfetch.fetch.variants import VariantChooser
 from sgl_kvfetch.stores.base import Store
 
 logger = logging.getLogger(__name__)
+
+_MAX_REPORTS = 4  # at once; a segment for which there is no room is reported when it is read again
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Fetcher:
         decode_bytes: int | None = None,
         policy: Policy | None = None,
     ) -> None:
-        """``may_delete``: delete segments that prove corrupt, so that they can be written again.
+        """``may_delete``: report damaged segments to the store, which deletes them if they are damaged there.
         ``decode_bytes`` bounds the memory for frames and values between bitstreams and pages; if None, only the number
         of sessions bounds it. ``policy`` chooses among a segment's variants, and needs a pool with a profile; if None,
         the first decodable variant is read."""
@@ -72,18 +72,16 @@ class Fetcher:
         self._pool = pool
         self._read_bytes = read_bytes
         # Two halves, so that bytes without destination pages cannot block bytes that have them.
-        self._ahead_budget = BytesBudget(max(1, inflight_bytes // 2))
-        self._fetch_budget = BytesBudget(max(1, inflight_bytes - inflight_bytes // 2))
+        self._ahead_budget = BytesBudget(max(1, inflight_bytes // 2), self._report_queue)
+        self._fetch_budget = BytesBudget(max(1, inflight_bytes - inflight_bytes // 2), self._report_queue)
         self._decode_budget = None if decode_bytes is None else BytesBudget(decode_bytes)
         self.link = Link()
         self.decode_rate = DecodeRate(pool.num_sessions)
         self._chooser = None if policy is None else VariantChooser(policy, pool, self.link)
         self._may_delete = may_delete
-        self._condemning: dict[str, asyncio.Task[None]] = {}
+        self._reports: dict[str, asyncio.Task[None]] = {}  # running, by the manifest's name
         self._running: set[FetchProgress] = set()
-        self._ahead = ReadAhead(
-            self.link, self._ahead_budget, partial(self._transmit, request_id=""), self._report_queue
-        )
+        self._ahead = ReadAhead(self.link, self._ahead_budget, partial(self._transmit, request_id=""))
         # Bytes of spans that a fetch used only in part. SGLang fetches in batches of 128 pages, and the next batch or
         # the next turn of a conversation begins with the rest of the span.
         self._begun: OrderedDict[tuple[str, int], bytes] = OrderedDict()
@@ -104,23 +102,14 @@ class Fetcher:
         self._ahead.begin(partial(self._units_ahead, span_parts(sources)), expire_s)
 
     def _units_ahead(self, parts: Sequence[SpanPart], is_taken: Callable[[CellsKey], bool]) -> Iterator[ReadUnit]:
-        unasked = sum(part.reader.manifest.cells_per_span for part in parts)
+        unasked = sum(part.reader.cells_per_span for part in parts)
         for part in parts:
             left = unasked
             for unit in self._units(part, lambda: left, is_taken):  # noqa: B023, it must see later values
                 left -= len(unit.cells)
                 if unit.key not in self._begun:
                     yield unit
-            unasked -= part.reader.manifest.cells_per_span
-
-    async def fetch(
-        self, sources: Sequence[PageSource], pool_pages: Sequence[int], sink: GuardedSink, timeout_s: float
-    ) -> FetchResult:
-        """Restore pages into ``pool_pages`` through ``sink``, as `fetch_rounds` with one round."""
-        assert len(sources) == len(pool_pages)
-        only = Round(0, len(sources))
-        only.give(Destination(pool_pages, sink))
-        return await self.fetch_rounds(sources, [only], timeout_s)
+            unasked -= part.reader.cells_per_span
 
     async def fetch_rounds(
         self,
@@ -175,7 +164,7 @@ class Fetcher:
                         budget = await self._acquire(unit, each, requested)
                         task = group.create_task(self._run_unit(unit, index, progress, request_id))
                         # Not released in the task itself, since a task cancelled before its first step never runs.
-                        task.add_done_callback(partial(self._release, unit, budget))
+                        task.add_done_callback(partial(_release, budget, unit.size_bytes))
                         await asyncio.sleep(0)  # let the task send its request
                         await self.link.may_read()  # so the next variant is chosen as late as possible
                     if not progress.is_wanted(index):
@@ -198,8 +187,7 @@ class Fetcher:
         goodput_bps = self.link.goodput_bps(now_s)
         if goodput_bps is None:
             return False
-        start, end = part.reader.span_range_bytes(part.span)
-        return now_s + (self.link.outstanding_bytes + end - start) * 8 / goodput_bps > deadline_s
+        return now_s + (self.link.outstanding_bytes + part.size_bytes) * 8 / goodput_bps > deadline_s
 
     async def _acquire(self, unit: ReadUnit, each: Round, requested: asyncio.Event) -> BytesBudget:
         """Wait for the unit's bytes in a budget. Return that budget."""
@@ -230,11 +218,14 @@ class Fetcher:
             if destination is None:
                 progress.fail(index, None)
             else:
-                pool_pages = [destination.pool_pages[i] for i in part.request_pages]
-                cells = [
-                    self._restore(unit, cell, data, part.span_pages, pool_pages, destination.sink, request_id)
-                    for cell in unit.cells
-                ]
+                restore = partial(
+                    restore_cell,
+                    span_pages=part.span_pages,
+                    pool_pages=[destination.pool_pages[i] for i in part.request_pages],
+                    sink=destination.sink,
+                    request_id=request_id,
+                )
+                cells = [self._restore(unit, cell, data, restore) for cell in unit.cells]
                 # Wait for all cells even if one fails: they hold memory until they are done.
                 for error in await asyncio.gather(*cells, return_exceptions=True):
                     if error is not None:
@@ -245,31 +236,19 @@ class Fetcher:
         except KVFetchError as e:
             if isinstance(e, FormatError):
                 metrics.CORRUPT_CHUNKS.inc()
-                self._condemn(unit)
+            if isinstance(e, FormatError) or failure_reason(e) == "missing":
+                self.report_damage(unit.reader)
             progress.fail(index, e)
         if progress.advance():
             raise _SettledError
 
-    async def _restore(
-        self,
-        unit: ReadUnit,
-        cell: Cell,
-        data: bytes,
-        span_pages: Sequence[int],
-        pool_pages: list[int],
-        sink: GuardedSink,
-        request_id: str,
-    ) -> None:
+    async def _restore(self, unit: ReadUnit, cell: Cell, data: bytes, restore: Callable[..., float]) -> None:
         """Restore one cell on the decode pool."""
         piece, size_bytes = unit.piece(cell, data), working_bytes(unit.reader, cell)
         if self._decode_budget is not None:
             await self._decode_budget.acquire(size_bytes)
         try:
-            future = self._submit(
-                unit.reader,
-                cell,
-                partial(restore_cell, unit.reader, cell, piece, span_pages, pool_pages, sink, request_id=request_id),
-            )
+            future = self._submit(unit.reader, cell, partial(restore, unit.reader, cell, piece))
         except BaseException:
             self._restored(size_bytes)
             raise
@@ -304,19 +283,14 @@ class Fetcher:
             key = part.reader.manifest.key.stem, run[0]
             if not is_taken(key):
                 unit = self._ahead.find(key)
-                # The segment may have been rewritten meanwhile, with other spans.
-                if unit is None or unit.reader.manifest.span_pages != part.reader.manifest.span_pages:
-                    reader = self._chooser.choose(part.reader, run, num_unasked())
-                    unit = ReadUnit(reader, run, reader.cell_range(run[0])[0], reader.cell_range(run[-1])[1])
+                # The segment may have been rewritten meanwhile, with other spans or cells.
+                if unit is None or not unit.reader.has_cells_of(part.reader):
+                    unit = read_unit(self._chooser.choose(part.reader, run, num_unasked()), run)
                 yield unit
 
     def _restored(self, size_bytes: int) -> None:
         if self._decode_budget is not None:
             self._decode_budget.release(size_bytes)
-
-    def _release(self, unit: ReadUnit, budget: BytesBudget, _: asyncio.Task[None]) -> None:
-        budget.release(unit.size_bytes)
-        self._report_queue()
 
     async def _bytes_of(self, unit: ReadUnit, request_id: str) -> bytes:
         if unit.key in self._begun:
@@ -341,41 +315,23 @@ class Fetcher:
                 return
             del self._begun[oldest]
 
-    def _condemn(self, unit: ReadUnit) -> None:
-        """Read a corrupt segment again in the background, and delete it if it is corrupt in the store too. Otherwise
-        lookups would still find it, and writers would consider its pages stored."""
-        name = unit.reader.data_name
-        if self._may_delete and name not in self._condemning:
-            task = asyncio.get_running_loop().create_task(self._delete_if_corrupt(unit))
-            self._condemning[name] = task
-            task.add_done_callback(lambda _: self._condemning.pop(name))
-
-    async def _delete_if_corrupt(self, unit: ReadUnit) -> None:
-        try:
-            data = await self._transmit(unit, "")
-            for cell in unit.cells:
-                decode = partial(_decode_on_cpu, unit.reader, cell, unit.piece(cell, data))
-                await asyncio.wrap_future(self._pool.submit(decode))
-        except StoreError as e:
-            logger.debug("cannot check the corrupt segment again: %s", e)
-        except FormatError:
-            with contextlib.suppress(StoreError):
-                await self._delete_if_named(unit.reader)
-            self._ahead.forget(unit.reader.data_name)
-
-    async def _delete_if_named(self, reader: SegmentReader) -> None:
-        """Delete a segment, unless its manifest was replaced by one that does not name the corrupt data."""
+    def report_damage(self, reader: SegmentReader) -> None:
+        """Have the store check a segment, in the background: what is damaged there is deleted, so that it is written
+        again. Only the store can tell that from damage on the way to us. It remembers what it has found sound."""
         name = reader.manifest.key.manifest_name
-        stored = await self._store.get(name)
-        if stored is None:
-            return
-        with contextlib.suppress(FormatError):
-            if reader.data_name not in decode_manifest(stored).data_names:
-                return
-        logger.warning("deleting the corrupt segment %s", reader.manifest.key.stem)
-        metrics.DELETED_SEGMENTS.inc()
-        # Keep the data: they are garbage now, and a writer may be uploading them again under the same name.
-        await self._store.delete(name)
+        if self._may_delete and name not in self._reports and len(self._reports) < _MAX_REPORTS:
+            self._reports[name] = asyncio.get_running_loop().create_task(self._report(name, reader.data_name))
+
+    async def _report(self, name: str, data_name: str) -> None:
+        try:
+            if await self._store.report_damage(name):
+                logger.warning("the store has deleted the damaged segment %s", name)
+                metrics.DELETED_SEGMENTS.inc()
+                self._ahead.forget(data_name)
+        except StoreError as e:
+            logger.debug("cannot report the damaged segment %s: %s", name, e)
+        finally:
+            del self._reports[name]
 
     async def _transmit(self, unit: ReadUnit, request_id: str) -> bytes:
         started_s = time.monotonic()
@@ -391,7 +347,6 @@ class Fetcher:
         metrics.STAGE_SECONDS.labels("transmit").observe(ended_s - started_s)
         metrics.WIRE_BYTES.labels("read").inc(len(data))
         timeline.add(request_id, "transmit", started_s, ended_s)
-        self._report_queue()
         return data
 
     def _report_queue(self) -> None:
@@ -411,9 +366,8 @@ def failure_reason(error: KVFetchError) -> str:
     return type(error).__name__.removesuffix("Error").lower()
 
 
-def _decode_on_cpu(reader: SegmentReader, cell: Cell, data: memoryview, _: Decoders) -> None:
-    """Decode without the session's decoders: an error of NVDEC may cost a miss, but must never delete a segment."""
-    reader.decode_cell(cell, data)
+def _release(budget: BytesBudget, num_bytes: int, _: object) -> None:
+    budget.release(num_bytes)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:

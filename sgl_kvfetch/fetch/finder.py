@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -12,6 +13,7 @@ from sgl_kvfetch.container.manifest import decode_manifest
 from sgl_kvfetch.container.segment import SegmentReader, first_readable
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.fetch.fetcher import FetchResult
+from sgl_kvfetch.fetch.head_cover import join_heads
 from sgl_kvfetch.fetch.plan import PageSource
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.quant import Quantiser
@@ -19,10 +21,17 @@ from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.breaker import Breaker
 
 _MAX_KNOWN_PAGES = 1 << 15  # remembered between a lookup and its fetch
+_LIST_EVERY_S = 60.0  # how long ranks of a TP size that is new to the store may go unnoticed
+_OTHERS_PART = 3 / 4  # of a lookup's timeout, for other folders; a local cache answers for a dead store after 1/2
+_MOST_TURNS = 8  # of a lookup between TP sizes that have each written a part of the prefix
 
 
 class PageFinder:
-    """Finds the pages of one rank. Belongs to one event loop.
+    """Finds the pages of one rank, whatever the TP size of those who wrote them. Belongs to one event loop.
+
+    Ranks of other TP sizes write other runs of heads, each into a folder of its own. The store is asked now and then
+    which folders there are; lookups go to those that have heads of the rank, and to no others. If these fail, the
+    rank's own segments are found all the same.
 
     If lookups or fetches fail several times in a row, lookups pause for a while.
     """
@@ -37,8 +46,7 @@ class PageFinder:
         engine_codecs: Collection[str] = (),
     ) -> None:
         """``on_fault`` gets the error for each unusable segment that the store returned, ``on_answer`` the seconds of
-        each lookup. ``engine_codecs``: the codecs that video engines decode; variants in these codecs are
-        preferred."""
+        each lookup. ``engine_codecs``: the codecs that video engines decode; variants in these codecs are preferred."""
         self._on_answer = on_answer
         self._store = store
         self._heads = heads
@@ -48,40 +56,102 @@ class PageFinder:
         self._lookups = Breaker()
         self._fetches = Breaker()
         self._known: OrderedDict[bytes, PageSource] = OrderedDict()
+        self._siblings: list[HeadSlice] = []
+        self._listed_s = float("-inf")
+        self._listing = asyncio.Lock()
 
     async def find(self, hashes: Sequence[bytes], timeout_s: float) -> list[PageSource]:
         """Ask the store for the longest run of these pages. Raises StoreError, TimeoutError."""
         started_s = time.monotonic()
-        if self._is_paused(started_s):
+        if self.is_paused:
             raise StoreError("skipped", "lookups are paused because the store keeps failing")
         try:
             async with asyncio.timeout(timeout_s):
-                lookup = await self._store.lookup(self._heads.folder, hashes)
+                until_s = asyncio.get_running_loop().time() + _OTHERS_PART * timeout_s
+                sources = await self._find(hashes, until_s)
         except (StoreError, TimeoutError):
             self._lookups.failed(time.monotonic())
+            metrics.STORE_DOWN.set(self.is_paused)
             raise
-        else:
-            self._lookups.succeeded()
-        finally:
-            metrics.STORE_DOWN.set(self._is_paused(time.monotonic()))
+        self._lookups.succeeded()
         seconds = time.monotonic() - started_s
         metrics.STAGE_SECONDS.labels("lookup").observe(seconds)
         self._on_answer(seconds)
+        self._remember(hashes, sources)
+        return sources
+
+    async def _find(self, hashes: Sequence[bytes], until_s: float) -> list[PageSource]:
+        """``until_s``: when to go on without what other folders have, in the loop's time. Raises StoreError if the
+        rank's own folder cannot be looked up in."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                own = group.create_task(self._look_up(self._heads, hashes))
+                others = group.create_task(self._look_up_each(list(self._siblings), hashes, until_s))
+                group.create_task(self._list_siblings(until_s))
+        except ExceptionGroup as e:
+            raise e.exceptions[0] from None
+        answers: dict[HeadSlice, list[PageSource] | None] = {self._heads: own.result(), **others.result()}
+        asked = [each for each in self._siblings if each not in answers]
+        runs: dict[HeadSlice, list[PageSource]] = {}  # from the first page on that is not in `pages`
+        pages: list[PageSource] = []
+        for _ in range(_MOST_TURNS):
+            answers |= await self._look_up_each(asked, hashes[len(pages) :], until_s)
+            runs = {each: run for each, run in (runs | answers).items() if run is not None}
+            answers = {}
+            more = join_heads(self._heads.heads, {each.heads: run for each, run in runs.items()})
+            pages += more
+            # A run that ends before the others' may go on behind them: a server has computed what it did not find.
+            asked = [each for each, run in runs.items() if len(run) < len(more)]
+            runs = {each: run[len(more) :] for each, run in runs.items()}
+            if not asked or len(pages) == len(hashes):
+                break
+        return pages
+
+    async def _list_siblings(self, until_s: float) -> None:
+        """Ask which folders have heads of this rank, once a minute. Without an answer, the known ones are kept."""
+        with contextlib.suppress(StoreError, TimeoutError):
+            async with asyncio.timeout_at(until_s), self._listing:
+                if time.monotonic() > self._listed_s + _LIST_EVERY_S:
+                    self._listed_s = time.monotonic()
+                    self._siblings = self._heads.siblings(await self._store.folders(self._heads.namespace.digest()))
+
+    async def _look_up_each(
+        self, asked: Sequence[HeadSlice], hashes: Sequence[bytes], until_s: float
+    ) -> dict[HeadSlice, list[PageSource] | None]:
+        """Look up in several folders at once. Return None for one that fails or is not done in time."""
+
+        async def look_up(each: HeadSlice) -> list[PageSource] | None:
+            try:
+                async with asyncio.timeout_at(until_s):
+                    return await self._look_up(each, hashes)
+            except StoreError as e:
+                self._on_fault(e)
+            except TimeoutError:
+                self._on_fault(StoreError("timeout", f"looking up {len(hashes)} pages in {each.folder}: no answer"))
+            return None
+
+        return dict(zip(asked, await asyncio.gather(*map(look_up, asked)), strict=True))
+
+    async def _look_up(self, heads: HeadSlice, hashes: Sequence[bytes]) -> list[PageSource]:
+        lookup = await self._store.lookup(heads.folder, hashes)
+        metrics.STORE_DOWN.set(self.is_paused or lookup.from_cache)
         sources: list[PageSource] = []
         for hit in lookup.hits:
             asked = hashes[len(sources) : len(sources) + hit.num_pages]
             try:
-                sources += self._sources(hit.manifest, hit.first_page, asked)
+                sources += self._sources(heads, hit.manifest, hit.first_page, asked)
             except KVFetchError as e:
                 self._on_fault(e)
                 break
-        self._remember(hashes, sources)
         return sources
 
     async def recall(self, hashes: Sequence[bytes], timeout_s: float) -> list[PageSource]:
-        """Return the sources that earlier lookups found, or call `find` if any of these pages is unknown."""
+        """Return the sources that earlier lookups found, or call `find` if any of these pages is unknown or expired."""
         known = [source for page_hash in hashes if (source := self._known.get(page_hash)) is not None]
-        return known if len(known) == len(hashes) else await self.find(hashes, timeout_s)
+        now_s = time.time()
+        if len(known) < len(hashes) or any(source.reader.manifest.is_expired(now_s) for source in known):
+            return await self.find(hashes, timeout_s)
+        return known
 
     def fetched(self, hashes: Sequence[bytes], sources: Sequence[PageSource], result: FetchResult) -> None:
         """Update the memory and the breaker from the result of a fetch of ``sources``."""
@@ -98,16 +168,17 @@ class PageFinder:
 
     @property
     def is_paused(self) -> bool:
-        """Return whether lookups are paused now."""
-        return self._is_paused(time.monotonic())
-
-    def _is_paused(self, now_s: float) -> bool:
+        """Whether lookups are paused now."""
+        now_s = time.monotonic()
         return self._lookups.is_open(now_s) or self._fetches.is_open(now_s)
 
-    def _sources(self, manifest_bytes: bytes, first_page: int, asked: Sequence[bytes]) -> list[PageSource]:
+    def _sources(
+        self, heads: HeadSlice, manifest_bytes: bytes, first_page: int, asked: Sequence[bytes]
+    ) -> list[PageSource]:
         manifest = decode_manifest(manifest_bytes)
-        self._heads.require_same(manifest.heads)
-        reader = SegmentReader(manifest, self._quantiser, first_readable(manifest, self._engine_codecs))
+        heads.require_same(manifest.heads)
+        variant = first_readable(manifest, self._engine_codecs)
+        reader = SegmentReader(manifest, self._quantiser, variant, self._heads.heads)
         if tuple(asked) != manifest.page_hashes[first_page : first_page + len(asked)]:
             raise FormatError("the store's answer holds other pages than the lookup requested")
         return [PageSource(reader, first_page + i) for i in range(len(asked))]

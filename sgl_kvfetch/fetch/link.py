@@ -25,14 +25,9 @@ class Link:
         self._transfers: deque[Transfer] = deque()
         self._since_s = float("-inf")
         self._round_trips_s: deque[float] = deque(maxlen=_NUM_KEPT)
-        self._outstanding_bytes = 0
+        self.outstanding_bytes = 0  # of unfinished transfers
         self._num_outstanding = 0
         self._waiting: list[asyncio.Future[None]] = []
-
-    @property
-    def outstanding_bytes(self) -> int:
-        """Return the bytes of unfinished transfers."""
-        return self._outstanding_bytes
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -43,7 +38,7 @@ class Link:
     def is_full(self) -> bool:
         """Return whether enough bytes are outstanding. While the goodput is unknown, any transfer fills the link."""
         full_s = _FULL_S + 2 * min(self._round_trips_s, default=0.0)
-        return self._outstanding_bytes > (self.goodput_bps(time.monotonic()) or 0.0) / 8 * full_s
+        return self.outstanding_bytes > (self.goodput_bps(time.monotonic()) or 0.0) / 8 * full_s
 
     def goodput_bps(self, now_s: float) -> float | None:
         """Return the goodput of all transfers together while any ran, or None if none ended lately.
@@ -64,12 +59,12 @@ class Link:
         self._round_trips_s.append(seconds)
 
     def started(self, size_bytes: int) -> None:
-        self._outstanding_bytes += size_bytes
+        self.outstanding_bytes += size_bytes
         self._num_outstanding += 1
 
     def ended(self, size_bytes: int, started_s: float, *, is_whole: bool) -> None:
         """Record a transfer's end. ``is_whole``: all bytes arrived; otherwise it failed or was cancelled."""
-        self._outstanding_bytes -= size_bytes
+        self.outstanding_bytes -= size_bytes
         self._num_outstanding -= 1
         now_s = time.monotonic()
         if is_whole and size_bytes and now_s > started_s:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.fetch.plan import PageSource, SpanPart, span_parts
@@ -17,15 +16,16 @@ class FetchProgress:
         """``rounds`` must be contiguous and cover all of ``sources``."""
         self.parts: list[tuple[Round, SpanPart]] = [
             (each, part) for each in rounds for part in span_parts(sources[each.first_page : each.end_page])
-        ]
+        ]  # in the order of their first pages; several may hold a page, each some of its heads
         self.failures: list[KVFetchError] = []
         self.num_transmitting = 0  # units
         self.num_waiting = 0  # units that have arrived and wait for their round's destination
         self.is_late = False  # the rest would arrive after the deadline
         self._rounds = rounds
-        self._cells_left = [part.reader.manifest.cells_per_span for _, part in self.parts]
+        self._cells_left = [part.reader.cells_per_span for _, part in self.parts]
         self.num_unasked = sum(self._cells_left)  # cells whose bytes are not requested yet
-        self._pages_before = [0, *accumulate(len(part.request_pages) for _, part in self.parts)]
+        # Before the first page of a part, all earlier pages are in the parts before it.
+        self._pages_before = [*(each.first_page + part.request_pages[0] for each, part in self.parts), len(sources)]
         self._end = len(self.parts)  # the first part that failed or is not wanted
         self._num_whole = 0
         self._num_ended = 0  # rounds

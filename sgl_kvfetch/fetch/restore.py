@@ -21,10 +21,11 @@ def restore_cell(
     reader: SegmentReader,
     cell: Cell,
     data: memoryview,
+    decoders: Decoders,
+    *,
     span_pages: Sequence[int],
     pool_pages: Sequence[int],
     sink: GuardedSink,
-    decoders: Decoders,
     request_id: str = "",
 ) -> float:
     """Decode one cell and write pages ``span_pages`` of its span into ``pool_pages``. Return the seconds it took.
@@ -64,7 +65,7 @@ def _write_values(
     sink: GuardedSink,
 ) -> None:
     page_size, grid = reader.geometry.page_size, reader.manifest.grid
-    layers, heads = grid.layers(cell.layer_group), grid.heads(cell.head_block)
+    layers, heads = grid.layers(cell.layer_group), reader.heads_of(cell)
     destinations = dict(zip(span_pages, pool_pages, strict=True))
     num_pages = reader.manifest.span_tokens(cell.span) // page_size
     step = max(1, _VALUES_AT_ONCE * num_pages // reader.manifest.cell_values(cell))

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-
-import torch
+from collections.abc import Callable, Iterator, Sequence
 
 from sgl_kvfetch.container.segment import CellFrames
 from sgl_kvfetch.quant import CellValues
-from sgl_kvfetch.types import TensorName
 
 Guard = Callable[[Callable[[], None]], bool]
 
 
 class PagePool(ABC):
-    """Gives access to a pool's pages by index. Layers and heads count from the pool's first."""
+    """Writes a pool's pages by index. Layers and heads count from the pool's first."""
 
     @abstractmethod
     def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
         """Copy ``values``, K and V ``(pages * page_size, layers, heads, dim)``, into ``pages``."""
 
-    @abstractmethod
-    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
-        """Return a copy of all layers and heads of ``pages``: ``(pages, page_size, layers, heads, dim)``."""
+
+def consecutive_runs(pages: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Split ``pages`` into runs of consecutive numbers. Yield each run's pages, and its positions in ``pages``.
+
+    A copy of one run takes torch half the time or less of one that is indexed by a list of pages.
+    """
+    start = 0
+    for end in range(1, len(pages) + 1):
+        if end == len(pages) or pages[end] != pages[end - 1] + 1:
+            yield slice(pages[start], pages[start] + end - start), slice(start, end)
+            start = end
 
 
 class FramePool(PagePool):

@@ -10,6 +10,7 @@ from sgl_kvfetch.codecs.base import Decoders
 from sgl_kvfetch.container.manifest import Cell
 from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.fetch.link import Link
+from sgl_kvfetch.fetch.plan import neighbours
 
 # Runs per span. One choice serves a whole run of cells, since it takes milliseconds.
 _RUNS_A_SPAN = 4
@@ -26,15 +27,15 @@ class VariantChooser:
         self._previous: int | None = None
 
     def runs(self, reader: SegmentReader, span: int) -> list[tuple[Cell, ...]]:
-        """Return a span's cells in runs. The cells of a run get the same variant."""
-        cells = list(reader.manifest.span_cells(span))
+        """Return the cells of a span that the rank reads, in runs of neighbours. The cells of a run get the same
+        variant."""
+        cells = list(reader.span_cells(span))
         step = -(-len(cells) // _RUNS_A_SPAN)
-        return [tuple(cells[i : i + step]) for i in range(0, len(cells), step)]
+        return [tuple(run[i : i + step]) for run in neighbours(reader, cells) for i in range(0, len(run), step)]
 
     def choose(self, reader: SegmentReader, run: Sequence[Cell], num_cells_left: int) -> SegmentReader:
         """Return a reader of the variant in which to read ``run``, or ``reader`` itself if the profile has fewer than
-        two of the segment's variants. ``num_cells_left``: cells that all fetches have not requested yet, including
-        those of ``run``."""
+        two of the segment's variants. ``num_cells_left``: cells not requested yet, of all fetches and of ``run``."""
         profile = self._pool.profile
         readers = {v: r for r in reader.variants if (v := self.profile_variant(r)) is not None}
         if len(readers) < 2:

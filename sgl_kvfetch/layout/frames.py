@@ -16,7 +16,7 @@ PLANES = 3
 FILL = 128  # constant areas cost almost nothing in every codec
 MIN_PICTURE = 144  # NVDEC decodes no HEVC picture smaller than 144x144
 PICTURE_MULTIPLE = 8  # HEVC's smallest coding unit
-MAX_PICTURE_VALUES = 1 << 26
+MAX_PICTURE_VALUES = 1 << 22  # a plane's; decoders keep up to 17 pictures
 
 RESOLUTIONS: dict[str, tuple[int, int]] = {  # nominal width and height, as in KVFetcher's tables
     "240p": (432, 240),
@@ -53,6 +53,15 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def from_frames(self, frames: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the integers of ``shape`` that ``frames`` hold, contiguous, on the same device."""
         raise NotImplementedError
+
+    def _filled_up(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return whole pictures that begin with ``pixels``, ``(frames, 3, rows, columns)``, contiguous."""
+        rows, columns = pixels.shape[2:]
+        if (rows, columns) == (self.height, self.width):
+            return pixels.contiguous()
+        frames = pixels.new_full((*pixels.shape[:2], self.height, self.width), FILL)
+        frames[:, :, :rows, :columns] = pixels
+        return frames
 
     def frames_shape(self, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
         return self.num_frames(shape), PLANES, self.height, self.width

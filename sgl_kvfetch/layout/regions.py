@@ -62,35 +62,16 @@ class RegionLayout(Layout, frozen=True, kw_only=True, tag="regions"):
         num_frames = self.num_frames(shape)
         grid = integers.new_full((num_frames * self.coefficients_per_frame, self.token_rows * self.token_cols), FILL)
         grid[:count, :num_tokens] = integers
-        pixels = grid.view(
-            num_frames, self.region_rows, self.region_cols, PLANES, self.token_rows, self.token_cols
-        ).permute(0, 3, 1, 4, 2, 5)
-        if self._is_full:
-            return pixels.reshape(num_frames, PLANES, self.height, self.width).contiguous()
-        frames = integers.new_full((num_frames, PLANES, self.height, self.width), FILL)
-        self._used(frames).copy_(pixels.reshape(num_frames, PLANES, *self._used_size))
-        return frames
+        pixels = grid.view(num_frames, self.region_rows, self.region_cols, PLANES, self.token_rows, self.token_cols)
+        return self._filled_up(pixels.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3))
 
     def from_frames(self, frames: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         count, num_tokens = shape
         assert frames.shape == self.frames_shape(shape), (frames.shape, shape)
-        pixels = self._used(frames).reshape(
-            -1, PLANES, self.region_rows, self.token_rows, self.region_cols, self.token_cols
-        )
+        used = frames[:, :, : self.region_rows * self.token_rows, : self.region_cols * self.token_cols]
+        pixels = used.reshape(-1, PLANES, self.region_rows, self.token_rows, self.region_cols, self.token_cols)
         grid = pixels.permute(0, 2, 4, 1, 3, 5).reshape(-1, self.token_rows * self.token_cols)
         return grid[:count, :num_tokens].contiguous()
-
-    @property
-    def _used_size(self) -> tuple[int, int]:
-        return self.region_rows * self.token_rows, self.region_cols * self.token_cols
-
-    @property
-    def _is_full(self) -> bool:
-        return self._used_size == (self.height, self.width)
-
-    def _used(self, frames: torch.Tensor) -> torch.Tensor:
-        height, width = self._used_size
-        return frames[:, :, :height, :width]
 
 
 def region_layout(num_coefficients: int, span_tokens: int, resolution: str = "240p") -> RegionLayout:

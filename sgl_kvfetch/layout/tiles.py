@@ -72,17 +72,12 @@ class TileLayout(Layout, frozen=True, kw_only=True, tag="tiles"):
         self.require_fits(shape)
         num_tokens, num_layers, num_heads, head_dim = shape
         num_frames = self.num_frames(shape)
-        grid = integers.new_full(
-            (self.tokens_per_frame * num_frames, PLANES, *self._head_grid, *self._dim_grid), FILL
-        ).view(-1, PLANES, self.head_rows * self.head_cols, self.dim_rows * self.dim_cols)
+        tile = self.head_rows, self.head_cols, self.dim_rows, self.dim_cols
+        num_values = self.head_rows * self.head_cols, self.dim_rows * self.dim_cols
+        grid = integers.new_full((self.tokens_per_frame * num_frames, PLANES, *num_values), FILL)
         grid[:num_tokens, :num_layers, :num_heads, :head_dim] = integers
-        pixels = grid.view(self.tile_rows, self.tile_cols, num_frames, PLANES, *self._head_grid, *self._dim_grid)
-        pixels = pixels.permute(2, 3, 0, 4, 6, 1, 5, 7).reshape(
-            num_frames, PLANES, self.tile_rows * self.tile_height, self.tile_cols * self.tile_width
-        )
-        frames = integers.new_full((num_frames, PLANES, self.height, self.width), FILL)
-        frames[:, :, : pixels.shape[2], : pixels.shape[3]] = pixels
-        return frames
+        pixels = grid.view(self.tile_rows, self.tile_cols, num_frames, PLANES, *tile)
+        return self._filled_up(pixels.permute(2, 3, 0, 4, 6, 1, 5, 7).flatten(5, 7).flatten(2, 4))
 
     def from_frames(self, frames: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         num_tokens, num_layers, num_heads, head_dim = shape
@@ -95,14 +90,6 @@ class TileLayout(Layout, frozen=True, kw_only=True, tag="tiles"):
             -1, PLANES, self.head_rows * self.head_cols, self.dim_rows * self.dim_cols
         )
         return grid[:num_tokens, :num_layers, :num_heads, :head_dim].contiguous()
-
-    @property
-    def _head_grid(self) -> tuple[int, int]:
-        return self.head_rows, self.head_cols
-
-    @property
-    def _dim_grid(self) -> tuple[int, int]:
-        return self.dim_rows, self.dim_cols
 
 
 def tile_layout(num_heads: int, head_dim: int, span_tokens: int, resolution: str = "240p") -> TileLayout:

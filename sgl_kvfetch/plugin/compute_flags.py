@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import xxhash
 
-from sgl_kvfetch.fingerprint import digest_file
+from sgl_kvfetch.fingerprint import digest_file, digest_files
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ IRRELEVANT = frozenset(
         "weight_cache_mode",
         "weight_cache_socket",
         "weight_cache_timeout",
-        # Flags of the draft model.
+        # A flag of the draft model, which is in ``DRAFT``.
         "decrypted_draft_config_file",
     }
 )
@@ -68,11 +68,23 @@ RELEVANT = (
     "mm.mm_process_config",
     "mm.trust_mm_content_hashes",
 )
+# These fields count for a draft model's KV cache.
+DRAFT = (
+    "model.decrypted_draft_config_file",
+    "spec.enable_multi_layer_eagle",
+    "spec.speculative_algorithm",
+    "spec.speculative_draft_kv_cache_dtype",
+    "spec.speculative_draft_model_quantization",
+    "spec.speculative_draft_sink_size",
+    "spec.speculative_draft_window_size",
+    "spec.speculative_enable_w4a4_mxfp4_megamoe",
+)
 # Paths: the content of the files counts, not their location.
 FILES = frozenset(
     {
         "quantization_param_path",
         "decrypted_config_file",
+        "decrypted_draft_config_file",
         "modelopt_checkpoint_restore_path",
         "rl_quant_profile",
         "dllm_algorithm_config",
@@ -91,14 +103,31 @@ def compute_flags() -> str:
 
     model = get_model()
     text = f"dtype={model.dtype};quantization={model.quantization}"
-    changed = dict(_changed_flags())
+    digest = _digest(_counts)
+    return f"{text};{digest}" if digest else text
+
+
+def draft_flags() -> str:
+    """Return a digest of the flags that change a draft model's KV cache and differ from SGLang's defaults, if any.
+
+    Call this where SGLang's resolved config is published. It reads the files that flags name.
+    """
+    return _digest(lambda group, name: f"{group}.{name}" in DRAFT)
+
+
+def _counts(group: str, name: str) -> bool:
+    return name not in IRRELEVANT if group == "model" else f"{group}.{name}" in RELEVANT
+
+
+def _digest(counts: Callable[[str, str], bool]) -> str:
+    changed = dict(_changed_flags(counts))
     if not changed:
-        return text
+        return ""
     logger.info("kvfetch: flags that are part of the namespace: %s", ", ".join(sorted(changed)))
-    return f"{text};flags={xxhash.xxh3_64_hexdigest(msgspec.json.encode(changed, order='sorted'))}"
+    return f"flags={xxhash.xxh3_64_hexdigest(msgspec.json.encode(changed, order='sorted'))}"
 
 
-def _changed_flags() -> Iterator[tuple[str, Any]]:
+def _changed_flags(counts: Callable[[str, str], bool]) -> Iterator[tuple[str, Any]]:
     """Yield the name and JSON value of each flag that counts and differs from SGLang's default."""
     from sglang.srt.arg_groups.arg_utils import namespace_of
     from sglang.srt.server_args import ServerArgs
@@ -106,7 +135,7 @@ def _changed_flags() -> Iterator[tuple[str, Any]]:
     groups = namespace_of(ServerArgs)
     for field in msgspec.structs.fields(ServerArgs):
         group = groups[field.name]
-        if field.name in IRRELEVANT if group == "model" else f"{group}.{field.name}" not in RELEVANT:
+        if not counts(group, field.name):
             continue
         value = _comparable(field.name, _resolved(group, field.name))
         default = field.default_factory() if callable(field.default_factory) else field.default
@@ -143,8 +172,4 @@ def _path_digest(path: Path) -> str:
     if path.is_file():
         return digest_file(path)
     files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else []
-    if not files:
-        return str(path)
-    return xxhash.xxh3_128_hexdigest(
-        "".join(f"{f.relative_to(path).as_posix()}\0{digest_file(f)}\n" for f in files).encode()
-    )
+    return digest_files(path, files) if files else str(path)

@@ -1,16 +1,18 @@
 """Hooks that let SGLang's host cache run on a CPU. `seams.py` says where each one is installed, and why.
 
-SGLang moves pages between the device pool and the host pool with CUDA operators; here both pools are in host memory,
-and PyTorch's indexing does the same.
+SGLang moves pages between its pools with CUDA operators; here both are in host memory, and indexing does the same.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from sgl_kvfetch.plugin.host_pages import is_mla, pages_view
 
 
 def prepare_children(result: None, server_args: Any) -> None:
@@ -28,28 +30,63 @@ def prepare_children(result: None, server_args: Any) -> None:
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, share)) for share in shares))
 
 
+def attend_in_latent_space(result: None, server_args: Any) -> None:
+    """After ``_set_envs_and_config``: let models with MLA read their KV cache as it is stored.
+
+    SGLang would otherwise expand a prompt's latent vectors to K and V, which its PyTorch attention does not expect.
+    """
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+
+
+def leave_tensors_unpinned(result: None, server_args: Any) -> None:
+    """After ``_set_envs_and_config``: let SGLang ask for pinned copies of tensors, and keep the tensors as they are."""
+    torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[assignment, method-assign, misc]
+
+
+def speculate_in_triton(result: None, server_args: Any) -> None:
+    """After ``_set_envs_and_config``: let speculation run in Triton's interpreter, with ``TRITON_INTERPRET=1`` and
+    ``--attention-backend triton``.
+
+    SGLang has Triton kernels for all of it, but chooses some of them only on Intel's GPUs.
+    """
+    if server_args.speculative_algorithm is not None:
+        from sglang.kernels.ops.speculative import cache_locs, spec_tree
+
+        cache_locs._is_xpu = spec_tree._is_xpu = True
+
+
+def look_in_window_pool(
+    backend: Any,
+    query: torch.Tensor,
+    output: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    *args: Any,
+    sliding_window_size: int | None = None,
+    **kwargs: Any,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before the two ``TorchNativeAttnBackend._run_sdpa_forward_...``: find a layer's keys in the pool of its window.
+
+    The pools have slots of their own. SGLang minds that where this backend writes, but not where it reads, which goes
+    well as long as both pools happen to use the same slots.
+    """
+    if sliding_window_size is not None and backend.use_sliding_window_kv_pool:
+        slots = req_to_token[req_pool_indices].long()
+        # Tokens in front of the window have no slot there. The mask leaves them out.
+        req_to_token = backend.token_to_kv_pool.translate_loc_from_full_to_swa(slots).clamp(min=0)
+        req_pool_indices = torch.arange(len(slots))
+    positional = backend, query, output, k_cache, v_cache, req_to_token, req_pool_indices, *args
+    return positional, {**kwargs, "sliding_window_size": sliding_window_size}
+
+
 def without_pinning(pool: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before ``MHATokenToKVPoolHost.__init__``: use plain memory, because pinning it needs a CUDA driver."""
+    """Before ``HostKVCache.__init__``: use plain memory, because pinning it needs a CUDA driver."""
     return (pool, *args), {**kwargs, "pin_memory": False}
-
-
-def _paged_view(pool: Any, buffer: torch.Tensor, layer_idx: int) -> torch.Tensor:
-    """Return one layer of a host pool's K or V buffer, of any layout, as a view [pages, page_size, heads, head_dim]."""
-    match pool.layout:
-        case "layer_first":  # [layers, slots, heads, head_dim]
-            return _split_slots(buffer[layer_idx], pool.page_size)
-        case "page_first":  # [slots, layers, heads, head_dim]
-            return _split_slots(buffer[:, layer_idx], pool.page_size)
-        case "page_first_direct":  # [pages, layers, page_size, heads, head_dim]
-            return buffer[:, layer_idx]
-        case "page_head":  # [pages, heads, page_size, layers, head_dim]
-            return buffer[:, :, :, layer_idx].transpose(1, 2)
-        case layout:
-            raise ValueError(f"the CPU engine cannot move pages of the host layout {layout!r}")
-
-
-def _split_slots(slots: torch.Tensor, page_size: int) -> torch.Tensor:
-    return slots.view(-1, page_size, *slots.shape[1:])
 
 
 def load_layer(
@@ -62,25 +99,33 @@ def load_layer(
     *,
     is_draft: bool = False,
 ) -> None:
-    """Instead of ``MHATokenToKVPoolHost.load_to_device_per_layer``: copy one layer from host slots to device slots."""
+    """Instead of a host pool's ``load_to_device_per_layer``: copy one layer from host slots to device slots."""
     if not is_draft and not 0 <= layer_id < pool.target_layer_num:
         return
     pages, offsets = host_indices // pool.page_size, host_indices % pool.page_size
-    for device, host in (
-        (pool.device_k_buffers[layer_id], pool.k_buffer),
-        (pool.device_v_buffers[layer_id], pool.v_buffer),
-    ):
-        device[device_indices] = _paged_view(pool, host, layer_id)[pages, offsets]
+    for device, host_pages in _buffers(pool):
+        device[layer_id][device_indices] = host_pages[pages, offsets, layer_id]
 
 
 def backup_layers(
     pool: Any, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
 ) -> None:
-    """Instead of ``MHATokenToKVPoolHost.backup_from_device_all_layer``: copy all layers from device to host slots."""
+    """Instead of a host pool's ``backup_from_device_all_layer``: copy all layers from device to host slots."""
     pages, offsets = host_indices // pool.page_size, host_indices % pool.page_size
-    for layer_idx in range(pool.layer_num):
-        for device, host in (
-            (pool.device_k_buffers[layer_idx], pool.k_buffer),
-            (pool.device_v_buffers[layer_idx], pool.v_buffer),
-        ):
-            _paged_view(pool, host, layer_idx)[pages, offsets] = device[device_indices]
+    for device, host_pages in _buffers(pool):
+        for layer_idx in range(pool.layer_num):
+            host_pages[pages, offsets, layer_idx] = device[layer_idx][device_indices]
+
+
+def copy_by_indexing(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before the functions that copy Mamba states: copy as for an NPU, which SGLang does with PyTorch."""
+    return args, {**kwargs, "io_backend": "kernel_ascend"}
+
+
+def _buffers(pool: Any) -> list[tuple[Sequence[torch.Tensor], torch.Tensor]]:
+    """Return the device's buffers, one a layer, and the host's pages, of K and V or of MLA's latent vectors."""
+    if is_mla(pool):
+        found = [(pool.device_kv_buffers, pool.kv_buffer)]
+    else:
+        found = [(pool.device_k_buffers, pool.k_buffer), (pool.device_v_buffers, pool.v_buffer)]
+    return [(device, pages_view(host, pool.layout, pool.page_size)) for device, host in found]

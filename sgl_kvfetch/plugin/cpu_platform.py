@@ -25,6 +25,13 @@ class CpuEnginePlatform(CpuSRTPlatform):  # type: ignore[misc]
         """Return the suffix of the layers' ``forward_...`` methods in plain PyTorch."""
         return "native"
 
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        """Return whether states of linear attention may be kept at page boundaries: PyTorch copies them anywhere."""
+        return True
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return True
+
 
 @functools.cache
 def is_active() -> bool:

@@ -104,14 +104,22 @@ def note_empty_tree(result: None, tree: Any) -> None:
     weight_updates.tree_is_empty()
 
 
-def use_zero_copy(result: None, controller: Any, *args: Any, **kwargs: Any) -> None:
-    """After ``HiCacheController.attach_storage_backend``: move pages between the store and the host pool in place.
+def attach_backend(original: Callable[..., None], controller: Any, *args: Any, **kwargs: Any) -> None:
+    """Around ``HybridCacheController.attach_storage_backend``: move pages between the store and the host pool in place,
+    and detach again if we refuse the model's pools. SGLang does the latter only for what fails earlier.
 
     The storage threads already run, but nothing is queued before the scheduler sees that attaching has succeeded.
     """
+    try:
+        original(controller, *args, **kwargs)
+    except Exception:
+        if controller.storage_backend_type == BACKEND:
+            controller.detach_storage_backend()
+        raise
     if controller.storage_backend_type == BACKEND:
         controller.page_get_func = functools.partial(fetch_pages, controller)
         controller.page_set_func = controller._page_set_zero_copy
+        controller.storage_backend.is_stopping = controller.storage_stop_event.is_set
 
 
 def fetch_pages(

@@ -1,23 +1,81 @@
-"""Starts the data plane of this process's engine."""
+"""Starts the data plane of this process's engine, and opens NVDEC for it."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from sgl_kvfetch.codecs.base import FrameEncoder
-from sgl_kvfetch.codecs.nvdec import Nvdec
+import torch
+
+from sgl_kvfetch.codecs.nvdec import Nvdec, open_nvdec
 from sgl_kvfetch.config import KVFetchConfig
+from sgl_kvfetch.cuda_streams import Device
 from sgl_kvfetch.dataplane.client import StoreClient, open_client, open_encoders
 from sgl_kvfetch.dataplane.launch import DataPlaneProcess, DataPlaneThread, Launch, Line, Running
 from sgl_kvfetch.dataplane.messages import Start
 from sgl_kvfetch.dataplane.plane import DataPlane
 from sgl_kvfetch.dataplane.run import run
-from sgl_kvfetch.fetch.rounds import Destination
-from sgl_kvfetch.fetch.sink import FramePool, PagePool
+from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.fetch.sink import FramePool
 from sgl_kvfetch.keys import HeadSlice
+from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.plugin.host_pages import HostPages
+from sgl_kvfetch.plugin.namespace import draft_model, engine_heads, engine_quantiser, require_own_profile
+from sgl_kvfetch.plugin.page_hashes import compile_hash_function
 from sgl_kvfetch.quant import Quantiser
+from sgl_kvfetch.quant.klt import KltQuantiser
+
+if TYPE_CHECKING:
+    from sgl_kvfetch.plugin.side_pools import SidePools
+
+logger = logging.getLogger(__name__)
 
 _launch: Launch = DataPlaneProcess
+
+
+def engine_nvdec(device: torch.device) -> Nvdec | None:
+    """Return NVDEC of ``device``, which holds the token-to-KV pool. None if it is no GPU, or if its NVDEC decodes none
+    of our codecs; the log says which. Call on the scheduler's thread, where the GPU's context is current."""
+    if device.type != "cuda":
+        return None
+    nvdec, about = open_nvdec(Device(device))
+    logger.info("kvfetch: %s", about)
+    return nvdec
+
+
+def open_engine_plane(
+    config: KVFetchConfig,
+    rank: Any,
+    pages: HostPages | DevicePages,
+    nvdec: Nvdec | None,
+    most_span_pages: int | None = None,
+    sides: SidePools | None = None,
+    *,
+    has_draft: bool = False,
+) -> DataPlane:
+    """Start the data plane of one rank for the model that SGLang has loaded, and wait until it serves. ``rank``: has
+    ``tp_rank`` and ``tp_size``. ``has_draft``: whether pages hold a draft model's KV cache, too. Raises
+    KVFetchError."""
+    compile_hash_function()
+    quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
+    if isinstance(quantiser, KltQuantiser):
+        if sides or has_draft:
+            what = "draft models" if has_draft else "models with side pools"
+            raise UnsupportedError(f"quantiser 'klt' does not support {what}: use 'exact' or 'uint8'")
+        if isinstance(pages, FramePool) and pages.geometry.torch_dtype.itemsize == 1:
+            raise UnsupportedError(
+                f"quantiser 'klt' does not support a KV cache of {pages.geometry.dtype} in device mode on a GPU: add "
+                "--enable-hierarchical-cache, or use 'exact'"
+            )
+    pools = sides.identity(rank.tp_rank, rank.tp_size, rank.is_mla_model) if sides else ""
+    if has_draft:
+        pools = f"{pools or 'packed layers'},draft {draft_model(config)}"
+    heads = engine_heads(config, quantiser, rank, pages.geometry, pages.first_layer, pools)
+    require_own_profile(config, quantiser, heads.namespace)
+    logger.info("kvfetch: %s, namespace %s: %s", config.store, heads.folder, heads.namespace)
+    page_bytes = sides.page_bytes if sides else {}
+    return open_plane(config, quantiser, heads, rank.tp_rank, pages, nvdec, most_span_pages, page_bytes)
 
 
 def open_plane(
@@ -25,12 +83,13 @@ def open_plane(
     quantiser: Quantiser,
     heads: HeadSlice,
     rank: int,
-    pool: PagePool,
+    pages: HostPages | DevicePages,
     nvdec: Nvdec | None,
     most_span_pages: int | None = None,
+    side_bytes: Mapping[str, int] | None = None,
 ) -> DataPlane:
-    """Start the data plane of one rank, whose pages go into ``pool``, and wait until it serves. Call on the scheduler's
-    thread, whose GPU is the rank's. Raises KVFetchError.
+    """Start the data plane of one rank, whose pages go into ``pages``, and wait until it serves. Call on the
+    scheduler's thread, whose GPU is the rank's. Raises KVFetchError.
 
     The data plane is a process. If it uses the GPU's video engines or restore kernels, it still runs on threads of this
     process, because these need its memory.
@@ -42,37 +101,17 @@ def open_plane(
         heads.heads.stop,
         rank,
         most_span_pages,
+        dict(side_bytes or {}),
     )
     encoders = open_encoders(config)
-    if nvdec is None and not encoders and not isinstance(pool, FramePool):
-        return DataPlane(start, heads.geometry, _launch)
-    on_thread = _OnThread(quantiser, nvdec, encoders)
-    on_thread.plane = DataPlane(start, heads.geometry, on_thread)
-    return on_thread.plane
 
-
-class _OnThread:
-    """Launches a data plane that writes into the engine's pool itself."""
-
-    def __init__(self, quantiser: Quantiser, nvdec: Nvdec | None, encoders: Mapping[str, FrameEncoder]) -> None:
-        self._quantiser = quantiser
-        self._nvdec = nvdec
-        self._encoders = encoders
-        self.plane: DataPlane | None = None
-
-    def __call__(self, line: Line) -> Running:
-        return DataPlaneThread(run(line, self._open, destinations=self))
-
-    def destination(self, work: int, round_index: int, num_pages: int) -> Destination | None:
-        assert self.plane is not None
-        return self.plane.given(work, round_index)
-
-    def _open(self, config: KVFetchConfig, heads: HeadSlice, start: Start) -> StoreClient:
+    def open_here(config: KVFetchConfig, heads: HeadSlice, start: Start) -> StoreClient:
         return open_client(
-            config,
-            heads,
-            self._quantiser,
-            nvdec=self._nvdec,
-            encoders=self._encoders,
-            max_span_pages=start.most_span_pages,
+            config, heads, quantiser, nvdec=nvdec, encoders=encoders, max_span_pages=start.most_span_pages
         )
+
+    def launch_thread(line: Line) -> Running:
+        return DataPlaneThread(run(line, open_here, lambda work, index, num_pages: line.destination(work, index)))
+
+    in_process = nvdec is not None or bool(encoders) or isinstance(pages, FramePool)
+    return DataPlane(start, heads.geometry, launch_thread if in_process else _launch)

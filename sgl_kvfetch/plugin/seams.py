@@ -48,8 +48,15 @@ def _seams(scope: Scope, hooks: str, *rows: tuple[str, Kind, str]) -> Iterator[S
 _HOOKS = "sgl_kvfetch.plugin.hooks"
 _DEVICE_HOOKS = "sgl_kvfetch.plugin.device.scheduler_hooks"
 _CPU_HOOKS = "sgl_kvfetch.plugin.cpu_engine"
+_CPU_KERNELS = "sgl_kvfetch.plugin.cpu_kernels"
 _SRT = "sglang.srt"
-_HOST_POOL = "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
+_HOST_POOLS = "sglang.srt.mem_cache.pool_host"
+_MHA_POOL = f"{_HOST_POOLS}.mha.MHATokenToKVPoolHost"
+_MLA_POOL = f"{_HOST_POOLS}.mla.MLATokenToKVPoolHost"
+_MAMBA_POOL = f"{_HOST_POOLS}.mamba.MambaPoolHost"
+_TORCH_ATTENTION = f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+_CONV1D = "sglang.kernels.ops.mamba.causal_conv1d_triton"
+_FLA = "sglang.kernels.ops.attention.fla"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
@@ -89,8 +96,13 @@ SEAMS: tuple[Seam, ...] = (
             "around",
             "create_backend",
         ),
-        # Gives the zero-copy interface to a fixed list of names; runs at start-up and at run time.
-        (f"{_SRT}.managers.cache_controller.HiCacheController.attach_storage_backend", "after", "use_zero_copy"),
+        # Gives the zero-copy interface to a fixed list of names, and does not detach a backend that refuses side pools;
+        # runs at start-up and at run time.
+        (
+            f"{_SRT}.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.attach_storage_backend",
+            "around",
+            "attach_backend",
+        ),
         # Forces hicache_storage_pass_prefix_keys, at start-up and at run time.
         (
             f"{_SRT}.mem_cache.unified_cache.storage_attachment.StorageAttachment.apply_runtime_config",
@@ -107,8 +119,6 @@ SEAMS: tuple[Seam, ...] = (
         (f"{_SCHEDULER}.process_batch_result", "after", "measure_batch"),
         # Guards the count of the pool's slots, and the emptying of the pool.
         (f"{_SCHEDULER}.is_fully_idle", "after", "count_pending"),
-        # Spins while anything is pending.
-        (f"{_SCHEDULER}.on_idle", "after", "sleep_when_idle"),
         # These three refuse without a host tier.
         (f"{_SCHEDULER}.clear_hicache_storage_wrapped", "around", "clear_store"),
         (f"{_SCHEDULER}.attach_hicache_storage_wrapped", "around", "attach_store"),
@@ -123,11 +133,39 @@ SEAMS: tuple[Seam, ...] = (
         _CPU_HOOKS,
         # Forces spawn, so that every process imports SGLang again, and one NUMA node per rank.
         (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "prepare_children"),
-        # Pins the host pool's memory with CUDA.
-        (f"{_HOST_POOL}.__init__", "before", "without_pinning"),
-        # Move pages with CUDA operators.
-        (f"{_HOST_POOL}.load_to_device_per_layer", "replace", "load_layer"),
-        (f"{_HOST_POOL}.backup_from_device_all_layer", "replace", "backup_layers"),
+        # Chooses how a model with MLA attends by the name of the backend, and does not know this one.
+        (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "attend_in_latent_space"),
+        # Pins tensors on the way to the device, without asking whether there is one that copies from them.
+        (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "leave_tensors_unpinned"),
+        # Chooses the kernels of speculation by the kind of device.
+        (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "speculate_in_triton"),
+        # Write layers with sliding windows to a pool of their own, and read them where the other layers' pool has them.
+        (f"{_TORCH_ATTENTION}._run_sdpa_forward_extend", "before", "look_in_window_pool"),
+        (f"{_TORCH_ATTENTION}._run_sdpa_forward_decode", "before", "look_in_window_pool"),
+        # Pin the host pool's memory with CUDA.
+        (f"{_HOST_POOLS}.base.HostKVCache.__init__", "before", "without_pinning"),
+        (f"{_MAMBA_POOL}.__init__", "before", "without_pinning"),
+        # Move pages and states with CUDA operators.
+        (f"{_MHA_POOL}.load_to_device_per_layer", "replace", "load_layer"),
+        (f"{_MHA_POOL}.backup_from_device_all_layer", "replace", "backup_layers"),
+        (f"{_MLA_POOL}.load_to_device_per_layer", "replace", "load_layer"),
+        (f"{_MLA_POOL}.backup_from_device_all_layer", "replace", "backup_layers"),
+        (f"{_MAMBA_POOL}._copy_tensor_pf_lf", "before", "copy_by_indexing"),
+        (f"{_MAMBA_POOL}._copy_tensor_all_layers_lf_pf", "before", "copy_by_indexing"),
+    ),
+    *_seams(
+        Scope.CPU_ENGINE,
+        _CPU_KERNELS,
+        # Run on Triton.
+        (f"{_CONV1D}.causal_conv1d_fn", "replace", "convolve_prompts"),
+        (f"{_CONV1D}.causal_conv1d_update", "replace", "convolve_tokens"),
+        (f"{_FLA}.chunk.chunk_gated_delta_rule", "replace", "apply_delta_rule"),
+        (
+            f"{_FLA}.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode",
+            "replace",
+            "apply_delta_rule_to_tokens",
+        ),
+        (f"{_FLA}.layernorm_gated.rms_norm_gated", "replace", "normalise_and_gate"),
     ),
 )
 

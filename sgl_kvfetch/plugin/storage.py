@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -29,22 +29,21 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from sgl_kvfetch import metrics
 from sgl_kvfetch.config import parse_config
 from sgl_kvfetch.dataplane.client import counted
-from sgl_kvfetch.dataplane.plane import FetchCall, Find
+from sgl_kvfetch.dataplane.messages import Cost, Found, SideOver
+from sgl_kvfetch.dataplane.plane import DataPlane
 from sgl_kvfetch.errors import KVFetchError, UnsupportedError
 from sgl_kvfetch.fetch.rounds import Destination
 from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.plugin.access import Access
-from sgl_kvfetch.plugin.engine_nvdec import engine_nvdec
-from sgl_kvfetch.plugin.host_pages import HostPages
-from sgl_kvfetch.plugin.namespace import engine_heads
-from sgl_kvfetch.plugin.page_hashes import compile_hash_function, hash_bytes
-from sgl_kvfetch.plugin.plane import open_plane
-from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
-from sgl_kvfetch.plugin.queueing import PageRun, queue_pages
+from sgl_kvfetch.plugin.host_pages import HostPages, is_mla
+from sgl_kvfetch.plugin.page_hashes import hash_bytes
+from sgl_kvfetch.plugin.plane import engine_nvdec, open_engine_plane
+from sgl_kvfetch.plugin.side_pools import SidePools, trailing_pages
+from sgl_kvfetch.plugin.weight_updates import Access
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
+R = TypeVar("R")
 
 _GRACE_S = 1.0  # how long a thread waits for the data plane beyond a deadline
 _POLL_S = 0.05
@@ -60,23 +59,46 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         config = parse_config(storage_config.extra_config or {})
         _require_supported(storage_config, mem_pool_host)
         self._config = config
+        self._storage_config = storage_config
         self._pages = HostPages(mem_pool_host)
-        geometry, first_layer = self._pages.geometry, mem_pool_host.start_layer
-        quantiser = engine_quantiser(config, storage_config, geometry, first_layer)
-        heads = engine_heads(config, quantiser, storage_config, geometry, first_layer)
-        require_own_profile(config, quantiser, heads.namespace)
+        self._sides = SidePools()
+        self.is_stopping: Callable[[], bool] = lambda: False  # whether SGLang waits for its threads to end
+        self._has_draft_layers = mem_pool_host.layer_num != mem_pool_host.target_layer_num
         self.access = Access(config)
-        self._stats_pages: dict[str, deque[int]] = {"read": deque(maxlen=_MAX_STATS), "write": deque(maxlen=_MAX_STATS)}
-        self._stats_gb_s: dict[str, deque[float]] = {
-            "read": deque(maxlen=_MAX_STATS),
-            "write": deque(maxlen=_MAX_STATS),
-        }
+        # Pages and GB/s of reads and writes, since SGLang last asked.
+        self._reads: deque[tuple[int, float]] = deque(maxlen=_MAX_STATS)
+        self._writes: deque[tuple[int, float]] = deque(maxlen=_MAX_STATS)
+        buffers = mem_pool_host.device_kv_buffers if is_mla(mem_pool_host) else mem_pool_host.device_k_buffers
+        self._device = buffers[0].device
+        self._open_plane: DataPlane | None = None
 
-        compile_hash_function()
-        nvdec = engine_nvdec(mem_pool_host.device_k_buffers[0].device)
-        # Several fetches would each decode a span that is longer than a fetch.
-        self._plane = open_plane(config, quantiser, heads, storage_config.tp_rank, self._pages, nvdec, _BATCH_PAGES)
-        logger.info("kvfetch: %s, namespace %s: %s", config.store, heads.folder, heads.namespace)
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Take in a side pool. Raises KVFetchError."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if host_pool_name == PoolName.KV:
+            return
+        self._sides.add(str(host_pool_name), host_pool)
+        if self._open_plane is not None:
+            # At a start, SGLang adds a draft model's pools after it has attached the backend; it does not serve yet.
+            self._open_plane.close()
+            self.on_host_pools_registered()
+
+    def on_host_pools_registered(self) -> None:
+        """Start the data plane: all pools are known now. Raises KVFetchError."""
+        self._open_plane = open_engine_plane(
+            self._config,
+            self._storage_config,
+            self._pages,
+            engine_nvdec(self._device),
+            _BATCH_PAGES,  # several fetches would each decode a span that is longer than a fetch
+            self._sides,
+            has_draft=self._has_draft_layers or self._sides.has_draft,
+        )
+
+    @property
+    def _plane(self) -> DataPlane:
+        assert self._open_plane is not None, "SGLang has not said which pools there are"
+        return self._open_plane
 
     # Lookup
 
@@ -85,13 +107,16 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Return how many pages are stored, from the first key on, without a gap. Begins to transmit them."""
-        if not keys or not self.access.reads:
-            return 0
-        found: Future[Find] = Future()
-        with counted("lookup"):
-            self._plane.look_up(hash_bytes(keys), found.set_result, reads_ahead=True)
-            return found.result(self._config.lookup_timeout_s + _GRACE_S).num_pages
-        return 0
+        return self._look_up(keys, ()).num_pages
+
+    def _look_up(self, keys: list[str], transfers: Sequence[PoolTransfer]) -> Found:
+        if keys and self.access.reads:
+            found: Future[Found] = Future()
+            with counted("lookup"):
+                trailing = trailing_pages(transfers)
+                self._plane.look_up(hash_bytes(keys), found.set_result, reads_ahead=True, trailing=trailing)
+                return found.result(self._config.lookup_timeout_s + _GRACE_S)
+        return Found(0, 0, Cost(None, None))
 
     def batch_exists_v2(
         self,
@@ -99,10 +124,13 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        for transfer in pool_transfers or []:
-            _require_kv(transfer.name)
-        hit = self.batch_exists(keys, extra_info)
-        return PoolTransferResult(hit, {PoolName.KV: hit} if hit else {}, list(range(1, hit + 1)))
+        """Return which runs of pages are stored with the side pages that they need, as SGLang's file backend does."""
+        found = self._look_up(keys, pool_transfers or ())
+        if not any(transfer.name != PoolName.KV for transfer in pool_transfers or ()):
+            hit = found.num_pages
+            return PoolTransferResult(hit, {PoolName.KV: hit} if hit else {}, list(range(1, hit + 1)))
+        stored = {PoolName(pool): num_pages for pool, num_pages in found.stored.items() if num_pages}
+        return PoolTransferResult(found.num_pages, stored, list(found.lengths))
 
     # Read
 
@@ -114,7 +142,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         return [page < num_pages for page in range(len(keys))]
 
     def fetch_pages(
-        self, keys: list[str], host_indices: torch.Tensor, is_cancelled: Callable[[], bool] | None = None
+        self, keys: list[str], host_indices: torch.Tensor, is_cancelled: Callable[[], bool] = lambda: False
     ) -> int:
         """Restore pages into the host pool. Return how many, from the first one on, are there and verified.
 
@@ -131,31 +159,20 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                 deadline_s = started_s + self._config.fetch_timeout_s
                 call = self._plane.fetch(hashes, [len(keys)], deadline_s)
                 self._plane.give(call, 0, Destination(pool_pages, sink))
-                num_pages = self._await(call, deadline_s + _GRACE_S, is_cancelled)
+                try:
+                    num_pages = _await(call.over[0], deadline_s + _GRACE_S, is_cancelled) or 0
+                finally:
+                    if not call.over[0].done():
+                        self._plane.cancel(call.work)
         finally:
             sink.close()
         if num_pages:
-            self._count("read", num_pages, time.monotonic() - started_s)
+            self._count(self._reads, num_pages, started_s)
         return num_pages
 
-    def _await(self, call: FetchCall, deadline_s: float, is_cancelled: Callable[[], bool] | None) -> int:
-        """Wait for a fetch, and return how many pages are there. Raises TimeoutError."""
-        while True:
-            left_s = max(0.0, deadline_s - time.monotonic())
-            try:
-                return call.over[0].result(left_s if is_cancelled is None else min(left_s, _POLL_S))
-            except TimeoutError:
-                if not left_s:
-                    self._plane.cancel(call.work)
-                    raise
-            if is_cancelled is not None and is_cancelled():
-                self._plane.cancel(call.work)
-                return 0
-
-    def _count(self, direction: str, num_pages: int, seconds: float) -> None:
-        self._stats_pages[direction].append(num_pages)
+    def _count(self, stats: deque[tuple[int, float]], num_pages: int, started_s: float) -> None:
         gigabytes = num_pages * self._pages.geometry.page_bytes / 1e9
-        self._stats_gb_s[direction].append(gigabytes / max(seconds, 1e-9))
+        stats.append((num_pages, gigabytes / max(time.monotonic() - started_s, 1e-9)))
 
     # Write
 
@@ -175,38 +192,67 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             return [False] * num_pages
         started_s = time.monotonic()
         previous_hash = hash_bytes(before[-1:])[0] if before else None
-        run = PageRun(len(before), previous_hash, hash_bytes(keys), self._pages.page_indices(host_indices))
-        num_queued = queue_pages(self._plane, run, self._pages.read)
+        pool_pages = self._pages.page_indices(host_indices)
+        num_queued = self._plane.write(
+            len(before), previous_hash, hash_bytes(keys), pool_pages, self._pages.read, self._sides.take(keys)
+        )
         if num_queued < num_pages:
             metrics.WRITTEN_PAGES.labels("dropped_full").inc(num_pages - num_queued)
             _limited.warning("full", f"{num_pages - num_queued} pages not written: the write queue is full")
         if num_queued:
-            self._count("write", num_queued, time.monotonic() - started_s)
+            self._count(self._writes, num_queued, started_s)
         return [page < num_queued for page in range(num_pages)]
 
-    # v2, only for the KV pool
-
-    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        _require_kv(host_pool_name)
-        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+    # Side pools
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        return self._each_transfer(self.batch_get_v1, transfers, extra_info)
+        """Restore side pages, after their KV. Return which are there and verified. Returns soon after
+        ``fetch_timeout_s``, or when SGLang stops its threads."""
+        deadline_s = time.monotonic() + self._config.fetch_timeout_s
+        calls = [self._begin_side(transfer, deadline_s) for transfer in transfers if transfer.name != PoolName.KV]
+        results = {
+            transfer.name: self.batch_get_v1(transfer.keys or [], transfer.host_indices, extra_info)
+            for transfer in transfers
+            if transfer.name == PoolName.KV
+        }
+        for transfer, pages, over in calls:
+            result = None
+            with counted("fetch"):
+                result = _await(over, deadline_s + _GRACE_S, self.is_stopping)
+            come = () if result is None else result.pages
+            there = [page if index in come else None for index, page in enumerate(pages)]
+            results[transfer.name] = self._sides.write(transfer, there)
+        return results
+
+    def _begin_side(
+        self, transfer: PoolTransfer, deadline_s: float
+    ) -> tuple[PoolTransfer, list[torch.Tensor], Future[SideOver]]:
+        keys = transfer.keys or []
+        over: Future[SideOver] = Future()
+        if not keys or not self.access.reads:
+            over.set_result(SideOver(0, ()))
+            return transfer, [torch.empty(0)] * len(keys), over
+        pages = [self._sides.new_page(str(transfer.name)) for _ in keys]
+
+        def take(page: int, content: torch.Tensor) -> None:
+            pages[page].view(torch.uint8).copy_(content)
+
+        return transfer, pages, self._plane.fetch_side(str(transfer.name), hash_bytes(keys), deadline_s, take)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        return self._each_transfer(self.batch_set_v1, transfers, extra_info)
-
-    def _each_transfer(
-        self, move: Any, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None
-    ) -> dict[str, list[bool]]:
+        """Note side pages. They are written with their KV, which SGLang hands over next."""
         results: dict[str, list[bool]] = {}
         for transfer in transfers:
-            _require_kv(transfer.name)
-            results[transfer.name] = move(transfer.keys or [], transfer.host_indices, extra_info)
+            if transfer.name == PoolName.KV:
+                results[transfer.name] = self.batch_set_v1(transfer.keys or [], transfer.host_indices, extra_info)
+            elif self.access.writes:
+                results[transfer.name] = [True] * self._sides.announce(transfer)
+            else:
+                results[transfer.name] = [True] * len(transfer.keys or [])
         return results
 
     # The copying interface, which SGLang never calls on a backend with the zero-copy interface
@@ -227,43 +273,42 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
 
     def close(self) -> None:
         """Write what is queued, within a few seconds, and release threads and sockets. Idempotent."""
-        self._plane.close()
+        if self._open_plane is not None:
+            self._open_plane.close()
 
     def get_stats(self) -> StorageMetrics:
         """Return the pages and the GB/s of each read and write since the last call."""
-        return StorageMetrics(
-            _drain(self._stats_pages["read"]),
-            _drain(self._stats_pages["write"]),
-            _drain(self._stats_gb_s["read"]),
-            _drain(self._stats_gb_s["write"]),
-        )
+        reads, writes = ([stats.popleft() for _ in range(len(stats))] for stats in (self._reads, self._writes))
+        pages, gb_s = ([[entry[i] for entry in stats] for stats in (reads, writes)] for i in (0, 1))
+        return StorageMetrics(*pages, *gb_s)
 
 
-def _require_kv(name: Any) -> None:
-    if name != PoolName.KV:
-        raise UnsupportedError(
-            f"this model keeps a side pool {str(name)!r} beside its KV cache; kvfetch supports only plain KV caches"
-        )
+def _await(future: Future[R], deadline_s: float, is_cancelled: Callable[[], bool]) -> R | None:
+    """Wait for a future. Return None if ``is_cancelled`` becomes true before. Raises TimeoutError."""
+    while True:
+        left_s = max(0.0, deadline_s - time.monotonic())
+        try:
+            return future.result(min(left_s, _POLL_S))
+        except TimeoutError:
+            if not left_s:
+                raise
+        if is_cancelled():
+            return None
 
 
 def _require_supported(storage_config: HiCacheStorageConfig, pool: Any) -> None:
     """Raise UnsupportedError for anything that host mode cannot store."""
     from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-    if storage_config.is_mla_model:
-        raise UnsupportedError("models with MLA are not supported yet")
     if storage_config.attn_cp_size > 1 or storage_config.dcp_size > 1:
         raise UnsupportedError("context parallelism is not supported")
     if storage_config.should_split_heads:
         raise UnsupportedError("tp_lcm_size (pages shared between sizes of tensor parallelism) is not supported")
     # Other subclasses are refused: they may keep more than K and V, as the one for mxfp8 keeps scales.
-    if type(pool) not in (MHATokenToKVPoolHost, AsymmetricMHATokenToKVPoolHost):
+    if type(pool) not in (MHATokenToKVPoolHost, AsymmetricMHATokenToKVPoolHost, MLATokenToKVPoolHost):
         raise UnsupportedError(f"host pools of the kind {type(pool).__name__} are not supported")
+    if is_mla(pool) and pool.kv_cache_dim != pool.kv_lora_rank + pool.qk_rope_head_dim:
+        raise UnsupportedError("latent vectors that SGLang keeps with their scales are not supported yet")
     if pool.storage_format_tag is not None:
         raise UnsupportedError(f"host pool with page format {pool.storage_format_tag!r} is not supported")
-    if pool.layer_num != pool.target_layer_num:
-        raise UnsupportedError("host pools that carry a draft model's layers are not supported yet")
-
-
-def _drain(values: deque[Any]) -> list[Any]:
-    return [values.popleft() for _ in range(len(values))]

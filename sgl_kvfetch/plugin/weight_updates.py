@@ -9,10 +9,16 @@ All of this runs on the scheduler's thread, as attaching, detaching and updating
 
 from __future__ import annotations
 
+import logging
 import weakref
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from sgl_kvfetch.errors import UnsupportedError
+
+if TYPE_CHECKING:  # hooks import this module in every SGLang, also without our backend
+    from sgl_kvfetch.config import KVFetchConfig
+
+logger = logging.getLogger(__name__)
 
 _WHAT_TO_DO = (
     "flush the cache (POST /flush_cache), detach the storage backend and attach it again with a model_id that names "
@@ -20,16 +26,34 @@ _WHAT_TO_DO = (
 )
 
 
-class Suspendable(Protocol):
+class Access:
+    """A backend's permission to read from its store and to write to it: the config's, until the weights change."""
+
+    def __init__(self, config: KVFetchConfig) -> None:
+        self._config = config
+        self._suspended = False
+
     def suspend(self, reason: str) -> None:
-        """Stop reading and writing."""
+        """Stop reading and writing, because what the engine computes no longer belongs to the namespace. This lasts
+        until the backend is detached and attached again. Any thread may call it; it never waits."""
+        if not self._suspended:
+            self._suspended = True
+            logger.warning("kvfetch neither reads nor writes any more: %s", reason)
+
+    @property
+    def reads(self) -> bool:
+        return self._config.reads and not self._suspended
+
+    @property
+    def writes(self) -> bool:
+        return self._config.writes and not self._suspended
 
 
 class _State:
     """The state of this process. It is a class so that tests can have their own."""
 
     def __init__(self) -> None:
-        self.accesses: weakref.WeakSet[Suspendable] = weakref.WeakSet()  # of all backends
+        self.accesses: weakref.WeakSet[Access] = weakref.WeakSet()  # of all backends
         self.model_ids: set[str] = set()  # names of the present weights
         self.former_model_ids: set[str] = set()  # names of earlier weights
         self.change: str | None = None  # the latest change of the weights
@@ -40,7 +64,7 @@ class _State:
 _state = _State()
 
 
-def register(access: Suspendable, model_id: str | None) -> None:
+def register(access: Access, model_id: str | None) -> None:
     """Register a backend's ``access``, to be suspended when the weights change. ``model_id``: the user's name for the
     present weights."""
     _state.accesses.add(access)
@@ -48,7 +72,7 @@ def register(access: Suspendable, model_id: str | None) -> None:
         _state.model_ids.add(model_id)
 
 
-def forget(access: Suspendable) -> None:
+def forget(access: Access) -> None:
     """Forget the access of a backend that is closed."""
     _state.accesses.discard(access)
 

@@ -60,10 +60,8 @@ class CellPlace:
 class Quantiser(ABC):
     """Maps the KV values of a cell to 8-bit integers and back. Stateless; works on any device."""
 
-    @property
-    @abstractmethod
-    def identity(self) -> str:
-        """Name and parameters, as recorded in the namespace. Equal identities can restore each other's integers."""
+    # Name and parameters, as recorded in the namespace. Equal identities can restore each other's integers.
+    identity: str
 
     @abstractmethod
     def parts(self, dtype: torch.dtype) -> tuple[Part, ...]:
@@ -83,14 +81,24 @@ class Quantiser(ABC):
     def inverse_of(self, place: CellPlace) -> Inverse:
         """Return the parameters of ``dequantise`` for these layers and heads, for kernels."""
 
+    def require_sound(self, parts: Quantised, place: CellPlace, token_bytes: int) -> None:  # noqa: B027, may be all
+        """Raise FormatError unless a cell's parts of plain bytes fit the cell and its other parts.
+
+        ``parts``: integers may be in frames. ``token_bytes``: size of a token's values in this cell.
+        """
+
+    splits_heads: bool = True  # whether a head's integers are the same, whatever other heads its cell has
+    knows_cells: bool = True  # whether the following three are known
+
     @property
     def cell_layers(self) -> int:
         """Layers of a cell; the last cell of a model may have fewer."""
         return VALUE_LAYERS
 
-    def cell_heads(self, num_heads: int) -> int:
-        """Return the number of heads in a cell, a divisor of a rank's ``num_heads``."""
-        return num_heads
+    @property
+    def cell_heads(self) -> int | None:
+        """Heads of a cell, or None if cells of any number of heads can be restored."""
+        return None
 
     def num_coefficients(self, layers: range, heads: range) -> int | None:
         """Return the number of coefficients of a token in this cell, or None if there is one integer a value."""

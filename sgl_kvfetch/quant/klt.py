@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Never
+from typing import Any
 
 import torch
 
@@ -43,27 +43,21 @@ EXACT = 0  # instead of an exponent: the token's values are in the part "exact"
 UNIT = 128  # the exponent of scale 1
 _MOST_EXPONENT = 8
 
-_HALF_LARGEST = torch.finfo(torch.float16).max
+_WIDE_RANGE = (torch.float32, torch.bfloat16)
 # Whether the CPU multiplies matrices in bfloat16, which is several times as fast as float32.
 _HAS_BFLOAT16 = any(torch.cpu.get_capabilities().get(name) for name in ("amx_bf16", "avx512_bf16"))
 
-_IDENTITY = re.compile(r"klt\(profile=[0-9a-f]{32};step=[0-9.e+-]{1,16}\)")
+KLT_IDENTITY = re.compile(r"klt\(profile=[0-9a-f]{32};step=[0-9.e+-]{1,16}\)")
 _PARTS = (Part("exponents"), Part("exact"), Part("coefficients", "coefficients", token_dim=1))
 
 
 class KltIntegers(Quantiser):
     """Handles ``klt`` integers without their profile: counts, verifies and displays them."""
 
+    knows_cells = False
+
     def __init__(self, identity: str) -> None:
-        self._identity = identity
-
-    @classmethod
-    def of_identity(cls, identity: str) -> KltIntegers | None:
-        return cls(identity) if _IDENTITY.fullmatch(identity) else None
-
-    @property
-    def identity(self) -> str:
-        return self._identity
+        self.identity = identity
 
     def parts(self, dtype: torch.dtype) -> tuple[Part, ...]:
         return _PARTS
@@ -74,22 +68,23 @@ class KltIntegers(Quantiser):
         assert most_coefficients is not None
         return {"coefficients": region_layout(most_coefficients, span_tokens, resolution)}
 
-    def num_coefficients(self, layers: range, heads: range) -> int | None:
-        self._needs_profile()
+    def require_sound(self, parts: Quantised, place: CellPlace, token_bytes: int) -> None:
+        exponents, exact = parts[:2]
+        if exponents.numel() != len(place.tokens):
+            raise FormatError(f"{exponents.numel()} exponents, expected one for each of {len(place.tokens)} tokens")
+        is_exact = exponents == EXACT
+        if bool(((exponents < UNIT - _MOST_EXPONENT) | (exponents > UNIT + _MOST_EXPONENT))[~is_exact].any()):
+            raise FormatError(f"an exponent is not {UNIT - _MOST_EXPONENT} to {UNIT + _MOST_EXPONENT}, nor {EXACT}")
+        num_exact = int(is_exact.sum())
+        if exact.numel() != num_exact * token_bytes:
+            raise FormatError(
+                f"{exact.numel()} bytes of exact tokens, expected {num_exact * token_bytes} for {num_exact} tokens"
+            )
 
-    def quantise(self, values: CellValues, place: CellPlace) -> Quantised:
-        self._needs_profile()
+    def quantise(self, *args: Any, **kwargs: Any) -> Any:
+        raise QuantiseError(f"{self.identity} needs its profile to convert values")
 
-    def dequantise(
-        self, quantised: Quantised, dtype: torch.dtype, place: CellPlace, tokens: slice = slice(None)
-    ) -> CellValues:
-        self._needs_profile()
-
-    def inverse_of(self, place: CellPlace) -> TransformInverse:
-        self._needs_profile()
-
-    def _needs_profile(self) -> Never:
-        raise QuantiseError(f"{self._identity} needs its profile to convert values")
+    num_coefficients = dequantise = inverse_of = quantise
 
 
 @dataclass(frozen=True)
@@ -139,6 +134,8 @@ class _Rows:
 class KltQuantiser(KltIntegers):
     """The quantiser ``klt`` of one model, at one step."""
 
+    knows_cells = True
+
     def __init__(self, profile: Profile, target_kl: float | None = None, *, step: float | None = None) -> None:
         """``target_kl``: nats a token as measured in calibration. Without it and ``step``, the profile's default is
         used. Raises ConfigError for a target outside the calibrated range."""
@@ -154,7 +151,8 @@ class KltQuantiser(KltIntegers):
     def cell_layers(self) -> int:
         return self.profile.grid.cell_layers
 
-    def cell_heads(self, num_heads: int) -> int:
+    @property
+    def cell_heads(self) -> int:
         return self.profile.grid.cell_heads
 
     def num_coefficients(self, layers: range, heads: range) -> int | None:
@@ -172,8 +170,6 @@ class KltQuantiser(KltIntegers):
         return sum(r.kept for r in rows) / channels, sum(r.count - r.kept for r in rows) / channels
 
     def quantise(self, values: CellValues, place: CellPlace) -> Quantised:
-        if values.k.dtype.itemsize == 1:
-            raise QuantiseError(f"klt does not quantise {values.k.dtype}; use exact")
         key = self._key(place.layers, place.heads)
         cell, rows = self.profile.cells[key], self._rows[key]
         x = self._channels(values, place)
@@ -194,7 +190,7 @@ class KltQuantiser(KltIntegers):
         self, quantised: Quantised, dtype: torch.dtype, place: CellPlace, tokens: slice = slice(None)
     ) -> CellValues:
         exponents, _, integers = quantised
-        which, _ = self._exact_planes(quantised, dtype, place)  # raises if the parts do not fit together
+        which, exact = self.exact_tokens(quantised, dtype, place)
         first, end, _ = tokens.indices(len(exponents))
         mean, rope = self.profile.cells[self._key(place.layers, place.heads)].mean, self.profile.rope
         matrix = self._matrix(place, dtype)
@@ -204,36 +200,24 @@ class KltQuantiser(KltIntegers):
         k, v = self._split(x, place)
         if rope is not None:
             k = rotate(k, rope.table(place.tokens.start + first, end - first, k.device), rope)
-        if dtype == torch.float16:  # the other dtypes have the range of float32
-            k, v = (t.clamp_(-_HALF_LARGEST, _HALF_LARGEST) for t in (k, v))
+        if dtype not in _WIDE_RANGE:
+            largest = torch.finfo(dtype).max
+            k, v = (t.clamp_(-largest, largest) for t in (k, v))
         values = CellValues(k.to(dtype), v.to(dtype))
         wanted = (which >= first) & (which < end)
-        if bool(wanted.any()):
-            _, exact = self.exact_tokens(quantised, dtype, place)
-            for restored, kept in zip(values, exact, strict=True):
-                restored[which[wanted] - first] = kept[wanted]
+        for restored, kept in zip(values, exact, strict=True):
+            restored[which[wanted] - first] = kept[wanted]
         return values
 
     def exact_tokens(
         self, quantised: Quantised, dtype: torch.dtype, place: CellPlace
     ) -> tuple[torch.Tensor, CellValues]:
-        """Return the indices of a cell's exact tokens, int64 ``(n,)``, and their values. Raises FormatError if the
-        parts do not fit together."""
-        which, planes = self._exact_planes(quantised, dtype, place)
-        return which, CellValues(*self._split(from_planes(planes, dtype), place))
-
-    def _exact_planes(
-        self, quantised: Quantised, dtype: torch.dtype, place: CellPlace
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the indices of a cell's exact tokens, and the byte planes of their values."""
+        """Return the indices of a cell's exact tokens, int64 ``(n,)``, and their values."""
         exponents, exact, _ = quantised
         which = (exponents == EXACT).nonzero().squeeze(1)
         shape = len(which), dtype.itemsize, self.profile.cells[self._key(place.layers, place.heads)].num_channels
-        if exact.numel() != math.prod(shape):
-            raise FormatError(
-                f"{exact.numel()} bytes of exact tokens, expected {math.prod(shape)} for {shape[0]} tokens"
-            )
-        return which, exact.view(shape).movedim(1, 0)
+        planes = exact.view(shape).movedim(1, 0)
+        return which, CellValues(*self._split(from_planes(planes, dtype), place))
 
     def inverse_of(self, place: CellPlace) -> TransformInverse:
         key = self._key(place.layers, place.heads)
@@ -302,8 +286,7 @@ def forward_of(inverse: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.
 
 
 def head_norms(values: CellValues) -> torch.Tensor:
-    """Return the norms of the keys, then of the values, of each layer and head: float32 ``(tokens, 2 * layers *
-    heads)``."""
+    """Return the norms of keys, then values, by layer and head: float32 ``(tokens, 2 * layers * heads)``."""
     return torch.cat([x.float().norm(dim=-1).flatten(1) for x in values], dim=1)
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import msgspec
 import torch
 import xxhash
+from msgspec import Meta
 
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.quant.rope import Rope
@@ -50,16 +51,23 @@ class Calibration(msgspec.Struct, frozen=True):
     part: str = ""  # of the text, as FROM:TO
 
 
+class _Version(msgspec.Struct, frozen=True):
+    version: int = 0
+
+
+_Size = Annotated[int, Meta(ge=1, le=1 << 16)]
+
+
 class _Metadata(msgspec.Struct, frozen=True):
     version: int
-    num_layers: int
-    num_heads: int
-    k_head_dim: int
-    v_head_dim: int
-    cell_layers: int
-    cell_heads: int
+    num_layers: _Size
+    num_heads: _Size
+    k_head_dim: _Size
+    v_head_dim: _Size
+    cell_layers: _Size
+    cell_heads: _Size
     rope: Rope | None
-    num_sinks: int
+    num_sinks: Annotated[int, Meta(ge=0, le=1 << 16)]
     curve: tuple[CurvePoint, ...]
     context_kl: float
     calibration: Calibration
@@ -147,12 +155,9 @@ class Profile:
 
         metadata = _Metadata(
             version=PROFILE_VERSION,
-            num_layers=self.grid.num_layers,
-            num_heads=self.grid.num_heads,
+            **asdict(self.grid),
             k_head_dim=self.k_head_dim,
             v_head_dim=self.v_head_dim,
-            cell_layers=self.grid.cell_layers,
-            cell_heads=self.grid.cell_heads,
             rope=self.rope,
             num_sinks=self.num_sinks,
             curve=self.curve,
@@ -185,7 +190,7 @@ def load_profile(path: Path) -> Profile:
     """Read and validate a profile. Raises ConfigError, naming the file and what is wrong with it."""
     metadata, tensors = _read(path, with_tensors=True)
     try:
-        return _Validator(metadata, tensors).profile()
+        return _profile_of(metadata, tensors)
     except _ProfileError as e:
         raise ConfigError(f"profile {path} is malformed: {e}") from e
 
@@ -221,7 +226,7 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[_Metadata, dict[str, torch
             f"{path} is not a profile: its metadata has no {_METADATA_KEY!r}; kvfetch calibrate makes one"
         )
     try:
-        version = msgspec.json.decode(metadata, type=dict[str, Any]).get("version")
+        version = msgspec.json.decode(metadata, type=_Version).version
         if version != PROFILE_VERSION:
             raise ConfigError(f"profile {path} has version {version}, expected {PROFILE_VERSION}; calibrate again")
         decoded = msgspec.json.decode(metadata, type=_Metadata)
@@ -243,48 +248,36 @@ class _ProfileError(Exception):
     pass
 
 
-@dataclass(frozen=True)
-class _Validator:
-    metadata: _Metadata
-    tensors: Mapping[str, torch.Tensor]
+def _profile_of(m: _Metadata, tensors: Mapping[str, torch.Tensor]) -> Profile:
+    if m.num_heads % m.cell_heads:
+        raise _ProfileError(f"cell_heads is {m.cell_heads}, expected a divisor of num_heads = {m.num_heads}")
+    if m.rope is not None and m.rope.rotary_dim > m.k_head_dim:
+        raise _ProfileError(f"rope rotates {m.rope.rotary_dim} channels, but heads have {m.k_head_dim}")
+    grid = CellGrid(m.num_layers, m.num_heads, m.cell_layers, m.cell_heads)
+    cells = {(g, b): _cell_of(m, tensors, f"{g}.{b}.", len(grid.layers(g))) for g, b in grid.cells()}
+    return Profile(grid, m.k_head_dim, m.v_head_dim, cells, m.rope, m.num_sinks, m.curve, m.context_kl, m.calibration)
 
-    def profile(self) -> Profile:
-        m = self.metadata
-        for name in ("num_layers", "num_heads", "k_head_dim", "v_head_dim", "cell_layers", "cell_heads"):
-            if not 1 <= getattr(m, name) <= 1 << 16:
-                raise _ProfileError(f"{name} is {getattr(m, name)}, expected 1 to {1 << 16}")
-        if m.num_heads % m.cell_heads:
-            raise _ProfileError(f"cell_heads is {m.cell_heads}, expected a divisor of num_heads = {m.num_heads}")
-        if m.rope is not None and m.rope.rotary_dim > m.k_head_dim:
-            raise _ProfileError(f"rope rotates {m.rope.rotary_dim} channels, but heads have {m.k_head_dim}")
-        if not 0 <= m.num_sinks <= 1 << 16:
-            raise _ProfileError(f"num_sinks is {m.num_sinks}")
-        grid = CellGrid(m.num_layers, m.num_heads, m.cell_layers, m.cell_heads)
-        cells = {(g, b): self._cell(f"{g}.{b}.", len(grid.layers(g))) for g, b in grid.cells()}
-        return Profile(
-            grid, m.k_head_dim, m.v_head_dim, cells, m.rope, m.num_sinks, m.curve, m.context_kl, m.calibration
-        )
 
-    def _cell(self, prefix: str, num_layers: int) -> CellProfile:
-        m = self.metadata
-        k, v = m.cell_heads * m.k_head_dim, m.cell_heads * m.v_head_dim
-        channels = num_layers * (k + v)
-        features = channels + num_layers * 2 * m.cell_heads + 1
-        return CellProfile(
-            inverse=self._tensor(f"{prefix}inverse", torch.bfloat16, (channels, channels)),
-            k_weight=self._tensor(f"{prefix}k_weight", torch.float32, (num_layers, k, k)),
-            v_weight=self._tensor(f"{prefix}v_weight", torch.float32, (num_layers, v, v)),
-            mean=self._tensor(f"{prefix}mean", torch.float32, (channels,)),
-            spread=self._tensor(f"{prefix}spread", torch.float32, (channels,)),
-            reach=self._tensor(f"{prefix}reach", torch.float32, (2, channels)),
-            sensitivity=self._tensor(f"{prefix}sensitivity", torch.float32, (features,)),
-        )
-
-    def _tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        x = self.tensors.get(name)
+def _cell_of(m: _Metadata, tensors: Mapping[str, torch.Tensor], prefix: str, num_layers: int) -> CellProfile:
+    k, v = m.cell_heads * m.k_head_dim, m.cell_heads * m.v_head_dim
+    channels = num_layers * (k + v)
+    shapes = {
+        "inverse": (channels, channels),
+        "k_weight": (num_layers, k, k),
+        "v_weight": (num_layers, v, v),
+        "mean": (channels,),
+        "spread": (channels,),
+        "reach": (2, channels),
+        "sensitivity": (channels + num_layers * 2 * m.cell_heads + 1,),
+    }
+    found: dict[str, torch.Tensor] = {}
+    for name, shape in shapes.items():
+        dtype = torch.bfloat16 if name == "inverse" else torch.float32
+        x = tensors.get(prefix + name)
         if x is None or x.dtype != dtype or x.shape != shape:
             what = "missing" if x is None else f"{x.dtype} {tuple(x.shape)}"
-            raise _ProfileError(f"{name} is {what}, expected {dtype} {shape}")
+            raise _ProfileError(f"{prefix}{name} is {what}, expected {dtype} {shape}")
         if not bool(torch.isfinite(x).all()):
-            raise _ProfileError(f"{name} has values that are not finite")
-        return x
+            raise _ProfileError(f"{prefix}{name} has values that are not finite")
+        found[name] = x
+    return CellProfile(**found)

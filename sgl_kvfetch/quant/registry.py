@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from sgl_kvfetch.errors import ConfigError, FormatError
 from sgl_kvfetch.quant.base import Quantiser
 from sgl_kvfetch.quant.exact import ExactQuantiser
-from sgl_kvfetch.quant.klt import KltIntegers
+from sgl_kvfetch.quant.klt import KLT_IDENTITY, KltIntegers, KltQuantiser
+from sgl_kvfetch.quant.profile import load_profile
 from sgl_kvfetch.quant.symmetric import SymmetricQuantiser
+
+if TYPE_CHECKING:
+    from sgl_kvfetch.config import KVFetchConfig  # it imports QuantiserName
 
 QuantiserName = Literal["exact", "uint8", "cachegen", "klt"]
 
@@ -40,6 +45,14 @@ def make_quantiser(
             return SymmetricQuantiser("cachegen", "layer", k_bins or CACHEGEN_K_BINS, v_bins or CACHEGEN_V_BINS)
 
 
+def config_quantiser(config: KVFetchConfig) -> Quantiser:
+    """Create the quantiser of a config. Raises ConfigError for a profile that is unreadable or misses the target."""
+    if config.quantiser_name != "klt":
+        return make_quantiser(config.quantiser_name, config.cachegen_k_bins, config.cachegen_v_bins)
+    assert config.profile is not None
+    return KltQuantiser(load_profile(Path(config.profile)), config.target_kl)
+
+
 def quantiser_from_identity(identity: str) -> Quantiser:
     """Create the quantiser with this ``Quantiser.identity``, as recorded in a stored namespace.
 
@@ -55,6 +68,6 @@ def quantiser_from_identity(identity: str) -> Quantiser:
             return make_quantiser("cachegen", k_bins, v_bins)
         except ConfigError as e:
             raise FormatError(f"quantiser {identity[:120]!r} is not valid: {e}") from e
-    if klt := KltIntegers.of_identity(identity):
-        return klt
+    if KLT_IDENTITY.fullmatch(identity):
+        return KltIntegers(identity)
     raise FormatError(f"quantiser {identity[:120]!r} is unknown; known are exact, uint8, cachegen and klt")

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from sgl_kvfetch.errors import ConfigError, QuantiseError
+from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
 from sgl_kvfetch.quant.base import CellPlace, CellValues, Part, Quantised, Quantiser
 from sgl_kvfetch.quant.inverse import StepInverse
 from sgl_kvfetch.types import TENSORS, TensorName
@@ -39,21 +39,21 @@ class SymmetricQuantiser(Quantiser):
         for key, bins in (("k_bins", k_bins), ("v_bins", v_bins)):
             if not bins or any(not MIN_BINS <= b <= MAX_BINS for b in bins):
                 raise ConfigError(f"{key} = {list(bins)}: expected one or more numbers from {MIN_BINS} to {MAX_BINS}")
-        self._name = name
         self._scale_over = scale_over
+        self.splits_heads = scale_over == "head"
         self._bins: dict[TensorName, tuple[int, ...]] = {"k": tuple(k_bins), "v": tuple(v_bins)}
 
-    @property
-    def identity(self) -> str:
-        k, v = (",".join(map(str, self._bins[t])) for t in ("k", "v"))
-        return f"{self._name}(k={k};v={v})"
+        k, v = (",".join(map(str, bins)) for bins in (k_bins, v_bins))
+        self.identity = f"{name}(k={k};v={v})"
 
     def parts(self, dtype: torch.dtype) -> tuple[Part, ...]:
         return tuple(part for t in TENSORS for part in (Part(f"{t} scales"), Part(t, t)))
 
-    def scales_per_layer(self, num_heads: int) -> int:
-        """Return how many scales one token has in one layer of a cell."""
-        return num_heads if self._scale_over == "head" else 1
+    def require_sound(self, parts: Quantised, place: CellPlace, token_bytes: int) -> None:
+        num_scales = len(place.tokens) * len(place.layers) * (len(place.heads) if self._scale_over == "head" else 1)
+        for scales in parts[::2]:
+            if scales.numel() != num_scales * torch.bfloat16.itemsize:
+                raise FormatError(f"{scales.numel()} bytes of scales, expected {num_scales} scales in bfloat16")
 
     def centres(self, tensor: TensorName, layers: range) -> tuple[int, ...]:
         """Return the zero point of each layer."""
@@ -80,25 +80,12 @@ class SymmetricQuantiser(Quantiser):
     def dequantise(
         self, quantised: Quantised, dtype: torch.dtype, place: CellPlace, tokens: slice = slice(None)
     ) -> CellValues:
-        k_scales, k, v_scales, v = quantised
-        return CellValues(
-            self._dequantise("k", k_scales, k, dtype, place.layers, tokens),
-            self._dequantise("v", v_scales, v, dtype, place.layers, tokens),
-        )
-
-    def _dequantise(
-        self,
-        tensor: TensorName,
-        scales: torch.Tensor,
-        integers: torch.Tensor,
-        dtype: torch.dtype,
-        layers: range,
-        tokens: slice,
-    ) -> torch.Tensor:
-        num_tokens, num_layers = integers.shape[:2]
-        step = scales.view(torch.bfloat16).view(num_tokens, num_layers, -1, 1)[tokens].to(torch.float32)
-        centred = integers[tokens].to(torch.float32) - self._centre_tensor(tensor, layers, integers.device)
-        return (centred * step).to(dtype)
+        restored = []
+        for tensor, scales, integers in zip(TENSORS, quantised[::2], quantised[1::2], strict=True):
+            step = scales.view(torch.bfloat16).view(*integers.shape[:2], -1, 1)[tokens].to(torch.float32)
+            centred = integers[tokens].to(torch.float32) - self._centre_tensor(tensor, place.layers, integers.device)
+            restored.append((centred * step).to(dtype))
+        return CellValues(*restored)
 
     def inverse_of(self, place: CellPlace) -> StepInverse:
         return StepInverse(self.centres("k", place.layers), self.centres("v", place.layers))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hmac
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -14,34 +12,39 @@ from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.server.access import authorised
 from sgl_kvfetch.server.answers import error_answer, store_error_answer
 from sgl_kvfetch.server.config import ServerConfig
+from sgl_kvfetch.server.health import Health
 from sgl_kvfetch.server.lookup import LookupHandler
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.objects import ObjectHandlers
+from sgl_kvfetch.server.pins import PinHandlers
 from sgl_kvfetch.server.throttle import Link
+from sgl_kvfetch.server.tokens import TokenFile, Tokens
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.local import LocalStore
 
 logger = logging.getLogger(__name__)
 
+TOKENS = web.AppKey("tokens", Tokens)
 _PREPARED = web.RequestKey("prepared", bool)  # status and headers are sent
+_LOOK_AT_TOKENS_S = 1.0
 
 
 def create_app(config: ServerConfig) -> web.Application:
     """Create the application that serves ``config.root``. It owns its store, and closes it on clean-up.
 
-    Raises ConfigError if the token file cannot be read or is empty.
+    Raises ConfigError if the token file cannot be read or is malformed.
     """
-    token = config.read_token()
+    tokens = config.read_tokens()
     metrics = ServerMetrics()
     store = LocalStore(config.root, capacity_bytes=config.capacity_bytes, orphan_age_s=config.orphan_age_s)
     link = Link(*config.link_samples) if config.link_samples else None
     objects = ObjectHandlers(store, metrics, config, link)
-    lookup = LookupHandler(store, metrics, link)
-
-    async def healthz(request: web.Request) -> web.StreamResponse:
-        return web.json_response({"status": "ok"})
+    lookup = LookupHandler(store, metrics, config, link)
+    pins = PinHandlers(store, config)
+    health = Health(store)
 
     async def show_metrics(request: web.Request) -> web.StreamResponse:
         metrics.note_usage(await store.usage())
@@ -49,23 +52,27 @@ def create_app(config: ServerConfig) -> web.Application:
 
     async def run_store(app: web.Application) -> AsyncIterator[None]:
         await _warm_up(store)  # the server listens only after this
-        collecting = asyncio.create_task(_collect(store, config.orphan_age_s))
+        tasks = [asyncio.create_task(_collect(store, config.orphan_age_s))]
+        if isinstance(tokens, TokenFile):
+            tasks.append(asyncio.create_task(_follow(tokens)))
         yield
-        collecting.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await collecting
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await store.close()
 
     app = web.Application(
-        middlewares=[_measured(metrics), _errors_as_json, _authorised(token)],
+        middlewares=[_measured(metrics), _errors_as_json, authorised(tokens)],
         client_max_size=wire.MAX_LOOKUP_REQUEST_BYTES,
     )
+    app[TOKENS] = tokens
     app.cleanup_ctx.append(run_store)
     app.on_response_prepare.append(_note_prepared)
+    one_pin = wire.PINS_PATH + "/{name}"
     one_object = wire.OBJECTS_PATH + "/{name:.+}"
     app.add_routes(
         [
-            web.get(wire.HEALTH_PATH, healthz),
+            web.get(wire.HEALTH_PATH, health.get),
             web.get(wire.METRICS_PATH, show_metrics),
             web.get(wire.OBJECTS_PATH, objects.list, allow_head=False),
             web.delete(wire.OBJECTS_PATH, objects.delete_prefix),
@@ -74,6 +81,13 @@ def create_app(config: ServerConfig) -> web.Application:
             web.put(one_object, objects.put),
             web.delete(one_object, objects.delete),
             web.post(wire.LOOKUP_PATH, lookup.post),
+            web.get(wire.PINS_PATH, pins.list, allow_head=False),
+            web.get(one_pin, pins.get, allow_head=False),
+            web.put(one_pin, pins.put),
+            web.delete(one_pin, pins.delete),
+            web.post(wire.CHECK_PATH + "/{name:.+}", objects.check),
+            web.get(wire.FOLDERS_PATH, lookup.folders, allow_head=False),
+            web.get(wire.FOLDERS_PATH + "/{digest:[0-9a-f]{32}}", lookup.folders, allow_head=False),
         ]
     )
     return app
@@ -97,6 +111,12 @@ async def _collect(store: LocalStore, every_s: float) -> None:
         except StoreError as e:
             logger.warning("cannot collect orphans: %s", e)
         await asyncio.sleep(every_s)
+
+
+async def _follow(tokens: TokenFile) -> None:
+    while True:
+        await asyncio.sleep(_LOOK_AT_TOKENS_S)
+        await asyncio.to_thread(tokens.reload, if_changed=True)
 
 
 def _measured(metrics: ServerMetrics) -> Middleware:
@@ -133,31 +153,16 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
             if header in e.headers:
                 answer.headers[header] = e.headers[header]
         return answer
+    except web.RequestPayloadError:
+        return error_answer(400, "bad_request", "the body is malformed")
     except ConnectionError:
         raise  # the client has disconnected
     except Exception as e:
         if not isinstance(e, StoreError):
-            logger.exception("%s %s failed", request.method, request.path)
+            logger.exception("%s %r failed", request.method, request.path)
         if request.get(_PREPARED):
             # The status is already sent. Only an aborted connection tells the client that the body is incomplete.
             if request.transport is not None:
                 request.transport.abort()
             raise ConnectionResetError("failed while sending the body") from e
         return store_error_answer(e) if isinstance(e, StoreError) else error_answer(500, "server", "internal error")
-
-
-def _authorised(token: str | None) -> Middleware:
-    expected = None if token is None else f"Bearer {token}".encode()
-
-    @web.middleware
-    async def authorise(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if expected is None or request.path == wire.HEALTH_PATH:
-            return await handler(request)
-        sent = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if hmac.compare_digest(sent, expected):
-            return await handler(request)
-        answer = error_answer(401, "unauthorised", "expected a valid bearer token in Authorization")
-        answer.headers["WWW-Authenticate"] = "Bearer"
-        return answer
-
-    return authorise

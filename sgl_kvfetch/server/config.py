@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.server.tokens import Role, TokenFile, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +18,19 @@ class ServerConfig:
     root: Path  # the directory with the objects
     host: str = "127.0.0.1"
     port: int = 8700  # 0 picks a free one
-    token: str | None = None  # bearer token that clients must send
-    token_file: Path | None = None  # file to read the token from at start, instead of ``token``
+    token: str | None = None  # bearer token that clients must send; it permits everything
+    token_file: Path | None = None  # instead of ``token``: tokens by role (see ``parse_tokens``), read again on change
     insecure: bool = False  # allow access from other hosts without a token
     capacity_bytes: int | None = None  # segments are evicted above it; None for no limit
     max_body_bytes: int = 4 << 30  # per uploaded object
     max_uploads: int = 64  # concurrent uploads; further ones wait for ``upload_wait_s``, then get 503
     upload_wait_s: float = 5.0
-    idle_timeout_s: float = 30.0  # an upload is aborted if a MiB takes longer to arrive
+    max_connections: int = 4096  # further clients get 503; fewer if the limit of open files is low
+    # A connection is closed if no request arrives for this long, or if a MiB of an upload or of an answer takes longer.
+    idle_timeout_s: float = 30.0
+    tls_cert: Path | None = None  # PEM file with the certificate and its chain; with it, the server speaks only TLS
+    tls_key: Path | None = None  # PEM file with the certificate's key
+    tls_client_ca: Path | None = None  # PEM file; clients must have a certificate that one of these CAs signed
     orphan_age_s: float = 900.0  # unreferenced data and temporary files are deleted at this age
     grace_s: float = 10.0  # time for requests in flight when the server stops
     # Limit all responses together to this bandwidth, in 1e9 bits per second: one value, or one per second, repeated.
@@ -36,10 +43,19 @@ class ServerConfig:
             raise ConfigError("token and token_file are both given; expected only one of them")
         if self.token is not None and not self.token.strip():
             raise ConfigError("token is empty")
-        for field in ("capacity_bytes", "max_body_bytes", "max_uploads", "idle_timeout_s", "orphan_age_s"):
+        for field in (
+            "capacity_bytes",
+            "max_body_bytes",
+            "max_uploads",
+            "max_connections",
+            "idle_timeout_s",
+            "orphan_age_s",
+        ):
             value = getattr(self, field)
             if value is not None and value <= 0:
                 raise ConfigError(f"{field} is {value}; expected more than 0")
+        if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_client_ca and not self.tls_cert):
+            raise ConfigError("tls_cert and tls_key need each other, and tls_client_ca needs both")
         if self.link_gbps is not None and (min(self.link_samples) < 0 or not any(self.link_samples)):
             raise ConfigError(f"link_gbps is {self.link_gbps}; expected 0 or more, and not always 0")
         for field in ("upload_wait_s", "grace_s"):
@@ -65,17 +81,26 @@ class ServerConfig:
     def has_token(self) -> bool:
         return self.token is not None or self.token_file is not None
 
-    def read_token(self) -> str | None:
-        """Return the token, or None if none is set. Raises ConfigError if its file cannot be read or is empty."""
-        if self.token_file is None:
-            return self.token.strip() if self.token is not None else None
+    def read_tokens(self) -> Tokens:
+        """Raises ConfigError if the token file cannot be read or is malformed."""
+        if self.token_file is not None:
+            return TokenFile(self.token_file)
+        return Tokens(None if self.token is None else {self.token.strip(): Role.ADMIN})
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """Return None if the server does not speak TLS. Raises ConfigError if a file cannot be read."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
-            token = self.token_file.read_text().strip()
-        except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"token_file {self.token_file} cannot be read: {e}") from e
-        if not token:
-            raise ConfigError(f"token_file {self.token_file} is empty")
-        return token
+            context.load_cert_chain(self.tls_cert, self.tls_key)
+            if self.tls_client_ca is not None:
+                context.load_verify_locations(self.tls_client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except OSError as e:
+            files = ", ".join(str(path) for path in (self.tls_cert, self.tls_key, self.tls_client_ca) if path)
+            raise ConfigError(f"cannot read the certificates in {files}: {e}") from e
+        return context
 
 
 def is_loopback(host: str) -> bool:

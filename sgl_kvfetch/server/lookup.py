@@ -1,11 +1,14 @@
-"""The HTTP handler of lookups."""
+"""The HTTP handlers of lookups."""
 
 from __future__ import annotations
+
+import asyncio
 
 import msgspec
 from aiohttp import web
 
 from sgl_kvfetch.keys import PAGE_HASH_BYTES
+from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.throttle import Link
 from sgl_kvfetch.stores import wire
@@ -14,17 +17,22 @@ from sgl_kvfetch.stores.local import LocalStore
 
 
 class LookupHandler:
-    def __init__(self, store: LocalStore, metrics: ServerMetrics, link: Link | None) -> None:
+    def __init__(self, store: LocalStore, metrics: ServerMetrics, config: ServerConfig, link: Link | None) -> None:
         self._store = store
         self._metrics = metrics
+        self._timeout_s = config.idle_timeout_s
         self._link = link
 
     async def post(self, request: web.Request) -> web.StreamResponse:
-        body = await request.read()  # bounded by the application's client_max_size
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                body = await request.read()  # bounded by the application's client_max_size
+        except TimeoutError as e:
+            raise web.HTTPRequestTimeout(text="the body stalled", headers={"Connection": "close"}) from e
         self._metrics.received_bytes.inc(len(body))
         try:
             asked = msgspec.msgpack.decode(body, type=wire.LookupRequest)
-        except msgspec.DecodeError as e:
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
             raise web.HTTPBadRequest(text=f"malformed lookup: {e}") from e
         if len(asked.page_hashes) % PAGE_HASH_BYTES:
             raise web.HTTPBadRequest(text=f"page_hashes has {len(asked.page_hashes)} bytes; expected a multiple of 32")
@@ -38,6 +46,12 @@ class LookupHandler:
             await self._link.take(len(answer))
         self._metrics.sent_bytes.inc(len(answer))
         return web.Response(body=answer, content_type=wire.MSGPACK_TYPE)
+
+    async def folders(self, request: web.Request) -> web.StreamResponse:
+        found = await self._store.folders(request.match_info.get("digest", ""))
+        body = msgspec.json.encode(wire.Folders(sorted(found)))
+        self._metrics.sent_bytes.inc(len(body))
+        return web.Response(body=body, content_type="application/json")
 
 
 def _rows(found: Lookup) -> list[wire.HitRow]:

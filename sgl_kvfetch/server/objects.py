@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from email.utils import formatdate
+from io import FileIO
 
 import msgspec
 from aiohttp import web
@@ -13,20 +14,23 @@ from aiohttp import web
 from sgl_kvfetch.container.manifest import MAX_MANIFEST_BYTES
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import ObjectName, parse_object_name
+from sgl_kvfetch.server.access import ROLE, require_role
 from sgl_kvfetch.server.answers import error_answer
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
+from sgl_kvfetch.server.opening import Opener
 from sgl_kvfetch.server.ranges import RangeError, parse_range
+from sgl_kvfetch.server.sending import send_file
 from sgl_kvfetch.server.throttle import Link
+from sgl_kvfetch.server.tokens import Role
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import ObjectInfo
 from sgl_kvfetch.stores.files import OpenObject
 from sgl_kvfetch.stores.local import LocalStore
 
-# Size of the pieces in which files are sent, and bodies are written.
-_SEND_PIECE_BYTES = 8 << 20
-_WRITE_PIECE_BYTES = 1 << 20
+_WRITE_PIECE_BYTES = 1 << 20  # of an uploaded body
 _LIST_PIECE_BYTES = 64 << 10
+_CHECKS_AT_ONCE = 2
 # One deletion by prefix stops after this time, well below clients' deadlines. Clients repeat it until all is deleted.
 _DELETE_TURN_S = 5.0
 
@@ -39,34 +43,56 @@ class BodyTooLarge(web.HTTPRequestEntityTooLarge):
 class ObjectHandlers:
     def __init__(self, store: LocalStore, metrics: ServerMetrics, config: ServerConfig, link: Link | None) -> None:
         self._store = store
+        self._opener = Opener(store)
         self._metrics = metrics
-        self._max_body_bytes = config.max_body_bytes
+        self._max_body_bytes = min(config.max_body_bytes, config.capacity_bytes or config.max_body_bytes)
         self._idle_timeout_s = config.idle_timeout_s
         self._upload_wait_s = config.upload_wait_s
         self._uploads = asyncio.Semaphore(config.max_uploads)
+        self._checks = asyncio.Semaphore(_CHECKS_AT_ONCE)
         self._link = link
 
     async def put(self, request: web.Request) -> web.StreamResponse:
         name = _name(request)
         async with self._upload_slot():
-            if "If-Match" in request.headers:
-                return await self._replace(request, name)
             if name.is_manifest:
-                body = await self._read_manifest(request)
-                await self._store.put(name.segment.manifest_name, body)
-            else:
-                await self._receive_data(request)
-        return web.Response(status=201)
+                return await self._put_manifest(request, name.segment.manifest_name)
+            return await self._put_data(request)
 
-    async def _replace(self, request: web.Request, name: ObjectName) -> web.StreamResponse:
-        """Replace a manifest if its digest is the one in If-Match."""
-        expected = wire.parse_entity_tag(request.headers["If-Match"])
-        if expected is None or not name.is_manifest:
-            raise web.HTTPBadRequest(text="If-Match is only for manifests; expected one entity tag with the digest")
+    async def _put_manifest(self, request: web.Request, name: str) -> web.StreamResponse:
+        """Only admins replace a manifest without ``If-Match`` and its digest."""
+        only_if, only_new = request.headers.get("If-Match"), _only_new(request)
+        expected = None if only_if is None else wire.parse_entity_tag(only_if)
+        if (only_if is None) != (expected is None):
+            raise web.HTTPBadRequest(text="If-Match: expected one entity tag with the digest of a manifest")
         body = await self._read_manifest(request)
-        if await self._store.replace(name.segment.manifest_name, body, expected):
+        if expected is not None:
+            is_stored = await self._store.replace(name, body, expected)
+        elif only_new or request[ROLE] < Role.ADMIN:
+            is_stored = await self._store.create(name, body)
+        else:
+            await self._store.put(name, body)
+            is_stored = True
+        if is_stored:
             return web.Response(status=201)
-        return error_answer(412, "changed", "the stored manifest does not have the expected digest")
+        return error_answer(412, "changed", "the stored manifest is another one; replace it with If-Match")
+
+    async def _put_data(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        if "If-Match" in request.headers:
+            raise web.HTTPBadRequest(text="If-Match is only for manifests")
+        if _only_new(request) and await self._store.head(name) is not None:
+            return error_answer(412, "exists", "the object exists already")
+        _require_fits(request, self._max_body_bytes)
+        received = 0
+        async with self._store.upload(name, request.content_length) as upload:
+            while piece := await self._next_piece(request):
+                received += len(piece)
+                if received > self._max_body_bytes:
+                    raise BodyTooLarge(self._max_body_bytes)
+                await upload.write(piece)
+            await upload.commit()
+        return web.Response(status=201)
 
     @asynccontextmanager
     async def _upload_slot(self) -> AsyncIterator[None]:
@@ -93,17 +119,6 @@ class ObjectHandlers:
                 raise BodyTooLarge(most)
         return bytes(body)
 
-    async def _receive_data(self, request: web.Request) -> None:
-        _require_fits(request, self._max_body_bytes)
-        received = 0
-        async with self._store.upload(request.match_info["name"]) as upload:
-            while piece := await self._next_piece(request):
-                received += len(piece)
-                if received > self._max_body_bytes:
-                    raise BodyTooLarge(self._max_body_bytes)
-                await upload.write(piece)
-            await upload.commit()
-
     async def _next_piece(self, request: web.Request) -> bytes:
         """Read the next MiB of the body; b"" at its end. Raises ConnectionError if the body is cut off.
 
@@ -128,7 +143,7 @@ class ObjectHandlers:
 
     async def get(self, request: web.Request) -> web.StreamResponse:
         _name(request)
-        opened = await self._store.open_object(request.match_info["name"])
+        opened = await self._opener.open(request.match_info["name"])
         if opened is None:
             return _not_found(request)
         with opened.file:
@@ -149,26 +164,22 @@ class ObjectHandlers:
             response.headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
         response.content_length = end - start
         await response.prepare(request)
-        await self._send_file(request, opened, start, end)
+        await self._send_body(request, response, opened.file, start, end)
         await response.write_eof()
         return response
 
-    async def _send_file(self, request: web.Request, opened: OpenObject, start: int, end: int) -> None:
-        """Send bytes ``[start, end)`` with sendfile: the kernel copies them from the file to the socket."""
-        loop = asyncio.get_running_loop()
-        first = start
-        piece_bytes = self._link.piece_bytes if self._link else _SEND_PIECE_BYTES
-        while start < end:
-            length = min(piece_bytes, end - start)
-            if self._link is not None:
-                await self._link.take(length, continuing=start > first)
-            if request.transport is None:
-                raise ConnectionResetError("the client has disconnected")
-            sent = await loop.sendfile(request.transport, opened.file, start, length)
-            if sent < length:
-                raise ConnectionResetError("the file is shorter than expected")
-            self._metrics.sent_bytes.inc(sent)
-            start += sent
+    async def _send_body(
+        self, request: web.Request, response: web.StreamResponse, file: FileIO, start: int, end: int
+    ) -> None:
+        if self._link is None:
+            await send_file(request, response, file, start, end)
+            self._metrics.sent_bytes.inc(end - start)
+            return
+        for first in range(start, end, self._link.piece_bytes):
+            piece_end = min(first + self._link.piece_bytes, end)
+            await self._link.take(piece_end - first, continuing=first > start)
+            await send_file(request, response, file, first, piece_end)
+            self._metrics.sent_bytes.inc(piece_end - first)
 
     async def head(self, request: web.Request) -> web.StreamResponse:
         _name(request)
@@ -183,11 +194,25 @@ class ObjectHandlers:
             return web.Response(status=204)
         return _not_found(request)
 
+    async def check(self, request: web.Request) -> web.StreamResponse:
+        """Check a segment that a reader found damaged. Reports that come while others are checked are dropped."""
+        name = _name(request)
+        deleted = False
+        if not self._checks.locked():
+            async with self._checks:
+                deleted = await self._store.report_damage(name.segment.manifest_name)
+        return web.Response(body=msgspec.json.encode(wire.Checked(deleted)), content_type="application/json")
+
     async def delete_prefix(self, request: web.Request) -> web.StreamResponse:
-        """The prefix is required, even if it is empty, so that no client empties a store by omitting it."""
+        """The prefix is required, even if it is empty, so that no client empties a store by omitting it.
+
+        Only admins delete by a prefix that is shorter than a namespace.
+        """
         prefix = request.query.get("prefix")
         if prefix is None:
             raise web.HTTPBadRequest(text="the query parameter prefix is missing")
+        if "/" not in prefix:
+            require_role(request, Role.ADMIN)
         deleted, more = await self._store.delete_some(prefix, _DELETE_TURN_S)
         return web.Response(body=msgspec.json.encode(wire.Deleted(deleted, more)), content_type="application/json")
 
@@ -216,6 +241,14 @@ def _name(request: web.Request) -> ObjectName:
         return parse_object_name(request.match_info["name"])
     except FormatError as e:
         raise web.HTTPBadRequest(text=str(e)) from e
+
+
+def _only_new(request: web.Request) -> bool:
+    """Return whether the request has ``If-None-Match: *``. Raises HTTPBadRequest for entity tags."""
+    value = request.headers.get("If-None-Match")
+    if value not in (None, "*"):
+        raise web.HTTPBadRequest(text="If-None-Match: expected *")
+    return value is not None
 
 
 def _require_fits(request: web.Request, most: int) -> None:

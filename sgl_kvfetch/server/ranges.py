@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
+_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 
 
 class RangeError(Exception):

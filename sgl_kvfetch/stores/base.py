@@ -11,16 +11,25 @@ Writers put the data first and the manifest last. A missing object is ``None``; 
 
 from __future__ import annotations
 
-import asyncio
+import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import xxhash
 
-from sgl_kvfetch.keys import MANIFEST_SUFFIX
+from sgl_kvfetch.container.manifest import decode_manifest
+from sgl_kvfetch.errors import FormatError, StoreError
+from sgl_kvfetch.keys import MANIFEST_SUFFIX, SegmentKey
+from sgl_kvfetch.side_by_side import side_by_side
+
+if TYPE_CHECKING:
+    from sgl_kvfetch.stores.pins import Pin
 
 _DELETES_AT_ONCE = 16
+_READS_AT_ONCE = 16
 
 
 def object_digest(data: bytes) -> str:
@@ -49,14 +58,21 @@ class Lookup:
     """The longest run of stored pages that starts at the first requested page, as consecutive parts of segments."""
 
     hits: tuple[SegmentHit, ...]
+    from_cache: bool = False  # the store failed, and a cache of it answered: there may be more in the store
 
     @property
     def num_pages(self) -> int:
         return sum(hit.num_pages for hit in self.hits)
 
 
+def _no_pins() -> StoreError:
+    return StoreError("invalid", "this kind of store keeps no pins")
+
+
 class Store(ABC):
     """Client of a store. Many tasks of one event loop may use it at once; tasks of different loops may not."""
+
+    signs = False  # whether it signs manifests, which then need chunk digests
 
     @abstractmethod
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
@@ -93,6 +109,10 @@ class Store(ABC):
         await self.put(name, data)
         return True
 
+    async def require_replace(self) -> None:
+        """Raise StoreError (``invalid``) if this store cannot replace manifests. This default is for those that can."""
+        return
+
     @abstractmethod
     async def head(self, name: str) -> ObjectInfo | None:
         """Return an object's size and modification time, or None if it is missing."""
@@ -101,9 +121,22 @@ class Store(ABC):
     async def delete(self, name: str) -> bool:
         """Delete an object. Return True if it existed."""
 
+    async def report_damage(self, manifest_name: str) -> bool:
+        """Ask the store to check a segment that did not arrive as its manifest says. Return True if it deleted it.
+
+        Only the store can tell damage on its disk from damage on the way: it reads its own bytes again and deletes only
+        what is really broken. This default is for stores that cannot check: they delete nothing.
+        """
+        return False
+
     @abstractmethod
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         """Iterate over all objects whose name starts with ``prefix``, in no particular order."""
+
+    async def folders(self, digest: str = "") -> frozenset[str]:
+        """Return the folders (`HeadSlice.folder`) of a namespace, by its digest, or of all: one for each run of heads
+        that ranks of any size store. This default lists all names; a store that can list folders overrides it."""
+        return frozenset([info.name.partition("/")[0] async for info in self.list(digest and f"{digest}.")])
 
     async def delete_prefix(self, prefix: str) -> int:
         """Delete all objects whose name starts with ``prefix``; "" means all objects. Return how many were deleted.
@@ -113,20 +146,15 @@ class Store(ABC):
         """
         names = [info.name async for info in self.list(prefix)]
         count = 0
-        for are_manifests in (True, False):
-            left = iter([name for name in names if name.endswith(MANIFEST_SUFFIX) == are_manifests])
-            try:
-                async with asyncio.TaskGroup() as group:
-                    workers = [group.create_task(self._delete_each(left)) for _ in range(_DELETES_AT_ONCE)]
-            except ExceptionGroup as e:
-                raise e.exceptions[0] from None
-            count += sum(worker.result() for worker in workers)
-        return count
 
-    async def _delete_each(self, names: Iterator[str]) -> int:
-        count = 0
-        for name in names:
-            count += await self.delete(name)
+        async def delete(name: str) -> None:
+            nonlocal count
+            existed = await self.delete(name)
+            count += existed
+
+        for are_manifests in (True, False):
+            some = [name for name in names if name.endswith(MANIFEST_SUFFIX) == are_manifests]
+            await side_by_side(_DELETES_AT_ONCE, some, delete)
         return count
 
     @abstractmethod
@@ -135,8 +163,58 @@ class Store(ABC):
 
         ``namespace`` is `HeadSlice.folder`; ``page_hashes`` are the 32-byte chained hashes of consecutive pages. A hit
         may leave out pages at the start of its segment, at its end, or both. Where several segments cover a page, the
-        one that reaches furthest wins.
+        one that reaches furthest wins. Expired segments are not found.
         """
+
+    async def last_uses(self, segments: Sequence[SegmentKey]) -> Sequence[float | None]:
+        """Return when lookups last found segments, in seconds since the epoch; None where the store does not know."""
+        return [None] * len(segments)
+
+    async def expired(self, segments: Sequence[SegmentKey]) -> set[SegmentKey]:
+        """Return the segments that have expired. This default reads all their manifests. Raises StoreError."""
+        found: set[SegmentKey] = set()
+
+        async def look(segment: SegmentKey) -> None:
+            try:
+                content = await self.get(segment.manifest_name)
+                if content is not None and decode_manifest(content).is_expired(time.time()):
+                    found.add(segment)
+            except FormatError:
+                return  # ``kvfetch verify`` reports those
+            except StoreError as e:
+                if not e.concerns_object:
+                    raise
+
+        await side_by_side(_READS_AT_ONCE, segments, look)
+        return found
+
+    def sweeping(self) -> AbstractAsyncContextManager[None]:
+        """Exclude other sweepers of this store. This default excludes nobody.
+
+        Entering raises StoreError (``skipped``) while another sweeps. The body is cancelled if the right is lost.
+        """
+        return nullcontext()
+
+    # Pins: see `pins`. These defaults are for stores that keep none.
+
+    async def pins(self) -> Sequence[str]:
+        """Return the names of all pins."""
+        raise _no_pins()
+
+    async def get_pin(self, name: str) -> Pin | None:
+        """Return a pin, or None if there is none of this name."""
+        raise _no_pins()
+
+    async def put_pin(self, pin: Pin) -> None:
+        """Keep a pin, or replace the one of the same name.
+
+        Raises StoreError: ``full`` if pinned segments would take more than half of the store's capacity.
+        """
+        raise _no_pins()
+
+    async def delete_pin(self, name: str) -> bool:
+        """Delete a pin. Return True if it existed."""
+        raise _no_pins()
 
     @abstractmethod
     async def close(self) -> None:

@@ -1,307 +1,291 @@
-"""The catalog of a local store: sizes of objects, last uses of segments, and the page index.
+"""The catalog of a local store: an SQLite database of its files, segments and pages.
 
-All of it is derived from the files; ``scanning`` can rebuild it at any time. Not thread-safe: callers hold the store's
-lock.
+It is a superset of the disk: a row with the file's size is there before the first byte is written, and until the file
+is unlinked. Names change only within a write transaction. So processes that share a directory agree at any time, and a
+process that is killed leaves nothing uncounted. All of it can be rebuilt from the files (``repair``).
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import secrets
+import shutil
+import sqlite3
+import threading
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from enum import IntEnum
 from pathlib import Path
 
-from sgl_kvfetch.container.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
-from sgl_kvfetch.errors import FormatError
-from sgl_kvfetch.keys import parse_object_name
-from sgl_kvfetch.stores.base import ObjectInfo
-from sgl_kvfetch.stores.index import PageIndex
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.stores import files, local_pins
 
 logger = logging.getLogger(__name__)
 
-# A segment's last use is saved as its manifest's atime at most this often. A restart reads it from there.
-SAVE_USE_EVERY_S = 60.0
+FOLDER = ".catalog"  # no namespace is called like this
+BUSY_S = 5.0  # how long a write waits for others; lookups never wait
+_VERSION = 3
+_USES_AT_ONCE = 256
+_MAX_LOG_BYTES = 64 << 20  # the write-ahead log is cut to this after it has grown
 
 
-@dataclass(slots=True, eq=False)
-class StoredManifest:
-    """A manifest's file. ``needs`` has the data objects that complete its segment; None if it cannot be decoded."""
-
-    name: str
-    size_bytes: int
-    stamp: tuple[int, int]  # inode and mtime in ns; it changes when the file is replaced
-    needs: dict[str, int] | None  # data object's name -> bytes
-    last_used_s: float  # seconds since the epoch
-    saved_use_s: float
+class FileState(IntEnum):
+    WRITING = 0  # at `temp_name(id)`
+    STORED = 1  # at its object's name
+    DELETING = 2  # at `temp_name(id)`; it is deleted as soon as nobody reads it
 
 
-@dataclass(slots=True, eq=False)
-class NamespaceFiles:
-    manifests: dict[str, StoredManifest] = field(default_factory=dict)
-    data: dict[str, dict[str, int]] = field(default_factory=dict)  # manifest's name -> data name -> bytes
-    changed: set[str] | None = None  # names noted or forgotten since the running scan began
+class Role(IntEnum):
+    MANIFEST = 0
+    NAMED = 1  # data that a manifest names
+    PENDING = 2  # data that no manifest names: not yet, or not any more
 
 
-@dataclass(frozen=True, slots=True)
-class KnownNames:
-    """The names in the catalog when a scan starts. The scan compares the directory with them."""
+class SegmentState(IntEnum):
+    LOOSE = 0  # it has no manifest
+    UNREAD = 1  # its manifest is to be read
+    INCOMPLETE = 2  # it lacks some of its data
+    UNREADABLE = 3  # its manifest is corrupt, or of another version
+    FOUND = 4  # by lookups
 
-    stamps: dict[str, tuple[int, int]]  # by manifest's name
-    data: frozenset[str]
+
+_SCHEMA = """
+CREATE TABLE segments (
+    id INTEGER PRIMARY KEY,
+    name TEXT NOT NULL UNIQUE,    -- its manifest's
+    state INTEGER NOT NULL,
+    digest TEXT,                  -- object_digest of the manifest, if FOUND
+    last_used REAL NOT NULL,      -- seconds since the epoch
+    pinned INTEGER NOT NULL DEFAULT 0,
+    expires REAL                  -- its manifest's: seconds since the epoch; NULL for never
+);
+CREATE INDEX segments_by_state ON segments (state);
+CREATE INDEX segments_by_use ON segments (pinned, last_used) WHERE state != 0;
+CREATE INDEX segments_by_expiry ON segments (expires) WHERE expires IS NOT NULL;
+
+CREATE TABLE files (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    name TEXT NOT NULL,           -- the object's
+    segment INTEGER,              -- NULL while it is DELETING
+    bytes INTEGER NOT NULL,       -- its size, or what is reserved for it
+    state INTEGER NOT NULL,
+    role INTEGER NOT NULL,
+    since REAL NOT NULL           -- when it came into this state and role, in seconds since the epoch
+);
+CREATE UNIQUE INDEX files_stored ON files (name) WHERE state = 1;
+CREATE INDEX files_writing ON files (id) WHERE state = 0;
+CREATE INDEX files_deleting ON files (id) WHERE state = 2;
+CREATE INDEX files_by_segment ON files (segment) WHERE segment IS NOT NULL;
+CREATE INDEX files_pending ON files (since) WHERE role = 2;
+
+-- The pages of segments that are FOUND. The key is a digest of namespace and page hash: half the size, and a collision
+-- only hides a page, since lookups compare whole hashes, those in chains.
+CREATE TABLE pages (
+    key BLOB NOT NULL, first_page INTEGER NOT NULL, segment INTEGER NOT NULL,
+    PRIMARY KEY (key, first_page, segment)
+) WITHOUT ROWID;
+CREATE TABLE chains (segment INTEGER PRIMARY KEY, first_page INTEGER NOT NULL, hashes BLOB NOT NULL);
+
+CREATE TABLE pinned_pages (page_hash BLOB NOT NULL, pin TEXT NOT NULL, PRIMARY KEY (page_hash, pin)) WITHOUT ROWID;
+
+-- One row. is_counted: all files on the disk have their rows.
+CREATE TABLE totals (bytes INTEGER NOT NULL, pending_bytes INTEGER NOT NULL, is_counted INTEGER NOT NULL);
+CREATE TRIGGER files_inserted AFTER INSERT ON files BEGIN
+    UPDATE totals SET bytes = bytes + new.bytes, pending_bytes = pending_bytes + new.bytes * (new.role = 2);
+END;
+CREATE TRIGGER files_deleted AFTER DELETE ON files BEGIN
+    UPDATE totals SET bytes = bytes - old.bytes, pending_bytes = pending_bytes - old.bytes * (old.role = 2);
+END;
+CREATE TRIGGER files_updated AFTER UPDATE OF bytes, role ON files BEGIN
+    UPDATE totals SET bytes = bytes + new.bytes - old.bytes,
+        pending_bytes = pending_bytes + new.bytes * (new.role = 2) - old.bytes * (old.role = 2);
+END;
+"""
 
 
-@dataclass(frozen=True, slots=True)
-class FoundManifest:
-    """A manifest's file that was read. If it cannot be decoded, ``manifest`` is None and ``problem`` says why."""
-
-    status: os.stat_result
-    content: bytes
-    manifest: Manifest | None
-    problem: str = ""
+def temp_name(file_id: int) -> str:
+    return f"{files.TEMP_PREFIX}{file_id}"
 
 
 class Catalog:
-    def __init__(self, root: Path) -> None:
+    """Connections to the database: one to write, one for each thread that looks up. Blocking and thread-safe.
+
+    All methods raise StoreError, and OSError, which is ENOSPC if the disk is full.
+    """
+
+    def __init__(self, root: Path, on_uncounted: Callable[[], None]) -> None:
+        """``on_uncounted``: called when a database is opened that lacks rows of files on the disk."""
         self.root = root
-        self.index = PageIndex()
-        self.stored_bytes = 0
-        self.num_unreadable = 0  # manifests skipped since the start, each counted once
-        self._namespaces: dict[str, NamespaceFiles] = {}
+        self._on_uncounted = on_uncounted
+        self._path = root / FOLDER / "catalog.sqlite"
+        self._writer_lock = threading.Lock()
+        self._local = threading.local()
+        self._writer: tuple[int, sqlite3.Connection | None] = 0, None  # the file's inode, and the connection
+        self._readers: list[sqlite3.Connection] = []
+        self._uses: dict[str, float] = {}  # of segments since they were last saved
 
-    # Findings of a scan. Names that this process changed since the scan began are skipped: their entries are newer.
-
-    def start_scan(self, namespace: str) -> KnownNames:
-        known = self._namespaces.setdefault(namespace, NamespaceFiles())
-        known.changed = set()
-        return KnownNames(
-            {name: stored.stamp for name, stored in known.manifests.items()},
-            frozenset(name for sizes in known.data.values() for name in sizes),
-        )
-
-    def end_scan(self, namespace: str) -> None:
-        known = self._namespaces.get(namespace)
-        if known is not None:
-            known.changed = None
-
-    def found_data(self, name: str, size_bytes: int) -> None:
-        if not self._is_newer(name):
-            self.note_data(name, size_bytes)
-
-    def found_manifest(self, name: str, found: FoundManifest | None) -> None:
-        if not self._is_newer(name):
-            self._note_found(name, found)
-
-    def lost(self, name: str) -> None:
-        if not self._is_newer(name):
-            self.forget(name)
-
-    def _is_newer(self, name: str) -> bool:
-        known = self._namespaces.get(name.partition("/")[0])
-        return known is not None and known.changed is not None and name in known.changed
-
-    def _note_found(self, name: str, found: FoundManifest | None) -> None:
-        if found is None:
-            self.forget(name)
-        elif found.manifest is None:
-            self.num_unreadable += 1
-            logger.warning("skipping unreadable manifest %s: %s", name, found.problem)
-            self._note_manifest(name, found.status, None)
-        else:
-            self.note_manifest(found.content, found.manifest, found.status)
-
-    # Changes to the files.
-
-    def note_data(self, name: str, size_bytes: int) -> None:
-        """Record a data object that was written or found, and update the index."""
-        self._note_data(name, size_bytes)
-        namespace, owner = _owner(name)
-        stored = self._namespaces[namespace].manifests.get(owner)
-        if stored is not None:
-            self._offer(stored)
-
-    def note_manifest(self, content: bytes, manifest: Manifest, status: os.stat_result) -> None:
-        """Record a manifest that was written or found. Add its segment to the index if all its data is there."""
-        needs = {manifest.data_name(v): manifest.data_bytes(v) for v in manifest.variants}
-        stored = self._note_manifest(manifest.key.manifest_name, status, needs)
-        if self._is_whole(stored):
-            self.index.add(stored.name, content, manifest)
-
-    def forget(self, name: str) -> None:
-        """Remove an object that is gone. A segment that loses its manifest or any of its data leaves the index."""
-        namespace, owner = _owner(name)
-        known = self._namespaces.get(namespace)
-        if known is None:
-            return
-        _note_change(known, name)
-        if name == owner:
-            stored = known.manifests.pop(name, None)
-            self.stored_bytes -= stored.size_bytes if stored else 0
-            self.index.remove(name)
-            return
-        sizes = known.data.get(owner, {})
-        self.stored_bytes -= sizes.pop(name, 0)
-        if not sizes:
-            known.data.pop(owner, None)
-        stored = known.manifests.get(owner)
-        if stored is not None and not self._is_whole(stored):
-            self.index.remove(owner)
-
-    def touch(self, manifest_names: Iterable[str]) -> None:
-        """Record that these segments are used now. Save it in the manifest's atime at most once a minute."""
-        now = time.time()
-        for name in manifest_names:
-            stored = self._manifest(name)
-            if stored is None:
-                continue
-            stored.last_used_s = now
-            if now - stored.saved_use_s > SAVE_USE_EVERY_S:
-                stored.saved_use_s = now
-                _save_use(self.root / name, now, stored.stamp[1])
-
-    # Queries.
-
-    def manifests(self) -> Iterator[StoredManifest]:
-        for known in self._namespaces.values():
-            yield from known.manifests.values()
-
-    def data_of(self, manifest_name: str) -> dict[str, int]:
-        """Return the sizes of a segment's stored data objects by name, including those that the manifest lacks."""
-        known = self._namespaces.get(_owner(manifest_name)[0])
-        return known.data.get(manifest_name, {}) if known else {}
-
-    def orphans(self) -> Iterator[str]:
-        """Iterate over data that no manifest needs, and readable manifests that lack some of their data.
-
-        Data of an unreadable manifest counts as needed: a newer version may have written that manifest.
-        """
-        for known in self._namespaces.values():
-            for owner, sizes in known.data.items():
-                stored = known.manifests.get(owner)
-                if stored is None:
-                    yield from sizes
-                elif stored.needs is not None:
-                    yield from (name for name in sizes if name not in stored.needs)
-            for name, stored in known.manifests.items():
-                if stored.needs is not None and not _holds(known.data.get(name, {}), stored.needs):
-                    yield name
-
-    def is_orphan(self, name: str) -> bool:
-        """Return whether ``orphans`` includes this name."""
-        stored = self._manifest(_owner(name)[1])
-        if stored is None:
-            return self._has_data(name)
-        if stored.needs is None:
-            return False
-        return not self._is_whole(stored) if name == stored.name else name not in stored.needs
-
-    def orphan_since_s(self, info: ObjectInfo) -> float:
-        """Return the latest time at which this object can have become an orphan, in seconds since the epoch. Even old
-        data may have been in use until the current manifest replaced another."""
-        stored = self._manifest(_owner(info.name)[1])
-        return info.modified_s if stored is None else max(info.modified_s, stored.stamp[1] / 1e9)
-
-    def _manifest(self, name: str) -> StoredManifest | None:
-        known = self._namespaces.get(_owner(name)[0])
-        return known.manifests.get(name) if known else None
-
-    def _has_data(self, name: str) -> bool:
-        return name in self.data_of(_owner(name)[1])
-
-    def _is_whole(self, stored: StoredManifest) -> bool:
-        return stored.needs is not None and _holds(self.data_of(stored.name), stored.needs)
-
-    def _offer(self, stored: StoredManifest) -> None:
-        """Add the segment to the index if all its data is there; otherwise remove it."""
-        if self._is_whole(stored) == (stored.name in self.index):
-            return
-        if stored.name in self.index:
-            self.index.remove(stored.name)
-        else:
-            try:
-                status = os.stat(self.root / stored.name, follow_symlinks=False)
-            except FileNotFoundError:
-                return
-            self._note_found(stored.name, read_manifest(self.root, stored.name, status))
-
-    def _note_data(self, name: str, size_bytes: int) -> None:
-        namespace, owner = _owner(name)
-        known = self._namespaces.setdefault(namespace, NamespaceFiles())
-        _note_change(known, name)
-        sizes = known.data.setdefault(owner, {})
-        self.stored_bytes += size_bytes - sizes.get(name, 0)
-        sizes[name] = size_bytes
-
-    def _note_manifest(self, name: str, status: os.stat_result, needs: dict[str, int] | None) -> StoredManifest:
-        self.forget(name)
-        used_s = max(status.st_atime, status.st_mtime)
-        stored = StoredManifest(name, status.st_size, _stamp(status), needs, used_s, used_s)
-        known = self._namespaces.setdefault(_owner(name)[0], NamespaceFiles())
-        _note_change(known, name)
-        known.manifests[name] = stored
-        self.stored_bytes += stored.size_bytes
-        return stored
-
-    def forget_namespace(self, namespace: str) -> None:
-        """Remove all objects of a namespace, since its directory is gone."""
-        known = self._namespaces.get(namespace)
-        if known is None:
-            return
-        for name in [*known.manifests, *(name for sizes in known.data.values() for name in sizes)]:
-            self.forget(name)
-        del self._namespaces[namespace]
-
-
-def read_manifest(root: Path, name: str, status: os.stat_result) -> FoundManifest | None:
-    """Read and decode a manifest's file. ``status`` is its state before the read. None if gone. Raises OSError."""
-    content = _read_quietly(root / name)
-    if content is None:
-        return None
-    try:
-        manifest = decode_manifest(content)
-        if manifest.key.manifest_name != name:
-            raise FormatError(f"manifest belongs under the name {manifest.key.manifest_name}")
-    except FormatError as e:
-        return FoundManifest(status, b"", None, str(e))
-    return FoundManifest(status, content, manifest)
-
-
-def _note_change(known: NamespaceFiles, name: str) -> None:
-    if known.changed is not None:
-        known.changed.add(name)
-
-
-def _holds(present: dict[str, int], needs: dict[str, int]) -> bool:
-    return all(present.get(name) == size for name, size in needs.items())
-
-
-def _owner(name: str) -> tuple[str, str]:
-    """Return the namespace and the manifest's name of the segment that an object belongs to."""
-    segment = parse_object_name(name).segment
-    return segment.namespace, segment.manifest_name
-
-
-def _stamp(status: os.stat_result) -> tuple[int, int]:
-    return status.st_ino, status.st_mtime_ns
-
-
-def _read_quietly(path: Path) -> bytes | None:
-    """Read a manifest. If the system allows it, keep the atime unchanged: it holds the last use."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction, which excludes all others in all processes. Keep it short."""
+        if not self._writer_lock.acquire(timeout=BUSY_S):
+            raise StoreError("io", f"the catalog {self._path} is locked: other writes take too long", retriable=True)
         try:
-            fd = os.open(path, flags | getattr(os, "O_NOATIME", 0))
-        except PermissionError:  # only the file's owner may use O_NOATIME
-            fd = os.open(path, flags)
-    except FileNotFoundError:
-        return None
-    with os.fdopen(fd, "rb") as file:
-        return file.read(MAX_MANIFEST_BYTES + 1)
+            with self._errors():
+                with files.os_errors(f"opening the catalog {self._path}"):
+                    db = self._open_writer()
+                db.execute("BEGIN IMMEDIATE")
+                try:
+                    yield db
+                    db.execute("COMMIT")
+                finally:
+                    if db.in_transaction:
+                        db.execute("ROLLBACK")
+        finally:
+            self._writer_lock.release()
 
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection | None]:
+        """A snapshot for lookups, which no writer delays. None if there is no catalog."""
+        with self._errors():
+            inode, db = getattr(self._local, "reader", (0, None))
+            if db is None or inode != self._inode():
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    inode, db = self._local.reader = self._connect()
+                    self._readers.append(db)
+            if db is None or inode != self._inode():
+                yield None
+                return
+            db.execute("BEGIN")
+            try:
+                yield db
+            finally:
+                db.execute("ROLLBACK")
 
-def _save_use(path: Path, used_s: float, mtime_ns: int) -> None:
-    try:
-        os.utime(path, ns=(int(used_s * 1e9), mtime_ns), follow_symlinks=False)
-    except OSError as e:
-        logger.debug("cannot save the last use of %s: %s", path.name, e)
+    @property
+    def exists(self) -> bool:
+        return self._inode() != 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._writer[1] is not None or bool(self._readers)
+
+    def open(self) -> None:
+        """Create the catalog if it is missing or unusable."""
+        with self.writing():
+            pass
+
+    def note_use(self, segments: Iterable[str]) -> None:
+        """Note that segments are used now, for ``save_uses``."""
+        self._uses.update(dict.fromkeys(segments, time.time()))
+
+    def save_uses(self) -> None:
+        """Save the last uses that were noted. The order of eviction depends on them."""
+        while self._uses:
+            with self.writing() as db:
+                for _ in range(min(_USES_AT_ONCE, len(self._uses))):
+                    name, used = self._uses.popitem()
+                    db.execute("UPDATE segments SET last_used = ? WHERE name = ? AND last_used < ?", (used, name, used))
+
+    def discard(self) -> None:
+        """Remove the database. The next use creates it anew; other processes notice."""
+        logger.warning("the catalog %s is removed, and will be rebuilt", self._path)
+        aside = self.root / f"{FOLDER}-{secrets.token_hex(8)}"
+        with suppress(FileNotFoundError):
+            os.rename(self.root / FOLDER, aside)  # with its log, which must never meet another database
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def close(self) -> None:
+        """Close all connections. No other thread may still use them."""
+        for db in (self._writer[1], *self._readers):
+            if db is not None:
+                db.close()
+        self._writer = 0, None
+        self._readers.clear()
+        self._local = threading.local()
+
+    def _inode(self) -> int:
+        """Return the inode of the database at the path now; 0 if there is none."""
+        try:
+            return os.stat(self._path).st_ino
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
+
+    def _open_writer(self) -> sqlite3.Connection:
+        inode, db = self._writer
+        if db is not None and inode == self._inode():
+            return db
+        if db is not None:
+            db.close()
+        self._writer = 0, None
+        try:
+            inode, db = self._connect()
+            if db.execute("PRAGMA user_version").fetchone() != (_VERSION,):
+                db.close()
+                raise sqlite3.DatabaseError("another version's")
+        except FileNotFoundError:
+            self._create()
+            inode, db = self._connect()
+        except sqlite3.DatabaseError as e:
+            if isinstance(e, sqlite3.OperationalError):
+                raise  # it cannot be opened now, which says nothing about its content
+            self.discard()
+            self._create()
+            inode, db = self._connect()
+        if db.execute("SELECT is_counted FROM totals").fetchone() == (0,):
+            self._on_uncounted()
+        self._writer = inode, db
+        return db
+
+    def _connect(self) -> tuple[int, sqlite3.Connection]:
+        """Raises FileNotFoundError if there is no database: SQLite would make an empty one."""
+        inode = os.stat(self._path).st_ino
+        db = sqlite3.connect(self._path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.execute(f"PRAGMA journal_size_limit = {_MAX_LOG_BYTES}")
+        return inode, db
+
+    def _create(self) -> None:
+        """Create the database under another name, so that nobody opens it before it is complete."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        is_empty = not files.namespaces(self.root)
+        new = self.root / f"{FOLDER}-{secrets.token_hex(8)}"
+        new.mkdir(mode=0o700)
+        try:
+            path = new / self._path.name
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            db = sqlite3.connect(path, isolation_level=None)
+            try:
+                if db.execute("PRAGMA journal_mode = WAL").fetchone() != ("wal",):
+                    raise sqlite3.OperationalError("the file system does not support SQLite's write-ahead log")
+                db.executescript(f"BEGIN; {_SCHEMA}; PRAGMA user_version = {_VERSION}; COMMIT;")
+                db.execute("INSERT INTO totals VALUES (0, 0, ?)", (is_empty,))
+                local_pins.enter_all(db, self.root)
+                # Identifiers never return: files of an earlier catalog may be left.
+                db.execute("INSERT INTO sqlite_sequence VALUES ('files', ?)", (time.time_ns() // 1000,))
+            finally:
+                db.close()
+            try:
+                os.rename(new, self.root / FOLDER)
+            except OSError:
+                if not (self.root / FOLDER).is_dir():
+                    raise
+                # Another process was faster.
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as e:
+            code = getattr(e, "sqlite_errorcode", 0) & 0xFF
+            if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                self.discard()
+            if code == sqlite3.SQLITE_FULL:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path)) from e
+            busy = code == sqlite3.SQLITE_BUSY
+            hint = "" if busy else "; on a network file system, run `kvfetch serve` beside the disk instead"
+            raise StoreError("io", f"the catalog {self._path} cannot be used: {e}{hint}", retriable=busy) from e

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -22,27 +23,50 @@ from tenacity import (
 )
 
 from sgl_kvfetch.container.manifest import MAX_MANIFEST_BYTES
-from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES
 from sgl_kvfetch.stores import wire
-from sgl_kvfetch.stores.base import Lookup, ObjectInfo, SegmentHit, Store
+from sgl_kvfetch.stores.base import Lookup, ObjectInfo, SegmentHit, Store, object_digest
 from sgl_kvfetch.stores.files import require_name, require_namespace
 from sgl_kvfetch.stores.http_answers import (
     client_errors,
-    decode_deleted,
     decode_hits,
     decode_listed,
+    decode_small,
     read_range,
     read_whole,
     require_status,
     take_range,
 )
+from sgl_kvfetch.stores.pins import MAX_PIN_BYTES, Pin, decode_pin, require_pin_name
 
 T = TypeVar("T")
 
 # Reasons for which a retry makes sense at once. A full store, for example, stays full.
 RETRIED = frozenset({"refused", "server", "truncated", "timeout"})
 _SEND_PIECE_BYTES = 1 << 20
+_MAX_IDLE_TURNS = 16  # of a deletion by prefix, in a row
+_MAX_REPLACES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files for ``https://``."""
+
+    ca: str | None = None  # CAs that may have signed the server's certificate; by default the system's
+    cert: str | None = None  # our own certificate, for servers that demand one
+    key: str | None = None  # its key, if it is not in the same file
+
+    def context(self) -> ssl.SSLContext:
+        """Raises ConfigError if a file cannot be read or has no certificate."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+            if self.cert is not None:
+                context.load_cert_chain(self.cert, self.key, password="")  # never asks on a terminal
+        except OSError as e:
+            files = ", ".join(name for name in (self.ca, self.cert, self.key) if name)
+            raise ConfigError(f"cannot use the TLS files {files}: {e}") from e
+        return context
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +80,7 @@ class HttpOptions:
     backoff_s: float = 0.1  # upper bound before the first retry; doubles each time; the wait is random below it
     max_object_bytes: int = 1 << 30  # the largest body that is read into memory
     on_retry: Callable[[StoreError], None] | None = None  # called before each retry, on the event loop
+    tls: TlsFiles | None = None
 
     def __post_init__(self) -> None:
         for field in (
@@ -80,7 +105,10 @@ class HttpStore(Store):
     """
 
     def __init__(self, url: str, *, token: str | None = None, options: HttpOptions | None = None) -> None:
-        """Raises ConfigError unless ``url`` is http(s)://host[:port][/path] and ``token`` printable ASCII."""
+        """Raises ConfigError unless ``url`` is http(s)://host[:port][/path] and ``token`` printable ASCII.
+
+        Raises ConfigError, too, if a file of ``options.tls`` cannot be used.
+        """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ConfigError(f"store URL {url!r} is not http(s)://host[:port][/path]")
@@ -90,6 +118,7 @@ class HttpStore(Store):
             raise ConfigError("the token is not allowed: expected printable ASCII without spaces around it")
         self.url = url.rstrip("/")
         self.options = options or HttpOptions()
+        self._tls = self.options.tls.context() if self.options.tls and parts.scheme == "https" else True
         self._headers = {"Accept-Encoding": "identity"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -154,31 +183,37 @@ class HttpStore(Store):
         return None if info is None else b""
 
     async def put(self, name: str, data: bytes) -> None:
-        require_name(name)
-        headers = {"Content-Type": wire.BYTES_TYPE}
-
-        async def attempt() -> None:
-            url = self._object_url(name)
-            async with self._request("PUT", url, headers=headers, body=data) as response:
-                await require_status(response, 200, 201, 204)
-
-        await self._retried(f"putting {name}", attempt, len(data))
+        """A server may demand that a stored manifest is replaced by its digest; then this does so."""
+        if await self._put(f"putting {name}", name, data, {}):
+            return
+        for _ in range(_MAX_REPLACES):
+            current = await self.get(name)
+            tag = {"If-None-Match": "*"} if current is None else {"If-Match": wire.entity_tag(object_digest(current))}
+            if current == data or await self._put(f"replacing {name}", name, data, tag):
+                return
+        raise StoreError("server", f"putting {name}: others replaced it {_MAX_REPLACES} times", retriable=True)
 
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
         """Uses ``If-Match``, which the server must support. Raises as ``put`` does."""
         if not require_name(name).is_manifest:
             raise StoreError("invalid", f"{name} is not a manifest; data objects are never replaced")
-        headers = {"Content-Type": wire.BYTES_TYPE, "If-Match": wire.entity_tag(expected_digest)}
+        tag = {"If-Match": wire.entity_tag(expected_digest)}
+        # An earlier attempt may have replaced it and lost only its answer.
+        return await self._put(f"replacing {name}", name, data, tag) or await self.get(name) == data
+
+    async def _put(self, what: str, name: str, data: bytes, condition: Mapping[str, str]) -> bool:
+        """Return False if the server says that the condition does not hold."""
+        is_manifest = require_name(name).is_manifest
+        headers = {"Content-Type": wire.BYTES_TYPE, **condition}
 
         async def attempt() -> bool:
             async with self._request("PUT", self._object_url(name), headers=headers, body=data) as response:
-                if response.status == 412:
+                if is_manifest and response.status == 412:
                     return False
                 await require_status(response, 200, 201, 204)
                 return True
 
-        # An earlier attempt may have replaced it and lost only its answer.
-        return await self._retried(f"replacing {name}", attempt, len(data)) or await self.get(name) == data
+        return await self._retried(what, attempt, len(data))
 
     async def head(self, name: str) -> ObjectInfo | None:
         """The modification time is in whole seconds; it is 0 if the server sends none."""
@@ -222,17 +257,34 @@ class HttpStore(Store):
                 if response.status in (404, 405, 501):
                     return None
                 await require_status(response, 200)
-                return await read_whole(response, wire.MAX_DELETED_BYTES)
+                return await read_whole(response, wire.MAX_SMALL_ANSWER_BYTES)
 
-        count = 0
-        while True:
-            body = await self._retried(what, attempt)
-            if body is None:
-                return count + await super().delete_prefix(prefix)
-            answer = decode_deleted(what, body)
+        count = turns = 0
+        while (body := await self._retried(what, attempt)) is not None:
+            answer = decode_small(what, body, wire.Deleted)
             count += answer.deleted
             if not answer.more:
                 return count
+            turns = 0 if answer.deleted else turns + 1
+            if turns == _MAX_IDLE_TURNS:
+                raise StoreError("protocol", f"{what}: the store deletes nothing, but says that there is more")
+        return count + await super().delete_prefix(prefix)
+
+    async def report_damage(self, manifest_name: str) -> bool:
+        """Return False, too, if the server does not check segments, or is busy checking others."""
+        require_name(manifest_name)
+
+        async def attempt() -> bytes | None:
+            url = f"{self.url}{wire.CHECK_PATH}/{manifest_name}"
+            async with self._request("POST", url) as response:
+                if response.status in (404, 405, 501):
+                    return None
+                await require_status(response, 200)
+                return await read_whole(response, wire.MAX_SMALL_ANSWER_BYTES)
+
+        what = f"reporting {manifest_name}"
+        body = await self._retried(what, attempt)
+        return body is not None and decode_small(what, body, wire.Checked).deleted
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         """Stream the listing. Failures are retried up to the first line; each later line has its own deadline."""
@@ -280,6 +332,64 @@ class HttpStore(Store):
         what = f"looking up {len(page_hashes)} pages in {namespace}"
         return decode_hits(what, await self._retried(what, attempt), len(page_hashes))
 
+    async def folders(self, digest: str = "") -> frozenset[str]:
+        """Return none if the server does not list folders."""
+        what = f"listing folders of {digest or 'all namespaces'}"
+        url = self.url + wire.FOLDERS_PATH + (digest and f"/{digest}")
+
+        async def attempt() -> bytes | None:
+            async with self._request("GET", url) as response:
+                if response.status in (404, 405, 501):
+                    return None
+                await require_status(response, 200)
+                return await read_whole(response, wire.MAX_FOLDERS_BYTES)
+
+        body = await self._retried(what, attempt)
+        return frozenset() if body is None else frozenset(decode_small(what, body, wire.Folders).folders)
+
+    async def pins(self) -> Sequence[str]:
+        async def attempt() -> bytes:
+            async with self._request("GET", self.url + wire.PINS_PATH) as response:
+                await require_status(response, 200)
+                return await read_whole(response, wire.MAX_PIN_NAMES_BYTES)
+
+        what = "listing pins"
+        return decode_small(what, await self._retried(what, attempt), wire.PinNames).names
+
+    async def get_pin(self, name: str) -> Pin | None:
+        async def attempt() -> bytes | None:
+            async with self._request("GET", self._pin_url(name)) as response:
+                if response.status == 404:
+                    return None
+                await require_status(response, 200)
+                return await read_whole(response, MAX_PIN_BYTES)
+
+        content = await self._retried(f"getting pin {name}", attempt)
+        try:
+            return None if content is None else decode_pin(content)
+        except FormatError as e:
+            raise StoreError("protocol", f"getting pin {name}: {e}") from e
+
+    async def put_pin(self, pin: Pin) -> None:
+        async def attempt() -> None:
+            async with self._request("PUT", self._pin_url(pin.name), body=pin.encode()) as response:
+                await require_status(response, 201)
+
+        await self._retried(f"putting pin {pin.name}", attempt)
+
+    async def delete_pin(self, name: str) -> bool:
+        async def attempt() -> bool:
+            async with self._request("DELETE", self._pin_url(name)) as response:
+                if response.status == 404:
+                    return False
+                await require_status(response, 204)
+                return True
+
+        return await self._retried(f"deleting pin {name}", attempt)
+
+    def _pin_url(self, name: str) -> str:
+        return f"{self.url}{wire.PINS_PATH}/{require_pin_name(name)}"
+
     async def close(self) -> None:
         self._closed = True
         session, self._session = self._session, None
@@ -302,7 +412,7 @@ class HttpStore(Store):
             raise StoreError("io", f"the client of {self.url} is closed")
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self.options.max_connections),
+                connector=aiohttp.TCPConnector(limit=self.options.max_connections, ssl=self._tls),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.options.connect_timeout_s),
                 headers=self._headers,
                 auto_decompress=False,

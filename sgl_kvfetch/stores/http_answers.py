@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import aiohttp
 import msgspec
@@ -15,6 +16,8 @@ from sgl_kvfetch.keys import parse_object_name
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import Lookup, ObjectInfo, SegmentHit
 
+T = TypeVar("T", wire.Deleted, wire.Checked, wire.Folders, wire.PinNames)
+
 _MAX_ERROR_BYTES = 4096
 _BROKEN = (  # after connecting: ClientConnectorError is caught before
     aiohttp.ClientPayloadError,
@@ -22,8 +25,8 @@ _BROKEN = (  # after connecting: ClientConnectorError is caught before
     aiohttp.UploadAbortedError,
     OSError,
 )
-_RANGE_SENT = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(?:\d{1,18}|\*)")
-_RANGE_REFUSED = re.compile(r"bytes \*/(\d{1,18})")
+_RANGE_SENT = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/(?:[0-9]{1,18}|\*)")
+_RANGE_REFUSED = re.compile(r"bytes \*/([0-9]{1,18})")
 
 
 @contextmanager
@@ -32,32 +35,45 @@ def client_errors(what: str) -> Iterator[None]:
     try:
         yield
     except (aiohttp.ConnectionTimeoutError, aiohttp.SocketTimeoutError) as e:
-        raise StoreError("timeout", f"{what}: no connection in time: {e}", retriable=True) from e
+        raise StoreError("timeout", f"{what}: no connection in time: {_text(e)}", retriable=True) from e
     except aiohttp.ClientConnectorError as e:
-        raise StoreError("refused", f"{what}: {e}", retriable=True) from e
+        raise StoreError("refused", f"{what}: {_text(e)}", retriable=True) from e
     except _BROKEN as e:
-        raise StoreError("truncated", f"{what}: the connection broke: {e or repr(e)}", retriable=True) from e
+        raise StoreError("truncated", f"{what}: the connection broke: {_text(e)}", retriable=True) from e
     except (aiohttp.ClientError, HttpProcessingError, ValueError) as e:
-        raise StoreError("protocol", f"{what}: {e or repr(e)}") from e
+        raise StoreError("protocol", f"{what}: {_text(e)}") from None  # a traceback would show the server's bytes
+
+
+def _text(error: BaseException) -> str:
+    return printable(str(error)[:500]) or type(error).__name__
+
+
+def printable(text: str) -> str:
+    """Replace control characters: a server must not control our terminal, or begin lines of our log."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 async def require_status(response: aiohttp.ClientResponse, *expected: int) -> None:
     """Raise the matching StoreError unless the status is one of ``expected``."""
     if response.status in expected:
         return
-    status = response.status
-    message = f"{response.method} {response.url}: status {status}{await _explanation(response)}"
+    message = f"{response.method} {response.url}: status {response.status}{await _explanation(response)}"
+    raise status_error(response.status, message)
+
+
+def status_error(status: int, message: str) -> StoreError:
+    """Return the StoreError that an unexpected HTTP status means."""
     if status in (401, 403):
-        raise StoreError("unauthorised", message)
+        return StoreError("unauthorised", message)
     if status == 413:
-        raise StoreError("too_large", message)
+        return StoreError("too_large", message)
     if status == 507:
-        raise StoreError("full", message, retriable=True)
+        return StoreError("full", message, retriable=True)
+    if status in (400, 409, 416, 422, 501):
+        return StoreError("invalid", message)
     if status >= 500 or status in (408, 429):
-        raise StoreError("server", message, retriable=True)
-    if status in (400, 409, 416, 422):
-        raise StoreError("invalid", message)
-    raise StoreError("protocol", message)
+        return StoreError("server", message, retriable=True)
+    return StoreError("protocol", message)
 
 
 async def _explanation(response: aiohttp.ClientResponse) -> str:
@@ -66,7 +82,7 @@ async def _explanation(response: aiohttp.ClientResponse) -> str:
         said = msgspec.json.decode(await _read_up_to(response, _MAX_ERROR_BYTES), type=wire.ErrorBody)
     except (msgspec.DecodeError, UnicodeDecodeError, aiohttp.ClientError):
         return ""
-    return f" ({said.error}: {said.message[:500]})"
+    return f" ({printable(said.error[:100])}: {printable(said.message[:500])})"
 
 
 async def read_whole(response: aiohttp.ClientResponse, most: int) -> bytes:
@@ -136,7 +152,8 @@ async def _require_range(response: aiohttp.ClientResponse, start: int, length: i
 async def _cut(response: aiohttp.ClientResponse, start: int, length: int | None, most: int) -> bytes:
     announced = response.content_length
     if announced is not None and start + (length or 0) > announced:
-        raise StoreError("truncated", f"{response.url}: {announced} bytes; expected length {length} from byte {start}")
+        wanted = "" if length is None else f"{length} bytes "
+        raise StoreError("truncated", f"{response.url}: {announced} bytes; expected {wanted}from byte {start} on")
     to_skip = start
     while to_skip:
         piece = await response.content.read(min(to_skip, 1 << 20))
@@ -176,19 +193,19 @@ def decode_hits(what: str, body: bytes, pages_asked: int) -> Lookup:
     try:
         rows = msgspec.msgpack.decode(body, type=tuple[wire.HitRow, ...])
     except msgspec.DecodeError as e:
-        raise StoreError("protocol", f"{what}: the answer is malformed: {e}") from e
+        raise StoreError("protocol", f"{what}: the answer is malformed: {_text(e)}") from e
     found = sum(row.num_pages for row in rows)
     if found > pages_asked:
         raise StoreError("protocol", f"{what}: the answer has more pages than requested: {found}")
     return Lookup(tuple(SegmentHit(row.manifest, row.first_page, row.num_pages) for row in rows))
 
 
-def decode_deleted(what: str, body: bytes) -> wire.Deleted:
-    """Decode the answer to a deletion by prefix. Raises StoreError (``protocol``)."""
+def decode_small(what: str, body: bytes, kind: type[T]) -> T:
+    """Decode an answer in JSON. Raises StoreError (``protocol``)."""
     try:
-        return msgspec.json.decode(body, type=wire.Deleted)
+        return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise StoreError("protocol", f"{what}: the answer is malformed: {e}") from e
+        raise StoreError("protocol", f"{what}: the answer is malformed: {_text(e)}") from e
 
 
 def decode_listed(line: bytes, prefix: str) -> ObjectInfo:
@@ -197,7 +214,7 @@ def decode_listed(line: bytes, prefix: str) -> ObjectInfo:
         listed = msgspec.json.decode(line, type=wire.ListedObject)
         parse_object_name(listed.name)
     except (msgspec.DecodeError, UnicodeDecodeError, FormatError) as e:
-        raise StoreError("protocol", f"listing {prefix!r}: malformed line: {e}") from e
+        raise StoreError("protocol", f"listing {prefix!r}: malformed line: {_text(e)}") from e
     if not listed.name.startswith(prefix):
         raise StoreError("protocol", f"listing {prefix!r}: {listed.name} does not have this prefix")
     return ObjectInfo(listed.name, listed.size_bytes, listed.modified_s)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from sgl_kvfetch.container.manifest import Manifest, decode_manifest
-from sgl_kvfetch.errors import FormatError
+from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import SegmentKey, parse_object_name
 from sgl_kvfetch.stores.base import ObjectInfo
 
@@ -53,8 +53,28 @@ async def list_segments(objects: Objects, prefix: str) -> list[StoredSegment]:
 async def read_manifest(objects: Objects, name: str) -> Manifest | None:
     """Read and decode a manifest; None if it is gone. Raises FormatError, also if it belongs under another name."""
     content = await objects.get(name)
-    if content is None:
-        return None
+    return None if content is None else decode_named_manifest(content, name)
+
+
+async def first_readable_manifest(objects: Objects, segments: Iterable[StoredSegment]) -> Manifest | None:
+    """Read the first manifest that is there and decodes; None if there is none. Raises StoreError
+    if the store cannot be used."""
+    for segment in segments:
+        try:
+            manifest = await read_manifest(objects, segment.key.manifest_name)
+        except FormatError:
+            continue  # ``kvfetch verify`` reports those
+        except StoreError as e:
+            if not e.concerns_object:
+                raise
+            continue
+        if manifest is not None:
+            return manifest
+    return None
+
+
+def decode_named_manifest(content: bytes, name: str) -> Manifest:
+    """Decode the manifest that is stored as ``name``. Raises FormatError, also if it belongs under another name."""
     manifest = decode_manifest(content)
     if manifest.key.manifest_name != name:
         raise FormatError(f"manifest belongs under the name {manifest.key.manifest_name}")

@@ -1,49 +1,60 @@
-"""A store in a directory, for one machine or a shared file system."""
+"""A store in a directory of one machine, which several processes may share."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
-from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.stores import files
-from sgl_kvfetch.stores.base import Lookup, ObjectInfo, Store
-from sgl_kvfetch.stores.directory import Directory
+from sgl_kvfetch.container.manifest import MAX_MANIFEST_BYTES, decode_manifest
+from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
+from sgl_kvfetch.keys import MANIFEST_SUFFIX, SegmentKey
+from sgl_kvfetch.stores import files, index, local_pins
+from sgl_kvfetch.stores.base import Lookup, ObjectInfo, SegmentHit, Store, object_digest
+from sgl_kvfetch.stores.catalog import Catalog, SegmentState
+from sgl_kvfetch.stores.damage import DamageChecks
 from sgl_kvfetch.stores.files import OpenObject
-from sgl_kvfetch.stores.scanning import Scan
+from sgl_kvfetch.stores.pins import Pin, require_pin_name
+from sgl_kvfetch.stores.repair import Repair
+from sgl_kvfetch.stores.room import Room
 from sgl_kvfetch.stores.writing import DataWriter, IncompleteSegmentError, write_manifest
 
 __all__ = ["IncompleteSegmentError", "LocalStore", "StoreUsage", "Upload"]
 
+logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# How long a lookup waits for a scan. It does not wait if the last scan of the namespace was long.
-SCAN_WAIT_S = 1.0
 _LOOKUP_THREADS = 2
+_LOOKUP_ATTEMPTS = 3
+_SAVE_USES_EVERY_S = 1.0
 _DELETE_TURN_S = 5.0
+_DELETED_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    stored_bytes: int
+    stored_bytes: int  # of all files but the catalog, and what is reserved for files that are being written
     num_segments: int  # those that lookups can find
     num_evicted: int  # segments, since the start
     num_collected: int  # orphaned objects and temporary files, since the start
     num_unreadable: int  # skipped manifests, since the start
+    write_problem: str | None = None  # why nothing can be written now
 
 
 class LocalStore(Store):
-    """A directory of objects. Other processes may use it at the same time; each object is replaced atomically.
+    """A directory of objects with a catalog of them. Several processes may use it at once, each with its own store.
 
     With a capacity, the least recently used segments are evicted for new ones: manifest first, then data. Unfinished
-    writes of dead writers are removed once they are ``orphan_age_s`` old.
+    writes of dead writers are removed, and data without a manifest once it is ``orphan_age_s`` old.
     """
 
     def __init__(
@@ -51,17 +62,29 @@ class LocalStore(Store):
         root: Path | str,
         *,
         capacity_bytes: int | None = None,
+        min_free_bytes: int | None = None,
         orphan_age_s: float = 900.0,
         num_threads: int = 8,
     ) -> None:
-        """The first write creates the directory. Raises ConfigError for a capacity below one byte."""
+        """The first write creates the directory. Raises ConfigError for a capacity below one byte.
+
+        ``min_free_bytes``: segments are also evicted to leave this much of the disk free; by default 1 % of it, at most
+        1 GiB.
+        """
         if capacity_bytes is not None and capacity_bytes < 1:
             raise ConfigError(f"capacity_bytes is {capacity_bytes}; expected at least 1, or none for no limit")
         self.root = Path(root)
-        self._directory = Directory(self.root, capacity_bytes, orphan_age_s)
+        self._catalog = Catalog(self.root, self._start_sweep)
+        self._room = Room(self._catalog, capacity_bytes, min_free_bytes)
+        self._repair = Repair(self._catalog, self._room, orphan_age_s)
+        self._checks = DamageChecks(self._catalog, self._room)
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="kvfetch-local")
         # Lookups have their own threads: the others may all be waiting for the disk.
         self._lookups = ThreadPoolExecutor(_LOOKUP_THREADS, thread_name_prefix="kvfetch-lookup")
+        self._upkeep = ThreadPoolExecutor(1, thread_name_prefix="kvfetch-upkeep")
+        self._opened = False
+        self._orphan_age_s = orphan_age_s
+        self._collected_at = self._uses_saved_at = float("-inf")  # monotonic seconds
         self._closed = False
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
@@ -77,26 +100,35 @@ class LocalStore(Store):
         with opened.file as file, files.os_errors(f"reading {name}"):
             wanted = opened.info.size_bytes - start if length is None else length
             data = files.read_fully(file, start, wanted) if wanted >= 0 else b""
+        expected = "" if length is None else f"{length} bytes "
         if wanted < 0 or start > opened.info.size_bytes or len(data) < wanted:
             raise StoreError(
                 "truncated",
-                f"{name} has {opened.info.size_bytes} bytes; expected length {length} from byte {start}",
+                f"{name} has {opened.info.size_bytes} bytes; expected {expected}from byte {start} on",
             )
         return data
 
     async def put(self, name: str, data: bytes) -> None:
         """Raises StoreError: ``invalid`` if data does not match its name's digest, or a manifest's data is missing."""
         parsed = files.require_name(name)
+        self._collect_later()
         if parsed.is_manifest:
-            await self._run(write_manifest, self._directory, name, data)
+            await self._put_if(name, data, lambda current: True)
         else:
-            await self._run(self._put_data, DataWriter(self._directory, parsed), data)
+            await self._run(self._put_data, DataWriter(self._catalog, self._room, parsed, len(data)), data)
 
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
-        """Atomic across processes if the file system supports locks. Raises as ``put`` does."""
+        """Atomic across processes. Raises as ``put`` does."""
+        return await self._put_if(name, data, lambda current: current == expected_digest)
+
+    async def create(self, name: str, data: bytes) -> bool:
+        """Put a manifest if there is none, atomically. Return True if the store holds ``data`` now."""
+        return await self._put_if(name, data, lambda current: current is None)
+
+    async def _put_if(self, name: str, data: bytes, replaces: Callable[[str | None], bool]) -> bool:
         if not files.require_name(name).is_manifest:
             raise StoreError("invalid", f"{name} is not a manifest; data objects are never replaced")
-        return await self._run(write_manifest, self._directory, name, data, expected_digest)
+        return await self._run(write_manifest, self._catalog, self._room, name, data, replaces)
 
     def _put_data(self, writer: DataWriter, data: bytes) -> None:
         try:
@@ -105,12 +137,15 @@ class LocalStore(Store):
         finally:
             writer.discard()
 
-    def upload(self, name: str) -> Upload:
-        """Begin to write a data object in pieces. Raises StoreError (``invalid``) for any other name."""
+    def upload(self, name: str, size_bytes: int | None = None) -> Upload:
+        """Begin to write a data object in pieces. If its size is known, room for all of it is reserved at once.
+
+        Raises StoreError (``invalid``) for any other name.
+        """
         parsed = files.require_name(name)
         if parsed.is_manifest:
             raise StoreError("invalid", f"{name} is a manifest; only data objects are written in pieces")
-        return Upload(self, DataWriter(self._directory, parsed))
+        return Upload(self, DataWriter(self._catalog, self._room, parsed, size_bytes))
 
     async def open_object(self, name: str) -> OpenObject | None:
         """Open an object for reading in pieces; the caller closes it. None if it is missing."""
@@ -126,8 +161,7 @@ class LocalStore(Store):
         with files.os_errors(f"opening {name}"):
             opened = files.open_object(self.root, name)
         if opened is not None:
-            # No lock, so that scans do not delay reads: touch only looks up one entry and sets its times.
-            self._directory.catalog.touch((files.require_name(name).segment.manifest_name,))
+            self._note_use([files.require_name(name).segment.manifest_name])
         return opened
 
     async def head(self, name: str) -> ObjectInfo | None:
@@ -144,8 +178,8 @@ class LocalStore(Store):
         return await self._run(self._delete, name)
 
     def _delete(self, name: str) -> bool:
-        with self._directory.lock, files.os_errors(f"deleting {name}"):
-            return self._directory.capacity.delete(name)
+        with files.os_errors(f"deleting {name}"):
+            return self._room.delete([name]) > 0
 
     async def delete_prefix(self, prefix: str) -> int:
         count, more = 0, True
@@ -159,104 +193,235 @@ class LocalStore(Store):
         return await self._run(self._delete_some, prefix, time.monotonic() + within_s)
 
     def _delete_some(self, prefix: str, until: float) -> tuple[int, bool]:
+        count = 0
         with files.os_errors(f"deleting {prefix}*"):
-            return self._directory.delete_some(prefix, until)
+            names = [info.name for namespace in self._namespaces(prefix) for info in self._list(namespace, prefix)]
+            names.sort(key=lambda name: not name.endswith(MANIFEST_SUFFIX))
+            left = iter(names)
+            while some := list(islice(left, _DELETED_AT_ONCE)):
+                if count and time.monotonic() > until:  # each call deletes one batch at least
+                    return count, True
+                count += self._room.delete(some)
+        return count, False
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        for namespace in await self._run(self._namespaces):
-            if namespace.startswith(prefix[: len(namespace)]):
-                for info in await self._run(self._list, namespace, prefix):
-                    yield info
+        for namespace in await self._run(self._namespaces, prefix):
+            for info in await self._run(self._list, namespace, prefix):
+                yield info
 
-    def _namespaces(self) -> Sequence[str]:
+    def _namespaces(self, prefix: str) -> Sequence[str]:
         with files.os_errors("listing namespaces"):
-            return files.namespaces(self.root)
+            return [name for name in files.namespaces(self.root) if name.startswith(prefix[: len(name)])]
 
     def _list(self, namespace: str, prefix: str) -> Sequence[ObjectInfo]:
         with files.os_errors(f"listing {namespace}"):
             return files.list_objects(self.root, namespace, prefix)
 
+    async def folders(self, digest: str = "") -> frozenset[str]:
+        return frozenset(await self._run_in(self._lookups, self._namespaces, digest and f"{digest}."))
+
+    async def last_uses(self, segments: Sequence[SegmentKey]) -> Sequence[float | None]:
+        return await self._run(self._last_uses, segments)
+
+    def _last_uses(self, segments: Sequence[SegmentKey]) -> Sequence[float | None]:
+        with files.os_errors("reading when segments were used"):
+            self._catalog.save_uses()
+            with self._catalog.reading() as db:
+                if db is None:
+                    return [None] * len(segments)
+                uses = dict(db.execute("SELECT name, last_used FROM segments"))
+        return [uses.get(segment.manifest_name) for segment in segments]
+
+    async def expired(self, segments: Sequence[SegmentKey]) -> set[SegmentKey]:
+        return await self._run(self._expired, segments)
+
+    def _expired(self, segments: Sequence[SegmentKey]) -> set[SegmentKey]:
+        with files.os_errors("reading when segments expire"), self._catalog.reading() as db:
+            rows = () if db is None else db.execute("SELECT name FROM segments WHERE expires <= ?", (time.time(),))
+            names = {name for (name,) in rows}
+        return {segment for segment in segments if segment.manifest_name in names}
+
+    async def pins(self) -> Sequence[str]:
+        return await self._run(self._pinning, lambda: local_pins.names(self.root))
+
+    async def get_pin(self, name: str) -> Pin | None:
+        require_pin_name(name)
+        return await self._run(self._pinning, lambda: local_pins.read(self.root, name))
+
+    async def put_pin(self, pin: Pin) -> None:
+        await self._run(self._pinning, lambda: self._put_pin(pin))
+
+    def _put_pin(self, pin: Pin) -> None:
+        with self._catalog.writing() as db:
+            local_pins.enter(db, pin)
+            local_pins.mark(db, self.root, pin)
+            self._room.require_pins_fit(local_pins.pinned_bytes(db))
+            local_pins.write(self.root, pin)
+
+    async def delete_pin(self, name: str) -> bool:
+        require_pin_name(name)
+        return await self._run(self._pinning, lambda: self._delete_pin(name))
+
+    def _delete_pin(self, name: str) -> bool:
+        with self._catalog.writing() as db:
+            existed = local_pins.delete(self.root, name)
+            local_pins.remove(db, name)
+        return existed
+
+    def _pinning(self, call: Callable[[], T]) -> T:
+        try:
+            with files.os_errors(f"reading or writing the pins of {self.root}"):
+                return call()
+        except FormatError as e:
+            raise StoreError("io", f"{self.root}: {e}") from e
+
     async def warm_up(self) -> int:
-        """Read all manifests, so that the first lookups do not wait for that. Return the number of segments."""
+        """Open the catalog. Return the number of segments that lookups can find now."""
         return (await self.usage()).num_segments
 
     async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
-        """During a long scan, the answer may lack recent changes by other processes.
+        """Segments are found as soon as they are put, whichever process puts them.
 
-        Segments that were put through this store are always found.
+        While the catalog is rebuilt, those that are not in it yet are missed.
         """
         files.require_namespace(namespace)
-        found = await self._run_in(self._lookups, self._lookup_or_scan, namespace, page_hashes)
-        if isinstance(found, Lookup):
-            return found
-        # gather and wait_for would cancel the scan, which other lookups wait for too.
-        done, _ = await asyncio.wait({asyncio.wrap_future(found.future)}, timeout=SCAN_WAIT_S)
-        for scan in done:
-            error = scan.result()
-            if error is not None:
-                raise error
         return await self._run_in(self._lookups, self._lookup, namespace, page_hashes)
 
-    def _lookup_or_scan(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup | Scan:
-        with files.os_errors(f"looking up in {namespace}"):
-            scan = self._directory.scanner.start(namespace)
-        return self._lookup(namespace, page_hashes) if scan is None or scan.is_long else scan
-
     def _lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
-        with self._directory.lock:
-            found = self._directory.catalog.index.find(namespace, page_hashes)
-            self._directory.catalog.touch(name for name, _ in found)
-        return Lookup(tuple(hit for _, hit in found))
+        with files.os_errors(f"looking up in {namespace}"):
+            if not self._opened:
+                self._open_later()  # even if a catalog of another version cannot be read
+            for attempt in range(_LOOKUP_ATTEMPTS):
+                with self._catalog.reading() as db:
+                    found = index.find(db, namespace, page_hashes) if db is not None else []
+                if db is None:
+                    self._open_later()
+                hits = list(self._with_manifests(found, accept_other=attempt > 0))
+                if len(hits) == len(found):
+                    break
+                if attempt:  # not merely replaced or evicted since it was found
+                    self._quietly(partial(self._repair.recheck, found[len(hits)].manifest_name))
+        self._note_use([hit.manifest_name for hit in found])
+        return Lookup(tuple(hits))
+
+    def _with_manifests(self, found: Sequence[index.IndexHit], *, accept_other: bool) -> Iterator[SegmentHit]:
+        """Read the manifests, up to the first that is not as in the catalog.
+
+        ``accept_other``: accept any sound manifest of the same pages, because a writer renames the file a moment before
+        its transaction ends.
+        """
+        for hit in found:
+            content = files.read_object(self.root, hit.manifest_name, MAX_MANIFEST_BYTES)
+            if content is None:
+                return
+            if object_digest(content) != hit.digest and not (accept_other and _is_sound(content, hit.manifest_name)):
+                return
+            yield SegmentHit(content, hit.first_page, hit.num_pages)
+
+    def _open_later(self) -> None:
+        """Open the catalog in the background, which rebuilds it if it is missing."""
+        if self._catalog.exists or files.namespaces(self.root):
+            self._opened = True
+            self._upkeep.submit(self._quietly, self._catalog.open)
+
+    def _note_use(self, manifest_names: Sequence[str]) -> None:
+        if not self._catalog.is_open:
+            return  # only files were read: that changes nothing
+        self._catalog.note_use(manifest_names)
+        now = time.monotonic()
+        if now > self._uses_saved_at + _SAVE_USES_EVERY_S:
+            self._uses_saved_at = now
+            self._upkeep.submit(self._quietly, self._catalog.save_uses)
+
+    def _start_sweep(self) -> None:
+        if self._closed:
+            return
+        self._room.counted.clear()
+        self._upkeep.submit(self._quietly, self._repair.sweep)
+
+    def _quietly(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except (StoreError, OSError) as e:
+            logger.warning("%s: %s", self.root, e)
+
+    async def report_damage(self, manifest_name: str) -> bool:
+        if not files.require_name(manifest_name).is_manifest:
+            raise StoreError("invalid", f"{manifest_name} is not a manifest")
+        self._require_open()
+        return await self._checks.check(manifest_name)
 
     async def usage(self) -> StoreUsage:
-        """Return sizes and counters. The first call reads every manifest, later ones what other processes changed."""
-        scans = await self._run(self._start_scans)
-        if scans:
-            done, _ = await asyncio.wait({asyncio.wrap_future(scan.future) for scan in scans})
-            self._directory.scanner.finish_all([scan.result() for scan in done])
-        else:
-            self._directory.scanner.finish_all([])
+        """Return sizes and counters."""
         return await self._run(self._usage)
 
-    def _start_scans(self) -> Sequence[Scan]:
-        with files.os_errors("scanning"):
-            return self._directory.scanner.start_all()
-
     def _usage(self) -> StoreUsage:
-        directory = self._directory
-        with directory.lock:
-            return StoreUsage(
-                directory.catalog.stored_bytes,
-                len(directory.catalog.index),
-                directory.capacity.num_evicted,
-                directory.num_collected,
-                directory.catalog.num_unreadable,
-            )
+        stored_bytes = num_segments = 0
+        problem = None
+        with files.os_errors("reading the catalog"):
+            if self.root.is_dir():
+                problem = self._room.problem()
+                with self._catalog.reading() as db:
+                    if db is not None:
+                        (stored_bytes,) = db.execute("SELECT bytes FROM totals").fetchone()
+                        count = "SELECT count(*) FROM segments WHERE state = ?"
+                        (num_segments,) = db.execute(count, (SegmentState.FOUND,)).fetchone()
+        repair = self._repair
+        return StoreUsage(
+            stored_bytes, num_segments, self._room.num_evicted, repair.num_collected, repair.num_unreadable, problem
+        )
 
     async def collect(self) -> None:
-        """Remove old orphans now. Writes also do this, at most once every ``orphan_age_s``."""
-        await self._run(self._collect)
+        """Remove old orphans and what dead writers left, and compare the disk with the catalog.
+
+        Writes also do this in the background, at most once every ``orphan_age_s``.
+        """
+        self._collected_at = time.monotonic()
+        if self.root.is_dir():
+            await self._run_in(self._upkeep, self._collect)
+
+    def _collect_later(self) -> None:
+        if time.monotonic() > self._collected_at + self._orphan_age_s:
+            self._collected_at = time.monotonic()
+            self._upkeep.submit(self._quietly, self._repair.collect)
 
     def _collect(self) -> None:
         with files.os_errors("collecting orphans"):
-            self._directory.collect()
+            self._repair.collect()
+
+    async def rebuild(self) -> None:
+        """Make the catalog anew from the files, and wait until that is done."""
+        await self._run(self._rebuild)
+        await self._run_in(self._upkeep, lambda: None)  # behind the sweep that opening has started
+
+    def _rebuild(self) -> None:
+        with files.os_errors("rebuilding the catalog"):
+            self._catalog.discard()
+            self._catalog.open()
 
     async def close(self) -> None:
         self._closed = True
         await asyncio.to_thread(self._shut_down)
 
     def _shut_down(self) -> None:
-        self._directory.scanner.stop()
-        self._lookups.shutdown()
-        self._executor.shutdown()
+        self._repair.stopped.set()
+        for threads in (self._lookups, self._executor, self._upkeep):
+            threads.shutdown()
+        self._checks.shut_down()
+        if self._catalog.is_open:
+            self._quietly(self._catalog.save_uses)
+        self._catalog.close()
 
     async def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._run_in(self._executor, call, *args, **kwargs)
 
     async def _run_in(self, threads: ThreadPoolExecutor, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        self._require_open()
+        return await asyncio.get_running_loop().run_in_executor(threads, lambda: call(*args, **kwargs))
+
+    def _require_open(self) -> None:
         if self._closed:
             raise StoreError("io", f"the store {self.root} is closed")
-        return await asyncio.get_running_loop().run_in_executor(threads, lambda: call(*args, **kwargs))
 
 
 class Upload:
@@ -267,11 +432,20 @@ class Upload:
         self._writer = writer
 
     async def __aenter__(self) -> Self:
+        """Reserve room. Raises StoreError (``full``, ``io``)."""
+        try:
+            await self._store._run(self._writer.open)
+        except BaseException:  # cancelled, too: the thread goes on
+            await self._discard()
+            raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self._discard()
+
+    async def _discard(self) -> None:
         await asyncio.shield(asyncio.to_thread(self._writer.discard))  # works after the store is closed
 
     async def write(self, data: bytes) -> None:
@@ -281,6 +455,13 @@ class Upload:
     async def commit(self) -> None:
         """Make the object visible. Raises StoreError (``invalid`` if the digest does not match; ``full``, ``io``)."""
         await self._store._run(self._writer.commit)
+
+
+def _is_sound(content: bytes, manifest_name: str) -> bool:
+    try:
+        return decode_manifest(content).key.manifest_name == manifest_name
+    except FormatError:
+        return False
 
 
 def _close_opened(opening: asyncio.Future[OpenObject | None]) -> None:

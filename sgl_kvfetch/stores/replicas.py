@@ -89,6 +89,18 @@ class ReplicatedStore(Store):
         assert found is not None
         return found
 
+    async def folders(self, digest: str = "") -> frozenset[str]:
+        """Return the folders of all replicas that answer. Raises a StoreError if none does."""
+        tasks = [asyncio.create_task(store.folders(digest)) for store in self._stores]
+        try:
+            await _until_all_or_late(tasks)
+            answers = [task.result() for task in tasks if task.done() and task.exception() is None]
+            return frozenset().union(*answers) if answers else tasks[0].result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
         """Return None if all replicas that answer lack the object. Stalls are detected only with a ``length``."""
         if length is not None:
@@ -165,6 +177,11 @@ class ReplicatedStore(Store):
     async def delete_prefix(self, prefix: str) -> int:
         """Delete from all replicas. Return the highest count. Raises the first StoreError after all were asked."""
         return max(await self._of_all(lambda store: store.delete_prefix(prefix)))
+
+    async def report_damage(self, manifest_name: str) -> bool:
+        """Report to all replicas, since any of them may have sent the damaged bytes. Return True if one deleted the
+        segment. Raises the first StoreError after all were asked."""
+        return any(await self._of_all(lambda store: store.report_damage(manifest_name)))
 
     def _up_for_writing(self) -> Sequence[int]:
         """Return the indices of the replicas that are up, or of all replicas if none is up."""

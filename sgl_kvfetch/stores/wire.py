@@ -13,6 +13,9 @@ from sgl_kvfetch.keys import NAMESPACE_PATTERN, PAGE_HASH_BYTES
 
 OBJECTS_PATH = "/v1/objects"
 LOOKUP_PATH = "/v1/lookup"
+PINS_PATH = "/v1/pins"
+CHECK_PATH = "/v1/check"
+FOLDERS_PATH = "/v1/folders"
 HEALTH_PATH = "/healthz"
 METRICS_PATH = "/metrics"
 
@@ -25,8 +28,9 @@ MAX_LOOKUP_REQUEST_BYTES = MAX_LOOKUP_PAGES * PAGE_HASH_BYTES + 1024
 # A server shortens a run rather than answer with more bytes; one manifest always fits.
 MAX_LOOKUP_ANSWER_BYTES = 4 * MAX_MANIFEST_BYTES
 MAX_LINE_BYTES = 4096  # of a listing
-MAX_DELETED_BYTES = 4096  # of the answer to a deletion by prefix
-
+MAX_PIN_NAMES_BYTES = 16 << 20  # of the list of all pins
+MAX_SMALL_ANSWER_BYTES = 4096  # to a deletion by prefix, and to a report of damage
+MAX_FOLDERS_BYTES = 1 << 20
 
 _ENTITY_TAG = re.compile(r'"([0-9a-f]{32})"')
 
@@ -45,6 +49,12 @@ def parse_entity_tag(text: str) -> str | None:
 class LookupRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     namespace: Annotated[str, Meta(pattern=f"^{NAMESPACE_PATTERN}$")]
     page_hashes: Annotated[bytes, Meta(max_length=MAX_LOOKUP_PAGES * PAGE_HASH_BYTES)]  # one after another
+
+
+class Folders(msgspec.Struct, frozen=True):
+    """The folders of a namespace."""
+
+    folders: list[Annotated[str, Meta(pattern=f"^{NAMESPACE_PATTERN}$")]]
 
 
 class HitRow(msgspec.Struct, frozen=True, array_like=True):
@@ -66,6 +76,16 @@ class Deleted(msgspec.Struct, frozen=True):
 
     deleted: Annotated[int, Meta(ge=0)]
     more: bool
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """The answer to a report of damage: whether the segment was damaged, and so was deleted."""
+
+    deleted: bool
+
+
+class PinNames(msgspec.Struct, frozen=True):
+    names: tuple[str, ...]
 
 
 class ErrorBody(msgspec.Struct, frozen=True):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import sqlite3
 import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import xxhash
 
-from sgl_kvfetch.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.container.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import ObjectName
-from sgl_kvfetch.stores import files
+from sgl_kvfetch.stores import files, rows
 from sgl_kvfetch.stores.base import object_digest
-from sgl_kvfetch.stores.directory import Directory
+from sgl_kvfetch.stores.catalog import Catalog, temp_name
+from sgl_kvfetch.stores.room import Doomed, Room
 
 
 class IncompleteSegmentError(StoreError):
@@ -22,78 +25,91 @@ class IncompleteSegmentError(StoreError):
         super().__init__("invalid", message)
 
 
-def write_manifest(directory: Directory, name: str, content: bytes, expected_digest: str | None = None) -> bool:
-    """Commit a segment; with ``expected_digest``, only if the stored manifest has this digest. Return whether the store
-    holds ``content`` now. Raises StoreError (``invalid`` if it is malformed, misnamed or its data is missing)."""
+class _NewFile:
+    """A file that is being written. Every method may raise StoreError and OSError."""
+
+    def __init__(self, room: Room, name: str, num_bytes: int) -> None:
+        """Reserve room for ``num_bytes``."""
+        self._room = room
+        self._name = name
+        self._id, self._temp = room.reserve(name, num_bytes)
+        self._reserved_bytes = num_bytes
+        self._written_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        more = self._written_bytes + len(view) - self._reserved_bytes
+        if more > 0:
+            self._room.grow(self._id, self._reserved_bytes, more)
+            self._reserved_bytes += more
+        while view:
+            written = self._room.retried(lambda rest=view: self._temp.write(rest), len(view))  # type: ignore[misc]
+            self._written_bytes += written
+            view = view[written:]
+
+    def sync(self) -> None:
+        self._temp.sync()
+
+    def commit(self, db: sqlite3.Connection) -> list[Doomed]:
+        """Give the file its object's name. Return the file that had it, to be deleted after the transaction."""
+        replaced = rows.stored_id(db, self._name)
+        self._temp.commit(self._name.partition("/")[2], None if replaced is None else temp_name(replaced))
+        rows.store_file(db, self._id, self._name, self._written_bytes, replaced)
+        return [] if replaced is None else [(replaced, self._name)]
+
+    def discard(self) -> None:
+        """Remove the file unless it is committed."""
+        if self._temp.is_open:
+            self._temp.discard()
+            self._room.forget(self._id)
+
+
+def write_manifest(
+    catalog: Catalog,
+    room: Room,
+    name: str,
+    content: bytes,
+    replaces: Callable[[str | None], bool],
+) -> bool:
+    """Commit a segment if ``replaces`` accepts the digest of the stored manifest, None if there is none.
+
+    Return whether the store holds ``content`` now. Raises StoreError (``invalid`` if the manifest is malformed or
+    misnamed, or its data is missing).
+    """
     try:
         manifest = decode_manifest(content)
     except FormatError as e:
         raise StoreError("invalid", f"{name}: {e}") from e
-    key = manifest.key
-    if key.manifest_name != name:
-        raise StoreError("invalid", f"{name}: the manifest belongs under the name {key.manifest_name}")
+    if manifest.key.manifest_name != name:
+        raise StoreError("invalid", f"{name}: the manifest belongs under the name {manifest.key.manifest_name}")
+    doomed: list[Doomed] = []
     with files.os_errors(f"writing {name}"):
-        with directory.lock:
-            directory.capacity.start_writing(name)
+        new = _NewFile(room, name, len(content))
         try:
-            return _write_manifest(directory, name, content, manifest, expected_digest)
+            new.write(content)
+            new.sync()
+            with catalog.writing() as db:
+                current = files.read_object(catalog.root, name, MAX_MANIFEST_BYTES)
+                if not replaces(None if current is None else object_digest(current)):
+                    return current == content
+                _require_data(db, catalog.root, manifest)
+                doomed = new.commit(db)
+                rows.index(db, manifest, content)
         finally:
-            with directory.lock:
-                directory.capacity.stop_writing(name)
+            new.discard()
+        room.delete_files(doomed)
+    return True
 
 
-def _write_manifest(
-    directory: Directory, name: str, content: bytes, manifest: Manifest, expected_digest: str | None
-) -> bool:
-    namespace = manifest.key.namespace
-    directory.reserve(len(content))
-    try:
-        with directory.scanner.own_change(namespace):
-            temp = files.TempFile(directory.root, name)
-        try:
-            temp.write(content)
-            temp.sync()
-            with directory.lock, temp.directory_locked():
-                if expected_digest is not None:
-                    current = _current_digest(directory, name)
-                    if current != expected_digest:
-                        return current == object_digest(content)
-                _require_data(directory, manifest)
-                with directory.scanner.own_change(namespace):
-                    temp.commit()
-                status = os.stat(directory.root / name, follow_symlinks=False)
-                directory.catalog.note_manifest(content, manifest, status)
-                directory.capacity.manifest_committed(name)
-                return True
-        finally:
-            if temp.is_open:
-                with directory.scanner.own_change(namespace):
-                    temp.discard()
-    finally:
-        with directory.lock:
-            directory.capacity.release(len(content))
-
-
-def _current_digest(directory: Directory, name: str) -> str | None:
-    """Return the digest of the stored manifest, or None if there is none. Raises OSError."""
-    opened = files.open_object(directory.root, name)
-    if opened is None:
-        return None
-    with opened.file as file:
-        return object_digest(files.read_fully(file, 0, opened.info.size_bytes))
-
-
-def _require_data(directory: Directory, manifest: Manifest) -> None:
-    for variant in manifest.variants:
-        name, size_bytes = manifest.data_name(variant), manifest.data_bytes(variant)
-        info = files.stat_object(directory.root, name)
-        if info is None:
+def _require_data(db: sqlite3.Connection, root: Path, manifest: Manifest) -> None:
+    for name, size_bytes in manifest.data_sizes.items():
+        found_bytes = rows.add_if_stored(db, root, name)
+        if found_bytes is None:
             raise IncompleteSegmentError(f"data object {name} is missing; put the data before the manifest")
-        if info.size_bytes != size_bytes:
+        if found_bytes != size_bytes:
             raise IncompleteSegmentError(
-                f"data object {name} has {info.size_bytes} bytes, expected {size_bytes} as in the manifest"
+                f"data object {name} has {found_bytes} bytes, expected {size_bytes} as in the manifest"
             )
-        directory.catalog.note_data(name, size_bytes)  # another process may have written it
 
 
 class DataWriter:
@@ -102,16 +118,17 @@ class DataWriter:
     The content is checked against the digest in the name: data is never replaced, so wrong bytes would stay forever.
     """
 
-    def __init__(self, directory: Directory, name: ObjectName) -> None:
+    def __init__(self, catalog: Catalog, room: Room, name: ObjectName, size_bytes: int | None) -> None:
+        """``size_bytes``: the size if it is known, so that room for all of it is reserved at once."""
         assert name.content_digest is not None
-        self._directory = directory
+        self._catalog = catalog
+        self._room = room
         self._owner = name.segment.manifest_name
-        self._namespace = name.segment.namespace
         self._digest = name.content_digest
         self.name = name.segment.data_name(name.content_digest)
+        self._size_bytes = size_bytes or 0
         self._hasher = xxhash.xxh3_128()
-        self._size_bytes = 0
-        self._temp: files.TempFile | None = None
+        self._file: _NewFile | None = None
         self._finished = False
         # A cancelled await leaves its thread running, so discard must not close the file during a write.
         self._lock = threading.Lock()
@@ -121,55 +138,39 @@ class DataWriter:
         with self._lock, files.os_errors(f"writing {self.name}"):
             if self._finished:
                 return  # discarded meanwhile
-            temp = self._opened()
-            self._directory.reserve(len(data))
-            self._size_bytes += len(data)
             self._hasher.update(data)
-            temp.write(data)
+            self._opened().write(data)
+
+    def open(self) -> None:
+        """Reserve room. Raises StoreError (``full``, ``io``)."""
+        self.write(b"")
 
     def commit(self) -> None:
         """Make the object visible. Raises StoreError (``invalid`` if the digest does not match; ``full``, ``io``)."""
         with self._lock, files.os_errors(f"writing {self.name}"):
             if self._finished:
                 return
-            temp = self._opened()
+            file = self._opened()
             if self._hasher.hexdigest() != self._digest:
                 raise StoreError(
                     "invalid",
                     f"{self.name}: the content has digest {self._hasher.hexdigest()}, expected the one in the name",
                 )
-            temp.sync()
-            with self._directory.lock:
-                with self._directory.scanner.own_change(self._namespace):
-                    temp.commit()
-                self._directory.catalog.note_data(self.name, self._size_bytes)
-                self._directory.capacity.data_committed(self._owner)
-                self._finish()
+            file.sync()
+            with self._catalog.writing() as db:
+                doomed = file.commit(db)
+                rows.examine_if_unread(db, self._catalog.root, self._owner)
+            self._finished = True
+            self._room.delete_files(doomed)
 
     def discard(self) -> None:
         """Remove the written bytes unless they are committed. Idempotent. Raises StoreError (``io``)."""
         with self._lock, files.os_errors(f"discarding {self.name}"):
-            if self._finished:
-                return
-            opened = self._temp
-            try:
-                if opened is not None:
-                    with self._directory.scanner.own_change(self._namespace):
-                        opened.discard()
-            finally:
-                with self._directory.lock:
-                    self._finish()
+            self._finished = True
+            if self._file is not None:
+                self._file.discard()
 
-    def _opened(self) -> files.TempFile:
-        if self._temp is None:
-            with self._directory.scanner.own_change(self._namespace):
-                self._temp = files.TempFile(self._directory.root, self.name)
-            with self._directory.lock:
-                self._directory.capacity.start_writing(self._owner)
-        return self._temp
-
-    def _finish(self) -> None:
-        self._finished = True
-        self._directory.capacity.release(self._size_bytes)
-        if self._temp is not None:
-            self._directory.capacity.stop_writing(self._owner)
+    def _opened(self) -> _NewFile:
+        if self._file is None:
+            self._file = _NewFile(self._room, self.name, self._size_bytes)
+        return self._file

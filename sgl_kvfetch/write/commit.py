@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from sgl_kvfetch.container.manifest import Manifest, decode_manifest
-from sgl_kvfetch.container.segment import CodedSegment
+from sgl_kvfetch.container.segment import CodedSegment, with_chunk_digests
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.stores.base import Store
 
@@ -15,6 +15,8 @@ async def commit_segment(store: Store, segment: CodedSegment) -> int:
 
     Raises StoreError; objects put before are then garbage that no reader sees.
     """
+    if store.signs:
+        segment = with_chunk_digests(segment)
     manifest = segment.manifest.encode()
     num_bytes = len(manifest)
     for name, data in segment.data_objects():

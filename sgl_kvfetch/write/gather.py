@@ -7,19 +7,21 @@ from dataclasses import dataclass, field
 
 import torch
 
+from sgl_kvfetch.container.sides import SideKey
 from sgl_kvfetch.keys import buddy_split
 from sgl_kvfetch.types import TENSORS, TensorName
 
 
 @dataclass(frozen=True, slots=True)
 class PageBatch:
-    """Consecutive pages. ``values``: K and V, each as a list of consecutive pieces with the shape ``(pages, page_size,
-    layers, heads, dim)``."""
+    """Consecutive pages. ``values``: K and V, each in pieces ``(pages, page_size, layers, heads, dim)``. ``sides``: the
+    side pages of some pages, uint8 ``(bytes,)`` each, with pages counted from the first."""
 
     first_page: int  # position in the sequence
     previous_hash: bytes | None  # page hash of the page before; None at the sequence's start
     page_hashes: Sequence[bytes]
     values: dict[TensorName, list[torch.Tensor]]
+    sides: dict[SideKey, torch.Tensor] = field(default_factory=dict)
 
     @property
     def end_page(self) -> int:
@@ -27,7 +29,8 @@ class PageBatch:
 
     @property
     def size_bytes(self) -> int:
-        return sum(piece.nbytes for pieces in self.values.values() for piece in pieces)
+        pages = sum(piece.nbytes for pieces in self.values.values() for piece in pieces)
+        return pages + sum(x.nbytes for x in self.sides.values())
 
 
 @dataclass(slots=True)
@@ -36,12 +39,8 @@ class _Run:
 
     batches: list[PageBatch]
     changed_s: float
-    next_page: int = field(init=False)
-    previous_hash: bytes | None = field(init=False)  # of the page before next_page
-
-    def __post_init__(self) -> None:
-        self.next_page = self.batches[0].first_page
-        self.previous_hash = self.batches[0].previous_hash
+    next_page: int
+    previous_hash: bytes | None  # of the page before next_page
 
     @property
     def last_hash(self) -> bytes:
@@ -56,6 +55,7 @@ class _Run:
         end = first_page + num_pages
         hashes: list[bytes] = []
         pieces: dict[TensorName, list[torch.Tensor]] = {tensor: [] for tensor in TENSORS}
+        sides: dict[SideKey, torch.Tensor] = {}
         for batch in self.batches:
             lo, hi = max(first_page, batch.first_page), min(end, batch.end_page)
             if lo < hi:
@@ -64,9 +64,11 @@ class _Run:
                 for tensor in TENSORS:
                     (whole,) = batch.values[tensor]
                     pieces[tensor].append(whole[part])
+                shift = batch.first_page - first_page
+                sides |= {(pool, n + shift): x for (pool, n), x in batch.sides.items() if part.start <= n < part.stop}
         self.batches = [batch for batch in self.batches if batch.end_page > end] or self.batches[-1:]
         # The pieces are joined later: joining copies them, and this runs on the event loop.
-        taken = PageBatch(first_page, self.previous_hash, hashes, pieces)
+        taken = PageBatch(first_page, self.previous_hash, hashes, pieces, sides)
         self.next_page, self.previous_hash = end, hashes[-1]
         return taken
 
@@ -74,8 +76,7 @@ class _Run:
 class Gatherer:
     """Collect runs of pages until their segments can be cut.
 
-    A segment that cannot grow is cut at once. The rest of a run is cut when no batch has joined it for ``linger_s``,
-    or when ``flush`` is called.
+    A segment that cannot grow is cut at once, the rest by ``flush``, or if no batch joins the run for ``linger_s``.
     """
 
     def __init__(self, max_pages: int, linger_s: float) -> None:
@@ -88,7 +89,7 @@ class Gatherer:
         before = (batch.first_page, batch.previous_hash)
         run = next((r for r in self._runs if (r.end_page, r.last_hash) == before), None)
         if run is None:
-            run = _Run([batch], now_s)
+            run = _Run([batch], now_s, *before)
             self._runs.append(run)
         else:
             run.batches.append(batch)
@@ -109,12 +110,9 @@ class Gatherer:
     def _cut(self, run: _Run, only_longest: bool) -> list[PageBatch]:
         segments = []
         for first_page, num_pages in buddy_split(run.next_page, run.end_page - run.next_page, self._max_pages):
-            # A shorter piece is cut too if its alignment keeps it from growing.
-            if only_longest and num_pages < self._max_pages and not self._is_final(run, first_page, num_pages):
+            # A shorter piece is cut too if alignment alone limits it, so that more pages could not make it longer.
+            is_aligned = first_page != 0 and num_pages == first_page & -first_page
+            if only_longest and num_pages < self._max_pages and not is_aligned:
                 break
             segments.append(run.take(first_page, num_pages))
         return segments
-
-    def _is_final(self, run: _Run, first_page: int, num_pages: int) -> bool:
-        """Return whether alignment alone limits this piece, so that more pages could not make it longer."""
-        return first_page != 0 and num_pages == first_page & -first_page

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
 
-from sgl_kvfetch.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.container.manifest import Manifest, decode_manifest, require_rewritable, split_signature
 from sgl_kvfetch.container.merge import merge_segments
 from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec
 from sgl_kvfetch.errors import KVFetchError
@@ -17,6 +18,9 @@ from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.write.commit import commit_segment, delete_segment
 
 Run = Callable[[Callable[[], CodedSegment]], asyncio.Future[CodedSegment]]
+
+
+_MOST_SIDE_BYTES = 256 << 20  # of a merged segment: both halves are in memory, and states can be large
 
 
 class Merger:
@@ -39,8 +43,7 @@ class Merger:
     async def grow(self, manifest: Manifest, run: Run) -> int:
         """Merge a stored segment with its left buddy, the result with its own left buddy, and so on.
 
-        ``run`` computes off the event loop. Return how many merges were committed. Raises KVFetchError; earlier merges
-        stay committed.
+        ``run`` computes off the event loop. Return the number of merges. Raises KVFetchError; earlier merges stay.
         """
         num_merged = 0
         segment: CodedSegment | None = None
@@ -63,16 +66,26 @@ class Merger:
         assert manifest.previous_hash is not None
         key = SegmentKey(manifest.heads.folder, manifest.num_pages, manifest.previous_hash)
         stored = await self._store.get(key.manifest_name)
-        return None if stored is None else await self._read(decode_manifest(stored))
+        if stored is None or (split_signature(stored)[1] and not self._store.signs):
+            return None  # readers with a key could not use the merged segment
+        left = decode_manifest(stored)
+        require_rewritable(stored)
+        if left.is_expired(time.time()):
+            return None  # the merged segment would be, too
+        side_bytes = sum(each.data_bytes(side) for each in (left, manifest) for side in each.sides)
+        return await self._read(left) if side_bytes <= _MOST_SIDE_BYTES else None
 
     async def _read(self, manifest: Manifest) -> CodedSegment | None:
         contents = []
-        for variant in manifest.variants:
-            data = await self._store.get(manifest.data_name(variant))
+        for each in manifest.data:
+            data = await self._store.get(manifest.data_name(each))
             if data is None:
                 return None
             contents.append(data)
-        return CodedSegment(manifest, contents[0], tuple(contents[1:]))
+        num_variants = len(manifest.variants)
+        return CodedSegment(
+            manifest, contents[0], tuple(contents[1:num_variants]), side_data=tuple(contents[num_variants:])
+        )
 
     def _retire(self, manifest: Manifest) -> None:
         task = asyncio.get_running_loop().create_task(self._delete_later(manifest))

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
+import msgspec
 import torch
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.container.manifest import Manifest
-from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment
-from sgl_kvfetch.errors import KVFetchError, QuantiseError
+from sgl_kvfetch.container.manifest import Manifest, Side, decode_manifest, require_rewritable
+from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment, with_digests
+from sgl_kvfetch.container.sides import encode_side, side_places
+from sgl_kvfetch.errors import KVFetchError, QuantiseError, StoreError
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.stores.base import Store
+from sgl_kvfetch.stores.base import SegmentHit, Store, object_digest
 from sgl_kvfetch.write.commit import commit_segment
 from sgl_kvfetch.write.gather import Gatherer, PageBatch
 from sgl_kvfetch.write.merger import Merger
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
+
+T = TypeVar("T")
 
 # Segments processed at once. Each spreads its cells over the encode pool; a second one fills the pool while the first
 # waits for the store.
@@ -44,8 +51,10 @@ class Writer:
         queue_bytes: int,
         linger_s: float,
         retire_s: float,
+        ttl_s: float | None = None,
     ) -> None:
-        """Call on the event loop that the writer should use. ``retire_s``: see ``Merger``."""
+        """Call on the event loop that the writer should use. ``retire_s``: see ``Merger``. ``ttl_s``: how long segments
+        live from their commit on; by default for ever."""
         self._store = store
         self._spec = spec
         self._encode_pool = encode_pool
@@ -54,8 +63,10 @@ class Writer:
         self._gatherer = Gatherer(max_segment_pages, linger_s)
         self._linger_s = linger_s
         self._queue_bytes = queue_bytes
+        self._ttl_s = ttl_s
         self._room = threading.Condition()
         self._used_bytes = 0
+        self.on_settled: Callable[[int], None] = lambda num_pages: None  # called when so many pages leave the queue
         self._loop = asyncio.get_running_loop()
         self._in_work = asyncio.Semaphore(_CONCURRENT_SEGMENTS)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -129,28 +140,60 @@ class Writer:
         finally:
             metrics.WRITTEN_PAGES.labels(result).inc(num_pages)
             self.release(segment.size_bytes)
+            self.on_settled(num_pages)
         return manifest
 
-    def _run(self, compute: Callable[[], CodedSegment]) -> asyncio.Future[CodedSegment]:
+    def _run(self, compute: Callable[[], T]) -> asyncio.Future[T]:
         return self._loop.run_in_executor(self._segment_pool, compute)
 
     async def _encode_and_commit(self, segment: PageBatch) -> Manifest | None:
         """Return the committed manifest, or None if the store has these pages already."""
         found = await self._store.lookup(self._spec.heads.folder, segment.page_hashes)
+        if found.from_cache:  # do not encode what cannot be stored
+            raise StoreError("skipped", "the store does not answer; only the local cache does")
         if found.num_pages == len(segment.page_hashes):
+            await self._add_sides(found.hits, segment)
             return None
         started_s = time.monotonic()
         coded = await self._run(partial(self._encode, segment))
         encoded_s = time.monotonic()
+        if self._ttl_s is not None:
+            manifest = msgspec.structs.replace(coded.manifest, expires=math.ceil(time.time() + self._ttl_s))
+            coded = replace(coded, manifest=manifest)
         num_bytes = await commit_segment(self._store, coded)
         metrics.STAGE_SECONDS.labels("encode").observe(encoded_s - started_s)
         metrics.STAGE_SECONDS.labels("commit").observe(time.monotonic() - encoded_s)
         metrics.WIRE_BYTES.labels("write").inc(num_bytes)
+        for side in coded.manifest.sides:
+            _count_sides(side)
         metrics.RAW_BYTES.labels("write").inc(segment.size_bytes)
         return coded.manifest
 
+    async def _add_sides(self, hits: Sequence[SegmentHit], segment: PageBatch) -> None:
+        """Add side pages to the stored segments that lack them. Raises KVFetchError."""
+        first_page = 0
+        for hit in hits if segment.sides else ():
+            manifest = decode_manifest(hit.manifest)
+            held = range(first_page, first_page + hit.num_pages)
+            first_page += hit.num_pages
+            keys = {(pool, page): (pool, page - held.start + hit.first_page) for pool, page in segment.sides}
+            stored = side_places(manifest)
+            new = {keys[k]: x for k, x in segment.sides.items() if k[1] in held and keys[k] not in stored}
+            if not new:
+                continue
+            await self._store.require_replace()
+            require_rewritable(hit.manifest)
+            side, data = await self._run(partial(encode_side, new, self._encode_pool))
+            if self._store.signs:
+                side = with_digests(side, data)
+            whole = msgspec.structs.replace(manifest, sides=(*manifest.sides, side))
+            await self._store.put(whole.data_name(side), data)
+            # If another process was faster, what is missing then is added the next time.
+            if await self._store.replace(manifest.key.manifest_name, whole.encode(), object_digest(hit.manifest)):
+                _count_sides(side)
+
     def _encode(self, segment: PageBatch) -> CodedSegment:
-        return encode_segment(
+        coded = encode_segment(
             self._spec,
             {tensor: torch.cat(pieces).flatten(0, 1) for tensor, pieces in segment.values.items()},
             segment.first_page,
@@ -158,6 +201,7 @@ class Writer:
             segment.page_hashes,
             self._encode_pool,
         )
+        return coded.with_side(*encode_side(segment.sides, self._encode_pool)) if segment.sides else coded
 
     async def drain(self) -> None:
         """Write all queued pages, and wait for that."""
@@ -172,3 +216,8 @@ class Writer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._merger.close()
         self._segment_pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _count_sides(side: Side) -> None:
+    for page in side.pages:
+        metrics.SIDE_PAGES.labels(page.pool, "stored").inc()

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.adaptive.published import PUBLISHED
+from benchmarks.adaptive.simulator import ObservedPipeline
 from sgl_kvfetch.adapt.decode_profile import DecodeProfile
 from sgl_kvfetch.adapt.pipeline import Pipeline
 from sgl_kvfetch.adapt.tracker import PoolTracker
@@ -21,39 +22,39 @@ arrivals = st.lists(st.tuples(st.floats(0, 0.5), st.integers(0, 3)), min_size=1,
 
 def test_a_lone_chunk_takes_what_the_table_says() -> None:
     pipeline = Pipeline(H20, 7)
-    pipeline.deliver_at(1.0, P1080, 0)
+    pipeline.deliver_at(1.0, P1080)
     assert pipeline.drained_s() == pytest.approx(1.19)
 
 
 def test_a_switch_takes_its_penalty_once() -> None:
     pipeline = Pipeline(H20, 1)
-    pipeline.deliver(P240, 0)
-    pipeline.deliver(P240, 1)
+    pipeline.deliver(P240)
+    pipeline.deliver(P240)
     assert pipeline.drained_s() == pytest.approx(0.08 + 0.21 + 0.21)
 
 
 def test_chunks_share_the_decoders() -> None:
     """Two from the start to the end at the pace of two; a third that comes halfway slows both."""
     pipeline = Pipeline(H20, 7)
-    pipeline.deliver(P1080, 0)
-    pipeline.deliver(P1080, 1)
+    pipeline.deliver(P1080)
+    pipeline.deliver(P1080)
     assert pipeline.copy().drained_s() == pytest.approx(0.19)
-    pipeline.deliver_at(0.095, P1080, 2)
+    pipeline.deliver_at(0.095, P1080)
     # Half a chunk is left of each, at the pace of three; half of the third is left then, which is alone.
     assert pipeline.drained_s() == pytest.approx(0.095 + 0.13 + 0.5 * 0.19)
 
 
 def test_a_full_pool_lets_chunks_wait() -> None:
     pipeline = Pipeline(H20, 2)
-    for i in range(4):
-        pipeline.deliver(P1080, i)
+    for _ in range(4):
+        pipeline.deliver(P1080)
     assert pipeline.state().waiting == (P1080, P1080)
     assert pipeline.drained_s() == pytest.approx(2 * 0.19)
 
 
 def test_a_smaller_chunk_takes_less() -> None:
     pipeline = Pipeline(H20, 1, work=0.5)
-    pipeline.deliver(P1080, 0)
+    pipeline.deliver(P1080)
     assert pipeline.drained_s() == pytest.approx(0.095)
 
 
@@ -62,7 +63,7 @@ def test_it_goes_on_from_its_state(chunks: list[tuple[float, int]], pause_s: flo
     """What a policy is told of a pool is enough to know when it will be done."""
     pipeline = Pipeline(H20, 3)
     for gap_s, variant in chunks:
-        pipeline.deliver_at(pipeline.now_s + gap_s, variant, 0)
+        pipeline.deliver_at(pipeline.now_s + gap_s, variant)
     pipeline.run_until(pipeline.now_s + pause_s)
     begun_s = pipeline.now_s
     again = Pipeline.from_state(H20, pipeline.state())
@@ -75,9 +76,9 @@ def test_it_goes_on_from_its_state(chunks: list[tuple[float, int]], pause_s: flo
 def test_the_tracker_sees_what_the_model_does(chunks: list[tuple[float, int]]) -> None:
     """Told of nothing but begins and ends, it knows the pool's state, and finds the profile right."""
     tracker = PoolTracker(H20, 3)
-    pipeline = Pipeline(H20, 3, observers=[tracker])
+    pipeline = ObservedPipeline(H20, 3, tracker)
     for gap_s, variant in chunks:
-        pipeline.deliver_at(pipeline.now_s + gap_s, variant, 0)
+        pipeline.deliver_at(pipeline.now_s + gap_s, variant)
     model = pipeline.state()
     tracked = tracker.state(pipeline.now_s, [variant for variant, _ in pipeline.board.waiting])
     assert tracked.waiting == model.waiting
@@ -94,23 +95,15 @@ def test_the_tracker_sees_what_the_model_does(chunks: list[tuple[float, int]]) -
 
 @given(arrivals)
 def test_no_chunk_is_lost(chunks: list[tuple[float, int]]) -> None:
-    finished: list[int] = []
-
-    class Count:
-        def started(self, at_s: float, session: int, variant: int, switches: bool, work: float, item: int) -> None: ...
-
-        def finished(self, at_s: float, session: int, item: int) -> None:
-            finished.append(item)
-
-    pipeline = Pipeline(H20, 2, observers=[Count()])
-    for i, (gap_s, variant) in enumerate(chunks):
-        pipeline.deliver_at(pipeline.now_s + gap_s, variant, i)
+    pipeline = ObservedPipeline(H20, 2, PoolTracker(H20, 2))
+    for gap_s, variant in chunks:
+        pipeline.deliver_at(pipeline.now_s + gap_s, variant)
     assert math.isfinite(pipeline.drained_s())
-    assert sorted(finished) == list(range(len(chunks)))
+    assert sorted(record.item for record in pipeline.records) == list(range(len(chunks)))
 
 
 def test_profiles_with_one_variant_do() -> None:
     only = DecodeProfile(device="d", source="s", variants=(H20.variants[0],))
     pipeline = Pipeline(only, 1)
-    pipeline.deliver(0, 0)
+    pipeline.deliver(0)
     assert pipeline.drained_s() == pytest.approx(0.29)

@@ -153,6 +153,6 @@ def test_a_pipeline_runs_until_few_wait() -> None:
     ahead.run_until_waiting(3)
     assert len(ahead.board.waiting) == 3
     assert ahead.now_s > 0
-    ahead.deliver_at(ahead.now_s / 2, 0, -1)  # came in the meantime
-    behind.deliver_at(ahead.now_s / 2, 0, -1)
+    ahead.deliver_at(ahead.now_s / 2, 0)  # came in the meantime
+    behind.deliver_at(ahead.now_s / 2, 0)
     assert ahead.drained_s() == pytest.approx(behind.drained_s())

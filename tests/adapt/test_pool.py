@@ -47,13 +47,13 @@ def test_a_copy_of_a_board_is_its_own() -> None:
 
 def test_the_tracker_follows_the_profile() -> None:
     tracker = PoolTracker(PROFILE, 2)
-    tracker.started(0.0, 0, 0, True, 1.0, 0)
+    tracker.started(0.0, 0, 0, True, 1.0)
     halfway = tracker.state(1.0, [1])  # 0.5 s of switching, 0.5 s of 1 s
     assert halfway.sessions[0].chunks_left == pytest.approx(0.5)
     assert halfway.sessions[1].configured is None
     assert halfway.waiting == (1,)
     assert halfway.num_busy == 1
-    tracker.started(1.0, 1, 1, False, 2.0, 1)  # from now on each is half as fast; a chunk twice as long
+    tracker.started(1.0, 1, 1, False, 2.0)  # from now on each is half as fast; a chunk twice as long
     both = tracker.state(1.5, [])
     assert both.sessions[0].chunks_left == pytest.approx(0.25)
     assert both.sessions[1].chunks_left == pytest.approx(1.5)
@@ -61,22 +61,22 @@ def test_the_tracker_follows_the_profile() -> None:
 
 def test_the_tracker_learns_that_decoders_are_slower() -> None:
     tracker = PoolTracker(PROFILE, 1)
-    tracker.started(0.0, 0, 1, False, 1.0, 0)
+    tracker.started(0.0, 0, 1, False, 1.0)
     assert tracker.corrected_profile is PROFILE
-    tracker.finished(1.0, 0, 0)  # 0.5 s was expected
+    tracker.finished(1.0, 0)  # 0.5 s was expected
     assert tracker.corrected_profile.decode_time_s(1, 1) == pytest.approx(1.0)
 
 
 def test_the_tracker_learns_from_a_chunk_that_is_late() -> None:
     tracker = PoolTracker(PROFILE, 1)
-    tracker.started(0.0, 0, 1, False, 1.0, 0)
+    tracker.started(0.0, 0, 1, False, 1.0)
     assert tracker.state(5.0, []).sessions[0].chunks_left > 0
     assert tracker.corrected_profile.decode_time_s(1, 1) > 2.0
 
 
 def test_what_was_not_decoded_teaches_nothing() -> None:
     tracker = PoolTracker(PROFILE, 1)
-    tracker.started(0.0, 0, 1, False, 1.0, 0)
+    tracker.started(0.0, 0, 1, False, 1.0)
     tracker.abandoned(9.0, 0)
     assert tracker.corrected_profile is PROFILE
     assert tracker.state(9.0, []).num_busy == 0

@@ -35,7 +35,7 @@ class FakeServer:
             if fault == "refuse":
                 return web.json_response({"error": {"message": "too long"}}, status=400)
             if fault == "hang":
-                await asyncio.sleep(60)
+                await asyncio.Event().wait()
             return await self._stream(request, prompt, body["sampling_params"]["max_new_tokens"], fault)
         finally:
             self.running -= 1

@@ -25,20 +25,6 @@ def test_a_prompt_holds_the_question_after_as_much_text_as_fits(tiny_llama: Path
     assert tokenizer.decode(ids).split()[:2] == ["w3", "w4"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "nowhere"], "--model nowhere does not exist"),
-        (["--profile", "p"], "--profile needs --model"),
-        (["--link-gbps", "0"], "--link-gbps is 0; expected a number above 0"),
-    ],
-)
-def test_what_is_wrong_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        demo.main(arguments)
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.sglang
 def test_without_the_real_model_a_random_one_stands_in(

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from benchmarks.gpu_check.runner import _END_S, Result, run_step
 from benchmarks.gpu_check.steps import STEPS, TOTAL_S, Step
 from benchmarks.kernel_bytes import Span
 from benchmarks.memory import SPAN_TOKENS, Setup, repeated_segments
+from harness.waiting import wait_until
 from sgl_kvfetch.codecs import nvenc as nvenc_codec
 from sgl_kvfetch.codecs.nvdec import Nvdec
 from sgl_kvfetch.triton_kernels import runtime
@@ -80,13 +80,10 @@ def test_how_a_step_ends(name: str, outcome: str, reason: str, tmp_path: Path) -
 
 def test_a_step_that_hangs_ends_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHILD", str(tmp_path / "child"))
-    result = run_one("hangs", tmp_path, limit_s=1.0)
-    assert (result.outcome, result.reason) == ("failed", "not done within 1 s")
+    result = run_one("hangs", tmp_path, limit_s=5.0)
+    assert (result.outcome, result.reason) == ("failed", "not done within 5 s")
     assert result.rows[0]["name"] == "one"
-    deadline_s = time.monotonic() + 5
-    while is_running((tmp_path / "child").read_text()):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    wait_until(lambda: not is_running((tmp_path / "child").read_text()))
 
 
 def is_running(pid: str) -> bool:
@@ -151,7 +148,7 @@ def test_a_page_has_a_table_for_each_kind_of_row(tmp_path: Path) -> None:
 
 
 def found_by(record: Record) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(record._path.read_text())
+    content: dict[str, Any] = json.loads(record.path.read_text())
     return content
 
 
@@ -284,7 +281,7 @@ def test_a_gpu_without_nvenc_is_skipped(record: Record, monkeypatch: pytest.Monk
     assert "a trial gave other pixels" in found_by(record)["reason"]  # which is a failure
     monkeypatch.setattr(nvenc_codec, "encode_caps", dict)
     monkeypatch.setattr(nvenc, "encode_caps", dict)
-    fresh = Record(record._path)
+    fresh = Record(record.path)
     with pytest.raises(SkippedError, match="it cannot encode losslessly"):
         nvenc.open_encoders(fresh)
     assert not found_by(fresh)["reason"]
@@ -330,7 +327,7 @@ def test_what_is_counted_for_surfaces_is_put_beside_what_is_held(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(memory, "NUM_TOKENS", SPAN_TOKENS)
     monkeypatch.setattr(memory, "MAX_SEGMENT_TOKENS", SPAN_TOKENS)
-    monkeypatch.setattr(memory, "_held_bytes", lambda: memory.Held(0, 0))
+    monkeypatch.setattr(memory, "_held_bytes", lambda: (0, 0))
     monkeypatch.setattr(memory, "open_nvdec", lambda device: (make_nvdec(FakeNvc(device)), ""))
     setup = Setup("uint8", "hevc", layers=1)
     segments = repeated_segments(setup, SPAN_TOKENS)
@@ -341,21 +338,6 @@ def test_what_is_counted_for_surfaces_is_put_beside_what_is_held(
     assert nvdec_row["surfaces_bound_mb"] == (256 << 20) / 1e6
     assert 0 < nvdec_row["surfaces_counted_mb"] <= nvdec_row["surfaces_bound_mb"]
     assert cpu_row["surfaces_counted_mb"] == cpu_row["surfaces_bound_mb"] == 0
-
-
-def test_the_most_that_is_held() -> None:
-    held = iter([(10, 100), (12, 130), (11, 140)])
-    last = memory.Held(10, 100)
-
-    def now() -> memory.Held:
-        nonlocal last
-        last = memory.Held(*next(held, (last.in_torch, last.in_all)))
-        return last
-
-    with memory.Sampler(now) as sampler:
-        while sampler.num_samples < 3:
-            pass
-    assert sampler.peak == memory.Held(2, 40)
 
 
 def test_sglang_that_cannot_run_on_a_gpu_is_skipped(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.interference.__main__ import main
-from benchmarks.interference.load import Request, Run, make_plan
-from benchmarks.interference.options import MODES, parse_options
+from benchmarks.interference.__main__ import parse
+from benchmarks.interference.load import Run, make_plan
 from benchmarks.interference.plot import plot_timeline
 from benchmarks.interference.report import confidence_interval, make_rows, make_table
-from benchmarks.interference.spans import Span, fetch_seconds, merged, read_spans
+from benchmarks.interference.spans import Request, Span, fetch_seconds, merged, read_spans
 
 LAUNCH = ["--launch"]
 
@@ -74,7 +73,7 @@ def test_intervals_are_paired_and_narrow_with_the_noise() -> None:
 
 
 def test_every_mode_sends_the_same_at_the_same_times() -> None:
-    options = parse_options([*LAUNCH, "--duration", "10", "--short-rate", "3"])
+    options = parse([*LAUNCH, "--duration", "10", "--short-rate", "3"])
     plan = make_plan(options)
     assert make_plan(options) == plan
     assert 15 < len(plan.short) < 50
@@ -118,27 +117,3 @@ def test_a_picture_of_many_requests(tmp_path: Path) -> None:
     path = tmp_path / "timeline.png"
     plot_timeline(path, merged(requests, server), {f"long-{i}" for i in range(4)}, "test")
     assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_hevc_is_added_to_tell_decoding_from_scheduling() -> None:
-    assert parse_options([*LAUNCH, "--separate"]).modes == (*MODES, "device_hevc")
-    assert parse_options([*LAUNCH, "--separate", "--modes", "none,device"]).modes == ("none", "device", "device_hevc")
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "--launch"),
-        (
-            [*LAUNCH, "--modes", "none,devise"],
-            "unknown are devise; known are none, idle, device, threads, host, blocking, device_hevc",
-        ),
-        ([*LAUNCH, "--modes", "device"], "'none' is required"),
-        ([*LAUNCH, "--modes", "none,host", "--plot", "x.png"], "needs the mode 'device'"),
-        ([*LAUNCH, "--new-tokens", "1"], "at least 2"),
-    ],
-)
-def test_what_is_wrong_is_named(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(argv)
-    assert message in capsys.readouterr().err

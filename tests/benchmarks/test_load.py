@@ -1,35 +1,29 @@
 from __future__ import annotations
 
-import asyncio
 import statistics
 
 import aiohttp
 import pytest
 
-from benchmarks.client import CachedTokens, EventDecoder, StreamError, stream_generate
-from benchmarks.conversations import Conversation, Turn
-from benchmarks.load import Arrivals, Load, LoadResult, Transcript
+from benchmarks.client import StreamError, stream_generate
+from benchmarks.sharegpt.conversations import Conversation
+from benchmarks.sharegpt.load import Load, Result, Transcript, poisson_starts_s
 from tests.benchmarks.fakes import FakeServer, fake_server
 
-THREE = [Conversation((Turn((i, i), None), Turn((i,), None))) for i in (10, 20, 30)]
+THREE: list[Conversation] = [((i, i), (i,)) for i in (10, 20, 30)]
 
 
 async def _send(
     fake: FakeServer,
     conversations: list[Conversation],
-    arrivals: Arrivals,
+    concurrency: int,
     transcript: Transcript | None = None,
     timeout_s: float = 10.0,
-) -> LoadResult:
-    load = Load(fake.url, conversations, transcript or Transcript(), max_new_tokens=2, timeout_s=timeout_s)
-    return await load.run(arrivals)
-
-
-def test_events_in_pieces() -> None:
-    decoder = EventDecoder()
-    assert decoder.feed(b'data: {"a') == []
-    assert decoder.feed(b'": 1}\n\ndata: x\r\n: a comment\nda') == ['{"a": 1}', "x"]
-    assert decoder.feed(b"ta: [DONE]\n") == ["[DONE]"]
+) -> Result:
+    load = Load(
+        fake.url, conversations, {} if transcript is None else transcript, max_new_tokens=2, timeout_s=timeout_s
+    )
+    return await load.run(concurrency=concurrency)
 
 
 @pytest.mark.parametrize("incremental", [False, True])
@@ -38,7 +32,7 @@ async def test_what_is_measured_of_a_stream(incremental: bool) -> None:
         answer = await stream_generate(session, fake.url, [7] * 40, 5)
     assert answer.output_ids == [40, 41, 42, 43, 44]
     assert answer.prompt_tokens == 40
-    assert answer.cached == CachedTokens(device=3, host=2, storage=1)
+    assert answer.cached == {"device": 3, "host": 2, "storage": 1}
     assert answer.ttft_s >= 0.02
     assert len(answer.itl_s) == 4
     assert answer.e2e_s == pytest.approx(answer.ttft_s + sum(answer.itl_s))
@@ -61,40 +55,33 @@ async def test_what_goes_wrong_is_said(fault: str, message: str) -> None:
 
 async def test_later_prompts_repeat_what_came_before() -> None:
     async with fake_server() as fake:
-        result = await _send(fake, THREE[:1], Arrivals(concurrency=1))
+        result = await _send(fake, THREE[:1], 1)
     assert fake.prompts == [[10, 10], [10, 10, 2, 3, 10]]
     assert [record.turn for record in result.records] == [0, 1]
 
 
 async def test_the_first_runs_answers_stand_for_all() -> None:
-    transcript = Transcript({(0, 0): [99]})
+    transcript: Transcript = {(0, 0): [99]}
     async with fake_server() as fake:
-        first = await _send(fake, THREE, Arrivals(concurrency=1), transcript)
+        first = await _send(fake, THREE, 1, transcript)
         assert fake.prompts[1] == [10, 10, 99, 10]
-        assert transcript.answers[1, 0] == [2, 3]
-        second = await _send(fake, THREE, Arrivals(concurrency=3), transcript)
-        other = await _send(fake, THREE, Arrivals(concurrency=3))
+        assert transcript[1, 0] == [2, 3]
+        second = await _send(fake, THREE, 3, transcript)
+        other = await _send(fake, THREE, 3)
     assert first.prompts_digest == second.prompts_digest != other.prompts_digest
-
-
-async def test_the_datasets_answers() -> None:
-    conversation = Conversation((Turn((1,), (5, 6)), Turn((2,), (7,))))
-    async with fake_server() as fake:
-        await _send(fake, [conversation], Arrivals(concurrency=1))
-    assert fake.prompts == [[1], [1, 5, 6, 2]]
 
 
 @pytest.mark.parametrize("concurrency", [1, 2])
 async def test_no_more_conversations_at_a_time(concurrency: int) -> None:
     async with fake_server(token_s=0.01) as fake:
-        await _send(fake, THREE, Arrivals(concurrency=concurrency))
+        await _send(fake, THREE, concurrency)
     assert fake.most_running == concurrency
     assert [prompt[0] for prompt in fake.prompts if len(prompt) == 2] == [10, 20, 30]
 
 
 async def test_a_failure_ends_its_conversation_alone() -> None:
     async with fake_server(faults={10: "refuse", 20: "hang"}) as fake:
-        result = await _send(fake, THREE, Arrivals(concurrency=3), timeout_s=0.3)
+        result = await _send(fake, THREE, 3, timeout_s=0.3)
     errors = [record.error for record in result.records]
     assert errors[0] is not None
     assert errors[0].startswith("status 400")
@@ -103,18 +90,10 @@ async def test_a_failure_ends_its_conversation_alone() -> None:
     assert errors[4:] == [None, None]
 
 
-async def test_nobody_there() -> None:
-    async with fake_server() as fake:
-        pass
-    result = await _send(fake, THREE[:1], Arrivals(concurrency=1))
-    assert "Cannot connect" in (result.records[0].error or "")
-
-
 def test_poisson_arrivals() -> None:
-    arrivals = Arrivals(request_rate=8.0, seed=3)
-    times = arrivals.start_times_s(THREE * 1000)
-    assert times == arrivals.start_times_s(THREE * 1000)
-    assert times != Arrivals(request_rate=8.0, seed=4).start_times_s(THREE * 1000)
+    times = poisson_starts_s(THREE * 1000, 8.0, seed=3)
+    assert times == poisson_starts_s(THREE * 1000, 8.0, seed=3)
+    assert times != poisson_starts_s(THREE * 1000, 8.0, seed=4)
     gaps = [later - earlier for earlier, later in zip([0.0, *times], times, strict=False)]
     assert min(gaps) > 0
     # Two turns a conversation: four conversations a second. An exponential's deviation is its mean.
@@ -122,10 +101,9 @@ def test_poisson_arrivals() -> None:
     assert statistics.stdev(gaps) == pytest.approx(1 / 4, rel=0.1)
 
 
-async def test_poisson_arrivals_are_kept_to() -> None:
-    arrivals = Arrivals(request_rate=20.0, seed=1)
+async def test_conversations_start_when_they_are_due() -> None:
+    starts_s = [0.1, 0.0, 0.2]
     async with fake_server() as fake:
-        result = await asyncio.wait_for(_send(fake, THREE, arrivals), 10)
-    starts = [record.start_s for record in result.records if record.turn == 0]
-    for start_s, planned_s in zip(starts, arrivals.start_times_s(THREE), strict=True):
-        assert planned_s <= start_s < planned_s + 0.2
+        result = await Load(fake.url, THREE, {}, max_new_tokens=2, timeout_s=10.0).run(starts_s=starts_s)
+    for record in result.records:
+        assert record.start_s >= starts_s[record.conversation]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,14 @@ from benchmarks.memory import (
     PAGE_TOKENS,
     SPAN_TOKENS,
     Point,
-    Sampler,
     Setup,
     in_a_fresh_process,
-    page_hashes,
     repeated_segments,
     report,
     store_prefix,
-    table,
 )
+from benchmarks.sampler import Sampler
+from harness.small_segments import page_hashes
 from harness.store_process import StoreProcess
 from sgl_kvfetch.container.segment import CodedSegment, SegmentReader
 from sgl_kvfetch.quant import CellValues
@@ -57,16 +55,18 @@ def decoded(segment: CodedSegment, reader: SegmentReader) -> list[CellValues]:
 
 
 def test_the_sampler_sees_what_is_held_for_a_moment() -> None:
-    with Sampler(lambda: 3 << 20) as sampler:
-        held = mmap.mmap(-1, 32 << 20)
-        held.write(b"x" * (32 << 20))
-        before = sampler.num_samples
-        while sampler.num_samples < before + 2:
+    held = iter([(10, 100), (12, 130), (11, 140)])
+    last = (10, 100)
+
+    def now() -> tuple[int, int]:
+        nonlocal last
+        last = next(held, last)
+        return last
+
+    with Sampler(now) as sampler:
+        while sampler.num_samples < 3:
             pass
-        held.close()
-    assert 32 << 20 <= sampler.peak < 80 << 20
-    assert sampler.compressed == 3 << 20
-    assert sampler.decoded == sampler.peak - (3 << 20)
+    assert sampler.peaks == [2, 40]
 
 
 @pytest.mark.slow
@@ -86,10 +86,9 @@ async def test_a_fetch_is_measured(tmp_path: Path) -> None:
 def test_what_is_reported() -> None:
     short = Point("exact", "hevc", 4096, 10, 5, 9 << 20, 4 << 20, 7 << 20, 1.0, 100)
     long = Point("exact", "hevc", 8192, 20, 10, 9 << 20, 4 << 20, 6 << 20, 2.0, 200)
-    content = report([short, long], {"store": "http://here", "codec_threads": 2})
+    content = report([short, long], {"codec_threads": 2})
     assert content["largest_decoded_bytes"] == 7 << 20
     assert content["largest_decoded_bytes_of_longest"] == 6 << 20
     assert content["device_bytes"] < GOAL_BYTES
     assert content["config"] == {"codec_threads": 2}
     assert [point["tokens"] for point in content["points"]] == [4096, 8192]
-    assert table([short]).splitlines()[1].split()[:3] == ["exact", "hevc", "4096"]

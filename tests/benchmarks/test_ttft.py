@@ -27,20 +27,6 @@ def test_a_plot_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--methods", "ours,magic"], "magic is unknown; known are computing; raw reuse; "),
-        (["--tokens", "many"], "--tokens and --gbps: expected numbers"),
-        (["--model", "m"], "--model and --profile need each other"),
-    ],
-)
-def test_what_is_wrong_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        ttft.main(arguments)
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.sglang
 def test_a_short_run(tiny_llama: Path, tmp_path: Path) -> None:

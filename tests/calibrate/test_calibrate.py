@@ -1,6 +1,5 @@
 """Calibration of a small random model: the Fisher information foretells the divergence that is measured."""
 
-import json
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -10,10 +9,11 @@ import torch
 
 from harness.models import make_tiny_llama
 from sgl_kvfetch.calibrate.fit import Options, calibrate, measure_curve
-from sgl_kvfetch.calibrate.model import KVModel, cut_windows, part_of, prompt_start, read_text, tokenise
+from sgl_kvfetch.calibrate.model import KVModel, cut_windows, part_of, prompt_start, tokenise
+from sgl_kvfetch.calibrate.rotation import find_rope
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
+from sgl_kvfetch.prompts import read_texts
 from sgl_kvfetch.quant.profile import Profile
-from sgl_kvfetch.quant.rope import rope_of_config, unrotate
 from sgl_kvfetch.types import CellGrid
 from tests.quant.profiles import CALIBRATION
 
@@ -36,7 +36,7 @@ def windows() -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def profile(model: KVModel, windows: list[torch.Tensor]) -> Profile:
-    return calibrate(model, windows, rope_of_config(model.config), CALIBRATION, Options(num_context=CONTEXT))
+    return calibrate(model, windows, find_rope(model), CALIBRATION, Options(num_context=CONTEXT))
 
 
 def test_the_profile_has_the_models_shape(model: KVModel, profile: Profile) -> None:
@@ -85,21 +85,6 @@ def test_the_curve_is_measured_on_what_is_given(model: KVModel, windows: list[to
     assert other.digest == profile.digest
 
 
-@pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic"])
-def test_k_is_rotated_as_sglang_does(tmp_path: Path, rope_type: str) -> None:
-    """K of layer 0 before its rotation depends on the token alone. Of 'dynamic', transformers scales nothing yet."""
-    path = make_tiny_llama(tmp_path, num_layers=1, hidden_size=64, head_dim=32, vocab_size=16)
-    config = json.loads((path / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0}
-    (path / "config.json").write_text(json.dumps(config))
-    model = KVModel(str(path))
-    rope = rope_of_config(model.config)
-    k, _ = model.kv(torch.full((300,), 7))
-    plain = unrotate(k, rope.table(0, 300), rope)
-    assert torch.allclose(plain, plain[:1].expand_as(plain), atol=1e-3)
-    assert not torch.allclose(k, k[:1].expand_as(k), atol=1e-1)
-
-
 def test_one_window_is_too_little(model: KVModel, windows: list[torch.Tensor]) -> None:
     with pytest.raises(ConfigError, match="two windows"):
         calibrate(model, windows[:1], None, CALIBRATION, Options(num_context=CONTEXT))
@@ -123,21 +108,21 @@ def test_texts(tmp_path: Path) -> None:
     plain, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
     plain.write_text("one\ntwo\n")
     lines.write_text('{"prompt": "one"}\n\n{"prompt": "two", "more": 1}\n')
-    assert read_text(plain) == ["one\ntwo\n"]
-    assert read_text(lines) == ["one", "two"]
+    assert read_texts(plain) == ["one\ntwo\n"]
+    assert read_texts(lines) == ["one", "two"]
     for content, message in (
         ('{"prompt": 1}', r"b.jsonl:1: expected an object with a string 'prompt'"),
-        ("{", r"b.jsonl:1: not JSON"),
+        ("{", r"b.jsonl:1: expected an object .* truncated"),
         ("\n", "holds no prompts"),
     ):
         lines.write_text(content)
         with pytest.raises(ConfigError, match=message):
-            read_text(lines)
+            read_texts(lines)
     plain.write_text(" \n")
     with pytest.raises(ConfigError, match="is empty"):
-        read_text(plain)
+        read_texts(plain)
     with pytest.raises(ConfigError, match="No such file"):
-        read_text(tmp_path / "c.txt")
+        read_texts(tmp_path / "c.txt")
 
 
 def test_windows_do_not_overlap() -> None:

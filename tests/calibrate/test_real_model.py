@@ -13,9 +13,9 @@ from benchmarks.codec.segments import SegmentMethod
 from benchmarks.prose import prose
 from sgl_kvfetch.calibrate.fit import Options, calibrate
 from sgl_kvfetch.calibrate.model import KVModel, calibration_windows, cut_windows
+from sgl_kvfetch.calibrate.rotation import find_rope
 from sgl_kvfetch.quant.klt import KltQuantiser
 from sgl_kvfetch.quant.profile import Profile
-from sgl_kvfetch.quant.rope import rope_of_config
 from tests.quant.profiles import CALIBRATION
 
 pytestmark = [pytest.mark.slow]
@@ -37,7 +37,7 @@ def tokens(model: KVModel) -> torch.Tensor:
 def profile(model: KVModel, tokens: torch.Tensor) -> Profile:
     """Of far fewer tokens than one would calibrate on."""
     windows = calibration_windows(model, [tokens[: len(tokens) // 2]], 8, CONTEXT + CONTINUATION)
-    return calibrate(model, windows, rope_of_config(model.config), CALIBRATION, Options(num_context=CONTEXT))
+    return calibrate(model, windows, find_rope(model), CALIBRATION, Options(num_context=CONTEXT))
 
 
 def test_the_first_token_is_a_sink(profile: Profile) -> None:

@@ -12,7 +12,8 @@ from typer.testing import CliRunner, Result
 
 from sgl_kvfetch.cli import app
 from sgl_kvfetch.cli.options import TOKEN_ENV
-from sgl_kvfetch.container.segment import CodedSegment
+from sgl_kvfetch.container.segment import CodedSegment, with_chunk_digests
+from sgl_kvfetch.container.signing import ManifestKeys
 from sgl_kvfetch.quant import make_quantiser
 from tests.segments import make_segment
 
@@ -31,6 +32,23 @@ class Stored:
 
     def data_path(self, index: int) -> Path:
         return self.root / self.segments[index].data_name
+
+
+KEY = b"k" * 32
+
+
+def sign(stored: Stored, index: int, key: bytes = KEY) -> None:
+    """Store a segment's manifest with a signature by ``key``."""
+    manifest = with_chunk_digests(stored.segments[index]).manifest.encode()
+    stored.manifest_path(index).write_bytes(ManifestKeys([key]).sign(manifest))
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    """The file that holds ``KEY``."""
+    path = tmp_path / "key"
+    path.write_bytes(KEY)
+    return path
 
 
 def put(root: Path, segment: CodedSegment) -> None:

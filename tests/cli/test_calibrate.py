@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from harness.models import make_tiny_llama
@@ -15,7 +15,6 @@ from sgl_kvfetch.cli import calibrate as calibrating
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.fingerprint import fingerprint_model
 from sgl_kvfetch.quant.profile import load_profile
-from sgl_kvfetch.quant.rope import Rope, rope_of_config
 
 
 @pytest.fixture(scope="module")
@@ -86,28 +85,16 @@ def test_files_that_are_not_there_are_named(model: Path, text: Path, tmp_path: P
 def test_a_rotation_that_is_not_known_stays(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unknown(config: object) -> None:
+    def unknown(model: object) -> None:
         raise UnsupportedError("rope type 'spiral' is not known")
 
-    monkeypatch.setattr(calibrating, "rope_of_config", unknown)
+    monkeypatch.setattr(calibrating, "find_rope", unknown)
     result = run(model, text, tmp_path / "p")
     assert result.exit_code == 0, result.output
     assert "K stays rotated, which costs bits: rope type 'spiral'" in result.stderr
     profile = load_profile(tmp_path / "p")
     assert profile.rope is None
     assert "spiral" in profile.calibration.notes[0]
-
-
-def test_a_rotation_that_transformers_does_otherwise_stays(
-    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = rope_of_config(AutoConfig.from_pretrained(model))
-    other = Rope(inv_freq=tuple(f * 1.01 for f in own.inv_freq))
-    monkeypatch.setattr(calibrating, "rope_of_config", lambda config: other)
-    result = run(model, text, tmp_path / "p")
-    assert result.exit_code == 0, result.output
-    assert "costs bits: transformers and SGLang use different RoPE" in " ".join(result.stderr.split())
-    assert load_profile(tmp_path / "p").rope is None
 
 
 def windows_of(model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_kvfetch.cli import gpu_checks, software_checks
-from sgl_kvfetch.cli.checks import Check, run_check
-from sgl_kvfetch.cli.store_checks import check_store
-from sgl_kvfetch.codecs import CODECS, nvenc
+from sgl_kvfetch.cli import checks
+from sgl_kvfetch.cli.checks import Check, check_store, run_check
+from sgl_kvfetch.codecs import CODECS, nvenc, nvidia
 from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps
 from sgl_kvfetch.errors import ConfigError, CorruptError
 from sgl_kvfetch.plugin import seams
@@ -22,14 +21,14 @@ from tests.cli.conftest import kvfetch
 from tests.codecs.fake_nvenc import install
 
 
-def by_name(checks: list[Check]) -> dict[str, Check]:
-    return {check.name: check for check in checks}
+def by_name(found: list[Check]) -> dict[str, Check]:
+    return {check.name: check for check in found}
 
 
 @pytest.fixture
 def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the checks that take seconds."""
-    monkeypatch.setattr(software_checks, "check_sglang", lambda: [Check("SGLang", "yes", "0")])
+    monkeypatch.setattr(checks, "check_sglang", lambda: [Check("SGLang", "yes", "0")])
 
 
 @pytest.mark.slow
@@ -52,7 +51,7 @@ def test_the_table_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     result = kvfetch("doctor")
     assert result.exit_code == 0
     assert "host mode can run here" in result.stdout
-    monkeypatch.setattr(software_checks, "check_python", lambda: [Check("Python", "no", "2.7", "update it")])
+    monkeypatch.setattr(checks, "check_python", lambda: [Check("Python", "no", "2.7", "update it")])
     result = kvfetch("doctor")
     assert result.exit_code == 1
     assert "update it" in result.stdout
@@ -76,14 +75,14 @@ def test_sglang_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    (check,) = software_checks.check_sglang()
+    (check,) = checks.check_sglang()
     assert check.status == "no"
     assert check.advice == f'pip install "sglang=={seams.SGLANG_VERSION}"'
 
 
 def test_another_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.4.0")
-    (check,) = software_checks.check_sglang()
+    (check,) = checks.check_sglang()
     assert check.status == "no"
     assert "0.4.0" in check.found
     assert "pip install" in check.advice
@@ -93,8 +92,8 @@ def test_what_goes_wrong_with_the_right_sglang(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(importlib.metadata, "version", lambda name: seams.SGLANG_VERSION)
     monkeypatch.setattr(seams, "check_seams", lambda scopes: ["a.b moved", "c.d moved"])
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
-    monkeypatch.setattr(software_checks, "_search_path", lambda: "")
-    found = by_name(software_checks.check_sglang())
+    monkeypatch.setattr(checks, "_search_path", lambda: "")
+    found = by_name(checks.check_sglang())
     assert found["SGLang"].status == "yes"
     assert found["SGLang's seams"].found == "a.b moved (and 1 more)"
     assert found["plugin registered"].status == "no"
@@ -104,7 +103,7 @@ def test_what_goes_wrong_with_the_right_sglang(monkeypatch: pytest.MonkeyPatch) 
         raise RuntimeError("operator torchvision::nms does not exist")
 
     monkeypatch.setattr(seams, "check_seams", broken)
-    found = by_name(software_checks.check_sglang())
+    found = by_name(checks.check_sglang())
     assert found["SGLang's seams"].status == "no"
     assert "nms" in found["SGLang's seams"].found
 
@@ -114,35 +113,35 @@ def test_a_plugin_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seams, "check_seams", lambda scopes: [])
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [SimpleNamespace(name="kvfetch")])
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
-    assert by_name(software_checks.check_sglang())["plugin registered"].advice == "add kvfetch to SGLANG_PLUGINS"
+    assert by_name(checks.check_sglang())["plugin registered"].advice == "add kvfetch to SGLANG_PLUGINS"
     monkeypatch.setenv("SGLANG_PLUGINS", "other, kvfetch")
-    assert by_name(software_checks.check_sglang())["plugin registered"].status == "yes"
+    assert by_name(checks.check_sglang())["plugin registered"].status == "yes"
 
 
 def test_a_codec_that_lies_and_one_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(bitstream: bytes, num_frames: int, height: int, width: int) -> torch.Tensor:
-        return torch.zeros((num_frames, 3, height, width), dtype=torch.uint8)
+    def wrong(bitstream: bytes, shape: tuple[int, int, int]) -> torch.Tensor:
+        return torch.zeros((shape[0], 3, *shape[1:]), dtype=torch.uint8)
 
-    def fails(bitstream: bytes, num_frames: int, height: int, width: int) -> torch.Tensor:
+    def fails(bitstream: bytes, shape: tuple[int, int, int]) -> torch.Tensor:
         raise CorruptError("no")
 
     monkeypatch.setattr(CODECS["zstd"], "decode", wrong)
     monkeypatch.setattr(CODECS["hevc"], "decode", fails)
-    found = by_name(software_checks.check_codecs())
+    found = by_name(checks.check_codecs())
     assert found["codec zstd"].status == found["codec hevc"].status == "no"
     assert found["codec deflate"].status == found["codec hevc420"].status == "yes"
 
 
 def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gpu_checks.CPU_ENGINE_ENV == ENV
+    assert checks.CPU_ENGINE_ENV == ENV
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv(ENV, raising=False)
-    check, nvdec, nvenc = gpu_checks.check_gpu()
+    check, nvdec, nvenc = checks.check_gpu()
     assert [nvdec.status, nvenc.status] == ["warn", "warn"]
     assert check.status == "warn"
     assert f"set {ENV}=1" in check.advice
     monkeypatch.setenv(ENV, "1")
-    assert f"{ENV}=1 is set" in gpu_checks.check_gpu()[0].found
+    assert f"{ENV}=1 is set" in checks.check_gpu()[0].found
 
 
 class FakeNvcuvid:
@@ -169,7 +168,7 @@ class FakeNvcuvid:
 )
 def test_what_nvdec_can_do(chromas: tuple[int, ...], status: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeNvcuvid(*chromas))
-    check = by_name(gpu_checks._check_nvdec())["NVDEC"]
+    check = by_name(checks._check_nvdec())["NVDEC"]
     assert (check.status, check.found) == (status, found)
 
 
@@ -179,18 +178,18 @@ def test_the_decoders_structure_has_its_c_size() -> None:
 
 
 def test_what_a_server_decodes_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_checks, "open_current_nvdec", lambda: (object(), "decoded on NVDEC, 7 engines: hevc"))
-    assert gpu_checks._check_decoding() == Check("HEVC decoding", "yes", "decoded on NVDEC, 7 engines: hevc")
-    monkeypatch.setattr(gpu_checks, "open_current_nvdec", lambda: (None, "HEVC is decoded on the CPU: no library"))
-    check = gpu_checks._check_decoding()
+    monkeypatch.setattr(nvidia, "open_current_nvdec", lambda: (object(), "decoded on NVDEC, 7 engines: hevc"))
+    assert checks._check_decoding() == Check("HEVC decoding", "yes", "decoded on NVDEC, 7 engines: hevc")
+    monkeypatch.setattr(nvidia, "open_current_nvdec", lambda: (None, "HEVC is decoded on the CPU: no library"))
+    check = checks._check_decoding()
     assert (check.status, check.found) == ("warn", "HEVC is decoded on the CPU: no library")
 
 
 def test_what_nvenc_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-    assert gpu_checks._check_nvenc() == Check("NVENC", "yes", "encoded on NVENC: hevc, hevc420")
+    assert checks._check_nvenc() == Check("NVENC", "yes", "encoded on NVENC: hevc, hevc420")
     monkeypatch.setattr(nvenc, "encode_caps", dict)
-    check = gpu_checks._check_nvenc()
+    check = checks._check_nvenc()
     assert (check.status, check.advice[:7]) == ("warn", "nothing")
     assert "this GPU has no NVENC" in check.found
 
@@ -201,16 +200,16 @@ def test_video_libraries_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     monkeypatch.setitem(sys.modules, "PyNvVideoCodec", None)
-    found = by_name(gpu_checks._check_nvdec())
+    found = by_name(checks._check_nvdec())
     assert found["NVDEC"].status == found["PyNvVideoCodec"].status == "warn"
     assert "libnvcuvid" in found["NVDEC"].found
     assert "pip install" in found["PyNvVideoCodec"].advice
-    assert gpu_checks._check_nvenc().status == "warn"
+    assert checks._check_nvenc().status == "warn"
 
 
 @pytest.mark.gpu
 def test_the_gpu_of_this_machine() -> None:
-    found = by_name(gpu_checks.check_gpu())
+    found = by_name(checks.check_gpu())
     assert found["CUDA GPU"].status == "yes"
     assert "HEVC 4:4:4 8-bit" in found["NVDEC"].found
 

@@ -1,5 +1,6 @@
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,13 @@ import av
 import numpy as np
 import pytest
 
+from harness.small_segments import expiring
+from sgl_kvfetch.container.manifest import MAX_MANIFEST_BYTES, Chunk, Manifest, PartInfo, Variant
 from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.quant import quantiser_from_identity
 from sgl_kvfetch.types import KVGeometry
-from tests.cli.conftest import Stored, kvfetch, put, unchanged
-from tests.segments import SMALL, make_segment
+from tests.cli.conftest import Stored, kvfetch, put, sign, unchanged
+from tests.segments import SMALL, make_heads, make_segment, page_hashes
 
 
 def inspect_json(*args: str) -> Any:
@@ -116,6 +119,57 @@ def test_a_segment_is_shown_as_a_table(stored: Stored) -> None:
     assert "MISSING" not in result.stdout
     stored.data_path(0).unlink()
     assert "MISSING" in kvfetch("inspect", str(stored.manifest_path(0))).stdout
+
+
+def test_the_expiry_is_shown(stored: Stored) -> None:
+    url = f"{stored.url}#{stored.segments[0].manifest.key.stem}"
+    assert inspect_json(url)["expires"] is None
+    assert "expires" not in kvfetch("inspect", url).stdout
+    stored.manifest_path(0).write_bytes(expiring(stored.segments[0], 1_800_000_000).manifest.encode())
+    assert inspect_json(url)["expires"] == 1_800_000_000
+    assert "2027-01-15 08:00:00 UTC" in kvfetch("inspect", url).stdout
+
+
+def test_signatures_are_shown(stored: Stored, key_file: Path) -> None:
+    sign(stored, 0)
+    sign(stored, 1, key=b"o" * 32)
+    stems = [segment.manifest.key.stem for segment in stored.segments]
+
+    def shown(*args: str) -> list[str]:
+        return [inspect_json(f"{stored.url}#{stem}", *args)["signature"] for stem in stems]
+
+    assert shown() == ["signed (not checked)", "signed (not checked)", "none"]
+    assert shown("--manifest-key-file", str(key_file)) == ["good", "wrong", "missing"]
+    folder = stored.segments[0].manifest.key.namespace
+    listed = kvfetch("inspect", f"{stored.url}#{folder}", "--manifest-key-file", str(key_file)).stdout
+    assert [s["signature"] for s in inspect_json(f"{stored.url}#{folder}")] == ["signed (not checked)"] * 2
+    assert "good" in listed
+    assert "wrong" in listed
+    assert "signed (not checked)" in kvfetch("inspect", str(stored.manifest_path(0))).stdout
+
+
+def test_a_manifest_of_the_largest_size(tmp_path: Path) -> None:
+    """It has a row for each of its 32,768 parts, in the time that a user waits."""
+    num_layers, num_heads, num_parts = 1024, 13, 32
+    heads = make_heads(KVGeometry(num_layers, num_heads, k_head_dim=1, v_head_dim=1, page_size=1, dtype="bfloat16"))
+    row = tuple(Chunk("", 1 + part, bytes(16), bytes(16)) for part in range(num_parts))
+    variant = Variant("0" * 32, {}, row * (num_layers * num_heads))
+    parts = tuple(PartInfo(f"part {part}") for part in range(num_parts))
+    manifest = Manifest(heads.namespace, 0, num_heads, 0, None, tuple(page_hashes(1)), 1, 1, 1, parts, (), (variant,))
+    path = tmp_path / "large.kvm"
+    path.write_bytes(manifest.encode())
+    assert 15 << 20 < path.stat().st_size <= MAX_MANIFEST_BYTES
+    begin_s = time.monotonic()
+    shown = inspect_json(str(path))["variants"][0]["parts"]
+    table = kvfetch("inspect", str(path)).stdout
+    assert time.monotonic() - begin_s < 100  # it took half an hour when each part was searched for in all cells
+    assert [(p["first_layer"], p["part"], p["num_chunks"], p["stored_bytes"], p["bits_per_value"]) for p in shown] == [
+        (layer, f"part {part}", num_heads, num_heads * (1 + part), 8 * (1 + part) / 2)
+        for layer in range(num_layers)
+        for part in range(num_parts)
+    ]
+    assert len(table.splitlines()) < 500
+    assert "32512 more parts" in table
 
 
 def test_files_are_shown_where_they_lie(stored: Stored, tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import pytest
 from sgl_kvfetch import __version__, config
 from sgl_kvfetch.cli import COMMANDS
 from sgl_kvfetch.cli.options import TOKEN_ENV, read_token
-from sgl_kvfetch.cli.units import format_size, parse_size, printable
+from sgl_kvfetch.cli.units import format_size, printable
 from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.sizes import parse_size
 from tests.cli.conftest import Stored, kvfetch
 
 

@@ -14,10 +14,11 @@ from sgl_kvfetch.cli.verify import Report, Verifier
 from sgl_kvfetch.container.manifest import Manifest
 from sgl_kvfetch.container.segment import CodedSegment
 from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.stores.listing import list_segments
 from sgl_kvfetch.stores.local import LocalStore
-from tests.cli.conftest import Stored, kvfetch, put, unchanged
-from tests.segments import make_segment
+from tests.cli.conftest import Stored, kvfetch, put, sign, unchanged
+from tests.segments import as_newer, make_segment
 
 
 def flip(path: Path, place: int) -> None:
@@ -26,8 +27,8 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(content)
 
 
-def verify_json(target: str, exit_code: int) -> Any:
-    result = kvfetch("verify", target, "--json")
+def verify_json(target: str, exit_code: int, *args: str) -> Any:
+    result = kvfetch("verify", target, "--json", *args)
     assert result.exit_code == exit_code, result.output
     return json.loads(result.stdout)
 
@@ -167,11 +168,71 @@ def test_a_quantiser_that_does_not_fit_its_segment(stored: Stored) -> None:
     assert "segment is quantised as" in problem["what"]
 
 
+def test_a_manifest_that_nests_without_end(stored: Stored) -> None:
+    nested = as_newer(stored.segments[0].manifest.encode(), later=b"\x91" * 100_000 + b"\xc0")
+    stored.manifest_path(0).write_bytes(nested)
+    (problem,) = verify_json(stored.url, 1)["problems"]
+    assert problem["name"] == stored.segments[0].manifest.key.manifest_name
+    assert "malformed" in problem["what"]
+
+
+def test_signatures_are_checked_with_a_key(stored: Stored, key_file: Path) -> None:
+    sign(stored, 0)
+    sign(stored, 1, key=b"o" * 32)
+    report = verify_json(stored.url, 1, "--manifest-key-file", str(key_file))
+    names = [segment.manifest.key.manifest_name for segment in stored.segments]
+    assert {p["name"]: p["what"] for p in report["problems"]} == {
+        names[1]: "its signature was not made with this key, or not for this manifest",
+        names[2]: "has no signature",
+    }
+    assert report["num_segments"] == 3
+    assert report["num_unchecked"] == 0
+    sign(stored, 1)
+    sign(stored, 2)
+    assert kvfetch("verify", stored.url, "--manifest-key-file", str(key_file)).exit_code == 0
+    flip(stored.manifest_path(0), -1)
+    (problem,) = verify_json(str(stored.manifest_path(0)), 1, "--manifest-key-file", str(key_file))["problems"]
+    assert problem["name"] == names[0]
+
+
+def test_signatures_are_counted_without_a_key(stored: Stored) -> None:
+    sign(stored, 0)
+    sign(stored, 1, key=b"o" * 32)
+    assert verify_json(stored.url, 0)["num_unchecked"] == 2
+    assert "2 manifests are signed (not checked" in kvfetch("verify", stored.url).stdout
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_a_key_file_that_cannot_be_used(stored: Stored, tmp_path: Path, command: str) -> None:
+    result = kvfetch(command, stored.url, "--manifest-key-file", str(tmp_path / "missing"))
+    assert result.exit_code == 2
+    assert "cannot be read" in result.stderr
+
+
 def test_a_manifest_under_another_name(stored: Stored) -> None:
     shutil.copy(stored.manifest_path(0), stored.manifest_path(1))
     (problem,) = verify_json(stored.url, 1)["problems"]
     assert problem["name"] == stored.segments[1].manifest.key.manifest_name
     assert "belongs under the name" in problem["what"]
+
+
+def test_rebuild_makes_the_catalog_anew(stored: Stored) -> None:
+    result = kvfetch("verify", stored.url, "--rebuild")
+    assert result.exit_code == 0
+    key = stored.segments[0].manifest.key
+    found = asyncio.run(_lookup(stored.root, key.namespace, stored.segments[0].manifest.page_hashes))
+    assert found.num_pages == key.num_pages
+    result = kvfetch("verify", "http://127.0.0.1:1", "--rebuild")
+    assert result.exit_code == 2
+    assert "not a directory" in result.stderr
+
+
+async def _lookup(root: Path, namespace: str, page_hashes: tuple[bytes, ...]) -> Lookup:
+    store = LocalStore(root)
+    try:
+        return await store.lookup(namespace, page_hashes)
+    finally:
+        await store.close()
 
 
 def test_one_segment_among_others(stored: Stored) -> None:

@@ -18,7 +18,7 @@ from sgl_kvfetch.codecs.nvdec import Nvdec, NvdecDecoder, NvdecSession, open_nvd
 from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps
 from sgl_kvfetch.codecs.surfaces import SurfaceBudget
 from sgl_kvfetch.container.segment import SegmentReader, SegmentSpec, encode_segment
-from sgl_kvfetch.cuda_streams import CudaDevice
+from sgl_kvfetch.cuda_streams import Device
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.layout.tiles import TileLayout
@@ -57,7 +57,7 @@ def decode(
     decoder: FrameDecoder, bitstream: bytes, frames: torch.Tensor = FRAMES, *, to_host: bool = False
 ) -> DecodedFrames:
     num_frames, _, height, width = frames.shape
-    return decoder.decode(bitstream, num_frames, height, width, to_host=to_host)
+    return decoder.decode(bitstream, (num_frames, height, width), to_host=to_host)
 
 
 def decodes(decoder: FrameDecoder, bitstream: bytes, frames: torch.Tensor = FRAMES, *, to_host: bool = False) -> bool:
@@ -88,7 +88,7 @@ def test_frames_are_summed_where_they_are(
     for seed in range(4):
         device = CountingDevice(seed)
         decoder = make_decoder(FakeNvc(device, latency_pictures=latency_pictures), codec)
-        found = decoder.decode(bitstreams[codec.name], 3, 144, 144, with_sum=True)
+        found = decoder.decode(bitstreams[codec.name], (3, 144, 144), with_sum=True)
         assert found.is_on_device
         assert found.host is None
         assert found.frame_sum == sum_of_frames(FRAMES)
@@ -101,10 +101,10 @@ def test_sums_tell_frames_apart(codec: HevcCodec, bitstreams: dict[str, bytes]) 
     nvc = FakeNvc(FakeDevice())
     decoder = make_decoder(nvc, codec)
     others = [codec.encode(frames) for frames in (FRAMES.flip(0), FRAMES[:, [1, 0, 2]], FRAMES ^ 1)]
-    found = [decoder.decode(bitstream, 3, 144, 144, with_sum=True) for bitstream in (bitstreams[codec.name], *others)]
+    found = [decoder.decode(bitstream, (3, 144, 144), with_sum=True) for bitstream in (bitstreams[codec.name], *others)]
     assert len({decoded.frame_sum for decoded in found}) == 4
     nvc.fails = "one pixel"
-    wrong = decoder.decode(bitstreams[codec.name], 3, 144, 144, with_sum=True)
+    wrong = decoder.decode(bitstreams[codec.name], (3, 144, 144), with_sum=True)
     assert wrong.frame_sum not in {decoded.frame_sum for decoded in found}
     assert wrong.frame_sum == sum_of_frames(wrong.frames)
 
@@ -212,14 +212,14 @@ def test_without_a_decoder_the_cpu_decodes(
     nvc = FakeNvc(FakeDevice())
     decoder = make_decoder(nvc)
     nvc.fails = "create"
-    found = decoder.decode(bitstreams["hevc"], 3, 144, 144)
+    found = decoder.decode(bitstreams["hevc"], (3, 144, 144))
     assert not found.is_on_device
     assert torch.equal(found.frames, FRAMES)
     assert (
         "hevc is decoded on the CPU: NVDEC gave no decoder for 144x144: RuntimeError: CreateDecoder: out of memory"
         in caplog.text
     )
-    found = decoder.decode(bitstreams["hevc"], 3, 144, 144, with_sum=True)
+    found = decoder.decode(bitstreams["hevc"], (3, 144, 144), with_sum=True)
     assert found.frame_sum is None
     assert found.host is found.frames  # verified as the CPU's always are
     nvc.fails = ""
@@ -229,14 +229,14 @@ def test_without_a_decoder_the_cpu_decodes(
     larger = pictures(1, 160, 160)
     assert decodes(decoder, HEVC.encode(larger), larger)
     nvc.fails = "reconfigure"
-    assert not decoder.decode(HEVC.encode(smaller), 1, 144, 144).is_on_device
+    assert not decoder.decode(HEVC.encode(smaller), (1, 144, 144)).is_on_device
 
 
 def test_pictures_that_nvdec_does_not_take_are_decoded_on_the_cpu(bitstreams: dict[str, bytes]) -> None:
     nvc = FakeNvc(FakeDevice())
     session = NvdecSession(nvc, nvc.device, SurfaceBudget())
     for caps in (make_caps(max_side=136), DecodeCaps(max_width=4096, max_height=4096, max_macroblocks=80)):
-        found = NvdecDecoder(HEVC, caps, session).decode(bitstreams["hevc"], 3, 144, 144)
+        found = NvdecDecoder(HEVC, caps, session).decode(bitstreams["hevc"], (3, 144, 144))
         assert not found.is_on_device
         assert found.host is found.frames
         assert torch.equal(found.frames, FRAMES)
@@ -397,7 +397,7 @@ def test_nothing_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 def test_on_a_gpu(codec: HevcCodec, bitstreams: dict[str, bytes]) -> None:
     torch.zeros(1, device="cuda")
-    engines, about = open_nvdec(CudaDevice(torch.device("cuda", 0)))
+    engines, about = open_nvdec(Device(torch.device("cuda", 0)))
     if engines is None or codec.name not in engines.codecs:
         pytest.skip(about)
     decoder = engines.open_session()[codec.name]
@@ -410,5 +410,5 @@ def test_on_a_gpu(codec: HevcCodec, bitstreams: dict[str, bytes]) -> None:
     on_host = decode(decoder, bitstreams[codec.name], to_host=True)
     assert not on_host.frames.is_cuda
     assert torch.equal(on_host.frames, FRAMES)
-    summed = decoder.decode(bitstreams[codec.name], 3, 144, 144, with_sum=True)
+    summed = decoder.decode(bitstreams[codec.name], (3, 144, 144), with_sum=True)
     assert summed.frame_sum == sum_of_frames(FRAMES)

@@ -95,7 +95,7 @@ def open_decoders(nvc: FakeNvc, limit_bytes: int, count: int) -> tuple[Nvdec, li
 
 def is_on_device(decoder: FrameDecoder, bitstream: bytes, size: tuple[int, int] = SIZES[0]) -> bool:
     """The pixels are right in any case."""
-    found = decoder.decode(bitstream, 2, *size)
+    found = decoder.decode(bitstream, (2, *size))
     assert torch.equal(found.frames, FRAMES[size])
     assert found.host is not None
     assert torch.equal(found.host, FRAMES[size])
@@ -143,7 +143,7 @@ def test_the_bound_holds(nvc: CountingNvc, coded: dict[tuple[int, int], bytes], 
             size = choose.choice(SIZES)
             if choose.random() < 0.2:
                 with pytest.raises(CorruptError, match="decode"):  # NVDEC finds it, or the CPU
-                    decoders[index].decode(cut(coded[size]), 2, *size)
+                    decoders[index].decode(cut(coded[size]), (2, *size))
             there.append(is_on_device(decoders[index], coded[size], size))
         return there
 
@@ -218,7 +218,7 @@ def test_after_there_was_no_room_a_decoder_is_no_larger_than_it_must_be(
     _, (a, b) = open_decoders(nvc, surface_bytes(3, 320, 176), 2)
     assert is_on_device(a, coded[large], large)
     with pytest.raises(CorruptError, match="decodes to 1 pictures"):
-        a.decode(cut(coded[large]), 2, *large)
+        a.decode(cut(coded[large]), (2, *large))
     with busy(nvc, b, coded[SIZES[0]]):
         assert not is_on_device(a, coded[SIZES[0]])  # asks for as large a one as it had
     assert is_on_device(a, coded[SIZES[0]])
@@ -236,7 +236,7 @@ def test_all_is_given_back_after_errors(nvc: CountingNvc, coded: dict[tuple[int,
         assert not is_on_device(decoder, coded[SIZES[0]])
     else:
         with pytest.raises(CorruptError):
-            decoder.decode(coded[SIZES[0]], 2, *SIZES[0])
+            decoder.decode(coded[SIZES[0]], (2, *SIZES[0]))
     assert engines.surfaces.taken_bytes == nvc.live_bytes == 0
     nvc.fails = ""
     assert is_on_device(decoder, coded[SIZES[0]])

@@ -2,6 +2,7 @@ import msgspec
 import pytest
 import torch
 
+from harness.small_segments import expiring
 from sgl_kvfetch.container.manifest import decode_manifest
 from sgl_kvfetch.container.merge import merge_segments
 from sgl_kvfetch.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_segment
@@ -56,6 +57,31 @@ def test_integers_and_scales_stay_as_they_are(name: QuantiserName, num_pages: in
     assert list(merged.manifest.page_hashes) == page_hashes(2 * num_pages, "", 16)
     assert merged.manifest.span_pages == min(span_pages, 2 * num_pages)
     require_joined(merged, left, right, quantiser)
+
+
+@pytest.mark.parametrize(("left_s", "right_s", "whole_s"), [(5, 7, 5), (7, 5, 5), (5, None, 5), (None, 7, 7)])
+@pytest.mark.parametrize("span_pages", [2, 4], ids=["chunks are copied", "chunks are joined"])
+def test_the_whole_expires_with_its_earlier_half(
+    left_s: int | None, right_s: int | None, whole_s: int, span_pages: int
+) -> None:
+    left, right, spec = halves(2, span_pages, make_quantiser("exact"))
+    merged = merge_segments(spec, expiring(left, left_s), expiring(right, right_s))
+    assert merged.manifest.expires == whole_s
+    assert merge_segments(spec, left, right).manifest.expires is None
+
+
+@pytest.mark.parametrize("num_pages", [1, 4])
+def test_cells_keep_their_heads(num_pages: int) -> None:
+    """A server may have been configured anew between the halves and their merging."""
+    uint8 = make_quantiser("uint8")
+    left, right = (
+        make_segment(SMALL, num_pages, quantiser=uint8, first_page=first, span_pages=2, cell_heads=1)[0]
+        for first in (0, num_pages)
+    )
+    spec = SegmentSpec(make_heads(SMALL, uint8), uint8, "zstd", "240p", 2)
+    merged = merge_segments(spec, left, right)
+    assert merged.manifest.cell_heads == 1
+    require_joined(merged, left, right, uint8)
 
 
 @pytest.mark.parametrize("num_pages", [1, 2, 4])

@@ -38,7 +38,7 @@ def test_allocations_never_overlap_and_all_bytes_are_freed() -> None:
                 taken[offset_or_none] = size
     for offset in taken:
         room.give_back(offset)
-    assert room.taken_bytes == 0
+    assert room._taken == {}
     assert room.take(1 << 16, 0) == 0
 
 

@@ -5,47 +5,37 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from harness.memory_pool import MemoryPool
+from harness.metrics import own_metric
+from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch import metrics
+from sgl_kvfetch.dataplane import plane as plane_module
 from sgl_kvfetch.dataplane.launch import DataPlaneProcess, Line, Running
-from sgl_kvfetch.dataplane.messages import Start
-from sgl_kvfetch.dataplane.plane import DataPlane, Find
+from sgl_kvfetch.dataplane.messages import Found, Start
+from sgl_kvfetch.dataplane.plane import DataPlane
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.fetch.rounds import Destination
-from sgl_kvfetch.fetch.sink import GuardedSink, PagePool
-from sgl_kvfetch.quant import CellValues, make_quantiser
+from sgl_kvfetch.fetch.sink import GuardedSink
+from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.types import TENSORS, TensorName
 from tests.segments import SMALL, make_heads, make_values, page_hashes
 
-WAIT_S = 60.0
 NUM_PAGES = 16
-
-
-class Pool(PagePool):
-    """Pages in plain tensors."""
-
-    def __init__(self) -> None:
-        shape = NUM_PAGES, SMALL.page_size, SMALL.num_layers, SMALL.num_heads
-        self.values = {t: torch.full((*shape, SMALL.head_dim(t)), torch.nan, dtype=SMALL.torch_dtype) for t in TENSORS}
-
-    def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
-        for tensor, x in zip(TENSORS, values, strict=True):
-            part = self.values[tensor][:, :, layers.start : layers.stop, heads.start : heads.stop]
-            part[list(pages)] = x.view(len(pages), SMALL.page_size, *x.shape[1:])
-
-    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
-        return self.values[tensor][list(pages)]
 
 
 class Launcher:
@@ -78,33 +68,37 @@ def plane(tmp_path: Path, launcher: Launcher) -> Iterator[DataPlane]:
 
 def open_plane(directory: Path, launcher: Launcher, **config: object) -> DataPlane:
     heads = make_heads(SMALL, make_quantiser("exact"))
-    settings = {"store": [f"file://{directory}"], "codec": "zstd"} | config
+    patient = {"lookup_timeout_s": 600, "fetch_timeout_s": 600}  # on slow machines, too
+    settings = {"store": [f"file://{directory}"], "codec": "zstd"} | patient | config
     return DataPlane(Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None), SMALL, launcher)
 
 
-def look_up(plane: DataPlane, hashes: Sequence[bytes]) -> Find:
-    found: Future[Find] = Future()
+def look_up(plane: DataPlane, hashes: Sequence[bytes]) -> Found:
+    found: Future[Found] = Future()
     plane.look_up(hashes, found.set_result)
     return found.result(WAIT_S)
 
 
 def store(plane: DataPlane, hashes: Sequence[bytes]) -> dict[TensorName, torch.Tensor]:
     """Write pages, and wait until they are stored."""
-    values = {t: x.view(len(hashes), SMALL.page_size, *x.shape[1:]) for t, x in make_values(SMALL, len(hashes)).items()}
-
-    def read(k: torch.Tensor, v: torch.Tensor) -> bool:
-        k.copy_(values["k"])
-        v.copy_(values["v"])
-        return True
-
-    assert plane.write(0, None, hashes, read, WAIT_S)
+    assert write(plane, hashes) == len(hashes)
     wait_until(lambda: look_up(plane, hashes).num_pages == len(hashes))
-    return values
+    return page_values(len(hashes))
 
 
-def fetch(plane: DataPlane, hashes: Sequence[bytes], num_rounds: int = 1) -> tuple[int, Pool]:
+def write(plane: DataPlane, hashes: Sequence[bytes]) -> int:
+    """Queue pages for writing. Return how many were queued."""
+    values = page_values(len(hashes))
+    return plane.write(0, None, hashes, range(len(hashes)), lambda tensor, pages: values[tensor][list(pages)])
+
+
+def page_values(num_pages: int) -> dict[TensorName, torch.Tensor]:
+    return {t: x.view(num_pages, SMALL.page_size, *x.shape[1:]) for t, x in make_values(SMALL, num_pages).items()}
+
+
+def fetch(plane: DataPlane, hashes: Sequence[bytes], num_rounds: int = 1) -> tuple[int, MemoryPool]:
     """Look up and fetch pages. Return how many were restored, and the pool that holds them."""
-    pool, found = Pool(), look_up(plane, hashes)
+    pool, found = MemoryPool(SMALL, NUM_PAGES, float("nan")), look_up(plane, hashes)
     ends = [found.num_pages * (i + 1) // num_rounds for i in range(num_rounds)]
     call = plane.fetch(hashes[: found.num_pages], ends, time.monotonic() + WAIT_S, found=found.work)
     for index, (first, end) in enumerate(zip([0, *ends], ends, strict=False)):
@@ -112,13 +106,6 @@ def fetch(plane: DataPlane, hashes: Sequence[bytes], num_rounds: int = 1) -> tup
             plane.give(call, index, Destination(range(first, end), GuardedSink(pool)))
     call.end.result(WAIT_S)
     return sum(over.result(0) for over in call.over), pool
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "nothing happens"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("num_rounds", [1, 3])
@@ -131,6 +118,73 @@ def test_written_pages_are_fetched_unchanged(plane: DataPlane, num_rounds: int) 
     assert look_up(plane, page_hashes(3, "other")).num_pages == 0
     plane.clear()
     assert look_up(plane, hashes).num_pages == 0
+
+
+def test_clearing_a_rank_clears_its_heads_of_other_tp_sizes(
+    plane: DataPlane, tmp_path: Path, launcher: Launcher
+) -> None:
+    hashes = page_hashes(NUM_PAGES)
+    store(plane, hashes)
+    namespace, geometry = make_heads(SMALL, make_quantiser("exact")).namespace, replace(SMALL, num_heads=1)
+    half = DataPlane(Start({"store": [f"file://{tmp_path}"]}, namespace, 1, 2, 0, None), geometry, launcher)
+    try:
+        assert look_up(half, hashes).num_pages == NUM_PAGES
+        half.clear()
+        assert look_up(half, hashes).num_pages == look_up(plane, hashes).num_pages == 0
+    finally:
+        half.close()
+
+
+def test_pages_are_written_in_pieces_that_fit(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plane_module, "SHARED_BYTES", 4 * 4 * SMALL.page_bytes)
+    hashes, values, pieces = page_hashes(10), page_values(10), []
+
+    def read(tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
+        pieces.append((tensor, list(pages)))
+        return values[tensor][[page - 20 for page in pages]]
+
+    assert plane.write(0, None, hashes, range(20, 30), read) == 10
+    assert pieces == [(t, list(range(*ends))) for ends in ((20, 24), (24, 28), (28, 30)) for t in TENSORS]
+    wait_until(lambda: look_up(plane, hashes).num_pages == 10)
+    _, pool = fetch(plane, hashes)
+    assert all(torch.equal(pool.values[t][:10], values[t]) for t in TENSORS)
+
+
+@pytest.mark.parametrize("gone", TENSORS)
+def test_writing_ends_at_unavailable_pages(plane: DataPlane, monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
+    monkeypatch.setattr(plane_module, "SHARED_BYTES", 4 * 4 * SMALL.page_bytes)
+    values = page_values(10)
+
+    def read(tensor: TensorName, pages: Sequence[int]) -> torch.Tensor | None:
+        return None if tensor == gone and pages[0] >= 4 else values[tensor][list(pages)]
+
+    assert plane.write(0, None, page_hashes(10), range(10), read) == 4
+    wait_until(lambda: not plane._run._room._taken)
+
+
+def test_errors_of_reading_pages_are_raised(plane: DataPlane) -> None:
+    def fail(tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
+        raise RuntimeError("no device")
+
+    with pytest.raises(RuntimeError, match="no device"):
+        plane.write(0, None, page_hashes(4), range(4), fail)
+    assert not plane._run._room._taken
+
+
+def test_all_pieces_share_one_deadline_for_room(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, waits_s = 100.0, []
+
+    def write_slowly(command: object, pool_pages: object, read: object, sides: object, timeout_s: float) -> bool:
+        nonlocal now_s
+        now_s += 0.7
+        waits_s.append(timeout_s)
+        return True
+
+    monkeypatch.setattr(plane_module, "SHARED_BYTES", 4 * 4 * SMALL.page_bytes)
+    monkeypatch.setattr(plane_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(plane._run, "write", write_slowly)
+    assert write(plane, page_hashes(10)) == 10
+    assert waits_s == pytest.approx([1.0, 0.3, 0.0])
 
 
 def test_an_impossible_config_is_refused(tmp_path: Path, launcher: Launcher) -> None:
@@ -149,12 +203,12 @@ def test_a_data_plane_that_dies_or_hangs_is_replaced_and_costs_misses(
     found = look_up(plane, hashes)
     call = plane.fetch(hashes, [8, 16], time.monotonic() + WAIT_S, found=found.work)
     assert call.here[0].result(WAIT_S) is not None  # its bytes are here, but it has no destination
-    before = metrics.DATA_PLANE_STARTS._value.get()
+    before = own_metric("sgl_kvfetch_data_plane_restarts_total")
     launcher.signal(number)
     call.end.result(WAIT_S)
     assert [over.result(0) for over in call.over] == [0, 0]
     wait_until(lambda: len(launcher.started) == 2 and look_up(plane, hashes).num_pages == NUM_PAGES)
-    assert metrics.DATA_PLANE_STARTS._value.get() == before + 1
+    assert own_metric("sgl_kvfetch_data_plane_restarts_total") == before + 1
     assert launcher.started[0].join(WAIT_S)
     assert fetch(plane, hashes)[0] == NUM_PAGES
     # Pages that an earlier data plane found cannot be fetched.
@@ -189,6 +243,67 @@ def test_after_random_kills_every_call_ends_and_values_are_right(plane: DataPlan
     wait_until(lambda: fetch(plane, hashes)[0] == NUM_PAGES)
 
 
+def test_a_caller_that_raises_does_not_keep_others_waiting(plane: DataPlane, launcher: Launcher) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("a caller's error")
+
+    found: Future[object] = Future()
+    launcher.signal(signal.SIGSTOP)
+    plane.look_up(page_hashes(1), fail)
+    plane.look_up(page_hashes(1), found.set_result)
+    launcher.signal(signal.SIGKILL)
+    found.result(WAIT_S)
+    wait_until(lambda: fetch(plane, page_hashes(1))[0] == 0 and len(launcher.started) == 2)
+
+
+def test_pages_that_are_lost_with_a_data_plane_are_counted(tmp_path: Path, launcher: Launcher) -> None:
+    dropped = metrics.WRITTEN_PAGES.labels("dropped_data_plane")._value
+    before = dropped.get()
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # a store that never answers
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        plane = open_plane(tmp_path, launcher, store=[url], fetch_timeout_s=600)
+        assert write(plane, page_hashes(NUM_PAGES)) == NUM_PAGES
+        launcher.signal(signal.SIGKILL)
+        wait_until(lambda: dropped.get() == before + NUM_PAGES and plane.num_losses == 1)
+        plane.close()
+    assert dropped.get() == before + NUM_PAGES
+
+
+def test_pages_that_were_written_are_not_lost(plane: DataPlane, launcher: Launcher) -> None:
+    store(plane, page_hashes(4))
+    wait_until(lambda: plane._run._num_queued == 0)
+    launcher.signal(signal.SIGKILL)
+    wait_until(lambda: len(launcher.started) == 2)
+    assert plane.num_losses == 0
+
+
+def test_a_silent_data_plane_gets_a_spare_one_but_is_not_replaced_at_once(
+    plane: DataPlane, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plane_module, "_SILENT_TICKS", 1 << 30)
+    before = metrics.DATA_PLANE_STARTS._value.get()
+    launcher.signal(signal.SIGSTOP)
+    wait_until(lambda: len(launcher.started) == 2)
+    os.kill(launcher.started[0].process.pid, signal.SIGCONT)
+    assert look_up(plane, page_hashes(1)).num_pages == 0
+    assert metrics.DATA_PLANE_STARTS._value.get() == before
+    # The spare one is used when it is needed.
+    launcher.started[0].process.kill()
+    wait_until(lambda: write(plane, page_hashes(1)) == 1)
+    assert (len(launcher.started), metrics.DATA_PLANE_STARTS._value.get()) == (2, before + 1)
+
+
+def test_an_unused_spare_data_plane_ends_with_the_others(
+    plane: DataPlane, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plane_module, "_SILENT_TICKS", 1 << 30)
+    launcher.signal(signal.SIGSTOP)
+    wait_until(lambda: len(launcher.started) == 2)
+    os.kill(launcher.started[0].process.pid, signal.SIGCONT)
+    plane.close()
+    assert all(each.join(WAIT_S) for each in launcher.started)
+
+
 def test_the_gauges_of_a_killed_data_plane_go_with_it(
     tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +320,20 @@ def test_the_gauges_of_a_killed_data_plane_go_with_it(
         wait_until(lambda: not gauges.exists())
     finally:
         plane.close()
+
+
+def test_closing_does_not_mind_gauges_that_another_thread_removes(
+    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever joins a data plane removes them: the thread that closes it, and the one that watches it."""
+
+    def remove(pid: int) -> None:
+        raise FileNotFoundError(pid)
+
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setattr("prometheus_client.multiprocess.mark_process_dead", remove)
+    open_plane(tmp_path, launcher).close()
+    assert launcher.started[0].join(WAIT_S)
 
 
 def _is_replaced(launcher: Launcher, process: subprocess.Popen[bytes]) -> bool:

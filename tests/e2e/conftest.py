@@ -34,6 +34,12 @@ def same_answer(found: Generation, expected: Generation) -> bool:
     return found.output_ids == expected.output_ids and found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
+@pytest.fixture(autouse=True)
+def _show_the_logs_of_servers(caplog: pytest.LogCaptureFixture) -> None:
+    """Beside a failure."""
+    caplog.set_level("INFO", "harness.engine")
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("one") / "model")

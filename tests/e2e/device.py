@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from harness.engine import SGLangServer
+from harness.waiting import wait_until
 from tests.e2e.conftest import make_prompt
 
 ATTACH = "/hicache/storage-backend"
@@ -45,17 +45,11 @@ def load_of(server: SGLangServer) -> dict[str, Any]:
 
 
 def wait_until_parked(server: SGLangServer, num_requests: int) -> None:
-    deadline_s = time.monotonic() + 10
-    while (load := load_of(server))["num_waiting_reqs"] != num_requests:
-        assert time.monotonic() < deadline_s, load
-        time.sleep(0.05)
+    wait_until(lambda: load_of(server)["num_waiting_reqs"] == num_requests, poll_s=0.05, found=lambda: load_of(server))
 
 
 def wait_until_disconnected(url: str) -> None:
-    deadline_s = time.monotonic() + 10
-    while (found := num_connections(url)) != 0:
-        assert time.monotonic() < deadline_s, f"{found} connections to {url}"
-        time.sleep(0.05)
+    wait_until(lambda: num_connections(url) == 0, found=lambda: f"{num_connections(url)} connections to {url}")
 
 
 def num_connections(url: str) -> int:

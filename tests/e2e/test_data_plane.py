@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ import pytest
 
 from harness.engine import SGLangServer, device_args, hicache_args
 from harness.store_process import StoreProcess
+from harness.waiting import WAIT_S, wait_until
 from tests.e2e.conftest import Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.faults import DEADLINE_S, NUM_STORED, SLACK_S, fill
 
@@ -54,11 +56,11 @@ def test_harm_at_random_moments_under_load(
                     _harm(rng)
             finally:
                 over.set()
-            num_asked = sum(future.result(60) for future in asking)
-            flushing.result(60)
+            num_asked = sum(future.result(WAIT_S) for future in asking)
+            flushing.result(WAIT_S)
         assert num_asked >= WORKERS
         _await_service(server)
-        server.flush(timeout_s=10)  # which a lock, a slot or a row on the board that is left over makes fail
+        server.flush()  # which a lock, a slot or a row on the board that is left over makes fail
         assert same_answer(ask(server, make_prompt(1)), expected[1])
 
 
@@ -112,12 +114,11 @@ def _data_planes() -> list[int]:
 
 def _await_service(server: SGLangServer) -> None:
     """Pages come from the store again."""
-    deadline_s = time.monotonic() + BACK_S + 30  # lookups pause for up to 30 s after failures
-    seed = 0
-    while True:
+    seeds = itertools.cycle(range(NUM_STORED))
+
+    def is_back() -> bool:
         server.flush()
-        if from_storage(ask(server, make_prompt(seed % NUM_STORED))) >= 0.9 * 640:
-            return
-        assert time.monotonic() < deadline_s
-        time.sleep(0.2)
-        seed += 1
+        return from_storage(ask(server, make_prompt(next(seeds)))) >= 0.9 * 640
+
+    # Lookups pause for up to 30 s after failures.
+    wait_until(is_back, timeout_s=BACK_S + 30, poll_s=0.2, found=server.log_tail)

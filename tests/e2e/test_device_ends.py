@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 
 from harness.engine import ServerError, SGLangServer, device_args
+from harness.faults import Fault
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
-from sgl_kvfetch.testing.faults import Fault
+from harness.waiting import WAIT_S, wait_until
 from tests.e2e.conftest import Expected, ask, make_prompt, same_answer
 from tests.e2e.device import ATTACH, attach, attached, begin, load_of, num_connections, wait_until_parked
 from tests.e2e.faults import (
     DEADLINE_S,
     NUM_STORED,
     PAGES,
-    SLACK_S,
     Proxy,
     assert_a_miss_in_time,
     each_fault,
@@ -44,6 +44,7 @@ CONFIG: dict[str, Any] = {
     "lookup_timeout_s": 1.0,
     "read_bytes": 64 << 10,
 }
+PATIENT = CONFIG | {"fetch_timeout_s": 600}
 HELD = ("sgl_kvfetch_held_slots", "sgl_kvfetch_parked_requests", "sgl_kvfetch_queued_bytes")
 NUM_ABORTS = int(os.environ.get("KVFETCH_ABORTS", "50"))
 ABORTS_A_ROUND = 5
@@ -68,6 +69,14 @@ def server(model: Path, link: Proxy) -> Iterator[SGLangServer]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def patient(server: SGLangServer, link: Proxy) -> SGLangServer:
+    """The same server, from here on with a deadline that no test waits for."""
+    server.request("DELETE", ATTACH)
+    attach(server, link.url, **PATIENT)
+    return server
+
+
 @pytest.fixture(autouse=True)
 def as_before(server: SGLangServer, link: Proxy) -> Iterator[None]:
     yield
@@ -88,53 +97,51 @@ def test_a_store_that(
     assert_a_miss_in_time(server, link, seed, fault, stage, reasons, expected)
 
 
-def test_others_go_on_and_see_the_parked(server: SGLangServer, link: Proxy, expected: Expected) -> None:
+def test_others_go_on_and_see_the_parked(patient: SGLangServer, link: Proxy, expected: Expected) -> None:
+    server = patient
     link.set(HANG)
     with ThreadPoolExecutor(2) as pool:
         parked = [begin(server, pool, seed, f"parked {seed}") for seed in range(2)]
         wait_until_parked(server, 2)
-        started_s = time.monotonic()
         answer = ask(server, make_prompt(NUM_STORED + 1)[:64])
-        took_s = time.monotonic() - started_s
         assert len(answer.output_ids) == 12
         server.request("GET", "/health_generate")
         assert not any(future.done() for future in parked)
-        assert took_s < DEADLINE_S
+        link.reset()
         for seed, future in enumerate(parked):
-            output_ids = json.loads(future.result(DEADLINE_S + SLACK_S))["output_ids"]
+            output_ids = json.loads(future.result(WAIT_S))["output_ids"]
             assert output_ids == expected[seed].output_ids[:4]
 
 
-def test_an_abort(server: SGLangServer, link: Proxy) -> None:
+def test_an_abort(patient: SGLangServer, link: Proxy) -> None:
+    server = patient
     link.set(HANG)
     with ThreadPoolExecutor(2) as pool:
         parked = [begin(server, pool, seed, f"aborted {seed}") for seed in range(2)]
         wait_until_parked(server, 2)
-        started_s = time.monotonic()
         server.request("POST", "/abort_request", {"abort_all": True})
         for future in parked:
             with contextlib.suppress(ServerError):
-                assert json.loads(future.result(2))["meta_info"]["finish_reason"]["type"] == "abort"
-        assert time.monotonic() - started_s < DEADLINE_S - 0.5
+                assert json.loads(future.result(WAIT_S))["meta_info"]["finish_reason"]["type"] == "abort"
     wait_until_parked(server, 0)
-    server.flush(timeout_s=2)
+    server.flush()
 
 
-def test_a_client_that_goes_away(server: SGLangServer, link: Proxy) -> None:
+def test_a_client_that_goes_away(patient: SGLangServer, link: Proxy) -> None:
+    server = patient
     link.set(HANG)
     body = {"input_ids": make_prompt(0), "sampling_params": {"max_new_tokens": 4}, "stream": True}
     request = urllib.request.Request(
         server.url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=5):
+    with urllib.request.urlopen(request, timeout=WAIT_S):
         wait_until_parked(server, 1)
-    started_s = time.monotonic()
     wait_until_parked(server, 0)
-    assert time.monotonic() - started_s < DEADLINE_S - 0.5
-    server.flush(timeout_s=2)
+    server.flush()
 
 
-def test_detaching_and_attaching(server: SGLangServer, link: Proxy, tmp_path: Path, expected: Expected) -> None:
+def test_detaching_and_attaching(patient: SGLangServer, link: Proxy, tmp_path: Path, expected: Expected) -> None:
+    server = patient
     link.set(HANG)
     with ThreadPoolExecutor(1) as pool:
         parked = begin(server, pool, 0, "parked")
@@ -143,7 +150,7 @@ def test_detaching_and_attaching(server: SGLangServer, link: Proxy, tmp_path: Pa
             server.request("DELETE", ATTACH)
         server.request("POST", "/abort_request", {"rid": "parked"})
         with contextlib.suppress(ServerError):
-            parked.result(2)
+            parked.result(WAIT_S)
     # Whatever there is left of the fetch ends.
     assert "detached" in server.request("DELETE", ATTACH)
     assert attached(server) is None
@@ -169,26 +176,35 @@ def test_detaching_and_attaching(server: SGLangServer, link: Proxy, tmp_path: Pa
     wait_until_written(server, int(written) + PAGES)
     assert same_answer(fetch_again(server, 0), expected[0])
     with pytest.raises(ServerError, match="another config"):
-        attach(server, link.url, **CONFIG)
+        attach(server, link.url, **PATIENT)
     server.request("DELETE", ATTACH)
     link.set(None)
-    attach(server, link.url, **CONFIG)
+    attach(server, link.url, **PATIENT)
     assert same_answer(fetch_again(server, 1), expected[1])
 
 
 @pytest.mark.timeout(300 + 4 * NUM_ABORTS)
-def test_aborts_at_random_moments(server: SGLangServer, link: Proxy, expected: Expected) -> None:
+def test_aborts_at_random_moments(patient: SGLangServer, link: Proxy, expected: Expected) -> None:
     """Of requests that share a slow link, so that there are some in every phase. KVFETCH_ABORTS sets how many."""
+    server = patient
     rng = random.Random(NUM_ABORTS)
     total = 0
-    link.set(Fault("slow", bytes_per_s=2e6, only=is_data))
+    link.set(Fault("slow", bytes_per_s=4e6, only=is_data))
     started_s = time.monotonic()
     fetch_again(server, 0)
     longest_s = 2 * (time.monotonic() - started_s)  # so that some land before they are aborted
     before = server.metrics()
+    ends = dict.fromkeys(("aborted", "landed"), 0.0)
+
+    def count_ends() -> None:
+        now = server.metrics()
+        for end in ends:
+            both = [read_metric(each, "sgl_kvfetch_device_requests_total", end=end) for each in (now, before)]
+            ends[end] = both[0] - both[1]
+
     with ThreadPoolExecutor(ABORTS_A_ROUND) as pool:
         while total < NUM_ABORTS:
-            server.flush(timeout_s=10)  # which a lock, a slot or a row on the board that is left over makes fail
+            server.flush()  # which a lock, a slot or a row on the board that is left over makes fail
             seeds = rng.sample(range(NUM_STORED), ABORTS_A_ROUND)
             aborts = [
                 pool.submit(
@@ -201,18 +217,16 @@ def test_aborts_at_random_moments(server: SGLangServer, link: Proxy, expected: E
                 for seed in seeds
             ]
             for future in aborts:
-                future.result(DEADLINE_S + SLACK_S)
+                future.result(WAIT_S)
             total += len(aborts)
+            count_ends()
+            # The first fetch may have taken much longer or shorter than the others, as the machine's speed varies.
+            longest_s *= 1.5 if ends["aborted"] > ends["landed"] else 0.7
     link.set(None)
-    after = wait_until_quiet(server, link)
-    ends = {
-        end: read_metric(after, "sgl_kvfetch_device_requests_total", end=end)
-        - read_metric(before, "sgl_kvfetch_device_requests_total", end=end)
-        for end in ("aborted", "landed")
-    }
-    assert ends["aborted"] > NUM_ABORTS / 4, ends
-    assert ends["landed"] > NUM_ABORTS / 50, ends
-    server.flush(timeout_s=2)
+    wait_until_quiet(server, link)
+    count_ends()
+    assert min(ends.values()) > 0, ends
+    server.flush()
     assert same_answer(fetch_again(server, 0), expected[0])
 
 
@@ -232,7 +246,7 @@ def go_away(server: SGLangServer, prompt: list[int], rid: str, after_s: float) -
 
 
 def stream(server: SGLangServer, prompt: list[int], rid: str) -> http.client.HTTPConnection:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=DEADLINE_S + SLACK_S)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
     sampling = {"max_new_tokens": 16, "temperature": 0.0, "ignore_eos": True}
     body = {"input_ids": prompt, "rid": rid, "stream": True, "sampling_params": sampling}
     connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
@@ -241,13 +255,15 @@ def stream(server: SGLangServer, prompt: list[int], rid: str) -> http.client.HTT
 
 def wait_until_quiet(server: SGLangServer, link: Proxy) -> str:
     """Nothing is held by anyone: no slot, lock, buffer or connection. Returns the metrics."""
-    deadline_s = time.monotonic() + 10
-    while True:
+    text, held = "", {}
+
+    def is_quiet() -> bool:
+        nonlocal text, held
         text = server.metrics()
         held = {name: read_metric(text, name) for name in HELD}
         held["connections"] = num_connections(link.url)
         held["slots"] = load_of(server)["num_used_tokens"]  # those that are neither free nor evictable
-        if not any(held.values()):
-            return text
-        assert time.monotonic() < deadline_s, held
-        time.sleep(0.1)
+        return not any(held.values())
+
+    wait_until(is_quiet, poll_s=0.1, found=lambda: f"{held}\n{server.log_tail()}")
+    return text

@@ -9,61 +9,57 @@ import pytest
 from harness.engine import ServerError, SGLangServer, device_args, hicache_args
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
-from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_half_prompt, make_prompt, same_answer
+from tests.e2e.conftest import Expected, ask, from_storage, make_half_prompt, make_prompt, same_answer
 from tests.e2e.device import ATTACH, attach
+from tests.e2e.faults import PAGES, fetch_again
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
-PAGES = 640 // PAGE_SIZE
 
 
 def test_exact(model: Path, store: StoreProcess, expected: Expected) -> None:
     flags = device_args(store.url, quantiser="exact", codec="hevc")
-    with SGLangServer(model, extra_args=flags) as writer:
+    with SGLangServer(model, extra_args=flags) as server:
         for seed in range(2):
-            answer = ask(writer, make_prompt(seed))
+            answer = ask(server, make_prompt(seed))
             assert from_storage(answer) == 0
             assert same_answer(answer, expected[seed])
-        wait_until_written(writer, 2 * PAGES)
-        assert read_metric(writer.metrics(), "sgl_kvfetch_written_pages_total", result="stored") == 2 * PAGES
+        wait_until_written(server, 2 * PAGES)
+        assert read_metric(server.metrics(), "sgl_kvfetch_written_pages_total", result="stored") == 2 * PAGES
+        server.flush()
 
-    with SGLangServer(model, extra_args=flags) as reader:
         for seed in range(2):
-            answer = ask(reader, make_prompt(seed))
+            answer = ask(server, make_prompt(seed))
             assert from_storage(answer) >= 0.9 * 640
             assert same_answer(answer, expected[seed])
         # In the tree now: nothing is fetched again.
-        again = ask(reader, make_prompt(0))
+        again = ask(server, make_prompt(0))
         assert from_storage(again) == 0
         assert again.cached_tokens >= 0.9 * 640
 
         # Half of it is stored; the rest is computed.
-        reader.flush()
-        answer = ask(reader, make_half_prompt())
+        server.flush()
+        answer = ask(server, make_half_prompt())
         assert from_storage(answer) == 320
         assert same_answer(answer, expected.half)
-        metrics = reader.metrics()
-        assert read_metric(metrics, "sgl_kvfetch_misses_total") == 0
-        reader.flush()
+        assert read_metric(server.metrics(), "sgl_kvfetch_misses_total") == 0
+        server.flush()
 
         # Cleared through SGLang's own endpoint, the store has nothing left.
-        assert from_storage(ask(reader, make_prompt(1))) >= 0.9 * 640
-        reader.flush()
-        reader.request("POST", "/hicache/storage-backend/clear")
-        answer = ask(reader, make_prompt(1))
+        assert from_storage(ask(server, make_prompt(1))) >= 0.9 * 640
+        server.flush()
+        server.request("POST", "/hicache/storage-backend/clear")
+        answer = ask(server, make_prompt(1))
         assert from_storage(answer) == 0
         assert same_answer(answer, expected[1])
-        wait_until_written(reader, PAGES)
-        reader.flush()
-        assert from_storage(ask(reader, make_prompt(1))) >= 0.9 * 640
-        reader.flush()
+        fetch_again(server, 1)
+        server.flush()
 
         # A store that is gone costs answers nothing.
         store.stop()
-        answer = ask(reader, make_prompt(1))
+        answer = ask(server, make_prompt(1))
         assert from_storage(answer) == 0
         assert same_answer(answer, expected[1])
-        reader.flush()
+        server.flush()
 
 
 def test_both_modes_share_a_store(model: Path, other_model: Path, store: StoreProcess, expected: Expected) -> None:

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from harness.engine import Generation, ServerError, SGLangServer, device_args
+from harness.faults import Fault
 from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
+from harness.waiting import WAIT_S
 from sgl_kvfetch.stores.wire import LOOKUP_PATH
-from sgl_kvfetch.testing.faults import Fault
 from tests.e2e.conftest import ask, from_storage, make_prompt, same_answer
-from tests.e2e.device import ATTACH, attach, attached, begin, wait_until_disconnected, wait_until_parked
+from tests.e2e.device import ATTACH, attach, attached, begin, wait_until_disconnected
 from tests.e2e.faults import PAGES, SLACK_S, Proxy, counted, fetch_again, is_data
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -116,10 +117,10 @@ def test_an_abort_and_a_detach_while_one_of_them_hangs(pair: Pair, tmp_path: Pat
     pair.link.set(Fault("hang", only=pair.data_of(1)))
     with ThreadPoolExecutor(1) as pool:
         parked = begin(pair.server, pool, 0, "parked")
-        wait_until_parked(pair.server, 1)
+        pair.link.wait_for_data()
         pair.server.request("POST", "/abort_request", {"rid": "parked"})
         with contextlib.suppress(ServerError):
-            parked.result(DEADLINE_S + SLACK_S)
+            parked.result(WAIT_S)
     assert "detached" in pair.server.request("DELETE", ATTACH)
     wait_until_disconnected(pair.link.url)  # the other rank may be a little later
     answer = ask(pair.server, make_prompt(1))
@@ -139,6 +140,6 @@ def test_shutdown_while_a_request_is_parked(pair: Pair) -> None:
     pair.link.set(Fault("hang", only=pair.data_of(0)))
     with ThreadPoolExecutor(1) as pool:
         parked = begin(pair.server, pool, 0, "parked")
-        wait_until_parked(pair.server, 1)
+        pair.link.wait_for_data()
         pair.server.stop()
-        assert json.loads(parked.result(1))["output_ids"] == pair.computed[0].output_ids[:4]
+        assert json.loads(parked.result(WAIT_S))["output_ids"] == pair.computed[0].output_ids[:4]

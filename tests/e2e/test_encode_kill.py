@@ -19,9 +19,11 @@ import msgspec
 import pytest
 import torch
 
+from harness.fetching import fetch_pages
 from harness.memory_pool import MemoryPool
+from harness.metrics import own_metric
 from harness.store_process import StoreProcess
-from sgl_kvfetch import metrics
+from harness.waiting import until
 from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.codecs.base import Decoders
 from sgl_kvfetch.container.manifest import decode_manifest
@@ -92,12 +94,16 @@ class World:
         fetcher = Fetcher(self.store, pool, read_bytes=64 << 10, inflight_bytes=64 << 20, may_delete=True)
         while True:
             stored = rng.choice(self.committed)
+            began_s = asyncio.get_running_loop().time()
             sources = await finder.find(stored.hashes, timeout_s=20)
             assert len(sources) == NUM_PAGES, "pages that were committed are not found"
             await asyncio.sleep(rng.uniform(0, GRACE_S / 3))
             pages = MemoryPool(GEOMETRY, NUM_PAGES, float("nan"))
-            result = await fetcher.fetch(sources, range(NUM_PAGES), GuardedSink(pages), timeout_s=20)
+            result = await fetch_pages(fetcher, sources, range(NUM_PAGES), GuardedSink(pages), timeout_s=20)
             finder.fetched(stored.hashes, sources, result)
+            is_late = asyncio.get_running_loop().time() - began_s > GRACE_S / 1.5
+            if is_late and result.num_pages < NUM_PAGES:
+                continue  # the machine was so slow that the encoder was free to delete what was found
             assert (result.num_pages, result.failures, result.timed_out) == (NUM_PAGES, (), False)
             for tensor in TENSORS:
                 assert torch.equal(pages.values[tensor], stored.expected[tensor])
@@ -207,7 +213,7 @@ async def readers(world: World) -> AsyncIterator[None]:
 async def test_an_encoder_killed_again_and_again(tmp_path: Path) -> None:
     rng = random.Random(3)
     torch.set_num_threads(1)
-    corrupt_before = metrics.CORRUPT_CHUNKS._value.get()
+    corrupt_before = own_metric("sgl_kvfetch_corrupt_chunks_total")
     lives: list[Life] = []
     with StoreProcess(tmp_path / "store") as server:
         async with closing_store(server.url) as store:
@@ -242,14 +248,15 @@ async def test_an_encoder_killed_again_and_again(tmp_path: Path) -> None:
                 content = await store.get(stored.coded.manifest.key.manifest_name)
                 assert content is not None
                 assert [(v.codec, v.resolution) for v in decode_manifest(content).variants] == TARGETS
+            async with readers(world):
+                await until(lambda: world.num_reads["hevc"] > 0)
 
     stages = Counter(life.stage for life in lives)
     print(
         f"killed {dict(stages)}; {sum(life.num_waiting > 0 for life in lives)} times with old data to delete; "
         f"reads by codec {dict(world.num_reads)}"
     )
-    assert metrics.CORRUPT_CHUNKS._value.get() == corrupt_before
+    assert own_metric("sgl_kvfetch_corrupt_chunks_total") == corrupt_before
     assert world.num_reads["zstd"] > 0
-    assert world.num_reads["hevc"] > 0
     assert len(stages) >= 3, stages
     assert any(life.num_waiting for life in lives)

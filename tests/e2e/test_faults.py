@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from harness.engine import SGLangServer, hicache_args
+from harness.faults import Fault
 from harness.metrics import read_metric
 from harness.store_process import StoreProcess
-from sgl_kvfetch.testing.faults import Fault
 from tests.e2e.conftest import Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.faults import (
     DEADLINE_S,

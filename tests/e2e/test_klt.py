@@ -11,6 +11,7 @@ import pytest
 from harness.engine import Generation, ServerError, SGLangServer, hicache_args
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
+from harness.waiting import WAIT_S
 from sgl_kvfetch.quant.klt import KltQuantiser
 from sgl_kvfetch.quant.profile import load_profile
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt
@@ -42,15 +43,15 @@ def test_sglang_goes_on_from_what_the_quantiser_restores(model: Path, store: Sto
     target_kl = calibrated.curve[len(calibrated.curve) // 2].kl
     flags = hicache_args(store.url, profile=str(profile), target_kl=target_kl)
     prompt = make_prompt(0)
-    with SGLangServer(model, extra_args=flags) as writer:
-        ask(writer, prompt[:320])
-        wait_until_written(writer, PAGES // 2)
-        computed = ask(writer, prompt)
+    with SGLangServer(model, extra_args=flags) as server:
+        ask(server, prompt[:320])
+        wait_until_written(server, PAGES // 2)
+        computed = ask(server, prompt)
         assert from_storage(computed) == 0
-        wait_until_written(writer, PAGES)
-    with SGLangServer(model, extra_args=flags) as reader:
-        answer = ask(reader, prompt)
-        metrics = reader.metrics()
+        wait_until_written(server, PAGES)
+        server.flush()
+        answer = ask(server, prompt)
+        metrics = server.metrics()
     num_cached = from_storage(answer)
     assert num_cached >= 0.9 * 640
     quantiser = KltQuantiser(calibrated, target_kl)
@@ -70,7 +71,8 @@ def test_two_ranks_share_a_profile(model: Path, store: StoreProcess, profile: Pa
     """Each has half of the cells. Together they restore what one quantiser of all cells does, in memory."""
     calibrated = load_profile(profile)
     finest = calibrated.curve[0].kl
-    flags = [*hicache_args(store.url, profile=str(profile), target_kl=finest), "--tp-size", "2"]
+    config = {"profile": str(profile), "target_kl": finest, "lookup_timeout_s": WAIT_S, "fetch_timeout_s": WAIT_S}
+    flags = [*hicache_args(store.url, **config), "--tp-size", "2"]
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with SGLangServer(model, extra_args=flags, env=env) as server:
         computed = ask(server, make_prompt(0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -59,11 +58,11 @@ def test_quantised(model: Path, store: StoreProcess, name: QuantiserName) -> Non
     below what quantising does, as the comparison with the computed answer shows."""
     flags = hicache_args(store.url, quantiser=name, codec="hevc420")
     prompt = make_prompt(0)
-    with SGLangServer(model, extra_args=flags) as writer:
-        computed = ask(writer, prompt)
-        wait_until_written(writer, PAGES)
-    with SGLangServer(model, extra_args=flags) as reader:
-        answer = ask(reader, prompt)
+    with SGLangServer(model, extra_args=flags) as server:
+        computed = ask(server, prompt)
+        wait_until_written(server, PAGES)
+        server.flush()
+        answer = ask(server, prompt)
     num_cached = from_storage(answer)
     assert num_cached >= 0.9 * 640
     tokens, logprobs = continue_from_quantised(model, prompt, num_cached, make_quantiser(name), len(answer.output_ids))
@@ -77,41 +76,11 @@ def test_quantised(model: Path, store: StoreProcess, name: QuantiserName) -> Non
 def test_two_ranks(model: Path, store: StoreProcess) -> None:
     flags = [*hicache_args(store.url, codec="hevc"), "--tp-size", "2"]
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    with SGLangServer(model, extra_args=flags, env=env) as writer:
-        computed = ask(writer, make_prompt(0))
+    with SGLangServer(model, extra_args=flags, env=env) as server:
+        computed = ask(server, make_prompt(0))
         assert from_storage(computed) == 0
-        wait_until_written(writer, 2 * PAGES)
-    with SGLangServer(model, extra_args=flags, env=env) as reader:
-        answer = ask(reader, make_prompt(0))
-        assert from_storage(answer) >= 0.9 * 640
-        assert same_answer(answer, computed)
-
-
-def test_attach_and_detach_at_run_time(model: Path, store: StoreProcess, expected: Expected) -> None:
-    flags = hicache_args(store.url)
-    with SGLangServer(model, extra_args=flags) as writer:
-        ask(writer, make_prompt(0))
-        wait_until_written(writer, PAGES)
-        without_storage = flags[: flags.index("--hicache-storage-backend")]
-    with SGLangServer(model, extra_args=without_storage, admin_api_key="admin") as server:
-        assert from_storage(ask(server, make_prompt(0))) == 0
+        wait_until_written(server, 2 * PAGES)
         server.flush()
-        server.request("PUT", "/hicache/storage-backend", _attachment(store.url))
         answer = ask(server, make_prompt(0))
         assert from_storage(answer) >= 0.9 * 640
-        assert same_answer(answer, expected[0])
-        server.flush()
-        server.request("DELETE", "/hicache/storage-backend")
-        assert from_storage(ask(server, make_prompt(0))) == 0
-        server.flush()
-        server.request("PUT", "/hicache/storage-backend", _attachment(store.url))
-        assert from_storage(ask(server, make_prompt(0))) >= 0.9 * 640
-
-
-def _attachment(url: str) -> dict[str, str]:
-    extra = {"store": url, "prefetch_threshold": PAGE_SIZE}
-    return {
-        "hicache_storage_backend": "kvfetch",
-        "hicache_storage_backend_extra_config_json": json.dumps(extra),
-        "hicache_storage_prefetch_policy": "wait_complete",
-    }
+        assert same_answer(answer, computed)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
+from harness.small_segments import expiring
+from harness.waiting import LoopClock, until
 from sgl_kvfetch.codecs.base import FrameEncoder
 from sgl_kvfetch.codecs.hevc import HevcCodec
 from sgl_kvfetch.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.container.segment import CodedSegment
+from sgl_kvfetch.encode import encoder as encoder_module
 from sgl_kvfetch.encode.encoder import EncodeOptions, Encoder, Step
 from sgl_kvfetch.encode.garbage import Garbage
 from sgl_kvfetch.encode.targets import Target, make_targets
@@ -26,7 +31,7 @@ from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.local import LocalStore
 from sgl_kvfetch.write.commit import commit_segment, delete_segment
 from tests.encode.test_transcode import decoded_equal
-from tests.segments import make_segment
+from tests.segments import as_newer, make_segment
 
 HEVC = make_targets(["hevc"], ["240p"])
 BOTH = make_targets(["hevc"], ["240p", "480p"])
@@ -124,11 +129,27 @@ async def require_nothing_loose(store: Store, *manifests: Manifest) -> None:
 
 
 async def until_encoded(encoder: Encoder, count: int) -> None:
-    for _ in range(1000):
-        if encoder.tally.num_encoded >= count:
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"{encoder.tally.num_encoded} segments encoded, expected {count}")
+    await until(lambda: encoder.tally.num_encoded >= count)
+
+
+async def test_a_segment_keeps_its_expiry(store: Store) -> None:
+    segment = expiring(segments(1)[0], time.time() + 3600)
+    await commit_segment(store, segment)
+    await encode(store)
+    await require_encoded(store, segment)
+    assert (await manifest_of(store, segment)).expires == segment.manifest.expires
+
+
+async def test_what_a_newer_version_wrote_stays_as_it_is(store: Store) -> None:
+    """To write its manifest again would drop what only that version knows."""
+    (segment,) = segments(1)
+    name, newer = segment.manifest.key.manifest_name, as_newer(segment.manifest.encode())
+    await store.put(segment.data_name, segment.data)
+    await store.put(name, newer)
+    tally = (await encode(store)).tally
+    assert "version 2.2" in tally.failures[name]
+    assert await store.get(name) == newer
+    assert await names(store) == {name, segment.data_name}
 
 
 async def test_encodes_segments_to_the_wanted_variants(store: Store) -> None:
@@ -191,18 +212,20 @@ async def test_keep_source_keeps_the_source_variant(store: Store) -> None:
     await require_nothing_loose(store, manifest)
 
 
-async def test_replaced_data_is_kept_for_the_grace_period(store: Store) -> None:
+async def test_replaced_data_is_kept_for_the_grace_period(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = LoopClock()
+    monkeypatch.setattr(encoder_module, "Garbage", partial(Garbage, clock=clock))
     (segment,) = segments(1)
     await commit_segment(store, segment)
-    running = asyncio.create_task(encode(store, grace_s=1.0))
-    for _ in range(1000):
-        if ways(await manifest_of(store, segment)) == list(HEVC):
-            break
-        await asyncio.sleep(0.02)
-    for _ in range(5):
-        assert await store.get(segment.data_name) == segment.data
-        await asyncio.sleep(0.1)
+    encoder = Encoder(store, EncodeOptions(HEVC, grace_s=600))
+    running = asyncio.create_task(encoder.run_once())
+    await until_encoded(encoder, 1)
+    await clock.advance(500)
+    await encoder.garbage.delete_due()
+    assert await store.get(segment.data_name) == segment.data
+    await clock.advance(100)
     await running
+    await encoder.close()
     assert await store.get(segment.data_name) is None
 
 
@@ -391,11 +414,13 @@ async def test_encodes_only_the_given_namespace(local: Meddler) -> None:
 
 async def test_watch_encodes_new_segments_and_survives_an_outage(local: Meddler) -> None:
     first, second = segments(2)
-    is_down = False
+    is_down, num_failed = False, 0
 
     class Flaky(LocalStore):
         async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+            nonlocal num_failed
             if is_down:
+                num_failed += 1
                 raise StoreError("refused", "as told", retriable=True)
             return await super().get(name, start, length)
 
@@ -406,7 +431,7 @@ async def test_watch_encodes_new_segments_and_survives_an_outage(local: Meddler)
     await until_encoded(encoder, 1)
     is_down = True
     await commit_segment(local, second)
-    await asyncio.sleep(0.2)
+    await until(lambda: num_failed >= 3)
     assert not watching.done()
     is_down = False
     await until_encoded(encoder, 2)
@@ -432,6 +457,24 @@ async def test_an_unauthorised_store_ends_the_encoder(local: Meddler) -> None:
             await run()
     await encoder.close()
     await store.close()
+
+
+async def test_a_store_that_cannot_replace_is_left_alone(local: Meddler) -> None:
+    class Unable(LocalStore):
+        async def require_replace(self) -> None:
+            raise StoreError("invalid", "as told")
+
+    (segment,) = segments(1)
+    await commit_segment(local, segment)
+    before = await names(local)
+    store = Unable(local.root)
+    encoder = Encoder(store, EncodeOptions(HEVC))
+    for run in (encoder.run_once, lambda: encoder.watch(0.01)):
+        with pytest.raises(StoreError, match="as told"):
+            await run()
+    await encoder.close()
+    await store.close()
+    assert await names(local) == before
 
 
 class TestGarbage:

@@ -84,7 +84,8 @@ class WithoutProfile(KltIntegers):
         exponents[0] = EXACT
         shape = (self.num_coefficients(place.layers, place.heads), num_tokens)
         coefficients = torch.randint(100, 156, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-        return exponents, to_planes(values.k[0].flatten()).flatten(), coefficients
+        exact = torch.cat([x[0].flatten() for x in values])
+        return exponents, to_planes(exact).flatten(), coefficients
 
 
 def test_transcoding_needs_no_profile() -> None:

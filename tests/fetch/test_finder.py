@@ -1,11 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from harness.metrics import own_metric
+from harness.small_segments import expiring, put_segment
 from sgl_kvfetch.encode.targets import make_targets
 from sgl_kvfetch.encode.transcode import transcode
 from sgl_kvfetch.errors import KVFetchError, NamespaceMismatchError, StoreError
@@ -53,6 +56,18 @@ async def test_pages_are_found_and_recalled_without_asking(store: LocalStore, mo
     pages.forget()
     with pytest.raises(StoreError, match="not to be asked"):
         await pages.recall(hashes[:1], 1.0)
+
+
+async def test_expired_pages_are_not_recalled(store: LocalStore, later: Callable[[float], None]) -> None:
+    coded, _ = make_segment(num_pages=NUM_PAGES)
+    await put_segment(store, expiring(coded, time.time() + 60))
+    pages, _ = finder(store)
+    hashes = page_hashes(NUM_PAGES)
+    found = await pages.find(hashes, 1.0)
+    later(50)
+    assert await pages.recall(hashes, 1.0) == found
+    later(70)
+    assert await pages.recall(hashes, 1.0) == []
 
 
 async def test_a_variant_that_video_engines_decode_is_read(tmp_path: Path) -> None:
@@ -110,3 +125,20 @@ async def test_an_answer_with_other_pages_is_a_fault(store: LocalStore, monkeypa
     pages, faults = finder(store)
     assert await pages.find(page_hashes(NUM_PAGES, "others"), 1.0) == []
     assert "other pages than the lookup requested" in str(faults[0])
+
+
+async def test_a_lookup_that_a_cache_answers_shows_that_the_store_is_down(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages, _ = finder(store)
+    look_up, is_down = store.lookup, True
+
+    async def answer(*args: object) -> Lookup:
+        return replace(await look_up(*args), from_cache=is_down)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store, "lookup", answer)
+    assert len(await pages.find(page_hashes(NUM_PAGES), 1.0)) == NUM_PAGES
+    assert own_metric("sgl_kvfetch_store_down") == 1
+    is_down = False
+    await pages.find(page_hashes(NUM_PAGES), 1.0)
+    assert own_metric("sgl_kvfetch_store_down") == 0

@@ -1,67 +1,225 @@
-"""Write the golden segments again: ``python -m tests.golden.make``. Only a new format version is a reason to."""
+"""Write golden segments again: ``python -m tests.golden.make [STEM...]``. Without stems, only missing ones are written:
+only a new format version is a reason to write the others."""
 
-from dataclasses import replace
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
 
-from sgl_kvfetch.container.segment import SegmentReader
-from sgl_kvfetch.quant import Quantiser, make_quantiser
+from sgl_kvfetch.container.manifest import Manifest
+from sgl_kvfetch.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_segment
+from sgl_kvfetch.encode.targets import Target
+from sgl_kvfetch.encode.transcode import transcode
+from sgl_kvfetch.keys import HeadSlice
+from sgl_kvfetch.quant import CellValues, Quantiser, make_quantiser
 from sgl_kvfetch.quant.klt import KltQuantiser
-from sgl_kvfetch.quant.profile import load_profile
+from sgl_kvfetch.quant.profile import Profile, load_profile
 from sgl_kvfetch.quant.rope import Rope
-from sgl_kvfetch.types import KVGeometry
-from tests.quant.profiles import make_profile
-from tests.segments import make_segment
+from sgl_kvfetch.types import KVGeometry, TensorName
+from tests.golden.second_reader import read_values
+from tests.quant.profiles import make_profile, values_of
+from tests.segments import make_heads, make_values, page_hashes
 
 FOLDER = Path(__file__).parent
-PROFILE = FOLDER / "klt.profile"
-STEP = 2.0  # of klt: coefficients of two integers, and some that are left out
 GEOMETRY = KVGeometry(num_layers=4, num_heads=2, k_head_dim=16, v_head_dim=8, page_size=16, dtype="bfloat16")
+NUM_PAGES = 4
 FIRST_PAGE = 8
-CASES = [
-    ("exact", "hevc", FIRST_PAGE),
-    ("exact", "hevc420", FIRST_PAGE),
-    ("exact", "deflate", FIRST_PAGE),
-    ("uint8", "hevc", FIRST_PAGE),
-    ("uint8", "zstd", FIRST_PAGE),
-    ("cachegen", "hevc", FIRST_PAGE),
-    ("klt", "hevc", 0),  # with an exact token
-    ("klt", "zstd", FIRST_PAGE),
-]
 
 
+@dataclass(frozen=True)
+class Case:
+    """A golden segment: STEM.kvm, STEM.VARIANT.kvd for each variant, and STEM.values: the bits of all cells' values in
+    storage order, K before V."""
+
+    stem: str
+    quantiser: str
+    variants: tuple[Target, ...]
+    geometry: KVGeometry = GEOMETRY  # of the model
+    heads: range = range(2)
+    first_page: int = FIRST_PAGE
+    first_layer: int = 0
+    span_pages: int = 4
+
+    @property
+    def profile(self) -> Path | None:
+        path = FOLDER / f"{self.quantiser}.profile"
+        return path if path.exists() else None
+
+    @property
+    def head_slice(self) -> HeadSlice:
+        namespace = make_heads(self.geometry, golden_quantiser(self.quantiser)).namespace
+        return HeadSlice(replace(namespace, first_layer=self.first_layer), self.heads)
+
+    def path(self, what: str) -> Path:
+        return FOLDER / f"{self.stem}.{what}"
+
+    def data(self, variant: int) -> bytes:
+        return self.path(f"{variant}.kvd").read_bytes()
+
+
+def plain(quantiser: str, codec: str, first_page: int = FIRST_PAGE) -> Case:
+    return Case(f"{quantiser}-{codec}", quantiser, (Target(codec, "240p"),), first_page=first_page)
+
+
+CASES = {
+    case.stem: case
+    for case in (
+        plain("exact", "hevc"),
+        plain("exact", "hevc420"),
+        plain("exact", "deflate"),
+        plain("uint8", "hevc"),
+        plain("uint8", "zstd"),
+        plain("cachegen", "hevc"),
+        plain("klt", "hevc", first_page=0),  # with an exact token
+        plain("klt", "zstd"),
+        # Some heads of a model; spans of three pages and one; pages that are no power of two; FP8.
+        Case(
+            "exact-fp8",
+            "exact",
+            (Target("zstd", "240p"), Target("hevc", "240p")),
+            KVGeometry(num_layers=4, num_heads=8, k_head_dim=12, v_head_dim=10, page_size=5, dtype="float8_e4m3fn"),
+            heads=range(2, 5),
+            span_pages=3,
+        ),
+        # FP8, with an exact token and values that are cut.
+        Case(
+            "klt-fp8",
+            "klt",
+            (Target("zstd", "240p"),),
+            replace(GEOMETRY, dtype="float8_e4m3fn"),
+            first_page=0,
+        ),
+        # FP8 with scales, in two resolutions that fill several frames.
+        Case(
+            "uint8-fp8",
+            "uint8",
+            (Target("hevc420", "240p"), Target("hevc", "480p")),
+            KVGeometry(num_layers=3, num_heads=4, k_head_dim=64, v_head_dim=64, page_size=16, dtype="float8_e5m2"),
+            heads=range(4),
+        ),
+        # The second of two pipeline stages, whose layers have other bins.
+        Case(
+            "cachegen-stage",
+            "cachegen-bins",
+            (Target("zstd", "240p"),),
+            KVGeometry(num_layers=4, num_heads=2, k_head_dim=16, v_head_dim=8, page_size=8, dtype="float32"),
+            first_layer=3,
+            span_pages=3,
+        ),
+        # Some heads of a model; several head blocks and spans, the last of them short; a rotation of every kind.
+        Case(
+            "klt-heads",
+            "klt-heads",
+            (Target("hevc", "240p"), Target("deflate", "480p")),
+            KVGeometry(num_layers=3, num_heads=6, k_head_dim=12, v_head_dim=8, page_size=20, dtype="float16"),
+            heads=range(2, 6),
+            span_pages=3,
+        ),
+    )
+}
+
+
+@cache
 def golden_quantiser(name: str) -> Quantiser:
-    return KltQuantiser(load_profile(PROFILE), step=STEP) if name == "klt" else make_quantiser(name)  # type: ignore[arg-type]
+    match name:
+        case "klt":
+            step = 2.0  # coefficients of two integers, and some that are left out
+            return KltQuantiser(load_profile(FOLDER / "klt.profile"), step=step)
+        case "klt-heads":
+            return KltQuantiser(load_profile(FOLDER / "klt-heads.profile"), step=1.75)
+        case "cachegen-bins":
+            return make_quantiser("cachegen", (256, 64, 64, 64, 32), (16, 15, 12, 10, 8, 4))
+    return make_quantiser(name)  # type: ignore[arg-type]
+
+
+def _klt_profile() -> Profile:
+    rope = Rope(inv_freq=tuple(10000 ** (-i / 8) for i in range(8)))
+    profile = make_profile(
+        num_layers=4, num_heads=2, head_dim=16, v_head_dim=8, cell_layers=3, cell_heads=1, rope=rope, num_sinks=1
+    )
+    return _with_scales(profile, 0.5)
+
+
+def _klt_heads_profile() -> Profile:
+    frequencies = torch.tensor([1.0, 0.1, 2.5e-5, 3e-7]).tolist()  # numbers whose text is not that simple
+    rope = Rope(inv_freq=tuple(frequencies), attention_scaling=1.25, interleaved=True, position_divisor=4.0)
+    profile = make_profile(
+        num_layers=3, num_heads=6, head_dim=12, v_head_dim=8, cell_layers=2, cell_heads=2, rope=rope, num_sinks=4
+    )
+    return _with_scales(profile, 0.1)
+
+
+def _with_scales(profile: Profile, most: float) -> Profile:
+    """Tokens of several scales."""
+    cells = {
+        key: replace(cell, sensitivity=torch.linspace(-most, most, len(cell.sensitivity)))
+        for key, cell in profile.cells.items()
+    }
+    return replace(profile, cells=cells)
+
+
+PROFILES: dict[str, Callable[[], Profile]] = {"klt": _klt_profile, "klt-heads": _klt_heads_profile}
+
+
+def values_for(case: Case) -> dict[TensorName, torch.Tensor]:
+    quantiser = golden_quantiser(case.quantiser)
+    num_heads = len(case.heads)
+    if case.stem != "klt-heads":
+        geometry = replace(case.geometry, num_heads=num_heads)
+        return make_values(geometry, NUM_PAGES)
+    assert isinstance(quantiser, KltQuantiser)
+    size = case.geometry.page_size
+    values = values_of(quantiser.profile, NUM_PAGES * size, case.first_page * size)
+    for token in (7, 70):  # they do not fit, and are kept exact: one in each span
+        values.v[token] *= 1000
+    k, v = (x[:, :, case.heads.start : case.heads.stop].half() for x in CellValues(*values))
+    return {"k": k, "v": v}
+
+
+def make(case: Case) -> CodedSegment:
+    quantiser = golden_quantiser(case.quantiser)
+    first, *more = case.variants
+    spec = SegmentSpec(case.head_slice, quantiser, first.codec, first.resolution, case.span_pages)
+    previous = page_hashes(1, "", case.first_page - 1)[0] if case.first_page else None
+    hashes = page_hashes(NUM_PAGES, "", case.first_page)
+    coded = encode_segment(spec, values_for(case), case.first_page, previous, hashes)
+    return transcode(coded.manifest, coded.data, case.variants) if more else coded
 
 
 def restored(reader: SegmentReader, data: bytes) -> torch.Tensor:
-    """The values of all cells, K before V, bfloat16."""
+    """The values of all cells, K before V."""
     values = []
     for cell in reader.manifest.cells():
         values += reader.dequantise_cell(cell, reader.decode_cell(cell, data[slice(*reader.cell_range(cell))]))
     return torch.cat([x.flatten() for x in values])
 
 
+def write(case: Case) -> None:
+    if case.quantiser in PROFILES and case.profile is None:
+        PROFILES[case.quantiser]().save(FOLDER / f"{case.quantiser}.profile")
+    coded = make(case)
+    manifest: Manifest = coded.manifest
+    case.path("kvm").write_bytes(manifest.encode())
+    for variant in range(len(manifest.variants)):
+        case.path(f"{variant}.kvd").write_bytes(coded.variant_data(variant))
+    if case.quantiser in PROFILES:  # sums of products, which every machine rounds differently
+        assert case.profile is not None
+        bits = read_values(manifest.encode(), coded.data, 0, case.profile.read_bytes())
+    else:
+        values = restored(SegmentReader(manifest, golden_quantiser(case.quantiser)), coded.data)
+        bits = values.view(torch.uint8).numpy().tobytes()
+    case.path("values").write_bytes(bits)
+
+
 def main() -> None:
-    rope = Rope(inv_freq=tuple(10000 ** (-i / 8) for i in range(8)))
-    profile = make_profile(
-        num_layers=4, num_heads=2, head_dim=16, v_head_dim=8, cell_layers=3, cell_heads=1, rope=rope, num_sinks=1
-    )
-    # Tokens of several scales.
-    cells = {
-        key: replace(cell, sensitivity=torch.linspace(-0.5, 0.5, len(cell.sensitivity)))
-        for key, cell in profile.cells.items()
-    }
-    replace(profile, cells=cells).save(PROFILE)
-    for name, codec, first_page in CASES:
-        quantiser = golden_quantiser(name)
-        coded, _ = make_segment(GEOMETRY, 4, quantiser=quantiser, codec=codec, first_page=first_page, span_pages=4)
-        stem = FOLDER / f"{name}-{codec}"
-        stem.with_suffix(".kvm").write_bytes(coded.manifest.encode())
-        stem.with_suffix(".kvd").write_bytes(coded.data)
-        values = restored(SegmentReader(coded.manifest, quantiser), coded.data)
-        stem.with_suffix(".values").write_bytes(values.view(torch.uint8).numpy().tobytes())
+    for case in CASES.values():
+        if case.stem in sys.argv[1:] or not (sys.argv[1:] or case.path("kvm").exists()):
+            write(case)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,10 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from harness.waiting import WAIT_S, until
 from sgl_kvfetch.dataplane.launch import DataPlaneThread, Line, Running
 from sgl_kvfetch.dataplane.run import open_on_cpu, run
 from sgl_kvfetch.dataplane.service import Service
-
-WAIT_S = 60.0  # far more than anything takes on a busy machine
 
 R = TypeVar("R")
 
@@ -22,11 +21,13 @@ class Served:
 
     services: list[Service] = field(default_factory=list)
     loops: list[asyncio.AbstractEventLoop] = field(default_factory=list)
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # those that run as long as their data plane
 
     def add(self, service: Service) -> None:
         """Runs on the data plane's event loop."""
         self.services.append(service)
         self.loops.append(asyncio.get_running_loop())
+        self._tasks |= asyncio.all_tasks()
 
     def launch(self, line: Line) -> Running:
         return DataPlaneThread(run(line, open_on_cpu, on_service=self.add))
@@ -39,3 +40,12 @@ class Served:
     def run(self, work: Coroutine[Any, Any, R]) -> R:
         """On the last one's loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loops[-1]).result(WAIT_S)
+
+    def wait_until_idle(self) -> None:
+        """Wait until the last one has no task left, in the background either."""
+
+        async def idle() -> None:
+            this = asyncio.current_task()
+            await until(lambda: asyncio.all_tasks() <= {*self._tasks, this})
+
+        self.run(idle())

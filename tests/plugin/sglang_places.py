@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sgl_kvfetch.plugin.compute_flags import FILES, JSON_TEXTS, RELEVANT
+from sgl_kvfetch.plugin.compute_flags import DRAFT, FILES, JSON_TEXTS, RELEVANT
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,25 @@ PLACES: tuple[Place, ...] = (
         "which weights, and how they are computed with, for the namespace; what a pool of bytes holds",
         params=(),
     ),
+    Place("sglang.srt.runtime_context.get_server_args", "the model's config, for its number of heads", params=()),
+    Place(
+        "sglang.srt.configs.model_config.ModelConfig.from_server_args",
+        "the model's config",
+        params=("server_args", "model_path", "model_revision", "is_draft_model", "context_length", "kwargs"),
+    ),
+    Place(
+        "sglang.srt.configs.model_config.ModelConfig.get_total_num_kv_heads",
+        "how many heads there are if several ranks have the same one",
+        params=("self",),
+    ),
     Place("sglang.srt.runtime_context.get_lora", "adapters, which SGLang tells apart by their paths", params=()),
+    Place("sglang.srt.runtime_context.get_spec", "the draft model", params=()),
     Place("sglang.srt.runtime_context.get_context", "the flags of other groups that change K and V", params=()),
     Place("sglang.srt.runtime_context.RuntimeContext.config_bag", "one group of flags", params=("self", "name")),
     Place("sglang.srt.arg_groups.arg_utils.namespace_of", "the group of each flag", params=("cls",)),
     Place(
         "sglang.srt.server_args.ServerArgs",
-        "the flags that get_model() and get_lora() have, and their defaults",
+        "the flags that get_model(), get_lora() and get_spec() have, and their defaults",
         has=(
             "model_path",
             "revision",
@@ -100,7 +112,10 @@ PLACES: tuple[Place, ...] = (
             "weight_cache_mode",
             "enable_lora",
             *sorted(FILES | JSON_TEXTS),
-            *(name.rpartition(".")[2] for name in RELEVANT),
+            "speculative_draft_load_format",
+            "speculative_draft_model_path",
+            "speculative_draft_model_revision",
+            *(name.rpartition(".")[2] for name in (*RELEVANT, *DRAFT)),
         ),
     ),
     Place(
@@ -161,6 +176,19 @@ PLACES: tuple[Place, ...] = (
         "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory._do_create_backend",
         "a registered name is refused by _create_builtin_backend unless SGLang knows it",
         params=("backend_name", "storage_config", "mem_pool_host", "kwargs"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.attach_storage_backend",
+        "registers the side pools, and says so, after all that it undoes when it fails",
+        params=(
+            "self",
+            "storage_backend",
+            "prefetch_threshold",
+            "model_name",
+            "storage_backend_extra_config",
+            "host_pools",
+        ),
+        mentions=("attach_storage_backend", "register_mem_host_pool_v2", "on_host_pools_registered"),
     ),
     Place(
         "sglang.srt.managers.cache_controller.HiCacheController.attach_storage_backend",
@@ -254,8 +282,36 @@ PLACES: tuple[Place, ...] = (
     ),
     Place(
         "sglang.srt.mem_cache.hicache_storage.HiCacheStorage.register_mem_host_pool_v2",
-        "refuses side pools",
+        "brings the side pools, before the next",
         params=("self", "host_pool", "host_pool_name"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hicache_storage.HiCacheStorage.on_host_pools_registered",
+        "says that all pools are known",
+        params=("self",),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+        "._page_backup_with_stable_layout",
+        "announces side pages, then writes their KV, on one thread, while all stay where they are",
+        params=("self", "operation"),
+        mentions=("batch_set_v2", "_page_backup"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController._page_transfer_sidecar",
+        "reads side pages after all KV is there",
+        params=("self", "operation", "kv_completed_pages"),
+        mentions=("batch_get_v2",),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hicache_storage.PoolHitPolicy",
+        "which side pages a prefix needs",
+        has=("ALL_PAGES", "TRAILING_PAGES"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.pool_host.base.HostKVCache",
+        "reads and writes whole pages, as bytes",
+        has=("get_data_page", "set_from_flat_data_page", "get_dummy_flat_data_page"),
     ),
     Place(
         "sglang.srt.mem_cache.hicache_storage.HiCacheStorage.get_stats",
@@ -275,7 +331,16 @@ PLACES: tuple[Place, ...] = (
     Place(
         "sglang.srt.mem_cache.hicache_storage.HiCacheStorageExtraInfo", "the keys before a batch", has=("prefix_keys",)
     ),
-    Place("sglang.srt.mem_cache.hicache_storage.PoolName", "names the KV cache itself among the pools", has=("KV",)),
+    Place(
+        "sglang.srt.mem_cache.hicache_storage.PoolHitPolicy",
+        "which pages of a side pool a prefix needs",
+        has=("ALL_PAGES", "TRAILING_PAGES"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hicache_storage.PoolName",
+        "names the pools",
+        has=("KV", "MAMBA", "DRAFT", "DRAFT_INDEXER", "DRAFT_SWA"),
+    ),
     Place("sglang.srt.mem_cache.hicache_storage.PoolTransfer", "a batch of v2", has=("name", "keys", "host_indices")),
     Place(
         "sglang.srt.mem_cache.hicache_storage.PoolTransferResult",
@@ -310,6 +375,11 @@ PLACES: tuple[Place, ...] = (
         "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost.__init__",
         "the host pool's layers",
         mentions=("dtype", "page_size", "layer_num", "target_layer_num", "device_k_buffers"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__",
+        "the host pool of latent vectors",
+        mentions=("kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "device_kv_buffers", "target_layer_num"),
     ),
     Place(
         "sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__",
@@ -358,32 +428,6 @@ PLACES: tuple[Place, ...] = (
         "guards the count of the pool's slots, and its emptying",
         params=("self", "for_health_check", "ignore_waiting"),
         mentions=("_engine_paused", "waiting_queue"),
-    ),
-    Place(
-        "sglang.srt.managers.scheduler.Scheduler.on_idle",
-        "spins while anything is pending",
-        params=("self",),
-        mentions=("is_fully_idle", "maybe_sleep_on_idle"),
-    ),
-    Place(
-        "sglang.srt.managers.scheduler.Scheduler.event_loop_normal",
-        "calls on_idle when there is no batch to run",
-        mentions=("ingest_requests", "get_next_batch_to_run", "on_idle"),
-    ),
-    Place(
-        "sglang.srt.managers.scheduler.Scheduler.event_loop_overlap",
-        "calls on_idle when there is no batch to run, nor a result to process",
-        mentions=("ingest_requests", "get_next_batch_to_run", "on_idle"),
-    ),
-    Place(
-        "sglang.srt.managers.scheduler.Scheduler.init_ipc_channels",
-        "where requests arrive",
-        mentions=("ipc_channels", "recv_from_tokenizer"),
-    ),
-    Place(
-        "sglang.srt.managers.scheduler_components.ipc_channels.SchedulerIpcChannels",
-        "the sockets, None on other ranks",
-        has=("recv_from_tokenizer", "recv_from_rpc"),
     ),
     Place(
         "sglang.srt.managers.scheduler.Scheduler.clear_hicache_storage_wrapped",
@@ -673,6 +717,41 @@ PLACES: tuple[Place, ...] = (
         mentions=("k_buffer", "v_buffer", "kv_cache_layout", "start_layer"),
     ),
     Place(
+        "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool.__init__",
+        "the pool of latent vectors",
+        mentions=("kv_lora_rank", "use_dsa", "kv_buffer"),
+    ),
+    Place(
+        "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.register",
+        "how a model with MLA attends, by backend",
+        params=("backend_name", "handler_func"),
+    ),
+    Place(
+        "sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods.AttnForwardMethod",
+        "the ways to attend",
+        has=("MLA",),
+    ),
+    Place(
+        "sglang.kernels.ops.speculative.spec_tree.build_tree_kernel_efficient_func",
+        "has a Triton kernel",
+        mentions=("_is_xpu",),
+    ),
+    Place(
+        "sglang.kernels.ops.speculative.cache_locs.assign_extend_cache_locs_func",
+        "has a Triton kernel",
+        mentions=("_is_xpu",),
+    ),
+    Place(
+        "sglang.srt.arg_groups.speculative_hook._check_oot_speculative_algorithm",
+        "asks the platform",
+        mentions=("supports_speculative_algorithm",),
+    ),
+    Place(
+        "sglang.srt.mem_cache.kv_cache_builder.maybe_register_hicache_draft",
+        "adds a draft model's pools after the storage backend was attached",
+        mentions=("register_sidecar_pool",),
+    ),
+    Place(
         "sglang.srt.platforms.cpu.CpuSRTPlatform", "a CPU without sgl-kernel", has=("_enum", "get_dispatch_key_name")
     ),
     Place("sglang.srt.platforms.device_mixin.PlatformEnum", "marks the platform as out of tree", has=("OOT",)),
@@ -717,4 +796,36 @@ PLACES: tuple[Place, ...] = (
         params=("self", "device_pool", "host_indices", "device_indices", "io_backend"),
         mentions=("device_k_buffers", "device_v_buffers"),
     ),
+    Place(
+        "sglang.srt.platforms.cpu.CpuSRTPlatform",
+        "whether states of linear attention may be kept at page boundaries",
+        has=("support_mamba_cache_extra_buffer",),
+    ),
+    Place(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_decode",
+        "pins tensors",
+        mentions=("pin_memory", "mamba_track_mask"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.pool_host.mamba.MambaPoolHost.load_to_device_per_layer",
+        "states move with CUDA operators",
+        mentions=("_copy_tensor_pf_lf", "_transfer_slot_states"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.pool_host.mamba.MambaPoolHost.backup_from_device_all_layer",
+        "states move with CUDA operators",
+        mentions=("_copy_tensor_all_layers_lf_pf", "_transfer_slot_states"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.pool_host.mamba.MambaPoolHost._copy_tensor_pf_lf",
+        "copies with PyTorch for an NPU",
+        params=("src", "dst", "src_indices", "dst_indices", "layer_id", "num_layers", "io_backend"),
+        mentions=("index_copy_",),
+    ),
+    Place(
+        "sglang.srt.mem_cache.pool_host.mamba.MambaPoolHost._copy_tensor_all_layers_lf_pf",
+        "copies with PyTorch for an NPU",
+        mentions=("index_copy_",),
+    ),
+    Place("sglang.kernels.ops.attention.fla.chunk_delta_h.CHUNK_SIZE", "the tokens of a chunk"),
 )

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from sgl_kvfetch.config import parse_config
-from sgl_kvfetch.plugin.access import Access
+from sgl_kvfetch.plugin.weight_updates import Access
 
 
 def make(**config: Any) -> Access:

@@ -53,6 +53,15 @@ def test_a_good_launch_passes() -> None:
     check_launch(_args())
 
 
+def test_the_config_of_a_bucket_is_checked() -> None:
+    bucket = {"store": "s3://bucket/prefix", "index": "redis://index", "s3": {"region": "eu-central-1"}}
+    check_launch(_args(bucket))
+    with pytest.raises(ConfigError, match="'regoin' is not valid"):
+        check_launch(_args(bucket | {"s3": {"regoin": "eu-central-1"}}))
+    with pytest.raises(ConfigError, match="the index's URL"):
+        check_launch(_args(bucket | {"index": "http://index"}))
+
+
 @pytest.mark.parametrize("flags", [{"enable_lora": True}, {"lora_paths": ["a"]}])
 def test_adapters_need_a_model_id(flags: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match="LoRA needs model_id"):
@@ -70,6 +79,16 @@ def test_a_profile_is_read_before_a_model_is_loaded(tmp_path: Path) -> None:
     check_launch(_args(extra | {"target_kl": 1e-4}))
     with pytest.raises(ConfigError, match=r"target_kl = 5 is outside this profile's range, 1e-05 to 0\.01"):
         check_launch(_args(extra | {"target_kl": 5}))
+
+
+@pytest.mark.parametrize("key", ["manifest_key_file", "tls_ca_file", "tls_cert_file"])
+def test_key_files_are_read_before_a_model_is_loaded(key: str, tmp_path: Path) -> None:
+    for content in (None, "nonsense"):
+        path = tmp_path / "file"
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(ConfigError, match=str(path)):
+            check_launch(_args(STORE | {key: str(path)}))
 
 
 def test_nothing_is_counted_before_sglang_serves() -> None:

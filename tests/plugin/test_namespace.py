@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 from sglang.srt.arg_groups.arg_utils import namespace_of
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
 
 from sgl_kvfetch.config import parse_config
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plugin import weight_updates
-from sgl_kvfetch.plugin.compute_flags import FILES, IRRELEVANT, JSON_TEXTS, RELEVANT, compute_flags
-from sgl_kvfetch.plugin.namespace import engine_heads
+from sgl_kvfetch.plugin.compute_flags import DRAFT, FILES, IRRELEVANT, JSON_TEXTS, RELEVANT, compute_flags
+from sgl_kvfetch.plugin.namespace import draft_model, engine_heads
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.types import KVGeometry
 
@@ -53,14 +55,45 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> dict[str, Bag]:
 
 def _model(**config: Any) -> str:
     parsed = parse_config({"store": "file:///nowhere"} | config)
-    place = SimpleNamespace(tp_rank=0, tp_size=1)
+    place = SimpleNamespace(tp_rank=0, tp_size=1, is_mla_model=False)
     return engine_heads(parsed, make_quantiser("exact"), place, GEOMETRY, 0).namespace.model
+
+
+@pytest.mark.parametrize(
+    ("rank_heads", "tp_rank", "tp_size", "model_heads", "expected"),
+    [
+        (8, 0, 1, 8, "0-8"),
+        (4, 1, 2, 8, "4-8"),
+        (1, 3, 8, 8, "3-4"),
+        (1, 1, 4, 2, "0-1"),  # two ranks have the same head
+        (1, 2, 4, 2, "1-2"),
+    ],
+)
+def test_ranks_of_any_tp_size_share_a_namespace(
+    flags: dict[str, Bag],
+    monkeypatch: pytest.MonkeyPatch,
+    rank_heads: int,
+    tp_rank: int,
+    tp_size: int,
+    model_heads: int,
+    expected: str,
+) -> None:
+    monkeypatch.setattr(get_context(), "_server_args", object())
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: model_heads)
+    monkeypatch.setattr(ModelConfig, "from_server_args", lambda server_args: model)
+    config = parse_config({"store": "file:///nowhere", "model_id": "mine"})
+    geometry = replace(GEOMETRY, num_heads=rank_heads)
+    place = SimpleNamespace(tp_rank=tp_rank, tp_size=tp_size, is_mla_model=False)
+    heads = engine_heads(config, make_quantiser("exact"), place, geometry, 0)
+    assert heads.namespace.num_heads == model_heads
+    assert heads.folder == f"{heads.namespace.digest()}.{expected}"
 
 
 def test_the_lists_name_flags_of_sglang() -> None:
     groups = namespace_of(ServerArgs)
     assert {groups[name] for name in IRRELEVANT} == {"model"}
-    assert {f"{groups[path.rpartition('.')[2]]}.{path.rpartition('.')[2]}" for path in RELEVANT} == set(RELEVANT)
+    for paths in (RELEVANT, DRAFT):
+        assert {f"{groups[path.rpartition('.')[2]]}.{path.rpartition('.')[2]}" for path in paths} == set(paths)
     assert set(groups) >= FILES | JSON_TEXTS
 
 
@@ -143,3 +176,61 @@ def test_changed_weights_need_a_new_model_id(flags: dict[str, Bag]) -> None:
     with pytest.raises(UnsupportedError, match="set model_id"):
         _model()
     assert _model(model_id="mine") == "id:mine"
+
+
+@pytest.fixture
+def draft(flags: dict[str, Bag], tmp_path: Path) -> Bag:
+    """Return the flags of speculation, with a draft model."""
+    (tmp_path / "draft.safetensors").write_bytes(b"w")
+    flags["spec"].speculative_algorithm = "EAGLE3"
+    flags["spec"].speculative_draft_model_path = str(tmp_path)
+    return flags["spec"]
+
+
+def _draft(**config: Any) -> str:
+    return draft_model(parse_config({"store": "file:///nowhere"} | config))
+
+
+def test_draft_models_are_told_apart_by_their_weights(draft: Bag, tmp_path: Path) -> None:
+    before = _draft()
+    assert _draft() == before
+    draft.speculative_num_steps = 5
+    draft.speculative_draft_attention_backend = "triton"
+    assert _draft() == before
+    (tmp_path / "draft.safetensors").write_bytes(b"x")
+    assert _draft() != before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("speculative_algorithm", "EAGLE"),
+        ("speculative_draft_kv_cache_dtype", "fp8_e5m2"),
+        ("speculative_draft_model_quantization", "fp8"),
+        ("speculative_draft_window_size", 512),
+    ],
+)
+def test_draft_models_are_told_apart_by_how_they_compute(draft: Bag, name: str, value: Any) -> None:
+    before, with_id = _draft(), _draft(model_id="mine")
+    setattr(draft, name, value)
+    assert _draft() != before
+    assert _draft(model_id="mine") != with_id
+
+
+def test_a_draft_model_in_the_models_own_files_has_their_weights(draft: Bag) -> None:
+    draft.speculative_draft_model_path = None
+    assert re.fullmatch("flags=[0-9a-f]{16}", _draft())
+
+
+def test_a_draft_model_without_files_needs_a_model_id(draft: Bag, flags: dict[str, Bag]) -> None:
+    flags["model"].load_format = "dummy"
+    with pytest.raises(
+        UnsupportedError, match="--speculative-draft-load-format dummy has random weights; set model_id"
+    ):
+        _draft()
+    draft.speculative_draft_load_format = "safetensors"
+    assert "weights:" in _draft()
+    draft.speculative_draft_model_path = "/nowhere"
+    with pytest.raises(UnsupportedError, match="set model_id"):
+        _draft()
+    assert "weights:" not in _draft(model_id="mine")

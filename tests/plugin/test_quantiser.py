@@ -3,12 +3,15 @@
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from sgl_kvfetch.config import KVFetchConfig, parse_config
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
-from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
+from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+from sgl_kvfetch.plugin.namespace import engine_quantiser, require_own_profile
+from sgl_kvfetch.plugin.plane import open_engine_plane
 from sgl_kvfetch.quant.klt import KltQuantiser
 from sgl_kvfetch.types import KVGeometry
 from tests.quant.profiles import make_profile
@@ -56,9 +59,10 @@ def test_another_models_profile_is_refused(
         engine_quantiser(config, rank(), geometry, first_layer)
 
 
-def test_fp8_is_refused(config: KVFetchConfig) -> None:
-    with pytest.raises(UnsupportedError, match="float8_e4m3fn; use 'exact'"):
-        engine_quantiser(config, rank(), replace(GEOMETRY, dtype="float8_e4m3fn"), 0)
+def test_klt_of_fp8_is_refused_where_only_kernels_could_restore_it(config: KVFetchConfig) -> None:
+    pages = Mock(spec=CudaPages, geometry=replace(GEOMETRY, dtype="float8_e4m3fn"), first_layer=0)
+    with pytest.raises(UnsupportedError, match="float8_e4m3fn in device mode on a GPU"):
+        open_engine_plane(config, rank(), pages, None)
 
 
 def test_a_profile_for_other_weights_needs_a_model_id(config: KVFetchConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +10,22 @@ import pytest
 import torch
 
 from sgl_kvfetch.adapt.decode_profile import DecodeProfile, VariantProfile
+from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.codecs.nvdec import Nvdec
 from sgl_kvfetch.container.manifest import decode_manifest
+from sgl_kvfetch.dataplane import client
 from sgl_kvfetch.encode.targets import make_targets
 from sgl_kvfetch.encode.transcode import transcode
-from sgl_kvfetch.plugin import engine_nvdec
+from sgl_kvfetch.plugin import plane
 from sgl_kvfetch.plugin import storage as storage_module
 from sgl_kvfetch.plugin.host_pages import HostPages
-from sgl_kvfetch.plugin.storage import KVFetchStorage
 from sgl_kvfetch.types import TENSORS
 from tests.codecs.fake_nvdec import FakeNvc, make_caps, make_nvdec
+from tests.plugin.backends import Make, keys, make_pool, store_pages, tokens
 from tests.plugin.device.fake_streams import FakeDevice
 from tests.plugin.planes import Served
-from tests.plugin.test_storage import Make, keys, make, make_pool, served, store_pages, tokens, wait_until
 
-__all__ = ["make", "served"]  # fixtures
+# fixtures
 
 
 @pytest.fixture
@@ -34,15 +36,24 @@ def nvc(monkeypatch: pytest.MonkeyPatch) -> FakeNvc:
     return nvc
 
 
-def sessions_of(backend: KVFetchStorage, served: Served) -> list[Any]:
-    """Of a backend that was made just now."""
-    return served.service.client.fetcher._pool._sessions
+@pytest.fixture
+def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The decode sessions of the backends that are made from now on."""
+    sessions: list[Any] = []
+
+    class Recording(DecodePool[Any]):
+        def __init__(self, opened: Sequence[Any], *args: Any) -> None:
+            super().__init__(opened, *args)
+            sessions.extend(opened)
+
+    monkeypatch.setattr(client, "DecodePool", Recording)
+    return sessions
 
 
 @pytest.mark.parametrize("codec", ["hevc", "hevc420"])
 @pytest.mark.parametrize("quantiser", ["exact", "uint8"])
 def test_nvdec_decodes_and_the_cpu_restores(
-    make: Make, served: Served, nvc: FakeNvc, codec: str, quantiser: str
+    make: Make, sessions: list[Any], nvc: FakeNvc, codec: str, quantiser: str
 ) -> None:
     pool = make_pool()
     backend = make(pool, codec=codec, quantiser=quantiser, codec_threads=1)
@@ -56,8 +67,8 @@ def test_nvdec_decodes_and_the_cpu_restores(
         assert all(torch.equal(on_nvdec[tensor], pages.read(tensor, range(7))) for tensor in TENSORS)
     num_packets = len(nvc.packets)
     nvc.fails = "create"  # from here on the CPU decodes
-    for session in served.service.client.fetcher._pool._sessions:
-        session[codec]._session._drop()  # type: ignore[attr-defined]
+    for session in sessions:
+        session[codec]._session._drop()
     assert backend.batch_get_v1(keys(7), tokens(there)) == [True] * 7
     assert len(nvc.packets) == num_packets
     assert all(torch.equal(on_nvdec[tensor], pages.read(tensor, there)) for tensor in TENSORS)
@@ -74,7 +85,7 @@ def test_wrong_pixels_are_a_miss_and_the_segment_stays(
     before = [buffer.clone() for buffer in pool.kv_buffer]
     assert backend.batch_get_v1(keys(2), tokens([3, 4])) == [False, False]
     assert all(torch.equal(*each) for each in zip(pool.kv_buffer, before, strict=True))
-    wait_until(lambda: not served.service.client.fetcher._condemning)  # the CPU has looked at it
+    served.wait_until_idle()  # the store has looked at it
     nvc.fails = ""
     assert len(list(tmp_path.rglob("*.kvm"))) == 1
     assert backend.batch_get_v1(keys(2), tokens([3, 4])) == [True, True]
@@ -111,25 +122,32 @@ def profile_of(num_sessions: int) -> bytes:
     [(None, 1, 3), (None, 5, 5), (2, 5, 3), (4, 1, 4)],
 )
 def test_at_least_one_session_an_engine(
-    make: Make, served: Served, nvc: FakeNvc, tmp_path: Path, profiled: int | None, codec_threads: int, expected: int
+    make: Make,
+    sessions: list[Any],
+    nvc: FakeNvc,
+    tmp_path: Path,
+    profiled: int | None,
+    codec_threads: int,
+    expected: int,
 ) -> None:
     config: dict[str, Any] = {"codec_threads": codec_threads}
     if profiled is not None:
         path = tmp_path / "profile.json"
         path.write_bytes(profile_of(profiled))
         config["decode_profile"] = str(path)
-    sessions = sessions_of(make(**config), served)
+    make(**config)
     assert len(sessions) == expected
-    assert len({id(session["hevc"]._session) for session in sessions}) == expected  # type: ignore[attr-defined]
+    assert len({id(session["hevc"]) for session in sessions}) == expected
 
 
-def test_surfaces_of_decoders_are_bounded(make: Make, served: Served, nvc: FakeNvc) -> None:
-    sessions = sessions_of(make(), served)
+def test_surfaces_of_decoders_are_bounded(make: Make, sessions: list[Any], nvc: FakeNvc) -> None:
+    make()
     assert {session["hevc"]._session._budget.limit_bytes for session in sessions} == {256 << 20}
 
 
-def test_without_nvdec_there_are_as_many_sessions_as_threads(make: Make, served: Served) -> None:
-    assert sessions_of(make(codec_threads=3), served) == [{}] * 3
+def test_without_nvdec_there_are_as_many_sessions_as_threads(make: Make, sessions: list[Any]) -> None:
+    make(codec_threads=3)
+    assert sessions == [{}] * 3
 
 
 def test_the_engines_gpu_is_asked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -139,10 +157,10 @@ def test_the_engines_gpu_is_asked(monkeypatch: pytest.MonkeyPatch, caplog: pytes
         asked.append(device.torch_device)
         return None, "HEVC is decoded on the CPU: no library"
 
-    monkeypatch.setattr(engine_nvdec, "open_nvdec", open_nvdec)
+    monkeypatch.setattr(plane, "open_nvdec", open_nvdec)
     caplog.set_level("INFO")
-    assert engine_nvdec.engine_nvdec(torch.device("cpu")) is None
+    assert plane.engine_nvdec(torch.device("cpu")) is None
     assert not asked
-    assert engine_nvdec.engine_nvdec(torch.device("cuda", 3)) is None
+    assert plane.engine_nvdec(torch.device("cuda", 3)) is None
     assert asked == [torch.device("cuda", 3)]
     assert "kvfetch: HEVC is decoded on the CPU: no library" in caplog.text

@@ -23,8 +23,6 @@ class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == "sgl_kvfetch":
             raise ModuleNotFoundError(name)
-import sgl_kvfetch.plugin.torchvision_schemas as shim
-shim.install()
 for name in [n for n in sys.modules if n.partition(".")[0] == "sgl_kvfetch"]:
     del sys.modules[name]
 sys.meta_path.insert(0, Refuse())

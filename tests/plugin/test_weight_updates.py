@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from harness.metrics import own_metric
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.metrics import SUSPENSIONS
 from sgl_kvfetch.plugin import hooks, weight_updates
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -35,10 +35,10 @@ def test_every_backend_is_suspended_once_and_told_what_to_do() -> None:
     backends = [Access(), Access()]
     for backend in backends:
         weight_updates.register(backend, None)
-    before = SUSPENSIONS._value.get()
+    before = own_metric("sgl_kvfetch_suspensions_total")
     for _ in range(3):
         hooks.suspend_for_update(None, UpdateWeightsFromSomewhere())
-    assert SUSPENSIONS._value.get() == before + 2
+    assert own_metric("sgl_kvfetch_suspensions_total") == before + 2
     for backend in backends:
         assert len(backend.reasons) == 1
         for words in ("UpdateWeightsFromSomewhere", "detach", "attach", "model_id", "restart"):

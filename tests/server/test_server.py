@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import io
 import json
 from collections.abc import AsyncIterator
@@ -14,14 +15,14 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
+from harness.store_conformance import BAD_NAMES
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.server import RunningServer, ServerConfig, running_server
+from sgl_kvfetch.server import RunningServer, ServerConfig, health, running_server
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import object_digest
 from sgl_kvfetch.stores.http import HttpOptions, HttpStore
-from sgl_kvfetch.stores.local import LocalStore
-from sgl_kvfetch.testing.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
-from sgl_kvfetch.testing.stores import BAD_NAMES
+from sgl_kvfetch.stores.local import LocalStore, StoreUsage
 
 CONTENT = bytes(range(200))
 NAME = data_object(CONTENT)
@@ -46,7 +47,7 @@ async def session(tmp_path: Path) -> AsyncIterator[aiohttp.ClientSession]:
 
 
 def files(root: Path) -> list[Path]:
-    return [path for path in root.rglob("*") if path.is_file()]
+    return [path for path in root.rglob("*") if path.is_file() and path.parent.name != ".catalog"]
 
 
 async def error_of(response: aiohttp.ClientResponse) -> str:
@@ -131,7 +132,18 @@ async def test_ranges(session: aiohttp.ClientSession, header: str, start: int, e
 
 @pytest.mark.parametrize(
     "header",
-    ["bytes=200-", "bytes=5-4", "bytes=", "bytes=-", "bytes=-0", "bytes=0-1,5-6", "lines=1-2", "bytes=a-b", ""],
+    [
+        "bytes=200-",
+        "bytes=5-4",
+        "bytes=٠-٩",
+        "bytes=",
+        "bytes=-",
+        "bytes=-0",
+        "bytes=0-1,5-6",
+        "lines=1-2",
+        "bytes=a-b",
+        "",
+    ],
 )
 async def test_bad_ranges(session: aiohttp.ClientSession, header: str) -> None:
     async with session.get(OBJECT, headers={"Range": header}) as response:
@@ -268,16 +280,16 @@ class TestBodies:
             assert await metric(session, "stored_bytes") == 0
             assert files(tmp_path) == []
 
-    async def test_a_full_store(self, tmp_path: Path) -> None:
+    async def test_larger_than_the_store(self, tmp_path: Path) -> None:
         content = b"z" * 100_000
         async with serving(tmp_path, capacity_bytes=50_000) as (server, session):
             async with session.put(f"{wire.OBJECTS_PATH}/{data_object(content)}", data=content) as response:
-                assert response.status == 507
-                assert await error_of(response) == "full"
+                assert response.status == 413
+                assert await error_of(response) == "request_entity_too_large"
             store = HttpStore(server.url)
             with pytest.raises(StoreError) as caught:
                 await store.put(data_object(content), content)
-            assert caught.value.reason == "full"
+            assert caught.value.reason == "too_large"
             await store.close()
 
     async def test_a_large_body_both_ways(self, tmp_path: Path) -> None:
@@ -303,7 +315,8 @@ class TestUploads:
         return reader, writer
 
     async def test_stalled_uploads_release_their_reservation(self, tmp_path: Path) -> None:
-        async with serving(tmp_path, capacity_bytes=8_000_000, idle_timeout_s=0.5) as (server, session):
+        # A quarter of the capacity is for data without a manifest.
+        async with serving(tmp_path, capacity_bytes=92_000_000, idle_timeout_s=0.5) as (server, session):
             stalled = [await self.stall(server, 1_200_000) for _ in range(7)]
             await asyncio.sleep(0.2)
             async with session.put(self.PATH, data=io.BytesIO(self.CONTENT)) as response:
@@ -346,6 +359,50 @@ async def test_manifests_are_read_before_the_server_listens(tmp_path: Path, monk
     monkeypatch.setattr(LocalStore, "warm_up", slow)
     async with running_server(ServerConfig(tmp_path, port=0)):
         assert warmed == [1]
+
+
+async def test_reports_of_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    segment = make_segment(page_hashes(4), 0, 4)
+    name = segment.manifest.key.manifest_name
+    reported: list[str] = []
+    go_on = asyncio.Event()
+
+    async def check(store: LocalStore, manifest_name: str) -> bool:
+        reported.append(manifest_name)
+        await go_on.wait()
+        return True
+
+    monkeypatch.setattr(LocalStore, "report_damage", check)
+    async with serving(tmp_path) as (server, session):
+        store = HttpStore(server.url)
+        checking = [asyncio.create_task(store.report_damage(name)) for _ in range(2)]
+        async with asyncio.timeout(30):
+            while await metric(session, "requests_in_flight") < 3 or len(reported) < 2:
+                pass
+        assert await store.report_damage(name) is False  # the server is busy
+        go_on.set()
+        assert await asyncio.gather(*checking) == [True, True]
+        assert reported == [name, name]
+        async with session.post(f"{wire.CHECK_PATH}/nonsense") as response:
+            assert response.status == 400
+        await store.close()
+
+
+async def test_health_says_when_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem: str | None = None
+    usage = LocalStore.usage
+
+    async def changed(store: LocalStore) -> StoreUsage:
+        return dataclasses.replace(await usage(store), write_problem=problem)
+
+    monkeypatch.setattr(LocalStore, "usage", changed)
+    monkeypatch.setattr(health, "_AGE_S", 0.0)
+    async with serving(tmp_path) as (_, session):
+        for problem, status, writes in ((None, "ok", 200), ("the disk is full", "read_only", 503)):
+            for query, expected in (("", 200), ("?write", writes)):
+                async with session.get(wire.HEALTH_PATH + query) as response:
+                    assert response.status == expected
+                    assert await response.json() == {"status": status, "write_problem": problem}
 
 
 async def test_delete_without_a_prefix_is_refused(session: aiohttp.ClientSession) -> None:

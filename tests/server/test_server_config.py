@@ -7,6 +7,7 @@ import pytest
 
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.server import ServerConfig, create_app, running_server
+from sgl_kvfetch.server.tokens import Role
 
 ROOT = Path("unused")
 
@@ -34,6 +35,7 @@ def test_loopback_needs_no_token(host: str) -> None:
         ({"max_body_bytes": 0}, "max_body_bytes is 0"),
         ({"link_gbps": -1.0}, "link_gbps is -1"),
         ({"max_uploads": 0}, "max_uploads is 0"),
+        ({"max_connections": 0}, "max_connections is 0"),
         ({"idle_timeout_s": 0}, "idle_timeout_s is 0"),
         ({"upload_wait_s": -1}, "upload_wait_s is -1"),
         ({"grace_s": -1}, "grace_s is -1"),
@@ -55,7 +57,7 @@ def test_token_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="empty"):
         create_app(ServerConfig(ROOT, token_file=path))
     path.write_text(" secret\n")
-    assert ServerConfig(ROOT, token_file=path).read_token() == "secret"
+    assert ServerConfig(ROOT, token_file=path).read_tokens().role_of("Bearer secret") == Role.ADMIN
 
 
 async def test_a_port_in_use_is_a_config_error(tmp_path: Path) -> None:

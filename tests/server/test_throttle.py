@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.small_segments import data_object
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.server import ServerConfig, running_server
 from sgl_kvfetch.server.throttle import Link
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.testing.small_segments import data_object
 
 
 async def seconds_for(link: Link, num_bytes: int, streams: int = 1) -> float:

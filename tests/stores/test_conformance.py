@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from harness.faults import FaultyProxy
+from harness.store_conformance import StoreConformance
 from sgl_kvfetch.server import RunningServer
 from sgl_kvfetch.stores.base import Store
+from sgl_kvfetch.stores.disk_tier import DiskTier
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.local import LocalStore
 from sgl_kvfetch.stores.replicas import ReplicatedStore
-from sgl_kvfetch.testing.faults import FaultyProxy
-from sgl_kvfetch.testing.stores import StoreConformance
 
 
 class TestLocalStore(StoreConformance):
@@ -62,5 +63,13 @@ class TestOneReplica(StoreConformance):
     @pytest.fixture
     async def store(self, server: RunningServer) -> AsyncIterator[Store]:
         store = ReplicatedStore([("server", HttpStore(server.url))])
+        yield store
+        await store.close()
+
+
+class TestDiskTier(StoreConformance):
+    @pytest.fixture
+    async def store(self, server: RunningServer, tmp_path: Path) -> AsyncIterator[Store]:
+        store = DiskTier(HttpStore(server.url), LocalStore(tmp_path / "disk", capacity_bytes=100 << 20))
         yield store
         await store.close()

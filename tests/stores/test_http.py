@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
 import pytest
 from aiohttp import web
 
+from harness.faults import Fault, FaultyProxy
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from sgl_kvfetch.errors import ConfigError, StoreError, StoreErrorReason
 from sgl_kvfetch.server import RunningServer
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import Lookup, SegmentHit
 from sgl_kvfetch.stores.http import HttpOptions, HttpStore
-from sgl_kvfetch.testing.faults import Fault, FaultyProxy
-from sgl_kvfetch.testing.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 
 CONTENT = bytes(range(256)) * 1000
 NAME = data_object(CONTENT)
@@ -440,3 +441,72 @@ def test_bad_options() -> None:
         HttpOptions(backoff_s=-1)
     with pytest.raises(ConfigError, match="min_bytes_per_s is 0"):
         HttpOptions(min_bytes_per_s=0)
+
+
+async def test_a_store_that_never_finishes_deleting_does_not_keep_the_client(answering: Start) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=b'{"deleted": 0, "more": true}')
+
+    assert await reason_of((await answering(answer)).delete_prefix("ab")) == "protocol"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "expected"),
+    [
+        (200, b'{"deleted": true}', True),
+        (200, b'{"deleted": false}', False),
+        (404, b"", False),  # an older server
+        (405, b"", False),
+        (501, b"", False),
+    ],
+)
+async def test_reports_of_damage(answering: Start, status: int, body: bytes, expected: bool) -> None:
+    asked: list[tuple[str, str]] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked.append((request.method, request.path))
+        return web.Response(status=status, body=body)
+
+    name = make_segment(page_hashes(4), 0, 4).manifest.key.manifest_name
+    assert await (await answering(answer)).report_damage(name) is expected
+    assert asked == [("POST", f"{wire.CHECK_PATH}/{name}")]
+
+
+async def test_a_malformed_answer_to_a_report_of_damage(answering: Start) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=b'{"deleted": 1}')
+
+    name = make_segment(page_hashes(4), 0, 4).manifest.key.manifest_name
+    assert await reason_of((await answering(answer)).report_damage(name)) == "protocol"
+
+
+HOSTILE = "\x1b[2J\r\nERROR all is lost \x9b\u202e"
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "HTTP/1.1 500 no\r\nContent-Length: 1000\r\n\r\n{}",
+        "\x1b[2J nonsense\r\n\r\n",
+        "HTTP/1.1 206 \x1b[2J\r\nContent-Range: \x1b[2J\r\n\r\n",
+        "HTTP/1.1 200 OK\r\nBad\x1b[2J header: x\r\n\r\n",
+        "HTTP/1.1 200 OK\r\nContent-Length: \x1b[2J\r\n\r\n",
+    ],
+)
+async def test_a_servers_text_does_not_control_our_log(hostile: str) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = msgspec.json.encode(wire.ErrorBody(HOSTILE, HOSTILE))
+        writer.write(hostile.encode().replace(b"1000", b"%d" % len(body)).replace(b"{}", body))
+        writer.close()
+
+    async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        store = HttpStore(f"http://127.0.0.1:{port}", options=HttpOptions(timeout_s=5, max_attempts=1))
+        with pytest.raises(StoreError) as caught:
+            await store.get(NAME, 5, 10)
+        logged = "".join(traceback.format_exception(caught.value))
+        assert "\x1b" not in logged
+        assert "\nERROR" not in logged
+        assert "\x9b" not in logged
+        await store.close()

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import cast
+from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_kvfetch.container.manifest import Manifest
-from sgl_kvfetch.stores.index import PageIndex
-from sgl_kvfetch.testing.small_segments import FOLDER, page_hashes
+from harness.small_segments import FOLDER, page_hashes
+from sgl_kvfetch.keys import SegmentKey
+from sgl_kvfetch.stores import index, rows
+from sgl_kvfetch.stores.catalog import Catalog, FileState
 
 SPACE = FOLDER
 NUM_PAGES = 16
@@ -18,21 +23,70 @@ CHAINS = [page_hashes(NUM_PAGES, branch, at) for branch, at in (("", 0), ("b", 3
 
 @dataclass(frozen=True)
 class FakeManifest:
-    """The two fields that an index reads."""
+    """What the index reads of a manifest."""
 
     first_page: int
     page_hashes: tuple[bytes, ...]
+
+    @property
+    def key(self) -> SegmentKey:
+        return SegmentKey(SPACE, len(self.page_hashes), self.page_hashes[-1])
+
+    @property
+    def data_names(self) -> frozenset[str]:
+        return frozenset()
+
+    @property
+    def name(self) -> str:
+        return self.key.manifest_name
+
+
+class PageIndex:
+    """The tables of a catalog, without files."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self.db = db
+
+    def add(self, manifest: FakeManifest) -> None:
+        if rows.stored_id(self.db, manifest.name) is None:
+            rows.add_file(self.db, manifest.name, 1, FileState.STORED)
+        rows.index(self.db, manifest, manifest.name.encode())  # type: ignore[arg-type]
+
+    def remove(self, name: str) -> bool:
+        file_id = rows.stored_id(self.db, name)
+        if file_id is None:
+            return False
+        rows.to_be_deleted(self.db, file_id)
+        self.db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+        return True
+
+    def count(self, table: str) -> int:
+        return int(self.db.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+
+    def find(self, page_hashes: list[bytes]) -> list[index.IndexHit]:
+        return index.find(self.db, SPACE, page_hashes)
+
+
+@contextmanager
+def empty_index() -> Iterator[PageIndex]:
+    with tempfile.TemporaryDirectory() as root:
+        catalog = Catalog(Path(root), lambda: None)
+        try:
+            with catalog.writing() as db:
+                yield PageIndex(db)
+        finally:
+            catalog.close()
 
 
 @dataclass
 class Model:
     """A reference implementation of the lookup's contract that checks every segment."""
 
-    segments: dict[str, tuple[bytes, FakeManifest]] = field(default_factory=dict)
+    segments: dict[str, FakeManifest] = field(default_factory=dict)
 
     def reach(self, page_hashes: list[bytes], page: int) -> int:
         best = page
-        for _, manifest in self.segments.values():
+        for manifest in self.segments.values():
             if page_hashes[page] in manifest.page_hashes:
                 at = manifest.page_hashes.index(page_hashes[page])
                 end = page
@@ -51,16 +105,8 @@ class Model:
         return lengths
 
 
-def segment(chain: list[bytes], first: int, length: int) -> tuple[str, bytes, FakeManifest]:
-    manifest = FakeManifest(first, tuple(chain[first : first + length]))
-    name = f"{SPACE}/{length}-{manifest.page_hashes[-1].hex()}.kvm"
-    return name, name.encode(), manifest
-
-
-def add(index: PageIndex, chain: list[bytes], first: int, length: int) -> str:
-    name, content, manifest = segment(chain, first, length)
-    index.add(name, content, cast(Manifest, manifest))
-    return name
+def segment(chain: list[bytes], first: int, length: int) -> FakeManifest:
+    return FakeManifest(first, tuple(chain[first : first + length]))
 
 
 @st.composite
@@ -80,69 +126,65 @@ def aligned(draw: st.DrawFn) -> tuple[int, int, int]:
 def test_lookup_matches_the_contract(
     steps: list[tuple[bool, tuple[int, int, int]]], chain: int, first: int, length: int
 ) -> None:
-    index, model = PageIndex(), Model()
-    for keep, (which, start, num_pages) in steps:
-        name, content, manifest = segment(CHAINS[which], start, num_pages)
-        if keep:
-            index.add(name, content, cast(Manifest, manifest))
-            model.segments[name] = content, manifest
-        else:
-            assert index.remove(name) == (model.segments.pop(name, None) is not None)
-    assert len(index) == len(model.segments)
-    asked = CHAINS[chain][first : first + length]
-    found = index.lookup(SPACE, asked)
-    assert [hit.num_pages for hit in found.hits] == model.lookup(asked)
+    model = Model()
+    with empty_index() as pages:
+        for keep, (which, start, num_pages) in steps:
+            manifest = segment(CHAINS[which], start, num_pages)
+            if keep:
+                pages.add(manifest)
+                model.segments[manifest.name] = manifest
+            else:
+                assert pages.remove(manifest.name) == (model.segments.pop(manifest.name, None) is not None)
+        assert pages.count("segments") == len(model.segments)
+        asked = CHAINS[chain][first : first + length]
+        found = pages.find(asked)
+    assert [hit.num_pages for hit in found] == model.lookup(asked)
     page = 0
-    for name, hit in index.find(SPACE, asked):
-        content, manifest = model.segments[name]
-        assert hit.manifest == content
-        pages = manifest.page_hashes[hit.first_page : hit.first_page + hit.num_pages]
-        assert list(pages) == asked[page : page + hit.num_pages]
+    for hit in found:
+        manifest = model.segments[hit.manifest_name]
+        held = manifest.page_hashes[hit.first_page : hit.first_page + hit.num_pages]
+        assert list(held) == asked[page : page + hit.num_pages]
         page += hit.num_pages
 
 
 def test_removing_everything_leaves_nothing() -> None:
-    index = PageIndex()
-    names = {add(index, chain, 0, length) for chain in CHAINS for length in (1, 4, 16)}
-    for name in names:
-        assert name in index
-        assert index.remove(name)
-    assert len(index) == 0
-    assert index._spaces == {}
+    with empty_index() as pages:
+        manifests = [segment(chain, 0, length) for chain in CHAINS for length in (1, 4, 16)]
+        for manifest in manifests:
+            pages.add(manifest)
+        for name in {manifest.name for manifest in manifests}:
+            assert pages.remove(name)
+        assert [pages.count(table) for table in ("segments", "files", "chains", "pages")] == [0] * 4
+        assert pages.db.execute("SELECT bytes, pending_bytes FROM totals").fetchone() == (0, 0)
 
 
 def test_a_manifest_with_a_false_hash_chain_adds_no_wrong_page() -> None:
     chain = CHAINS[0]
-    index = PageIndex()
-    add(index, chain, 0, 4)
     # The right last page, after pages of another prefix, and at another place in the sequence.
     liar = FakeManifest(8, (*CHAINS[3][:7], chain[7]))
-    index.add(f"{SPACE}/liar", b"liar", cast(Manifest, liar))
-    for first in range(8):
-        page = first
-        for _, hit in index.find(SPACE, chain[first:8]):
-            source = liar.page_hashes if hit.manifest == b"liar" else chain
-            assert list(source[hit.first_page :][: hit.num_pages]) == chain[page : page + hit.num_pages]
-            page += hit.num_pages
-
-
-def test_a_match_across_two_hashes_is_no_page() -> None:
-    inner = page_hashes(1)[0]
-    straddling = (b"\x00" * 16 + inner[:16], inner[16:] + b"\x00" * 16, inner, b"\x01" * 32)
-    index = PageIndex()
-    index.add(f"{SPACE}/x", b"x", cast(Manifest, FakeManifest(0, straddling)))
-    (hit,) = index.lookup(SPACE, [inner]).hits
-    assert (hit.first_page, hit.num_pages) == (2, 1)
+    with empty_index() as pages:
+        pages.add(segment(chain, 0, 4))
+        pages.add(liar)
+        for first in range(8):
+            page = first
+            for hit in pages.find(chain[first:8]):
+                source = list(liar.page_hashes) if hit.manifest_name == liar.name else chain
+                assert source[hit.first_page :][: hit.num_pages] == chain[page : page + hit.num_pages]
+                page += hit.num_pages
 
 
 def test_a_popular_prefix_needs_no_linear_search() -> None:
     """Thousands of segments share their first pages, but each lookup checks only a few."""
-    index = PageIndex()
     chains = [page_hashes(8, str(i), branch_at=4) for i in range(2000)]
-    for chain in chains:
-        add(index, chain, 0, 8)
-    for chain in chains[::100]:
-        assert [hit.num_pages for hit in index.lookup(SPACE, chain).hits] == [8]
-    for chain in chains[:-1]:
-        index.remove(f"{SPACE}/8-{chain[-1].hex()}.kvm")
-    assert [hit.num_pages for hit in index.lookup(SPACE, chains[0]).hits] == [4]
+    with empty_index() as pages:
+        for chain in chains:
+            pages.add(segment(chain, 0, 8))
+        queries: list[str] = []
+        pages.db.set_trace_callback(queries.append)
+        for chain in chains[::100]:
+            assert [hit.num_pages for hit in pages.find(chain)] == [8]
+        assert len(queries) <= 20 * 8
+        pages.db.set_trace_callback(None)
+        for chain in chains[:-1]:
+            pages.remove(segment(chain, 0, 8).name)
+        assert [hit.num_pages for hit in pages.find(chains[0])] == [4]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.small_segments import FOLDER, make_segment, page_hashes
 from sgl_kvfetch.container.manifest import decode_manifest
 from sgl_kvfetch.stores.local import LocalStore
-from sgl_kvfetch.testing.small_segments import FOLDER, make_segment, page_hashes
 
 NUM_SEGMENTS = 4
 

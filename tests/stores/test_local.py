@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import struct
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,13 +13,16 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
+from harness.waiting import WAIT_S, until
 from sgl_kvfetch.container.manifest import decode_manifest
 from sgl_kvfetch.encode.targets import make_targets
 from sgl_kvfetch.encode.transcode import transcode
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.base import Lookup
+from sgl_kvfetch.stores.files import TempFile
 from sgl_kvfetch.stores.local import LocalStore
-from sgl_kvfetch.testing.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
+from sgl_kvfetch.stores.room import Room
 
 SPACE = FOLDER
 
@@ -87,6 +91,7 @@ async def test_a_deleted_namespace_directory_is_forgotten(store: LocalStore, tmp
         path.unlink()
     (tmp_path / SPACE).rmdir()
     assert await store.lookup(SPACE, chain) == Lookup(())
+    await store.collect()  # the first write started one, which may have seen only some of the files gone
     assert (await store.usage()).stored_bytes == 0
 
 
@@ -279,6 +284,27 @@ async def test_a_closed_store_raises(store: LocalStore) -> None:
         await store.get(data_object(b"x"))
 
 
+async def test_an_upload_that_is_cancelled_while_it_reserves_room_leaves_nothing(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve, begun, go_on = Room.reserve, threading.Event(), threading.Event()
+
+    def slow(room: Room, name: str, num_bytes: int) -> tuple[int, TempFile]:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return reserve(room, name, num_bytes)
+
+    monkeypatch.setattr(Room, "reserve", slow)
+    opening = asyncio.create_task(store.upload(data_object(b"half"), 1 << 20).__aenter__())
+    await until(begun.is_set)
+    opening.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert temps(tmp_path) == []
+    assert (await store.usage()).stored_bytes == 0
+
+
 async def test_an_aborted_upload_leaves_nothing(store: LocalStore, tmp_path: Path) -> None:
     content = b"abc" * 1000
     name = data_object(content)
@@ -328,6 +354,19 @@ class TestCapacity:
         assert usage.num_evicted == 1
         assert usage.stored_bytes <= int(4.5 * self.SIZE)
         assert usage.stored_bytes == disk_bytes(tmp_path)
+        await store.close()
+
+    async def test_a_segment_that_is_written_again_counts_as_used(self, tmp_path: Path) -> None:
+        """Or its data would be evicted before its manifest is put."""
+        store = LocalStore(tmp_path, capacity_bytes=int(4.5 * self.SIZE))
+        chains = await self.fill(store, 4)
+        again = make_segment(chains[0], 0, 4, content=0)
+        await store.put(again.data_name, again.data)
+        chains.append(page_hashes(4, "one more"))
+        await put_segment(store, make_segment(chains[-1], 0, 4, content=4))
+        await store.put(again.manifest.key.manifest_name, again.manifest.encode())
+        first, second, *_, last = await self.stored(store, chains)
+        assert (first, second, last) == (True, False, True)
         await store.close()
 
     async def test_all_variants_count_and_are_evicted_together(self, tmp_path: Path) -> None:
@@ -428,3 +467,11 @@ class TestCapacity:
                 manifest = decode_manifest(content)
                 assert {manifest.data_name(variant) for variant in manifest.variants} <= names
         await store.close()
+
+
+async def test_a_directory_that_cannot_be_looked_at_is_a_store_error(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / ("x" * 300))
+    with pytest.raises(StoreError) as caught:
+        await store.usage()
+    assert caught.value.reason == "io"
+    await store.close()

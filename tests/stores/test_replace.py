@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from harness.small_segments import make_segment, page_hashes, put_segment
+from harness.store_conformance import StoreConformance
 from sgl_kvfetch.container.segment import CodedSegment
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server import RunningServer
 from sgl_kvfetch.stores.base import Store, object_digest
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.local import LocalStore
-from sgl_kvfetch.testing.small_segments import make_segment, page_hashes, put_segment
-from sgl_kvfetch.testing.stores import StoreConformance
 
 
 class _Plain(LocalStore):

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.faults import Fault, FaultyProxy
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.server import RunningServer, ServerConfig, running_server
 from sgl_kvfetch.stores import replicas as replicas_module
@@ -19,8 +21,6 @@ from sgl_kvfetch.stores.http import HttpOptions, HttpStore
 from sgl_kvfetch.stores.local import LocalStore
 from sgl_kvfetch.stores.open import open_replicas
 from sgl_kvfetch.stores.replicas import ReplicaOptions, ReplicatedStore
-from sgl_kvfetch.testing.faults import Fault, FaultyProxy
-from sgl_kvfetch.testing.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 
 CONTENT = random.Random(0).randbytes(1 << 21)
 NAME = data_object(CONTENT)
@@ -264,6 +264,13 @@ class Flaky(LocalStore):
         self.reason: str | None = None
         self.puts: list[str] = []
 
+    async def folders(self, digest: str = "") -> frozenset[str]:
+        if self.reason == "hang":
+            await asyncio.Event().wait()
+        if self.reason is not None:
+            raise StoreError("server", "told to fail", retriable=True)
+        return await super().folders(digest)
+
     async def put(self, name: str, data: bytes) -> None:
         self.puts.append(name)
         if self.reason == "hang":
@@ -303,6 +310,19 @@ async def test_writes_reach_all_replicas_that_are_up(pair: Pair) -> None:
     assert pair.failures == [("first", "server")]
 
 
+async def test_the_folders_of_all_replicas_that_answer_are_listed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica may have been down when others got a folder, and clearing must reach them all."""
+    monkeypatch.setattr(replicas_module, "_WRITE_GRACE_S", 0.1)
+    await put_segment(pair.second, SEGMENT)
+    assert await pair.store.folders() == {FOLDER}
+    for reason in ("hang", "fail"):
+        pair.first.reason = reason
+        assert await pair.store.folders() == {FOLDER}
+    pair.second.reason = "fail"
+    with pytest.raises(StoreError, match="told to fail"):
+        await pair.store.folders()
+
+
 async def test_a_manifest_goes_only_where_its_data_went(pair: Pair) -> None:
     manifest_name, manifest = SEGMENT.manifest.key.manifest_name, SEGMENT.manifest.encode()
     pair.first.reason = "fail"
@@ -339,6 +359,25 @@ async def test_a_write_fails_if_no_replica_stores_it(pair: Pair) -> None:
         await pair.store.put(SEGMENT.manifest.key.manifest_name, SEGMENT.manifest.encode())
 
 
+async def test_damage_is_reported_to_all_replicas_and_each_judges_for_itself(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any of them may have sent the damaged bytes."""
+    asked: list[Store] = []
+
+    async def report_damage(self: Flaky, manifest_name: str) -> bool:
+        asked.append(self)
+        return self is pair.second and await self.delete(manifest_name)
+
+    monkeypatch.setattr(Flaky, "report_damage", report_damage)
+    await put_segment(pair.store, SEGMENT)
+    assert await pair.store.report_damage(SEGMENT.manifest.key.manifest_name)
+    assert asked == [pair.first, pair.second]
+    assert await has(pair.first)
+    assert not await has(pair.second)
+    assert not await pair.store.report_damage(SEGMENT.manifest.key.manifest_name)
+
+
 async def test_delete_reports_the_unreachable_replica(
     proxy: FaultyProxy, other: FaultyProxy, make_client: MakeClient
 ) -> None:
@@ -362,4 +401,4 @@ def test_urls_of_replicas() -> None:
     with pytest.raises(ConfigError, match="a token is for http"):
         make("file:///one", "file:///two", token="t")
     with pytest.raises(ConfigError, match="use http"):
-        make("http://one", "s3://two")
+        make("http://one", "gs://two")

@@ -7,17 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from harness.metrics import own_metric
+from harness.waiting import WAIT_S, LoopClock, until_idle
 from sgl_kvfetch.container.manifest import decode_manifest
 from sgl_kvfetch.container.segment import SegmentSpec
 from sgl_kvfetch.encode.targets import make_targets
 from sgl_kvfetch.encode.transcode import transcode
 from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.stores.local import LocalStore
 from sgl_kvfetch.write.commit import commit_segment
 from sgl_kvfetch.write.gather import PageBatch
 from sgl_kvfetch.write.writer import Writer
-from tests.segments import SMALL, make_heads, make_values, page_hashes
+from tests.segments import SMALL, as_newer, make_heads, make_values, page_hashes
 
 SPEC = SegmentSpec(make_heads(SMALL), make_quantiser("exact"), "zstd", "240p", 4)
 
@@ -58,9 +61,12 @@ async def write(writer: Writer, first_page: int, num_pages: int) -> None:
     await writer.drain()
 
 
+async def names(store: LocalStore) -> list[str]:
+    return sorted([info.name async for info in store.list()])
+
+
 async def lengths(store: LocalStore) -> list[int]:
-    names = [info.name async for info in store.list() if info.name.endswith(".kvm")]
-    return sorted(int(name.split("/")[1].split("-")[0]) for name in names)
+    return sorted(int(name.split("/")[1].split("-")[0]) for name in await names(store) if name.endswith(".kvm"))
 
 
 async def found(store: LocalStore, num_pages: int) -> list[int]:
@@ -75,10 +81,57 @@ async def test_segments_grow_with_their_prefix(store: LocalStore, make: Callable
     # Page 7 completes 6-7, 4-7 and 0-7; the next eight complete all sixteen.
     await write(writer, 7, 9)
     assert await found(store, 16) == [16]
-    await asyncio.sleep(0.3)
+    await until_idle()  # the halves are deleted
     assert await lengths(store) == [16]
     await write(writer, 16, 5)
     assert await found(store, 21) == [16, 4, 1]
+
+
+async def test_what_a_newer_version_wrote_is_not_merged(store: LocalStore, make: Callable[..., Writer]) -> None:
+    """The merged segment would lack what only that version knows."""
+    writer = make()
+    await write(writer, 0, 1)
+    name = SegmentKey(SPEC.heads.folder, 1, page_hashes(1)[0]).manifest_name
+    content = await store.get(name)
+    assert content is not None
+    await store.put(name, as_newer(content))
+    await write(writer, 1, 1)
+    assert await lengths(store) == [1, 1]
+    assert await store.get(name) == as_newer(content)
+
+
+async def test_what_has_expired_is_written_again(
+    store: LocalStore, make: Callable[..., Writer], later: Callable[[float], None]
+) -> None:
+    writer = make(ttl_s=100.0)
+    await write(writer, 0, 1)
+    name = SegmentKey(SPEC.heads.folder, 1, page_hashes(1)[0]).manifest_name
+    content = await store.get(name)
+    later(80)
+    await write(writer, 0, 1)
+    assert await store.get(name) == content  # writing does not prolong it
+    later(110)
+    assert await found(store, 1) == []
+    await write(writer, 0, 1)
+    assert await found(store, 1) == [1]
+    later(200)
+    assert await found(store, 1) == [1]
+    later(220)
+    assert await found(store, 1) == []
+
+
+async def test_an_expired_segment_is_not_merged(
+    store: LocalStore, make: Callable[..., Writer], later: Callable[[float], None]
+) -> None:
+    """The merged segment would have expired, and the new half would be deleted."""
+    writer = make(ttl_s=30.0)
+    await write(writer, 0, 1)
+    later(40)  # so soon, the store has not deleted it
+    await write(writer, 1, 1)
+    await until_idle()
+    assert await found(store, 2) == []
+    lookup = await store.lookup(SPEC.heads.folder, page_hashes(1, "", 1))
+    assert [hit.num_pages for hit in lookup.hits] == [1]
 
 
 async def test_merged_halves_stay_for_retire_s(store: LocalStore, make: Callable[..., Writer]) -> None:
@@ -91,7 +144,8 @@ async def test_merged_halves_stay_for_retire_s(store: LocalStore, make: Callable
 
 async def test_an_encoded_half_is_deleted_with_all_its_data(store: LocalStore, make: Callable[..., Writer]) -> None:
     """The half is encoded again after the writer read it, and before the writer deletes it."""
-    writer = make(retire_s=1.0)
+    clock = LoopClock()
+    writer = make(retire_s=600.0)
     await write(writer, 0, 1)
     await write(writer, 1, 1)
     for page in range(2):
@@ -103,17 +157,30 @@ async def test_an_encoded_half_is_deleted_with_all_its_data(store: LocalStore, m
         assert data is not None
         await commit_segment(store, transcode(manifest, data, make_targets(["hevc", "hevc420"], ["240p"])))
     whole = SegmentKey(SPEC.heads.folder, 2, page_hashes(2)[1])
-    await asyncio.sleep(1.5)
-    names = [info.name async for info in store.list()]
-    assert len(names) == 2
-    assert all(name.startswith(whole.stem) for name in names)
+    await clock.advance(600.0)
+    await until_idle()
+    assert len(await names(store)) == 2
+    assert all(name.startswith(whole.stem) for name in await names(store))
 
 
 async def test_pages_in_the_store_are_not_written_again(store: LocalStore, make: Callable[..., Writer]) -> None:
     await write(make(), 0, 8)
-    before = sorted([info.name async for info in store.list()])
+    before = await names(store)
     await write(make(), 0, 8)
-    assert sorted([info.name async for info in store.list()]) == before
+    assert await names(store) == before
+
+
+async def test_nothing_is_encoded_while_only_a_cache_answers(
+    store: LocalStore, make: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(*args: object) -> Lookup:
+        return Lookup((), from_cache=True)
+
+    monkeypatch.setattr(store, "lookup", answer)
+    monkeypatch.setattr("sgl_kvfetch.write.writer.encode_segment", pytest.fail)
+    before = own_metric("sgl_kvfetch_written_pages_total", result="dropped_error")
+    await write(make(), 0, 4)
+    assert own_metric("sgl_kvfetch_written_pages_total", result="dropped_error") == before + 4
 
 
 async def test_queue_space_is_released(store: LocalStore, make: Callable[..., Writer]) -> None:
@@ -127,11 +194,9 @@ async def test_queue_space_is_released(store: LocalStore, make: Callable[..., Wr
 async def test_reserve_waits_for_queue_space(store: LocalStore, make: Callable[..., Writer]) -> None:
     writer = make()
     assert writer.reserve(1 << 20, 0.0)
-    waiting = asyncio.create_task(asyncio.to_thread(writer.reserve, 10, 5.0))
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
-    writer.release(1 << 20)
-    assert await waiting
+    assert not writer.reserve(10, 0.0)
+    asyncio.get_running_loop().call_later(0.05, writer.release, 1 << 20)
+    assert await asyncio.to_thread(writer.reserve, 10, WAIT_S)
 
 
 async def test_a_batch_larger_than_the_queue_is_accepted_alone(store: LocalStore, make: Callable[..., Writer]) -> None:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from benchmarks.codec.baselines import arithmetic
 from benchmarks.codec.baselines.bins import from_bins, lmcache_bins, to_bins
-from benchmarks.codec.method import KV_DTYPE, KVShape, Method, from_bytes, to_bytes
-from sgl_kvfetch.types import TENSORS, TensorName
+from benchmarks.codec.method import KV_DTYPE, Shape, TensorMethod, from_bytes, to_bytes
+from sgl_kvfetch.types import TensorName
 
 # Tokens per stream: LMCache's CACHEGEN_GPU_MAX_TOKENS_PER_CHUNK. The streams of a longer chunk share its tables.
 _STREAM_TOKENS = 256
 
 
-class CacheGen(Method):
+class CacheGen(TensorMethod):
     """Vector-wise bins, then an order-0 arithmetic coder with a table for each layer and channel of a chunk.
 
     A chunk stores what LMCache's ``CacheGenGPUEncoderOutput`` holds (``storage_backend/serde/cachegen_basics.py`` and
@@ -39,23 +39,14 @@ class CacheGen(Method):
         self._chunk_tokens = chunk_tokens
         self._bins = bins
 
-    def encode(self, k: torch.Tensor, v: torch.Tensor) -> Sequence[bytes]:
-        parts: list[bytes] = []
-        for tensor, values in zip(TENSORS, (k, v), strict=True):
-            for chunk in values.split(self._chunk_tokens):
-                parts += self._encode_chunk(tensor, chunk)
-        return parts
+    def encode_tensor(self, tensor: TensorName, values: torch.Tensor) -> Iterator[bytes]:
+        for chunk in values.split(self._chunk_tokens):
+            yield from self._encode_chunk(tensor, chunk)
 
-    def decode(self, parts: Sequence[bytes], shape: KVShape) -> tuple[torch.Tensor, torch.Tensor]:
-        left = iter(parts)
-        restored = []
-        for tensor in TENSORS:
-            num_tokens, num_layers, num_heads, head_dim = shape.of_tensor(tensor)
-            starts = range(0, num_tokens, self._chunk_tokens)
-            sizes = [min(self._chunk_tokens, num_tokens - start) for start in starts]
-            chunks = [self._decode_chunk(tensor, left, (size, num_layers, num_heads, head_dim)) for size in sizes]
-            restored.append(torch.cat(chunks))
-        return restored[0], restored[1]
+    def decode_tensor(self, tensor: TensorName, parts: Iterator[bytes], shape: Shape) -> torch.Tensor:
+        starts = range(0, shape[0], self._chunk_tokens)
+        sizes = (min(self._chunk_tokens, shape[0] - start) for start in starts)
+        return torch.cat([self._decode_chunk(tensor, parts, (size, *shape[1:])) for size in sizes])
 
     def _bins_of(self, tensor: TensorName, num_layers: int) -> list[int]:
         return lmcache_bins(tensor, num_layers) if self._bins is None else [self._bins] * num_layers
@@ -72,9 +63,7 @@ class CacheGen(Method):
             yield np.array([len(stream) for stream in streams], np.int32).tobytes()
             yield b"".join(streams)
 
-    def _decode_chunk(
-        self, tensor: TensorName, parts: Iterator[bytes], shape: tuple[int, int, int, int]
-    ) -> torch.Tensor:
+    def _decode_chunk(self, tensor: TensorName, parts: Iterator[bytes], shape: Shape) -> torch.Tensor:
         num_tokens, num_layers, num_heads, head_dim = shape
         bins = self._bins_of(tensor, num_layers)
         largest = from_bytes(next(parts), KV_DTYPE, (num_layers, num_tokens, 1))

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator
 from fractions import Fraction
 
 import av
 import numpy as np
 import torch
 
-from benchmarks.codec.method import KV_DTYPE, KVShape, Method
-from sgl_kvfetch.types import TENSORS
+from benchmarks.codec.method import KV_DTYPE, Shape, TensorMethod, from_bytes, to_bytes
+from sgl_kvfetch.types import TensorName
 
-_RANGE = struct.Struct("<ff")
 _U32 = struct.Struct("<I")
 # ipratio: without it, intra pictures would get a lower QP than the requested one.
 _X265_PARAMS = "keyint=1:bframes=0:ipratio=1:annexb=1:info=0:pools=none:frame-threads=1:wpp=0:log-level=none"
 
 
-class Llm265(Method):
+class Llm265(TensorMethod):
     """Stores each layer as one grey picture of tokens by channels, with 8 bits between the picture's smallest and
     largest value, in lossy intra-only HEVC.
 
@@ -34,27 +33,19 @@ class Llm265(Method):
         self.source = f"LLM.265 (MICRO'25; arXiv 2407.00467), intra-only HEVC, QP {qp}"
         self._qp = qp
 
-    def encode(self, k: torch.Tensor, v: torch.Tensor) -> Sequence[bytes]:
-        parts = []
-        for values in (k, v):
-            pictures = values.float().flatten(2).transpose(0, 1)  # (layers, tokens, channels)
-            smallest, largest = pictures.amin((1, 2), keepdim=True), pictures.amax((1, 2), keepdim=True)
-            unit = torch.where(largest > smallest, (pictures - smallest) / (largest - smallest), 0.0)
-            pixels = (unit * 255).round().to(torch.uint8).numpy()
-            ranges = zip(smallest.flatten().tolist(), largest.flatten().tolist(), strict=True)
-            parts += [b"".join(_RANGE.pack(*pair) for pair in ranges), self._encode_pictures(pixels)]
-        return parts
+    def encode_tensor(self, tensor: TensorName, values: torch.Tensor) -> Iterator[bytes]:
+        pictures = values.float().flatten(2).transpose(0, 1)  # (layers, tokens, channels)
+        smallest, largest = pictures.amin((1, 2), keepdim=True), pictures.amax((1, 2), keepdim=True)
+        unit = torch.where(largest > smallest, (pictures - smallest) / (largest - smallest), 0.0)
+        yield to_bytes(torch.cat((smallest, largest), 1))
+        yield self._encode_pictures((unit * 255).round().to(torch.uint8).numpy())
 
-    def decode(self, parts: Sequence[bytes], shape: KVShape) -> tuple[torch.Tensor, torch.Tensor]:
-        restored = []
-        for i, tensor in enumerate(TENSORS):
-            num_tokens, num_layers, num_heads, head_dim = shape.of_tensor(tensor)
-            ranges = torch.tensor(list(_RANGE.iter_unpack(parts[2 * i]))).view(num_layers, 2, 1, 1)
-            pixels = _decode_pictures(parts[2 * i + 1], num_tokens, num_heads * head_dim)
-            smallest, largest = ranges[:, 0], ranges[:, 1]
-            values = torch.from_numpy(pixels).float() / 255 * (largest - smallest) + smallest
-            restored.append(values.transpose(0, 1).reshape(num_tokens, num_layers, num_heads, head_dim).to(KV_DTYPE))
-        return restored[0], restored[1]
+    def decode_tensor(self, tensor: TensorName, parts: Iterator[bytes], shape: Shape) -> torch.Tensor:
+        num_tokens, num_layers, num_heads, head_dim = shape
+        smallest, largest = from_bytes(next(parts), torch.float32, (num_layers, 2, 1)).split(1, 1)
+        pixels = torch.from_numpy(_decode_pictures(next(parts), num_tokens, num_heads * head_dim))
+        values = pixels.float() / 255 * (largest - smallest) + smallest
+        return values.transpose(0, 1).reshape(shape).to(KV_DTYPE)
 
     def _encode_pictures(self, pixels: np.ndarray) -> bytes:
         """Return the access units, each after its length as u32."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import torch
 
 from benchmarks.codec.baselines.affine import META_DTYPE, from_levels, pack, to_levels, unpack
-from benchmarks.codec.method import KV_DTYPE, KVShape, Method, from_bytes, to_bytes
+from benchmarks.codec.method import KV_DTYPE, Shape, TensorMethod, from_bytes, to_bytes
 from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.types import TensorName
 
 _BITS = 4
 _ORDER = 16
 
 
-class SawInt4(Method):
+class SawInt4(TensorMethod):
     """Transforms K with a block-diagonal Hadamard matrix, then stores four bits per value, with a step and a smallest
     value for each token and head.
 
@@ -28,24 +29,17 @@ class SawInt4(Method):
     def __init__(self, rotate_v: bool) -> None:
         self.name = "saw-int4-kv" if rotate_v else "saw-int4"
         self.source = f"SAW-INT4 (arXiv 2604.19157), Hadamard blocks of {_ORDER} on {'K and V' if rotate_v else 'K'}"
-        self._rotates = (True, rotate_v)
+        self._rotates = {"k": True, "v": rotate_v}
 
-    def encode(self, k: torch.Tensor, v: torch.Tensor) -> Sequence[bytes]:
-        parts = []
-        for values, rotates in zip((k, v), self._rotates, strict=True):
-            levels, meta = to_levels(_rotated(values.float()) if rotates else values, _BITS)
-            parts += [to_bytes(pack(levels, _BITS)), to_bytes(meta)]
-        return parts
+    def encode_tensor(self, tensor: TensorName, values: torch.Tensor) -> Iterator[bytes]:
+        levels, meta = to_levels(_rotated(values.float()) if self._rotates[tensor] else values, _BITS)
+        yield to_bytes(pack(levels, _BITS))
+        yield to_bytes(meta)
 
-    def decode(self, parts: Sequence[bytes], shape: KVShape) -> tuple[torch.Tensor, torch.Tensor]:
-        k = _decode(parts[:2], shape.of_tensor("k"), self._rotates[0])
-        return k, _decode(parts[2:], shape.of_tensor("v"), self._rotates[1])
-
-
-def _decode(parts: Sequence[bytes], shape: tuple[int, ...], rotates: bool) -> torch.Tensor:
-    levels = unpack(from_bytes(parts[0], torch.uint8, (-1,)), _BITS, math.prod(shape)).view(shape)
-    values = from_levels(levels, from_bytes(parts[1], META_DTYPE, (*shape[:-1], 2)))
-    return (_rotated(values) if rotates else values).to(KV_DTYPE)
+    def decode_tensor(self, tensor: TensorName, parts: Iterator[bytes], shape: Shape) -> torch.Tensor:
+        levels = unpack(from_bytes(next(parts), torch.uint8, (-1,)), _BITS, math.prod(shape)).view(shape)
+        values = from_levels(levels, from_bytes(next(parts), META_DTYPE, (*shape[:-1], 2)))
+        return (_rotated(values) if self._rotates[tensor] else values).to(KV_DTYPE)
 
 
 def hadamard(order: int) -> torch.Tensor:

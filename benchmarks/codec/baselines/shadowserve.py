@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from benchmarks.codec.baselines.bins import from_bins, to_bins
-from benchmarks.codec.method import KV_DTYPE, KVShape, Method, from_bytes, to_bytes
-from sgl_kvfetch.types import TENSORS
+from benchmarks.codec.method import KV_DTYPE, Shape, TensorMethod, from_bytes, to_bytes
+from sgl_kvfetch.types import TensorName
 
 _CHUNK_TOKENS = 256
 _LEVEL = 6
 
 
-class ShadowServe(Method):
+class ShadowServe(TensorMethod):
     """Vector-wise bins, then deflate, which a SmartNIC's engine decompresses.
 
     Where the paper is silent, we assume: CacheGen's bins, the same for all layers; one byte per integer, layer by layer
@@ -30,20 +30,13 @@ class ShadowServe(Method):
         self.source = "ShadowServe (arXiv 2509.16857): vector-wise bins, deflate"
         self._bins = bins
 
-    def encode(self, k: torch.Tensor, v: torch.Tensor) -> Sequence[bytes]:
-        parts = []
-        for values in (k, v):
-            for chunk in values.split(_CHUNK_TOKENS):
-                integers, largest = to_bins(chunk, [self._bins] * chunk.shape[1])
-                parts += [to_bytes(largest), zlib.compress(to_bytes(integers), _LEVEL)]
-        return parts
+    def encode_tensor(self, tensor: TensorName, values: torch.Tensor) -> Iterator[bytes]:
+        for chunk in values.split(_CHUNK_TOKENS):
+            integers, largest = to_bins(chunk, [self._bins] * chunk.shape[1])
+            yield to_bytes(largest)
+            yield zlib.compress(to_bytes(integers), _LEVEL)
 
-    def decode(self, parts: Sequence[bytes], shape: KVShape) -> tuple[torch.Tensor, torch.Tensor]:
-        left = iter(parts)
-        k, v = (self._decode_tensor(left, shape.of_tensor(tensor)) for tensor in TENSORS)
-        return k, v
-
-    def _decode_tensor(self, parts: Iterator[bytes], shape: tuple[int, int, int, int]) -> torch.Tensor:
+    def decode_tensor(self, tensor: TensorName, parts: Iterator[bytes], shape: Shape) -> torch.Tensor:
         num_tokens, num_layers, num_heads, head_dim = shape
         chunks = []
         for start in range(0, num_tokens, _CHUNK_TOKENS):

@@ -1,23 +1,87 @@
-"""Device mode's access to the store, on one rank."""
+"""Device mode's work on other threads and in the data plane: lookups, fetches and copies for writing.
+
+The scheduler's thread begins each piece of work. Its result is reported to the board exactly once, whatever happens.
+"""
 
 from __future__ import annotations
 
+import enum
 import logging
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
+import torch
+
+from sgl_kvfetch import metrics
 from sgl_kvfetch.config import KVFetchConfig
-from sgl_kvfetch.dataplane.plane import DataPlane
-from sgl_kvfetch.keys import HeadSlice
-from sgl_kvfetch.plugin.access import Access
-from sgl_kvfetch.plugin.device.board import Report
-from sgl_kvfetch.plugin.device.copies import Copies
-from sgl_kvfetch.plugin.device.lookups import Lookups
-from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.dataplane.messages import Cost, Found
+from sgl_kvfetch.dataplane.plane import DataPlane, FetchCall
+from sgl_kvfetch.fetch.rounds import Destination
+from sgl_kvfetch.fetch.sink import GuardedSink
+from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.plugin.device.board import Board, Done, PageCount, Ticket
+from sgl_kvfetch.plugin.device.pages import DevicePages, GuardedSource
 from sgl_kvfetch.plugin.device.prefill import PrefillSpeed
-from sgl_kvfetch.plugin.device.reads import Reads
-from sgl_kvfetch.plugin.device.recompute import Verdicts
+from sgl_kvfetch.plugin.device.recompute import FetchOrRecompute
+from sgl_kvfetch.plugin.page_hashes import hash_bytes
+from sgl_kvfetch.plugin.weight_updates import Access
 
 logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logger)
+
+
+@dataclass(slots=True, eq=False)
+class LookupWork:
+    """A lookup under way."""
+
+    hashes: list[str] = field(default_factory=list)  # of all requested pages, whether stored or not
+    page_hashes: list[bytes] = field(default_factory=list)  # the same hashes as bytes
+    number: int | None = None  # the data plane's number for this lookup
+    num_chosen: int = 0  # pages to be fetched
+    deadline_s: float = 0.0  # by when the found pages must arrive, in time.monotonic()
+    cancelled: bool = False
+
+
+class Finding(NamedTuple):
+    """The result of a lookup: how many pages are stored, from the first on, and whether to fetch them (1 or 0). The
+    minimum over ranks keeps the pages that all ranks have, and fetches them only if all ranks want to."""
+
+    num_pages: int
+    is_fetched: int
+
+
+class RoundStart(enum.IntEnum):
+    """The outcome of waiting for a round, worst first, since the minimum over ranks counts."""
+
+    ENDED = 0  # the fetch ended before this round
+    STOP = 1  # its first bytes are here, but computing the remaining pages would be faster
+    WANTED = 2  # its first bytes are here
+
+
+class RoundStarts(NamedTuple):
+    start: int  # a `RoundStart`
+
+
+class Copied(NamedTuple):
+    """The result of a copy: how many pages were queued for writing, from the first on, and whether all pages of earlier
+    copies are still queued or written (1), or some of them may be lost (0)."""
+
+    num_pages: int
+    is_intact: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRun:
+    """Pages in the pool that are consecutive in their sequence. ``slots``: one per token."""
+
+    first_page: int  # position in the sequence
+    previous_hash: str | None  # hash of the page before, None at the sequence's start
+    page_hashes: Sequence[str]
+    slots: torch.Tensor
 
 
 class DeviceBackend:
@@ -28,29 +92,192 @@ class DeviceBackend:
         config: KVFetchConfig,
         plane: DataPlane,
         pages: DevicePages,
-        heads: HeadSlice,
         speed: PrefillSpeed,
-        report: Report,
+        board: Board,
+        *,
+        is_writer: bool = True,
     ) -> None:
-        """``plane`` is closed together with this backend. ``report`` gets the result of each piece of work."""
+        """``plane`` is closed together with this backend. ``board`` gets the result of each piece of work. Unless
+        ``is_writer``, pages are reported as copied and are not: all ranks must hold the same locks."""
+        self.access = Access(config)
         self.plane = plane
+        self.num_chosen = 0  # found pages that are to be fetched, counted since the start
+        self._config = config
+        self._is_writer = is_writer
+        self.pages = pages
+        self._report = board.report
+        self._speed = speed
+        self._choice = FetchOrRecompute()
         self._copy_pool = ThreadPoolExecutor(1, "kvfetch-copy")
         self._hash_pool = ThreadPoolExecutor(1, "kvfetch-hash")
-        verdicts = Verdicts(config, speed, pages.geometry.page_size)
-        self.access = Access(config)
-        self.lookups = Lookups(config, plane, verdicts, self._hash_pool, report)
-        self.reads = Reads(plane, verdicts, pages, self._hash_pool, report)
-        self.copies = Copies(plane, pages, self._copy_pool, report)
-        logger.info("kvfetch in device mode: %s, namespace %s: %s", config.store, heads.folder, heads.namespace)
-        # docs/decisions/0011-no-early-start.md
-        logger.info("kvfetch early start is off: this SGLang's runner cannot wait for a layer to arrive")
-
-    def clear(self) -> None:
-        """Delete the segments of this rank from the store, and wait for it. Raises KVFetchError."""
-        self.plane.clear()
+        self._num_losses = 0  # of the data plane, as far as reported
 
     def close(self) -> None:
         """Write what is queued, within a few seconds, and release threads and processes. Idempotent."""
         self.plane.close()
         for pool in (self._hash_pool, self._copy_pool):
             pool.shutdown(wait=False, cancel_futures=True)
+
+    # Lookups
+
+    def look_up(
+        self,
+        work: LookupWork,
+        ticket: Ticket[Finding],
+        hash_pages: Callable[[], list[str]],
+        num_ahead: Callable[[], int],
+    ) -> None:
+        """Find the longest stored run of some pages, and decide whether to fetch it.
+
+        ``num_ahead`` returns how many pages will be fetched before these. Both callables run on other threads.
+        """
+
+        def run() -> None:
+            try:
+                work.hashes = hash_pages()
+                work.page_hashes = hash_bytes(work.hashes)
+                if not work.cancelled:
+                    work.number = self.plane.look_up(work.page_hashes, partial(self._found, work, ticket, num_ahead))
+                    if work.cancelled:  # in the meantime
+                        self.plane.cancel(work.number)
+                    return
+            except Exception:
+                logger.exception("kvfetch lookup failed")
+                metrics.MISSES.labels("lookup", "internal").inc()
+            self._report(ticket, Finding(0, 1))
+
+        self._hash_pool.submit(run)
+
+    def cancel_lookup(self, work: LookupWork) -> None:
+        """Let a lookup end soon. Its result is still reported."""
+        work.cancelled = True
+        if work.number is not None:
+            self.plane.cancel(work.number)
+
+    def forget_found(self, work: LookupWork) -> None:
+        """Note that the pages that a lookup found will not be fetched."""
+        if work.number is not None:
+            self.plane.forget(work.number)
+
+    def _found(self, work: LookupWork, ticket: Ticket[Finding], num_ahead: Callable[[], int], found: Found) -> None:
+        """Decide and report. Runs on the thread that receives from the data plane."""
+        is_fetched = True
+        try:
+            if found.num_pages:
+                is_fetched = self._is_fetched(found.num_pages, found.cost, num_ahead())
+            work.deadline_s = time.monotonic() + self._config.fetch_timeout_s
+            if is_fetched:
+                work.num_chosen = found.num_pages
+                self.num_chosen += work.num_chosen
+        finally:
+            self._report(ticket, Finding(found.num_pages, int(is_fetched)))
+
+    def _is_fetched(self, num_pages: int, cost: Cost, num_ahead: int) -> bool:
+        """Return whether to fetch ``num_pages`` pages. ``cost``: of these pages alone. ``num_ahead``: pages that will
+        be fetched before them; each is assumed to cost as much. Ranks may differ, so they must agree before they act.
+        """
+        if self._config.recompute == "never":
+            metrics.DEVICE_DECISIONS.labels("fetch", "configured").inc()
+            return True
+        num_tokens, times = num_pages * self.pages.geometry.page_size, 1 + num_ahead / num_pages
+        in_turn = Cost(*(None if seconds is None else times * seconds for seconds in (cost.transmit_s, cost.decode_s)))
+        decision = self._choice.decide(num_tokens, in_turn, self._speed.seconds_for(num_tokens))
+        metrics.DEVICE_DECISIONS.labels("fetch" if decision.is_fetched else "recompute", decision.reason).inc()
+        return decision.is_fetched
+
+    # Fetches
+
+    def fetch(
+        self,
+        request_id: str,
+        lookup: LookupWork,
+        pages: range,
+        round_ends: Sequence[int],
+        link_ticket: Ticket[Done],
+        end_ticket: Ticket[Done],
+    ) -> FetchCall:
+        """Begin to transmit pages that a lookup found, in rounds that end before the pages ``round_ends``.
+
+        ``link_ticket`` is reported when the link could serve another fetch, too, ``end_ticket`` when this one is over.
+        """
+        call = self.plane.fetch(
+            lookup.page_hashes[pages.start : pages.stop],
+            [page - pages.start for page in round_ends],
+            lookup.deadline_s,
+            found=lookup.number,
+            first_page=pages.start,
+            request_id=request_id,
+        )
+        call.link.add_done_callback(lambda _: self._report(link_ticket, Done()))
+        call.end.add_done_callback(lambda _: self._report(end_ticket, Done()))
+        return call
+
+    def await_round(self, ticket: Ticket[RoundStarts], call: FetchCall, index: int, num_left: int) -> None:
+        """Report when a round's first bytes are here, or when the fetch has ended. ``num_left``: the number of pages
+        from this round on."""
+        call.here[index].add_done_callback(partial(self._round_here, ticket, index, num_left))
+
+    def _round_here(self, ticket: Ticket[RoundStarts], index: int, num_left: int, here: Future[Cost | None]) -> None:
+        start = RoundStart.ENDED
+        try:
+            if (cost := here.result()) is not None:
+                # The lookup already decided on the first round.
+                is_wanted = index == 0 or self._is_fetched(num_left, cost, 0)
+                start = RoundStart.WANTED if is_wanted else RoundStart.STOP
+        finally:
+            self._report(ticket, RoundStarts(start))
+
+    def restore_round(self, ticket: Ticket[PageCount], call: FetchCall, index: int, slots: torch.Tensor) -> GuardedSink:
+        """Restore a round into ``slots`` until the returned sink is closed. Reports how many of the round's pages, from
+        the first on, were restored; nothing writes to ``slots`` after the report."""
+        self.pages.fence()
+        sink = GuardedSink(self.pages)
+        self._hash_pool.submit(self._give, ticket, call, index, slots, sink)
+        return sink
+
+    def _give(
+        self, ticket: Ticket[PageCount], call: FetchCall, index: int, slots: torch.Tensor, sink: GuardedSink
+    ) -> None:
+        try:
+            # On a GPU, this waits for the device.
+            pool_pages = self.pages.page_indices(slots)
+        except Exception:
+            logger.exception("kvfetch round not restored")
+            metrics.MISSES.labels("fetch", "internal").inc()
+            sink.close()
+            self._report(ticket, PageCount(0))
+            return
+        self.plane.give(call, index, Destination(pool_pages, sink))
+        call.over[index].add_done_callback(partial(self._round_over, ticket, sink))
+
+    def _round_over(self, ticket: Ticket[PageCount], sink: GuardedSink, over: Future[int]) -> None:
+        sink.close()
+        self._report(ticket, PageCount(over.result()))
+
+    # Copies
+
+    def copy(self, ticket: Ticket[Copied], run: SlotRun) -> GuardedSource:
+        """Copy pages out of the pool and queue them for writing. The pages are free for reuse after the report, or once
+        the returned source is closed."""
+        self.pages.fence()
+        source = GuardedSource(self.pages)
+        self._copy_pool.submit(self._copy, ticket, run, source)
+        return source
+
+    def _copy(self, ticket: Ticket[Copied], run: SlotRun, source: GuardedSource) -> None:
+        if not self._is_writer:
+            self._report(ticket, Copied(len(run.page_hashes), 1))
+            return
+        num_queued = 0
+        try:
+            previous = None if run.previous_hash is None else hash_bytes([run.previous_hash])[0]
+            hashes, pool_pages = hash_bytes(run.page_hashes), self.pages.page_indices(run.slots)
+            num_queued = self.plane.write(run.first_page, previous, hashes, pool_pages, source.read)
+        except Exception:
+            logger.exception("kvfetch copy failed")
+        finally:
+            if dropped := len(run.page_hashes) - num_queued:
+                metrics.WRITTEN_PAGES.labels("dropped_full").inc(dropped)
+                _limited.warning("full", f"{dropped} pages not written: the queue is full, or the cache was flushed")
+            losses, self._num_losses = self._num_losses, self.plane.num_losses
+            self._report(ticket, Copied(num_queued, int(losses == self._num_losses)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -27,17 +27,10 @@ class PageCount(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ticket(Generic[M]):
-    """One piece of work, whose result is reported as an ``M``. ``serial`` distinguishes it from earlier work in the
-    same column."""
+    """One piece of work, whose result is an ``M``. ``serial`` tells it from earlier work in the same column."""
 
     column: int
     serial: int
-
-
-class Report(Protocol):
-    """Reports the result of a piece of work."""
-
-    def __call__(self, ticket: Ticket[M], message: M, /) -> None: ...
 
 
 class Board:
@@ -90,7 +83,7 @@ class Board:
         self._free.append(ticket.column)
         return on_end
 
-    def report(self, ticket: Ticket[M], message: M, /) -> None:
+    def report(self, ticket: Ticket[M], message: M) -> None:
         """Report the result of a ticket's work, exactly once. Any thread may call this."""
         self._reports.append((ticket, message))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import logging
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,30 +15,16 @@ from sglang.srt.runtime_context import get_memory
 
 from sgl_kvfetch import timeline
 from sgl_kvfetch.codecs.nvdec import Nvdec
-from sgl_kvfetch.config import KVFetchConfig, parse_config
+from sgl_kvfetch.config import parse_config
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plugin import weight_updates
-from sgl_kvfetch.plugin.device.backend import DeviceBackend
-from sgl_kvfetch.plugin.device.board import Report
 from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
-from sgl_kvfetch.plugin.device.pages import DevicePages
-from sgl_kvfetch.plugin.device.prefill import PrefillSpeed
-from sgl_kvfetch.plugin.engine_nvdec import engine_nvdec
+from sgl_kvfetch.plugin.device.pages import DevicePages, pool_device
+from sgl_kvfetch.plugin.host_pages import is_mla
 from sgl_kvfetch.plugin.launch_check import read_extra_config
-from sgl_kvfetch.plugin.namespace import engine_heads
-from sgl_kvfetch.plugin.page_hashes import compile_hash_function
-from sgl_kvfetch.plugin.plane import open_plane
-from sgl_kvfetch.plugin.quantiser import engine_quantiser, require_own_profile
+from sgl_kvfetch.plugin.plane import engine_nvdec, open_engine_plane
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Rank:
-    """This rank's place in the model, as SGLang tells storage backends."""
-
-    tp_rank: int
-    tp_size: int
 
 
 def build_radix_cache(ctx: TreeCacheBuildContext) -> KVFetchRadixCache:
@@ -52,9 +38,9 @@ def build_radix_cache(ctx: TreeCacheBuildContext) -> KVFetchRadixCache:
         )
     allocator = ctx.params.token_to_kv_pool_allocator
     pool = allocator.get_kvcache()
-    pages, nvdec = _open_pages(pool, cache.page_size, ctx.tp_worker), engine_nvdec(pool.k_buffer[0].device)
-    compile_hash_function()
-    cache.set_connect(partial(_connect, cache, pages, nvdec, _Rank(ctx.tp_rank, ctx.tp_size), allocator.size))
+    pages, nvdec = _open_pages(pool, cache.page_size, ctx.tp_worker), engine_nvdec(pool_device(pool))
+    rank = SimpleNamespace(tp_rank=ctx.tp_rank, tp_size=ctx.tp_size, is_mla_model=is_mla(pool))
+    cache.set_connect(partial(_connect, cache, pages, nvdec, rank, allocator.size))
     cache.connect(get_memory().hicache_storage_backend_extra_config)
     atexit.register(cache.release_host_resources)
     return cache
@@ -71,10 +57,10 @@ def _open_pages(pool: Any, page_size: int, tp_worker: Any) -> DevicePages:
         "kvfetch: device mode on a GPU has not been run by its authors yet, only tested without one; "
         "--enable-hierarchical-cache gives host mode"
     )
-    from sgl_kvfetch.cuda_streams import CudaDevice
+    from sgl_kvfetch.cuda_streams import Device
     from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 
-    gpu = CudaDevice(pool.k_buffer[0].device)
+    gpu = Device(pool_device(pool))
     return CudaPages(pool, page_size, gpu, tp_worker.model_runner.forward_stream)
 
 
@@ -82,33 +68,20 @@ def _connect(
     cache: KVFetchRadixCache,
     pages: DevicePages,
     nvdec: Nvdec | None,
-    rank: _Rank,
+    rank: SimpleNamespace,
     pool_tokens: int,
     extra_config: str | None,
 ) -> None:
     """Attach a store as ``extra_config`` says. Raises ConfigError and UnsupportedError."""
     extra, threshold_tokens = read_extra_config(extra_config)
     config = parse_config(extra)
+    plane = open_engine_plane(config, rank, pages, nvdec)
+    is_writer = not rank.is_mla_model or rank.tp_rank == 0  # all ranks have the same latent vectors
     backend = cache.start(
-        partial(_make_backend, config, pages, nvdec, rank, cache.prefill_speed),
-        max_fetch_tokens=int(pool_tokens * config.device_pool_share),
-        round_tokens=config.round_tokens,
-        threshold_tokens=threshold_tokens,
-        order=config.fetch_order,
+        config, plane, pages, pool_tokens=pool_tokens, threshold_tokens=threshold_tokens, is_writer=is_writer
     )
     weight_updates.register(backend.access, config.model_id)
-
-
-def _make_backend(
-    config: KVFetchConfig,
-    pages: DevicePages,
-    nvdec: Nvdec | None,
-    rank: _Rank,
-    speed: PrefillSpeed,
-    report: Report,
-) -> DeviceBackend:
-    quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
-    heads = engine_heads(config, quantiser, rank, pages.geometry, pages.first_layer)
-    require_own_profile(config, quantiser, heads.namespace)
-    plane = open_plane(config, quantiser, heads, rank.tp_rank, pages, nvdec)
-    return DeviceBackend(config, plane, pages, heads, speed, report)
+    # docs/decisions/0011-no-early-start.md
+    logger.info(
+        "kvfetch runs in device mode. Early start is off: this SGLang's runner cannot wait for a layer to arrive"
+    )

@@ -7,6 +7,7 @@ import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,14 +15,16 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from sgl_kvfetch.config import KVFetchConfig
+from sgl_kvfetch.dataplane.plane import DataPlane
 from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.device.backend import DeviceBackend
-from sgl_kvfetch.plugin.device.board import Board, Report
+from sgl_kvfetch.plugin.device.board import Board
 from sgl_kvfetch.plugin.device.fetches import Fetches
 from sgl_kvfetch.plugin.device.known import KnownPages
-from sgl_kvfetch.plugin.device.order import OrderName
-from sgl_kvfetch.plugin.device.stepped import SteppedCache
+from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.plugin.device.prefill import PrefillMeter
 from sgl_kvfetch.plugin.device.writes import Writes
 from sgl_kvfetch.plugin.hooks import BACKEND
 
@@ -37,8 +40,13 @@ class _Parts:
     writes: Writes
 
 
-class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
-    """A ``UnifiedRadixCache`` with a store behind it. Before ``start``, and once detached, it is a plain one."""
+class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
+    """A ``UnifiedRadixCache`` with a store behind it. Before ``start``, and once detached, it is a plain one.
+
+    The scheduler's hooks step it. All methods run on the scheduler's thread.
+    """
+
+    is_stepped = True  # by which the hooks know it: importing this module loads all of the plugin
 
     # Set on the class, because SGLang's constructor calls reset().
     _parts: _Parts | None = None
@@ -46,28 +54,28 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
     _extra_config: str | None = None
     _changed: Sequence[Any] = ()  # handles that were left when the store was detached
 
+    @cached_property
+    def prefill_meter(self) -> PrefillMeter:
+        """Measures how fast this rank computes; other ranks measure different values."""
+        return PrefillMeter()
+
     def start(
         self,
-        make_backend: Callable[[Report], DeviceBackend],
+        config: KVFetchConfig,
+        plane: DataPlane,
+        pages: DevicePages,
         *,
-        max_fetch_tokens: int,
-        round_tokens: int,
+        pool_tokens: int,
         threshold_tokens: int,
-        order: OrderName,
+        is_writer: bool = True,
     ) -> DeviceBackend:
-        """Put a store behind the tree. ``make_backend`` gets the function that reports results of background work."""
+        """Put a store behind the tree. ``pool_tokens``: the size of the pool. ``threshold_tokens``: the smallest number
+        of tokens that is worth a lookup. ``is_writer`` is false if another rank has the same pages and writes them."""
         board = Board(self._agree if self._num_ranks() > 1 else None)
         known = KnownPages()
-        backend = make_backend(board.report)
+        backend = DeviceBackend(config, plane, pages, self.prefill_meter.speed, board, is_writer=is_writer)
         fetches = Fetches(
-            self,
-            backend,
-            board,
-            known,
-            max_tokens=max_fetch_tokens,
-            round_tokens=round_tokens,
-            threshold_tokens=threshold_tokens,
-            order=order,
+            self, backend, board, known, config, pool_tokens=pool_tokens, threshold_tokens=threshold_tokens
         )
         self._parts = _Parts(backend, board, known, fetches, Writes(self, backend, board, known))
         if not self.tree_core.enable_storage:
@@ -85,8 +93,7 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
     # Attaching
 
     def set_connect(self, connect: Callable[[str | None], None]) -> None:
-        """Set the function that attaches a store: it gets SGLang's extra config, as text, and calls ``start`` or
-        raises."""
+        """Set the function that attaches a store: it gets SGLang's extra config, and calls ``start`` or raises."""
         self._connect = connect
 
     def connect(self, extra_config: str | None) -> None:
@@ -208,22 +215,29 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
     # Stepping
 
     def step(self, reserved_tokens: Callable[[], int] = lambda: 0) -> None:
+        """Process the work that has ended since the last step, and begin what can begin.
+
+        ``reserved_tokens`` returns how many slots running requests will still need; called only if slots are wanted."""
         if self._parts is None:
             return
         self._parts.board.step()
         self._parts.fetches.step(reserved_tokens)
 
     def has_pending_cache_operations(self) -> bool:
+        """Return whether slots or locks are held for anything but requests."""
         return self._parts is not None and bool(self._parts.board.num_open or not self._parts.fetches.is_idle)
 
     def is_parked(self, handle: Any) -> bool:
+        """Return whether a request waits for its fetch."""
         return self._parts is not None and self._parts.fetches.is_parked(handle)
 
     def queued(self, handle: Any, urgency: int) -> None:
+        """Note that a request is in the waiting queue. If the order is by priority, higher urgency goes first."""
         if self._parts is not None:
             self._parts.fetches.queued(handle, urgency)
 
     def take_changed(self) -> list[Any]:
+        """Return the handles of requests whose ``is_parked`` may have changed since the last call."""
         changed, self._changed = self._changed, ()
         return [*changed] if self._parts is None else [*changed, *self._parts.fetches.take_changed()]
 
@@ -239,6 +253,7 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
         weight_updates.tree_is_empty()
 
     def end_all(self) -> None:
+        """End all work under way at once. The requests that wait for it go on without it."""
         if self._parts is None:
             return
         self._parts.fetches.drop_all()
@@ -246,11 +261,12 @@ class KVFetchRadixCache(UnifiedRadixCache, SteppedCache):  # type: ignore[misc]
         self._parts.board.clear()
 
     def clear_storage_backend(self) -> bool:
+        """Empty the store, while an operator waits. Return whether it succeeded."""
         if self._parts is None:
             return False
         self._parts.known.clear()  # even if clearing fails, so that it stays equal on all ranks
         try:
-            self._parts.backend.clear()
+            self._parts.backend.plane.clear()
         except (KVFetchError, TimeoutError) as e:
             logger.warning("kvfetch: the store could not be cleared: %s", e)
             return False

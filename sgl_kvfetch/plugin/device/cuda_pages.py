@@ -210,10 +210,6 @@ class CudaPages(DevicePages, FramePool):
         size = self.geometry.page_size
         assert slots.numel() % size == 0
         indices = torch.empty(slots.numel() // size, dtype=slots.dtype)
-        self._device.launch(self._lookups, lambda: _copy(slots[::size] // size, indices))
+        self._device.launch(self._lookups, lambda: indices.copy_(slots[::size] // size))
         self._device.mark(self._lookups).synchronize()
         return indices.tolist()
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source)

@@ -58,8 +58,7 @@ class Staging:
 
     @contextmanager
     def buffer(self, stream: Stream) -> Iterator[StagingBuffer]:
-        """Lend a buffer to the work that the caller launches on ``stream``. Waits for a free buffer, and until the
-        device has finished its previous use."""
+        """Lend a buffer for work on ``stream``. Waits until one is free, and until the device has finished with it."""
         buffer = self._free.get()
         try:
             if buffer.done is not None:

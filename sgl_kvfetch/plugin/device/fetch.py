@@ -1,7 +1,9 @@
-"""One fetch, with the objects of SGLang and of the data plane that it holds."""
+"""A fetch, with the objects of SGLang and of the data plane that it holds, and which fetch follows which."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,8 +11,8 @@ import torch
 
 from sgl_kvfetch.dataplane.plane import FetchCall
 from sgl_kvfetch.fetch.sink import GuardedSink
+from sgl_kvfetch.plugin.device.backend import LookupWork
 from sgl_kvfetch.plugin.device.fetch_state import FetchState, State
-from sgl_kvfetch.plugin.device.lookups import LookupWork
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,3 +53,43 @@ class Fetch(FetchState):
     @property
     def live_followers(self) -> list[Fetch]:
         return [follower for follower in self.followers if follower.state is State.FOLLOWING]
+
+
+class Sharing:
+    """Records which fetch brings which pages, and which others follow it to share them. Equal on every rank."""
+
+    def __init__(self) -> None:
+        self._leaders: dict[str, Fetch] = {}  # by page hash
+        self._resumed: deque[Fetch] = deque()  # their pages have landed, or their leader has ended
+
+    def lead(self, fetch: Fetch, hashes: Iterable[str]) -> None:
+        """Note that ``fetch`` brings these pages from now on."""
+        self._leaders.update(dict.fromkeys(hashes, fetch))
+
+    def follow(self, fetch: Fetch, page_hash: str) -> bool:
+        """Let ``fetch`` wait for the fetch that brings this page. Return False if there is none."""
+        leader = self._leaders.get(page_hash)
+        if leader is None:
+            return False
+        leader.followers.append(fetch)
+        fetch.leader = leader
+        return True
+
+    def ended(self, leader: Fetch, hashes: Iterable[str]) -> None:
+        """Note that ``leader`` no longer brings these pages: they landed, or never will. Its followers look again."""
+        for page_hash in hashes:
+            if self._leaders.get(page_hash) is leader:
+                del self._leaders[page_hash]
+        for follower in leader.live_followers:
+            follower.leader = None
+            self._resumed.append(follower)
+        leader.followers.clear()
+
+    def take_resumed(self, limit: int) -> list[Fetch]:
+        """Take up to ``limit`` fetches that lost their leader, in order. Return those that have not ended since."""
+        resumed = [self._resumed.popleft() for _ in range(min(len(self._resumed), limit))]
+        return [fetch for fetch in resumed if fetch.state is State.FOLLOWING]
+
+    def clear(self) -> None:
+        self._leaders.clear()
+        self._resumed.clear()

@@ -10,8 +10,9 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 
 class State(enum.Enum):
@@ -60,51 +61,44 @@ class Sign(enum.Enum):
     RELEASED = "released"  # the request has its own lock, or must do without one
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(Struct, frozen=True):
     """The store has the first ``num_pages`` pages, and they are to be fetched."""
 
     num_pages: int
 
 
-@dataclass(frozen=True, slots=True)
-class NothingToFetch:
+class NothingToFetch(Struct, frozen=True):
     """Nothing will be fetched; ``end`` says why."""
 
     end: End
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
+class Begun(Struct, frozen=True):
     """The link is free, and the tree is locked. ``round_ends``: pages, exclusive, ascending; last is ``num_pages``."""
 
     first_page: int
     round_ends: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SlotsGiven:
+class SlotsGiven(Struct, frozen=True):
     """The next round has got ``slots``. `Land` and `Free` actions return them."""
 
     slots: Any
 
 
-@dataclass(frozen=True, slots=True)
-class RoundRefused:
+class RoundRefused(Struct, frozen=True):
     """The next round and all later ones are given up; ``end`` says why."""
 
     end: End
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
+class Restored(Struct, frozen=True):
     """The oldest round with slots is over: its first ``num_pages`` pages are restored. Nothing writes to its slots."""
 
     num_pages: int
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped:
+class Dropped(Struct, frozen=True):
     """The fetch must end at once. Nothing writes to its slots any more."""
 
     end: End
@@ -127,24 +121,21 @@ class Do(enum.Enum):
     LET_GO = "let go"  # release the lock on the tree
 
 
-@dataclass(frozen=True, slots=True)
-class Transmit:
+class Transmit(Struct, frozen=True):
     """Transmit all rounds, from ``first_page`` on."""
 
     first_page: int
     round_ends: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class AwaitBytes:
+class AwaitBytes(Struct, frozen=True):
     """Report when the first bytes of a round arrive. The round begins at ``first_page``."""
 
     round_index: int
     first_page: int
 
 
-@dataclass(frozen=True, slots=True)
-class Land:
+class Land(Struct, frozen=True):
     """Put the first ``num_pages`` pages of a round into the tree. A `Free` gives back the slots beyond them."""
 
     first_page: int
@@ -152,16 +143,14 @@ class Land:
     slots: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Free:
+class Free(Struct, frozen=True):
     """Give back a round's slots, except those of its first ``num_landed`` pages."""
 
     num_landed: int
     slots: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(Struct, frozen=True):
     """Let the request go on with the prefix that the tree has."""
 
     end: End
@@ -170,8 +159,7 @@ class Finish:
 Action = Do | Transmit | AwaitBytes | Land | Free | Finish
 
 
-@dataclass(frozen=True, slots=True)
-class _Round:
+class _Round(Struct, frozen=True):
     first_page: int
     end_page: int
     slots: Any
@@ -274,9 +262,6 @@ class FetchState:
         self.awaited = Awaited.NOTHING
         return [Do.ASK_NO_MORE]
 
-    def _refuse(self, event: RoundRefused) -> list[Action]:
-        return self._want_no_more(event.end)
-
     def _end_transmission(self, _: Event) -> list[Action]:
         """Stop if a round still waits for bytes or slots: none will come, after the deadline or after a failed read."""
         return [] if self.awaited is Awaited.NOTHING else self._want_no_more(End.PARTLY)
@@ -288,12 +273,6 @@ class FetchState:
     def _end_unwanted(self, _: Event) -> list[Action]:
         self._is_unwanted = True
         return [*self._want_no_more(End.PARTLY), Do.STOP]
-
-    def _drop_lookup(self, event: Dropped) -> list[Action]:
-        return [Do.CANCEL_LOOKUP, *self._has_nothing(event)]
-
-    def _drop_wait(self, event: Dropped) -> list[Action]:
-        return [Do.LEAVE_QUEUE, *self._has_nothing(event)]
 
     def _drop(self, event: Dropped) -> list[Action]:
         actions: list[Action] = [Free(0, each.slots) for each in self._filling]
@@ -313,14 +292,14 @@ TRANSITIONS: dict[
         Found: (_S.WAITING, _F._found),
         NothingToFetch: (_S.OVER, _F._has_nothing),
         Sign.ABANDONED: (_S.OVER, [Do.CANCEL_LOOKUP]),
-        Dropped: (_S.OVER, _F._drop_lookup),
+        Dropped: (_S.OVER, lambda fetch, event: [Do.CANCEL_LOOKUP, *fetch._has_nothing(event)]),
     },
     _S.WAITING: {
         Begun: (_S.FETCHING, _F._begin),
         Sign.FOLLOWS: (_S.FOLLOWING, []),
         NothingToFetch: (_S.OVER, _F._has_nothing),
         Sign.ABANDONED: (_S.OVER, [Do.LEAVE_QUEUE, Do.FORGET_FOUND]),
-        Dropped: (_S.OVER, _F._drop_wait),
+        Dropped: (_S.OVER, lambda fetch, event: [Do.LEAVE_QUEUE, *fetch._has_nothing(event)]),
     },
     _S.FOLLOWING: {
         Sign.FOLLOWS: (_S.FOLLOWING, []),
@@ -333,7 +312,7 @@ TRANSITIONS: dict[
         Sign.BYTES_HERE: (_S.FETCHING, _F._bytes_are_here),
         SlotsGiven: (_S.FETCHING, _F._take_slots),
         Restored: (_S.FETCHING, _F._take_pages),
-        RoundRefused: (_S.STOPPING, _F._refuse),
+        RoundRefused: (_S.STOPPING, lambda fetch, event: fetch._want_no_more(event.end)),
         Sign.TRANSMISSION_OVER: (_S.FETCHING, _F._end_transmission),
         Sign.ABANDONED: (_S.FETCHING, _F._abandon),
         Sign.UNWANTED: (_S.STOPPING, _F._end_unwanted),

@@ -15,10 +15,11 @@ from typing import Any
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
 from sgl_kvfetch import metrics, timeline
+from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.dataplane.plane import FetchCall
-from sgl_kvfetch.plugin.device.backend import DeviceBackend
-from sgl_kvfetch.plugin.device.board import Board, Done, PageCount
-from sgl_kvfetch.plugin.device.fetch import Fetch, Filling
+from sgl_kvfetch.plugin.device.backend import DeviceBackend, Finding, RoundStart, RoundStarts
+from sgl_kvfetch.plugin.device.board import Board, PageCount
+from sgl_kvfetch.plugin.device.fetch import Fetch, Filling, Sharing
 from sgl_kvfetch.plugin.device.fetch_state import (
     Action,
     AwaitBytes,
@@ -41,10 +42,6 @@ from sgl_kvfetch.plugin.device.fetch_state import (
 )
 from sgl_kvfetch.plugin.device.known import KnownPages
 from sgl_kvfetch.plugin.device.link_queue import LinkQueue
-from sgl_kvfetch.plugin.device.lookups import Finding
-from sgl_kvfetch.plugin.device.order import OrderName
-from sgl_kvfetch.plugin.device.reads import RoundStart, RoundStarts
-from sgl_kvfetch.plugin.device.sharing import Sharing
 from sgl_kvfetch.plugin.device.slot_turns import SlotTurns
 from sgl_kvfetch.plugin.device.slots import Slots
 from sgl_kvfetch.plugin.page_hashes import hash_tail
@@ -65,14 +62,14 @@ class Fetches:
         backend: DeviceBackend,
         board: Board,
         known: KnownPages,
+        config: KVFetchConfig,
         *,
-        max_tokens: int,
-        round_tokens: int,
+        pool_tokens: int,
         threshold_tokens: int,
-        order: OrderName,
     ) -> None:
-        """``cache``: SGLang's ``UnifiedRadixCache``. ``max_tokens``: slots that all fetches together may hold.
-        ``round_tokens``: slots that one fetch takes at a time."""
+        """``cache``: SGLang's ``UnifiedRadixCache``. ``pool_tokens``: the pool's slots. ``threshold_tokens``: the
+        smallest number of tokens that is worth a lookup."""
+        max_tokens = int(pool_tokens * config.device_pool_share)
         self._cache = cache
         self._backend = backend
         self._board = board
@@ -80,10 +77,10 @@ class Fetches:
         self._page_size: int = cache.page_size
         self._threshold_tokens = threshold_tokens
         # A power of two, like the length of a span: so no span lies in two rounds and is read twice.
-        self._round_pages = 1 << (max(1, min(round_tokens, max_tokens) // self._page_size).bit_length() - 1)
+        self._round_pages = 1 << (max(1, min(config.round_tokens, max_tokens) // self._page_size).bit_length() - 1)
         self._slots = Slots(cache, max(1, max_tokens // self._page_size) * self._page_size)
-        self._turns: SlotTurns[Fetch] = SlotTurns()
-        self._link: LinkQueue[Fetch] = LinkQueue(order, shared_pages=self._round_pages)
+        self._turns = SlotTurns()
+        self._link = LinkQueue(config.fetch_order, shared_pages=self._round_pages)
         self._sharing = Sharing()
         self._fetches: dict[Any, Fetch] = {}  # by handle; only of requests that are not gone
         self._fetching: dict[Fetch, None] = {}  # in order of their start; also of requests that are gone
@@ -104,11 +101,6 @@ class Fetches:
         """Slots that fetches keep from others: those being filled, and those locked for their requests."""
         return self._slots.held_tokens
 
-    @property
-    def states(self) -> list[State]:
-        """The states of the fetches of all requests that are not gone, in order of arrival."""
-        return [fetch.state for fetch in self._fetches.values()]
-
     # Calls from the scheduler
 
     def arrive(self, handle: Any, key: Any, start: int, last_hash: str | None) -> None:
@@ -121,7 +113,7 @@ class Fetches:
         self._changed.append(handle)
         ticket = self._board.open(partial(self._looked_up, fetch))
         hash_pages = partial(hash_tail, key, start, last_hash, self._page_size)
-        self._backend.lookups.begin(fetch.lookup, ticket, hash_pages, self._num_ahead)
+        self._backend.look_up(fetch.lookup, ticket, hash_pages, self._num_ahead)
 
     def queued(self, handle: Any, urgency: int) -> None:
         """Note that the request is in the waiting queue. If the order is by priority, higher ``urgency`` goes first."""
@@ -227,14 +219,14 @@ class Fetches:
         self._landed.clear()
         self._link.clear()
         self._sharing.clear()
-        self._num_seen = self._backend.lookups.num_chosen  # lookups under way will not report any more
+        self._num_seen = self._backend.num_chosen  # lookups under way will not report any more
         self._report()
 
     def _drop(self, fetches: Iterable[Fetch], end: End) -> None:
         for fetch in fetches:
             for filling in fetch.filling:
                 filling.sink.close()
-        self._backend.reads.publish()
+        self._backend.pages.publish()
         for fetch in fetches:
             self._receive(fetch, Dropped(end))
 
@@ -247,7 +239,7 @@ class Fetches:
 
     def _num_ahead(self) -> int:
         """Estimate how many pages will be fetched before those that are looked up now. Any thread may call this."""
-        return self._link.expected_pages + self._backend.lookups.num_chosen - self._num_seen
+        return self._link.expected_pages + self._backend.num_chosen - self._num_seen
 
     # Reports that all ranks agree on
 
@@ -262,9 +254,6 @@ class Fetches:
         else:
             self._receive(fetch, NothingToFetch(End.RECOMPUTED if num_pages else End.MISSED))
 
-    def _link_has_room(self, fetch: Fetch, _: Done) -> None:
-        self._link.give_back(fetch)
-
     def _round_starts(self, fetch: Fetch, message: RoundStarts) -> None:
         event: dict[int, Event] = {
             RoundStart.ENDED: RoundRefused(End.PARTLY),
@@ -275,11 +264,8 @@ class Fetches:
 
     def _round_ended(self, fetch: Fetch, restored: PageCount) -> None:
         if fetch in self._fetching:
-            self._backend.reads.publish()
+            self._backend.pages.publish()
         self._receive(fetch, Restored(restored.num_pages if self._backend.access.reads else 0))
-
-    def _transmission_over(self, fetch: Fetch, _: Done) -> None:
-        self._receive(fetch, Sign.TRANSMISSION_OVER)
 
     # Turns
 
@@ -335,7 +321,7 @@ class Fetches:
         if slots is None:
             return False
         ticket = self._board.open(partial(self._round_ended, fetch))
-        sink = self._backend.reads.restore_round(ticket, _call_of(fetch), fetch.num_rounds, slots)
+        sink = self._backend.restore_round(ticket, _call_of(fetch), fetch.num_rounds, slots)
         self._receive(fetch, SlotsGiven(Filling(slots, sink)))
         return True
 
@@ -348,9 +334,9 @@ class Fetches:
     def _act(self, fetch: Fetch, action: Action) -> None:
         match action:
             case Do.CANCEL_LOOKUP:
-                self._backend.lookups.cancel(fetch.lookup)
+                self._backend.cancel_lookup(fetch.lookup)
             case Do.FORGET_FOUND:
-                self._backend.lookups.forget(fetch.lookup)
+                self._backend.forget_found(fetch.lookup)
                 self._link.expect(fetch, 0)
             case Do.QUEUE:
                 self._link.wait(fetch)
@@ -361,7 +347,7 @@ class Fetches:
             case AwaitBytes(index, first_page):
                 bytes_ticket = self._board.open(partial(self._round_starts, fetch))
                 num_left = fetch.num_pages - first_page
-                self._backend.reads.await_round(bytes_ticket, _call_of(fetch), index, num_left)
+                self._backend.await_round(bytes_ticket, _call_of(fetch), index, num_left)
             case Do.ASK_FOR_SLOTS:
                 self._turns.ask(fetch)
             case Do.ASK_NO_MORE:
@@ -371,7 +357,7 @@ class Fetches:
             case Free(num_landed, filling):
                 self._slots.free(filling.slots[num_landed * self._page_size :])
             case Do.STOP:
-                self._backend.reads.stop(_call_of(fetch))
+                self._backend.plane.cancel(_call_of(fetch).work, is_miss=False)
             case Do.FETCH_NO_MORE:
                 del self._fetching[fetch]
                 self._link.changed()
@@ -387,13 +373,13 @@ class Fetches:
         self._fetching[fetch] = None
         self._sharing.lead(fetch, fetch.lookup.hashes[pages.start : pages.stop])
         self._link.take(fetch, len(pages))
-        fetch.call = self._backend.reads.begin(
+        fetch.call = self._backend.fetch(
             fetch.handle.rid,
             fetch.lookup,
             pages,
             action.round_ends,
-            link_ticket=self._board.open(partial(self._link_has_room, fetch)),
-            end_ticket=self._board.open(partial(self._transmission_over, fetch)),
+            link_ticket=self._board.open(lambda _: self._link.give_back(fetch)),
+            end_ticket=self._board.open(lambda _: self._receive(fetch, Sign.TRANSMISSION_OVER)),
         )
 
     def _land(self, fetch: Fetch, action: Land) -> None:

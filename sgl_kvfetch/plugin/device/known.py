@@ -11,15 +11,14 @@ _MAX_PAGES = 1 << 18
 class KnownPages:
     """Hashes of pages that need not be written. Equal on every rank: it learns only what all ranks agreed on."""
 
-    def __init__(self, max_pages: int = _MAX_PAGES) -> None:
+    def __init__(self) -> None:
         self._hashes: OrderedDict[str, None] = OrderedDict()
-        self._max_pages = max_pages
 
     def add(self, hashes: Iterable[str]) -> None:
         for page_hash in hashes:
             self._hashes[page_hash] = None
             self._hashes.move_to_end(page_hash)
-        while len(self._hashes) > self._max_pages:
+        while len(self._hashes) > _MAX_PAGES:
             self._hashes.popitem(last=False)
 
     def remove(self, hashes: Iterable[str]) -> None:

@@ -2,79 +2,89 @@
 
 from __future__ import annotations
 
-from typing import Generic, Protocol, TypeVar
+import bisect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
 
-from sgl_kvfetch.plugin.device.order import OrderName, Queued, Turns
+if TYPE_CHECKING:  # so that this can be tested without SGLang
+    from sgl_kvfetch.plugin.device.fetch import Fetch
+
+OrderName = Literal["shortest", "fifo", "priority"]
+
+# Shortest first, with ageing: a later fetch overtakes only if it is shorter by more than so many pages per arrival
+# since the earlier fetch. So none starves: after num_pages / AGEING_PAGES further arrivals, none can overtake it.
+AGEING_PAGES = 8
+
+# The rank of a fetch, the first one's the least. It must not change while the fetch waits.
+ORDERS: dict[OrderName, Callable[[Fetch], tuple[int, int]]] = {
+    "shortest": lambda fetch: (fetch.num_pages + AGEING_PAGES * fetch.arrival, fetch.arrival),
+    "fifo": lambda fetch: (0, fetch.arrival),
+    "priority": lambda fetch: (-fetch.urgency, fetch.arrival),
+}
 
 
-class Expecting(Queued, Protocol):
-    """An item that wants the link."""
+class LinkQueue:
+    """Holds the fetches that wait for the link and those that occupy it.
 
-    expected_pages: int  # pages still to be fetched for it
-
-
-T = TypeVar("T", bound=Expecting)
-
-
-class LinkQueue(Generic[T]):
-    """Holds the items that wait for the link and those that occupy it. Items are hashed by identity.
-
-    A large item gets the link alone, as in KVFetcher (section 3.3.1): even shares would only make both items late.
-    Small items share the link, because it would be idle between them.
+    A large fetch gets the link alone, as in KVFetcher (section 3.3.1): even shares would only make both late. Small
+    ones share the link, because it would be idle between them.
     """
 
     def __init__(self, order: OrderName, shared_pages: int) -> None:
-        """``shared_pages``: how many pages the items that share the link may have in total."""
-        self._waiting: Turns[T] = Turns(order)
-        self._on_link: dict[T, int] = {}  # requested pages of each item that occupies the link
+        """``shared_pages``: how many pages the fetches that share the link may have in total."""
+        self._rank = ORDERS[order]
+        self._waiting: list[Fetch] = []  # by rank
+        self._on_link: dict[Fetch, int] = {}  # requested pages of each fetch that occupies the link
         self._link_pages = 0  # their sum
         self._shared_pages = shared_pages
-        self._num_changes = 0  # changes after which the first item is worth another look
-        self._put_off: tuple[T, int] | None = None  # the item, and `_num_changes` when it was put off
-        self.expected_pages = 0  # of all items, waiting or not
+        self._num_changes = 0  # changes after which the first fetch is worth another look
+        self._put_off: tuple[Fetch, int] | None = None  # the fetch, and `_num_changes` when it was put off
+        self.expected_pages = 0  # of all fetches, waiting or not
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def wait(self, item: T) -> None:
-        self._waiting.add(item)
+    def wait(self, fetch: Fetch) -> None:
+        bisect.insort(self._waiting, fetch, key=self._rank)
 
-    def leave(self, item: T) -> None:
-        """Remove an item that no longer waits."""
-        self._waiting.discard(item)
+    def leave(self, fetch: Fetch) -> None:
+        """Remove a fetch that no longer waits."""
+        index = bisect.bisect_left(self._waiting, self._rank(fetch), key=self._rank)
+        assert self._waiting[index] is fetch
+        del self._waiting[index]
 
-    def first(self) -> T | None:
-        """Return the item whose turn it is. None if it was put off, and neither room nor a change has come since."""
-        first = self._waiting.first()
+    def first(self) -> Fetch | None:
+        """Return the fetch whose turn it is. None if it was put off, and neither room nor a change has come since."""
+        first = self._waiting[0] if self._waiting else None
         if first is None or (self._put_off == (first, self._num_changes) and not self.has_room(first)):
             return None
         return first
 
-    def has_room(self, item: T) -> bool:
-        """Return whether the link can serve ``item`` beside the items that occupy it."""
-        return not self._on_link or self._link_pages + item.num_pages <= self._shared_pages
+    def has_room(self, fetch: Fetch) -> bool:
+        """Return whether the link can serve ``fetch`` beside those that occupy it."""
+        return not self._on_link or self._link_pages + fetch.num_pages <= self._shared_pages
 
-    def put_off(self, item: T) -> None:
-        """Note that ``item`` was looked at and must go on waiting for the link."""
-        self._put_off = item, self._num_changes
+    def put_off(self, fetch: Fetch) -> None:
+        """Note that ``fetch`` was looked at and must go on waiting for the link."""
+        self._put_off = fetch, self._num_changes
 
     def changed(self) -> None:
-        """Note a change: a waiting item may find that it need not fetch any more."""
+        """Note a change: a waiting fetch may find that nothing is left to fetch."""
         self._num_changes += 1
 
-    def take(self, item: T, num_pages: int) -> None:
-        """Let ``item`` occupy the link: ``num_pages`` of its pages are now requested."""
-        self._on_link[item] = num_pages
+    def take(self, fetch: Fetch, num_pages: int) -> None:
+        """Let ``fetch`` occupy the link: ``num_pages`` of its pages are now requested."""
+        self._on_link[fetch] = num_pages
         self._link_pages += num_pages
 
-    def give_back(self, item: T) -> None:
-        """Note that the link could serve another item beside ``item``."""
-        self._link_pages -= self._on_link.pop(item, 0)
+    def give_back(self, fetch: Fetch) -> None:
+        """Note that the link could serve another fetch beside ``fetch``."""
+        self._link_pages -= self._on_link.pop(fetch, 0)
 
-    def expect(self, item: T, num_pages: int) -> None:
-        """Set how many pages are still to be fetched for ``item``."""
-        self.expected_pages += num_pages - item.expected_pages
-        item.expected_pages = num_pages
+    def expect(self, fetch: Fetch, num_pages: int) -> None:
+        """Set how many pages are still to be fetched for ``fetch``."""
+        self.expected_pages += num_pages - fetch.expected_pages
+        fetch.expected_pages = num_pages
 
     def clear(self) -> None:
         self._waiting.clear()

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.fetch.sink import PagePool
+from sgl_kvfetch.fetch.sink import PagePool, consecutive_runs
 from sgl_kvfetch.quant import CellValues
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, dtype_name
 
 
 class DevicePages(PagePool):
-    """Reads and writes the pages of an ``MHATokenToKVPool`` in place. A page's slots are consecutive.
+    """Reads and writes the pages of SGLang's pool in place. A page's slots are consecutive. MLA as in `HostPages`.
 
     This class is for the CPU: the model computes on the thread that hands pages over, so earlier computation is
     complete. On a GPU, reads and writes must be ordered with the forward pass's stream; see `CudaPages`.
@@ -24,12 +24,7 @@ class DevicePages(PagePool):
 
     def __init__(self, pool: Any, page_size: int) -> None:
         """Raises UnsupportedError for any other kind of pool, a quantised pool, or a layout other than ``nhd``."""
-        # Subclasses are refused: they may keep more than K and V, or use another layout.
-        if type(pool) is not MHATokenToKVPool or pool.is_quantized_kv_cache:
-            raise UnsupportedError(f"device mode does not support pools of the kind {type(pool).__name__}")
-        if pool.kv_cache_layout != "nhd":
-            raise UnsupportedError(f"device mode does not support the pool layout {pool.kv_cache_layout!r}")
-        self._buffers: dict[TensorName, list[torch.Tensor]] = {"k": list(pool.k_buffer), "v": list(pool.v_buffer)}
+        self._buffers = _kv_buffers(pool)
         k, v = self._buffers["k"][0], self._buffers["v"][0]  # (slots, heads, dim)
         self._dtype = pool.dtype
         self._raw_dtype = k.dtype
@@ -49,17 +44,20 @@ class DevicePages(PagePool):
         scheduler's thread when slots were handed over, before work on them begins."""
 
     def publish(self) -> None:
-        """Order later computation after everything restored so far. Call this on the scheduler's thread before slots go
-        on to others."""
+        """Order later computation after all restores so far. Call on the scheduler's thread before slots go on."""
 
     def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
-        slots = self._slots(pages)
+        size = self.geometry.page_size
         for tensor, x in zip(TENSORS, values, strict=True):
             rows = x.view(self._raw_dtype)
-            for index, layer in enumerate(layers):
-                self._buffers[tensor][layer][slots, heads.start : heads.stop] = rows[:, index]
+            for run, positions in consecutive_runs(pages):
+                slots = slice(run.start * size, run.stop * size)
+                tokens = slice(positions.start * size, positions.stop * size)
+                for index, layer in enumerate(layers):
+                    self._buffers[tensor][layer][slots, heads.start : heads.stop] = rows[tokens, index]
 
     def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
+        """Return a copy of all layers and heads of ``pages``: ``(pages, page_size, layers, heads, dim)``."""
         slots = self._slots(pages)
         return self._as_pages(torch.stack([buffer[slots] for buffer in self._buffers[tensor]], dim=1), len(pages))
 
@@ -77,10 +75,28 @@ class DevicePages(PagePool):
         return (torch.tensor(pages).unsqueeze(1) * self.geometry.page_size + self._offsets).flatten()
 
 
+def pool_device(pool: Any) -> torch.device:
+    """Return the device of a pool's buffers, with its index. Raises UnsupportedError as `DevicePages` does."""
+    return _kv_buffers(pool)["k"][0].device
+
+
+def _kv_buffers(pool: Any) -> dict[TensorName, list[torch.Tensor]]:
+    """Return the buffers of K and V, one a layer: ``(slots, heads, dim)``. Raises UnsupportedError."""
+    # Subclasses are refused: they may keep more than K and V, or use another layout.
+    if type(pool) is MLATokenToKVPool and not pool.use_dsa:
+        rank = pool.kv_lora_rank
+        return {"k": [x[..., rank:] for x in pool.kv_buffer], "v": [x[..., :rank] for x in pool.kv_buffer]}
+    if type(pool) is not MHATokenToKVPool or pool.is_quantized_kv_cache:
+        raise UnsupportedError(f"device mode does not support pools of the kind {type(pool).__name__}")
+    if pool.kv_cache_layout != "nhd":
+        raise UnsupportedError(f"device mode does not support the pool layout {pool.kv_cache_layout!r}")
+    return {"k": list(pool.k_buffer), "v": list(pool.v_buffer)}
+
+
 class GuardedSource:
     """Reads from a pool until it is closed, and never afterwards: the pages may then belong to another request."""
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: DevicePages) -> None:
         self._pool = pool
         self._lock = threading.Lock()
         self._closed = False

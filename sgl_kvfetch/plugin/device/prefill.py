@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import deque
 from dataclasses import dataclass
@@ -38,22 +39,13 @@ class PrefillSpeed:
             self._batches.append((num_tokens, seconds))
             self._is_fitted = False
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """The rate of the largest batch size. None until enough batches have been seen."""
-        fit = self._fitted()
-        return None if fit is None else fit.largest / fit.seconds_for(fit.largest)
-
     def seconds_for(self, num_tokens: int) -> float | None:
         """Return how long ``num_tokens`` would take. None until enough batches have been seen."""
-        fit = self._fitted()
-        return None if fit is None else fit.seconds_for(num_tokens)
-
-    def _fitted(self) -> _Fit | None:
         if not self._is_fitted:
             self._is_fitted = True  # set first, so that a batch added in the meantime causes a new fit
             self._fit = _fit(list(self._batches)) if len(self._batches) >= MIN_BATCHES else None
-        return self._fit
+        fit = self._fit
+        return None if fit is None else fit.seconds_for(num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +70,7 @@ class PrefillMeter:
     def finished(self, batch: Any, now_s: float) -> None:
         """Measure ``batch``, SGLang's ``ScheduleBatch``, whose result was processed just now.
 
-        With overlap scheduling, a batch is launched while the previous one is computed. So its own time begins when the
-        previous result arrives.
+        With overlap scheduling, a batch's own time begins when the result of the previous batch arrives.
         """
         begin_s = max(batch.launch_ts or now_s, self._last_result_s)
         self._last_result_s = now_s
@@ -98,14 +89,8 @@ def _fit(batches: list[tuple[int, float]]) -> _Fit:
     sizes = [tokens for tokens, _ in batches]
     token_s = 0.0
     if max(sizes) >= _MIN_SPREAD * min(sizes):
-        token_s = _weighted_median(
-            [
-                ((t2 - t1) / (n2 - n1), abs(n2 - n1))
-                for i, (n1, t1) in enumerate(batches)
-                for n2, t2 in batches[:i]
-                if n1 != n2
-            ]
-        )
+        pairs = [(*a, *b) for a, b in itertools.combinations(batches, 2) if a[0] != b[0]]
+        token_s = _weighted_median([((t2 - t1) / (n2 - n1), abs(n2 - n1)) for n1, t1, n2, t2 in pairs])
     if token_s <= 0.0:
         return _Fit(0.0, statistics.median(seconds / tokens for tokens, seconds in batches), max(sizes))
     batch_s = statistics.median(seconds - token_s * tokens for tokens, seconds in batches)

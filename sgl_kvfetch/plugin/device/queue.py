@@ -33,10 +33,6 @@ class WaitingQueue(list[Any]):
         self.ready: list[Any] = []
         self.extend(requests)
 
-    @property
-    def num_parked(self) -> int:
-        return len(self._parked)
-
     def append(self, request: Any) -> None:
         super().append(request)
         self._num_arrived += 1

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from sgl_kvfetch.config import KVFetchConfig
-from sgl_kvfetch.dataplane.plane import Cost
-from sgl_kvfetch.metrics import DEVICE_DECISIONS
-from sgl_kvfetch.plugin.device.prefill import PrefillSpeed
+from sgl_kvfetch.dataplane.messages import Cost
 
 # Computing must be so many times faster before it is chosen: it takes the engine's time from other requests, and
 # decisions must not alternate when the two estimates are nearly equal.
@@ -41,25 +38,3 @@ class FetchOrRecompute:
             return Decision(True, "faster")
         self._recomputed.add(length)
         return Decision(False, "link" if cost.transmit_s == fetch_s else "decoder")
-
-
-class Verdicts:
-    """This rank's decisions, for use from several threads. Ranks may differ, so they must agree before they act."""
-
-    def __init__(self, config: KVFetchConfig, speed: PrefillSpeed, page_size: int) -> None:
-        self._config = config
-        self._speed = speed
-        self._page_size = page_size
-        self._choice = FetchOrRecompute()
-
-    def is_fetched(self, num_pages: int, cost: Cost, num_ahead: int) -> bool:
-        """Return whether to fetch ``num_pages`` pages. ``cost``: of these pages alone. ``num_ahead``: pages that will
-        be fetched before them; each is assumed to cost as much."""
-        if self._config.recompute == "never":
-            DEVICE_DECISIONS.labels("fetch", "configured").inc()
-            return True
-        num_tokens, times = num_pages * self._page_size, 1 + num_ahead / num_pages
-        in_turn = Cost(*(None if seconds is None else times * seconds for seconds in (cost.transmit_s, cost.decode_s)))
-        decision = self._choice.decide(num_tokens, in_turn, self._speed.seconds_for(num_tokens))
-        DEVICE_DECISIONS.labels("fetch" if decision.is_fetched else "recompute", decision.reason).inc()
-        return decision.is_fetched

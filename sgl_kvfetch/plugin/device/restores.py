@@ -60,25 +60,27 @@ def _tiles(cell: CellFrames, part: int) -> TileLayout:
 
 def _exact(cell: CellFrames, parts: tuple[int, ...], buffers: list[torch.Tensor]) -> Restore:
     layout = _tiles(cell, parts[0])
-
-    def launch(
-        slots: torch.Tensor, fixed: Sequence[torch.Tensor], frames: Sequence[torch.Tensor], first_frame: int
-    ) -> None:
-        restore(frames, layout, slots, buffers, first_frame=first_frame)
-
-    return Restore("exact", parts, (), True, launch)
+    return Restore(
+        "exact",
+        parts,
+        (),
+        True,
+        lambda slots, fixed, frames, first: restore(frames, layout, slots, buffers, first_frame=first),
+    )
 
 
 def _symmetric(cell: CellFrames, first: int, centres: tuple[int, ...], buffers: list[torch.Tensor]) -> Restore:
     layout = _tiles(cell, first + 1)
     scales = cell.parts[first].view(torch.bfloat16).view(len(cell.place.tokens), len(cell.layers), -1)
-
-    def launch(
-        slots: torch.Tensor, fixed: Sequence[torch.Tensor], frames: Sequence[torch.Tensor], first_frame: int
-    ) -> None:
-        restore(frames, layout, slots, buffers, scales=fixed[0], centres=centres, first_frame=first_frame)
-
-    return Restore("symmetric", (first + 1,), (scales,), True, launch)
+    return Restore(
+        "symmetric",
+        (first + 1,),
+        (scales,),
+        True,
+        lambda slots, fixed, frames, first: restore(
+            frames, layout, slots, buffers, scales=fixed[0], centres=centres, first_frame=first
+        ),
+    )
 
 
 def _transformed(cell: CellFrames, inverse: TransformInverse, slots: torch.Tensor, outputs: CellOutputs) -> Restore:

@@ -6,15 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
-
-import zmq
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from sgl_kvfetch.plugin.device.queue import WaitingQueue
-from sgl_kvfetch.plugin.device.stepped import SteppedCache
 from sgl_kvfetch.plugin.hooks import BACKEND
 
-_IDLE_SLEEP_MS = 1
+if TYPE_CHECKING:
+    from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
 
 
 def build_cache(original: Callable[..., Any], ctx: Any) -> Any:
@@ -28,9 +26,14 @@ def build_cache(original: Callable[..., Any], ctx: Any) -> Any:
     return build_radix_cache(ctx)
 
 
+def _is_ours(cache: Any) -> TypeGuard[KVFetchRadixCache]:
+    """Return whether a scheduler's cache is that of device mode."""
+    return getattr(cache, "is_stepped", False)
+
+
 def step_cache(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """After ``Scheduler._process_hicache_events``, which does not call the cache if there is no host tier: step it."""
-    if isinstance(scheduler.tree_cache, SteppedCache):
+    if _is_ours(scheduler.tree_cache):
         scheduler.tree_cache.step(partial(reserved_tokens, scheduler))
 
 
@@ -54,7 +57,7 @@ def reserved_tokens(scheduler: Any) -> int:
 def form_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``Scheduler._get_new_batch_prefill_raw``: let it see only the requests that are not parked."""
     cache = scheduler.tree_cache
-    if not isinstance(cache, SteppedCache):
+    if not _is_ours(cache):
         return original(scheduler, *args, **kwargs)
     queue = scheduler.waiting_queue
     if not isinstance(queue, WaitingQueue):  # at first, and whenever SGLang has made a new list
@@ -79,38 +82,13 @@ def _queued(scheduler: Any, request: Any) -> None:
 
 def measure_batch(result: None, scheduler: Any, batch: Any, batch_result: Any) -> None:
     """After ``Scheduler.process_batch_result``: measure how long the batch took."""
-    if isinstance(scheduler.tree_cache, SteppedCache):
+    if _is_ours(scheduler.tree_cache):
         scheduler.tree_cache.prefill_meter.finished(batch, time.monotonic())
-
-
-def sleep_when_idle(result: None, scheduler: Any) -> None:
-    """After ``Scheduler.on_idle``, which does not sleep while anything is pending: sleep if no request is ready.
-
-    This is the only wait on the scheduler's thread: one millisecond, or less if a request arrives.
-    """
-    cache, queue = scheduler.tree_cache, scheduler.waiting_queue
-    if isinstance(cache, SteppedCache) and cache.has_pending_cache_operations():
-        ready = queue.ready if isinstance(queue, WaitingQueue) else queue
-        if not ready:
-            _sleep_until_asked(scheduler)
-
-
-def _sleep_until_asked(scheduler: Any) -> None:
-    """Wait for a millisecond, or until a request arrives. Only the rank that receives requests waits here; the others
-    wait for it anyway, in SGLang's own collective."""
-    channels = scheduler.ipc_channels
-    sockets = (channels.recv_from_tokenizer, channels.recv_from_rpc)
-    # If requests arrive in another way, they could not wake us.
-    if all(isinstance(socket, zmq.Socket) for socket in sockets) and scheduler.recv_from_tokenizer is sockets[0]:
-        poller = zmq.Poller()
-        for socket in sockets:
-            poller.register(socket, zmq.POLLIN)
-        poller.poll(_IDLE_SLEEP_MS)
 
 
 def clear_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     """Around ``Scheduler.clear_hicache_storage_wrapped``, which refuses without a host tier."""
-    if not isinstance(scheduler.tree_cache, SteppedCache):
+    if not _is_ours(scheduler.tree_cache):
         return original(scheduler, recv_req)
     from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
 
@@ -126,11 +104,10 @@ def attach_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) ->
 def detach_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     """Around ``Scheduler.detach_hicache_storage_wrapped``, which refuses without a host tier.
 
-    It also refuses while there are requests or other work under way. So work that no request needs any more is ended
-    first.
+    It also refuses while work is under way. So work that no request needs any more is ended first.
     """
     cache = scheduler.tree_cache
-    if isinstance(cache, SteppedCache) and scheduler.is_fully_idle(for_health_check=True):
+    if _is_ours(cache) and scheduler.is_fully_idle(for_health_check=True):
         cache.end_all()
     with _as_with_host_tier(scheduler):
         return original(scheduler, recv_req)
@@ -140,7 +117,7 @@ def detach_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) ->
 def _as_with_host_tier(scheduler: Any) -> Iterator[None]:
     """Let calls run that require a host tier but do not need one: they only call our cache."""
     was_enabled = scheduler.enable_hierarchical_cache
-    scheduler.enable_hierarchical_cache = was_enabled or isinstance(scheduler.tree_cache, SteppedCache)
+    scheduler.enable_hierarchical_cache = was_enabled or _is_ours(scheduler.tree_cache)
     try:
         yield
     finally:
@@ -154,6 +131,6 @@ def count_pending(idle: bool, scheduler: Any, for_health_check: bool = False, ig
     takes no steps, and ``reset`` ends fetches of its waiting requests. A health check concerns only requests.
     """
     cache = scheduler.tree_cache
-    if not idle or for_health_check or scheduler._engine_paused or not isinstance(cache, SteppedCache):
+    if not idle or for_health_check or scheduler._engine_paused or not _is_ours(cache):
         return idle
     return not cache.has_pending_cache_operations()

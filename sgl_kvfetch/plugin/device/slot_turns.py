@@ -4,50 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # so that this can be tested without SGLang
+    from sgl_kvfetch.plugin.device.fetch import Fetch
 
 _SERVED_A_STEP = 8  # limit for each kind, because serving takes the scheduler's time
 
 
-class Asking(Protocol):
-    """An item that asks for slots."""
-
-    num_rounds: int  # rounds that have got slots
-
-
-T = TypeVar("T", bound=Asking)
-
-
-class SlotTurns(Generic[T]):
-    """Serves items first come, first served, but items that already hold slots before the others, so that they finish
-    and free them. Items are hashed by identity."""
+class SlotTurns:
+    """Serves fetches in order, but those that hold slots before the others, so that they finish and free them."""
 
     def __init__(self) -> None:
-        self._first: dict[T, None] = {}  # items that want their first slots
-        self._more: dict[T, None] = {}  # items that want more
+        self._first: dict[Fetch, None] = {}  # fetches that want their first slots
+        self._more: dict[Fetch, None] = {}  # fetches that want more
 
     def __len__(self) -> int:
         return len(self._first) + len(self._more)
 
-    def ask(self, item: T) -> None:
-        (self._more if item.num_rounds else self._first)[item] = None
+    def ask(self, fetch: Fetch) -> None:
+        (self._more if fetch.num_rounds else self._first)[fetch] = None
 
-    def leave(self, item: T) -> None:
-        """Withdraw an item's request, if it has made one."""
-        self._first.pop(item, None)
-        self._more.pop(item, None)
+    def leave(self, fetch: Fetch) -> None:
+        """Withdraw a fetch's request, if it has made one."""
+        self._first.pop(fetch, None)
+        self._more.pop(fetch, None)
 
-    def serve(self, give: Callable[[T], bool]) -> bool:
-        """Offer each item its turn. Return False if items that hold slots asked for more, and none got any.
+    def serve(self, give: Callable[[Fetch], bool]) -> bool:
+        """Offer each fetch its turn. Return False if fetches that hold slots asked for more, and none got any.
 
-        ``give`` returns whether there were slots for the item, and then calls ``leave``."""
-        served = [give(item) for item in list(islice(self._more, _SERVED_A_STEP))]
-        for item in list(islice(self._first, _SERVED_A_STEP)):
-            if not give(item):
+        ``give`` returns whether there were slots for the fetch, and then calls ``leave``."""
+        served = [give(fetch) for fetch in list(islice(self._more, _SERVED_A_STEP))]
+        for fetch in list(islice(self._first, _SERVED_A_STEP)):
+            if not give(fetch):
                 break
         return not served or any(served)
 
-    def last_of_several(self) -> T | None:
-        """Return the last of several items that want more slots. None for a single one, which goes on waiting: its
+    def last_of_several(self) -> Fetch | None:
+        """Return the last of several fetches that want more slots. None for a single one, which goes on waiting: its
         request could not be computed without slots either."""
         return next(reversed(self._more)) if len(self._more) > 1 else None

@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.plugin.device.backend import DeviceBackend
-from sgl_kvfetch.plugin.device.board import Board, PageCount
-from sgl_kvfetch.plugin.device.copies import SlotRun
+from sgl_kvfetch.plugin.device.backend import Copied, DeviceBackend, SlotRun
+from sgl_kvfetch.plugin.device.board import Board
 from sgl_kvfetch.plugin.device.known import KnownPages
 from sgl_kvfetch.plugin.device.pages import GuardedSource
 
@@ -60,11 +59,14 @@ class Writes:
         self._known.add(run.page_hashes)
         copy = _Copy(run, self._cache.lock(node))
         self._copies[copy] = None
-        copy.source = self._backend.copies.begin(self._board.open(partial(self._copied, copy)), run)
+        copy.source = self._backend.copy(self._board.open(partial(self._copied, copy)), run)
 
-    def _copied(self, copy: _Copy, queued: PageCount) -> None:
+    def _copied(self, copy: _Copy, copied: Copied) -> None:
         del self._copies[copy]
-        self._known.remove(copy.run.page_hashes[queued.num_pages :])
+        self._known.remove(copy.run.page_hashes[copied.num_pages :])
+        if not copied.is_intact:
+            # It is not known which pages are lost. Those that are not are recognised before they are encoded again.
+            self._known.clear()
         self._cache.unlock(copy.lock)
 
     def forget(self, rid: str) -> None:
@@ -76,7 +78,7 @@ class Writes:
         for copy in self._copies:
             assert copy.source is not None
             copy.source.close()
-            self._known.remove(copy.run.page_hashes)
             self._cache.unlock(copy.lock)
         self._copies.clear()
+        self._known.clear()  # the results of the copies are not reported any more
         self._num_seen.clear()

@@ -18,8 +18,8 @@ def test_greedy_answers_of_several_caches_are_those_of_each(model: KVModel) -> N
     prompts = [torch.arange(3 + i, 131 + i) for i in range(2)]
     tail = torch.arange(200, 216)
     caches = [model.kv(prompt) for prompt in prompts]
-    together = answers._greedy(model, caches, tail, 5)
-    assert together == [answers._greedy(model, [cache], tail, 5)[0] for cache in caches]
+    together = answers.greedy_answers(model, caches, tail, 5)
+    assert together == [answers.greedy_answers(model, [cache], tail, 5)[0] for cache in caches]
     ids = torch.cat((prompts[0], tail))
     for expected in together[0]:
         assert int(model.model(ids[None]).logits[0, -1].argmax()) == expected
@@ -28,9 +28,9 @@ def test_greedy_answers_of_several_caches_are_those_of_each(model: KVModel) -> N
 
 def test_passkeys_stand_somewhere_in_the_text(model: KVModel) -> None:
     text = " ".join(f"w{3 + i % 500}" for i in range(4000))
-    made = answers._passkeys(model, [text], "0:1", 3, 256)
+    made = answers.make_passkeys(model, [text], "0:1", 3, 256)
     assert [len(p.context) for p in made] == [256] * 3
-    again = answers._passkeys(model, [text], "0:1", 3, 256)
+    again = answers.make_passkeys(model, [text], "0:1", 3, 256)
     assert all(torch.equal(a.context, b.context) for a, b in zip(made, again, strict=True))
     assert len({tuple(p.context.tolist()) for p in made}) == 3
 
@@ -41,16 +41,3 @@ def test_passkeys_stand_somewhere_in_the_text(model: KVModel) -> None:
 def test_intervals_of_shares(successes: int, count: int, low: float, high: float) -> None:
     """The values are Wilson's, as tables have them."""
     assert answers.share_interval(successes, count) == (pytest.approx(low, abs=1e-3), pytest.approx(high, abs=1e-3))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--passkey-tokens", "some"], "expected integers"),
-        (["--prompt-tokens", "100"], "100 tokens of context; expected a multiple of 64, at least 128"),
-    ],
-)
-def test_what_is_wrong_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        answers.main(["--model", "m", "--text", "t", *arguments])
-    assert message in capsys.readouterr().err

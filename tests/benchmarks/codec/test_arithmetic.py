@@ -73,9 +73,3 @@ def test_a_stream_is_as_long_as_its_entropy_and_its_end() -> None:
         entropy_bits = -len(row) * float((p[p > 0] * np.log2(p[p > 0])).sum())
         # The end costs 2 bits and the rest of a byte; the tables' 16 bits, a little more.
         assert entropy_bits < len(stream) * 8 < entropy_bits * 1.005 + 10
-
-
-def test_a_constant_channel_costs_next_to_nothing() -> None:
-    symbols = np.full((1, 256), 15, np.uint8)
-    (stream,) = arithmetic.encode(symbols, arithmetic.cumulative(symbols, 32))
-    assert len(stream) <= 2

@@ -10,7 +10,7 @@ import torch
 from benchmarks.codec.measure import measure
 from benchmarks.codec.method import KVShape, Method
 from benchmarks.codec.ours import our_methods
-from benchmarks.codec.statistics import estimate
+from benchmarks.stats import estimate
 from sgl_kvfetch.calibrate.model import KVModel
 from sgl_kvfetch.errors import UnsupportedError
 
@@ -98,11 +98,6 @@ def test_a_method_that_has_no_form_for_this_kv_is_left_out(model: KVModel, windo
     measured = measure(model, windows, CONTEXT, [_Refusing(0.0), _Noisy(0.1)])
     assert [row.name for row in measured.rows] == ["noisy"]
     assert measured.left_out == {"refusing": "not of this shape"}
-
-
-def test_more_noise_diverges_more(model: KVModel, windows: list[torch.Tensor]) -> None:
-    low, high = (measure(model, windows, CONTEXT, [_Noisy(noise)]).rows[0].kl.mean for noise in (0.01, 0.1))
-    assert 0 < low < high / 10
 
 
 def test_interval() -> None:

@@ -35,12 +35,6 @@ def test_figures_are_read_off_between_two_points() -> None:
     assert [p and p.bits for p in (at_kl(points, kl) for kl in (1e-5, 1e-2))] == pytest.approx([3.0, 0.5])
 
 
-def test_nothing_is_read_off_outside() -> None:
-    points = [Point(1, 1e-5, 3.0, 0.9), Point(4, 1e-3, 1.0, 0.5)]
-    assert at_kl(points, 1e-6) is None
-    assert at_kl(points, 1e-2) is None
-
-
 @pytest.mark.parametrize("span", [Span(1, None), Span(3, 2), Span(3, None)], ids=str)
 def test_the_price_is_that_of_a_profile(span: Span) -> None:
     grid = span.grid(SHAPE)
@@ -55,14 +49,6 @@ def test_the_price_is_that_of_a_profile(span: Span) -> None:
     by_matrix = sum(m.numel() for m in matrices) / sum(m.shape[1] for m in matrices)
     # Cells of other sizes have other shares of wide coefficients.
     assert multiply_adds(SHAPE, grid, integers) == pytest.approx(by_matrix, rel=0.1)
-
-
-def test_multiply_adds_grow_with_the_span() -> None:
-    llama, qwen = LARGER
-    assert multiply_adds(llama, Span(3, 1).grid(llama), 0.5) < 0.5 * 3 * 256
-    assert multiply_adds(llama, Span(1, None).grid(llama), 0.5) == 0.5 * 8 * 256
-    assert multiply_adds(qwen, Span(1, None).grid(qwen), 0.5) == 0.5 * 8 * 256
-    assert profile_bytes(qwen, Span(1, None).grid(qwen)) == 2 * profile_bytes(llama, Span(1, None).grid(llama))
 
 
 def test_spans_hold_the_chosen_one_with_and_without_its_extras() -> None:

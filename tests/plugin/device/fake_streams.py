@@ -26,9 +26,9 @@ class FakeStream:
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
         self.cuda_stream = len(device.streams) + 1
-        self.queue: deque[Callable[[], None] | FakeEvent] = deque()
+        self.queue: deque[Callable[[], object] | FakeEvent] = deque()
 
-    def add(self, work: Callable[[], None]) -> None:
+    def add(self, work: Callable[[], object]) -> None:
         with self._device.lock:
             self.queue.append(work)
 
@@ -58,9 +58,8 @@ class FakeStream:
 class FakeDevice(Device):
     """A device on the CPU. ``seed`` selects the order of work. ``scheduler`` is the current stream of every thread."""
 
-    torch_device = torch.device("cpu")
-
     def __init__(self, seed: int = 0) -> None:
+        super().__init__(torch.device("cpu"))
         self.lock = threading.RLock()
         self._random = random.Random(seed)
         self.streams: list[FakeStream] = []
@@ -76,7 +75,7 @@ class FakeDevice(Device):
     def current_stream(self) -> Stream:
         return self.scheduler
 
-    def launch(self, stream: Stream, work: Callable[[], None]) -> None:
+    def launch(self, stream: Stream, work: Callable[[], object]) -> None:
         cast(FakeStream, stream).add(work)
 
     def mark(self, stream: Stream) -> Event:
@@ -103,7 +102,7 @@ class FakeDevice(Device):
                     return
                 self._random.choice(ready).step()
 
-    def forward_pass(self, work: Callable[[], None]) -> None:
+    def forward_pass(self, work: Callable[[], object]) -> None:
         """Launch a forward pass as SGLang's scheduler does when it overlaps with it."""
         self.forward.wait_event(self.scheduler.record_event())
         self.launch(self.forward, work)

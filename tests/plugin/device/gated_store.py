@@ -59,6 +59,9 @@ class GatedStore(Store):
     async def delete(self, name: str) -> bool:
         return await self._store.delete(name)
 
+    async def report_damage(self, manifest_name: str) -> bool:
+        return await self._store.report_damage(manifest_name)
+
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
         return await self._store.replace(name, data, expected_digest)
 

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import random
 import threading
-import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,8 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
+from harness.metrics import own_metric
+from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.config import parse_config
 from sgl_kvfetch.dataplane.run import run
 from sgl_kvfetch.dataplane.service import Service
@@ -37,7 +38,6 @@ from tests.plugin.planes import Served
 from tests.segments import make_heads
 
 PAGE, LAYERS, HEADS, DIM = 4, 4, 2, 48
-WAIT_S = 60.0  # far more than anything takes on a busy machine
 
 
 def prompt(seed: int, num_pages: int = 8) -> list[int]:
@@ -65,6 +65,12 @@ class Rig:
     num_slots: int
     connect: Callable[[], DeviceBackend]
     _num_requests: int = field(default=0)
+
+    @property
+    def parts(self) -> Any:
+        """What the cache has while a backend is attached, for tests that need what SGLang's scheduler does not."""
+        assert self.cache._parts is not None
+        return self.cache._parts
 
     @property
     def service(self) -> Service:
@@ -126,9 +132,9 @@ class Rig:
             for layer, buffer in enumerate(buffers):
                 buffer[slots] = values[:, layer]
         result = self.cache.insert(InsertParams(key=self.key(tokens), value=slots))
-        if self.cache._parts is not None:
-            self.cache._parts.writes.inserted(rid, result.last_device_node)
-            self.cache._parts.writes.forget(rid)
+        if self.cache.enable_storage:
+            self.parts.writes.inserted(rid, result.last_device_node)
+            self.parts.writes.forget(rid)
         return result.last_device_node
 
     def stored(self, tokens: Sequence[int]) -> None:
@@ -150,13 +156,18 @@ class Rig:
 
     def settle(self, until: Callable[[], bool] | None = None) -> None:
         """Step until nothing is under way, or until ``until`` says so."""
-        deadline_s = time.monotonic() + WAIT_S
-        while True:
+
+        def is_reached() -> bool:
             self.cache.step()
-            if until() if until is not None else not self.cache.has_pending_cache_operations():
-                return
-            assert time.monotonic() < deadline_s, "nothing happens"
-            time.sleep(0.001)
+            return not self.cache.has_pending_cache_operations() if until is None else until()
+
+        wait_until(is_reached, poll_s=0.001)
+
+    def hear_plane(self) -> None:
+        """Wait until everything that the data plane has sent so far is reported to the board."""
+        answered = threading.Event()
+        self.backend.plane.look_up([], lambda found: answered.set())
+        assert answered.wait(WAIT_S)
 
     def key(self, tokens: Sequence[int]) -> RadixKey:
         return RadixKey(array("q", tokens)).page_aligned(PAGE)
@@ -177,8 +188,7 @@ class Rig:
 
     def states(self) -> list[State]:
         """Return the states of the fetches of all present requests, in order of arrival."""
-        assert self.cache._parts is not None
-        return self.cache._parts.fetches.states
+        return [fetch.state for fetch in self.parts.fetches._fetches.values()]
 
     @property
     def num_available(self) -> int:
@@ -189,10 +199,9 @@ class Rig:
         self.settle()
         assert self.cache.protected_size() == 0
         assert self.num_available + self.cache.evictable_size() == self.num_slots
-        assert self.cache._parts is not None
-        assert self.cache._parts.fetches.held_tokens == 0
+        assert self.parts.fetches.held_tokens == 0
         self.served.run(self.service.client.writer.drain())
-        assert self.service.client.writer._used_bytes == 0
+        wait_until(lambda: own_metric("sgl_kvfetch_queued_bytes", queue="write") == 0)  # of all rigs
 
 
 def make_rig(
@@ -222,7 +231,8 @@ def make_rig(
         "codec": "zstd",
         "span_tokens": 8,
         "recompute": "never",
-        "fetch_timeout_s": 600,  # no test should wait for it
+        "lookup_timeout_s": 600,  # no test should wait for these, however slow its machine is
+        "fetch_timeout_s": 600,
     } | config
     parsed = parse_config(extra)
     pages = DevicePages(pool, PAGE)
@@ -235,13 +245,7 @@ def make_rig(
         plane_module._launch = served.launch
         plane_module.run = partial(run, on_service=served.add)  # type: ignore[assignment]
         plane = plane_module.open_plane(parsed, quantiser, heads, rank, pages, None)
-        return cache.start(
-            lambda report: DeviceBackend(parsed, plane, pages, heads, cache.prefill_speed, report),
-            max_fetch_tokens=int(num_slots * parsed.device_pool_share),
-            round_tokens=parsed.round_tokens,
-            threshold_tokens=PAGE,
-            order=parsed.fetch_order,
-        )
+        return cache.start(parsed, plane, pages, pool_tokens=num_slots, threshold_tokens=PAGE)
 
     return Rig(cache, pool, connect(), served, num_slots, connect)
 

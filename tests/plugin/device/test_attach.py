@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt.managers.scheduler import Scheduler
 
+from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.device import scheduler_hooks
 from sgl_kvfetch.plugin.device.fetch_state import State
 from tests.codecs.fake_nvenc import install
 from tests.plugin.device.conftest import MakeRig
-from tests.plugin.device.rig import WAIT_S, Ranks, Rig, prompt
+from tests.plugin.device.rig import Ranks, Rig, prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -48,15 +48,6 @@ def kvfetch_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("kvfetch")}
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    waiting = threading.Event()
-    for _ in range(int(WAIT_S * 100)):
-        if condition():
-            return
-        waiting.wait(0.01)
-    raise AssertionError("nothing happens")
-
-
 def is_fetched(rig: Rig, tokens: list[int]) -> bool:
     handle = rig.arrive(tokens)
     rig.await_over(handle)
@@ -79,8 +70,7 @@ def test_a_detached_cache_is_a_plain_one_until_it_is_attached_again(make: MakeRi
     assert attach(rig) == (True, "kvfetch is attached.")
     assert is_fetched(rig, prompt(0))
     # Pages that were computed in the meantime have hashes now, and the next request that ends writes them.
-    assert rig.cache._parts is not None
-    rig.cache._parts.writes.inserted("r", node)
+    rig.parts.writes.inserted("r", node)
     rig.write_all()
     rig.flush()
     assert is_fetched(rig, prompt(1))

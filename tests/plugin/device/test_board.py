@@ -5,8 +5,8 @@ import threading
 
 import torch
 
+from sgl_kvfetch.plugin.device.backend import Finding
 from sgl_kvfetch.plugin.device.board import Board, Done, PageCount, Ticket
-from sgl_kvfetch.plugin.device.lookups import Finding
 from tests.plugin.device.rig import Ranks
 
 

@@ -15,13 +15,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
+from harness.fetching import fetch_pages
 from sgl_kvfetch import cuda_streams
 from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.container.manifest import Cell
 from sgl_kvfetch.container.segment import CellFrames, CodedSegment, SegmentReader
-from sgl_kvfetch.cuda_streams import CudaDevice
+from sgl_kvfetch.cuda_streams import Device
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.fetch.fetcher import Fetcher
 from sgl_kvfetch.fetch.plan import PageSource
@@ -55,7 +56,7 @@ Segment = tuple[CodedSegment, dict[TensorName, torch.Tensor]]
 @pytest.fixture(autouse=True)
 def reference(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the kernels' PyTorch references, because the interpreter takes far longer."""
-    if request.function is not test_by_the_kernels:
+    if request.function not in (test_by_the_kernels, test_latent_vectors):
         monkeypatch.setattr(runtime, "INTERPRETED", False)
 
 
@@ -111,9 +112,14 @@ def slots_of(pool_pages: list[int], page_size: int = 4) -> torch.Tensor:
     return torch.tensor([page * page_size + i for page in pool_pages for i in range(page_size)])
 
 
+def memory(pages: DevicePages) -> dict[TensorName, list[torch.Tensor]]:
+    """Return the pool's memory, as a forward pass sees it."""
+    return pages._buffers
+
+
 def stored(pages: DevicePages, tensor: TensorName, pool_pages: list[int]) -> torch.Tensor:
     """Return the present values in the pool's memory, ``(tokens, layers, heads, dim)``."""
-    return torch.stack([buffer[slots_of(pool_pages)] for buffer in pages._buffers[tensor]], dim=1)
+    return torch.stack([buffer[slots_of(pool_pages)] for buffer in memory(pages)[tensor]], dim=1)
 
 
 def holds(pages: DevicePages, segment: Segment, pool_pages: list[int]) -> bool:
@@ -122,7 +128,7 @@ def holds(pages: DevicePages, segment: Segment, pool_pages: list[int]) -> bool:
 
 def set_slots(pages: DevicePages, pool_pages: list[int], value: float) -> None:
     """Overwrite slots, as a forward pass may do."""
-    for buffer in (*pages._buffers["k"], *pages._buffers["v"]):
+    for buffer in (*memory(pages)["k"], *memory(pages)["v"]):
         buffer[slots_of(pool_pages)] = value
 
 
@@ -164,7 +170,15 @@ def test_the_same_values_as_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatc
     expected = DevicePages(make_pool(WIDE), WIDE.page_size)
     cells = []
     for reader, cell, data in cells_of(segment, quantiser):
-        restore_cell(reader, cell, data, range(3, 64, 4), range(1, 17), GuardedSink(expected), {})
+        restore_cell(
+            reader,
+            cell,
+            data,
+            {},
+            span_pages=range(3, 64, 4),
+            pool_pages=range(1, 17),
+            sink=GuardedSink(expected),
+        )
         cells.append(reader.decode_frames(cell, data))
     assert {len(cell.layers) for cell in cells} == {3, 1}
     # As frames go into a buffer: one by one, or all. Coefficients are restored all at once.
@@ -179,7 +193,7 @@ def test_the_same_values_as_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatc
             assert guard.call_count == num_writes
         device.run()
         for tensor in TENSORS:
-            for ours, theirs in zip(pages._buffers[tensor], expected._buffers[tensor], strict=True):
+            for ours, theirs in zip(memory(pages)[tensor], memory(expected)[tensor], strict=True):
                 if name == "klt":  # sums in another order
                     torch.testing.assert_close(ours, theirs, rtol=2.0**-7, atol=1e-5, equal_nan=True)
                 else:
@@ -324,7 +338,7 @@ def test_nothing_is_written_once_the_sink_is_closed(when: str) -> None:
 
     pages.restore(reader.decode_frames(cell, data), range(3, 64, 4), range(1, 17), guarded)
     device.run()
-    untouched = pages._buffers["k"][0].isnan().all(dim=(1, 2))
+    untouched = memory(pages)["k"][0].isnan().all(dim=(1, 2))
     assert untouched.sum() == (NUM_SLOTS + 16 if when == "before" else NUM_SLOTS + 16 - first_picture_tokens(reader))
 
 
@@ -347,7 +361,7 @@ async def test_a_fetch_from_end_to_end(exact: Segment, tmp_path: Path) -> None:
         sources = [PageSource(reader, page) for page in range(NUM_PAGES)]
         pages.fence()
         indices = await asyncio.to_thread(pages.page_indices, slots_of(PLACES))
-        result = await fetcher.fetch(sources, indices, GuardedSink(pages), 20)
+        result = await fetch_pages(fetcher, sources, indices, GuardedSink(pages), 20)
     await store.close()
     assert (result.num_pages, result.failures) == (NUM_PAGES, ())
     pages.publish()
@@ -370,13 +384,32 @@ def test_by_the_kernels(exact: Segment, decoded: list[CellFrames]) -> None:
         assert torch.equal(stored(pages, tensor, PLACES[:4])[:, :3], exact[1][tensor][:16, :3])
 
 
+def test_latent_vectors() -> None:
+    """Both parts of MLA's vectors, which are one tensor in SGLang's pool, restored by the kernels and read again."""
+    geometry = KVGeometry(num_layers=4, num_heads=1, k_head_dim=16, v_head_dim=48, page_size=4, dtype="bfloat16")
+    pool = MLATokenToKVPool(NUM_SLOTS, 4, torch.bfloat16, 48, 16, 4, "cpu", False)
+    for buffer in pool.kv_buffer:
+        buffer.fill_(float("nan"))
+    device = FakeDevice()
+    pages = CudaPages(pool, 4, device, device.forward)
+    assert pages.geometry == geometry
+    segment = make_segment(geometry, NUM_PAGES, span_pages=4)
+    cells = [reader.decode_frames(cell, data) for reader, cell, data in cells_of(segment, make_quantiser("exact"))]
+    restore_all(cells, pages, PLACES)
+    device.run()
+    latent, rotated = segment[1]["v"], segment[1]["k"]
+    expected = torch.cat([latent, rotated], dim=-1)  # (tokens, layers, heads, dim)
+    assert torch.equal(torch.stack([x[slots_of(PLACES)] for x in pool.kv_buffer], dim=1), expected)
+    assert all(bool(x[slots_of([1, 5])].isnan().all()) for x in pool.kv_buffer)
+
+
 def test_device_memory_of_a_fetch_is_bounded() -> None:
     assert DEVICE_BYTES < 64 << 20
 
 
 def test_a_gpu_is_used_with_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     device = FakeDevice()
-    monkeypatch.setattr(cuda_streams, "CudaDevice", lambda _: device)
+    monkeypatch.setattr(cuda_streams, "Device", lambda _: device)
     pool = make_pool()
     caplog.clear()  # of what SGLang says of a pool
     worker = SimpleNamespace(model_runner=SimpleNamespace(forward_stream=device.forward))
@@ -393,7 +426,7 @@ def test_a_gpu_is_used_with_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: p
 @pytest.mark.gpu
 def test_on_a_gpu(exact: Segment, decoded: list[CellFrames]) -> None:
     forward = torch.cuda.Stream()
-    pages = CudaPages(make_pool(device="cuda"), 4, CudaDevice(torch.device("cuda", 0)), forward)
+    pages = CudaPages(make_pool(device="cuda"), 4, Device(torch.device("cuda", 0)), forward)
     pages.fence()
     indices = pages.page_indices(slots_of(PLACES).cuda())
     assert indices == PLACES
@@ -401,7 +434,7 @@ def test_on_a_gpu(exact: Segment, decoded: list[CellFrames]) -> None:
     pages.publish()
     forward.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(forward):
-        copies = {t: [buffer.clone() for buffer in pages._buffers[t]] for t in TENSORS}
+        copies = {t: [buffer.clone() for buffer in memory(pages)[t]] for t in TENSORS}
     forward.synchronize()
     for tensor in TENSORS:
         found = torch.stack([copy.cpu()[slots_of(PLACES)] for copy in copies[tensor]], dim=1)

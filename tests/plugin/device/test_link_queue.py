@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sgl_kvfetch.plugin.device.link_queue import LinkQueue
+import pytest
+
+from sgl_kvfetch.plugin.device.link_queue import AGEING_PAGES, LinkQueue, OrderName
 
 
 @dataclass(eq=False)
@@ -13,16 +15,16 @@ class Waiter:
     expected_pages: int = 0
 
 
-def make(*sizes: int) -> tuple[LinkQueue[Waiter], list[Waiter]]:
+def make(*sizes: int) -> tuple[LinkQueue, list[Waiter]]:
     """Return a first-come-first-served queue, where 16 pages share the link, and waiters of the given page counts."""
-    queue: LinkQueue[Waiter] = LinkQueue("fifo", shared_pages=16)
+    queue = LinkQueue("fifo", shared_pages=16)
     waiters = [Waiter(arrival, size) for arrival, size in enumerate(sizes)]
     for waiter in waiters:
         queue.wait(waiter)
     return queue, waiters
 
 
-def begin(queue: LinkQueue[Waiter], waiter: Waiter) -> None:
+def begin(queue: LinkQueue, waiter: Waiter) -> None:
     queue.leave(waiter)
     queue.take(waiter, waiter.num_pages)
 
@@ -84,3 +86,30 @@ def test_expected_pages_are_summed() -> None:
     queue.clear()
     assert queue.expected_pages == len(queue) == 0
     assert queue.has_room(Waiter(3, 100))
+
+
+def test_the_shortest_item_is_first_but_none_starves() -> None:
+    queue = LinkQueue("shortest", shared_pages=16)
+    long = Waiter(1, 100)
+    queue.wait(long)
+    served = []
+    for arrival in range(2, 40):
+        queue.wait(Waiter(arrival, 2))
+        first = queue.first()
+        assert first is not None
+        queue.leave(first)
+        served.append(first)
+    assert served.index(long) == 98 // AGEING_PAGES
+
+
+@pytest.mark.parametrize(("order", "expected"), [("fifo", [1, 2, 3]), ("priority", [2, 3, 1]), ("shortest", [3, 1, 2])])
+def test_orders(order: OrderName, expected: list[int]) -> None:
+    queue = LinkQueue(order, shared_pages=16)
+    for waiter in (Waiter(1, 30, urgency=0), Waiter(2, 40, urgency=7), Waiter(3, 1, urgency=7)):
+        queue.wait(waiter)
+    served = []
+    while (first := queue.first()) is not None:
+        served.append(first.arrival)
+        queue.leave(first)
+    assert served == expected
+    assert len(queue) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import closing
 from math import prod
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from harness.fetching import fetch_pages
+from harness.waiting import until_idle
 from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.codecs.nvdec import Nvdec
 from sgl_kvfetch.container.segment import SegmentReader
@@ -27,7 +28,7 @@ from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.types import TENSORS, TensorName
 from tests.codecs.fake_nvdec import CountingDevice, FakeNvc, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
-from tests.plugin.device.test_cuda_pages import GEOMETRY, NUM_PAGES, PLACES, Segment, make_pool
+from tests.plugin.device.test_cuda_pages import GEOMETRY, NUM_PAGES, PLACES, Segment, make_pool, memory
 from tests.quant.profiles import make_profile, values_of
 from tests.segments import make_segment, without_frame_sums
 
@@ -50,8 +51,8 @@ async def fetch(
     with closing(DecodePool(sessions)) as pool:
         fetcher = Fetcher(store, pool, read_bytes=1 << 20, inflight_bytes=1 << 22, may_delete=True)
         sources = [PageSource(reader, page) for page in range(NUM_PAGES)]
-        result = await fetcher.fetch(sources, PLACES, GuardedSink(pages), 20)
-        await asyncio.gather(*fetcher._condemning.values())
+        result = await fetch_pages(fetcher, sources, PLACES, GuardedSink(pages), 20)
+        await until_idle()
     is_stored = await store.get(reader.manifest.key.manifest_name) is not None
     await store.close()
     return result, is_stored
@@ -95,7 +96,7 @@ async def test_the_same_values_as_on_the_cpu(
     assert (result.num_pages, result.failures) == (NUM_PAGES, ())
     device.run()
     for tensor in TENSORS:
-        for ours, theirs in zip(pages._buffers[tensor], expected._buffers[tensor], strict=True):
+        for ours, theirs in zip(memory(pages)[tensor], memory(expected)[tensor], strict=True):
             if name == "klt":  # sums in another order
                 torch.testing.assert_close(ours, theirs, rtol=2.0**-7, atol=1e-5, equal_nan=True)
             else:
@@ -144,4 +145,4 @@ async def test_wrong_pixels_are_a_miss_and_the_segment_stays(fault: str, tmp_pat
     assert "decoded frames: frame sum does not match" in str(result.failures[0])
     assert is_stored
     device.run()
-    assert all(bool(buffer.isnan().all()) for buffer in (*pages._buffers["k"], *pages._buffers["v"]))
+    assert all(bool(buffer.isnan().all()) for buffer in (*memory(pages)["k"], *memory(pages)["v"]))

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from sgl_kvfetch.plugin.device.prefill import PrefillMeter
 from sgl_kvfetch.plugin.device.queue import WaitingQueue
 from sgl_kvfetch.plugin.device.scheduler_hooks import count_pending, form_batch, reserved_tokens, step_cache
-from sgl_kvfetch.plugin.device.stepped import SteppedCache
 
 
 @dataclass(eq=False)
@@ -19,8 +19,11 @@ class Request:
     priority: int | None = None
 
 
-class Cache(SteppedCache):
+class Cache:
+    is_stepped = True
+
     def __init__(self) -> None:
+        self.prefill_meter = PrefillMeter()
         self.parked: set[int] = set()
         self.changed: list[int] = []
         self.num_steps = 0
@@ -146,7 +149,7 @@ def test_aborts_reach_parked_and_ready_requests(scheduler: Scheduler) -> None:
     assert scheduler.step() == [1, 4]
     assert scheduler.waiting == [1, 4]
     assert isinstance(scheduler.waiting_queue, WaitingQueue)
-    assert scheduler.waiting_queue.num_parked == 0
+    assert scheduler.waiting_queue._parked == {}
 
 
 def test_the_queue_is_complete_after_forming_a_batch_raises(scheduler: Scheduler) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_kvfetch.metrics import DEVICE_DECISIONS, DEVICE_REQUESTS
+from harness.metrics import own_metric
 from sgl_kvfetch.plugin.device.fetch_state import State
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import prompt
@@ -16,22 +16,21 @@ def test_a_prefix_that_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
     rig = make(recompute="auto")
     tokens = prompt(0)
     rig.stored(tokens)
-    assert rig.cache.prefill_speed.seconds_for(32) is None
+    assert rig.cache.prefill_meter.speed.seconds_for(32) is None
     assert rig.fetch(tokens) == (32, 32)
     rig.flush()
     for num_tokens in (10_000, 20_000, 30_000, 40_000):
-        rig.cache.prefill_speed.add(num_tokens, num_tokens * 1e-9)
-    before = DEVICE_REQUESTS.labels("recomputed")._value.get()
+        rig.cache.prefill_meter.speed.add(num_tokens, num_tokens * 1e-9)
+    before = own_metric("sgl_kvfetch_device_requests_total", end="recomputed")
     assert rig.fetch(tokens) == (0, 0)
-    assert DEVICE_REQUESTS.labels("recomputed")._value.get() == before + 1
-    assert DEVICE_DECISIONS.labels("recompute", "decoder")._value.get() > 0
+    assert own_metric("sgl_kvfetch_device_requests_total", end="recomputed") == before + 1
+    assert own_metric("sgl_kvfetch_device_decisions_total", decision="recompute", reason="decoder") > 0
     # Pages that the store has are not written again.
-    assert rig.cache._parts is not None
     rig.compute(tokens)
-    assert not rig.cache._parts.writes._copies
+    assert not rig.cache.has_pending_cache_operations()
     rig.settle()
     for num_tokens in range(10_000, 40_000, 1000):
-        rig.cache.prefill_speed.add(num_tokens, num_tokens * 1.0)
+        rig.cache.prefill_meter.speed.add(num_tokens, num_tokens * 1.0)
     rig.flush()
     assert rig.fetch(tokens) == (32, 32)
 
@@ -49,7 +48,7 @@ def test_the_rest_is_computed_once_that_is_faster(make: MakeRig) -> None:
     handle = rig.arrive(tokens)
     rig.settle(lambda: rig.states() == [State.FETCHING])
     for num_tokens in (10_000, 20_000, 30_000, 40_000):
-        rig.cache.prefill_speed.add(num_tokens, num_tokens * 1e-9)
+        rig.cache.prefill_meter.speed.add(num_tokens, num_tokens * 1e-9)
     rig.store.reads.is_open = True
     rig.await_over(handle)
     cached, loaded, lock = rig.admit(handle, tokens)

@@ -7,8 +7,9 @@ import time
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from harness.metrics import own_metric
+from harness.waiting import LoopClock, wait_until
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.metrics import DEVICE_REQUESTS
 from sgl_kvfetch.plugin.device.fetch_state import State
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import Rig, prompt
@@ -28,8 +29,7 @@ def test_fetches_keep_to_their_share(make: MakeRig) -> None:
     for _ in range(100):
         rig.cache.step()
     assert not rig.cache.check_prefetch_progress(two)
-    assert rig.cache._parts is not None
-    assert rig.cache._parts.fetches.held_tokens == 32
+    assert rig.parts.fetches.held_tokens == 32
     rig.cache.unlock(rig.admit(one, first)[2])
     rig.await_over(two)
     assert rig.admit(two, second)[:2] == (32, 32)
@@ -64,9 +64,14 @@ def test_the_smallest_share_is_a_page(make: MakeRig) -> None:
     assert rig.fetch(prompt(0, 3)) == (12, 12)
 
 
+async def pass_deadline() -> None:
+    """On the data plane's event loop."""
+    await LoopClock().advance(600)
+
+
 @pytest.mark.parametrize("is_in_time", [True, False])
 def test_a_round_waits_for_slots_until_the_deadline(make: MakeRig, is_in_time: bool) -> None:
-    rig = make(num_slots=64, device_pool_share=0.4, mode="read_only", fetch_timeout_s=20.0 if is_in_time else 0.5)
+    rig = make(num_slots=64, device_pool_share=0.4, mode="read_only")
     writer = make(num_slots=256)
     tokens = prompt(0, 16)
     writer.stored(tokens)
@@ -76,6 +81,8 @@ def test_a_round_waits_for_slots_until_the_deadline(make: MakeRig, is_in_time: b
     assert not rig.cache.check_prefetch_progress(handle)
     if is_in_time:
         rig.cache.unlock(busy)
+    else:
+        rig.served.run(pass_deadline())
     rig.await_over(handle)
     cached, loaded, lock = rig.admit(handle, tokens)
     assert (cached, loaded) == ((64, 64) if is_in_time else (32, 32))
@@ -94,7 +101,7 @@ def test_fetches_do_not_deadlock_over_slots(make: MakeRig) -> None:
     prompts = [prompt(0, 12), prompt(1, 12)]
     for tokens in prompts:
         writer.stored(tokens)
-    before = DEVICE_REQUESTS.labels("full_pool")._value.get()
+    before = own_metric("sgl_kvfetch_device_requests_total", end="full_pool")
     link = rig.service.client.fetcher.link  # so fast that there is room for both
     link.started(1 << 30)
     link.ended(1 << 30, time.monotonic() - 1e-3, is_whole=True)
@@ -109,7 +116,7 @@ def test_fetches_do_not_deadlock_over_slots(make: MakeRig) -> None:
     second = max(handles, key=rig.cache.check_prefetch_progress)
     assert rig.admit(second, prompts[handles.index(second)])[:2] == (32, 32)
     rig.cache.reset()
-    assert DEVICE_REQUESTS.labels("full_pool")._value.get() == before + 1
+    assert own_metric("sgl_kvfetch_device_requests_total", end="full_pool") == before + 1
 
 
 @pytest.mark.parametrize("moment", [0, 24, 48])
@@ -197,14 +204,31 @@ def test_fetches_leave_the_slots_that_running_requests_will_need(make: MakeRig) 
     tokens = prompt(0, 6)
     rig.stored(tokens)
     handle = rig.arrive(tokens)
-    deadline_s = time.monotonic() + 0.5
-    while time.monotonic() < deadline_s:
-        rig.cache.step(lambda: 96 - 10)
-        time.sleep(0.001)
+    wanting = 0
+
+    def reserved() -> int:
+        """What running requests are expected to need; asked for by a fetch that wants slots."""
+        nonlocal wanting
+        wanting += 1
+        return 96 - 10
+
+    def is_refused() -> bool:
+        rig.cache.step(reserved)
+        return wanting >= 10
+
+    wait_until(is_refused, poll_s=0.001)
     assert not rig.cache.check_prefetch_progress(handle)
     assert rig.num_available == 96
     rig.await_over(handle)
     assert rig.holds(tokens, 24)
+
+
+def num_transmitted() -> float:
+    return own_metric("sgl_kvfetch_stage_seconds_count", stage="transmit")
+
+
+def num_misses() -> float:
+    return own_metric("sgl_kvfetch_misses_total", stage="fetch", reason="server")
 
 
 def test_a_fetch_that_has_ended_gets_no_slots(make: MakeRig) -> None:
@@ -217,11 +241,13 @@ def test_a_fetch_that_has_ended_gets_no_slots(make: MakeRig) -> None:
     rig.store.reads.is_open = False
     handle = rig.arrive(tokens)
     rig.settle(lambda: len(set(rig.store.data_reads)) >= 4)
+    num_read, num_failed = num_transmitted(), num_misses()
     rig.store.reads.lets_through = lambda name, start: start > 0
-    time.sleep(0.2)  # bytes are here
+    wait_until(lambda: num_transmitted() > num_read)  # bytes are here,
     rig.store.reads.error = StoreError("server", "no")
     rig.store.reads.is_open = True
-    time.sleep(0.2)  # and it is over
+    wait_until(lambda: num_misses() > num_failed)  # and it is over,
+    rig.hear_plane()  # which is reported
     rig.await_over(handle)
     assert rig.admit(handle, tokens)[:2] == (0, 0)
     rig.cache.unlock(busy)

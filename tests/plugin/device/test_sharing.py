@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_kvfetch.plugin.device.fetch import Fetch
+from sgl_kvfetch.plugin.device.fetch import Fetch, Sharing
 from sgl_kvfetch.plugin.device.fetch_state import Begun, Found, Sign, State
-from sgl_kvfetch.plugin.device.sharing import Sharing
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import Rig, prompt
 

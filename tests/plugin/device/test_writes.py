@@ -14,12 +14,10 @@ def test_pages_are_written_only_once(rig: Rig) -> None:
     tokens = prompt(0, 12)
     rig.compute(tokens[:32])
     rig.settle()
-    assert rig.cache._parts is not None
-    copies = rig.cache._parts.writes._copies
-    rig.cache._parts.writes.inserted("again", rig.compute(tokens[:32]))
-    assert not copies
+    rig.parts.writes.inserted("again", rig.compute(tokens[:32]))
+    assert not rig.cache.has_pending_cache_operations()
     rig.compute(tokens)
-    assert len(copies) == 1
+    assert rig.cache.has_pending_cache_operations()
     rig.settle()
 
 
@@ -38,7 +36,22 @@ def test_pages_that_were_dropped_are_written_when_they_come_again(make: MakeRig)
 def test_pages_that_the_store_lost_are_written_again(rig: Rig) -> None:
     tokens = prompt(0)
     rig.stored(tokens)
-    rig.backend.clear()
+    rig.backend.plane.clear()
     assert rig.fetch(tokens) == (0, 0)
     rig.stored(tokens)
     assert rig.fetch(tokens) == (32, 32)
+
+
+def test_pages_that_a_data_plane_may_have_lost_are_written_again(rig: Rig) -> None:
+    assert rig.cache._parts is not None
+    copies = rig.cache._parts.writes._copies
+    rig.compute(prompt(0))
+    rig.settle()
+    rig.backend.plane.num_losses += 1  # as if it had been killed just now
+    rig.compute(prompt(1))
+    rig.settle()
+    rig.compute(prompt(0))
+    assert len(copies) == 1
+    rig.settle()
+    rig.compute(prompt(0))
+    assert not copies  # only once

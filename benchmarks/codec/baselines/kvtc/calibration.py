@@ -11,8 +11,9 @@ from benchmarks.codec.baselines.kvtc.allocation import allocate, measure_errors
 from benchmarks.codec.baselines.kvtc.components import Components, principal_components
 from benchmarks.codec.baselines.kvtc.groups import Group
 from sgl_kvfetch.calibrate.model import KVModel
+from sgl_kvfetch.calibrate.rotation import find_rope
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.quant.rope import Rope, rope_of_config, rotate, unrotate
+from sgl_kvfetch.quant.rope import Rope, rotate, unrotate
 from sgl_kvfetch.types import TENSORS, TensorName
 
 SINK_TOKENS = 4
@@ -47,7 +48,7 @@ def calibrate(
     ``on_step`` is called before each step: one per window, and two each for K and V. Raises ConfigError if the windows
     hold only sinks, UnsupportedError if the model's rotation of K is not known.
     """
-    rope = rope_of_config(model.config)
+    rope = find_rope(model)
     samples = _samples(model, windows, rope, on_step)
     tensors: dict[TensorName, TensorFit] = {}
     for tensor in TENSORS:

@@ -1,0 +1,64 @@
+"""Measures what other processes use, and pins what they and load clients run on to different cores."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+import psutil  # type: ignore[import-untyped]
+
+_CORES = os.sched_getaffinity(0)  # before anything is pinned
+SERVER_CORE = min(_CORES)
+LOAD_CORE = max(_CORES)  # the server's own if there is only one
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a process and its children use. CPU time leaves out children that have ended."""
+
+    cpu_s: float
+    rss_bytes: int
+    open_files: int
+
+
+def usage(pid: int) -> Usage:
+    """Raises psutil.NoSuchProcess if the process has ended."""
+    root = psutil.Process(pid)
+    found = [_own_usage(root)]
+    for child in root.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(_own_usage(child))
+    return Usage(
+        sum(each.cpu_s for each in found),
+        sum(each.rss_bytes for each in found),
+        sum(each.open_files for each in found),
+    )
+
+
+def _own_usage(process: psutil.Process) -> Usage:
+    with process.oneshot():
+        times = process.cpu_times()
+        return Usage(times.user + times.system, process.memory_info().rss, process.num_fds())
+
+
+@contextmanager
+def children_on(core: int) -> Iterator[None]:
+    """Pin the processes that this thread starts meanwhile to one core. The thread itself moves there until the end."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def load_processes(count: int) -> ProcessPoolExecutor:
+    """Return an executor whose processes run on the load clients' core. They start with the first calls."""
+    return ProcessPoolExecutor(
+        count, mp_context=get_context("spawn"), initializer=os.sched_setaffinity, initargs=(0, {LOAD_CORE})
+    )

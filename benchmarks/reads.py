@@ -1,0 +1,36 @@
+"""Looks a prefix up and reads its bytes as a fetch does, and neither decodes nor restores them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from sgl_kvfetch.container.manifest import decode_manifest
+from sgl_kvfetch.container.segment import SegmentReader
+from sgl_kvfetch.fetch.plan import ReadUnit, read_units
+from sgl_kvfetch.keys import HeadSlice
+from sgl_kvfetch.quant.base import Quantiser
+from sgl_kvfetch.stores.base import Store
+
+
+async def find_units(
+    store: Store, heads: HeadSlice, page_hashes: Sequence[bytes], quantiser: Quantiser, read_bytes: int
+) -> list[ReadUnit]:
+    """Look pages up. Return the reads that fetch what is stored of them."""
+    units: list[ReadUnit] = []
+    for hit in (await store.lookup(heads.folder, page_hashes)).hits:
+        reader = SegmentReader(decode_manifest(hit.manifest), quantiser)
+        units += [unit for span in range(reader.manifest.num_spans) for unit in read_units(reader, span, read_bytes)]
+    return units
+
+
+async def read_all(store: Store, units: Sequence[ReadUnit]) -> int:
+    """Read all at once, as far as the client has connections. Return the number of bytes."""
+    return sum(await asyncio.gather(*(_size(store, unit) for unit in units)))
+
+
+async def _size(store: Store, unit: ReadUnit) -> int:
+    data = await store.get(unit.reader.data_name, unit.start, unit.size_bytes)
+    if data is None:
+        raise SystemExit(f"{unit.reader.data_name} is not in the store")
+    return len(data)

@@ -1,0 +1,192 @@
+"""Sends multi-turn conversations to SGLang and measures how long its users wait.
+
+python -m benchmarks.sharegpt --dataset FILE --url http://HOST:PORT     a live server
+python -m benchmarks.sharegpt --dataset FILE --launch [-- SGLANG ARGS]  starts SGLang and a store, and compares
+                                                                        no cache, SGLang's file backend and kvfetch
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from rich.console import Console
+
+from benchmarks import report
+from benchmarks.machine import machine
+from benchmarks.report import make_parser, make_table, no_traceback, output_file, positive, whole_number, write_json
+from benchmarks.sharegpt.backends import BACKENDS
+from benchmarks.sharegpt.report import make_report, plot_ttft, table_rows
+from benchmarks.sharegpt.runs import LAUNCH_METHOD, LIVE_METHOD, Launcher, live_run
+from benchmarks.sharegpt.workload import Workload
+from sgl_kvfetch.config import parse_config
+from sgl_kvfetch.errors import ConfigError
+
+_API_KEY_ENV = "SGLANG_API_KEY"
+_BUSY_SHARE = 0.1  # share of the cores above which to warn
+_LAUNCH_ONLY = ("model", "store", "kvfetch", "backends", "sglang_args")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code: 0, or 1 if requests failed. If interrupted, end with 128 + the signal's number."""
+    args = parse(sys.argv[1:] if argv is None else argv)
+    console = Console(soft_wrap=True, highlight=False)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end)
+    started_s = time.monotonic()
+    method = LAUNCH_METHOD if args.launch else LIVE_METHOD
+    console.print(method)
+    with no_traceback():
+        workload = Workload(args, console)
+        runs = Launcher(workload, args, console).runs() if args.launch else [live_run(workload, args, console)]
+    content = make_report(
+        runs,
+        duration_s=time.monotonic() - started_s,
+        method=method,
+        dataset=_dataset_json(args, workload),
+        server=asdict(workload.server) if workload.server else None,
+        config=_config_json(args),
+    )
+    console.print(make_table("Measured phase", ("", *(run.name for run in runs)), table_rows(content["runs"])))
+    _warn(content["runs"], console)
+    if args.json:
+        write_json(args.json, content)
+        console.print(f"wrote {args.json}")
+    if args.plot:
+        plot_ttft(args.plot, runs, f"{args.dataset.name}: {workload.num_requests} requests")
+        console.print(f"wrote {args.plot}")
+    return 1 if any(run["failures"] for run in content["runs"]) else 0
+
+
+def _warn(runs: Sequence[dict[str, Any]], console: Console) -> None:
+    for run in runs:
+        for error, count in run["errors"].items():
+            console.print(f"{run['name']}: {count} x {error}", style="red", markup=False)
+        if (others := run["other_cores"] or 0.0) > _BUSY_SHARE * machine()["cores"]:
+            console.print(
+                f"[yellow]{run['name']}: other programs used {others:.1f} cores; do not rely on its times.[/]"
+            )
+    if len({run["prompts_digest"] for run in runs}) > 1:
+        console.print("[red]The runs sent different prompts, because requests failed.[/]")
+    if not torch.accelerator.is_available():
+        console.print("No GPU: times are a CPU's, where video decoding competes with the model for the cores.")
+
+
+def _dataset_json(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
+    return {
+        "path": str(args.dataset),
+        "kind": workload.dataset.kind,
+        "conversations": len(workload.conversations),
+        "requests": workload.num_requests,
+        "max_input_tokens": workload.max_input_tokens,
+        "token_ids": workload.token_ids,
+    }
+
+
+def _config_json(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the command line as JSON, without secrets."""
+    shown = report.settings(args)
+    del shown["api_key"]
+    return shown | {"kvfetch": {k: "(hidden)" if k == "token" else v for k, v in args.kvfetch.items()}}
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line. On an error, exit with a message that says what is wrong and what is allowed."""
+    own, separator, sglang_args = list(argv), "--", []
+    if separator in own:
+        own, sglang_args = own[: own.index(separator)], own[own.index(separator) + 1 :]
+    parser = make_parser("benchmarks.sharegpt", __doc__)
+    data = parser.add_argument_group("conversations")
+    data.add_argument(
+        "--dataset",
+        type=Path,
+        required=True,
+        help=".json: ShareGPT; .jsonl: lines with 'prompt' (or ShareGPT's 'conversations'); any other: text",
+    )
+    data.add_argument("--num-conversations", type=whole_number, default=8, metavar="N", help="at most")
+    data.add_argument("--turns", type=whole_number, default=3, metavar="N", help="at most, for each")
+    data.add_argument(
+        "--max-input-tokens", type=whole_number, default=1500, metavar="N", help="the server's limit applies as well"
+    )
+    data.add_argument("--max-new-tokens", type=whole_number, default=16, metavar="N", help="of every answer")
+    load = parser.add_argument_group("load")
+    rate = load.add_mutually_exclusive_group()
+    rate.add_argument(
+        "--request-rate",
+        type=positive,
+        metavar="R",
+        help="requests per second: conversations start as a Poisson process of that rate over the number of turns",
+    )
+    rate.add_argument("--concurrency", type=whole_number, default=2, metavar="N", help="conversations at a time")
+    load.add_argument("--seed", type=int, default=0, help="for the Poisson process")
+    load.add_argument("--timeout", type=positive, default=120.0, metavar="S", help="per request")
+    live = parser.add_argument_group("a live server")
+    live.add_argument("--url", default="http://127.0.0.1:30000", help="SGLang's")
+    live.add_argument("--api-key", help=f"or {_API_KEY_ENV} in the environment")
+    live.add_argument("--tokenizer", help="directory or name; the server's own, if not given")
+    launch = parser.add_argument_group("--launch")
+    launch.add_argument("--launch", action="store_true", help="start SGLang and the store, and stop them at the end")
+    launch.add_argument("--model", help="directory or name; a small random Llama, if not given")
+    launch.add_argument("--backends", type=_backends, metavar="LIST", help=f"{','.join(BACKENDS)}, if not given")
+    launch.add_argument(
+        "--kvfetch", action="append", metavar="KEY=VALUE", help="a key of kvfetch's config; may be repeated"
+    )
+    launch.add_argument("--store", metavar="URL", help="an empty store is started for the run, if not given")
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", type=output_file, metavar="FILE", help="where to write all figures")
+    out.add_argument("--plot", type=output_file, metavar="FILE", help="where to write the PNG; else beside --json")
+    args = parser.parse_args(own)
+    args.sglang_args = sglang_args
+    args.api_key = args.api_key or os.environ.get(_API_KEY_ENV)  # no default, which --help would show
+    for name in _LAUNCH_ONLY:
+        if getattr(args, name) and not args.launch:
+            parser.error(f"{name} need --launch: they tell how to start SGLang, but {args.url} runs already")
+    args.backends = args.backends or list(BACKENDS)
+    if "kvfetch" not in args.backends and (args.store or args.kvfetch):
+        parser.error("--store and --kvfetch need the backend kvfetch, which --backends leaves out")
+    try:
+        args.kvfetch = _kvfetch(args.kvfetch or [])
+        parse_config({"store": args.store or "http://127.0.0.1:1", **args.kvfetch})
+    except ConfigError as e:
+        parser.error(str(e))
+    args.plot = args.plot or (args.json.with_suffix(".png") if args.json else None)
+    return args
+
+
+def _backends(text: str) -> list[str]:
+    names = text.split(",")
+    if set(names) - set(BACKENDS) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed are {', '.join(BACKENDS)}, each once")
+    return names
+
+
+def _kvfetch(entries: Sequence[str]) -> dict[str, Any]:
+    """Parse KEY=VALUE, with values as JSON or as plain strings. Raises ConfigError."""
+    config: dict[str, Any] = {}
+    for entry in entries:
+        key, separator, value = entry.partition("=")
+        if not separator or not key or key == "store":
+            raise ConfigError(f"--kvfetch {entry!r}: expected KEY=VALUE, such as codec=zstd; --store names a store")
+        try:
+            config[key] = json.loads(value)
+        except json.JSONDecodeError:
+            config[key] = value
+    return config
+
+
+def _end(signum: int, frame: object) -> NoReturn:
+    # Raise an exception, so that servers, store and directories are cleaned up as usual.
+    sys.exit(128 + signum)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""Sends the same conversations to several servers, one after another."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from tqdm import tqdm
+
+from benchmarks.sharegpt.conversations import Conversation, load_encoder, make_conversations, read_dataset
+from benchmarks.sharegpt.load import Load, Result, Transcript, poisson_starts_s
+from benchmarks.traffic import Traffic
+from sgl_kvfetch.errors import ConfigError
+
+_TIMEOUT_S = 30.0
+_WARM_UP_NEW_TOKENS = 4
+_WARM_UP_TIMEOUT_S = 600.0  # the first request may trigger compilation
+
+
+@dataclass(frozen=True)
+class Run:
+    """``traffic`` is None if the server does not tell. ``fill`` describes how the store was filled before the run; None
+    without storage. ``other_cores``: how many cores other processes used on average; None if they were not watched."""
+
+    name: str
+    description: str
+    result: Result
+    traffic: Traffic | None
+    other_cores: float | None = None
+    fill: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """``storage_backend`` is None without HiCache's storage. ``max_prompt_tokens`` reserves nothing for an answer."""
+
+    version: str
+    model_path: str
+    tokenizer_path: str
+    max_prompt_tokens: int
+    pool_tokens: int
+    page_size: int
+    storage_backend: str | None
+
+
+def get(url: str, path: str, api_key: str | None = None) -> str:
+    """Raises ConfigError if nothing answers as SGLang does."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        request = urllib.request.Request(url.rstrip("/") + path, headers=headers)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            return str(response.read().decode())
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"no SGLang at {url}{path}: {e}; start one, or use --launch") from e
+
+
+def ask_facts(url: str, api_key: str | None) -> ServerFacts:
+    """Raises ConfigError if nothing answers as SGLang does."""
+    try:
+        model, info = (json.loads(get(url, path, api_key)) for path in ("/model_info", "/server_info"))
+        limits = (info.get(key) for key in ("context_length", "max_req_input_len", "max_total_num_tokens"))
+        return ServerFacts(
+            version=info["version"],
+            model_path=model["model_path"],
+            tokenizer_path=model["tokenizer_path"],
+            max_prompt_tokens=min(limit for limit in limits if limit is not None),
+            pool_tokens=info["max_total_num_tokens"],
+            page_size=info["page_size"],
+            storage_backend=info.get("hicache_storage_backend"),
+        )
+    except (KeyError, TypeError, ValueError) as e:
+        raise ConfigError(f"{url} does not answer as SGLang 0.5.23 does: {e!r}") from e
+
+
+class Workload:
+    """The conversations. They are made once, cut to the limits of the first server, and sent to all servers."""
+
+    def __init__(self, args: argparse.Namespace, console: Console) -> None:
+        """``args``: the parsed command line. Raises ConfigError if the dataset cannot be read."""
+        self.dataset = read_dataset(args.dataset)
+        self.conversations: list[Conversation] = []
+        self.server: ServerFacts | None = None
+        self.token_ids = ""
+        self.max_input_tokens = 0
+        self._args, self._console = args, console
+        self._transcript: Transcript = {}
+
+    @property
+    def num_requests(self) -> int:
+        return sum(map(len, self.conversations))
+
+    def prepare(self, facts: ServerFacts) -> None:
+        """Make the conversations, if not done before. Raises ConfigError if nothing fits."""
+        if self.server is not None:
+            return
+        args = self._args
+        # One token less: SGLang requires prompt and answer together to be below its limit.
+        self.max_input_tokens = min(args.max_input_tokens, facts.max_prompt_tokens - args.max_new_tokens - 1)
+        encode, self.token_ids = load_encoder(args.tokenizer or facts.tokenizer_path, self.dataset)
+        self.conversations = make_conversations(
+            self.dataset, encode, args.num_conversations, args.turns, self.max_input_tokens, args.max_new_tokens
+        )
+        self.server = facts
+        self._console.print(
+            f"{args.dataset} ({self.dataset.kind}): {len(self.conversations)} conversations, {self.num_requests} "
+            f"requests, prompts of up to {self.max_input_tokens} tokens, answers of {args.max_new_tokens}"
+        )
+        self._console.print(f"token ids: {self.token_ids}")
+
+    def send(self, url: str, title: str, *, fills: bool = False, before: Callable[[], None] = lambda: None) -> Result:
+        """Warm up the server, call ``before``, and send everything with a progress bar. ``fills``: without pauses.
+
+        Raises ConfigError if the server fails the warm-up.
+        """
+        args = self._args
+        self._warm_up(url)
+        before()
+        with tqdm(total=self.num_requests, desc=title, unit="request", dynamic_ncols=True) as bar:
+            load = Load(
+                url,
+                self.conversations,
+                self._transcript,
+                max_new_tokens=args.max_new_tokens,
+                timeout_s=args.timeout,
+                api_key=args.api_key,
+                on_record=bar.update,
+            )
+            if fills or not args.request_rate:
+                return asyncio.run(load.run(concurrency=args.concurrency))
+            starts_s = poisson_starts_s(self.conversations, args.request_rate, args.seed)
+            return asyncio.run(load.run(starts_s=starts_s))
+
+    def _warm_up(self, url: str) -> None:
+        """Send one prompt of full length twice. It is the same in all runs, so that it comes from storage if there is
+        any, and warms up the code paths of the measured requests."""
+        vocabulary = sorted({i for conversation in self.conversations for ids in conversation for i in ids})
+        prompt = tuple(random.Random("warm-up").choices(vocabulary, k=self.max_input_tokens))
+        load = Load(
+            url,
+            [(prompt,)] * 2,
+            {},
+            max_new_tokens=min(_WARM_UP_NEW_TOKENS, self._args.max_new_tokens),
+            timeout_s=_WARM_UP_TIMEOUT_S,
+            api_key=self._args.api_key,
+        )
+        for record in asyncio.run(load.run(concurrency=1)).records:
+            if record.error:
+                raise ConfigError(f"the server failed the first request: {record.error}")

@@ -1,0 +1,1 @@
+"""Hours of a store's life in minutes: see ``__main__``."""

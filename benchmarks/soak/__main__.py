@@ -1,0 +1,107 @@
+"""A long time of a store's life in a short one: 16 clients, evictions, deletions, crashes and full disks.
+
+    python -m benchmarks.soak --minutes 15 --clients 16 --json soak.json
+
+Clients read, write, replace and delete at random; some give up halfway, leave data without a manifest, or read over a
+slow link. Their working set is four times the capacity. In the first half, the server is killed (SIGKILL) and started
+again now and then. In the second half it runs on, so that memory can be compared. From time to time its disk is full:
+`tmpfs` mounts one for it (root may), `limit` limits the size of the files that it may write.
+
+It is a failure, and the exit code is 1, if
+
+* anything read differs from what was written: data, manifests, or the pages of a hit;
+* a segment is lost that was committed right before a kill;
+* an operation fails for which no kill or full disk is the reason, or a lookup takes longer than --longest-lookup;
+* memory or open files grow, or the files (with deleted ones that the server holds open) exceed capacity and --slack;
+* in the end, anything is left that no segment needs, `kvfetch verify` finds a fault, or the log has a traceback.
+
+--seed fixes what is written, what each client does in which order, and the pauses between kills. How the clients meet
+is left to chance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import report
+from benchmarks.machine import machine, versions
+from benchmarks.report import make_parser, write_json
+from benchmarks.soak.clients import OPERATIONS
+from benchmarks.soak.disk import Disk, limited_files, small_disk
+from benchmarks.soak.report import print_report
+from benchmarks.soak.run import Settings, Soak
+from benchmarks.soak.world import World
+
+_TMPFS_TO_CAPACITY = 2
+_FEWEST_MINUTES = 0.1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code: 0, or 1 if anything was wrong. Without figures if the store did not even run."""
+    args = _parse(argv)
+    console = Console(highlight=False)
+    settings = Settings(
+        duration_s=args.minutes * 60,
+        clients=args.clients,
+        slow_readers=args.slow_readers,
+        capacity_bytes=args.capacity << 20,
+        slack_bytes=args.slack << 20,
+        orphan_age_s=args.orphan_age,
+        longest_lookup_s=args.longest_lookup,
+        left_out=tuple(args.leave_out),
+        seed=args.seed,
+    )
+    with console.status("making segments"):
+        world = World(args.working_set * settings.capacity_bytes, args.seed)
+    try:
+        with _disk(args.disk, settings) as disk, console.status("running"):
+            results = asyncio.run(Soak(settings, world, disk).run())
+    except RuntimeError as e:
+        console.print(str(e), style="red", markup=False, soft_wrap=True)
+        return 1
+    print_report(results, console)
+    if args.json:
+        about = {"machine": machine(), "versions": versions()}
+        write_json(args.json, {**report.settings(args), **results, **about})
+        console.print(f"wrote {args.json}")
+    return 1 if results["problems"] else 0
+
+
+def _disk(kind: str, settings: Settings) -> AbstractContextManager[Disk]:
+    return small_disk(_TMPFS_TO_CAPACITY * settings.capacity_bytes) if kind == "tmpfs" else limited_files()
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser("benchmarks.soak", __doc__)
+    parser.add_argument("--minutes", type=float, default=15.0, help="how long")
+    parser.add_argument("--clients", type=int, default=16, help="how many")
+    parser.add_argument("--slow-readers", type=int, default=32, help="how many")
+    parser.add_argument("--capacity", type=int, default=64, metavar="MIB", help="of the store")
+    parser.add_argument("--working-set", type=int, default=4, help="in capacities")
+    parser.add_argument("--slack", type=int, default=8, metavar="MIB", help="files may exceed the capacity by this")
+    parser.add_argument("--orphan-age", type=float, default=10.0, metavar="S", help="of `kvfetch serve`")
+    parser.add_argument("--longest-lookup", type=float, default=5.0, metavar="S", help="a slower one is a failure")
+    parser.add_argument(
+        "--disk", choices=("tmpfs", "limit"), default="tmpfs" if os.geteuid() == 0 else "limit", help="how it gets full"
+    )
+    parser.add_argument(
+        "--leave-out", action="append", choices=OPERATIONS, default=[], help="an operation of the clients; repeatable"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="see above")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures")
+    args = parser.parse_args(argv)
+    if args.minutes < _FEWEST_MINUTES:
+        parser.error(f"--minutes: expected at least {_FEWEST_MINUTES}")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

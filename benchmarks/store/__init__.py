@@ -1,0 +1,1 @@
+"""Measures ``kvfetch serve`` from outside: see ``__main__``."""

@@ -1,0 +1,20 @@
+"""Fetches in one round, whose destination is known from the start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sgl_kvfetch.fetch.fetcher import Fetcher, FetchResult
+from sgl_kvfetch.fetch.plan import PageSource
+from sgl_kvfetch.fetch.rounds import Destination, Round
+from sgl_kvfetch.fetch.sink import GuardedSink
+
+
+async def fetch_pages(
+    fetcher: Fetcher, sources: Sequence[PageSource], pool_pages: Sequence[int], sink: GuardedSink, timeout_s: float
+) -> FetchResult:
+    """Restore pages into ``pool_pages`` through ``sink``."""
+    assert len(sources) == len(pool_pages)
+    only = Round(0, len(sources))
+    only.give(Destination(pool_pages, sink))
+    return await fetcher.fetch_rounds(sources, [only], timeout_s)

@@ -1,0 +1,77 @@
+"""Runs ``redis-server`` as a child process on a free loopback port, without files of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import redis
+
+from harness.engine import free_port
+from harness.waiting import polls
+
+REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
+REDIS_MISSING = "needs redis-server (Debian's package redis-server, or valkey-server)"
+
+
+class RedisProcess:
+    """A context manager; the server answers when it is entered. ``client`` is for the test's own looks at it."""
+
+    def __init__(self, *, password: str | None = None, cluster: bool = False) -> None:
+        self.port = free_port()
+        self.url = f"redis{'+cluster' if cluster else ''}://127.0.0.1:{self.port}"
+        self.client = redis.Redis(port=self.port, password=password)
+        self._args = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        self._args += ["--requirepass", password] if password else []
+        self._is_cluster = cluster
+        self._args += ["--cluster-enabled", "yes", "--cluster-port", str(free_port())] if cluster else []
+        self._folder = tempfile.TemporaryDirectory()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+        self.client.close()
+        self._folder.cleanup()
+
+    def start(self) -> None:
+        """Start an empty server, and wait until it answers. Raises RuntimeError if it does not."""
+        assert REDIS is not None, REDIS_MISSING
+        assert self._process is None, "already started"
+        Path(self._folder.name, "nodes.conf").unlink(missing_ok=True)  # a cluster's, of a server that was killed
+        self._process = subprocess.Popen(
+            [REDIS, *self._args, "--dir", self._folder.name], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
+        self._wait_for(self.client.ping)
+        if self._is_cluster:
+            commands: Any = self.client
+            commands.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+            self._wait_for(lambda: b"cluster_state:ok" in commands.execute_command("CLUSTER", "INFO"))
+
+    def _wait_for(self, condition: Any) -> None:
+        assert self._process is not None
+        for _ in polls():
+            if self._process.poll() is not None:
+                break
+            with contextlib.suppress(redis.ConnectionError):
+                if condition():
+                    return
+        self.kill()
+        raise RuntimeError("redis-server did not start")
+
+    def kill(self) -> None:
+        """Kill the server, as a crash would. Do nothing if it does not run."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()

@@ -1,0 +1,86 @@
+"""Runs moto's S3 server in a thread of this process, on a free loopback port."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import obstore
+from moto.server import ThreadedMotoServer
+
+from harness.waiting import WAIT_S, polls
+
+BUCKET = "kv-cache"
+ACCESS_KEY, SECRET_KEY = "test:test", "test"  # Swift wants a colon
+
+
+@dataclass(frozen=True, slots=True)
+class S3Server:
+    host: str
+    port: int
+
+    @property
+    def config(self) -> dict[str, str]:
+        """The keys of obstore's S3 config that reach this server."""
+        return s3_config(f"http://{self.host}:{self.port}")
+
+    def make_bucket(self, name: str = BUCKET) -> None:
+        make_bucket(self.config, name)
+
+    def reset(self) -> None:
+        """Delete all buckets."""
+        request = urllib.request.Request(f"http://{self.host}:{self.port}/moto-api/reset", method="POST")
+        urllib.request.urlopen(request, timeout=60).close()
+
+
+def s3_config(endpoint: str) -> dict[str, str]:
+    keys = {"access_key_id": ACCESS_KEY, "secret_access_key": SECRET_KEY}
+    return {"endpoint": endpoint, "region": "us-east-1", **keys}
+
+
+def open_bucket(config: dict[str, str], name: str = BUCKET) -> obstore.store.S3Store:
+    """Return a client of a bucket, for a test's own looks at it."""
+    return obstore.store.S3Store(name, config=cast(Any, config), client_options={"allow_http": True})
+
+
+def make_bucket(config: dict[str, str], name: str = BUCKET) -> None:
+    """Make a bucket on the server that ``config`` leads to."""
+    url = obstore.sign(open_bucket(config, name), "PUT", "", timedelta(minutes=10))
+    urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=60).close()
+
+
+def wait_until_it_answers(endpoint: str, process: subprocess.Popen[bytes]) -> bool:
+    """Return False if the server's ``process`` ends, or nothing answers at ``endpoint`` in time."""
+    for _ in polls():
+        if process.poll() is not None:
+            return False
+        try:
+            urllib.request.urlopen(endpoint, timeout=WAIT_S).close()
+        except urllib.error.HTTPError as e:
+            e.close()  # an answer
+        except OSError:
+            continue
+        return True
+    return False
+
+
+@contextmanager
+def running_s3_server() -> Iterator[S3Server]:
+    """Yield a server with an empty bucket ``BUCKET``."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it logs each request
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        s3 = S3Server(*server.get_host_and_port())
+        s3.reset()  # all moto's servers of a process have the same buckets
+        s3.make_bucket()
+        yield s3
+    finally:
+        server.stop()

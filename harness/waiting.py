@@ -1,0 +1,71 @@
+"""Waits for conditions, however slow the machine is."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Iterator
+
+WAIT_S = 60.0  # far more than anything takes on a busy machine
+_MIN_POLLS = 50
+
+
+def polls(timeout_s: float = WAIT_S, poll_s: float = 0.01) -> Iterator[None]:
+    """Yield for ``timeout_s``, and at least 50 times, ``poll_s`` apart: the machine may stand still for a minute."""
+    deadline_s = time.monotonic() + timeout_s
+    num_left = _MIN_POLLS
+    while num_left > 0 or time.monotonic() < deadline_s:
+        yield
+        num_left -= 1
+        time.sleep(poll_s)
+
+
+def wait_until(
+    condition: Callable[[], bool],
+    *,
+    timeout_s: float = WAIT_S,
+    poll_s: float = 0.01,
+    found: Callable[[], object] = lambda: "nothing happens",
+) -> None:
+    """Poll ``condition`` until it is true. Raises TimeoutError, with what ``found`` returns, after ``timeout_s``."""
+    for _ in polls(timeout_s, poll_s):
+        if condition():
+            return
+    raise TimeoutError(found())
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
+    """Do the same on an event loop. ``condition`` may be a coroutine function. Raises TimeoutError after ``WAIT_S``."""
+    deadline_s = time.monotonic() + WAIT_S  # not the loop's clock, which a test may set forward
+    while True:
+        result = condition()
+        if await result if inspect.isawaitable(result) else result:
+            return
+        if time.monotonic() > deadline_s:
+            raise TimeoutError("nothing happens")
+        await asyncio.sleep(0.001)
+
+
+async def until_idle() -> None:
+    """Wait until no other task of this event loop is left."""
+    await until(lambda: len(asyncio.all_tasks()) == 1)
+
+
+class LoopClock:
+    """The clock of the running event loop, which can be set forward. Threads and ``time`` do not see that."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._time = loop.time
+        self._ahead_s = 0.0
+        loop.time = self  # type: ignore[method-assign]
+
+    def __call__(self) -> float:
+        return self._time() + self._ahead_s
+
+    async def advance(self, seconds: float) -> None:
+        """Set the clock forward, and let the timers run that are due by then."""
+        self._ahead_s += seconds
+        for _ in range(2):
+            await asyncio.sleep(0)

@@ -1,0 +1,103 @@
+"""Bearer tokens and what they permit."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from enum import IntEnum
+from pathlib import Path
+
+from sgl_kvfetch.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class Role(IntEnum):
+    """Each role permits what those before it permit."""
+
+    READ = 1  # look up, read, list, report damage, metrics
+    WRITE = 2  # put objects, replace a manifest that it knows, delete within a namespace
+    ADMIN = 3  # replace any manifest, delete from all namespaces, pin
+
+
+_ROLES = {role.name.lower(): role for role in Role}
+
+
+class Tokens:
+    """Says which role a request has. Without tokens, every request has all rights."""
+
+    def __init__(self, roles: Mapping[str, Role] | None) -> None:
+        # Looked up by digest: how long that takes says nothing about a token.
+        self._roles = None if roles is None else {_digest(f"Bearer {token}"): role for token, role in roles.items()}
+
+    def role_of(self, authorization: str) -> Role | None:
+        """Return the role of a request with this ``Authorization`` header; None without a valid token."""
+        return Role.ADMIN if self._roles is None else self._roles.get(_digest(authorization))
+
+
+class TokenFile(Tokens):
+    """Tokens from a file, which may be changed at any time."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError if the file cannot be read or is malformed."""
+        self._path = path
+        self._stamp = self._look()
+        super().__init__(self._read())
+
+    def reload(self, *, if_changed: bool = False) -> None:
+        """Read the file again. If it cannot be read or is malformed, log that and keep the tokens."""
+        stamp = self._look()
+        if if_changed and stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            super().__init__(self._read())
+        except ConfigError as e:
+            logger.error("keeping the old tokens: %s", e)
+        else:
+            logger.info("read the tokens again from %s", self._path)
+
+    def _look(self) -> tuple[int, ...]:
+        try:
+            status = self._path.stat()
+        except OSError:
+            return ()
+        return status.st_mtime_ns, status.st_size, status.st_ino
+
+    def _read(self) -> dict[str, Role]:
+        try:
+            text = self._path.read_text(encoding="utf-8")
+        except OSError as e:
+            raise ConfigError(f"token_file {self._path} cannot be read: {e.strerror or e}") from e
+        except UnicodeDecodeError:
+            raise ConfigError(f"token_file {self._path} cannot be read: it is not UTF-8") from None  # it has the tokens
+        try:
+            return parse_tokens(text)
+        except ConfigError as e:
+            raise ConfigError(f"token_file {self._path}: {e}") from e
+
+
+def parse_tokens(text: str) -> dict[str, Role]:
+    """Parse lines ``ROLE TOKEN``, or a single line ``TOKEN``, which is an admin's. ``#`` begins a comment line.
+
+    Raises ConfigError, which quotes no token.
+    """
+    lines = [(number, line.split()) for number, line in enumerate(text.splitlines(), 1)]
+    lines = [(number, words) for number, words in lines if words and not words[0].startswith("#")]
+    if not lines:
+        raise ConfigError("is empty")
+    if len(lines) == 1 and len(lines[0][1]) == 1 and lines[0][1][0] not in _ROLES:
+        return {lines[0][1][0]: Role.ADMIN}
+    roles = {}
+    for number, words in lines:
+        if len(words) != 2 or words[0] not in _ROLES:
+            raise ConfigError(f"line {number}: expected one of {', '.join(_ROLES)}, and a token")
+        if words[1] in roles:
+            raise ConfigError(f"line {number}: this token is listed twice")
+        roles[words[1]] = _ROLES[words[0]]
+    return roles
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()

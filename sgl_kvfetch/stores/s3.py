@@ -1,0 +1,404 @@
+"""Client of a bucket of an S3-compatible store. Importing this module needs the package ``obstore``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+from urllib.parse import urlsplit
+
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+
+from sgl_kvfetch.container.manifest import MAX_MANIFEST_BYTES
+from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
+from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, parse_object_name
+from sgl_kvfetch.stores.base import Lookup, ObjectInfo, Store, object_digest
+from sgl_kvfetch.stores.by_name import lookup_by_name
+from sgl_kvfetch.stores.files import is_namespace, require_name, require_namespace
+from sgl_kvfetch.stores.http import HttpOptions
+from sgl_kvfetch.stores.http_answers import printable, status_error
+from sgl_kvfetch.stores.pins import MAX_PIN_BYTES, Pin, decode_pin, require_pin_name
+
+if TYPE_CHECKING:
+    from obstore import GetResult, ObjectMeta
+    from obstore.store import ClientConfig
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_URL_PATH = re.compile(r"(/[A-Za-z0-9._=+-]+)*/?")
+MULTIPART_BYTES = 64 << 20  # larger objects are put in parts, in parallel
+PART_BYTES = 16 << 20
+_PIECE_BYTES = 256 << 10  # of a read, as it arrives
+_LISTED_AT_ONCE = 1000
+_DELETED_AT_ONCE = 1000  # the most that one request may name
+_MAX_REPLACES = 4
+_PINS = ".kvfetch-pins"  # no object's name: listings leave them out
+_WRONG_TAG = f'"{"0" * 32}"'
+_PROBE = b"made to find out whether this server supports If-Match"
+_NO_IF_MATCH = "the server does not support If-Match on PUT"
+
+TagForm = Callable[[str], str]
+# How servers want an ETag in If-Match: as they sent it, or (Ceph 16.2) without its quotes.
+_TAG_FORMS: tuple[TagForm, ...] = (str, lambda tag: tag.strip('"'))
+
+# obstore has one class for most errors; what happened is only in the text.
+_STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})")
+_KIND = re.compile(r"\bkind: (Connect|Timeout|Interrupted)\b")
+_DEBUG = "\n\nDebug source"
+
+
+class S3Store(Store):
+    """Objects under a prefix of a bucket. obstore has the connections, credentials and retries.
+
+    Lookups find segments by their names: see `by_name` for what that misses.
+    """
+
+    def __init__(
+        self, url: str, *, options: HttpOptions | None = None, config: Mapping[str, Any] | None = None
+    ) -> None:
+        """``config`` has obstore's keys for S3; the environment (``AWS_*``) has defaults. Raises ConfigError.
+
+        ``options.on_retry`` is not called: obstore does not tell of its retries.
+        """
+        self.url = url.rstrip("/")
+        bucket, prefix = _parse_url(self.url)
+        self.options = options or HttpOptions()
+        try:
+            self._objects = obstore.store.S3Store(
+                bucket,
+                prefix=prefix or None,
+                config=cast(Any, dict(config or {})),
+                client_options=_client_options(self.options),
+                retry_config={
+                    "max_retries": self.options.max_attempts - 1,
+                    "retry_timeout": timedelta(seconds=self.options.timeout_s),
+                    "backoff": {"init_backoff": timedelta(seconds=max(self.options.backoff_s, 1e-3))},
+                },
+            )
+        except (BaseError, TypeError, ValueError) as e:
+            raise ConfigError(f"{self.url}: {_text(e)}") from None  # a traceback would show credentials
+        # Like the HTTP store's, so that reads leave connections to everything else.
+        self._free = asyncio.Semaphore(self.options.max_connections)
+        self._probing = asyncio.Lock()
+        self._has_probed = False
+        self._tag_form: TagForm | None = None  # None if the server does not support If-Match
+        self._closed = False
+
+    async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        """Also raises ``too_large`` for more bytes than ``max_object_bytes``, or than a manifest may have."""
+        assert start >= 0
+        assert length is None or length >= 0
+        self._require_small_enough(name, length or 0)
+        if length == 0:  # HTTP has no empty range
+            return await self._get_nothing(name, start)
+
+        async def get() -> bytes:
+            result = await self._begin_get(name, start, length)
+            return bytes(await result.bytes_async())
+
+        try:
+            return await self._call(f"getting {name}", get, length or 0)
+        except StoreError as e:
+            if e.reason == "truncated" and start and length is None:  # S3 refuses the empty range at the end
+                return await self._get_nothing(name, start)
+            raise
+
+    async def read(self, name: str, start: int, length: int, take: Callable[[bytes], None]) -> bool:
+        """A retry continues where the broken attempt ended."""
+        self._require_small_enough(name, length)
+
+        async def read() -> bool:
+            result = await self._begin_get(name, start, length)
+            left = length
+            async for piece in result.stream(min_chunk_size=_PIECE_BYTES):
+                left -= len(piece)
+                if left < 0:
+                    raise StoreError("protocol", f"reading {name}: more than the {length} bytes of the range arrived")
+                take(piece)
+            if left:
+                raise StoreError("truncated", f"reading {name}: {left} of {length} bytes are missing", retriable=True)
+            return True
+
+        if length == 0:
+            return await self._get_nothing(name, start) is not None
+        return await self._call(f"reading {name}", read, length) is not None
+
+    async def _begin_get(self, name: str, start: int, length: int | None) -> GetResult:
+        """Send a GET, and check the size that its answer announces."""
+        if length is not None:
+            result = await obstore.get_async(self._objects, name, options={"range": (start, start + length)})
+        elif start:
+            result = await obstore.get_async(self._objects, name, options={"range": {"offset": start}})
+        else:
+            result = await obstore.get_async(self._objects, name)
+        first, end = result.range
+        self._require_small_enough(name, end - first)
+        if length is not None and (first, end) != (start, start + length):
+            raise StoreError("truncated", f"{name}: expected {length} bytes from {start} on, found {end - first}")
+        return result
+
+    def _require_small_enough(self, name: str, num_bytes: int) -> None:
+        most = MAX_MANIFEST_BYTES if require_name(name).is_manifest else self.options.max_object_bytes
+        if num_bytes > most:
+            raise StoreError("too_large", f"getting {name}: {num_bytes} bytes, the limit is {most}")
+
+    async def _get_nothing(self, name: str, start: int) -> bytes | None:
+        info = await self.head(name)
+        if info is not None and start > info.size_bytes:
+            raise StoreError("truncated", f"{name} has {info.size_bytes} bytes; cannot read from byte {start} on")
+        return None if info is None else b""
+
+    async def put(self, name: str, data: bytes) -> None:
+        require_name(name)
+        is_large = len(data) > MULTIPART_BYTES
+
+        async def put() -> bool:
+            await obstore.put_async(self._objects, name, data, use_multipart=is_large, chunk_size=PART_BYTES)
+            return True
+
+        if await self._call(f"putting {name}", put, len(data)) is None:
+            raise StoreError("protocol", f"putting {name}: the server says that there is no such object")
+
+    async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
+        """Uses ``If-Match``. Raises StoreError (``invalid``) if the server does not support it."""
+        if not require_name(name).is_manifest:
+            raise StoreError("invalid", f"{name} is not a manifest; data objects are never replaced")
+        tag_form = await self._require_if_match()
+
+        async def get() -> tuple[bytes, str]:
+            result = await self._begin_get(name, 0, None)
+            return bytes(await result.bytes_async()), result.meta["e_tag"] or _WRONG_TAG
+
+        for _ in range(_MAX_REPLACES):
+            found = await self._call(f"getting {name}", get)
+            if found is None or object_digest(found[0]) != expected_digest:
+                return found is not None and found[0] == data
+            if await self._put_if_match(name, data, tag_form(found[1])):
+                return True
+        raise StoreError("server", f"replacing {name}: refused {_MAX_REPLACES} times", retriable=True)
+
+    async def require_replace(self) -> None:
+        """Puts an object of its own, the first time, and replaces it on conditions that hold and that do not."""
+        await self._require_if_match()
+
+    async def _put_if_match(self, path: str, data: bytes, tag: str) -> bool:
+        """Return False if the object is not the one that ``tag`` names, or others are replacing it just now."""
+
+        async def put() -> bool:
+            try:
+                await obstore.put_async(self._objects, path, data, mode={"e_tag": tag}, use_multipart=False)
+            except (PreconditionError, AlreadyExistsError):  # statuses 412 and 409
+                return False
+            return True
+
+        return await self._call(f"replacing {path}", put, len(data)) or False
+
+    async def _require_if_match(self) -> TagForm:
+        """Find out once whether the server supports ``If-Match``: one that ignores it would overwrite blindly."""
+        async with self._probing:
+            if not self._has_probed:
+                self._tag_form = await self._probe_if_match()
+                self._has_probed = True
+                if self._tag_form is None:
+                    logger.warning("%s: %s; stored segments are not replaced", self.url, _NO_IF_MATCH)
+        if self._tag_form is None:
+            raise StoreError("invalid", f"{self.url}: {_NO_IF_MATCH}, which replacing needs")
+        return self._tag_form
+
+    async def _probe_if_match(self) -> TagForm | None:
+        path = f".kvfetch-probe-{secrets.token_hex(8)}"  # no object's name: listings leave it out
+        put = await self._call("probing", lambda: obstore.put_async(self._objects, path, _PROBE))
+        tag = (put and put["e_tag"]) or _WRONG_TAG
+        try:
+            for form in _TAG_FORMS:
+                if await self._put_if_match(path, _PROBE, form(_WRONG_TAG)):
+                    return None
+                if await self._put_if_match(path, _PROBE, form(tag)):
+                    return form
+        except StoreError as e:
+            if e.reason != "invalid":  # as Swift answers
+                raise
+        finally:
+            await self._call("probing", lambda: obstore.delete_async(self._objects, path))
+        return None
+
+    async def head(self, name: str) -> ObjectInfo | None:
+        """The modification time is in whole seconds."""
+        require_name(name)
+        meta = await self._call(f"looking at {name}", lambda: obstore.head_async(self._objects, name))
+        return None if meta is None else _info(meta)
+
+    async def delete(self, name: str) -> bool:
+        """S3 does not say whether there was an object, so this asks before: of two callers, both may return True."""
+        if await self.head(name) is None:
+            return False
+        await self._delete(name)
+        return True
+
+    async def _delete(self, path: str) -> None:
+        await self._call(f"deleting {path}", lambda: obstore.delete_async(self._objects, path))
+
+    async def delete_prefix(self, prefix: str) -> int:
+        names = [info.name async for info in self.list(prefix)]
+        for are_manifests in (True, False):
+            left = iter([name for name in names if name.endswith(MANIFEST_SUFFIX) == are_manifests])
+            while some := list(islice(left, _DELETED_AT_ONCE)):
+                await self._delete_all(prefix, some)
+        return len(names)
+
+    async def _delete_all(self, prefix: str, names: Sequence[str]) -> None:
+        await self._call(f"deleting {prefix!r}*", lambda: obstore.delete_async(self._objects, names))
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        """Each page of the listing has its own deadline. S3 lists by folder; the rest of ``prefix`` is matched here."""
+        folder, slash, _ = prefix.partition("/")
+        pages = obstore.list(self._objects, folder if slash else None, chunk_size=_LISTED_AT_ONCE)
+        while metas := await self._call(f"listing {prefix!r}", lambda: anext(pages, None)):
+            for meta in metas:
+                if meta["path"].startswith(prefix) and _is_object_name(meta["path"]):
+                    yield _info(meta)
+
+    async def folders(self, digest: str = "") -> frozenset[str]:
+        """One request lists a thousand folders, of all namespaces: S3 lists by whole folders."""
+        found = await self._call("listing folders", lambda: obstore.list_with_delimiter_async(self._objects))
+        names = [] if found is None else found["common_prefixes"]
+        return frozenset(name for name in names if name.startswith(digest and f"{digest}.") and is_namespace(name))
+
+    async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
+        require_namespace(namespace)
+        assert all(len(page_hash) == PAGE_HASH_BYTES for page_hash in page_hashes)
+        return await lookup_by_name(self.get, namespace, page_hashes)
+
+    async def pins(self) -> Sequence[str]:
+        found: list[str] = []
+        pages = obstore.list(self._objects, _PINS, chunk_size=_LISTED_AT_ONCE)
+        while metas := await self._call("listing pins", lambda: anext(pages, None)):
+            found += [meta["path"].rpartition("/")[2] for meta in metas]
+        return found
+
+    async def get_pin(self, name: str) -> Pin | None:
+        path = f"{_PINS}/{require_pin_name(name)}"
+
+        async def get() -> bytes:
+            result = await obstore.get_async(self._objects, path, options={"range": (0, MAX_PIN_BYTES)})
+            return bytes(await result.bytes_async())
+
+        content = await self._call(f"getting {path}", get)
+        try:
+            return None if content is None else decode_pin(content)
+        except FormatError as e:
+            raise StoreError("protocol", f"{self.url}/{path}: {e}") from e
+
+    async def put_pin(self, pin: Pin) -> None:
+        path = f"{_PINS}/{pin.name}"
+        await self._call(f"putting {path}", lambda: obstore.put_async(self._objects, path, pin.encode()))
+
+    async def delete_pin(self, name: str) -> bool:
+        if await self.get_pin(name) is None:
+            return False
+        await self._delete(f"{_PINS}/{name}")
+        return True
+
+    async def close(self) -> None:
+        """obstore closes its connections when nothing refers to it any longer."""
+        self._closed = True
+
+    async def _call(self, what: str, call: Callable[[], Awaitable[T]], num_bytes: int = 0) -> T | None:
+        """Return what ``call`` returns, or None if the object is missing. Raises StoreError.
+
+        The deadline is extended for ``num_bytes`` that are to be transferred.
+        """
+        if self._closed:
+            raise StoreError("io", f"the client of {self.url} is closed")
+        timeout_s = self.options.timeout_s + num_bytes / self.options.min_bytes_per_s
+        try:
+            async with asyncio.timeout(timeout_s), self._free:
+                return await call()
+        except TimeoutError as e:
+            message = f"{what}: no answer from {self.url} within {timeout_s:g} s"
+            raise StoreError("timeout", message, retriable=True) from e
+        except FileNotFoundError as e:
+            if "<Code>NoSuchBucket</Code>" in str(e):
+                raise StoreError("invalid", f"{what}: there is no bucket for {self.url}") from e
+            return None
+        except (PermissionDeniedError, UnauthenticatedError) as e:
+            raise StoreError("unauthorised", f"{what}: {_text(e)}") from e
+        except BaseError as e:
+            raise _store_error(f"{what}: {_text(e)}", str(e)) from e
+
+
+def _parse_url(url: str) -> tuple[str, str]:
+    """Return bucket and prefix."""
+    parts = urlsplit(url)
+    is_plain = parts.scheme == "s3" and not (
+        parts.query or parts.fragment or "@" in parts.netloc or ":" in parts.netloc
+    )
+    components = parts.path.split("/")
+    if not is_plain or not parts.netloc or not _URL_PATH.fullmatch(parts.path) or {".", ".."} & set(components):
+        raise ConfigError(f"store URL {url!r} is not s3://BUCKET or s3://BUCKET/PREFIX")
+    return parts.netloc, parts.path.strip("/")
+
+
+def _client_options(options: HttpOptions) -> ClientConfig:
+    client: ClientConfig = {
+        "allow_http": True,  # only an endpoint that the user wrote as http:// is one
+        "connect_timeout": timedelta(seconds=options.connect_timeout_s),
+        # A call has its own deadline. This one is for the longest.
+        "timeout": timedelta(seconds=options.timeout_s + options.max_object_bytes / options.min_bytes_per_s),
+    }
+    if options.tls is not None and options.tls.cert is not None:
+        raise ConfigError("a client's certificate is for https:// stores; s3:// stores have credentials")
+    if options.tls is not None and options.tls.ca is not None:
+        try:
+            client["root_certificate"] = Path(options.tls.ca).read_bytes()
+        except OSError as e:
+            raise ConfigError(f"cannot use the TLS file {options.tls.ca}: {e}") from e
+    return client
+
+
+def _store_error(message: str, detail: str) -> StoreError:
+    status = _STATUS.search(detail)
+    if status is not None and status[1] == "416":
+        return StoreError("truncated", message)
+    if status is not None:
+        return status_error(int(status[1]), message)
+    kind = _KIND.search(detail)
+    match kind and kind[1]:
+        case "Connect":
+            return StoreError("refused", message, retriable=True)
+        case "Timeout":
+            return StoreError("timeout", message, retriable=True)
+        case "Interrupted":
+            return StoreError("truncated", message, retriable=True)
+    return StoreError("protocol", message)
+
+
+def _text(error: BaseException) -> str:
+    """Return what obstore says, without its structure and without control characters."""
+    return printable(" ".join(str(error).partition(_DEBUG)[0].split())[:500])
+
+
+def _is_object_name(path: str) -> bool:
+    try:
+        parse_object_name(path)
+    except FormatError:
+        return False
+    return True
+
+
+def _info(meta: ObjectMeta) -> ObjectInfo:
+    return ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())

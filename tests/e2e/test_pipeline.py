@@ -1,0 +1,28 @@
+"""Pipeline parallelism: each stage stores its own layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.engine import SGLangServer, hicache_args
+from harness.metrics import wait_until_written
+from harness.store_process import StoreProcess
+from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt, same_answer
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+TWO_STAGES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+
+
+def test_what_two_stages_store_they_restore(tiny_llama: Path, store: StoreProcess) -> None:
+    flags = [*hicache_args(store.url), "--pp-size", "2"]
+    with SGLangServer(tiny_llama, extra_args=flags, env=TWO_STAGES) as server:
+        computed = ask(server, make_prompt(0))
+        wait_until_written(server, 2 * 640 // PAGE_SIZE)
+    with SGLangServer(tiny_llama, extra_args=flags, env=TWO_STAGES) as server:
+        restored = ask(server, make_prompt(0))
+    assert from_storage(restored) >= 0.9 * 640
+    assert same_answer(restored, computed)
+    assert len({path.parent for path in store.directory.rglob("*.kvm")}) == 2

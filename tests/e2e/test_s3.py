@@ -1,0 +1,165 @@
+"""Servers share a bucket of Ceph (of moto, where Ceph is missing), with an index of its pages in Redis.
+
+Each test has prompts of its own. The later ones empty the index, and the last one ends the server that they share.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import obstore
+import pytest
+
+from harness.ceph_server import HAS_CEPH, CephProcess
+from harness.engine import SGLangServer, hicache_args
+from harness.faults import Fault
+from harness.metrics import read_metric, wait_until_written
+from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
+from harness.s3_server import BUCKET, S3Server, open_bucket, running_s3_server, s3_config
+from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.faults import PAGES, Proxy, counted, fetch_again, is_data
+
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.slow,
+    pytest.mark.skipif(REDIS is None, reason=REDIS_MISSING),
+]
+
+NUM_STORED = 8
+BY_NAME = 32 * PAGE_SIZE  # a prompt's first segment; SGLang may leave out the last page of the next one
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[CephProcess | S3Server]:
+    with CephProcess() if HAS_CEPH else running_s3_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def index() -> Iterator[RedisProcess]:
+    with RedisProcess() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def link(bucket: CephProcess | S3Server) -> Iterator[Proxy]:
+    """The readers' way to the bucket."""
+    proxy = Proxy(bucket)
+    yield proxy
+    proxy.close()
+
+
+def flags(endpoint: str, index: RedisProcess) -> list[str]:
+    config = s3_config(endpoint)
+    return hicache_args(f"s3://{BUCKET}/kv", s3=config, index=index.url, lookup_timeout_s=60, codec="zstd")
+
+
+@pytest.fixture(scope="module")
+def written(model: Path, bucket: CephProcess | S3Server, index: RedisProcess, expected: Expected) -> None:
+    """One server, which is gone by now, has stored the first prompts."""
+    with SGLangServer(model, extra_args=flags(bucket.config["endpoint"], index)) as writer:
+        for seed in range(NUM_STORED):
+            answer = ask(writer, make_prompt(seed))
+            assert from_storage(answer) == 0
+            assert same_answer(answer, expected[seed])
+        wait_until_written(writer, NUM_STORED * PAGES)
+        stored = read_metric(writer.metrics(), "sgl_kvfetch_written_pages_total", result="stored")
+        assert stored == NUM_STORED * PAGES
+
+
+@pytest.fixture(scope="module")
+def reader(model: Path, link: Proxy, index: RedisProcess, written: None) -> Iterator[SGLangServer]:
+    """Another server. The tests share it, since a start takes longer than all that they do."""
+    with SGLangServer(model, extra_args=flags(link.url, index)) as server:
+        yield server
+
+
+def test_what_one_server_wrote_another_finds(reader: SGLangServer, expected: Expected) -> None:
+    answer = ask(reader, make_prompt(0))
+    assert from_storage(answer) >= 0.9 * 640
+    assert same_answer(answer, expected[0])
+
+    # A prefix that ends inside a stored segment: only the index leads to it.
+    reader.flush()
+    assert from_storage(ask(reader, make_prompt(0)[:416] + make_prompt(7)[:224])) == 416
+    assert read_metric(reader.metrics(), "sgl_kvfetch_misses_total") == 0
+
+
+def test_the_gateway_is_killed_in_mid_fetch(
+    reader: SGLangServer, bucket: CephProcess | S3Server, link: Proxy, expected: Expected
+) -> None:
+    reasons = {"refused", "truncated", "timeout"}
+    before = counted(reader, "fetch", reasons)
+    link.set(Fault("stall", after_bytes=1000, only=is_data))  # the fetch is under way when the gateway dies
+
+    def kill() -> None:
+        link.wait_for_data()
+        if isinstance(bucket, CephProcess):
+            bucket.kill_gateway()
+        link.set(Fault("refuse"))
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        answer = ask(reader, make_prompt(3))
+    finally:
+        killer.join()
+        if isinstance(bucket, CephProcess):
+            bucket.start_gateway()
+        link.set(None)
+    assert same_answer(answer, expected[3])
+    assert from_storage(answer) < 640 // 2
+    assert counted(reader, "fetch", reasons) > before
+    assert same_answer(fetch_again(reader, 3), expected[3])
+
+
+@pytest.mark.parametrize(("seed", "suffix"), [(4, ".kvd"), (5, ".kvm")])
+def test_an_object_is_deleted_behind_the_index(
+    reader: SGLangServer, bucket: CephProcess | S3Server, link: Proxy, expected: Expected, seed: int, suffix: str
+) -> None:
+    link.set(None)
+    assert same_answer(fetch_again(reader, seed), expected[seed])
+    paths = {path.removeprefix(f"/{BUCKET}/") for path in link.paths(suffix)}
+    objects = open_bucket(bucket.config)
+    stored = {meta["path"] for metas in obstore.list(objects) for meta in metas}
+    assert paths & stored
+    obstore.delete(objects, sorted(paths & stored))
+    reader.flush()
+    answer = ask(reader, make_prompt(seed))
+    assert from_storage(answer) < BY_NAME
+    assert same_answer(answer, expected[seed])
+
+
+def test_redis_is_flushed(reader: SGLangServer, index: RedisProcess, expected: Expected) -> None:
+    index.client.flushall()
+    answer = ask(reader, make_prompt(1))
+    assert from_storage(answer) >= BY_NAME
+    assert same_answer(answer, expected[1])
+
+
+def test_redis_is_killed(reader: SGLangServer, index: RedisProcess, expected: Expected) -> None:
+    index.kill()
+    try:
+        answer = ask(reader, make_prompt(2))
+    finally:
+        index.start()
+    assert from_storage(answer) >= BY_NAME
+    assert same_answer(answer, expected[2])
+    assert read_metric(reader.metrics(), "sgl_kvfetch_index_failures_total") > 0
+
+
+def test_all_but_the_bucket_is_restarted(
+    model: Path, reader: SGLangServer, link: Proxy, index: RedisProcess, expected: Expected
+) -> None:
+    reader.kill()
+    index.kill()
+    index.start()  # empty
+    with SGLangServer(model, extra_args=flags(link.url, index)) as server:
+        answer = ask(server, make_prompt(6))
+        assert from_storage(answer) >= BY_NAME
+        assert same_answer(answer, expected[6])
+        server.flush()
+        assert same_answer(ask(server, make_prompt(6)), expected[6])
+        assert read_metric(server.metrics(), "sgl_kvfetch_misses_total") == 0

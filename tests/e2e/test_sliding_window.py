@@ -1,0 +1,62 @@
+"""A model with sliding windows, which keeps some layers' pages in a side pool, on real SGLang."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.engine import Generation, SGLangServer, hicache_args
+from harness.metrics import read_metric, wait_until_written
+from harness.models import make_tiny_mellum
+from harness.store_process import StoreProcess
+from sgl_kvfetch.container.manifest import decode_manifest
+from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt, same_answer
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+TOKENS = 640
+WINDOW = 64
+
+
+@pytest.fixture(scope="module")
+def mellum(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_mellum(tmp_path_factory.mktemp("mellum"), WINDOW)
+
+
+def test_windows_are_stored_and_restored_with_their_prefixes(mellum: Path, store: StoreProcess) -> None:
+    flags = hicache_args(store.url)
+    with SGLangServer(mellum, extra_args=flags) as server:
+        computed = [ask(server, make_prompt(seed)) for seed in range(2)]
+        assert not any(map(from_storage, computed))
+        wait_until_written(server, 2 * TOKENS // PAGE_SIZE)
+        stored = read_metric(server.metrics(), "sgl_kvfetch_side_pages_total", pool="swa", result="stored")
+        assert stored >= 2 * WINDOW / PAGE_SIZE
+    with SGLangServer(mellum, extra_args=flags) as server:
+        restored = ask(server, make_prompt(0))
+        assert from_storage(restored) >= 0.9 * TOKENS
+        assert same_answer(restored, computed[0])
+        _flip_side_pages(store)
+        answer = ask(server, make_prompt(1))
+        assert from_storage(answer) == 0  # KV without its window is never used
+        assert same_answer(answer, computed[1])
+        assert read_metric(server.metrics(), "sgl_kvfetch_corrupt_chunks_total") > 0
+        assert _is_stored_again(server, computed[1])
+
+
+def _flip_side_pages(store: StoreProcess) -> None:
+    """Flip a bit in the middle of each object of side pages."""
+    for path in store.directory.rglob("*.kvm"):
+        manifest = decode_manifest(path.read_bytes())
+        for side in manifest.sides:
+            data = store.directory / manifest.data_name(side)
+            content = bytearray(data.read_bytes())
+            content[len(content) // 2] ^= 1
+            data.write_bytes(content)
+
+
+def _is_stored_again(server: SGLangServer, computed: Generation) -> bool:
+    wait_until_written(server, TOKENS // PAGE_SIZE)
+    server.flush()
+    answer = ask(server, make_prompt(1))
+    return from_storage(answer) >= 0.9 * TOKENS and same_answer(answer, computed)

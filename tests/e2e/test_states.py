@@ -1,0 +1,44 @@
+"""Models with short convolutions or linear attention: their states are stored with the KV cache of their pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.engine import SGLangServer, hicache_args
+from harness.metrics import wait_until_written
+from harness.models import make_tiny_lfm2, make_tiny_qwen3_5
+from harness.store_process import StoreProcess
+from tests.e2e.conftest import ask, from_storage, make_prompt, same_answer
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+FLOAT32_STATES = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}  # as the rest of the model, so that answers can be compared
+# SGLang keeps the state of LFM2 at the end of a prompt alone, and therefore wants pages of one token.
+LFM2 = pytest.param(make_tiny_lfm2, 1, {}, id="short convolutions")
+# Some of SGLang's kernels run in Triton's interpreter.
+QWEN3_5 = pytest.param(make_tiny_qwen3_5, 16, {"TRITON_INTERPRET": "1"}, id="gated delta rule")
+
+
+@pytest.mark.parametrize(("make_model", "page_size", "env"), [LFM2, QWEN3_5])
+def test_a_conversation_goes_on_from_stored_states_after_a_restart(
+    make_model: Callable[[Path], Path], page_size: int, env: dict[str, str], tmp_path: Path, store: StoreProcess
+) -> None:
+    model = make_model(tmp_path / "model")
+    start = make_prompt(0, 256)
+    longer = start + make_prompt(1, 64)
+    # Else SGLang fills a third of the memory with slots for states, and has no room for the host's.
+    flags = ["--page-size", str(page_size), "--max-mamba-cache-size", "64"]
+    env = env | FLOAT32_STATES
+    with SGLangServer(model, extra_args=flags, env=env) as server:
+        expected = ask(server, longer)
+    flags += [*hicache_args(store.url), "--hicache-ratio", "2"]
+    with SGLangServer(model, extra_args=flags, env=env) as server:
+        assert from_storage(ask(server, start)) == 0
+        wait_until_written(server, len(start) // page_size)
+    with SGLangServer(model, extra_args=flags, env=env) as server:
+        answer = ask(server, longer)
+    assert from_storage(answer) == len(start)
+    assert same_answer(answer, expected)

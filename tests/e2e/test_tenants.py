@@ -1,0 +1,59 @@
+"""Requests with different cache salts never share pages, requests with the same one do; and commands about prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.engine import Generation, SGLangServer, device_args, hicache_args
+from harness.metrics import wait_until_written
+from harness.store_process import StoreProcess
+from tests.cli.conftest import kvfetch
+from tests.e2e.conftest import PAGE_SIZE, Expected, from_storage, make_prompt, same_answer
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+PROMPT = make_prompt(0)
+PAGES = len(PROMPT) // PAGE_SIZE
+
+
+def ask(server: SGLangServer, salt: str | None) -> Generation:
+    return server.generate(input_ids=PROMPT, max_new_tokens=12, logprobs=True, cache_salt=salt)
+
+
+@pytest.mark.parametrize("flags", [hicache_args, device_args], ids=["host", "device"])
+def test_salts(model: Path, store: StoreProcess, expected: Expected, flags: Callable[..., list[str]]) -> None:
+    salts = ("one", "two", None)
+    with SGLangServer(model, extra_args=flags(store.url, codec="zstd")) as server:
+        for num_before, salt in enumerate(salts):
+            answer = ask(server, salt)  # after the same prompt of others, whose pages are in all tiers
+            assert answer.cached_tokens == 0, salt
+            assert same_answer(answer, expected[0])
+            wait_until_written(server, (num_before + 1) * PAGES)
+    with SGLangServer(model, extra_args=flags(store.url, codec="zstd")) as another:
+        assert from_storage(ask(another, "three")) == 0
+        for salt in salts:
+            answer = ask(another, salt)
+            assert from_storage(answer) >= 0.9 * len(PROMPT), salt
+            assert same_answer(answer, expected[0])
+
+
+def test_warm_and_pin(model: Path, store: StoreProcess, tmp_path: Path) -> None:
+    text = " ".join(f"w{token}" for token in PROMPT)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": text}) + "\n" + json.dumps({"prompt": make_prompt(1)}) + "\n")
+    options = ("--file", str(file), "--cache-salt", "one", "--json")
+    with SGLangServer(model, extra_args=hicache_args(store.url, codec="zstd")) as server:
+        result = kvfetch("warm", store.url, "--server", server.url, *options)
+        assert result.exit_code == 0, result.output
+        warmed = json.loads(result.output)
+        assert [(one["num_tokens"], one["num_pages"]) for one in warmed] == [(640, PAGES)] * 2
+        assert [list(one["stored_pages"].values()) for one in warmed] == [[PAGES]] * 2
+        server.flush()
+        assert from_storage(ask(server, "one")) >= 0.9 * len(PROMPT)
+    result = kvfetch("pin", store.url, *options, "--model", str(model), "--page-size", str(PAGE_SIZE))
+    assert result.exit_code == 0, result.output
+    assert [list(pin["stored_pages"].values()) for pin in json.loads(result.output)] == [[PAGES]] * 2

@@ -1,0 +1,393 @@
+"""A second reader of the stored format, written from docs/format.md alone. It uses nothing of the package: where it
+cannot read, the document is incomplete.
+
+It computes in float64 and rounds once, as the document's reference does, so its values are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import av
+import msgspec
+import numpy as np
+import xxhash
+import zstandard
+
+U64 = np.uint64
+BIT_TYPES = {"float32": "<u4", "bfloat16": "<u2", "float16": "<u2", "float8_e4m3fn": "u1", "float8_e5m2": "u1"}
+
+
+def parse_manifest(raw: bytes) -> dict[str, Any]:
+    magic, major, _minor, length = struct.unpack_from("<4sHHI", raw)
+    assert (magic, major, length) == (b"KVFM", 2, len(raw) - 12 - 16)
+    assert xxhash.xxh3_128_digest(raw[:-16]) == raw[-16:]
+    body: dict[str, Any] = msgspec.msgpack.decode(raw[12:-16])
+    return body
+
+
+def folder_of(body: dict[str, Any]) -> str:
+    text = json.dumps(body["namespace"], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    first, end = body["first_head"], body["first_head"] + body["num_heads"]
+    return f"{xxhash.xxh3_128_hexdigest(text.encode())}.{first}-{end}"
+
+
+def names_of(body: dict[str, Any]) -> list[str]:
+    """The names of the manifest, of each variant's data and of each object of side pages."""
+    pages = len(body["page_hashes"]) // 32
+    stem = f"{folder_of(body)}/{pages}-{body['page_hashes'][-32:].hex()}"
+    return (
+        [f"{stem}.kvm"]
+        + [f"{stem}.{variant['data_digest']}.kvd" for variant in body["variants"]]
+        + [f"{stem}.{side['data_digest']}.kvd" for side in body.get("sides", [])]
+    )
+
+
+def read_sides(raw: bytes, objects: list[bytes]) -> dict[tuple[str, int], bytes]:
+    """The side pages by pool and page, from a manifest and the contents of its objects of side pages."""
+    found = {}
+    for side, data in zip(parse_manifest(raw).get("sides", []), objects, strict=True):
+        assert xxhash.xxh3_128_hexdigest(data) == side["data_digest"]
+        offset = 0
+        for pool, page, num_bytes, chunks in side["pages"]:
+            assert (pool, page) not in found
+            content = b""
+            for number, (codec, size, coded, decoded) in enumerate(chunks):
+                bitstream = data[offset : offset + size]
+                offset += size
+                assert codec == "zstd"
+                assert xxhash.xxh3_128_digest(bitstream) == coded
+                part = unzstd(bitstream)
+                assert xxhash.xxh3_128_digest(part) == decoded
+                assert len(part) == min(4194304, num_bytes - 4194304 * number)
+                content += part
+            assert len(content) == num_bytes
+            found[pool, page] = content
+        assert offset == len(data)
+    return found
+
+
+def read_values(raw: bytes, data: bytes, variant: int = 0, profile: bytes | None = None) -> bytes:
+    """The bits of all cells' values in storage order, K before V, from a manifest and a variant's data object."""
+    body = parse_manifest(raw)
+    space, coding = body["namespace"], body["variants"][variant]
+    assert xxhash.xxh3_128_hexdigest(data) == coding["data_digest"]
+    cells = cells_of(body)
+    assert len(coding["chunks"]) == len(cells) * len(body["parts"])
+    assert sum(size for _, size, _, _ in coding["chunks"]) == len(data)
+    sums = coding.get("frame_sums") or [None] * len(coding["chunks"])
+    chunks = iter(zip(coding["chunks"], sums, strict=True))
+    known = None if profile is None else Profile.parse(profile)
+    out, offset = [], 0
+    for cell in cells:
+        parts = {}
+        for name, layout in body["parts"]:
+            (codec, size, coded, decoded), frame_sum = next(chunks)
+            bitstream = data[offset : offset + size]
+            offset += size
+            assert xxhash.xxh3_128_digest(bitstream) == coded
+            if layout:
+                part = integers_of(bitstream, codec, coding["layouts"][layout], cell.shape(space, layout), frame_sum)
+            else:
+                assert codec == "zstd"
+                part = np.frombuffer(unzstd(bitstream), np.uint8)
+            assert xxhash.xxh3_128_digest(part.tobytes()) == decoded
+            parts[name] = part
+        out += values_of(cell, space, parts, known)
+    return b"".join(x.tobytes() for x in out)
+
+
+# Cells
+
+
+@dataclass
+class Cell:
+    layers: range  # of the model
+    heads: range  # of the model
+    tokens: range  # of the sequence
+    coefficients: int
+    profile_cell: str
+
+    def shape(self, space: dict[str, Any], layout: str) -> tuple[int, ...]:
+        if layout == "coefficients":
+            return self.coefficients, len(self.tokens)
+        return len(self.tokens), len(self.layers), len(self.heads), space[f"{layout}_head_dim"]
+
+
+def cells_of(body: dict[str, Any]) -> list[Cell]:
+    space, size = body["namespace"], body["namespace"]["page_size"]
+    num_pages, first_layer = len(body["page_hashes"]) // 32, space["first_layer"]
+    last_layer, cell_layers, cell_heads = first_layer + space["num_layers"], body["cell_layers"], body["cell_heads"]
+    cells = []
+    for page in range(0, num_pages, body["span_pages"]):
+        end_page = min(page + body["span_pages"], num_pages)
+        tokens = range((body["first_page"] + page) * size, (body["first_page"] + end_page) * size)
+        counts = iter(body["coefficients"])
+        for layer in range(first_layer, last_layer, cell_layers):
+            for head in range(body["first_head"], body["first_head"] + body["num_heads"], cell_heads):
+                layers = range(layer, min(layer + cell_layers, last_layer))
+                name = f"{layer // cell_layers}.{head // cell_heads}"
+                cells.append(Cell(layers, range(head, head + cell_heads), tokens, next(counts, 0), name))
+    return cells
+
+
+# Codecs and layouts
+
+
+def unzstd(bitstream: bytes) -> bytes:
+    assert zstandard.frame_content_size(bitstream) >= 0
+    return zstandard.ZstdDecompressor().decompress(bitstream, allow_extra_data=False)
+
+
+def integers_of(
+    bitstream: bytes, codec: str, layout: dict[str, Any], shape: tuple[int, ...], frame_sum: int | None
+) -> np.ndarray:
+    width, height = layout["width"], layout["height"]
+    if layout["type"] == "tiles":
+        tile_h, tile_w = layout["head_rows"] * layout["dim_rows"], layout["head_cols"] * layout["dim_cols"]
+        cols = width // tile_w
+        num_frames = -(-shape[0] // (cols * (height // tile_h)))
+        t, layer, h, d = np.ogrid[tuple(slice(n) for n in shape)]
+        tile = t // num_frames
+        y = tile // cols * tile_h + h // layout["head_cols"] * layout["dim_rows"] + d // layout["dim_cols"]
+        x = tile % cols * tile_w + h % layout["head_cols"] * layout["dim_cols"] + d % layout["dim_cols"]
+        place = (t % num_frames, layer, y, x)
+    else:
+        assert layout["type"] == "regions"
+        rows, cols = layout["token_rows"], layout["token_cols"]
+        a_row = width // cols
+        regions = a_row * (height // rows)
+        num_frames = -(-shape[0] // (3 * regions))
+        c, t = np.ogrid[: shape[0], : shape[1]]
+        region = c // 3 % regions
+        place = (c // (3 * regions), c % 3, region // a_row * rows + t // cols, region % a_row * cols + t % cols)
+    frames = frames_of(bitstream, codec, (num_frames, 3, height, width))
+    assert frame_sum is None or frame_sum == sum_of(frames)
+    found: np.ndarray = frames[place]
+    return found
+
+
+def frames_of(bitstream: bytes, codec: str, shape: tuple[int, int, int, int]) -> np.ndarray:
+    match codec:
+        case "zstd":
+            return np.frombuffer(unzstd(bitstream), np.uint8).reshape(shape)
+        case "deflate":
+            return np.frombuffer(zlib.decompress(bitstream), np.uint8).reshape(shape)
+        case "raw":
+            return np.frombuffer(bitstream, np.uint8).reshape(shape)
+    num_frames, _, height, width = shape
+    (count,) = struct.unpack_from("<I", bitstream)
+    sizes = struct.unpack_from(f"<{count}I", bitstream, 4)
+    decoder = av.CodecContext.create("hevc", "r")
+    assert isinstance(decoder, av.VideoCodecContext)
+    pictures: list[av.VideoFrame] = []
+    offset = 4 + 4 * count
+    for size in sizes:
+        pictures += decoder.decode(av.Packet(bitstream[offset : offset + size]))
+        offset += size
+    pictures += decoder.decode(None)
+    assert offset == len(bitstream)
+    planes = {"hevc": ("yuv444p", 3), "hevc420": ("yuv420p", 1)}[codec]
+    assert {(p.format.name, p.width, p.height) for p in pictures} == {(planes[0], width, height)}
+    found = np.stack([pixels(picture, plane) for picture in pictures for plane in range(planes[1])])
+    if codec == "hevc":
+        return found.reshape(shape)
+    return found.reshape(3, num_frames, height, width).swapaxes(0, 1)
+
+
+def pixels(picture: av.VideoFrame, index: int) -> np.ndarray:
+    plane = picture.planes[index]
+    return np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size)[: plane.height, : plane.width]
+
+
+def sum_of(frames: np.ndarray) -> int:
+    x = np.ascontiguousarray(frames).reshape(-1).view("<u8")
+    z = x + np.arange(1, len(x) + 1, dtype=U64) * U64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> U64(30))) * U64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> U64(27))) * U64(0x94D049BB133111EB)
+    return int((z ^ (z >> U64(31))).sum(dtype=U64))
+
+
+# Values
+
+
+def values_of(
+    cell: Cell, space: dict[str, Any], parts: dict[str, np.ndarray], profile: Profile | None
+) -> list[np.ndarray]:
+    """The bits of K and of V, ``(tokens, layers, heads, dim)``."""
+    name, dtype = space["quantiser"], space["kv_dtype"]
+    if name == "exact":
+        num_bytes = np.dtype(BIT_TYPES[dtype]).itemsize
+        return [
+            unrotated(np.stack([parts[f"{t} byte {i}"] for i in range(num_bytes)], axis=-1), dtype) for t in ("k", "v")
+        ]
+    if name.startswith("klt"):
+        assert profile is not None
+        return klt_values(cell, space, parts, profile)
+    out = []
+    for t, listed in re.findall(r"([kv])=([0-9,]+)", name):
+        bins = [int(number) for number in listed.split(",")]
+        centres = np.array([bins[min(layer, len(bins) - 1)] // 2 - 1 for layer in cell.layers])
+        scales = bfloat16(parts[f"{t} scales"]).reshape(len(cell.tokens), len(cell.layers), -1, 1)
+        out.append(rounded((parts[t].astype(float) - centres[:, None, None]) * scales, dtype))
+    return out
+
+
+def unrotated(planes: np.ndarray, dtype: str) -> np.ndarray:
+    """Values from their bytes, least significant first along the last axis; their bits were rotated left by one."""
+    kind = np.dtype(BIT_TYPES[dtype])
+    bits = np.ascontiguousarray(planes).view(kind)[..., 0]
+    top = 8 * kind.itemsize - 1
+    return ((bits >> kind.type(1)) | (bits << kind.type(top))).astype(kind)
+
+
+def klt_values(cell: Cell, space: dict[str, Any], parts: dict[str, np.ndarray], profile: Profile) -> list[np.ndarray]:
+    match = re.fullmatch(r"klt\(profile=([0-9a-f]{32});step=(.*)\)", space["quantiser"])
+    assert match is not None
+    assert match[1] == profile.digest
+    step = float(match[2])
+    exponents, coefficients = parts["exponents"], parts["coefficients"]
+    usual, largest = profile.tensors[f"{cell.profile_cell}.reach"] / np.float32(step)
+    kept = max(1, int((usual > 0.5).sum()))
+    bits = np.ceil(np.log2(largest[:kept] / np.float32(127)))
+    wide = np.flatnonzero(bits > 0)
+    inverse = profile.tensors[f"{cell.profile_cell}.inverse"].astype(float)
+    matrix = np.concatenate((inverse[:kept], inverse[wide] * 2.0 ** np.minimum(bits[wide], 8)[:, None]))
+    assert len(coefficients) == len(matrix) == cell.coefficients
+    scales = 2.0 ** ((exponents.astype(float) - 128) / 2) * step
+    x = ((coefficients.T.astype(float) - 128) @ matrix) * scales[:, None]
+    x += profile.tensors[f"{cell.profile_cell}.mean"]
+    shape, dims = (len(cell.layers), len(cell.heads)), (space["k_head_dim"], space["v_head_dim"])
+    split = math.prod(shape) * dims[0]
+    k = rotated(x[:, :split].reshape(-1, *shape, dims[0]), cell.tokens, profile.rope)
+    v = x[:, split:].reshape(-1, *shape, dims[1])
+    largest = {"float16": 65504, "float8_e4m3fn": 448, "float8_e5m2": 57344}.get(space["kv_dtype"])
+    if largest is not None:
+        k, v = np.clip(k, -largest, largest), np.clip(v, -largest, largest)
+    values = [rounded(t, space["kv_dtype"]) for t in (k, v)]
+    is_exact = exponents == 0
+    if is_exact.any():
+        num_bytes = values[0].itemsize
+        planes = parts["exact"].reshape(int(is_exact.sum()), num_bytes, x.shape[1]).swapaxes(1, 2)
+        exact = unrotated(planes, space["kv_dtype"])
+        values[0][is_exact] = exact[:, :split].reshape(-1, *shape, dims[0])
+        values[1][is_exact] = exact[:, split:].reshape(-1, *shape, dims[1])
+    return values
+
+
+def rotated(k: np.ndarray, tokens: range, rope: dict[str, Any] | None) -> np.ndarray:
+    if rope is None:
+        return k
+    positions = np.array(tokens, np.float32) / np.float32(rope["position_divisor"])
+    angles = (positions[:, None] * np.array(rope["inv_freq"], np.float32)).astype(float)[:, None, None]
+    cos, sin = (f(angles) * rope["attention_scaling"] for f in (np.cos, np.sin))
+    size = 2 * len(rope["inv_freq"])
+    first, second = (
+        (slice(0, size, 2), slice(1, size, 2))
+        if rope["interleaved"]
+        else (
+            slice(0, size // 2),
+            slice(size // 2, size),
+        )
+    )
+    out = k.copy()
+    out[..., first] = k[..., first] * cos - k[..., second] * sin
+    out[..., second] = k[..., second] * cos + k[..., first] * sin
+    return out
+
+
+def bfloat16(raw: np.ndarray) -> np.ndarray:
+    return (raw.view("<u2").astype("<u4") << 16).view("<f4").astype(float)
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """The bits of the nearest values of ``dtype``, ties to even."""
+    kind = BIT_TYPES[dtype]
+    if dtype in ("float32", "float16"):
+        return x.astype(dtype).view(kind)
+    exponent_bits, mantissa_bits = {"bfloat16": (8, 7), "float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2)}[dtype]
+    bias = 2 ** (exponent_bits - 1) - 1
+    exponent = np.maximum(np.frexp(x)[1] - 1, 1 - bias)
+    steps = np.rint(np.ldexp(np.abs(x), mantissa_bits - exponent))  # in units of the last place
+    carries = steps == 2 ** (mantissa_bits + 1)
+    steps, exponent = np.where(carries, steps / 2, steps), exponent + carries
+    is_normal = steps >= 2**mantissa_bits
+    bits = np.where(is_normal, (exponent + bias - 1) * 2**mantissa_bits, 0) + steps.astype(int)
+    infinity = 0x7F if dtype == "float8_e4m3fn" else (2**exponent_bits - 1) << mantissa_bits
+    bits = np.minimum(bits, infinity)
+    return (bits + (np.signbit(x).astype(int) << (exponent_bits + mantissa_bits))).astype(kind)
+
+
+# Profiles
+
+
+@dataclass
+class Profile:
+    tensors: dict[str, np.ndarray]
+    rope: dict[str, Any] | None
+    digest: str
+
+    @classmethod
+    def parse(cls, raw: bytes) -> Profile:
+        """From a safetensors file: u64 size of the header, the header as JSON, the tensors' bytes."""
+        (size,) = struct.unpack_from("<Q", raw)
+        header = json.loads(raw[8 : 8 + size])
+        about = json.loads(header.pop("__metadata__")["kvfetch"])
+        assert about["version"] == 2
+        rope = about["rope"]
+        keys = ("inv_freq", "attention_scaling", "interleaved", "position_divisor")
+        whole = xxhash.xxh3_128(
+            json_text([2, None if rope is None else {k: rope[k] for k in keys}, about["num_sinks"]]).encode()
+        )
+        tensors = {}
+        for group in range(-(-about["num_layers"] // about["cell_layers"])):
+            for block in range(about["num_heads"] // about["cell_heads"]):
+                for field in ("inverse", "k_weight", "v_weight", "mean", "spread", "reach", "sensitivity"):
+                    name = f"{group}.{block}.{field}"
+                    start, end = (8 + size + place for place in header[name]["data_offsets"])
+                    shape = tuple(header[name]["shape"])
+                    whole.update(f"{name} {shape}".encode() + raw[start:end])
+                    flat = np.frombuffer(raw[start:end], np.uint8)
+                    kind = header[name]["dtype"]
+                    assert kind == ("BF16" if field == "inverse" else "F32")
+                    tensors[name] = (bfloat16(flat) if kind == "BF16" else flat.view("<f4")).reshape(shape)
+        return cls(tensors, rope, whole.hexdigest())
+
+
+def json_text(value: Any) -> str:
+    """JSON without spaces; numbers as the document says."""
+    match value:
+        case dict():
+            return "{" + ",".join(f'"{key}":{json_text(each)}' for key, each in value.items()) + "}"
+        case list():
+            return "[" + ",".join(map(json_text, value)) + "]"
+        case float():
+            return float_text(value)
+    return json.dumps(value)
+
+
+def float_text(value: float) -> str:
+    """The fewest digits that give the value back, with the point among them or near, or else with an exponent."""
+    sign = "-" if value < 0 else ""
+    mantissa, _, power = repr(abs(value)).partition("e")
+    whole, _, part = mantissa.partition(".")
+    digits = (whole + part).lstrip("0")
+    leading = len(whole + part) - len(digits)
+    point = len(whole) - leading + int(power or 0)  # the value is 0.digits * 10 ** point
+    digits = digits.rstrip("0") or "0"
+    if value == 0:
+        return f"{sign}0.0"
+    if len(digits) <= point <= 16:
+        return f"{sign}{digits.ljust(point, '0')}.0"
+    if 0 < point <= 16:
+        return f"{sign}{digits[:point]}.{digits[point:]}"
+    if -5 < point <= 0:
+        return f"{sign}0.{'0' * -point}{digits}"
+    tail = f".{digits[1:]}" if len(digits) > 1 else ""
+    return f"{sign}{digits[0]}{tail}e{point - 1}"

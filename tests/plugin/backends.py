@@ -1,0 +1,123 @@
+"""Host pools of SGLang, and what it passes to a storage backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo
+from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+from harness.waiting import wait_until
+from sgl_kvfetch.plugin.storage import KVFetchStorage
+from tests.segments import page_hashes
+
+PAGE_SIZE, LAYERS, HEADS, DIM, POOL_PAGES = 4, 5, 2, 48, 40
+
+
+def make_pool(
+    layout: str = "page_first_direct",
+    k_dim: int = DIM,
+    v_dim: int = DIM,
+    kind: type[MHATokenToKVPoolHost] | None = None,
+    **changes: Any,
+) -> MHATokenToKVPoolHost:
+    """Return one of SGLang's host pools, filled with numbers, with only what the backend reads."""
+
+    def buffer(dim: int, sign: int) -> torch.Tensor:
+        shape = {
+            "layer_first": (LAYERS, POOL_PAGES * PAGE_SIZE, HEADS, dim),
+            "page_first": (POOL_PAGES * PAGE_SIZE, LAYERS, HEADS, dim),
+            "page_first_direct": (POOL_PAGES, LAYERS, PAGE_SIZE, HEADS, dim),
+            "page_head": (POOL_PAGES, HEADS, PAGE_SIZE, LAYERS, dim),
+        }[layout]
+        return sign * torch.randn(shape, generator=torch.Generator().manual_seed(dim))
+
+    kind = kind or (MHATokenToKVPoolHost if k_dim == v_dim else AsymmetricMHATokenToKVPoolHost)
+    pool = object.__new__(kind)
+    attributes: dict[str, Any] = dict(
+        layout=layout,
+        page_size=PAGE_SIZE,
+        dtype=torch.float32,
+        layer_num=LAYERS,
+        target_layer_num=LAYERS,
+        start_layer=0,
+        kv_buffer=(buffer(k_dim, 1), buffer(v_dim, -1)),
+        device_k_buffers=(torch.empty(0),),
+    )
+    for name, value in (attributes | changes).items():
+        setattr(pool, name, value)
+    return pool
+
+
+def make_mla_pool(layout: str = "page_first_direct", dtype: torch.dtype = torch.float32) -> MLATokenToKVPoolHost:
+    """Return one of SGLang's host pools for MLA, filled with numbers, with only what the backend reads."""
+    latent, rotated = 48, 16
+    shape = {
+        "layer_first": (LAYERS, POOL_PAGES * PAGE_SIZE, 1, latent + rotated),
+        "page_first": (POOL_PAGES * PAGE_SIZE, LAYERS, 1, latent + rotated),
+        "page_first_direct": (POOL_PAGES, LAYERS, PAGE_SIZE, 1, latent + rotated),
+    }[layout]
+    pool = object.__new__(MLATokenToKVPoolHost)
+    attributes: dict[str, Any] = dict(
+        layout=layout,
+        page_size=PAGE_SIZE,
+        dtype=dtype,
+        kv_lora_rank=latent,
+        qk_rope_head_dim=rotated,
+        kv_cache_dim=latent + rotated,
+        layer_num=LAYERS,
+        target_layer_num=LAYERS,
+        start_layer=0,
+        kv_buffer=torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype),
+        device_kv_buffers=(torch.empty(0),),
+    )
+    for name, value in attributes.items():
+        setattr(pool, name, value)
+    return pool
+
+
+def make_fp8_pool(dtype: torch.dtype) -> MHATokenToKVPoolHost:
+    """Return an fp8 pool as SGLang keeps it: as bytes."""
+    pool = make_pool()
+    pool.kv_buffer = tuple(buffer.to(dtype).view(torch.uint8) for buffer in pool.kv_buffer)
+    pool.dtype = torch.uint8
+    return pool
+
+
+def storage_config(**changes: Any) -> HiCacheStorageConfig:
+    fields: dict[str, Any] = dict(
+        tp_rank=0,
+        tp_size=1,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=False,
+        enable_storage_metrics=True,
+        is_page_first_layout=False,
+        model_name="m",
+    )
+    return HiCacheStorageConfig(**fields | changes)
+
+
+Make = Callable[..., KVFetchStorage]
+
+
+def keys(num_pages: int, seed: str = "", first_page: int = 0) -> list[str]:
+    return [h.hex() for h in page_hashes(num_pages, seed, first_page)]
+
+
+def tokens(pages: list[int]) -> torch.Tensor:
+    return torch.cat([torch.arange(PAGE_SIZE) + page * PAGE_SIZE for page in pages])
+
+
+def after(names: list[str]) -> HiCacheStorageExtraInfo:
+    return HiCacheStorageExtraInfo(prefix_keys=names)
+
+
+def store_pages(backend: KVFetchStorage, names: list[str], pages: list[int], before: list[str] | None = None) -> None:
+    assert backend.batch_set_v1(names, tokens(pages), after(before or [])) == [True] * len(names)
+    wait_until(lambda: backend.batch_exists([*(before or []), *names]) == len(names) + len(before or []))

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.pool_host.base import HostKVCache
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+from sgl_kvfetch.dataplane import client
+from sgl_kvfetch.plugin import plane as plane_module
+from sgl_kvfetch.plugin.storage import KVFetchStorage
+from sgl_kvfetch.types import KVGeometry
+from tests.plugin.backends import Make, make_pool, storage_config
+from tests.plugin.planes import Served
+from tests.segments import make_heads
+
+
+@pytest.fixture
+def served() -> Served:
+    return Served()
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: Served) -> Iterator[Make]:
+    """Builds backends on one store. The namespace, which would ask a running engine, is a fixed one."""
+
+    def namespace(config: Any, quantiser: Any, rank: Any, geometry: KVGeometry, first_layer: int, sides: str) -> Any:
+        return make_heads(geometry, quantiser, model=f"a model {sides}")
+
+    monkeypatch.setattr(plane_module, "engine_heads", namespace)
+    monkeypatch.setattr(plane_module, "_launch", served.launch)
+    monkeypatch.setattr(plane_module, "run", partial(plane_module.run, on_service=served.add))
+    made: list[KVFetchStorage] = []
+
+    def build(
+        pool: HostKVCache | None = None,
+        *,
+        sides: Mapping[PoolName, Any] | None = None,
+        linger_s: float = 0.01,
+        **config: Any,
+    ) -> KVFetchStorage:
+        monkeypatch.setattr(client, "_LINGER_S", linger_s)
+        patient = {"lookup_timeout_s": 600, "fetch_timeout_s": 600}  # on slow machines, too
+        extra = {"store": f"file://{tmp_path}", "codec": "zstd"} | patient | config
+        place = storage_config(extra_config=extra, is_mla_model=isinstance(pool, MLATokenToKVPoolHost))
+        made.append(KVFetchStorage(place, pool or make_pool()))
+        for name, side in (sides or {}).items():
+            made[-1].register_mem_host_pool_v2(side, name)
+        made[-1].on_host_pools_registered()
+        return made[-1]
+
+    yield build
+    for backend in made:
+        backend.close()

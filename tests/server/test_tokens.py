@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import asyncio
+import http.client
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+
+from harness.small_segments import FOLDER, make_segment, page_hashes, put_segment
+from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.server import RunningServer, ServerConfig, running_server
+from sgl_kvfetch.server.tokens import Role, TokenFile, parse_tokens
+from sgl_kvfetch.stores import wire
+from sgl_kvfetch.stores.base import object_digest
+from sgl_kvfetch.stores.http import HttpStore
+
+DEADLINE_S = 30.0
+TOKENS = """
+# Readers
+read  r1
+read  r2
+
+write w
+admin a
+"""
+
+
+def test_a_plain_token_is_an_admins() -> None:
+    assert parse_tokens("s3cret\n") == {"s3cret": Role.ADMIN}
+
+
+def test_tokens_by_role() -> None:
+    assert parse_tokens(TOKENS) == {"r1": Role.READ, "r2": Role.READ, "w": Role.WRITE, "a": Role.ADMIN}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("# nothing", "is empty"),
+        ("read", "line 1: expected one of read, write, admin, and a token"),  # a role without its token
+        ("one\ntwo", "line 1: expected"),
+        ("read a\nreader s3cret", "line 2: expected"),
+        ("read s3cret more", "line 1: expected"),
+        ("read s3cret\nadmin s3cret", "line 2: this token is listed twice"),
+    ],
+)
+def test_malformed_token_files(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse_tokens(text)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_file_that_breaks_keeps_its_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("read r")
+    tokens = TokenFile(path)
+    path.write_text("s3cret and more")
+    tokens.reload(if_changed=True)
+    assert tokens.role_of("Bearer r") == Role.READ
+    assert "keeping the old tokens" in caplog.text
+    assert "s3cret" not in caplog.text
+    path.unlink()
+    tokens.reload(if_changed=True)
+    assert tokens.role_of("Bearer r") == Role.READ
+    path.write_text("write r")
+    tokens.reload(if_changed=True)
+    assert tokens.role_of("Bearer r") == Role.WRITE
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[RunningServer]:
+    path = tmp_path / "tokens"
+    path.write_text(TOKENS)
+    async with running_server(ServerConfig(tmp_path / "store", port=0, token_file=path)) as server:
+        yield server
+
+
+async def test_what_each_role_may_do(server: RunningServer) -> None:
+    segment = make_segment(page_hashes(4), 0, 4)
+    data, manifest = segment.data_name, segment.manifest.key.manifest_name
+    objects = wire.OBJECTS_PATH
+    for method, path, body, least in (
+        ("PUT", f"{objects}/{data}", segment.data, Role.WRITE),
+        ("PUT", f"{objects}/{manifest}", segment.manifest.encode(), Role.WRITE),
+        ("GET", f"{objects}/{data}", b"", Role.READ),
+        ("HEAD", f"{objects}/{data}", b"", Role.READ),
+        ("GET", objects, b"", Role.READ),
+        ("GET", wire.METRICS_PATH, b"", Role.READ),
+        ("POST", f"{wire.CHECK_PATH}/{manifest}", b"", Role.READ),
+        ("DELETE", f"{objects}/{data}", b"", Role.WRITE),
+        ("DELETE", f"{objects}?prefix={FOLDER}/", b"", Role.WRITE),
+        ("DELETE", f"{objects}?prefix={FOLDER}", b"", Role.ADMIN),
+        ("DELETE", f"{objects}?prefix=", b"", Role.ADMIN),
+    ):
+        for token, role in (("r1", Role.READ), ("r2", Role.READ), ("w", Role.WRITE), ("a", Role.ADMIN)):
+            headers = {"Authorization": f"Bearer {token}"}
+            async with (
+                aiohttp.ClientSession(server.url, headers=headers) as session,
+                session.request(method, path, data=body) as response,
+            ):
+                if role < least:
+                    assert response.status == 403, (method, path, role)
+                    assert "r1" not in await response.text()
+                else:
+                    assert response.status in (200, 201, 204, 404), (method, path, role)
+
+
+async def test_only_admins_replace_a_manifest_that_they_have_not_read(server: RunningServer) -> None:
+    old, new = (make_segment(page_hashes(4), 0, 4, codec=codec) for codec in ("zstd", "deflate"))
+    name = old.manifest.key.manifest_name
+    path = f"{wire.OBJECTS_PATH}/{name}"
+    before, after = old.manifest.encode(), new.manifest.encode()
+    writer, admin = HttpStore(server.url, token="w"), HttpStore(server.url, token="a")
+    for segment in (old, new):
+        await writer.put(segment.data_name, segment.data)
+
+    async def put(token: str, content: bytes, **headers: str) -> int:
+        condition = {key.replace("_", "-"): value for key, value in headers.items()}
+        async with (
+            aiohttp.ClientSession(server.url, headers={"Authorization": f"Bearer {token}"} | condition) as session,
+            session.put(path, data=content) as response,
+        ):
+            return response.status
+
+    assert await put("w", before) == 201
+    assert await put("w", before) == 201  # a retry
+    assert await put("w", after) == 412
+    assert await admin.get(name) == before
+    assert await put("w", after, If_Match=wire.entity_tag(object_digest(before))) == 201
+    assert await put("a", before, If_None_Match="*") == 412
+    assert await put("a", before, If_None_Match='"x"') == 400
+    assert await admin.get(name) == after
+    assert await put("a", before) == 201
+    assert await admin.get(name) == before
+    # The client does what a server demands.
+    await writer.put(name, after)
+    assert await admin.get(name) == after
+    await writer.close()
+    await admin.close()
+
+
+async def test_data_that_exists_is_not_uploaded_again_if_the_client_says_so(server: RunningServer) -> None:
+    segment = make_segment(page_hashes(4), 0, 4)
+    headers = {"Authorization": "Bearer w", "If-None-Match": "*"}
+    async with aiohttp.ClientSession(server.url, headers=headers) as session:
+        for status in (201, 412):
+            async with session.put(f"{wire.OBJECTS_PATH}/{segment.data_name}", data=segment.data) as response:
+                assert response.status == status
+
+
+async def test_a_writer_stores_and_deletes_segments(server: RunningServer) -> None:
+    store = HttpStore(server.url, token="w")
+    await put_segment(store, make_segment(page_hashes(4), 0, 4))
+    assert (await store.lookup(FOLDER, page_hashes(4))).num_pages == 4
+    assert await store.delete_prefix(FOLDER + "/") == 2
+    with pytest.raises(StoreError) as caught:
+        await store.delete_prefix("")
+    assert caught.value.reason == "unauthorised"
+    await store.close()
+
+
+async def test_tokens_are_read_again_when_the_file_changes(server: RunningServer, tmp_path: Path) -> None:
+    old, new = HttpStore(server.url, token="r1"), HttpStore(server.url, token="r3")
+    name = make_segment(page_hashes(4), 0, 4).data_name
+    assert await old.get(name) is None
+    replacement = tmp_path / "new"
+    replacement.write_text("read r3\n")
+    os.replace(replacement, tmp_path / "tokens")
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            try:
+                await new.get(name)
+                break
+            except StoreError:
+                await asyncio.sleep(0.05)
+    with pytest.raises(StoreError):
+        await old.get(name)
+    await old.close()
+    await new.close()
+
+
+SERVE = """
+import logging, sys
+from pathlib import Path
+from urllib.parse import urlsplit
+import sgl_kvfetch.server.app as app
+from sgl_kvfetch.server import ServerConfig, run_server
+app._LOOK_AT_TOKENS_S = 1e6
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+run_server(ServerConfig(Path(sys.argv[1]), port=0, token_file=Path(sys.argv[2])))
+"""
+
+
+def test_sighup_reads_the_tokens_again(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("old")
+    command = [sys.executable, "-c", SERVE, str(tmp_path / "store"), str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().split()[-1]
+            path.write_text("new")
+            server.send_signal(signal.SIGHUP)
+            assert "read the tokens again" in server.stdout.readline()
+            for token, status in (("new", 200), ("old", 401)):
+                connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=DEADLINE_S)
+                connection.request("GET", "/v1/objects", headers={"Authorization": f"Bearer {token}"})
+                assert connection.getresponse().status == status
+                connection.close()
+        finally:
+            server.kill()

@@ -1,0 +1,110 @@
+"""Lookups by the names of segments: what they find, and in how many round trips and requests."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from harness.small_segments import FOLDER, make_segment, page_hashes, parts
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.keys import buddy_split
+from sgl_kvfetch.stores.by_name import lookup_by_name, possible_lengths
+
+
+class Bucket:
+    """Counts requests, and the round trips that they come in."""
+
+    def __init__(self, chain: list[bytes], *segments: tuple[int, int]) -> None:
+        made = [make_segment(chain, first, length).manifest for first, length in segments]
+        self.objects = {manifest.key.manifest_name: manifest.encode() for manifest in made}
+        self.num_requests = self.num_rounds = 0
+        self.fails_in_round = 0
+        self._next: asyncio.Event | None = None
+
+    async def get(self, name: str) -> bytes | None:
+        self.num_requests += 1
+        if self._next is None:
+            self.num_rounds += 1
+            self._next = asyncio.Event()
+            asyncio.get_running_loop().call_later(0.001, self._answer)
+        await self._next.wait()
+        if self.num_rounds == self.fails_in_round:
+            raise StoreError("server", "SlowDown", retriable=True)
+        return self.objects.get(name)
+
+    def _answer(self) -> None:
+        assert self._next is not None
+        self._next.set()
+        self._next = None
+
+
+@pytest.mark.parametrize(
+    ("position", "expected"), [(None, [8, 4, 2, 1]), (12, [4, 2, 1]), (16, [8, 4, 2, 1]), (7, [1])]
+)
+def test_few_lengths_are_possible(position: int | None, expected: list[int]) -> None:
+    assert possible_lengths(15, position) == expected
+
+
+async def test_a_prefix_takes_a_round_trip_for_each_segment() -> None:
+    chain = page_hashes(28)
+    segments = list(buddy_split(0, 28, 16))
+    assert [length for _, length in segments] == [16, 8, 4]
+    bucket = Bucket(chain, *segments)
+    found = await lookup_by_name(bucket.get, FOLDER, chain)
+    assert parts(found) == [(0, 16), (0, 8), (0, 4)]
+    assert bucket.num_rounds == 3
+    assert bucket.num_requests == 5 + 4 + 3  # lengths up to 16, 8 and 4
+
+
+async def test_a_miss_takes_one_round_trip() -> None:
+    bucket = Bucket([])
+    assert (await lookup_by_name(bucket.get, FOLDER, page_hashes(256))).hits == ()
+    assert (bucket.num_rounds, bucket.num_requests) == (1, 9)
+
+
+async def test_pages_behind_the_run_cost_one_more_round_trip() -> None:
+    chain = page_hashes(40)
+    bucket = Bucket(chain, (0, 32))
+    assert parts(await lookup_by_name(bucket.get, FOLDER, chain)) == [(0, 32)]
+    assert bucket.num_rounds == 2
+
+
+async def test_a_lookup_may_begin_in_the_middle_of_a_sequence() -> None:
+    chain = page_hashes(16)
+    bucket = Bucket(chain, (4, 4), (8, 8))
+    assert parts(await lookup_by_name(bucket.get, FOLDER, chain[4:])) == [(0, 4), (0, 8)]
+
+
+async def test_segments_that_begin_before_or_end_behind_the_pages_are_not_found() -> None:
+    chain = page_hashes(16)
+    bucket = Bucket(chain, (0, 8))
+    assert (await lookup_by_name(bucket.get, FOLDER, chain[:7])).hits == ()
+    assert (await lookup_by_name(bucket.get, FOLDER, chain[4:])).hits == ()
+
+
+async def test_a_manifest_that_is_malformed_or_has_other_pages_is_not_used() -> None:
+    chain, other = page_hashes(8), page_hashes(8, "another")
+    for content in (b"", b"nonsense", make_segment(other, 0, 8).manifest.encode()):
+        bucket = Bucket(chain, (0, 8), (0, 4))
+        bucket.objects[make_segment(chain, 0, 8).manifest.key.manifest_name] = content
+        assert parts(await lookup_by_name(bucket.get, FOLDER, chain)) == [(0, 4)]
+
+
+async def test_a_manifest_whose_position_does_not_fit_is_not_used() -> None:
+    chain = page_hashes(8)
+    moved = chain[:4] + [page_hashes(1, "x")[0]] * 4 + chain[4:]
+    bucket = Bucket(chain, (0, 4))
+    lying = make_segment(moved, 8, 4).manifest  # the pages of 4 to 8, said to be at 8
+    bucket.objects[lying.key.manifest_name] = lying.encode()
+    assert parts(await lookup_by_name(bucket.get, FOLDER, chain)) == [(0, 4)]
+
+
+async def test_a_failure_behind_the_first_segment_only_ends_the_run() -> None:
+    chain = page_hashes(12)
+    bucket = Bucket(chain, (0, 8), (8, 4))
+    bucket.fails_in_round = 2
+    assert parts(await lookup_by_name(bucket.get, FOLDER, chain)) == [(0, 8)]
+    bucket.num_rounds, bucket.fails_in_round = 0, 1
+    with pytest.raises(StoreError, match="SlowDown"):
+        await lookup_by_name(bucket.get, FOLDER, chain)

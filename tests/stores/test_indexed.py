@@ -1,0 +1,263 @@
+"""An S3 store with an index of its pages, and what happens when the two do not agree."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import pytest
+
+from harness.faults import Fault, FaultyProxy
+from harness.redis_server import RedisProcess
+from harness.s3_server import BUCKET, S3Server, s3_config
+from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
+from harness.store_conformance import StoreConformance
+from harness.waiting import WAIT_S, until
+from sgl_kvfetch.container.signing import ManifestKeys
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.stores import indexed
+from sgl_kvfetch.stores.base import Lookup, Store
+from sgl_kvfetch.stores.breaker import Breaker
+from sgl_kvfetch.stores.http import HttpOptions
+from sgl_kvfetch.stores.indexed import IndexedS3Store
+from sgl_kvfetch.stores.page_index import Entry, IndexOptions, PageIndex
+from sgl_kvfetch.stores.s3 import S3Store
+from sgl_kvfetch.stores.signed import SignedStore
+
+URL = f"s3://{BUCKET}/kv"
+CHAIN = page_hashes(32)
+
+
+class TestIndexedS3Store(StoreConformance):
+    checks_manifests = False
+
+    @pytest.fixture
+    async def store(self, s3: S3Server, index: RedisProcess) -> AsyncIterator[Store]:
+        store = IndexedS3Store(URL, IndexOptions(index.url, timeout_s=WAIT_S), config=s3.config)
+        yield store
+        await store.close()
+
+
+@pytest.fixture
+async def store(s3: S3Server, index: RedisProcess, s3_proxy: FaultyProxy) -> AsyncIterator[IndexedS3Store]:
+    """Its requests to S3 go through ``s3_proxy``."""
+    options = HttpOptions(timeout_s=20, max_attempts=2, backoff_s=0.01)
+    config = s3_config(s3_proxy.url)
+    store = IndexedS3Store(URL, IndexOptions(index.url, timeout_s=WAIT_S), options=options, config=config)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def pages(index: RedisProcess) -> AsyncIterator[PageIndex]:
+    """The same index, for the test's own looks."""
+    pages = PageIndex(IndexOptions(index.url, timeout_s=WAIT_S), URL)
+    yield pages
+    await pages.close()
+
+
+async def put(store: Store, *segments: tuple[int, int]) -> None:
+    for first_page, num_pages in segments:
+        await put_segment(store, make_segment(CHAIN, first_page, num_pages))
+
+
+def manifest_name(first_page: int, num_pages: int) -> str:
+    return make_segment(CHAIN, first_page, num_pages).manifest.key.manifest_name
+
+
+async def test_a_hit_takes_a_get_for_each_segment(store: IndexedS3Store, s3_proxy: FaultyProxy) -> None:
+    await put(store, (0, 16), (16, 8))
+    s3_proxy.requests.clear()
+    assert parts(await store.lookup(FOLDER, CHAIN[3:20])) == [(3, 13), (0, 4)]
+    assert sorted(s3_proxy.requests) == sorted(
+        ("GET", f"/{BUCKET}/kv/{manifest_name(*segment)}") for segment in ((0, 16), (16, 8))
+    )
+
+
+async def test_a_miss_asks_for_names_once(store: IndexedS3Store, s3_proxy: FaultyProxy) -> None:
+    assert await store.lookup(FOLDER, CHAIN) == Lookup(())
+    assert len(s3_proxy.requests) == 6  # lengths 1 to 32
+
+
+async def test_deleting_a_manifest_removes_its_pages(
+    store: IndexedS3Store, pages: PageIndex, s3_proxy: FaultyProxy
+) -> None:
+    await put(store, (0, 16), (16, 8))
+    s3_proxy.requests.clear()
+    assert await store.delete(manifest_name(0, 16))
+    assert len(s3_proxy.requests) == 2
+    assert [entry is not None for entry in await pages.find(FOLDER, CHAIN)] == [False] * 16 + [True] * 8 + [False] * 8
+    assert not await store.delete(manifest_name(0, 16))
+
+
+async def test_after_a_merge_halves_are_not_needed(store: IndexedS3Store) -> None:
+    await put(store, (0, 4), (4, 4), (0, 8))
+    for half in ((0, 4), (4, 4)):
+        await store.delete(manifest_name(*half))
+    for first in range(8):
+        assert parts(await store.lookup(FOLDER, CHAIN[first:8])) == [(first, 8 - first)]
+    assert parts(await store.lookup(FOLDER, CHAIN[:3])) == [(0, 3)]
+
+
+async def test_pages_are_entered_again_after_a_flush(
+    store: IndexedS3Store, index: RedisProcess, pages: PageIndex, s3_proxy: FaultyProxy
+) -> None:
+    await put(store, (0, 16), (16, 8))
+    index.client.flushall()
+    assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16), (0, 8)]  # by their names
+
+    async def are_known() -> bool:
+        return None not in await pages.find(FOLDER, CHAIN[:24])
+
+    await until(are_known)
+    s3_proxy.requests.clear()
+    assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16), (0, 8)]
+    assert len(s3_proxy.requests) == 2
+
+
+async def test_a_page_that_the_index_lost_does_not_hide_the_others(store: IndexedS3Store, pages: PageIndex) -> None:
+    await put(store, (0, 16), (16, 8))
+    known = await pages.find(FOLDER, CHAIN[:24])
+    for lost in (0, 7, 15, 16, 20):
+        entry = known[lost]
+        assert entry is not None
+        await pages.remove(FOLDER, {CHAIN[lost]: entry})
+    found = await store.lookup(FOLDER, CHAIN)
+    assert found.num_pages >= 15
+    for (skipped, num_pages), (first, end) in zip(parts(found), ((0, 16), (16, 24)), strict=False):
+        assert 0 <= skipped < skipped + num_pages <= end - first
+
+
+async def test_an_object_that_was_deleted_behind_the_index_is_a_miss(
+    s3: S3Server, store: IndexedS3Store, pages: PageIndex
+) -> None:
+    await put(store, (0, 16), (16, 8))
+    plain = S3Store(URL, config=s3.config)
+    await plain.delete(manifest_name(16, 8))
+    assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16)]
+
+    async def knows(expected: list[bool]) -> bool:
+        return [entry is not None for entry in await pages.find(FOLDER, CHAIN)] == expected
+
+    await until(lambda: knows([True] * 16 + [False] * 16))
+    await plain.delete(manifest_name(0, 16))
+    assert await store.lookup(FOLDER, CHAIN) == Lookup(())
+    await until(lambda: knows([False] * 32))
+
+
+async def test_a_shorter_segment_is_found_when_the_longer_one_is_gone(
+    s3: S3Server, store: IndexedS3Store, pages: PageIndex
+) -> None:
+    await put(store, (0, 8), (0, 4))
+    await S3Store(URL, config=s3.config).delete(manifest_name(0, 8))
+    assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 4)]
+
+    async def leads_to_the_shorter() -> bool:
+        found = await pages.find(FOLDER, CHAIN[:8])
+        return [entry and entry.order for entry in found] == [2] * 4 + [None] * 4
+
+    await until(leads_to_the_shorter)
+
+
+async def test_entries_that_lie_never_give_wrong_pages(
+    store: IndexedS3Store, index: RedisProcess, pages: PageIndex
+) -> None:
+    other = page_hashes(8, "another", branch_at=4)
+    await put(store, (0, 8))
+    await put_segment(store, make_segment(other, 0, 8))
+    keys = {page: key for page, key in zip(CHAIN, pages._page_keys(FOLDER, CHAIN), strict=True)}
+    good = Entry(0, 3, CHAIN[7])
+    for lie in (
+        Entry(0, 3, other[7]),  # the segment of another branch
+        Entry(8, 3, CHAIN[7]),  # at another position
+        Entry(2, 3, CHAIN[7]),
+        Entry(0, 2, CHAIN[7]),  # of another length
+        Entry(0, 20, b"\0" * 32),  # of no segment
+        Entry((1 << 64) - 1, 3, CHAIN[7]),
+    ):
+        for page in range(8):
+            index.client.set(keys[CHAIN[page]], lie.encode())
+        found = await store.lookup(FOLDER, CHAIN[:8])
+        pos = 0
+        for hit in found.hits:
+            asked = CHAIN[pos : pos + hit.num_pages]
+            manifest = make_segment(CHAIN, 0, 8).manifest
+            if hit.manifest != manifest.encode():
+                manifest = make_segment(other, 0, 8).manifest
+                assert hit.manifest == manifest.encode()
+            assert list(manifest.page_hashes[hit.first_page : hit.first_page + hit.num_pages]) == asked
+            pos += hit.num_pages
+        await asyncio.gather(*store._mending)
+        for page in range(8):
+            index.client.set(keys[CHAIN[page]], Entry(page, 3, good.last_page_hash).encode())
+        assert parts(await store.lookup(FOLDER, CHAIN[:8])) == [(0, 8)]
+
+
+async def test_a_manifest_with_other_pages_is_not_used(s3: S3Server, store: IndexedS3Store) -> None:
+    await put(store, (0, 8))
+    wrong = make_segment(page_hashes(8, "another"), 0, 8).manifest.encode()
+    await S3Store(URL, config=s3.config).put(manifest_name(0, 8), wrong)
+    assert await store.lookup(FOLDER, CHAIN) == Lookup(())
+    await S3Store(URL, config=s3.config).put(manifest_name(0, 8), b"nonsense")
+    assert await store.lookup(FOLDER, CHAIN) == Lookup(())
+
+
+async def test_a_dead_index_costs_nothing_but_round_trips(
+    s3: S3Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed, "_limited", LimitedLogger(logging.getLogger(indexed.__name__)))
+    with RedisProcess() as redis:
+        failures: list[StoreError] = []
+        options = IndexOptions(redis.url, timeout_s=WAIT_S, on_failure=failures.append)
+        store = IndexedS3Store(URL, options, config=s3.config)
+        store._index._breaker = Breaker(first_pause_s=10 * WAIT_S)
+        await put(store, (0, 16))
+        redis.kill()
+        await put(store, (16, 8))
+        for _ in range(8):
+            assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16), (0, 8)]
+        await asyncio.gather(*store._mending)
+        assert 3 <= len(failures) <= 4  # then it is left alone; two may fail at the same time
+        assert sum("is used without it" in record.message for record in caplog.records) == 1
+        await store.close()
+
+
+async def test_a_hanging_index_is_given_up_in_time(s3: S3Server, index: RedisProcess) -> None:
+    async with FaultyProxy("127.0.0.1", index.port) as proxy:
+        proxy.cut()
+        options = IndexOptions(f"redis://127.0.0.1:{proxy.port}", timeout_s=0.1)
+        store = IndexedS3Store(URL, options, config=s3.config)
+        async with asyncio.timeout(WAIT_S):
+            await put(store, (0, 16))
+            assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16)]
+        await store.close()
+
+
+async def test_slow_down_is_tried_again_and_then_an_error(store: IndexedS3Store, s3_proxy: FaultyProxy) -> None:
+    await put(store, (0, 16))
+    await s3_proxy.set(Fault("error", status=503, times=1))
+    assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16)]
+    await s3_proxy.set(Fault("error", status=503))
+    with pytest.raises(StoreError) as caught:
+        await store.lookup(FOLDER, CHAIN)
+    assert (caught.value.reason, caught.value.retriable) == ("server", True)
+    await s3_proxy.set(None)
+    assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16)]  # a failure is no reason to forget entries
+
+
+async def test_manifests_that_are_cut_short_are_an_error(store: IndexedS3Store, s3_proxy: FaultyProxy) -> None:
+    await put(store, (0, 16))
+    await s3_proxy.set(Fault("close", after_bytes=20))
+    with pytest.raises(StoreError) as caught:
+        await store.lookup(FOLDER, CHAIN)
+    assert caught.value.reason == "truncated"
+
+
+async def test_signed_manifests_are_entered_too(store: IndexedS3Store, s3_proxy: FaultyProxy) -> None:
+    signed = SignedStore(store, ManifestKeys([b"k" * 32]))
+    await put(signed, (0, 16))
+    s3_proxy.requests.clear()
+    assert parts(await signed.lookup(FOLDER, CHAIN[5:12])) == [(5, 7)]
+    assert len(s3_proxy.requests) == 1

@@ -1,0 +1,203 @@
+"""The index of pages in Redis, by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+
+import pytest
+
+from harness.faults import FaultyProxy
+from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
+from harness.small_segments import FOLDER, make_segment, page_hashes
+from harness.waiting import WAIT_S
+from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.stores.breaker import Breaker
+from sgl_kvfetch.stores.page_index import PASSWORD_ENV, Entry, IndexOptions, PageIndex, decode_entry
+
+STORE = "s3://bucket/prefix"
+CHAIN = page_hashes(16)
+
+
+@pytest.fixture(params=["one", "cluster"])
+def server(request: pytest.FixtureRequest) -> Iterator[RedisProcess]:
+    if REDIS is None:
+        pytest.skip(REDIS_MISSING)
+    with RedisProcess(cluster=request.param == "cluster") as server:
+        yield server
+
+
+def options(server: RedisProcess) -> IndexOptions:
+    return IndexOptions(server.url, timeout_s=WAIT_S)
+
+
+@pytest.fixture
+async def pages(server: RedisProcess) -> AsyncIterator[PageIndex]:
+    index = PageIndex(options(server), STORE)
+    yield index
+    await index.close()
+
+
+def entries(first_page: int, num_pages: int) -> list[Entry]:
+    last = CHAIN[first_page + num_pages - 1]
+    return [Entry(page, num_pages.bit_length() - 1, last) for page in range(first_page, first_page + num_pages)]
+
+
+async def add(index: PageIndex, first_page: int, num_pages: int) -> None:
+    await index.add(make_segment(CHAIN, first_page, num_pages).manifest)
+
+
+async def test_a_page_is_in_the_longest_segment(server: RedisProcess, pages: PageIndex) -> None:
+    assert await pages.find(FOLDER, CHAIN) == [None] * 16
+    await add(pages, 4, 4)
+    assert await pages.find(FOLDER, CHAIN[4:8]) == entries(4, 4)
+    assert (await pages.find(FOLDER, CHAIN))[:4] == [None] * 4
+    await add(pages, 0, 8)
+    await add(pages, 4, 4)  # written again by one who did not find it
+    assert await pages.find(FOLDER, CHAIN) == [*entries(0, 8), *[None] * 8]
+    await add(pages, 0, 16)
+    assert await pages.find(FOLDER, CHAIN) == entries(0, 16)
+    assert [entry.first_page for entry in entries(4, 4)] == [4] * 4
+    assert await pages.find(FOLDER, []) == []
+
+
+async def test_stores_and_folders_are_kept_apart(server: RedisProcess, pages: PageIndex) -> None:
+    await add(pages, 0, 4)
+    other = PageIndex(options(server), STORE + "x")
+    assert await other.find(FOLDER, CHAIN[:4]) == [None] * 4
+    assert await pages.find("0" * 32 + ".0-1", CHAIN[:4]) == [None] * 4
+    await other.close()
+
+
+async def test_only_an_unchanged_entry_is_removed(pages: PageIndex) -> None:
+    await add(pages, 4, 4)
+    await pages.remove(FOLDER, dict(zip(CHAIN, entries(0, 16), strict=True)))
+    assert await pages.find(FOLDER, CHAIN[4:8]) == entries(4, 4)
+    await pages.remove(FOLDER, dict(zip(CHAIN[4:6], entries(4, 4), strict=False)))
+    assert await pages.find(FOLDER, CHAIN[4:8]) == [None, None, *entries(4, 4)[2:]]
+
+
+async def test_entries_expire_unless_they_are_used(server: RedisProcess) -> None:
+    index = PageIndex(replace(options(server), ttl_s=1000.0), STORE)
+    await add(index, 0, 4)
+    keys = list(server.client.scan_iter())
+    assert len(keys) == 4
+    for key in keys:
+        assert 900 < server.client.ttl(key) <= 1000
+        server.client.expire(key, 50)
+    await index.find(FOLDER, CHAIN[:3])
+    assert sorted(server.client.ttl(key) > 900 for key in keys) == [False, True, True, True]
+    await index.close()
+
+
+async def test_garbage_is_nothing_and_is_replaced(server: RedisProcess, pages: PageIndex) -> None:
+    await add(pages, 0, 4)
+    one, two, three, four = server.client.scan_iter()
+    server.client.set(one, b"garbage")
+    server.client.set(two, b"\xff" * 41)
+    server.client.delete(three)
+    server.client.rpush(three, b"a list")
+    server.client.set(four, b"")
+    assert await pages.find(FOLDER, CHAIN[:4]) == [None] * 4
+    server.client.delete(two)  # it claims a length that no segment has; TTL or a flush ends that
+    await add(pages, 0, 4)
+    assert await pages.find(FOLDER, CHAIN[:4]) == entries(0, 4)
+
+
+async def test_many_pages_take_one_call(pages: PageIndex) -> None:
+    chain = page_hashes(1024)
+    manifest = make_segment(chain, 0, 1024).manifest
+    await pages.add(manifest)
+    found = await pages.find(FOLDER, chain)
+    assert [entry and entry.position for entry in found] == list(range(1024))
+    await pages.remove(FOLDER, {page_hash: entry for page_hash, entry in zip(chain, found, strict=True) if entry})
+    assert await pages.find(FOLDER, chain) == [None] * 1024
+
+
+def test_entries_have_a_fixed_form() -> None:
+    entry = Entry(0x0102, 3, bytes(range(32)))
+    assert entry.encode() == bytes([0, 0, 0, 0, 0, 0, 1, 2, 3, *range(32)])
+    assert decode_entry(entry.encode()) == entry
+    for value in (None, 5, b"", entry.encode()[:-1], b"\xff" * 41):
+        assert decode_entry(value) is None
+
+
+async def test_an_index_that_is_down_is_left_alone_for_a_while(server: RedisProcess) -> None:
+    failures: list[StoreError] = []
+    index = PageIndex(replace(options(server), on_failure=failures.append), STORE)
+    index._breaker = Breaker(first_pause_s=10 * WAIT_S)
+    server.kill()
+    reasons = []
+    for _ in range(4):
+        with pytest.raises(StoreError) as caught:
+            await index.find(FOLDER, CHAIN)
+        reasons.append(caught.value.reason)
+    assert reasons[-1] == "skipped"
+    assert "skipped" not in reasons[:3]
+    assert len(failures) == 3
+    await index.close()
+
+
+async def test_an_index_that_hangs_is_given_up_in_time(index: RedisProcess) -> None:
+    async with FaultyProxy("127.0.0.1", index.port) as proxy:
+        proxy.cut()
+        slow = PageIndex(IndexOptions(f"redis://127.0.0.1:{proxy.port}", timeout_s=0.2), STORE)
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(StoreError) as caught:
+                await slow.find(FOLDER, CHAIN)
+        assert caught.value.reason == "timeout"
+        await slow.close()
+
+
+async def test_a_restarted_index_is_used_again(server: RedisProcess, pages: PageIndex) -> None:
+    await add(pages, 0, 4)
+    server.kill()
+    server.start()
+    assert await pages.find(FOLDER, CHAIN) == [None] * 16
+    await add(pages, 0, 4)
+    assert await pages.find(FOLDER, CHAIN[:4]) == entries(0, 4)
+
+
+async def test_the_password_comes_from_the_url_or_the_environment_and_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if REDIS is None:
+        pytest.skip(REDIS_MISSING)
+    with RedisProcess(password="se/cret") as server:
+        for url, environment in (
+            (server.url, "se/cret"),
+            (server.url.replace("//", "//:se%2Fcret@"), ""),
+            (server.url.replace("//", "//:se%2Fcret@"), "wrong"),
+        ):
+            monkeypatch.setenv(PASSWORD_ENV, environment)
+            index = PageIndex(IndexOptions(url, timeout_s=WAIT_S), STORE)
+            await add(index, 0, 4)
+            await index.close()
+        for url in (server.url, server.url.replace("//", "//:wr0ng@")):
+            monkeypatch.delenv(PASSWORD_ENV)
+            index = PageIndex(IndexOptions(url, timeout_s=WAIT_S), STORE)
+            with pytest.raises(StoreError) as caught:
+                await add(index, 0, 4)
+            assert caught.value.reason == "unauthorised"
+            assert "wr0ng" not in str(caught.value)
+            await index.close()
+            monkeypatch.setenv(PASSWORD_ENV, "")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://:se-cret@host",
+        "redis://",
+        "redis://:se-cret@host:port",
+        "redis://host/not-a-number",
+        "redis://host?db=1",
+        "redis+cluster://host/1",
+        "host:6379",
+    ],
+)
+def test_bad_urls_are_refused_without_showing_them(url: str) -> None:
+    with pytest.raises(ConfigError, match="the index's URL") as caught:
+        IndexOptions(url)
+    assert "se-cret" not in str(caught.value)

@@ -1,0 +1,268 @@
+"""The S3 store against moto's server."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+
+import obstore
+import pytest
+
+from harness.faults import Fault, FaultKind, FaultyProxy
+from harness.s3_server import BUCKET, S3Server, s3_config
+from harness.small_segments import data_object, make_segment, page_hashes
+from harness.store_conformance import StoreConformance
+from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.stores.base import Store, object_digest
+from sgl_kvfetch.stores.http import HttpOptions, TlsFiles
+from sgl_kvfetch.stores.s3 import S3Store
+
+URL = f"s3://{BUCKET}/some/prefix"
+
+
+class TestS3Store(StoreConformance):
+    checks_manifests = False
+    finds_parts = False
+
+    @pytest.fixture
+    async def store(self, s3: S3Server) -> AsyncIterator[Store]:
+        store = S3Store(URL, config=s3.config)
+        yield store
+        await store.close()
+
+
+@pytest.fixture
+async def proxied(s3: S3Server, s3_proxy: FaultyProxy) -> AsyncIterator[S3Store]:
+    options = HttpOptions(timeout_s=20, max_attempts=2, backoff_s=0.01)
+    store = S3Store(URL, options=options, config=s3_config(s3_proxy.url))
+    yield store
+    await store.close()
+
+
+CONTENT = bytes(range(256)) * 4000
+NAME = data_object(CONTENT)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "retriable"),
+    [
+        (Fault("error", status=503), "server", True),
+        (Fault("error", status=500), "server", True),
+        (Fault("error", status=429), "server", True),
+        (Fault("error", status=401), "unauthorised", False),
+        (Fault("error", status=403), "unauthorised", False),
+        (Fault("error", status=400), "invalid", False),
+        (Fault("error", status=301), "protocol", False),
+        (Fault("error", status=507), "full", True),
+        (Fault("close", after_bytes=500), "truncated", True),
+        (Fault("garbage"), "protocol", False),
+        (Fault("refuse"), "refused", True),
+    ],
+)
+async def test_faults_have_reasons(
+    proxied: S3Store, s3_proxy: FaultyProxy, fault: Fault, reason: str, retriable: bool
+) -> None:
+    await proxied.put(NAME, CONTENT)
+    await s3_proxy.set(fault)
+    for call in (proxied.get(NAME), proxied.get(NAME, 5, 2000), proxied.read(NAME, 5, 2000, lambda piece: None)):
+        with pytest.raises(StoreError) as caught:
+            await call
+        assert (caught.value.reason, caught.value.retriable) == (reason, retriable), str(caught.value)
+        assert "\n" not in str(caught.value)
+    await s3_proxy.set(None)
+    assert await proxied.get(NAME) == CONTENT
+
+
+@pytest.mark.parametrize("kind", ["hang", "stall"])
+async def test_a_server_that_does_not_go_on_ends_with_a_timeout(
+    s3: S3Server, s3_proxy: FaultyProxy, kind: FaultKind
+) -> None:
+    store = S3Store(URL, options=HttpOptions(timeout_s=0.5), config=s3_config(s3_proxy.url))
+    await store.put(NAME, CONTENT)
+    await s3_proxy.set(Fault(kind, after_bytes=100))
+    for call in (store.get(NAME), store.get(NAME, 0, 1000)):
+        with pytest.raises(StoreError) as caught:
+            await call
+        assert (caught.value.reason, caught.value.retriable) == ("timeout", True)
+
+
+@pytest.mark.parametrize("status", [503, 500, 429])
+async def test_slow_down_and_other_passing_faults_are_retried(
+    proxied: S3Store, s3_proxy: FaultyProxy, status: int
+) -> None:
+    for call in (
+        lambda: proxied.put(NAME, CONTENT),
+        lambda: proxied.get(NAME),
+        lambda: proxied.head(NAME),
+        lambda: proxied.delete(NAME),
+    ):
+        await s3_proxy.set(Fault("error", status=status, times=1))
+        await call()
+    assert await proxied.head(NAME) is None
+
+
+async def test_a_broken_read_continues_where_it_ended(proxied: S3Store, s3_proxy: FaultyProxy) -> None:
+    await proxied.put(NAME, CONTENT)
+    await s3_proxy.set(Fault("close", after_bytes=400_000, times=1))
+    pieces: list[bytes] = []
+    assert await proxied.read(NAME, 10, 900_000, pieces.append)
+    assert b"".join(pieces) == CONTENT[10:900_010]
+
+
+async def test_a_bucket_that_does_not_exist_is_no_miss(s3: S3Server) -> None:
+    store = S3Store("s3://no-such-bucket/x", config=s3.config)
+    for call in (store.get(NAME), store.put(NAME, CONTENT), store.delete_prefix("")):
+        with pytest.raises(StoreError, match=r"there is no bucket|NoSuchBucket"):
+            await call
+
+
+async def test_large_objects_are_limited(s3: S3Server) -> None:
+    store = S3Store(URL, options=HttpOptions(max_object_bytes=1000), config=s3.config)
+    await store.put(NAME, CONTENT)
+    for call in (store.get(NAME), store.get(NAME, 0, 1001), store.get(NAME, 5)):
+        with pytest.raises(StoreError) as caught:
+            await call
+        assert caught.value.reason == "too_large"
+
+
+async def test_large_objects_are_put_in_parts(
+    monkeypatch: pytest.MonkeyPatch, proxied: S3Store, s3_proxy: FaultyProxy
+) -> None:
+    monkeypatch.setattr("sgl_kvfetch.stores.s3.MULTIPART_BYTES", 1000)
+    monkeypatch.setattr("sgl_kvfetch.stores.s3.PART_BYTES", 5 << 20)
+    content = CONTENT * 7
+    await proxied.put(data_object(content), content)
+    assert sum("partNumber=" in path for _, path in s3_proxy.requests) == 2
+    assert await proxied.get(data_object(content)) == content
+
+
+async def test_only_objects_of_the_store_are_listed_and_deleted(s3: S3Server) -> None:
+    store, other = S3Store(URL, config=s3.config), S3Store(f"s3://{BUCKET}/some", config=s3.config)
+    await store.put(NAME, CONTENT)
+    await other.put(NAME, CONTENT)
+    assert [info.name async for info in other.list()] == [NAME]
+    assert await other.delete_prefix("") == 1
+    assert await store.get(NAME) == CONTENT
+
+
+async def _replaced(store: S3Store) -> tuple[str, bytes, bytes]:
+    """Put a manifest. Return its name, its content, and another content."""
+    chain = page_hashes(4)
+    old, new = make_segment(chain, 0, 4), make_segment(chain, 0, 4, codec="deflate")
+    await store.put(old.manifest.key.manifest_name, old.manifest.encode())
+    return old.manifest.key.manifest_name, old.manifest.encode(), new.manifest.encode()
+
+
+class DeafProxy(FaultyProxy):
+    """Drops the header If-Match from requests, as a server does that does not know it."""
+
+    async def _answer(
+        self, fault: Fault | None, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        await super()._answer(fault, _IF_MATCH.sub(b"", head), reader, writer)
+
+
+class RefusingProxy(FaultyProxy):
+    """Answers a conditional PUT with status 501, as OpenStack Swift does."""
+
+    async def _answer(
+        self, fault: Fault | None, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        fault = Fault("error", status=501) if _IF_MATCH.search(head) else fault
+        await super()._answer(fault, head, reader, writer)
+
+
+class BareTagProxy(FaultyProxy):
+    """Holds no quoted ETag for the object's, as Ceph 16.2 does."""
+
+    async def _answer(
+        self, fault: Fault | None, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        condition = _IF_MATCH.search(head)
+        is_quoted = condition is not None and condition[1].startswith(b'"')
+        await super()._answer(Fault("error", status=412) if is_quoted else fault, head, reader, writer)
+
+
+_IF_MATCH = re.compile(rb"(?im)^if-match: *(.*)\r\n")
+
+
+@pytest.mark.parametrize("server", [DeafProxy, RefusingProxy])
+async def test_a_server_that_does_not_support_if_match_is_named_and_not_trusted(
+    s3: S3Server, caplog: pytest.LogCaptureFixture, server: type[FaultyProxy]
+) -> None:
+    async with server(s3.host, s3.port) as proxy:
+        store = S3Store(URL, config=s3_config(proxy.url))
+        name, before, after = await _replaced(store)
+        for _ in range(2):
+            with pytest.raises(StoreError, match="does not support If-Match") as caught:
+                await store.replace(name, after, object_digest(before))
+            assert caught.value.reason == "invalid"
+        with pytest.raises(StoreError, match="does not support If-Match"):
+            await store.require_replace()
+        assert await store.get(name) == before
+    assert [record.message for record in caplog.records] == [
+        f"{URL}: the server does not support If-Match on PUT; stored segments are not replaced"
+    ]
+
+
+async def test_a_server_that_compares_etags_without_quotes_can_replace(s3: S3Server) -> None:
+    async with BareTagProxy(s3.host, s3.port) as proxy:
+        store = S3Store(URL, config=s3_config(proxy.url))
+        name, before, after = await _replaced(store)
+        assert not await store.replace(name, after, object_digest(after))
+        assert await store.replace(name, after, object_digest(before))
+        assert await store.get(name) == after
+
+
+async def test_the_probe_of_if_match_leaves_nothing(proxied: S3Store, s3_proxy: FaultyProxy) -> None:
+    name, before, after = await _replaced(proxied)
+    assert await proxied.replace(name, after, object_digest(before))
+    probes = [(method, path) for method, path in s3_proxy.requests if "probe" in path]
+    assert [method for method, _ in probes] == ["PUT"] * 3
+    assert await proxied.replace(name, before, object_digest(after))
+    assert [request for request in s3_proxy.requests if "probe" in request[1]] == probes
+    paths = [meta["path"] async for metas in obstore.list(proxied._objects, chunk_size=10) for meta in metas]
+    assert paths == [name]
+
+
+async def test_a_probe_that_fails_is_made_again(proxied: S3Store, s3_proxy: FaultyProxy) -> None:
+    name, before, after = await _replaced(proxied)
+    await s3_proxy.set(Fault("error", status=503))
+    with pytest.raises(StoreError) as caught:
+        await proxied.replace(name, after, object_digest(before))
+    assert caught.value.reason == "server"
+    await s3_proxy.set(None)
+    assert await proxied.replace(name, after, object_digest(before))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://",
+        "s3:///x",
+        "s3://b?x",
+        "s3://b/x#y",
+        "s3://user@b/x",
+        "s3://b:80/x",
+        "s3://b/../x",
+        "s3://b//x",
+        "s3://b/ä",
+    ],
+)
+def test_bad_urls_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not s3://BUCKET"):
+        S3Store(url)
+
+
+def test_obstore_checks_the_config() -> None:
+    with pytest.raises(ConfigError, match="'regoin' is not valid"):
+        S3Store(URL, config={"regoin": "eu-central-1"})
+    with pytest.raises(ConfigError, match="as boolean"):
+        S3Store(URL, config={"virtual_hosted_style_request": "maybe"})
+    with pytest.raises(ConfigError, match="int"):
+        S3Store(URL, config={"endpoint": 5})
+    with pytest.raises(ConfigError, match="certificate"):
+        S3Store(URL, options=HttpOptions(tls=TlsFiles(cert="x")))
+    with pytest.raises(ConfigError, match=r"missing\.pem"):
+        S3Store(URL, options=HttpOptions(tls=TlsFiles(ca="missing.pem")))

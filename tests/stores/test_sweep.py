@@ -1,0 +1,334 @@
+"""Sweeps of stores that do not evict by themselves: a bucket with and without an index, and a directory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import boto3
+import pytest
+
+from harness.redis_server import RedisProcess
+from harness.s3_server import BUCKET, S3Server
+from harness.small_segments import FOLDER, data_object, head_slice, make_segment, page_hashes, parts, put_segment
+from harness.waiting import WAIT_S, until
+from sgl_kvfetch.container.manifest import MAX_MANIFEST_BYTES
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.keys import SegmentKey
+from sgl_kvfetch.stores import indexed, page_index, sweep
+from sgl_kvfetch.stores.base import Lookup, Store
+from sgl_kvfetch.stores.indexed import IndexedS3Store
+from sgl_kvfetch.stores.listing import StoredSegment
+from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.stores.page_index import IndexOptions
+from sgl_kvfetch.stores.pins import Pin
+from sgl_kvfetch.stores.s3 import S3Store
+from sgl_kvfetch.stores.sweep import plan_sweep
+
+URL = f"s3://{BUCKET}/kv"
+CHAIN = page_hashes(48)
+SEGMENTS = [make_segment(CHAIN, first, 16) for first in (0, 16, 32)]
+KEYS = [segment.manifest.key for segment in SEGMENTS]
+SIZE = len(SEGMENTS[0].data) + len(SEGMENTS[0].manifest.encode())
+
+
+def opened(s3: S3Server, redis: RedisProcess) -> IndexedS3Store:
+    return IndexedS3Store(URL, IndexOptions(redis.url, timeout_s=WAIT_S), config=s3.config)
+
+
+@pytest.fixture
+async def store(s3: S3Server, index: RedisProcess) -> AsyncIterator[IndexedS3Store]:
+    store = opened(s3, index)
+    for segment in SEGMENTS:
+        await put_segment(store, segment)
+    yield store
+    await store.close()
+
+
+async def names(store: Store) -> set[str]:
+    return {info.name async for info in store.list()}
+
+
+def keys(segments: list[StoredSegment]) -> list[object]:
+    return [segment.key for segment in segments]
+
+
+async def test_the_least_recently_used_go_first(store: IndexedS3Store, index: RedisProcess) -> None:
+    now = time.time()
+    await store._index.note_uses({KEYS[0]: now + 300, KEYS[1]: now + 100, KEYS[2]: now + 200})
+    plan = await plan_sweep(store, 2 * SIZE + SIZE // 2)
+    assert keys(plan.evicted) == [KEYS[1]]
+    assert plan.oldest_use_s == pytest.approx(now + 200, abs=1)
+    plan = await plan_sweep(store, SIZE + SIZE // 2)
+    assert keys(plan.evicted) == [KEYS[1], KEYS[2]]
+
+    swept = await sweep.sweep(store, plan, grace_s=0)
+    assert (swept.num_objects, swept.num_bytes, swept.failures) == (4, plan.freed_bytes, {})
+    assert await names(store) == {KEYS[0].manifest_name, SEGMENTS[0].data_name}
+    assert [entry is not None for entry in await store._index.find(FOLDER, CHAIN)] == [True] * 16 + [False] * 32
+    assert (await plan_sweep(store, SIZE + SIZE // 2)).freed_bytes == 0
+
+
+async def test_a_lookup_is_a_use(
+    s3: S3Server, index: RedisProcess, store: IndexedS3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed, "SAVE_USES_EVERY_S", 0.01)
+    reader = opened(s3, index)
+    before = time.time()
+    assert parts(await reader.lookup(FOLDER, CHAIN[20:24])) == [(4, 4)]
+
+    async def is_noted() -> bool:
+        (used,) = await store.last_uses([KEYS[1]])
+        return used is not None and used >= int(before)
+
+    await until(is_noted)
+    assert await reader.last_uses([KEYS[0], KEYS[2]]) == [None, None]
+    # By its name, too; and what was not saved yet is saved at the end.
+    index.client.flushall()
+    monkeypatch.setattr(indexed, "SAVE_USES_EVERY_S", 3600.0)
+    assert parts(await reader.lookup(FOLDER, CHAIN[:16])) == [(0, 16)]
+    await reader.close()
+    assert [used is not None for used in await store.last_uses(KEYS)] == [True, False, False]
+
+
+async def test_a_use_is_saved_that_comes_while_others_are_saved(
+    s3: S3Server, index: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed, "SAVE_USES_EVERY_S", 0.01)
+    store = opened(s3, index)
+    note_uses, saved = store._index.note_uses, []
+
+    async def note_another(uses: Mapping[SegmentKey, float]) -> None:
+        saved.append(list(uses))
+        if len(saved) == 1:
+            store._note_use(KEYS[1])
+        await note_uses(uses)
+
+    monkeypatch.setattr(store._index, "note_uses", note_another)
+    store._note_use(KEYS[0])
+    await until(lambda: len(saved) == 2)
+    assert saved[1] == [KEYS[1]]
+    await store.close()
+
+
+async def test_without_an_index_the_oldest_go_first(s3: S3Server) -> None:
+    store = S3Store(URL, config=s3.config)
+    for segment in SEGMENTS[:2]:
+        await put_segment(store, segment)
+        second = int(time.time())
+
+        async def is_later(second: int = second) -> bool:
+            return int(time.time()) > second
+
+        await until(is_later)  # moto's times are in whole seconds
+    await put_segment(store, SEGMENTS[2])
+    await store.put(KEYS[0].manifest_name, SEGMENTS[0].manifest.encode())
+    plan = await plan_sweep(store, 2 * SIZE + SIZE // 2)
+    assert keys(plan.evicted) == [KEYS[1]]
+    await store.close()
+
+
+async def test_a_directory_is_swept_by_use(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    for segment in SEGMENTS:
+        await put_segment(store, segment)
+    assert parts(await store.lookup(FOLDER, CHAIN[:8])) == [(0, 8)]
+    plan = await plan_sweep(store, 2 * SIZE + SIZE // 2)
+    assert keys(plan.evicted) == [KEYS[1]]
+    await sweep.sweep(store, plan, grace_s=0)
+    assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16)]
+    assert (await store.usage()).num_segments == 2
+    await store.close()
+
+
+@pytest.mark.parametrize("by_model", [True, False])
+async def test_a_quota_bounds_its_namespaces_only(tmp_path: Path, by_model: bool) -> None:
+    store = LocalStore(tmp_path)
+    for segment in SEGMENTS:  # used before all others
+        await put_segment(store, segment)
+    others = [make_segment(CHAIN, first, 16, model="llama-8b") for first in (0, 16, 32)]
+    for segment in others:
+        await put_segment(store, segment)
+    name = "llama" if by_model else head_slice("llama-8b").namespace.digest()[:8]
+    other = [segment.manifest.key for segment in others]
+
+    plan = await plan_sweep(store, None, {name: 2 * SIZE + SIZE // 2, "nothing": 1})
+    assert keys(plan.evicted) == other[:1]
+    assert plan.unused_quotas == ["nothing"]
+    plan = await plan_sweep(store, 4 * SIZE + SIZE // 2, {name: 2 * SIZE + SIZE // 2})
+    assert keys(plan.evicted) == [KEYS[0], other[0]]  # the capacity counts what the quota has freed
+    plan = await plan_sweep(store, None, {name: 100 * SIZE})
+    assert plan.evicted == []
+    await store.close()
+
+
+async def test_a_quota_is_kept_beside_the_server_of_a_directory(tmp_path: Path) -> None:
+    server, beside = LocalStore(tmp_path, capacity_bytes=100 * SIZE), LocalStore(tmp_path)
+    for segment in SEGMENTS:
+        await put_segment(server, segment)
+    assert parts(await server.lookup(FOLDER, CHAIN)) == [(0, 16)] * 3
+    await sweep.sweep(beside, await plan_sweep(beside, None, {"conf": 2 * SIZE + SIZE // 2}), grace_s=0)
+    assert (await server.usage()).num_segments == 2
+    assert len((await server.lookup(FOLDER, CHAIN)).hits) < 3
+    await server.close()
+    await beside.close()
+
+
+async def test_pinned_segments_of_a_namespace_over_its_quota_go_last(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    for segment in SEGMENTS:
+        await put_segment(store, segment)
+    await store.put_pin(Pin("oldest", 1, b"".join(CHAIN[:16])))
+    plan = await plan_sweep(store, None, {"conf": SIZE + SIZE // 2})
+    assert keys(plan.evicted) == KEYS[1:]
+    plan = await plan_sweep(store, None, {"conf": 1})
+    assert keys(plan.evicted) == [*KEYS[1:], KEYS[0]]
+    assert plan.num_pinned_evicted == 1
+    await store.close()
+
+
+async def test_a_namespace_without_a_readable_manifest_has_a_quota_by_digest(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    await put_segment(store, SEGMENTS[0])
+    (tmp_path / KEYS[0].manifest_name).write_bytes(b"damaged")
+    assert (await plan_sweep(store, None, {"conformance": 1})).unused_quotas == ["conformance"]
+    assert keys((await plan_sweep(store, None, {FOLDER: 1})).evicted) == [KEYS[0]]
+    await store.close()
+
+
+async def test_a_manifest_that_is_too_large_does_not_hide_the_model(s3: S3Server) -> None:
+    store = S3Store(URL, config=s3.config)
+    sound, large = sorted(SEGMENTS[:2], key=lambda segment: segment.manifest.key.stem)
+    await put_segment(store, sound)
+    await put_segment(store, large)
+    await store.put(large.manifest.key.manifest_name, bytes(MAX_MANIFEST_BYTES + 1))  # the last used: it is read first
+    plan = await plan_sweep(store, None, {"conf": MAX_MANIFEST_BYTES + SIZE})
+    assert keys(plan.evicted) == [sound.manifest.key]
+    await store.close()
+
+
+async def test_what_writers_left_is_deleted_once_it_is_old(
+    store: IndexedS3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orphan = data_object(b"left")
+    await store.put(orphan, b"left")
+    await store.delete(SEGMENTS[1].data_name)
+    plan = await plan_sweep(store, 100 * SIZE)
+    assert plan.freed_bytes == 0
+    monkeypatch.setattr(sweep, "ORPHAN_AGE_S", -60.0)  # all is old
+    plan = await plan_sweep(store, 100 * SIZE)
+    assert plan.evicted == []
+    await sweep.sweep(store, plan, grace_s=0)
+    assert await names(store) == {name for i in (0, 2) for name in (KEYS[i].manifest_name, SEGMENTS[i].data_name)}
+
+
+async def test_unfinished_writes_count_but_stay(store: IndexedS3Store) -> None:
+    await store.delete(KEYS[0].manifest_name)
+    plan = await plan_sweep(store, 1)
+    assert plan.stored_bytes > 2 * SIZE
+    assert set(keys(plan.evicted)) == {KEYS[1], KEYS[2]}
+    assert plan.broken == []
+
+
+async def test_data_outlives_its_manifest_for_readers(store: IndexedS3Store) -> None:
+    plan = await plan_sweep(store, 1)
+    sweeping = asyncio.create_task(sweep.sweep(store, plan, grace_s=1e6))
+
+    async def has_no_manifests() -> bool:
+        return await names(store) == {segment.data_name for segment in SEGMENTS}
+
+    await until(has_no_manifests)
+    assert await store.lookup(FOLDER, CHAIN) == Lookup(())
+    sweeping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sweeping
+
+
+async def test_a_segment_that_is_written_again_meanwhile_stays(
+    store: IndexedS3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def write_again(seconds: float) -> None:
+        await put_segment(store, SEGMENTS[1])
+
+    plan = await plan_sweep(store, 1)
+    monkeypatch.setattr(sweep.asyncio, "sleep", write_again)
+    await sweep.sweep(store, plan, grace_s=60)
+    monkeypatch.undo()
+    assert await names(store) == {KEYS[1].manifest_name, SEGMENTS[1].data_name}
+    assert parts(await store.lookup(FOLDER, CHAIN[16:])) == [(0, 16)]
+
+
+async def test_an_object_that_cannot_be_deleted_does_not_stop_the_rest(
+    store: IndexedS3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete = IndexedS3Store.delete
+
+    async def refuse_one(self: IndexedS3Store, name: str) -> bool:
+        if name == KEYS[1].manifest_name:
+            raise StoreError("invalid", "held")
+        return await delete(self, name)
+
+    monkeypatch.setattr(IndexedS3Store, "delete", refuse_one)
+    swept = await sweep.sweep(store, await plan_sweep(store, 1), grace_s=0)
+    assert swept.failures == {KEYS[1].manifest_name: "held"}
+    assert await names(store) == {KEYS[1].manifest_name, SEGMENTS[1].data_name}
+
+
+async def test_one_sweeper_at_a_time(s3: S3Server, index: RedisProcess, store: IndexedS3Store) -> None:
+    other = opened(s3, index)
+    async with store.sweeping():
+        with pytest.raises(StoreError, match="another sweeper is at work"):
+            async with other.sweeping():
+                pytest.fail("two at a time")
+    async with other.sweeping():
+        pass
+    with pytest.raises(ZeroDivisionError):
+        async with store.sweeping():
+            raise ZeroDivisionError
+    async with other.sweeping():  # given back after a failure, too
+        pass
+    await other.close()
+
+
+async def test_a_sweeper_that_lost_its_lease_is_stopped(
+    store: IndexedS3Store, index: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_index, "_LEASE_S", 1)
+
+    async def sweep_for_ever() -> None:
+        async with store.sweeping():
+            index.client.set(store._index._key(b"lease"), b"another")
+            await asyncio.Event().wait()
+
+    with pytest.raises(StoreError, match="another sweeper is at work"):
+        await asyncio.wait_for(sweep_for_ever(), WAIT_S)
+    assert index.client.get(store._index._key(b"lease")) == b"another"
+
+
+async def test_the_lease_of_a_dead_sweeper_ends(store: IndexedS3Store, index: RedisProcess) -> None:
+    async with store.sweeping():
+        assert 0 < index.client.ttl(store._index._key(b"lease")) <= page_index._LEASE_S
+
+
+async def test_an_index_that_does_not_answer_is_no_reason_to_guess(s3: S3Server) -> None:
+    with RedisProcess() as redis:
+        store = opened(s3, redis)
+        await put_segment(store, SEGMENTS[0])
+        redis.kill()
+        with pytest.raises(StoreError, match="reading uses"):
+            await plan_sweep(store, 1)
+        await store.close()
+
+
+def test_the_documented_lifecycle_rule_is_accepted(s3: S3Server) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "retention.md").read_text()
+    rules = json.loads(text.split("```json")[1].split("```")[0])
+    options = {"endpoint_url": s3.config["endpoint"], "region_name": "us-east-1"}
+    keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
+    client = boto3.client("s3", **options, **keys)
+    client.put_bucket_lifecycle_configuration(Bucket=BUCKET, LifecycleConfiguration=rules)
+    (stored,) = client.get_bucket_lifecycle_configuration(Bucket=BUCKET)["Rules"]
+    assert (stored["Expiration"], stored["Filter"]) == ({"Days": 14}, {"Prefix": "production/"})
