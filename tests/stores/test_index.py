@@ -27,6 +27,7 @@ class FakeManifest:
 
     first_page: int
     page_hashes: tuple[bytes, ...]
+    expires: int | None = None
 
     @property
     def key(self) -> SegmentKey:
