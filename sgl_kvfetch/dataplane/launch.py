@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from sgl_kvfetch.dataplane.arena import Arena
@@ -38,8 +39,28 @@ class Running(Protocol):
     def join(self, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` for its end. Return whether it has ended."""
 
+    def is_busy(self) -> bool:
+        """Return whether its event loop has run, or waited for a core or a disk, since the last call."""
+
 
 Launch = Callable[[Line], Running]
+
+
+class _Activity:
+    """Whether a thread does anything, from what Linux says of it."""
+
+    def __init__(self, pid: int, thread: int) -> None:
+        self._folder = Path(f"/proc/{pid}/task/{thread}")
+        self._times = ""
+
+    def since_last(self) -> bool:
+        try:
+            times = (self._folder / "schedstat").read_text()  # how long it ran, and how long it waited for a core
+            state = (self._folder / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        before, self._times = self._times, times
+        return times != before or state in "RD"
 
 
 class DataPlaneProcess:
@@ -50,10 +71,14 @@ class DataPlaneProcess:
         numbers = map(str, (*fds, line.values.num_bytes, line.pages.num_bytes))
         command = [sys.executable, "-m", "sgl_kvfetch.dataplane", *numbers]
         self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
+        self._activity = _Activity(self.process.pid, self.process.pid)
         line.sock.close()
 
     def kill(self) -> None:
         self.process.kill()
+
+    def is_busy(self) -> bool:
+        return self._activity.since_last()
 
     def join(self, timeout_s: float) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -77,10 +102,14 @@ class DataPlaneThread:
         self._task: asyncio.Task[None] = self._loop.create_task(work)
         self._thread = threading.Thread(target=self._run, name="kvfetch", daemon=True)
         self._thread.start()
+        self._activity = _Activity(os.getpid(), self._thread.native_id or 0)
 
     def kill(self) -> None:
         with contextlib.suppress(RuntimeError):  # it has ended
             self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def is_busy(self) -> bool:
+        return self._activity.since_last()
 
     def join(self, timeout_s: float) -> bool:
         self._thread.join(timeout_s)

@@ -40,8 +40,10 @@ A = TypeVar("A", bound=m.Found | m.SideOver | m.Taken | m.Cleared)
 SHARED_BYTES = 64 << 20
 _START_S = 60.0  # importing torch takes this long on a busy machine
 _TICK_S = 0.25
-_SUSPECT_TICKS = 4  # after so many consecutive ticks without an answer, another data plane is started as a spare
-_SILENT_TICKS = 12  # after more, the data plane counts as hung
+# A data plane counts as hung after so many consecutive ticks without an answer: few if it does nothing in them, many if
+# it runs, or waits for a core or a disk, as on an overloaded machine.
+_IDLE_TICKS, _SILENT_TICKS = 12, 80
+_SUSPECT_TICKS = 4  # after so many without an answer in which it does nothing, a spare data plane is started
 _LEAST_BACKOFF_S, _MOST_BACKOFF_S = 0.1, 30.0
 _STEADY_S = 5.0  # after a data plane has served this long, the backoff starts anew
 _CLOSE_S = 10.0
@@ -386,17 +388,21 @@ class _Run:
 
     def serve(self, closing: threading.Event, on_suspicion: Callable[[], None]) -> None:
         """Process events until the data plane ends or hangs. ``on_suspicion`` is called when it may hang."""
-        num_silent = 0
+        num_silent = num_idle = 0
         while True:
             try:
                 events = self._receive()
             except KVFetchError:
                 return
             # Count ticks, not seconds: if a busy machine delays this thread, the data plane may well have answered.
-            num_silent = 0 if events else num_silent + 1
-            if num_silent == _SUSPECT_TICKS:
-                on_suspicion()
-            if num_silent > _SILENT_TICKS and not closing.is_set():
+            if events:
+                num_silent = num_idle = 0
+            else:
+                num_silent += 1
+                num_idle += not self.running.is_busy()
+                if num_idle == _SUSPECT_TICKS:
+                    on_suspicion()
+            if (num_idle > _IDLE_TICKS or num_silent > _SILENT_TICKS) and not closing.is_set():
                 logger.warning("kvfetch: the data plane does not answer")
                 return
             if num_silent:

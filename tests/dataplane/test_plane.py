@@ -280,7 +280,7 @@ def test_pages_that_were_written_are_not_lost(plane: DataPlane, launcher: Launch
 def test_a_silent_data_plane_gets_a_spare_one_but_is_not_replaced_at_once(
     plane: DataPlane, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plane_module, "_SILENT_TICKS", 1 << 30)
+    monkeypatch.setattr(plane_module, "_IDLE_TICKS", 1 << 30)
     before = metrics.DATA_PLANE_STARTS._value.get()
     launcher.signal(signal.SIGSTOP)
     wait_until(lambda: len(launcher.started) == 2)
@@ -293,10 +293,32 @@ def test_a_silent_data_plane_gets_a_spare_one_but_is_not_replaced_at_once(
     assert (len(launcher.started), metrics.DATA_PLANE_STARTS._value.get()) == (2, before + 1)
 
 
+def test_a_silent_data_plane_that_is_busy_has_more_time(
+    plane: DataPlane, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(plane_module, "_IDLE_TICKS", 0)
+    monkeypatch.setattr(plane_module, "_SILENT_TICKS", 8)
+    monkeypatch.setattr(launcher.started[0], "is_busy", lambda: asked.append(True) or True)
+    launcher.signal(signal.SIGSTOP)
+    wait_until(lambda: len(launcher.started) == 2)
+    assert len(asked) > 8
+
+
+def test_a_process_is_busy_until_it_is_stopped(plane: DataPlane, launcher: Launcher) -> None:
+    process = launcher.started[0]
+    wait_until(lambda: not process.is_busy())  # without work it only waits
+    look_up(plane, page_hashes(1))
+    assert process.is_busy()
+    launcher.signal(signal.SIGSTOP)
+    process.is_busy()
+    wait_until(lambda: not process.is_busy())
+
+
 def test_an_unused_spare_data_plane_ends_with_the_others(
     plane: DataPlane, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plane_module, "_SILENT_TICKS", 1 << 30)
+    monkeypatch.setattr(plane_module, "_IDLE_TICKS", 1 << 30)
     launcher.signal(signal.SIGSTOP)
     wait_until(lambda: len(launcher.started) == 2)
     os.kill(launcher.started[0].process.pid, signal.SIGCONT)
