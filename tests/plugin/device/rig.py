@@ -22,7 +22,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from harness.metrics import own_metric
-from harness.waiting import WAIT_S, wait_until
+from harness.waiting import WAIT_S, polls, wait_until
+from sgl_kvfetch import metrics
 from sgl_kvfetch.config import parse_config
 from sgl_kvfetch.dataplane.run import run
 from sgl_kvfetch.dataplane.service import Service
@@ -138,10 +139,16 @@ class Rig:
         return result.last_device_node
 
     def stored(self, tokens: Sequence[int]) -> None:
-        """Put the pages of a prompt into the store, and remove them from the tree."""
-        self.compute(tokens)
-        self.write_all()
-        self.flush()
+        """Put the pages of a prompt into the store, and remove them from the tree. A busy machine may drop a write, so
+        ask until none is dropped."""
+        for _ in polls():
+            before = _num_dropped()
+            self.compute(tokens)
+            self.write_all()
+            self.flush()
+            if _num_dropped() == before:
+                return
+        raise TimeoutError("writes are dropped")
 
     def write_all(self) -> None:
         """Wait until all computed pages are in the store."""
@@ -161,7 +168,7 @@ class Rig:
             self.cache.step()
             return not self.cache.has_pending_cache_operations() if until is None else until()
 
-        wait_until(is_reached, poll_s=0.001)
+        wait_until(is_reached, poll_s=0.001, found=lambda: f"states {self.states()}, {self.parts.board.num_open} open")
 
     def hear_plane(self) -> None:
         """Wait until everything that the data plane has sent so far is reported to the board."""
@@ -202,6 +209,11 @@ class Rig:
         assert self.parts.fetches.held_tokens == 0
         self.served.run(self.service.client.writer.drain())
         wait_until(lambda: own_metric("sgl_kvfetch_queued_bytes", queue="write") == 0)  # of all rigs
+
+
+def _num_dropped() -> float:
+    samples = metrics.WRITTEN_PAGES.collect()[0].samples
+    return sum(s.value for s in samples if s.labels.get("result", "").startswith("dropped"))
 
 
 def make_rig(
