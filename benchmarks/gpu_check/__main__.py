@@ -31,12 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for result in run(first, chosen, Path(scratch)):
             print(report.summary([result]), flush=True)
             results.append(result)
-    gpu = gpu_of(results[0])
-    folder: Path | None = options.out or (_DOCS if gpu else None)
-    if folder is None:
-        print("no GPU: nothing was measured or written")
-    else:
-        print("wrote", *report.write(results, folder, gpu))
+            gpu = gpu_of(results[0])
+            folder: Path | None = options.out or (_DOCS if gpu else None)
+            # After each step: whoever lends the machine may end the run.
+            written = [] if folder is None else report.write(results, folder, gpu)
+    print("wrote" if written else "no GPU: nothing was measured or written", *written)
     return 1 if any(result.outcome == "failed" for result in results) else 0
 
 
