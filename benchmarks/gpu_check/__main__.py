@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import benchmarks.gpu_check
-from benchmarks.gpu_check import report
+from benchmarks.gpu_check import driver_libraries, report
 from benchmarks.gpu_check.runner import Result, run_step, skipped
 from benchmarks.gpu_check.steps import STEPS, TOTAL_S, Step
 
@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(first: Step, others: Sequence[Step], folder: Path) -> Iterator[Result]:
     deadline_s = time.monotonic() + TOTAL_S
     machine = run_step(first, folder, first.limit_s)
+    if machine.outcome == "passed":
+        machine.notes.extend(driver_libraries.complete(folder / "libraries"))
     yield machine
     for step in others:
         left_s = deadline_s - time.monotonic()

@@ -18,7 +18,18 @@ import pytest
 import torch
 
 from benchmarks.gpu_check import __main__ as command
-from benchmarks.gpu_check import interference, kernels, memory, nvdec, nvdec_damage, nvenc, report, server, tests
+from benchmarks.gpu_check import (
+    driver_libraries,
+    interference,
+    kernels,
+    memory,
+    nvdec,
+    nvdec_damage,
+    nvenc,
+    report,
+    server,
+    tests,
+)
 from benchmarks.gpu_check.record import Record, SkippedError
 from benchmarks.gpu_check.runner import _END_S, Result, run_step
 from benchmarks.gpu_check.steps import STEPS, TOTAL_S, Step
@@ -119,16 +130,20 @@ def test_a_run_goes_on_after_a_failure_and_writes_what_it_found(
         "kernels": Result("kernels", "Kernels", "failed", "killed by signal 11", log_tail="last words"),
     }
     monkeypatch.setattr(command, "run_step", lambda step, *_: ends.get(step.name, Result(step.name, "", "passed")))
+    monkeypatch.setattr(driver_libraries, "complete", lambda folder: ["a library was missing"])
     assert command.main(["--out", str(tmp_path), "--only", "kernels", "tests"]) == 1
-    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()][:4] == [
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()][:5] == [
         ["passed", "machine"],
+        ["machine:", "a"],
         ["failed", "kernels"],
         ["|", "last"],
         ["passed", "tests"],
     ]
     content = json.loads((tmp_path / "nvidia-h100.json").read_text())
     assert [step["outcome"] for step in content["steps"]] == ["passed", "failed", "passed"]
-    assert "| Kernels | failed | 0 | killed by signal 11 |" in (tmp_path / "nvidia-h100.md").read_text()
+    page = (tmp_path / "nvidia-h100.md").read_text()
+    assert "| Kernels | failed | 0 | killed by signal 11 |" in page
+    assert "* machine: a library was missing" in page
 
 
 def test_the_whole_runs_time_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +154,7 @@ def test_the_whole_runs_time_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return Result(step.name, "", "passed")
 
     monkeypatch.setattr(command, "run_step", ends)
+    monkeypatch.setattr(driver_libraries, "complete", lambda folder: [])
     clock = iter([0.0, 100.0, TOTAL_S - 30.0, TOTAL_S - 2.0])
     monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     first, *others = STEPS
