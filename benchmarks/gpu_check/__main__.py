@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import benchmarks.gpu_check
-from benchmarks.gpu_check import driver_libraries, report
+from benchmarks.gpu_check import bundle, driver_libraries, report
 from benchmarks.gpu_check.runner import Result, run_step, skipped
 from benchmarks.gpu_check.steps import STEPS, TOTAL_S, Step
 
@@ -24,7 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: docs/gpu, if there is a GPU)")
     parser.add_argument("--only", nargs="+", metavar="STEP", choices=[step.name for step in others], help="these steps")
+    parser.add_argument("--bundle", type=Path, metavar="DIR", help="pack this for a machine without a network, and end")
     options = parser.parse_args(arguments)
+    if options.bundle:
+        print(*bundle.make(options.bundle), sep="\n")
+        return 0
     chosen = [step for step in others if not options.only or step.name in options.only]
     results = []
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:

@@ -65,11 +65,22 @@ def test_all_steps_fit_into_the_time() -> None:
 
 
 def test_all_steps_can_be_imported_and_pages_restored_without_sglang() -> None:
-    """In a process where importing SGLang fails. This module imports the steps."""
+    """This module imports the steps."""
     chosen = "test_a_fetch_into_the_pool_is_checked or test_every_step_has_a_function"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.benchmarks.without_sglang", __file__, "-k", chosen]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert "2 passed" in done.stdout, done.stdout + done.stderr
+    assert "2 passed" in pytest_without_sglang(__file__, "-k", chosen)
+
+
+def test_tests_that_need_a_gpu_need_no_sglang() -> None:
+    files = [name for name in tests.find_files() if not name.startswith("tests/plugin/")]
+    found = pytest_without_sglang("--collect-only", "-m", "gpu", *files)
+    assert {line.partition("::")[0] for line in found.splitlines() if "::" in line} == set(files)
+    assert "error" not in found
+
+
+def pytest_without_sglang(*arguments: str) -> str:
+    """Run pytest in a process where importing SGLang fails. Return what it prints."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.benchmarks.without_sglang", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300).stdout
 
 
 def test_every_step_has_a_function() -> None:
@@ -397,8 +408,9 @@ def pytest_that_ends(monkeypatch: pytest.MonkeyPatch, code: int) -> Iterator[Non
 
 
 def test_tests_that_need_a_gpu_are_found() -> None:
-    assert {"tests/codecs/test_nvdec.py", "tests/plugin/device/test_cuda_pages.py"} <= set(tests.find_files())
-    assert "tests/codecs/test_codecs.py" not in tests.find_files()
+    found = set(tests.find_files())
+    assert {"tests/cli/test_doctor_gpu.py", "tests/plugin/device/test_cuda_pages.py"} <= found
+    assert "tests/codecs/test_codecs.py" not in found
 
 
 def test_tests_that_fail_are_a_failure(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
