@@ -15,7 +15,7 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-MAX_BYTES = 64 << 20  # machines that are lent may take no more
+MAX_BYTES = 64 << 20  # small enough to be copied anywhere
 _PYTHON = "3.12"
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 _ROOT = Path(__file__).parents[2]
