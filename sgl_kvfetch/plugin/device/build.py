@@ -82,6 +82,4 @@ def _connect(
     )
     weight_updates.register(backend.access, config.model_id)
     # docs/decisions/0011-no-early-start.md
-    logger.info(
-        "kvfetch runs in device mode. Early start is off: this SGLang's runner cannot wait for a layer to arrive"
-    )
+    logger.info("kvfetch runs in device mode: a request starts when its whole stored prefix is in the pool")
