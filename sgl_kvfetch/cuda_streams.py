@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol, cast
 
 import torch
@@ -45,6 +46,12 @@ class Device:
         """Enqueue the work that ``work`` launches. It may run at any later time that the stream allows."""
         with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
             work()
+
+    @contextmanager
+    def launching(self, stream: Stream) -> Iterator[Callable[[Callable[[], object]], object]]:
+        """Yield `launch` for many pieces of work on one stream, which is selected only once: that takes time."""
+        with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
+            yield lambda work: work()
 
     def mark(self, stream: Stream) -> Event:
         """Record an event for a thread to wait on without busy-waiting, unlike events of ``record_event``."""

@@ -41,22 +41,22 @@ class CudaVideoCodec(IntEnum):
 
 
 class Surface:
-    """As much of ``DecodedFrame`` as we use."""
+    """As much of ``DecodedFrame`` as we use. It has no ``__dlpack_device__``, which only torch's slow way needs."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, cudastream: int) -> None:
         self._memory = memory
+        self._cudastream = cudastream
         self.shape = list(memory.shape)
 
     def __dlpack__(self, stream: Any = 0) -> Any:
+        assert stream == self._cudastream, "another stream would wait for the decoder's"
         return self._memory.__dlpack__()
-
-    def __dlpack_device__(self) -> Any:
-        return self._memory.__dlpack_device__()
 
 
 class Decoder:
-    def __init__(self, nvc: FakeNvc, stream: FakeStream, max_width: int, max_height: int) -> None:
+    def __init__(self, nvc: FakeNvc, cudastream: int, stream: FakeStream, max_width: int, max_height: int) -> None:
         self._nvc = nvc
+        self._cudastream = cudastream
         self._stream = stream
         self._largest = max_width, max_height
         self._size: tuple[int, int] | None = None
@@ -128,7 +128,7 @@ class Decoder:
             self._surfaces[index] = torch.full(picture.shape, 0xDD, dtype=torch.uint8)
         memory = self._surfaces[index]
         self._nvc.device.launch(self._stream, partial(_write, memory, picture))
-        return Surface(memory)
+        return Surface(memory, self._cudastream)
 
 
 def _write(memory: torch.Tensor, picture: torch.Tensor) -> None:
@@ -171,7 +171,7 @@ class FakeNvc:
         stream = self.device.streams[cudastream - 1]
         if self.own_stream:
             stream = self.device.new_stream()  # type: ignore[assignment]
-        return Decoder(self, stream, maxwidth, maxheight)
+        return Decoder(self, cudastream, stream, maxwidth, maxheight)
 
 
 class CountingDevice(FakeDevice):

@@ -76,6 +76,7 @@ def test_every_value_comes_back(
     for seed in range(4):
         nvc = FakeNvc(FakeDevice(seed), latency_pictures=latency_pictures)
         assert decodes(make_decoder(nvc, codec), bitstreams[codec.name], to_host=to_host)
+        assert nvc.device.num_launching == 1  # for the whole bitstream
         # An access unit a packet, as the table has them, and the end.
         assert nvc.packets == [*map(bytes, split_access_units(bitstreams[codec.name])), b""]
 
