@@ -36,7 +36,10 @@ class Device:
         self.torch_device = device
 
     def new_stream(self) -> Stream:
-        return cast(Stream, torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call]
+        """Return a stream that is none of SGLang's. torch hands out streams from a pool of 32, over and over, and
+        SGLang goes on taking some after we have ours. All of its streams have normal priority; high priority has a pool
+        of its own."""
+        return cast(Stream, torch.cuda.Stream(self.torch_device, priority=-1))  # type: ignore[no-untyped-call]
 
     def current_stream(self) -> Stream:
         """Return the calling thread's current stream."""
