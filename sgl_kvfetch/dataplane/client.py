@@ -99,16 +99,7 @@ def open_client(
     ``encoders``: from `open_encoders`. ``max_span_pages``: upper limit for ``span_tokens``. Raises ConfigError."""
     encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
     store = open_configured_store(config, heads)
-    span_pages = _power_of_two_pages(config.span_tokens, heads.namespace.page_size)
-    spec = SegmentSpec(
-        heads,
-        quantiser,
-        config.codec,
-        RESOLUTION,
-        min(span_pages, max_span_pages or span_pages),
-        encoders or {},
-        _cell_heads(heads, config.max_tp_size),
-    )
+    spec = writer_spec(config, heads, quantiser, encoders, max_span_pages)
     try:
         spec.require_readable()
     except FormatError as e:
@@ -145,6 +136,26 @@ def open_client(
             ttl_s=config.ttl_s,
         ),
         encode_pool,
+    )
+
+
+def writer_spec(
+    config: KVFetchConfig,
+    heads: HeadSlice,
+    quantiser: Quantiser,
+    encoders: Mapping[str, FrameEncoder] | None = None,
+    max_span_pages: int | None = None,
+) -> SegmentSpec:
+    """Return how this config's writer encodes segments. Arguments as in `open_client`."""
+    span_pages = _power_of_two_pages(config.span_tokens, heads.namespace.page_size)
+    return SegmentSpec(
+        heads,
+        quantiser,
+        config.codec,
+        RESOLUTION,
+        min(span_pages, max_span_pages or span_pages),
+        encoders or {},
+        _cell_heads(heads, config.max_tp_size),
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from sgl_kvfetch.codecs.nvdec import Nvdec, open_nvdec
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.cuda_streams import Device
-from sgl_kvfetch.dataplane.client import StoreClient, open_client, open_encoders
+from sgl_kvfetch.dataplane.client import StoreClient, open_client, open_encoders, writer_spec
 from sgl_kvfetch.dataplane.launch import DataPlaneProcess, DataPlaneThread, Launch, Line, Running
 from sgl_kvfetch.dataplane.messages import Start
 from sgl_kvfetch.dataplane.plane import DataPlane
@@ -20,6 +20,7 @@ from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.fetch.sink import FramePool
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.plugin.device.warm_up import compile_kernels
 from sgl_kvfetch.plugin.host_pages import HostPages
 from sgl_kvfetch.plugin.namespace import draft_model, engine_heads, engine_quantiser, require_own_profile
 from sgl_kvfetch.plugin.page_hashes import compile_hash_function
@@ -104,6 +105,8 @@ def open_plane(
         dict(side_bytes or {}),
     )
     encoders = open_encoders(config)
+    if isinstance(pages, FramePool):
+        compile_kernels(pages, writer_spec(config, heads, quantiser, encoders, most_span_pages))
 
     def open_here(config: KVFetchConfig, heads: HeadSlice, start: Start) -> StoreClient:
         return open_client(

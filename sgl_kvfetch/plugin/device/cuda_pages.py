@@ -187,7 +187,7 @@ class CudaPages(DevicePages, FramePool):
     def _span_slots(self, cell: CellFrames, span_pages: Sequence[int], pages: Sequence[int]) -> torch.Tensor:
         """Return the slot of every token of the span, on the host; -1 for a token that is not wanted."""
         slots = torch.full((len(cell.place.tokens),), -1)
-        slots.view(-1, self.geometry.page_size)[list(span_pages)] = self._slots(pages).view(len(pages), -1)
+        slots.view(-1, self.geometry.page_size)[list(span_pages)] = self._slots(pages).view(-1, self.geometry.page_size)
         return slots
 
     # Reading

@@ -77,7 +77,7 @@ class DevicePages(PagePool):
         return rows.view(self._dtype).view(num_pages, -1, *rows.shape[1:])
 
     def _slots(self, pages: Sequence[int]) -> torch.Tensor:
-        return (torch.tensor(pages).unsqueeze(1) * self.geometry.page_size + self._offsets).flatten()
+        return (torch.tensor(pages, dtype=torch.int64).unsqueeze(1) * self.geometry.page_size + self._offsets).flatten()
 
 
 def pool_device(pool: Any) -> torch.device:
