@@ -131,7 +131,9 @@ class NvdecSession:
                 usedevicememory=True,
                 maxwidth=max_width,
                 maxheight=max_height,
-                latency=nvc.DisplayDecodeLatencyType.LOW,  # every picture is returned as soon as it is decoded
+                # A picture is returned while the engine decodes the next one. With LOW, the engine would be idle until
+                # the host has taken the picture.
+                latency=nvc.DisplayDecodeLatencyType.NATIVE,
             )
         except Exception as e:
             raise _NoDecoderError(f"NVDEC gave no decoder for {max_width}x{max_height}: {brief(e)}") from e
@@ -284,9 +286,9 @@ def open_nvdec(device: Device) -> tuple[Nvdec | None, str]:
 
 
 def _trial(codec: HevcCodec, decoder: FrameDecoder) -> str:
-    """Decode two small pictures, the second predicted from the first. Return what is wrong with them or their frame
-    sum; an empty string if nothing is. This also compiles the frame sum's kernel."""
-    frames = moving_gradients(2, MIN_PICTURE, MIN_PICTURE)
+    """Decode six small pictures, each predicted from the one before: more than a decoder holds back. Return what is
+    wrong with them or their frame sum; an empty string if nothing is. This also compiles the frame sum's kernel."""
+    frames = moving_gradients(6, MIN_PICTURE, MIN_PICTURE)
     shape = frames.shape[0], *frames.shape[2:]
     try:
         bitstream = codec.encode(frames)

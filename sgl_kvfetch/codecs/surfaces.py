@@ -7,9 +7,9 @@ from threading import Lock
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-# Surfaces of one decoder: the stream's reference pictures and a few more, as NVIDIA's parser asks for, and two for
-# output. This is an estimate; `scripts/gpu_check` compares it with the memory that is really used.
-NUM_SURFACES = 8
+# Surfaces of one decoder: PyNvVideoCodec asks for as many as NVIDIA's parser does and four more, and two for output.
+# The parser's number is an estimate; `scripts/gpu_check` compares the sum with the memory that is really used.
+NUM_SURFACES = 4 + 4 + 2
 MAX_SURFACE_BYTES = 256 << 20  # of all decoders of a process together
 
 

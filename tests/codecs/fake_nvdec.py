@@ -143,7 +143,7 @@ class FakeNvc:
     DisplayDecodeLatencyType = DisplayDecodeLatencyType
     cudaVideoCodec = CudaVideoCodec
 
-    def __init__(self, device: FakeDevice, *, latency_pictures: int = 0, own_stream: bool = False) -> None:
+    def __init__(self, device: FakeDevice, *, latency_pictures: int = 1, own_stream: bool = False) -> None:
         self.device = device
         self.latency_pictures = latency_pictures
         self.own_stream = own_stream
@@ -164,7 +164,8 @@ class FakeNvc:
         latency: Any = DisplayDecodeLatencyType.NATIVE,
     ) -> Decoder:
         self.calls.append(("CreateDecoder", maxwidth, maxheight))
-        assert (gpuid, codec, usedevicememory, latency) == (0, CudaVideoCodec.HEVC, True, DisplayDecodeLatencyType.LOW)
+        assert (gpuid, codec, usedevicememory) == (0, CudaVideoCodec.HEVC, True)
+        assert latency == DisplayDecodeLatencyType.NATIVE, "the engine would wait for the host after each picture"
         assert cudastream != 0, "the default stream"
         if self.fails == "create":
             raise RuntimeError("CreateDecoder: out of memory")
