@@ -23,7 +23,6 @@ from sgl_kvfetch.triton_kernels.frame_sum import frame_sum
 
 _SECONDS = 0.6  # per measurement
 _FLIPS = 40
-_TURNS = 4
 
 
 def run(record: Record) -> None:
@@ -31,7 +30,6 @@ def run(record: Record) -> None:
     session = nvdec.open_session()  # one session decodes all sizes, and has to be reconfigured
     check_bits(record, session, list(SIZES))
     check_damage(record, session)
-    check_giving_up(record, nvdec)
     measure(record, nvdec, _session_counts(nvdec.num_engines))
 
 
@@ -118,23 +116,6 @@ def _flipped(good: bytes) -> Iterator[bytes]:
         bad = bytearray(good)
         bad[position] ^= 0x55
         yield bytes(bad)
-
-
-def check_giving_up(record: Record, nvdec: Nvdec) -> None:
-    """Use two sessions in turn, on two threads, with room for one decoder, so that each evicts the other's decoder."""
-    frames = make_frames(6, 144, 144)
-    limit_bytes, nvdec.surfaces.limit_bytes = nvdec.surfaces.limit_bytes, 1
-    one, other = nvdec.open_session(), nvdec.open_session()
-    with ThreadPoolExecutor(1) as thread:
-        for name in nvdec.codecs:
-            bitstream, wrong = get_codec(name).encode(frames), ""
-            for _ in range(_TURNS):
-                wrong = wrong or _what_is_wrong(one[name], bitstream, frames)
-                wrong = wrong or thread.submit(_what_is_wrong, other[name], bitstream, frames).result()
-            record.row("NVDEC: decoders given up", codec=name, turns=_TURNS, found=wrong or "equal")
-            if wrong:
-                record.fail(f"{name} after another session's decoder was given up: {wrong}")
-    nvdec.surfaces.limit_bytes = limit_bytes
 
 
 def _session_counts(num_engines: int) -> list[int]:

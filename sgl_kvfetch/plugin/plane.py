@@ -95,6 +95,8 @@ def open_plane(
     The data plane is a process. If it uses the GPU's video engines or restore kernels, it still runs on threads of this
     process, because these need its memory.
     """
+    if nvdec is not None:
+        nvdec.drop_decoders()  # of an earlier attachment; nothing is served now
     start = Start(
         config.model_dump(mode="json", exclude_unset=True),
         heads.namespace,

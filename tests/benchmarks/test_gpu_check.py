@@ -212,20 +212,6 @@ def test_nvdec_is_checked(record: Record, monkeypatch: pytest.MonkeyPatch) -> No
     assert found_by(record)["reason"].count("hevc smallest: another frame sum") == 2
 
 
-def test_giving_up_decoders_is_checked(record: Record) -> None:
-    nvc = FakeNvc(FakeDevice())
-    engines = make_nvdec(nvc)
-    engines.surfaces.limit_bytes = None
-    nvdec.check_giving_up(record, engines)
-    rows = found_by(record)["rows"]
-    assert [(row["codec"], row["found"]) for row in rows] == [("hevc", "equal"), ("hevc420", "equal")]
-    assert [call[0] for call in nvc.calls] == ["CreateDecoder"] * 2 * 2 * nvdec._TURNS
-    assert engines.surfaces.limit_bytes is None
-    nvc.fails = "pixels"
-    nvdec.check_giving_up(record, engines)
-    assert "hevc after another session's decoder was given up: other pixels" in found_by(record)["reason"]
-
-
 def test_throughput_is_measured_by_sessions(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     nvc = FakeNvc(FakeDevice())
     monkeypatch.setitem(nvdec.SIZES, "240p", (1, 144, 144))

@@ -64,15 +64,6 @@ class Decoder:
         self._context: av.VideoCodecContext | None = None
         self._held: list[torch.Tensor] = []
 
-    def setReconfigParams(self, width: int = 0, height: int = 0) -> int:
-        self._nvc.calls.append(("setReconfigParams", width, height))
-        assert width <= self._largest[0]
-        assert height <= self._largest[1]
-        if self._nvc.fails == "reconfigure":
-            raise RuntimeError("cuvidReconfigureDecoder returned error 999")
-        self._size = width, height
-        return 1
-
     def Decode(self, packet: PacketData) -> list[Surface]:
         is_end = bool(packet.decode_flag & VideoPacketFlag.ENDOFSTREAM) or not packet.bsl
         data = b"" if is_end else ctypes.string_at(packet.bsl_data, packet.bsl)
@@ -102,7 +93,7 @@ class Decoder:
         return [self._as_configured(picture) for picture in found]
 
     def _as_configured(self, picture: av.VideoFrame) -> torch.Tensor:
-        """A picture of another size than the decoder is set to is scaled to that, silently."""
+        """A picture of another size than the decoder's first ones is scaled to that, silently."""
         size = picture.width, picture.height
         assert size[0] <= self._largest[0], "Reconfigure Not supported when width/height > maxwidth/maxheight"
         self._size = self._size or size
