@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _launch: Launch = DataPlaneProcess
+_SMALL_PAGE = 16  # tokens; SGLang's default on GPUs is 1
 
 
 def engine_nvdec(device: torch.device) -> Nvdec | None:
@@ -72,6 +73,12 @@ def open_engine_plane(
     pools = sides.identity(rank.tp_rank, rank.tp_size, rank.is_mla_model) if sides else ""
     if has_draft:
         pools = f"{pools or 'packed layers'},draft {draft_model(config)}"
+    if rank.tp_rank == 0 and pages.geometry.page_size < _SMALL_PAGE:
+        logger.warning(
+            "kvfetch: pages of %d tokens make lookups slow and manifests large, and in host mode chunks small: "
+            "--page-size 64 is recommended",
+            pages.geometry.page_size,
+        )
     heads = engine_heads(config, quantiser, rank, pages.geometry, pages.first_layer, pools)
     require_own_profile(config, quantiser, heads.namespace)
     logger.info("kvfetch: %s, namespace %s: %s", config.store, heads.folder, heads.namespace)
@@ -97,6 +104,8 @@ def open_plane(
     """
     if nvdec is not None:
         nvdec.drop_decoders()  # of an earlier attachment; nothing is served now
+    codec, encoders = open_encoders(config)
+    config = config.model_copy(update={"codec": codec})
     start = Start(
         config.model_dump(mode="json", exclude_unset=True),
         heads.namespace,
@@ -106,7 +115,6 @@ def open_plane(
         most_span_pages,
         dict(side_bytes or {}),
     )
-    encoders = open_encoders(config)
     if isinstance(pages, FramePool):
         compile_kernels(pages, writer_spec(config, heads, quantiser, encoders, most_span_pages))
 
