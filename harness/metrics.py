@@ -6,7 +6,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.engine import SGLangServer
-from harness.waiting import wait_until
+from harness.waiting import WAIT_S, wait_until
 
 
 def read_metric(text: str, name: str, **labels: str) -> float:
@@ -27,7 +27,7 @@ def own_metric(name: str, **labels: str) -> float:
     return read_metric(generate_latest().decode(), name, **labels)
 
 
-def wait_until_written(server: SGLangServer, num_pages: int, timeout_s: float = 60.0) -> None:
+def wait_until_written(server: SGLangServer, num_pages: int, timeout_s: float = WAIT_S) -> None:
     """Wait until at least ``num_pages`` pages, of all ranks together, are in the store and no write is queued.
 
     Raises TimeoutError, with both counts and the end of the server's log, after ``timeout_s``.

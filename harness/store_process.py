@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import ssl
@@ -17,6 +18,8 @@ from typing import Self
 
 from harness.engine import free_port
 from harness.waiting import WAIT_S, polls
+
+logger = logging.getLogger(__name__)
 
 _EXIT_S = 10.0
 
@@ -119,6 +122,8 @@ class StoreProcess:
         if self._process is None:
             return
         process, self._process = self._process, None
+        if process.poll() is not None:
+            logger.warning("the store had ended with code %d:\n%s", process.returncode, self.log())
         process.terminate()
         try:
             process.wait(_EXIT_S)

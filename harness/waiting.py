@@ -7,7 +7,7 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable, Iterator
 
-WAIT_S = 60.0  # far more than anything takes on a busy machine
+WAIT_S = 240.0  # far more than anything takes on a busy machine
 _MIN_POLLS = 50
 
 

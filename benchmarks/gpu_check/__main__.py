@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import benchmarks.gpu_check
-from benchmarks.gpu_check import report
+from benchmarks.gpu_check import bundle, driver_libraries, report
 from benchmarks.gpu_check.runner import Result, run_step, skipped
 from benchmarks.gpu_check.steps import STEPS, TOTAL_S, Step
 
@@ -24,25 +24,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: docs/gpu, if there is a GPU)")
     parser.add_argument("--only", nargs="+", metavar="STEP", choices=[step.name for step in others], help="these steps")
+    parser.add_argument("--bundle", type=Path, metavar="DIR", help="pack this for a machine without a network, and end")
     options = parser.parse_args(arguments)
+    if options.bundle:
+        print(*bundle.make(options.bundle), sep="\n")
+        return 0
     chosen = [step for step in others if not options.only or step.name in options.only]
     results = []
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
         for result in run(first, chosen, Path(scratch)):
             print(report.summary([result]), flush=True)
             results.append(result)
-    gpu = gpu_of(results[0])
-    folder: Path | None = options.out or (_DOCS if gpu else None)
-    if folder is None:
-        print("no GPU: nothing was measured or written")
-    else:
-        print("wrote", *report.write(results, folder, gpu))
+            gpu = gpu_of(results[0])
+            folder: Path | None = options.out or (_DOCS if gpu else None)
+            # After each step: whoever lends the machine may end the run.
+            written = [] if folder is None else report.write(results, folder, gpu)
+    print("wrote" if written else "no GPU: nothing was measured or written", *written)
     return 1 if any(result.outcome == "failed" for result in results) else 0
 
 
 def run(first: Step, others: Sequence[Step], folder: Path) -> Iterator[Result]:
     deadline_s = time.monotonic() + TOTAL_S
     machine = run_step(first, folder, first.limit_s)
+    if machine.outcome == "passed":
+        machine.notes.extend(driver_libraries.complete(folder / "libraries"))
     yield machine
     for step in others:
         left_s = deadline_s - time.monotonic()

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu_check.clips import SIZES, make_frames
 from benchmarks.gpu_check.record import Record, SkippedError
-from benchmarks.gpu_check.timing import seconds_of
+from benchmarks.gpu_check.timing import make_timer
 from sgl_kvfetch.codecs import get_codec
 from sgl_kvfetch.codecs.base import FrameDecoder
 from sgl_kvfetch.codecs.nvdec import open_nvdec
@@ -58,11 +58,12 @@ def measure(
     bitstream = get_codec(name).encode(frames)
     # With the frame sum, as in a fetch.
     jobs = [partial(decoder.decode, bitstream, (num_frames, height, width), with_sum=True) for decoder in decoders]
+    time_products = make_timer(product, device, repeats=repeats)
     alone, beside, decoded = [], [], 0
     for _ in range(rounds):
-        alone.append(seconds_of(product, device, repeats=repeats))
+        alone += time_products()
         with _decoding(jobs) as count:
-            beside.append(seconds_of(product, device, repeats=repeats))
+            beside += time_products()
         decoded += count[0]
     slower = statistics.median(beside) / statistics.median(alone) - 1
     record.row(

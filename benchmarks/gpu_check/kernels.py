@@ -35,6 +35,8 @@ MEASURED = (
     Span(1024),
     Span(1024, heads=1, dim=576),
     Span(1024, heads=2, coefficients=700),
+    Span(8192),
+    Span(8192, heads=2, coefficients=700),
     Span(32768),
     Span(32768, heads=2, coefficients=700),
 )

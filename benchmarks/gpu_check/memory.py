@@ -1,5 +1,6 @@
 """Measures the GPU memory that a fetch of 32K tokens needs besides its slots, and checks the restored values. The
-prefix repeats one span, as in `benchmarks.memory`, which measures host memory."""
+prefix repeats one span, as in `benchmarks.memory`, which measures host memory. Without SGLang, a stand-in for its pool
+is used."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import torch
 from benchmarks.gpu_check.record import Record
 from benchmarks.memory import GOAL_BYTES, MAX_SEGMENT_TOKENS, PAGE_TOKENS, Setup, repeated_segments
 from benchmarks.sampler import Sampler
+from harness import stand_in_pool
 from harness.fetching import fetch_pages
 from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.codecs.base import Decoders
@@ -35,9 +37,12 @@ if TYPE_CHECKING:
 NUM_TOKENS = 32768
 _SESSIONS = 8
 _TIMEOUT_S = 60.0
+_READ_PAGES = 64
 
 
 def run(record: Record) -> None:
+    if stand_in_pool.install_if_missing():
+        record.note("a stand-in for SGLang's pool was used: sglang is not installed")
     torch.zeros(1, device="cuda")
     device = Device(torch.device("cuda", 0))
     setup = Setup("uint8", "hevc", layers=6)
@@ -93,7 +98,7 @@ def _measure(
     )
     if num_pages * PAGE_TOKENS != NUM_TOKENS:
         record.fail(f"decoded on {decoded_on}: only {num_pages} pages restored: {'; '.join(map(str, failures))}")
-    elif wrong := wrong_values(setup, segments[0], pages, NUM_TOKENS):
+    elif wrong := wrong_values(setup, segments[0], pages, NUM_TOKENS) or wrong_reads(pages, _READ_PAGES):
         record.fail(f"decoded on {decoded_on}: {wrong}")
     if (held := made_once + then_all) > GOAL_BYTES:
         record.note(f"decoded on {decoded_on}: {held / 1e6:.0f} MB in all; the goal is {GOAL_BYTES / 1e6:.0f}")
@@ -170,6 +175,20 @@ def wrong_values(setup: Setup, segment: CodedSegment, pages: DevicePages, num_to
                 expected = x[:, index].to(rows.device)
                 if not bool((rows.unflatten(0, (-1, len(expected))) == expected).all()):
                     return f"{tensor} of layer {layer} differs from the CPU's values"
+    return ""
+
+
+def wrong_reads(pages: DevicePages, num_pages: int) -> str:
+    """Find and read the first pages as a write does. Return a message if they differ from the pool's."""
+    slots = torch.arange(PAGE_TOKENS, (1 + num_pages) * PAGE_TOKENS, device=pages._buffers["k"][0].device)
+    expected = list(range(1, 1 + num_pages))
+    pages.fence_reads()
+    if (found := pages.page_indices(slots)) != expected:
+        return f"the slots' pages are {found}, expected {expected}"
+    for tensor in TENSORS:
+        there = torch.stack([x[slots] for x in pages._buffers[tensor]], dim=1)
+        if not torch.equal(pages.read(tensor, expected).flatten(0, 1), there.cpu()):
+            return f"{tensor} of pages that were read differs from the pool's"
     return ""
 
 

@@ -20,13 +20,17 @@ def find_files() -> list[str]:
 
 
 def run(record: Record) -> None:
-    import pytest  # if it is missing, the step is skipped
+    # If one is missing, the step is skipped. The settings in pyproject.toml need the plugins.
+    import pytest
+    import pytest_asyncio  # noqa: F401
+    import pytest_timeout  # noqa: F401
 
     files = find_files()
     if importlib.util.find_spec("sglang") is None:
         record.note("tests of the plugin were left out: sglang is not installed")
         files = [name for name in files if not name.startswith("tests/plugin/")]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    # Warnings of other versions than ours are no failures of the GPU's.
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
     print(done.stdout, done.stderr, sep="\n")
     last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "nothing")

@@ -24,6 +24,7 @@ EXIT_INTERRUPTED = 130
 COMMANDS = {
     "serve": "Serve a directory as a store, until Ctrl-C or SIGTERM.",
     "inspect": "Show what is stored: by namespace, by segment, or chunk by chunk, and how it compares with raw KV.",
+    "lookup": "Say how many of a prompt's pages a lookup finds, by namespace.",
     "verify": "Read and decode everything that is stored, and compare it with its checksums.",
     "encode": "Encode segments that servers wrote with a fast codec as video, at one or more resolutions.",
     "index": "Make the page index of an S3 store anew.",

@@ -33,6 +33,7 @@ PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "kvfetch"
 CPU_ENGINE_ENV = "KVFETCH_CPU_ENGINE"
 TIMEOUT_S = 10.0  # of a request to the store
 _INSTALL_GPU = 'pip install "sgl-kvfetch[gpu]"'
+_INSTALL_VIDEO = "install the driver's video libraries (containers: NVIDIA_DRIVER_CAPABILITIES=compute,video,utility)"
 _CPU_CODECS = "codecs run on the CPU"
 _SEAMS = "SGLang's seams"
 
@@ -209,8 +210,7 @@ def _check_nvdec() -> list[Check]:
     try:
         found = decode_caps()
     except OSError as e:
-        advice = "install the driver's video libraries (containers: NVIDIA_DRIVER_CAPABILITIES=compute,video,utility)"
-        return [binding, Check("NVDEC", "warn", f"{first_line(e)}; {_CPU_CODECS}", advice)]
+        return [binding, Check("NVDEC", "warn", f"{first_line(e)}; {_CPU_CODECS}", _INSTALL_VIDEO)]
     if (caps := found.get("hevc")) is not None:
         size = f"up to {caps.max_width}x{caps.max_height}"
         return [binding, Check("NVDEC", "yes", f"HEVC 4:4:4 8-bit, {caps.num_engines} engines, {size}")]
@@ -232,15 +232,19 @@ def _check_decoding() -> Check:
 
 
 def _check_binding() -> Check:
+    """Import PyNvVideoCodec. It needs the encoder's library even to decode."""
+    from sgl_kvfetch.codecs.nvenc_caps import LIBRARY as ENCODE_LIBRARY
+
     name = "PyNvVideoCodec"
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError:
         return Check(name, "warn", f"not installed; {_CPU_CODECS}", _INSTALL_GPU)
     except Exception as e:  # it loads the driver's libraries
-        return Check(
-            name, "warn", f"does not import: {first_line(e)}", f"update the NVIDIA driver, then: {_INSTALL_GPU}"
-        )
+        advice = f"update the NVIDIA driver, then: {_INSTALL_GPU}"
+        if ENCODE_LIBRARY in str(e):
+            advice = f"{_INSTALL_VIDEO}; on a GPU without NVENC a stub will do: docs/gpu/README.md"
+        return Check(name, "warn", f"does not import: {first_line(e)}", advice)
     return Check(name, "yes", str(getattr(module, "__version__", "installed")))
 
 

@@ -10,7 +10,9 @@ from typing import Annotated
 
 import msgspec
 import typer
+from msgspec import Struct
 
+from sgl_kvfetch.cli.options import print_json
 from sgl_kvfetch.container.manifest import decode_manifest
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes, read_prompts, tokenise
@@ -43,6 +45,17 @@ ModelOption = Annotated[
 ]
 PageSizeOption = Annotated[int | None, typer.Option(min=1, metavar="TOKENS", help="SGLang's --page-size.")]
 SaltOption = Annotated[str | None, typer.Option(metavar="SALT", help="The cache_salt of the prompts' requests.")]
+
+
+class StoredPrompt(Struct, frozen=True):
+    """What a store has of a prompt."""
+
+    num_tokens: int
+    num_pages: int  # whole pages
+    stored_pages: dict[str, int]  # by namespace
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens} tokens, {self.num_pages} pages; {stored_text(self.stored_pages)}"
 
 
 def prompts_of(prompt: str | None, file: Path | None) -> list[Prompt]:
@@ -95,6 +108,20 @@ def stored_text(stored_pages: Mapping[str, int]) -> str:
     """Return what ``pages_stored`` found, for people."""
     found = ", ".join(f"{pages} in {namespace}" for namespace, pages in stored_pages.items())
     return f"stored: {found or 'none'}"
+
+
+async def stored_prompt(store: Store, tokens: Sequence[int], page_size: int, cache_salt: str | None) -> StoredPrompt:
+    """Raises StoreError."""
+    hashes = page_hashes(tokens, page_size, cache_salt)
+    return StoredPrompt(len(tokens), len(hashes), await pages_stored(store, hashes))
+
+
+def print_stored(prompts: Sequence[StoredPrompt], as_json: bool) -> None:
+    if as_json:
+        print_json(prompts)
+        return
+    for number, prompt in enumerate(prompts):
+        typer.echo(f"prompt {number}: {prompt}")
 
 
 async def pages_stored(store: Store, hashes: Sequence[bytes]) -> dict[str, int]:

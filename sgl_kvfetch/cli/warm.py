@@ -9,35 +9,25 @@ from typing import Annotated, Any
 
 import aiohttp
 import typer
-from msgspec import Struct
 
-from sgl_kvfetch.cli.options import IndexOption, JsonOption, TokenFileOption, TokenOption, print_json, read_token
+from sgl_kvfetch.cli.options import IndexOption, JsonOption, TokenFileOption, TokenOption, read_token
 from sgl_kvfetch.cli.prompts import (
     FileOption,
     PromptOption,
     SaltOption,
     StoreArgument,
-    pages_stored,
+    StoredPrompt,
+    print_stored,
     prompts_of,
-    stored_text,
+    stored_prompt,
 )
 from sgl_kvfetch.cli.target import open_indexed_store
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes
+from sgl_kvfetch.prompts import Prompt, Tokens
 from sgl_kvfetch.stores.base import Store
 
 API_KEY_ENV = "SGLANG_API_KEY"
 _LOOK_EVERY_S = 0.5
-
-
-class Warmed(Struct, frozen=True):
-    num_tokens: int
-    num_pages: int  # whole pages
-    stored_pages: dict[str, int]  # by namespace
-
-    @property
-    def is_stored(self) -> bool:
-        return self.num_pages in (0, *self.stored_pages.values())
 
 
 def warm(
@@ -72,14 +62,8 @@ def warm(
     warmed = asyncio.run(
         _warm(store, read_token(token, token_file), index, server.rstrip("/"), prompts, cache_salt, timeout_s)
     )
-    if as_json:
-        print_json(warmed)
-    else:
-        for number, one in enumerate(warmed):
-            typer.echo(
-                f"prompt {number}: {one.num_tokens} tokens, {one.num_pages} pages; {stored_text(one.stored_pages)}"
-            )
-    if not all(one.is_stored for one in warmed):
+    print_stored(warmed, as_json)
+    if not all(_is_stored(one) for one in warmed):
         raise typer.Exit(1)
 
 
@@ -91,7 +75,7 @@ async def _warm(
     prompts: Sequence[Prompt],
     cache_salt: str | None,
     timeout_s: float,
-) -> list[Warmed]:
+) -> list[StoredPrompt]:
     """Raises KVFetchError."""
     store = open_indexed_store(url, token, index)
     key = os.environ.get(API_KEY_ENV)
@@ -100,7 +84,7 @@ async def _warm(
             page_size = int((await _ask(session, "GET", f"{server}/server_info"))["page_size"])
             sent = [await _compute(session, server, prompt, cache_salt) for prompt in prompts]
         until = asyncio.get_running_loop().time() + timeout_s
-        return [await _wait_for(store, tokens, page_hashes(tokens, page_size, cache_salt), until) for tokens in sent]
+        return [await _wait_for(store, tokens, page_size, cache_salt, until) for tokens in sent]
     except (aiohttp.ClientError, TimeoutError, KeyError, ValueError) as e:
         raise StoreError("protocol", f"{server}: {type(e).__name__}: {e}") from e
     finally:
@@ -123,10 +107,14 @@ async def _ask(session: aiohttp.ClientSession, method: str, url: str, body: dict
         return await response.json()
 
 
-async def _wait_for(store: Store, tokens: Tokens, hashes: list[bytes], until: float) -> Warmed:
+async def _wait_for(store: Store, tokens: Tokens, page_size: int, cache_salt: str | None, until: float) -> StoredPrompt:
     """Wait until a prompt is stored, at most until then. Look once at least."""
     while True:
-        warmed = Warmed(len(tokens), len(hashes), await pages_stored(store, hashes))
-        if warmed.is_stored or asyncio.get_running_loop().time() > until:
-            return warmed
+        found = await stored_prompt(store, tokens, page_size, cache_salt)
+        if _is_stored(found) or asyncio.get_running_loop().time() > until:
+            return found
         await asyncio.sleep(_LOOK_EVERY_S)
+
+
+def _is_stored(prompt: StoredPrompt) -> bool:
+    return prompt.num_pages in (0, *prompt.stored_pages.values())

@@ -46,6 +46,17 @@ def leave_tensors_unpinned(result: None, server_args: Any) -> None:
     torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[assignment, method-assign, misc]
 
 
+def send_page_numbers_as_they_are(result: None, server_args: Any) -> None:
+    """After ``_set_envs_and_config``: let a prefill server send pages with Mooncake over TCP.
+
+    SGLang would otherwise copy the numbers of the pages from the device to pinned memory, and wait for a CUDA event.
+    """
+    if server_args.disaggregation_transfer_backend == "mooncake" and server_args.disaggregation_mode == "prefill":
+        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+
+        MooncakeKVSender.supports_host_tensor_indices = False
+
+
 def speculate_in_triton(result: None, server_args: Any) -> None:
     """After ``_set_envs_and_config``: let speculation run in Triton's interpreter, with ``TRITON_INTERPRET=1`` and
     ``--attention-backend triton``.

@@ -137,6 +137,8 @@ SEAMS: tuple[Seam, ...] = (
         (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "attend_in_latent_space"),
         # Pins tensors on the way to the device, without asking whether there is one that copies from them.
         (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "leave_tensors_unpinned"),
+        # Sends the numbers of pages from pinned memory.
+        (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "send_page_numbers_as_they_are"),
         # Chooses the kernels of speculation by the kind of device.
         (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "speculate_in_triton"),
         # Write layers with sliding windows to a pool of their own, and read them where the other layers' pool has them.

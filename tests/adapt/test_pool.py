@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from harness.waiting import WAIT_S
 from sgl_kvfetch.adapt.decode_profile import DecodeProfile, VariantProfile
 from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.adapt.sessions import SessionQueue
 from sgl_kvfetch.adapt.tracker import PoolTracker
 
-WAIT_S = 10
 PROFILE = DecodeProfile(
     device="d",
     source="s",

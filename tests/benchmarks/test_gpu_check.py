@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +18,24 @@ import pytest
 import torch
 
 from benchmarks.gpu_check import __main__ as command
-from benchmarks.gpu_check import interference, kernels, memory, nvdec, nvenc, report, server, tests
+from benchmarks.gpu_check import (
+    driver_libraries,
+    interference,
+    kernels,
+    memory,
+    nvdec,
+    nvdec_damage,
+    nvenc,
+    report,
+    server,
+    tests,
+)
 from benchmarks.gpu_check.record import Record, SkippedError
 from benchmarks.gpu_check.runner import _END_S, Result, run_step
 from benchmarks.gpu_check.steps import STEPS, TOTAL_S, Step
 from benchmarks.kernel_bytes import Span
 from benchmarks.memory import SPAN_TOKENS, Setup, repeated_segments
+from harness import stand_in_pool
 from harness.waiting import wait_until
 from sgl_kvfetch.codecs import nvenc as nvenc_codec
 from sgl_kvfetch.codecs.nvdec import Nvdec
@@ -47,7 +61,32 @@ def test_without_a_gpu_it_ends_well_and_names_what_it_skipped() -> None:
 
 
 def test_all_steps_fit_into_the_time() -> None:
-    assert sum(step.limit_s for step in STEPS) <= TOTAL_S < 480 - _END_S
+    assert sum(step.limit_s for step in STEPS) <= TOTAL_S < 600 - _END_S
+
+
+def test_all_steps_can_be_imported_and_pages_restored_without_sglang() -> None:
+    """This module imports the steps."""
+    chosen = "test_a_fetch_into_the_pool_is_checked or test_every_step_has_a_function"
+    assert "2 passed" in pytest_without_sglang(__file__, "-k", chosen)
+
+
+def test_tests_that_need_a_gpu_need_no_sglang() -> None:
+    files = [name for name in tests.find_files() if not name.startswith("tests/plugin/")]
+    found = pytest_without_sglang("--collect-only", "-m", "gpu", *files)
+    assert {line.partition("::")[0] for line in found.splitlines() if "::" in line} == set(files)
+    assert "error" not in found
+
+
+def pytest_without_sglang(*arguments: str) -> str:
+    """Run pytest in a process where importing SGLang fails. Return what it prints."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.benchmarks.without_sglang", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300).stdout
+
+
+def test_every_step_has_a_function() -> None:
+    for step in STEPS:
+        module, _, function = step.runs.partition(":")
+        assert callable(getattr(importlib.import_module(module), function)), step.runs
 
 
 # A step's process
@@ -102,16 +141,20 @@ def test_a_run_goes_on_after_a_failure_and_writes_what_it_found(
         "kernels": Result("kernels", "Kernels", "failed", "killed by signal 11", log_tail="last words"),
     }
     monkeypatch.setattr(command, "run_step", lambda step, *_: ends.get(step.name, Result(step.name, "", "passed")))
+    monkeypatch.setattr(driver_libraries, "complete", lambda folder: ["a library was missing"])
     assert command.main(["--out", str(tmp_path), "--only", "kernels", "tests"]) == 1
-    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()][:4] == [
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()][:5] == [
         ["passed", "machine"],
+        ["machine:", "a"],
         ["failed", "kernels"],
         ["|", "last"],
         ["passed", "tests"],
     ]
     content = json.loads((tmp_path / "nvidia-h100.json").read_text())
     assert [step["outcome"] for step in content["steps"]] == ["passed", "failed", "passed"]
-    assert "| Kernels | failed | 0 | killed by signal 11 |" in (tmp_path / "nvidia-h100.md").read_text()
+    page = (tmp_path / "nvidia-h100.md").read_text()
+    assert "| Kernels | failed | 0 | killed by signal 11 |" in page
+    assert "* machine: a library was missing" in page
 
 
 def test_the_whole_runs_time_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +165,7 @@ def test_the_whole_runs_time_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return Result(step.name, "", "passed")
 
     monkeypatch.setattr(command, "run_step", ends)
+    monkeypatch.setattr(driver_libraries, "complete", lambda folder: [])
     clock = iter([0.0, 100.0, TOTAL_S - 30.0, TOTAL_S - 2.0])
     monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     first, *others = STEPS
@@ -190,12 +234,12 @@ def test_kernels_are_measured(record: Record, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_nvdec_is_checked(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvdec, "_FLIPS", 10)
+    monkeypatch.setattr(nvdec_damage, "_FLIPS", 10)
     monkeypatch.setitem(nvdec.SIZES, "240p", (2, 160, 176))
     nvc = FakeNvc(FakeDevice())
     decoders = make_nvdec(nvc).open_session()
     nvdec.check_bits(record, decoders, ["smallest", "240p"])
-    nvdec.check_damage(record, {"hevc": decoders["hevc"]})
+    nvdec_damage.check_damage(record, {"hevc": decoders["hevc"]})
     found = found_by(record)
     assert not found["reason"]
     bits, damage = found["rows"][:-2], found["rows"][-2:]
@@ -283,6 +327,7 @@ def test_a_matrix_product_beside_decoding(record: Record) -> None:
 
 
 async def test_a_fetch_into_the_pool_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_pool.install_if_missing()
     from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 
     monkeypatch.setattr(runtime, "INTERPRETED", False)
@@ -300,26 +345,35 @@ async def test_a_fetch_into_the_pool_is_checked(tmp_path: Path, monkeypatch: pyt
     assert (num_pages * memory.PAGE_TOKENS, failures) == (2 * SPAN_TOKENS, ())
     device.run()
     assert not memory.wrong_values(setup, segments[0], pages, 2 * SPAN_TOKENS)
+    assert not memory.wrong_reads(pages, 3)
     pool.v_buffer[0][-1, 3, 5] += 1
     assert memory.wrong_values(setup, segments[0], pages, 2 * SPAN_TOKENS) == (
         "v of layer 0 differs from the CPU's values"
     )
+    monkeypatch.setattr(pages, "read", lambda tensor, _: torch.zeros(3, memory.PAGE_TOKENS, 1, 8, 128))
+    assert memory.wrong_reads(pages, 3) == "k of pages that were read differs from the pool's"
+    monkeypatch.setattr(pages, "page_indices", lambda slots: [2, 1, 3])
+    assert memory.wrong_reads(pages, 3) == "the slots' pages are [2, 1, 3], expected [1, 2, 3]"
 
 
 def test_what_is_counted_for_surfaces_is_put_beside_what_is_held(
     record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    stand_in_pool.install_if_missing()
     monkeypatch.setattr(runtime, "INTERPRETED", False)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(memory, "NUM_TOKENS", SPAN_TOKENS)
     monkeypatch.setattr(memory, "MAX_SEGMENT_TOKENS", SPAN_TOKENS)
     monkeypatch.setattr(memory, "_held_bytes", lambda: (0, 0))
+    monkeypatch.setattr(memory, "_READ_PAGES", 2)
     monkeypatch.setattr(memory, "open_nvdec", lambda device: (make_nvdec(FakeNvc(device)), ""))
     setup = Setup("uint8", "hevc", layers=1)
     segments = repeated_segments(setup, SPAN_TOKENS)
     asyncio.run(memory.store_segments(tmp_path, segments))
     for on_nvdec in (True, False):
-        memory._measure(record, setup, segments, tmp_path, on_nvdec, FakeDevice())  # type: ignore[arg-type]
+        device = FakeDevice()
+        monkeypatch.setattr(torch.cuda, "synchronize", device.run)
+        memory._measure(record, setup, segments, tmp_path, on_nvdec, device)  # type: ignore[arg-type]
+    assert not found_by(record)["reason"]
     nvdec_row, cpu_row = found_by(record)["rows"]
     assert nvdec_row["surfaces_bound_mb"] == (256 << 20) / 1e6
     assert 0 < nvdec_row["surfaces_counted_mb"] <= nvdec_row["surfaces_bound_mb"]
@@ -341,8 +395,9 @@ def pytest_that_ends(monkeypatch: pytest.MonkeyPatch, code: int) -> Iterator[Non
 
 
 def test_tests_that_need_a_gpu_are_found() -> None:
-    assert {"tests/codecs/test_nvdec.py", "tests/plugin/device/test_cuda_pages.py"} <= set(tests.find_files())
-    assert "tests/codecs/test_codecs.py" not in tests.find_files()
+    found = set(tests.find_files())
+    assert {"tests/cli/test_doctor_gpu.py", "tests/plugin/device/test_cuda_pages.py"} <= found
+    assert "tests/codecs/test_codecs.py" not in found
 
 
 def test_tests_that_fail_are_a_failure(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:

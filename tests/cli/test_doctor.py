@@ -207,11 +207,19 @@ def test_video_libraries_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> 
     assert checks._check_nvenc().status == "warn"
 
 
-@pytest.mark.gpu
-def test_the_gpu_of_this_machine() -> None:
-    found = by_name(checks.check_gpu())
-    assert found["CUDA GPU"].status == "yes"
-    assert "HEVC 4:4:4 8-bit" in found["NVDEC"].found
+def test_a_missing_encoder_library_keeps_the_binding_from_importing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = "Failed to load NVENC library: libnvidia-encode.so.1: cannot open shared object file"  # by version 2.2.4
+    (tmp_path / "PyNvVideoCodec.py").write_text(f"raise RuntimeError({message!r})")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "PyNvVideoCodec", raising=False)
+    check = checks._check_binding()
+    assert (check.status, check.found) == ("warn", f"does not import: {message}")
+    assert "NVIDIA_DRIVER_CAPABILITIES" in check.advice
+    assert "on a GPU without NVENC a stub will do: docs/gpu/README.md" in check.advice
+    (tmp_path / "PyNvVideoCodec.py").write_text("raise RuntimeError('Driver version is too old')")
+    assert "update the NVIDIA driver" in checks._check_binding().advice
 
 
 def test_a_store_that_is_not_there(unused_tcp_port: int) -> None:

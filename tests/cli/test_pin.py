@@ -108,3 +108,19 @@ def test_what_makes_no_sense_is_refused(args: tuple[str, ...], message: str) -> 
     result = kvfetch(*args)
     assert result.exit_code == 2
     assert message in result.output
+
+
+def test_look_up_prompts(tmp_path: Path, tiny_llama: Path) -> None:
+    root = tmp_path / "store"
+    namespace = store_pages(root, 8, range(1))
+    store_pages(root, 4, range(1, 2))
+    salted = store_pages(root, 2, range(2), salt="tenant")
+    look = "lookup", str(root), "--page-size", "1"
+    assert run(*look, "--prompt", TEXT, "--model", str(tiny_llama)) == (
+        f"prompt 0: 8 tokens, 8 pages; stored: 4 in {namespace}\n"
+    )
+    found = json.loads(run(*look, "--prompt", str(TOKENS[:3]), "--cache-salt", "tenant", "--json"))
+    assert found == [{"num_tokens": 3, "num_pages": 3, "stored_pages": {salted: 2}}]
+    assert run(*look, "--prompt", "[1, 2]") == "prompt 0: 2 tokens, 2 pages; stored: none\n"
+    assert "expected --prompt or --file" in run(*look, exit_code=2)
+    assert "texts need --model" in run(*look, "--prompt", TEXT, exit_code=2)

@@ -440,6 +440,13 @@ def test_what_the_driver_says(
     assert driver.calls == ["open", "destroy"]
 
 
+def test_a_stub_of_the_drivers_library_has_no_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver(ALL_CAPS)
+    monkeypatch.setattr(driver, "NvEncodeAPICreateInstance", lambda reference: 1)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    assert encode_caps() == {}
+
+
 def test_a_driver_that_gives_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver(ALL_CAPS, opening=10)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)

@@ -72,7 +72,9 @@ def test_the_ends_of_requests_are_counted(rig: Rig) -> None:
     before = counts()
     rig.stored(prompt(0))
     rig.store.reads.is_open = False
-    handles = [rig.arrive(prompt(0)), rig.arrive(prompt(1)), rig.arrive(prompt(0))]
+    handles = [rig.arrive(prompt(0))]
+    rig.settle(lambda: rig.states() == [State.FETCHING])
+    handles += [rig.arrive(prompt(1)), rig.arrive(prompt(0))]
     rig.settle(lambda: rig.states() == [State.FETCHING, State.FOLLOWING])
     rig.cache.step()
     assert own_metric("sgl_kvfetch_parked_requests") == 2
@@ -102,13 +104,15 @@ def test_an_abort_gives_everything_back(make: MakeRig, moment: str) -> None:
     rig.store.lookups.is_open = moment != "lookup"
     rig.store.reads.is_open = moment == "landed"
     rig.store.reads.num_let_through = int(moment == "restore")
-    handle = rig.arrive(tokens)
-    second = rig.arrive(other) if moment == "waiting" else None
+    handle, second = rig.arrive(tokens), None
     match moment:
         case "lookup":
             rig.settle(lambda: rig.store.lookups.num_waiting > 0)
         case "transmit" | "waiting":
-            rig.settle(lambda: rig.states() == [State.FETCHING, State.WAITING][: 2 if second else 1])
+            rig.settle(lambda: rig.states() == [State.FETCHING])
+            if moment == "waiting":
+                second = rig.arrive(other)
+                rig.settle(lambda: rig.states() == [State.FETCHING, State.WAITING])
             assert rig.num_available == rig.num_slots
         case "restore":
             rig.settle(lambda: rig.num_available == rig.num_slots - 32)
@@ -285,7 +289,7 @@ def test_aborts_at_random_moments(make: MakeRig) -> None:
 
 
 def test_requests_behind_a_hanging_store_wait_for_one_deadline_in_total(make: MakeRig) -> None:
-    rig = make(fetch_timeout_s=1.0, round_tokens=32)
+    rig = make(fetch_timeout_s=2.0, round_tokens=32)
     prompts = [prompt(seed) for seed in range(60)]
     for tokens in prompts:
         rig.stored(tokens)
@@ -293,6 +297,6 @@ def test_requests_behind_a_hanging_store_wait_for_one_deadline_in_total(make: Ma
     begin_s = time.monotonic()
     handles = [rig.arrive(tokens) for tokens in prompts]
     rig.settle(lambda: all(rig.cache.check_prefetch_progress(handle) for handle in handles))
-    assert time.monotonic() - begin_s < 30  # half of a deadline each
+    assert time.monotonic() - begin_s < 60  # half of a deadline each
     rig.settle()
     rig.assert_nothing_held()

@@ -1,0 +1,27 @@
+"""The stand-in for SGLang's pool, beside the pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from harness import stand_in_pool
+
+
+@pytest.mark.parametrize("v_head_dim", [None, 48])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_it_has_the_pools_buffers(dtype: torch.dtype, v_head_dim: int | None) -> None:
+    arguments = (100, 16, dtype, 3, 64, 2, "cpu", False)
+    ours: Any = stand_in_pool.MHATokenToKVPool(*arguments, v_head_dim=v_head_dim)
+    theirs = MHATokenToKVPool(*arguments, v_head_dim=v_head_dim)
+    for name in ("dtype", "start_layer", "kv_cache_layout", "is_quantized_kv_cache"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    for x, y in zip((*ours.k_buffer, *ours.v_buffer), (*theirs.k_buffer, *theirs.v_buffer), strict=True):
+        assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+
+
+def test_it_does_not_replace_sglang() -> None:
+    assert not stand_in_pool.install_if_missing()

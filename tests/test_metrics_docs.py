@@ -1,0 +1,61 @@
+"""docs/metrics.md names every metric with its labels, and the alert rules use no other ones."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
+
+from sgl_kvfetch import metrics
+from sgl_kvfetch.plugin.device.fetch_state import End
+from sgl_kvfetch.server.metrics import ServerMetrics
+
+ROOT = Path(__file__).parent.parent
+ALERTS = ROOT / "deploy" / "alerts.yml"
+SUFFIXES = {"counter": "_total", "gauge": "", "histogram": ""}
+
+
+def labels_of(metric: MetricWrapperBase) -> tuple[str, set[str]]:
+    return metric._name + SUFFIXES[metric._type], set(metric._labelnames)
+
+
+def in_code() -> dict[str, set[str]]:
+    ours = [value for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)]
+    registry: CollectorRegistry = ServerMetrics().registry
+    return dict(map(labels_of, [*ours, *registry._collector_to_names]))  # type: ignore[arg-type]
+
+
+def rows() -> list[list[str]]:
+    lines = (ROOT / "docs" / "metrics.md").read_text().splitlines()
+    return [line.strip("|").split("|") for line in lines if re.match(r"\| `(sgl_)?kvfetch_", line)]
+
+
+def test_the_docs_have_every_metric_with_its_labels() -> None:
+    found = {name.strip(" `"): set(re.findall(r"(?:^|; )`(\w+)`", labels.strip())) for name, labels, _ in rows()}
+    assert found == in_code()
+
+
+def test_the_docs_have_every_end_of_a_request() -> None:
+    (row,) = (row for row in rows() if "device_requests" in row[0])
+    ends = set(re.findall("`(\\w+)`", row[1])) - {"end"}
+    assert ends == {*(end.value for end in End), "aborted"}
+
+
+def test_alerts_and_questions_use_documented_metrics() -> None:
+    known = in_code() | {name + "_bucket": labels for name, labels in in_code().items() if name.endswith("_seconds")}
+    texts = ALERTS.read_text(), (ROOT / "docs" / "metrics.md").read_text().partition("## SGLang's server")[0]
+    used = {name for text in texts for name in re.findall(r"\b(?:sgl_)?kvfetch_[a-z_]+\b(?=[{\[)])", text)}
+    assert len(used) >= 8
+    assert used <= set(known)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Debian's prometheus")
+def test_promtool_accepts_the_alerts() -> None:
+    done = subprocess.run(["promtool", "check", "rules", str(ALERTS)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "SUCCESS: 5 rules found" in done.stdout
