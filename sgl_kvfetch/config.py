@@ -123,7 +123,10 @@ class KVFetchConfig(BaseModel):
         None, min_length=1, description="bins of K by layer, the last for all further layers; by default CacheGen's"
     )
     cachegen_v_bins: Bins | None = Field(None, min_length=1, description="bins of V by layer, as for K")
-    codec: CodecName = Field("hevc", description="how integers become bytes when this server writes")
+    codec: CodecName | None = Field(
+        None,
+        description="how integers become bytes when this server writes; by default hevc; zstd on a GPU without NVENC",
+    )
     max_tp_size: int = Field(
         2,
         ge=1,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol, cast
 
 import torch
@@ -35,7 +36,10 @@ class Device:
         self.torch_device = device
 
     def new_stream(self) -> Stream:
-        return cast(Stream, torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call]
+        """Return a stream that is none of SGLang's. torch hands out streams from a pool of 32, over and over, and
+        SGLang goes on taking some after we have ours. All of its streams have normal priority; high priority has a pool
+        of its own."""
+        return cast(Stream, torch.cuda.Stream(self.torch_device, priority=-1))  # type: ignore[no-untyped-call]
 
     def current_stream(self) -> Stream:
         """Return the calling thread's current stream."""
@@ -45,6 +49,12 @@ class Device:
         """Enqueue the work that ``work`` launches. It may run at any later time that the stream allows."""
         with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
             work()
+
+    @contextmanager
+    def launching(self, stream: Stream) -> Iterator[Callable[[Callable[[], object]], object]]:
+        """Yield `launch` for many pieces of work on one stream, which is selected only once: that takes time."""
+        with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
+            yield lambda work: work()
 
     def mark(self, stream: Stream) -> Event:
         """Record an event for a thread to wait on without busy-waiting, unlike events of ``record_event``."""

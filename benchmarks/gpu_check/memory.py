@@ -182,7 +182,7 @@ def wrong_reads(pages: DevicePages, num_pages: int) -> str:
     """Find and read the first pages as a write does. Return a message if they differ from the pool's."""
     slots = torch.arange(PAGE_TOKENS, (1 + num_pages) * PAGE_TOKENS, device=pages._buffers["k"][0].device)
     expected = list(range(1, 1 + num_pages))
-    pages.fence()
+    pages.fence_reads()
     if (found := pages.page_indices(slots)) != expected:
         return f"the slots' pages are {found}, expected {expected}"
     for tensor in TENSORS:

@@ -24,6 +24,10 @@ from sgl_kvfetch.layout.frames import FILL
 _U32 = struct.Struct("<I")
 # NAL units of type 33, up to the next start code. Emulation prevention keeps start codes out of all payloads.
 _SEQUENCE_PARAMETER_SET = re.compile(rb"\x00\x00\x01([\x42\x43].*?)(?=\x00\x00\x01|\Z)", re.DOTALL)
+# For lossless video, x265 signals level 8.5, which means no level; a hardware decoder may refuse that. All our pictures
+# are within the size and rate of level 5.1. Lossless pictures may exceed the bit rate of any level.
+_NO_LEVEL, _LEVEL_5_1 = 255, 153
+_LEVEL_AT = {32: 17, 33: 14}  # offset of general_level_idc in the NAL units of types VPS and SPS, headers included
 _LARGEST_UNIT = 64  # pixels; encoders may code pictures in whole coding units and crop them
 
 # Slower presets gain nothing on this kind of data and cost ten times as much (DESIGN.md, "Codec facts"). Each encoder
@@ -71,7 +75,7 @@ class HevcCodec(Codec):
             access_units += map(bytes, encoder.encode(frame))
         access_units += map(bytes, encoder.encode(None))
         assert len(access_units) == len(pictures), (len(access_units), len(pictures))
-        return join_access_units(access_units)
+        return join_access_units([_with_known_level(unit) for unit in access_units])
 
     def decode(self, bitstream: bytes | memoryview, shape: PictureShape) -> torch.Tensor:
         num_frames, height, width = shape
@@ -158,6 +162,29 @@ class Hevc420Codec(HevcCodec):
     def _from_picture(self, picture: av.VideoFrame, index: int, out: np.ndarray) -> None:
         plane, frame = divmod(index, out.shape[0])
         out[frame, plane] = _plane(picture, 0)
+
+
+def _with_known_level(access_unit: bytes) -> bytes:
+    """Return an access unit whose parameter sets signal level 5.1, if they signalled none."""
+    patched = bytearray(access_unit)
+    start = access_unit.find(b"\0\0\1") + 3
+    while start >= 3 and (kind := access_unit[start] >> 1 & 63) >= min(_LEVEL_AT):  # up to the first slice
+        if kind in _LEVEL_AT:
+            position = _raw_offset(access_unit, start, _LEVEL_AT[kind])
+            if patched[position] == _NO_LEVEL:
+                patched[position] = _LEVEL_5_1
+        start = access_unit.find(b"\0\0\1", start) + 3
+    return bytes(patched)
+
+
+def _raw_offset(data: bytes, start: int, offset: int) -> int:
+    """Return where byte ``offset`` of the NAL unit at ``start`` is, not counting bytes of emulation prevention."""
+    position = start
+    for _ in range(offset):
+        position += 1
+        if data[position - 2 : position + 1] == b"\0\0\3":
+            position += 1
+    return position
 
 
 def _plane(picture: av.VideoFrame, index: int) -> np.ndarray:

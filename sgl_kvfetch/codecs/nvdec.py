@@ -1,9 +1,9 @@
 """Decode the HEVC bitstreams of `codecs.hevc` on the GPU's video engines, through PyNvVideoCodec 2.2. The frames go
 into device memory, and from there to the host if needed.
 
-A bitstream's table gives NVDEC what it takes: one access unit a packet, without a demuxer. A session has a decoder and
-a stream. The decoder writes its surfaces on that stream, and reuses them from its next ``Decode`` on. The copy out of a
-surface is launched on the same stream before that, so no thread has to wait for it.
+A bitstream's table gives NVDEC what it takes: one access unit a packet, without a demuxer. A decoder writes its
+surfaces on its stream, and reuses them from its next ``Decode`` on. The copy out of a surface is launched on the same
+stream before that, so no thread has to wait for it.
 
 Decoded frames stay on the device. They are verified by their frame sum: a kernel computes it on the same stream, and
 only eight bytes are copied to the host. Chunks without a frame sum are also copied to the host, and verified by the
@@ -16,9 +16,13 @@ import importlib
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +33,7 @@ from sgl_kvfetch.codecs.hevc import HevcCodec
 from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps, decode_caps
 from sgl_kvfetch.codecs.nvidia import CODECS, brief, moving_gradients, takes
 from sgl_kvfetch.codecs.surfaces import SurfaceBudget, surface_bytes
-from sgl_kvfetch.cuda_streams import Device
+from sgl_kvfetch.cuda_streams import Device, Stream
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.layout.frame_sum import WORD_BYTES, sum_of_frames
 from sgl_kvfetch.layout.frames import MIN_PICTURE
@@ -45,27 +49,105 @@ class _NoDecoderError(Exception):
     """The GPU gave us no decoder. The bitstream may be fine."""
 
 
-class NvdecSession:
-    """A decoder, created on first use and kept from bitstream to bitstream. For one thread at a time.
+class PictureSize(NamedTuple):
+    """The pictures that a decoder is made for. ``planes``: layers in a picture, which determines the chroma format."""
 
-    The session also keeps its pinned host memory. Device memory comes from torch's caching allocator, which stops
-    asking the driver once it has had frames of these sizes. Restores read the frames on another stream;
-    `Device.used_on` prevents reuse of the memory until they finish. If the session owned this memory, it would have to
-    wait for the restores before its next bitstream, and they in turn wait for forward passes.
+    planes: int
+    width: int
+    height: int
 
-    While the session does not decode, any thread may make it give up its decoder in favour of another session.
+
+@dataclass(eq=False)
+class _Decoder:
+    handle: Any  # PyNvVideoCodec's; its surfaces are written on `stream`
+    stream: Stream
+    num_bytes: int
+
+
+class NvdecDecoders:
+    """The decoders of a process, each for pictures of one size. Thread-safe.
+
+    No decoder is reconfigured, and none is destroyed while SGLang serves: PyNvVideoCodec holds the interpreter lock in
+    both, while the driver waits for the device. Sessions share the decoders instead. There are as many of a size as
+    were ever used at the same time.
     """
 
-    def __init__(self, nvc: Any, device: Device, budget: SurfaceBudget) -> None:
+    def __init__(self, nvc: Any, device: Device) -> None:
         """``nvc``: the module PyNvVideoCodec."""
-        self.lock = Lock()  # as in `SurfaceOwner`
         self._nvc = nvc
         self._device = device
-        self._budget = budget
-        self._stream = device.new_stream()
-        self._decoder: Any = None
-        self._planes = 0  # layers in a picture, which determines the chroma format
-        self._size = self._largest = (0, 0)  # width and height: of the current pictures, and the decoder's maximum
+        self.surfaces = SurfaceBudget()
+        self._lock = Lock()  # guards the fields below
+        self._idle: defaultdict[PictureSize, list[_Decoder]] = defaultdict(list)
+        self._broken: list[_Decoder] = []  # have raised, and may be in any state
+
+    @contextmanager
+    def borrow(self, size: PictureSize) -> Iterator[_Decoder]:
+        """Lend a decoder. It is not lent again after an exception, except for a lack of memory. Raises
+        `_NoDecoderError`."""
+        with self._lock:
+            decoder = self._idle[size].pop() if self._idle[size] else None
+        decoder = decoder or self._create(size)
+        is_sound = False
+        try:
+            yield decoder
+            is_sound = True
+        except BaseException as e:
+            is_sound = isinstance(e, torch.OutOfMemoryError)
+            self._device.mark(decoder.stream).synchronize()  # wait for copies to memory that will be used again
+            raise
+        finally:
+            with self._lock:
+                (self._idle[size] if is_sound else self._broken).append(decoder)
+
+    def drop(self) -> None:
+        """Destroy all decoders that no session uses. Call this only while nothing is served."""
+        with self._lock:
+            dropped = [*self._broken, *chain.from_iterable(self._idle.values())]
+            self._idle.clear()
+            self._broken.clear()
+        for decoder in dropped:
+            decoder.handle = None
+            self.surfaces.give_back(decoder.num_bytes)
+
+    def _create(self, size: PictureSize) -> _Decoder:
+        nvc, num_bytes = self._nvc, surface_bytes(*size)
+        if not self.surfaces.take(num_bytes):
+            raise _NoDecoderError(f"other decoders leave no room for one of {size.width}x{size.height}")
+        stream = self._device.new_stream()
+        try:
+            handle = nvc.CreateDecoder(
+                gpuid=self._device.torch_device.index or 0,
+                codec=nvc.cudaVideoCodec.HEVC,
+                cudacontext=0,  # the primary context, which torch uses
+                cudastream=stream.cuda_stream,
+                usedevicememory=True,
+                maxwidth=size.width,
+                maxheight=size.height,
+                # A picture is returned while the engine decodes the next one. With LOW, the engine would be idle until
+                # the host has taken the picture.
+                latency=nvc.DisplayDecodeLatencyType.NATIVE,
+            )
+        except Exception as e:
+            self.surfaces.give_back(num_bytes)
+            raise _NoDecoderError(f"NVDEC gave no decoder for {size.width}x{size.height}: {brief(e)}") from e
+        return _Decoder(handle, stream, num_bytes)
+
+
+class NvdecSession:
+    """Decodes bitstreams, one thread at a time, on decoders that it shares with other sessions.
+
+    The session keeps its pinned host memory. Device memory comes from torch's caching allocator, which stops asking the
+    driver once it has had frames of these sizes. Restores read the frames on another stream; `Device.used_on` prevents
+    reuse of the memory until they finish. If the session owned this memory, it would have to wait for the restores
+    before its next bitstream, and they in turn wait for forward passes.
+    """
+
+    def __init__(self, nvc: Any, device: Device, decoders: NvdecDecoders) -> None:
+        """``nvc``: the module PyNvVideoCodec."""
+        self._nvc = nvc
+        self._device = device
+        self._decoders = decoders
         self._host = torch.empty(0, dtype=torch.uint8)  # pinned; as large as the largest use so far
 
     def decode(
@@ -78,77 +160,36 @@ class NvdecSession:
         to_host: bool = False,
     ) -> DecodedFrames:
         """Decode a bitstream, and wait for the device. ``with_sum``, ``to_host``: as in `FrameDecoder.decode`. Raises
-        CorruptError for the bitstream, `_NoDecoderError` or torch's out-of-memory error otherwise. After any exception
-        the decoder is dropped."""
+        CorruptError for the bitstream, `_NoDecoderError` or torch's out-of-memory error otherwise."""
         assert not (with_sum and to_host)
         num_frames, height, width = shape
         all_planes = num_frames, 3, height, width
-        with self.lock:
-            try:
-                frames = self._pinned(all_planes) if to_host else self._device.empty(all_planes, self._stream)
-                self._configure(codec.planes_a_picture, width, height)
-                self._decode(codec, access_units, frames)
-                if with_sum:
-                    return DecodedFrames(frames, None, is_on_device=True, frame_sum=self._frame_sum(frames))
-                if to_host:
-                    self._device.mark(self._stream).synchronize()
-                    return DecodedFrames(frames, frames, is_on_device=False)
-                return DecodedFrames(frames, self._on_host(frames), is_on_device=True)
-            except BaseException:
-                self._drop()
-                raise
-            finally:
-                self._budget.used(self)
+        with self._decoders.borrow(PictureSize(codec.planes_a_picture, width, height)) as decoder:
+            stream = decoder.stream
+            frames = self._pinned(all_planes) if to_host else self._device.empty(all_planes, stream)
+            self._decode(decoder, codec, access_units, frames)
+            if with_sum:
+                return DecodedFrames(frames, None, is_on_device=True, frame_sum=self._frame_sum(frames, stream))
+            if to_host:
+                self._device.mark(stream).synchronize()
+                return DecodedFrames(frames, frames, is_on_device=False)
+            return DecodedFrames(frames, self._on_host(frames, stream), is_on_device=True)
 
-    def give_up(self) -> None:
-        """Drop the decoder. As memory is scarce, the next one is created for the size that it first needs."""
-        self._largest = 0, 0
-        self._drop()
-
-    def _configure(self, planes: int, width: int, height: int) -> None:
-        fits = width <= self._largest[0] and height <= self._largest[1]
-        if self._decoder is None or self._planes != planes or not fits:
-            self._drop()  # frees its memory for the next one
-            self._create(planes, max(width, self._largest[0]), max(height, self._largest[1]))
-        elif self._size != (width, height):
-            try:
-                self._decoder.setReconfigParams(width, height)  # without it, pictures would be silently scaled
-            except Exception as e:
-                raise _NoDecoderError(f"NVDEC could not be reconfigured to {width}x{height}: {brief(e)}") from e
-        self._planes, self._size = planes, (width, height)
-
-    def _create(self, planes: int, max_width: int, max_height: int) -> None:
-        nvc = self._nvc
-        if not self._budget.take(self, surface_bytes(planes, max_width, max_height)):
-            self._largest = 0, 0  # so that the next attempt asks for no more than it needs
-            raise _NoDecoderError(f"busy decoders leave no room for one of {max_width}x{max_height}")
-        try:
-            self._decoder = nvc.CreateDecoder(
-                gpuid=self._device.torch_device.index or 0,
-                codec=nvc.cudaVideoCodec.HEVC,
-                cudacontext=0,  # the primary context, which torch uses
-                cudastream=self._stream.cuda_stream,
-                usedevicememory=True,
-                maxwidth=max_width,
-                maxheight=max_height,
-                latency=nvc.DisplayDecodeLatencyType.LOW,  # every picture is returned as soon as it is decoded
-            )
-        except Exception as e:
-            raise _NoDecoderError(f"NVDEC gave no decoder for {max_width}x{max_height}: {brief(e)}") from e
-        self._largest = max_width, max_height
-
-    def _decode(self, codec: HevcCodec, access_units: Sequence[memoryview], frames: torch.Tensor) -> None:
+    def _decode(
+        self, decoder: _Decoder, codec: HevcCodec, access_units: Sequence[memoryview], frames: torch.Tensor
+    ) -> None:
         expected, num_decoded = len(access_units), 0
-        for access_unit in (*access_units, None):
-            for surface in self._surfaces(codec, access_unit):
-                if num_decoded == expected:
-                    raise CorruptError(f"{codec.name} bitstream decodes to more than {expected} pictures")
-                self._take(codec, surface, frames, num_decoded)
-                num_decoded += 1
+        with self._device.launching(decoder.stream) as launch:
+            for access_unit in (*access_units, None):
+                for surface in self._surfaces(decoder, codec, access_unit):
+                    if num_decoded == expected:
+                        raise CorruptError(f"{codec.name} bitstream decodes to more than {expected} pictures")
+                    launch(self._copy(decoder, codec, surface, frames, num_decoded))
+                    num_decoded += 1
         if num_decoded != expected:
             raise CorruptError(f"{codec.name} bitstream decodes to {num_decoded} pictures, expected {expected}")
 
-    def _surfaces(self, codec: HevcCodec, access_unit: memoryview | None) -> Sequence[Any]:
+    def _surfaces(self, decoder: _Decoder, codec: HevcCodec, access_unit: memoryview | None) -> Sequence[Any]:
         """Decode one access unit; None ends the bitstream. Copy the returned surfaces before the next call."""
         packet = self._nvc.PacketData()
         data = np.frombuffer(access_unit or b"\0", np.uint8)  # keeps the memory alive during the call
@@ -160,13 +201,15 @@ class NvdecSession:
             packet.bsl_data, packet.bsl = data.ctypes.data, data.size
             packet.decode_flag = self._nvc.VideoPacketFlag.ENDOFPICTURE
         try:
-            surfaces: Sequence[Any] = self._decoder.Decode(packet)
+            surfaces: Sequence[Any] = decoder.handle.Decode(packet)
         except Exception as e:
             raise CorruptError(f"{codec.name} bitstream does not decode on NVDEC: {brief(e)}") from e
         return surfaces
 
-    def _take(self, codec: HevcCodec, surface: Any, frames: torch.Tensor, index: int) -> None:
-        """Launch the copy of picture ``index`` to its place in ``frames``. A 4:4:4 picture has three planes, stacked
+    def _copy(
+        self, decoder: _Decoder, codec: HevcCodec, surface: Any, frames: torch.Tensor, index: int
+    ) -> Callable[[], object]:
+        """Return the copy of picture ``index`` to its place in ``frames``. A 4:4:4 picture has three planes, stacked
         vertically. Of a 4:2:0 picture only the luma, which comes first, is copied: it is one plane of ours."""
         num_frames, _, height, width = frames.shape
         if codec.planes_a_picture == 3:
@@ -177,19 +220,20 @@ class NvdecSession:
         found = tuple(surface.shape)
         if found != expected:
             raise CorruptError(f"{codec.name} picture has rows and columns {found}, expected {expected}")
-        # Any object with DLPack support. Its first rows are the picture's.
-        self._device.launch(self._stream, lambda: place.copy_(from_dlpack(surface)[: len(place)], non_blocking=True))
+        # torch would ask the surface for its device first, and then select a stream: fifteen times as slow.
+        rows = from_dlpack(surface.__dlpack__(stream=decoder.stream.cuda_stream))[: len(place)]
+        return lambda: place.copy_(rows, non_blocking=True)
 
-    def _on_host(self, frames: torch.Tensor) -> torch.Tensor:
+    def _on_host(self, frames: torch.Tensor, stream: Stream) -> torch.Tensor:
         host = self._pinned(frames.shape)
-        self._device.launch(self._stream, lambda: host.copy_(frames, non_blocking=True))
-        self._device.mark(self._stream).synchronize()
+        self._device.launch(stream, lambda: host.copy_(frames, non_blocking=True))
+        self._device.mark(stream).synchronize()
         return host
 
-    def _frame_sum(self, frames: torch.Tensor) -> int:
+    def _frame_sum(self, frames: torch.Tensor, stream: Stream) -> int:
         host = self._pinned([WORD_BYTES]).view(torch.int64)
-        self._device.launch(self._stream, lambda: host.copy_(frame_sum(frames), non_blocking=True))
-        self._device.mark(self._stream).synchronize()
+        self._device.launch(stream, lambda: host.copy_(frame_sum(frames), non_blocking=True))
+        self._device.mark(stream).synchronize()
         return int(host) % (1 << 64)
 
     def _pinned(self, shape: Sequence[int]) -> torch.Tensor:
@@ -198,14 +242,6 @@ class NvdecSession:
         if self._host.numel() < num_bytes:
             self._host = self._device.pinned(num_bytes)
         return self._host[:num_bytes].view(*shape)
-
-    def _drop(self) -> None:
-        try:
-            if self._decoder is not None:
-                self._device.mark(self._stream).synchronize()  # wait for copies out of its surfaces
-        finally:
-            self._decoder = None
-            self._budget.give_back(self)
 
 
 class NvdecDecoder(FrameDecoder):
@@ -241,7 +277,9 @@ class Nvdec:
         self._caps = caps
         self.codecs = tuple(caps)
         self.torch_device = device.torch_device
-        self.surfaces = SurfaceBudget()  # shared by all sessions
+        self._decoders = NvdecDecoders(nvc, device)
+        self.surfaces = self._decoders.surfaces
+        self.drop_decoders = self._decoders.drop
 
     @property
     def num_engines(self) -> int:
@@ -251,7 +289,7 @@ class Nvdec:
 
     def open_session(self) -> Decoders:
         """Open a session for one thread at a time. It takes no device memory until its first bitstream."""
-        session = NvdecSession(self._nvc, self._device, self.surfaces)
+        session = NvdecSession(self._nvc, self._device, self._decoders)
         return {name: NvdecDecoder(CODECS[name], caps, session) for name, caps in self._caps.items()}
 
 
@@ -282,9 +320,9 @@ def open_nvdec(device: Device) -> tuple[Nvdec | None, str]:
 
 
 def _trial(codec: HevcCodec, decoder: FrameDecoder) -> str:
-    """Decode two small pictures, the second predicted from the first. Return what is wrong with them or their frame
-    sum; an empty string if nothing is. This also compiles the frame sum's kernel."""
-    frames = moving_gradients(2, MIN_PICTURE, MIN_PICTURE)
+    """Decode six small pictures, each predicted from the one before: more than a decoder holds back. Return what is
+    wrong with them or their frame sum; an empty string if nothing is. This also compiles the frame sum's kernel."""
+    frames = moving_gradients(6, MIN_PICTURE, MIN_PICTURE)
     shape = frames.shape[0], *frames.shape[2:]
     try:
         bitstream = codec.encode(frames)

@@ -13,11 +13,13 @@ from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from sgl_kvfetch import metrics
 from sgl_kvfetch.adapt.decode_profile import load_decode_profile
 from sgl_kvfetch.adapt.policy import LookAhead
 from sgl_kvfetch.adapt.pool import DecodePool
-from sgl_kvfetch.codecs import nvenc
+from sgl_kvfetch.codecs import CodecName, nvenc
 from sgl_kvfetch.codecs.base import Decoders, FrameEncoder
 from sgl_kvfetch.codecs.surfaces import MAX_SURFACE_BYTES
 from sgl_kvfetch.config import KVFetchConfig
@@ -99,16 +101,7 @@ def open_client(
     ``encoders``: from `open_encoders`. ``max_span_pages``: upper limit for ``span_tokens``. Raises ConfigError."""
     encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
     store = open_configured_store(config, heads)
-    span_pages = _power_of_two_pages(config.span_tokens, heads.namespace.page_size)
-    spec = SegmentSpec(
-        heads,
-        quantiser,
-        config.codec,
-        RESOLUTION,
-        min(span_pages, max_span_pages or span_pages),
-        encoders or {},
-        _cell_heads(heads, config.max_tp_size),
-    )
+    spec = writer_spec(config, heads, quantiser, encoders, max_span_pages)
     try:
         spec.require_readable()
     except FormatError as e:
@@ -145,6 +138,26 @@ def open_client(
             ttl_s=config.ttl_s,
         ),
         encode_pool,
+    )
+
+
+def writer_spec(
+    config: KVFetchConfig,
+    heads: HeadSlice,
+    quantiser: Quantiser,
+    encoders: Mapping[str, FrameEncoder] | None = None,
+    max_span_pages: int | None = None,
+) -> SegmentSpec:
+    """Return how this config's writer encodes segments. Arguments as in `open_client`."""
+    span_pages = _power_of_two_pages(config.span_tokens, heads.namespace.page_size)
+    return SegmentSpec(
+        heads,
+        quantiser,
+        config.codec or "hevc",
+        RESOLUTION,
+        min(span_pages, max_span_pages or span_pages),
+        encoders or {},
+        _cell_heads(heads, config.max_tp_size),
     )
 
 
@@ -195,19 +208,24 @@ def open_configured_store(config: KVFetchConfig, heads: HeadSlice | None = None)
     return SignedStore(store, read_manifest_keys(Path(config.manifest_key_file)))  # also what the disk answers
 
 
-def open_encoders(config: KVFetchConfig) -> Mapping[str, FrameEncoder]:
-    """Return the hardware encoders for this config's writer, by codec. Raises ConfigError."""
+def open_encoders(config: KVFetchConfig) -> tuple[CodecName, Mapping[str, FrameEncoder]]:
+    """Return the codec of this config's writer, and its hardware encoders. If the config names no codec, it is hevc, or
+    zstd on a GPU without NVENC, because a CPU encodes video far more slowly than a GPU computes. Raises ConfigError."""
+    codec = config.codec or "hevc"
     if not config.writes:
-        return {}
+        return codec, {}
     encoders, about = nvenc.open_encoders(
         "auto",
-        (config.codec,),
+        (codec,),
         config.codec_threads,
         lambda event: metrics.NVENC_BITSTREAMS.labels(event).inc(),
     )
     if about:
         logger.info("kvfetch: %s", about)
-    return encoders
+    if config.codec is None and not encoders and torch.cuda.is_available():
+        codec = "zstd"
+        logger.info("kvfetch: writes zstd, as a CPU is too slow for video; `kvfetch encode` makes video of it later")
+    return codec, encoders
 
 
 def count_fetch(result: FetchResult, timeout_s: float) -> None:

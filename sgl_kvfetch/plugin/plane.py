@@ -11,7 +11,7 @@ import torch
 from sgl_kvfetch.codecs.nvdec import Nvdec, open_nvdec
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.cuda_streams import Device
-from sgl_kvfetch.dataplane.client import StoreClient, open_client, open_encoders
+from sgl_kvfetch.dataplane.client import StoreClient, open_client, open_encoders, writer_spec
 from sgl_kvfetch.dataplane.launch import DataPlaneProcess, DataPlaneThread, Launch, Line, Running
 from sgl_kvfetch.dataplane.messages import Start
 from sgl_kvfetch.dataplane.plane import DataPlane
@@ -20,6 +20,7 @@ from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.fetch.sink import FramePool
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.plugin.device.warm_up import compile_kernels
 from sgl_kvfetch.plugin.host_pages import HostPages
 from sgl_kvfetch.plugin.namespace import draft_model, engine_heads, engine_quantiser, require_own_profile
 from sgl_kvfetch.plugin.page_hashes import compile_hash_function
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _launch: Launch = DataPlaneProcess
+_SMALL_PAGE = 16  # tokens; SGLang's default on GPUs is 1
 
 
 def engine_nvdec(device: torch.device) -> Nvdec | None:
@@ -71,6 +73,12 @@ def open_engine_plane(
     pools = sides.identity(rank.tp_rank, rank.tp_size, rank.is_mla_model) if sides else ""
     if has_draft:
         pools = f"{pools or 'packed layers'},draft {draft_model(config)}"
+    if rank.tp_rank == 0 and pages.geometry.page_size < _SMALL_PAGE:
+        logger.warning(
+            "kvfetch: pages of %d tokens make lookups slow and manifests large, and in host mode chunks small: "
+            "--page-size 64 is recommended",
+            pages.geometry.page_size,
+        )
     heads = engine_heads(config, quantiser, rank, pages.geometry, pages.first_layer, pools)
     require_own_profile(config, quantiser, heads.namespace)
     logger.info("kvfetch: %s, namespace %s: %s", config.store, heads.folder, heads.namespace)
@@ -94,6 +102,10 @@ def open_plane(
     The data plane is a process. If it uses the GPU's video engines or restore kernels, it still runs on threads of this
     process, because these need its memory.
     """
+    if nvdec is not None:
+        nvdec.drop_decoders()  # of an earlier attachment; nothing is served now
+    codec, encoders = open_encoders(config)
+    config = config.model_copy(update={"codec": codec})
     start = Start(
         config.model_dump(mode="json", exclude_unset=True),
         heads.namespace,
@@ -103,7 +115,8 @@ def open_plane(
         most_span_pages,
         dict(side_bytes or {}),
     )
-    encoders = open_encoders(config)
+    if isinstance(pages, FramePool):
+        compile_kernels(pages, writer_spec(config, heads, quantiser, encoders, most_span_pages))
 
     def open_here(config: KVFetchConfig, heads: HeadSlice, start: Start) -> StoreClient:
         return open_client(

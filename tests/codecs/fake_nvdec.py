@@ -41,37 +41,28 @@ class CudaVideoCodec(IntEnum):
 
 
 class Surface:
-    """As much of ``DecodedFrame`` as we use."""
+    """As much of ``DecodedFrame`` as we use. It has no ``__dlpack_device__``, which only torch's slow way needs."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, cudastream: int) -> None:
         self._memory = memory
+        self._cudastream = cudastream
         self.shape = list(memory.shape)
 
     def __dlpack__(self, stream: Any = 0) -> Any:
+        assert stream == self._cudastream, "another stream would wait for the decoder's"
         return self._memory.__dlpack__()
-
-    def __dlpack_device__(self) -> Any:
-        return self._memory.__dlpack_device__()
 
 
 class Decoder:
-    def __init__(self, nvc: FakeNvc, stream: FakeStream, max_width: int, max_height: int) -> None:
+    def __init__(self, nvc: FakeNvc, cudastream: int, stream: FakeStream, max_width: int, max_height: int) -> None:
         self._nvc = nvc
+        self._cudastream = cudastream
         self._stream = stream
         self._largest = max_width, max_height
         self._size: tuple[int, int] | None = None
         self._surfaces: list[torch.Tensor] = []
         self._context: av.VideoCodecContext | None = None
         self._held: list[torch.Tensor] = []
-
-    def setReconfigParams(self, width: int = 0, height: int = 0) -> int:
-        self._nvc.calls.append(("setReconfigParams", width, height))
-        assert width <= self._largest[0]
-        assert height <= self._largest[1]
-        if self._nvc.fails == "reconfigure":
-            raise RuntimeError("cuvidReconfigureDecoder returned error 999")
-        self._size = width, height
-        return 1
 
     def Decode(self, packet: PacketData) -> list[Surface]:
         is_end = bool(packet.decode_flag & VideoPacketFlag.ENDOFSTREAM) or not packet.bsl
@@ -102,7 +93,7 @@ class Decoder:
         return [self._as_configured(picture) for picture in found]
 
     def _as_configured(self, picture: av.VideoFrame) -> torch.Tensor:
-        """A picture of another size than the decoder is set to is scaled to that, silently."""
+        """A picture of another size than the decoder's first ones is scaled to that, silently."""
         size = picture.width, picture.height
         assert size[0] <= self._largest[0], "Reconfigure Not supported when width/height > maxwidth/maxheight"
         self._size = self._size or size
@@ -128,7 +119,7 @@ class Decoder:
             self._surfaces[index] = torch.full(picture.shape, 0xDD, dtype=torch.uint8)
         memory = self._surfaces[index]
         self._nvc.device.launch(self._stream, partial(_write, memory, picture))
-        return Surface(memory)
+        return Surface(memory, self._cudastream)
 
 
 def _write(memory: torch.Tensor, picture: torch.Tensor) -> None:
@@ -143,7 +134,7 @@ class FakeNvc:
     DisplayDecodeLatencyType = DisplayDecodeLatencyType
     cudaVideoCodec = CudaVideoCodec
 
-    def __init__(self, device: FakeDevice, *, latency_pictures: int = 0, own_stream: bool = False) -> None:
+    def __init__(self, device: FakeDevice, *, latency_pictures: int = 1, own_stream: bool = False) -> None:
         self.device = device
         self.latency_pictures = latency_pictures
         self.own_stream = own_stream
@@ -164,14 +155,15 @@ class FakeNvc:
         latency: Any = DisplayDecodeLatencyType.NATIVE,
     ) -> Decoder:
         self.calls.append(("CreateDecoder", maxwidth, maxheight))
-        assert (gpuid, codec, usedevicememory, latency) == (0, CudaVideoCodec.HEVC, True, DisplayDecodeLatencyType.LOW)
+        assert (gpuid, codec, usedevicememory) == (0, CudaVideoCodec.HEVC, True)
+        assert latency == DisplayDecodeLatencyType.NATIVE, "the engine would wait for the host after each picture"
         assert cudastream != 0, "the default stream"
         if self.fails == "create":
             raise RuntimeError("CreateDecoder: out of memory")
         stream = self.device.streams[cudastream - 1]
         if self.own_stream:
             stream = self.device.new_stream()  # type: ignore[assignment]
-        return Decoder(self, stream, maxwidth, maxheight)
+        return Decoder(self, cudastream, stream, maxwidth, maxheight)
 
 
 class CountingDevice(FakeDevice):

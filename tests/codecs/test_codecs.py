@@ -122,3 +122,20 @@ def test_a_picture_is_one_access_unit_that_starts_with_its_parameter_sets() -> N
     first = bytes(units[0])
     types = [(first[i + 3] >> 1) & 0x3F for i in range(len(first) - 3) if first[i : i + 3] == b"\0\0\1"]
     assert types[:3] == [32, 33, 34]
+
+
+@pytest.mark.parametrize("name", ["hevc", "hevc420"])
+@pytest.mark.parametrize(("height", "width"), [(144, 144), (152, 160), (1080, 1920)])
+def test_parameter_sets_signal_a_level_that_hardware_knows(name: str, height: int, width: int) -> None:
+    """x265 signals level 8.5 for lossless video: none. The decoded pictures are the same, as other tests check."""
+    first, *_ = split_access_units(get_codec(name).encode(pictures(1, height, width)))
+    levels = {}
+    for unit in bytes(first).split(b"\0\0\1")[1:]:
+        raw = unit.replace(b"\0\0\3", b"\0\0")  # without emulation prevention
+        # ITU-T H.265, 7.3.1 to 7.3.3: headers, and then general_level_idc after 88 bits of profile_tier_level
+        match raw[0] >> 1 & 63:
+            case 32:
+                levels["VPS"] = raw[2 + 4 + 11]
+            case 33:
+                levels["SPS"] = raw[2 + 1 + 11]
+    assert levels == {"VPS": 153, "SPS": 153}  # 30 times 5.1

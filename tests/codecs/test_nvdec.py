@@ -14,9 +14,8 @@ from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.codecs import nvdec
 from sgl_kvfetch.codecs.base import DecodedFrames, FrameDecoder
 from sgl_kvfetch.codecs.hevc import Hevc420Codec, HevcCodec, join_access_units, split_access_units
-from sgl_kvfetch.codecs.nvdec import Nvdec, NvdecDecoder, NvdecSession, open_nvdec
+from sgl_kvfetch.codecs.nvdec import Nvdec, NvdecDecoder, NvdecDecoders, NvdecSession, open_nvdec
 from sgl_kvfetch.codecs.nvdec_caps import DecodeCaps
-from sgl_kvfetch.codecs.surfaces import SurfaceBudget
 from sgl_kvfetch.container.segment import SegmentReader, SegmentSpec, encode_segment
 from sgl_kvfetch.cuda_streams import Device
 from sgl_kvfetch.errors import CorruptError
@@ -76,6 +75,7 @@ def test_every_value_comes_back(
     for seed in range(4):
         nvc = FakeNvc(FakeDevice(seed), latency_pictures=latency_pictures)
         assert decodes(make_decoder(nvc, codec), bitstreams[codec.name], to_host=to_host)
+        assert nvc.device.num_launching == 1  # for the whole bitstream
         # An access unit a packet, as the table has them, and the end.
         assert nvc.packets == [*map(bytes, split_access_units(bitstreams[codec.name])), b""]
 
@@ -119,31 +119,14 @@ def test_surfaces_are_taken_on_the_decoders_stream(bitstreams: dict[str, bytes])
     assert not all(is_right(seed, True) for seed in range(8))
 
 
-def test_a_decoder_is_kept_and_told_of_other_resolutions() -> None:
+def test_there_is_one_decoder_for_each_size() -> None:
+    """None is reconfigured: that would hold the interpreter lock while the driver waits."""
     nvc = FakeNvc(FakeDevice())
     decoder = make_decoder(nvc)
     for height, width in ((240, 160), (144, 144), (144, 144), (240, 160), (144, 176), (240, 160)):
         frames = pictures(2, height, width)
         assert decodes(decoder, HEVC.encode(frames), frames)
-    assert nvc.calls == [
-        ("CreateDecoder", 160, 240),
-        ("setReconfigParams", 144, 144),
-        ("setReconfigParams", 160, 240),
-        ("CreateDecoder", 176, 240),  # wider than any before
-        ("setReconfigParams", 160, 240),
-    ]
-
-
-def test_a_picture_that_was_scaled_would_be_noticed(
-    bitstreams: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nvc = FakeNvc(FakeDevice())
-    decoder = make_decoder(nvc)
-    larger = pictures(1, 240, 160)
-    assert decodes(decoder, HEVC.encode(larger), larger)
-    monkeypatch.setattr("tests.codecs.fake_nvdec.Decoder.setReconfigParams", lambda *_: 1)
-    with pytest.raises(CorruptError, match=r"rows and columns \(720, 160\), expected \(432, 144\)"):
-        decodes(decoder, bitstreams["hevc"])
+    assert nvc.calls == [("CreateDecoder", 160, 240), ("CreateDecoder", 144, 144), ("CreateDecoder", 176, 144)]
 
 
 def test_both_chroma_formats_share_a_session(bitstreams: dict[str, bytes]) -> None:
@@ -151,7 +134,7 @@ def test_both_chroma_formats_share_a_session(bitstreams: dict[str, bytes]) -> No
     session = make_nvdec(nvc).open_session()
     for name in ("hevc", "hevc420", "hevc420", "hevc"):
         assert decodes(session[name], bitstreams[name])
-    assert [call[0] for call in nvc.calls] == ["CreateDecoder"] * 3
+    assert [call[0] for call in nvc.calls] == ["CreateDecoder"] * 2  # one for each format
 
 
 @pytest.mark.parametrize(
@@ -224,17 +207,11 @@ def test_without_a_decoder_the_cpu_decodes(
     assert found.host is found.frames  # verified as the CPU's always are
     nvc.fails = ""
     assert decodes(decoder, bitstreams["hevc"])
-    # Nor if a decoder cannot be set to another size.
-    smaller = pictures(1, 144, 144)
-    larger = pictures(1, 160, 160)
-    assert decodes(decoder, HEVC.encode(larger), larger)
-    nvc.fails = "reconfigure"
-    assert not decoder.decode(HEVC.encode(smaller), (1, 144, 144)).is_on_device
 
 
 def test_pictures_that_nvdec_does_not_take_are_decoded_on_the_cpu(bitstreams: dict[str, bytes]) -> None:
     nvc = FakeNvc(FakeDevice())
-    session = NvdecSession(nvc, nvc.device, SurfaceBudget())
+    session = NvdecSession(nvc, nvc.device, NvdecDecoders(nvc, nvc.device))
     for caps in (make_caps(max_side=136), DecodeCaps(max_width=4096, max_height=4096, max_macroblocks=80)):
         found = NvdecDecoder(HEVC, caps, session).decode(bitstreams["hevc"], (3, 144, 144))
         assert not found.is_on_device
@@ -244,7 +221,7 @@ def test_pictures_that_nvdec_does_not_take_are_decoded_on_the_cpu(bitstreams: di
 
 
 def test_sessions_of_a_pool(bitstreams: dict[str, bytes]) -> None:
-    """Each has its decoder, and those that are not needed have none."""
+    """There are as many decoders as are used at the same time."""
     nvc = FakeNvc(FakeDevice())
     found = make_nvdec(nvc)
     with closing(DecodePool([found.open_session() for _ in range(3)])) as pool:

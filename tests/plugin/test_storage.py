@@ -309,6 +309,15 @@ def test_without_nvenc_it_starts(make: Make, monkeypatch: pytest.MonkeyPatch, ca
     assert caplog.text.count("kvfetch: HEVC is encoded on the CPU: RuntimeError: there is no GPU") == 1
 
 
+def test_small_pages_are_warned_of(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    make(make_pool("layer_first"))
+    assert caplog.text.count("pages of 4 tokens make lookups slow") == 1
+    assert "--page-size 64 is recommended" in caplog.text
+    caplog.clear()
+    make(make_pool("layer_first", page_size=16))
+    assert "make lookups slow" not in caplog.text
+
+
 @pytest.mark.parametrize("is_at_start", [True, False])
 def test_a_draft_models_pool_is_stored_whenever_sglang_adds_it(
     monkeypatch: pytest.MonkeyPatch, is_at_start: bool

@@ -230,8 +230,7 @@ class DeviceBackend:
     def restore_round(self, ticket: Ticket[PageCount], call: FetchCall, index: int, slots: torch.Tensor) -> GuardedSink:
         """Restore a round into ``slots`` until the returned sink is closed. Reports how many of the round's pages, from
         the first on, were restored; nothing writes to ``slots`` after the report."""
-        self.pages.fence()
-        sink = GuardedSink(self.pages)
+        sink = GuardedSink(self.pages.open_round())
         self._hash_pool.submit(self._give, ticket, call, index, slots, sink)
         return sink
 
@@ -259,7 +258,7 @@ class DeviceBackend:
     def copy(self, ticket: Ticket[Copied], run: SlotRun) -> GuardedSource:
         """Copy pages out of the pool and queue them for writing. The pages are free for reuse after the report, or once
         the returned source is closed."""
-        self.pages.fence()
+        self.pages.fence_reads()
         source = GuardedSource(self.pages)
         self._copy_pool.submit(self._copy, ticket, run, source)
         return source

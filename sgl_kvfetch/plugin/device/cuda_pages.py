@@ -6,10 +6,12 @@ the host. docs/device-mode-gpu.md explains the design.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from itertools import cycle
+from typing import Any, Self
 
 import torch
 
@@ -17,7 +19,7 @@ from sgl_kvfetch.container.segment import CellFrames
 from sgl_kvfetch.cuda_streams import Device, Event, Stream
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.fetch.sink import FramePool, Guard
-from sgl_kvfetch.plugin.device.cuda_staging import Staging, needed_bytes
+from sgl_kvfetch.plugin.device.cuda_staging import StagingRing, needed_bytes
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.plugin.device.restores import CellOutputs, Restore, restores_of
 from sgl_kvfetch.quant import CellValues, Quantiser
@@ -26,19 +28,23 @@ from sgl_kvfetch.types import TENSORS, TensorName
 
 MiB = 1 << 20
 
-# Staging buffers, each on the host and as large on the device. Restores have two: one is filled while the other is
-# uploaded. Reads have their own, because they wait for the forward pass and must not delay restores.
-NUM_RESTORE_BUFFERS = 2
+# Staging memory, on the host and as much on the device. Restores have room for two of the largest buffers: one is
+# filled while the other is uploaded. Reads have their own memory: they wait for the forward pass, and restores shall
+# not wait for them.
+RESTORE_BUFFERS = 2
 RESTORE_BUFFER_BYTES = 16 * MiB  # holds a bfloat16 frame of 1080p, or a span of 1024 tokens of eight heads of 128
 READ_BUFFER_BYTES = 8 * MiB
-DEVICE_BYTES = NUM_RESTORE_BUFFERS * RESTORE_BUFFER_BYTES + READ_BUFFER_BYTES
+DEVICE_BYTES = RESTORE_BUFFERS * RESTORE_BUFFER_BYTES + READ_BUFFER_BYTES
+
+_RESTORE_STREAMS = 4  # a round waits for the passes that ran when it began, and not for those of the next rounds
 
 
 class CudaPages(DevicePages, FramePool):
     """Pages of an ``MHATokenToKVPool`` on a GPU.
 
-    The scheduler's thread calls ``fence`` when it hands slots over, before work on them begins. It calls ``publish``
-    before they go on: into the tree, or back to the allocator.
+    The scheduler's thread opens a round, or calls ``fence_reads``, when it hands slots over, before work on them
+    begins. It calls the round's ``publish`` before they go on: into the tree, or back to the allocator. Rounds share
+    all but their stream and the event after their last restore.
     """
 
     def __init__(
@@ -56,32 +62,42 @@ class CudaPages(DevicePages, FramePool):
         super().__init__(pool, page_size)
         self._device = device
         self._forward_stream = forward_stream
-        self._restores, self._reads, self._lookups = (device.new_stream() for _ in range(3))
-        self._restore_staging = Staging(device, NUM_RESTORE_BUFFERS, restore_buffer_bytes)
-        self._read_staging = Staging(device, 1, read_buffer_bytes)
-        self._launching = threading.Lock()
-        self._restored: Event | None = None  # after the last launched restore, None once published
-        self._lock = threading.Lock()  # guards the fields below; held while a kernel is compiled
+        self._reads, self._lookups = device.new_stream(), device.new_stream()
+        self._restore_streams = cycle([device.new_stream() for _ in range(_RESTORE_STREAMS)])
+        self._restores = next(self._restore_streams)
+        self._restored: Event | None = None  # after the round's last launched restore; changes only within a guard
+        self._restore_buffer_bytes = restore_buffer_bytes
+        self._restore_staging = StagingRing(device, RESTORE_BUFFERS * restore_buffer_bytes)
+        self._read_staging = StagingRing(device, read_buffer_bytes)
+        self._lock = threading.Lock()  # guards the inverses
         self._inverses: dict[tuple[Quantiser, range, range], Inverse] = {}
+        self._compiling = threading.Lock()  # taken only for kernels that are not compiled yet
         self._compiled: set[tuple[Any, ...]] = set()
 
     # Ordering, on the scheduler's thread
 
+    def open_round(self) -> Self:
+        opened = copy.copy(self)
+        opened._restores, opened._restored = next(self._restore_streams), None
+        opened.fence()
+        return opened
+
     def fence(self) -> None:
+        self._fence(self._restores)  # a forward pass under way may still write to slots that were given away since
+
+    def fence_reads(self) -> None:
+        self._fence(self._reads)  # a forward pass under way may compute what will be read
+
+    def _fence(self, stream: Stream) -> None:
         scheduled = self._device.current_stream().record_event()
-        forwarded = self._forward_stream.record_event()
-        # A forward pass under way may still write to slots that were given away since, or compute what will be read.
-        for stream in (self._restores, self._reads):
-            stream.wait_event(scheduled)
-            stream.wait_event(forwarded)
+        stream.wait_event(scheduled)
+        stream.wait_event(self._forward_stream.record_event())
         self._lookups.wait_event(scheduled)  # slot numbers are computed on the scheduler's stream
 
     def publish(self) -> None:
-        with self._launching:
-            restored, self._restored = self._restored, None
-        if restored is not None:
+        if self._restored is not None:
             # The forward stream waits for the scheduler's stream before each pass.
-            self._device.current_stream().wait_event(restored)
+            self._device.current_stream().wait_event(self._restored)
 
     # Restoring
 
@@ -103,8 +119,8 @@ class CudaPages(DevicePages, FramePool):
     def _restore_frames(
         self, cell: CellFrames, work: Restore, fixed: Sequence[torch.Tensor], part: slice, guarded: Guard
     ) -> bool:
-        with self._restore_staging.buffer(self._restores) as buffer:
-            staged = [cell.parts[i][part] for i in work.parts if not cell.is_on_device[i]]
+        staged = [cell.parts[i][part] for i in work.parts if not cell.is_on_device[i]]
+        with self._restore_staging.buffer(needed_bytes([*fixed, *staged]), self._restores) as buffer:
             there, num_bytes = buffer.put([*fixed, *staged])
             uploaded = iter(there[len(fixed) :])
             frames = [cell.parts[i][part] if cell.is_on_device[i] else next(uploaded) for i in work.parts]
@@ -119,14 +135,15 @@ class CudaPages(DevicePages, FramePool):
             return guarded(lambda: self._write(restore))
 
     def _write(self, kernel: Callable[[], None]) -> None:
-        with self._launching:
-            self._device.launch(self._restores, kernel)
-            self._restored = self._restores.record_event()
+        self._device.launch(self._restores, kernel)
+        self._restored = self._restores.record_event()
 
     def _compile(self, cell: CellFrames, work: Restore, trial: Callable[[], None]) -> None:
         """Compile a kernel before its first use: that takes seconds, too long to do within a guard."""
         kind = (work.kind, tuple(cell.layouts[i] for i in work.parts), len(cell.layers))
-        with self._lock:
+        if kind in self._compiled:
+            return
+        with self._compiling:
             if kind not in self._compiled:
                 self._device.launch(self._restores, trial)
                 self._compiled.add(kind)
@@ -138,12 +155,12 @@ class CudaPages(DevicePages, FramePool):
         if not parts:
             return num_frames
         least = 1 if work.by_frame else num_frames
-        room = self._restore_staging.num_bytes - needed_bytes(fixed)
+        room = self._restore_buffer_bytes - needed_bytes(fixed)
         times = room // needed_bytes([x[:least] for x in parts])
         if times < 1:
             raise UnsupportedError(
                 f"{least} frames of {len(parts)} parts, each {tuple(parts[0].shape[1:])}, do not fit into buffers of "
-                f"{self._restore_staging.num_bytes} bytes, with {needed_bytes(fixed)} bytes of slots and scales"
+                f"{self._restore_buffer_bytes} bytes, with {needed_bytes(fixed)} bytes of slots and scales"
             )
         return least * times
 
@@ -170,7 +187,7 @@ class CudaPages(DevicePages, FramePool):
     def _span_slots(self, cell: CellFrames, span_pages: Sequence[int], pages: Sequence[int]) -> torch.Tensor:
         """Return the slot of every token of the span, on the host; -1 for a token that is not wanted."""
         slots = torch.full((len(cell.place.tokens),), -1)
-        slots.view(-1, self.geometry.page_size)[list(span_pages)] = self._slots(pages).view(len(pages), -1)
+        slots.view(-1, self.geometry.page_size)[list(span_pages)] = self._slots(pages).view(-1, self.geometry.page_size)
         return slots
 
     # Reading
@@ -188,7 +205,7 @@ class CudaPages(DevicePages, FramePool):
         return self._as_pages(rows, len(pages))
 
     def _read_rows(self, buffers: Sequence[torch.Tensor], slots: torch.Tensor, out: torch.Tensor) -> None:
-        with self._read_staging.buffer(self._reads) as buffer:
+        with self._read_staging.buffer(self._read_staging.num_bytes, self._reads) as buffer:
             (slots_there,), end = buffer.put([slots])
             host, device = (x.view(out.dtype).view(out.transpose(0, 1).shape) for x in buffer.room(end, out.nbytes))
 

@@ -1,10 +1,12 @@
-"""Staging memory between host and GPU: a few buffers, allocated once and used in turn."""
+"""Staging memory between host and GPU: allocated once, and lent in pieces, in turn."""
 
 from __future__ import annotations
 
-import queue
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -15,24 +17,21 @@ _ALIGNMENT = 256
 
 
 class StagingBuffer:
-    """A buffer in pinned host memory, and one of equal size on the device."""
+    """A piece of pinned host memory, and one of equal size on the device."""
 
-    def __init__(self, device: Device, num_bytes: int) -> None:
-        self._host = device.pinned(num_bytes)
-        self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
-        self.done: Event | None = None  # marks the end of its last use
+    def __init__(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        self._host = host
+        self._device = device
 
     def put(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
         """Copy host tensors into the pinned half. Return a device tensor for each, and how many bytes must be uploaded
-        before they can be used. Raises UnsupportedError if they do not fit."""
+        before they can be used."""
         views = []
         end = 0
         for tensor in tensors:
             begin = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = begin + tensor.nbytes
-            if end > self._host.numel():
-                needed = needed_bytes(tensors)
-                raise UnsupportedError(f"{needed} bytes do not fit into a staging buffer of {self._host.numel()}")
+            assert end <= self._host.numel(), (end, self._host.numel())
             self._host[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             views.append(self._device[begin:end].view(tensor.dtype).view(tensor.shape))
         return views, end
@@ -46,27 +45,65 @@ class StagingBuffer:
         return self._host[begin : begin + num_bytes], self._device[begin : begin + num_bytes]
 
 
-class Staging:
-    """A pool of staging buffers of ``num_bytes`` each."""
+@dataclass(eq=False)
+class _Region:
+    begin: int
+    end: int
+    done: Event | None = None  # marks the end of the work that uses it; None while it is lent
 
-    def __init__(self, device: Device, num_buffers: int, num_bytes: int) -> None:
+
+class StagingRing:
+    """Staging memory of ``num_bytes``, lent as buffers of any size. Thread-safe.
+
+    Buffers follow each other in memory, so that a thread waits only when the ring is full, and then for the oldest. A
+    restore may have to wait for forward passes. Slots and scales take a few KB, so hundreds of restores fit.
+    """
+
+    def __init__(self, device: Device, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._device = device
-        self._free: queue.SimpleQueue[StagingBuffer] = queue.SimpleQueue()
-        for _ in range(num_buffers):
-            self._free.put(StagingBuffer(device, num_bytes))
+        self._gpu = device
+        self._host = device.pinned(num_bytes)
+        self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
+        self._taking = threading.Lock()  # held while waiting for room: large buffers get their turn, too
+        self._regions: deque[_Region] = deque()  # lent or still in use, the oldest first
+        self._returned = threading.Condition()
 
     @contextmanager
-    def buffer(self, stream: Stream) -> Iterator[StagingBuffer]:
-        """Lend a buffer for work on ``stream``. Waits until one is free, and until the device has finished with it."""
-        buffer = self._free.get()
+    def buffer(self, num_bytes: int, stream: Stream) -> Iterator[StagingBuffer]:
+        """Lend a buffer for work on ``stream``. Waits until there is room: until the device has finished with earlier
+        buffers. Raises UnsupportedError if the whole ring is too small."""
+        region = self._take(num_bytes)
         try:
-            if buffer.done is not None:
-                buffer.done.synchronize()
-            yield buffer
+            yield StagingBuffer(self._host[region.begin : region.end], self._device[region.begin : region.end])
         finally:
-            buffer.done = self._device.mark(stream)
-            self._free.put(buffer)
+            with self._returned:
+                region.done = self._gpu.mark(stream)
+                self._returned.notify_all()
+
+    def _take(self, num_bytes: int) -> _Region:
+        if num_bytes > self.num_bytes:
+            raise UnsupportedError(f"{num_bytes} bytes do not fit into staging memory of {self.num_bytes}")
+        with self._taking:
+            while (begin := self._place(num_bytes)) is None:
+                oldest = self._regions[0]
+                with self._returned:
+                    while oldest.done is None:
+                        self._returned.wait()
+                oldest.done.synchronize()
+                self._regions.popleft()
+            self._regions.append(_Region(begin, begin + num_bytes))
+            return self._regions[-1]
+
+    def _place(self, num_bytes: int) -> int | None:
+        """Return where a buffer of this size may begin, or None if there is no room."""
+        if not self._regions:
+            return 0
+        first, begin = self._regions[0].begin, -(-self._regions[-1].end // _ALIGNMENT) * _ALIGNMENT
+        if self._regions[-1].begin < first:  # the ring has wrapped around
+            return begin if begin + num_bytes <= first else None
+        if begin + num_bytes <= self.num_bytes:
+            return begin
+        return 0 if num_bytes <= first else None
 
 
 def needed_bytes(tensors: Sequence[torch.Tensor]) -> int:

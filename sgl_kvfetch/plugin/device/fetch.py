@@ -13,6 +13,7 @@ from sgl_kvfetch.dataplane.plane import FetchCall
 from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.plugin.device.backend import LookupWork
 from sgl_kvfetch.plugin.device.fetch_state import FetchState, State
+from sgl_kvfetch.plugin.device.pages import DevicePages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,6 +22,12 @@ class Filling:
 
     slots: torch.Tensor  # one per token
     sink: GuardedSink
+
+    def publish(self) -> None:
+        """Pass the slots on, after the sink was closed: see `DevicePages.publish`."""
+        pages = self.sink.pool
+        assert isinstance(pages, DevicePages)
+        pages.publish()
 
 
 @dataclass(eq=False)

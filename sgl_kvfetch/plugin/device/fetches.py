@@ -226,7 +226,7 @@ class Fetches:
         for fetch in fetches:
             for filling in fetch.filling:
                 filling.sink.close()
-        self._backend.pages.publish()
+                filling.publish()
         for fetch in fetches:
             self._receive(fetch, Dropped(end))
 
@@ -264,7 +264,7 @@ class Fetches:
 
     def _round_ended(self, fetch: Fetch, restored: PageCount) -> None:
         if fetch in self._fetching:
-            self._backend.pages.publish()
+            fetch.filling[0].publish()
         self._receive(fetch, Restored(restored.num_pages if self._backend.access.reads else 0))
 
     # Turns

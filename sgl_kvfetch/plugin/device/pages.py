@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
@@ -39,12 +39,17 @@ class DevicePages(PagePool):
             dtype=dtype_name(pool.dtype),
         )
 
-    def fence(self) -> None:
-        """Order later reads and restores after everything that the model was given to compute so far. Call this on the
-        scheduler's thread when slots were handed over, before work on them begins."""
+    def open_round(self) -> Self:
+        """Return these pages for restores of one round, ordered after everything that the model was given to compute so
+        far. Call this on the scheduler's thread when slots were handed over, before work on them begins."""
+        return self
+
+    def fence_reads(self) -> None:
+        """Order later reads as `open_round` orders restores."""
 
     def publish(self) -> None:
-        """Order later computation after all restores so far. Call on the scheduler's thread before slots go on."""
+        """Order later computation after the round's restores. Call on the scheduler's thread before its slots go on,
+        after its sink was closed. Never waits."""
 
     def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
         size = self.geometry.page_size
@@ -72,7 +77,7 @@ class DevicePages(PagePool):
         return rows.view(self._dtype).view(num_pages, -1, *rows.shape[1:])
 
     def _slots(self, pages: Sequence[int]) -> torch.Tensor:
-        return (torch.tensor(pages).unsqueeze(1) * self.geometry.page_size + self._offsets).flatten()
+        return (torch.tensor(pages, dtype=torch.int64).unsqueeze(1) * self.geometry.page_size + self._offsets).flatten()
 
 
 def pool_device(pool: Any) -> torch.device:

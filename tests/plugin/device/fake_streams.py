@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import cast
 
 import torch
@@ -65,6 +67,7 @@ class FakeDevice(Device):
         self.streams: list[FakeStream] = []
         self.used: list[tuple[torch.Tensor, Stream]] = []  # arguments of `used_on`
         self.num_empty = self.num_pinned = 0  # allocations
+        self.num_launching = 0  # calls of `launching`
         self.scheduler = cast(FakeStream, self.new_stream())
         self.forward = cast(FakeStream, self.new_stream())
 
@@ -77,6 +80,11 @@ class FakeDevice(Device):
 
     def launch(self, stream: Stream, work: Callable[[], object]) -> None:
         cast(FakeStream, stream).add(work)
+
+    @contextmanager
+    def launching(self, stream: Stream) -> Iterator[Callable[[Callable[[], object]], object]]:
+        self.num_launching += 1
+        yield partial(self.launch, stream)
 
     def mark(self, stream: Stream) -> Event:
         return stream.record_event()

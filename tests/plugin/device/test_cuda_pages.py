@@ -6,8 +6,10 @@ For each ordering rule, a test checks that some of the tried orders give wrong r
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,7 @@ from sgl_kvfetch import cuda_streams
 from sgl_kvfetch.adapt.pool import DecodePool
 from sgl_kvfetch.container.manifest import Cell
 from sgl_kvfetch.container.segment import CellFrames, CodedSegment, SegmentReader
-from sgl_kvfetch.cuda_streams import Device
+from sgl_kvfetch.cuda_streams import Device, Stream
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.fetch.fetcher import Fetcher
 from sgl_kvfetch.fetch.plan import PageSource
@@ -31,6 +33,7 @@ from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.plugin.device import build
 from sgl_kvfetch.plugin.device.cuda_pages import DEVICE_BYTES, CudaPages
 from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.plugin.device.restores import Restore
 from sgl_kvfetch.quant import Quantiser, klt, make_quantiser
 from sgl_kvfetch.quant.klt import KltQuantiser
 from sgl_kvfetch.quant.rope import Rope
@@ -266,7 +269,7 @@ def test_pages_are_read_after_they_are_computed(exact: Segment) -> None:
         pages = make_pages(device, read_buffer_bytes=4096)  # several pieces
         device.forward_pass(lambda: set_slots(pages, PLACES, 3.0))  # of a chunked prefill; SGLang does not wait for it
         if fences:
-            pages.fence()
+            pages.fence_reads()
         read = [pages.read(tensor, PLACES) for tensor in TENSORS]
         assert [values.shape for values in read] == [(8, 4, 4, 2, 48), (8, 4, 4, 2, 64)]
         return all(bool((values == 3.0).all()) for values in read)
@@ -309,9 +312,11 @@ def test_the_scheduler_stream_waits_only_for_restores() -> None:
 def test_a_buffer_is_not_used_again_before_its_copy_is_done(
     exact: Segment, decoded: list[CellFrames], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    room = frames_bytes(decoded[0]) + 1024  # the ring holds two of these
+
     def is_right(seed: int, waits: bool) -> bool:
         device = FakeDevice(seed)
-        pages = make_pages(device)
+        pages = make_pages(device, restore_buffer_bytes=room)
         with monkeypatch.context() as patched:
             if not waits:
                 patched.setattr(FakeEvent, "synchronize", lambda event: None)
@@ -320,6 +325,103 @@ def test_a_buffer_is_not_used_again_before_its_copy_is_done(
         return holds(pages, exact, PLACES)
 
     assert always_and_without(is_right) == (True, False)
+
+
+def test_restores_are_launched_while_a_forward_pass_runs(exact: Segment, decoded: list[CellFrames]) -> None:
+    """Cells whose frames are on the device need little room: none waits until an earlier one is restored."""
+    device = FakeDevice()
+    pages = make_pages(device, restore_buffer_bytes=frames_bytes(decoded[0]))
+    forward_is_over = FakeEvent(device)
+    device.forward.wait_event(forward_is_over)
+    opened = pages.open_round()
+    for _ in range(10):  # waiting would fail: nothing can run
+        restore_all([replace(cell, is_on_device=(True,) * len(cell.parts)) for cell in decoded], opened, PLACES)
+    forward_is_over.is_done = True
+    device.run()
+    assert holds(pages, exact, PLACES)
+
+
+def test_writing_to_the_store_does_not_hold_up_restores(exact: Segment, decoded: list[CellFrames]) -> None:
+    device = FakeDevice()
+    pages = make_pages(device)
+    opened = pages.open_round()
+    device.forward.wait_event(FakeEvent(device))  # its end never comes
+    pages.fence_reads()
+    restore_all(decoded, opened, PLACES)
+    device.run(lambda: holds(pages, exact, PLACES))
+
+
+def test_a_round_does_not_wait_for_another(exact: Segment, decoded: list[CellFrames]) -> None:
+    device = FakeDevice()
+    pages = make_pages(device)
+    first = pages.open_round()
+    device.forward.wait_event(FakeEvent(device))  # its end never comes
+    second = pages.open_round()
+    restore_all(decoded, second, [page + 40 for page in PLACES])
+    restore_all(decoded, first, PLACES)
+    first.publish()
+    seen: list[bool] = []
+    device.launch(device.scheduler, lambda: seen.append(holds(pages, exact, PLACES)))
+    device.run(lambda: bool(seen))
+    assert seen == [True]
+
+
+class StuckDevice(FakeDevice):
+    """Its launches on ``stuck`` wait, as with a full queue or a kernel that is being compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stuck: Stream | None = None
+        self.is_stuck, self.go_on = threading.Event(), threading.Event()
+
+    def launch(self, stream: Stream, work: Callable[[], object]) -> None:
+        if stream is self.stuck:
+            self.is_stuck.set()
+            assert self.go_on.wait(60)
+        super().launch(stream, work)
+
+
+def test_nobody_waits_for_another_rounds_launch(exact: Segment, decoded: list[CellFrames]) -> None:
+    device = StuckDevice()
+    pages = make_pages(device)
+    restore_all(decoded, pages, PLACES)  # compiles the kernels
+    stuck, free = pages.open_round(), pages.open_round()
+    device.stuck = stuck._restores
+    threads = [threading.Thread(target=restore_all, args=(decoded, stuck, [page + 40 for page in PLACES]))]
+
+    def restore_and_publish() -> None:
+        restore_all(decoded, free, PLACES)
+        free.publish()
+        stuck.publish()
+
+    threads.append(threading.Thread(target=restore_and_publish))
+    threads[0].start()
+    assert device.is_stuck.wait(60)
+    threads[1].start()
+    threads[1].join(60)
+    assert not threads[1].is_alive()
+    device.go_on.set()
+    threads[0].join(60)
+    device.run()
+    assert holds(pages, exact, PLACES)
+
+
+def test_compiled_kernels_do_not_wait_for_others_to_be_compiled(decoded: list[CellFrames]) -> None:
+    device = StuckDevice()
+    pages = make_pages(device)
+    restore_all(decoded, pages, PLACES)
+    stuck = pages.open_round()
+    device.stuck = stuck._restores
+    other = Restore("another", (), (), True, lambda *_: None)
+    slow = threading.Thread(target=stuck._compile, args=(decoded[0], other, lambda: None))
+    slow.start()
+    assert device.is_stuck.wait(60)
+    ready = threading.Thread(target=restore_all, args=(decoded, pages, PLACES))
+    ready.start()
+    ready.join(60)
+    assert not ready.is_alive()
+    device.go_on.set()
+    slow.join(60)
 
 
 @pytest.mark.parametrize("when", ["before", "between two pictures"])
@@ -439,7 +541,7 @@ def test_on_a_gpu(exact: Segment, decoded: list[CellFrames]) -> None:
     for tensor in TENSORS:
         found = torch.stack([copy.cpu()[slots_of(PLACES)] for copy in copies[tensor]], dim=1)
         assert torch.equal(found, exact[1][tensor])
-        pages.fence()
+        pages.fence_reads()
         assert torch.equal(pages.read(tensor, indices).flatten(0, 1), exact[1][tensor])
 
 
