@@ -7,6 +7,7 @@ import http.client
 import json
 import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -105,10 +106,13 @@ def device_args(store_url: str, *, prefetch_threshold: int = 16, **config: Any) 
 
 
 def free_port() -> int:
-    """Return a loopback port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a loopback port that nobody uses now. It is below those that Linux gives to outgoing connections, one of
+    which might otherwise get it before the server that it is meant for."""
+    while True:
+        port = secrets.choice(range(12_000, 32_000))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class SGLangServer:

@@ -37,6 +37,11 @@ PLACES: tuple[Place, ...] = (
         params=("parser",),
     ),
     Place(
+        "sglang.srt.disaggregation.mooncake.conn.MooncakeKVSender",
+        "on a CPU engine, page numbers are sent as they are",
+        has=("supports_host_tensor_indices",),
+    ),
+    Place(
         "sglang.srt.server_args.prepare_server_args",
         "the command line's way in: a launch that cannot work stops with one message",
         params=("argv",),
