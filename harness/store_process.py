@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import ssl
@@ -18,8 +17,6 @@ from typing import Self
 
 from harness.engine import free_port
 from harness.waiting import WAIT_S, polls
-
-logger = logging.getLogger(__name__)
 
 _EXIT_S = 10.0
 
@@ -51,8 +48,11 @@ class StoreProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
-        self._log.close()
+        try:
+            self.require_running()
+        finally:
+            self.stop()
+            self._log.close()
 
     @property
     def pid(self) -> int:
@@ -122,11 +122,14 @@ class StoreProcess:
         if self._process is None:
             return
         process, self._process = self._process, None
-        if process.poll() is not None:
-            logger.warning("the store had ended with code %d:\n%s", process.returncode, self.log())
         process.terminate()
         try:
             process.wait(_EXIT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+    def require_running(self) -> None:
+        """Raise RuntimeError, with its log, if the started process has ended by itself."""
+        if self._process is not None and (code := self._process.poll()) is not None:
+            raise RuntimeError(f"the store ended by itself with code {code}:\n{self.log()[-4000:]}")

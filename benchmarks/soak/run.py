@@ -131,8 +131,7 @@ class Soak:
 
     async def _take_sample(self) -> Sample:
         async with self._store_runs:
-            if self._store.has_ended:
-                raise RuntimeError(f"the store ended by itself: {self._store.log()[-4000:]}")
+            self._store.require_running()
             return await asyncio.to_thread(take_sample, self._disk.folder, self._store.pid)
 
     async def _settle(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,7 +85,11 @@ def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def kvfetch(*args: str) -> Result:
     """Run the command in this process. Only domain errors are caught: others fail the test here."""
+    handlers, level = logging.root.handlers[:], logging.root.level
     result = CliRunner().invoke(app, list(args))
+    # A command that set up logging has left a handler behind that writes to the runner's closed output.
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
