@@ -139,6 +139,12 @@ class _Body(msgspec.Struct, frozen=True, omit_defaults=True):
     expires: _Expires = None  # since version 2.1
 
 
+# msgspec looks at a type's annotations when it first decodes one, and crashes the process (in version 0.22) if another
+# thread decodes one meanwhile. So it is made to look here, before there are threads.
+_bodies = msgspec.msgpack.Decoder(_Body)
+msgspec.msgpack.Decoder(Namespace)
+
+
 class Cell(NamedTuple):
     """One span of a head block of a layer group, K and V. Its chunks, one a part, are contiguous."""
 
@@ -323,7 +329,7 @@ def decode_manifest(data: bytes) -> Manifest:
     if body_bytes != found_bytes:
         raise FormatError(f"manifest's body: expected {body_bytes} bytes, found {found_bytes}")
     try:
-        body = msgspec.msgpack.decode(memoryview(data)[_HEADER.size : -CHECKSUM_BYTES], type=_Body)
+        body = _bodies.decode(memoryview(data)[_HEADER.size : -CHECKSUM_BYTES])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise FormatError(f"manifest's body is malformed: {e}") from e
     return _validated(body)

@@ -45,10 +45,13 @@ class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.msgpack.encode(self)
 
 
+_pins = msgspec.msgpack.Decoder(Pin)  # made before there are threads: see `container/manifest.py`
+
+
 def decode_pin(content: bytes) -> Pin:
     """Raises FormatError."""
     try:
-        pin = msgspec.msgpack.decode(content, type=Pin)
+        pin = _pins.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise FormatError(f"malformed pin: {e}") from e
     if len(pin.hashes) % PAGE_HASH_BYTES:
