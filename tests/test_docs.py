@@ -1,0 +1,32 @@
+"""The documentation: its links, and the site that is made of it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+_LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]+)")
+_CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page: Path) -> None:
+    links = _LINK.findall(_CODE.sub("", page.read_text()))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
+    """Warnings are for broken anchors, and for pages that are missing in the navigation or in the folder."""
+    if shutil.which("mkdocs") is None:
+        pytest.skip("needs mkdocs-material, as in the extra `dev`")
+    built = subprocess.run(
+        ["mkdocs", "build", "--strict", "--site-dir", tmp_path], cwd=ROOT, capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr
+    assert "Quick start" in (tmp_path / "index.html").read_text()
