@@ -31,13 +31,15 @@ class StoreProcess:
         port: int | None = None,
         extra_args: Sequence[str] = (),
         ca_file: Path | None = None,
+        command: Sequence[str] = (sys.executable, "-X", "faulthandler", "-m", "sgl_kvfetch.cli"),
     ) -> None:
-        """``ca_file``: the CA of the certificate in ``extra_args``, if the store is to speak TLS."""
+        """``ca_file``: the CA of the certificate in ``extra_args``, if the store is to speak TLS. ``command``: how to
+        run ``kvfetch``."""
         self.directory = Path(directory)
         self.port = port or free_port()
         self._tls = None if ca_file is None else ssl.create_default_context(cafile=ca_file)
         self.url = f"{'http' if self._tls is None else 'https'}://127.0.0.1:{self.port}"
-        self._args = [str(self.directory), "--port", str(self.port), *extra_args]
+        self._args = [*command, "serve", str(self.directory), "--port", str(self.port), *extra_args]
         self._process: subprocess.Popen[bytes] | None = None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed on exit
 
@@ -99,7 +101,7 @@ class StoreProcess:
         """Start the store's process without waiting until it answers."""
         assert self._process is None, "already started"
         self._process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-m", "sgl_kvfetch.cli", "serve", *self._args],
+            self._args,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,

@@ -38,7 +38,7 @@ def create_app(config: ServerConfig) -> web.Application:
     Raises ConfigError if the token file cannot be read or is malformed.
     """
     tokens = config.read_tokens()
-    metrics = ServerMetrics()
+    metrics = ServerMetrics(config.capacity_bytes)
     store = LocalStore(config.root, capacity_bytes=config.capacity_bytes, orphan_age_s=config.orphan_age_s)
     link = Link(*config.link_samples) if config.link_samples else None
     objects = ObjectHandlers(store, metrics, config, link)

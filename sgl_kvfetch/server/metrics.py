@@ -12,7 +12,7 @@ _LATENCY_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
 
 class ServerMetrics:
-    def __init__(self) -> None:
+    def __init__(self, capacity_bytes: int | None = None) -> None:
         self.registry = CollectorRegistry()
         counter = partial(Counter, namespace="kvfetch", subsystem="server", registry=self.registry)
         gauge = partial(Gauge, namespace="kvfetch", subsystem="server", registry=self.registry)
@@ -33,6 +33,8 @@ class ServerMetrics:
         self.lookups = counter("lookups", "Lookups by result", ("result",))
         self.lookup_pages = counter("lookup_pages", "Pages looked up, by result", ("result",))
         self._stored_bytes = gauge("stored_bytes", "Bytes of all objects")
+        capacity = gauge("capacity_bytes", "Most bytes to store; +Inf without a limit")
+        capacity.set(float("inf") if capacity_bytes is None else capacity_bytes)
         self._segments = gauge("segments", "Segments that lookups can find")
         self._evicted = counter("evicted_segments", "Segments evicted to make room")
         self._collected = counter("collected_objects", "Orphaned objects and temporary files removed")

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -473,6 +474,7 @@ async def test_metrics(tmp_path: Path) -> None:
         assert await metric(session, "lookup_pages_total", result="miss") == 8
         stored = len(segment.data) + len(segment.manifest.encode())
         assert await metric(session, "stored_bytes") == stored
+        assert await metric(session, "capacity_bytes") == math.inf
         assert await metric(session, "received_bytes_total") > stored
         assert await metric(session, "sent_bytes_total") > 100
         assert await metric(session, "segments") == 1
@@ -481,8 +483,9 @@ async def test_metrics(tmp_path: Path) -> None:
             assert response.status == 404
         assert await metric(session, "requests_total", route="other") == 1
         await store.close()
-        async with serving(tmp_path) as (_, another):  # each application counts for itself
+        async with serving(tmp_path, capacity_bytes=1 << 20) as (_, another):  # each application counts for itself
             assert await metric(another, "lookups_total") == 0
+            assert await metric(another, "capacity_bytes") == 1 << 20
 
 
 class TestStopping:

@@ -1,0 +1,85 @@
+"""The wheel: what it contains, and that it works where nothing else of this checkout is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from harness.store_process import StoreProcess
+from tests.cli.test_pin import TOKENS, store_pages
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("sgl_kvfetch", "triton_kernels")
+FIND = """
+import importlib.metadata, inspect, sys
+sys.path.insert(0, sys.argv[1])
+for group, name in ("plugins", "kvfetch"), ("platforms", "kvfetch_cpu"):
+    for found in importlib.metadata.entry_points(group=f"sglang.srt.{group}", name=name):
+        print(inspect.getfile(found.load()))
+"""
+pytestmark = pytest.mark.slow
+
+
+def pip(*args: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "pip", *args], capture_output=True, text=True, check=False)
+    if "NewConnectionError" in done.stdout + done.stderr:
+        pytest.skip("needs a package index")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel, built from a copy: in a checkout, setuptools would pack deleted modules that it built before."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    pip("wheel", str(folder), "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder))
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def test_the_wheel_has_all_our_files_and_no_others(wheel: Path) -> None:
+    ours = {path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file()}
+    expected = {
+        (Path("sgl_kvfetch") / path if path.parts[0] == "triton_kernels" else path).as_posix()
+        for path in ours
+        if "__pycache__" not in path.parts
+    }
+    names = set(zipfile.ZipFile(wheel).namelist())
+    metadata = {name for name in names if ".dist-info/" in name}
+    assert names - metadata == expected
+    assert "sgl_kvfetch/triton_kernels/restore.py" in names
+    assert {name.partition("/")[2] for name in metadata} >= {"METADATA", "entry_points.txt", "licenses/LICENSE"}
+
+
+def test_a_store_runs_from_the_wheel_and_its_few_requirements(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    venv.create(tmp_path / "venv")
+    scripts = tmp_path / "venv" / "bin"
+    install = ("--python", str(scripts / "python"), "install", "--quiet")
+    pip(*install, "-r", str(ROOT / "deploy" / "requirements-store.txt"))
+    pip(*install, "--no-deps", str(wheel))
+    kvfetch = str(scripts / "kvfetch")
+    namespace = store_pages(tmp_path / "store", 8, range(2))
+    with StoreProcess(tmp_path / "store", command=[kvfetch]) as store:
+        look = [kvfetch, "lookup", store.url, "--prompt", str(TOKENS), "--page-size", "1", "--json"]
+        (prompt,) = json.loads(subprocess.run(look, capture_output=True, check=True).stdout)
+    assert prompt["stored_pages"] == {namespace: 8}
+
+
+def test_sglang_finds_the_plugin_of_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    pip("install", "--quiet", "--no-deps", "--target", str(tmp_path), str(wheel))
+    done = subprocess.run([sys.executable, "-c", FIND, str(tmp_path)], capture_output=True, text=True, check=True)
+    plugin = tmp_path / "sgl_kvfetch" / "plugin"
+    assert done.stdout.splitlines() == [str(plugin / "register.py"), str(plugin / "cpu_platform.py")]
