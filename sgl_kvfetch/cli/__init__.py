@@ -23,6 +23,7 @@ EXIT_INTERRUPTED = 130
 # Each text is also the first line of the command's own help.
 COMMANDS = {
     "serve": "Serve a directory as a store, until Ctrl-C or SIGTERM.",
+    "top": "Show what a store holds and does, until Ctrl-C.",
     "inspect": "Show what is stored: by namespace, by segment, or chunk by chunk, and how it compares with raw KV.",
     "lookup": "Say how many of a prompt's pages a lookup finds, by namespace.",
     "verify": "Read and decode everything that is stored, and compare it with its checksums.",
