@@ -30,6 +30,8 @@ COMMANDS = {
     "encode": "Encode segments that servers wrote with a fast codec as video, at one or more resolutions.",
     "index": "Make the page index of an S3 store anew.",
     "gc": "Delete expired segments of an S3 store or a directory, and the least recently used until the rest fits.",
+    "clear": "Delete all segments of a store, or of a part of it.",
+    "move": "Move all segments of a store, or of a part of it, to another store.",
     "pin": "Keep prompts' segments from being evicted while there are others, or list the pins.",
     "unpin": "Let pinned prompts' segments be evicted like others.",
     "warm": "Send prompts through an SGLang server, and say what of each is stored then.",

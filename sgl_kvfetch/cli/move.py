@@ -1,0 +1,151 @@
+"""``kvfetch move``: move segments from one store to another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+import xxhash
+from msgspec import Struct
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from sgl_kvfetch.cli.clear import STORE_HELP
+from sgl_kvfetch.cli.options import JsonOption, TokenFileOption, TokenOption, make_console, print_json, read_token
+from sgl_kvfetch.cli.target import open_indexed_store
+from sgl_kvfetch.cli.units import format_size, printable
+from sgl_kvfetch.errors import ConfigError, CorruptError, KVFetchError, StoreError
+from sgl_kvfetch.keys import parse_object_name
+from sgl_kvfetch.side_by_side import side_by_side
+from sgl_kvfetch.stores.base import Store
+from sgl_kvfetch.stores.listing import StoredSegment, decode_named_manifest, list_segments
+
+_AT_ONCE = 4
+
+
+class Moved(Struct):
+    """What became of the source's segments."""
+
+    num_moved: int = 0
+    num_there: int = 0  # of these, the target had them already
+    num_bytes: int = 0  # written to the target
+    failures: dict[str, str] = {}  # by the manifest's name
+
+
+def move(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help=STORE_HELP)],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Another store, of any kind.")],
+    copy: Annotated[bool, typer.Option("--copy", help="Delete nothing at the source.")] = False,
+    source_index: Annotated[str | None, typer.Option(metavar="URL", help="The index of an S3 source.")] = None,
+    target_index: Annotated[str | None, typer.Option(metavar="URL", help="The index of an S3 target.")] = None,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Move all segments of a store, or of a part of it, to another store.
+
+    Each segment is written, read back and compared before it is deleted at the source. If the command is interrupted,
+    run it again: it goes on with what is left. Servers may use both stores meanwhile. Manifests stay as they are, with
+    their signatures. The token is for both stores. The exit code is 1 if some segments could not be moved: they stay.
+
+    Examples:
+
+        kvfetch move /var/cache/kv s3://kv-cache/llama --target-index redis://10.0.0.5:6379/0
+
+        kvfetch move http://old:8700#4f0c http://new:8700 --copy
+    """
+    moved = asyncio.run(_run(source, target, copy, source_index, target_index, read_token(token, token_file)))
+    if as_json:
+        print_json(moved)
+    else:
+        for name, what in moved.failures.items():
+            typer.echo(f"FAILED {name}: {printable(what)}")
+        verb = "copied" if copy else "moved"
+        typer.echo(
+            f"{moved.num_moved} segments {verb}, {moved.num_there} of them were there already; "
+            f"{format_size(moved.num_bytes)} written, {len(moved.failures)} failed"
+        )
+    if moved.failures:
+        raise typer.Exit(1)
+
+
+async def _run(
+    text: str, target_text: str, copy: bool, index: str | None, target_index: str | None, token: str | None
+) -> Moved:
+    """Raises KVFetchError."""
+    url, _, prefix = text.partition("#")
+    if url.rstrip("/") == target_text.rstrip("/"):
+        raise ConfigError(f"SOURCE and TARGET are the same store: {url}")
+    source = open_indexed_store(url, token, index)
+    target = open_indexed_store(target_text, token, target_index)
+    console = make_console(stderr=True)
+    columns = (TextColumn("moving"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    try:
+        segments = [each for each in await list_segments(source, prefix) if each.manifest is not None]
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task("", total=len(segments))
+            return await move_segments(source, target, segments, copy, lambda: progress.advance(task))
+    finally:
+        await source.close()
+        await target.close()
+
+
+async def move_segments(
+    source: Store, target: Store, segments: list[StoredSegment], copy: bool, done: Callable[[], None]
+) -> Moved:
+    """Move segments, and call ``done`` after each. What concerns one segment alone is noted; raises StoreError for
+    what concerns a whole store."""
+    moved = Moved()
+
+    async def move_one(segment: StoredSegment) -> None:
+        name = segment.key.manifest_name
+        try:
+            manifest = await source.get(name)
+            if manifest is None:
+                return  # deleted meanwhile
+            names = sorted(decode_named_manifest(manifest, name).data_names)
+            was_there = await _has(target, segment, manifest, names)
+            if not was_there:
+                sizes = [await _copy(source, target, each) for each in names]
+                await target.put(name, manifest)
+                moved.num_bytes += sum(sizes) + len(manifest)
+            if not copy:
+                await source.delete(name)
+                for each in sorted({*names, *segment.data}):
+                    await source.delete(each)
+            moved.num_moved += 1
+            moved.num_there += was_there
+        except KVFetchError as e:
+            if isinstance(e, StoreError) and not e.concerns_object:
+                raise
+            moved.failures[name] = str(e)
+        finally:
+            done()
+
+    await side_by_side(_AT_ONCE, segments, move_one)
+    return moved
+
+
+async def _has(target: Store, segment: StoredSegment, manifest: bytes, names: list[str]) -> bool:
+    """Whether the target has the segment. Its data's names have digests of their content, which the store checked."""
+    if await target.get(segment.key.manifest_name) != manifest:
+        return False
+    for name in names:
+        found, here = await target.head(name), segment.data.get(name)
+        if found is None or here is None or found.size_bytes != here.size_bytes:
+            return False
+    return True
+
+
+async def _copy(source: Store, target: Store, name: str) -> int:
+    """Copy a data object, and read it back. Return its size. Raises StoreError and CorruptError."""
+    content = await source.get(name)
+    if content is None:
+        raise StoreError("missing", f"{name} is gone from the source")
+    if xxhash.xxh3_128_hexdigest(content) != parse_object_name(name).content_digest:
+        raise CorruptError(f"{name} does not match the digest in its name: it is damaged at the source")
+    await target.put(name, content)
+    if await target.get(name) != content:
+        raise StoreError("protocol", f"{name} came back from the target with other bytes")
+    return len(content)

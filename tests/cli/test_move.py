@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.small_segments import FOLDER, make_segment, page_hashes, put_segment
+from harness.store_process import StoreProcess
+from sgl_kvfetch.stores.local import LocalStore
+from tests.cli.conftest import kvfetch
+
+CHAIN = page_hashes(12)
+SEGMENTS = [make_segment(CHAIN, first, 4) for first in (0, 4, 8)]
+
+
+def contents(root: Path) -> dict[str, bytes | None]:
+    async def read() -> dict[str, bytes | None]:
+        store = LocalStore(root)
+        found = {info.name: await store.get(info.name) async for info in store.list()}
+        await store.close()
+        return found
+
+    return asyncio.run(read())
+
+
+def num_found(root: Path) -> int:
+    async def look_up() -> int:
+        store = LocalStore(root)
+        found = await store.lookup(FOLDER, CHAIN)
+        await store.close()
+        return found.num_pages
+
+    return asyncio.run(look_up())
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    async def fill() -> None:
+        store = LocalStore(tmp_path / "source")
+        for segment in SEGMENTS:
+            await put_segment(store, segment)
+        await store.close()
+
+    asyncio.run(fill())
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    (tmp_path / "target").mkdir()
+    return tmp_path / "target"
+
+
+def test_to_a_server(source: Path, target: Path) -> None:
+    before = contents(source)
+    with StoreProcess(target) as store:
+        result = kvfetch("move", str(source), store.url)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("3 segments moved, 0 of them were there already; ")
+    assert (contents(source), contents(target)) == ({}, before)
+    assert num_found(target) == 12
+
+
+def test_a_copy_of_a_part(source: Path, target: Path) -> None:
+    before = contents(source)
+    part = f"{source}#{SEGMENTS[1].manifest.key.stem}"
+    assert kvfetch("move", part, str(target), "--copy").exit_code == 0
+    assert contents(source) == before
+    assert contents(target) == {
+        name: content for name, content in before.items() if SEGMENTS[1].manifest.key.stem in name
+    }
+
+
+def test_after_an_interruption_it_goes_on(source: Path, target: Path) -> None:
+    before = contents(source)
+    kvfetch("move", f"{source}#{SEGMENTS[0].manifest.key.stem}", str(target), "--copy")
+    result = json.loads(kvfetch("move", str(source), str(target), "--json").stdout)
+    assert (result["num_moved"], result["num_there"], result["failures"]) == (3, 1, {})
+    assert (contents(source), contents(target)) == ({}, before)
+
+
+def with_a_missing_object(source: Path) -> None:
+    (source / SEGMENTS[1].data_name).unlink()
+
+
+def with_a_damaged_manifest(source: Path) -> None:
+    path = source / SEGMENTS[1].manifest.key.manifest_name
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+
+def with_a_damaged_object(source: Path) -> None:
+    path = source / SEGMENTS[1].data_name
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+
+@pytest.mark.parametrize("harm", [with_a_missing_object, with_a_damaged_object, with_a_damaged_manifest])
+def test_a_segment_that_is_not_whole_stays(source: Path, target: Path, harm: Callable[[Path], None]) -> None:
+    harm(source)
+    result = kvfetch("move", str(source), str(target))
+    assert result.exit_code == 1
+    assert f"FAILED {SEGMENTS[1].manifest.key.manifest_name}: " in result.stdout
+    assert {name for name in contents(source) if name.endswith(".kvm")} == {SEGMENTS[1].manifest.key.manifest_name}
+    assert num_found(target) == 4
+
+
+def test_nothing_is_deleted_that_did_not_come_back(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = contents(source)
+
+    async def put(self: LocalStore, name: str, data: bytes) -> None:
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_bytes(data[:-1] + b"?")
+
+    monkeypatch.setattr(LocalStore, "put", put)
+    result = kvfetch("move", str(source), str(target))
+    assert result.exit_code == 1
+    assert "came back from the target with other bytes" in result.stdout
+    assert contents(source) == before
+
+
+def test_the_same_store(source: Path) -> None:
+    result = kvfetch("move", str(source), f"{source}/")
+    assert result.exit_code == 2
+    assert "the same store" in result.stderr
