@@ -185,6 +185,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         num_pages = len(keys)
         if not num_pages or not self.access.writes:
             return [True] * num_pages
+        sides = self._sides.take(keys)  # in any case: what is not written now is not announced any more
         before = None if extra_info is None else extra_info.prefix_keys
         if before is None:
             _limited.warning("prefix", "pages not written: SGLang did not pass the hashes of the pages before them")
@@ -194,7 +195,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         previous_hash = hash_bytes(before[-1:])[0] if before else None
         pool_pages = self._pages.page_indices(host_indices)
         num_queued = self._plane.write(
-            len(before), previous_hash, hash_bytes(keys), pool_pages, self._pages.read, self._sides.take(keys)
+            len(before), previous_hash, hash_bytes(keys), pool_pages, self._pages.read, sides
         )
         if num_queued < num_pages:
             metrics.WRITTEN_PAGES.labels("dropped_full").inc(num_pages - num_queued)

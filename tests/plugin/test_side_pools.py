@@ -217,6 +217,9 @@ def test_announced_pages_whose_kv_is_not_written_are_dropped(make: Make) -> None
     store(backend, keys(2), {SWA: {1: 1}})
     store(backend, keys(2, "next"), {SWA: {1: 2}})
     assert not backend._sides._pending
+    backend.batch_set_v2([transfer(keys(1, "refused"), [0])])
+    assert backend.batch_set_v1(keys(1, "refused"), tokens([0])) == [False]  # the hashes before are missing
+    assert not backend._sides._pending
 
 
 def test_pages_larger_than_the_shared_memory_take_more_of_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
