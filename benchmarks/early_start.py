@@ -19,7 +19,6 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.interference.spans import Span, read_spans
 from benchmarks.machine import machine, versions
 from benchmarks.prose import prose
 from benchmarks.real_model import real_model
@@ -28,7 +27,7 @@ from harness.engine import SGLangServer, device_args
 from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
 from sgl_kvfetch.calibrate.model import cut_windows, prompt_start, tokenise
-from sgl_kvfetch.timeline import TIMELINE_ENV
+from sgl_kvfetch.timeline import TIMELINE_ENV, Span, read_spans
 
 _NUM_PROMPTS = 4
 _PAGE_SIZE = 64

@@ -18,7 +18,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from sgl_kvfetch.errors import ConfigError
+import msgspec
+
+from sgl_kvfetch.errors import ConfigError, FormatError
 from sgl_kvfetch.log import LimitedLogger
 
 logger = logging.getLogger(__name__)
@@ -29,7 +31,31 @@ FLUSH_S = 0.25
 MAX_WAITING = 1 << 16  # spans in the queue
 
 Stage = Literal["queued", "parked", "transmit", "decode", "restore", "prefill", "generate"]
-_Span = tuple[str, Stage, float, float]
+
+
+class Span(msgspec.Struct, frozen=True):
+    """A line of the file."""
+
+    request: str
+    stage: Stage
+    start_s: float
+    end_s: float
+
+
+def read_spans(path: Path) -> list[Span]:
+    """Read a file that a server wrote. A last line without its end is still being written, and left out.
+
+    Raises OSError, and FormatError for a line that is no span.
+    """
+    decoder = msgspec.json.Decoder(Span)
+    content = path.read_bytes()
+    spans = []
+    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
+        try:
+            spans.append(decoder.decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            raise FormatError(f"{path}, line {number}: expected a span of a timeline: {e}") from e
+    return spans
 
 
 class Timeline:
@@ -38,7 +64,7 @@ class Timeline:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open the file. Raises OSError if it cannot be written."""
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by the thread
-        self._spans: deque[_Span] = deque(maxlen=MAX_WAITING)
+        self._spans: deque[tuple[str, Stage, float, float]] = deque(maxlen=MAX_WAITING)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._write, name="kvfetch-timeline", daemon=True)
         self._thread.start()

@@ -32,7 +32,7 @@ from benchmarks.interference.load import LONG_TIMEOUT_S, Plan, Run, make_plan, s
 from benchmarks.interference.pinning import everything_on_one_core, first_core, give_schedulers_a_core
 from benchmarks.interference.plot import plot_timeline
 from benchmarks.interference.report import METHOD, make_rows, make_table
-from benchmarks.interference.spans import merged, read_spans
+from benchmarks.interference.spans import merged
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, settings, whole_number, write_json
 from harness.engine import SGLangServer, device_args, hicache_args
@@ -40,7 +40,7 @@ from harness.metrics import wait_until_written
 from harness.models import make_tiny_llama
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codecs import CodecName
-from sgl_kvfetch.timeline import FLUSH_S, TIMELINE_ENV
+from sgl_kvfetch.timeline import FLUSH_S, TIMELINE_ENV, read_spans
 
 PAGE_SIZE = 16
 _PATCHES = Path(__file__).parent.parent / "patches"

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import aiohttp
 
 from benchmarks.client import stream_generate
-from benchmarks.interference.spans import Request, Span
+from benchmarks.interference.spans import Request
+from sgl_kvfetch.timeline import Span
 
 LONG_TIMEOUT_S = 120.0
 _VOCABULARY = range(3, 1000)

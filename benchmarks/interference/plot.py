@@ -8,9 +8,8 @@ from typing import Any, get_args
 
 from matplotlib.patches import Patch
 
-from benchmarks.interference.spans import Span
 from benchmarks.report import figure
-from sgl_kvfetch.timeline import Stage
+from sgl_kvfetch.timeline import Span, Stage
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish, for busy stages; greys for waiting.
 _COLOURS: dict[Stage, str] = {

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from sgl_kvfetch.timeline import Stage
-
-
-@dataclass(frozen=True)
-class Span:
-    request: str
-    stage: Stage
-    start_s: float
-    end_s: float
+from sgl_kvfetch.timeline import Span
 
 
 @dataclass(frozen=True)
@@ -33,12 +23,6 @@ class Request:
     @property
     def ttft_s(self) -> float:
         return self.first_s - self.sent_s
-
-
-def read_spans(path: Path) -> list[Span]:
-    """Read one rank's file, which a server wrote with ``KVFETCH_TIMELINE``. An incomplete last line is left out."""
-    whole = path.read_text().rpartition("\n")[0].splitlines()
-    return [Span(**json.loads(line)) for line in whole]
 
 
 def merged(requests: Iterable[Request], spans: Sequence[Span]) -> dict[str, list[Span]]:

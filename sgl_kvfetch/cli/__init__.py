@@ -35,6 +35,7 @@ COMMANDS = {
     "pin": "Keep prompts' segments from being evicted while there are others, or list the pins.",
     "unpin": "Let pinned prompts' segments be evicted like others.",
     "warm": "Send prompts through an SGLang server, and say what of each is stored then.",
+    "timeline": "Convert timelines of device mode to one trace, for ui.perfetto.dev or chrome://tracing.",
     "calibrate": "Measure how a model's keys and values vary and how much errors in them matter.",
     "profile": "Measure how long this machine takes to decode a chunk, for each codec and resolution.",
     "doctor": 'Check what this machine can do, and say how to fix each "no".',

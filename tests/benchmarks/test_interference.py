@@ -10,7 +10,8 @@ from benchmarks.interference.__main__ import parse
 from benchmarks.interference.load import Run, make_plan
 from benchmarks.interference.plot import plot_timeline
 from benchmarks.interference.report import confidence_interval, make_rows, make_table
-from benchmarks.interference.spans import Request, Span, fetch_seconds, merged, read_spans
+from benchmarks.interference.spans import Request, fetch_seconds, merged
+from sgl_kvfetch.timeline import Span, read_spans
 
 LAUNCH = ["--launch"]
 
