@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
@@ -17,7 +18,7 @@ from sgl_kvfetch.cli.summary import (
     VariantSummary,
     layer_range,
 )
-from sgl_kvfetch.cli.units import format_ratio, format_size, printable
+from sgl_kvfetch.cli.units import format_age, format_ratio, format_size, printable
 from sgl_kvfetch.layout.regions import RegionLayout
 from sgl_kvfetch.layout.tiles import TileLayout
 
@@ -45,6 +46,9 @@ def store_tables(label: str, summary: StoreSummary, limit: int) -> Iterator[Tabl
             yield f"... and {len(summary.namespaces) - limit} more namespaces (--limit)"
     else:
         yield "no segments"
+    if len(summary.models) > 1:
+        for model, num_bytes in summary.models.items():
+            yield f"{format_size(num_bytes)} of {printable(model) or 'namespaces without a readable manifest'}"
     yield f"stored in all: {format_size(summary.stored_bytes)}"
     if summary.num_orphans:
         orphans = f"{summary.num_orphans} data objects ({format_size(summary.orphan_bytes)})"
@@ -68,8 +72,9 @@ def _fields_table(namespaces: Sequence[NamespaceSummary]) -> Table:
 
 
 def _sizes_table(namespaces: Sequence[NamespaceSummary]) -> Table:
-    numbers = ("segments", "pages", "tokens", "raw", "stored", "ratio", "bits/value")
+    numbers = ("segments", "pages", "tokens", "raw", "stored", "ratio", "bits/value", "oldest", "newest")
     table = make_table(("namespace",), numbers)
+    now_s = time.time()
     for summary in namespaces:
         found = summary.sizes
         table.add_row(
@@ -81,6 +86,8 @@ def _sizes_table(namespaces: Sequence[NamespaceSummary]) -> Table:
             format_size(summary.stored_bytes),
             format_ratio(found.ratio if found else None),
             f"{found.bits_per_value:.2f}" if found else "-",
+            format_age(now_s - summary.oldest_s),
+            format_age(now_s - summary.newest_s),
         )
     return table
 
