@@ -56,25 +56,27 @@ def store_tables(label: str, summary: StoreSummary, limit: int) -> Iterator[Tabl
 
 
 def _fields_table(namespaces: Sequence[NamespaceSummary]) -> Table:
-    table = make_table(("namespace", "model", "cache", "quantiser", "rank"))
+    table = make_table(("namespace", "model", "cache", "quantiser", "rank", "newest, oldest"))
+    now_s = time.time()
     for summary in namespaces:
         n = summary.namespace
+        ages = f"{format_age(now_s - summary.newest_s)}, {format_age(now_s - summary.oldest_s)}"
         if n is None:
-            table.add_row(summary.digest[:NAMESPACE_DIGITS], "no readable manifest (kvfetch verify says why)")
+            why = "no readable manifest (kvfetch verify says why)"
+            table.add_row(summary.digest[:NAMESPACE_DIGITS], why, "", "", "", ages)
             continue
         dims = str(n.k_head_dim) if n.k_head_dim == n.v_head_dim else f"{n.k_head_dim}/{n.v_head_dim}"
         cache = f"{n.attention} {n.kv_dtype}, {n.num_layers} layers x {n.num_heads} heads x {dims}, page {n.page_size}"
         heads = summary.digest.partition(".")[2]
         rank = f"heads {heads}, layers {layer_range(n.first_layer, n.first_layer + n.num_layers)}"
-        row = (summary.digest[:NAMESPACE_DIGITS], n.model, cache, n.quantiser, rank)
+        row = (summary.digest[:NAMESPACE_DIGITS], n.model, cache, n.quantiser, rank, ages)
         table.add_row(*map(printable, row))
     return table
 
 
 def _sizes_table(namespaces: Sequence[NamespaceSummary]) -> Table:
-    numbers = ("segments", "pages", "tokens", "raw", "stored", "ratio", "bits/value", "oldest", "newest")
+    numbers = ("segments", "pages", "tokens", "raw", "stored", "ratio", "bits/value")
     table = make_table(("namespace",), numbers)
-    now_s = time.time()
     for summary in namespaces:
         found = summary.sizes
         table.add_row(
@@ -86,8 +88,6 @@ def _sizes_table(namespaces: Sequence[NamespaceSummary]) -> Table:
             format_size(summary.stored_bytes),
             format_ratio(found.ratio if found else None),
             f"{found.bits_per_value:.2f}" if found else "-",
-            format_age(now_s - summary.oldest_s),
-            format_age(now_s - summary.newest_s),
         )
     return table
 
