@@ -55,9 +55,10 @@ def inspect(
 ) -> None:
     """Show what is stored: by namespace, by segment, or chunk by chunk, and how it compares with raw KV.
 
-    For a store, the command lists its namespaces; for a namespace, its segments; for one segment, every chunk. Sizes
-    include scales and manifests. Segments of a namespace that overlap are counted separately. With
-    --manifest-key-file, the command says of each segment listed or shown whether its signature is good.
+    For a store, the command lists its namespaces, the largest first, with the ages of their oldest and newest
+    segments; for a namespace, its segments; for one segment, every chunk. With several models, it also says how many
+    bytes each takes. Sizes include scales and manifests. Segments of a namespace that overlap are counted separately.
+    With --manifest-key-file, the command says of each segment listed or shown whether its signature is good.
 
     Examples:
 

@@ -37,15 +37,26 @@ class NamespaceSummary(Struct, frozen=True):
     num_segments: int
     num_pages: int
     stored_bytes: int
+    oldest_s: float  # when its oldest manifest was put, in seconds since the epoch
+    newest_s: float
     num_tokens: int | None
     sizes: Sizes | None
     namespace: Namespace | None
 
 
 class StoreSummary(Struct, frozen=True):
-    namespaces: tuple[NamespaceSummary, ...]
+    namespaces: tuple[NamespaceSummary, ...]  # the one that takes most bytes first
     num_orphans: int  # data objects without a manifest
     orphan_bytes: int
+
+    @property
+    def models(self) -> dict[str, int]:
+        """Stored bytes by model, the largest first; "" for namespaces without a readable manifest."""
+        totals: dict[str, int] = {}
+        for n in self.namespaces:
+            model = "" if n.namespace is None else n.namespace.model
+            totals[model] = totals.get(model, 0) + n.stored_bytes
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
     @property
     def stored_bytes(self) -> int:
@@ -59,21 +70,21 @@ async def summarise_store(objects: Objects, segments: Sequence[StoredSegment]) -
     namespaces = []
     for digest, group in groupby(whole, key=lambda s: s.key.namespace):
         namespaces.append(await _summarise_namespace(objects, digest, list(group)))
+    namespaces.sort(key=lambda n: n.stored_bytes, reverse=True)
     return StoreSummary(tuple(namespaces), len(orphans), sum(info.size_bytes for info in orphans))
 
 
 async def _summarise_namespace(objects: Objects, digest: str, segments: Sequence[StoredSegment]) -> NamespaceSummary:
     num_pages = sum(s.key.num_pages for s in segments)
     stored_bytes = sum(s.stored_bytes for s in segments)
+    times_s = [s.manifest.modified_s for s in segments if s.manifest is not None]
+    known = (digest, len(segments), num_pages, stored_bytes, min(times_s), max(times_s))
     manifest = await first_readable_manifest(objects, segments)
     if manifest is None:
-        return NamespaceSummary(digest, len(segments), num_pages, stored_bytes, None, None, None)
+        return NamespaceSummary(*known, None, None, None)
     geometry = manifest.geometry
     return NamespaceSummary(
-        digest,
-        len(segments),
-        num_pages,
-        stored_bytes,
+        *known,
         num_pages * geometry.page_size,
         sizes(num_pages * geometry.page_bytes, stored_bytes, geometry.dtype),
         manifest.namespace,

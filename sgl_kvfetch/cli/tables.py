@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
@@ -17,7 +18,7 @@ from sgl_kvfetch.cli.summary import (
     VariantSummary,
     layer_range,
 )
-from sgl_kvfetch.cli.units import format_ratio, format_size, printable
+from sgl_kvfetch.cli.units import format_age, format_ratio, format_size, printable
 from sgl_kvfetch.layout.regions import RegionLayout
 from sgl_kvfetch.layout.tiles import TileLayout
 
@@ -45,6 +46,9 @@ def store_tables(label: str, summary: StoreSummary, limit: int) -> Iterator[Tabl
             yield f"... and {len(summary.namespaces) - limit} more namespaces (--limit)"
     else:
         yield "no segments"
+    if len(summary.models) > 1:
+        for model, num_bytes in summary.models.items():
+            yield f"{format_size(num_bytes)} of {printable(model) or 'namespaces without a readable manifest'}"
     yield f"stored in all: {format_size(summary.stored_bytes)}"
     if summary.num_orphans:
         orphans = f"{summary.num_orphans} data objects ({format_size(summary.orphan_bytes)})"
@@ -52,17 +56,20 @@ def store_tables(label: str, summary: StoreSummary, limit: int) -> Iterator[Tabl
 
 
 def _fields_table(namespaces: Sequence[NamespaceSummary]) -> Table:
-    table = make_table(("namespace", "model", "cache", "quantiser", "rank"))
+    table = make_table(("namespace", "model", "cache", "quantiser", "rank", "newest, oldest"))
+    now_s = time.time()
     for summary in namespaces:
         n = summary.namespace
+        ages = f"{format_age(now_s - summary.newest_s)}, {format_age(now_s - summary.oldest_s)}"
         if n is None:
-            table.add_row(summary.digest[:NAMESPACE_DIGITS], "no readable manifest (kvfetch verify says why)")
+            why = "no readable manifest (kvfetch verify says why)"
+            table.add_row(summary.digest[:NAMESPACE_DIGITS], why, "", "", "", ages)
             continue
         dims = str(n.k_head_dim) if n.k_head_dim == n.v_head_dim else f"{n.k_head_dim}/{n.v_head_dim}"
         cache = f"{n.attention} {n.kv_dtype}, {n.num_layers} layers x {n.num_heads} heads x {dims}, page {n.page_size}"
         heads = summary.digest.partition(".")[2]
         rank = f"heads {heads}, layers {layer_range(n.first_layer, n.first_layer + n.num_layers)}"
-        row = (summary.digest[:NAMESPACE_DIGITS], n.model, cache, n.quantiser, rank)
+        row = (summary.digest[:NAMESPACE_DIGITS], n.model, cache, n.quantiser, rank, ages)
         table.add_row(*map(printable, row))
     return table
 

@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from harness.small_segments import expiring
+from sgl_kvfetch.cli.units import format_size
 from sgl_kvfetch.container.manifest import MAX_MANIFEST_BYTES, Chunk, Manifest, PartInfo, Variant
 from sgl_kvfetch.container.segment import SegmentReader
 from sgl_kvfetch.quant import quantiser_from_identity
@@ -48,6 +50,21 @@ def test_a_store_is_shown_by_namespace(stored: Stored) -> None:
     assert shown["num_orphans"] == 0
 
 
+def test_the_largest_namespace_comes_first_with_the_ages_of_its_segments(stored: Stored) -> None:
+    now_s = time.time()
+    for index, age_s in enumerate((3 * 86400, 7200, 60)):
+        os.utime(stored.manifest_path(index), (now_s - age_s,) * 2)
+    digests = [stored.segments[index].manifest.key.namespace for index in (0, 2)]
+    sizes = {d: sum(p.stat().st_size for p in (stored.root / d).iterdir()) for d in digests}
+    shown = inspect_json(stored.url)["namespaces"]
+    assert [n["digest"] for n in shown] == sorted(digests, key=lambda d: -sizes[d])
+    exact, uint8 = (next(n for n in shown if n["digest"] == d) for d in digests)
+    assert exact["oldest_s"] == pytest.approx(now_s - 3 * 86400)
+    assert exact["newest_s"] == pytest.approx(now_s - 7200)
+    assert uint8["oldest_s"] == uint8["newest_s"] == pytest.approx(now_s - 60)
+    assert "3 days" in kvfetch("inspect", stored.url).stdout
+
+
 def test_a_store_is_shown_as_a_table(stored: Stored) -> None:
     stored.manifest_path(1).unlink()
     result = kvfetch("inspect", str(stored.root))
@@ -68,7 +85,12 @@ def test_a_namespace_without_a_readable_manifest_is_still_shown(stored: Stored) 
     broken = next(n for n in shown["namespaces"] if n["namespace"] is None)
     assert broken["num_segments"] == 1
     assert broken["sizes"] is None
-    assert "no readable manifest" in kvfetch("inspect", stored.url).stdout
+    table = kvfetch("inspect", stored.url).stdout
+    assert "no readable manifest" in table
+    model = stored.segments[0].manifest.namespace.model
+    num_bytes = {n["namespace"] and n["namespace"]["model"]: n["stored_bytes"] for n in shown["namespaces"]}
+    assert f"{format_size(num_bytes[model])} of {model}\n" in table
+    assert f"{format_size(num_bytes[None])} of namespaces without a readable manifest\n" in table
 
 
 def test_a_namespace_is_shown_by_segment_the_longest_first(stored: Stored) -> None:
