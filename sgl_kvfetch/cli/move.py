@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from sgl_kvfetch.cli.options import JsonOption, TokenFileOption, TokenOption, ma
 from sgl_kvfetch.cli.target import open_indexed_store
 from sgl_kvfetch.cli.units import format_size, printable
 from sgl_kvfetch.errors import ConfigError, CorruptError, KVFetchError, StoreError
-from sgl_kvfetch.keys import parse_object_name
+from sgl_kvfetch.keys import PAGE_HASH_BYTES, SegmentKey, parse_object_name
 from sgl_kvfetch.side_by_side import side_by_side
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.listing import StoredSegment, decode_named_manifest, list_segments
@@ -45,7 +46,8 @@ def move(
 ) -> None:
     """Move all segments of a store, or of a part of it, to another store.
 
-    Each segment is written, read back and compared before it is deleted at the source. If the command is interrupted,
+    Each segment is written, read back and compared before it is deleted at the source; so is one that the target has
+    already. If the command is interrupted,
     run it again: it goes on with what is left. Servers may use both stores meanwhile. Manifests stay as they are, with
     their signatures. The token is for both stores. The exit code is 1 if some segments could not be moved: they stay.
 
@@ -76,13 +78,15 @@ async def _run(
     """Raises KVFetchError."""
     url, _, prefix = text.partition("#")
     if url.rstrip("/") == target_text.rstrip("/"):
-        raise ConfigError(f"SOURCE and TARGET are the same store: {url}")
+        raise _same(url)
     source = open_indexed_store(url, token, index)
     target = open_indexed_store(target_text, token, target_index)
     console = make_console(stderr=True)
     columns = (TextColumn("moving"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
         segments = [each for each in await list_segments(source, prefix) if each.manifest is not None]
+        if segments and await _is_same(source, target, segments[0].key):
+            raise _same(url)
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task("", total=len(segments))
             return await move_segments(source, target, segments, copy, lambda: progress.advance(task))
@@ -105,7 +109,7 @@ async def move_segments(
             if manifest is None:
                 return  # deleted meanwhile
             names = sorted(decode_named_manifest(manifest, name).data_names)
-            was_there = await _has(target, segment, manifest, names)
+            was_there = await _has(target, name, manifest, names)
             if not was_there:
                 sizes = [await _copy(source, target, each) for each in names]
                 await target.put(name, manifest)
@@ -127,15 +131,34 @@ async def move_segments(
     return moved
 
 
-async def _has(target: Store, segment: StoredSegment, manifest: bytes, names: list[str]) -> bool:
-    """Whether the target has the segment. Its data's names have digests of their content, which the store checked."""
-    if await target.get(segment.key.manifest_name) != manifest:
+def _same(url: str) -> ConfigError:
+    return ConfigError(f"SOURCE and TARGET are the same store, under one name or under two: {url}")
+
+
+async def _is_same(source: Store, target: Store, segment: SegmentKey) -> bool:
+    """Whether what is put into the target appears in the source. To move segments would delete them then."""
+    probe = secrets.token_bytes(PAGE_HASH_BYTES)
+    name = SegmentKey(segment.namespace, 1, probe).data_name(xxhash.xxh3_128_hexdigest(probe))
+    await target.put(name, probe)
+    try:
+        return await source.head(name) is not None
+    finally:
+        await target.delete(name)
+
+
+async def _has(target: Store, manifest_name: str, manifest: bytes, names: list[str]) -> bool:
+    """Whether the target has the whole segment, undamaged."""
+    if await target.get(manifest_name) != manifest:
         return False
     for name in names:
-        found, here = await target.head(name), segment.data.get(name)
-        if found is None or here is None or found.size_bytes != here.size_bytes:
+        content = await target.get(name)
+        if content is None or not _is_sound(name, content):
             return False
     return True
+
+
+def _is_sound(name: str, content: bytes) -> bool:
+    return xxhash.xxh3_128_hexdigest(content) == parse_object_name(name).content_digest
 
 
 async def _copy(source: Store, target: Store, name: str) -> int:
@@ -143,7 +166,7 @@ async def _copy(source: Store, target: Store, name: str) -> int:
     content = await source.get(name)
     if content is None:
         raise StoreError("missing", f"{name} is gone from the source")
-    if xxhash.xxh3_128_hexdigest(content) != parse_object_name(name).content_digest:
+    if not _is_sound(name, content):
         raise CorruptError(f"{name} does not match the digest in its name: it is damaged at the source")
     await target.put(name, content)
     if await target.get(name) != content:

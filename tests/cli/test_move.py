@@ -120,7 +120,23 @@ def test_nothing_is_deleted_that_did_not_come_back(source: Path, target: Path, m
     assert contents(source) == before
 
 
-def test_the_same_store(source: Path) -> None:
-    result = kvfetch("move", str(source), f"{source}/")
+def test_a_damaged_copy_at_the_target_is_written_again(source: Path, target: Path) -> None:
+    before = contents(source)
+    kvfetch("move", str(source), str(target), "--copy")
+    damaged = target / SEGMENTS[1].data_name
+    damaged.chmod(0o600)
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    result = json.loads(kvfetch("move", str(source), str(target), "--json").stdout)
+    assert (result["num_moved"], result["num_there"]) == (3, 2)
+    assert (contents(source), contents(target)) == ({}, before)
+
+
+@pytest.mark.parametrize("name", ["{}/", "file://{}", "{}-link", "http://127.0.0.1:{port}", "http://localhost:{port}"])
+def test_the_same_store_under_another_name(source: Path, name: str) -> None:
+    before = contents(source)
+    Path(f"{source}-link").symlink_to(source)
+    with StoreProcess(source) as store:
+        result = kvfetch("move", str(source), name.format(source, port=store.port))
     assert result.exit_code == 2
     assert "the same store" in result.stderr
+    assert contents(source) == before
