@@ -68,13 +68,14 @@ def test_latent_vectors_are_restored_to_other_places(make: Make, layout: str, dt
     assert torch.equal(after[:7], expected)
 
 
-def test_batches_of_one_prefix_are_gathered_and_found_by_others(make: Make, tmp_path: Path) -> None:
-    writer = make(linger_s=0.2)
+def test_batches_of_one_prefix_are_gathered_and_found_by_others(make: Make, served: Served, tmp_path: Path) -> None:
+    writer = make(linger_s=600)
     names = keys(16)
     for first in range(0, 16, 2):
         info = after(names[:first])
         assert all(writer.batch_set_v1(names[first : first + 2], tokens([first, first + 1]), info))
-    wait_until(lambda: writer.batch_exists(names) == 16)
+    served.run(served.service.client.writer.drain())
+    assert writer.batch_exists(names) == 16
     assert [p.name.split("-")[0] for p in tmp_path.rglob("*.kvm")] == ["16"]
     reader = make(make_pool("layer_first"))
     assert reader.batch_exists(names[:5] + keys(5, "other")) == 5
