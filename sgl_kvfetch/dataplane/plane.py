@@ -49,6 +49,7 @@ _STEADY_S = 5.0  # after a data plane has served this long, the backoff starts a
 _CLOSE_S = 10.0
 _REFUSALS: dict[str, type[KVFetchError]] = {kind.__name__: kind for kind in (ConfigError, UnsupportedError)}
 _WRITE_S = 1.0  # how long to wait for room for pages
+_WRITES_S = 4.0  # after which no further part of the pages is begun: SGLang waits 10 s for this thread when it stops it
 _ANSWER_S = 5.0  # how much longer a caller waits than the data plane's own deadline
 
 ReadPages = Callable[[TensorName, Sequence[int]], torch.Tensor | None]
@@ -177,15 +178,17 @@ class DataPlane:
         they are no longer available. ``sides``: how to read the side pages of some of these pages, which are counted
         from the first.
         """
-        deadline_s = time.monotonic() + _WRITE_S
+        started_s = time.monotonic()
         sides = sides or {}
         for part in self._parts(len(hashes), sides):
+            if part.start and time.monotonic() > started_s + _WRITES_S:
+                return part.start
             theirs = {(pool, page - part.start): x for (pool, page), x in sides.items() if page in part}
             run = slice(part.start, part.stop)
             command = m.Write(
                 next(self._numbers), first_page + part.start, previous_hash, b"".join(hashes[run]), 0, tuple(theirs)
             )
-            left_s = max(0.0, deadline_s - time.monotonic())
+            left_s = max(0.0, started_s + _WRITE_S - time.monotonic())
             if not self._run.write(command, pool_pages[run], read, list(theirs.values()), left_s):
                 return part.start
             previous_hash = hashes[run][-1]

@@ -274,15 +274,18 @@ class Service:
         try:
             with counted("fetch"):
                 left_s = command.deadline_s - time.monotonic()
-                async with asyncio.timeout(left_s):
-                    sources = await finder.recall(hashes, min(left_s, self._config.lookup_timeout_s))
-                    failures = await self.client.side_fetcher.fetch(
-                        sources, command.pool, self._sides[command.pool], take
-                    )
+                try:
+                    async with asyncio.timeout(left_s):
+                        sources = await finder.recall(hashes, min(left_s, self._config.lookup_timeout_s))
+                        failures = await self.client.side_fetcher.fetch(
+                            sources, command.pool, self._sides[command.pool], take
+                        )
+                except TimeoutError as e:
+                    finder.sides_fetched(hashes, [e])
+                    raise
                 for failure in failures:
                     count_miss("fetch", failure)
-                if failures:
-                    finder.fetched(hashes, sources, FetchResult(0, tuple(failures), False))
+                finder.sides_fetched(hashes, failures)
         finally:
             metrics.SIDE_PAGES.labels(command.pool, "hit").inc(len(come))
             metrics.SIDE_PAGES.labels(command.pool, "miss").inc(len(hashes) - len(come))

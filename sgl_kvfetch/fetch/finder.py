@@ -55,6 +55,7 @@ class PageFinder:
         self._engine_codecs = engine_codecs
         self._lookups = Breaker()
         self._fetches = Breaker()
+        self._side_fetches = Breaker()  # its own: before each of these, a fetch of KV has succeeded
         self._known: OrderedDict[bytes, PageSource] = OrderedDict()
         self._siblings: list[HeadSlice] = []
         self._listed_s = float("-inf")
@@ -163,6 +164,16 @@ class PageFinder:
         elif sources:
             self._fetches.succeeded()
 
+    def sides_fetched(self, hashes: Sequence[bytes], failures: Sequence[KVFetchError | TimeoutError]) -> None:
+        """Update the memory and the breaker from why a fetch of side pages fell short."""
+        if failures:
+            for page_hash in hashes:
+                self._known.pop(page_hash, None)
+        if any(isinstance(f, TimeoutError) or (isinstance(f, StoreError) and f.reason != "missing") for f in failures):
+            self._side_fetches.failed(time.monotonic())
+        else:
+            self._side_fetches.succeeded()
+
     def forget(self) -> None:
         self._known.clear()
 
@@ -170,7 +181,7 @@ class PageFinder:
     def is_paused(self) -> bool:
         """Whether lookups are paused now."""
         now_s = time.monotonic()
-        return self._lookups.is_open(now_s) or self._fetches.is_open(now_s)
+        return any(each.is_open(now_s) for each in (self._lookups, self._fetches, self._side_fetches))
 
     def _sources(
         self, heads: HeadSlice, manifest_bytes: bytes, first_page: int, asked: Sequence[bytes]

@@ -57,8 +57,8 @@ def open_engine_plane(
     has_draft: bool = False,
 ) -> DataPlane:
     """Start the data plane of one rank for the model that SGLang has loaded, and wait until it serves. ``rank``: has
-    ``tp_rank`` and ``tp_size``. ``has_draft``: whether pages hold a draft model's KV cache, too. Raises
-    KVFetchError."""
+    ``tp_rank`` and ``tp_size``, and with ``sides`` also ``pp_rank`` and ``pp_size``. ``has_draft``: whether pages hold
+    a draft model's KV cache, too. Raises KVFetchError."""
     compile_hash_function()
     quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
     if isinstance(quantiser, KltQuantiser):
@@ -70,7 +70,9 @@ def open_engine_plane(
                 f"quantiser 'klt' does not support a KV cache of {pages.geometry.dtype} in device mode on a GPU: add "
                 "--enable-hierarchical-cache, or use 'exact'"
             )
-    pools = sides.identity(rank.tp_rank, rank.tp_size, rank.is_mla_model) if sides else ""
+    pools = ""
+    if sides:
+        pools = sides.identity(rank.tp_rank, rank.tp_size, rank.is_mla_model, rank.pp_rank, rank.pp_size)
     if has_draft:
         pools = f"{pools or 'packed layers'},draft {draft_model(config)}"
     if rank.tp_rank == 0 and pages.geometry.page_size < _SMALL_PAGE:

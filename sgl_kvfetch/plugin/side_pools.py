@@ -42,8 +42,12 @@ class SidePools:
         """The bytes of a page in each pool."""
         return {name: pool.get_dummy_flat_data_page().nbytes for name, pool in sorted(self._pools.items())}
 
-    def identity(self, tp_rank: int, tp_size: int, is_mla: bool) -> str:
-        """Return a text that differs between pools whose pages cannot be exchanged. Raises UnsupportedError."""
+    def identity(self, tp_rank: int, tp_size: int, is_mla: bool, pp_rank: int = 0, pp_size: int = 1) -> str:
+        """Return a text that differs between pools whose pages cannot be exchanged. Raises UnsupportedError.
+
+        Beside side pools, SGLang does not say which of the model's layers a pipeline stage has: their first layer is 0
+        on all stages.
+        """
         if not self:
             return ""
         per_rank = [name for name, pool in sorted(self._pools.items()) if _differs_between_ranks(name, pool)]
@@ -54,7 +58,8 @@ class SidePools:
             )
         sizes = self.page_bytes
         pools = [f"{name}:{sizes[name]}:{_format(pool)}" for name, pool in sorted(self._pools.items())]
-        return ",".join(pools) + ("" if is_mla else f",rank {tp_rank} of {tp_size}")
+        rank = "" if is_mla else f",rank {tp_rank} of {tp_size}"
+        return ",".join(pools) + rank + (f",stage {pp_rank} of {pp_size}" if pp_size > 1 else "")
 
     # Writing. SGLang announces an operation's side pages first, and then writes its KV, on the same thread; the pages
     # stay where they are until both are done.
@@ -81,6 +86,11 @@ class SidePools:
     def _read(self, name: str, place: int) -> torch.Tensor:
         page: torch.Tensor = self._pools[name].get_data_page(place, flat=True)
         return page.contiguous().view(torch.uint8).flatten().cpu()
+
+    def forget(self) -> None:
+        """Forget what is announced: SGLang may break off the operation, and give the places to others."""
+        self._pending.clear()
+        self._is_new_write = True
 
     # Reading
 

@@ -185,9 +185,9 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         num_pages = len(keys)
         if not num_pages or not self.access.writes:
             return [True] * num_pages
-        sides = self._sides.take(keys)  # in any case: what is not written now is not announced any more
         before = None if extra_info is None else extra_info.prefix_keys
         if before is None:
+            self._sides.forget()
             _limited.warning("prefix", "pages not written: SGLang did not pass the hashes of the pages before them")
             metrics.WRITTEN_PAGES.labels("dropped_invalid").inc(num_pages)
             return [False] * num_pages
@@ -195,9 +195,10 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         previous_hash = hash_bytes(before[-1:])[0] if before else None
         pool_pages = self._pages.page_indices(host_indices)
         num_queued = self._plane.write(
-            len(before), previous_hash, hash_bytes(keys), pool_pages, self._pages.read, sides
+            len(before), previous_hash, hash_bytes(keys), pool_pages, self._pages.read, self._sides.take(keys)
         )
         if num_queued < num_pages:
+            self._sides.forget()
             metrics.WRITTEN_PAGES.labels("dropped_full").inc(num_pages - num_queued)
             _limited.warning("full", f"{num_pages - num_queued} pages not written: the write queue is full")
         if num_queued:
@@ -247,13 +248,17 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> dict[str, list[bool]]:
         """Note side pages. They are written with their KV, which SGLang hands over next."""
         results: dict[str, list[bool]] = {}
-        for transfer in transfers:
-            if transfer.name == PoolName.KV:
-                results[transfer.name] = self.batch_set_v1(transfer.keys or [], transfer.host_indices, extra_info)
-            elif self.access.writes:
-                results[transfer.name] = [True] * self._sides.announce(transfer)
-            else:
-                results[transfer.name] = [True] * len(transfer.keys or [])
+        try:
+            for transfer in transfers:
+                if transfer.name == PoolName.KV:
+                    results[transfer.name] = self.batch_set_v1(transfer.keys or [], transfer.host_indices, extra_info)
+                elif self.access.writes:
+                    results[transfer.name] = [True] * self._sides.announce(transfer)
+                else:
+                    results[transfer.name] = [True] * len(transfer.keys or [])
+        except BaseException:
+            self._sides.forget()  # SGLang gives up the operation
+            raise
         return results
 
     # The copying interface, which SGLang never calls on a backend with the zero-copy interface

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.container.manifest import Manifest, Side, decode_manifest, require_rewritable
+from sgl_kvfetch.container.manifest import MAX_SIDES, Manifest, Side, decode_manifest, require_rewritable
 from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment, with_digests
 from sgl_kvfetch.container.sides import encode_side, side_places
 from sgl_kvfetch.errors import KVFetchError, QuantiseError, StoreError
@@ -35,6 +35,7 @@ T = TypeVar("T")
 # Segments processed at once. Each spreads its cells over the encode pool; a second one fills the pool while the first
 # waits for the store.
 _CONCURRENT_SEGMENTS = 2
+_ADD_ATTEMPTS = 4  # to add side pages to a segment that other writers change
 _TIMER_SLACK_S = 0.01  # a timer may fire a little early
 
 
@@ -148,11 +149,16 @@ class Writer:
 
     async def _encode_and_commit(self, segment: PageBatch) -> Manifest | None:
         """Return the committed manifest, or None if the store has these pages already."""
-        found = await self._store.lookup(self._spec.heads.folder, segment.page_hashes)
-        if found.from_cache:  # do not encode what cannot be stored
-            raise StoreError("skipped", "the store does not answer; only the local cache does")
-        if found.num_pages == len(segment.page_hashes):
-            await self._add_sides(found.hits, segment)
+        for _ in range(_ADD_ATTEMPTS):
+            found = await self._store.lookup(self._spec.heads.folder, segment.page_hashes)
+            if found.from_cache:  # do not encode what cannot be stored
+                raise StoreError("skipped", "the store does not answer; only the local cache does")
+            if found.num_pages < len(segment.page_hashes):
+                break
+            if await self._add_sides(found.hits, segment):
+                return None
+        else:
+            _limited.warning("sides", f"side pages not stored: others changed the segment {_ADD_ATTEMPTS} times")
             return None
         started_s = time.monotonic()
         coded = await self._run(partial(self._encode, segment))
@@ -169,8 +175,11 @@ class Writer:
         metrics.RAW_BYTES.labels("write").inc(segment.size_bytes)
         return coded.manifest
 
-    async def _add_sides(self, hits: Sequence[SegmentHit], segment: PageBatch) -> None:
-        """Add side pages to the stored segments that lack them. Raises KVFetchError."""
+    async def _add_sides(self, hits: Sequence[SegmentHit], segment: PageBatch) -> bool:
+        """Add side pages to the stored segments that lack them. Return False if another writer was faster.
+
+        Raises KVFetchError.
+        """
         first_page = 0
         for hit in hits if segment.sides else ():
             manifest = decode_manifest(hit.manifest)
@@ -181,6 +190,9 @@ class Writer:
             new = {keys[k]: x for k, x in segment.sides.items() if k[1] in held and keys[k] not in stored}
             if not new:
                 continue
+            if len(manifest.sides) == MAX_SIDES:
+                _limited.warning("sides", f"side pages not stored: {manifest.key.stem} has {MAX_SIDES} additions")
+                continue
             await self._store.require_replace()
             require_rewritable(hit.manifest)
             side, data = await self._run(partial(encode_side, new, self._encode_pool))
@@ -188,9 +200,10 @@ class Writer:
                 side = with_digests(side, data)
             whole = msgspec.structs.replace(manifest, sides=(*manifest.sides, side))
             await self._store.put(whole.data_name(side), data)
-            # If another process was faster, what is missing then is added the next time.
-            if await self._store.replace(manifest.key.manifest_name, whole.encode(), object_digest(hit.manifest)):
-                _count_sides(side)
+            if not await self._store.replace(manifest.key.manifest_name, whole.encode(), object_digest(hit.manifest)):
+                return False
+            _count_sides(side)
+        return True
 
     def _encode(self, segment: PageBatch) -> CodedSegment:
         coded = encode_segment(

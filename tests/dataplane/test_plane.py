@@ -187,6 +187,21 @@ def test_all_pieces_share_one_deadline_for_room(plane: DataPlane, monkeypatch: p
     assert waits_s == pytest.approx([1.0, 0.3, 0.0])
 
 
+def test_writing_many_pieces_ends_in_time(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's scheduler ends if its thread for writing does not stop within 10 s."""
+    now_s = 100.0
+
+    def write_slowly(*args: object) -> bool:
+        nonlocal now_s
+        now_s += 2.5
+        return True
+
+    monkeypatch.setattr(plane_module, "SHARED_BYTES", 4 * 4 * SMALL.page_bytes)
+    monkeypatch.setattr(plane_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(plane._run, "write", write_slowly)
+    assert write(plane, page_hashes(10)) == 8
+
+
 def test_an_impossible_config_is_refused(tmp_path: Path, launcher: Launcher) -> None:
     with pytest.raises(ConfigError, match="decode-profile"):
         open_plane(tmp_path, launcher, decode_profile=str(tmp_path / "decode-profile"))

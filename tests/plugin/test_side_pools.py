@@ -19,12 +19,13 @@ from harness.metrics import own_metric
 from harness.waiting import wait_until
 from sgl_kvfetch.container.manifest import decode_manifest
 from sgl_kvfetch.dataplane import plane as plane_module
-from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.errors import StoreError, UnsupportedError
 from sgl_kvfetch.plugin import plane as engine_plane
 from sgl_kvfetch.plugin.side_pools import SidePools
 from sgl_kvfetch.plugin.storage import KVFetchStorage
 from sgl_kvfetch.quant.klt import KltQuantiser
 from sgl_kvfetch.write import merger
+from sgl_kvfetch.write import writer as writer_module
 from tests.plugin.backends import PAGE_SIZE, POOL_PAGES, Make, after, keys, make_pool, storage_config, tokens
 from tests.plugin.planes import Served
 
@@ -222,6 +223,44 @@ def test_announced_pages_whose_kv_is_not_written_are_dropped(make: Make) -> None
     assert not backend._sides._pending
 
 
+def test_an_operation_that_is_broken_off_leaves_no_announced_pages(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang gives their places to other sequences, whose states would be stored as theirs."""
+    backend = make(sides={SWA: make_side_pool()})
+    names = keys(8)
+    backend.batch_set_v2([transfer(names[7:], [7])])
+    with monkeypatch.context() as full:
+        full.setattr(backend._plane._run, "write", lambda *args: False)
+        assert backend.batch_set_v1(names[:4], tokens(list(range(4))), after([])) == [False] * 4
+    store(backend, names, {})
+    assert backend.batch_exists_v2(names, [transfer(["__placeholder__"])]).restorable_prefix_pages == []
+
+
+def test_pages_that_are_added_at_the_same_time_are_all_kept(make: Make, served: Served) -> None:
+    backend = make(sides={SWA: make_side_pool()})
+    names = keys(8)
+    store(backend, names, {SWA: {7: 7}})
+    for page in (1, 3):
+        backend.batch_set_v2([transfer([names[page]], [page])])
+        assert all(backend.batch_set_v1(names[: page + 1], tokens(list(range(page + 1))), after([])))
+    served.run(served.service.client.writer.drain())
+    assert backend.batch_exists_v2(names, [transfer(["__placeholder__"])]).restorable_prefix_pages == [2, 4, 8]
+
+
+def test_a_segment_gets_no_more_pages_than_readers_accept(
+    make: Make, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "MAX_SIDES", 2)
+    backend = make(sides={SWA: make_side_pool()})
+    names = keys(8)
+    store(backend, names, {SWA: {7: 7}})
+    for page in (1, 3, 5):
+        backend.batch_set_v2([transfer([names[page]], [page])])
+        assert all(backend.batch_set_v1(names[: page + 1], tokens(list(range(page + 1))), after([])))
+        served.run(served.service.client.writer.drain())
+    assert backend.batch_exists_v2(names, [transfer(["__placeholder__"])]).restorable_prefix_pages == [2, 8]
+    assert len(list(tmp_path.rglob("*.kvd"))) == 3  # K and V, and two of side pages
+
+
 def test_pages_larger_than_the_shared_memory_take_more_of_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plane_module, "SHARED_BYTES", 1 << 10)
     pool = make_side_pool()
@@ -264,15 +303,44 @@ def test_an_unknown_policy_is_a_miss(make: Make) -> None:
     assert own_metric("sgl_kvfetch_misses_total", stage="lookup", reason="unsupported") == before + 1
 
 
+def test_lookups_pause_while_side_pages_cannot_be_read(
+    make: Make, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the KV before each of them could be."""
+    backend = make(sides={SWA: make_side_pool()})
+    names, wants = keys(2), [transfer(["__placeholder__"])]
+    store(backend, names, {SWA: {1: 1}})
+
+    async def fail(*args: object) -> bytes:
+        raise StoreError("server", "a test")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(served.service.client.side_fetcher, "_store", Mock(get=fail))
+        for _ in range(3):
+            assert backend.batch_exists_v2(names, wants).kv_hit_pages == 2
+            assert backend.batch_get_v1(names, tokens([4, 5])) == [True, True]
+            assert backend.batch_get_v2([transfer(names[1:], [5])]) == {SWA: [False]}
+    assert backend.batch_exists_v2(names, wants).kv_hit_pages == 0
+    until_there(backend, names, 2)  # when the pause is over
+
+
 def test_the_identity_tells_pools_apart_whose_pages_cannot_be_exchanged() -> None:
-    def identity(tp_rank: int = 0, tp_size: int = 1, is_mla: bool = False, name: PoolName = SWA, **pool: Any) -> str:
+    def identity(
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        is_mla: bool = False,
+        name: PoolName = SWA,
+        stage: tuple[int, int] = (0, 1),
+        **pool: Any,
+    ) -> str:
         sides = SidePools()
         sides.add(str(name), make_side_pool(**pool))
-        return sides.identity(tp_rank, tp_size, is_mla)
+        return sides.identity(tp_rank, tp_size, is_mla, *stage)
 
     assert identity() == identity(seed=1)
     different = [identity(), identity(layout="page_first"), identity(name=INDEXER), identity(tp_size=2)]
     different += [identity(tp_rank=1, tp_size=2), identity(is_mla=True), identity(dtype=torch.float32)]
+    different += [identity(stage=(0, 2)), identity(stage=(1, 2)), identity(is_mla=True, stage=(1, 2))]
     assert len(set(different)) == len(different)
     assert identity(tp_rank=1, tp_size=2, is_mla=True) == identity(is_mla=True)  # one rank writes for all
     with pytest.raises(UnsupportedError, match="only one rank writes"):
