@@ -331,7 +331,10 @@ PLACES: tuple[Place, ...] = (
     Place(
         "sglang.srt.mem_cache.hicache_storage.HiCacheStorageConfig",
         "the rank's place in the model, and the extra config",
-        has=("tp_rank", "tp_size", "attn_cp_size", "dcp_size", "is_mla_model", "should_split_heads", "extra_config"),
+        has=(
+            *("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_size", "dcp_size"),
+            *("is_mla_model", "should_split_heads", "extra_config"),
+        ),
     ),
     Place(
         "sglang.srt.mem_cache.hicache_storage.HiCacheStorageExtraInfo", "the keys before a batch", has=("prefix_keys",)
