@@ -39,10 +39,10 @@ def container(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         storage.write_text(f'[storage]\ndriver="vfs"\nrunroot="{folder}/run"\ngraphroot="{folder}/graph"\n')
         monkeypatch.setenv("CONTAINERS_STORAGE_CONF", str(storage))
         monkeypatch.setenv("BUILDAH_ISOLATION", "chroot")
-        root = f"{folder}/root.tar"
-        run("mmdebstrap", "--variant=essential", "--include=python3-venv", "bookworm", root)
+        debian = str(Path(folder, "debian.tar"))
+        run("mmdebstrap", "--variant=essential", "--include=python3-venv", "bookworm", debian)
         base = run("buildah", "from", "scratch")
-        run("buildah", "add", base, root, "/")
+        run("buildah", "add", base, debian, "/")
         run("buildah", "commit", "--rm", base, "localhost/base")
         volumes = [f"--volume={name}:{name}:ro" for name in OF_THIS_MACHINE]
         build = ["buildah", "bud", "--format=docker", "--build-arg=BASE=localhost/base", *volumes]

@@ -18,9 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from sgl_kvfetch.cli.options import JsonOption, TokenFileOption, TokenOption, make_console, print_json, read_token
-from sgl_kvfetch.cli.units import format_size
+from sgl_kvfetch.cli.units import format_size, printable
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.stores.http_answers import printable, status_error
+from sgl_kvfetch.stores.http_answers import status_error
 from sgl_kvfetch.stores.open import takes_token
 from sgl_kvfetch.stores.wire import LOOKUP_PATH
 

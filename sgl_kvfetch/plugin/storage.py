@@ -185,12 +185,21 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         num_pages = len(keys)
         if not num_pages or not self.access.writes:
             return [True] * num_pages
-        before = None if extra_info is None else extra_info.prefix_keys
+        num_queued = 0
+        try:
+            num_queued = self._queue(keys, host_indices, None if extra_info is None else extra_info.prefix_keys)
+        finally:
+            if num_queued < num_pages:
+                self._sides.forget()
+        return [page < num_queued for page in range(num_pages)]
+
+    def _queue(self, keys: list[str], host_indices: torch.Tensor, before: list[str] | None) -> int:
+        """Queue pages for writing. Return how many, from the first on. ``before``: keys of the pages before them."""
+        num_pages = len(keys)
         if before is None:
-            self._sides.forget()
             _limited.warning("prefix", "pages not written: SGLang did not pass the hashes of the pages before them")
             metrics.WRITTEN_PAGES.labels("dropped_invalid").inc(num_pages)
-            return [False] * num_pages
+            return 0
         started_s = time.monotonic()
         previous_hash = hash_bytes(before[-1:])[0] if before else None
         pool_pages = self._pages.page_indices(host_indices)
@@ -198,12 +207,11 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             len(before), previous_hash, hash_bytes(keys), pool_pages, self._pages.read, self._sides.take(keys)
         )
         if num_queued < num_pages:
-            self._sides.forget()
             metrics.WRITTEN_PAGES.labels("dropped_full").inc(num_pages - num_queued)
             _limited.warning("full", f"{num_pages - num_queued} pages not written: the write queue is full")
         if num_queued:
             self._count(self._writes, num_queued, started_s)
-        return [page < num_queued for page in range(num_pages)]
+        return num_queued
 
     # Side pools
 
