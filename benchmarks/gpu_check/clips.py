@@ -14,8 +14,8 @@ SIZES = {  # number of pictures, height, width
 
 
 def make_frames(num_frames: int, height: int, width: int, noise_bits: int = 4) -> torch.Tensor:
-    """Return uint8 ``(frames, 3, height, width)`` that vary slowly from picture to picture, as tokens do. Noise is
-    added, so that about ``noise_bits`` bits per value remain to encode."""
+    """Return uint8 ``(frames, 3, height, width)`` that vary slowly from picture to picture, as tokens do, with noise
+    of ``noise_bits`` bits added. Encoded, a value takes up to a bit more than its noise."""
     generator = torch.Generator().manual_seed(num_frames)
     shape = (num_frames, 3, height, width)
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")

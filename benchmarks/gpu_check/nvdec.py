@@ -1,14 +1,18 @@
-"""Checks NVDEC with our bitstreams: exact bits, throughput. Damaged ones are in `nvdec_damage`."""
+"""Checks NVDEC with our bitstreams: exact bits, throughput. Memory and waits of its decoders are in `nvdec_decoders`,
+damaged bitstreams in `nvdec_damage`."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
+from benchmarks.gpu_check import nvdec_decoders
 from benchmarks.gpu_check.clips import SIZES, make_frames
 from benchmarks.gpu_check.record import Record, SkippedError
 from benchmarks.gpu_check.timing import seconds_of
@@ -21,14 +25,21 @@ from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.triton_kernels.frame_sum import frame_sum
 
-_SECONDS = 0.6  # per measurement
+_SECONDS = 0.3  # per measurement
+# The clips to measure, in this order: bits of noise by size, as in `make_frames`. They take 0.1 to 7 bits a value.
+_CLIPS: dict[str, Sequence[int]] = {"240p": range(7), "1080p": (1, 3, 6), "480p": (3,), "640p": (3,)}
+_LOW_CLIPS: dict[str, Sequence[int]] = {"240p": (3,), "1080p": (3,)}
 
 
 def run(record: Record) -> None:
     nvdec = find_nvdec(record)
     session = nvdec.open_session()  # one session decodes all sizes
     check_bits(record, session, list(SIZES))
-    measure(record, nvdec, _session_counts(nvdec.num_engines))
+    nvdec_decoders.measure_memory(record, nvdec, list(SIZES))
+    nvdec_decoders.measure_gaps(record, nvdec)
+    counts = _session_counts(nvdec.num_engines)
+    measure(record, nvdec, counts, _CLIPS)
+    measure(record, with_low_latency(nvdec), counts, _LOW_CLIPS, latency="LOW")
 
 
 def find_nvdec(record: Record) -> Nvdec:
@@ -78,55 +89,79 @@ def what_is_wrong(decoder: FrameDecoder, bitstream: bytes, frames: torch.Tensor)
     return "" if summed.frame_sum == sum_of_frames(frames) else "another frame sum"
 
 
+def with_low_latency(nvdec: Nvdec) -> Nvdec:
+    """Return the same engines with decoders that return each picture before they decode the next."""
+    low = Nvdec(_LowLatency(nvdec._nvc), nvdec._device, nvdec._caps)
+    low.surfaces.limit_bytes = None
+    return low
+
+
+class _LowLatency:
+    """The module PyNvVideoCodec, with another latency."""
+
+    def __init__(self, nvc: Any) -> None:
+        self._nvc = nvc
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._nvc, name)
+
+    def CreateDecoder(self, **options: Any) -> Any:
+        return self._nvc.CreateDecoder(**{**options, "latency": self._nvc.DisplayDecodeLatencyType.LOW})
+
+
 def _session_counts(num_engines: int) -> list[int]:
-    return sorted({1, 2, max(1, num_engines // 2), num_engines, num_engines + 1, 2 * num_engines})
+    return sorted({1, num_engines, 2 * num_engines, 3 * num_engines})
 
 
 def measure(
     record: Record,
     nvdec: Nvdec,
     session_counts: Sequence[int],
+    clips: Mapping[str, Sequence[int]],
     *,
-    sizes: Sequence[str] = ("240p", "1080p"),
+    latency: str = "NATIVE",
     seconds: float = _SECONDS,
 ) -> None:
-    """Measure the values decoded per second, verified by their sum. The last session count is also measured with a copy
-    to the host; the verification there is not included."""
+    """Measure how fast ``clips``, bits of noise by size, are decoded and verified by their sum. The last session count
+    is also measured with a copy to the host; the verification there is not included."""
     sessions = [nvdec.open_session() for _ in range(max(session_counts))]
-    for name in nvdec.codecs:
-        for size in sizes:
-            for noise_bits in (2, 6):
-                frames = make_frames(*SIZES[size], noise_bits)
-                bitstream = get_codec(name).encode(frames)
+    for size, noises in clips.items():
+        frames = {bits: make_frames(*SIZES[size], bits) for bits in noises}
+        for name in nvdec.codecs:
+            with ThreadPoolExecutor(os.cpu_count()) as threads:
+                bitstreams = list(threads.map(get_codec(name).encode, frames.values()))
+            for clip, bitstream in zip(frames.values(), bitstreams, strict=True):
+                columns = {"codec": name, "size": size, "bits_a_value": 8 * len(bitstream) / clip.numel()}
                 alone = 0.0
                 for count, with_sum in [*((count, True) for count in session_counts), (session_counts[-1], False)]:
                     decoders = [session[name] for session in sessions[:count]]
-                    rate = decode_rate(decoders, bitstream, frames.shape, seconds, with_sum=with_sum)
+                    rate = decode_rate(decoders, bitstream, clip.shape, seconds, with_sum=with_sum)
                     alone = alone or rate
+                    megabits = 8 * len(bitstream) / clip.numel() * rate / 1e6
                     record.row(
                         "NVDEC: throughput by sessions",
-                        codec=name,
-                        size=size,
-                        bits_a_value=8 * len(bitstream) / frames.numel(),
+                        **columns,
+                        latency=latency,
                         verified_by="sum" if with_sum else "copy",
                         sessions=count,
-                        mb_of_values_a_second=rate / 1e6,
+                        gb_of_values_a_second=rate / 1e9,
+                        mbit_a_second=megabits,
+                        mbit_a_second_an_engine=megabits / min(count, nvdec.num_engines),
                         share_of_sessions_times_one=rate / (count * alone),
                     )
-                _measure_sum(record, nvdec.torch_device, frames, alone, codec=name, size=size, bits=8 * len(bitstream))
+                _measure_sum(record, nvdec.torch_device, clip, alone, columns)
+            nvdec.drop_decoders()
 
 
 def _measure_sum(
-    record: Record, device: torch.device, frames: torch.Tensor, decode_rate: float, *, codec: str, size: str, bits: int
+    record: Record, device: torch.device, frames: torch.Tensor, decode_rate: float, columns: dict[str, Any]
 ) -> None:
     """Record the sum's share of one session's time. ``decode_rate``: its values per second, sum included."""
     there = frames.to(device)
     sum_s, decode_s = seconds_of(lambda: frame_sum(there), device), frames.numel() / decode_rate
     record.row(
         "NVDEC: the frame sum's share of the time",
-        codec=codec,
-        size=size,
-        bits_a_value=bits / frames.numel(),
+        **columns,
         sum_us=1e6 * sum_s,
         decode_and_sum_us=1e6 * decode_s,
         sum_percent=100 * sum_s / decode_s,

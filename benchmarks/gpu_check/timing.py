@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -28,23 +29,47 @@ def make_timer(
     """
     for _ in range(warm_ups):
         work()
-    return _gpu_timer(work, repeats) if device.type == "cuda" else lambda: _seconds_on_cpu(work, repeats)
+    if device.type != "cuda":
+        return lambda: _seconds_on_cpu(work, repeats)
+    replay = _captured(work, repeats)
+    return lambda: _seconds_on_gpu(replay, repeats)
 
 
-def _gpu_timer(work: Callable[[], object], repeats: int) -> Callable[[], list[float]]:
+def make_product(device: torch.device, side: int) -> Callable[[], object]:
+    """Return a function that launches a product of bfloat16 matrices with ``side`` rows and columns."""
+    a, b = (torch.randn((side, side), device=device).to(torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    return lambda: torch.matmul(a, b, out=out)
+
+
+def make_busy(seconds: float, device: torch.device, side: int = 4096) -> Callable[[], object]:
+    """Return a function that keeps the device busy for about ``seconds``, with matrix products on the current stream.
+    On a GPU it returns at once."""
+    product = make_product(device, side)
+    count = max(1, round(seconds / seconds_of(product, device)))
+    return _captured(product, count) if device.type == "cuda" else lambda: [product() for _ in range(count)]
+
+
+def _captured(work: Callable[[], object], repeats: int) -> Callable[[], None]:
+    """Return a function that launches ``repeats`` runs of ``work`` as one CUDA graph, on the current stream."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(repeats):
             work()
-    return lambda: _seconds_on_gpu(graph, repeats)
+    return partial(_replay, graph, work)
 
 
-def _seconds_on_gpu(graph: torch.cuda.CUDAGraph, repeats: int) -> list[float]:
+def _replay(graph: torch.cuda.CUDAGraph, work: object) -> None:
+    """``work`` owns the memory that the graph uses."""
+    graph.replay()
+
+
+def _seconds_on_gpu(replay: Callable[[], None], repeats: int) -> list[float]:
     events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPLAYS + 1)]  # type: ignore[no-untyped-call]
-    graph.replay()  # keeps the device busy until the next replay is in its queue
+    replay()  # keeps the device busy until the next replay is in its queue
     events[0].record()
     for event in events[1:]:
-        graph.replay()
+        replay()
         event.record()
     events[-1].synchronize()
     return [before.elapsed_time(after) / 1000 / repeats for before, after in pairwise(events)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import importlib
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,20 +27,25 @@ from benchmarks.gpu_check import (
     memory,
     nvdec,
     nvdec_damage,
+    nvdec_decoders,
     nvenc,
     report,
     server,
     tests,
 )
+from benchmarks.gpu_check.clips import make_frames
 from benchmarks.gpu_check.record import Record, SkippedError
 from benchmarks.gpu_check.runner import _END_S, Result, run_step
 from benchmarks.gpu_check.steps import STEPS, TOTAL_S, Step
+from benchmarks.gpu_check.ticker import Ticker
 from benchmarks.kernel_bytes import Span
 from benchmarks.memory import SPAN_TOKENS, Setup, repeated_segments
 from harness import stand_in_pool
 from harness.waiting import wait_until
 from sgl_kvfetch.codecs import nvenc as nvenc_codec
+from sgl_kvfetch.codecs.hevc import HevcCodec
 from sgl_kvfetch.codecs.nvdec import Nvdec
+from sgl_kvfetch.codecs.surfaces import NUM_SURFACES
 from sgl_kvfetch.triton_kernels import runtime
 from tests.codecs import fake_nvenc
 from tests.codecs.fake_nvdec import FakeNvc, make_caps, make_nvdec
@@ -259,17 +266,93 @@ def test_nvdec_is_checked(record: Record, monkeypatch: pytest.MonkeyPatch) -> No
 def test_throughput_is_measured_by_sessions(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     nvc = FakeNvc(FakeDevice())
     monkeypatch.setitem(nvdec.SIZES, "240p", (1, 144, 144))
-    engines = Nvdec(nvc, nvc.device, {"hevc": make_caps()})
-    nvdec.measure(record, engines, [1, 2], sizes=["240p"], seconds=0.05)
+    engines = Nvdec(nvc, nvc.device, {"hevc": make_caps(num_engines=2)})
+    nvdec.measure(record, engines, [1, 4], {"240p": (2, 6)}, seconds=0.05)
     rows = [row for row in found_by(record)["rows"] if "sessions" in row]
-    assert [(row["sessions"], row["verified_by"]) for row in rows] == [(1, "sum"), (2, "sum"), (2, "copy")] * 2
+    assert [(row["sessions"], row["verified_by"]) for row in rows] == [(1, "sum"), (4, "sum"), (4, "copy")] * 2
+    assert {row["latency"] for row in rows} == {"NATIVE"}
     assert rows[0]["share_of_sessions_times_one"] == 1.0
     assert 1 < rows[0]["bits_a_value"] < rows[3]["bits_a_value"] < 9
+    for row in rows:
+        assert row["mbit_a_second"] == pytest.approx(1e3 * row["gb_of_values_a_second"] * row["bits_a_value"])
+        assert row["mbit_a_second_an_engine"] == row["mbit_a_second"] / min(2, row["sessions"])
     sums = [row for row in found_by(record)["rows"] if "sum_us" in row]
     assert [row["bits_a_value"] for row in sums] == [rows[0]["bits_a_value"], rows[3]["bits_a_value"]]
     for row in sums:
         assert row["sum_percent"] == pytest.approx(100 * row["sum_us"] / row["decode_and_sum_us"])
-    assert nvdec._session_counts(7) == [1, 2, 3, 7, 8, 14]
+
+
+def test_throughput_covers_sessions_sizes_and_bits() -> None:
+    assert nvdec._session_counts(7) == [1, 7, 14, 21]
+    assert nvdec._session_counts(1) == [1, 2, 3]
+    assert set(nvdec._CLIPS) == set(nvdec.SIZES) - {"smallest"}
+    found = [
+        8 * len(HevcCodec().encode(make_frames(1, 240, 432, bits))) / (3 * 240 * 432) for bits in nvdec._CLIPS["240p"]
+    ]
+    assert found[0] < 1 < 7 < found[-1]
+    assert all(0.5 < after - before < 1.5 for before, after in pairwise(found))
+
+
+def test_low_latency_is_measured_beside_native(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvc = FakeNvc(FakeDevice())
+    monkeypatch.setitem(nvdec.SIZES, "240p", (3, 144, 144))
+    nvc.latency = nvc.DisplayDecodeLatencyType.LOW  # raises if another one is asked for
+    low = nvdec.with_low_latency(make_nvdec(nvc))
+    nvdec.measure(record, low, [1], {"240p": (2,)}, latency="LOW", seconds=0.05)
+    nvdec.check_bits(record, low.open_session(), ["240p"])
+    found = found_by(record)
+    assert not found["reason"]
+    assert [row["latency"] for row in found["rows"] if "sessions" in row] == ["LOW"] * 4
+    assert ("CreateDecoder", 144, 144) in nvc.calls
+    assert low.surfaces.limit_bytes is None
+
+
+def test_memory_of_decoders_is_put_beside_what_is_counted(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvc = FakeNvc(FakeDevice())
+    engines = make_nvdec(nvc)
+    # As if the driver took twice what is counted, and kept 1 MB of it.
+    monkeypatch.setattr(
+        nvdec_decoders, "_bytes_beside_torch", lambda: 2 * engines.surfaces.taken_bytes + 10**6 * len(nvc.calls[:1])
+    )
+    nvdec_decoders.measure_memory(record, engines, ["smallest"], seconds=0.0)
+    rows = found_by(record)["rows"]
+    assert [row["codec"] for row in rows] == ["hevc", "hevc420"]
+    for row, planes in zip(rows, (3, 1.5), strict=True):
+        assert 1 <= row["decoders"] <= 8
+        assert row["counted_mb"] == NUM_SURFACES * planes * 144 * 144 / 1e6
+    assert rows[0]["kept_after_destruction_mb"] == 1 / rows[0]["decoders"]
+    assert rows[1]["taken_mb"] == pytest.approx(2 * rows[1]["counted_mb"])
+    assert rows[1]["kept_after_destruction_mb"] == 0
+    nvc.fails = "create"
+    nvdec_decoders.measure_memory(record, engines, ["smallest"], seconds=0.0)
+    assert "hevc smallest: NVDEC gave no decoder" in found_by(record)["reason"]
+
+
+def test_gaps_of_a_ticker_are_measured(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvc = FakeNvc(FakeDevice())
+    monkeypatch.setitem(nvdec_decoders.SIZES, "240p", (2, 144, 160))
+    monkeypatch.setitem(nvdec_decoders.SIZES, "1080p", (1, 176, 192))
+    monkeypatch.setattr(torch.cuda, "synchronize", nvc.device.run)
+    engines = make_nvdec(nvc, num_engines=1)
+    nvdec_decoders.measure_gaps(record, engines, seconds=0.01, side=16)
+    rows = found_by(record)["rows"]
+    beside = ["nothing", "creating decoders", "decoding", "reconfiguring a decoder", "destroying decoders"]
+    assert [(row["device"], row["beside"]) for row in rows] == [(d, b) for d in ("idle", "busy") for b in beside]
+    assert not any(row["problem"] for row in rows)
+    assert all(row["longest_gap_ms"] > 0 for row in rows)
+    there_and_back = [(160, 144), (192, 176), (192, 176), (160, 144)]
+    assert [call[1:] for call in nvc.calls if call[0] == "setReconfigParams"] == there_and_back * 2
+    assert engines.surfaces.taken_bytes == 0  # all were destroyed
+
+    nvc.fails = "decode"
+    nvdec_decoders.measure_gaps(record, engines, seconds=0.01, side=16)
+    assert "error 999" in found_by(record)["rows"][-2]["problem"]
+
+
+def test_a_gap_is_as_long_as_the_interpreter_lock_is_held() -> None:
+    with Ticker() as ticker:
+        ctypes.PyDLL(None).usleep(200_000)
+    assert ticker.longest_s >= 0.2
 
 
 def test_nvenc_is_checked(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:

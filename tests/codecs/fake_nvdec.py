@@ -54,8 +54,17 @@ class Surface:
 
 
 class Decoder:
-    def __init__(self, nvc: FakeNvc, cudastream: int, stream: FakeStream, max_width: int, max_height: int) -> None:
+    def __init__(
+        self,
+        nvc: FakeNvc,
+        cudastream: int,
+        stream: FakeStream,
+        max_width: int,
+        max_height: int,
+        latency: DisplayDecodeLatencyType,
+    ) -> None:
         self._nvc = nvc
+        self._latency = latency
         self._cudastream = cudastream
         self._stream = stream
         self._largest = max_width, max_height
@@ -71,13 +80,19 @@ class Decoder:
         if self._nvc.fails == "decode" and not is_end:
             raise RuntimeError("cuvidDecodePicture returned error 999")
         pictures = [*self._held, *self._decoded(data, is_end)]
-        held = 0 if is_end else self._nvc.latency_pictures
+        held = 0 if is_end or self._latency == DisplayDecodeLatencyType.LOW else self._nvc.latency_pictures
         self._held, pictures = pictures[len(pictures) - held :] if held else [], pictures[: len(pictures) - held]
         if self._nvc.fails == "extra" and is_end:
             pictures = [*pictures, torch.zeros(self._nvc.last_shape, dtype=torch.uint8)]
         if self._nvc.fails == "missing" and is_end:
             pictures = pictures[:-1] if pictures else []
         return [self._surface(index, picture) for index, picture in enumerate(pictures)]
+
+    def setReconfigParams(self, width: int = 0, height: int = 0) -> int:
+        self._nvc.calls.append(("setReconfigParams", width, height))
+        self._size = width, height
+        self._surfaces = []
+        return 1
 
     def _decoded(self, data: bytes, is_end: bool) -> list[torch.Tensor]:
         if self._context is None:
@@ -138,6 +153,7 @@ class FakeNvc:
         self.device = device
         self.latency_pictures = latency_pictures
         self.own_stream = own_stream
+        self.latency = DisplayDecodeLatencyType.NATIVE  # the one that decoders have to ask for
         self.fails = ""
         self.calls: list[tuple[Any, ...]] = []
         self.packets: list[bytes] = []
@@ -156,14 +172,14 @@ class FakeNvc:
     ) -> Decoder:
         self.calls.append(("CreateDecoder", maxwidth, maxheight))
         assert (gpuid, codec, usedevicememory) == (0, CudaVideoCodec.HEVC, True)
-        assert latency == DisplayDecodeLatencyType.NATIVE, "the engine would wait for the host after each picture"
+        assert latency == self.latency, "with LOW, the engine would wait for the host after each picture"
         assert cudastream != 0, "the default stream"
         if self.fails == "create":
             raise RuntimeError("CreateDecoder: out of memory")
         stream = self.device.streams[cudastream - 1]
         if self.own_stream:
             stream = self.device.new_stream()  # type: ignore[assignment]
-        return Decoder(self, cudastream, stream, maxwidth, maxheight)
+        return Decoder(self, cudastream, stream, maxwidth, maxheight, latency)
 
 
 class CountingDevice(FakeDevice):
