@@ -1,20 +1,23 @@
-"""Measures the GPU memory that a fetch of 32K tokens needs besides its slots, and checks the restored values. The
-prefix repeats one span, as in `benchmarks.memory`, which measures host memory. Without SGLang, a stand-in for its pool
-is used."""
+"""Measures the GPU memory that a fetch of 32K tokens needs besides its slots, and its time beside forward passes, and
+checks the restored values. The prefix repeats one span, as in `benchmarks.memory`, which measures host memory. Without
+SGLang, a stand-in for its pool is used."""
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from benchmarks.gpu_check import passes
 from benchmarks.gpu_check.record import Record
+from benchmarks.gpu_check.timing import make_busy
 from benchmarks.memory import GOAL_BYTES, MAX_SEGMENT_TOKENS, PAGE_TOKENS, Setup, repeated_segments
 from benchmarks.sampler import Sampler
 from harness import stand_in_pool
@@ -24,7 +27,7 @@ from sgl_kvfetch.codecs.base import Decoders
 from sgl_kvfetch.codecs.nvdec import open_nvdec
 from sgl_kvfetch.codecs.surfaces import MAX_SURFACE_BYTES
 from sgl_kvfetch.container.segment import CodedSegment, SegmentReader
-from sgl_kvfetch.cuda_streams import Device
+from sgl_kvfetch.cuda_streams import Device, Stream
 from sgl_kvfetch.fetch.fetcher import Fetcher
 from sgl_kvfetch.fetch.plan import PageSource
 from sgl_kvfetch.fetch.sink import GuardedSink
@@ -51,6 +54,9 @@ def run(record: Record) -> None:
         asyncio.run(store_segments(Path(folder), segments))
         for on_nvdec in (True, False):
             _measure(record, setup, segments, Path(folder), on_nvdec, device)
+        forward = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
+        make_pass = partial(make_busy, device=device.torch_device)
+        _measure_beside_passes(record, setup, segments, Path(folder), device, cast(Stream, forward), make_pass)
 
 
 def _measure(
@@ -102,6 +108,45 @@ def _measure(
         record.fail(f"decoded on {decoded_on}: {wrong}")
     if (held := made_once + then_all) > GOAL_BYTES:
         record.note(f"decoded on {decoded_on}: {held / 1e6:.0f} MB in all; the goal is {GOAL_BYTES / 1e6:.0f}")
+
+
+def _measure_beside_passes(
+    record: Record,
+    setup: Setup,
+    segments: Sequence[CodedSegment],
+    folder: Path,
+    device: Device,
+    forward: Stream,
+    make_pass: Callable[[float], Callable[[], object]],
+) -> None:
+    """``forward``, ``make_pass``: as in `passes.measure`."""
+    from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+
+    nvdec, about = open_nvdec(device)
+    if nvdec is None:
+        record.note(f"a fetch beside forward passes was not measured: {about}")
+        return
+    sessions = [nvdec.open_session() for _ in range(_SESSIONS)]
+    pool = make_pool(setup, NUM_TOKENS, str(device.torch_device))
+    pages = CudaPages(pool, PAGE_TOKENS, device, forward)
+    num_pages = NUM_TOKENS // PAGE_TOKENS
+
+    def fetch_all() -> float:
+        for buffer in (*pool.k_buffer, *pool.v_buffer):
+            buffer.zero_()
+        started_s = time.monotonic()
+        num_restored, failures = asyncio.run(fetch(folder, setup, segments, pages.open_round(), num_pages, sessions))
+        device.mark(device.current_stream()).synchronize()  # which waits for the restores
+        if num_restored != num_pages:
+            record.fail(f"beside forward passes: only {num_restored} pages: {'; '.join(map(str, failures))}")
+        return time.monotonic() - started_s
+
+    def check() -> None:
+        if wrong := wrong_values(setup, segments[0], pages, NUM_TOKENS):
+            record.fail(f"beside forward passes: {wrong}")
+
+    fetch_all()  # creates decoders, and blocks of memory
+    passes.measure(record, device, forward, fetch_all, check, make_pass)
 
 
 def make_pool(setup: Setup, num_tokens: int, device: str) -> Any:

@@ -22,14 +22,14 @@ _HERE = "benchmarks.gpu_check"
 
 # The first step finds out whether there is a GPU.
 STEPS = (
-    Step("machine", "Hardware, driver, versions", f"{_HERE}.facts:run", 30, needs_gpu=False),
-    Step("kernels", "Kernels against their references and a device copy", f"{_HERE}.kernels:run", 80),
-    Step("nvdec", "NVDEC: bits, throughput", f"{_HERE}.nvdec:run", 110),
+    Step("machine", "Hardware, driver, versions", f"{_HERE}.facts:run", 25, needs_gpu=False),
+    Step("kernels", "Kernels against their references and a device copy", f"{_HERE}.kernels:run", 65),
+    Step("nvdec", "NVDEC: bits, throughput, decoders", f"{_HERE}.nvdec:run", 130),
     Step("nvenc", "NVENC: bits, sizes, throughput", f"{_HERE}.nvenc:run", 30),
-    Step("memory", "Values and memory of a 32K-token fetch into CudaPages", f"{_HERE}.memory:run", 60),
-    Step("interference", "A matrix product beside decoding", f"{_HERE}.interference:run", 35),
+    Step("memory", "A 32K-token fetch into CudaPages: values, memory, forward passes", f"{_HERE}.memory:run", 75),
+    Step("interference", "A matrix product beside decoding", f"{_HERE}.interference:run", 45),
     Step("sglang", "SGLang in device mode", f"{_HERE}.server:run", 110),
-    Step("tests", "pytest -m gpu", f"{_HERE}.tests:run", 60),
+    Step("tests", "pytest -m gpu", f"{_HERE}.tests:run", 45),
     # Last: it may leave the decoder or the driver in a bad state.
-    Step("nvdec_damage", "NVDEC: damaged bitstreams", f"{_HERE}.nvdec_damage:run", 50),
+    Step("nvdec_damage", "NVDEC: damaged bitstreams", f"{_HERE}.nvdec_damage:run", 40),
 )

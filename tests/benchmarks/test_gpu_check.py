@@ -9,7 +9,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +30,7 @@ from benchmarks.gpu_check import (
     nvdec_damage,
     nvdec_decoders,
     nvenc,
+    passes,
     report,
     server,
     tests,
@@ -41,7 +43,7 @@ from benchmarks.gpu_check.ticker import Ticker
 from benchmarks.kernel_bytes import Span
 from benchmarks.memory import SPAN_TOKENS, Setup, repeated_segments
 from harness import stand_in_pool
-from harness.waiting import wait_until
+from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.codecs import nvenc as nvenc_codec
 from sgl_kvfetch.codecs.hevc import HevcCodec
 from sgl_kvfetch.codecs.nvdec import Nvdec
@@ -461,6 +463,71 @@ def test_what_is_counted_for_surfaces_is_put_beside_what_is_held(
     assert nvdec_row["surfaces_bound_mb"] == (256 << 20) / 1e6
     assert 0 < nvdec_row["surfaces_counted_mb"] <= nvdec_row["surfaces_bound_mb"]
     assert cpu_row["surfaces_counted_mb"] == cpu_row["surfaces_bound_mb"] == 0
+
+
+def test_a_fetch_is_measured_beside_forward_passes(
+    record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in_pool.install_if_missing()
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    monkeypatch.setattr(memory, "NUM_TOKENS", SPAN_TOKENS)
+    monkeypatch.setattr(memory, "open_nvdec", lambda device: (make_nvdec(FakeNvc(device)), ""))
+    monkeypatch.setattr(passes, "_MIN_S", 0.01)
+    setup = Setup("uint8", "hevc", layers=1)
+    segments = repeated_segments(setup, SPAN_TOKENS)
+    asyncio.run(memory.store_segments(tmp_path, segments))
+    device = FakeDevice()
+    launched: dict[float, int] = {}
+
+    def make_pass(seconds: float) -> Callable[[], None]:
+        def launch() -> None:
+            launched[seconds] = launched.get(seconds, 0) + 1
+
+        return launch
+
+    memory._measure_beside_passes(record, setup, segments, tmp_path, device, device.forward, make_pass)
+    found = found_by(record)
+    assert not found["reason"]
+    assert list(launched) == list(passes.PASS_SECONDS)
+    alone, *beside = found["rows"]
+    assert [row["forward_passes"] for row in found["rows"]] == ["none", "10 ms", "50 ms", "200 ms"]
+    assert alone["times_alone"] == 1
+    for row in beside:
+        assert row["times_alone"] == row["fetch_ms"] / alone["fetch_ms"]
+        assert row["passes_meanwhile"] > 0
+        assert 0 < row["pass_alone_ms"] <= row["longest_alone_ms"]
+        assert 0 < row["pass_beside_ms"] <= row["longest_beside_ms"]
+        assert row["longest_gap_ms"] > 0
+
+    monkeypatch.setattr(memory, "wrong_values", lambda *_: "k of layer 0 differs")
+    monkeypatch.setattr(passes, "PASS_SECONDS", ())
+    memory._measure_beside_passes(record, setup, segments, tmp_path, device, device.forward, make_pass)
+    assert "beside forward passes: k of layer 0 differs" in found_by(record)["reason"]
+    monkeypatch.setattr(memory, "open_nvdec", lambda device: (None, "no engines"))
+    memory._measure_beside_passes(record, setup, segments, tmp_path, device, device.forward, make_pass)
+    assert "a fetch beside forward passes was not measured: no engines" in found_by(record)["notes"]
+
+
+def test_a_forward_pass_is_launched_before_the_one_before_it_ends() -> None:
+    device = FakeDevice()
+    has_next: list[bool] = []
+    enough = threading.Event()
+
+    def launch_pass() -> None:
+        has_next.append(launch_pass in device.forward.queue)
+        if len(has_next) > 10:
+            enough.set()
+
+    with passes.running_passes(device, device.forward, launch_pass) as ends:
+        assert ends  # at least one has ended
+        assert enough.wait(WAIT_S)
+    assert has_next == [True] * (len(ends) - 1) + [False]
+
+
+def test_a_forward_pass_that_fails_ends_the_measurement() -> None:
+    device = FakeDevice()
+    with pytest.raises(ZeroDivisionError), passes.running_passes(device, device.forward, lambda: 1 / 0):
+        pass
 
 
 def test_sglang_that_cannot_run_on_a_gpu_is_skipped(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
