@@ -49,6 +49,9 @@ class OtlpReceiver:
     def named(self, name: str) -> list[ReceivedSpan]:
         return [span for span in self.spans if span.name == name]
 
+    def children(self, parent: ReceivedSpan) -> list[ReceivedSpan]:
+        return [span for span in self.spans if span.parent_id == parent.span_id]
+
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         receiver = self
 

@@ -214,6 +214,7 @@ def start(rank: int | str, environ: Mapping[str, str] = os.environ) -> None:
         logger.info("timeline of rank %s: %s", rank, path)
     if tracing is not None:
         outputs.append(tracing.Traces(str(rank)))
+        logger.info("traces of rank %s are exported", rank)
     if outputs:
         _process, _is_traced = Timeline(*outputs), tracing is not None
         atexit.register(_process.close)

@@ -29,8 +29,8 @@ _limited = LimitedLogger(logger)
 
 
 def _log_seldom(record: logging.LogRecord) -> bool:
-    """A filter that logs the record itself, once a minute: the exporter warns of each attempt."""
-    _limited.warning("traces", record.getMessage())
+    """A filter that logs the record itself, once a minute: the SDK warns of each attempt and of dropped spans."""
+    _limited.warning("traces", f"traces: {record.getMessage()}")
     return False
 
 
@@ -38,7 +38,8 @@ class Traces:
     """An `Output` of the timeline. The SDK's queue is bounded: spans are dropped while no collector takes them."""
 
     def __init__(self, rank: str) -> None:
-        logging.getLogger(OTLPSpanExporter.__module__).addFilter(_log_seldom)
+        for name in (OTLPSpanExporter.__module__, "opentelemetry.sdk._shared_internal"):
+            logging.getLogger(name).addFilter(_log_seldom)
         self._rank = rank
         self._processor = BatchSpanProcessor(OTLPSpanExporter())
         # The name that SGLang's own spans have by default.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import time
@@ -43,6 +42,13 @@ def traced(monkeypatch: pytest.MonkeyPatch, receiver: OtlpReceiver) -> Iterator[
     yield from started(monkeypatch)
 
 
+@pytest.fixture
+def log_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute does not pass, and other tests have logged nothing."""
+    monkeypatch.setattr(log, "_PERIOD_S", 1e9)
+    monkeypatch.setattr(tracing, "_limited", LimitedLogger(tracing.logger))
+
+
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(timeline, "_process", None)
     monkeypatch.setattr(timeline, "_is_traced", False)
@@ -73,7 +79,7 @@ def fetch(request: Request, now_s: float) -> None:
     timeline.add(there, "restore", now_s + 4, now_s + 5)
     timeline.fetched(there)
     timeline.add(there, "restore", now_s + 8, now_s + 9)  # of a fetch that was cancelled
-    timeline.add(request, "parked", now_s, now_s + 7, outcome="landed", tokens=480)
+    timeline.add(request, "parked", now_s, now_s + 7, end="landed", tokens=480)
     timeline.add(Request(request.id), "prefill", now_s + 7, now_s + 8)
 
 
@@ -94,7 +100,7 @@ def test_a_fetch_is_a_span_with_a_child_for_each_stage(receiver: OtlpReceiver) -
     expected = {"lookup": (0, 1), "transmit": (1, 5), "decode": (3, 7), "restore": (4, 5)}
     assert times == {f"kvfetch.{stage}": pytest.approx(pair, abs=1e-3) for stage, pair in expected.items()}
     common = {"rid": "r1", "kvfetch.process": "3"}
-    assert whole.attributes == common | {"kvfetch.outcome": "landed", "kvfetch.tokens": 480}
+    assert whole.attributes == common | {"kvfetch.end": "landed", "kvfetch.tokens": 480}
     assert spans["kvfetch.lookup"].attributes == common | {"kvfetch.pages": 40, "kvfetch.found": 30}
     assert spans["kvfetch.transmit"].attributes == common | {
         "kvfetch.parts": 2,
@@ -131,8 +137,10 @@ def test_a_fetch_is_a_child_of_sglangs_span(receiver: OtlpReceiver) -> None:
     assert (child.trace_id, child.parent_id) == (ours.trace_id, ours.span_id)
 
 
-@pytest.mark.usefixtures("traced")
-def test_a_collector_that_hangs_costs_bounded_memory_and_closing_does_not_wait_for_it(receiver: OtlpReceiver) -> None:
+@pytest.mark.usefixtures("traced", "log_once")
+def test_a_collector_that_hangs_costs_bounded_memory_and_closing_does_not_wait_for_it(
+    receiver: OtlpReceiver, caplog: pytest.LogCaptureFixture
+) -> None:
     receiver.answers.clear()
     fetch(timeline.arrived("first"), time.monotonic())
     assert receiver.asked.wait(WAIT_S)
@@ -143,8 +151,10 @@ def test_a_collector_that_hangs_costs_bounded_memory_and_closing_does_not_wait_f
     receiver.answers.set()
     wait_until(lambda: not is_exporting())
     assert 64 <= len(receiver.spans) <= 64 + 16
+    assert [record.getMessage() for record in caplog.records] == ["traces: Queue full, dropping Span."]
 
 
+@pytest.mark.usefixtures("log_once")
 def test_a_collector_that_is_down_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -153,15 +163,12 @@ def test_a_collector_that_is_down_is_reported_once(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.01")  # so that it is not tried again
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
-    monkeypatch.setattr(log, "_PERIOD_S", 1e9)
-    monkeypatch.setattr(tracing, "_limited", LimitedLogger(tracing.logger))
-    caplog.set_level(logging.INFO)
     for _ in started(monkeypatch):
         for number in range(20):
             fetch(timeline.arrived(f"r{number}"), time.monotonic())
         timeline.close()
         wait_until(lambda: not is_exporting())
-    (warning,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
+    (warning,) = caplog.records
     assert warning.name == "sgl_kvfetch.tracing"
     assert "spans batch" in warning.getMessage()
 

@@ -159,7 +159,7 @@ class Fetches:
         if fetch.state is State.LANDED:
             del self._landed[fetch]
         else:
-            metrics.DEVICE_REQUESTS.labels("aborted").inc()
+            _count(fetch, "aborted")
         self._receive(fetch, Sign.ABANDONED)
         for each in (fetch, fetch.leader):
             if each in self._fetching and not each.is_wanted:
@@ -396,9 +396,7 @@ class Fetches:
     def _finish(self, fetch: Fetch, end: End) -> None:
         reads = self._backend.access.reads
         self._changed.append(fetch.handle)
-        metrics.DEVICE_REQUESTS.labels((end if reads else End.SUSPENDED).value).inc()
-        outcome, tokens = end.value, fetch.landed_tokens
-        timeline.add(fetch.request, "parked", fetch.arrived_s, time.monotonic(), outcome=outcome, tokens=tokens)
+        _count(fetch, (end if reads else End.SUSPENDED).value)
         if fetch.state is State.LANDED and reads:
             self._landed[fetch] = None
             self._cache.prefetch_loaded_tokens_by_reqid[fetch.handle] = fetch.landed_tokens
@@ -407,6 +405,12 @@ class Fetches:
         del self._fetches[fetch.handle]
         if fetch.state is State.LANDED:
             self._receive(fetch, Sign.RELEASED)
+
+
+def _count(fetch: Fetch, end: str) -> None:
+    """Count a request that is no longer parked, and record how long it was."""
+    metrics.DEVICE_REQUESTS.labels(end).inc()
+    timeline.add(fetch.request, "parked", fetch.arrived_s, time.monotonic(), end=end, tokens=fetch.landed_tokens)
 
 
 def _call_of(fetch: Fetch) -> FetchCall:

@@ -30,10 +30,13 @@ class Kept:
     def close(self) -> None:
         pass
 
+    def all_of(self, request_id: str) -> list[Recorded]:
+        timeline.close()
+        return [span for span in self.spans if span.request.id == request_id]
+
     def of(self, request_id: str) -> dict[str | None, Recorded]:
         """Return the last span of each stage of a request. None is the stage of the end of its fetch."""
-        timeline.close()
-        return {span.stage: span for span in self.spans if span.request.id == request_id}
+        return {span.stage: span for span in self.all_of(request_id)}
 
 
 @pytest.fixture
@@ -54,7 +57,7 @@ def test_the_stages_of_a_fetch(rig: Rig, kept: Kept) -> None:
     assert spans.keys() == {"lookup", "transmit", "decode", "restore", None, "parked"}
     assert len({span.request.traceparent for span in spans.values()}) == 1
     assert spans["lookup"].attributes == {"pages": 8, "found": 8}
-    assert spans["parked"].attributes == {"outcome": "landed", "tokens": 32}
+    assert spans["parked"].attributes == {"end": "landed", "tokens": 32}
     assert spans["decode"].attributes["codec"] == "zstd"
     assert int(spans["transmit"].attributes["bytes"]) > 0
     assert spans["parked"].start_s <= spans["lookup"].start_s <= spans["lookup"].end_s <= spans["transmit"].start_s
@@ -67,7 +70,18 @@ def test_a_prefix_that_is_not_stored(rig: Rig, kept: Kept) -> None:
     spans = kept.of(handle.rid)
     assert spans.keys() == {"lookup", "parked"}
     assert spans["lookup"].attributes == {"pages": 8, "found": 0}
-    assert spans["parked"].attributes == {"outcome": "missed", "tokens": 0}
+    assert spans["parked"].attributes == {"end": "missed", "tokens": 0}
+
+
+def test_a_request_that_is_aborted(rig: Rig, kept: Kept) -> None:
+    rig.store.lookups.is_open = False
+    handle = rig.arrive(prompt(0))
+    rig.abort(handle)
+    rig.store.lookups.is_open = True
+    rig.settle()
+    assert [span.attributes for span in kept.all_of(handle.rid) if span.stage == "parked"] == [
+        {"end": "aborted", "tokens": 0}
+    ]
 
 
 def test_a_fetch_belongs_to_sglangs_span_of_its_request(rig: Rig, kept: Kept) -> None:
