@@ -1,9 +1,9 @@
-"""Record when each request was in which stage, as a file of spans to plot a run from.
+"""Record when each request was in which stage, as a file of spans to plot a run from, or as traces.
 
-This is off unless the environment variable ``KVFETCH_TIMELINE`` names a file. Each rank appends to its own file (that
-name with ``.0``, ``.1`` and so on), and its data plane to another one (``.0.data``), one JSON object a span:
-``{"request": ..., "stage": ..., "start_s": ..., "end_s": ...}``. Times are from ``time.monotonic()``, which all
-processes of a Linux machine share.
+Both are off by default. The file is on if the environment variable ``KVFETCH_TIMELINE`` names one. Each rank appends to
+its own file (that name with ``.0``, ``.1`` and so on), and its data plane to another one (``.0.data``), one JSON object
+a span: ``{"request": ..., "stage": ..., "start_s": ..., "end_s": ...}``. Times are from ``time.monotonic()``, which all
+processes of a Linux machine share. Traces are on if ``OTEL_TRACES_EXPORTER`` is ``otlp``: see ``tracing.py``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from types import ModuleType
+from typing import Any, Literal, Protocol
 
 import msgspec
+import xxhash
 
 from sgl_kvfetch.errors import ConfigError, FormatError
 from sgl_kvfetch.log import LimitedLogger
@@ -27,10 +30,12 @@ logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
 
 TIMELINE_ENV = "KVFETCH_TIMELINE"
+TRACES_ENV = "OTEL_TRACES_EXPORTER"
 FLUSH_S = 0.25
 MAX_WAITING = 1 << 16  # spans in the queue
+_CLOSE_S = 2.0  # how long closing may wait for a collector
 
-Stage = Literal["queued", "parked", "transmit", "decode", "restore", "prefill", "generate"]
+Stage = Literal["queued", "parked", "lookup", "transmit", "decode", "restore", "prefill", "generate"]
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -58,72 +63,194 @@ def read_spans(path: Path) -> list[Span]:
     return spans
 
 
-class Timeline:
-    """Writes spans to a file on its own thread. Without ``close``, the last quarter of a second may be lost."""
+@dataclass(slots=True, eq=False)
+class Total:
+    """All spans of one stage of a fetch: many reads, many cells."""
+
+    start_s: float
+    end_s: float
+    busy_s: float = 0.0
+    num_spans: int = 0
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request as spans refer to it. ``traceparent``: the span of its fetch, as W3C Trace Context writes it; empty if
+    it is not traced. ``parent_id``: SGLang's span, of which that one is a child. ``totals``: for the recorder."""
+
+    id: str
+    traceparent: str = ""
+    parent_id: int = 0
+    totals: dict[Stage, Total] = field(default_factory=dict)
+
+    def belongs_to(self, span: Any) -> None:
+        """Put the fetch under ``span``, an OpenTelemetry ``SpanContext``. Do not trace it if that is not sampled."""
+        if span.is_valid:
+            self.parent_id = span.span_id
+            sampled = f"00-{span.trace_id:032x}-{self.traceparent[36:52]}-01"
+            self.traceparent = sampled if span.trace_flags.sampled else ""
+
+
+NOBODY = Request("")  # whose spans are not recorded
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A span in the queue. ``stage``: None if the fetch is over, which is no span."""
+
+    request: Request
+    stage: Stage | None
+    start_s: float
+    end_s: float
+    attributes: Mapping[str, int | str] = field(default_factory=dict)
+
+
+class Output(Protocol):
+    """Where a process's spans go. Called on one thread."""
+
+    def write(self, spans: Sequence[Recorded]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SpanFile:
+    """An `Output`: a file of spans."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open the file. Raises OSError if it cannot be written."""
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by the thread
-        self._spans: deque[tuple[str, Stage, float, float]] = deque(maxlen=MAX_WAITING)
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._write, name="kvfetch-timeline", daemon=True)
-        self._thread.start()
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - kept until it is closed
 
-    def add(self, request_id: str, stage: Stage, start_s: float, end_s: float) -> None:
-        """Record a span. Thread-safe; never waits for the disk. If ``MAX_WAITING`` spans wait, the oldest is lost."""
-        self._spans.append((request_id, stage, start_s, end_s))
-
-    def close(self) -> None:
-        """Write the queued spans and stop. Idempotent."""
-        self._closing.set()
-        self._thread.join()
-
-    def _write(self) -> None:
-        with self._file:
-            # Poll: a wake-up by each span would take the interpreter from the thread that adds it.
-            while not self._closing.wait(FLUSH_S):
-                self._drain()
-            self._drain()
-
-    def _drain(self) -> None:
-        lines: list[str] = []
-        for _ in range(len(self._spans)):
-            request_id, stage, start_s, end_s = self._spans.popleft()
-            span = {"request": request_id, "stage": stage, "start_s": round(start_s, 6), "end_s": round(end_s, 6)}
-            lines.append(json.dumps(span) + "\n")
+    def write(self, spans: Sequence[Recorded]) -> None:
+        lines = []
+        for each in spans:
+            if each.stage is not None:
+                times = {"start_s": round(each.start_s, 6), "end_s": round(each.end_s, 6)}
+                lines.append(json.dumps({"request": each.request.id, "stage": each.stage, **times}) + "\n")
         try:
             self._file.writelines(lines)
             self._file.flush()
         except OSError as e:
             _limited.warning("timeline", f"timeline could not be written: {e}")
 
+    def close(self) -> None:
+        self._file.close()
+
+
+class Timeline:
+    """Writes spans to outputs on its own thread. Without ``close``, the last quarter of a second may be lost."""
+
+    def __init__(self, *outputs: Output) -> None:
+        self._outputs = outputs
+        self._spans: deque[Recorded] = deque(maxlen=MAX_WAITING)
+        self._closing, self._written = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._write, name="kvfetch-timeline", daemon=True)
+        self._thread.start()
+
+    def add(self, span: Recorded) -> None:
+        """Record a span. Thread-safe; never waits for the disk. If ``MAX_WAITING`` spans wait, the oldest is lost."""
+        self._spans.append(span)
+
+    def close(self) -> None:
+        """Write the queued spans and stop. Idempotent."""
+        self._closing.set()
+        self._written.wait()
+        self._thread.join(_CLOSE_S)
+
+    def _write(self) -> None:
+        # Poll: a wake-up by each span would take the interpreter from the thread that adds it.
+        while not self._closing.wait(FLUSH_S):
+            self._drain()
+        self._drain()
+        self._written.set()
+        for output in self._outputs:
+            output.close()
+
+    def _drain(self) -> None:
+        if spans := [self._spans.popleft() for _ in range(len(self._spans))]:
+            for output in self._outputs:
+                output.write(spans)
+
 
 _process: Timeline | None = None
+_is_traced = False
+
+
+def check_tracing(environ: Mapping[str, str] = os.environ) -> ModuleType | None:
+    """Return the module that exports traces, if the environment asks for them. Raises ConfigError if it cannot."""
+    asked = environ.get(TRACES_ENV, "")
+    if "otlp" not in asked.split(",") or environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return None
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        if protocol := environ.get(name):
+            if protocol != "http/protobuf":
+                raise ConfigError(f"{name} = {protocol!r}: kvfetch exports traces only as http/protobuf")
+            break
+    try:
+        from sgl_kvfetch import tracing
+    except ImportError as e:
+        raise ConfigError(
+            f"{TRACES_ENV} = {asked!r} needs a package that is missing ({e}): pip install 'sgl-kvfetch[tracing]'"
+        ) from e
+    return tracing
 
 
 def start(rank: int | str, environ: Mapping[str, str] = os.environ) -> None:
     """Start the timeline of this process, if the environment asks for it. Further calls do nothing.
 
-    Raises ConfigError if the file cannot be written.
+    Raises ConfigError if the file cannot be written, and as `check_tracing` does.
     """
-    global _process
-    name = environ.get(TIMELINE_ENV)
-    if not name or _process is not None:
+    global _process, _is_traced
+    if _process is not None:
         return
-    path = Path(f"{name}.{rank}")
-    try:
-        _process = Timeline(path)
-    except OSError as e:
-        raise ConfigError(f"{TIMELINE_ENV} = {name!r}: cannot write {path}: {e}") from e
-    atexit.register(_process.close)
-    logger.info("timeline of rank %s: %s", rank, path)
+    outputs: list[Output] = []
+    tracing = check_tracing(environ)
+    if name := environ.get(TIMELINE_ENV):
+        path = Path(f"{name}.{rank}")
+        try:
+            outputs.append(SpanFile(path))
+        except OSError as e:
+            raise ConfigError(f"{TIMELINE_ENV} = {name!r}: cannot write {path}: {e}") from e
+        logger.info("timeline of rank %s: %s", rank, path)
+    if tracing is not None:
+        outputs.append(tracing.Traces(str(rank)))
+        logger.info("traces of rank %s are exported", rank)
+    if outputs:
+        _process, _is_traced = Timeline(*outputs), tracing is not None
+        atexit.register(_process.close)
+
+
+def close() -> None:
+    """Write the queued spans of this process, if it has a timeline. Waits for a collector, but not for long."""
+    if _process is not None:
+        _process.close()
 
 
 def is_on() -> bool:
     return _process is not None
 
 
-def add(request_id: str, stage: Stage, start_s: float, end_s: float) -> None:
-    """Record a span of this process. Does nothing if the timeline is off, or for a request without a name ("")."""
-    if _process is not None and request_id:
-        _process.add(request_id, stage, start_s, end_s)
+def is_traced() -> bool:
+    return _is_traced
+
+
+def arrived(request_id: str) -> Request:
+    """Return a request that has arrived. If traces are exported, it gets a span for its fetch."""
+    if not _is_traced:
+        return Request(request_id)
+    # All ranks have the same trace, unless SGLang traces the request: then its trace replaces this one.
+    # Not from ``random``: SGLang gives all ranks the same seed.
+    return Request(request_id, f"00-{xxhash.xxh3_128_hexdigest(request_id.encode())}-{os.urandom(8).hex()}-01")
+
+
+def add(request: Request, stage: Stage, start_s: float, end_s: float, **attributes: int | str) -> None:
+    """Record a span of this process. Does nothing if the timeline is off, or for `NOBODY`. Only traces have the
+    ``attributes``; of one stage's spans they are added up, words are collected."""
+    if _process is not None and request.id:
+        _process.add(Recorded(request, stage, start_s, end_s, attributes))
+
+
+def fetched(request: Request) -> None:
+    """Note that the data plane has fetched what it can for a request: its stages are over."""
+    if _process is not None and request.traceparent:
+        _process.add(Recorded(request, None, 0.0, 0.0))

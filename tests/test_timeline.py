@@ -11,7 +11,7 @@ import pytest
 from harness.waiting import wait_until
 from sgl_kvfetch import timeline
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.timeline import TIMELINE_ENV, Timeline
+from sgl_kvfetch.timeline import TIMELINE_ENV, Output, Recorded, Request, SpanFile, Timeline
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -23,8 +23,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Timeline]]:
     """The timelines of this process, which has none at first."""
     started: list[Timeline] = []
 
-    def start(path: Path) -> Timeline:
-        started.append(Timeline(path))
+    def start(*outputs: Output) -> Timeline:
+        started.append(Timeline(*outputs))
         return started[-1]
 
     monkeypatch.setattr(timeline, "_process", None)
@@ -36,11 +36,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Timeline]]:
 
 def test_spans_of_all_threads_are_written_whole(tmp_path: Path) -> None:
     path = tmp_path / "spans"
-    recorder = Timeline(path)
+    recorder = Timeline(SpanFile(path))
 
     def add(name: str) -> None:
         for i in range(500):
-            recorder.add(name, "transmit", i, i + 0.5)
+            recorder.add(Recorded(Request(name), "transmit", i, i + 0.5))
 
     threads = [threading.Thread(target=add, args=(f"request {n}",)) for n in range(4)]
     for thread in threads:
@@ -57,8 +57,8 @@ def test_spans_of_all_threads_are_written_whole(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_killed_loses_little(tmp_path: Path) -> None:
-    recorder = Timeline(tmp_path / "spans")
-    recorder.add("a", "parked", 1.0, 2.0)
+    recorder = Timeline(SpanFile(tmp_path / "spans"))
+    recorder.add(Recorded(Request("a"), "parked", 1.0, 2.0))
     wait_until(lambda: bool((tmp_path / "spans").read_text()))
     assert len(read(tmp_path / "spans")) == 1
     recorder.close()
@@ -67,9 +67,9 @@ def test_a_process_that_is_killed_loses_little(tmp_path: Path) -> None:
 def test_the_queue_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeline, "FLUSH_S", 60.0)
     monkeypatch.setattr(timeline, "MAX_WAITING", 3)
-    recorder = Timeline(tmp_path / "spans")
+    recorder = Timeline(SpanFile(tmp_path / "spans"))
     for start_s in range(5):
-        recorder.add("a", "decode", start_s, 9.0)
+        recorder.add(Recorded(Request("a"), "decode", start_s, 9.0))
     recorder.close()
     recorder.close()
     assert [span["start_s"] for span in read(tmp_path / "spans")] == [2, 3, 4]
@@ -80,13 +80,15 @@ def test_a_process_records_into_its_ranks_file_if_the_environment_says_so(
 ) -> None:
     timeline.start(1, {})
     assert not timeline.is_on()
-    timeline.add("a", "parked", 1.0, 2.0)
+    timeline.add(Request("a"), "parked", 1.0, 2.0)
     environ = {TIMELINE_ENV: str(tmp_path / "spans")}
     timeline.start(1, environ)
     timeline.start(1, environ)
     assert timeline.is_on()
-    timeline.add("b", "parked", 1.0, 2.0)
-    timeline.add("", "parked", 1.0, 2.0)
+    timeline.add(Request("b"), "parked", 1.0, 2.0, tokens=64)
+    timeline.add(timeline.NOBODY, "parked", 1.0, 2.0)
+    timeline.fetched(Request("b"))
+    assert timeline.arrived("b").traceparent == ""
     (only,) = started
     only.close()
     assert [file.name for file in tmp_path.iterdir()] == ["spans.1"]

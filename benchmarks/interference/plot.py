@@ -15,6 +15,7 @@ from sgl_kvfetch.timeline import Span, Stage
 _COLOURS: dict[Stage, str] = {
     "queued": "#666666",
     "parked": "#d9d9d9",
+    "lookup": "#a6a6a6",
     "transmit": "#56B4E9",
     "decode": "#E69F00",
     "restore": "#009E73",

@@ -11,6 +11,7 @@ import sys
 
 import torch
 
+from sgl_kvfetch import timeline
 from sgl_kvfetch.dataplane.arena import Arena
 from sgl_kvfetch.dataplane.launch import Line
 from sgl_kvfetch.dataplane.run import open_on_cpu, run
@@ -23,6 +24,7 @@ def main() -> None:
     torch.set_num_threads(1)  # a decode session is one thread
     line = Line(socket.socket(fileno=sock_fd), Arena(values_fd, values_bytes), Arena(pages_fd, pages_bytes))
     asyncio.run(run(line, open_on_cpu))
+    timeline.close()
     logging.shutdown()
     os._exit(0)  # do not wait for decode threads, which may still be busy
 

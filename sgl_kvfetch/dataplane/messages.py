@@ -57,7 +57,7 @@ class Fetch(_Message, frozen=True):
     """Fetch the pages that lookup number ``found`` has found, from ``first_page`` on; if it is None, these pages.
 
     ``round_ends``: where rounds end, in pages after the first fetched one. ``deadline_s``: in time.monotonic().
-    ``request_id``: for the timeline.
+    ``request_id``, ``traceparent``: for the timeline.
     """
 
     work: int
@@ -67,6 +67,7 @@ class Fetch(_Message, frozen=True):
     found: int | None = None
     first_page: int = 0
     request_id: str = ""
+    traceparent: str = ""
 
 
 class Give(_Message, frozen=True):

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from sgl_kvfetch import metrics
+from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.container.sides import SideKey
 from sgl_kvfetch.dataplane import messages as m
 from sgl_kvfetch.dataplane.arena import Arena, Room
@@ -129,12 +129,13 @@ class DataPlane:
         *,
         found: int | None = None,
         first_page: int = 0,
-        request_id: str = "",
+        request: timeline.Request = timeline.NOBODY,
     ) -> FetchCall:
-        """Begin to transmit pages. Arguments as in `messages.Fetch`."""
+        """Begin to transmit pages for ``request``. Other arguments as in `messages.Fetch`."""
         work = next(self._numbers)
         call = FetchCall(work, [Future() for _ in round_ends], [Future() for _ in round_ends])
-        command = m.Fetch(work, b"".join(hashes), tuple(round_ends), deadline_s, found, first_page, request_id)
+        named = request.id, request.traceparent
+        command = m.Fetch(work, b"".join(hashes), tuple(round_ends), deadline_s, found, first_page, *named)
         self._run.fetch(command, call)
         return call
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sgl_kvfetch import metrics
+from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.dataplane import messages as m
 from sgl_kvfetch.dataplane.arena import Arena, Room
@@ -226,6 +226,7 @@ class Service:
     async def _fetch(self, command: m.Fetch, fetch: _Fetch) -> None:
         finder, fetcher = self.client.finder, self.client.fetcher
         hashes = _split(command.hashes)
+        request = timeline.Request(command.request_id, command.traceparent)
         sources: list[PageSource] = []
         result = FetchResult(0, (), False)
         try:
@@ -247,7 +248,7 @@ class Service:
                     sources,
                     fetch.rounds,
                     max(0.0, command.deadline_s - time.monotonic()),
-                    request_id=command.request_id,
+                    request=request,
                     on_requested=lambda: self._emit(m.LinkHasRoom(command.work)),
                 )
                 finder.fetched(hashes, sources, result)
@@ -259,6 +260,7 @@ class Service:
             metrics.FETCHED_PAGES.labels("hit").inc(got)
             metrics.FETCHED_PAGES.labels("miss").inc(len(hashes) - got)
             metrics.RAW_BYTES.labels("read").inc(got * self._geometry.page_bytes)
+            timeline.fetched(request)
             del self._fetches[command.work]
             # After the callbacks that report its rounds, which are already scheduled.
             asyncio.get_running_loop().call_soon(self._emit, m.FetchOver(command.work))

@@ -81,7 +81,7 @@ class Fetcher:
         self._may_delete = may_delete
         self._reports: dict[str, asyncio.Task[None]] = {}  # running, by the manifest's name
         self._running: set[FetchProgress] = set()
-        self._ahead = ReadAhead(self.link, self._ahead_budget, partial(self._transmit, request_id=""))
+        self._ahead = ReadAhead(self.link, self._ahead_budget, partial(self._transmit, request=timeline.NOBODY))
         # Bytes of spans that a fetch used only in part. SGLang fetches in batches of 128 pages, and the next batch or
         # the next turn of a conversation begins with the rest of the span.
         self._begun: OrderedDict[tuple[str, int], bytes] = OrderedDict()
@@ -117,7 +117,7 @@ class Fetcher:
         rounds: Sequence[Round],
         timeout_s: float,
         *,
-        request_id: str = "",
+        request: timeline.Request = timeline.NOBODY,
         on_requested: Callable[[], None] | None = None,
     ) -> FetchResult:
         """Restore pages to the destinations of ``rounds``. The rounds must be contiguous and cover all pages.
@@ -127,7 +127,7 @@ class Fetcher:
         ``timeout_s``, and does not request bytes that the link, at its measured speed, would bring only after that.
         ``num_pages`` excludes pages that failed or came too late; pages beyond it may have been written in part.
         ``on_requested`` is called when the link could serve another fetch as well, unless this one ends first.
-        Never raises a domain error. ``request_id`` is for the timeline.
+        Never raises a domain error. ``request`` is for the timeline.
         """
         progress = FetchProgress(sources, rounds)
         self._running.add(progress)
@@ -137,7 +137,7 @@ class Fetcher:
         try:
             async with asyncio.timeout(timeout_s):
                 deadline_s = time.monotonic() + timeout_s
-                await self._run(progress, requested, deadline_s, request_id)
+                await self._run(progress, requested, deadline_s, request)
         except TimeoutError:
             timed_out = progress.num_transmitting > 0
             starved = not timed_out and progress.num_waiting > 0
@@ -148,7 +148,9 @@ class Fetcher:
             progress.end()
         return FetchResult(progress.num_pages, tuple(progress.failures), timed_out, starved, progress.is_late)
 
-    async def _run(self, progress: FetchProgress, requested: asyncio.Event, deadline_s: float, request_id: str) -> None:
+    async def _run(
+        self, progress: FetchProgress, requested: asyncio.Event, deadline_s: float, request: timeline.Request
+    ) -> None:
         """Run all units. Sets ``requested`` when no more can be requested, for now or at all."""
         try:
             async with asyncio.TaskGroup() as group:
@@ -162,7 +164,7 @@ class Fetcher:
                         progress.num_unasked -= len(unit.cells)
                         self._ahead.leave_out(unit)
                         budget = await self._acquire(unit, each, requested)
-                        task = group.create_task(self._run_unit(unit, index, progress, request_id))
+                        task = group.create_task(self._run_unit(unit, index, progress, request))
                         # Not released in the task itself, since a task cancelled before its first step never runs.
                         task.add_done_callback(partial(_release, budget, unit.size_bytes))
                         await asyncio.sleep(0)  # let the task send its request
@@ -200,13 +202,13 @@ class Fetcher:
         await self._fetch_budget.acquire(unit.size_bytes)
         return self._fetch_budget
 
-    async def _run_unit(self, unit: ReadUnit, index: int, progress: FetchProgress, request_id: str) -> None:
+    async def _run_unit(self, unit: ReadUnit, index: int, progress: FetchProgress, request: timeline.Request) -> None:
         """Take one unit through all three stages."""
         each, part = progress.parts[index]
         try:
             progress.num_transmitting += 1
             try:
-                data = await self._bytes_of(unit, request_id)
+                data = await self._bytes_of(unit, request)
             except KVFetchError:
                 progress.num_transmitting -= 1
                 raise
@@ -223,7 +225,7 @@ class Fetcher:
                     span_pages=part.span_pages,
                     pool_pages=[destination.pool_pages[i] for i in part.request_pages],
                     sink=destination.sink,
-                    request_id=request_id,
+                    request=request,
                 )
                 cells = [self._restore(unit, cell, data, restore) for cell in unit.cells]
                 # Wait for all cells even if one fails: they hold memory until they are done.
@@ -292,12 +294,12 @@ class Fetcher:
         if self._decode_budget is not None:
             self._decode_budget.release(size_bytes)
 
-    async def _bytes_of(self, unit: ReadUnit, request_id: str) -> bytes:
+    async def _bytes_of(self, unit: ReadUnit, request: timeline.Request) -> bytes:
         if unit.key in self._begun:
             return self._begun[unit.key]
         task = self._ahead.take(unit)
         if task is None:
-            return await self._transmit(unit, request_id)
+            return await self._transmit(unit, request)
         try:
             return await task
         finally:
@@ -333,7 +335,7 @@ class Fetcher:
         finally:
             del self._reports[name]
 
-    async def _transmit(self, unit: ReadUnit, request_id: str) -> bytes:
+    async def _transmit(self, unit: ReadUnit, request: timeline.Request) -> bytes:
         started_s = time.monotonic()
         data = None
         self.link.started(unit.size_bytes)
@@ -346,7 +348,7 @@ class Fetcher:
         ended_s = time.monotonic()
         metrics.STAGE_SECONDS.labels("transmit").observe(ended_s - started_s)
         metrics.WIRE_BYTES.labels("read").inc(len(data))
-        timeline.add(request_id, "transmit", started_s, ended_s)
+        timeline.add(request, "transmit", started_s, ended_s, bytes=len(data))
         return data
 
     def _report_queue(self) -> None:

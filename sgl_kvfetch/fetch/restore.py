@@ -26,10 +26,10 @@ def restore_cell(
     span_pages: Sequence[int],
     pool_pages: Sequence[int],
     sink: GuardedSink,
-    request_id: str = "",
+    request: timeline.Request = timeline.NOBODY,
 ) -> float:
     """Decode one cell and write pages ``span_pages`` of its span into ``pool_pages``. Return the seconds it took.
-    ``decoders`` are those of the session that runs this. ``request_id`` is for the timeline.
+    ``decoders`` are those of the session that runs this. ``request`` is for the timeline.
 
     Raises CorruptError, FormatError, UnsupportedError.
     """
@@ -45,8 +45,8 @@ def restore_cell(
     ended_s = time.monotonic()
     metrics.STAGE_SECONDS.labels("decode").observe(decoded_s - started_s)
     metrics.STAGE_SECONDS.labels("restore").observe(ended_s - decoded_s)
-    timeline.add(request_id, "decode", started_s, decoded_s)
-    timeline.add(request_id, "restore", decoded_s, ended_s)
+    timeline.add(request, "decode", started_s, decoded_s, bytes=len(data), codec=reader.variant.codec)
+    timeline.add(request, "restore", decoded_s, ended_s)
     return ended_s - started_s
 
 

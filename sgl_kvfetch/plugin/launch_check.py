@@ -15,6 +15,7 @@ from sgl_kvfetch.plugin.seams import Scope, check_seams
 from sgl_kvfetch.quant.profile import require_target
 from sgl_kvfetch.stores.http import HttpOptions, TlsFiles
 from sgl_kvfetch.stores.open import S3Options, open_store
+from sgl_kvfetch.timeline import check_tracing
 
 
 def check_launch(server_args: Any) -> None:
@@ -53,6 +54,7 @@ def _check_flags(server_args: Any) -> None:
         )
     if not server_args.enable_hierarchical_cache:
         _check_device_mode(server_args)
+        check_tracing()
         return
     if server_args.hicache_mem_layout == "page_first_kv_split":
         raise UnsupportedError(

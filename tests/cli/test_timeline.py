@@ -3,14 +3,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from sgl_kvfetch.timeline import Timeline
+from sgl_kvfetch.timeline import Recorded, Request, SpanFile, Timeline
 from tests.cli.conftest import kvfetch
 
 
 def record(path: Path, *spans: tuple[str, str, float, float]) -> str:
-    recorder = Timeline(path)
-    for span in spans:
-        recorder.add(*span)  # type: ignore[arg-type]
+    recorder = Timeline(SpanFile(path))
+    for name, *span in spans:
+        recorder.add(Recorded(Request(name), *span))  # type: ignore[arg-type]
     recorder.close()
     return str(path)
 

@@ -8,7 +8,9 @@ import pytest
 
 from harness.engine import ServerError, SGLangServer, device_args, hicache_args
 from harness.metrics import read_metric, wait_until_written
+from harness.otlp_receiver import OtlpReceiver, ReceivedSpan
 from harness.store_process import StoreProcess
+from harness.waiting import wait_until
 from tests.e2e.conftest import Expected, ask, from_storage, make_half_prompt, make_prompt, same_answer
 from tests.e2e.device import ATTACH, attach
 from tests.e2e.faults import PAGES, fetch_again
@@ -93,3 +95,40 @@ def other_weights_need_another_name(server: SGLangServer, path: str, store_url: 
     again = ask(server, make_prompt(0))
     assert from_storage(again) >= 0.9 * 640
     assert same_answer(again, changed)
+
+
+def test_a_fetch_is_in_sglangs_trace_of_its_request(model: Path, store: StoreProcess) -> None:
+    with OtlpReceiver() as receiver:
+        # SGLang takes its endpoint from the flag, and its protocol from the environment.
+        flags = ["--enable-trace", "--otlp-traces-endpoint", f"{receiver.url}/v1/traces"]
+        env = {
+            "OTEL_TRACES_EXPORTER": "otlp",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url,
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
+        }
+        with SGLangServer(model, extra_args=[*device_args(store.url), *flags], env=env) as server:
+            ask(server, make_prompt(0))
+            wait_until_written(server, PAGES)
+            server.flush()
+            assert from_storage(ask(server, make_prompt(0))) >= 0.9 * 640
+            wait_until(lambda: len(receiver.named("kvfetch.fetch")) == 2)
+            fetched = receiver.named("kvfetch.fetch")[1]
+            rid = fetched.attributes["rid"]
+            assert fetched.attributes["kvfetch.end"] == "landed"
+            assert fetched.attributes["kvfetch.tokens"] >= 0.9 * 640
+            wait_until(lambda: len(receiver.children(fetched)) == 4, found=lambda: receiver.spans)
+            stages = {span.name: span for span in receiver.children(fetched)}
+            assert stages.keys() == {f"kvfetch.{stage}" for stage in ("lookup", "transmit", "decode", "restore")}
+            for span in stages.values():
+                assert (span.trace_id, span.attributes["rid"]) == (fetched.trace_id, rid)
+                assert is_inside(span, fetched)
+            wait_until(lambda: any(span.span_id == fetched.parent_id for span in receiver.spans))
+            (whole,) = (span for span in receiver.spans if span.span_id == fetched.parent_id)
+            assert (whole.trace_id, whole.attributes["rid"], whole.parent_id) == (fetched.trace_id, rid, "")
+            assert is_inside(fetched, whole)
+
+
+def is_inside(child: ReceivedSpan, parent: ReceivedSpan) -> bool:
+    """Each process has its own offset to the wall clock."""
+    return parent.start_s - 0.1 <= child.start_s <= child.end_s <= parent.end_s + 0.1

@@ -99,6 +99,23 @@ PLACES: tuple[Place, ...] = (
         "how many heads there are if several ranks have the same one",
         params=("self",),
     ),
+    Place(
+        "sglang.srt.managers.schedule_batch.Req.__init__",
+        "SGLang's span of a request, of which that of its fetch is a child",
+        mentions=("time_stats",),
+    ),
+    Place("sglang.srt.observability.req_time_stats.ReqTimeStatsBase", "the same", has=("trace_ctx",)),
+    Place(
+        "sglang.srt.observability.trace.TraceReqContext.__setstate__",
+        "the same",
+        mentions=("tracing_enable", "root_span_context"),
+    ),
+    Place(
+        "sglang.srt.observability.trace_async.TraceReqContextAsync.__setstate__",
+        "the same",
+        mentions=("tracing_enable", "root_span_context"),
+    ),
+    Place("sglang.srt.observability.trace.TraceNullContext", "a request that is not traced", has=("tracing_enable",)),
     Place("sglang.srt.runtime_context.get_lora", "adapters, which SGLang tells apart by their paths", params=()),
     Place("sglang.srt.runtime_context.get_spec", "the draft model", params=()),
     Place("sglang.srt.runtime_context.get_context", "the flags of other groups that change K and V", params=()),

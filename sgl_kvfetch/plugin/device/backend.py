@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from sgl_kvfetch import metrics
+from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.dataplane.messages import Cost, Found
 from sgl_kvfetch.dataplane.plane import DataPlane, FetchCall
@@ -122,6 +122,7 @@ class DeviceBackend:
 
     def look_up(
         self,
+        request: timeline.Request,
         work: LookupWork,
         ticket: Ticket[Finding],
         hash_pages: Callable[[], list[str]],
@@ -133,11 +134,12 @@ class DeviceBackend:
         """
 
         def run() -> None:
+            found = partial(self._found, request, time.monotonic(), work, ticket, num_ahead)
             try:
                 work.hashes = hash_pages()
                 work.page_hashes = hash_bytes(work.hashes)
                 if not work.cancelled:
-                    work.number = self.plane.look_up(work.page_hashes, partial(self._found, work, ticket, num_ahead))
+                    work.number = self.plane.look_up(work.page_hashes, found)
                     if work.cancelled:  # in the meantime
                         self.plane.cancel(work.number)
                     return
@@ -159,13 +161,23 @@ class DeviceBackend:
         if work.number is not None:
             self.plane.forget(work.number)
 
-    def _found(self, work: LookupWork, ticket: Ticket[Finding], num_ahead: Callable[[], int], found: Found) -> None:
+    def _found(
+        self,
+        request: timeline.Request,
+        started_s: float,
+        work: LookupWork,
+        ticket: Ticket[Finding],
+        num_ahead: Callable[[], int],
+        found: Found,
+    ) -> None:
         """Decide and report. Runs on the thread that receives from the data plane."""
         is_fetched = True
         try:
             if found.num_pages:
                 is_fetched = self._is_fetched(found.num_pages, found.cost, num_ahead())
-            work.deadline_s = time.monotonic() + self._config.fetch_timeout_s
+            now_s = time.monotonic()
+            work.deadline_s = now_s + self._config.fetch_timeout_s
+            timeline.add(request, "lookup", started_s, now_s, pages=len(work.hashes), found=found.num_pages)
             if is_fetched:
                 work.num_chosen = found.num_pages
                 self.num_chosen += work.num_chosen
@@ -189,7 +201,7 @@ class DeviceBackend:
 
     def fetch(
         self,
-        request_id: str,
+        request: timeline.Request,
         lookup: LookupWork,
         pages: range,
         round_ends: Sequence[int],
@@ -206,7 +218,7 @@ class DeviceBackend:
             lookup.deadline_s,
             found=lookup.number,
             first_page=pages.start,
-            request_id=request_id,
+            request=request,
         )
         call.link.add_done_callback(lambda _: self._report(link_ticket, Done()))
         call.end.add_done_callback(lambda _: self._report(end_ticket, Done()))

@@ -231,10 +231,10 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """Return whether a request waits for its fetch."""
         return self._parts is not None and self._parts.fetches.is_parked(handle)
 
-    def queued(self, handle: Any, urgency: int) -> None:
-        """Note that a request is in the waiting queue. If the order is by priority, higher urgency goes first."""
+    def queued(self, handle: Any, urgency: int, span: Any) -> None:
+        """Note that a request is in the waiting queue. Arguments as in `Fetches.queued`."""
         if self._parts is not None:
-            self._parts.fetches.queued(handle, urgency)
+            self._parts.fetches.queued(handle, urgency, span)
 
     def take_changed(self) -> list[Any]:
         """Return the handles of requests whose ``is_parked`` may have changed since the last call."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sgl_kvfetch import timeline
 from sgl_kvfetch.dataplane.plane import FetchCall
 from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.plugin.device.backend import LookupWork
@@ -39,6 +40,7 @@ class Fetch(FetchState):
     start: int
     arrival: int  # serial number, in order of arrival
     arrived_s: float  # for the timeline
+    request: timeline.Request = timeline.NOBODY
     urgency: int = 0
     lookup: LookupWork = field(default_factory=LookupWork)
     expected_pages: int = 0  # pages still to be fetched for it

@@ -108,18 +108,21 @@ class Fetches:
         if handle in self._fetches or not self._backend.access.reads or len(key) - start < self._threshold_tokens:
             return
         self._num_arrived += 1
-        fetch = Fetch(handle, key, start, self._num_arrived, time.monotonic())
+        fetch = Fetch(handle, key, start, self._num_arrived, time.monotonic(), timeline.arrived(handle.rid))
         self._fetches[handle] = fetch
         self._changed.append(handle)
         ticket = self._board.open(partial(self._looked_up, fetch))
         hash_pages = partial(hash_tail, key, start, last_hash, self._page_size)
-        self._backend.look_up(fetch.lookup, ticket, hash_pages, self._num_ahead)
+        self._backend.look_up(fetch.request, fetch.lookup, ticket, hash_pages, self._num_ahead)
 
-    def queued(self, handle: Any, urgency: int) -> None:
-        """Note that the request is in the waiting queue. If the order is by priority, higher ``urgency`` goes first."""
+    def queued(self, handle: Any, urgency: int, span: Any) -> None:
+        """Note that the request is in the waiting queue. If the order is by priority, higher ``urgency`` goes first.
+        ``span``: the OpenTelemetry ``SpanContext`` of SGLang's span of the request, or None."""
         fetch = self._fetches.get(handle)
         if fetch is not None and fetch.state is State.LOOKUP:
             fetch.urgency = urgency
+            if span is not None:
+                fetch.request.belongs_to(span)
 
     def is_over(self, handle: Any) -> bool:
         """Return whether the fetch allows a request to be admitted. The scheduler asks this when it tries a request."""
@@ -156,7 +159,7 @@ class Fetches:
         if fetch.state is State.LANDED:
             del self._landed[fetch]
         else:
-            metrics.DEVICE_REQUESTS.labels("aborted").inc()
+            _count(fetch, "aborted")
         self._receive(fetch, Sign.ABANDONED)
         for each in (fetch, fetch.leader):
             if each in self._fetching and not each.is_wanted:
@@ -374,7 +377,7 @@ class Fetches:
         self._sharing.lead(fetch, fetch.lookup.hashes[pages.start : pages.stop])
         self._link.take(fetch, len(pages))
         fetch.call = self._backend.fetch(
-            fetch.handle.rid,
+            fetch.request,
             fetch.lookup,
             pages,
             action.round_ends,
@@ -393,8 +396,7 @@ class Fetches:
     def _finish(self, fetch: Fetch, end: End) -> None:
         reads = self._backend.access.reads
         self._changed.append(fetch.handle)
-        metrics.DEVICE_REQUESTS.labels((end if reads else End.SUSPENDED).value).inc()
-        timeline.add(fetch.handle.rid, "parked", fetch.arrived_s, time.monotonic())
+        _count(fetch, (end if reads else End.SUSPENDED).value)
         if fetch.state is State.LANDED and reads:
             self._landed[fetch] = None
             self._cache.prefetch_loaded_tokens_by_reqid[fetch.handle] = fetch.landed_tokens
@@ -403,6 +405,12 @@ class Fetches:
         del self._fetches[fetch.handle]
         if fetch.state is State.LANDED:
             self._receive(fetch, Sign.RELEASED)
+
+
+def _count(fetch: Fetch, end: str) -> None:
+    """Count a request that is no longer parked, and record how long it was."""
+    metrics.DEVICE_REQUESTS.labels(end).inc()
+    timeline.add(fetch.request, "parked", fetch.arrived_s, time.monotonic(), end=end, tokens=fetch.landed_tokens)
 
 
 def _call_of(fetch: Fetch) -> FetchCall:

@@ -82,7 +82,7 @@ class PrefillMeter:
             decoding = batch.decoding_reqs or ()  # along with the prompts, in mixed chunked prefill
             for request in batch.reqs:
                 if request not in decoding:
-                    timeline.add(request.rid, "prefill", begin_s, now_s)
+                    timeline.add(timeline.Request(request.rid), "prefill", begin_s, now_s)
 
 
 def _fit(batches: list[tuple[int, float]]) -> _Fit:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from sgl_kvfetch import timeline
 from sgl_kvfetch.plugin.device.queue import WaitingQueue
 from sgl_kvfetch.plugin.hooks import BACKEND
 
@@ -75,9 +76,18 @@ def form_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwarg
 
 
 def _queued(scheduler: Any, request: Any) -> None:
-    """Pass on a request's urgency. SGLang's priority may rise or fall with urgency, and may be None."""
+    """Pass on a request's urgency and its span. SGLang's priority may rise or fall with urgency, and may be None."""
     sign = -1 if scheduler.schedule_low_priority_values_first else 1
-    scheduler.tree_cache.queued(request.cache_request_handle, sign * (request.priority or 0))
+    span = _span_of(request) if timeline.is_traced() else None
+    scheduler.tree_cache.queued(request.cache_request_handle, sign * (request.priority or 0), span)
+
+
+def _span_of(request: Any) -> Any:
+    """Return the ``SpanContext`` of SGLang's span of the request. None if SGLang does not trace it."""
+    from opentelemetry.trace import get_current_span
+
+    traced = request.time_stats.trace_ctx
+    return get_current_span(traced.root_span_context).get_span_context() if traced.tracing_enable else None
 
 
 def measure_batch(result: None, scheduler: Any, batch: Any, batch_result: Any) -> None:

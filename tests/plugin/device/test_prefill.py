@@ -120,7 +120,7 @@ def test_split_and_verify_batches_are_left_out(monkeypatch: pytest.MonkeyPatch) 
 def test_the_requests_of_a_batch_are_in_the_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
     spans: list[tuple[Any, ...]] = []
     monkeypatch.setattr(timeline, "is_on", lambda: True)
-    monkeypatch.setattr(timeline, "add", lambda *span: spans.append(span))
+    monkeypatch.setattr(timeline, "add", lambda request, *span: spans.append((request.id, *span)))
     a, b, decoding = Request("a"), Request("b"), Request("c")
     batch = Batch(10.0, 100, ForwardMode.MIXED, [a, b, decoding], [decoding])
     PrefillMeter().finished(batch, 12.0)

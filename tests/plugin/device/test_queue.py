@@ -45,7 +45,7 @@ class Cache:
     def is_parked(self, handle: int) -> bool:
         return handle in self.parked
 
-    def queued(self, handle: int, urgency: int) -> None:
+    def queued(self, handle: int, urgency: int, span: None) -> None:
         self.urgencies[handle] = urgency
 
     def take_changed(self) -> list[int]:

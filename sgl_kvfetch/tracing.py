@@ -1,0 +1,107 @@
+"""Exports fetches to an OpenTelemetry collector, by OTLP over HTTP. Needs the packages of the extra ``tracing``.
+
+A fetch is one span, from the request's arrival until its prefix is in the pool or given up, with a child for each
+stage: lookup, transmit, decode, restore. A stage has many reads or cells; its span lasts from the start of the first
+one to the end of the last one. The engine's process and its data plane each export the spans that they have seen.
+OpenTelemetry's own environment variables say where to, and how often.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, TraceFlags
+
+from sgl_kvfetch import __version__
+from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.timeline import Recorded, Request, Total
+
+logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logger)
+
+
+def _log_seldom(record: logging.LogRecord) -> bool:
+    """A filter that logs the record itself, once a minute: the SDK warns of each attempt and of dropped spans."""
+    _limited.warning("traces", f"traces: {record.getMessage()}")
+    return False
+
+
+class Traces:
+    """An `Output` of the timeline. The SDK's queue is bounded: spans are dropped while no collector takes them."""
+
+    def __init__(self, rank: str) -> None:
+        for name in (OTLPSpanExporter.__module__, "opentelemetry.sdk._shared_internal"):
+            logging.getLogger(name).addFilter(_log_seldom)
+        self._rank = rank
+        self._processor = BatchSpanProcessor(OTLPSpanExporter())
+        # The name that SGLang's own spans have by default.
+        self._resource = Resource.create({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "sglang")})
+        self._scope = InstrumentationScope("sgl_kvfetch", __version__)
+        self._to_wall_s = time.time() - time.monotonic()
+
+    def write(self, spans: Sequence[Recorded]) -> None:
+        for span in spans:
+            request, stage = span.request, span.stage
+            if not request.traceparent:
+                continue
+            if stage is None:
+                for stage, total in request.totals.items():
+                    about = {"parts": total.num_spans, "busy_s": round(total.busy_s, 6), **total.attributes}
+                    self._export(request, f"kvfetch.{stage}", total.start_s, total.end_s, about)
+                request.totals.clear()
+            elif stage == "parked":
+                self._export(request, "kvfetch.fetch", span.start_s, span.end_s, span.attributes)
+            elif stage == "lookup":
+                self._export(request, "kvfetch.lookup", span.start_s, span.end_s, span.attributes)
+            elif stage in ("transmit", "decode", "restore"):
+                _add(request.totals.setdefault(stage, Total(span.start_s, span.end_s)), span)
+
+    def close(self) -> None:
+        self._processor.shutdown()
+
+    def _export(
+        self, request: Request, name: str, start_s: float, end_s: float, attributes: Mapping[str, int | float | str]
+    ) -> None:
+        trace_id, fetch_id = int(request.traceparent[3:35], 16), int(request.traceparent[36:52], 16)
+        is_fetch = name == "kvfetch.fetch"
+        span_id, parent_id = (
+            (fetch_id, request.parent_id) if is_fetch else (int.from_bytes(os.urandom(8), "big"), fetch_id)
+        )
+        about: dict[str, int | float | str] = {"rid": request.id, "kvfetch.process": self._rank}
+        about |= {f"kvfetch.{key}": value for key, value in attributes.items() if value != ""}
+        self._processor.on_end(
+            ReadableSpan(
+                name,
+                _context(trace_id, span_id),
+                _context(trace_id, parent_id) if parent_id else None,
+                self._resource,
+                about,
+                start_time=round((start_s + self._to_wall_s) * 1e9),
+                end_time=round((end_s + self._to_wall_s) * 1e9),
+                instrumentation_scope=self._scope,
+            )
+        )
+
+
+def _context(trace_id: int, span_id: int) -> SpanContext:
+    return SpanContext(trace_id, span_id, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+
+def _add(total: Total, span: Recorded) -> None:
+    total.start_s, total.end_s = min(total.start_s, span.start_s), max(total.end_s, span.end_s)
+    total.busy_s += span.end_s - span.start_s
+    total.num_spans += 1
+    for key, value in span.attributes.items():
+        before = total.attributes.get(key)
+        if isinstance(value, int):
+            total.attributes[key] = value + (before or 0)
+        elif before is None or value not in before.split(","):
+            total.attributes[key] = value if before is None else f"{before},{value}"

@@ -1,0 +1,100 @@
+"""What device mode records of a fetch for the timeline and for traces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+from sglang.srt.observability.trace import TraceNullContext
+
+from sgl_kvfetch import timeline
+from sgl_kvfetch.plugin.device.scheduler_hooks import _queued
+from sgl_kvfetch.timeline import Recorded, Timeline
+from tests.plugin.device.rig import Rig, prompt
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@dataclass
+class Kept:
+    """An output that keeps the spans."""
+
+    spans: list[Recorded] = field(default_factory=list)
+
+    def write(self, spans: Sequence[Recorded]) -> None:
+        self.spans += spans
+
+    def close(self) -> None:
+        pass
+
+    def all_of(self, request_id: str) -> list[Recorded]:
+        timeline.close()
+        return [span for span in self.spans if span.request.id == request_id]
+
+    def of(self, request_id: str) -> dict[str | None, Recorded]:
+        """Return the last span of each stage of a request. None is the stage of the end of its fetch."""
+        return {span.stage: span for span in self.all_of(request_id)}
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
+    kept = Kept()
+    monkeypatch.setattr(timeline, "_process", Timeline(kept))
+    monkeypatch.setattr(timeline, "_is_traced", True)
+    yield kept
+    timeline.close()
+
+
+def test_the_stages_of_a_fetch(rig: Rig, kept: Kept) -> None:
+    tokens = prompt(0)
+    rig.stored(tokens)
+    rig.fetch(tokens)
+    rig.settle()
+    spans = kept.of("r1")
+    assert spans.keys() == {"lookup", "transmit", "decode", "restore", None, "parked"}
+    assert len({span.request.traceparent for span in spans.values()}) == 1
+    assert spans["lookup"].attributes == {"pages": 8, "found": 8}
+    assert spans["parked"].attributes == {"end": "landed", "tokens": 32}
+    assert spans["decode"].attributes["codec"] == "zstd"
+    assert int(spans["transmit"].attributes["bytes"]) > 0
+    assert spans["parked"].start_s <= spans["lookup"].start_s <= spans["lookup"].end_s <= spans["transmit"].start_s
+    assert spans["restore"].end_s <= spans["parked"].end_s
+
+
+def test_a_prefix_that_is_not_stored(rig: Rig, kept: Kept) -> None:
+    handle = rig.arrive(prompt(0))
+    rig.await_over(handle)
+    spans = kept.of(handle.rid)
+    assert spans.keys() == {"lookup", "parked"}
+    assert spans["lookup"].attributes == {"pages": 8, "found": 0}
+    assert spans["parked"].attributes == {"end": "missed", "tokens": 0}
+
+
+def test_a_request_that_is_aborted(rig: Rig, kept: Kept) -> None:
+    rig.store.lookups.is_open = False
+    handle = rig.arrive(prompt(0))
+    rig.abort(handle)
+    rig.store.lookups.is_open = True
+    rig.settle()
+    assert [span.attributes for span in kept.all_of(handle.rid) if span.stage == "parked"] == [
+        {"end": "aborted", "tokens": 0}
+    ]
+
+
+def test_a_fetch_belongs_to_sglangs_span_of_its_request(rig: Rig, kept: Kept) -> None:
+    span = NonRecordingSpan(SpanContext(0xABC, 0xDEF, is_remote=True, trace_flags=TraceFlags(1)))
+    traced = SimpleNamespace(tracing_enable=True, root_span_context=set_span_in_context(span))
+    scheduler = SimpleNamespace(tree_cache=rig.cache, schedule_low_priority_values_first=False)
+    handles = [rig.arrive(prompt(seed)) for seed in range(2)]
+    for handle, context in zip(handles, (traced, TraceNullContext()), strict=True):
+        stats = SimpleNamespace(trace_ctx=context)
+        _queued(scheduler, SimpleNamespace(cache_request_handle=handle, priority=None, time_stats=stats))
+    rig.await_over(*handles)
+    child, own = (kept.of(handle.rid)["parked"].request for handle in handles)
+    assert child.traceparent.startswith(f"00-{0xABC:032x}-")
+    assert child.parent_id == 0xDEF
+    assert own.traceparent.startswith("00-")
+    assert own.parent_id == 0
