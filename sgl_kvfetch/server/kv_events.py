@@ -1,4 +1,4 @@
-"""Publish what a store has as KV events, in the form of SGLang's ``ZmqEventPublisher`` (docs/scaling.md)."""
+"""Publish what a store has as KV events, in the form of SGLang's ``ZmqEventPublisher`` (docs/serving.md)."""
 
 from __future__ import annotations
 
