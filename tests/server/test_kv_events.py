@@ -59,16 +59,23 @@ class Subscriber:
 
     async def connect(self, store: LocalStore) -> None:
         """Return when messages arrive. They are forgotten."""
+        probe = head_slice(PROBE).folder
         count = 0
 
         async def arrives() -> bool:
             nonlocal count
             count += 1
             await put_segment(store, make_segment(page_hashes(1, f"probe {count}"), 0, 1, model=PROBE))
-            return self.receive(100) and head_slice(PROBE).folder in self.blocks
+            return self.receive(100) and probe in self.blocks
 
         await until(arrives)
-        await until(lambda: not self.receive(300))
+        (last,) = block_hashes(page_hashes(1, f"probe {count}"))
+
+        def all_arrived() -> bool:
+            self.receive()
+            return last in self.blocks[probe]
+
+        await until(all_arrived)
         self.events.clear()
         self.sequences.clear()
         self.blocks.clear()
