@@ -71,6 +71,14 @@ def serve(
             help="Close connections without a request for so long, or that move under 1 MiB of a body in this time.",
         ),
     ] = 30.0,
+    kv_events: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Publish what is stored and deleted as KV events for routers, such as tcp://*:5557; replays are on "
+            "the next port. No token is asked for.",
+        ),
+    ] = None,
     link_gbps: Annotated[
         str | None,
         typer.Option(
@@ -110,6 +118,7 @@ def serve(
         idle_timeout_s=idle_timeout_s,
         orphan_age_s=orphan_age_s,
         grace_s=grace_s,
+        kv_events=kv_events,
         link_gbps=_parse_gbps(link_gbps),
     )
     try:

@@ -51,6 +51,11 @@ def create_app(config: ServerConfig) -> web.Application:
         return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def run_store(app: web.Application) -> AsyncIterator[None]:
+        events = None
+        if config.kv_events is not None:
+            from sgl_kvfetch.server.kv_events import KVEventPublisher  # needs pyzmq
+
+            events = KVEventPublisher(store.change_log(), config.kv_events)
         await _warm_up(store)  # the server listens only after this
         tasks = [asyncio.create_task(_collect(store, config.orphan_age_s))]
         if isinstance(tokens, TokenFile):
@@ -59,6 +64,8 @@ def create_app(config: ServerConfig) -> web.Application:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if events is not None:
+            await asyncio.to_thread(events.close)
         await store.close()
 
     app = web.Application(

@@ -33,6 +33,7 @@ class ServerConfig:
     tls_client_ca: Path | None = None  # PEM file; clients must have a certificate that one of these CAs signed
     orphan_age_s: float = 900.0  # unreferenced data and temporary files are deleted at this age
     grace_s: float = 10.0  # time for requests in flight when the server stops
+    kv_events: str | None = None  # publish KV events at this address, such as "tcp://*:5557"; see `KVEventPublisher`
     # Limit all responses together to this bandwidth, in 1e9 bits per second: one value, or one per second, repeated.
     link_gbps: float | tuple[float, ...] | None = None
 

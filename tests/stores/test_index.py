@@ -10,8 +10,8 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.small_segments import FOLDER, page_hashes
-from sgl_kvfetch.keys import SegmentKey
+from harness.small_segments import FOLDER, NAMESPACE, page_hashes
+from sgl_kvfetch.keys import Namespace, SegmentKey
 from sgl_kvfetch.stores import index, rows
 from sgl_kvfetch.stores.catalog import Catalog, FileState
 
@@ -28,6 +28,8 @@ class FakeManifest:
     first_page: int
     page_hashes: tuple[bytes, ...]
     expires: int | None = None
+    previous_hash: bytes | None = None
+    namespace: Namespace = NAMESPACE
 
     @property
     def key(self) -> SegmentKey:
