@@ -34,10 +34,8 @@ def pip(*args: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel, built from a copy: in a checkout, setuptools would pack deleted modules that it built before."""
-    folder = tmp_path_factory.mktemp("wheel")
+def build_wheel(folder: Path) -> Path:
+    """Build a wheel from a copy: in a checkout, setuptools would pack deleted modules that it built before."""
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     for name in PACKAGES:
@@ -45,6 +43,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip("wheel", str(folder), "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder))
     (wheel,) = folder.glob("*.whl")
     return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def test_the_wheel_has_all_our_files_and_no_others(wheel: Path) -> None:

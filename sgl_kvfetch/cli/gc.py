@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from sgl_kvfetch.cli.options import INDEX_HELP, JsonOption, print_json
+from sgl_kvfetch.cli.options import INDEX_HELP, DryRunOption, JsonOption, print_json
 from sgl_kvfetch.cli.target import open_indexed_store
 from sgl_kvfetch.cli.units import format_age, format_size, printable
 from sgl_kvfetch.errors import ConfigError
@@ -35,7 +35,7 @@ def gc(
         ),
     ] = None,
     index: Annotated[str | None, typer.Option(metavar="URL", help=f"The index of an S3 store: {INDEX_HELP}")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")] = False,
+    dry_run: DryRunOption = False,
     grace_s: Annotated[
         float,
         typer.Option(
@@ -83,7 +83,7 @@ async def _run(
             return await plan_sweep(store, *limits), None
         async with store.sweeping():
             plan = await plan_sweep(store, *limits)
-            return plan, await sweep(store, plan, grace_s)
+            return plan, await sweep(store, plan.doomed, grace_s)
     finally:
         await store.close()
 
@@ -116,7 +116,7 @@ def _summary(plan: Plan, swept: Swept | None) -> dict[str, object]:
 
 def _print(plan: Plan, swept: Swept | None) -> None:
     if swept is None:
-        for segment in (*plan.broken, *plan.evicted):
+        for segment in plan.doomed:
             typer.echo(f"{segment.key.stem}  {format_size(segment.stored_bytes)}")
     else:
         for name, what in swept.failures.items():

@@ -42,6 +42,9 @@ IndexOption = Annotated[
     str | None, typer.Option("--index", metavar="URL", help=f"The index of an S3 store: {INDEX_HELP}")
 ]
 INDEX_TIMEOUT_S = 30.0  # commands can wait longer than servers
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Say what would be deleted or written, and change nothing.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 

@@ -1,8 +1,13 @@
-"""Formatting of sizes and ratios for users."""
+"""Sizes, ages and ratios, as users read and write them."""
 
 from __future__ import annotations
 
+import re
+
+from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.sizes import UNITS
+
+_AGE_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def format_size(num_bytes: int) -> str:
@@ -19,6 +24,14 @@ def format_age(seconds: float) -> str:
         if seconds >= 2 * size_s:
             return f"{seconds / size_s:.0f} {unit}"
     return f"{max(0.0, seconds):.0f} s"
+
+
+def parse_age(text: str) -> float:
+    """Return an age in seconds. Units are s, m (minutes), h and d. Raises ConfigError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([smhd])", text.strip())
+    if match is None:
+        raise ConfigError(f"invalid age {text!r}; expected a form such as 90s, 45m, 12h or 30d")
+    return float(match[1]) * _AGE_UNITS_S[match[2]]
 
 
 def format_ratio(ratio: float | None) -> str:

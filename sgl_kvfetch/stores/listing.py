@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -35,6 +35,12 @@ class StoredSegment:
         """Total size of manifest and data."""
         own = self.manifest.size_bytes if self.manifest else 0
         return own + sum(info.size_bytes for info in self.data.values())
+
+    @property
+    def modified_s(self) -> float:
+        """When the segment's last object was put, in seconds since the epoch."""
+        infos = [*self.data.values(), *([self.manifest] if self.manifest else [])]
+        return max(info.modified_s for info in infos)
 
 
 async def list_segments(objects: Objects, prefix: str) -> list[StoredSegment]:
@@ -71,6 +77,26 @@ async def first_readable_manifest(objects: Objects, segments: Iterable[StoredSeg
         if manifest is not None:
             return manifest
     return None
+
+
+def folders_named(name: str, models: Mapping[str, str]) -> set[str]:
+    """Return the folders whose digest or model starts with ``name``. ``models``: as of ``models_of_folders``."""
+    return {folder for folder, model in models.items() if folder.startswith(name) or model.startswith(name)}
+
+
+async def models_of_folders(objects: Objects, segments: Iterable[StoredSegment]) -> dict[str, str]:
+    """Return the model of each folder; "" if none of its manifests can be read. Raises StoreError.
+
+    Reads one manifest a folder, the first. In a directory, that is a use: begin with the last used segments.
+    """
+    folders: dict[str, list[StoredSegment]] = {}
+    for segment in segments:
+        folders.setdefault(segment.key.namespace, []).append(segment)
+    models = {}
+    for folder, inside in folders.items():
+        manifest = await first_readable_manifest(objects, inside)
+        models[folder] = "" if manifest is None else manifest.namespace.model
+    return models
 
 
 def decode_named_manifest(content: bytes, name: str) -> Manifest:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.side_by_side import side_by_side
 from sgl_kvfetch.stores.base import Store
-from sgl_kvfetch.stores.listing import StoredSegment, first_readable_manifest, list_segments
+from sgl_kvfetch.stores.listing import StoredSegment, folders_named, list_segments, models_of_folders
 from sgl_kvfetch.stores.pins import pinned_segments
 
 ORPHAN_AGE_S = 900.0  # data without a manifest, or the reverse, may be a write under way until then
@@ -33,8 +33,12 @@ class Plan:
     unused_quotas: list[str]  # names that no namespace of the store has
 
     @property
+    def doomed(self) -> list[StoredSegment]:
+        return [*self.broken, *self.evicted]
+
+    @property
     def freed_bytes(self) -> int:
-        return sum(segment.stored_bytes for segment in (*self.evicted, *self.broken))
+        return sum(segment.stored_bytes for segment in self.doomed)
 
 
 @dataclass(slots=True)
@@ -55,15 +59,15 @@ async def plan_sweep(store: Store, capacity_bytes: int | None, quotas: Mapping[s
     uses = await store.last_uses([segment.key for segment in whole])
     oldest_write_s = time.time() - ORPHAN_AGE_S
     # One with a newer object may be being written again, data first.
-    expired = await store.expired([segment.key for segment in whole if _modified_s(segment) < oldest_write_s])
+    expired = await store.expired([segment.key for segment in whole if segment.modified_s < oldest_write_s])
     pinned = await pinned_segments(store, {segment.key.namespace for segment in whole})
-    last_uses = {s.key: max(used or 0.0, _modified_s(s)) for s, used in zip(whole, uses, strict=True)}
+    last_uses = {s.key: max(used or 0.0, s.modified_s) for s, used in zip(whole, uses, strict=True)}
 
     def order(segment: StoredSegment) -> tuple[bool, bool, float]:
         return segment.key not in expired, segment.key in pinned, last_uses[segment.key]
 
     in_order = sorted(whole, key=order)
-    broken = [segment for segment in parts if _modified_s(segment) < oldest_write_s]
+    broken = [segment for segment in parts if segment.modified_s < oldest_write_s]
     doomed = expired | {segment.key for segment in broken}
 
     def shrink(folders: Container[str], most_bytes: int) -> None:
@@ -74,10 +78,10 @@ async def plan_sweep(store: Store, capacity_bytes: int | None, quotas: Mapping[s
                 doomed.add(segment.key)
                 lacking -= segment.stored_bytes
 
-    models = await _models(store, reversed(in_order)) if quotas else {}
+    models = await models_of_folders(store, reversed(in_order)) if quotas else {}
     unused_quotas = []
     for name, most_bytes in (quotas or {}).items():
-        folders = {folder for folder, model in models.items() if folder.startswith(name) or model.startswith(name)}
+        folders = folders_named(name, models)
         shrink(folders, most_bytes)
         if not folders:
             unused_quotas.append(name)
@@ -97,23 +101,8 @@ async def plan_sweep(store: Store, capacity_bytes: int | None, quotas: Mapping[s
     )
 
 
-async def _models(store: Store, segments: Iterable[StoredSegment]) -> dict[str, str]:
-    """Return the model of each folder; "" if none of its manifests can be read.
-
-    Reads one manifest a folder, the first. In a directory, that is a use: begin with the last used segments.
-    """
-    folders: dict[str, list[StoredSegment]] = {}
-    for segment in segments:
-        folders.setdefault(segment.key.namespace, []).append(segment)
-    models = {}
-    for folder, inside in folders.items():
-        manifest = await first_readable_manifest(store, inside)
-        models[folder] = "" if manifest is None else manifest.namespace.model
-    return models
-
-
-async def sweep(store: Store, plan: Plan, grace_s: float) -> Swept:
-    """Carry out a plan: delete manifests, wait until their readers are done, then delete data.
+async def sweep(store: Store, segments: Sequence[StoredSegment], grace_s: float) -> Swept:
+    """Delete segments: their manifests, and after ``grace_s``, when their readers are done, their data.
 
     Objects that cannot be deleted are reported and stay: a later sweep finds them. Raises StoreError if the store or
     its index cannot be used at all.
@@ -135,16 +124,9 @@ async def sweep(store: Store, plan: Plan, grace_s: float) -> Swept:
             for info in segment.data.values():
                 await delete(info.name, info.size_bytes)
 
-    segments = [*plan.broken, *plan.evicted]
     manifests = [segment.manifest for segment in segments if segment.manifest is not None]
     await side_by_side(_WORKERS, manifests, lambda info: delete(info.name, info.size_bytes))
-    if plan.evicted:
+    if any(segment.manifest is not None and segment.data for segment in segments):
         await asyncio.sleep(grace_s)
     await side_by_side(_WORKERS, [segment for segment in segments if segment.data], delete_data)
     return swept
-
-
-def _modified_s(segment: StoredSegment) -> float:
-    """Return when the segment's last object was put."""
-    infos = [*segment.data.values(), *([segment.manifest] if segment.manifest else [])]
-    return max(info.modified_s for info in infos)

@@ -140,3 +140,26 @@ def test_the_same_store_under_another_name(source: Path, name: str) -> None:
     assert result.exit_code == 2
     assert "the same store" in result.stderr
     assert contents(source) == before
+
+
+def test_the_segments_of_a_model(source: Path, target: Path) -> None:
+    async def put_another() -> None:
+        store = LocalStore(source)
+        await put_segment(store, make_segment(CHAIN, 0, 4, model="another"))
+        await store.close()
+
+    before = contents(source)
+    asyncio.run(put_another())
+    both = contents(source)
+    assert kvfetch("move", str(source), str(target), "--model", "another").exit_code == 0
+    assert contents(source) == before
+    assert contents(target) == {name: content for name, content in both.items() if name not in before}
+
+
+def test_a_dry_run_writes_and_deletes_nothing(source: Path, target: Path) -> None:
+    kvfetch("move", f"{source}#{SEGMENTS[0].manifest.key.stem}", str(target), "--copy")
+    before = contents(source), contents(target)
+    result = kvfetch("move", str(source), str(target), "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("3 segments would be moved, 1 of them are there already; ")
+    assert (contents(source), contents(target)) == before

@@ -10,7 +10,7 @@ import pytest
 from sgl_kvfetch import __version__, config
 from sgl_kvfetch.cli import COMMANDS
 from sgl_kvfetch.cli.options import TOKEN_ENV, read_token
-from sgl_kvfetch.cli.units import format_size, printable
+from sgl_kvfetch.cli.units import format_size, parse_age, printable
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.sizes import parse_size
 from tests.cli.conftest import Stored, kvfetch
@@ -131,3 +131,13 @@ def test_a_reader_that_leaves_gets_no_traceback(stored: Stored) -> None:
         done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60)
     assert "Traceback" not in done.stderr
     assert done.returncode != 0
+
+
+def test_ages_are_parsed() -> None:
+    assert [parse_age(text) for text in ("90s", "45m", "1.5 h", "30d")] == [90, 2700, 5400, 30 * 86400]
+
+
+@pytest.mark.parametrize("text", ["", "30", "d", "-1d", "2 weeks", "1h30m"])
+def test_ages_that_mean_nothing_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="age"):
+        parse_age(text)

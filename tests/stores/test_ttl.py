@@ -152,7 +152,7 @@ async def test_gc_deletes_expired_segments_before_all_others(store: Store, later
     later(2 * HOUR + 60)
     plan = await plan_sweep(store, None)
     assert {segment.key for segment in plan.evicted} == {*keys[1:]}
-    assert (await sweep(store, plan, grace_s=0)).num_bytes == plan.freed_bytes
+    assert (await sweep(store, plan.doomed, grace_s=0)).num_bytes == plan.freed_bytes
     assert await names(store) == {NAME, LEFT.data_name}
 
 
