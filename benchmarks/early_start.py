@@ -1,10 +1,10 @@
-"""Measures what an early start could save: computing while the last pages are still decoded and restored.
+"""Measures what an early start saves: computing while the last pages are still decoded and restored.
 
-    python -m benchmarks.early_start [--tokens 2048] [--gbps 0.02,0.1,1] [--json OUT]
+    python -m benchmarks.early_start [--tokens 2048] [--rest 256] [--gbps 0.1,1] [--rounds 3] [--json OUT]
 
-Real SGLang in device mode, on the real model, fetches stored prompts over links of several speeds (`uint8`, HEVC). Each
-request's timeline says how long its prefix took to be in the pool after the last byte had come (`behind`), and how long
-its other tokens took to compute (`prefill`). Starting when all bytes are here saves at most the smaller of the two.
+Two servers with the real model run SGLang in device mode, one with ``early_start`` and one without. They fetch the same
+stored prefixes (`uint8`, HEVC) over a link and compute the rest of each prompt, by turns. ``waited`` is how long a
+forward pass waited for layers, on average: for so long, nothing else was computed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import argparse
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,43 +25,54 @@ from benchmarks.prose import prose
 from benchmarks.real_model import real_model
 from benchmarks.report import make_parser, make_table, write_json
 from harness.engine import SGLangServer, device_args
-from harness.metrics import wait_until_written
+from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
 from sgl_kvfetch.calibrate.model import cut_windows, prompt_start, tokenise
-from sgl_kvfetch.timeline import TIMELINE_ENV, Span, read_spans
 
 _NUM_PROMPTS = 4
 _PAGE_SIZE = 64
 _TIMEOUT_S = 900
+_WARM_UP = (48, 100, 200, 400)  # tokens computed first, so that the server knows how fast it computes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("benchmarks.early_start", __doc__)
     parser.add_argument("--tokens", type=int, default=2048, help="length of the prompts")
-    parser.add_argument("--gbps", default="0.02,0.1,1", help="links")
+    parser.add_argument("--rest", type=int, default=256, help="how many of them are not stored")
+    parser.add_argument("--gbps", default="0.1,1", help="links")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each prompt is fetched")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
     rows = list(_measure(args))
-    names = ("TTFT", "transmit", "behind", "prefill", "saves at most")
-    lines = [(row["gbps"], *(f"{row[name]:.2f} s" for name in names)) for row in rows]
-    Console().print(make_table("medians", ("Gbps", *names), lines))
+    lines = [
+        (
+            row["gbps"],
+            f"{statistics.median(row['late_s']):.2f} s",
+            f"{statistics.median(row['early_s']):.2f} s",
+            f"{row['ratio']:.2f} ({row['least']:.2f} to {row['most']:.2f})",
+            f"{row['whole']:.0f} of {len(row['early_s'])}",
+            f"{row['waited_s']:.2f} s",
+        )
+        for row in rows
+    ]
+    names = ("Gbps", "TTFT", "early", "early to not", "started early", "waited")
+    Console().print(make_table("medians; ratios of pairs", names, lines))
     if args.json:
         write_json(args.json, {"rows": rows, "machine": machine(), "versions": versions()})
     return 0
 
 
-def _measure(args: argparse.Namespace) -> Sequence[dict[str, Any]]:
+def _measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     from transformers import AutoTokenizer
 
     model = real_model()
     tokenizer = AutoTokenizer.from_pretrained(model)
     windows = cut_windows([tokenise(tokenizer, prose())], _NUM_PROMPTS + 1, args.tokens, prompt_start(tokenizer))
     warm_up, *prompts = (window.tolist() for window in windows)
-    num_pages = (args.tokens - 1) // _PAGE_SIZE  # the last token is always computed
+    num_pages = (args.tokens - args.rest) // _PAGE_SIZE
     sizes = {"--context-length": 2 * args.tokens, "--max-total-tokens": 6 * args.tokens, "--page-size": _PAGE_SIZE}
     flags = [str(word) for flag in sizes.items() for word in flag]
     config = {"codec": "hevc", "quantiser": "uint8", "fetch_timeout_s": 600}
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder, "store")
         with StoreProcess(directory) as store:
@@ -70,30 +82,53 @@ def _measure(args: argparse.Namespace) -> Sequence[dict[str, Any]]:
                     server.generate(input_ids=prompt[: num_pages * _PAGE_SIZE], max_new_tokens=1)
                 wait_until_written(server, len(prompts) * num_pages, timeout_s=_TIMEOUT_S)
         for gbps in args.gbps.split(","):
-            timeline = Path(folder, f"timeline-{gbps}")
-            with StoreProcess(directory, extra_args=["--link-gbps", gbps]) as store:
-                extra_args, env = [*device_args(store.url, **config), *flags], {TIMELINE_ENV: str(timeline)}
-                with SGLangServer(model, extra_args=extra_args, env=env, request_timeout_s=_TIMEOUT_S) as server:
-                    server.generate(input_ids=warm_up, max_new_tokens=1)
-                    ttft_s = [server.generate(input_ids=prompt, max_new_tokens=1).ttft_s for prompt in prompts]
-                    server.stop()  # which writes the last spans
-            spans = [span for file in Path(folder).glob(f"{timeline.name}.*") for span in read_spans(file)]
-            rows.append({"gbps": gbps, "TTFT": statistics.median(ttft_s), **bounds(spans)})
-    return rows
+            with ExitStack() as stack:
+                store = stack.enter_context(StoreProcess(directory, extra_args=["--link-gbps", gbps]))
+                servers = []
+                for is_early in (False, True):
+                    extra_args = [*device_args(store.url, **config, mode="read_only", early_start=is_early), *flags]
+                    server = SGLangServer(model, extra_args=extra_args, request_timeout_s=_TIMEOUT_S)
+                    servers.append(stack.enter_context(server))
+                    for num_tokens in _WARM_UP:
+                        server.generate(input_ids=warm_up[num_tokens : 2 * num_tokens], max_new_tokens=1)
+                    server.generate(input_ids=prompts[0], max_new_tokens=1)
+                yield {"gbps": gbps, **_compare(*servers, prompts, args.rounds)}
 
 
-def bounds(spans: Sequence[Span]) -> dict[str, float]:
-    """Return medians over all fetched requests, in seconds."""
-    found = []
-    for request in {span.request for span in spans if span.stage == "transmit"}:
-        own = [span for span in spans if span.request == request]
-        transmits = [span for span in own if span.stage == "transmit"]
-        last_byte_s = max(span.end_s for span in transmits)
-        behind = max(span.end_s for span in own if span.stage == "parked") - last_byte_s
-        prefill = sum(span.end_s - span.start_s for span in own if span.stage == "prefill")
-        found.append((last_byte_s - min(span.start_s for span in transmits), behind, prefill, min(behind, prefill)))
-    names = ("transmit", "behind", "prefill", "saves at most")
-    return dict(zip(names, map(statistics.median, zip(*found, strict=True)), strict=True))
+def _compare(late: SGLangServer, early: SGLangServer, prompts: Sequence[list[int]], num_rounds: int) -> dict[str, Any]:
+    """Fetch each prompt on both servers by turns. Raises ValueError if their answers differ."""
+    ttft_s: dict[SGLangServer, list[float]] = {late: [], early: []}
+    before = _passes(early)
+    for number in range(num_rounds):
+        for server in ttft_s:
+            server.flush()
+        for index, prompt in enumerate(prompts):
+            answers = set()
+            for server in list(ttft_s)[:: 1 if (number + index) % 2 else -1]:
+                answer = server.generate(input_ids=prompt, max_new_tokens=8)
+                ttft_s[server].append(answer.ttft_s)
+                answers.add(tuple(answer.output_ids))
+            if len(answers) > 1:
+                raise ValueError(f"prompt {index} has different answers: {answers}")
+    whole, num_passes, waited_s = (now - then for now, then in zip(_passes(early), before, strict=True))
+    ratios = sorted(e / x for x, e in zip(ttft_s[late], ttft_s[early], strict=True))
+    return {
+        "late_s": ttft_s[late],
+        "early_s": ttft_s[early],
+        "ratio": statistics.median(ratios),
+        "least": ratios[0],
+        "most": ratios[-1],
+        "whole": whole,
+        "waited_s": waited_s / num_passes if num_passes else 0.0,
+    }
+
+
+def _passes(server: SGLangServer) -> tuple[float, float, float]:
+    """Return how many passes with early starts were whole, how many there were, and how long they waited together."""
+    text = server.metrics()
+    wait = "sgl_kvfetch_early_wait_seconds"
+    whole = read_metric(text, "sgl_kvfetch_early_passes_total", result="whole")
+    return whole, read_metric(text, f"{wait}_count"), read_metric(text, f"{wait}_sum")
 
 
 if __name__ == "__main__":

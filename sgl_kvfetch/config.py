@@ -165,6 +165,9 @@ class KVFetchConfig(BaseModel):
     device_pool_share: float = Field(
         0.3, gt=0, le=1, description="device mode: share of the token-to-KV pool that fetches may hold"
     )
+    early_start: bool = Field(
+        False, description="device mode: let a request compute while its last pages are decoded and restored"
+    )
     round_tokens: int = Field(
         8192,
         ge=1,

@@ -73,6 +73,11 @@ DEVICE_DECISIONS = Counter(
     "sgl_kvfetch_device_decisions", "Stored prefixes, by decision and its reason", ["decision", "reason"]
 )
 # fetch: configured, unmeasured (link or engine), faster. recompute: link, decoder (the one that is too slow).
+EARLY_PASSES = Counter("sgl_kvfetch_early_passes", "Forward passes with requests that started early", ["result"])
+# whole: all pages came in time. discarded: the requests were computed again.
+EARLY_WAIT_SECONDS = Histogram(
+    "sgl_kvfetch_early_wait_seconds", "How long such a pass waited for layers", buckets=_STAGE_BUCKETS
+)
 PARKED_REQUESTS = Gauge("sgl_kvfetch_parked_requests", "Requests waiting for their fetch", multiprocess_mode="livesum")
 HELD_SLOTS = Gauge(
     "sgl_kvfetch_held_slots",

@@ -450,6 +450,10 @@ class SegmentReader:
             quantiser=self.quantiser,
         )
 
+    def verify_cell(self, cell: Cell, data: bytes | memoryview) -> None:
+        """Verify a cell's compressed bytes. Raises CorruptError."""
+        self._verified_pieces(cell, data)
+
     def _verified_pieces(self, cell: Cell, data: bytes | memoryview) -> list[CodedChunk]:
         """Return a cell's chunks, after verifying their compressed bytes."""
         start, end = self.cell_range(cell)

@@ -57,7 +57,7 @@ class Fetch(_Message, frozen=True):
     """Fetch the pages that lookup number ``found`` has found, from ``first_page`` on; if it is None, these pages.
 
     ``round_ends``: where rounds end, in pages after the first fetched one. ``deadline_s``: in time.monotonic().
-    ``request_id``, ``traceparent``: for the timeline.
+    ``request_id``, ``traceparent``: for the timeline. ``early_s``: when to report `Certain`; 0: never.
     """
 
     work: int
@@ -68,6 +68,7 @@ class Fetch(_Message, frozen=True):
     first_page: int = 0
     request_id: str = ""
     traceparent: str = ""
+    early_s: float = 0.0
 
 
 class Give(_Message, frozen=True):
@@ -227,6 +228,13 @@ class LinkHasRoom(_Message, frozen=True):
     work: int
 
 
+class Certain(_Message, frozen=True):
+    """All bytes of a fetch are here, and sound; all its rounds have slots, and their first layers are restored. The
+    others follow layer by layer, and will take about the fetch's ``early_s`` at most."""
+
+    work: int
+
+
 class FetchOver(_Message, frozen=True):
     """The last event of a fetch."""
 
@@ -266,6 +274,7 @@ Event = (
     | Piece
     | RoundOver
     | LinkHasRoom
+    | Certain
     | FetchOver
     | SidePiece
     | SideOver

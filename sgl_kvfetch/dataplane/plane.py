@@ -62,13 +62,15 @@ class FetchCall:
 
     ``here``: for each round, the cost of its pages and all later ones, when its first bytes are here; None if it ended
     before. ``over``: for each round, how many of its pages, from the first on, are restored; nothing is written after
-    that. ``link``: done when the link could serve another fetch as well. ``end``: done when the fetch is over.
+    that. ``link``: done when the link could serve another fetch as well. ``certain``: true as `messages.Certain` says,
+    false if the fetch ended before. ``end``: done when the fetch is over.
     """
 
     work: int
     here: list[Future[m.Cost | None]]
     over: list[Future[int]]
     link: Future[None] = field(default_factory=Future)
+    certain: Future[bool] = field(default_factory=Future)
     end: Future[None] = field(default_factory=Future)
     destinations: dict[int, Destination] = field(default_factory=dict)
 
@@ -80,6 +82,7 @@ class FetchCall:
         for index in range(len(self.over)):
             self.end_round(index, 0)
         _complete(self.link, None)
+        _complete(self.certain, False)
         _complete(self.end, None)
 
 
@@ -130,12 +133,13 @@ class DataPlane:
         found: int | None = None,
         first_page: int = 0,
         request: timeline.Request = timeline.NOBODY,
+        early_s: float = 0.0,
     ) -> FetchCall:
         """Begin to transmit pages for ``request``. Other arguments as in `messages.Fetch`."""
         work = next(self._numbers)
         call = FetchCall(work, [Future() for _ in round_ends], [Future() for _ in round_ends])
         named = request.id, request.traceparent
-        command = m.Fetch(work, b"".join(hashes), tuple(round_ends), deadline_s, found, first_page, *named)
+        command = m.Fetch(work, b"".join(hashes), tuple(round_ends), deadline_s, found, first_page, *named, early_s)
         self._run.fetch(command, call)
         return call
 
@@ -457,6 +461,9 @@ class _Run:
             case m.LinkHasRoom():
                 if (call := self._call(event.work)) is not None:
                     _complete(call.link, None)
+            case m.Certain():
+                if (call := self._call(event.work)) is not None:
+                    _complete(call.certain, True)
             case m.FetchOver():
                 with self._lock:
                     ended = self._fetches.pop(event.work)
@@ -481,7 +488,9 @@ class _Run:
         common = len(piece.pages) * geometry.page_size, len(layers), len(heads)
         shapes = ((*common, geometry.head_dim(t)) for t in TENSORS)
         values = self._values.views(piece.offset, geometry.torch_dtype, shapes)
-        destination.sink.write(layers, heads, [destination.pool_pages[i] for i in piece.pages], CellValues(*values))
+        pages = [destination.pool_pages[i] for i in piece.pages]
+        if destination.sink.write(layers, heads, pages, CellValues(*values)):
+            destination.count(layers, heads, len(pages))
 
     def end(self) -> bool:
         """End the data plane, and complete all its work under way as misses. Return whether it has lost pages that it

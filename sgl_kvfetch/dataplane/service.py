@@ -23,6 +23,7 @@ from sgl_kvfetch.dataplane.client import StoreClient, count_fetch, count_miss, c
 from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.fetch.fetcher import FetchResult
 from sgl_kvfetch.fetch.plan import PageSource, total_bytes
+from sgl_kvfetch.fetch.progress import Early
 from sgl_kvfetch.fetch.rounds import Destination, Round
 from sgl_kvfetch.fetch.sides import KV_POOL, Usable, usable_runs
 from sgl_kvfetch.fetch.sink import GuardedSink, PagePool
@@ -250,6 +251,7 @@ class Service:
                     max(0.0, command.deadline_s - time.monotonic()),
                     request=request,
                     on_requested=lambda: self._emit(m.LinkHasRoom(command.work)),
+                    early=self._early(command),
                 )
                 finder.fetched(hashes, sources, result)
         finally:
@@ -292,6 +294,10 @@ class Service:
             metrics.SIDE_PAGES.labels(command.pool, "hit").inc(len(come))
             metrics.SIDE_PAGES.labels(command.pool, "miss").inc(len(hashes) - len(come))
             self._emit(m.SideOver(command.work, tuple(come)))
+
+    def _early(self, command: m.Fetch) -> Early | None:
+        certain = m.Certain(command.work)
+        return Early(command.early_s, partial(self._emit, certain)) if command.early_s else None
 
     def _shorten(self, fetch: _Fetch, num_pages: int) -> None:
         """Shorten the single round of a host-mode fetch, because only ``num_pages`` pages are stored."""

@@ -26,7 +26,7 @@ from sgl_kvfetch.fetch.ahead import ReadAhead
 from sgl_kvfetch.fetch.budget import BytesBudget
 from sgl_kvfetch.fetch.link import DecodeRate, Link
 from sgl_kvfetch.fetch.plan import CellsKey, PageSource, ReadUnit, SpanPart, read_unit, read_units, span_parts
-from sgl_kvfetch.fetch.progress import FetchProgress
+from sgl_kvfetch.fetch.progress import Early, FetchProgress
 from sgl_kvfetch.fetch.restore import restore_cell, working_bytes
 from sgl_kvfetch.fetch.rounds import Round
 from sgl_kvfetch.fetch.variants import VariantChooser
@@ -119,6 +119,7 @@ class Fetcher:
         *,
         request: timeline.Request = timeline.NOBODY,
         on_requested: Callable[[], None] | None = None,
+        early: Early | None = None,
     ) -> FetchResult:
         """Restore pages to the destinations of ``rounds``. The rounds must be contiguous and cover all pages.
 
@@ -127,9 +128,10 @@ class Fetcher:
         ``timeout_s``, and does not request bytes that the link, at its measured speed, would bring only after that.
         ``num_pages`` excludes pages that failed or came too late; pages beyond it may have been written in part.
         ``on_requested`` is called when the link could serve another fetch as well, unless this one ends first.
-        Never raises a domain error. ``request`` is for the timeline.
+        Never raises a domain error. ``request`` is for the timeline. With ``early``, the rest is decoded layer by
+        layer when all bytes are here.
         """
-        progress = FetchProgress(sources, rounds)
+        progress = FetchProgress(sources, rounds, early)
         self._running.add(progress)
         requested = asyncio.Event()
         announcing = asyncio.create_task(self._announce(requested, on_requested))
@@ -173,6 +175,7 @@ class Fetcher:
                         break
                 progress.num_unasked = 0
                 requested.set()
+                self._consider_early(progress)
                 if progress.advance():
                     raise _SettledError
         except* _SettledError:
@@ -214,6 +217,8 @@ class Fetcher:
                 raise
             progress.num_transmitting -= 1
             each.want()
+            if progress.early is not None:
+                unit.verify(data)
             progress.num_waiting += 1
             destination = await asyncio.shield(each.destination)
             progress.num_waiting -= 1
@@ -227,11 +232,16 @@ class Fetcher:
                     sink=destination.sink,
                     request=request,
                 )
-                cells = [self._restore(unit, cell, data, restore) for cell in unit.cells]
+                progress.undecoded_bytes += unit.size_bytes
+                progress.num_first_layers += sum(cell.layer_group == 0 for cell in unit.cells)
+                cells = [self._restore(unit, cell, data, restore, progress) for cell in unit.cells]
                 # Wait for all cells even if one fails: they hold memory until they are done.
                 for error in await asyncio.gather(*cells, return_exceptions=True):
                     if error is not None:
                         raise error
+                for cell in unit.cells:
+                    layers, heads = unit.reader.manifest.grid.layers(cell.layer_group), unit.reader.heads_of(cell)
+                    destination.count(layers, heads, len(part.request_pages))
                 progress.restored(index, len(unit.cells))
                 if part.is_begun and part.request_pages[-1] == each.end_page - each.first_page - 1:
                     self._keep_begun(unit, data)
@@ -244,11 +254,30 @@ class Fetcher:
         if progress.advance():
             raise _SettledError
 
-    async def _restore(self, unit: ReadUnit, cell: Cell, data: bytes, restore: Callable[..., float]) -> None:
+    def _consider_early(self, progress: FetchProgress) -> None:
+        """Decode layer by layer if all bytes of the fetch are here. Report when it will be done soon enough."""
+        early = progress.early
+        if early is None or not progress.is_all_here:
+            return
+        if self._decode_budget is not None:
+            self._decode_budget.sort(progress)
+        undecoded_bytes = sum(each.undecoded_bytes for each in self._running)  # all of them share the decoders
+        if progress.num_first_layers == 0 and undecoded_bytes <= early.within_s * (self.decode_rate.bytes_per_s or 0.0):
+            progress.early = None
+            early.on_certain()
+
+    async def _restore(
+        self,
+        unit: ReadUnit,
+        cell: Cell,
+        data: bytes,
+        restore: Callable[..., float],
+        progress: FetchProgress,
+    ) -> None:
         """Restore one cell on the decode pool."""
         piece, size_bytes = unit.piece(cell, data), working_bytes(unit.reader, cell)
         if self._decode_budget is not None:
-            await self._decode_budget.acquire(size_bytes)
+            await self._decode_budget.acquire(size_bytes, owner=progress, turn=cell.layer_group)
         try:
             future = self._submit(unit.reader, cell, partial(restore, unit.reader, cell, piece))
         except BaseException:
@@ -259,6 +288,9 @@ class Fetcher:
         future.add_done_callback(lambda _: _call_soon(loop, partial(self._restored, size_bytes)))
         seconds = await asyncio.wrap_future(future)
         self.decode_rate.add(len(piece), seconds)
+        progress.undecoded_bytes -= len(piece)
+        progress.num_first_layers -= cell.layer_group == 0
+        self._consider_early(progress)
 
     def _submit(self, reader: SegmentReader, cell: Cell, job: Callable[[Decoders], float]) -> Future[float]:
         if self._chooser is None:

@@ -66,6 +66,11 @@ class ReadUnit:
     def size_bytes(self) -> int:
         return self.end - self.start
 
+    def verify(self, data: bytes) -> None:
+        """Verify the compressed bytes. Raises CorruptError."""
+        for cell in self.cells:
+            self.reader.verify_cell(cell, self.piece(cell, data))
+
     def piece(self, cell: Cell, data: bytes) -> memoryview:
         """Return a cell's part of the unit's bytes."""
         start, end = self.reader.cell_range(cell)

@@ -6,15 +6,22 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sgl_kvfetch.fetch.layers import LayerProgress
 from sgl_kvfetch.fetch.sink import GuardedSink
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The pool pages that a round is restored to. The sink is closed when the round ends."""
+    """The pool pages that a round is restored to. The sink is closed when the round ends. ``layers`` counts what is
+    restored, if the engine waits for single layers."""
 
     pool_pages: Sequence[int]
     sink: GuardedSink
+    layers: LayerProgress | None = None
+
+    def count(self, layers: range, heads: range, num_pages: int) -> None:
+        if self.layers is not None:
+            self.layers.add(layers, len(heads) * num_pages)
 
 
 class Round:

@@ -115,6 +115,8 @@ SEAMS: tuple[Seam, ...] = (
         _DEVICE_HOOKS,
         # Runs every step, but does not call the cache if there is no host tier.
         (f"{_SCHEDULER}._process_hicache_events", "after", "step_cache"),
+        # Runs a batch: a forward pass may wait for layers that are still being restored.
+        (f"{_SCHEDULER}.run_batch", "around", "run_batch"),
         # Handles a finished batch, which shows how fast the engine computes prompts.
         (f"{_SCHEDULER}.process_batch_result", "after", "measure_batch"),
         # Guards the count of the pool's slots, and the emptying of the pool.

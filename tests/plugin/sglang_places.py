@@ -425,13 +425,93 @@ PLACES: tuple[Place, ...] = (
     ),
     Place(
         "sglang.srt.managers.scheduler.Scheduler.run_batch",
-        "leaves in the batch when it was launched, by time.monotonic()",
-        mentions=("launch_ts", "monotonic"),
+        "leaves in the batch when it was launched, by time.monotonic(), and its number",
+        mentions=("launch_ts", "monotonic", "forward_iter"),
     ),
     Place(
         "sglang.srt.managers.schedule_batch.ScheduleBatch",
         "what a batch computed, and for whom",
-        has=("launch_ts", "extend_num_tokens", "forward_mode", "reqs", "decoding_reqs"),
+        has=("launch_ts", "extend_num_tokens", "forward_mode", "reqs", "decoding_reqs", "forward_iter"),
+    ),
+    Place(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch",
+        "requests without a result leave the batch before it becomes part of the running one",
+        params=("self", "reqs_to_exclude", "keep_indices"),
+    ),
+    Place(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
+        "a request that is computed again counts as retracted until then",
+        mentions=("is_retracted",),
+    ),
+    Place(
+        "sglang.srt.managers.schedule_batch.release_req",
+        "a request without a result is computed again, as after a retraction",
+        params=(
+            "req",
+            "remaing_req_count",
+            "req_to_token_pool",
+            "token_to_kv_pool_allocator",
+            "tree_cache",
+            "hisparse_coordinator",
+            "offload_kv",
+        ),
+        mentions=("release_kv_cache", "reset_for_retract"),
+    ),
+    Place(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.copy",
+        "under overlap, the result is processed with a copy of the batch, which has its number",
+    ),
+    Place(
+        "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
+        "the same",
+        params=("self", "req", "is_retracted"),
+        mentions=("_prefetch_kvcache", "waiting_queue"),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler.Scheduler.update_running_batch",
+        "the same, for requests that SGLang retracts",
+        mentions=("_add_request_to_queue",),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+        ".process_batch_result_prefill",
+        "a retracted request gets no result",
+        mentions=("is_retracted",),
+    ),
+    Place(
+        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
+        "slots that are being filled are admitted like pages of a host tier",
+        mentions=("init_load_back", "host_loaded_length", "load_back_is_cache_owned"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.base_prefix_cache.InitLoadBackParams",
+        "the same",
+        has=("host_hit_length", "req"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.prefix_device_indices",
+        "the same: private slots follow those of the tree",
+        params=("self", "req"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.memory_pool.KVCache.register_layer_transfer_counter",
+        "a forward pass waits for layers that are being restored",
+        params=("self", "layer_transfer_counter"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.get_key_buffer",
+        "the same",
+        mentions=("layer_transfer_counter", "wait_until", "start_layer"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool.get_key_buffer",
+        "the same",
+        mentions=("layer_transfer_counter", "wait_until", "start_layer"),
+    ),
+    Place(
+        "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner._wait_for_layer_loads",
+        "a graph of a whole pass waits for the last layer",
+        mentions=("consumer_index", "num_layers", "wait_until"),
     ),
     Place(
         "sglang.srt.model_executor.forward_batch_info.ForwardMode.is_extend_without_speculative",
@@ -706,7 +786,9 @@ PLACES: tuple[Place, ...] = (
         params=("key", "cow_mamba", "req"),
     ),
     Place(
-        "sglang.srt.mem_cache.base_prefix_cache.MatchResult", "the same", has=("device_prefix_len", "last_device_node")
+        "sglang.srt.mem_cache.base_prefix_cache.MatchResult",
+        "the same",
+        has=("device_prefix_len", "last_device_node", "host_hit_length"),
     ),
     Place(
         "sglang.srt.mem_cache.base_prefix_cache.InsertParams",

@@ -20,6 +20,7 @@ from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.dataplane.messages import Cost, Found
 from sgl_kvfetch.dataplane.plane import DataPlane, FetchCall
+from sgl_kvfetch.fetch.layers import LayerProgress
 from sgl_kvfetch.fetch.rounds import Destination
 from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.log import LimitedLogger
@@ -66,6 +67,12 @@ class RoundStarts(NamedTuple):
     start: int  # a `RoundStart`
 
 
+class Certainty(NamedTuple):
+    """Whether the rest of a fetch will be restored in time for its request to start: see `messages.Certain`."""
+
+    is_certain: int  # 1 or 0
+
+
 class Copied(NamedTuple):
     """The result of a copy: how many pages were queued for writing, from the first on, and whether all pages of earlier
     copies are still queued or written (1), or some of them may be lost (0)."""
@@ -82,6 +89,26 @@ class SlotRun:
     previous_hash: str | None  # hash of the page before, None at the sequence's start
     page_hashes: Sequence[str]
     slots: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Filling:
+    """Slots that are being filled."""
+
+    slots: torch.Tensor  # one per token
+    sink: GuardedSink
+    layers: LayerProgress
+
+    def close(self) -> None:
+        """Stop all writes to the slots."""
+        self.sink.close()
+        self.layers.end()
+
+    def publish(self) -> None:
+        """Pass on what is restored: see `DevicePages.publish`."""
+        pages = self.sink.pool
+        assert isinstance(pages, DevicePages)
+        pages.publish()
 
 
 class DeviceBackend:
@@ -207,10 +234,14 @@ class DeviceBackend:
         round_ends: Sequence[int],
         link_ticket: Ticket[Done],
         end_ticket: Ticket[Done],
+        early_ticket: Ticket[Certainty] | None,
+        num_left: int,
     ) -> FetchCall:
         """Begin to transmit pages that a lookup found, in rounds that end before the pages ``round_ends``.
 
         ``link_ticket`` is reported when the link could serve another fetch, too, ``end_ticket`` when this one is over.
+        ``early_ticket`` is reported when the rest will be restored in time for the request to start: it has
+        ``num_left`` more tokens to compute. None if no request starts early.
         """
         call = self.plane.fetch(
             lookup.page_hashes[pages.start : pages.stop],
@@ -219,7 +250,10 @@ class DeviceBackend:
             found=lookup.number,
             first_page=pages.start,
             request=request,
+            early_s=(self._speed.seconds_for(num_left) or 0.0) if early_ticket is not None else 0.0,
         )
+        if early_ticket is not None:
+            call.certain.add_done_callback(lambda done: self._report(early_ticket, Certainty(int(done.result()))))
         call.link.add_done_callback(lambda _: self._report(link_ticket, Done()))
         call.end.add_done_callback(lambda _: self._report(end_ticket, Done()))
         return call
@@ -239,30 +273,34 @@ class DeviceBackend:
         finally:
             self._report(ticket, RoundStarts(start))
 
-    def restore_round(self, ticket: Ticket[PageCount], call: FetchCall, index: int, slots: torch.Tensor) -> GuardedSink:
+    def restore_round(self, ticket: Ticket[PageCount], call: FetchCall, index: int, slots: torch.Tensor) -> Filling:
         """Restore a round into ``slots`` until the returned sink is closed. Reports how many of the round's pages, from
         the first on, were restored; nothing writes to ``slots`` after the report."""
-        sink = GuardedSink(self.pages.open_round())
-        self._hash_pool.submit(self._give, ticket, call, index, slots, sink)
-        return sink
+        geometry = self.pages.geometry
+        num_pages = slots.numel() // geometry.page_size
+        filling = Filling(
+            slots,
+            GuardedSink(self.pages.open_round()),
+            LayerProgress(geometry.num_layers, num_pages * geometry.num_heads),
+        )
+        self._hash_pool.submit(self._give, ticket, call, index, filling)
+        return filling
 
-    def _give(
-        self, ticket: Ticket[PageCount], call: FetchCall, index: int, slots: torch.Tensor, sink: GuardedSink
-    ) -> None:
+    def _give(self, ticket: Ticket[PageCount], call: FetchCall, index: int, filling: Filling) -> None:
         try:
             # On a GPU, this waits for the device.
-            pool_pages = self.pages.page_indices(slots)
+            pool_pages = self.pages.page_indices(filling.slots)
         except Exception:
             logger.exception("kvfetch round not restored")
             metrics.MISSES.labels("fetch", "internal").inc()
-            sink.close()
+            filling.close()
             self._report(ticket, PageCount(0))
             return
-        self.plane.give(call, index, Destination(pool_pages, sink))
-        call.over[index].add_done_callback(partial(self._round_over, ticket, sink))
+        self.plane.give(call, index, Destination(pool_pages, filling.sink, filling.layers))
+        call.over[index].add_done_callback(partial(self._round_over, ticket, filling))
 
-    def _round_over(self, ticket: Ticket[PageCount], sink: GuardedSink, over: Future[int]) -> None:
-        sink.close()
+    def _round_over(self, ticket: Ticket[PageCount], filling: Filling, over: Future[int]) -> None:
+        filling.close()
         self._report(ticket, PageCount(over.result()))
 
     # Copies

@@ -42,6 +42,7 @@ def build_radix_cache(ctx: TreeCacheBuildContext) -> KVFetchRadixCache:
     rank = SimpleNamespace(tp_rank=ctx.tp_rank, tp_size=ctx.tp_size, is_mla_model=is_mla(pool))
     cache.set_connect(partial(_connect, cache, pages, nvdec, rank, allocator.size))
     cache.connect(get_memory().hicache_storage_backend_extra_config)
+    pool.register_layer_transfer_counter(cache.early_starts)
     atexit.register(cache.release_host_resources)
     return cache
 
@@ -81,5 +82,9 @@ def _connect(
         config, plane, pages, pool_tokens=pool_tokens, threshold_tokens=threshold_tokens, is_writer=is_writer
     )
     weight_updates.register(backend.access, config.model_id)
-    # docs/decisions/0011-no-early-start.md
-    logger.info("kvfetch runs in device mode: a request starts when its whole stored prefix is in the pool")
+    counter = cache.early_starts if config.early_start else None
+    cache.token_to_kv_pool_allocator.get_kvcache().register_layer_transfer_counter(counter)
+    ready = (
+        "all bytes of its stored prefix are here" if config.early_start else "its whole stored prefix is in the pool"
+    )
+    logger.info("kvfetch runs in device mode: a request starts when %s", ready)

@@ -11,7 +11,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    EvictResult,
+    InitLoadBackParams,
+    MatchPrefixParams,
+    MatchResult,
+)
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -21,6 +27,7 @@ from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.device.backend import DeviceBackend
 from sgl_kvfetch.plugin.device.board import Board
+from sgl_kvfetch.plugin.device.early import EarlyStarts
 from sgl_kvfetch.plugin.device.fetches import Fetches
 from sgl_kvfetch.plugin.device.known import KnownPages
 from sgl_kvfetch.plugin.device.pages import DevicePages
@@ -82,6 +89,11 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             self.tree_core.backfill_missing_hash_values()
         self.enable_storage = True  # nodes get hashes
         return backend
+
+    @cached_property
+    def early_starts(self) -> EarlyStarts:
+        """The counter of layers for SGLang's pool."""
+        return EarlyStarts(self.token_to_kv_pool_allocator.get_kvcache().layer_num, self._is_so_on_all_ranks)
 
     def _num_ranks(self) -> int:
         groups = [group for group in (self.attn_cp_group, self.attn_tp_group, self.tp_group) if group is not None]
@@ -183,7 +195,8 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         tokens = array("q", matched_prefix_tokens or ())
         tokens.extend(new_input_tokens)
         key = RadixKey(tokens, extra_key=extra_key, cache_salt=cache_salt).page_aligned(self.page_size)
-        self._parts.fetches.arrive(request, key, start, last_hash)
+        may_start_early = self.early_starts.may_start(request.rid)
+        self._parts.fetches.arrive(request, key, start, last_hash, may_start_early=may_start_early)
 
     def check_prefetch_progress(self, request: Any) -> bool:
         return self._parts is None or self._parts.fetches.is_over(request)
@@ -195,15 +208,50 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def release_aborted_request(self, request: Any) -> None:
         super().release_aborted_request(request)
+        self.early_starts.forget(request.rid)
         if self._parts is not None:
             self._parts.fetches.abandon(request)
             self._parts.writes.forget(request.rid)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
+        self.early_starts.forget(req.rid)
         if self._parts is not None:
             self._parts.fetches.abandon(req.cache_request_handle)
             self._parts.writes.forget(req.rid)
+
+    # Starting early. To SGLang, slots that are still being filled look like pages of a host tier.
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """Add to what the tree has the slots that are being filled, if the request may start with them."""
+        result = super().match_prefix(params)
+        if self._parts is None or params.req is None:
+            return result
+        num_tokens = self._parts.fetches.early_tokens(params.req.cache_request_handle, result.device_prefix_len)
+        if not num_tokens or result.device_prefix_len + num_tokens > len(params.key):
+            return result
+        return result._replace(host_hit_length=num_tokens)
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Any] | None:
+        """Admit a request whose pages are still being restored, if `match_prefix` has offered it."""
+        if self._parts is None or not params.host_hit_length:
+            return super().init_load_back(params)  # type: ignore[no-any-return]
+        req = params.req
+        fillings, stored = self._parts.fetches.start_early(req.cache_request_handle)
+        self.early_starts.start(req.rid, fillings)
+        req.storage_hit_start, req.storage_hit_length = stored.start, len(stored)  # for its usage report
+        return params.host_hit_length, req.last_node
+
+    def load_back_is_cache_owned(self) -> bool:
+        """Return False: the slots join the tree when the request inserts them, like what it has computed."""
+        return False
+
+    def prefix_device_indices(self, req: Any) -> torch.Tensor:
+        slots = self.early_starts.slots(req.rid)
+        if not slots:
+            return super().prefix_device_indices(req)  # type: ignore[no-any-return]
+        path = self.path_device_indices(req.last_node)
+        return torch.cat([path, *(each.to(path.dtype) for each in slots)])[: req.prefix_len]
 
     # Writing
 

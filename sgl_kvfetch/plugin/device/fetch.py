@@ -7,28 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from sgl_kvfetch import timeline
 from sgl_kvfetch.dataplane.plane import FetchCall
-from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.plugin.device.backend import LookupWork
 from sgl_kvfetch.plugin.device.fetch_state import FetchState, State
-from sgl_kvfetch.plugin.device.pages import DevicePages
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Filling:
-    """Slots that are being filled. Closing ``sink`` stops all writes to them."""
-
-    slots: torch.Tensor  # one per token
-    sink: GuardedSink
-
-    def publish(self) -> None:
-        """Pass the slots on, after the sink was closed: see `DevicePages.publish`."""
-        pages = self.sink.pool
-        assert isinstance(pages, DevicePages)
-        pages.publish()
 
 
 @dataclass(eq=False)
@@ -40,6 +22,7 @@ class Fetch(FetchState):
     start: int
     arrival: int  # serial number, in order of arrival
     arrived_s: float  # for the timeline
+    starts_early: bool = False  # if its last pages will be restored in time
     request: timeline.Request = timeline.NOBODY
     urgency: int = 0
     lookup: LookupWork = field(default_factory=LookupWork)

@@ -37,6 +37,7 @@ class End(enum.Enum):
     """How a fetch ended, unless its request was aborted."""
 
     LANDED = "landed"  # all stored pages landed
+    EARLY = "early"  # the request started while its last pages were being restored
     PARTLY = "partly"  # some pages landed, the rest failed
     FAILED = "failed"  # all pages failed
     STOPPED = "stopped"  # the rest is computed, because that has become faster
@@ -54,6 +55,8 @@ class Sign(enum.Enum):
 
     FOLLOWS = "follows"  # another fetch brings the next page
     LEADER_ENDED = "leader ended"  # no other fetch brings the next page any longer
+    CERTAIN = "certain"  # all bytes are here, and the rest will be restored in time for the request's own computing
+    STARTED = "started"  # the request is admitted, and takes the slots that are being filled
     BYTES_HERE = "bytes here"  # the first bytes of the next round have arrived
     TRANSMISSION_OVER = "transmission over"  # nothing more comes over the link
     ABANDONED = "abandoned"  # the request is gone; other fetches may still follow this one
@@ -156,7 +159,13 @@ class Finish(Struct, frozen=True):
     end: End
 
 
-Action = Do | Transmit | AwaitBytes | Land | Free | Finish
+class HandOver(Struct, frozen=True):
+    """Hand a round's slots over to the request, which starts while they are being filled."""
+
+    slots: Any
+
+
+Action = Do | Transmit | AwaitBytes | Land | Free | HandOver | Finish
 
 
 class _Round(Struct, frozen=True):
@@ -176,6 +185,7 @@ class FetchState:
         self.num_rounds = 0  # rounds that have got slots
         self.landed_pages = 0
         self.is_abandoned = False
+        self._is_certain = False
         self._is_unwanted = False
         self._has_gap = False  # a round came short, so later rounds do not count
         self._round_ends: deque[int] = deque()  # of rounds without slots
@@ -191,6 +201,12 @@ class FetchState:
     def filling(self) -> list[Any]:
         """The slots that are being filled."""
         return [each.slots for each in self._filling]
+
+    @property
+    def can_start(self) -> bool:
+        """Return whether the request may start while its last pages are being restored."""
+        is_filling = self.state is State.FETCHING and self.awaited is Awaited.NOTHING and bool(self._filling)
+        return is_filling and self._is_certain and not self._has_gap
 
     def receive(self, event: Event) -> list[Action]:
         """Return the actions that follow from ``event``. Raises AssertionError if it cannot happen in this state."""
@@ -266,6 +282,16 @@ class FetchState:
         """Stop if a round still waits for bytes or slots: none will come, after the deadline or after a failed read."""
         return [] if self.awaited is Awaited.NOTHING else self._want_no_more(End.PARTLY)
 
+    def _be_certain(self, _: Event) -> list[Action]:
+        self._is_certain = True
+        return []
+
+    def _start(self, _: Event) -> list[Action]:
+        assert self._is_certain, "the rest may fail"
+        actions: list[Action] = [HandOver(each.slots) for each in self._filling]
+        self._filling.clear()
+        return [*actions, Do.FETCH_NO_MORE, Finish(End.EARLY)]
+
     def _abandon(self, _: Event) -> list[Action]:
         self.is_abandoned = True
         return []
@@ -314,6 +340,8 @@ TRANSITIONS: dict[
         Restored: (_S.FETCHING, _F._take_pages),
         RoundRefused: (_S.STOPPING, lambda fetch, event: fetch._want_no_more(event.end)),
         Sign.TRANSMISSION_OVER: (_S.FETCHING, _F._end_transmission),
+        Sign.CERTAIN: (_S.FETCHING, _F._be_certain),
+        Sign.STARTED: (_S.LANDED, _F._start),
         Sign.ABANDONED: (_S.FETCHING, _F._abandon),
         Sign.UNWANTED: (_S.STOPPING, _F._end_unwanted),
         Dropped: (_S.OVER, _F._drop),
@@ -323,14 +351,16 @@ TRANSITIONS: dict[
         Sign.ABANDONED: (_S.STOPPING, _F._abandon),
         Sign.UNWANTED: (_S.STOPPING, _F._end_unwanted),
         Dropped: (_S.OVER, _F._drop),
-        **dict.fromkeys((Sign.BYTES_HERE, RoundRefused, Sign.TRANSMISSION_OVER), (_S.STOPPING, [])),
+        **dict.fromkeys((Sign.BYTES_HERE, RoundRefused, Sign.TRANSMISSION_OVER, Sign.CERTAIN), (_S.STOPPING, [])),
     },
     _S.LANDED: {
         **dict.fromkeys((Sign.RELEASED, Sign.ABANDONED, Dropped), (_S.OVER, [Do.LET_GO])),
-        **dict.fromkeys((Sign.BYTES_HERE, RoundRefused, Sign.TRANSMISSION_OVER), (_S.LANDED, [])),
+        **dict.fromkeys(
+            (Sign.BYTES_HERE, RoundRefused, Restored, Sign.TRANSMISSION_OVER, Sign.CERTAIN), (_S.LANDED, [])
+        ),
     },
     _S.OVER: {
         **dict.fromkeys((Found, NothingToFetch), (_S.OVER, [Do.FORGET_FOUND])),
-        **dict.fromkeys((Sign.BYTES_HERE, RoundRefused, Restored, Sign.TRANSMISSION_OVER), (_S.OVER, [])),
+        **dict.fromkeys((Sign.BYTES_HERE, RoundRefused, Restored, Sign.TRANSMISSION_OVER, Sign.CERTAIN), (_S.OVER, [])),
     },
 }

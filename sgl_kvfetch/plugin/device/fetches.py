@@ -17,9 +17,9 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.dataplane.plane import FetchCall
-from sgl_kvfetch.plugin.device.backend import DeviceBackend, Finding, RoundStart, RoundStarts
+from sgl_kvfetch.plugin.device.backend import Certainty, DeviceBackend, Filling, Finding, RoundStart, RoundStarts
 from sgl_kvfetch.plugin.device.board import Board, PageCount
-from sgl_kvfetch.plugin.device.fetch import Fetch, Filling, Sharing
+from sgl_kvfetch.plugin.device.fetch import Fetch, Sharing
 from sgl_kvfetch.plugin.device.fetch_state import (
     Action,
     AwaitBytes,
@@ -31,6 +31,7 @@ from sgl_kvfetch.plugin.device.fetch_state import (
     Finish,
     Found,
     Free,
+    HandOver,
     Land,
     NothingToFetch,
     Restored,
@@ -70,6 +71,7 @@ class Fetches:
         """``cache``: SGLang's ``UnifiedRadixCache``. ``pool_tokens``: the pool's slots. ``threshold_tokens``: the
         smallest number of tokens that is worth a lookup."""
         max_tokens = int(pool_tokens * config.device_pool_share)
+        self._starts_early = config.early_start
         self._cache = cache
         self._backend = backend
         self._board = board
@@ -103,12 +105,13 @@ class Fetches:
 
     # Calls from the scheduler
 
-    def arrive(self, handle: Any, key: Any, start: int, last_hash: str | None) -> None:
+    def arrive(self, handle: Any, key: Any, start: int, last_hash: str | None, *, may_start_early: bool = True) -> None:
         """Look up the pages of ``key`` from token ``start`` on. ``last_hash``: the hash of the page before them."""
         if handle in self._fetches or not self._backend.access.reads or len(key) - start < self._threshold_tokens:
             return
         self._num_arrived += 1
-        fetch = Fetch(handle, key, start, self._num_arrived, time.monotonic(), timeline.arrived(handle.rid))
+        starts_early, request = self._starts_early and may_start_early, timeline.arrived(handle.rid)
+        fetch = Fetch(handle, key, start, self._num_arrived, time.monotonic(), starts_early, request)
         self._fetches[handle] = fetch
         self._changed.append(handle)
         ticket = self._board.open(partial(self._looked_up, fetch))
@@ -133,7 +136,28 @@ class Fetches:
 
     def is_parked(self, handle: Any) -> bool:
         fetch = self._fetches.get(handle)
-        return fetch is not None and fetch.state is not State.LANDED
+        return fetch is not None and fetch.state is not State.LANDED and not self._may_start(fetch)
+
+    def _may_start(self, fetch: Fetch) -> bool:
+        # Followers get the pages sooner from the tree than from a request that computes.
+        return fetch.can_start and not fetch.live_followers and self._backend.access.reads
+
+    def early_tokens(self, handle: Any, begin: int) -> int:
+        """Return how many tokens a request may start with beyond ``begin``, where the tree's prefix ends: those whose
+        slots are still being filled. 0 if it must wait for them."""
+        fetch = self._fetches.get(handle)
+        if fetch is None or not self._may_start(fetch) or begin != fetch.loaded_start + fetch.landed_tokens:
+            return 0
+        return sum(filling.slots.numel() for filling in fetch.filling)
+
+    def start_early(self, handle: Any) -> tuple[list[Filling], range]:
+        """Hand over the slots that `early_tokens` has counted: from now on they are the request's. Return them, and
+        which of its tokens are from the store."""
+        fetch = self._fetches[handle]
+        fillings = fetch.filling
+        end = fetch.loaded_start + fetch.landed_tokens + sum(filling.slots.numel() for filling in fillings)
+        self._receive(fetch, Sign.STARTED)
+        return fillings, range(fetch.loaded_start, end)
 
     def take_changed(self) -> list[Any]:
         """Return the handles of requests that may have been parked or unparked since the last call."""
@@ -228,7 +252,7 @@ class Fetches:
     def _drop(self, fetches: Iterable[Fetch], end: End) -> None:
         for fetch in fetches:
             for filling in fetch.filling:
-                filling.sink.close()
+                filling.close()
                 filling.publish()
         for fetch in fetches:
             self._receive(fetch, Dropped(end))
@@ -324,15 +348,18 @@ class Fetches:
         if slots is None:
             return False
         ticket = self._board.open(partial(self._round_ended, fetch))
-        sink = self._backend.restore_round(ticket, _call_of(fetch), fetch.num_rounds, slots)
-        self._receive(fetch, SlotsGiven(Filling(slots, sink)))
+        filling = self._backend.restore_round(ticket, _call_of(fetch), fetch.num_rounds, slots)
+        self._receive(fetch, SlotsGiven(filling))
         return True
 
     # Actions
 
     def _receive(self, fetch: Fetch, event: Event) -> None:
+        could_start = fetch.can_start
         for action in fetch.receive(event):
             self._act(fetch, action)
+        if fetch.can_start != could_start:
+            self._changed.append(fetch.handle)
 
     def _act(self, fetch: Fetch, action: Action) -> None:
         match action:
@@ -357,6 +384,8 @@ class Fetches:
                 self._turns.leave(fetch)
             case Land():
                 self._land(fetch, action)
+            case HandOver(filling):
+                self._slots.hand_over(filling.slots)
             case Free(num_landed, filling):
                 self._slots.free(filling.slots[num_landed * self._page_size :])
             case Do.STOP:
@@ -383,7 +412,13 @@ class Fetches:
             action.round_ends,
             link_ticket=self._board.open(lambda _: self._link.give_back(fetch)),
             end_ticket=self._board.open(lambda _: self._receive(fetch, Sign.TRANSMISSION_OVER)),
+            early_ticket=self._board.open(partial(self._certain, fetch)) if fetch.starts_early else None,
+            num_left=len(fetch.key) - fetch.start - fetch.num_pages * self._page_size + 1,
         )
+
+    def _certain(self, fetch: Fetch, certainty: Certainty) -> None:
+        if certainty.is_certain:
+            self._receive(fetch, Sign.CERTAIN)
 
     def _land(self, fetch: Fetch, action: Land) -> None:
         begin = fetch.start + action.first_page * self._page_size
@@ -399,8 +434,9 @@ class Fetches:
         _count(fetch, (end if reads else End.SUSPENDED).value)
         if fetch.state is State.LANDED and reads:
             self._landed[fetch] = None
-            self._cache.prefetch_loaded_tokens_by_reqid[fetch.handle] = fetch.landed_tokens
-            self._cache.prefetch_loaded_storage_start_by_reqid[fetch.handle] = fetch.loaded_start
+            if end is not End.EARLY:  # if so, SGLang has already asked
+                self._cache.prefetch_loaded_tokens_by_reqid[fetch.handle] = fetch.landed_tokens
+                self._cache.prefetch_loaded_storage_start_by_reqid[fetch.handle] = fetch.loaded_start
             return
         del self._fetches[fetch.handle]
         if fetch.state is State.LANDED:

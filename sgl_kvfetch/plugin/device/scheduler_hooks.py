@@ -35,6 +35,8 @@ def _is_ours(cache: Any) -> TypeGuard[KVFetchRadixCache]:
 def step_cache(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """After ``Scheduler._process_hicache_events``, which does not call the cache if there is no host tier: step it."""
     if _is_ours(scheduler.tree_cache):
+        if gone := scheduler.tree_cache.early_starts.take_leavers():
+            scheduler.last_batch.filter_batch(reqs_to_exclude=gone)
         scheduler.tree_cache.step(partial(reserved_tokens, scheduler))
 
 
@@ -94,6 +96,46 @@ def measure_batch(result: None, scheduler: Any, batch: Any, batch_result: Any) -
     """After ``Scheduler.process_batch_result``: measure how long the batch took."""
     if _is_ours(scheduler.tree_cache):
         scheduler.tree_cache.prefill_meter.finished(batch, time.monotonic())
+        _requeue_discarded(scheduler, batch)
+
+
+def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``Scheduler.run_batch``: let requests compute whose last pages are being restored.
+
+    If a page does not come, no prompt of the batch gets a result: SGLang takes all their logprobs apart in one go."""
+    cache = scheduler.tree_cache
+    if not _is_ours(cache) or cache.early_starts.is_idle:
+        return original(scheduler, batch, *args, **kwargs)
+    request_ids = [req.rid for req in batch.reqs]
+    cache.early_starts.begin_pass(request_ids)
+    result = original(scheduler, batch, *args, **kwargs)
+    if not cache.early_starts.end_pass(request_ids):
+        discarded = [req for req in batch.reqs if req not in (batch.decoding_reqs or ())]
+        for req in discarded:
+            req.is_retracted = True  # so that SGLang does not use its result
+            if scheduler.chunked_req is req:
+                scheduler.chunked_req = None
+        # Under overlap the result is processed after the next batch was formed, otherwise before.
+        cache.early_starts.discard(batch.forward_iter, discarded)
+    return result
+
+
+def _requeue_discarded(scheduler: Any, batch: Any) -> None:
+    """Once a batch's result is processed: let the requests that got none be computed again, as after a retraction."""
+    from sglang.srt.managers.schedule_batch import release_req
+
+    early_starts = scheduler.tree_cache.early_starts
+    for req in early_starts.take_discarded(batch.forward_iter):
+        release_req(
+            req=req,
+            remaing_req_count=0,
+            req_to_token_pool=scheduler.req_to_token_pool,
+            token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
+            tree_cache=scheduler.tree_cache,
+            hisparse_coordinator=None,
+        )
+        early_starts.bar(req.rid)
+        scheduler._add_request_to_queue(req, is_retracted=True)
 
 
 def clear_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:

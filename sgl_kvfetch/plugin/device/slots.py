@@ -41,6 +41,10 @@ class Slots:
             self.held_tokens -= slots.numel()
             self._cache.token_to_kv_pool_allocator.free(slots)
 
+    def hand_over(self, slots: torch.Tensor) -> None:
+        """Note that the slots belong to a request now."""
+        self.held_tokens -= slots.numel()
+
     def land(self, fetch: Fetch, begin: int, slots: torch.Tensor) -> None:
         """Put slots into the tree, from token ``begin`` on, and extend the fetch's lock to them. Where the tree has got
         the same tokens in the meantime, it keeps its own slots and frees these."""

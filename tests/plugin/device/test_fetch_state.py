@@ -12,6 +12,7 @@ from sgl_kvfetch.plugin.device.fetch_state import (
     TRANSITIONS,
     Action,
     AwaitBytes,
+    Awaited,
     Begun,
     Do,
     Dropped,
@@ -21,6 +22,7 @@ from sgl_kvfetch.plugin.device.fetch_state import (
     Finish,
     Found,
     Free,
+    HandOver,
     Land,
     NothingToFetch,
     Restored,
@@ -51,6 +53,7 @@ class World:
         self.awaits_bytes = False
         self.is_transmitting = False
         self.is_asking = False
+        self.is_certain = False  # all bytes are here, which is reported later
         self.num_locks = 0
         self.first_page = 0
         self.landed_end = 0  # page
@@ -80,6 +83,8 @@ class World:
             self.request_goes: (0.5, self.is_request_there and state is not State.OVER),
             self.followers_go: (1, not self.is_request_there and fetches),
             self.all_is_flushed: (0.3, state is not State.OVER),
+            self.rest_is_certain: (2, self.is_certain),
+            self.request_starts_early: (2, self.fetch.can_start and self.is_request_there),
             self.request_is_admitted: (1, state is State.LANDED),
         }
         return {move: weight for move, (weight, is_possible) in possible.items() if is_possible}
@@ -131,6 +136,8 @@ class World:
                 begin, end = self.held.pop(slots)
                 assert begin < end
                 assert num_landed == (self.restored[slots] if begin == self.landed_end and num_landed else 0)
+            case HandOver(slots):
+                del self.held[slots]
             case Finish(end):
                 assert self.is_request_there
                 self.ends.append(end)
@@ -168,6 +175,10 @@ class World:
         self.is_transmitting = False
         self.receive(Sign.TRANSMISSION_OVER)
 
+    def rest_is_certain(self) -> None:
+        self.is_certain = False
+        self.receive(Sign.CERTAIN)
+
     # Turns
 
     def tree_has_changed(self) -> None:
@@ -194,6 +205,7 @@ class World:
         self.held[slots] = self.fetch.next_page, self.fetch.round_end
         self.reports.append(slots)
         self.receive(SlotsGiven(slots))
+        self.is_certain = self.fetch.awaited is Awaited.NOTHING and self.random.random() < 0.5
 
     def slots_are_refused(self) -> None:
         self.receive(RoundRefused(self.random.choice([End.FULL_POOL, End.PARTLY])))
@@ -210,6 +222,9 @@ class World:
 
     def all_is_flushed(self) -> None:
         self.receive(Dropped(End.FLUSHED))
+
+    def request_starts_early(self) -> None:
+        self.receive(Sign.STARTED)
 
     def request_is_admitted(self) -> None:
         self.receive(Sign.RELEASED)
@@ -262,6 +277,33 @@ def test_a_fetch_of_two_rounds() -> None:
     assert fetch.receive(Restored(2)) == [Land(4, 2, "b"), Do.FETCH_NO_MORE, Finish(End.LANDED)]
     assert fetch.state is State.LANDED
     assert fetch.receive(Sign.RELEASED) == [Do.LET_GO]
+
+
+def test_a_request_starts_with_the_rounds_that_are_being_filled() -> None:
+    fetch = begun(4, 6)
+    for slots in ("a", "b"):
+        fetch.receive(Sign.BYTES_HERE)
+        fetch.receive(SlotsGiven(slots))
+    assert fetch.receive(Restored(4)) == [Land(0, 4, "a")]
+    assert not fetch.can_start
+    assert fetch.receive(Sign.CERTAIN) == []
+    assert fetch.can_start
+    assert fetch.receive(Sign.STARTED) == [HandOver("b"), Do.FETCH_NO_MORE, Finish(End.EARLY)]
+    assert fetch.receive(Restored(2)) == []
+    assert fetch.receive(Sign.RELEASED) == [Do.LET_GO]
+
+
+def test_no_request_starts_with_a_gap_or_without_slots_for_all_rounds() -> None:
+    fetch = begun(2, 4)
+    fetch.receive(Sign.BYTES_HERE)
+    fetch.receive(SlotsGiven("a"))
+    fetch.receive(Sign.CERTAIN)
+    assert not fetch.can_start
+    fetch.receive(Sign.BYTES_HERE)
+    fetch.receive(SlotsGiven("b"))
+    assert fetch.can_start
+    fetch.receive(Restored(1))
+    assert not fetch.can_start
 
 
 def test_a_gap_ends_the_fetch_and_later_rounds_do_not_count() -> None:

@@ -91,6 +91,7 @@ class Batch:
     forward_mode: ForwardMode = ForwardMode.EXTEND
     reqs: list[Request] = field(default_factory=list)
     decoding_reqs: list[Request] | None = None
+    forward_iter: int = 1
 
 
 def durations(meter: PrefillMeter, monkeypatch: pytest.MonkeyPatch, *batches: tuple[Batch, float]) -> list[float]:

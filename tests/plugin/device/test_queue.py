@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sgl_kvfetch.plugin.device.early import EarlyStarts
 from sgl_kvfetch.plugin.device.prefill import PrefillMeter
 from sgl_kvfetch.plugin.device.queue import WaitingQueue
 from sgl_kvfetch.plugin.device.scheduler_hooks import count_pending, form_batch, reserved_tokens, step_cache
@@ -24,6 +25,7 @@ class Cache:
 
     def __init__(self) -> None:
         self.prefill_meter = PrefillMeter()
+        self.early_starts = EarlyStarts(1, bool)
         self.parked: set[int] = set()
         self.changed: list[int] = []
         self.num_steps = 0
