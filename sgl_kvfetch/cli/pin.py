@@ -16,13 +16,13 @@ from sgl_kvfetch.cli.prompts import (
     PromptOption,
     SaltOption,
     StoreArgument,
-    pages_stored,
     pins_of,
     stored_text,
 )
 from sgl_kvfetch.cli.target import open_indexed_store
 from sgl_kvfetch.cli.units import printable
 from sgl_kvfetch.stores.pins import Pin
+from sgl_kvfetch.stores.stored_pages import pages_stored
 
 
 class PinSummary(Struct, frozen=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -13,11 +12,11 @@ import typer
 from msgspec import Struct
 
 from sgl_kvfetch.cli.options import print_json
-from sgl_kvfetch.container.manifest import decode_manifest
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes, read_prompts, tokenise
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.pins import MAX_LABEL, MAX_PIN_PAGES, Pin
+from sgl_kvfetch.stores.stored_pages import pages_stored
 
 _LABEL = 60  # characters of a prompt
 
@@ -122,25 +121,3 @@ def print_stored(prompts: Sequence[StoredPrompt], as_json: bool) -> None:
         return
     for number, prompt in enumerate(prompts):
         typer.echo(f"prompt {number}: {prompt}")
-
-
-async def pages_stored(store: Store, hashes: Sequence[bytes]) -> dict[str, int]:
-    """Return, by namespace, how many of a prompt's pages a lookup finds with all heads. Raises StoreError.
-
-    Ranks store their own heads, in folders of their own.
-    """
-    heads_of_page: defaultdict[str, list[set[int]]] = defaultdict(lambda: [set() for _ in hashes])
-    num_heads: dict[str, int] = {}
-    for folder in await store.folders():
-        page = 0
-        for hit in (await store.lookup(folder, hashes)).hits:
-            manifest = decode_manifest(hit.manifest)
-            namespace = manifest.namespace.digest()
-            num_heads[namespace] = manifest.namespace.num_heads
-            for heads in heads_of_page[namespace][page : page + hit.num_pages]:
-                heads.update(manifest.heads.heads)
-            page += hit.num_pages
-    return {
-        namespace: next((i for i, heads in enumerate(found) if len(heads) < num_heads[namespace]), len(found))
-        for namespace, found in heads_of_page.items()
-    }

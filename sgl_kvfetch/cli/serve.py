@@ -79,6 +79,14 @@ def serve(
             "the next port. No token is asked for.",
         ),
     ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A model's folder or name: with its tokenizer, the store's page looks up texts, not only tokens. "
+            "Needs transformers.",
+        ),
+    ] = None,
     link_gbps: Annotated[
         str | None,
         typer.Option(
@@ -119,6 +127,7 @@ def serve(
         orphan_age_s=orphan_age_s,
         grace_s=grace_s,
         kv_events=kv_events,
+        tokenizer=tokenizer,
         link_gbps=_parse_gbps(link_gbps),
     )
     try:

@@ -9,6 +9,9 @@ from sgl_kvfetch.server.answers import error_answer
 from sgl_kvfetch.server.tokens import Role, Tokens
 from sgl_kvfetch.stores import wire
 
+# They tell nothing: the page asks for a token, and reads with it.
+PUBLIC_PATHS = frozenset({wire.HEALTH_PATH, *wire.PAGE_PATHS})
+
 ROLE = web.RequestKey("role", Role)  # of the request's token
 
 _NEEDED = {hdrs.METH_PUT: Role.WRITE, hdrs.METH_DELETE: Role.WRITE}  # for all other methods, READ
@@ -17,7 +20,7 @@ _NEEDED = {hdrs.METH_PUT: Role.WRITE, hdrs.METH_DELETE: Role.WRITE}  # for all o
 def authorised(tokens: Tokens) -> Middleware:
     @web.middleware
     async def authorise(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path == wire.HEALTH_PATH:
+        if request.path in PUBLIC_PATHS:
             return await handler(request)
         role = tokens.role_of(request.headers.get("Authorization", ""))
         if role is None:

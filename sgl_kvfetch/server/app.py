@@ -19,6 +19,7 @@ from sgl_kvfetch.server.health import Health
 from sgl_kvfetch.server.lookup import LookupHandler
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.objects import ObjectHandlers
+from sgl_kvfetch.server.pages import PageHandlers
 from sgl_kvfetch.server.pins import PinHandlers
 from sgl_kvfetch.server.throttle import Link
 from sgl_kvfetch.server.tokens import TokenFile, Tokens
@@ -45,6 +46,7 @@ def create_app(config: ServerConfig) -> web.Application:
     lookup = LookupHandler(store, metrics, config, link)
     pins = PinHandlers(store, config)
     health = Health(store)
+    pages = PageHandlers(store, metrics, config)
 
     async def show_metrics(request: web.Request) -> web.StreamResponse:
         metrics.note_usage(await store.usage())
@@ -57,7 +59,10 @@ def create_app(config: ServerConfig) -> web.Application:
 
             events = KVEventPublisher(store.change_log(), config.kv_events)
         await _warm_up(store)  # the server listens only after this
-        tasks = [asyncio.create_task(_collect(store, config.orphan_age_s))]
+        tasks = [
+            asyncio.create_task(_collect(store, config.orphan_age_s)),
+            asyncio.create_task(pages.keep_history()),
+        ]
         if isinstance(tokens, TokenFile):
             tasks.append(asyncio.create_task(_follow(tokens)))
         yield
@@ -93,6 +98,7 @@ def create_app(config: ServerConfig) -> web.Application:
             web.put(one_pin, pins.put),
             web.delete(one_pin, pins.delete),
             web.post(wire.CHECK_PATH + "/{name:.+}", objects.check),
+            *pages.routes(),
             web.get(wire.FOLDERS_PATH, lookup.folders, allow_head=False),
             web.get(wire.FOLDERS_PATH + "/{digest:[0-9a-f]{32}}", lookup.folders, allow_head=False),
         ]

@@ -34,6 +34,7 @@ class ServerConfig:
     orphan_age_s: float = 900.0  # unreferenced data and temporary files are deleted at this age
     grace_s: float = 10.0  # time for requests in flight when the server stops
     kv_events: str | None = None  # publish KV events at this address, such as "tcp://*:5557"; see `KVEventPublisher`
+    tokenizer: str | None = None  # a model's folder or name: turns texts that are looked up on the page into tokens
     # Limit all responses together to this bandwidth, in 1e9 bits per second: one value, or one per second, repeated.
     link_gbps: float | tuple[float, ...] | None = None
 

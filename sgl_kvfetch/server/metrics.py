@@ -41,6 +41,20 @@ class ServerMetrics:
         self._unreadable = counter("unreadable_manifests", "Unreadable manifests that were skipped")
         self._last = StoreUsage(0, 0, 0, 0, 0)
 
+    def activity(self) -> dict[str, float]:
+        """Return what has happened since the start, and what is stored, by name. Labels' values follow a name."""
+        found: dict[str, float] = {}
+        for family in self.registry.collect():
+            for name, labels, value, *_ in family.samples:
+                if family.name.endswith("request_seconds") or name.endswith("_created"):
+                    continue
+                if family.name.endswith("requests") and labels["status"] < "400":
+                    continue
+                label = labels.get("result") or labels.get("status")
+                key = name.removeprefix("kvfetch_server_") + (f":{label}" if label else "")
+                found[key] = found.get(key, 0.0) + value
+        return found
+
     def note_lookup(self, pages_asked: int, pages_found: int) -> None:
         result = "hit" if pages_found == pages_asked else "partial" if pages_found else "miss"
         self.lookups.labels(result).inc()

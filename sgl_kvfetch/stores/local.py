@@ -16,7 +16,7 @@ from typing import ParamSpec, Self, TypeVar
 
 from sgl_kvfetch.container.manifest import MAX_MANIFEST_BYTES, decode_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
-from sgl_kvfetch.keys import MANIFEST_SUFFIX, SegmentKey
+from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, SegmentKey
 from sgl_kvfetch.stores import files, index, local_pins
 from sgl_kvfetch.stores.base import Lookup, ObjectInfo, SegmentHit, Store, object_digest
 from sgl_kvfetch.stores.catalog import Catalog, SegmentState
@@ -41,6 +41,21 @@ _DELETE_TURN_S = 5.0
 _DELETED_AT_ONCE = 16
 
 
+_FOUND = f"""
+    SELECT name, last_used, pinned, length(hashes) / {PAGE_HASH_BYTES} AS pages,
+        (SELECT coalesce(sum(bytes), 0) FROM files WHERE files.segment = segments.id) AS bytes
+    FROM segments JOIN chains ON chains.segment = segments.id WHERE state = {SegmentState.FOUND.value}
+"""
+_FOLDERS = f"""
+    SELECT substr(name, 1, instr(name, '/') - 1), count(*), sum(pages), sum(bytes), min(last_used), max(last_used),
+        min(name) FROM ({_FOUND}) GROUP BY 1
+"""
+_SEGMENTS = f"""
+    SELECT name, pages, bytes, last_used, pinned FROM ({_FOUND} AND name BETWEEN ? AND ?)
+    ORDER BY last_used DESC LIMIT ?
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
     stored_bytes: int  # of all files but the catalog, and what is reserved for files that are being written
@@ -49,6 +64,28 @@ class StoreUsage:
     num_collected: int  # orphaned objects and temporary files, since the start
     num_unreadable: int  # skipped manifests, since the start
     write_problem: str | None = None  # why nothing can be written now
+
+
+@dataclass(frozen=True, slots=True)
+class FolderUsage:
+    """What lookups can find of a folder. Times are in seconds since the epoch."""
+
+    folder: str
+    num_segments: int
+    num_pages: int  # pages of segments that overlap are counted separately
+    stored_bytes: int
+    first_used_s: float  # of the segment that was used longest ago
+    last_used_s: float
+    some_manifest: str  # the name of one of its manifests
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentUsage:
+    name: str  # its manifest's
+    num_pages: int
+    stored_bytes: int
+    last_used_s: float
+    is_pinned: bool
 
 
 class LocalStore(Store):
@@ -375,6 +412,18 @@ class LocalStore(Store):
         return StoreUsage(
             stored_bytes, num_segments, self._room.num_evicted, repair.num_collected, repair.num_unreadable, problem
         )
+
+    async def folder_usages(self) -> Sequence[FolderUsage]:
+        """Return what each folder has. Reads all of the catalog's segments."""
+        return await self._run(self._rows, _FOLDERS, (), FolderUsage)
+
+    async def segment_usages(self, folder: str, limit: int) -> Sequence[SegmentUsage]:
+        """Return the last used segments of a folder, the last one first."""
+        return await self._run(self._rows, _SEGMENTS, (f"{folder}/", f"{folder}0", limit), SegmentUsage)
+
+    def _rows(self, query: str, values: Sequence[str | int], kind: Callable[..., T]) -> Sequence[T]:
+        with files.os_errors("reading the catalog"), self._catalog.reading() as db:
+            return [] if db is None else [kind(*row) for row in db.execute(query, values)]
 
     async def collect(self) -> None:
         """Remove old orphans and what dead writers left, and compare the disk with the catalog.

@@ -18,6 +18,11 @@ CHECK_PATH = "/v1/check"
 FOLDERS_PATH = "/v1/folders"
 HEALTH_PATH = "/healthz"
 METRICS_PATH = "/metrics"
+PAGE_PATHS = ("/", "/page.css", "/page.js")
+SUMMARY_PATH = "/v1/summary"
+SEGMENTS_PATH = "/v1/segments"
+PICTURES_PATH = "/v1/pictures"
+PROMPTS_PATH = "/v1/prompts"
 
 MSGPACK_TYPE = "application/msgpack"
 NDJSON_TYPE = "application/x-ndjson"

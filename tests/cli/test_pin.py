@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from harness.small_segments import NAMESPACE, put_segment
-from sgl_kvfetch.cli.prompts import pages_stored
 from sgl_kvfetch.container.segment import SegmentSpec, encode_segment
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.prompts import page_hashes
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.stores.stored_pages import pages_stored
 from tests.cli.conftest import kvfetch
 
 TOKENS = list(range(3, 11))

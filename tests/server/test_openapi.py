@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import yaml
 
-from sgl_kvfetch.server import ServerConfig, running_server
+from sgl_kvfetch.server import ServerConfig, pages, running_server
 from sgl_kvfetch.server.app import create_app
 from sgl_kvfetch.server.tokens import Role
 from sgl_kvfetch.stores import wire
@@ -30,7 +30,13 @@ def test_the_document_has_the_routes_of_the_server(tmp_path: Path) -> None:
     assert {(route.method, route.resource.canonical) for route in routes if route.resource} == set(OPERATIONS)
 
 
-@pytest.mark.parametrize("struct", [wire.ListedObject, wire.Deleted, wire.Checked, wire.Folders, wire.PinNames, Pin])
+@pytest.mark.parametrize(
+    "struct",
+    [
+        *(wire.ListedObject, wire.Deleted, wire.Checked, wire.Folders, wire.PinNames, Pin),
+        *(pages.Summary, pages.FolderRow, pages.Sample),
+    ],
+)
 def test_bodies_have_the_fields_that_the_document_names(struct: type[msgspec.Struct]) -> None:
     schema = DOCUMENT["components"]["schemas"][struct.__name__]
     assert list(schema["properties"]) == schema["required"] == list(struct.__struct_fields__)

@@ -1,0 +1,303 @@
+"use strict";
+const $ = (selector) => document.querySelector(selector);
+const EVERY_MS = 5000;
+let folders = new Map();
+
+// Everything that a store says is put into text, never into markup: names of models are whatever a writer chose.
+function element(tag, text, attributes = {}) {
+  const made = document.createElement(tag);
+  if (text !== undefined) made.textContent = text;
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  return made;
+}
+
+function size(bytes) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  let step = 0;
+  for (; bytes >= 1024 && step < units.length - 1; step++) bytes /= 1024;
+  return `${step && bytes < 100 ? bytes.toFixed(1) : Math.round(bytes)} ${units[step]}`;
+}
+
+const count = (number) => number.toLocaleString("en");
+const percent = (share) => (Number.isFinite(share) ? `${(100 * share).toFixed(share > 0.1 ? 0 : 1)}%` : "–");
+
+function ago(seconds) {
+  if (seconds < 90) return `${Math.round(seconds)} s ago`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min ago`;
+  if (seconds < 129600) return `${Math.round(seconds / 3600)} h ago`;
+  return `${Math.round(seconds / 86400)} days ago`;
+}
+
+async function ask(path, options = {}) {
+  const token = sessionStorage.getItem("token");
+  const headers = token ? { Authorization: `Bearer ${token}` } : {};
+  const answer = await fetch(path, { ...options, headers });
+  if (answer.ok) return answer;
+  const body = await answer.json().catch(() => ({ message: answer.statusText }));
+  throw Object.assign(new Error(body.message), { status: answer.status });
+}
+
+function say(text, isBad = false) {
+  $("#status").textContent = text;
+  $("#status").classList.toggle("bad", isBad);
+}
+
+async function show() {
+  try {
+    const summary = await (await ask("v1/summary")).json();
+    $("#login").hidden = true;
+    $("#store").hidden = false;
+    draw(summary);
+    say(summary.write_problem ? `Read only: ${summary.write_problem}` : "In service", Boolean(summary.write_problem));
+  } catch (error) {
+    if (error.status === 401) {
+      const hadToken = sessionStorage.getItem("token") !== null;
+      sessionStorage.removeItem("token");
+      $("#store").hidden = true;
+      $("#login").hidden = false;
+      say(hadToken ? "This token is not valid." : "This store asks for a token.", hadToken);
+      return;
+    }
+    say(error.status ? error.message : "The store does not answer.", true);
+  }
+  setTimeout(show, EVERY_MS);
+}
+
+// Rates between samples. A counter that falls was started again.
+function rates(history, names) {
+  const points = [];
+  for (let i = 1; i < history.length; i++) {
+    const [before, now] = [history[i - 1], history[i]];
+    const seconds = now.at_s - before.at_s;
+    if (seconds < 0.5) continue;
+    const changes = names.map((name) => Math.max(0, (now.values[name] ?? 0) - (before.values[name] ?? 0)) / seconds);
+    points.push({ at_s: now.at_s, values: changes });
+  }
+  return points;
+}
+
+function draw(summary) {
+  const { history } = summary;
+  const now = history.at(-1).values;
+  const total = (pick) => summary.folders.reduce((sum, row) => sum + pick(row), 0);
+  const stored = now["stored_bytes"] ?? 0;
+  const capacity = summary.capacity_bytes;
+  const [hit, missed] = [now["lookup_pages_total:hit"] ?? 0, now["lookup_pages_total:miss"] ?? 0];
+  const recent = rates(history.slice(-7), ["sent_bytes_total", "received_bytes_total"]);
+  const mean = (index) => (recent.length ? recent.reduce((sum, p) => sum + p.values[index], 0) / recent.length : 0);
+  const tiles = [
+    ["Stored", size(stored)],
+    ["Capacity left", capacity === null ? "no limit" : `${size(Math.max(0, capacity - stored))} of ${size(capacity)}`],
+    ["K and V before coding", size(total((row) => row.raw_bytes))],
+    ["Segments", count(now["segments"] ?? 0)],
+    ["Pages found", percent(hit / (hit + missed))],
+    ["Sent", `${size(mean(0))}/s`],
+    ["Received", `${size(mean(1))}/s`],
+    ["Evicted segments", count(now["evicted_segments_total"] ?? 0)],
+    ["Requests in flight", count(now["requests_in_flight"] ?? 0)],
+  ];
+  $("#tiles").replaceChildren(
+    ...tiles.map(([name, value]) => {
+      const tile = element("div");
+      tile.append(element("dt", name), element("dd", value));
+      return tile;
+    }),
+  );
+  $("#charts").replaceChildren(
+    chart("Lookups a second", history, ["lookups_total:hit", "lookups_total:partial", "lookups_total:miss"],
+      ["found", "in part", "missed"], (value) => value.toFixed(value < 10 ? 1 : 0)),
+    chart("Bytes a second", history, ["sent_bytes_total", "received_bytes_total"], ["sent", "received"], size),
+  );
+  const errors = Object.entries(now).filter(([name, value]) => name.startsWith("requests_total:") && value);
+  $("#errors").textContent = errors.length
+    ? `Refused or failed since the start: ${errors.map(([name, n]) => `${count(n)} × ${name.split(":")[1]}`).join(", ")}`
+    : "";
+  folders = new Map(summary.folders.map((row) => [row.folder, row]));
+  const rows = [...summary.folders].sort((a, b) => b.stored_bytes - a.stored_bytes);
+  replaceRows($("#folders tbody"), rows, (row) => row.folder, (row) => [
+    button(row.model || row.folder, () => showSegments(row.folder)),
+    row.quantiser,
+    row.folder.split(".")[1],
+    number(count(row.num_segments)),
+    number(count(row.num_tokens)),
+    number(size(row.raw_bytes)),
+    number(size(row.stored_bytes)),
+    number(row.raw_bytes ? `${(row.raw_bytes / row.stored_bytes).toFixed(1)} times` : "–"),
+    ago(summary.now_s - row.last_used_s),
+    ago(summary.now_s - row.first_used_s),
+  ]);
+  $("#text-help").textContent = summary.takes_text
+    ? "A text as SGLang gets it after its chat template, or token numbers such as [1, 2, 3]."
+    : "Token numbers such as [1, 2, 3]. For texts, the store needs kvfetch serve --tokenizer.";
+}
+
+const number = (text) => element("td", text, { class: "number" });
+
+function button(text, action) {
+  const made = element("button", text, { type: "button", class: "link" });
+  made.addEventListener("click", action);
+  return made;
+}
+
+// Keeps the keyboard's place: a row that has the focus is focused again after it was replaced.
+function replaceRows(body, rows, keyOf, cellsOf) {
+  const focused = document.activeElement?.closest("tr")?.dataset.key;
+  body.replaceChildren(
+    ...rows.map((row) => {
+      const line = element("tr");
+      line.dataset.key = keyOf(row);
+      for (const cell of cellsOf(row)) {
+        if (cell instanceof HTMLTableCellElement) line.append(cell);
+        else {
+          const made = element("td");
+          made.append(cell);
+          line.append(made);
+        }
+      }
+      return line;
+    }),
+  );
+  if (focused !== undefined) {
+    [...body.rows].find((line) => line.dataset.key === focused)?.querySelector("button")?.focus();
+  }
+}
+
+const SVG = "http://www.w3.org/2000/svg";
+function chart(title, history, names, words, format) {
+  const points = rates(history, names);
+  const figure = element("figure");
+  const caption = element("figcaption", title);
+  words.forEach((word, index) => caption.append(element("span", "", { class: `key key-${index}` }), word));
+  const most = Math.max(1e-9, ...points.flatMap((point) => point.values));
+  const svg = document.createElementNS(SVG, "svg");
+  svg.setAttribute("viewBox", "0 0 400 140");
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.setAttribute("role", "img");
+  const last = points.at(-1)?.values ?? words.map(() => 0);
+  const now = words.map((word, index) => `${word} ${format(last[index])}`).join(", ");
+  svg.setAttribute("aria-label", `${title}: now ${now}; at most ${format(points.length ? most : 0)}`);
+  const [start, end] = [points[0]?.at_s ?? 0, points.at(-1)?.at_s ?? 1];
+  names.forEach((_, index) => {
+    const path = document.createElementNS(SVG, "path");
+    const place = (point) => {
+      const x = end > start ? (400 * (point.at_s - start)) / (end - start) : 400;
+      return `${x.toFixed(1)},${(135 - (125 * point.values[index]) / most).toFixed(1)}`;
+    };
+    path.setAttribute("d", points.length ? `M${points.map(place).join("L")}` : "");
+    path.setAttribute("class", `series-${index}`);
+    svg.append(path);
+  });
+  const scale = element("span", points.length ? ` · now ${now} · at most ${format(most)}` : " · no samples yet");
+  caption.append(scale);
+  figure.append(svg, caption);
+  return figure;
+}
+
+async function showSegments(folder) {
+  try {
+    const found = await (await ask(`v1/segments?folder=${encodeURIComponent(folder)}`)).json();
+    const row = folders.get(folder);
+    $("#segments-title").textContent = `Segments of ${row?.model || folder}, last used first`;
+    replaceRows($("#segments tbody"), found, (segment) => segment.name, (segment) => [
+      button(`${segment.name.split("/")[1].slice(0, 16)}…`, () => showSegment(segment.name)),
+      number(count(segment.num_pages)),
+      number(size(segment.stored_bytes)),
+      ago(Date.now() / 1000 - segment.last_used_s),
+      segment.is_pinned ? "yes" : "no",
+    ]);
+    $("#segments").hidden = false;
+    $("#segments").scrollIntoView({ block: "nearest" });
+    $("#segments button")?.focus();
+  } catch (error) {
+    say(error.message, true);
+  }
+}
+
+async function showSegment(name) {
+  try {
+    const found = await (await ask(`v1/segments/${name}`)).json();
+    const range = ([first, end]) => (end - first > 1 ? `${first} to ${end - 1}` : `${first}`);
+    const about = [
+      ["Name", found.name],
+      ["Model", found.model],
+      ["Quantiser", found.quantiser],
+      ["Tokens", `${found.first_token} to ${found.first_token + found.num_tokens - 1}, pages of ${found.page_size}`],
+      ["Layers", range(found.layers)],
+      ["Heads", range(found.heads)],
+      ["Values", found.kv_dtype],
+      ["Raw", size(found.raw_bytes)],
+      ...found.variants.map((variant) => [
+        `Variant ${variant.codecs.join(", ")} ${variant.resolution}`,
+        `${size(variant.stored_bytes)}, ${(found.raw_bytes / variant.stored_bytes).toFixed(1)} times smaller`,
+      ]),
+      ["Side pools", found.side_pools.join(", ") || "none"],
+      ["Expires", found.expires_s === null ? "never" : new Date(1000 * found.expires_s).toISOString()],
+    ];
+    $("#segment dl").replaceChildren(
+      ...about.map(([term, value]) => {
+        const pair = element("div");
+        pair.append(element("dt", term), element("dd", value));
+        return pair;
+      }),
+    );
+    $("#segment").dataset.name = found.name;
+    $("#span").max = found.num_spans - 1;
+    $("#span").value = 0;
+    $("#segment figure").hidden = true;
+    $("#draw [role=status]").textContent = "";
+    $("#segment").hidden = false;
+    $("#segment-title").focus();
+  } catch (error) {
+    say(error.message, true);
+  }
+}
+
+$("#draw").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const [name, span, status] = [$("#segment").dataset.name, $("#span").value, $("#draw [role=status]")];
+  status.textContent = "Decoding …";
+  try {
+    const picture = await (await ask(`v1/pictures/${name}?span=${span}`)).blob();
+    const image = $("#segment img");
+    URL.revokeObjectURL(image.src);
+    image.src = URL.createObjectURL(picture);
+    image.alt = `Frames of span ${span}: a row for each group of layers, a column for each part`;
+    $("#segment figcaption").textContent = `Span ${span}, the first frame of each part, contrast stretched`;
+    $("#segment figure").hidden = false;
+    status.textContent = "";
+  } catch (error) {
+    status.textContent = error.message;
+  }
+});
+
+$("#prompt").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const text = $("#text").value;
+  let prompt = text;
+  try {
+    if (text.trim().startsWith("[")) prompt = JSON.parse(text);
+  } catch {
+    // a text that begins with a bracket
+  }
+  const query = { prompt, page_size: Number($("#page-size").value), cache_salt: $("#salt").value || null };
+  const output = $("#prompt output");
+  try {
+    const found = await (await ask("v1/prompts", { method: "POST", body: JSON.stringify(query) })).json();
+    const models = new Map([...folders.values()].map((row) => [row.folder.split(".")[0], row.model]));
+    const lines = Object.entries(found.stored_pages).map(
+      ([digest, pages]) => `${models.get(digest) || digest}: ${pages} of ${found.num_pages} pages are stored`,
+    );
+    output.textContent = [`${found.num_tokens} tokens, ${found.num_pages} whole pages`, ...lines].join("\n");
+  } catch (error) {
+    output.textContent = error.message;
+  }
+});
+
+$("#login").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem("token", $("#token").value);
+  $("#token").value = "";
+  show();
+});
+
+show();

@@ -1,0 +1,248 @@
+"""The page that a store shows in a browser, and what it reads from the store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import tempfile
+import time
+from collections import deque
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from sgl_kvfetch.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.errors import ConfigError, FormatError
+from sgl_kvfetch.keys import MANIFEST_SUFFIX
+from sgl_kvfetch.prompts import Prompt, page_hashes, tokenise
+from sgl_kvfetch.server.config import ServerConfig
+from sgl_kvfetch.server.metrics import ServerMetrics
+from sgl_kvfetch.stores import wire
+from sgl_kvfetch.stores.local import FolderUsage, LocalStore
+from sgl_kvfetch.stores.stored_pages import pages_stored
+
+logger = logging.getLogger(__name__)
+
+_EVERY_S = 10.0  # between two samples of the history
+_SAMPLES = 360  # an hour
+_SUMMARY_AGE_S = 5.0  # an answer may be this old: making it reads the whole catalog
+_LIMIT = 50  # segments in an answer
+_PICTURE_S = 60.0
+_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """The counters and gauges of /metrics at a time, in seconds since the epoch."""
+
+    at_s: float
+    values: dict[str, float]
+
+
+class FolderRow(msgspec.Struct, frozen=True):
+    """A folder of the store: what one rank has of a model. ``model`` is empty if no manifest could be read."""
+
+    folder: str
+    model: str
+    quantiser: str
+    num_segments: int
+    num_tokens: int
+    raw_bytes: int
+    stored_bytes: int
+    first_used_s: float
+    last_used_s: float
+
+
+class Summary(msgspec.Struct, frozen=True):
+    now_s: float
+    capacity_bytes: int | None
+    write_problem: str | None
+    takes_text: bool  # whether prompts may be texts
+    folders: list[FolderRow]
+    history: list[Sample]
+
+
+class PromptQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    prompt: Prompt
+    page_size: Annotated[int, Meta(ge=1, le=1 << 20)]
+    cache_salt: str | None = None
+
+
+class PageHandlers:
+    def __init__(self, store: LocalStore, metrics: ServerMetrics, config: ServerConfig) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._config = config
+        self._history: deque[Sample] = deque(maxlen=_SAMPLES)
+        self._manifests: dict[str, Manifest] = {}  # one a folder: its model and sizes of pages never change
+        self._summary = b""
+        self._known_until_s = 0.0
+        self._asking = asyncio.Lock()
+        self._drawing = asyncio.Lock()  # one picture at a time
+
+    def routes(self) -> list[web.RouteDef]:
+        names = dict(zip(wire.PAGE_PATHS, ("page.html", "page.css", "page.js"), strict=True))
+        one_segment = "/{name:.+}"
+        return [
+            *(web.get(path, self._file(name), allow_head=False) for path, name in names.items()),
+            web.get(wire.SUMMARY_PATH, self.summary, allow_head=False),
+            web.get(wire.SEGMENTS_PATH, self.segments, allow_head=False),
+            web.get(wire.SEGMENTS_PATH + one_segment, self.segment, allow_head=False),
+            web.get(wire.PICTURES_PATH + one_segment, self.picture, allow_head=False),
+            web.post(wire.PROMPTS_PATH, self.prompt),
+        ]
+
+    def _file(self, name: str) -> Any:
+        body = (files("sgl_kvfetch.server") / "page" / name).read_bytes()
+        kind = _KINDS[Path(name).suffix]
+
+        async def get(request: web.Request) -> web.StreamResponse:
+            return web.Response(body=body, content_type=kind, charset="utf-8", headers=_HEADERS)
+
+        return get
+
+    async def keep_history(self) -> None:
+        while True:
+            try:
+                await self._sample()
+            except Exception:  # the next one may do
+                logger.warning("cannot sample what the store does", exc_info=True)
+            await asyncio.sleep(_EVERY_S)
+
+    async def _sample(self) -> None:
+        self._metrics.note_usage(await self._store.usage())
+        self._history.append(Sample(time.time(), self._metrics.activity()))
+
+    async def summary(self, request: web.Request) -> web.StreamResponse:
+        loop = asyncio.get_running_loop()
+        async with self._asking:
+            if loop.time() > self._known_until_s:
+                usage = await self._store.usage()
+                self._metrics.note_usage(usage)
+                summary = Summary(
+                    time.time(),
+                    self._config.capacity_bytes,
+                    usage.write_problem,
+                    self._config.tokenizer is not None,
+                    [await self._row(each) for each in await self._store.folder_usages()],
+                    [*self._history, Sample(time.time(), self._metrics.activity())],
+                )
+                self._summary = msgspec.json.encode(summary)
+                self._known_until_s = loop.time() + _SUMMARY_AGE_S
+        return web.Response(body=self._summary, content_type="application/json")
+
+    async def _row(self, usage: FolderUsage) -> FolderRow:
+        manifest = self._manifests.get(usage.folder)
+        if manifest is None and (content := await self._store.get(usage.some_manifest)) is not None:
+            with contextlib.suppress(FormatError):  # `kvfetch verify` reports it
+                manifest = self._manifests[usage.folder] = decode_manifest(content)
+        return FolderRow(
+            usage.folder,
+            manifest.namespace.model if manifest else "",
+            manifest.namespace.quantiser if manifest else "",
+            usage.num_segments,
+            usage.num_pages * manifest.namespace.page_size if manifest else 0,
+            usage.num_pages * manifest.geometry.page_bytes if manifest else 0,
+            usage.stored_bytes,
+            usage.first_used_s,
+            usage.last_used_s,
+        )
+
+    async def segments(self, request: web.Request) -> web.StreamResponse:
+        """List the last used segments of a folder."""
+        found = await self._store.segment_usages(request.query.get("folder", ""), _LIMIT)
+        return web.Response(body=msgspec.json.encode(found), content_type="application/json")
+
+    async def segment(self, request: web.Request) -> web.StreamResponse:
+        """Show a manifest, without its tables."""
+        manifest = await self._manifest(request)
+        namespace = manifest.namespace
+        about = {
+            "name": manifest.key.manifest_name,
+            "model": namespace.model,
+            "quantiser": namespace.quantiser,
+            "kv_dtype": namespace.kv_dtype,
+            "page_size": namespace.page_size,
+            "first_token": manifest.first_page * namespace.page_size,
+            "num_tokens": manifest.num_pages * namespace.page_size,
+            "layers": [namespace.first_layer, namespace.first_layer + namespace.num_layers],
+            "heads": [manifest.first_head, manifest.first_head + manifest.num_heads],
+            "num_spans": manifest.num_spans,
+            "raw_bytes": manifest.raw_bytes,
+            "expires_s": manifest.expires,
+            "variants": [
+                {
+                    "codecs": sorted(variant.codecs),
+                    "resolution": variant.resolution,
+                    "stored_bytes": manifest.data_bytes(variant),
+                }
+                for variant in manifest.variants
+            ],
+            "side_pools": sorted({page.pool for side in manifest.sides for page in side.pages}),
+        }
+        return web.json_response(about)
+
+    async def _manifest(self, request: web.Request) -> Manifest:
+        name = request.match_info["name"]
+        content = await self._store.get(name) if name.endswith(MANIFEST_SUFFIX) else None
+        if content is None:
+            raise web.HTTPNotFound(text=f"no segment {name}")
+        return decode_manifest(content)
+
+    async def picture(self, request: web.Request) -> web.StreamResponse:
+        """Draw the frames of one span: the first one of each part of each cell."""
+        manifest = await self._manifest(request)
+        span = request.query.get("span", "0")
+        if not span.isdecimal() or int(span) >= manifest.num_spans:
+            raise web.HTTPBadRequest(text=f"span is {span!r}; expected 0 to {manifest.num_spans - 1}")
+        target = f"{self._config.root.absolute().as_uri()}#{manifest.key.stem}"
+        async with self._drawing:
+            with tempfile.TemporaryDirectory(prefix="kvfetch-page-") as folder:
+                content = await self._draw(target, str(int(span)), folder)
+        return web.Response(body=content, content_type="image/png")
+
+    async def _draw(self, target: str, span: str, folder: str) -> bytes:
+        """Decode in another process: it needs torch and video codecs, which a store otherwise does not."""
+        command = ("-m", "sgl_kvfetch.cli", "inspect", target, "--png", folder, "--span", span, "--max-frames", "1")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+        )
+        try:
+            async with asyncio.timeout(_PICTURE_S):
+                _, errors = await process.communicate()
+        except TimeoutError as e:
+            raise web.HTTPGatewayTimeout(text=f"drawing took longer than {_PICTURE_S:g} s") from e
+        finally:
+            if process.returncode is None:
+                process.kill()
+        sheet = Path(folder, f"span{span}_contact-sheet.png")
+        try:
+            return await asyncio.to_thread(sheet.read_bytes)
+        except FileNotFoundError as e:
+            lines = errors.decode(errors="replace").strip().splitlines() or ["nothing was drawn"]
+            raise web.HTTPNotImplemented(text=f"cannot draw the frames: {lines[-1]}") from e
+
+    async def prompt(self, request: web.Request) -> web.StreamResponse:
+        """Say how many of a prompt's pages are stored, by namespace."""
+        try:
+            query = msgspec.json.decode(await request.read(), type=PromptQuery)
+            if isinstance(query.prompt, str) and self._config.tokenizer is None:
+                raise web.HTTPBadRequest(text="texts need kvfetch serve --tokenizer; give tokens, such as [1, 2]")
+            (tokens,) = await asyncio.to_thread(tokenise, self._config.tokenizer or "", [query.prompt])
+        except (msgspec.DecodeError, ConfigError) as e:
+            raise web.HTTPBadRequest(text=str(e)) from e
+        hashes = page_hashes(tokens, query.page_size, query.cache_salt)
+        stored = await pages_stored(self._store, hashes) if hashes else {}
+        return web.json_response({"num_tokens": len(tokens), "num_pages": len(hashes), "stored_pages": stored})

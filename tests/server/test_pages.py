@@ -1,0 +1,124 @@
+"""What the store's page reads: over HTTP, without a browser."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from harness.small_segments import make_segment, page_hashes, put_segment
+from sgl_kvfetch.container.segment import CodedSegment
+from sgl_kvfetch.prompts import page_hashes as hashes_of
+from sgl_kvfetch.server import ServerConfig, pages, running_server
+from sgl_kvfetch.stores import wire
+from sgl_kvfetch.stores.local import LocalStore
+
+AUTHORISED = {"Authorization": "Bearer secret"}
+
+
+@asynccontextmanager
+async def serving(root: Path, *segments: CodedSegment, **options: Any) -> AsyncIterator[aiohttp.ClientSession]:
+    store = LocalStore(root)
+    for segment in segments:
+        await put_segment(store, segment)
+    await store.close()
+    config = ServerConfig(root, port=0, grace_s=1, **options)
+    async with running_server(config) as server, aiohttp.ClientSession(server.url) as session:
+        yield session
+
+
+async def get(session: aiohttp.ClientSession, path: str, status: int = 200, **query: str) -> Any:
+    async with session.get(path, params=query) as response:
+        body = await response.json()
+        assert response.status == status, body
+        return body
+
+
+async def test_only_the_page_itself_needs_no_token(tmp_path: Path) -> None:
+    async with serving(tmp_path, token="secret") as session:
+        for path, kind in zip(wire.PAGE_PATHS, ("text/html", "text/css", "text/javascript"), strict=True):
+            async with session.get(path) as response:
+                assert (response.status, response.content_type) == (200, kind)
+                policy = response.headers["Content-Security-Policy"]
+            assert policy.startswith("default-src 'none'")
+            assert "unsafe" not in policy
+        for path in (wire.SUMMARY_PATH, wire.SEGMENTS_PATH, f"{wire.SEGMENTS_PATH}/x", f"{wire.PICTURES_PATH}/x"):
+            await get(session, path, status=401)
+        async with session.post(wire.PROMPTS_PATH, json={}) as response:
+            assert response.status == 401
+        async with session.get(wire.SUMMARY_PATH, headers=AUTHORISED) as response:
+            assert response.status == 200
+
+
+async def test_what_is_stored(tmp_path: Path) -> None:
+    long, short = make_segment(page_hashes(8), 0, 8), make_segment(page_hashes(3, "other"), 0, 2)
+    async with serving(tmp_path, long, short) as session:
+        summary = await get(session, wire.SUMMARY_PATH)
+        (folder,) = summary["folders"]
+        manifest = long.manifest
+        assert folder["folder"] == manifest.heads.folder
+        assert folder["model"] == manifest.namespace.model
+        assert folder["num_segments"] == 2
+        assert folder["num_tokens"] == 10 * manifest.namespace.page_size
+        assert folder["raw_bytes"] == 10 * manifest.geometry.page_bytes
+        sizes = [len(each.data) + len(each.manifest.encode()) for each in (long, short)]
+        assert folder["stored_bytes"] == sum(sizes)
+        assert summary["history"][-1]["values"]["stored_bytes"] == sum(sizes)
+        listed = await get(session, wire.SEGMENTS_PATH, folder=folder["folder"])
+        assert {each["name"]: (each["num_pages"], each["stored_bytes"], each["is_pinned"]) for each in listed} == {
+            long.manifest.key.manifest_name: (8, sizes[0], False),
+            short.manifest.key.manifest_name: (2, sizes[1], False),
+        }
+        assert await get(session, wire.SEGMENTS_PATH, folder="0" * 32 + ".0-1") == []
+        about = await get(session, f"{wire.SEGMENTS_PATH}/{manifest.key.manifest_name}")
+        assert (about["model"], about["num_spans"]) == (manifest.namespace.model, manifest.num_spans)
+        missing = manifest.key.manifest_name.replace("8-", "4-")
+        assert (await get(session, f"{wire.SEGMENTS_PATH}/{missing}", status=404))["error"] == "not_found"
+
+
+async def test_a_summary_may_be_some_seconds_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_SUMMARY_AGE_S", 600.0)
+    async with serving(tmp_path) as session:
+        first = await get(session, wire.SUMMARY_PATH)
+        assert await get(session, wire.SUMMARY_PATH) == first
+        assert first["folders"] == []
+
+
+async def test_how_much_of_a_prompt_is_stored(tmp_path: Path) -> None:
+    tokens = list(range(40))
+    segment = make_segment(hashes_of(tokens, 16), 0, 2)
+    async with serving(tmp_path, segment) as session:
+
+        async def ask(status: int = 200, **query: Any) -> Any:
+            async with session.post(wire.PROMPTS_PATH, json=query) as response:
+                assert response.status == status
+                return await response.json()
+
+        digest = segment.manifest.namespace.digest()
+        found = await ask(prompt=tokens, page_size=16)
+        assert found["num_pages"] == 2
+        assert set(found["stored_pages"]) == {digest}
+        assert (await ask(prompt=tokens[1:], page_size=16))["stored_pages"] in ({}, {digest: 0})
+        assert (await ask(prompt=[1, 2], page_size=16))["num_pages"] == 0
+        assert "--tokenizer" in (await ask(400, prompt="text", page_size=16))["message"]
+        assert "page_size" in (await ask(400, prompt=[1], page_size=0))["message"]
+        assert "prompt" in (await ask(400, page_size=1))["message"]
+
+
+async def test_pictures_of_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    segment = make_segment(page_hashes(4), 0, 4)
+    path = f"{wire.PICTURES_PATH}/{segment.manifest.key.manifest_name}"
+    async with serving(tmp_path, segment) as session:
+        async with session.get(path) as response:
+            assert (response.status, response.content_type) == (200, "image/png")
+            assert (await response.read()).startswith(b"\x89PNG")
+        for span in ("9", "-1", "x"):
+            assert "expected 0 to" in (await get(session, path, status=400, span=span))["message"]
+        monkeypatch.setattr(sys, "executable", shutil.which("false"))
+        assert "nothing was drawn" in (await get(session, path, status=501))["message"]
