@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 _EVERY_S = 10.0  # between two samples of the history
 _SAMPLES = 360  # an hour
-_SUMMARY_AGE_S = 5.0  # an answer may be this old: making it reads the whole catalog
+_SUMMARY_AGE_S = 2.0  # an answer may be this old
+_FOLDERS_AGE_S = 30.0  # its list of folders may be this old: making it reads the whole catalog
 _LIMIT = 50  # segments in an answer
 _PICTURE_S = 60.0
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -87,8 +88,10 @@ class PageHandlers:
         self._config = config
         self._history: deque[Sample] = deque(maxlen=_SAMPLES)
         self._manifests: dict[str, Manifest] = {}  # one a folder: its model and sizes of pages never change
+        self._folders: list[FolderRow] = []
+        self._folders_until_s = 0.0
         self._summary = b""
-        self._known_until_s = 0.0
+        self._summary_until_s = 0.0
         self._asking = asyncio.Lock()
         self._drawing = asyncio.Lock()  # one picture at a time
 
@@ -128,7 +131,10 @@ class PageHandlers:
     async def summary(self, request: web.Request) -> web.StreamResponse:
         loop = asyncio.get_running_loop()
         async with self._asking:
-            if loop.time() > self._known_until_s:
+            if loop.time() > self._folders_until_s:
+                self._folders = [await self._row(each) for each in await self._store.folder_usages()]
+                self._folders_until_s = loop.time() + _FOLDERS_AGE_S
+            if loop.time() > self._summary_until_s:
                 usage = await self._store.usage()
                 self._metrics.note_usage(usage)
                 summary = Summary(
@@ -136,11 +142,11 @@ class PageHandlers:
                     self._config.capacity_bytes,
                     usage.write_problem,
                     self._config.tokenizer is not None,
-                    [await self._row(each) for each in await self._store.folder_usages()],
+                    self._folders,
                     [*self._history, Sample(time.time(), self._metrics.activity())],
                 )
                 self._summary = msgspec.json.encode(summary)
-                self._known_until_s = loop.time() + _SUMMARY_AGE_S
+                self._summary_until_s = loop.time() + _SUMMARY_AGE_S
         return web.Response(body=self._summary, content_type="application/json")
 
     async def _row(self, usage: FolderUsage) -> FolderRow:
