@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import urllib.request
 import venv
 import zipfile
 from pathlib import Path
@@ -78,7 +79,12 @@ def test_a_store_runs_from_the_wheel_and_its_few_requirements(
     with StoreProcess(tmp_path / "store", command=[kvfetch]) as store:
         look = [kvfetch, "lookup", store.url, "--prompt", str(TOKENS), "--page-size", "1", "--json"]
         (prompt,) = json.loads(subprocess.run(look, capture_output=True, check=True).stdout)
+        with urllib.request.urlopen(f"{store.url}/v1/summary") as answer:
+            (folder,) = json.loads(answer.read())["folders"]
+        with urllib.request.urlopen(f"{store.url}/page.js") as answer:
+            assert answer.status == 200
     assert prompt["stored_pages"] == {namespace: 8}
+    assert folder["num_tokens"] == 8
 
 
 def test_sglang_finds_the_plugin_of_the_wheel(wheel: Path, tmp_path: Path) -> None:
