@@ -14,11 +14,6 @@ class LayerProgress:
         self._changed = threading.Condition()
         self._is_over = False
 
-    @property
-    def is_whole(self) -> bool:
-        with self._changed:
-            return not any(self._left)
-
     def add(self, layers: range, number: int) -> None:
         with self._changed:
             for layer in layers:
@@ -32,7 +27,8 @@ class LayerProgress:
             self._changed.notify_all()
 
     def wait(self, layer: int, timeout_s: float) -> bool:
-        """Wait until ``layer`` is whole, until nothing more comes, or for ``timeout_s``. Return whether it is whole."""
+        """Wait until ``layer`` and all before it are whole, until nothing more comes, or for ``timeout_s``. Return
+        whether they are whole."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._left[layer] or self._is_over, timeout_s)
-            return not self._left[layer]
+            self._changed.wait_for(lambda: not any(self._left[: layer + 1]) or self._is_over, timeout_s)
+            return not any(self._left[: layer + 1])

@@ -33,6 +33,7 @@ class EarlyStarts:
         self._agree = agree
         self._started: dict[str, Sequence[Filling]] = {}  # by request, from its admission to the end of its pass
         self._passing: list[Filling] = []
+        self._next_layer = 0  # the first one that the pass has not read; -1 if it has read one that was not whole
         self._left_s = 0.0
         self._barred: set[str] = set()
         self._leavers: list[Any] = []  # SGLang's requests that must leave the last batch
@@ -66,7 +67,7 @@ class EarlyStarts:
 
     def begin_pass(self, request_ids: Iterable[str]) -> None:
         self._passing = [filling for rid in request_ids for filling in self._started.get(rid, ())]
-        self._left_s = _MOST_WAIT_S
+        self._next_layer, self._left_s = 0, _MOST_WAIT_S
 
     @property
     def consumer_index(self) -> int:
@@ -77,15 +78,17 @@ class EarlyStarts:
         """Wait until the passing requests have ``layer``, counted from the pool's first. Called before it is read."""
         if not self._passing:
             return
-        began_s = time.monotonic()
+        began_s, is_whole = time.monotonic(), self._next_layer >= 0
         for filling in self._passing:
             left_s = began_s + self._left_s - time.monotonic()
-            filling.layers.wait(layer, max(0.0, left_s))
+            is_whole &= filling.layers.wait(layer, max(0.0, left_s))
             filling.publish()
         self._left_s -= time.monotonic() - began_s
+        # What comes later is of no use to this pass.
+        self._next_layer = layer + 1 if is_whole else -1
 
     def end_pass(self, request_ids: Sequence[str]) -> bool:
-        """Return whether the pass is valid: all ranks had all layers of all its requests."""
+        """Return whether the pass is valid: on all ranks, it has waited for the last layer, and all layers came."""
         if not self._passing:
             return True
         self._passing = []
@@ -93,7 +96,7 @@ class EarlyStarts:
         started = [rid for rid in request_ids if rid in self._started]
         fillings = [filling for rid in started for filling in self._started.pop(rid)]
         self._close(fillings)
-        is_whole = self._agree(all(filling.layers.is_whole for filling in fillings))
+        is_whole = self._agree(self._next_layer == self.num_layers)
         metrics.EARLY_PASSES.labels("whole" if is_whole else "discarded").inc()
         if not is_whole:
             logger.warning("kvfetch: pages of %d requests did not come while they computed", len(started))

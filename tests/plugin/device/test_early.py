@@ -26,7 +26,7 @@ from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.fetch import fetcher
 from sgl_kvfetch.fetch.layers import LayerProgress
-from sgl_kvfetch.plugin.device import scheduler_hooks
+from sgl_kvfetch.plugin.device import early, scheduler_hooks
 from sgl_kvfetch.plugin.device.fetch_state import State
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import HEADS, LAYERS, PAGE, Rig, page_values, prompt
@@ -186,6 +186,47 @@ def test_a_layer_that_fails_costs_the_pass(make: MakeRig, decoding: Decoding, gr
     rig.assert_nothing_held()
 
 
+def test_a_layer_that_comes_after_it_was_read_costs_the_pass(
+    make: MakeRig, decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early, "_MOST_WAIT_S", 0.0)
+    rig, tokens = filled(make, decoding)
+    request = begin(rig, tokens)
+    decoding.open(0)
+    rig.await_over(request.cache_request_handle)
+    lock = admit(rig, request, match(rig, request))
+    starts, slots = rig.cache.early_starts, rig.cache.prefix_device_indices(request)
+    (filling,) = starts._started[request.rid]
+    starts.begin_pass([request.rid])
+    for layer in range(LAYERS):
+        starts.wait_until(layer)
+    decoding.open(1)
+    assert filling.layers.wait(LAYERS - 1, WAIT_S)  # too late
+    assert not starts.end_pass([request.rid])
+    rig.cache.token_to_kv_pool_allocator.free(slots)
+    rig.cache.unlock(lock)
+    rig.abort(request.cache_request_handle)
+    rig.assert_nothing_held()
+
+
+def test_a_pass_that_does_not_wait_for_its_layers_is_not_valid(make: MakeRig, decoding: Decoding) -> None:
+    """As with an attention backend that reads the pool without asking."""
+    rig, tokens = filled(make, decoding)
+    request = begin(rig, tokens)
+    decoding.open(0)
+    rig.await_over(request.cache_request_handle)
+    lock = admit(rig, request, match(rig, request))
+    starts, slots = rig.cache.early_starts, rig.cache.prefix_device_indices(request)
+    starts.begin_pass([request.rid])
+    decoding.open(1)
+    starts.wait_until(0)
+    assert not starts.end_pass([request.rid])
+    rig.cache.token_to_kv_pool_allocator.free(slots)
+    rig.cache.unlock(lock)
+    rig.abort(request.cache_request_handle)
+    rig.assert_nothing_held()
+
+
 def test_nobody_starts_while_others_wait_for_the_same_pages(make: MakeRig, decoding: Decoding) -> None:
     rig, tokens = filled(make, decoding)
     first = begin(rig, tokens)
@@ -245,7 +286,8 @@ def test_layers_are_whole_when_all_heads_of_all_pages_are_there() -> None:
     assert not layers.wait(0, 0.0)
     layers.add(range(1), HEADS)
     assert layers.wait(0, 0.0)
-    assert not layers.is_whole
+    layers.add(range(2, 3), 2 * HEADS)
+    assert not layers.wait(2, 0.0)  # for layer 1 is not whole
     layers.end()
     assert not layers.wait(1, WAIT_S)
 
