@@ -35,6 +35,7 @@ _SUMMARY_AGE_S = 2.0  # an answer may be this old
 _FOLDERS_AGE_S = 30.0  # its list of folders may be this old: making it reads the whole catalog
 _LIMIT = 50  # segments in an answer
 _PICTURE_S = 60.0
+_MOST_PICTURES = 4  # drawn or waiting: one is drawn at a time
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src blob:; "
@@ -81,19 +82,32 @@ class PromptQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
 
 
+class _Kind(msgspec.Struct, frozen=True):
+    """What all segments of a folder have in common, and never changes."""
+
+    model: str
+    quantiser: str
+    page_size: int
+    page_bytes: int
+
+
+_UNKNOWN = _Kind("", "", 0, 0)
+
+
 class PageHandlers:
     def __init__(self, store: LocalStore, metrics: ServerMetrics, config: ServerConfig) -> None:
         self._store = store
         self._metrics = metrics
         self._config = config
         self._history: deque[Sample] = deque(maxlen=_SAMPLES)
-        self._manifests: dict[str, Manifest] = {}  # one a folder: its model and sizes of pages never change
+        self._kinds: dict[str, _Kind] = {}  # by folder
         self._folders: list[FolderRow] = []
         self._folders_until_s = 0.0
         self._summary = b""
         self._summary_until_s = 0.0
         self._asking = asyncio.Lock()
-        self._drawing = asyncio.Lock()  # one picture at a time
+        self._drawing = asyncio.Lock()
+        self._num_pictures = 0
 
     def routes(self) -> list[web.RouteDef]:
         names = dict(zip(wire.PAGE_PATHS, ("page.html", "page.css", "page.js"), strict=True))
@@ -109,6 +123,8 @@ class PageHandlers:
 
     def _file(self, name: str) -> Any:
         body = (files("sgl_kvfetch.server") / "page" / name).read_bytes()
+        if self._config.has_token:
+            body = body.replace(b'<form id="login" hidden>', b'<form id="login">')
         kind = _KINDS[Path(name).suffix]
 
         async def get(request: web.Request) -> web.StreamResponse:
@@ -132,7 +148,9 @@ class PageHandlers:
         loop = asyncio.get_running_loop()
         async with self._asking:
             if loop.time() > self._folders_until_s:
-                self._folders = [await self._row(each) for each in await self._store.folder_usages()]
+                usages = await self._store.folder_usages()
+                self._folders = [await self._row(each) for each in usages]
+                self._kinds = {each.folder: self._kinds.get(each.folder, _UNKNOWN) for each in usages}
                 self._folders_until_s = loop.time() + _FOLDERS_AGE_S
             if loop.time() > self._summary_until_s:
                 usage = await self._store.usage()
@@ -150,17 +168,20 @@ class PageHandlers:
         return web.Response(body=self._summary, content_type="application/json")
 
     async def _row(self, usage: FolderUsage) -> FolderRow:
-        manifest = self._manifests.get(usage.folder)
-        if manifest is None and (content := await self._store.get(usage.some_manifest)) is not None:
+        kind = self._kinds.get(usage.folder, _UNKNOWN)
+        if kind is _UNKNOWN and (content := await self._store.peek(usage.some_manifest)) is not None:
             with contextlib.suppress(FormatError):  # `kvfetch verify` reports it
-                manifest = self._manifests[usage.folder] = decode_manifest(content)
+                manifest = decode_manifest(content)
+                namespace, page_bytes = manifest.namespace, manifest.geometry.page_bytes
+                kind = _Kind(namespace.model, namespace.quantiser, namespace.page_size, page_bytes)
+                self._kinds[usage.folder] = kind
         return FolderRow(
             usage.folder,
-            manifest.namespace.model if manifest else "",
-            manifest.namespace.quantiser if manifest else "",
+            kind.model,
+            kind.quantiser,
             usage.num_segments,
-            usage.num_pages * manifest.namespace.page_size if manifest else 0,
-            usage.num_pages * manifest.geometry.page_bytes if manifest else 0,
+            usage.num_pages * kind.page_size,
+            usage.num_pages * kind.page_bytes,
             usage.stored_bytes,
             usage.first_used_s,
             usage.last_used_s,
@@ -202,10 +223,13 @@ class PageHandlers:
 
     async def _manifest(self, request: web.Request) -> Manifest:
         name = request.match_info["name"]
-        content = await self._store.get(name) if name.endswith(MANIFEST_SUFFIX) else None
+        content = await self._store.peek(name) if name.endswith(MANIFEST_SUFFIX) else None
         if content is None:
             raise web.HTTPNotFound(text=f"no segment {name}")
-        return decode_manifest(content)
+        try:
+            return decode_manifest(content)
+        except FormatError as e:
+            raise web.HTTPUnprocessableEntity(text=f"{name} is damaged: {e}") from e
 
     async def picture(self, request: web.Request) -> web.StreamResponse:
         """Draw the frames of one span: the first one of each part of each cell."""
@@ -213,10 +237,16 @@ class PageHandlers:
         span = request.query.get("span", "0")
         if not span.isdecimal() or int(span) >= manifest.num_spans:
             raise web.HTTPBadRequest(text=f"span is {span!r}; expected 0 to {manifest.num_spans - 1}")
+        if self._num_pictures >= _MOST_PICTURES:
+            raise web.HTTPServiceUnavailable(text="other pictures are being drawn", headers={"Retry-After": "5"})
         target = f"{self._config.root.absolute().as_uri()}#{manifest.key.stem}"
-        async with self._drawing:
-            with tempfile.TemporaryDirectory(prefix="kvfetch-page-") as folder:
-                content = await self._draw(target, str(int(span)), folder)
+        self._num_pictures += 1
+        try:
+            async with self._drawing:
+                with tempfile.TemporaryDirectory(prefix="kvfetch-page-") as folder:
+                    content = await self._draw(target, str(int(span)), folder)
+        finally:
+            self._num_pictures -= 1
         return web.Response(body=content, content_type="image/png")
 
     async def _draw(self, target: str, span: str, folder: str) -> bytes:
@@ -233,6 +263,7 @@ class PageHandlers:
         finally:
             if process.returncode is None:
                 process.kill()
+                await process.wait()
         sheet = Path(folder, f"span{span}_contact-sheet.png")
         try:
             return await asyncio.to_thread(sheet.read_bytes)
@@ -246,9 +277,19 @@ class PageHandlers:
             query = msgspec.json.decode(await request.read(), type=PromptQuery)
             if isinstance(query.prompt, str) and self._config.tokenizer is None:
                 raise web.HTTPBadRequest(text="texts need kvfetch serve --tokenizer; give tokens, such as [1, 2]")
-            (tokens,) = await asyncio.to_thread(tokenise, self._config.tokenizer or "", [query.prompt])
+            num_tokens, hashes = await asyncio.to_thread(_hashes_of, query, self._config.tokenizer or "")
         except (msgspec.DecodeError, ConfigError) as e:
             raise web.HTTPBadRequest(text=str(e)) from e
-        hashes = page_hashes(tokens, query.page_size, query.cache_salt)
-        stored = await pages_stored(self._store, hashes) if hashes else {}
-        return web.json_response({"num_tokens": len(tokens), "num_pages": len(hashes), "stored_pages": stored})
+        try:
+            stored = await pages_stored(self._store, hashes) if hashes else {}
+        except FormatError as e:
+            raise web.HTTPUnprocessableEntity(text=f"a segment is damaged: {e}") from e
+        return web.json_response({"num_tokens": num_tokens, "num_pages": len(hashes), "stored_pages": stored})
+
+
+def _hashes_of(query: PromptQuery, tokenizer: str) -> tuple[int, list[bytes]]:
+    """Return a prompt's number of tokens, and the hashes of its pages. Raises ConfigError."""
+    (tokens,) = tokenise(tokenizer, [query.prompt])
+    if len(tokens) // query.page_size > wire.MAX_LOOKUP_PAGES:
+        raise ConfigError(f"the prompt has more than {wire.MAX_LOOKUP_PAGES} pages of {query.page_size} tokens")
+    return len(tokens), page_hashes(tokens, query.page_size, query.cache_salt)

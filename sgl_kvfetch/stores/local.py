@@ -131,8 +131,13 @@ class LocalStore(Store):
         files.require_name(name)
         return await self._run(self._get, name, start, length)
 
-    def _get(self, name: str, start: int, length: int | None) -> bytes | None:
-        opened = self._open(name)
+    async def peek(self, name: str) -> bytes | None:
+        """Read an object as `get` does, but not as a use of its segment."""
+        files.require_name(name)
+        return await self._run(self._get, name, 0, None, is_use=False)
+
+    def _get(self, name: str, start: int, length: int | None, *, is_use: bool = True) -> bytes | None:
+        opened = self._open(name, is_use=is_use)
         if opened is None:
             return None
         with opened.file as file, files.os_errors(f"reading {name}"):
@@ -195,10 +200,10 @@ class LocalStore(Store):
             opening.add_done_callback(_close_opened)
             raise
 
-    def _open(self, name: str) -> OpenObject | None:
+    def _open(self, name: str, *, is_use: bool = True) -> OpenObject | None:
         with files.os_errors(f"opening {name}"):
             opened = files.open_object(self.root, name)
-        if opened is not None:
+        if opened is not None and is_use:
             self._note_use([files.require_name(name).segment.manifest_name])
         return opened
 

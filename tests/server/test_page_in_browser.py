@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
+pytest.importorskip("selenium", reason="needs selenium, as in the extra `dev`")
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
@@ -28,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not BROWSER or not DRIVER, reason="needs chromium and chromium-driver, as Debian has them"),
 ]
 TOKENS = list(range(40))
-EVIL = "<img src=x onerror=alert(1)>"
+EVIL = "<img src=x onerror=x()>"
 
 
 class Browser:
@@ -92,12 +94,14 @@ def test_it_asks_for_a_token(browser: Browser, url: str) -> None:
     browser.driver.get(url)
     browser.driver.execute_script("sessionStorage.clear()")
     browser.driver.get(url)
+    browser.until(lambda: "asks for a token" in browser.text("#status"))
     browser.find("#token").send_keys("wrong", Keys.ENTER)
     browser.until(lambda: "not valid" in browser.text("#status"))
     assert not browser.all("#folders tbody tr")
     browser.find("#token").send_keys("secret", Keys.ENTER)
     browser.find("#folders tbody tr")
     assert browser.text("#status") == "In service"
+    assert "1 × 401" in browser.text("#errors")  # that of the wrong token: without one, nothing is asked
 
 
 def test_what_is_stored(page: Browser) -> None:

@@ -90,6 +90,46 @@ async def test_a_summary_may_be_some_seconds_old(tmp_path: Path, monkeypatch: py
         assert first["folders"] == []
 
 
+async def test_looking_is_no_use(tmp_path: Path) -> None:
+    segment = make_segment(page_hashes(4), 0, 4)
+    name = segment.manifest.key.manifest_name
+    async with serving(tmp_path, segment) as session:
+        folder = segment.manifest.heads.folder
+        (before,) = await get(session, wire.SEGMENTS_PATH, folder=folder)
+        await get(session, wire.SUMMARY_PATH)
+        await get(session, f"{wire.SEGMENTS_PATH}/{name}")
+        store = LocalStore(tmp_path)
+        assert await store.last_uses([segment.manifest.key]) == [before["last_used_s"]]
+        await store.close()
+
+
+async def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
+    segment = make_segment(page_hashes(4), 0, 4)
+    name = segment.manifest.key.manifest_name
+    async with serving(tmp_path, segment) as session:
+        path = tmp_path / name
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+        for what in (wire.SEGMENTS_PATH, wire.PICTURES_PATH):
+            assert name in (await get(session, f"{what}/{name}", status=422))["message"]
+
+
+async def test_no_more_pictures_than_a_few_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_MOST_PICTURES", 0)
+    segment = make_segment(page_hashes(4), 0, 4)
+    async with serving(tmp_path, segment) as session:
+        path = f"{wire.PICTURES_PATH}/{segment.manifest.key.manifest_name}"
+        assert "being drawn" in (await get(session, path, status=503))["message"]
+
+
+async def test_a_prompt_has_as_many_pages_as_a_lookup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_LOOKUP_PAGES", 3)
+    async with serving(tmp_path) as session:
+        for num_tokens, status in ((3, 200), (4, 400)):
+            query = {"prompt": list(range(num_tokens)), "page_size": 1}
+            async with session.post(wire.PROMPTS_PATH, json=query) as response:
+                assert response.status == status
+
+
 async def test_how_much_of_a_prompt_is_stored(tmp_path: Path) -> None:
     tokens = list(range(40))
     segment = make_segment(hashes_of(tokens, 16), 0, 2)

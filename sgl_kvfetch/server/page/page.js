@@ -51,11 +51,10 @@ async function show() {
     say(summary.write_problem ? `Read only: ${summary.write_problem}` : "In service", Boolean(summary.write_problem));
   } catch (error) {
     if (error.status === 401) {
-      const hadToken = sessionStorage.getItem("token") !== null;
       sessionStorage.removeItem("token");
       $("#store").hidden = true;
       $("#login").hidden = false;
-      say(hadToken ? "This token is not valid." : "This store asks for a token.", hadToken);
+      say("This token is not valid.", true);
       return;
     }
     say(error.status ? error.message : "The store does not answer.", true);
@@ -103,6 +102,7 @@ function draw(summary) {
       return tile;
     }),
   );
+  $("#activity-title").textContent = `The last ${Math.max(1, Math.round((history.at(-1).at_s - history[0].at_s) / 60))} min`;
   $("#charts").replaceChildren(
     chart("Lookups a second", history, ["lookups_total:hit", "lookups_total:partial", "lookups_total:miss"],
       ["found", "in part", "missed"], (value) => value.toFixed(value < 10 ? 1 : 0)),
@@ -115,7 +115,7 @@ function draw(summary) {
   folders = new Map(summary.folders.map((row) => [row.folder, row]));
   const rows = [...summary.folders].sort((a, b) => b.stored_bytes - a.stored_bytes);
   replaceRows($("#folders tbody"), rows, (row) => row.folder, (row) => [
-    button(row.model || row.folder, () => showSegments(row.folder)),
+    button(short(row.model || row.folder), () => showSegments(row.folder), row.model || row.folder),
     row.quantiser,
     row.folder.split(".")[1],
     number(count(row.num_segments)),
@@ -133,8 +133,10 @@ function draw(summary) {
 
 const number = (text) => element("td", text, { class: "number" });
 
-function button(text, action) {
-  const made = element("button", text, { type: "button", class: "link" });
+const short = (text) => (text.length > 26 ? `${text.slice(0, 25)}…` : text);
+
+function button(text, action, title = text) {
+  const made = element("button", text, { type: "button", class: "link", title });
   made.addEventListener("click", action);
   return made;
 }
@@ -199,7 +201,7 @@ async function showSegments(folder) {
     const row = folders.get(folder);
     $("#segments-title").textContent = `Segments of ${row?.model || folder}, last used first`;
     replaceRows($("#segments tbody"), found, (segment) => segment.name, (segment) => [
-      button(`${segment.name.split("/")[1].slice(0, 16)}…`, () => showSegment(segment.name)),
+      button(short(segment.name.split("/")[1]), () => showSegment(segment.name), segment.name),
       number(count(segment.num_pages)),
       number(size(segment.stored_bytes)),
       ago(Date.now() / 1000 - segment.last_used_s),
@@ -300,4 +302,6 @@ $("#login").addEventListener("submit", (event) => {
   show();
 });
 
-show();
+// A store with tokens sends the form unhidden: without a token, it is not asked, which would count as refused.
+if ($("#login").hidden || sessionStorage.getItem("token")) show();
+else say("This store asks for a token.");
