@@ -61,7 +61,7 @@ class CountingNvc(FakeNvc):
 
     def CreateDecoder(self, **arguments: Any) -> Decoder:
         made = super().CreateDecoder(**arguments)
-        decoder = GatedDecoder(self, made._cudastream, made._stream, *made._largest)
+        decoder = GatedDecoder(self, made._cudastream, made._stream, *made._largest, latency=made._latency)
         with self._lock:
             self._live.add(decoder)
             self.most_bytes = max(self.most_bytes, self.live_bytes)
