@@ -27,6 +27,7 @@ NUM_TOKENS, NUM_STORED = 1280, 1024
 FLAGS = ["--context-length", "4096", "--max-total-tokens", "12288", "--page-size", str(PAGE_SIZE)]
 NUM_PROMPTS = 3  # further ones have a group of layers that cannot be decoded
 GROUPS = (0, 5, 9)
+ATTEMPTS = 20  # on a busy machine, a request may come to its turn only after its pages have come, or failed
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def spoil(directory: Path, prompt: list[int], group: int) -> None:
 @pytest.fixture(scope="module")
 def early(stored: Stored) -> Iterator[SGLangServer]:
     with StoreProcess(stored.directory) as store:
-        config = {"quantiser": "exact", "codec": "hevc", "mode": "read_only", "early_start": True}
+        config = {"quantiser": "exact", "codec": "hevc", "mode": "read_only", "early_start": True, "codec_threads": 1}
         with SGLangServer(stored.model, extra_args=[*device_args(store.url, **config), *FLAGS]) as server:
             for num_tokens in (48, 100, 200, 400):  # so that it knows how fast it computes
                 server.generate(input_ids=[*range(1000, 1000 + num_tokens)], max_new_tokens=1)
@@ -100,12 +101,15 @@ def ask_again(server: SGLangServer, stored: Stored, number: int) -> Generation:
 
 def test_requests_start_early_and_get_the_same_answers(early: SGLangServer, stored: Stored) -> None:
     """The first fetch measures how fast pages are decoded."""
-    before = passes(early, "whole") + passes(early, "discarded")
-    for number in range(NUM_PROMPTS):
+    before = passes(early, "whole")
+    for attempt in range(ATTEMPTS):
+        number = attempt % NUM_PROMPTS
         found = ask_again(early, stored, number)
         assert found.output_ids == stored.computed[number].output_ids
-        assert from_storage(found) >= 0.9 * NUM_STORED
-    assert passes(early, "whole") + passes(early, "discarded") > before
+        if passes(early, "whole") > before:
+            assert from_storage(found) >= 0.9 * NUM_STORED
+            return
+    pytest.fail("no request started early")
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -114,7 +118,10 @@ def test_layers_that_fail_after_the_start_are_computed(early: SGLangServer, stor
     A request starts when some layers are still missing, the last ones among them."""
     before = passes(early, "discarded")
     number = NUM_PROMPTS + GROUPS.index(group)
-    assert ask_again(early, stored, number).output_ids == stored.computed[number].output_ids
-    if group == GROUPS[-1]:
-        assert passes(early, "discarded") == before + 1
+    for _ in range(ATTEMPTS):
+        assert ask_again(early, stored, number).output_ids == stored.computed[number].output_ids
+        if group != GROUPS[-1] or passes(early, "discarded") > before:
+            break
+    else:
+        pytest.fail("no request started early")
     assert ask_again(early, stored, 0).output_ids == stored.computed[0].output_ids
