@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.early_start import bounds
 from benchmarks.interference.__main__ import parse
 from benchmarks.interference.load import Run, make_plan
 from benchmarks.interference.plot import plot_timeline
@@ -119,14 +118,3 @@ def test_a_picture_of_many_requests(tmp_path: Path) -> None:
     path = tmp_path / "timeline.png"
     plot_timeline(path, merged(requests, server), {f"long-{i}" for i in range(4)}, "test")
     assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_an_early_start_saves_at_most_the_shorter_of_two_times() -> None:
-    """One request waits long for decoding and computes little, the other one the other way round."""
-    spans = []
-    for name, restored_s, computed_s in (("a", 5.0, 5.5), ("b", 2.25, 6.25)):
-        spans += [Span(name, "transmit", 0.0, 1.0), Span(name, "transmit", 0.5, 2.0)]
-        spans += [Span(name, "parked", 0.0, restored_s), Span(name, "prefill", restored_s, computed_s)]
-    spans.append(Span("computed", "prefill", 0.0, 9.0))
-    found = bounds(spans)
-    assert found == {"transmit": 2.0, "behind": 1.625, "prefill": 2.25, "saves at most": 0.375}

@@ -16,7 +16,7 @@ NAMESPACE = make_heads(SMALL, make_quantiser("exact")).namespace
 COMMANDS: list[m.Command] = [
     m.Start({"store": ["file:///kv"]}, NAMESPACE, 0, 2, 1, None),
     m.LookUp(1, b"h" * 64, True, {"swa": 4, "indexer": 0}),
-    m.Fetch(2, b"h" * 32, (1, 2), 1.5, found=1, first_page=3, request_id="r", traceparent="00-1-2-01"),
+    m.Fetch(2, b"h" * 32, (1, 2), 1.5, found=1, first_page=3, request_id="r", traceparent="00-1-2-01", early_s=0.5),
     m.FetchSide(5, "swa", b"h" * 32, 1.5),
     m.Give(2, 0),
     m.Cancel(2),
@@ -39,6 +39,7 @@ EVENTS: list[m.Event] = [
     m.Piece(2, 0, 0, 3, 0, 2, (0, 5), 64),
     m.RoundOver(2, 0, 1),
     m.LinkHasRoom(2),
+    m.Certain(2),
     m.FetchOver(2),
     m.Taken(3, 8),
     m.Cleared(4, ""),
