@@ -1,51 +1,57 @@
-"""Options that several commands share."""
+"""The options and arguments that several commands share."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
-from rich.console import Console
 
-from sgl_kvfetch.container.signing import ManifestKeys, read_manifest_keys
 from sgl_kvfetch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sgl_kvfetch.container.signing import ManifestKeys
 
 TOKEN_ENV = "KVFETCH_TOKEN"  # also in sgl_kvfetch.config, which is slow to import because it needs torch
 
-TARGET_HELP = (
-    "What to look at: a store (http://HOST:PORT, https://..., s3://BUCKET/PREFIX, file:///DIRECTORY or a directory), "
-    "a part of it (STORE#PREFIX, where PREFIX is the start of object names: a namespace or a segment), "
-    "or a manifest or data file (*.kvm, *.kvd)."
-)
 
-TokenOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TOKEN",
-        help=f"Bearer token of an HTTP store. Other users of this machine can see it: prefer --token-file, "
-        f"or {TOKEN_ENV} in the environment.",
-    ),
-]
-TokenFileOption = Annotated[Path | None, typer.Option(metavar="FILE", help="A file that holds the token.")]
-ManifestKeyFileOption = Annotated[
-    Path | None,
-    typer.Option("--manifest-key-file", metavar="FILE", help="The key that manifests of this store are signed with."),
-]
+def option(metavar: str | None, text: str, *names: str, **settings: Any) -> Any:
+    """Return an option for `Annotated`. ``text`` is its help; flags have no ``metavar``."""
+    return typer.Option(*names, metavar=metavar, help=text, **settings)
+
+
+def json_flag(shape: str) -> Any:
+    """Return the flag ``--json`` of a command that prints ``shape``."""
+    return option(None, f"Print JSON, for programs: {shape}.", "--json")
+
+
+STORE_HELP = "http://HOST:PORT, https://..., s3://BUCKET/PREFIX, file:///DIRECTORY or a directory."
+PART_HELP = (
+    f"A store, or a part of it. A store is {STORE_HELP} STORE#PREFIX is a part, where PREFIX is the start of object "
+    "names, such as a namespace that kvfetch inspect shows."
+)
+TARGET_HELP = f"{PART_HELP} It may also be a manifest or data file (*.kvm, *.kvd)."
 INDEX_HELP = (
     "redis://HOST:PORT/DB, rediss://... or redis+cluster://... Other users of this machine can see it: a password "
     "belongs into the environment, as KVFETCH_INDEX_PASSWORD."
 )
-IndexOption = Annotated[
-    str | None, typer.Option("--index", metavar="URL", help=f"The index of an S3 store: {INDEX_HELP}")
+
+StoreArgument = Annotated[str, typer.Argument(metavar="STORE", help=STORE_HELP)]
+PartArgument = Annotated[str, typer.Argument(metavar="STORE", help=PART_HELP)]
+TargetArgument = Annotated[str, typer.Argument(metavar="TARGET", help=TARGET_HELP)]
+TokenOption = Annotated[
+    str | None,
+    option(
+        "TOKEN",
+        "Bearer token of an HTTP store. Other users of this machine can see it: prefer --token-file, "
+        f"or {TOKEN_ENV} in the environment.",
+    ),
 ]
-INDEX_TIMEOUT_S = 30.0  # commands can wait longer than servers
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Say what would be deleted or written, and change nothing.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+TokenFileOption = Annotated[Path | None, option("FILE", "A file that holds the token.")]
+KeyFileOption = Annotated[Path | None, option("FILE", "The key that manifests of this store are signed with.")]
+IndexOption = Annotated[str | None, option("URL", f"The index of an S3 store: {INDEX_HELP}")]
+DryRunOption = Annotated[bool, option(None, "Say what would be deleted or written, and change nothing.", "--dry-run")]
 
 
 def read_token(token: str | None, token_file: Path | None) -> str | None:
@@ -66,16 +72,6 @@ def read_token(token: str | None, token_file: Path | None) -> str | None:
 
 def read_keys(manifest_key_file: Path | None) -> ManifestKeys | None:
     """Return the keys in the file, or None without a file. Raises ConfigError."""
+    from sgl_kvfetch.container.signing import read_manifest_keys
+
     return None if manifest_key_file is None else read_manifest_keys(manifest_key_file)
-
-
-def print_json(value: object) -> None:
-    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
-
-
-def make_console(*, stderr: bool = False) -> Console:
-    """Return a console without markup. If the output is not a terminal, lines are 200 columns wide, for long names."""
-    console = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
-    if not console.is_terminal:
-        console.width = 200
-    return console

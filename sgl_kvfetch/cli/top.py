@@ -17,8 +17,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from sgl_kvfetch.cli.options import JsonOption, TokenFileOption, TokenOption, make_console, print_json, read_token
-from sgl_kvfetch.cli.units import format_size, printable
+from sgl_kvfetch.cli.options import TokenFileOption, TokenOption, json_flag, option, read_token
+from sgl_kvfetch.cli.output import format_size, make_console, printable, show
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.http_answers import status_error
 from sgl_kvfetch.stores.open import takes_token
@@ -57,13 +57,17 @@ class Activity(Struct, frozen=True):
 
 def top(
     store: Annotated[str, typer.Argument(metavar="STORE", help="http://HOST:PORT or https://... of kvfetch serve.")],
-    interval_s: Annotated[
-        float, typer.Option("--interval", min=0.1, metavar="SECONDS", help="Time between two looks.")
-    ] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one interval, and end.")] = False,
+    interval_s: Annotated[float, option("SECONDS", "Time between two looks.", "--interval", min=0.1)] = 2.0,
+    once: Annotated[bool, option(None, "Print one interval, and end.", "--once")] = False,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
-    as_json: JsonOption = False,
+    as_json: Annotated[
+        bool,
+        json_flag(
+            "an object with stored_bytes, capacity_bytes, segments, requests_in_flight, errors by status, pages_found "
+            "(a share), lookup_p99_s and, a second, requests, lookups, sent_bytes, received_bytes, evicted_segments"
+        ),
+    ] = False,
 ) -> None:
     """Show what a store holds and does, until Ctrl-C.
 
@@ -83,10 +87,7 @@ def top(
     if once or as_json or not console.is_terminal:
         time.sleep(interval_s)
         now = take_sample(store, secret)
-        if as_json:
-            print_json(activity(last, now))
-        else:
-            console.print(screen(store, activity(last, now), now))
+        show(activity(last, now), as_json, [screen(store, activity(last, now), now)])
         return
     look = screen(store, activity(first, last), last)
     with (

@@ -8,51 +8,57 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 import xxhash
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import DownloadColumn, TransferSpeedColumn
 
 from sgl_kvfetch.cli.options import (
-    TARGET_HELP,
-    JsonOption,
-    ManifestKeyFileOption,
+    KeyFileOption,
+    TargetArgument,
     TokenFileOption,
     TokenOption,
-    make_console,
-    print_json,
+    json_flag,
+    option,
     read_keys,
     read_token,
 )
-from sgl_kvfetch.cli.signatures import signature_of
+from sgl_kvfetch.cli.output import format_size, make_progress, printable, show
+from sgl_kvfetch.cli.summary import signature_of
 from sgl_kvfetch.cli.target import Target, open_target
-from sgl_kvfetch.cli.units import format_size, printable
 from sgl_kvfetch.container.manifest import Cell, Manifest, Side, Variant
-from sgl_kvfetch.container.segment import SegmentReader
-from sgl_kvfetch.container.sides import side_places
 from sgl_kvfetch.container.signing import ManifestKeys
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
-from sgl_kvfetch.fetch.plan import ReadUnit, read_units
-from sgl_kvfetch.quant import quantiser_from_identity
 from sgl_kvfetch.stores.base import ObjectInfo
 from sgl_kvfetch.stores.listing import Objects, StoredSegment, decode_named_manifest, list_segments, read_manifest
 from sgl_kvfetch.stores.local import LocalStore
+
+if TYPE_CHECKING:  # these load torch and codecs
+    from sgl_kvfetch.container.segment import SegmentReader
+    from sgl_kvfetch.fetch.plan import ReadUnit
 
 MAX_PROBLEMS_AN_OBJECT = 5
 
 
 def verify(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help=TARGET_HELP)],
+    target: TargetArgument,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
-    manifest_key_file: ManifestKeyFileOption = None,
-    as_json: JsonOption = False,
+    manifest_key_file: KeyFileOption = None,
+    as_json: Annotated[
+        bool,
+        json_flag(
+            "an object with num_segments, num_chunks, read_bytes, num_gone, num_unchecked, problems (each with name "
+            "and what) and orphans"
+        ),
+    ] = False,
     jobs: Annotated[
-        int, typer.Option(min=1, max=256, help="Segments read at once, and decoding threads.", show_default="cores")
+        int,
+        option("COUNT", "Segments read at once, and decoding threads.", min=1, max=256, show_default="cores"),
     ] = os.cpu_count() or 1,
     rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="First make the catalog of a directory anew from its files.")
+        bool, option(None, "First make the catalog of a directory anew from its files.", "--rebuild")
     ] = False,
 ) -> None:
     """Read and decode everything that is stored, and compare it with its checksums.
@@ -72,41 +78,35 @@ def verify(
 
         kvfetch verify backup/8-91ab.kvm
     """
-    keys = read_keys(manifest_key_file)
-    if not asyncio.run(_run(target, read_token(token, token_file), keys, as_json, jobs, rebuild)):
+    report = asyncio.run(_run(target, read_token(token, token_file), read_keys(manifest_key_file), jobs, rebuild))
+    show(report, as_json, _lines(report))
+    if report.problems:
         raise typer.Exit(1)
 
 
-async def _run(
-    text: str, token: str | None, keys: ManifestKeys | None, as_json: bool, jobs: int, rebuild: bool
-) -> bool:
-    """Verify the target and print a report. Return True if nothing is corrupt. Raises KVFetchError."""
+async def _run(text: str, token: str | None, keys: ManifestKeys | None, jobs: int, rebuild: bool) -> Report:
+    """Raises KVFetchError."""
     try:
         target = open_target(text, token)
     except FormatError as e:  # TARGET is the path of an invalid manifest
-        report = Report(problems=[Problem(str(Path(text)), str(e))])
-    else:
-        try:
-            if rebuild:
-                if not isinstance(target.objects, LocalStore):
-                    raise ConfigError(f"{target.label} is not a directory; --rebuild works where the disk is")
-                await target.objects.rebuild()
-            segments = await list_segments(target.objects, target.prefix)
-            if target.prefix and not segments:
-                raise ConfigError(f"{target.label}: nothing is stored under this name")
-            report = await _verify(target, segments, keys, jobs)
-        finally:
-            await target.objects.close()
-    _print(report, as_json)
-    return not report.problems
+        return Report(problems=[Problem(str(Path(text)), str(e))])
+    try:
+        if rebuild:
+            if not isinstance(target.objects, LocalStore):
+                raise ConfigError(f"{target.label} is not a directory; --rebuild works where the disk is")
+            await target.objects.rebuild()
+        segments = await list_segments(target.objects, target.prefix)
+        if target.prefix and not segments:
+            raise ConfigError(f"{target.label}: nothing is stored under this name")
+        return await _verify(target, segments, keys, jobs)
+    finally:
+        await target.objects.close()
 
 
 async def _verify(target: Target, segments: list[StoredSegment], keys: ManifestKeys | None, jobs: int) -> Report:
-    console = make_console(stderr=True)
-    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn())
     total = sum(segment.stored_bytes for segment in segments if segment.manifest is not None)
     with (
-        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+        make_progress("verifying", DownloadColumn(True), TransferSpeedColumn()) as progress,
         ThreadPoolExecutor(jobs, thread_name_prefix="kvfetch-verify") as pool,
     ):
         task = progress.add_task("", total=total)
@@ -116,27 +116,24 @@ async def _verify(target: Target, segments: list[StoredSegment], keys: ManifestK
         return await verifier.run(segments)
 
 
-def _print(report: Report, as_json: bool) -> None:
-    if as_json:
-        print_json(report)
-        return
+def _lines(report: Report) -> Iterator[str]:
     by_object: dict[str, list[str]] = {}
     for problem in report.problems:
         by_object.setdefault(problem.name, []).append(problem.what)
     for name, found in by_object.items():
         for what in found[:MAX_PROBLEMS_AN_OBJECT]:
-            typer.echo(f"CORRUPT {name}: {printable(what)}")
+            yield f"CORRUPT {name}: {printable(what)}"
         if len(found) > MAX_PROBLEMS_AN_OBJECT:
-            typer.echo(f"CORRUPT {name}: and {len(found) - MAX_PROBLEMS_AN_OBJECT} more")
+            yield f"CORRUPT {name}: and {len(found) - MAX_PROBLEMS_AN_OBJECT} more"
     read = f"{report.num_segments} segments, {report.num_chunks} chunks, {format_size(report.read_bytes)} read"
-    typer.echo(f"{read}: {len(by_object)} objects corrupt or missing" if by_object else f"{read}: all is well")
+    yield f"{read}: {len(by_object)} objects corrupt or missing" if by_object else f"{read}: all is well"
     if report.orphans:
         size = format_size(sum(info.size_bytes for info in report.orphans))
-        typer.echo(f"{len(report.orphans)} data objects ({size}) have no manifest: being written, or left by a crash")
+        yield f"{len(report.orphans)} data objects ({size}) have no manifest: being written, or left by a crash"
     if report.num_unchecked:
-        typer.echo(f"{report.num_unchecked} manifests are signed (not checked; see --manifest-key-file)")
+        yield f"{report.num_unchecked} manifests are signed (not checked; see --manifest-key-file)"
     if report.num_gone:
-        typer.echo(f"{report.num_gone} segments were deleted or replaced during the run")
+        yield f"{report.num_gone} segments were deleted or replaced during the run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +192,9 @@ class Verifier:
                 self.report.num_gone += 1
 
     async def _verify_segment(self, stored: StoredSegment, info: ObjectInfo) -> None:
+        from sgl_kvfetch.container.segment import SegmentReader
+        from sgl_kvfetch.quant import quantiser_from_identity
+
         try:
             content = await self.objects.get(info.name)
             if content is None:
@@ -238,6 +238,8 @@ class Verifier:
         return True
 
     async def _verify_side(self, info: ObjectInfo | None, manifest: Manifest, side: Side) -> None:
+        from sgl_kvfetch.container.sides import side_places
+
         name = manifest.data_name(side)
         if not await self._has_its_size(info, manifest, side):
             return
@@ -262,6 +264,8 @@ class Verifier:
             self._add(name, "its bytes do not match the digest in its name")
 
     async def _verify_data(self, info: ObjectInfo | None, reader: SegmentReader) -> None:
+        from sgl_kvfetch.fetch.plan import read_units
+
         name = reader.data_name
         if not await self._has_its_size(info, reader.manifest, reader.variant):
             return
