@@ -185,10 +185,7 @@ class _Reporter:
         handlers = [RichHandler(console=console, show_time=False, show_level=False, show_path=False)]
         level = logging.INFO if verbose else logging.WARNING
         logging.basicConfig(
-            level=level,
-            format="kvfetch: %(message)s",
-            handlers=None if self.progress.disable else handlers,
-            force=True,
+            level=level, format="kvfetch: %(message)s", handlers=None if self.progress.disable else handlers, force=True
         )
         self.progress.add_task("", total=None, sizes="looking")
         (self._task,) = self.progress.tasks

@@ -32,14 +32,12 @@ _LINE_EVERY_S = 10.0  # between progress lines when stderr is not a terminal
 def calibrate(
     model: Annotated[str, option("PATH", "Path of a model that transformers can load.")],
     text: Annotated[
-        list[Path],
-        option("FILE", "Text like the model's traffic: plain, or JSONL with a field 'prompt'. Repeatable."),
+        list[Path], option("FILE", "Text like the model's traffic: plain, or JSONL with a field 'prompt'. Repeatable.")
     ],
     out: Annotated[Path, option("FILE", "Where to write the profile.", "--out", "-o")],
     windows: Annotated[int, option("COUNT", "Windows of text; a fifth are held out for measuring.", min=2)] = 25,
     context: Annotated[
-        int,
-        option("TOKENS", "Of a window, whose KV cache is quantised; KL measures the cost of these errors.", min=16),
+        int, option("TOKENS", "Of a window, whose KV cache is quantised; KL measures the cost of these errors.", min=16)
     ] = 1024,
     continuation: Annotated[int, option("TOKENS", "After the context, predicted from its KV.", min=16)] = 512,
     part: Annotated[str, option("FROM:TO", "Use this part of the text, in fractions of its tokens.")] = "0:1",

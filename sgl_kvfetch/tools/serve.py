@@ -24,8 +24,7 @@ def serve(
     capacity: Annotated[
         str | None,
         option(
-            "SIZE",
-            "Most bytes to store, such as 100GiB; least recently used segments are evicted. Default: no limit.",
+            "SIZE", "Most bytes to store, such as 100GiB; least recently used segments are evicted. Default: no limit."
         ),
     ] = None,
     token: Annotated[

@@ -97,10 +97,7 @@ def top(
     from rich.live import Live
 
     look = screen(store, activity(first, last), last)
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        Live(look, console=console, screen=True, auto_refresh=False) as live,
-    ):
+    with contextlib.suppress(KeyboardInterrupt), Live(look, console=console, screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)
             try:

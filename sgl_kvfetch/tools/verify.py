@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 import xxhash
@@ -53,8 +54,7 @@ def verify(
         ),
     ] = False,
     jobs: Annotated[
-        int,
-        option("COUNT", "Segments read at once, and decoding threads.", min=1, max=256, show_default="cores"),
+        int, option("COUNT", "Segments read at once, and decoding threads.", min=1, max=256, show_default="cores")
     ] = os.cpu_count() or 1,
     rebuild: Annotated[
         bool, option(None, "First make the catalog of a directory anew from its files.", "--rebuild")
@@ -164,6 +164,15 @@ class _Gone(Exception):
     """The segment was deleted or replaced while it was read."""
 
 
+class _Piece(NamedTuple):
+    """Bytes of a data object that are read at once. Each of ``decoders`` decodes a part, and raises FormatError."""
+
+    start: int
+    size_bytes: int
+    num_chunks: int
+    decoders: Sequence[Callable[[bytes], object]]
+
+
 @dataclass
 class Verifier:
     """Verifies ``jobs`` segments at a time. Each job holds one read of about ``read_bytes`` bytes in memory. With
@@ -211,9 +220,11 @@ class Verifier:
             return
         self.report.num_segments += 1
         for reader in readers:
-            await self._verify_data(stored.data.get(reader.data_name), reader)
+            info_of_data = stored.data.get(reader.data_name)
+            await self._verify_data(info_of_data, manifest, reader.variant, self._variant_pieces(reader))
         for side in manifest.sides:
-            await self._verify_side(stored.data.get(manifest.data_name(side)), manifest, side)
+            info_of_data = stored.data.get(manifest.data_name(side))
+            await self._verify_data(info_of_data, manifest, side, _side_pieces(manifest, side))
         self.report.orphans += [data for name, data in stored.data.items() if name not in manifest.data_names]
 
     def _check_signature(self, name: str, content: bytes) -> None:
@@ -225,79 +236,52 @@ class Verifier:
         elif signature == "signed (not checked)":
             self.report.num_unchecked += 1
 
-    async def _has_its_size(self, info: ObjectInfo | None, manifest: Manifest, data: Variant | Side) -> bool:
-        """Return whether a data object is there, with the size that its manifest says. Report it if not."""
+    async def _verify_data(
+        self, info: ObjectInfo | None, manifest: Manifest, data: Variant | Side, pieces: Iterable[_Piece]
+    ) -> None:
+        """Read a data object piece by piece, decode all of it, and compare it with its digest and size."""
         name, expected = manifest.data_name(data), manifest.data_bytes(data)
-        if info is None:
-            # The segment may have been replaced after the listing; then its data are newer than the listing.
-            info = await self._head(name, manifest)
-        if info is None:
-            self._add(name, "missing, though its manifest names it")
-            return False
-        if info.size_bytes != expected:
-            self._add(name, f"has {info.size_bytes} bytes, expected {expected} as its manifest says")
-            return False
-        return True
-
-    async def _verify_side(self, info: ObjectInfo | None, manifest: Manifest, side: Side) -> None:
-        from sgl_kvfetch.codec import side_places
-
-        name = manifest.data_name(side)
-        if not await self._has_its_size(info, manifest, side):
-            return
         digest = xxhash.xxh3_128()
         try:
-            for place in side_places(manifest).values():
-                if place.data_name != name:
-                    continue
-                data = await self.objects.get(name, place.start, place.size_bytes)
-                if data is None:
+            # The segment may have been replaced after the listing; then its data are newer than the listing.
+            info = info or await self._head(name, manifest)
+            if info is not None and info.size_bytes != expected:
+                self._add(name, f"has {info.size_bytes} bytes, expected {expected} as its manifest says")
+                return
+            for piece in pieces:
+                content = None if info is None else await self.objects.get(name, piece.start, piece.size_bytes)
+                if content is None:
                     await self._require_present(manifest)
                     self._add(name, "missing, though its manifest names it")
                     return
-                self._note_read(len(data))
-                digest.update(data)
-                await asyncio.get_running_loop().run_in_executor(self.decode_pool, place.decode, data)
-                self.report.num_chunks += len(place.page.chunks)
-        except (FormatError, StoreError) as e:
-            self._blame(name, e)
-            return
-        if digest.hexdigest() != side.data_digest:
-            self._add(name, "its bytes do not match the digest in its name")
-
-    async def _verify_data(self, info: ObjectInfo | None, reader: SegmentReader) -> None:
-        from sgl_kvfetch.plane import read_units
-
-        name = reader.data_name
-        if not await self._has_its_size(info, reader.manifest, reader.variant):
-            return
-        digest = xxhash.xxh3_128()
-        try:
-            for span in range(reader.manifest.num_spans):
-                for unit in read_units(reader, span, self.read_bytes):
-                    data = await self.objects.get(name, unit.start, unit.size_bytes)
-                    if data is None:
-                        await self._require_present(reader.manifest)
-                        self._add(name, "missing, though its manifest names it")
-                        return
-                    self._note_read(len(data))
-                    digest.update(data)
-                    await self._verify_unit(name, unit, data)
+                self._note_read(len(content))
+                digest.update(content)
+                await self._decode(name, piece, content)
         except StoreError as e:
             self._blame(name, e)
             return
-        if digest.hexdigest() != reader.variant.data_digest:
+        if digest.hexdigest() != data.data_digest:
             self._add(name, "its bytes do not match the digest in its name")
 
-    async def _verify_unit(self, name: str, unit: ReadUnit, data: bytes) -> None:
+    async def _decode(self, name: str, piece: _Piece, content: bytes) -> None:
         loop = asyncio.get_running_loop()
-        found = await asyncio.gather(
-            *(loop.run_in_executor(self.decode_pool, _check_cell, unit, cell, data) for cell in unit.cells)
-        )
-        self.report.num_chunks += len(unit.cells) * unit.reader.manifest.chunks_per_cell
-        for error in found:
-            if error is not None:
-                self._add(name, error)
+        decoding = (loop.run_in_executor(self.decode_pool, decode, content) for decode in piece.decoders)
+        self.report.num_chunks += piece.num_chunks
+        for result in await asyncio.gather(*decoding, return_exceptions=True):
+            if isinstance(result, FormatError):
+                self._add(name, str(result))
+            elif isinstance(result, BaseException):
+                raise result
+
+    def _variant_pieces(self, reader: SegmentReader) -> Iterator[_Piece]:
+        from sgl_kvfetch.plane import read_units
+
+        for span in range(reader.manifest.num_spans):
+            for unit in read_units(reader, span, self.read_bytes):
+                num_chunks = len(unit.cells) * reader.manifest.chunks_per_cell
+                yield _Piece(
+                    unit.start, unit.size_bytes, num_chunks, [partial(_decode_cell, unit, c) for c in unit.cells]
+                )
 
     async def _head(self, name: str, manifest: Manifest) -> ObjectInfo | None:
         """Look again for data that the listing lacks. Raises _Gone if the manifest was deleted or replaced too."""
@@ -329,10 +313,14 @@ class Verifier:
         self.report.problems.append(Problem(name, what))
 
 
-def _check_cell(unit: ReadUnit, cell: Cell, data: bytes) -> str | None:
-    """Decode one cell. Return an error message if it is corrupt, or else None. Runs on the decode pool."""
-    try:
-        unit.reader.decode_cell(cell, unit.piece(cell, data))
-    except FormatError as e:
-        return str(e)
-    return None
+def _side_pieces(manifest: Manifest, side: Side) -> Iterator[_Piece]:
+    from sgl_kvfetch.codec import side_places
+
+    for place in side_places(manifest).values():
+        if place.data_name == manifest.data_name(side):
+            yield _Piece(place.start, place.size_bytes, len(place.page.chunks), [place.decode])
+
+
+def _decode_cell(unit: ReadUnit, cell: Cell, content: bytes) -> None:
+    """Decode one cell of what was read. Raises FormatError. Runs on the decode pool."""
+    unit.reader.decode_cell(cell, unit.piece(cell, content))

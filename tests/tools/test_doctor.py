@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_kvfetch.codec.bitstream import nvenc, nvidia
+from sgl_kvfetch import codec, plugin
+from sgl_kvfetch.codec.bitstream import nvenc
 from sgl_kvfetch.codec.bitstream.nvdec_caps import DecodeCaps
 from sgl_kvfetch.codec.bitstream.registry import CODECS
 from sgl_kvfetch.errors import ConfigError, CorruptError
@@ -19,7 +20,7 @@ from sgl_kvfetch.plugin.cpu.platform import ENV
 from sgl_kvfetch.tools import doctor
 from sgl_kvfetch.tools.doctor import Check, check_store, run_check
 from tests.codec.bitstream.fake_nvenc import install
-from tests.tools.conftest import kvfetch
+from tests.tools.conftest import kvfetch, kvfetch_json
 
 
 def by_name(found: list[Check]) -> dict[str, Check]:
@@ -91,7 +92,7 @@ def test_another_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_goes_wrong_with_the_right_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: seams.SGLANG_VERSION)
-    monkeypatch.setattr(seams, "check_seams", lambda scopes: ["a.b moved", "c.d moved"])
+    monkeypatch.setattr(plugin, "check_seams", lambda scopes: ["a.b moved", "c.d moved"])
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
     monkeypatch.setattr(doctor, "_search_path", lambda: "")
     found = by_name(doctor.check_sglang())
@@ -103,7 +104,7 @@ def test_what_goes_wrong_with_the_right_sglang(monkeypatch: pytest.MonkeyPatch) 
     def broken(scopes: object) -> list[str]:
         raise RuntimeError("operator torchvision::nms does not exist")
 
-    monkeypatch.setattr(seams, "check_seams", broken)
+    monkeypatch.setattr(plugin, "check_seams", broken)
     found = by_name(doctor.check_sglang())
     assert found["SGLang's seams"].status == "no"
     assert "nms" in found["SGLang's seams"].found
@@ -111,7 +112,7 @@ def test_what_goes_wrong_with_the_right_sglang(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_plugin_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: seams.SGLANG_VERSION)
-    monkeypatch.setattr(seams, "check_seams", lambda scopes: [])
+    monkeypatch.setattr(plugin, "check_seams", lambda scopes: [])
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [SimpleNamespace(name="kvfetch")])
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
     assert by_name(doctor.check_sglang())["plugin registered"].advice == "add kvfetch to SGLANG_PLUGINS"
@@ -179,9 +180,9 @@ def test_the_decoders_structure_has_its_c_size() -> None:
 
 
 def test_what_a_server_decodes_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvidia, "open_current_nvdec", lambda: (object(), "decoded on NVDEC, 7 engines: hevc"))
+    monkeypatch.setattr(codec, "open_current_nvdec", lambda: (object(), "decoded on NVDEC, 7 engines: hevc"))
     assert doctor._check_decoding() == Check("HEVC decoding", "yes", "decoded on NVDEC, 7 engines: hevc")
-    monkeypatch.setattr(nvidia, "open_current_nvdec", lambda: (None, "HEVC is decoded on the CPU: no library"))
+    monkeypatch.setattr(codec, "open_current_nvdec", lambda: (None, "HEVC is decoded on the CPU: no library"))
     check = doctor._check_decoding()
     assert (check.status, check.found) == ("warn", "HEVC is decoded on the CPU: no library")
 
@@ -254,9 +255,7 @@ def test_a_served_store(tmp_path: Path) -> None:
 
     with serving(tmp_path, token="secret") as (url, _):
         args = ("doctor", "--json", url)
-        denied = kvfetch(*args)
-        assert denied.exit_code == 1
-        found = {check["name"]: check for check in json.loads(denied.stdout)}
+        found = {check["name"]: check for check in kvfetch_json("doctor", url, exit_code=1)}
         assert found["store reachable"]["status"] == "yes"
         assert found["store authorised"]["status"] == "no"
         assert "token" in found["store authorised"]["advice"]

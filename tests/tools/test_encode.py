@@ -1,6 +1,5 @@
 """``kvfetch encode`` as a user meets it."""
 
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ import torch
 
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from tests.codec.bitstream.fake_nvenc import install
-from tests.tools.conftest import Stored, kvfetch
+from tests.tools.conftest import Stored, kvfetch, kvfetch_json
 
 
 def variants(stored: Stored, index: int) -> list[tuple[str, str]]:
@@ -36,8 +35,7 @@ def test_a_store_is_encoded_once(stored: Stored) -> None:
 
 
 def test_json(stored: Stored) -> None:
-    result = kvfetch("encode", stored.url, "--grace", "0", "--keep-source", "--codec", "deflate", "--json")
-    report = json.loads(result.stdout)
+    report = kvfetch_json("encode", stored.url, "--grace", "0", "--keep-source", "--codec", "deflate")
     assert (report["num_encoded"], report["num_deleted"], report["failures"]) == (3, 0, {})
     assert variants(stored, 1) == [("deflate", "240p"), ("zstd", "240p")]
     shown = kvfetch("inspect", f"{stored.url}#{stored.segments[1].manifest.key.stem}").stdout

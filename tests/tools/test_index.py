@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +13,7 @@ from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
-from tests.tools.conftest import kvfetch
+from tests.tools.conftest import kvfetch, kvfetch_json
 
 pytestmark = pytest.mark.skipif(REDIS is None, reason=REDIS_MISSING)
 
@@ -76,7 +75,8 @@ def test_rebuild_enters_all_pages(s3: S3Server, redis: RedisProcess) -> None:
 
 def test_rebuild_of_one_namespace(s3: S3Server, redis: RedisProcess) -> None:
     namespace = head_slice("another").folder
-    tally = json.loads(rebuild(redis.url, "--namespace", namespace, "--index-ttl-s", "500", "--json"))
+    part = f"{URL}/#{namespace}"
+    tally = kvfetch_json("index", "rebuild", part, "--index", redis.url, "--index-ttl-s", "500")
     assert tally == {"num_segments": 1, "num_pages": 4, "failures": {}}
     assert 400 < redis.client.ttl(next(redis.client.scan_iter())) <= 500
     assert parts(look_up(redis, namespace, 1)) == [(1, 3)]
