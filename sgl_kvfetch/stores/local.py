@@ -20,7 +20,6 @@ from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, SegmentKey
 from sgl_kvfetch.stores import files, index, local_pins
 from sgl_kvfetch.stores.base import Lookup, ObjectInfo, SegmentHit, Store, object_digest
 from sgl_kvfetch.stores.catalog import Catalog, SegmentState
-from sgl_kvfetch.stores.changes import ChangeLog
 from sgl_kvfetch.stores.damage import DamageChecks
 from sgl_kvfetch.stores.files import OpenObject
 from sgl_kvfetch.stores.pins import Pin, require_pin_name
@@ -393,10 +392,6 @@ class LocalStore(Store):
             raise StoreError("invalid", f"{manifest_name} is not a manifest")
         self._require_open()
         return await self._checks.check(manifest_name)
-
-    def change_log(self) -> ChangeLog:
-        """Return a log of the pages that lookups find, and no longer find. Close it before the store."""
-        return ChangeLog(self._catalog)
 
     async def usage(self) -> StoreUsage:
         """Return sizes and counters."""
