@@ -17,10 +17,10 @@ from unittest.mock import patch
 
 from aiohttp import web
 
-from sgl_kvfetch.cli import main
 from sgl_kvfetch.server import objects
 from sgl_kvfetch.server.lookup import LookupHandler
 from sgl_kvfetch.server.sending import send_file
+from sgl_kvfetch.tools import main
 
 # Do not sleep for less than this: the next wait includes the time that was skipped.
 _SHORTEST_WAIT_S = 0.001

@@ -40,7 +40,7 @@ class StoreProcess:
         store behind a `SlowLink` of this speed. ``command``: how to run ``kvfetch``; by default this Python runs it.
         """
         speeds = ",".join(f"{gbps:.6f}" for gbps in link_gbps)
-        module = ["harness.slow_link", speeds] if speeds else ["sgl_kvfetch.cli"]
+        module = ["harness.slow_link", speeds] if speeds else ["sgl_kvfetch.tools"]
         command = command or (sys.executable, "-X", "faulthandler", "-m", *module)
         self.directory = Path(directory)
         self.port = port or free_port()
