@@ -8,7 +8,6 @@ from .bitstream.nvidia import moving_gradients as moving_gradients, open_current
 from .bitstream.registry import (
     CODECS as CODECS,
     CodecName as CodecName,
-    EncoderName as EncoderName,
     get_codec as get_codec,
 )
 from .bitstream.surfaces import MAX_SURFACE_BYTES as MAX_SURFACE_BYTES

@@ -118,8 +118,8 @@ class LooseSegment:
             raise ConfigError(f"{manifest_path}: {e.strerror}") from e
         self.stem = manifest.key.stem
         self._paths = {manifest.key.manifest_name: manifest_path}
-        data: Variant | Side
-        for data in (*manifest.variants, *manifest.sides):
+        objects: tuple[Variant | Side, ...] = (*manifest.variants, *manifest.sides)
+        for data in objects:
             name = manifest.data_name(data)
             choices = [manifest_path.with_name(name.rpartition("/")[2])]
             if isinstance(data, Variant):

@@ -27,7 +27,7 @@ _AGE_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def option(metavar: str | None, text: str, *names: str, **settings: Any) -> Any:
-    """Return an option for `Annotated`. ``text`` is its help; flags have no ``metavar``."""
+    """Return an option for `Annotated`. ``text`` is its help; flags and choices have no ``metavar``."""
     return typer.Option(*names, metavar=metavar, help=text, **settings)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -139,10 +138,6 @@ def _gc_lines(plan: Plan, swept: Swept | None) -> Iterator[str]:
         yield f"{num_kept} segments stay; the least recently used of them was last used {age} ago"
 
 
-class Action(StrEnum):
-    rebuild = "rebuild"
-
-
 @dataclass(slots=True)
 class Entered:
     """What was entered in an index."""
@@ -153,7 +148,7 @@ class Entered:
 
 
 def index(
-    action: Annotated[Action, typer.Argument(help="rebuild: enter the pages of all stored segments.")],
+    action: Annotated[Literal["rebuild"], typer.Argument(help="rebuild: enter the pages of all stored segments.")],
     store: Annotated[str, typer.Argument(metavar="STORE", help="s3://BUCKET/PREFIX, or a part of it: STORE#PREFIX.")],
     index_url: Annotated[str, option("URL", INDEX_HELP, "--index", show_default=False)],
     index_ttl_s: Annotated[
@@ -171,7 +166,6 @@ def index(
 
         kvfetch index rebuild s3://kv-cache/llama --index redis://10.0.0.5:6379/0
     """
-    assert action is Action.rebuild
     url, _, prefix = store.partition("#")
     if not url.startswith("s3:"):
         raise ConfigError(f"{url!r} is not an s3:// store; other stores have their own index")
