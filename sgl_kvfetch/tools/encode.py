@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -19,7 +20,6 @@ from sgl_kvfetch.tools.terminal import (
     PartArgument,
     TokenFileOption,
     TokenOption,
-    failed_lines,
     format_ratio,
     format_size,
     json_flag,
@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 _LINE_EVERY_S = 10.0  # between progress lines when stderr is not a terminal
 _MAX_OBJECT_BYTES = 4 << 30  # the default limit of ``kvfetch serve``
-_MAX_FAILURES_SHOWN = 20
 
 
 def encode(
@@ -55,17 +54,10 @@ def encode(
     manifest_key_file: KeyFileOption = None,
     encoder: Annotated[
         Literal["auto", "cpu", "nvenc"],
-        option(None, "What encodes HEVC; auto uses NVENC if this machine's GPU has it, or else the CPU."),
+        option(None, "What encodes HEVC; auto is NVENC if there is one, else the CPU."),
     ] = "auto",
     workers: Annotated[
-        int,
-        option(
-            "COUNT",
-            "Parallel segments; each uses a thread and is held in memory.",
-            min=1,
-            max=256,
-            show_default="cores",
-        ),
+        int, option("COUNT", "Parallel segments, each in a thread and in memory.", min=1, max=256, show_default="cores")
     ] = os.cpu_count() or 1,
     grace_s: Annotated[
         float,
@@ -145,11 +137,10 @@ def encode(
         try:
             run_on_store(url, token, token_file, None, work, options=http, manifest_keys=keys)
         except KeyboardInterrupt:
-            show(reporter.tally, as_json, _lines(reporter.tally))
+            with contextlib.suppress(typer.Exit):
+                show(reporter.tally, as_json, _lines(reporter.tally), reporter.tally.failures)
             raise
-    show(reporter.tally, as_json, _lines(reporter.tally))
-    if reporter.tally.failures:
-        raise typer.Exit(1)
+    show(reporter.tally, as_json, _lines(reporter.tally), reporter.tally.failures)
 
 
 async def _encode(encoder: Encoder, poll_s: float | None) -> None:
@@ -213,7 +204,6 @@ def _sizes(tally: Tally) -> str:
 
 
 def _lines(tally: Tally) -> Iterator[str]:
-    yield from failed_lines(tally.failures, _MAX_FAILURES_SHOWN)
     yield f"{tally.num_encoded} segments encoded, {tally.num_done} already done, {len(tally.failures)} failed"
     if tally.num_encoded:
         ratio = format_ratio(tally.raw_bytes / tally.after_bytes)

@@ -27,7 +27,7 @@ from sgl_kvfetch.tools.summary import (
     summarise_namespaces,
     summarise_segment,
 )
-from sgl_kvfetch.tools.target import Target, open_target
+from sgl_kvfetch.tools.target import OpenTarget, open_target
 from sgl_kvfetch.tools.terminal import (
     KeyFileOption,
     TargetArgument,
@@ -131,7 +131,7 @@ async def _run(
 
 
 async def _read_segments(
-    target: Target, segments: Sequence[StoredSegment], keys: ManifestKeys | None, limit: int
+    target: OpenTarget, segments: Sequence[StoredSegment], keys: ManifestKeys | None, limit: int
 ) -> tuple[list[SegmentSummary], dict[str, str]]:
     """Summarise the first ``limit`` segments, in each namespace the longest first. Also return errors by name."""
     in_order = sorted(segments, key=lambda s: (s.key.namespace, -s.key.num_pages, s.key.last_page_hash))
@@ -146,7 +146,7 @@ async def _read_segments(
 
 
 async def _read_segment(
-    target: Target, stored: StoredSegment, keys: ManifestKeys | None
+    target: OpenTarget, stored: StoredSegment, keys: ManifestKeys | None
 ) -> tuple[Manifest, SegmentSummary]:
     """Raises FormatError and StoreError."""
     name = stored.key.manifest_name

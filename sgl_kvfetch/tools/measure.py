@@ -132,13 +132,7 @@ def profile(
     ] = "auto",
     concurrency: Annotated[
         int | None,
-        option(
-            "COUNT",
-            "Most chunks decoded at once.",
-            min=1,
-            max=64,
-            show_default="cores; with NVDEC two per video engine",
-        ),
+        option("COUNT", "Most chunks decoded at once.", min=1, max=64, show_default="cores; with NVDEC two per engine"),
     ] = None,
     rounds: Annotated[int, option("COUNT", "Chunks per session; the figures are medians.", min=1)] = 5,
     seed: Annotated[int, option("SEED", "For the chunk's integers.")] = 0,

@@ -34,7 +34,6 @@ from sgl_kvfetch.tools.terminal import (
     PartArgument,
     TokenFileOption,
     TokenOption,
-    failed_lines,
     format_size,
     json_flag,
     make_progress,
@@ -134,9 +133,7 @@ def clear(
 
     cleared = run_on_store(url, token, token_file, index, select_and_delete)
     deleted = [] if cleared.num_objects is None else [f"{cleared.num_objects} objects deleted"]
-    show(cleared, as_json, [*failed_lines(cleared.failures), *deleted])
-    if cleared.failures:
-        raise typer.Exit(1)
+    show(cleared, as_json, deleted, cleared.failures)
 
 
 def move(
@@ -190,9 +187,7 @@ def move(
         f"{moved.num_moved} segments {verb}, {moved.num_there} of them {there} there already; "
         f"{format_size(moved.num_bytes)} {written}, {len(moved.failures)} failed"
     )
-    show(moved, as_json, [*failed_lines(moved.failures), total])
-    if moved.failures:
-        raise typer.Exit(1)
+    show(moved, as_json, [total], moved.failures)
 
 
 async def select_segments(store: Store, prefix: str, model: str | None) -> list[StoredSegment]:

@@ -10,7 +10,7 @@ import typer
 
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.sizes import parse_size
-from sgl_kvfetch.tools.terminal import TOKEN_ENV, option, read_token
+from sgl_kvfetch.tools.terminal import TokenOption, option, read_token
 
 DEFAULT_PORT = 8700
 
@@ -22,19 +22,9 @@ def serve(
     host: Annotated[str, option("ADDRESS", "Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, option("PORT", "Port to listen on; 0 picks a free one.", min=0, max=65535)] = DEFAULT_PORT,
     capacity: Annotated[
-        str | None,
-        option(
-            "SIZE", "Most bytes to store, such as 100GiB; least recently used segments are evicted. Default: no limit."
-        ),
+        str | None, option("SIZE", "Most bytes to store, such as 100GiB; then the least recently used is evicted.")
     ] = None,
-    token: Annotated[
-        str | None,
-        option(
-            "TOKEN",
-            "Bearer token that clients must send. Other users of this machine can see it: prefer --token-file, "
-            f"or {TOKEN_ENV} in the environment.",
-        ),
-    ] = None,
+    token: TokenOption = None,
     token_file: Annotated[
         Path | None,
         option(

@@ -68,7 +68,7 @@ def run_on_store(
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class OpenTarget:
     """Objects with the name prefix ``prefix``. Messages call them ``label``."""
 
     objects: Objects
@@ -76,7 +76,7 @@ class Target:
     label: str
 
 
-def open_target(text: str, token: str | None) -> Target:
+def open_target(text: str, token: str | None) -> OpenTarget:
     """Parse a TARGET argument and open it. Raises ConfigError, and FormatError for an invalid manifest file."""
     path = Path(text)
     if "://" not in text and path.is_file():
@@ -87,10 +87,10 @@ def open_target(text: str, token: str | None) -> Target:
     label = f"{store_url(store)}#{prefix}" if prefix else store_url(store)
     with contextlib.suppress(FormatError):  # it may be the full name of a manifest or data
         prefix = parse_object_name(prefix).segment.stem
-    return Target(open_existing_store(store, token), prefix, label)
+    return OpenTarget(open_existing_store(store, token), prefix, label)
 
 
-def _file_at(path: Path) -> Target:
+def _file_at(path: Path) -> OpenTarget:
     if path.suffix not in (MANIFEST_SUFFIX, DATA_SUFFIX):
         raise ConfigError(f"{str(path)!r} is neither a manifest (*{MANIFEST_SUFFIX}) nor data (*{DATA_SUFFIX})")
     path = path.resolve()
@@ -98,8 +98,8 @@ def _file_at(path: Path) -> Target:
         stem = parse_object_name(f"{path.parent.name}/{path.name}").segment.stem
     except FormatError:
         loose = LooseSegment(path)
-        return Target(loose, loose.stem, str(path))
-    return Target(open_existing_store(path.parent.parent.as_uri(), None), stem, str(path))
+        return OpenTarget(loose, loose.stem, str(path))
+    return OpenTarget(open_existing_store(path.parent.parent.as_uri(), None), stem, str(path))
 
 
 class LooseSegment:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from sgl_kvfetch.codec import ManifestKeys
 
 TOKEN_ENV = "KVFETCH_TOKEN"  # also in sgl_kvfetch.plane.config, which is slow to import because it needs torch
+_MAX_FAILURES_SHOWN = 20
 _AGE_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -54,7 +56,7 @@ TokenOption = Annotated[
     str | None,
     option(
         "TOKEN",
-        "Bearer token of an HTTP store. Other users of this machine can see it: prefer --token-file, "
+        "The bearer token of an HTTP store. Other users of this machine can see it: prefer --token-file, "
         f"or {TOKEN_ENV} in the environment.",
     ),
 ]
@@ -87,25 +89,28 @@ def read_keys(manifest_key_file: Path | None) -> ManifestKeys | None:
     return None if manifest_key_file is None else read_manifest_keys(manifest_key_file)
 
 
-def show(value: object, as_json: bool, lines: Iterable[Table | str]) -> None:
-    """Print ``value`` as JSON, or else ``lines``. Long lines are not wrapped, so that users can copy names."""
+def show(
+    value: object, as_json: bool, lines: Iterable[Table | str], failures: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Print ``value`` as JSON, or else the first failures and ``lines``. If there are failures, exit with 1.
+
+    ``failures``: errors by the object's name. Long lines are not wrapped, so that users can copy names.
+    """
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
-        return
-    console = make_console()
-    for line in lines:
-        if isinstance(line, str):
-            typer.echo(line)
-        else:
-            console.print(line)
-
-
-def failed_lines(failures: Mapping[str, str], most: int | None = None) -> Iterator[str]:
-    """Yield a line for each of the first ``most`` failures. ``failures``: errors by the object's name."""
-    for name, error in list(failures.items())[:most]:
-        yield f"FAILED {name}: {printable(error)}"
-    if most is not None and len(failures) > most:
-        yield f"FAILED and {len(failures) - most} more"
+    else:
+        for name, error in list(failures.items())[:_MAX_FAILURES_SHOWN]:
+            typer.echo(f"FAILED {name}: {printable(error)}")
+        if len(failures) > _MAX_FAILURES_SHOWN:
+            typer.echo(f"FAILED and {len(failures) - _MAX_FAILURES_SHOWN} more, which --json names")
+        console = make_console()
+        for line in lines:
+            if isinstance(line, str):
+                typer.echo(line)
+            else:
+                console.print(line)
+    if failures:
+        raise typer.Exit(1)
 
 
 def make_console(*, stderr: bool = False) -> Console:

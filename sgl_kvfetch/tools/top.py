@@ -33,7 +33,7 @@ _TIMEOUT_S = 10.0
 _PREFIX = "kvfetch_server_"
 
 
-class Sample(Struct, frozen=True):
+class StoreMetrics(Struct, frozen=True):
     """What the store's metrics were at a time. Keys are a metric's name without its prefix, and a label's value."""
 
     at_s: float
@@ -88,10 +88,10 @@ def top(
         raise ConfigError(f"{store}: expected http://HOST:PORT or https://... of kvfetch serve")
     secret = read_token(token, token_file)
     console = make_console()
-    first = last = take_sample(store, secret)
+    first = last = read_metrics(store, secret)
     if once or as_json or not console.is_terminal:
         time.sleep(interval_s)
-        now = take_sample(store, secret)
+        now = read_metrics(store, secret)
         show(activity(last, now), as_json, [screen(store, activity(last, now), now)])
         return
     from rich.live import Live
@@ -101,7 +101,7 @@ def top(
         while True:
             time.sleep(interval_s)
             try:
-                now = take_sample(store, secret)
+                now = read_metrics(store, secret)
             except StoreError as e:
                 live.update(Text(f"{store}\n\n{e}"), refresh=True)
                 continue
@@ -109,7 +109,7 @@ def top(
             last = now
 
 
-def take_sample(url: str, token: str | None) -> Sample:
+def read_metrics(url: str, token: str | None) -> StoreMetrics:
     """Read the store's metrics. Raises StoreError."""
     request = urllib.request.Request(f"{url.rstrip('/')}/metrics")
     if token is not None:
@@ -128,11 +128,11 @@ def take_sample(url: str, token: str | None) -> Sample:
         values = parse(text)
     except (ValueError, KeyError) as e:
         raise StoreError("protocol", f"{url}/metrics is not what kvfetch serve answers") from e
-    return Sample(time.monotonic(), values)
+    return StoreMetrics(time.monotonic(), values)
 
 
 def parse(text: str) -> dict[tuple[str, str], float]:
-    """Return the values of a `Sample`. Raises ValueError or KeyError if the text is not kvfetch serve's."""
+    """Return the values of a `StoreMetrics`. Raises ValueError or KeyError if the text is not kvfetch serve's."""
     from prometheus_client.parser import text_string_to_metric_families
 
     values: dict[tuple[str, str], float] = {}
@@ -148,7 +148,7 @@ def parse(text: str) -> dict[tuple[str, str], float]:
     return values
 
 
-def activity(before: Sample | None, now: Sample) -> Activity:
+def activity(before: StoreMetrics | None, now: StoreMetrics) -> Activity:
     """What happened a second between two samples; without the first, all that happened since the store's start."""
     elapsed_s = 1.0 if before is None else max(now.at_s - before.at_s, 1e-9)
     past = {} if before is None else before.values
@@ -184,7 +184,7 @@ def _p99(buckets: Mapping[str, float]) -> float | None:
     return next(bound for bound, count in in_order if count >= 0.99 * in_order[-1][1])
 
 
-def screen(url: str, rate: Activity, now: Sample) -> Table:
+def screen(url: str, rate: Activity, now: StoreMetrics) -> Table:
     """The activity of the last interval beside that since the store's start."""
     total = activity(None, now)
     full = "" if rate.capacity_bytes is None else f" of {format_size(int(rate.capacity_bytes))}"

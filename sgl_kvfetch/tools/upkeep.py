@@ -20,7 +20,6 @@ from sgl_kvfetch.tools.terminal import (
     DryRunOption,
     IndexOption,
     StoreArgument,
-    failed_lines,
     format_age,
     format_size,
     json_flag,
@@ -86,9 +85,7 @@ def gc(
             return plan, await sweep_segments(opened, plan.doomed, grace_s)
 
     plan, swept = run_on_store(store, None, None, index, collect)
-    show(_summary(plan, swept), as_json, _gc_lines(plan, swept))
-    if swept is not None and swept.failures:
-        raise typer.Exit(1)
+    show(_summary(plan, swept), as_json, _gc_lines(plan, swept), {} if swept is None else swept.failures)
 
 
 def _parse_quotas(texts: Sequence[str]) -> dict[str, int]:
@@ -121,8 +118,6 @@ def _gc_lines(plan: Plan, swept: Swept | None) -> Iterator[str]:
     if swept is None:
         for segment in plan.doomed:
             yield f"{segment.key.stem}  {format_size(segment.stored_bytes)}"
-    else:
-        yield from failed_lines(swept.failures)
     for name in plan.unused_quotas:
         yield f"WARNING: --quota {printable(name)}: no namespace of the store has this name"
     verb = "would delete" if swept is None else "deleted"
@@ -199,6 +194,4 @@ def index(
 
     entered = run_on_store(url, None, None, None, rebuild)
     total = f"{entered.num_segments} segments with {entered.num_pages} pages entered, {len(entered.failures)} failed"
-    show(entered, as_json, [*failed_lines(entered.failures), total])
-    if entered.failures:
-        raise typer.Exit(1)
+    show(entered, as_json, [total], entered.failures)

@@ -18,7 +18,7 @@ from sgl_kvfetch.codec import Cell, Manifest, ManifestKeys, Side, Variant
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.stores import ObjectInfo, Objects, StoredSegment, decode_named_manifest, list_segments, read_manifest
 from sgl_kvfetch.tools.summary import signature_of
-from sgl_kvfetch.tools.target import Target, open_target
+from sgl_kvfetch.tools.target import OpenTarget, open_target
 from sgl_kvfetch.tools.terminal import (
     KeyFileOption,
     TargetArgument,
@@ -104,7 +104,7 @@ async def _run(text: str, token: str | None, keys: ManifestKeys | None, jobs: in
         await target.objects.close()
 
 
-async def _verify(target: Target, segments: list[StoredSegment], keys: ManifestKeys | None, jobs: int) -> Report:
+async def _verify(target: OpenTarget, segments: list[StoredSegment], keys: ManifestKeys | None, jobs: int) -> Report:
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
     total = sum(segment.stored_bytes for segment in segments if segment.manifest is not None)

@@ -15,7 +15,7 @@ import pytest
 from harness.small_segments import FOLDER, make_segment, page_hashes, put_segment
 from harness.store_process import StoreProcess
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.tools.top import Sample, activity, parse
+from sgl_kvfetch.tools.top import StoreMetrics, activity, parse
 from tests.tools.conftest import kvfetch, kvfetch_json
 
 CHAIN = page_hashes(4)
@@ -38,8 +38,8 @@ kvfetch_server_sent_bytes_total {sent}
 """
 
 
-def sample(at_s: float, hit: float = 30.0, full: float = 1.0, sent: float = 100.0) -> Sample:
-    return Sample(at_s, parse(TEXT.format(hit=hit, full=full, sent=sent)))
+def sample(at_s: float, hit: float = 30.0, full: float = 1.0, sent: float = 100.0) -> StoreMetrics:
+    return StoreMetrics(at_s, parse(TEXT.format(hit=hit, full=full, sent=sent)))
 
 
 @pytest.fixture
