@@ -50,8 +50,8 @@ from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpOptions
-from sgl_kvfetch.stores.open import open_replicas
-from sgl_kvfetch.stores.replicas import ReplicaOptions
+from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.stores.open import open_hedged
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 from sgl_kvfetch.write.commit import commit_segment
 
@@ -123,7 +123,7 @@ def _make_segment(args: argparse.Namespace) -> CodedSegment:
 
 
 async def _put(segment: CodedSegment, folder: Path) -> None:
-    store = open_replicas([f"file://{folder}"], options=HttpOptions(), replicas=ReplicaOptions())
+    store = LocalStore(folder)
     await commit_segment(store, segment)
     await store.close()
 
@@ -185,7 +185,7 @@ class Bench:
 
     async def _timed(self, url: str, work: Callable[[Store], Any]) -> float:
         options = HttpOptions(timeout_s=_TIMEOUT_S, max_connections=CONNECTIONS)
-        store = open_replicas([url], options=options, replicas=ReplicaOptions())
+        store = open_hedged(url, options=options)
         try:
             begin_s = time.perf_counter()
             await work(store)

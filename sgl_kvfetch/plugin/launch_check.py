@@ -38,9 +38,8 @@ def check_launch(server_args: Any) -> None:
         read_manifest_keys(Path(config.manifest_key_file))
     tls = TlsFiles(config.tls_ca_file, config.tls_cert_file, config.tls_key_file)
     tls.context()
-    for url in config.store:
-        if url.startswith("s3:"):
-            open_store(url, options=HttpOptions(tls=tls), s3=S3Options(config.s3 or {}, config.index))
+    if config.store.startswith("s3:"):
+        open_store(config.store, options=HttpOptions(tls=tls), s3=S3Options(config.s3 or {}, config.index))
     if config.profile is not None:
         # Load no tensors: SGLang forks after this, and whatever makes torch start threads here hangs in the children.
         require_target(Path(config.profile), config.target_kl)
