@@ -276,7 +276,7 @@ def test_pages_that_are_lost_with_a_data_plane_are_counted(tmp_path: Path, launc
     before = dropped.get()
     with socket.create_server(("127.0.0.1", 0)) as silent:  # a store that never answers
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        plane = open_plane(tmp_path, launcher, store=[url], fetch_timeout_s=600)
+        plane = open_plane(tmp_path, launcher, store=url, fetch_timeout_s=600)
         assert write(plane, page_hashes(NUM_PAGES)) == NUM_PAGES
         launcher.signal(signal.SIGKILL)
         wait_until(lambda: dropped.get() == before + NUM_PAGES and plane.num_losses == 1)

@@ -300,7 +300,9 @@ async def test_hedging_adds_little_load_to_a_shared_or_dead_link(
         running_server(ServerConfig(tmp_path, port=0, link_gbps=8 * link_bytes_per_s / 1e9)) as server,
         FaultyProxy(server.host, server.port) as proxy,
     ):
-        await LocalStore(tmp_path).put(NAME, CONTENT)
+        filling = LocalStore(tmp_path)
+        await filling.put(NAME, CONTENT)
+        await filling.close()
         client = make_client(proxy.url)
         began_s = time.monotonic()
         reads = [asyncio.create_task(client.read(0, 1 << 19)) for _ in range(num_reads)]
