@@ -14,8 +14,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.base import Lookup, ObjectInfo, Store
-from sgl_kvfetch.stores.files import require_name
 from sgl_kvfetch.stores.hedging import SILENT_TICKS, HedgeBudget, Progress, Usual, Verdict, judge
+from sgl_kvfetch.stores.names import require_name
 
 T = TypeVar("T")
 

@@ -14,13 +14,14 @@ import pytest
 
 from harness.faults import Fault, FaultyProxy
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.server import RunningServer, ServerConfig, running_server
+from sgl_kvfetch.plane.open import open_hedged
+from sgl_kvfetch.server import ServerConfig
+from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.stores.hedged import MAX_HEDGES, Attempt, HedgedCall, HedgeResult, Watch
 from sgl_kvfetch.stores.hedging import HedgeBudget, Usual
 from sgl_kvfetch.stores.http import HttpOptions, HttpStore
-from sgl_kvfetch.stores.local import LocalStore
-from sgl_kvfetch.stores.open import open_hedged
 
 SILENCE_S = 0.04
 Request = Callable[[Attempt], Awaitable[bool]]
