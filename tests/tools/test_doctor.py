@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_kvfetch import plugin
-from sgl_kvfetch.codec.bitstream import nvenc, nvidia
+from sgl_kvfetch import codec, plugin
+from sgl_kvfetch.codec.bitstream import nvenc
 from sgl_kvfetch.codec.bitstream.nvdec_caps import DecodeCaps
 from sgl_kvfetch.codec.bitstream.registry import CODECS
 from sgl_kvfetch.errors import ConfigError, CorruptError
@@ -179,9 +179,9 @@ def test_the_decoders_structure_has_its_c_size() -> None:
 
 
 def test_what_a_server_decodes_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvidia, "open_current_nvdec", lambda: (object(), "decoded on NVDEC, 7 engines: hevc"))
+    monkeypatch.setattr(codec, "open_current_nvdec", lambda: (object(), "decoded on NVDEC, 7 engines: hevc"))
     assert checks._check_decoding() == Check("HEVC decoding", "yes", "decoded on NVDEC, 7 engines: hevc")
-    monkeypatch.setattr(nvidia, "open_current_nvdec", lambda: (None, "HEVC is decoded on the CPU: no library"))
+    monkeypatch.setattr(codec, "open_current_nvdec", lambda: (None, "HEVC is decoded on the CPU: no library"))
     check = checks._check_decoding()
     assert (check.status, check.found) == ("warn", "HEVC is decoded on the CPU: no library")
 
