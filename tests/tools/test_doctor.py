@@ -15,7 +15,6 @@ from sgl_kvfetch.codec.bitstream import nvenc
 from sgl_kvfetch.codec.bitstream.nvdec_caps import DecodeCaps
 from sgl_kvfetch.codec.bitstream.registry import CODECS
 from sgl_kvfetch.errors import ConfigError, CorruptError
-from sgl_kvfetch.plugin import seams
 from sgl_kvfetch.plugin.cpu.platform import ENV
 from sgl_kvfetch.tools import doctor
 from sgl_kvfetch.tools.doctor import Check, check_store, run_check
@@ -79,7 +78,7 @@ def test_sglang_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", missing)
     (check,) = doctor.check_sglang()
     assert check.status == "no"
-    assert check.advice == f'pip install "sglang=={seams.SGLANG_VERSION}"'
+    assert check.advice == f'pip install "sglang=={plugin.SGLANG_VERSION}"'
 
 
 def test_another_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +90,7 @@ def test_another_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_goes_wrong_with_the_right_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: seams.SGLANG_VERSION)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: plugin.SGLANG_VERSION)
     monkeypatch.setattr(plugin, "check_seams", lambda scopes: ["a.b moved", "c.d moved"])
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
     monkeypatch.setattr(doctor, "_search_path", lambda: "")
@@ -111,7 +110,7 @@ def test_what_goes_wrong_with_the_right_sglang(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_plugin_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: seams.SGLANG_VERSION)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: plugin.SGLANG_VERSION)
     monkeypatch.setattr(plugin, "check_seams", lambda scopes: [])
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [SimpleNamespace(name="kvfetch")])
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
