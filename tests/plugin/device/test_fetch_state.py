@@ -8,8 +8,7 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from sgl_kvfetch.plugin.device.fetch_state import (
     TABLE,
