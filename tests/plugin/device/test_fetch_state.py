@@ -303,6 +303,12 @@ def test_a_deadline_that_passes_while_waiting_for_slots() -> None:
     assert fetch.receive(Sign.TRANSMISSION_OVER) == ended
 
 
+def test_a_full_pool_is_the_reason_that_is_given() -> None:
+    fetch = begun(2)
+    fetch.receive(Sign.BYTES_HERE)
+    assert fetch.receive(RoundRefused(End.FULL_POOL))[-1] == Finish(End.FULL_POOL)
+
+
 def test_unwanted_rounds_are_cancelled_once_and_freed_when_nothing_writes_to_them() -> None:
     fetch = filling(2, 4, num_filling=1)
     assert fetch.receive(Sign.UNWANTED) == [Do.STOP]
@@ -343,6 +349,7 @@ class World:
         self.reports: list[str] = []  # the slots of rounds whose reports are to come
         self.restored: dict[str, int] = {}  # pages
         self.is_useless = False  # pages still being restored are not wanted
+        self.ends: list[End] = []
 
     def moves(self) -> dict[Callable[[], None], float]:
         """Return all events that can happen now, with their weights."""
@@ -429,6 +436,8 @@ class World:
             case HandOver(slots):
                 assert self.is_request_there
                 del self.held[slots]
+            case Finish(end):
+                self.ends.append(end)
             case Do.STOP:
                 assert self.is_useless or not self.held, "pages that would have counted are thrown away"
             case Do.LET_GO:
@@ -512,7 +521,10 @@ class World:
     def all_is_flushed(self) -> None:
         self.is_useless = True
         self.receive(Dropped(End.FLUSHED))
-        self.is_looking_up = False
+        if self.is_looking_up:
+            self.is_looking_up = False
+            assert self.done["CANCEL_LOOKUP"]
+            assert self.done["FORGET_FOUND"]
 
     def request_starts_early(self) -> None:
         self.receive(Sign.STARTED)
@@ -536,6 +548,9 @@ class World:
         once = ("CANCEL_LOOKUP", "FORGET_FOUND", "Transmit", "STOP", "FETCH_NO_MORE", "LET_GO", "Finish")
         assert all(self.done[action] <= 1 for action in once)
         assert self.done["FETCH_NO_MORE"] == (self.done["Transmit"] and self.state not in FETCHING)
+        if self.done["Transmit"] and self.ends:
+            assert self.done["STOP"] == (self.ends[0] not in (End.LANDED, End.EARLY))
+        assert self.done["STOP"] or self.state is not S.DISCARDING
         if self.is_request_there:
             assert self.done["Finish"] == (self.is_over or self.state is S.LANDED)
 
