@@ -38,15 +38,15 @@ from benchmarks.reads import find_units, read_all
 from benchmarks.report import write_json
 from harness.memory_pool import MemoryPool
 from harness.store_process import StoreProcess
-from sgl_kvfetch.dataplane.launch import DataPlaneProcess, Line
-from sgl_kvfetch.dataplane.messages import Found, Start
-from sgl_kvfetch.dataplane.plane import DataPlane
-from sgl_kvfetch.fetch.rounds import Destination
-from sgl_kvfetch.fetch.sink import GuardedSink
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
-from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.plane.fetch.rounds import Destination
+from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.launch import DataPlaneProcess, Line
+from sgl_kvfetch.plane.messages import Found, Start
+from sgl_kvfetch.plane.open import open_replicas
+from sgl_kvfetch.plane.plane import DataPlane
 from sgl_kvfetch.stores.http import HttpOptions, TlsFiles
-from sgl_kvfetch.stores.open import open_replicas
 from sgl_kvfetch.stores.replicas import ReplicaOptions
 from sgl_kvfetch.types import TENSORS
 

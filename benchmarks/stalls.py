@@ -24,11 +24,12 @@ from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, make_table, whole_number, write_json
 from harness.faults import Fault, FaultyProxy
 from harness.small_segments import data_object
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.server import ServerConfig, running_server
+from sgl_kvfetch.plane.open import open_replicas
+from sgl_kvfetch.server import ServerConfig
+from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores.http import HttpOptions
-from sgl_kvfetch.stores.local import LocalStore
-from sgl_kvfetch.stores.open import open_replicas
 from sgl_kvfetch.stores.replicas import ReplicaOptions
 
 READ_BYTES = 1 << 20

@@ -42,7 +42,7 @@ from benchmarks.traffic import kvfetch_traffic
 from harness.engine import SGLangServer, device_args, free_port
 from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
-from sgl_kvfetch.calibrate.model import cut_windows, part_of, prompt_start, tokenise
+from sgl_kvfetch.codec.calibrate.model import cut_windows, part_of, prompt_start, tokenise
 from sgl_kvfetch.prompts import read_texts
 
 PAGE_SIZE = 16

@@ -31,7 +31,7 @@ class StoreProcess:
         port: int | None = None,
         extra_args: Sequence[str] = (),
         ca_file: Path | None = None,
-        command: Sequence[str] = (sys.executable, "-X", "faulthandler", "-m", "sgl_kvfetch.cli"),
+        command: Sequence[str] = (sys.executable, "-X", "faulthandler", "-m", "sgl_kvfetch.tools"),
     ) -> None:
         """``ca_file``: the CA of the certificate in ``extra_args``, if the store is to speak TLS. ``command``: how to
         run ``kvfetch``."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from harness.store_process import StoreProcess
-from tests.cli.test_pin import TOKENS, store_pages
+from tests.tools.test_pin import TOKENS, store_pages
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("sgl_kvfetch", "triton_kernels")

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import obstore
 
-from sgl_kvfetch.config import KVFetchConfig
+from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.stores.base import Lookup, Store
 from sgl_kvfetch.stores.by_name import lookup_by_name
 from sgl_kvfetch.stores.http import HttpOptions, HttpStore

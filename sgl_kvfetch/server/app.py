@@ -11,6 +11,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server.access import authorised
 from sgl_kvfetch.server.answers import error_answer, store_error_answer
@@ -23,8 +24,16 @@ from sgl_kvfetch.server.pages import PageHandlers
 from sgl_kvfetch.server.pins import PinHandlers
 from sgl_kvfetch.server.throttle import Link
 from sgl_kvfetch.server.tokens import TokenFile, Tokens
-from sgl_kvfetch.stores import wire
-from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.stores import (
+    CHECK_PATH,
+    FOLDERS_PATH,
+    HEALTH_PATH,
+    LOOKUP_PATH,
+    MAX_LOOKUP_REQUEST_BYTES,
+    METRICS_PATH,
+    OBJECTS_PATH,
+    PINS_PATH,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -75,32 +84,32 @@ def create_app(config: ServerConfig) -> web.Application:
 
     app = web.Application(
         middlewares=[_measured(metrics), _errors_as_json, authorised(tokens)],
-        client_max_size=wire.MAX_LOOKUP_REQUEST_BYTES,
+        client_max_size=MAX_LOOKUP_REQUEST_BYTES,
     )
     app[TOKENS] = tokens
     app.cleanup_ctx.append(run_store)
     app.on_response_prepare.append(_note_prepared)
-    one_pin = wire.PINS_PATH + "/{name}"
-    one_object = wire.OBJECTS_PATH + "/{name:.+}"
+    one_pin = PINS_PATH + "/{name}"
+    one_object = OBJECTS_PATH + "/{name:.+}"
     app.add_routes(
         [
-            web.get(wire.HEALTH_PATH, health.get),
-            web.get(wire.METRICS_PATH, show_metrics),
-            web.get(wire.OBJECTS_PATH, objects.list, allow_head=False),
-            web.delete(wire.OBJECTS_PATH, objects.delete_prefix),
+            web.get(HEALTH_PATH, health.get),
+            web.get(METRICS_PATH, show_metrics),
+            web.get(OBJECTS_PATH, objects.list, allow_head=False),
+            web.delete(OBJECTS_PATH, objects.delete_prefix),
             web.get(one_object, objects.get, allow_head=False),
             web.head(one_object, objects.head),
             web.put(one_object, objects.put),
             web.delete(one_object, objects.delete),
-            web.post(wire.LOOKUP_PATH, lookup.post),
-            web.get(wire.PINS_PATH, pins.list, allow_head=False),
+            web.post(LOOKUP_PATH, lookup.post),
+            web.get(PINS_PATH, pins.list, allow_head=False),
             web.get(one_pin, pins.get, allow_head=False),
             web.put(one_pin, pins.put),
             web.delete(one_pin, pins.delete),
-            web.post(wire.CHECK_PATH + "/{name:.+}", objects.check),
+            web.post(CHECK_PATH + "/{name:.+}", objects.check),
             *pages.routes(),
-            web.get(wire.FOLDERS_PATH, lookup.folders, allow_head=False),
-            web.get(wire.FOLDERS_PATH + "/{digest:[0-9a-f]{32}}", lookup.folders, allow_head=False),
+            web.get(FOLDERS_PATH, lookup.folders, allow_head=False),
+            web.get(FOLDERS_PATH + "/{digest:[0-9a-f]{32}}", lookup.folders, allow_head=False),
         ]
     )
     return app

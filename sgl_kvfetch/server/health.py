@@ -6,7 +6,7 @@ import asyncio
 
 from aiohttp import web
 
-from sgl_kvfetch.stores.local import LocalStore, StoreUsage
+from sgl_kvfetch.directory import LocalStore, StoreUsage
 
 _AGE_S = 1.0  # an answer may be this old: anybody may ask, as often as they like
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from sgl_kvfetch.directory import Change, ChangeLog
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.stores.changes import Change, ChangeLog
 
 try:
     import zmq

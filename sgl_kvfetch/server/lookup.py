@@ -7,13 +7,12 @@ import asyncio
 import msgspec
 from aiohttp import web
 
+from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.keys import PAGE_HASH_BYTES
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.throttle import Link
-from sgl_kvfetch.stores import wire
-from sgl_kvfetch.stores.base import Lookup
-from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.stores import MAX_LOOKUP_ANSWER_BYTES, MSGPACK_TYPE, Folders, HitRow, Lookup, LookupRequest
 
 
 class LookupHandler:
@@ -31,7 +30,7 @@ class LookupHandler:
             raise web.HTTPRequestTimeout(text="the body stalled", headers={"Connection": "close"}) from e
         self._metrics.received_bytes.inc(len(body))
         try:
-            asked = msgspec.msgpack.decode(body, type=wire.LookupRequest)
+            asked = msgspec.msgpack.decode(body, type=LookupRequest)
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
             raise web.HTTPBadRequest(text=f"malformed lookup: {e}") from e
         if len(asked.page_hashes) % PAGE_HASH_BYTES:
@@ -45,22 +44,22 @@ class LookupHandler:
         if self._link is not None:
             await self._link.take(len(answer))
         self._metrics.sent_bytes.inc(len(answer))
-        return web.Response(body=answer, content_type=wire.MSGPACK_TYPE)
+        return web.Response(body=answer, content_type=MSGPACK_TYPE)
 
     async def folders(self, request: web.Request) -> web.StreamResponse:
         found = await self._store.folders(request.match_info.get("digest", ""))
-        body = msgspec.json.encode(wire.Folders(sorted(found)))
+        body = msgspec.json.encode(Folders(sorted(found)))
         self._metrics.sent_bytes.inc(len(body))
         return web.Response(body=body, content_type="application/json")
 
 
-def _rows(found: Lookup) -> list[wire.HitRow]:
+def _rows(found: Lookup) -> list[HitRow]:
     """Return the leading hits that fit into one answer."""
     rows = []
-    room = wire.MAX_LOOKUP_ANSWER_BYTES
+    room = MAX_LOOKUP_ANSWER_BYTES
     for hit in found.hits:
         room -= len(hit.manifest) + 64  # upper bound of a row's framing
         if room < 0:
             break
-        rows.append(wire.HitRow(hit.manifest, hit.first_page, hit.num_pages))
+        rows.append(HitRow(hit.manifest, hit.first_page, hit.num_pages))
     return rows

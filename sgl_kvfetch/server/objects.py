@@ -11,7 +11,8 @@ from io import FileIO
 import msgspec
 from aiohttp import web
 
-from sgl_kvfetch.container.manifest import MAX_MANIFEST_BYTES
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
+from sgl_kvfetch.directory import LocalStore, OpenObject
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import ObjectName, parse_object_name
 from sgl_kvfetch.server.access import ROLE, require_role
@@ -23,10 +24,7 @@ from sgl_kvfetch.server.ranges import RangeError, parse_range
 from sgl_kvfetch.server.sending import send_file
 from sgl_kvfetch.server.throttle import Link
 from sgl_kvfetch.server.tokens import Role
-from sgl_kvfetch.stores import wire
-from sgl_kvfetch.stores.base import ObjectInfo
-from sgl_kvfetch.stores.files import OpenObject
-from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.stores import BYTES_TYPE, NDJSON_TYPE, Checked, Deleted, ListedObject, ObjectInfo, parse_entity_tag
 
 _WRITE_PIECE_BYTES = 1 << 20  # of an uploaded body
 _LIST_PIECE_BYTES = 64 << 10
@@ -62,7 +60,7 @@ class ObjectHandlers:
     async def _put_manifest(self, request: web.Request, name: str) -> web.StreamResponse:
         """Only admins replace a manifest without ``If-Match`` and its digest."""
         only_if, only_new = request.headers.get("If-Match"), _only_new(request)
-        expected = None if only_if is None else wire.parse_entity_tag(only_if)
+        expected = None if only_if is None else parse_entity_tag(only_if)
         if (only_if is None) != (expected is None):
             raise web.HTTPBadRequest(text="If-Match: expected one entity tag with the digest of a manifest")
         body = await self._read_manifest(request)
@@ -201,7 +199,7 @@ class ObjectHandlers:
         if not self._checks.locked():
             async with self._checks:
                 deleted = await self._store.report_damage(name.segment.manifest_name)
-        return web.Response(body=msgspec.json.encode(wire.Checked(deleted)), content_type="application/json")
+        return web.Response(body=msgspec.json.encode(Checked(deleted)), content_type="application/json")
 
     async def delete_prefix(self, request: web.Request) -> web.StreamResponse:
         """The prefix is required, even if it is empty, so that no client empties a store by omitting it.
@@ -214,15 +212,15 @@ class ObjectHandlers:
         if "/" not in prefix:
             require_role(request, Role.ADMIN)
         deleted, more = await self._store.delete_some(prefix, _DELETE_TURN_S)
-        return web.Response(body=msgspec.json.encode(wire.Deleted(deleted, more)), content_type="application/json")
+        return web.Response(body=msgspec.json.encode(Deleted(deleted, more)), content_type="application/json")
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         """Send one JSON object per line. If listing fails midway, the body ends without its final chunk."""
-        response = web.StreamResponse(headers={"Content-Type": wire.NDJSON_TYPE})
+        response = web.StreamResponse(headers={"Content-Type": NDJSON_TYPE})
         lines = bytearray()
         await response.prepare(request)
         async for info in self._store.list(request.query.get("prefix", "")):
-            lines += msgspec.json.encode(wire.ListedObject(info.name, info.size_bytes, info.modified_s)) + b"\n"
+            lines += msgspec.json.encode(ListedObject(info.name, info.size_bytes, info.modified_s)) + b"\n"
             if len(lines) >= _LIST_PIECE_BYTES:
                 await self._send_lines(response, lines)
         await self._send_lines(response, lines)
@@ -260,7 +258,7 @@ def _require_fits(request: web.Request, most: int) -> None:
 def _headers(info: ObjectInfo) -> dict[str, str]:
     return {
         "Accept-Ranges": "bytes",
-        "Content-Type": wire.BYTES_TYPE,
+        "Content-Type": BYTES_TYPE,
         "Last-Modified": formatdate(info.modified_s, usegmt=True),
     }
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 
-from sgl_kvfetch.stores import files
-from sgl_kvfetch.stores.files import OpenObject
-from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.directory import LocalStore, OpenObject, open_object, os_errors
 
 _RECENT_S = 5.0
 _MAX_RECENT = 4096
@@ -30,8 +28,8 @@ class Opener:
         while self._recent and next(iter(self._recent.values())) < now_s - _RECENT_S:
             self._recent.popitem(last=False)
         if name in self._recent:
-            with files.os_errors(f"opening {name}"):
-                return files.open_object(self._store.root, name)
+            with os_errors(f"opening {name}"):
+                return open_object(self._store.root, name)
         opened = await self._store.open_object(name)
         if opened is not None and len(self._recent) < _MAX_RECENT:
             self._recent[name] = now_s

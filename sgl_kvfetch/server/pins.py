@@ -7,14 +7,13 @@ import asyncio
 import msgspec
 from aiohttp import web
 
+from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.server.access import require_role
 from sgl_kvfetch.server.answers import error_answer
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.tokens import Role
-from sgl_kvfetch.stores import wire
-from sgl_kvfetch.stores.local import LocalStore
-from sgl_kvfetch.stores.pins import decode_pin
+from sgl_kvfetch.stores import MSGPACK_TYPE, PinNames, decode_pin
 
 
 class PinHandlers:
@@ -25,14 +24,14 @@ class PinHandlers:
         self._timeout_s = config.idle_timeout_s
 
     async def list(self, request: web.Request) -> web.StreamResponse:
-        body = msgspec.json.encode(wire.PinNames(tuple(await self._store.pins())))
+        body = msgspec.json.encode(PinNames(tuple(await self._store.pins())))
         return web.Response(body=body, content_type="application/json")
 
     async def get(self, request: web.Request) -> web.StreamResponse:
         pin = await self._store.get_pin(request.match_info["name"])
         if pin is None:
             return error_answer(404, "not_found", f"no pin {request.match_info['name']}")
-        return web.Response(body=pin.encode(), content_type=wire.MSGPACK_TYPE)
+        return web.Response(body=pin.encode(), content_type=MSGPACK_TYPE)
 
     async def put(self, request: web.Request) -> web.StreamResponse:
         require_role(request, Role.ADMIN)

@@ -8,7 +8,7 @@ from io import FileIO
 
 from aiohttp import web
 
-from sgl_kvfetch.stores.files import read_fully
+from sgl_kvfetch.directory import read_fully
 
 _SENDFILE_BYTES = 1 << 20  # by one call, which keeps the event loop from anything else
 _TLS_PIECE_BYTES = 256 << 10

@@ -18,12 +18,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Cont
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sgl_kvfetch.container.manifest import decode_manifest
+from sgl_kvfetch.codec import decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.stores.base import Lookup, ObjectInfo, Store
-from sgl_kvfetch.stores.files import require_name
 from sgl_kvfetch.stores.hedged import Attempt, RacedCall, RaceResult, Watch, is_its_fault
 from sgl_kvfetch.stores.hedging import RaceBudget, ReplicaHealth, Usual
+from sgl_kvfetch.stores.names import require_name
 
 T = TypeVar("T")
 

@@ -27,13 +27,14 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str, hash_str_to_int64
 
 from harness.small_segments import FOLDER, expiring, head_slice, make_segment, page_hashes, put_segment
 from harness.waiting import until
-from sgl_kvfetch.container.segment import CodedSegment
+from sgl_kvfetch.codec.container.segment import CodedSegment
+from sgl_kvfetch.directory import changes
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.server import ServerConfig, running_server
+from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.kv_events import KVEventPublisher
-from sgl_kvfetch.stores import changes
+from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.stores.local import LocalStore
 
 CHAIN = page_hashes(8)
 LEFT, RIGHT, WHOLE = make_segment(CHAIN, 0, 4), make_segment(CHAIN, 4, 4), make_segment(CHAIN, 0, 8)

@@ -13,11 +13,12 @@ import aiohttp
 import pytest
 
 from harness.small_segments import make_segment, page_hashes, put_segment
-from sgl_kvfetch.container.segment import CodedSegment
+from sgl_kvfetch.codec.container.segment import CodedSegment
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.prompts import page_hashes as hashes_of
-from sgl_kvfetch.server import ServerConfig, pages, running_server
+from sgl_kvfetch.server import ServerConfig, pages
+from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores import wire
-from sgl_kvfetch.stores.local import LocalStore
 
 AUTHORISED = {"Authorization": "Bearer secret"}
 

@@ -18,12 +18,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from harness.store_conformance import BAD_NAMES
+from sgl_kvfetch.directory.local import LocalStore, StoreUsage
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.server import RunningServer, ServerConfig, health, running_server
+from sgl_kvfetch.server import ServerConfig, health
+from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import object_digest
 from sgl_kvfetch.stores.http import HttpOptions, HttpStore
-from sgl_kvfetch.stores.local import LocalStore, StoreUsage
 
 CONTENT = bytes(range(200))
 NAME = data_object(CONTENT)

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.server import ServerConfig, create_app, running_server
+from sgl_kvfetch.server import ServerConfig, create_app
+from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.server.tokens import Role
 
 ROOT = Path("unused")

@@ -8,7 +8,8 @@ import pytest
 
 from harness.small_segments import data_object
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.server import ServerConfig, running_server
+from sgl_kvfetch.server import ServerConfig
+from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.server.throttle import Link
 from sgl_kvfetch.stores.http import HttpStore
 

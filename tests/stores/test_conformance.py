@@ -7,11 +7,11 @@ import pytest
 
 from harness.faults import FaultyProxy
 from harness.store_conformance import StoreConformance
-from sgl_kvfetch.server import RunningServer
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.plane.disk_tier import DiskTier
+from sgl_kvfetch.server.run import RunningServer
 from sgl_kvfetch.stores.base import Store
-from sgl_kvfetch.stores.disk_tier import DiskTier
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.stores.local import LocalStore
 from sgl_kvfetch.stores.replicas import ReplicatedStore
 
 

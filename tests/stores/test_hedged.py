@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.hedged import Attempt, RacedCall, RaceResult, Watch
 from sgl_kvfetch.stores.hedging import RaceBudget, ReplicaHealth, Usual
-from sgl_kvfetch.stores.local import LocalStore
 
 SILENCE_S = 0.04
 Request = Callable[[Attempt], Awaitable[bool]]

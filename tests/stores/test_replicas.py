@@ -13,13 +13,14 @@ import pytest
 
 from harness.faults import Fault, FaultyProxy
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.server import RunningServer, ServerConfig, running_server
+from sgl_kvfetch.plane.open import open_replicas
+from sgl_kvfetch.server import ServerConfig
+from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.stores import replicas as replicas_module
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpOptions, HttpStore
-from sgl_kvfetch.stores.local import LocalStore
-from sgl_kvfetch.stores.open import open_replicas
 from sgl_kvfetch.stores.replicas import ReplicaOptions, ReplicatedStore
 
 CONTENT = random.Random(0).randbytes(1 << 21)

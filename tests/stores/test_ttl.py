@@ -25,21 +25,22 @@ from harness.small_segments import (
     put_segment,
 )
 from harness.waiting import until
-from sgl_kvfetch.config import KVFetchConfig
-from sgl_kvfetch.dataplane.client import StoreClient, open_client
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.directory.catalog import FOLDER as CATALOG
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.quant import make_quantiser
-from sgl_kvfetch.server import RunningServer, ServerConfig, running_server
+from sgl_kvfetch.plane.client import StoreClient, open_client
+from sgl_kvfetch.plane.config import KVFetchConfig
+from sgl_kvfetch.plane.write.gather import PageBatch
+from sgl_kvfetch.server import ServerConfig
+from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.stores.base import Store, object_digest
-from sgl_kvfetch.stores.catalog import FOLDER as CATALOG
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.stores.indexed import IndexedS3Store
-from sgl_kvfetch.stores.local import LocalStore
-from sgl_kvfetch.stores.page_index import IndexOptions
+from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.pins import Pin
+from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
-from sgl_kvfetch.stores.sweep import plan_sweep, sweep
-from sgl_kvfetch.write.gather import PageBatch
+from sgl_kvfetch.stores.sweep import plan_sweep, sweep_segments
 
 CHAIN = page_hashes(8)
 LEFT, RIGHT = make_segment(CHAIN, 0, 4), make_segment(CHAIN, 4, 4)
@@ -152,7 +153,7 @@ async def test_gc_deletes_expired_segments_before_all_others(store: Store, later
     later(2 * HOUR + 60)
     plan = await plan_sweep(store, None)
     assert {segment.key for segment in plan.evicted} == {*keys[1:]}
-    assert (await sweep(store, plan.doomed, grace_s=0)).num_bytes == plan.freed_bytes
+    assert (await sweep_segments(store, plan.doomed, grace_s=0)).num_bytes == plan.freed_bytes
     assert await names(store) == {NAME, LEFT.data_name}
 
 

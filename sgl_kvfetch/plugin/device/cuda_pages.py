@@ -15,15 +15,12 @@ from typing import Any, Self
 
 import torch
 
-from sgl_kvfetch.container.segment import CellFrames
-from sgl_kvfetch.cuda_streams import Device, Event, Stream
+from sgl_kvfetch.codec import CellFrames, CellValues, Device, Event, Inverse, Quantiser, Stream, TransformInverse
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.fetch.sink import FramePool, Guard
+from sgl_kvfetch.plane import FramePool, Guard
 from sgl_kvfetch.plugin.device.cuda_staging import StagingRing, needed_bytes
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.plugin.device.restores import CellOutputs, Restore, restores_of
-from sgl_kvfetch.quant import CellValues, Quantiser
-from sgl_kvfetch.quant.inverse import Inverse, TransformInverse
 from sgl_kvfetch.types import TENSORS, TensorName
 
 MiB = 1 << 20

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_kvfetch.cuda_streams import Device, Event, Stream
+from sgl_kvfetch.codec import Device, Event, Stream
 from sgl_kvfetch.errors import UnsupportedError
 
 _ALIGNMENT = 256

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from sgl_kvfetch.dataplane import client
-from sgl_kvfetch.plugin import plane
-from sgl_kvfetch.stores.open import open_replicas
+from sgl_kvfetch.plane import client
+from sgl_kvfetch.plane.open import open_replicas
+from sgl_kvfetch.plugin import data_plane as plane
 from tests.plugin.device.gated_store import GatedStore
 from tests.plugin.device.rig import Rig, make_rig
 

@@ -1,0 +1,41 @@
+"""Fit the model of how much a token's errors cost (`quant.sensitivity`) to measured gradients."""
+
+from __future__ import annotations
+
+import torch
+
+# Weight of the ridge penalty, in units of the deviance. A smaller one overfits the calibration windows. Values from 0.5
+# to 3 make no measurable difference.
+_RIDGE = 1.0
+_STEPS = 40
+_MOST_LOG = 20.0
+
+
+def fit_log_cost(features: torch.Tensor, costs: torch.Tensor) -> torch.Tensor:
+    """Return the weights, float32 ``(features + 1,)``, of a log-linear model of ``costs``.
+
+    It minimises E[cost / predicted + log predicted], the deviance of a Gamma distribution (McCullagh and Nelder,
+    *Generalized Linear Models*, 1989, chapter 8). This is the right loss for choosing steps by the prediction: at fine
+    steps the first term is the cost of the errors, and the second term is twice the bits, in nats.
+
+    ``features``: float32 ``(tokens, n)``. ``costs``: float32 ``(tokens,)``, none negative.
+    """
+    centre, spread = features.mean(0), features.std(0).clamp_min(1e-6)
+    x = (features - centre) / spread
+    mean = costs.mean().clamp_min(torch.finfo(torch.float32).tiny)
+    costs = costs / mean
+    weights = torch.zeros(x.shape[1] + 1, requires_grad=True)
+    optimiser = torch.optim.LBFGS([weights], max_iter=_STEPS, history_size=10, line_search_fn="strong_wolfe")
+
+    def deviance() -> torch.Tensor:
+        optimiser.zero_grad()
+        log = x @ weights[:-1] + weights[-1]
+        loss = (costs * (-log).clamp(-_MOST_LOG, _MOST_LOG).exp()).mean() + log.mean()
+        loss = loss + _RIDGE * weights[:-1].square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    optimiser.step(deviance)  # type: ignore[no-untyped-call]
+    fitted = weights.detach()
+    slopes = fitted[:-1] / spread
+    return torch.cat((slopes, (fitted[-1] - slopes @ centre)[None]))
