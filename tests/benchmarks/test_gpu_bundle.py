@@ -50,7 +50,7 @@ def test_it_runs_from_the_bundle_alone(tmp_path: Path, monkeypatch: pytest.Monke
         assert sorted(wheel.namelist()) == sorted(KEPT)
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "KVFETCH_PYTHON": sys.executable}
     env.pop("PYTHONPATH", None)
-    command = [made / "gpu_check", "--only", "kernels"]
+    command = [str(made / "gpu_check"), "--only", "kernels"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     machine, kernels = json.loads((made / "results" / "no-gpu.json").read_text())["steps"]

@@ -186,7 +186,7 @@ def test_throughput_is_measured_by_sessions(record: Record, monkeypatch: pytest.
 def test_nvenc_is_checked(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(nvenc.SIZES, "240p", (2, 160, 176))
     nvc = fake_nvenc.install(monkeypatch)
-    monkeypatch.setattr(nvenc, "encode_caps", nvenc_codec.encode_caps)
+    monkeypatch.setattr(nvenc, "encode_caps", vars(nvenc_codec)["encode_caps"])
     encoders = nvenc.open_encoders(record)
     assert found_by(record)["rows"][1]["found"] == "hevc: 3 engines, 129x33 to 8192x8192"
     nvenc.check_bits(record, encoders, make_nvdec(FakeNvc(FakeDevice())).open_session(), ["smallest", "240p"])
@@ -215,7 +215,7 @@ def test_nvenc_is_checked(record: Record, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_gpu_without_nvenc_is_skipped(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     nvc = fake_nvenc.install(monkeypatch)
-    monkeypatch.setattr(nvenc, "encode_caps", nvenc_codec.encode_caps)
+    monkeypatch.setattr(nvenc, "encode_caps", vars(nvenc_codec)["encode_caps"])
     nvc.fails = "pixels"
     with pytest.raises(SkippedError, match="a trial gave other pixels"):
         nvenc.open_encoders(record)

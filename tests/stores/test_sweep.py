@@ -257,7 +257,7 @@ async def test_a_segment_that_is_written_again_meanwhile_stays(
         await put_segment(store, SEGMENTS[1])
 
     plan = await plan_sweep(store, 1)
-    monkeypatch.setattr(sweep.asyncio, "sleep", write_again)
+    monkeypatch.setattr(asyncio, "sleep", write_again)
     await sweep.sweep_segments(store, plan.doomed, grace_s=60)
     monkeypatch.undo()
     assert await names(store) == {KEYS[1].manifest_name, SEGMENTS[1].data_name}

@@ -226,13 +226,10 @@ async def client(
     """What a server with ``ttl_s`` in its config reads and writes with."""
     directory = (tmp_path / "replica").as_uri()
     urls = {"directory": directory, "server": server.url, "replicas": [server.url, directory], "bucket": URL}
-    config = KVFetchConfig(
-        store=urls[request.param],
-        token="w" if request.param in ("server", "replicas") else None,
-        s3={**s3.config} if request.param == "bucket" else None,
-        codec="zstd",
-        ttl_s=TTL_S,
-    )
+    fields = {"store": urls[request.param], "codec": "zstd", "ttl_s": TTL_S}
+    fields["token"] = "w" if request.param in ("server", "replicas") else None
+    fields["s3"] = {**s3.config} if request.param == "bucket" else None
+    config = KVFetchConfig.model_validate(fields)
     client = open_client(config, head_slice(NAMESPACE.model), make_quantiser("exact"))
     yield client
     await client.close(10.0)

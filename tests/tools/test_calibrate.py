@@ -105,7 +105,7 @@ def windows_of(model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.Monk
         seen.extend(windows)
         raise ConfigError("enough")
 
-    monkeypatch.setattr(calibrating.fit, "calibrate", no_calibration)
+    monkeypatch.setattr(calibrating, "calibrate_model", no_calibration)
     assert "enough" in run(model, text, tmp_path / "p", "--windows", "5").stderr
     return seen
 
