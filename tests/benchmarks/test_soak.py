@@ -42,9 +42,11 @@ async def test_a_client_notices_wrong_data(tmp_path: Path) -> None:
     world, store = World(1, seed=0), LocalStore(tmp_path)
     for segment in world.segments.values():
         for version in segment.versions:
-            await store.put(version.data_name, b"wrong" + version.data[5:])
+            await store.put(version.data_name, version.data)
         await store.put(segment.name, segment.versions[0].manifest)
     await store.close()
+    for path in tmp_path.rglob("*.kvd"):  # noqa: ASYNC240
+        path.write_bytes(b"wrong" + path.read_bytes()[5:])
     ledger = StoppingLedger()
     async with running_server(ServerConfig(tmp_path, port=0)) as server, asyncio.timeout(120):
         await Client(0, server.port, world, ledger, Busy(), seed=0).run(ledger.stop)
