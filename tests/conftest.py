@@ -27,15 +27,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Names by which functions start a process: a server of `harness/`, or any other.
-STARTERS = {"CephProcess", "RedisProcess", "SGLangServer", "StoreProcess", "SwiftProcess", "running_s3_server"} | {
-    "subprocess",
-    "multiprocessing",
+# Names by which functions start a server or another process.
+STARTERS = {
+    *("CephProcess", "DataPlaneProcess", "RedisProcess", "SGLangServer", "StoreProcess", "SwiftProcess"),
+    *("running_s3_server", "running_server", "multiprocessing", "subprocess"),
 }
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fast", action="store_true", help="leave out slow tests, and those that start a process")
+    parser.addoption(
+        "--fast", action="store_true", help="leave out slow tests, and those that start a server or a process"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -120,9 +120,9 @@ def test_stalls(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls, "DEADLINE_S", 5.0)
     monkeypatch.setattr(stalls, "SCENES", [stalls.Scene("a connection hangs", Fault("hang", times=1))])
     [scene] = run(stalls.main, "--repeat", 1)["scenes"]
-    [without], [raced] = scene["without"], scene["raced"]
-    assert (without["reads_done"], raced["reads_done"]) == (3, 4)
-    assert raced["duration_s"] < without["duration_s"]
+    [without], [hedged] = scene["without"], scene["hedged"]
+    assert (without["reads_done"], hedged["reads_done"]) == (3, 4)
+    assert hedged["duration_s"] < without["duration_s"]
 
 
 @pytest.mark.slow
