@@ -46,20 +46,8 @@ def test_early_start(run: Run, tiny_llama: Path, text: Path, monkeypatch: pytest
 
 def test_interference(run: Run, tmp_path: Path) -> None:
     picture = tmp_path / "timeline.png"
-    args = [
-        "--launch",
-        "--modes",
-        "none,device",
-        "--rounds",
-        1,
-        "--duration",
-        6,
-        "--long-prompts",
-        1,
-        "--plot",
-        picture,
-    ]
-    none, device = run(interference, *args, "--long-tokens", 512)["rows"]
+    args = ["--launch", "--modes", "none,device", "--pinned", "no", "--rounds", 1, "--duration", 6, "--plot", picture]
+    none, device = run(interference, *args, "--long-prompts", 1, "--long-tokens", 512)["modes_unpinned"]
     assert none["ratio_ttft_p50"] == 1
     assert none["num_short"] == device["num_short"] > 0
     assert device["long_storage_tokens"] == [pytest.approx(512, abs=64)]
