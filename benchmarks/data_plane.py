@@ -21,8 +21,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -47,7 +48,7 @@ from sgl_kvfetch.plane.messages import Found, Start
 from sgl_kvfetch.plane.open import open_hedged
 from sgl_kvfetch.plane.plane import DataPlane
 from sgl_kvfetch.stores.http import HttpOptions, TlsFiles
-from sgl_kvfetch.types import TENSORS
+from sgl_kvfetch.types import TENSORS, TensorName
 
 PAGE_SIZE, LAYERS, HEADS, HEAD_DIM = 16, 6, 8, 128
 QUANTISER: Final = "uint8"
@@ -191,7 +192,7 @@ def _store(plane: DataPlane, prefixes: Sequence[Sequence[bytes]], heads: HeadSli
         first, deadline_s = 0, time.monotonic() + _TIMEOUT_S
         while first < len(hashes):  # it takes as many as there is room for
             before, rest = hashes[first - 1] if first else None, range(first, len(hashes))
-            first += plane.write(first, before, hashes[first:], rest, lambda t, p, x=by_tensor: x[t][list(p)])
+            first += plane.write(first, before, hashes[first:], rest, partial(_pages_of, by_tensor))
             if time.monotonic() > deadline_s:
                 raise SystemExit("the data plane does not accept pages")
         deadline_s = time.monotonic() + _TIMEOUT_S
@@ -199,6 +200,10 @@ def _store(plane: DataPlane, prefixes: Sequence[Sequence[bytes]], heads: HeadSli
             if time.monotonic() > deadline_s:
                 raise SystemExit(f"only {found} of {len(hashes)} pages were stored within {_TIMEOUT_S:g} s")
             time.sleep(0.05)
+
+
+def _pages_of(values: Mapping[TensorName, torch.Tensor], tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
+    return values[tensor][list(pages)]
 
 
 def _find(plane: DataPlane, hashes: Sequence[bytes]) -> Found:

@@ -72,7 +72,7 @@ def _measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     num_pages = (args.tokens - args.rest) // _PAGE_SIZE
     sizes = {"--context-length": 2 * args.tokens, "--max-total-tokens": 6 * args.tokens, "--page-size": _PAGE_SIZE}
     flags = [str(word) for flag in sizes.items() for word in flag]
-    config = {"codec": "hevc", "quantiser": "uint8", "fetch_timeout_s": 600}
+    config: dict[str, Any] = {"codec": "hevc", "quantiser": "uint8", "fetch_timeout_s": 600}
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder, "store")
         with StoreProcess(directory) as store:
@@ -92,7 +92,8 @@ def _measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     for num_tokens in _WARM_UP:
                         server.generate(input_ids=warm_up[num_tokens : 2 * num_tokens], max_new_tokens=1)
                     server.generate(input_ids=prompts[0], max_new_tokens=1)
-                yield {"gbps": gbps, **_compare(*servers, prompts, args.rounds)}
+                late, early = servers
+                yield {"gbps": gbps, **_compare(late, early, prompts, args.rounds)}
 
 
 def _compare(late: SGLangServer, early: SGLangServer, prompts: Sequence[list[int]], num_rounds: int) -> dict[str, Any]:

@@ -87,8 +87,7 @@ class Setup:
         if self.quantiser == "klt":
             assert self.profile is not None
             return KltQuantiser(load_profile(Path(self.profile)))
-        assert self.quantiser in ("exact", "uint8")
-        return make_quantiser(self.quantiser)
+        return make_quantiser("exact" if self.quantiser == "exact" else "uint8")
 
     def geometry(self, quantiser: Quantiser) -> KVGeometry:
         """Return eight heads of 128; with a profile its heads, and its first layers, rounded up to whole cells."""
@@ -227,13 +226,16 @@ async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point
     finally:
         await client.close(_DEADLINE_S)
     assert result.num_pages == len(hashes), result
+    peak_bytes, compressed_bytes, decoded_bytes = sampler.peaks
     return Point(
         setup.quantiser,
         setup.codec,
         num_tokens,
         num_tokens * geometry.token_bytes,
         total_bytes(sources),
-        *sampler.peaks,
+        peak_bytes,
+        compressed_bytes,
+        decoded_bytes,
         seconds,
         sampler.num_samples,
     )

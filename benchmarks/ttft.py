@@ -182,8 +182,8 @@ def _measure(
     def launch(mode: str) -> SGLangServer:
         flags = ["--dtype", "bfloat16", "--context-length", str(longest + 64), "--max-total-tokens", str(4 * longest)]
         if config is not None:
-            limits = {"mode": mode, "fetch_timeout_s": _TIMEOUT_S}
-            flags += device_args(f"http://127.0.0.1:{port}", **config, **limits)
+            limited = config | {"mode": mode, "fetch_timeout_s": _TIMEOUT_S}
+            flags += device_args(f"http://127.0.0.1:{port}", **limited)
         return SGLangServer(model, extra_args=flags, request_timeout_s=2 * _TIMEOUT_S)
 
     with tempfile.TemporaryDirectory(prefix="kvfetch-ttft-") as folder:

@@ -18,7 +18,8 @@ HOUSES = ("codec", "stores", "directory", "server", "plane", "plugin", "tools")
 
 
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache", "--config", ROOT / "pyproject.toml"]
+    program = str(Path(sys.executable).with_name("lint-imports"))
+    command = [program, "--no-cache", "--config", str(ROOT / "pyproject.toml")]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
 
 

@@ -218,7 +218,7 @@ def wrong_values(setup: Setup, segment: CodedSegment, pages: DevicePages, num_to
             for index, layer in enumerate(grid.layers(cell.layer_group)):
                 rows = pages._buffers[tensor][layer][PAGE_TOKENS : PAGE_TOKENS + num_tokens, heads.start : heads.stop]
                 expected = x[:, index].to(rows.device)
-                if not bool((rows.unflatten(0, (-1, len(expected))) == expected).all()):
+                if not bool((torch.unflatten(rows, 0, (-1, len(expected))) == expected).all()):
                     return f"{tensor} of layer {layer} differs from the CPU's values"
     return ""
 

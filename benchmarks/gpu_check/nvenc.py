@@ -82,7 +82,9 @@ def check_bits(
 
 
 def _decode_on_nvdec(decoder: FrameDecoder, bitstream: bytes, shape: PictureShape) -> torch.Tensor:
-    return decoder.decode(bitstream, shape).host
+    frames = decoder.decode(bitstream, shape).host
+    assert frames is not None
+    return frames
 
 
 def _compare(decode: Callable[..., torch.Tensor], bitstream: bytes, frames: torch.Tensor) -> str:

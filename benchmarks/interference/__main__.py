@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from rich.console import Console
 
@@ -136,7 +136,7 @@ def _measure(mode: str, model: str, folder: Path, plan: Plan, options: argparse.
 
 def _flags(mode: str, url: str, threshold: int) -> list[str]:
     # Nothing is written, and a fetch may take as long as the link needs.
-    config = {"mode": "read_only", "fetch_timeout_s": LONG_TIMEOUT_S, "prefetch_threshold": threshold}
+    config: dict[str, Any] = {"mode": "read_only", "fetch_timeout_s": LONG_TIMEOUT_S, "prefetch_threshold": threshold}
     match mode:
         case "none":
             return []

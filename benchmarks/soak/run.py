@@ -231,7 +231,7 @@ def _verify(url: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "sgl_kvfetch.tools", "verify", url, "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     try:
-        report = json.loads(done.stdout)
+        report: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         report = {"problems": [done.stderr[-2000:]], "orphans": []}
     return report | {"exit_code": done.returncode}

@@ -23,9 +23,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -175,12 +175,22 @@ async def _empty(servers: Servers, prefix: Prefix) -> None:
     await store.close()
 
 
+@contextmanager
+def _behind(servers: Servers, rtt_s: float) -> Iterator[Servers]:
+    """Yield the same servers behind relays, or as they are if the round trip time is 0."""
+    if not rtt_s:
+        yield servers
+        return
+    with relayed(servers, rtt_s) as (behind, _):
+        yield behind
+
+
 def _measure(servers: Servers, kind: str, prefix: Prefix, args: argparse.Namespace) -> dict[str, Any]:
     with relayed(servers, _COUNT_RTT_S) as (behind, relays):
         counted = asyncio.run(_hits(behind, kind, prefix, _COUNTED_HITS, relays))
     times = {}
     for rtt_ms in args.rtt_ms:
-        with relayed(servers, rtt_ms / 1e3) if rtt_ms else nullcontext((servers, {})) as (behind, _):
+        with _behind(servers, rtt_ms / 1e3) as behind:
             times[f"{rtt_ms:g}"] = _times(asyncio.run(_hits(behind, kind, prefix, args.hits, {})), prefix.num_bytes)
     lookup, fetch = (min((_requests(getattr(hit, part)) for hit in counted), key=Counter.total) for part in PARTS)
     both = lookup + fetch

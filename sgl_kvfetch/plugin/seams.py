@@ -139,6 +139,8 @@ SEAMS: tuple[Seam, ...] = (
         (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "attend_in_latent_space"),
         # Pins tensors on the way to the device, without asking whether there is one that copies from them.
         (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "leave_tensors_unpinned"),
+        # Leaves 10 GiB of the host's memory to others, and starts nothing where there is less.
+        (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "leave_less_memory_free"),
         # Sends the numbers of pages from pinned memory.
         (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "send_page_numbers_as_they_are"),
         # Chooses the kernels of speculation by the kind of device.

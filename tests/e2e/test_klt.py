@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,7 +72,12 @@ def test_two_ranks_share_a_profile(model: Path, store: StoreProcess, profile: Pa
     """Each has half of the cells. Together they restore what one quantiser of all cells does, in memory."""
     calibrated = load_profile(profile)
     finest = calibrated.curve[0].kl
-    config = {"profile": str(profile), "target_kl": finest, "lookup_timeout_s": WAIT_S, "fetch_timeout_s": WAIT_S}
+    config: dict[str, Any] = {
+        "profile": str(profile),
+        "target_kl": finest,
+        "lookup_timeout_s": WAIT_S,
+        "fetch_timeout_s": WAIT_S,
+    }
     flags = [*hicache_args(store.url, **config), "--tp-size", "2"]
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with SGLangServer(model, extra_args=flags, env=env) as server:

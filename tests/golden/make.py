@@ -194,7 +194,7 @@ def make(case: Case) -> CodedSegment:
 
 def restored(reader: SegmentReader, data: bytes) -> torch.Tensor:
     """The values of all cells, K before V."""
-    values = []
+    values: list[torch.Tensor] = []
     for cell in reader.manifest.cells():
         values += reader.dequantise_cell(cell, reader.decode_cell(cell, data[slice(*reader.cell_range(cell))]))
     return torch.cat([x.flatten() for x in values])

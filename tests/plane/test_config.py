@@ -1,6 +1,7 @@
 import re
 import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -123,7 +124,7 @@ def test_a_missing_store_is_named() -> None:
 
 def test_the_docs_have_every_key_with_its_default() -> None:
     text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
-    rows = {}
+    rows: dict[str, Any] = {}
     for line in text.splitlines():
         if line.startswith("| `"):
             keys, default = line.split(" | ")[:2]

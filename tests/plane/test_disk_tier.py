@@ -519,7 +519,7 @@ async def test_deletes_go_to_both(
     async def refuse(name: str) -> int:
         raise StoreError("refused", "as told")
 
-    remote.delete_prefix = refuse  # type: ignore[method-assign]
+    remote.delete_prefix = refuse  # type: ignore[assignment, method-assign]
     with pytest.raises(StoreError, match="as told"):
         await tier.delete_prefix(FOLDER)
     await until(lambda: not list((tmp_path / "disk" / FOLDER).iterdir()))

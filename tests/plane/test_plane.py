@@ -314,7 +314,7 @@ def test_a_silent_data_plane_that_is_busy_has_more_time(
     asked = []
     monkeypatch.setattr(plane_module, "_IDLE_TICKS", 0)
     monkeypatch.setattr(plane_module, "_SILENT_TICKS", 8)
-    monkeypatch.setattr(launcher.started[0], "is_busy", lambda: asked.append(True) or True)
+    monkeypatch.setattr(launcher.started[0], "is_busy", lambda: not asked.append(True))  # type: ignore[func-returns-value]
     launcher.signal(signal.SIGSTOP)
     wait_until(lambda: len(launcher.started) == 2)
     assert len(asked) > 8

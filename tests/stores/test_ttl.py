@@ -7,6 +7,7 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -225,13 +226,10 @@ async def client(
 ) -> AsyncIterator[StoreClient]:
     """What a server with ``ttl_s`` in its config reads and writes with."""
     urls = {"directory": (tmp_path / "store").as_uri(), "server": server.url, "bucket": URL}
-    config = KVFetchConfig(
-        store=urls[request.param],
-        token="w" if request.param == "server" else None,
-        s3={**s3.config} if request.param == "bucket" else None,
-        codec="zstd",
-        ttl_s=TTL_S,
-    )
+    fields: dict[str, Any] = {"store": urls[request.param], "codec": "zstd", "ttl_s": TTL_S}
+    fields["token"] = "w" if request.param == "server" else None
+    fields["s3"] = {**s3.config} if request.param == "bucket" else None
+    config = KVFetchConfig.model_validate(fields)
     client = open_client(config, head_slice(NAMESPACE.model), make_quantiser("exact"))
     yield client
     await client.close(10.0)

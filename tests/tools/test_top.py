@@ -7,7 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -43,7 +43,7 @@ def sample(at_s: float, hit: float = 30.0, full: float = 1.0, sent: float = 100.
 
 
 @pytest.fixture
-async def store(tmp_path: Path) -> Iterator[StoreProcess]:
+async def store(tmp_path: Path) -> AsyncIterator[StoreProcess]:
     """Holds one segment, and has answered a lookup that found half."""
     with StoreProcess(tmp_path, extra_args=["--capacity", "1MiB", "--token", "secret"]) as process:
         client = HttpStore(process.url, token="secret")

@@ -12,7 +12,8 @@ from sgl_kvfetch.codec.quant.klt import KLT_IDENTITY, KltIntegers
 from sgl_kvfetch.codec.quant.symmetric import SymmetricQuantiser
 from sgl_kvfetch.errors import ConfigError, FormatError
 
-QuantiserName = Literal["exact", "uint8", "cachegen", "klt"]
+PlainQuantiserName = Literal["exact", "uint8", "cachegen"]  # those that need no profile
+QuantiserName = Literal[PlainQuantiserName, "klt"]
 
 # CacheGen's own values (LMCache's CacheGenConfig for 32-layer models): finer bins for early layers.
 CACHEGEN_K_BINS = (32,) * 10 + (16,)
@@ -23,7 +24,7 @@ _CACHEGEN = re.compile(rf"cachegen\(k=({_BINS});v=({_BINS})\)")
 
 
 def make_quantiser(
-    name: Literal["exact", "uint8", "cachegen"],
+    name: PlainQuantiserName,
     k_bins: Sequence[int] | None = None,
     v_bins: Sequence[int] | None = None,
 ) -> Quantiser:

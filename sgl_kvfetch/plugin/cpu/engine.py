@@ -46,6 +46,16 @@ def leave_tensors_unpinned(result: None, server_args: Any) -> None:
     torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[assignment, method-assign, misc]
 
 
+def leave_less_memory_free(result: None, server_args: Any) -> None:
+    """After ``_set_envs_and_config``: let host pools take all of the machine's memory but 1 GiB.
+
+    SGLang leaves 10 GiB free, whatever size a pool is given. Machines without a GPU often have no more than that.
+    """
+    from sglang.srt.mem_cache.pool_host import base
+
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 30
+
+
 def send_page_numbers_as_they_are(result: None, server_args: Any) -> None:
     """After ``_set_envs_and_config``: let a prefill server send pages with Mooncake over TCP.
 

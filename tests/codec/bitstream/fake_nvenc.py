@@ -142,7 +142,7 @@ def make_caps(*, max_side: int = 8192) -> EncodeCaps:
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeNvc:
     """A machine with a GPU that encodes all of our HEVC, and with PyNvVideoCodec."""
     nvc = FakeNvc()
-    monkeypatch.setitem(sys.modules, "PyNvVideoCodec", nvc)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "PyNvVideoCodec", nvc)
     monkeypatch.setattr(nvenc, "_make_current", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (nvc.free_bytes, 24 << 30))
     monkeypatch.setattr(nvenc, "encode_caps", lambda: {"hevc": make_caps(), "hevc420": make_caps()})

@@ -21,6 +21,7 @@ from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.codec.layout.tiles import TileLayout
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import CorruptError
+from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 from tests.codec.bitstream.fake_nvdec import CountingDevice, FakeNvc, make_caps, make_nvdec
@@ -191,7 +192,7 @@ def test_pictures_of_another_size_are_left_to_the_checksum(bitstreams: dict[str,
 def test_without_a_decoder_the_cpu_decodes(
     bitstreams: dict[str, bytes], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvdec, "_limited", nvdec.LimitedLogger(logging.getLogger(nvdec.__name__)))  # nothing was said
+    monkeypatch.setattr(nvdec, "_limited", LimitedLogger(logging.getLogger(nvdec.__name__)))  # nothing was said
     nvc = FakeNvc(FakeDevice())
     decoder = make_decoder(nvc)
     nvc.fails = "create"
@@ -265,6 +266,7 @@ def test_frames_on_the_device_are_not_written_again(bitstreams: dict[str, bytes]
     second = decode(decoder, HEVC.encode(other))
     assert torch.equal(first.frames, FRAMES)
     assert torch.equal(second.frames, other)
+    assert first.host is not None
     assert torch.equal(first.host, other)
 
 
@@ -303,7 +305,7 @@ def found_at_start(
 ) -> tuple[Nvdec | None, str, FakeNvc]:
     nvc = FakeNvc(FakeDevice())
     nvc.fails = fails
-    monkeypatch.setitem(sys.modules, "PyNvVideoCodec", nvc)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "PyNvVideoCodec", nvc)
     monkeypatch.setattr(nvdec, "decode_caps", lambda: caps)
     return *open_nvdec(nvc.device), nvc
 

@@ -26,10 +26,11 @@ from sgl_kvfetch.codec.bitstream.nvenc import (
     open_nvenc,
 )
 from sgl_kvfetch.codec.bitstream.nvenc_caps import CapsParam, EncodeCaps, Functions, Guid, OpenParams, encode_caps
-from sgl_kvfetch.codec.bitstream.nvidia import takes
+from sgl_kvfetch.codec.bitstream.nvidia import CODECS, takes
 from sgl_kvfetch.codec.container.segment import SegmentReader, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.tools.encoding.targets import Target
 from sgl_kvfetch.tools.encoding.transcode import transcode, verify_variant
 from tests.codec.bitstream.fake_nvdec import FakeNvc as FakeDecoding
@@ -119,7 +120,7 @@ def test_what_nvenc_does_not_do_the_cpu_does(
         assert comes_back(codec, encoder, frames)
     before = Counter(events)
     fail(nvc, fails)
-    monkeypatch.setattr(nvenc, "_limited", nvenc.LimitedLogger(nvenc.logger))
+    monkeypatch.setattr(nvenc, "_limited", LimitedLogger(nvenc.logger))
     assert encoder.encode(frames) == codec.encode(frames)
     assert events - before == {"fallback": 1}
     assert nvc.num_open == 0
@@ -281,8 +282,7 @@ def test_segments_are_written_with_it() -> None:
     chunks = Counter(chunk.codec for chunk in coded.manifest.variants[0].chunks)
     assert events["encoded"] == chunks["hevc"] > 0
     assert chunks["zstd"] > 0
-    by_cpu = encode_segment(SegmentSpec(make_heads(), quantiser, "hevc", "240p", 2), values, 0, None, page_hashes(4))
-    assert coded.data != by_cpu.data
+    assert coded.data != encode_segment(by_cpu, values, 0, None, page_hashes(4)).data
     reader = SegmentReader(coded.manifest, quantiser)
     for cell in coded.manifest.cells():
         reader.decode_cell(cell, coded.data[slice(*reader.cell_range(cell))])
@@ -309,7 +309,7 @@ def test_all_is_there(nvc: FakeNvc) -> None:
     assert len(encoders["hevc"]._pool._idle) == 8
     assert encoders["hevc"]._pool is encoders["hevc420"]._pool
     for name, encoder in encoders.items():
-        assert comes_back(nvenc.CODECS[name], encoder, pictures(2))
+        assert comes_back(CODECS[name], encoder, pictures(2))
 
 
 def test_only_420(nvc: FakeNvc, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ def test_an_nvenc_that_does_not_work_is_not_used(fails: str, nvc: FakeNvc) -> No
 
 def test_the_trial_is_on_a_thread_without_a_context(nvc: FakeNvc, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
-    monkeypatch.setattr(NvencEncoder, "trial", lambda _: threads.append(threading.current_thread()) or "")
+    monkeypatch.setattr(NvencEncoder, "trial", lambda _: str(threads.append(threading.current_thread()) or ""))  # type: ignore[func-returns-value]
     open_nvenc(("hevc",), 1)
     assert threads != [threading.current_thread()]
 
@@ -361,7 +361,7 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_asked_for(nvc: FakeNvc, monkeypatch: pytest.MonkeyPatch) -> None:
     for choice in ("auto", "nvenc"):
-        encoders, about = open_encoders(choice, ["zstd", "hevc"], 1)  # type: ignore[arg-type]
+        encoders, about = open_encoders(choice, ["zstd", "hevc"], 1)
         assert (list(encoders), about) == (["hevc"], "encoded on NVENC: hevc")
     calls = len(nvc.calls)
     assert open_encoders("cpu", ["hevc"], 1) == ({}, "")

@@ -21,6 +21,7 @@ from sgl_kvfetch.codec.bitstream.hevc import HevcCodec, join_access_units, split
 from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
 from sgl_kvfetch.codec.bitstream.surfaces import MAX_SURFACE_BYTES, NUM_SURFACES, surface_bytes
 from sgl_kvfetch.errors import CorruptError
+from sgl_kvfetch.log import LimitedLogger
 from tests.codec.bitstream.fake_nvdec import Decoder, FakeNvc, PacketData, Surface, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
 
@@ -45,7 +46,7 @@ def coded() -> dict[tuple[int, int], bytes]:
 def cut(bitstream: bytes) -> bytes:
     """Whose second picture is none, as a decoder finds out."""
     first, _ = split_access_units(bitstream)
-    return join_access_units([first, b"no picture"])
+    return join_access_units([bytes(first), b"no picture"])
 
 
 class CountingNvc(FakeNvc):
@@ -59,8 +60,8 @@ class CountingNvc(FakeNvc):
         self._live: WeakSet[Decoder] = WeakSet()
         self._lock = Lock()
 
-    def CreateDecoder(self, **arguments: Any) -> Decoder:
-        made = super().CreateDecoder(**arguments)
+    def CreateDecoder(self, *args: Any, **arguments: Any) -> Decoder:
+        made = super().CreateDecoder(*args, **arguments)
         decoder = GatedDecoder(self, made._cudastream, made._stream, *made._largest, latency=made._latency)
         with self._lock:
             self._live.add(decoder)
@@ -83,7 +84,7 @@ class GatedDecoder(Decoder):
 
 @pytest.fixture
 def nvc(monkeypatch: pytest.MonkeyPatch) -> CountingNvc:
-    monkeypatch.setattr(nvdec, "_limited", nvdec.LimitedLogger(logging.getLogger(nvdec.__name__)))  # nothing was said
+    monkeypatch.setattr(nvdec, "_limited", LimitedLogger(logging.getLogger(nvdec.__name__)))  # nothing was said
     return CountingNvc()
 
 

@@ -49,7 +49,8 @@ def unread(spec: SegmentSpec, num_pages: int, **changes: Any) -> bytes:
     manifest = msgspec.structs.replace(spec.manifest(0, None, page_hashes(num_pages)), **changes)
     row = Chunk("zstd", 48 << 10, bytes(16), bytes(16))
     num_chunks = manifest.num_spans * manifest.cells_per_span * manifest.chunks_per_cell
-    variant = Variant("0" * 32, spec.layouts(manifest), (row,) * num_chunks)
+    layouts: dict[str, Any] = {**spec.layouts(manifest)}
+    variant = Variant("0" * 32, layouts, (row,) * num_chunks)
     return msgspec.structs.replace(manifest, variants=(variant,)).encode()
 
 

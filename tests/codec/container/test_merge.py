@@ -8,7 +8,7 @@ from sgl_kvfetch.codec.container.merge import merge_segments
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.base import CellValues, Quantised, Quantiser, join
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
-from sgl_kvfetch.codec.quant.registry import QuantiserName, make_quantiser
+from sgl_kvfetch.codec.quant.registry import PlainQuantiserName, make_quantiser
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.tools.encoding.targets import make_targets
 from sgl_kvfetch.tools.encoding.transcode import transcode
@@ -47,7 +47,7 @@ def halves(num_pages: int, span_pages: int, quantiser: Quantiser) -> tuple[Coded
 @pytest.mark.parametrize(
     ("num_pages", "span_pages"), [(1, 8), (2, 8), (4, 8), (4, 4), (8, 4)], ids=lambda value: str(value)
 )
-def test_integers_and_scales_stay_as_they_are(name: QuantiserName, num_pages: int, span_pages: int) -> None:
+def test_integers_and_scales_stay_as_they_are(name: PlainQuantiserName, num_pages: int, span_pages: int) -> None:
     quantiser = make_quantiser(name)
     left, right, spec = halves(num_pages, span_pages, quantiser)
     merged = merge_segments(spec, left, right)
@@ -134,7 +134,7 @@ def test_only_buddies_merge() -> None:
             merge_segments(spec, *pair)
     odd = [make_segment(SMALL, 2, first_page=p, codec="hevc")[0] for p in (18, 20)]
     with pytest.raises(FormatError, match="not buddies"):
-        merge_segments(spec, *odd)
+        merge_segments(spec, odd[0], odd[1])
 
 
 def encoded(segment: CodedSegment, *resolutions: str) -> CodedSegment:
@@ -142,7 +142,7 @@ def encoded(segment: CodedSegment, *resolutions: str) -> CodedSegment:
 
 
 @pytest.mark.parametrize("name", ["exact", "uint8"])
-def test_variants_that_both_halves_have_are_merged(name: QuantiserName) -> None:
+def test_variants_that_both_halves_have_are_merged(name: PlainQuantiserName) -> None:
     quantiser = make_quantiser(name)
     left, right, spec = halves(4, 4, quantiser)
     merged = merge_segments(spec, encoded(left, "1080p", "240p"), encoded(right, "240p", "480p", "1080p"))

@@ -11,7 +11,7 @@ from sgl_kvfetch.codec.container.segment import SegmentReader, SegmentSpec, enco
 from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
-from sgl_kvfetch.codec.quant.registry import QuantiserName, make_quantiser, quantiser_from_identity
+from sgl_kvfetch.codec.quant.registry import PlainQuantiserName, make_quantiser, quantiser_from_identity
 from sgl_kvfetch.errors import CorruptError, FormatError
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 from tests.codec.quant.profiles import make_profile, place_of, values_of
@@ -62,7 +62,7 @@ def test_exact_gives_back_every_bit(geometry: KVGeometry, codec: str) -> None:
 
 @pytest.mark.parametrize("name", ["uint8", "cachegen"])
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-def test_quantised_gives_back_what_the_quantiser_alone_does(geometry: KVGeometry, name: QuantiserName) -> None:
+def test_quantised_gives_back_what_the_quantiser_alone_does(geometry: KVGeometry, name: PlainQuantiserName) -> None:
     quantiser = make_quantiser(name)
     coded, values = make_segment(geometry, 4, quantiser=quantiser, codec="hevc")
     restored = read_all(coded.manifest, coded.data, quantiser)
@@ -106,7 +106,7 @@ def test_klt_gives_back_what_the_quantiser_alone_does(codec: str, resolution: st
 
 
 @pytest.mark.parametrize("name", ["exact", "uint8"])
-def test_heads_are_the_same_in_cells_of_any_size(name: QuantiserName) -> None:
+def test_heads_are_the_same_in_cells_of_any_size(name: PlainQuantiserName) -> None:
     quantiser = make_quantiser(name)
     one, _ = make_segment(SMALL, 4, quantiser=quantiser, cell_heads=1)
     both, _ = make_segment(SMALL, 4, quantiser=quantiser)

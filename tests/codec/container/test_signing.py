@@ -37,8 +37,8 @@ def test_every_byte_counts() -> None:
         changed = bytearray(signed)
         changed[position] ^= 1
         assert not is_signed(bytes(changed)), position
-    for changed in (signed[:-1], signed + b"x", signed[:-36], b""):
-        assert not is_signed(bytes(changed))
+    for other in (signed[:-1], signed + b"x", signed[:-36], b""):
+        assert not is_signed(other)
 
 
 def test_a_malformed_trailer_is_a_format_error() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,8 @@ def test_coefficients_that_are_nearly_always_zero_are_left_out() -> None:
     values = values_of(profile, 301)
     _, _, integers = quantised = quantiser.quantise(values, place)
     kept = len(integers)
-    assert kept == quantiser.num_coefficients(place.layers, place.heads) < profile.cells[ONLY].num_channels
+    assert kept == quantiser.num_coefficients(place.layers, place.heads)
+    assert kept < profile.cells[ONLY].num_channels
     off = errors_in_steps(quantiser, ONLY, minus(quantiser.dequantise(quantised, torch.float32, place), values)).abs()
     assert off[:, :kept].max() < 0.52
     assert off[:, kept:].max() < 2  # what they vary by
@@ -291,7 +293,7 @@ def test_a_profile_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert [f.name for f in tmp_path.iterdir()] == ["p"]
 
 
-def _edit_metadata(change: Callable[[dict], object]) -> Callable[[Path], None]:
+def _edit_metadata(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     """Rewrites the JSON that stands at the beginning of a safetensors file."""
 
     def edit(path: Path) -> None:

@@ -14,6 +14,7 @@ from harness.fetching import fetch_pages
 from harness.memory_pool import MemoryPool
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, until_idle
+from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
@@ -96,7 +97,7 @@ async def segment(store: SpoiltStore) -> tuple[CodedSegment, dict[TensorName, to
 
 @pytest.fixture
 def fetcher(store: SpoiltStore) -> Iterator[Fetcher]:
-    with closing(DecodePool([{}] * 2)) as pool:
+    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
         yield Fetcher(store, pool, read_bytes=600, inflight_bytes=4000, may_delete=True)
 
 

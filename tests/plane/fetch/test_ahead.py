@@ -9,6 +9,7 @@ from contextlib import closing
 import pytest
 
 from harness.waiting import LoopClock, until, until_idle
+from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
@@ -38,7 +39,7 @@ async def recorder() -> Recorder:
 
 @pytest.fixture
 def choosing(store: SpoiltStore, recorder: Recorder) -> Iterator[Fetcher]:
-    with closing(DecodePool([{}], PROFILE)) as pool:
+    with closing(DecodePool[Decoders]([{}], PROFILE)) as pool:
         yield Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=False, policy=recorder)
 
 
@@ -84,7 +85,7 @@ async def test_it_goes_on_as_fetches_make_room(store: SpoiltStore, segment: Segm
     all_pages = sources(segment, range(8))
     units = [unit for span in range(4) for unit in read_units(all_pages[0].reader, span, 600)]
     largest = max(unit.size_bytes for unit in units)
-    with closing(DecodePool([{}, {}])) as pool:
+    with closing(DecodePool[Decoders]([{}, {}])) as pool:
         fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=4 * largest, may_delete=False)
         fetcher.read_ahead(all_pages, expire_s=600)
         memory = PoisonedPool(8)
@@ -101,7 +102,7 @@ async def test_it_goes_on_as_fetches_make_room(store: SpoiltStore, segment: Segm
 
 
 async def test_a_lookup_whose_fetch_never_comes_is_forgotten(store: SpoiltStore, segment: Segment) -> None:
-    with closing(DecodePool([{}, {}])) as pool:
+    with closing(DecodePool[Decoders]([{}, {}])) as pool:
         fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=2000, may_delete=False)
         clock = LoopClock()
         fetcher.read_ahead(sources(segment, range(8)), expire_s=60)
@@ -116,7 +117,7 @@ async def test_a_lookup_whose_fetch_never_comes_is_forgotten(store: SpoiltStore,
 
 async def test_a_store_that_fails_is_not_asked_on(store: SpoiltStore, segment: Segment) -> None:
     store.fail_from = 0
-    with closing(DecodePool([{}, {}])) as pool:
+    with closing(DecodePool[Decoders]([{}, {}])) as pool:
         fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=False)
         fetcher.read_ahead(sources(segment, range(8)), expire_s=60)
         await until_idle()

@@ -12,7 +12,9 @@ import torch
 from harness.fetching import fetch_pages
 from harness.waiting import WAIT_S, LoopClock, until, until_idle
 from sgl_kvfetch import metrics
+from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.container.segment import SegmentReader
+from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import CorruptError, StoreError
 from sgl_kvfetch.plane.adapt.pool import DecodePool
@@ -85,7 +87,7 @@ async def test_begun_spans_of_several_conversations_are_kept_within_bounds(
 ) -> None:
     wanted = sources(segment, range(8))
     largest = max(unit.size_bytes for span in range(4) for unit in read_units(wanted[0].reader, span, 600))
-    with closing(DecodePool([{}] * 2)) as pool:
+    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
         fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=8 * 20 * largest, may_delete=False)
         for page in (0, 2, 4):
             assert (await fetch(fetcher, wanted[page : page + 1], PoisonedPool(8), [page])).num_pages == 1
@@ -144,7 +146,7 @@ async def test_a_reader_whose_link_garbles_everything_deletes_nothing(store: Spo
         await commit_segment(store, coded)
     names = [coded.manifest.key.manifest_name for coded, _ in segments]
     store.flip_from = 0
-    with closing(DecodePool([{}] * 2)) as pool:
+    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
         fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=4000, may_delete=True)
         for segment in segments:
             assert (await fetch(fetcher, sources(segment, range(2)), PoisonedPool(2), [0, 1])).num_pages == 0
@@ -180,7 +182,7 @@ async def test_reports_are_bounded(store: SpoiltStore) -> None:
     segments = [make_segment(SMALL, 2, seed=str(i)) for i in range(6)]
     for coded, _ in segments:
         await commit_segment(store, coded)
-    with closing(DecodePool([{}] * 2)) as pool:
+    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
         fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=4000, may_delete=True)
         for segment in segments * 2:
             await fetch(fetcher, sources(segment, range(2)), PoisonedPool(2), [0, 1])
@@ -195,7 +197,7 @@ async def test_reports_are_bounded(store: SpoiltStore) -> None:
 
 async def test_who_may_not_write_reports_nothing(segment: Segment, store: SpoiltStore) -> None:
     store.flip_from = 0
-    with closing(DecodePool([{}] * 2)) as pool:
+    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
         fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=4000, may_delete=False)
         await fetch(fetcher, sources(segment, range(2)), PoisonedPool(2), [0, 1])
         await until_idle()
@@ -265,7 +267,7 @@ async def test_a_cancelled_fetch_gives_everything_back(fetcher: Fetcher, segment
     with pytest.raises(asyncio.CancelledError):
         await task
     await assert_nothing_held(fetcher)
-    assert not sink.write("k", 0, [0], torch.zeros(1))
+    assert not sink.write(range(1), range(1), [0], CellValues(torch.zeros(1), torch.zeros(1)))
 
 
 def test_span_parts() -> None:

@@ -12,7 +12,7 @@ from harness.small_segments import expiring, put_segment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import KVFetchError, NamespaceMismatchError, StoreError
-from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.stores.base import Lookup
@@ -33,9 +33,13 @@ async def store(tmp_path: Path) -> AsyncIterator[LocalStore]:
     await store.close()
 
 
-def finder(store: LocalStore, namespace: Namespace | None = None) -> tuple[PageFinder, list[KVFetchError]]:
+def _unexpected(fault: KVFetchError) -> None:
+    raise fault
+
+
+def finder(store: LocalStore, heads: HeadSlice | None = None) -> tuple[PageFinder, list[KVFetchError]]:
     faults: list[KVFetchError] = []
-    return PageFinder(store, namespace or make_heads(), make_quantiser("exact"), faults.append), faults
+    return PageFinder(store, heads or make_heads(), make_quantiser("exact"), faults.append), faults
 
 
 async def test_pages_are_found_and_recalled_without_asking(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +82,7 @@ async def test_a_variant_that_video_engines_decode_is_read(tmp_path: Path) -> No
         await store.put(name, data)
     await store.put(coded.manifest.key.manifest_name, coded.manifest.encode())
     for engine_codecs, expected in (((), "hevc"), (("hevc", "hevc420"), "hevc"), (("hevc420",), "hevc420")):
-        finder = PageFinder(store, make_heads(), make_quantiser("exact"), pytest.fail, engine_codecs=engine_codecs)
+        finder = PageFinder(store, make_heads(), make_quantiser("exact"), _unexpected, engine_codecs=engine_codecs)
         found = await finder.find(page_hashes(NUM_PAGES), 1.0)
         assert {source.reader.variant.codec for source in found} == {expected}
     await store.close()

@@ -15,6 +15,7 @@ import torch
 from harness.fetching import fetch_pages
 from harness.memory_pool import MemoryPool
 from harness.waiting import WAIT_S
+from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader
 from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
@@ -104,7 +105,7 @@ class Rank:
         return await self.finder.find(page_hashes(num_pages), timeout_s)
 
     async def fetch(self, sources: Sequence[PageSource]) -> FetchResult:
-        with closing(DecodePool([{}] * 2)) as decoders:
+        with closing(DecodePool[Decoders]([{}] * 2)) as decoders:
             fetcher = Fetcher(self.store, decoders, read_bytes=1 << 20, inflight_bytes=1 << 20, may_delete=False)
             return await fetch_pages(fetcher, sources, range(len(sources)), GuardedSink(self.pool), WAIT_S)
 

@@ -10,10 +10,12 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+import torch
 
 from harness.fetching import fetch_pages
 from harness.waiting import WAIT_S, LoopClock, until
 from sgl_kvfetch.codec.bitstream.base import Decoders
+from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.fetch.plan import read_units
@@ -71,7 +73,7 @@ async def test_a_round_ends_while_the_next_one_waits(fetcher: Fetcher, segment: 
 
 
 async def test_rounds_end_in_their_order(store: SpoiltStore, segment: Segment) -> None:
-    with closing(DecodePool([{}] * 2)) as decoders:
+    with closing(DecodePool[Decoders]([{}] * 2)) as decoders:
         fetcher = Fetcher(store, decoders, read_bytes=600, inflight_bytes=1 << 20, may_delete=False)
         rounds, task = await start(fetcher, segment, [2, 4])
         pool = PoisonedPool(8)
@@ -144,7 +146,7 @@ async def test_a_deadline_that_passes_for_want_of_a_destination_is_not_the_store
     assert await task == FetchResult(4, (), timed_out=False, starved=True)
     late = GuardedSink(pool)
     rounds[1].give(Destination([0, 1, 2, 3], late))
-    assert not late.write("k", 0, [0], pool.read("k", [0]))
+    assert not late.write(range(1), range(1), [0], CellValues(torch.zeros(1), torch.zeros(1)))
     await assert_nothing_held(fetcher)
 
 

@@ -17,12 +17,12 @@ from sgl_kvfetch.types import KVGeometry
         ([0, 1, 9, 2, 3], [(0, 2, 0, 2), (9, 10, 2, 3), (2, 4, 3, 5)]),
     ],
 )
-def test_consecutive_pages_form_runs(pages, runs):
+def test_consecutive_pages_form_runs(pages: list[int], runs: list[tuple[int, ...]]) -> None:
     found = [(run.start, run.stop, at.start, at.stop) for run, at in consecutive_runs(pages)]
     assert found == runs
 
 
-def test_scattered_pages_are_written_where_they_belong():
+def test_scattered_pages_are_written_where_they_belong() -> None:
     geometry = KVGeometry(num_layers=3, num_heads=2, k_head_dim=4, v_head_dim=4, page_size=2, dtype="float32")
     pool = MemoryPool(geometry, num_pages=8, fill=-1.0)
     pages = [6, 7, 2, 0, 1]

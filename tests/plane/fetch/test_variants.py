@@ -10,6 +10,7 @@ from contextlib import closing
 import pytest
 
 from harness.waiting import until, until_idle
+from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.plane.adapt.policy import LookAhead
@@ -33,7 +34,7 @@ from tests.plane.fetch.conftest import (
 
 @pytest.fixture
 def fetcher(store: SpoiltStore, recorder: Recorder) -> Iterator[Fetcher]:
-    with closing(DecodePool([{}, {}], PROFILE)) as pool:
+    with closing(DecodePool[Decoders]([{}, {}], PROFILE)) as pool:
         yield Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=False, policy=recorder)
 
 
@@ -84,7 +85,7 @@ async def test_slow_links_bring_small_chunks_and_fast_ones_easy_ones(
     for _ in range(8):
         link.started(10_000)
         link.ended(10_000, time.monotonic() - 10_000 / bytes_per_s, is_whole=True)
-    with closing(DecodePool([{}, {}], PROFILE)) as pool:
+    with closing(DecodePool[Decoders]([{}, {}], PROFILE)) as pool:
         chooser = VariantChooser(LookAhead(), pool, link)
         reader = SegmentReader(made.manifest, make_quantiser("exact"))
         chosen = chooser.choose(reader, chooser.runs(reader, 0)[0], 8)

@@ -212,7 +212,7 @@ class Rig:
 
 
 def _num_dropped() -> float:
-    samples = metrics.WRITTEN_PAGES.collect()[0].samples
+    samples = next(iter(metrics.WRITTEN_PAGES.collect())).samples
     return sum(s.value for s in samples if s.labels.get("result", "").startswith("dropped"))
 
 
@@ -237,7 +237,7 @@ def make_rig(
     cache = KVFetchRadixCache(params)
     if agree is not None:
         cache._num_ranks = lambda: 2  # type: ignore[method-assign]
-        cache._agree = agree  # type: ignore[method-assign]
+        cache._agree = agree  # type: ignore[assignment, method-assign]
     extra = {
         "store": f"file://{directory}",
         "codec": "zstd",
@@ -255,7 +255,7 @@ def make_rig(
 
     def connect() -> DeviceBackend:
         plane_module._launch = served.launch
-        plane_module.run_data_plane = partial(run_data_plane, on_service=served.add)  # type: ignore[assignment]
+        vars(plane_module)["run_data_plane"] = partial(run_data_plane, on_service=served.add)
         plane = plane_module.open_plane(parsed, quantiser, heads, rank, pages, None)
         return cache.start(parsed, plane, pages, pool_tokens=num_slots, threshold_tokens=PAGE)
 

@@ -66,7 +66,7 @@ def test_nothing_stored(rig: Rig) -> None:
 
 def test_the_ends_of_requests_are_counted(rig: Rig) -> None:
     def counts() -> dict[str, float]:
-        samples = DEVICE_REQUESTS.collect()[0].samples
+        samples = next(iter(DEVICE_REQUESTS.collect())).samples
         return {s.labels["end"]: s.value for s in samples if s.name.endswith("_total")}
 
     before = counts()
@@ -264,17 +264,17 @@ def test_aborts_at_random_moments(make: MakeRig) -> None:
         if alive and rng.random() < 0.4:
             handle = rng.choice(list(alive))
             del alive[handle]
-            rig.abort(handle)  # type: ignore[arg-type]
+            rig.abort(handle)
             num_aborted += 1
         for handle in [h for h in alive if rig.cache.check_prefetch_progress(h)]:
             if rng.random() < 0.3:
-                cached, _, lock = rig.admit(handle, alive.pop(handle))  # type: ignore[arg-type]
+                cached, _, lock = rig.admit(handle, alive.pop(handle))
                 rig.cache.unlock(lock)
                 num_admitted += cached > 0
         if rng.random() < 0.05:
             rig.cache.evict(EvictParams(num_tokens=256))
     for handle in alive:
-        rig.abort(handle)  # type: ignore[arg-type]
+        rig.abort(handle)
     rig.store.reads.is_open = rig.store.lookups.is_open = True
     rig.settle()
     rig.assert_nothing_held()

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 from harness.fetching import fetch_pages
 from sgl_kvfetch import codec
+from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.container.manifest import Cell
 from sgl_kvfetch.codec.container.segment import CellFrames, CodedSegment, SegmentReader
 from sgl_kvfetch.codec.cuda_streams import Device, Stream
@@ -192,9 +193,9 @@ def test_the_same_values_as_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatc
         device = FakeDevice()
         room = {} if name == "klt" else {"restore_buffer_bytes": at_once * frames_bytes(cells[0]) // 3 + 60_000}
         pages = make_pages(device, WIDE, **room)
-        for cell in cells:
+        for frames in cells:
             guard = Mock(side_effect=GuardedSink(pages).run)
-            pages.restore(cell, range(3, 64, 4), range(1, 17), guard)
+            pages.restore(frames, range(3, 64, 4), range(1, 17), guard)
             assert guard.call_count == num_writes
         device.run()
         for tensor in TENSORS:
@@ -460,7 +461,7 @@ async def test_a_fetch_from_end_to_end(exact: Segment, tmp_path: Path) -> None:
     reader = SegmentReader(coded.manifest, make_quantiser("exact"))
     device = FakeDevice()
     pages = make_pages(device)
-    with closing(DecodePool([{}] * 2)) as pool:
+    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
         fetcher = Fetcher(store, pool, read_bytes=2000, inflight_bytes=10_000, may_delete=True)
         sources = [PageSource(reader, page) for page in range(NUM_PAGES)]
         pages.fence()
@@ -530,7 +531,7 @@ def test_a_gpu_is_used_with_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: p
 @pytest.mark.gpu
 def test_on_a_gpu(exact: Segment, decoded: list[CellFrames]) -> None:
     forward = torch.cuda.Stream()
-    pages = CudaPages(make_pool(device="cuda"), 4, Device(torch.device("cuda", 0)), forward)
+    pages = CudaPages(make_pool(device="cuda"), 4, Device(torch.device("cuda", 0)), cast(Stream, forward))
     pages.fence()
     indices = pages.page_indices(slots_of(PLACES).cuda())
     assert indices == PLACES

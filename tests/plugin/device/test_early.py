@@ -26,6 +26,7 @@ from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.plane.fetch import fetcher
 from sgl_kvfetch.plane.fetch.layers import LayerProgress
+from sgl_kvfetch.plane.fetch.restore import restore_cell
 from sgl_kvfetch.plugin.device import early, scheduler_hooks
 from sgl_kvfetch.plugin.device.fetch_state import State
 from tests.plugin.device.conftest import MakeRig
@@ -58,7 +59,7 @@ class Decoding:
 
 @pytest.fixture
 def decoding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoding]:
-    made, original = Decoding(), fetcher.restore_cell
+    made, original = Decoding(), restore_cell
     monkeypatch.setattr(fetcher, "restore_cell", lambda *args, **kwargs: made.restore(original, *args, **kwargs))
     yield made
     made.open(0, 1)
@@ -304,6 +305,8 @@ def test_a_batch_without_a_result_is_taken_apart_once(make: MakeRig) -> None:
 
 class Batch(SimpleNamespace):
     """What the hooks use of SGLang's ``ScheduleBatch``."""
+
+    reqs: list[Any]
 
     def filter_batch(self, reqs_to_exclude: list[Any]) -> None:
         self.reqs = [req for req in self.reqs if req not in reqs_to_exclude]

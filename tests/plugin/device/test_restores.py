@@ -76,9 +76,10 @@ def check(
         begin = cell.place.tokens.start - first_page * 4
         span = slice(begin, begin + len(cell.place.tokens))
         slots, exact = all_slots[span], all_exact[span]
-        pool = tuple(make_buffers(Shape(NUM_TOKENS, 4, 4, dim), torch.bfloat16) for dim in (16, 24))
-        outputs = tuple([x[:, cell.heads.start : cell.heads.stop] for x in buffers] for buffers in pool)
-        restore(cell, slots, tuple(x[cell.layers.start : cell.layers.stop] for x in outputs))
+        pool = [make_buffers(Shape(NUM_TOKENS, 4, 4, dim), torch.bfloat16) for dim in (16, 24)]
+        outputs = [[x[:, cell.heads.start : cell.heads.stop] for x in buffers] for buffers in pool]
+        k, v = (x[cell.layers.start : cell.layers.stop] for x in outputs)
+        restore(cell, slots, (k, v))
         wanted = slots >= 0
         for heads_of_layers, want in zip(outputs, expected, strict=True):
             for index, layer in enumerate(cell.layers):

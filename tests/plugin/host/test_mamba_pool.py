@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_inde
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 
 from harness.waiting import wait_until
+from sgl_kvfetch.plane import run_data_plane
 from sgl_kvfetch.plugin import data_plane as plane_module
 from sgl_kvfetch.plugin.host.side_pools import SidePools
 from sgl_kvfetch.plugin.host.storage import KVFetchStorage
@@ -73,7 +74,7 @@ def open_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[An
     )
     served = Served()
     monkeypatch.setattr(plane_module, "_launch", served.launch)
-    monkeypatch.setattr(plane_module, "run_data_plane", partial(plane_module.run_data_plane, on_service=served.add))
+    monkeypatch.setattr(plane_module, "run_data_plane", partial(run_data_plane, on_service=served.add))
     made: list[KVFetchStorage] = []
 
     def build(kv_pool: HostKVCache, is_mla: bool = False, **side_pools: HostKVCache) -> KVFetchStorage:

@@ -76,7 +76,7 @@ def test_verify_detects_a_wrong_frame_sum() -> None:
 class WithoutProfile(KltIntegers):
     """Makes parts like those of ``klt``, but without a profile: one token is exact."""
 
-    def num_coefficients(self, layers: range, heads: range) -> int | None:
+    def num_coefficients(self, layers: range, heads: range) -> int:
         return 5 * len(layers) + len(heads)
 
     def quantise(self, values: CellValues, place: CellPlace) -> Quantised:
