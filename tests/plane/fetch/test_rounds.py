@@ -97,7 +97,8 @@ async def test_a_round_may_end_inside_a_span(fetcher: Fetcher, segment: Segment)
 async def test_a_rest_is_certain_only_when_all_bytes_are_here(store: SpoiltStore, segment: Segment) -> None:
     num_gets: list[int] = []
     early = Early(1e9, lambda: num_gets.append(store.num_gets))
-    with closing(DecodePool([{}])) as decoders:
+    sessions: list[Decoders] = [{}]
+    with closing(DecodePool(sessions)) as decoders:
         # So small a budget has room for one unit at a time: each one waits until the one before is restored.
         fetcher = Fetcher(store, decoders, read_bytes=600, inflight_bytes=2, may_delete=False)
         each, pool = Round(0, 8), PoisonedPool(8)
