@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from sgl_kvfetch.codec import decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
-from sgl_kvfetch.stores.base import Lookup, ObjectInfo, Store
+from sgl_kvfetch.stores.base import AdminStore, Lookup, ObjectInfo, Store
 from sgl_kvfetch.stores.hedged import Attempt, RacedCall, RaceResult, Watch, is_its_fault
 from sgl_kvfetch.stores.hedging import RaceBudget, ReplicaHealth, Usual
 from sgl_kvfetch.stores.names import require_name
@@ -43,7 +43,7 @@ class ReplicaOptions:
     on_failure: Callable[[str, StoreError], None] | None = None  # called with the replica's label and its error
 
 
-class ReplicatedStore(Store):
+class ReplicatedStore(AdminStore):
     """A store over replicas. It belongs to one event loop. ``close`` closes the replicas too."""
 
     def __init__(self, replicas: Sequence[tuple[str, Store]], options: ReplicaOptions | None = None) -> None:

@@ -17,7 +17,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sgl_kvfetch.codec import EncoderName, open_encoders
-from sgl_kvfetch.stores import HttpOptions, Store
+from sgl_kvfetch.stores import AdminStore, HttpOptions
 from sgl_kvfetch.tools.encoding.encoder import EncodeOptions, Encoder, Step, Tally
 from sgl_kvfetch.tools.encoding.targets import make_targets
 from sgl_kvfetch.tools.options import (
@@ -112,13 +112,12 @@ def encode(
         workers=workers,
     )
     encoders, about = open_encoders(encoder, codecs, workers)
-    make_encoder = partial(Encoder, options=options, encoders=encoders)
+    make_encoder = partial(Encoder, options=options, keys=read_keys(manifest_key_file), encoders=encoders)
     opened = partial(
         open_existing_store,
         store,
         read_token(token, token_file),
         HttpOptions(max_object_bytes=_MAX_OBJECT_BYTES),
-        read_keys(manifest_key_file),
     )
     reporter = _Reporter(verbose)
     with reporter.progress:
@@ -136,7 +135,7 @@ def encode(
 
 
 async def _run(
-    open_it: Callable[[], Store], make_encoder: Callable[..., Encoder], reporter: _Reporter, poll_s: float | None
+    open_it: Callable[[], AdminStore], make_encoder: Callable[..., Encoder], reporter: _Reporter, poll_s: float | None
 ) -> None:
     """Encode once, or poll every ``poll_s`` seconds until SIGTERM. Raises KVFetchError."""
     store = open_it()

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from typing import Annotated
 
 import typer
-import xxhash
 from msgspec import Struct
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sgl_kvfetch.errors import ConfigError, CorruptError, KVFetchError, StoreError
-from sgl_kvfetch.keys import PAGE_HASH_BYTES, SegmentKey, parse_object_name
+from sgl_kvfetch.keys import PAGE_HASH_BYTES, ContentCheck, SegmentKey
 from sgl_kvfetch.side_by_side import side_by_side
-from sgl_kvfetch.stores import Store, StoredSegment, decode_named_manifest
+from sgl_kvfetch.stores import AdminStore, Store, StoredSegment, decode_named_manifest, object_digest
 from sgl_kvfetch.tools.options import (
     DryRunOption,
     JsonOption,
@@ -158,10 +157,10 @@ def _same(url: str) -> ConfigError:
     return ConfigError(f"SOURCE and TARGET are the same store, under one name or under two: {url}")
 
 
-async def _is_same(source: Store, target: Store, segment: SegmentKey) -> bool:
+async def _is_same(source: AdminStore, target: Store, segment: SegmentKey) -> bool:
     """Whether what is put into the target appears in the source. To move segments would delete them then."""
     probe = secrets.token_bytes(PAGE_HASH_BYTES)
-    name = SegmentKey(segment.namespace, 1, probe).data_name(xxhash.xxh3_128_hexdigest(probe))
+    name = SegmentKey(segment.namespace, 1, probe).data_name(object_digest(probe))
     await target.put(name, probe)
     try:
         return await source.head(name) is not None
@@ -175,13 +174,9 @@ async def _has(target: Store, manifest_name: str, manifest: bytes, names: list[s
         return False
     for name in names:
         content = await target.get(name)
-        if content is None or not _is_sound(name, content):
+        if content is None or not ContentCheck(name, content).is_sound:
             return False
     return True
-
-
-def _is_sound(name: str, content: bytes) -> bool:
-    return xxhash.xxh3_128_hexdigest(content) == parse_object_name(name).content_digest
 
 
 async def _copy(source: Store, target: Store, name: str) -> int:
@@ -189,7 +184,7 @@ async def _copy(source: Store, target: Store, name: str) -> int:
     content = await source.get(name)
     if content is None:
         raise StoreError("missing", f"{name} is gone from the source")
-    if not _is_sound(name, content):
+    if not ContentCheck(name, content).is_sound:
         raise CorruptError(f"{name} does not match the digest in its name: it is damaged at the source")
     await target.put(name, content)
     if await target.get(name) != content:

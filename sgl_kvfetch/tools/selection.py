@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from sgl_kvfetch.stores import Store, StoredSegment, folders_named, list_segments, models_of_folders
+from sgl_kvfetch.stores import Objects, StoredSegment, folders_named, list_segments, models_of_folders
 from sgl_kvfetch.tools.units import printable
 
 STORE_HELP = (
@@ -23,15 +23,15 @@ ModelOption = Annotated[
 ]
 
 
-async def select_segments(store: Store, prefix: str, model: str | None) -> list[StoredSegment]:
+async def select_segments(objects: Objects, prefix: str, model: str | None) -> list[StoredSegment]:
     """List the segments whose objects' names start with ``prefix``, in namespaces of ``model`` if it is not None.
 
     Warns on stderr if no namespace has this model's name. Raises StoreError.
     """
-    segments = await list_segments(store, prefix)
+    segments = await list_segments(objects, prefix)
     if model is None:
         return segments
-    folders = folders_named(model, await models_of_folders(store, segments))
+    folders = folders_named(model, await models_of_folders(objects, segments))
     if not folders:
         typer.echo(f"WARNING: --model {printable(model)}: no namespace of the store has this name", err=True)
     return [segment for segment in segments if segment.key.namespace in folders]

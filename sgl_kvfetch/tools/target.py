@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, ManifestKeys, decode_manifest
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, decode_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import DATA_SUFFIX, MANIFEST_SUFFIX, parse_object_name
 from sgl_kvfetch.plane import S3Options, open_store, takes_token
-from sgl_kvfetch.stores import HttpOptions, ObjectInfo, Objects, Store
+from sgl_kvfetch.stores import AdminStore, HttpOptions, ObjectInfo, Objects
 from sgl_kvfetch.tools.options import INDEX_TIMEOUT_S
 
 
@@ -49,18 +49,17 @@ def open_existing_store(
     url: str,
     token: str | None,
     options: HttpOptions | None = None,
-    keys: ManifestKeys | None = None,
     s3: S3Options | None = None,
-) -> Store:
+) -> AdminStore:
     """Open a store. A directory must exist: a typo would look like an empty store. Raises ConfigError."""
     parts = urlsplit(url)
     if parts.scheme == "file" and not Path(unquote(parts.path)).is_dir():
         raise ConfigError(f"{url} is not a directory")
     token = token if takes_token(url) else None
-    return open_store(url, token=token, options=options, manifest_keys=keys, s3=s3)
+    return open_store(url, token=token, options=options, s3=s3)
 
 
-def open_indexed_store(text: str, token: str | None, index: str | None) -> Store:
+def open_indexed_store(text: str, token: str | None, index: str | None) -> AdminStore:
     """Open a store that the user named by its URL or its directory, with the index if one is given.
 
     Raises ConfigError.

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import xxhash
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from sgl_kvfetch.codec import (
@@ -26,6 +25,7 @@ from sgl_kvfetch.codec import (
 )
 from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
+from sgl_kvfetch.keys import ContentCheck
 from sgl_kvfetch.plane import ReadUnit, read_units
 from sgl_kvfetch.stores import ObjectInfo, Objects, StoredSegment, decode_named_manifest, list_segments, read_manifest
 from sgl_kvfetch.tools.options import (
@@ -245,7 +245,7 @@ class Verifier:
         name = manifest.data_name(side)
         if not await self._has_its_size(info, manifest, side):
             return
-        digest = xxhash.xxh3_128()
+        check = ContentCheck(name)
         try:
             for place in side_places(manifest).values():
                 if place.data_name != name:
@@ -256,20 +256,20 @@ class Verifier:
                     self._add(name, "missing, though its manifest names it")
                     return
                 self._note_read(len(data))
-                digest.update(data)
+                check.add(data)
                 await asyncio.get_running_loop().run_in_executor(self.decode_pool, place.decode, data)
                 self.report.num_chunks += len(place.page.chunks)
         except (FormatError, StoreError) as e:
             self._blame(name, e)
             return
-        if digest.hexdigest() != side.data_digest:
+        if not check.is_sound:
             self._add(name, "its bytes do not match the digest in its name")
 
     async def _verify_data(self, info: ObjectInfo | None, reader: SegmentReader) -> None:
         name = reader.data_name
         if not await self._has_its_size(info, reader.manifest, reader.variant):
             return
-        digest = xxhash.xxh3_128()
+        check = ContentCheck(name)
         try:
             for span in range(reader.manifest.num_spans):
                 for unit in read_units(reader, span, self.read_bytes):
@@ -279,12 +279,12 @@ class Verifier:
                         self._add(name, "missing, though its manifest names it")
                         return
                     self._note_read(len(data))
-                    digest.update(data)
+                    check.add(data)
                     await self._verify_unit(name, unit, data)
         except StoreError as e:
             self._blame(name, e)
             return
-        if digest.hexdigest() != reader.variant.data_digest:
+        if not check.is_sound:
             self._add(name, "its bytes do not match the digest in its name")
 
     async def _verify_unit(self, name: str, unit: ReadUnit, data: bytes) -> None:

@@ -83,7 +83,13 @@ def spoil(directory: Path, prompt: list[int], group: int) -> None:
 @pytest.fixture(scope="module")
 def early(stored: Stored) -> Iterator[SGLangServer]:
     with StoreProcess(stored.directory) as store:
-        config = {"quantiser": "exact", "codec": "hevc", "mode": "read_only", "early_start": True, "codec_threads": 1}
+        config = {
+            "quantiser": "exact",
+            "codec": "hevc",
+            "mode": "read_only",
+            "device": {"early_start": True},
+            "codec_threads": 1,
+        }
         with SGLangServer(stored.model, extra_args=[*device_args(store.url, **config), *FLAGS]) as server:
             for num_tokens in (48, 100, 200, 400):  # so that it knows how fast it computes
                 server.generate(input_ids=[*range(1000, 1000 + num_tokens)], max_new_tokens=1)
