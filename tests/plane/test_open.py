@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from sgl_kvfetch import stores
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.plane.open import S3Options, open_replicas, open_store
@@ -71,8 +72,9 @@ async def test_a_bucket_may_have_an_index() -> None:
     assert "secret" not in repr(S3Options({"secret_access_key": "secret"}, "redis://:secret@host"))
 
 
-@pytest.mark.parametrize("module", ["s3", "page_index"])
-def test_what_to_install_is_named(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+@pytest.mark.parametrize(("module", "name"), [("s3", "S3Store"), ("redis_index", "IndexOptions")])
+def test_what_to_install_is_named(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
+    monkeypatch.delitem(vars(stores), name, raising=False)  # if it was imported before
     monkeypatch.setitem(sys.modules, f"sgl_kvfetch.stores.{module}", None)  # importing it raises ImportError
     with pytest.raises(ConfigError, match=r"pip install 'sgl_kvfetch\[s3\]'"):
         open_store("s3://bucket", s3=S3Options(index="redis://host"))
