@@ -83,7 +83,7 @@ def _measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 wait_until_written(server, len(prompts) * num_pages, timeout_s=_TIMEOUT_S)
         for gbps in args.gbps.split(","):
             with ExitStack() as stack:
-                store = stack.enter_context(StoreProcess(directory, extra_args=["--link-gbps", gbps]))
+                store = stack.enter_context(StoreProcess(directory, link_gbps=[float(gbps)]))
                 servers = []
                 for is_early in (False, True):
                     extra_args = [

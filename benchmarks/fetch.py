@@ -180,7 +180,7 @@ class Bench:
 
     def _over_link(self, samples: Sequence[float], work: Callable[[Store], Any]) -> float:
         """Return the seconds of ``work``. Each call starts a fresh store, whose link starts with the same sample."""
-        with StoreProcess(self._folder, extra_args=["--link-gbps", ",".join(f"{s:.6f}" for s in samples)]) as store:
+        with StoreProcess(self._folder, link_gbps=samples) as store:
             return asyncio.run(self._timed(store.url, work))
 
     async def _timed(self, url: str, work: Callable[[Store], Any]) -> float:

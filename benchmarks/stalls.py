@@ -23,6 +23,7 @@ from rich.console import Console
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, make_table, whole_number, write_json
 from harness.faults import Fault, FaultyProxy
+from harness.slow_link import slow_link
 from harness.small_segments import data_object
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
@@ -92,10 +93,11 @@ async def run_fetch(scene: Scene, max_races: int, folder: Path) -> Fetch:
     loop = asyncio.get_running_loop()
     races: Counter[str] = Counter()
     async with AsyncExitStack() as stack:
+        stack.enter_context(slow_link(LINK_GBPS))
         proxies = []
         for _ in range(scene.num_replicas):
             # The object has no manifest, but must not be collected as an orphan.
-            config = ServerConfig(folder, port=0, link_gbps=LINK_GBPS, orphan_age_s=86400.0)
+            config = ServerConfig(folder, port=0, orphan_age_s=86400.0)
             server = await stack.enter_async_context(running_server(config))
             proxies.append(await stack.enter_async_context(FaultyProxy(server.host, server.port)))
         store = open_replicas(

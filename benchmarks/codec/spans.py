@@ -31,8 +31,7 @@ from benchmarks.codec.windows import windows_of
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, make_table, no_traceback, settings, whole_number, write_json
 from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model, cell_grid
-from sgl_kvfetch.codec.calibrate.model import KVModel, calibration_windows, part_of
-from sgl_kvfetch.codec.calibrate.rotation import find_rope
+from sgl_kvfetch.codec.calibrate.model import KVModel, calibration_windows, find_rope, part_of
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import Calibration, Profile
 from sgl_kvfetch.prompts import read_texts

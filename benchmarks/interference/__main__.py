@@ -113,7 +113,7 @@ def _measure(mode: str, model: str, folder: Path, plan: Plan, options: argparse.
     with (
         everything_on_one_core() if pinned else nullcontext(),
         tempfile.TemporaryDirectory(dir=folder) as scratch,
-        StoreProcess(folder / _codec(mode, options), extra_args=["--link-gbps", str(options.link_gbps)]) as store,
+        StoreProcess(folder / _codec(mode, options), link_gbps=[options.link_gbps]) as store,
     ):
         timeline = Path(scratch, "timeline")
         env = {TIMELINE_ENV: str(timeline)} | ({"OMP_NUM_THREADS": "1"} if pinned else {})

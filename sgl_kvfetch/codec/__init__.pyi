@@ -13,8 +13,12 @@ from .bitstream.registry import (
 )
 from .bitstream.surfaces import MAX_SURFACE_BYTES as MAX_SURFACE_BYTES
 from .calibrate.fit import CalibrationOptions as CalibrationOptions, calibrate_model as calibrate_model
-from .calibrate.model import KVModel as KVModel, calibration_windows as calibration_windows, part_of as part_of
-from .calibrate.rotation import find_rope as find_rope
+from .calibrate.model import (
+    KVModel as KVModel,
+    calibration_windows as calibration_windows,
+    find_rope as find_rope,
+    part_of as part_of,
+)
 from .container.manifest import (
     MAX_MANIFEST_BYTES as MAX_MANIFEST_BYTES,
     MAX_SEGMENT_PAGES as MAX_SEGMENT_PAGES,

@@ -1,4 +1,3 @@
-from .changes import Change as Change, ChangeLog as ChangeLog
 from .files import (
     OpenObject as OpenObject,
     open_object as open_object,

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = ".catalog"  # no namespace is called like this
 BUSY_S = 5.0  # how long a write waits for others; lookups never wait
-_VERSION = 4
+_VERSION = 5
 _USES_AT_ONCE = 256
 _MAX_LOG_BYTES = 64 << 20  # the write-ahead log is cut to this after it has grown
 
@@ -88,17 +88,13 @@ CREATE TABLE pages (
     PRIMARY KEY (key, first_page, segment)
 ) WITHOUT ROWID;
 CREATE TABLE chains (
-    segment INTEGER PRIMARY KEY, first_page INTEGER NOT NULL, hashes BLOB NOT NULL,
-    previous_hash BLOB,           -- of the page before it; NULL at the sequence's start
-    page_size INTEGER NOT NULL    -- in tokens
+    segment INTEGER PRIMARY KEY, first_page INTEGER NOT NULL, hashes BLOB NOT NULL
 );
 
 CREATE TABLE pinned_pages (page_hash BLOB NOT NULL, pin TEXT NOT NULL, PRIMARY KEY (page_hash, pin)) WITHOUT ROWID;
 
--- One row. is_counted: all files on the disk have their rows. logs_changes: somebody reads `changes`.
-CREATE TABLE totals (
-    bytes INTEGER NOT NULL, pending_bytes INTEGER NOT NULL, is_counted INTEGER NOT NULL, logs_changes INTEGER NOT NULL
-);
+-- One row. is_counted: all files on the disk have their rows.
+CREATE TABLE totals (bytes INTEGER NOT NULL, pending_bytes INTEGER NOT NULL, is_counted INTEGER NOT NULL);
 CREATE TRIGGER files_inserted AFTER INSERT ON files BEGIN
     UPDATE totals SET bytes = bytes + new.bytes, pending_bytes = pending_bytes + new.bytes * (new.role = 2);
 END;
@@ -108,23 +104,6 @@ END;
 CREATE TRIGGER files_updated AFTER UPDATE OF bytes, role ON files BEGIN
     UPDATE totals SET bytes = bytes + new.bytes - old.bytes,
         pending_bytes = pending_bytes + new.bytes * (new.role = 2) - old.bytes * (old.role = 2);
-END;
-
--- The last chains that were added and removed, in order and without gaps, for `changes.ChangeLog`.
-CREATE TABLE changes (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, is_added INTEGER NOT NULL, name TEXT NOT NULL,
-    previous_hash BLOB, page_size INTEGER NOT NULL, hashes BLOB NOT NULL
-);
-CREATE TRIGGER chains_inserted AFTER INSERT ON chains WHEN (SELECT logs_changes FROM totals) BEGIN
-    INSERT INTO changes (is_added, name, previous_hash, page_size, hashes)
-        SELECT 1, name, new.previous_hash, new.page_size, new.hashes FROM segments WHERE id = new.segment;
-END;
-CREATE TRIGGER chains_deleted AFTER DELETE ON chains WHEN (SELECT logs_changes FROM totals) BEGIN
-    INSERT INTO changes (is_added, name, previous_hash, page_size, hashes)
-        SELECT 0, name, old.previous_hash, old.page_size, old.hashes FROM segments WHERE id = old.segment;
-END;
-CREATE TRIGGER changes_inserted AFTER INSERT ON changes BEGIN
-    DELETE FROM changes WHERE id <= new.id - 4096;
 END;
 """
 
@@ -284,7 +263,7 @@ class Catalog:
                 if db.execute("PRAGMA journal_mode = WAL").fetchone() != ("wal",):
                     raise sqlite3.OperationalError("the file system does not support SQLite's write-ahead log")
                 db.executescript(f"BEGIN; {_SCHEMA}; PRAGMA user_version = {_VERSION}; COMMIT;")
-                db.execute("INSERT INTO totals VALUES (0, 0, ?, 0)", (is_empty,))
+                db.execute("INSERT INTO totals VALUES (0, 0, ?)", (is_empty,))
                 local_pins.enter_all(db, self.root)
                 # Identifiers never return: files of an earlier catalog may be left.
                 db.execute("INSERT INTO sqlite_sequence VALUES ('files', ?)", (time.time_ns() // 1000,))

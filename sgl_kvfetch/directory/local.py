@@ -17,7 +17,6 @@ from typing import ParamSpec, Self, TypeVar
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, decode_manifest
 from sgl_kvfetch.directory import files, local_pins, page_index as index
 from sgl_kvfetch.directory.catalog import Catalog, SegmentState
-from sgl_kvfetch.directory.changes import ChangeLog
 from sgl_kvfetch.directory.damage import DamageChecks
 from sgl_kvfetch.directory.files import OpenObject
 from sgl_kvfetch.directory.repair import Repair
@@ -402,10 +401,6 @@ class LocalStore(AdminStore):
             raise StoreError("invalid", f"{manifest_name} is not a manifest")
         self._require_open()
         return await self._checks.check(manifest_name)
-
-    def change_log(self) -> ChangeLog:
-        """Return a log of the pages that lookups find, and no longer find. Close it before the store."""
-        return ChangeLog(self._catalog)
 
     async def usage(self) -> StoreUsage:
         """Return sizes and counters."""

@@ -146,8 +146,7 @@ def index(db: sqlite3.Connection, manifest: Manifest, content: bytes) -> None:
     chain = manifest.first_page, b"".join(manifest.page_hashes)
     if db.execute("SELECT first_page, hashes FROM chains WHERE segment = ?", (segment,)).fetchone() != chain:
         hide(db, segment, SegmentState.UNREAD)
-        row = segment, *chain, manifest.previous_hash, manifest.namespace.page_size
-        db.execute("INSERT INTO chains VALUES (?, ?, ?, ?, ?)", row)
+        db.execute("INSERT INTO chains VALUES (?, ?, ?)", (segment, *chain))
         db.executemany("INSERT INTO pages VALUES (?, ?, ?)", page_rows(key.namespace, segment, *chain))
     pinned = local_pins.is_pinned(db, manifest.page_hashes)
     found = SegmentState.FOUND, object_digest(content), pinned, manifest.expires, segment

@@ -22,7 +22,6 @@ from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.objects import ObjectHandlers
 from sgl_kvfetch.server.pages import PageHandlers
 from sgl_kvfetch.server.pins import PinHandlers
-from sgl_kvfetch.server.throttle import Link
 from sgl_kvfetch.server.tokens import TokenFile, Tokens
 from sgl_kvfetch.stores import (
     CHECK_PATH,
@@ -50,9 +49,8 @@ def create_app(config: ServerConfig) -> web.Application:
     tokens = config.read_tokens()
     metrics = ServerMetrics(config.capacity_bytes)
     store = LocalStore(config.root, capacity_bytes=config.capacity_bytes, orphan_age_s=config.orphan_age_s)
-    link = Link(*config.link_samples) if config.link_samples else None
-    objects = ObjectHandlers(store, metrics, config, link)
-    lookup = LookupHandler(store, metrics, config, link)
+    objects = ObjectHandlers(store, metrics, config)
+    lookup = LookupHandler(store, metrics, config)
     pins = PinHandlers(store, config)
     health = Health(store)
     pages = PageHandlers(store, metrics, config)
@@ -62,11 +60,6 @@ def create_app(config: ServerConfig) -> web.Application:
         return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def run_store(app: web.Application) -> AsyncIterator[None]:
-        events = None
-        if config.kv_events is not None:
-            from sgl_kvfetch.server.kv_events import KVEventPublisher  # needs pyzmq
-
-            events = KVEventPublisher(store.change_log(), config.kv_events)
         await _warm_up(store)  # the server listens only after this
         tasks = [
             asyncio.create_task(_collect(store, config.orphan_age_s)),
@@ -78,8 +71,6 @@ def create_app(config: ServerConfig) -> web.Application:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if events is not None:
-            await asyncio.to_thread(events.close)
         await store.close()
 
     app = web.Application(

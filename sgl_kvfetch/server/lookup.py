@@ -11,16 +11,14 @@ from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.keys import PAGE_HASH_BYTES
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
-from sgl_kvfetch.server.throttle import Link
 from sgl_kvfetch.stores import MAX_LOOKUP_ANSWER_BYTES, MSGPACK_TYPE, Folders, HitRow, Lookup, LookupRequest
 
 
 class LookupHandler:
-    def __init__(self, store: LocalStore, metrics: ServerMetrics, config: ServerConfig, link: Link | None) -> None:
+    def __init__(self, store: LocalStore, metrics: ServerMetrics, config: ServerConfig) -> None:
         self._store = store
         self._metrics = metrics
         self._timeout_s = config.idle_timeout_s
-        self._link = link
 
     async def post(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -41,8 +39,6 @@ class LookupHandler:
         found = await self._store.lookup(asked.namespace, page_hashes)
         self._metrics.note_lookup(len(page_hashes), found.num_pages)
         answer = msgspec.msgpack.encode(_rows(found))
-        if self._link is not None:
-            await self._link.take(len(answer))
         self._metrics.sent_bytes.inc(len(answer))
         return web.Response(body=answer, content_type=MSGPACK_TYPE)
 

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from email.utils import formatdate
-from io import FileIO
 
 import msgspec
 from aiohttp import web
@@ -22,7 +21,6 @@ from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.opening import Opener
 from sgl_kvfetch.server.ranges import RangeError, parse_range
 from sgl_kvfetch.server.sending import send_file
-from sgl_kvfetch.server.throttle import Link
 from sgl_kvfetch.server.tokens import Role
 from sgl_kvfetch.stores import BYTES_TYPE, NDJSON_TYPE, Checked, Deleted, ListedObject, ObjectInfo, parse_entity_tag
 
@@ -39,7 +37,7 @@ class BodyTooLarge(web.HTTPRequestEntityTooLarge):
 
 
 class ObjectHandlers:
-    def __init__(self, store: LocalStore, metrics: ServerMetrics, config: ServerConfig, link: Link | None) -> None:
+    def __init__(self, store: LocalStore, metrics: ServerMetrics, config: ServerConfig) -> None:
         self._store = store
         self._opener = Opener(store)
         self._metrics = metrics
@@ -48,7 +46,6 @@ class ObjectHandlers:
         self._upload_wait_s = config.upload_wait_s
         self._uploads = asyncio.Semaphore(config.max_uploads)
         self._checks = asyncio.Semaphore(_CHECKS_AT_ONCE)
-        self._link = link
 
     async def put(self, request: web.Request) -> web.StreamResponse:
         name = _name(request)
@@ -162,22 +159,10 @@ class ObjectHandlers:
             response.headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
         response.content_length = end - start
         await response.prepare(request)
-        await self._send_body(request, response, opened.file, start, end)
+        await send_file(request, response, opened.file, start, end)
+        self._metrics.sent_bytes.inc(end - start)
         await response.write_eof()
         return response
-
-    async def _send_body(
-        self, request: web.Request, response: web.StreamResponse, file: FileIO, start: int, end: int
-    ) -> None:
-        if self._link is None:
-            await send_file(request, response, file, start, end)
-            self._metrics.sent_bytes.inc(end - start)
-            return
-        for first in range(start, end, self._link.piece_bytes):
-            piece_end = min(first + self._link.piece_bytes, end)
-            await self._link.take(piece_end - first, continuing=first > start)
-            await send_file(request, response, file, first, piece_end)
-            self._metrics.sent_bytes.inc(piece_end - first)
 
     async def head(self, request: web.Request) -> web.StreamResponse:
         _name(request)

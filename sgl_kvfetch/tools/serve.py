@@ -71,28 +71,12 @@ def serve(
             help="Close connections without a request for so long, or that move under 1 MiB of a body in this time.",
         ),
     ] = 30.0,
-    kv_events: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Publish what is stored and deleted as KV events for routers, such as tcp://*:5557; replays are on "
-            "the next port. No token is asked for.",
-        ),
-    ] = None,
     tokenizer: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL",
             help="A model's folder or name: with its tokenizer, the store's page looks up texts, not only tokens. "
             "Needs transformers.",
-        ),
-    ] = None,
-    link_gbps: Annotated[
-        str | None,
-        typer.Option(
-            metavar="GBPS[,GBPS...]",
-            help="Limit the sending rate to simulate a slow network, in 1e9 bits per second for all clients together. "
-            "With several values, the limit changes every second, in a cycle.",
         ),
     ] = None,
     grace_s: Annotated[
@@ -126,9 +110,7 @@ def serve(
         idle_timeout_s=idle_timeout_s,
         orphan_age_s=orphan_age_s,
         grace_s=grace_s,
-        kv_events=kv_events,
         tokenizer=tokenizer,
-        link_gbps=_parse_gbps(link_gbps),
     )
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -137,11 +119,3 @@ def serve(
     # Show INFO: the server logs the address that it listens on.
     logging.basicConfig(level=logging.INFO, format="kvfetch: %(message)s")
     run_server(config)
-
-
-def _parse_gbps(text: str | None) -> tuple[float, ...] | None:
-    """Parse ``--link-gbps``. Raises ConfigError."""
-    try:
-        return tuple(float(part) for part in text.split(",")) if text else None
-    except ValueError as e:
-        raise ConfigError(f"--link-gbps {text!r}: expected one number or several with commas, such as 6,3,4") from e

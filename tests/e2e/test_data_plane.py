@@ -30,7 +30,7 @@ WORKERS = 4
 
 @pytest.fixture(scope="module")
 def filled(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProcess]:
-    with StoreProcess(tmp_path_factory.mktemp("harm") / "store", extra_args=["--link-gbps", "0.05"]) as store:
+    with StoreProcess(tmp_path_factory.mktemp("harm") / "store", link_gbps=[0.05]) as store:
         with SGLangServer(model, extra_args=hicache_args(store.url, codec="zstd")) as writer:
             fill(writer)
         yield store

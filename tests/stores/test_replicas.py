@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.faults import Fault, FaultyProxy
+from harness.slow_link import slow_link
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import ConfigError, StoreError
@@ -182,22 +183,23 @@ async def test_hedging_adds_little_load_to_a_shared_or_dead_link(
     tmp_path: Path, make_client: MakeClient, gone_s: float
 ) -> None:
     num_reads, link_bytes_per_s = 24, 8e6
-    async with (
-        running_server(ServerConfig(tmp_path, port=0, link_gbps=8 * link_bytes_per_s / 1e9)) as server,
-        FaultyProxy(server.host, server.port) as proxy,
-    ):
-        await LocalStore(tmp_path).put(NAME, CONTENT)
-        client = make_client(proxy.url)
-        began_s = time.monotonic()
-        reads = [asyncio.create_task(client.read(0, 1 << 19)) for _ in range(num_reads)]
-        await asyncio.sleep(0.4)
-        if gone_s:
-            proxy.cut()
-            await asyncio.sleep(gone_s)
-            proxy.mend()
-        await asyncio.gather(*reads)
-        assert time.monotonic() - began_s < gone_s + 2 * num_reads * (1 << 19) / link_bytes_per_s
-        assert len(proxy.requests) <= num_reads + 4 + num_reads // 10
+    with slow_link(8 * link_bytes_per_s / 1e9):
+        async with (
+            running_server(ServerConfig(tmp_path, port=0)) as server,
+            FaultyProxy(server.host, server.port) as proxy,
+        ):
+            await LocalStore(tmp_path).put(NAME, CONTENT)
+            client = make_client(proxy.url)
+            began_s = time.monotonic()
+            reads = [asyncio.create_task(client.read(0, 1 << 19)) for _ in range(num_reads)]
+            await asyncio.sleep(0.4)
+            if gone_s:
+                proxy.cut()
+                await asyncio.sleep(gone_s)
+                proxy.mend()
+            await asyncio.gather(*reads)
+            assert time.monotonic() - began_s < gone_s + 2 * num_reads * (1 << 19) / link_bytes_per_s
+            assert len(proxy.requests) <= num_reads + 4 + num_reads // 10
 
 
 async def test_a_read_ends_by_its_deadline_whatever_hangs(

@@ -1,10 +1,10 @@
 """Transform coding with uniform steps: few bits at a given accuracy, based on a model's calibration.
 
 A cell is K and V of some heads of some layers. The rotary embedding of K is undone, both are centred, and all channels
-of a token go through the profile's transform (`calibrate.transform`). After it, errors in all coefficients
-of all cells cost the same, so all share one step. The step is multiplied by each token's scale, which is smaller for
-tokens whose errors cost more (`quant.sensitivity`). KVTC (arXiv 2511.01815) transforms KV caches with
-principal components; here errors are weighted by their effect on the model's output.
+of a token go through the profile's transform (`calibrate.fit`). After it, errors in all coefficients of all cells cost
+the same, so all share one step. The step is multiplied by each token's scale, which is smaller for tokens whose errors
+cost more (`sensitivity`). KVTC (arXiv 2511.01815) transforms KV caches with principal components; here errors are
+weighted by their effect on the model's output.
 
 * Coefficients that a step rounds to zero in nearly all tokens are left out.
 * Coefficients that need more than eight bits are stored as two integers; see `_Rows`.

@@ -15,11 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_kvfetch.codec.bitstream import nvenc, nvenc_caps, nvenc_sessions
+from sgl_kvfetch.codec.bitstream import nvenc, nvenc_caps
 from sgl_kvfetch.codec.bitstream.hevc import Hevc420Codec, HevcCodec, join_access_units, split_access_units
-from sgl_kvfetch.codec.bitstream.nvenc import CHECK_EVERY, NvencEncoder, open_encoders, open_nvenc
+from sgl_kvfetch.codec.bitstream.nvenc import (
+    CHECK_EVERY,
+    NvencEncoder,
+    NvencSession,
+    SessionPool,
+    open_encoders,
+    open_nvenc,
+)
 from sgl_kvfetch.codec.bitstream.nvenc_caps import CapsParam, EncodeCaps, Functions, Guid, OpenParams, encode_caps
-from sgl_kvfetch.codec.bitstream.nvenc_sessions import NvencSession, SessionPool
 from sgl_kvfetch.codec.bitstream.nvidia import takes
 from sgl_kvfetch.codec.container.segment import SegmentReader, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
@@ -125,8 +131,8 @@ def test_what_nvenc_does_not_do_the_cpu_does(
     opened = len(nvc.calls)
     assert encoder.encode(frames) == codec.encode(frames)
     assert len(nvc.calls) == opened  # it is left alone for a while
-    later_s = time.monotonic() + nvenc_sessions._REST_S
-    monkeypatch.setattr(nvenc_sessions, "time", SimpleNamespace(monotonic=lambda: later_s))
+    later_s = time.monotonic() + nvenc._REST_S
+    monkeypatch.setattr(nvenc, "time", SimpleNamespace(monotonic=lambda: later_s))
     assert comes_back(codec, encoder, frames)
     assert nvc.num_open == 1
     assert events["fallback"] == 2

@@ -9,8 +9,7 @@ import torch
 
 from harness.models import make_tiny_llama
 from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model, measure_curve
-from sgl_kvfetch.codec.calibrate.model import KVModel, cut_windows, part_of, prompt_start, tokenise
-from sgl_kvfetch.codec.calibrate.rotation import find_rope
+from sgl_kvfetch.codec.calibrate.model import KVModel, cut_windows, find_rope, part_of, prompt_start, tokenise
 from sgl_kvfetch.codec.quant.profile import Profile
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.prompts import read_texts

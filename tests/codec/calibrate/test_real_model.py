@@ -12,8 +12,7 @@ from benchmarks.codec.methods import all_methods, select
 from benchmarks.codec.segments import SegmentMethod
 from benchmarks.prose import prose
 from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model
-from sgl_kvfetch.codec.calibrate.model import KVModel, calibration_windows, cut_windows
-from sgl_kvfetch.codec.calibrate.rotation import find_rope
+from sgl_kvfetch.codec.calibrate.model import KVModel, calibration_windows, cut_windows, find_rope
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import Profile
 from tests.codec.quant.profiles import CALIBRATION

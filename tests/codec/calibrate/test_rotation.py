@@ -12,8 +12,7 @@ from sglang.srt.layers.rotary_embedding import base as sglang_base, get_rope
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.models import make_tiny_llama
-from sgl_kvfetch.codec.calibrate.model import KVModel
-from sgl_kvfetch.codec.calibrate.rotation import find_rope
+from sgl_kvfetch.codec.calibrate.model import KVModel, find_rope
 from sgl_kvfetch.errors import UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -4,11 +4,10 @@ import sys
 import pytest
 import torch
 
-from sgl_kvfetch.codec.calibrate.fit import cell_grid
-from sgl_kvfetch.codec.calibrate.sensitivity import fit_log_cost
+from sgl_kvfetch.codec.calibrate.fit import cell_grid, transform_of
 from sgl_kvfetch.codec.calibrate.statistics import MOST_SINKS, Moments
-from sgl_kvfetch.codec.calibrate.transform import transform_of
 from sgl_kvfetch.codec.quant.base import CellValues
+from sgl_kvfetch.codec.quant.sensitivity import fit_log_cost
 from sgl_kvfetch.types import CellGrid
 
 SIZES = (4, 8)
@@ -86,7 +85,7 @@ def test_wide_cells_on_two_threads(channels: int) -> None:
     """A batched inverse of matrices so wide may never return on two threads."""
     code = (
         "import torch; torch.set_num_threads(2)\n"
-        "from sgl_kvfetch.codec.calibrate.transform import transform_of\n"
+        "from sgl_kvfetch.codec.calibrate.fit import transform_of\n"
         f"x = torch.randn(4 * {channels}, {channels}, dtype=torch.float64)\n"
         f"made = transform_of(x.T @ x, [x[:, :{channels // 2}].T @ x[:, :{channels // 2}]] * 2)\n"
         "forward = torch.block_diag(*made.weights) @ made.inverse.T\n"

@@ -364,7 +364,7 @@ def test_targets_within_the_curve_are_there(tmp_path: Path, target_kl: float | N
 
 _WIDE_CELLS = """
 import torch
-from sgl_kvfetch.codec.calibrate.transform import transform_of
+from sgl_kvfetch.codec.calibrate.fit import transform_of
 from sgl_kvfetch.codec.quant.klt import forward_of
 torch.set_num_threads(2)
 for size in (192, 256):
