@@ -198,7 +198,7 @@ def open_configured_store(config: KVFetchConfig, heads: HeadSlice | None = None)
             DiskTierOptions(
                 lookup_timeout_s=config.lookup_timeout_s / 2,
                 heads=heads.heads if heads is not None else None,
-                on_read=lambda tier, num_bytes: metrics.LOCAL_CACHEREAD_BYTES.labels(tier).inc(num_bytes),
+                on_read=lambda tier, num_bytes: metrics.LOCAL_CACHE_READ_BYTES.labels(tier).inc(num_bytes),
                 on_fill=lambda result: metrics.LOCAL_CACHE_FILLS.labels(result).inc(),
                 on_failure=_count_cache_failure,
                 on_outage=_count_outage,

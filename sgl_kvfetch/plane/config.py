@@ -41,11 +41,13 @@ class _Keys(BaseModel):
 class Tls(_Keys):
     """Files for ``https://`` stores."""
 
-    ca_file: str | None = Field(None, min_length=1, description="the stores' CAs; by default the system's")
+    ca_file: str | None = Field(default=None, min_length=1, description="the stores' CAs; by default the system's")
     cert_file: str | None = Field(
-        None, min_length=1, description="this server's certificate, for stores that demand one"
+        default=None, min_length=1, description="this server's certificate, for stores that demand one"
     )
-    key_file: str | None = Field(None, min_length=1, description="the key of cert_file, if it is not in the same file")
+    key_file: str | None = Field(
+        default=None, min_length=1, description="the key of cert_file, if it is not in the same file"
+    )
 
     @model_validator(mode="after")
     def _key_has_a_certificate(self) -> Self:
@@ -58,14 +60,16 @@ class Index(_Keys):
     """The index of the pages of ``s3://`` stores."""
 
     url: str = Field(min_length=1, repr=False, description="redis://HOST:PORT/DB, rediss://..., or redis+cluster://...")
-    ttl_s: float = Field(604800.0, ge=1, le=1e9, description="time that the index keeps a page that no lookup asks for")
+    ttl_s: float = Field(
+        default=604800.0, ge=1, le=1e9, description="time that the index keeps a page that no lookup asks for"
+    )
 
 
 class CacheGen(_Keys):
     """The numbers of bins by layer, 4 to 256; the last one is for all further layers."""
 
-    k_bins: Bins | None = Field(None, min_length=1, description="bins of K by layer; by default CacheGen's")
-    v_bins: Bins | None = Field(None, min_length=1, description="bins of V by layer; by default CacheGen's")
+    k_bins: Bins | None = Field(default=None, min_length=1, description="bins of K by layer; by default CacheGen's")
+    v_bins: Bins | None = Field(default=None, min_length=1, description="bins of V by layer; by default CacheGen's")
 
 
 class LocalCache(_Keys):
@@ -90,21 +94,25 @@ class LocalCache(_Keys):
 class Device(_Keys):
     """What only device mode needs."""
 
-    pool_share: float = Field(0.3, gt=0, le=1, description="share of the token-to-KV pool that fetches may hold")
+    pool_share: float = Field(
+        default=0.3, gt=0, le=1, description="share of the token-to-KV pool that fetches may hold"
+    )
     round_tokens: int = Field(
-        8192,
+        default=8192,
         ge=1,
         le=1 << 20,
         description="tokens in a round, at most; a prefix gets slots and joins the tree round by round",
     )
     fetch_order: Literal["shortest", "fifo", "priority"] = Field(
-        "shortest",
+        default="shortest",
         description="order of fetches; shortest first (without starvation), fifo, or by the request's priority",
     )
     recompute: Literal["auto", "never"] = Field(
-        "auto", description="whether a prefix is computed when that is measured to be faster than fetching it"
+        default="auto", description="whether a prefix is computed when that is measured to be faster than fetching it"
     )
-    early_start: bool = Field(False, description="let a request compute while its last pages are decoded and restored")
+    early_start: bool = Field(
+        default=False, description="let a request compute while its last pages are decoded and restored"
+    )
 
 
 class KVFetchConfig(_Keys):

@@ -33,8 +33,8 @@ class S3Options:
 
     @classmethod
     def of(cls, config: KVFetchConfig) -> Self:
-        index = {} if config.index is None else {"index": config.index.url, "index_ttl_s": config.index.ttl_s}
-        return cls(config.s3 or {}, **index)
+        s3, index = config.s3 or {}, config.index
+        return cls(s3) if index is None else cls(s3, index.url, index.ttl_s)
 
 
 def open_store(

@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Container, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sgl_kvfetch.codec import decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
-from sgl_kvfetch.stores.base import AdminStore, Lookup, ObjectInfo, Store
+from sgl_kvfetch.stores.base import Lookup, Store
 from sgl_kvfetch.stores.hedged import Attempt, RacedCall, RaceResult, Watch, is_its_fault
 from sgl_kvfetch.stores.hedging import RaceBudget, ReplicaHealth, Usual
 from sgl_kvfetch.stores.names import require_name
@@ -43,7 +43,7 @@ class ReplicaOptions:
     on_failure: Callable[[str, StoreError], None] | None = None  # called with the replica's label and its error
 
 
-class ReplicatedStore(AdminStore):
+class ReplicatedStore(Store):
     """A store over replicas. It belongs to one event loop. ``close`` closes the replicas too."""
 
     def __init__(self, replicas: Sequence[tuple[str, Store]], options: ReplicaOptions | None = None) -> None:
@@ -121,21 +121,6 @@ class ReplicatedStore(AdminStore):
 
         async with self._free_reads:  # no read may wait for a connection: that would look like a stall
             return await RacedCall(self._reads, self._stores, ask, length).run()
-
-    async def head(self, name: str) -> ObjectInfo | None:
-        async def ask(store: Store, _: Attempt) -> ObjectInfo | None:
-            return await store.head(name)
-
-        return await RacedCall(self._lookups, self._stores, ask).run()
-
-    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """Iterate over the objects of all replicas, each once. Raises StoreError if a replica cannot be listed."""
-        seen: set[str] = set()
-        for store in self._stores:
-            async for info in store.list(prefix):
-                if info.name not in seen:
-                    seen.add(info.name)
-                    yield info
 
     # Writing
 

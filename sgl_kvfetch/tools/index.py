@@ -16,7 +16,7 @@ from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.plane import open_store
 from sgl_kvfetch.side_by_side import side_by_side
-from sgl_kvfetch.stores import Store, read_manifest
+from sgl_kvfetch.stores import Objects, read_manifest
 from sgl_kvfetch.tools.options import INDEX_HELP, INDEX_TIMEOUT_S, JsonOption, make_console, print_json
 from sgl_kvfetch.tools.units import printable
 
@@ -100,7 +100,7 @@ async def _rebuild(url: str, index_url: str, ttl_s: float, prefix: str) -> Tally
     return tally
 
 
-async def _enter(store: Store, pages: PageIndex, tally: Tally, name: str) -> None:
+async def _enter(store: Objects, pages: PageIndex, tally: Tally, name: str) -> None:
     try:
         manifest = await read_manifest(store, name)
     except (FormatError, StoreError) as e:

@@ -50,7 +50,7 @@ class TestHttpStoreThroughProxy(AdminStoreConformance):
         await store.close()
 
 
-class TestReplicatedStore(AdminStoreConformance):
+class TestReplicatedStore(StoreConformance):
     @pytest.fixture
     async def store(self, server: RunningServer, tmp_path: Path) -> AsyncIterator[Store]:
         store = ReplicatedStore([("server", HttpStore(server.url)), ("directory", LocalStore(tmp_path / "store"))])
@@ -58,7 +58,7 @@ class TestReplicatedStore(AdminStoreConformance):
         await store.close()
 
 
-class TestOneReplica(AdminStoreConformance):
+class TestOneReplica(StoreConformance):
     """A single replica with hedged reads."""
 
     @pytest.fixture
