@@ -18,7 +18,7 @@ from unittest.mock import patch
 from aiohttp import web
 
 from sgl_kvfetch.server import objects
-from sgl_kvfetch.server.lookup import LookupHandler
+from sgl_kvfetch.server.handlers import LookupHandler
 from sgl_kvfetch.server.sending import send_file
 from sgl_kvfetch.tools import main
 

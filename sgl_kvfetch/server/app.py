@@ -16,12 +16,10 @@ from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server.access import authorised
 from sgl_kvfetch.server.answers import error_answer, store_error_answer
 from sgl_kvfetch.server.config import ServerConfig
-from sgl_kvfetch.server.health import Health
-from sgl_kvfetch.server.lookup import LookupHandler
+from sgl_kvfetch.server.handlers import Health, LookupHandler, PinHandlers
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.objects import ObjectHandlers
 from sgl_kvfetch.server.pages import PageHandlers
-from sgl_kvfetch.server.pins import PinHandlers
 from sgl_kvfetch.server.tokens import TokenFile, Tokens
 from sgl_kvfetch.stores import (
     CHECK_PATH,

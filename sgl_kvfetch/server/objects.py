@@ -18,9 +18,7 @@ from sgl_kvfetch.server.access import ROLE, require_role
 from sgl_kvfetch.server.answers import error_answer
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
-from sgl_kvfetch.server.opening import Opener
-from sgl_kvfetch.server.ranges import RangeError, parse_range
-from sgl_kvfetch.server.sending import send_file
+from sgl_kvfetch.server.sending import Opener, RangeError, parse_range, send_file
 from sgl_kvfetch.server.tokens import Role
 from sgl_kvfetch.stores import BYTES_TYPE, NDJSON_TYPE, Checked, Deleted, ListedObject, ObjectInfo, parse_entity_tag
 

@@ -25,7 +25,7 @@ from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.plane import disk_fill, disk_tier
+from sgl_kvfetch.plane import disk_tier
 from sgl_kvfetch.plane.disk_tier import DiskTier, DiskTierOptions
 from sgl_kvfetch.stores.base import Lookup, Store
 from sgl_kvfetch.stores.http import HttpOptions, HttpStore
@@ -285,7 +285,7 @@ async def test_memory_for_bytes_that_wait_is_bounded(make: MakeTier, events: Eve
 async def test_the_object_that_waits_longest_makes_way(
     make: MakeTier, remote: RemoteStore, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_fill, "_MAX_FILLS", 2)
+    monkeypatch.setattr(disk_tier, "_MAX_FILLS", 2)
     tier = make()
     segments = [make_segment(page_hashes(64, f"{i}"), 0, 64, content=i) for i in range(3)]
     for segment in segments:

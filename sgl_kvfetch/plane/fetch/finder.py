@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import Quantiser, SegmentReader, decode_manifest, first_readable
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult
-from sgl_kvfetch.plane.fetch.head_cover import join_heads
 from sgl_kvfetch.plane.fetch.plan import PageSource
 from sgl_kvfetch.stores import Breaker, Store
 
@@ -197,3 +197,31 @@ class PageFinder:
             self._known.move_to_end(page_hash)
         while len(self._known) > _MAX_KNOWN_PAGES:
             self._known.popitem(last=False)
+
+
+def join_heads(heads: range, runs: Mapping[range, Sequence[PageSource]]) -> list[PageSource]:
+    """Return the longest run of pages of which all ``heads`` are stored.
+
+    ``runs``: for ranges of heads, sources of the pages from the first on, as many as are stored. Of ranges that are
+    equally useful, the first is used. All heads are counted in the model.
+    """
+    pages: list[PageSource] = []
+    for end in sorted({len(run) for run in runs.values()}):
+        parts = [runs[each][len(pages) : end] for each in _cover(heads, [r for r in runs if len(runs[r]) >= end])]
+        if not parts:
+            break
+        pages += [replace(first, others=tuple(others)) for first, *others in zip(*parts, strict=True)]
+    return pages
+
+
+def _cover(heads: range, ranges: Sequence[range]) -> list[range]:
+    """Return the fewest of these ranges that have all ``heads``, in their order; none if some heads are missing."""
+    cover: list[range] = []
+    head = heads.start
+    while head < heads.stop:
+        reached = max((r for r in ranges if head in r), key=lambda r: min(r.stop, heads.stop), default=None)
+        if reached is None:
+            return []
+        cover.append(reached)
+        head = reached.stop
+    return cover

@@ -21,7 +21,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     monkeypatch.setattr(client, "open_replicas", lambda *args, **kwargs: GatedStore(open_replicas(*args, **kwargs)))
     monkeypatch.setattr(client, "_LINGER_S", 0.01)
     monkeypatch.setattr(client, "SPAN_TOKENS", 8)
-    for name in ("_launch", "run"):  # rigs set them
+    for name in ("_launch", "run_data_plane"):  # rigs set them
         monkeypatch.setattr(plane, name, getattr(plane, name))
     made: list[Rig] = []
 

@@ -21,7 +21,7 @@ from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.errors import StoreError, UnsupportedError
 from sgl_kvfetch.plane import plane as plane_module
-from sgl_kvfetch.plane.write import merger, writer as writer_module
+from sgl_kvfetch.plane.write import writer as writer_module
 from sgl_kvfetch.plugin import data_plane as engine_plane
 from sgl_kvfetch.plugin.host.side_pools import SidePools
 from sgl_kvfetch.plugin.host.storage import KVFetchStorage
@@ -201,7 +201,7 @@ def test_pages_of_another_size_are_misses(make: Make, served: Served) -> None:
 def test_segments_with_large_side_pages_are_not_merged(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: Served
 ) -> None:
-    monkeypatch.setattr(merger, "_MOST_SIDE_BYTES", 100)
+    monkeypatch.setattr(writer_module, "_MOST_SIDE_BYTES", 100)
     backend = make(sides={SWA: make_side_pool()})
     names = keys(8)
     store(backend, names[:4], {SWA: {3: 3}})
