@@ -38,7 +38,7 @@ class _Keys(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
-class Tls(_Keys):
+class TlsConfig(_Keys):
     """Files for ``https://`` stores."""
 
     ca_file: str | None = Field(default=None, min_length=1, description="the stores' CAs; by default the system's")
@@ -56,7 +56,7 @@ class Tls(_Keys):
         return self
 
 
-class Index(_Keys):
+class IndexConfig(_Keys):
     """The index of the pages of ``s3://`` stores."""
 
     url: str = Field(min_length=1, repr=False, description="redis://HOST:PORT/DB, rediss://..., or redis+cluster://...")
@@ -65,7 +65,7 @@ class Index(_Keys):
     )
 
 
-class CacheGen(_Keys):
+class CacheGenConfig(_Keys):
     """The numbers of bins by layer, 4 to 256; the last one is for all further layers."""
 
     k_bins: Bins | None = Field(default=None, min_length=1, description="bins of K by layer; by default CacheGen's")
@@ -91,7 +91,7 @@ class LocalCache(_Keys):
         return parse_size(str(value))
 
 
-class Device(_Keys):
+class DeviceModeConfig(_Keys):
     """What only device mode needs."""
 
     pool_share: float = Field(
@@ -124,7 +124,7 @@ class KVFetchConfig(_Keys):
         "or a list of replicas, the nearest first",
     )
     token: str | None = Field(None, repr=False, description=f"bearer token; by default the environment's {TOKEN_ENV}")
-    tls: Tls = Field(Tls(), description="files for https:// stores: ca_file, cert_file, key_file")
+    tls: TlsConfig = Field(TlsConfig(), description="files for https:// stores: ca_file, cert_file, key_file")
     manifest_key_file: str | None = Field(
         None,
         min_length=1,
@@ -136,7 +136,7 @@ class KVFetchConfig(_Keys):
         description="endpoint, region, credentials and more of s3:// stores, under the names that obstore gives them; "
         "by default from the environment (AWS_*)",
     )
-    index: Index | None = Field(
+    index: IndexConfig | None = Field(
         None, repr=False, description='index of the pages of s3:// stores: {"url": "redis://HOST:PORT/DB"}'
     )
     model_id: str | None = Field(
@@ -161,7 +161,7 @@ class KVFetchConfig(_Keys):
         description="KL divergence of the next token's distribution that klt may cause, in nats, as calibrated; by "
         "default the profile's own",
     )
-    cachegen: CacheGen | None = Field(None, description="bins of quantiser = 'cachegen': k_bins, v_bins")
+    cachegen: CacheGenConfig | None = Field(None, description="bins of quantiser = 'cachegen': k_bins, v_bins")
     codec: CodecName | None = Field(
         None,
         description="how integers become bytes when this server writes; by default hevc; zstd on a GPU without NVENC",
@@ -199,7 +199,9 @@ class KVFetchConfig(_Keys):
         min_length=1,
         description="file from `kvfetch profile` on this machine, for choosing among a segment's variants",
     )
-    device: Device = Field(Device(), description="of device mode alone: pool_share, round_tokens and more")
+    device: DeviceModeConfig = Field(
+        DeviceModeConfig(), description="of device mode alone: pool_share, round_tokens and more"
+    )
     codec_threads: int = Field(
         default_factory=lambda: max(1, min(8, (os.cpu_count() or 1) // 2)),
         ge=1,
@@ -258,11 +260,11 @@ class KVFetchConfig(_Keys):
 
 
 GROUPS: dict[str, type[_Keys]] = {
-    "tls": Tls,
-    "index": Index,
-    "cachegen": CacheGen,
+    "tls": TlsConfig,
+    "index": IndexConfig,
+    "cachegen": CacheGenConfig,
     "local_cache": LocalCache,
-    "device": Device,
+    "device": DeviceModeConfig,
 }
 
 

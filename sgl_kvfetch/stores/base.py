@@ -65,10 +65,6 @@ class Lookup:
         return sum(hit.num_pages for hit in self.hits)
 
 
-def _no_pins() -> StoreError:
-    return StoreError("invalid", "this kind of store keeps no pins")
-
-
 class Store(ABC):
     """What the data plane needs of a store. Many tasks may use it at once, but all of one event loop."""
 
@@ -97,17 +93,12 @@ class Store(ABC):
     async def put(self, name: str, data: bytes) -> None:
         """Create or replace an object atomically: readers see the old bytes or the new ones, never a mixture."""
 
+    @abstractmethod
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
-        """Replace a manifest if its digest is the expected one. Return True if the store holds ``data`` now.
+        """Replace a manifest atomically if its digest is the expected one. Return True if the store holds ``data`` now.
 
         ``expected_digest`` is the ``object_digest`` of the manifest to replace; a missing manifest never matches.
-        This default is not atomic: a store that can compare and replace in one step overrides it.
         """
-        current = await self.get(name)
-        if current is None or object_digest(current) != expected_digest:
-            return current == data
-        await self.put(name, data)
-        return True
 
     async def require_replace(self) -> None:
         """Raise StoreError (``invalid``) if this store cannot replace manifests. This default is for those that can."""
@@ -194,10 +185,6 @@ class AdminStore(Store):
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         """Iterate over all objects whose name starts with ``prefix``, in no particular order."""
 
-    async def folders(self, digest: str = "") -> frozenset[str]:
-        """See `Store.folders`. This default lists all names; a store that can list folders overrides it."""
-        return frozenset([info.name.partition("/")[0] async for info in self.list(digest and f"{digest}.")])
-
     async def delete_prefix(self, prefix: str) -> int:
         names = [info.name async for info in self.list(prefix)]
         count = 0
@@ -241,23 +228,23 @@ class AdminStore(Store):
         """
         return nullcontext()
 
-    # Pins: see `pins`. These defaults are for stores that keep none.
+    # Pins: see `pins`.
 
+    @abstractmethod
     async def pins(self) -> Sequence[str]:
         """Return the names of all pins."""
-        raise _no_pins()
 
+    @abstractmethod
     async def get_pin(self, name: str) -> Pin | None:
         """Return a pin, or None if there is none of this name."""
-        raise _no_pins()
 
+    @abstractmethod
     async def put_pin(self, pin: Pin) -> None:
         """Keep a pin, or replace the one of the same name.
 
         Raises StoreError: ``full`` if pinned segments would take more than half of the store's capacity.
         """
-        raise _no_pins()
 
+    @abstractmethod
     async def delete_pin(self, name: str) -> bool:
         """Delete a pin. Return True if it existed."""
-        raise _no_pins()
