@@ -39,6 +39,7 @@ from harness.small_segments import page_hashes
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.plane.adapt.decode_profile import load_decode_profile
 from sgl_kvfetch.plane.adapt.policy import LookAhead, Policy
 from sgl_kvfetch.plane.adapt.pool import DecodePool
@@ -46,11 +47,10 @@ from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.plan import PageSource, ReadUnit, read_units
 from sgl_kvfetch.plane.fetch.restore import restore_cell
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
-from sgl_kvfetch.plane.open import open_replicas
+from sgl_kvfetch.plane.open import open_hedged
 from sgl_kvfetch.plane.write.commit import commit_segment
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpOptions
-from sgl_kvfetch.stores.replicas import ReplicaOptions
 from sgl_kvfetch.tools.encoding.targets import make_targets
 from sgl_kvfetch.tools.encoding.transcode import transcode
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
@@ -123,7 +123,7 @@ def _make_segment(args: argparse.Namespace) -> CodedSegment:
 
 
 async def _put(segment: CodedSegment, folder: Path) -> None:
-    store = open_replicas([f"file://{folder}"], options=HttpOptions(), replicas=ReplicaOptions())
+    store = LocalStore(folder)
     await commit_segment(store, segment)
     await store.close()
 
@@ -185,7 +185,7 @@ class Bench:
 
     async def _timed(self, url: str, work: Callable[[Store], Any]) -> float:
         options = HttpOptions(timeout_s=_TIMEOUT_S, max_connections=CONNECTIONS)
-        store = open_replicas([url], options=options, replicas=ReplicaOptions())
+        store = open_hedged(url, options=options)
         try:
             begin_s = time.perf_counter()
             await work(store)

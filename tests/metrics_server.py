@@ -43,7 +43,7 @@ class _QuietHandler(WSGIRequestHandler):
 
 def open_plane(url: str) -> DataPlane:
     heads = make_heads(SMALL, make_quantiser("exact"))
-    settings = {"store": [url], "codec": "zstd", "lookup_timeout_s": 60, "fetch_timeout_s": 60}
+    settings = {"store": url, "codec": "zstd", "lookup_timeout_s": 60, "fetch_timeout_s": 60}
     return DataPlane(Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None), SMALL, DataPlaneProcess)
 
 

@@ -38,9 +38,9 @@ from sgl_kvfetch.plane.disk_tier import DiskTier, DiskTierOptions
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, failure_reason
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.sides import SideFetcher
-from sgl_kvfetch.plane.open import S3Options, open_replicas
+from sgl_kvfetch.plane.open import S3Options, open_hedged
 from sgl_kvfetch.plane.write.writer import Writer
-from sgl_kvfetch.stores import HttpOptions, ReplicaOptions, SignedStore, Store, TlsFiles
+from sgl_kvfetch.stores import HttpOptions, SignedStore, Store, TlsFiles
 
 if TYPE_CHECKING:  # importing it loads Triton, which a data plane without a GPU does not need
     from sgl_kvfetch.codec import Nvdec
@@ -173,7 +173,7 @@ def _cell_heads(heads: HeadSlice, max_tp_size: int) -> int:
 
 def open_configured_store(config: KVFetchConfig, heads: HeadSlice | None = None) -> Store:
     """Open the store that the config names, behind the local cache if there is one. Raises ConfigError."""
-    store = open_replicas(
+    store = open_hedged(
         config.store,
         token=config.token,
         options=HttpOptions(
@@ -183,13 +183,11 @@ def open_configured_store(config: KVFetchConfig, heads: HeadSlice | None = None)
             on_retry=lambda error: metrics.RETRIES.inc(),
             tls=TlsFiles(config.tls.ca_file, config.tls.cert_file, config.tls.key_file),
         ),
-        replicas=ReplicaOptions(
-            on_race=lambda kind, result: metrics.RACES.labels(kind, result).inc(), on_failure=_count_failure
-        ),
         s3=replace(
             S3Options.of(config),
             on_index_failure=lambda error: metrics.INDEX_FAILURES.labels(error.reason).inc(),
         ),
+        on_hedge=lambda kind, result: metrics.HEDGED_READS.labels(kind, result).inc(),
     )
     if config.local_cache is not None:
         store = DiskTier(
@@ -271,11 +269,6 @@ def counted(stage: str, cancelling_is_a_miss: Callable[[], bool] = lambda: True)
     except Exception:
         logger.exception("kvfetch %s failed", stage)
         metrics.MISSES.labels(stage, "internal").inc()
-
-
-def _count_failure(replica: str, error: StoreError) -> None:
-    metrics.REPLICA_FAILURES.labels(replica, error.reason).inc()
-    _limited.warning(f"{replica} {error.reason}", f"kvfetch store {replica} ({error.reason}): {error}")
 
 
 def _count_cache_failure(operation: str, error: StoreError) -> None:

@@ -118,10 +118,8 @@ class DeviceModeConfig(_Keys):
 class KVFetchConfig(_Keys):
     """Every config key with its default. A test compares docs/configuration.md with this class."""
 
-    store: tuple[str, ...] = Field(
-        min_length=1,
-        description="URL of the store: http://HOST:PORT, https://..., s3://BUCKET/PREFIX, or file:///DIRECTORY; "
-        "or a list of replicas, the nearest first",
+    store: str = Field(
+        description="URL of the store: http://HOST:PORT, https://..., s3://BUCKET/PREFIX, or file:///DIRECTORY"
     )
     token: str | None = Field(None, repr=False, description=f"bearer token; by default the environment's {TOKEN_ENV}")
     tls: TlsConfig = Field(TlsConfig(), description="files for https:// stores: ca_file, cert_file, key_file")
@@ -211,20 +209,12 @@ class KVFetchConfig(_Keys):
 
     @field_validator("store", mode="before")
     @classmethod
-    def _one_or_several(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
-
-    @field_validator("store")
-    @classmethod
-    def _known_schemes(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for url in value:
-            scheme, separator, rest = url.partition("://")
-            if not separator or scheme not in ("http", "https", "s3", "file") or not rest:
-                raise ValueError(
-                    "expected http://HOST:PORT, https://HOST:PORT, s3://BUCKET/PREFIX or file:///DIRECTORY"
-                )
-        if len(set(value)) < len(value):
-            raise ValueError("a replica is listed twice")
+    def _one_url(cls, value: object) -> object:
+        scheme, _, rest = value.partition("://") if isinstance(value, str) else ("", "", "")
+        if scheme not in ("http", "https", "s3", "file") or not rest:
+            raise ValueError(
+                "expected one URL: http://HOST:PORT, https://HOST:PORT, s3://BUCKET/PREFIX or file:///DIRECTORY"
+            )
         return value
 
     @model_validator(mode="after")
@@ -236,14 +226,14 @@ class KVFetchConfig(_Keys):
             raise ValueError("quantiser = 'klt' needs a profile: run kvfetch calibrate, and set profile to its file")
         if name != "klt" and (self.profile is not None or "target_kl" in self.model_fields_set):
             raise ValueError(f"profile and target_kl need quantiser = 'klt', not {name!r}")
-        if not any(url.startswith("s3:") for url in self.store):
+        if not self.store.startswith("s3:"):
             for key in ("s3", "index"):
                 if getattr(self, key) is not None:
                     raise ValueError(f"{key} is for s3:// stores; kvfetch serve and directories need none")
-        if self.local_cache is not None:
-            for url in self.store:  # evictions from the cache would delete the store's segments
-                if url.startswith("file://") and Path(unquote(url[7:])) == Path(self.local_cache.path):
-                    raise ValueError(f"local_cache.path and the store {url} are the same directory")
+        directory = Path(unquote(self.store[7:])) if self.store.startswith("file://") else None
+        if self.local_cache is not None and Path(self.local_cache.path) == directory:
+            # Evictions from the cache would delete the store's segments.
+            raise ValueError(f"local_cache.path and the store {self.store} are the same directory")
         return self
 
     @property
@@ -274,18 +264,13 @@ def parse_config(extra: Mapping[str, Any], environ: Mapping[str, str] = os.envir
     Raises ConfigError naming each invalid key, its value and what is allowed.
     """
     ours = {key: value for key, value in extra.items() if key not in SGLANG_KEYS}
-    if "token" not in ours and environ.get(TOKEN_ENV) and _has_http_store(ours.get("store")):
+    if "token" not in ours and environ.get(TOKEN_ENV) and not str(ours.get("store")).startswith(("file:", "s3:")):
         ours["token"] = environ[TOKEN_ENV]
     try:
         return KVFetchConfig.model_validate(ours)
     except ValidationError as e:
         faults = "; ".join(_fault(dict(error)) for error in e.errors())
         raise ConfigError(f"kvfetch config: {faults}") from e
-
-
-def _has_http_store(store: object) -> bool:
-    urls = store if isinstance(store, list | tuple) else [store]
-    return any(not str(url).startswith(("file:", "s3:")) for url in urls)
 
 
 def _is_secret(key: str) -> bool:

@@ -1,8 +1,8 @@
-"""Open a store by its URL, or by the URLs of its replicas."""
+"""Open a store by its URL."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -11,14 +11,13 @@ from urllib.parse import unquote, urlsplit
 from sgl_kvfetch.codec import read_manifest_keys
 from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.stores import AdminStore, HttpOptions, HttpStore, ReplicaOptions, ReplicatedStore, Store, TlsFiles
+from sgl_kvfetch.stores import MAX_HEDGES, AdminStore, HedgedStore, HttpOptions, HttpStore, OnHedge, Store, TlsFiles
 
 if TYPE_CHECKING:
     from sgl_kvfetch.plane.config import KVFetchConfig
 
 # Connections in addition to those for reads, so that lookups, writes and second requests never wait for a read.
 _SPARE_CONNECTIONS = 8
-_ATTEMPTS_OF_REPLICA = 2  # before another replica is asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,32 +92,24 @@ def takes_token(url: str) -> bool:
     return url.startswith(("http://", "https://"))
 
 
-def open_replicas(
-    urls: Sequence[str],
+def open_hedged(
+    url: str,
     *,
     token: str | None = None,
     options: HttpOptions,
-    replicas: ReplicaOptions,
     s3: S3Options | None = None,
+    max_hedges: int = MAX_HEDGES,
+    on_hedge: OnHedge = lambda kind, result: None,
 ) -> Store:
-    """Create a client of one or more replicas that hedges stalled reads. A single ``file:`` URL opens a plain store.
+    """Create a client of the store at ``url`` with hedged reads (`HedgedStore`). Reads of a directory are not hedged.
 
-    ``token`` is for HTTP replicas; ``options.max_connections`` limits concurrent reads. Raises ConfigError.
+    ``options.max_connections`` limits concurrent reads. The rest is as in `open_store`. Raises ConfigError.
     """
-    if not urls:
-        raise ConfigError("no store URL is given; expected at least one")
-    http = [url for url in urls if takes_token(url)]
-    if len(urls) == 1 and urls[0].startswith("file:"):
-        return open_store(urls[0], token=token, options=options)
-    if token is not None and not http:
-        raise ConfigError(f"a token is for http:// and https:// stores; none of {list(urls)} is one")
-    shared = replace(
-        options,
-        max_connections=options.max_connections + _SPARE_CONNECTIONS,
-        max_attempts=options.max_attempts if len(urls) == 1 else min(options.max_attempts, _ATTEMPTS_OF_REPLICA),
-    )
-    stores = [(url, open_store(url, token=token if url in http else None, options=shared, s3=s3)) for url in urls]
-    return ReplicatedStore(stores, replace(replicas, max_reads=options.max_connections))
+    if url.startswith("file:"):
+        return open_store(url, token=token)
+    more = replace(options, max_connections=options.max_connections + _SPARE_CONNECTIONS)
+    store = open_store(url, token=token, options=more, s3=s3)
+    return HedgedStore(store, options.max_connections, max_hedges, on_hedge)
 
 
 def check_files(config: KVFetchConfig) -> None:
@@ -127,6 +118,5 @@ def check_files(config: KVFetchConfig) -> None:
         read_manifest_keys(Path(config.manifest_key_file))
     tls = TlsFiles(config.tls.ca_file, config.tls.cert_file, config.tls.key_file)
     tls.context()
-    for url in config.store:
-        if url.startswith("s3:"):
-            open_store(url, options=HttpOptions(tls=tls), s3=S3Options.of(config))
+    if config.store.startswith("s3:"):
+        open_store(config.store, options=HttpOptions(tls=tls), s3=S3Options.of(config))

@@ -9,6 +9,7 @@ from .base import (
 )
 from .breaker import Breaker as Breaker
 from .coverage import furthest as furthest
+from .hedged import MAX_HEDGES as MAX_HEDGES, HedgedStore as HedgedStore, OnHedge as OnHedge
 from .http import HttpOptions as HttpOptions, HttpStore as HttpStore, TlsFiles as TlsFiles
 from .http_answers import status_error as status_error
 from .indexed_s3 import IndexedS3Store as IndexedS3Store
@@ -33,7 +34,6 @@ from .pins import (
     require_pin_name as require_pin_name,
 )
 from .redis_index import IndexOptions as IndexOptions, PageIndex as PageIndex
-from .replicas import ReplicaOptions as ReplicaOptions, ReplicatedStore as ReplicatedStore
 from .s3 import S3Store as S3Store
 from .signed import SignedStore as SignedStore
 from .stored_pages import pages_stored as pages_stored

@@ -8,10 +8,10 @@ import pytest
 from sgl_kvfetch import stores
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.plane.open import S3Options, open_replicas, open_store
+from sgl_kvfetch.plane.open import S3Options, open_hedged, open_store
+from sgl_kvfetch.stores.hedged import HedgedStore
 from sgl_kvfetch.stores.http import HttpOptions, HttpStore
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
-from sgl_kvfetch.stores.replicas import ReplicaOptions, ReplicatedStore
 from sgl_kvfetch.stores.s3 import S3Store
 
 
@@ -52,8 +52,19 @@ def test_options_for_another_kind_of_store_are_refused() -> None:
             open_store(url, capacity_bytes=1)
     with pytest.raises(ConfigError, match="is a bucket"):
         open_store("s3://x", token="t")
-    with pytest.raises(ConfigError, match=r"none of .* is one"):
-        open_replicas(["s3://x"], token="t", options=HttpOptions(), replicas=ReplicaOptions())
+    for url in ("file:///x", "s3://x"):
+        with pytest.raises(ConfigError, match="a token is for http"):
+            open_hedged(url, token="t", options=HttpOptions())
+
+
+async def test_reads_are_hedged_but_those_of_a_directory() -> None:
+    for url in ("http://x", "s3://x"):
+        hedged = open_hedged(url, options=HttpOptions())
+        assert isinstance(hedged, HedgedStore)
+        await hedged.close()
+    local = open_hedged("file:///var/cache/kv", options=HttpOptions())
+    assert isinstance(local, LocalStore)
+    await local.close()
 
 
 async def test_a_bucket_may_have_an_index() -> None:
@@ -61,9 +72,7 @@ async def test_a_bucket_may_have_an_index() -> None:
     assert type(plain) is S3Store
     indexed = open_store("s3://bucket", s3=S3Options(index="redis://host"))
     assert isinstance(indexed, IndexedS3Store)
-    replicated = open_replicas(["s3://bucket"], options=HttpOptions(), replicas=ReplicaOptions())
-    assert isinstance(replicated, ReplicatedStore)
-    for store in (plain, indexed, replicated):
+    for store in (plain, indexed):
         await store.close()
     with pytest.raises(ConfigError, match="'regoin' is not valid"):
         open_store("s3://bucket", s3=S3Options({"regoin": "x"}))
@@ -74,7 +83,7 @@ async def test_a_bucket_may_have_an_index() -> None:
 
 @pytest.mark.parametrize(("module", "name"), [("s3", "S3Store"), ("redis_index", "IndexOptions")])
 def test_what_to_install_is_named(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
-    monkeypatch.delitem(vars(stores), name, raising=False)  # if it was imported before
+    monkeypatch.delitem(vars(stores), name, raising=False)  # the door remembers names that it has imported
     monkeypatch.setitem(sys.modules, f"sgl_kvfetch.stores.{module}", None)  # importing it raises ImportError
     with pytest.raises(ConfigError, match=r"pip install 'sgl_kvfetch\[s3\]'"):
         open_store("s3://bucket", s3=S3Options(index="redis://host"))

@@ -69,7 +69,7 @@ def plane(tmp_path: Path, launcher: Launcher) -> Iterator[DataPlane]:
 def open_plane(directory: Path, launcher: Launcher, **config: object) -> DataPlane:
     heads = make_heads(SMALL, make_quantiser("exact"))
     patient = {"lookup_timeout_s": 600, "fetch_timeout_s": 600}  # on slow machines, too
-    settings = {"store": [f"file://{directory}"], "codec": "zstd"} | patient | config
+    settings = {"store": f"file://{directory}", "codec": "zstd"} | patient | config
     return DataPlane(Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None), SMALL, launcher)
 
 
@@ -126,7 +126,7 @@ def test_clearing_a_rank_clears_its_heads_of_other_tp_sizes(
     hashes = page_hashes(NUM_PAGES)
     store(plane, hashes)
     namespace, geometry = make_heads(SMALL, make_quantiser("exact")).namespace, replace(SMALL, num_heads=1)
-    half = DataPlane(Start({"store": [f"file://{tmp_path}"]}, namespace, 1, 2, 0, None), geometry, launcher)
+    half = DataPlane(Start({"store": f"file://{tmp_path}"}, namespace, 1, 2, 0, None), geometry, launcher)
     try:
         assert look_up(half, hashes).num_pages == NUM_PAGES
         half.clear()
@@ -276,7 +276,7 @@ def test_pages_that_are_lost_with_a_data_plane_are_counted(tmp_path: Path, launc
     before = dropped.get()
     with socket.create_server(("127.0.0.1", 0)) as silent:  # a store that never answers
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        plane = open_plane(tmp_path, launcher, store=[url], fetch_timeout_s=600)
+        plane = open_plane(tmp_path, launcher, store=url, fetch_timeout_s=600)
         assert write(plane, page_hashes(NUM_PAGES)) == NUM_PAGES
         launcher.signal(signal.SIGKILL)
         wait_until(lambda: dropped.get() == before + NUM_PAGES and plane.num_losses == 1)
