@@ -20,6 +20,8 @@ def transfers(*gbps: float) -> list[Transfer]:
 def test_nothing_is_known_before_the_first_transfer() -> None:
     assert last_chunk([]) is None
     assert robust([]) == UNKNOWN_LINK
+    prior = LinkOutlook(1e9, 0.1)
+    assert robust([], prior) is prior
 
 
 def test_the_papers_estimate_is_the_last_chunk() -> None:
