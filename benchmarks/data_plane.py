@@ -144,7 +144,7 @@ def _measure(codec: str, security: str, folder: Path, args: argparse.Namespace) 
     return {"codec": codec, "security": security} | _row(rounds, raw_gb, wire_bytes / 1e9)
 
 
-def _secure(security: str, folder: Path) -> tuple[Sequence[str], Path | None, dict[str, str]]:
+def _secure(security: str, folder: Path) -> tuple[Sequence[str], Path | None, dict[str, Any]]:
     """Make the files. Return the store's arguments, its CA and the config keys."""
     if security == "signed":
         (folder / "key").write_text("k" * 32)
@@ -154,7 +154,7 @@ def _secure(security: str, folder: Path) -> tuple[Sequence[str], Path | None, di
     authority, ca, server = trustme.CA(), folder / "ca.pem", folder / "server.pem"
     authority.cert_pem.write_to_path(ca)
     authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(server)
-    return ("--tls-cert", str(server), "--tls-key", str(server)), ca, {"tls_ca_file": str(ca)}
+    return ("--tls-cert", str(server), "--tls-key", str(server)), ca, {"tls": {"ca_file": str(ca)}}
 
 
 def _row(rounds: Sequence[Round], raw_gb: float, wire_gb: float) -> dict[str, Any]:

@@ -86,7 +86,10 @@ def _measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 store = stack.enter_context(StoreProcess(directory, link_gbps=[float(gbps)]))
                 servers = []
                 for is_early in (False, True):
-                    extra_args = [*device_args(store.url, **config, mode="read_only", early_start=is_early), *flags]
+                    extra_args = [
+                        *device_args(store.url, **config, mode="read_only", device={"early_start": is_early}),
+                        *flags,
+                    ]
                     server = SGLangServer(model, extra_args=extra_args, request_timeout_s=_TIMEOUT_S)
                     servers.append(stack.enter_context(server))
                     for num_tokens in _WARM_UP:

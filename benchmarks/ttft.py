@@ -11,7 +11,7 @@ of limited speed, and its caches are flushed between them.
 * CacheGen's recipe: its bins, 32 in each layer, and a general-purpose coder. CacheGen's own arithmetic coder takes
   fewer bytes, but needs a GPU: see docs/codec.md;
 * KVFetcher's recipe: the same bins, laid out as frames, in HEVC;
-* ours: `klt` at its default target, in HEVC. `recompute` may choose to compute instead;
+* ours: `klt` at its default target, in HEVC. `device.recompute` may choose to compute instead;
 * ours (always fetched): as ours, but it never computes instead.
 
 A CPU computes a hundred times slower than a GPU, so links are slower here as well: 0.02 to 1 Gbps represent 1 to 40.
@@ -46,7 +46,7 @@ from sgl_kvfetch.prompts import read_texts
 
 PAGE_SIZE = 16
 COMPUTING = "computing"
-_BINS = {"quantiser": "cachegen", "cachegen_k_bins": [32], "cachegen_v_bins": [32]}
+_BINS: dict[str, Any] = {"quantiser": "cachegen", "cachegen": {"k_bins": [32], "v_bins": [32]}}
 _NUM_BACKWARDS = 2  # prompts per length whose tokens backwards are other prompts, as long to compute
 _TIMEOUT_S = 300
 _WIDTH = 120
@@ -60,7 +60,7 @@ def methods(profile: Path) -> dict[str, dict[str, Any] | None]:
         "raw reuse": {"quantiser": "exact", "codec": "raw"},
         "CacheGen's recipe": _BINS | {"codec": "zstd"},
         "KVFetcher's recipe": _BINS | {"codec": "hevc"},
-        "ours": ours | {"recompute": "auto"},
+        "ours": ours | {"device": {"recompute": "auto"}},
         "ours (always fetched)": ours,
     }
 

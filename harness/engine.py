@@ -100,7 +100,8 @@ def device_args(store_url: str, *, prefetch_threshold: int = 16, **config: Any) 
     Recomputing is off by default, since a small model computes its KV faster than a link transfers it. A lookup may
     take long: on a busy machine it does.
     """
-    patient = {"lookup_timeout_s": WAIT_S, "recompute": "never"}
+    device = {"recompute": "never"} | config.pop("device", {})
+    patient = {"lookup_timeout_s": WAIT_S, "device": device}
     extra = {"store": store_url, "prefetch_threshold": prefetch_threshold, **patient, **config}
     return [
         *("--hicache-storage-backend", "kvfetch"),

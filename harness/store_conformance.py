@@ -1,6 +1,6 @@
 """A test class that every store must pass. For a new store:
 
-    class TestMyStore(StoreConformance):
+    class TestMyStore(AdminStoreConformance):  # StoreConformance, if it cannot be administered
         @pytest.fixture
         async def store(self, tmp_path):
             store = MyStore(...)              # empty
@@ -28,7 +28,7 @@ from harness.small_segments import (
     put_segment,
 )
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.stores.base import Lookup, Store, object_digest
+from sgl_kvfetch.stores.base import AdminStore, Lookup, Store, object_digest
 
 BAD_NAMES = (
     "",
@@ -91,17 +91,7 @@ class StoreConformance:
         assert await store.get(name) is None
         assert await store.get(name, 5, 10) is None
         assert await store.get(name, 5, 0) is None
-        assert await store.head(name) is None
         assert await store.delete(name) is False
-
-    async def test_head(self, store: Store) -> None:
-        content = b"twelve bytes"
-        name = data_object(content)
-        await store.put(name, content)
-        info = await store.head(name)
-        assert info is not None
-        assert (info.name, info.size_bytes) == (name, 12)
-        assert abs(info.modified_s - time.time()) < 3600
 
     async def test_delete(self, store: Store) -> None:
         content = b"short-lived"
@@ -110,21 +100,6 @@ class StoreConformance:
         assert await store.delete(name) is True
         assert await store.get(name) is None
         assert await store.delete(name) is False
-
-    async def test_list(self, store: Store) -> None:
-        assert [info async for info in store.list()] == []
-        chain = page_hashes(4)
-        segments = [make_segment(chain, 0, 4), make_segment(chain, 0, 4, model="another")]
-        for segment in segments:
-            await put_segment(store, segment)
-        expected = {s.data_name: len(s.data) for s in segments}
-        expected |= {s.manifest.key.manifest_name: len(s.manifest.encode()) for s in segments}
-        assert {info.name: info.size_bytes async for info in store.list()} == expected
-        assert await store.folders() == {s.manifest.key.namespace for s in segments}
-        key = segments[0].manifest.key
-        for prefix in (key.namespace, key.namespace[:5], key.stem, key.manifest_name, "no such"):
-            listed = {info.name async for info in store.list(prefix)}
-            assert listed == {name for name in expected if name.startswith(prefix)}, prefix
 
     async def test_delete_prefix(self, store: Store) -> None:
         assert await store.delete_prefix("") == 0
@@ -135,10 +110,8 @@ class StoreConformance:
             await put_segment(store, segment)
         assert await store.delete_prefix("no such") == 0
         assert await store.delete_prefix(first.manifest.key.stem) == 2
-        assert {info.name async for info in store.list(FOLDER)} == {
-            second.data_name,
-            second.manifest.key.manifest_name,
-        }
+        assert await store.get(first.data_name) is None
+        assert await store.get(second.data_name) == second.data
         assert await store.lookup(FOLDER, chain) == Lookup(())
         assert parts(await store.lookup(FOLDER, chain[4:])) == [(0, 4)]
         assert await store.delete_prefix(FOLDER) == 2
@@ -146,11 +119,11 @@ class StoreConformance:
         assert parts(await store.lookup(another.manifest.key.namespace, chain)) == [(0, 4)]
         await put_segment(store, first)
         assert await store.delete_prefix("") == 4
-        assert [info async for info in store.list()] == []
+        assert await store.get(first.manifest.key.manifest_name) is None
 
     async def test_bad_names_are_invalid(self, store: Store) -> None:
         for name in BAD_NAMES:
-            for call in (store.get(name), store.put(name, b"x"), store.head(name), store.delete(name)):
+            for call in (store.get(name), store.put(name, b"x"), store.delete(name)):
                 with pytest.raises(StoreError) as caught:
                     await call
                 assert caught.value.reason == "invalid", name
@@ -370,6 +343,41 @@ class StoreConformance:
         assert await store.get(name) == content
 
     async def test_close_is_idempotent(self, store: Store) -> None:
-        await store.head(data_object(b"x"))
+        await store.get(data_object(b"x"))
         await store.close()
         await store.close()
+
+
+class AdminStoreConformance(StoreConformance):
+    """The tests of an `AdminStore`."""
+
+    async def test_head(self, store: AdminStore) -> None:
+        content = b"twelve bytes"
+        name = data_object(content)
+        await store.put(name, content)
+        info = await store.head(name)
+        assert info is not None
+        assert (info.name, info.size_bytes) == (name, 12)
+        assert abs(info.modified_s - time.time()) < 3600
+        assert await store.head(data_object(b"never put")) is None
+        for bad in BAD_NAMES:
+            with pytest.raises(StoreError) as caught:
+                await store.head(bad)
+            assert caught.value.reason == "invalid", bad
+
+    async def test_list(self, store: AdminStore) -> None:
+        assert [info async for info in store.list()] == []
+        chain = page_hashes(4)
+        segments = [make_segment(chain, 0, 4), make_segment(chain, 0, 4, model="another")]
+        for segment in segments:
+            await put_segment(store, segment)
+        expected = {s.data_name: len(s.data) for s in segments}
+        expected |= {s.manifest.key.manifest_name: len(s.manifest.encode()) for s in segments}
+        assert {info.name: info.size_bytes async for info in store.list()} == expected
+        assert await store.folders() == {s.manifest.key.namespace for s in segments}
+        key = segments[0].manifest.key
+        for prefix in (key.namespace, key.namespace[:5], key.stem, key.manifest_name, "no such"):
+            listed = {info.name async for info in store.list(prefix)}
+            assert listed == {name for name in expected if name.startswith(prefix)}, prefix
+        assert await store.delete_prefix("") == 4
+        assert [info async for info in store.list()] == []

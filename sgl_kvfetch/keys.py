@@ -149,6 +149,23 @@ def parse_object_name(name: str) -> ObjectName:
     return ObjectName(key, match["content"])
 
 
+class ContentCheck:
+    """Checks a data object's content against the digest in its name."""
+
+    def __init__(self, name: str, content: bytes = b"") -> None:
+        """``content``: the first bytes, or all; `add` takes more. Raises FormatError if ``name`` is no object's."""
+        self._expected = parse_object_name(name).content_digest
+        self._hasher = xxhash.xxh3_128(content)
+
+    def add(self, piece: bytes | memoryview) -> None:
+        self._hasher.update(piece)
+
+    @property
+    def is_sound(self) -> bool:
+        """Return whether the bytes so far are the object's content."""
+        return self._hasher.hexdigest() == self._expected
+
+
 def is_power_of_two(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0
 

@@ -9,7 +9,6 @@ processes of a Linux machine share. Traces are on if ``OTEL_TRACES_EXPORTER`` is
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import threading
@@ -64,25 +63,14 @@ def read_spans(path: Path) -> list[Span]:
 
 
 @dataclass(slots=True, eq=False)
-class Total:
-    """All spans of one stage of a fetch: many reads, many cells."""
-
-    start_s: float
-    end_s: float
-    busy_s: float = 0.0
-    num_spans: int = 0
-    attributes: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
 class Request:
     """A request as spans refer to it. ``traceparent``: the span of its fetch, as W3C Trace Context writes it; empty if
-    it is not traced. ``parent_id``: SGLang's span, of which that one is a child. ``totals``: for the recorder."""
+    it is not traced. ``parent_id``: SGLang's span, of which that one is a child. ``parts``: for the recorder."""
 
     id: str
     traceparent: str = ""
     parent_id: int = 0
-    totals: dict[Stage, Total] = field(default_factory=dict)
+    parts: list[Recorded] = field(default_factory=list)
 
     def belongs_to(self, span: Any) -> None:
         """Put the fetch under ``span``, an OpenTelemetry ``SpanContext``. Do not trace it if that is not sampled."""
@@ -119,16 +107,16 @@ class SpanFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open the file. Raises OSError if it cannot be written."""
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - kept until it is closed
+        self._file = open(path, "ab")  # noqa: SIM115 - kept until it is closed
 
     def write(self, spans: Sequence[Recorded]) -> None:
-        lines = []
-        for each in spans:
-            if each.stage is not None:
-                times = {"start_s": round(each.start_s, 6), "end_s": round(each.end_s, 6)}
-                lines.append(json.dumps({"request": each.request.id, "stage": each.stage, **times}) + "\n")
+        lines = [
+            Span(each.request.id, each.stage, round(each.start_s, 6), round(each.end_s, 6))
+            for each in spans
+            if each.stage is not None
+        ]
         try:
-            self._file.writelines(lines)
+            self._file.write(msgspec.json.Encoder().encode_lines(lines))
             self._file.flush()
         except OSError as e:
             _limited.warning("timeline", f"timeline could not be written: {e}")

@@ -22,7 +22,7 @@ from opentelemetry.trace import SpanContext, TraceFlags
 
 from sgl_kvfetch import __version__
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.timeline import Recorded, Request, Total
+from sgl_kvfetch.timeline import Recorded, Request
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
@@ -52,17 +52,29 @@ class Traces:
             request, stage = span.request, span.stage
             if not request.traceparent:
                 continue
-            if stage is None:
-                for stage, total in request.totals.items():
-                    about = {"parts": total.num_spans, "busy_s": round(total.busy_s, 6), **total.attributes}
-                    self._export(request, f"kvfetch.{stage}", total.start_s, total.end_s, about)
-                request.totals.clear()
-            elif stage == "parked":
-                self._export(request, "kvfetch.fetch", span.start_s, span.end_s, span.attributes)
-            elif stage == "lookup":
-                self._export(request, "kvfetch.lookup", span.start_s, span.end_s, span.attributes)
-            elif stage in ("transmit", "decode", "restore"):
-                _add(request.totals.setdefault(stage, Total(span.start_s, span.end_s)), span)
+            if stage in ("transmit", "decode", "restore"):
+                request.parts.append(span)
+            elif stage in ("parked", "lookup"):
+                name = "kvfetch.fetch" if stage == "parked" else "kvfetch.lookup"
+                self._export(request, name, span.start_s, span.end_s, span.attributes)
+            elif stage is None:
+                self._export_parts(request)
+
+    def _export_parts(self, request: Request) -> None:
+        """Export one span for each stage that has many parts, from the first one's start to the last one's end."""
+        for stage in dict.fromkeys(part.stage for part in request.parts):
+            parts = [part for part in request.parts if part.stage == stage]
+            about: dict[str, int | float | str] = {
+                "parts": len(parts),
+                "busy_s": round(sum(part.end_s - part.start_s for part in parts), 6),
+            }
+            for key, first in parts[0].attributes.items():
+                values = [part.attributes[key] for part in parts]
+                is_text = isinstance(first, str)
+                about[key] = ",".join(dict.fromkeys(map(str, values))) if is_text else sum(map(int, values))
+            start_s, end_s = min(part.start_s for part in parts), max(part.end_s for part in parts)
+            self._export(request, f"kvfetch.{stage}", start_s, end_s, about)
+        request.parts.clear()
 
     def close(self) -> None:
         self._processor.shutdown()
@@ -93,15 +105,3 @@ class Traces:
 
 def _context(trace_id: int, span_id: int) -> SpanContext:
     return SpanContext(trace_id, span_id, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
-
-
-def _add(total: Total, span: Recorded) -> None:
-    total.start_s, total.end_s = min(total.start_s, span.start_s), max(total.end_s, span.end_s)
-    total.busy_s += span.end_s - span.start_s
-    total.num_spans += 1
-    for key, value in span.attributes.items():
-        before = total.attributes.get(key)
-        if isinstance(value, int):
-            total.attributes[key] = value + (before or 0)
-        elif before is None or value not in before.split(","):
-            total.attributes[key] = value if before is None else f"{before},{value}"

@@ -5,7 +5,16 @@ import pytest
 from hypothesis import given, strategies as st
 
 from sgl_kvfetch.errors import FormatError, NamespaceMismatchError
-from sgl_kvfetch.keys import HeadSlice, Namespace, SegmentKey, buddy_split, is_power_of_two, parse_object_name
+from sgl_kvfetch.keys import (
+    ContentCheck,
+    HeadSlice,
+    Namespace,
+    SegmentKey,
+    buddy_split,
+    is_power_of_two,
+    parse_object_name,
+)
+from sgl_kvfetch.stores.base import object_digest
 from tests.segments import make_heads
 
 
@@ -103,3 +112,14 @@ def test_object_names() -> None:
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(FormatError, match="not an object name"):
         parse_object_name(name)
+
+
+def test_content_is_checked_against_the_digest_in_the_name() -> None:
+    name = SegmentKey(SPACE, 32, bytes(range(32))).data_name("99aa06d3014798d86001c324468d497f")  # xxh3-128 of b""
+    assert ContentCheck(name).is_sound
+    assert not ContentCheck(name, b"x").is_sound
+    whole = object_digest(b"first second")
+    check = ContentCheck(SegmentKey(SPACE, 32, bytes(32)).data_name(whole), b"first ")
+    assert not check.is_sound
+    check.add(memoryview(b"second"))
+    assert check.is_sound

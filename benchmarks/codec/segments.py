@@ -16,12 +16,10 @@ from sgl_kvfetch.codec.container.segment import SegmentReader, SegmentSpec, enco
 from sgl_kvfetch.codec.quant.base import CellValues, Quantiser
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.keys import buddy_split
-from sgl_kvfetch.plane.client import MAX_SEGMENT_TOKENS, RESOLUTION
-from sgl_kvfetch.plane.config import KVFetchConfig
+from sgl_kvfetch.plane.client import MAX_SEGMENT_TOKENS, RESOLUTION, SPAN_TOKENS
 from sgl_kvfetch.types import KVGeometry, dtype_name
 
 PAGE_TOKENS = 64
-_SPAN_TOKENS = KVFetchConfig.model_fields["span_tokens"].default
 
 
 class SegmentMethod(Method):
@@ -41,7 +39,7 @@ class SegmentMethod(Method):
             shape.num_layers, shape.num_heads, shape.k_head_dim, shape.v_head_dim, PAGE_TOKENS, dtype_name(KV_DTYPE)
         )
         heads = make_heads(geometry, self.quantiser)
-        spec = SegmentSpec(heads, self.quantiser, self.codec, RESOLUTION, _SPAN_TOKENS // PAGE_TOKENS)
+        spec = SegmentSpec(heads, self.quantiser, self.codec, RESOLUTION, SPAN_TOKENS // PAGE_TOKENS)
         parts = []
         for first, count in buddy_split(0, len(hashes), MAX_SEGMENT_TOKENS // PAGE_TOKENS):
             tokens = slice(first * PAGE_TOKENS, (first + count) * PAGE_TOKENS)

@@ -143,7 +143,7 @@ def _flags(mode: str, url: str, threshold: int) -> list[str]:
         case "host":
             return hicache_args(url, **config)
     # With such a slow link, computing a small model's prompts would be faster than fetching them.
-    return device_args(url, recompute="never", **config)
+    return device_args(url, **config)
 
 
 def _plot(path: Path, run: Run, options: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ from harness.small_segments import data_object
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane.write.commit import delete_segment
-from sgl_kvfetch.stores.base import Store, object_digest
+from sgl_kvfetch.stores.base import AdminStore, object_digest
 from sgl_kvfetch.stores.http import HttpOptions, HttpStore
 from sgl_kvfetch.stores.wire import OBJECTS_PATH
 
@@ -77,7 +77,7 @@ class Client:
         self._seed = f"{seed} client {number}"
         self._rng = random.Random()  # seeded before each operation, so that none depends on how another ended
         self._names = list(world.segments)
-        self._store: Store = HttpStore(f"http://127.0.0.1:{port}", options=HttpOptions(timeout_s=TIMEOUT_S))
+        self._store: AdminStore = HttpStore(f"http://127.0.0.1:{port}", options=HttpOptions(timeout_s=TIMEOUT_S))
 
     async def run(self, stop: asyncio.Event, left_out: Collection[str] = ()) -> None:
         weights = [weight * (name not in left_out) for name, (weight, _) in _OPERATIONS.items()]

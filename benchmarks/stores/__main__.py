@@ -49,15 +49,13 @@ from harness.waiting import until
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
-from sgl_kvfetch.plane.config import KVFetchConfig
+from sgl_kvfetch.plane.client import READ_BYTES, SPAN_TOKENS
 from sgl_kvfetch.plane.write.commit import commit_segment
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.types import TENSORS
 
 PAGE_SIZE, HEADS, HEAD_DIM = 64, 8, 128
 QUANTISER = make_quantiser("uint8")
-READ_BYTES: int = KVFetchConfig.model_fields["read_bytes"].default
-SPAN_TOKENS: int = KVFetchConfig.model_fields["span_tokens"].default
 PARTS = ("lookup", "fetch")
 _READ_BYTES_METRIC = "sgl_kvfetch_local_cache_read_bytes_total"
 _COUNT_RTT_S = 0.02

@@ -39,7 +39,7 @@ class Servers:
         """Return the config of each kind of store."""
         urls = {name: f"http://{host}:{port}" for name, (host, port) in self.addresses.items()}
         s3 = {"store": self.bucket_url, "s3": {**self.s3_config, "endpoint": urls["s3"]}}
-        indexed = {**s3, "index": urls["index"].replace("http", "redis")}
+        indexed = {**s3, "index": {"url": urls["index"].replace("http", "redis")}}
         disk = {"path": str(self.folder / "disk"), "capacity": _CAPACITY}
         configs = ({"store": urls["store"]}, s3, s3, indexed, {**indexed, "local_cache": disk})
         return dict(zip(KINDS, configs, strict=True))

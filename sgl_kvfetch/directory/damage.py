@@ -6,14 +6,12 @@ import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import xxhash
-
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, decode_manifest
 from sgl_kvfetch.directory import files, rows
 from sgl_kvfetch.directory.catalog import Catalog, FileState
 from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.errors import FormatError, FormatVersionError
-from sgl_kvfetch.keys import parse_object_name
+from sgl_kvfetch.keys import ContentCheck
 
 _SOUND_S = 300.0  # how long a segment that was found sound is not checked again
 _MAX_SOUND = 4096
@@ -88,14 +86,14 @@ class DamageChecks:
         return broken or None
 
     def _is_sound(self, name: str) -> bool:
-        digest = xxhash.xxh3_128()
+        check = ContentCheck(name)
         opened = files.open_object(self._catalog.root, name)
         if opened is None:
             return False
         with opened.file as file:
             try:
                 while piece := file.read(_READ_BYTES):
-                    digest.update(piece)
+                    check.add(piece)
             except OSError:
                 return False  # the disk cannot read it
-        return digest.hexdigest() == parse_object_name(name).content_digest
+        return check.is_sound

@@ -25,11 +25,11 @@ from sgl_kvfetch.directory.writing import DataWriter, IncompleteSegmentError, wr
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, SegmentKey
 from sgl_kvfetch.stores import (
+    AdminStore,
     Lookup,
     ObjectInfo,
     Pin,
     SegmentHit,
-    Store,
     object_digest,
     require_name,
     require_namespace,
@@ -96,7 +96,7 @@ class SegmentUsage:
     is_pinned: bool
 
 
-class LocalStore(Store):
+class LocalStore(AdminStore):
     """A directory of objects with a catalog of them. Several processes may use it at once, each with its own store.
 
     With a capacity, the least recently used segments are evicted for new ones: manifest first, then data. Unfinished

@@ -7,14 +7,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import xxhash
-
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from sgl_kvfetch.directory import files, rows
 from sgl_kvfetch.directory.catalog import Catalog, temp_name
 from sgl_kvfetch.directory.room import DiskRoom, Doomed
 from sgl_kvfetch.errors import FormatError, StoreError
-from sgl_kvfetch.keys import ObjectName
+from sgl_kvfetch.keys import ContentCheck, ObjectName
 from sgl_kvfetch.stores import object_digest
 
 
@@ -124,10 +122,9 @@ class DataWriter:
         self._catalog = catalog
         self._room = room
         self._owner = name.segment.manifest_name
-        self._digest = name.content_digest
         self.name = name.segment.data_name(name.content_digest)
         self._size_bytes = size_bytes or 0
-        self._hasher = xxhash.xxh3_128()
+        self._check = ContentCheck(self.name)
         self._file: _NewFile | None = None
         self._finished = False
         # A cancelled await leaves its thread running, so discard must not close the file during a write.
@@ -138,7 +135,7 @@ class DataWriter:
         with self._lock, files.os_errors(f"writing {self.name}"):
             if self._finished:
                 return  # discarded meanwhile
-            self._hasher.update(data)
+            self._check.add(data)
             self._opened().write(data)
 
     def open(self) -> None:
@@ -151,11 +148,8 @@ class DataWriter:
             if self._finished:
                 return
             file = self._opened()
-            if self._hasher.hexdigest() != self._digest:
-                raise StoreError(
-                    "invalid",
-                    f"{self.name}: the content has digest {self._hasher.hexdigest()}, expected the one in the name",
-                )
+            if not self._check.is_sound:
+                raise StoreError("invalid", f"{self.name}: the content does not match the digest in the name")
             file.sync()
             with self._catalog.writing() as db:
                 doomed = file.commit(db)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
 from pathlib import Path
@@ -49,11 +49,13 @@ logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
 
 RESOLUTION = "240p"  # the smallest files, and no slower to decode than larger pictures
+SPAN_TOKENS = 1024  # of a chunk; partial reads are rounded up to it
 MAX_SEGMENT_TOKENS = 8192  # limit for a segment, the unit of lookup and commit
 _LINGER_S = 0.25  # how long pages wait for the next ones before a segment is cut
 _RETIRE_S = 60.0  # minimum time to keep merged halves, for readers that do not know of the merge
 _HORIZON = 8  # cells to look ahead; a choice takes the event loop a few milliseconds
 _CONNECT_S = 5.0  # limit for one attempt to connect to the store
+READ_BYTES = 4 << 20  # most that one request reads, about
 _DECODE_BYTES = 64 << 20  # frames and values on their way to pages
 
 
@@ -99,18 +101,18 @@ def open_client(
     max_span_pages: int | None = None,
 ) -> StoreClient:
     """Open the store; call this on the event loop. ``nvdec`` decodes what it can; without it, the CPU decodes.
-    ``encoders``: from `open_encoders`. ``max_span_pages``: upper limit for ``span_tokens``. Raises ConfigError."""
+    ``encoders``: from `open_encoders`. ``max_span_pages``: upper limit for the pages of a span. Raises ConfigError."""
     encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
     store = open_configured_store(config, heads)
     spec = writer_spec(config, heads, quantiser, encoders, max_span_pages)
     try:
         spec.require_readable()
     except FormatError as e:
-        raise ConfigError(f"span_tokens = {config.span_tokens}: {e}") from e
+        raise ConfigError(str(e)) from e
     fetcher = Fetcher(
         store,
         _open_pool(config, nvdec),
-        read_bytes=config.read_bytes,
+        read_bytes=READ_BYTES,
         inflight_bytes=config.inflight_bytes,
         may_delete=config.writes,
         decode_bytes=_DECODE_BYTES,
@@ -150,7 +152,7 @@ def writer_spec(
     max_span_pages: int | None = None,
 ) -> SegmentSpec:
     """Return how this config's writer encodes segments. Arguments as in `open_client`."""
-    span_pages = _power_of_two_pages(config.span_tokens, heads.namespace.page_size)
+    span_pages = _power_of_two_pages(SPAN_TOKENS, heads.namespace.page_size)
     return SegmentSpec(
         heads,
         quantiser,
@@ -179,12 +181,10 @@ def open_configured_store(config: KVFetchConfig, heads: HeadSlice | None = None)
             connect_timeout_s=min(_CONNECT_S, config.lookup_timeout_s),
             max_connections=config.max_connections,
             on_retry=lambda error: metrics.RETRIES.inc(),
-            tls=TlsFiles(config.tls_ca_file, config.tls_cert_file, config.tls_key_file),
+            tls=TlsFiles(config.tls.ca_file, config.tls.cert_file, config.tls.key_file),
         ),
-        s3=S3Options(
-            config.s3 or {},
-            config.index,
-            config.index_ttl_s,
+        s3=replace(
+            S3Options.of(config),
             on_index_failure=lambda error: metrics.INDEX_FAILURES.labels(error.reason).inc(),
         ),
         on_hedge=lambda kind, result: metrics.HEDGED_READS.labels(kind, result).inc(),

@@ -34,10 +34,46 @@ Bins = list[Annotated[int, Field(ge=MIN_BINS, le=MAX_BINS)]]
 MiB = 1 << 20
 
 
-class LocalCache(BaseModel):
-    """A directory on a disk of this machine, which all its ranks and servers may share."""
-
+class _Keys(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+class TlsConfig(_Keys):
+    """Files for ``https://`` stores."""
+
+    ca_file: str | None = Field(default=None, min_length=1, description="the stores' CAs; by default the system's")
+    cert_file: str | None = Field(
+        default=None, min_length=1, description="this server's certificate, for stores that demand one"
+    )
+    key_file: str | None = Field(
+        default=None, min_length=1, description="the key of cert_file, if it is not in the same file"
+    )
+
+    @model_validator(mode="after")
+    def _key_has_a_certificate(self) -> Self:
+        if self.key_file is not None and self.cert_file is None:
+            raise ValueError("key_file needs a cert_file")
+        return self
+
+
+class IndexConfig(_Keys):
+    """The index of the pages of ``s3://`` stores."""
+
+    url: str = Field(min_length=1, repr=False, description="redis://HOST:PORT/DB, rediss://..., or redis+cluster://...")
+    ttl_s: float = Field(
+        default=604800.0, ge=1, le=1e9, description="time that the index keeps a page that no lookup asks for"
+    )
+
+
+class CacheGenConfig(_Keys):
+    """The numbers of bins by layer, 4 to 256; the last one is for all further layers."""
+
+    k_bins: Bins | None = Field(default=None, min_length=1, description="bins of K by layer; by default CacheGen's")
+    v_bins: Bins | None = Field(default=None, min_length=1, description="bins of V by layer; by default CacheGen's")
+
+
+class LocalCache(_Keys):
+    """A directory on a disk of this machine, which all its ranks and servers may share."""
 
     path: str = Field(description="the directory, which nothing else uses")
     capacity: int = Field(description="its size, such as 200GiB")
@@ -55,24 +91,38 @@ class LocalCache(BaseModel):
         return parse_size(str(value))
 
 
-class KVFetchConfig(BaseModel):
-    """Every config key with its default. A test compares docs/configuration.md with this class."""
+class DeviceModeConfig(_Keys):
+    """What only device mode needs."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    pool_share: float = Field(
+        default=0.3, gt=0, le=1, description="share of the token-to-KV pool that fetches may hold"
+    )
+    round_tokens: int = Field(
+        default=8192,
+        ge=1,
+        le=1 << 20,
+        description="tokens in a round, at most; a prefix gets slots and joins the tree round by round",
+    )
+    fetch_order: Literal["shortest", "fifo", "priority"] = Field(
+        default="shortest",
+        description="order of fetches; shortest first (without starvation), fifo, or by the request's priority",
+    )
+    recompute: Literal["auto", "never"] = Field(
+        default="auto", description="whether a prefix is computed when that is measured to be faster than fetching it"
+    )
+    early_start: bool = Field(
+        default=False, description="let a request compute while its last pages are decoded and restored"
+    )
+
+
+class KVFetchConfig(_Keys):
+    """Every config key with its default. A test compares docs/configuration.md with this class."""
 
     store: str = Field(
         description="URL of the store: http://HOST:PORT, https://..., s3://BUCKET/PREFIX, or file:///DIRECTORY"
     )
     token: str | None = Field(None, repr=False, description=f"bearer token; by default the environment's {TOKEN_ENV}")
-    tls_ca_file: str | None = Field(
-        None, min_length=1, description="file with the CAs of https:// stores; by default the system's"
-    )
-    tls_cert_file: str | None = Field(
-        None, min_length=1, description="file with this server's certificate, for https:// stores that demand one"
-    )
-    tls_key_file: str | None = Field(
-        None, min_length=1, description="file with the key of tls_cert_file, if it is not in the same file"
-    )
+    tls: TlsConfig = Field(TlsConfig(), description="files for https:// stores: ca_file, cert_file, key_file")
     manifest_key_file: str | None = Field(
         None,
         min_length=1,
@@ -84,14 +134,8 @@ class KVFetchConfig(BaseModel):
         description="endpoint, region, credentials and more of s3:// stores, under the names that obstore gives them; "
         "by default from the environment (AWS_*)",
     )
-    index: str | None = Field(
-        None,
-        min_length=1,
-        repr=False,
-        description="index of the pages of s3:// stores: redis://HOST:PORT/DB, rediss://..., or redis+cluster://...",
-    )
-    index_ttl_s: float = Field(
-        604800.0, ge=1, le=1e9, description="time that the index keeps a page that no lookup asks for"
+    index: IndexConfig | None = Field(
+        None, repr=False, description='index of the pages of s3:// stores: {"url": "redis://HOST:PORT/DB"}'
     )
     model_id: str | None = Field(
         None,
@@ -115,10 +159,7 @@ class KVFetchConfig(BaseModel):
         description="KL divergence of the next token's distribution that klt may cause, in nats, as calibrated; by "
         "default the profile's own",
     )
-    cachegen_k_bins: Bins | None = Field(
-        None, min_length=1, description="bins of K by layer, the last for all further layers; by default CacheGen's"
-    )
-    cachegen_v_bins: Bins | None = Field(None, min_length=1, description="bins of V by layer, as for K")
+    cachegen: CacheGenConfig | None = Field(None, description="bins of quantiser = 'cachegen': k_bins, v_bins")
     codec: CodecName | None = Field(
         None,
         description="how integers become bytes when this server writes; by default hevc; zstd on a GPU without NVENC",
@@ -129,7 +170,6 @@ class KVFetchConfig(BaseModel):
         le=1024,
         description="the largest TP size whose ranks can read what this server writes with exact and uint8",
     )
-    span_tokens: int = Field(1024, ge=1, le=1 << 20, description="tokens a chunk; partial reads are rounded up to it")
 
     lookup_timeout_s: float = Field(2.0, gt=0, le=600, description="timeout of a lookup, which then is a miss")
     fetch_timeout_s: float = Field(
@@ -138,7 +178,6 @@ class KVFetchConfig(BaseModel):
     max_connections: int = Field(
         16, ge=1, le=1024, description="connections to the store for reads; a few more serve all else"
     )
-    read_bytes: int = Field(4 * MiB, ge=64 << 10, le=1 << 30, description="approximate size of a ranged GET")
     ttl_s: float | None = Field(
         None,
         ge=1,
@@ -158,26 +197,8 @@ class KVFetchConfig(BaseModel):
         min_length=1,
         description="file from `kvfetch profile` on this machine, for choosing among a segment's variants",
     )
-    device_pool_share: float = Field(
-        0.3, gt=0, le=1, description="device mode: share of the token-to-KV pool that fetches may hold"
-    )
-    early_start: bool = Field(
-        False, description="device mode: let a request compute while its last pages are decoded and restored"
-    )
-    round_tokens: int = Field(
-        8192,
-        ge=1,
-        le=1 << 20,
-        description="device mode: tokens in a round, at most; a prefix gets slots and joins the tree round by round",
-    )
-    fetch_order: Literal["shortest", "fifo", "priority"] = Field(
-        "shortest",
-        description="device mode: order of fetches; shortest first (without starvation), fifo, or by the request's "
-        "priority",
-    )
-    recompute: Literal["auto", "never"] = Field(
-        "auto",
-        description="device mode: whether a prefix is computed when that is measured to be faster than fetching it",
+    device: DeviceModeConfig = Field(
+        DeviceModeConfig(), description="of device mode alone: pool_share, round_tokens and more"
     )
     codec_threads: int = Field(
         default_factory=lambda: max(1, min(8, (os.cpu_count() or 1) // 2)),
@@ -199,20 +220,16 @@ class KVFetchConfig(BaseModel):
     @model_validator(mode="after")
     def _keys_fit_each_other(self) -> Self:
         name = self.quantiser_name
-        if name != "cachegen" and (self.cachegen_k_bins or self.cachegen_v_bins):
-            raise ValueError(f"cachegen_k_bins and cachegen_v_bins need quantiser = 'cachegen', not {name!r}")
+        if name != "cachegen" and self.cachegen is not None:
+            raise ValueError(f"cachegen needs quantiser = 'cachegen', not {name!r}")
         if name == "klt" and self.profile is None:
             raise ValueError("quantiser = 'klt' needs a profile: run kvfetch calibrate, and set profile to its file")
         if name != "klt" and (self.profile is not None or "target_kl" in self.model_fields_set):
             raise ValueError(f"profile and target_kl need quantiser = 'klt', not {name!r}")
-        if self.tls_key_file is not None and self.tls_cert_file is None:
-            raise ValueError("tls_key_file needs a tls_cert_file")
         if not self.store.startswith("s3:"):
             for key in ("s3", "index"):
                 if getattr(self, key) is not None:
                     raise ValueError(f"{key} is for s3:// stores; kvfetch serve and directories need none")
-        if "index_ttl_s" in self.model_fields_set and self.index is None:
-            raise ValueError("index_ttl_s needs an index")
         directory = Path(unquote(self.store[7:])) if self.store.startswith("file://") else None
         if self.local_cache is not None and Path(self.local_cache.path) == directory:
             # Evictions from the cache would delete the store's segments.
@@ -230,6 +247,15 @@ class KVFetchConfig(BaseModel):
     @property
     def writes(self) -> bool:
         return self.mode != "read_only"
+
+
+GROUPS: dict[str, type[_Keys]] = {
+    "tls": TlsConfig,
+    "index": IndexConfig,
+    "cachegen": CacheGenConfig,
+    "local_cache": LocalCache,
+    "device": DeviceModeConfig,
+}
 
 
 def parse_config(extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> KVFetchConfig:
@@ -254,7 +280,8 @@ def _is_secret(key: str) -> bool:
 
 def _fault(error: dict[str, Any]) -> str:
     key = ".".join(map(str, error["loc"]))
-    fields = LocalCache.model_fields if key.startswith("local_cache.") else KVFetchConfig.model_fields
+    group = GROUPS.get(key.partition(".")[0]) if "." in key else None
+    fields = (group or KVFetchConfig).model_fields
     known = list(fields)
     match error["type"]:
         case "extra_forbidden":

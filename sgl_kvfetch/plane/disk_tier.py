@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ import xxhash
 from sgl_kvfetch.codec import Manifest, Variant, decode_manifest
 from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
-from sgl_kvfetch.stores import Breaker, Lookup, ObjectInfo, SegmentHit, Store
+from sgl_kvfetch.stores import Breaker, Lookup, SegmentHit, Store, WrappedStore
 
 Tier = Literal["disk", "store"]
 FillResult = Literal["stored", "incomplete", "dropped", "failed"]
@@ -46,14 +46,14 @@ class DiskTierOptions:
     on_outage: Callable[[StoreError], None] | None = None  # called when the disk answers a lookup for a failed store
 
 
-class DiskTier(Store):
+class DiskTier(WrappedStore):
     """Reads through ``disk``. Belongs to one event loop; several processes may share the disk's directory.
 
     A failure of the disk is reported, and never changes an answer. ``close`` closes both stores.
     """
 
     def __init__(self, store: Store, disk: LocalStore, options: DiskTierOptions | None = None) -> None:
-        self._store = store
+        super().__init__(store)
         self._disk = disk
         self._options = options or DiskTierOptions()
         self._filler = Filler(
@@ -177,13 +177,6 @@ class DiskTier(Store):
         self._disk_health.succeeded()
         return content
 
-    async def head(self, name: str) -> ObjectInfo | None:
-        return await self._store.head(name)
-
-    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        async for info in self._store.list(prefix):
-            yield info
-
     async def folders(self, digest: str = "") -> frozenset[str]:
         """Ask the store; if it fails, return those on the disk."""
         try:
@@ -192,20 +185,7 @@ class DiskTier(Store):
         except (StoreError, TimeoutError):
             return await self._disk.folders(digest)
 
-    # Writing
-
-    async def put(self, name: str, data: bytes) -> None:
-        await self._store.put(name, data)
-
-    async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
-        return await self._store.replace(name, data, expected_digest)
-
-    async def require_replace(self) -> None:
-        await self._store.require_replace()
-
-    async def report_damage(self, manifest_name: str) -> bool:
-        """Report to the store: bytes that are damaged on the disk never reach a reader."""
-        return await self._store.report_damage(manifest_name)
+    # Deleting. A report of damage goes to the store alone: damaged bytes of the disk never reach a reader.
 
     async def delete(self, name: str) -> bool:
         self._filler.give_up(name)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote, urlsplit
 
-from sgl_kvfetch.codec import ManifestKeys, read_manifest_keys
+from sgl_kvfetch.codec import read_manifest_keys
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.stores import MAX_HEDGES, HedgedStore, HttpOptions, HttpStore, OnHedge, SignedStore, Store, TlsFiles
+from sgl_kvfetch.stores import MAX_HEDGES, AdminStore, HedgedStore, HttpOptions, HttpStore, OnHedge, Store, TlsFiles
 
 if TYPE_CHECKING:
     from sgl_kvfetch.plane.config import KVFetchConfig
@@ -29,6 +29,11 @@ class S3Options:
     index_timeout_s: float = 0.5
     on_index_failure: Callable[[StoreError], None] = lambda error: None
 
+    @classmethod
+    def of(cls, config: KVFetchConfig) -> Self:
+        s3, index = config.s3 or {}, config.index
+        return cls(s3) if index is None else cls(s3, index.url, index.ttl_s)
+
 
 def open_store(
     url: str,
@@ -36,21 +41,14 @@ def open_store(
     token: str | None = None,
     capacity_bytes: int | None = None,
     options: HttpOptions | None = None,
-    manifest_keys: ManifestKeys | None = None,
     s3: S3Options | None = None,
-) -> Store:
+) -> AdminStore:
     """Create a client of the store at ``url``. Does no I/O: the first request fails if the store is unreachable.
 
     ``token`` is for ``http(s)://`` stores, ``options`` is for these and ``s3://`` ones, ``s3`` only for the latter,
-    ``capacity_bytes`` for ``file://`` ones. With ``manifest_keys``, see `SignedStore`. Raises ConfigError.
+    ``capacity_bytes`` for ``file://`` ones. Raises ConfigError.
     """
-    store = _open_unsigned(url, token, capacity_bytes, options or HttpOptions(), s3 or S3Options())
-    return store if manifest_keys is None else SignedStore(store, manifest_keys)
-
-
-def _open_unsigned(
-    url: str, token: str | None, capacity_bytes: int | None, options: HttpOptions, s3: S3Options
-) -> Store:
+    options, s3 = options or HttpOptions(), s3 or S3Options()
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -78,7 +76,7 @@ def _open_unsigned(
             raise ConfigError(f"store URL {url!r} is not supported; use http://, https://, s3://bucket or file:///path")
 
 
-def _open_s3(url: str, options: HttpOptions, s3: S3Options) -> Store:
+def _open_s3(url: str, options: HttpOptions, s3: S3Options) -> AdminStore:
     try:
         from sgl_kvfetch.stores import S3Store
 
@@ -119,7 +117,7 @@ def check_files(config: KVFetchConfig) -> None:
     """Check the files and the keys that a config names for its stores. Does no network I/O. Raises ConfigError."""
     if config.manifest_key_file is not None:
         read_manifest_keys(Path(config.manifest_key_file))
-    tls = TlsFiles(config.tls_ca_file, config.tls_cert_file, config.tls_key_file)
+    tls = TlsFiles(config.tls.ca_file, config.tls.cert_file, config.tls.key_file)
     tls.context()
     if config.store.startswith("s3:"):
-        open_store(config.store, options=HttpOptions(tls=tls), s3=S3Options(config.s3 or {}, config.index))
+        open_store(config.store, options=HttpOptions(tls=tls), s3=S3Options.of(config))

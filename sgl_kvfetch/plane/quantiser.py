@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from sgl_kvfetch.codec import KltQuantiser, Quantiser, load_profile, make_quantiser
-from sgl_kvfetch.plane.config import KVFetchConfig
+from sgl_kvfetch.plane.config import CacheGenConfig, KVFetchConfig
 
 
 def config_quantiser(config: KVFetchConfig) -> Quantiser:
     """Create the quantiser of a config. Raises ConfigError for a profile that is unreadable or misses the target."""
     if config.quantiser_name != "klt":
-        return make_quantiser(config.quantiser_name, config.cachegen_k_bins, config.cachegen_v_bins)
+        bins = config.cachegen or CacheGenConfig()
+        return make_quantiser(config.quantiser_name, bins.k_bins, bins.v_bins)
     assert config.profile is not None
     return KltQuantiser(load_profile(Path(config.profile)), config.target_kl)

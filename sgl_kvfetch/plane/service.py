@@ -216,7 +216,7 @@ class Service:
     def _cost(self, sources: Sequence[PageSource]) -> m.Cost:
         size_bytes = total_bytes(sources)
         goodput_bps = self.client.fetcher.link.goodput_bps(time.monotonic())
-        decoded_bytes_per_s = self.client.fetcher.decode_rate.bytes_per_s
+        decoded_bytes_per_s = self.client.fetcher.pool.bytes_per_s
         return m.Cost(
             None if goodput_bps is None else size_bytes * 8 / goodput_bps,
             None if decoded_bytes_per_s is None else size_bytes / decoded_bytes_per_s,

@@ -1,8 +1,10 @@
 from .base import (
+    AdminStore as AdminStore,
     Lookup as Lookup,
     ObjectInfo as ObjectInfo,
     SegmentHit as SegmentHit,
     Store as Store,
+    WrappedStore as WrappedStore,
     object_digest as object_digest,
 )
 from .breaker import Breaker as Breaker

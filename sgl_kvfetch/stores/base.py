@@ -65,12 +65,8 @@ class Lookup:
         return sum(hit.num_pages for hit in self.hits)
 
 
-def _no_pins() -> StoreError:
-    return StoreError("invalid", "this kind of store keeps no pins")
-
-
 class Store(ABC):
-    """Client of a store. Many tasks of one event loop may use it at once; tasks of different loops may not."""
+    """What the data plane needs of a store. Many tasks may use it at once, but all of one event loop."""
 
     signs = False  # whether it signs manifests, which then need chunk digests
 
@@ -97,25 +93,16 @@ class Store(ABC):
     async def put(self, name: str, data: bytes) -> None:
         """Create or replace an object atomically: readers see the old bytes or the new ones, never a mixture."""
 
+    @abstractmethod
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
-        """Replace a manifest if its digest is the expected one. Return True if the store holds ``data`` now.
+        """Replace a manifest atomically if its digest is the expected one. Return True if the store holds ``data`` now.
 
         ``expected_digest`` is the ``object_digest`` of the manifest to replace; a missing manifest never matches.
-        This default is not atomic: a store that can compare and replace in one step overrides it.
         """
-        current = await self.get(name)
-        if current is None or object_digest(current) != expected_digest:
-            return current == data
-        await self.put(name, data)
-        return True
 
     async def require_replace(self) -> None:
         """Raise StoreError (``invalid``) if this store cannot replace manifests. This default is for those that can."""
         return
-
-    @abstractmethod
-    async def head(self, name: str) -> ObjectInfo | None:
-        """Return an object's size and modification time, or None if it is missing."""
 
     @abstractmethod
     async def delete(self, name: str) -> bool:
@@ -130,20 +117,75 @@ class Store(ABC):
         return False
 
     @abstractmethod
-    def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """Iterate over all objects whose name starts with ``prefix``, in no particular order."""
-
-    async def folders(self, digest: str = "") -> frozenset[str]:
-        """Return the folders (`HeadSlice.folder`) of a namespace, by its digest, or of all: one for each run of heads
-        that ranks of any size store. This default lists all names; a store that can list folders overrides it."""
-        return frozenset([info.name.partition("/")[0] async for info in self.list(digest and f"{digest}.")])
-
     async def delete_prefix(self, prefix: str) -> int:
         """Delete all objects whose name starts with ``prefix``; "" means all objects. Return how many were deleted.
 
         Manifests go first, so that no reader finds a segment without its data. Objects put meanwhile may stay. Raises
         the first StoreError; some objects are deleted by then.
         """
+
+    @abstractmethod
+    async def folders(self, digest: str = "") -> frozenset[str]:
+        """Return the folders (`HeadSlice.folder`) of a namespace, by its digest, or of all: one for each run of heads
+        that ranks of any size store."""
+
+    @abstractmethod
+    async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
+        """Find the longest run of stored pages that starts with ``page_hashes[0]``.
+
+        ``namespace`` is `HeadSlice.folder`; ``page_hashes`` are the 32-byte chained hashes of consecutive pages. A hit
+        may leave out pages at the start of its segment, at its end, or both. Where several segments cover a page, the
+        one that reaches furthest wins. Expired segments are not found.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release sockets and threads. Idempotent."""
+
+
+class WrappedStore(Store):
+    """Base of stores that change how another store is read. It forwards to that store what reads nothing."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def put(self, name: str, data: bytes) -> None:
+        await self._store.put(name, data)
+
+    async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
+        return await self._store.replace(name, data, expected_digest)
+
+    async def require_replace(self) -> None:
+        await self._store.require_replace()
+
+    async def delete(self, name: str) -> bool:
+        return await self._store.delete(name)
+
+    async def report_damage(self, manifest_name: str) -> bool:
+        return await self._store.report_damage(manifest_name)
+
+    async def delete_prefix(self, prefix: str) -> int:
+        return await self._store.delete_prefix(prefix)
+
+    async def folders(self, digest: str = "") -> frozenset[str]:
+        return await self._store.folders(digest)
+
+    async def close(self) -> None:
+        await self._store.close()
+
+
+class AdminStore(Store):
+    """Client of a store, which can also list its objects, sweep its segments and keep pins."""
+
+    @abstractmethod
+    async def head(self, name: str) -> ObjectInfo | None:
+        """Return an object's size and modification time, or None if it is missing."""
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        """Iterate over all objects whose name starts with ``prefix``, in no particular order."""
+
+    async def delete_prefix(self, prefix: str) -> int:
         names = [info.name async for info in self.list(prefix)]
         count = 0
 
@@ -156,15 +198,6 @@ class Store(ABC):
             some = [name for name in names if name.endswith(MANIFEST_SUFFIX) == are_manifests]
             await side_by_side(_DELETES_AT_ONCE, some, delete)
         return count
-
-    @abstractmethod
-    async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
-        """Find the longest run of stored pages that starts with ``page_hashes[0]``.
-
-        ``namespace`` is `HeadSlice.folder`; ``page_hashes`` are the 32-byte chained hashes of consecutive pages. A hit
-        may leave out pages at the start of its segment, at its end, or both. Where several segments cover a page, the
-        one that reaches furthest wins. Expired segments are not found.
-        """
 
     async def last_uses(self, segments: Sequence[SegmentKey]) -> Sequence[float | None]:
         """Return when lookups last found segments, in seconds since the epoch; None where the store does not know."""
@@ -195,27 +228,23 @@ class Store(ABC):
         """
         return nullcontext()
 
-    # Pins: see `pins`. These defaults are for stores that keep none.
+    # Pins: see `pins`.
 
+    @abstractmethod
     async def pins(self) -> Sequence[str]:
         """Return the names of all pins."""
-        raise _no_pins()
 
+    @abstractmethod
     async def get_pin(self, name: str) -> Pin | None:
         """Return a pin, or None if there is none of this name."""
-        raise _no_pins()
 
+    @abstractmethod
     async def put_pin(self, pin: Pin) -> None:
         """Keep a pin, or replace the one of the same name.
 
         Raises StoreError: ``full`` if pinned segments would take more than half of the store's capacity.
         """
-        raise _no_pins()
-
-    async def delete_pin(self, name: str) -> bool:
-        """Delete a pin. Return True if it existed."""
-        raise _no_pins()
 
     @abstractmethod
-    async def close(self) -> None:
-        """Release sockets and threads. Idempotent."""
+    async def delete_pin(self, name: str) -> bool:
+        """Delete a pin. Return True if it existed."""

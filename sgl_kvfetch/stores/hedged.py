@@ -7,13 +7,13 @@ store for the missing bytes. The first to finish wins. ``hedging`` decides when.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.stores.base import Lookup, ObjectInfo, Store
+from sgl_kvfetch.stores.base import Lookup, Store, WrappedStore
 from sgl_kvfetch.stores.hedging import SILENT_TICKS, HedgeBudget, Progress, Usual, Verdict, judge
 from sgl_kvfetch.stores.names import require_name
 
@@ -29,7 +29,7 @@ _MAX_HEDGES_OF_CALL = 3  # one after another
 _LATE_S = 1.0  # a read that is younger than this is never late
 
 
-class HedgedStore(Store):
+class HedgedStore(WrappedStore):
     """A store with hedged reads. It belongs to one event loop. ``close`` closes the wrapped store too."""
 
     def __init__(
@@ -45,7 +45,7 @@ class HedgedStore(Store):
             pace = Usual(4.0, 0.9, least=0.0, most=float("inf"), at_first=float("inf"))
             return Watch(HedgeBudget(max_hedges), silence, pace, partial(on_hedge, kind))
 
-        self._store = store
+        super().__init__(store)
         self._lookups = watch("lookup", Usual(3.0, 0.9, least=0.02, most=0.5, at_first=0.1))
         self._reads = watch("read", Usual(6.0, 0.75, least=0.2, most=1.0, at_first=0.5))
         self._free_reads = asyncio.Semaphore(max_reads)
@@ -72,36 +72,6 @@ class HedgedStore(Store):
             return attempt.pieces[0] if len(attempt.pieces) == 1 else b"".join(attempt.pieces)
 
         return await HedgedCall(self._reads, ask, length).run()
-
-    async def head(self, name: str) -> ObjectInfo | None:
-        return await HedgedCall(self._lookups, lambda _: self._store.head(name)).run()
-
-    def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        return self._store.list(prefix)
-
-    async def folders(self, digest: str = "") -> frozenset[str]:
-        return await self._store.folders(digest)
-
-    async def put(self, name: str, data: bytes) -> None:
-        await self._store.put(name, data)
-
-    async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
-        return await self._store.replace(name, data, expected_digest)
-
-    async def require_replace(self) -> None:
-        await self._store.require_replace()
-
-    async def delete(self, name: str) -> bool:
-        return await self._store.delete(name)
-
-    async def delete_prefix(self, prefix: str) -> int:
-        return await self._store.delete_prefix(prefix)
-
-    async def report_damage(self, manifest_name: str) -> bool:
-        return await self._store.report_damage(manifest_name)
-
-    async def close(self) -> None:
-        await self._store.close()
 
 
 @dataclass(frozen=True, slots=True)

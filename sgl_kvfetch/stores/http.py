@@ -26,7 +26,7 @@ from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES
 from sgl_kvfetch.stores import wire
-from sgl_kvfetch.stores.base import Lookup, ObjectInfo, SegmentHit, Store, object_digest
+from sgl_kvfetch.stores.base import AdminStore, Lookup, ObjectInfo, SegmentHit, object_digest
 from sgl_kvfetch.stores.http_answers import (
     client_errors,
     decode_hits,
@@ -97,7 +97,7 @@ class HttpOptions:
             raise ConfigError(f"backoff_s is {self.backoff_s}; expected 0 or more")
 
 
-class HttpStore(Store):
+class HttpStore(AdminStore):
     """One pool of connections. The first call creates it, on the event loop of that call.
 
     Every request is idempotent, so attempts that failed in the network or on the server are retried until the

@@ -16,7 +16,7 @@ from msgspec import Meta
 from sgl_kvfetch.codec import decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, SegmentKey, split_hashes
-from sgl_kvfetch.stores.base import Store
+from sgl_kvfetch.stores.base import AdminStore
 
 MAX_LABEL = 200  # characters
 MAX_PIN_PAGES = 1 << 16
@@ -65,7 +65,7 @@ def require_pin_name(name: str) -> str:
     return name
 
 
-async def pinned_segments(store: Store, folders: Collection[str]) -> set[SegmentKey]:
+async def pinned_segments(store: AdminStore, folders: Collection[str]) -> set[SegmentKey]:
     """Return the segments in these folders that lookups of the pinned prompts find. Raises StoreError."""
     found: set[SegmentKey] = set()
     for name in await store.pins():

@@ -25,7 +25,7 @@ from obstore.exceptions import (
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, parse_object_name
-from sgl_kvfetch.stores.base import Lookup, ObjectInfo, Store, object_digest
+from sgl_kvfetch.stores.base import AdminStore, Lookup, ObjectInfo, object_digest
 from sgl_kvfetch.stores.by_name import lookup_by_name
 from sgl_kvfetch.stores.http import HttpOptions
 from sgl_kvfetch.stores.http_answers import printable, status_error
@@ -61,7 +61,7 @@ _KIND = re.compile(r"\bkind: (Connect|Timeout|Interrupted)\b")
 _DEBUG = "\n\nDebug source"
 
 
-class S3Store(Store):
+class S3Store(AdminStore):
     """Objects under a prefix of a bucket. obstore has the connections, credentials and retries.
 
     Lookups find segments by their names: see `by_name` for what that misses.

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sgl_kvfetch.codec import ManifestKeys, decode_manifest, split_signature
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.stores.base import Lookup, ObjectInfo, Store
+from sgl_kvfetch.stores.base import Lookup, Store, WrappedStore
 
 _limited = LimitedLogger(logging.getLogger(__name__))
 
 
-class SignedStore(Store):
+class SignedStore(WrappedStore):
     """Signs manifests that are put into ``store``, and treats those without a valid signature as missing."""
 
     signs = True
 
     def __init__(self, store: Store, keys: ManifestKeys) -> None:
-        self._store = store
+        super().__init__(store)
         self._keys = keys
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
@@ -32,47 +32,17 @@ class SignedStore(Store):
         data = await self._store.get(name)
         return data if data is not None and self._is_good(data) else None
 
-    async def read(self, name: str, start: int, length: int, take: Callable[[bytes], None]) -> bool:
-        if name.endswith(MANIFEST_SUFFIX):
-            return await super().read(name, start, length, take)
-        return await self._store.read(name, start, length, take)
-
     async def put(self, name: str, data: bytes) -> None:
         await self._store.put(name, self._signed(data) if name.endswith(MANIFEST_SUFFIX) else data)
 
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
         return await self._store.replace(name, self._signed(data), expected_digest)
 
-    async def require_replace(self) -> None:
-        await self._store.require_replace()
-
-    async def head(self, name: str) -> ObjectInfo | None:
-        return await self._store.head(name)
-
-    async def delete(self, name: str) -> bool:
-        return await self._store.delete(name)
-
-    async def report_damage(self, manifest_name: str) -> bool:
-        return await self._store.report_damage(manifest_name)
-
-    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        async for info in self._store.list(prefix):
-            yield info
-
-    async def delete_prefix(self, prefix: str) -> int:
-        return await self._store.delete_prefix(prefix)
-
     async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
         """The run ends at the first segment without a valid signature."""
         found = await self._store.lookup(namespace, page_hashes)
         bad = (i for i, hit in enumerate(found.hits) if not self._is_good(hit.manifest))
         return replace(found, hits=found.hits[: next(bad, len(found.hits))])
-
-    async def folders(self, digest: str = "") -> frozenset[str]:
-        return await self._store.folders(digest)
-
-    async def close(self) -> None:
-        await self._store.close()
 
     def _signed(self, data: bytes) -> bytes:
         manifest, _ = split_signature(data)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.side_by_side import side_by_side
-from sgl_kvfetch.stores.base import Store
+from sgl_kvfetch.stores.base import AdminStore
 from sgl_kvfetch.stores.listing import StoredSegment, folders_named, list_segments, models_of_folders
 from sgl_kvfetch.stores.pins import pinned_segments
 
@@ -48,7 +48,7 @@ class Swept:
     failures: dict[str, str] = field(default_factory=dict)  # by the object's name
 
 
-async def plan_sweep(store: Store, capacity_bytes: int | None, quotas: Mapping[str, int] | None = None) -> Plan:
+async def plan_sweep(store: AdminStore, capacity_bytes: int | None, quotas: Mapping[str, int] | None = None) -> Plan:
     """List the store and decide what to delete.
 
     ``quotas``: most bytes of all namespaces together whose digest or model starts with a name. Raises StoreError.
@@ -101,7 +101,7 @@ async def plan_sweep(store: Store, capacity_bytes: int | None, quotas: Mapping[s
     )
 
 
-async def sweep_segments(store: Store, segments: Sequence[StoredSegment], grace_s: float) -> Swept:
+async def sweep_segments(store: AdminStore, segments: Sequence[StoredSegment], grace_s: float) -> Swept:
     """Delete segments: their manifests, and after ``grace_s``, when their readers are done, their data.
 
     Objects that cannot be deleted are reported and stay: a later sweep finds them. Raises StoreError if the store or

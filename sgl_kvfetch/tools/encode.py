@@ -30,7 +30,7 @@ from sgl_kvfetch.tools.terminal import (
 )
 
 if TYPE_CHECKING:  # these load torch and codecs
-    from sgl_kvfetch.stores import Store
+    from sgl_kvfetch.stores import AdminStore
     from sgl_kvfetch.tools.encoding.encoder import Encoder, Step, Tally
 
 logger = logging.getLogger(__name__)
@@ -117,10 +117,11 @@ def encode(
     encoders, about = open_encoders(encoder, codecs, workers)
     reporter = _Reporter(verbose)
 
-    async def work(opened: Store) -> None:
+    async def work(opened: AdminStore) -> None:
         made = Encoder(
             opened,
             options,
+            keys=keys,
             encoders=encoders,
             on_step=reporter.step,
             on_total=reporter.total,
@@ -135,7 +136,7 @@ def encode(
         http = HttpOptions(max_object_bytes=_MAX_OBJECT_BYTES)
         keys = read_keys(manifest_key_file)
         try:
-            run_on_store(url, token, token_file, None, work, options=http, manifest_keys=keys)
+            run_on_store(url, token, token_file, None, work, options=http)
         except KeyboardInterrupt:
             with contextlib.suppress(typer.Exit):
                 show(reporter.tally, as_json, _lines(reporter.tally), reporter.tally.failures)

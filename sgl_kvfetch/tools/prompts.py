@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes, read_prompts, tokenise
-from sgl_kvfetch.stores import MAX_LABEL, MAX_PIN_PAGES, Pin, Store, pages_stored
+from sgl_kvfetch.stores import MAX_LABEL, MAX_PIN_PAGES, AdminStore, Pin, Store, pages_stored
 from sgl_kvfetch.tools.target import run_on_store
 from sgl_kvfetch.tools.terminal import (
     IndexOption,
@@ -130,7 +130,7 @@ def pin(
     """
     new = _pins_of(_prompts_of(prompt, file), model, page_size, cache_salt, label)
 
-    async def put(store: Store) -> list[PinSummary]:
+    async def put(store: AdminStore) -> list[PinSummary]:
         for one in new:
             await store.put_pin(one)
         names = [one.name for one in new] or sorted(await store.pins())
@@ -176,7 +176,7 @@ def unpin(
     if not wanted:
         raise ConfigError("expected the name of a pin, --prompt or --file")
 
-    async def delete(store: Store) -> list[str]:
+    async def delete(store: AdminStore) -> list[str]:
         return [name for name in wanted if not await store.delete_pin(name)]
 
     missing = run_on_store(store, token, token_file, index, delete)

@@ -10,13 +10,13 @@ from functools import partial
 from typing import Annotated
 
 import typer
-import xxhash
 from msgspec import Struct
 
 from sgl_kvfetch.errors import ConfigError, CorruptError, KVFetchError, StoreError
-from sgl_kvfetch.keys import PAGE_HASH_BYTES, SegmentKey, parse_object_name
+from sgl_kvfetch.keys import PAGE_HASH_BYTES, ContentCheck, SegmentKey
 from sgl_kvfetch.side_by_side import side_by_side
 from sgl_kvfetch.stores import (
+    AdminStore,
     Store,
     StoredSegment,
     Swept,
@@ -24,6 +24,7 @@ from sgl_kvfetch.stores import (
     folders_named,
     list_segments,
     models_of_folders,
+    object_digest,
     pinned_segments,
     sweep_segments,
 )
@@ -107,7 +108,7 @@ def clear(
     url, _, prefix = store.partition("#")
     say = partial(typer.echo, err=as_json)
 
-    async def select_and_delete(opened: Store) -> Cleared:
+    async def select_and_delete(opened: AdminStore) -> Cleared:
         segments = await select_segments(opened, prefix, model)
         if age_s is not None:
             written_before_s = time.time() - age_s
@@ -168,7 +169,7 @@ def move(
     if url.rstrip("/") == target.rstrip("/"):
         raise same
 
-    async def select_and_move(opened: Store) -> Moved:
+    async def select_and_move(opened: AdminStore) -> Moved:
         other = open_existing_store(target, read_token(token, token_file), target_index)
         try:
             segments = [each for each in await select_segments(opened, prefix, model) if each.manifest is not None]
@@ -190,7 +191,7 @@ def move(
     show(moved, as_json, [total], moved.failures)
 
 
-async def select_segments(store: Store, prefix: str, model: str | None) -> list[StoredSegment]:
+async def select_segments(store: AdminStore, prefix: str, model: str | None) -> list[StoredSegment]:
     """List the segments whose objects' names start with ``prefix``, in namespaces of ``model`` if it is not None.
 
     Warns on stderr if no namespace has this model's name. Raises StoreError.
@@ -205,7 +206,12 @@ async def select_segments(store: Store, prefix: str, model: str | None) -> list[
 
 
 async def move_segments(
-    source: Store, target: Store, segments: list[StoredSegment], copy: bool, dry_run: bool, done: Callable[[], None]
+    source: AdminStore,
+    target: Store,
+    segments: list[StoredSegment],
+    copy: bool,
+    dry_run: bool,
+    done: Callable[[], None],
 ) -> Moved:
     """Move segments, and call ``done`` after each. What concerns one segment alone is noted; raises StoreError for
     what concerns a whole store."""
@@ -242,10 +248,10 @@ async def move_segments(
     return moved
 
 
-async def _is_same(source: Store, target: Store, segment: SegmentKey) -> bool:
+async def _is_same(source: AdminStore, target: Store, segment: SegmentKey) -> bool:
     """Whether what is put into the target appears in the source. To move segments would delete them then."""
     probe = secrets.token_bytes(PAGE_HASH_BYTES)
-    name = SegmentKey(segment.namespace, 1, probe).data_name(xxhash.xxh3_128_hexdigest(probe))
+    name = SegmentKey(segment.namespace, 1, probe).data_name(object_digest(probe))
     await target.put(name, probe)
     try:
         return await source.head(name) is not None
@@ -259,13 +265,9 @@ async def _has(target: Store, manifest_name: str, manifest: bytes, names: list[s
         return False
     for name in names:
         content = await target.get(name)
-        if content is None or not _is_sound(name, content):
+        if content is None or not ContentCheck(name, content).is_sound:
             return False
     return True
-
-
-def _is_sound(name: str, content: bytes) -> bool:
-    return xxhash.xxh3_128_hexdigest(content) == parse_object_name(name).content_digest
 
 
 async def _copy(source: Store, target: Store, name: str) -> int:
@@ -273,7 +275,7 @@ async def _copy(source: Store, target: Store, name: str) -> int:
     content = await source.get(name)
     if content is None:
         raise StoreError("missing", f"{name} is gone from the source")
-    if not _is_sound(name, content):
+    if not ContentCheck(name, content).is_sound:
         raise CorruptError(f"{name} does not match the digest in its name: it is damaged at the source")
     await target.put(name, content)
     if await target.get(name) != content:

@@ -17,7 +17,7 @@ from sgl_kvfetch.stores import ObjectInfo
 from sgl_kvfetch.tools.terminal import read_token
 
 if TYPE_CHECKING:
-    from sgl_kvfetch.stores import Objects, Store
+    from sgl_kvfetch.stores import AdminStore, Objects
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ def store_url(text: str) -> str:
     return text if "://" in text else Path(text).resolve().as_uri()
 
 
-def open_existing_store(text: str, token: str | None, index: str | None = None, **options: Any) -> Store:
+def open_existing_store(text: str, token: str | None, index: str | None = None, **options: Any) -> AdminStore:
     """Open a store that the user named by its URL or its directory. ``options`` are for `open_store`.
 
     A directory must exist: a typo would look like an empty store. Raises ConfigError.
@@ -51,7 +51,7 @@ def run_on_store(
     token: str | None,
     token_file: Path | None,
     index: str | None,
-    work: Callable[[Store], Awaitable[T]],
+    work: Callable[[AdminStore], Awaitable[T]],
     **options: Any,
 ) -> T:
     """Open a store as `open_existing_store` does, and return what ``work`` does with it. Raises KVFetchError."""

@@ -13,7 +13,7 @@ from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.side_by_side import side_by_side
 from sgl_kvfetch.sizes import parse_size
-from sgl_kvfetch.stores import Plan, Store, Swept, plan_sweep, read_manifest, sweep_segments
+from sgl_kvfetch.stores import AdminStore, Plan, Swept, plan_sweep, read_manifest, sweep_segments
 from sgl_kvfetch.tools.target import INDEX_TIMEOUT_S, run_on_store
 from sgl_kvfetch.tools.terminal import (
     INDEX_HELP,
@@ -77,7 +77,7 @@ def gc(
         )
     limits = None if capacity is None else parse_size(capacity), _parse_quotas(quota or [])
 
-    async def collect(opened: Store) -> tuple[Plan, Swept | None]:
+    async def collect(opened: AdminStore) -> tuple[Plan, Swept | None]:
         if dry_run:
             return await plan_sweep(opened, *limits), None
         async with opened.sweeping():
@@ -165,7 +165,7 @@ def index(
     if not url.startswith("s3:"):
         raise ConfigError(f"{url!r} is not an s3:// store; other stores have their own index")
 
-    async def rebuild(opened: Store) -> Entered:
+    async def rebuild(opened: AdminStore) -> Entered:
         from sgl_kvfetch.stores import IndexOptions, PageIndex  # a missing package is reported by now
 
         entered = Entered()

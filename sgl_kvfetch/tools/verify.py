@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
-import xxhash
 
 from sgl_kvfetch.codec import Cell, Manifest, ManifestKeys, Side, Variant
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
+from sgl_kvfetch.keys import ContentCheck
 from sgl_kvfetch.stores import ObjectInfo, Objects, StoredSegment, decode_named_manifest, list_segments, read_manifest
 from sgl_kvfetch.tools.summary import signature_of
 from sgl_kvfetch.tools.target import OpenTarget, open_target
@@ -241,7 +241,7 @@ class Verifier:
     ) -> None:
         """Read a data object piece by piece, decode all of it, and compare it with its digest and size."""
         name, expected = manifest.data_name(data), manifest.data_bytes(data)
-        digest = xxhash.xxh3_128()
+        check = ContentCheck(name)
         try:
             # The segment may have been replaced after the listing; then its data are newer than the listing.
             info = info or await self._head(name, manifest)
@@ -255,12 +255,12 @@ class Verifier:
                     self._add(name, "missing, though its manifest names it")
                     return
                 self._note_read(len(content))
-                digest.update(content)
+                check.add(content)
                 await self._decode(name, piece, content)
         except StoreError as e:
             self._blame(name, e)
             return
-        if digest.hexdigest() != data.data_digest:
+        if not check.is_sound:
             self._add(name, "its bytes do not match the digest in its name")
 
     async def _decode(self, name: str, piece: _Piece, content: bytes) -> None:

@@ -42,7 +42,6 @@ CONFIG: dict[str, Any] = {
     "mode": "read_only",
     "fetch_timeout_s": DEADLINE_S,
     "lookup_timeout_s": 1.0,
-    "read_bytes": 64 << 10,
 }
 PATIENT = CONFIG | {"fetch_timeout_s": 600}
 HELD = ("sgl_kvfetch_held_slots", "sgl_kvfetch_parked_requests", "sgl_kvfetch_queued_bytes")

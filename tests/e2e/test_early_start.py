@@ -88,7 +88,7 @@ def early(stored: Stored) -> Iterator[SGLangServer]:
             "quantiser": "exact",
             "codec": "hevc",
             "mode": "read_only",
-            "early_start": True,
+            "device": {"early_start": True},
             "codec_threads": 1,
         }
         with SGLangServer(stored.model, extra_args=[*device_args(store.url, **config), *FLAGS]) as server:

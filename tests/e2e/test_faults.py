@@ -47,9 +47,7 @@ def proxy(filled: StoreProcess) -> Iterator[Proxy]:
 
 @pytest.fixture(scope="module")
 def reader(model: Path, proxy: Proxy) -> Iterator[SGLangServer]:
-    flags = hicache_args(
-        proxy.url, mode="read_only", fetch_timeout_s=DEADLINE_S, lookup_timeout_s=1.0, read_bytes=64 << 10
-    )
+    flags = hicache_args(proxy.url, mode="read_only", fetch_timeout_s=DEADLINE_S, lookup_timeout_s=1.0)
     with SGLangServer(model, extra_args=flags) as server:
         ask(server, make_prompt(NUM_STORED))  # warm
         yield server

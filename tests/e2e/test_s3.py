@@ -53,7 +53,7 @@ def link(bucket: CephProcess | S3Server) -> Iterator[Proxy]:
 
 def flags(endpoint: str, index: RedisProcess) -> list[str]:
     config = s3_config(endpoint)
-    return hicache_args(f"s3://{BUCKET}/kv", s3=config, index=index.url, lookup_timeout_s=60, codec="zstd")
+    return hicache_args(f"s3://{BUCKET}/kv", s3=config, index={"url": index.url}, lookup_timeout_s=60, codec="zstd")
 
 
 @pytest.fixture(scope="module")

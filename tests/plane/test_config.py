@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.plane.config import TOKEN_ENV, KVFetchConfig, parse_config
+from sgl_kvfetch.plane.config import GROUPS, TOKEN_ENV, KVFetchConfig, parse_config
 
 STORE = {"store": "http://store:8700"}
 S3 = {"store": "s3://bucket/prefix"}
@@ -44,8 +44,8 @@ def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
         ({"quantiser": "int4"}, "quantiser = 'int4': .*'exact', 'uint8', 'cachegen' or 'klt'"),
         ({"fetch_timeout_s": 0}, "fetch_timeout_s = 0: .*greater than 0"),
         ({"max_connections": "many"}, "max_connections = 'many': .*integer"),
-        ({"quantiser": "cachegen", "cachegen_k_bins": [300]}, "cachegen_k_bins.0 = 300: .*256"),
-        ({"cachegen_k_bins": [16]}, "need quantiser = 'cachegen', not 'exact'"),
+        ({"quantiser": "cachegen", "cachegen": {"k_bins": [300]}}, "cachegen.k_bins.0 = 300: .*256"),
+        ({"cachegen": {"k_bins": [16]}}, "needs quantiser = 'cachegen', not 'exact'"),
         ({"quantiser": "klt"}, "'klt' needs a profile: run kvfetch calibrate"),
         ({"quantiser": "exact", "profile": "p"}, "profile and target_kl need quantiser = 'klt', not 'exact'"),
         ({"target_kl": 1e-3}, "profile and target_kl need quantiser = 'klt', not 'exact'"),
@@ -55,12 +55,15 @@ def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
         ({"store": 5}, "store = 5: expected one URL"),
         ({"token": 5}, r"token = \(hidden\)"),
         ({"store": "s3://"}, "store = 's3://': expected .*s3://BUCKET"),
-        ({"index": "redis://x"}, "index is for s3:// stores"),
+        ({"index": {"url": "redis://x"}}, "index is for s3:// stores"),
         ({"s3": {"region": "x"}}, "s3 is for s3:// stores"),
-        (S3 | {"index_ttl_s": 5}, "index_ttl_s needs an index"),
+        (S3 | {"index": {"ttl_s": 5}}, "'index.url' is required: redis://"),
         ({"ttl_s": 0.5}, "ttl_s = 0.5: .*greater than or equal to 1"),
-        (S3 | {"index": "redis://x", "index_ttl_s": 0}, "index_ttl_s = 0: .*greater than or equal to 1"),
+        (S3 | {"index": {"url": "redis://x", "ttl_s": 0}}, r"index.ttl_s = \(hidden\): .*greater than or equal to 1"),
         (S3 | {"s3": {"region": 5.5}}, r"s3\.region.* = \(hidden\)"),
+        ({"tls": {"key_file": "k"}}, "tls = .*: key_file needs a cert_file"),
+        ({"device": {"poolshare": 1}}, r"unknown key 'device.poolshare' \(= 1\); did you mean 'pool_share'"),
+        ({"device": {"recompute": "always"}}, "device.recompute = 'always': .*'auto' or 'never'"),
         (S3 | {"indx": "redis://x"}, "unknown key 'indx'; did you mean 'index'"),
         ({"local_cache": "/nvme"}, "local_cache = '/nvme': .*LocalCache"),
         ({"local_cache": {"path": "/nvme"}}, "'local_cache.capacity' is required: its size, such as 200GiB"),
@@ -93,6 +96,8 @@ def test_faults_name_key_value_and_what_is_allowed(extra: dict[str, object], mes
         S3 | {"s3": "31337"},
         S3 | {"indexx": "31337"},
         S3 | {"index": 31337},
+        S3 | {"index": {"url": 31337}},
+        S3 | {"index": {"urll": "31337"}},
     ],
 )
 def test_faults_do_not_show_a_token(extra: dict[str, object]) -> None:
@@ -102,9 +107,12 @@ def test_faults_do_not_show_a_token(extra: dict[str, object]) -> None:
 
 
 def test_a_store_may_be_a_bucket_with_an_index() -> None:
-    config = parse_config(S3 | {"s3": {"region": "r", "skip_signature": True}, "index": "redis://:pass@x/1"}, {})
+    config = parse_config(
+        S3 | {"s3": {"region": "r", "skip_signature": True}, "index": {"url": "redis://:pass@x/1"}}, {}
+    )
     assert config.s3 == {"region": "r", "skip_signature": True}
-    assert config.index_ttl_s == 7 * 86400
+    assert config.index is not None
+    assert config.index.ttl_s == 7 * 86400
     assert "pass" not in repr(config)
 
 
@@ -128,8 +136,10 @@ def test_the_docs_have_every_key_with_its_default() -> None:
     for line in text.splitlines():
         if line.startswith("| `"):
             keys, default = line.split(" | ")[:2]
-            rows |= {key: default for key in re.findall("`([a-z0-9_]+)`", keys)}
-    assert set(rows) == set(KVFetchConfig.model_fields)
-    for key, field in KVFetchConfig.model_fields.items():
+            rows |= {key: default for key in re.findall("`([a-z0-9_.]+)`", keys)}
+    known = {key: field for key, field in KVFetchConfig.model_fields.items() if key not in GROUPS}
+    known |= {f"{group}.{key}": field for group, keys in GROUPS.items() for key, field in keys.model_fields.items()}
+    assert set(rows) == set(known)
+    for key, field in known.items():
         if not field.is_required() and field.default_factory is None and field.default is not None:
             assert rows[key].strip("`") == str(field.default), key

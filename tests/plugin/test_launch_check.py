@@ -54,12 +54,12 @@ def test_a_good_launch_passes() -> None:
 
 
 def test_the_config_of_a_bucket_is_checked() -> None:
-    bucket = {"store": "s3://bucket/prefix", "index": "redis://index", "s3": {"region": "eu-central-1"}}
+    bucket = {"store": "s3://bucket/prefix", "index": {"url": "redis://index"}, "s3": {"region": "eu-central-1"}}
     check_launch(_args(bucket))
     with pytest.raises(ConfigError, match="'regoin' is not valid"):
         check_launch(_args(bucket | {"s3": {"regoin": "eu-central-1"}}))
     with pytest.raises(ConfigError, match="the index's URL"):
-        check_launch(_args(bucket | {"index": "http://index"}))
+        check_launch(_args(bucket | {"index": {"url": "http://index"}}))
 
 
 @pytest.mark.parametrize("flags", [{"enable_lora": True}, {"lora_paths": ["a"]}])
@@ -81,14 +81,15 @@ def test_a_profile_is_read_before_a_model_is_loaded(tmp_path: Path) -> None:
         check_launch(_args(extra | {"target_kl": 5}))
 
 
-@pytest.mark.parametrize("key", ["manifest_key_file", "tls_ca_file", "tls_cert_file"])
+@pytest.mark.parametrize("key", ["manifest_key_file", "tls.ca_file", "tls.cert_file"])
 def test_key_files_are_read_before_a_model_is_loaded(key: str, tmp_path: Path) -> None:
+    group, _, name = key.rpartition(".")
     for content in (None, "nonsense"):
         path = tmp_path / "file"
         if content is not None:
             path.write_text(content)
         with pytest.raises(ConfigError, match=str(path)):
-            check_launch(_args(STORE | {key: str(path)}))
+            check_launch(_args(STORE | ({group: {name: str(path)}} if group else {name: str(path)})))
 
 
 def test_nothing_is_counted_before_sglang_serves() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from harness.engine import free_port
 from harness.small_segments import data_object
-from harness.store_conformance import StoreConformance
+from harness.store_conformance import AdminStoreConformance
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.run import running_server
@@ -68,7 +68,7 @@ async def url(tmp_path: Path) -> AsyncIterator[str]:
             nginx.wait()
 
 
-class TestThroughNginx(StoreConformance):
+class TestThroughNginx(AdminStoreConformance):
     @pytest.fixture
     async def store(self, url: str) -> AsyncIterator[Store]:
         store = HttpStore(url, token="ADMIN_TOKEN")

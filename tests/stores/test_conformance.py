@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 
 from harness.faults import FaultyProxy
-from harness.store_conformance import StoreConformance
+from harness.store_conformance import AdminStoreConformance, StoreConformance
+from harness.waiting import WAIT_S
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.plane.disk_tier import DiskTier
+from sgl_kvfetch.plane.disk_tier import DiskTier, DiskTierOptions
 from sgl_kvfetch.server.run import RunningServer
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.hedged import HedgedStore
 from sgl_kvfetch.stores.http import HttpStore
 
 
-class TestLocalStore(StoreConformance):
+class TestLocalStore(AdminStoreConformance):
     @pytest.fixture
     async def store(self, tmp_path: Path) -> AsyncIterator[Store]:
         store = LocalStore(tmp_path / "store")
@@ -23,7 +24,7 @@ class TestLocalStore(StoreConformance):
         await store.close()
 
 
-class TestBoundedLocalStore(StoreConformance):
+class TestBoundedLocalStore(AdminStoreConformance):
     @pytest.fixture
     async def store(self, tmp_path: Path) -> AsyncIterator[Store]:
         store = LocalStore(tmp_path / "store", capacity_bytes=100 << 20)
@@ -31,7 +32,7 @@ class TestBoundedLocalStore(StoreConformance):
         await store.close()
 
 
-class TestHttpStore(StoreConformance):
+class TestHttpStore(AdminStoreConformance):
     @pytest.fixture
     async def store(self, server: RunningServer) -> AsyncIterator[Store]:
         store = HttpStore(server.url)
@@ -39,7 +40,7 @@ class TestHttpStore(StoreConformance):
         await store.close()
 
 
-class TestHttpStoreThroughProxy(StoreConformance):
+class TestHttpStoreThroughProxy(AdminStoreConformance):
     """The proxy makes one connection per request. This also shows that the proxy itself breaks nothing."""
 
     @pytest.fixture
@@ -60,6 +61,7 @@ class TestHedgedStore(StoreConformance):
 class TestDiskTier(StoreConformance):
     @pytest.fixture
     async def store(self, server: RunningServer, tmp_path: Path) -> AsyncIterator[Store]:
-        store = DiskTier(HttpStore(server.url), LocalStore(tmp_path / "disk", capacity_bytes=100 << 20))
+        disk = LocalStore(tmp_path / "disk", capacity_bytes=100 << 20)
+        store = DiskTier(HttpStore(server.url), disk, DiskTierOptions(lookup_timeout_s=WAIT_S))
         yield store
         await store.close()

@@ -14,7 +14,7 @@ from harness.faults import Fault, FaultyProxy
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import BUCKET, S3Server, s3_config
 from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
-from harness.store_conformance import StoreConformance
+from harness.store_conformance import AdminStoreConformance
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.errors import StoreError
@@ -32,7 +32,7 @@ URL = f"s3://{BUCKET}/kv"
 CHAIN = page_hashes(32)
 
 
-class TestIndexedS3Store(StoreConformance):
+class TestIndexedS3Store(AdminStoreConformance):
     checks_manifests = False
 
     @pytest.fixture

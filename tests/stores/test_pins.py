@@ -16,7 +16,7 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, running_server
-from sgl_kvfetch.stores.base import Store
+from sgl_kvfetch.stores.base import AdminStore
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.pins import Pin, decode_pin
@@ -45,10 +45,10 @@ async def opened(root: Path, num_segments: float | None = None) -> AsyncIterator
 @pytest.fixture(params=["local", "http", "s3"])
 async def store(
     request: pytest.FixtureRequest, tmp_path: Path, server: RunningServer, s3: S3Server
-) -> AsyncIterator[Store]:
+) -> AsyncIterator[AdminStore]:
     match request.param:
         case "local":
-            store: Store = LocalStore(tmp_path / "store")
+            store: AdminStore = LocalStore(tmp_path / "store")
         case "http":
             store = HttpStore(server.url)
         case _:
@@ -57,7 +57,7 @@ async def store(
     await store.close()
 
 
-async def test_pins_are_kept(store: Store) -> None:
+async def test_pins_are_kept(store: AdminStore) -> None:
     first, second = pin_of(CHAINS[0], "a question"), pin_of(CHAINS[1][:4])
     assert list(await store.pins()) == []
     assert await store.get_pin(first.name) is None
@@ -74,7 +74,7 @@ async def test_pins_are_kept(store: Store) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "..", "../" + "a" * 61, "A" * 64, "a" * 65])
-async def test_other_names_are_refused(store: Store, name: str) -> None:
+async def test_other_names_are_refused(store: AdminStore, name: str) -> None:
     for call in (store.get_pin, store.delete_pin):
         with pytest.raises(StoreError) as caught:
             await call(name)

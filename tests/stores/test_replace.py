@@ -5,35 +5,17 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from harness.small_segments import make_segment, page_hashes, put_segment
-from harness.store_conformance import StoreConformance
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server.run import RunningServer
-from sgl_kvfetch.stores.base import Store, object_digest
+from sgl_kvfetch.stores.base import object_digest
 from sgl_kvfetch.stores.http import HttpStore
-
-
-class _Plain(LocalStore):
-    replace = Store.replace
-
-
-class TestTheDefault:
-    """The default implementation, which is not atomic: two concurrent replacements may both succeed."""
-
-    @pytest.fixture
-    async def store(self, tmp_path: Path) -> AsyncIterator[Store]:
-        store = _Plain(tmp_path)
-        yield store
-        await store.close()
-
-    test_replace_requires_the_expected_manifest = StoreConformance.test_replace_requires_the_expected_manifest
 
 
 async def test_data_objects_are_never_replaced(tmp_path: Path, server: RunningServer) -> None:

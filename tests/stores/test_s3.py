@@ -12,7 +12,7 @@ import pytest
 from harness.faults import Fault, FaultKind, FaultyProxy
 from harness.s3_server import BUCKET, S3Server, s3_config
 from harness.small_segments import data_object, make_segment, page_hashes
-from harness.store_conformance import StoreConformance
+from harness.store_conformance import AdminStoreConformance
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.base import Store, object_digest
 from sgl_kvfetch.stores.http import HttpOptions, TlsFiles
@@ -21,7 +21,7 @@ from sgl_kvfetch.stores.s3 import S3Store
 URL = f"s3://{BUCKET}/some/prefix"
 
 
-class TestS3Store(StoreConformance):
+class TestS3Store(AdminStoreConformance):
     checks_manifests = False
     finds_parts = False
 

@@ -13,7 +13,7 @@ from harness.ceph_server import CephProcess
 from harness.redis_server import RedisProcess
 from harness.s3_server import BUCKET
 from harness.small_segments import make_segment, page_hashes
-from harness.store_conformance import StoreConformance
+from harness.store_conformance import AdminStoreConformance
 from harness.swift_server import HAS_SWIFT, SWIFT_MISSING, SwiftProcess
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import StoreError
@@ -32,7 +32,7 @@ def url() -> str:
     return f"s3://{BUCKET}/{secrets.token_hex(8)}"
 
 
-class TestCeph(StoreConformance):
+class TestCeph(AdminStoreConformance):
     checks_manifests = False
     finds_parts = False
 
@@ -43,7 +43,7 @@ class TestCeph(StoreConformance):
         await store.close()
 
 
-class TestCephWithIndex(StoreConformance):
+class TestCephWithIndex(AdminStoreConformance):
     checks_manifests = False
 
     @pytest.fixture
@@ -61,7 +61,7 @@ def swift() -> Iterator[SwiftProcess]:
         yield server
 
 
-class TestSwift(StoreConformance):
+class TestSwift(AdminStoreConformance):
     checks_manifests = False
     finds_parts = False
 

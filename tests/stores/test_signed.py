@@ -90,7 +90,7 @@ async def test_the_encoder_keeps_signatures_and_does_nothing_without_the_key(
     await without.close()
     assert "is signed" in without.tally.failures[NAME]
     assert await plain.get(NAME) == before
-    encoder = Encoder(signed, options)
+    encoder = Encoder(plain, options, keys=KEYS)
     await encoder.run_once()
     await encoder.close()
     assert encoder.tally.num_encoded == 1

@@ -21,7 +21,7 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.stores import indexed_s3 as indexed, redis_index as page_index, sweep
-from sgl_kvfetch.stores.base import Lookup, Store
+from sgl_kvfetch.stores.base import AdminStore, Lookup
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.listing import StoredSegment
 from sgl_kvfetch.stores.pins import Pin
@@ -49,7 +49,7 @@ async def store(s3: S3Server, index: RedisProcess) -> AsyncIterator[IndexedS3Sto
     await store.close()
 
 
-async def names(store: Store) -> set[str]:
+async def names(store: AdminStore) -> set[str]:
     return {info.name async for info in store.list()}
 
 

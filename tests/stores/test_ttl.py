@@ -35,7 +35,7 @@ from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.write.gather import PageBatch
 from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, running_server
-from sgl_kvfetch.stores.base import Store, object_digest
+from sgl_kvfetch.stores.base import AdminStore, Store, object_digest
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.pins import Pin
@@ -67,8 +67,8 @@ async def server(tmp_path: Path) -> AsyncIterator[RunningServer]:
 @pytest.fixture(params=KINDS)
 async def store(
     request: pytest.FixtureRequest, tmp_path: Path, server: RunningServer, s3: S3Server
-) -> AsyncIterator[Store]:
-    store: Store
+) -> AsyncIterator[AdminStore]:
+    store: AdminStore
     match request.param:
         case "directory":
             store = LocalStore(tmp_path / "root")
@@ -87,11 +87,11 @@ async def found(store: Store) -> list[tuple[int, int]]:
     return parts(await store.lookup(FOLDER, CHAIN))
 
 
-async def names(store: Store) -> set[str]:
+async def names(store: AdminStore) -> set[str]:
     return {info.name async for info in store.list()}
 
 
-async def test_an_expired_segment_is_not_found_until_it_is_written_again(store: Store, later: Later) -> None:
+async def test_an_expired_segment_is_not_found_until_it_is_written_again(store: AdminStore, later: Later) -> None:
     now = time.time()
     await put_segment(store, expiring(LEFT, now + TTL_S))
     later(TTL_S - 10)
@@ -104,7 +104,7 @@ async def test_an_expired_segment_is_not_found_until_it_is_written_again(store: 
     assert await found(store) == []
 
 
-async def test_the_latest_manifest_says_when_a_segment_expires(store: Store, later: Later) -> None:
+async def test_the_latest_manifest_says_when_a_segment_expires(store: AdminStore, later: Later) -> None:
     now = time.time()
     await put_segment(store, expiring(LEFT, now + TTL_S))
     manifest = expiring(LEFT, now + 2 * TTL_S).manifest.encode()
@@ -119,7 +119,7 @@ async def test_the_latest_manifest_says_when_a_segment_expires(store: Store, lat
     assert await found(store) == []
 
 
-async def test_a_shorter_segment_is_found_behind_an_expired_one(store: Store, later: Later) -> None:
+async def test_a_shorter_segment_is_found_behind_an_expired_one(store: AdminStore, later: Later) -> None:
     await put_segment(store, LEFT)
     await put_segment(store, expiring(WHOLE, time.time() + TTL_S))
     assert await found(store) == [(0, 8)]
@@ -128,7 +128,7 @@ async def test_a_shorter_segment_is_found_behind_an_expired_one(store: Store, la
 
 
 @pytest.mark.parametrize("store", KINDS[:3], indirect=True)
-async def test_expired_segments_are_deleted_by_the_next_write(store: Store, later: Later) -> None:
+async def test_expired_segments_are_deleted_by_the_next_write(store: AdminStore, later: Later) -> None:
     await put_segment(store, expiring(LEFT, time.time() + TTL_S))
     later(TTL_S + 70)  # not while its data are new
     other = data_object(b"other")
@@ -137,7 +137,7 @@ async def test_expired_segments_are_deleted_by_the_next_write(store: Store, late
 
 
 @pytest.mark.parametrize("store", [KINDS[0], *KINDS[3:]], indirect=True)
-async def test_gc_deletes_expired_segments_before_all_others(store: Store, later: Later) -> None:
+async def test_gc_deletes_expired_segments_before_all_others(store: AdminStore, later: Later) -> None:
     now = time.time()
     for segment in (LEFT, expiring(RIGHT, now + HOUR), expiring(WHOLE, now + 2 * HOUR)):
         await put_segment(store, segment)
@@ -159,13 +159,13 @@ async def test_gc_deletes_expired_segments_before_all_others(store: Store, later
 
 
 @pytest.mark.parametrize("store", [KINDS[0], *KINDS[3:]], indirect=True)
-async def test_gc_keeps_what_is_being_written_again(store: Store) -> None:
+async def test_gc_keeps_what_is_being_written_again(store: AdminStore) -> None:
     await put_segment(store, expiring(LEFT, time.time() - HOUR))
     assert (await plan_sweep(store, None)).evicted == []
 
 
 @pytest.mark.parametrize("store", KINDS[:3], indirect=True)
-async def test_data_that_is_put_again_waits_for_its_manifest(store: Store, later: Later) -> None:
+async def test_data_that_is_put_again_waits_for_its_manifest(store: AdminStore, later: Later) -> None:
     await put_segment(store, expiring(LEFT, time.time() + TTL_S))
     later(2 * TTL_S)
     await store.put(LEFT.data_name, LEFT.data)

@@ -11,7 +11,7 @@ from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import BUCKET, S3Server, running_s3_server
 from harness.small_segments import expiring, make_segment, page_hashes, put_segment
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.stores.base import Store
+from sgl_kvfetch.stores.base import AdminStore
 from sgl_kvfetch.stores.redis_index import IndexOptions, PageIndex
 from sgl_kvfetch.stores.s3 import S3Store
 from tests.tools.conftest import Stored, kvfetch, kvfetch_json, unchanged
@@ -23,7 +23,7 @@ KEYS = [segment.manifest.key for segment in SEGMENTS]
 SIZE = len(SEGMENTS[0].data) + len(SEGMENTS[0].manifest.encode())
 
 
-async def names(store: Store) -> set[str]:
+async def names(store: AdminStore) -> set[str]:
     found = {info.name async for info in store.list()}
     await store.close()
     return found

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Bytes received over one connection. Both times are from one clock, which may be any."""
+    """Bytes that a link carried, over any number of connections. Both times are from one clock, which may be any."""
 
     size_bytes: int
     start_s: float
@@ -39,7 +39,6 @@ _MOST_PERSISTENCE = 0.98
 _MAD_TO_SIGMA = 1.4826
 _LEAST_LOG_SIGMA = 0.05  # lower bound, so that small deviations are no outliers
 _FAR_SIGMAS = 3.0
-_SHORTEST_PIECE = 0.1  # relative to the longest transfer that runs in the piece
 
 
 def _draws() -> list[list[float]]:
@@ -94,58 +93,15 @@ class LinkOutlook:
 UNKNOWN_LINK = LinkOutlook(6.3e9, 1.2)
 
 
-def together(transfers: Sequence[Transfer]) -> list[Transfer]:
-    """Merge the transfers of several connections as if one connection had carried them.
-
-    The link's goodput is the sum over all connections and fetches. Time is cut where transfers end, and each transfer's
-    bytes are spread evenly over its duration. Idle time does not count. ``transfers`` should include those still
-    running, with the bytes received so far.
-    """
-    cut: list[Transfer] = []
-    for busy in _busy_stretches(transfers):
-        for since_s, until_s in pairwise(_cuts(busy)):
-            running = [(max(t.start_s, since_s), t) for t in busy if t.start_s < until_s and t.end_s > since_s]
-            size = sum(t.size_bytes * (min(t.end_s, until_s) - s) / (t.end_s - t.start_s) for s, t in running)
-            # Every transfer in this piece runs until its end, so only the earliest start matters.
-            cut.append(Transfer(max(1, round(size)), min(start_s for start_s, _ in running), until_s))
-    return cut
-
-
-def _busy_stretches(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
-    """Group transfers into stretches of time in which the link was never idle."""
-    stretches: list[list[Transfer]] = []
-    busy_until_s = -math.inf
-    for transfer in sorted(transfers, key=lambda t: t.start_s):
-        if transfer.start_s > busy_until_s:
-            stretches.append([])
-        stretches[-1].append(transfer)
-        busy_until_s = max(busy_until_s, transfer.end_s)
-    return stretches
-
-
-def _cuts(transfers: Sequence[Transfer]) -> list[float]:
-    """Return the first start, and the ends that are not too close together. Transfers that share a link end almost at
-    once; the few that are left in the last moment say nothing about the link."""
-    cuts = [min(t.start_s for t in transfers)]
-    ends = sorted({t.end_s for t in transfers})
-    for end_s in ends:
-        longest_s = max(t.end_s - t.start_s for t in transfers if t.start_s < end_s and t.end_s > cuts[-1])
-        if end_s - cuts[-1] >= _SHORTEST_PIECE * longest_s:
-            cuts.append(end_s)
-    if cuts[-1] != ends[-1]:
-        cuts[max(1, len(cuts) - 1) :] = [ends[-1]]
-    return cuts
-
-
 def robust(transfers: Sequence[Transfer], prior: LinkOutlook = UNKNOWN_LINK) -> LinkOutlook:
     """Estimate median, spread and persistence of recent goodputs; newer transfers have more weight.
 
     A single outlier is clipped. Two outliers in a row on the same side mean that the link has changed: all earlier
-    transfers are then ignored. Without transfers the result is ``prior``. Merges parallel transfers.
+    transfers are then ignored. Without transfers the result is ``prior``. Transfers must not overlap.
     """
     if not transfers:
         return prior
-    logs = [math.log(t.goodput_bps) for t in together(transfers)[-_WINDOW:]]
+    logs = [math.log(t.goodput_bps) for t in transfers[-_WINDOW:]]
     logs = logs[-2:] if _jumped(logs) else _clipped(logs)
     weights = [_DECAY**age for age in reversed(range(len(logs)))]
     total = sum(weights)

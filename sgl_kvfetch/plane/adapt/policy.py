@@ -19,7 +19,7 @@ class Situation:
     ``sizes_bytes`` and ``work`` (number of integers relative to the profile's chunk) describe the next chunk; later
     chunks are assumed to be like it. ``remaining`` counts all chunks not yet requested, the next one included, also
     those of this process's other fetches, which share link and decoders. ``transfers``: this link's recent transfers,
-    oldest first; running ones count with the bytes received so far.
+    oldest first.
     """
 
     profile: DecodeProfile

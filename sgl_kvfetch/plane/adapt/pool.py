@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from sgl_kvfetch.plane.adapt.decode_profile import DecodeProfile
 from sgl_kvfetch.plane.adapt.pipeline import PoolState
 from sgl_kvfetch.plane.adapt.sessions import UNCONFIGURED, SessionQueue, Start
 from sgl_kvfetch.plane.adapt.tracker import PoolTracker
+
+_NUM_MEASURED = 64
 
 S = TypeVar("S")
 R = TypeVar("R")
@@ -43,6 +46,7 @@ class DecodePool(Generic[S]):
         self._lock = Lock()  # guards the board and the tracker
         self._board: SessionQueue[_Job[S]] = SessionQueue(self.num_sessions)
         self._tracker = None if profile is None else PoolTracker(profile, self.num_sessions)
+        self._measured: deque[tuple[int, float]] = deque(maxlen=_NUM_MEASURED)
         self._threads = ThreadPoolExecutor(self.num_sessions, thread_name_prefix="kvfetch-decode")
         self._closed = False
 
@@ -71,6 +75,16 @@ class DecodePool(Generic[S]):
         assert self._tracker is not None, "the pool has no profile"
         with self._lock:
             return self._tracker.corrected_profile
+
+    def measured(self, size_bytes: int, seconds: float) -> None:
+        """Record that one session needed ``seconds`` for a chunk of ``size_bytes``."""
+        self._measured.append((size_bytes, seconds))
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Return the compressed bytes per second of all sessions together, or None before the first chunk."""
+        seconds = sum(s for _, s in self._measured)
+        return self.num_sessions * sum(size for size, _ in self._measured) / seconds if seconds > 0 else None
 
     def close(self, *, wait: bool = True) -> None:
         """Cancel the waiting jobs. With ``wait``, return only when the running jobs have ended."""

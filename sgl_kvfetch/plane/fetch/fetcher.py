@@ -22,7 +22,7 @@ from sgl_kvfetch.plane.adapt.policy import Policy
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.ahead import ReadAhead
 from sgl_kvfetch.plane.fetch.budget import BytesBudget
-from sgl_kvfetch.plane.fetch.link import DecodeRate, Link
+from sgl_kvfetch.plane.fetch.link import Link
 from sgl_kvfetch.plane.fetch.plan import CellsKey, PageSource, ReadUnit, SpanPart, read_unit, read_units, span_parts
 from sgl_kvfetch.plane.fetch.progress import Early, FetchProgress
 from sgl_kvfetch.plane.fetch.restore import restore_cell, working_bytes
@@ -67,14 +67,13 @@ class Fetcher:
         of sessions bounds it. ``policy`` chooses among a segment's variants, and needs a pool with a profile; if None,
         the first decodable variant is read."""
         self._store = store
-        self._pool = pool
+        self.pool = pool
         self._read_bytes = read_bytes
         # Two halves, so that bytes without destination pages cannot block bytes that have them.
         self._ahead_budget = BytesBudget(max(1, inflight_bytes // 2), self._report_queue)
         self._fetch_budget = BytesBudget(max(1, inflight_bytes - inflight_bytes // 2), self._report_queue)
         self._decode_budget = None if decode_bytes is None else BytesBudget(decode_bytes)
         self.link = Link()
-        self.decode_rate = DecodeRate(pool.num_sessions)
         self._chooser = None if policy is None else VariantChooser(policy, pool, self.link)
         self._may_delete = may_delete
         self._reports: dict[str, asyncio.Task[None]] = {}  # running, by the manifest's name
@@ -87,7 +86,7 @@ class Fetcher:
 
     def close(self, *, wait: bool = True) -> None:
         """Close the pool. All fetches must have ended. With ``wait``, return only when running jobs have ended."""
-        self._pool.close(wait=wait)
+        self.pool.close(wait=wait)
 
     def forget(self) -> None:
         """Drop all bytes that running fetches do not use."""
@@ -260,7 +259,7 @@ class Fetcher:
         if self._decode_budget is not None:
             self._decode_budget.sort(progress)
         undecoded_bytes = sum(each.undecoded_bytes for each in self._running)  # all of them share the decoders
-        if progress.num_first_layers == 0 and undecoded_bytes <= early.within_s * (self.decode_rate.bytes_per_s or 0.0):
+        if progress.num_first_layers == 0 and undecoded_bytes <= early.within_s * (self.pool.bytes_per_s or 0.0):
             progress.early = None
             early.on_certain()
 
@@ -285,15 +284,15 @@ class Fetcher:
         # The thread uses the memory until it is done, even if this coroutine has been cancelled.
         future.add_done_callback(lambda _: _call_soon(loop, partial(self._restored, size_bytes)))
         seconds = await asyncio.wrap_future(future)
-        self.decode_rate.add(len(piece), seconds)
+        self.pool.measured(len(piece), seconds)
         progress.undecoded_bytes -= len(piece)
         progress.num_first_layers -= cell.layer_group == 0
         self._consider_early(progress)
 
     def _submit(self, reader: SegmentReader, cell: Cell, job: Callable[[Decoders], float]) -> Future[float]:
         if self._chooser is None:
-            return self._pool.submit(job)
-        return self._pool.submit(job, self._chooser.profile_variant(reader), work=self._chooser.work(reader, cell))
+            return self.pool.submit(job)
+        return self.pool.submit(job, self._chooser.profile_variant(reader), work=self._chooser.work(reader, cell))
 
     def _num_unasked(self) -> int:
         """Count the cells that running fetches have not requested yet; all fetches share link and decoders."""

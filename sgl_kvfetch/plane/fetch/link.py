@@ -13,8 +13,7 @@ from sgl_kvfetch.plane.adapt.estimate import Transfer
 # between requests. _LEAST_READS reads may always be under way.
 _FULL_S = 0.05
 _LEAST_READS = 4
-_NUM_KEPT = 64
-_NUM_SHOWN = 16
+_NUM_KEPT = 16
 _STALE_S = 30.0  # older measurements are ignored, since links change
 
 
@@ -22,8 +21,7 @@ class Link:
     """Records transfers over the link. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._transfers: deque[Transfer] = deque()
-        self._since_s = float("-inf")
+        self._transfers: deque[Transfer] = deque(maxlen=_NUM_KEPT)
         self._round_trips_s: deque[float] = deque(maxlen=_NUM_KEPT)
         self.outstanding_bytes = 0  # of unfinished transfers
         self._num_outstanding = 0
@@ -31,8 +29,8 @@ class Link:
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """Return the last transfers, oldest first."""
-        return tuple(self._transfers)[-_NUM_SHOWN:]
+        """Return the last transfers, oldest first, as if one connection had carried them one after another."""
+        return tuple(self._transfers)
 
     @property
     def is_full(self) -> bool:
@@ -41,18 +39,10 @@ class Link:
         return self.outstanding_bytes > (self.goodput_bps(time.monotonic()) or 0.0) / 8 * full_s
 
     def goodput_bps(self, now_s: float) -> float | None:
-        """Return the goodput of all transfers together while any ran, or None if none ended lately.
-
-        A transfer's bytes count when it ends. Time counts from the end of the last transfer that is no longer kept.
-        Bytes of transfers that still run are not counted.
-        """
+        """Return the mean goodput of the kept transfers, or None if none ended lately."""
         if not self._transfers or self._transfers[-1].end_s < now_s - _STALE_S:
             return None
-        busy_s, until_s = 0.0, self._since_s
-        for transfer in sorted(self._transfers, key=lambda t: t.start_s):
-            busy_s += max(0.0, transfer.end_s - max(transfer.start_s, until_s))
-            until_s = max(until_s, transfer.end_s)
-        return sum(t.size_bytes for t in self._transfers) * 8 / busy_s if busy_s > 0 else None
+        return sum(t.size_bytes for t in self._transfers) * 8 / sum(t.end_s - t.start_s for t in self._transfers)
 
     def answered(self, seconds: float) -> None:
         """Record how long a small request took."""
@@ -68,13 +58,29 @@ class Link:
         self._num_outstanding -= 1
         now_s = time.monotonic()
         if is_whole and size_bytes and now_s > started_s:
-            if len(self._transfers) == _NUM_KEPT:
-                self._since_s = self._transfers.popleft().end_s
-            self._transfers.append(Transfer(size_bytes, started_s, now_s))
+            self._add(size_bytes, started_s, now_s)
         for waiting in self._waiting:
             if not waiting.done():
                 waiting.set_result(None)
         self._waiting.clear()
+
+    def _add(self, size_bytes: int, start_s: float, end_s: float) -> None:
+        """Keep a transfer so that kept ones do not overlap: its bytes count for the time since the last end.
+
+        Transfers that share a link may end almost together, and the time between two such ends says nothing about the
+        link. So each is joined with those after it until it lasts as long as they do, or with the one before it if none
+        follow.
+        """
+        kept, duration_s = self._transfers, end_s - start_s
+        if kept and start_s < kept[-1].end_s:
+            start_s = kept[-1].end_s
+            if end_s == start_s or start_s - kept[-1].start_s < duration_s:
+                last = kept.pop()
+                size_bytes, start_s = size_bytes + last.size_bytes, last.start_s
+        if self._num_outstanding == 0 and end_s - start_s < duration_s and kept and kept[-1].end_s == start_s:
+            last = kept.pop()
+            size_bytes, start_s = size_bytes + last.size_bytes, last.start_s
+        kept.append(Transfer(size_bytes, start_s, end_s))
 
     async def has_room(self) -> None:
         """Wait until the link is not full."""
@@ -90,20 +96,3 @@ class Link:
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiting)
         await waiting
-
-
-class DecodeRate:
-    """Measures how fast recent bitstreams became values. Used on one thread."""
-
-    def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
-        self._cells: deque[tuple[int, float]] = deque(maxlen=64)
-
-    def add(self, size_bytes: int, seconds: float) -> None:
-        self._cells.append((size_bytes, seconds))
-
-    @property
-    def bytes_per_s(self) -> float | None:
-        """Return the compressed bytes per second of all threads together, or None before the first cell."""
-        seconds = sum(s for _, s in self._cells)
-        return self._num_threads * sum(size for size, _ in self._cells) / seconds if seconds > 0 else None

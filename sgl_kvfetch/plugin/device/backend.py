@@ -210,7 +210,7 @@ class DeviceBackend:
         """Return whether to fetch ``num_pages`` pages. ``cost``: of these pages alone. ``num_ahead``: pages that will
         be fetched before them; each is assumed to cost as much. Ranks may differ, so they must agree before they act.
         """
-        if self._config.recompute == "never":
+        if self._config.device.recompute == "never":
             metrics.DEVICE_DECISIONS.labels("fetch", "configured").inc()
             return True
         num_tokens, times = num_pages * self.pages.geometry.page_size, 1 + num_ahead / num_pages

@@ -82,9 +82,9 @@ def _connect(
         config, plane, pages, pool_tokens=pool_tokens, threshold_tokens=threshold_tokens, is_writer=is_writer
     )
     weight_updates.register(backend.access, config.model_id)
-    counter = cache.early_starts if config.early_start else None
+    counter = cache.early_starts if config.device.early_start else None
     cache.token_to_kv_pool_allocator.get_kvcache().register_layer_transfer_counter(counter)
     ready = (
-        "all bytes of its stored prefix are here" if config.early_start else "its whole stored prefix is in the pool"
+        "all bytes of its stored prefix are here" if counter is not None else "its whole stored prefix is in the pool"
     )
     logger.info("kvfetch runs in device mode: a request starts when %s", ready)

@@ -103,8 +103,8 @@ class Fetches:
     ) -> None:
         """``cache``: SGLang's ``UnifiedRadixCache``. ``pool_tokens``: the pool's slots. ``threshold_tokens``: the
         smallest number of tokens that is worth a lookup."""
-        max_tokens = int(pool_tokens * config.device_pool_share)
-        self._starts_early = config.early_start
+        max_tokens = int(pool_tokens * config.device.pool_share)
+        self._starts_early = config.device.early_start
         self._cache = cache
         self._backend = backend
         self._board = board
@@ -112,10 +112,11 @@ class Fetches:
         self._page_size: int = cache.page_size
         self._threshold_tokens = threshold_tokens
         # A power of two, like the length of a span: so no span lies in two rounds and is read twice.
-        self._round_pages = 1 << (max(1, min(config.round_tokens, max_tokens) // self._page_size).bit_length() - 1)
+        round_tokens = min(config.device.round_tokens, max_tokens)
+        self._round_pages = 1 << (max(1, round_tokens // self._page_size).bit_length() - 1)
         self._slots: Slots[Fetch] = Slots(cache, max(1, max_tokens // self._page_size) * self._page_size)
         self._turns: SlotTurns[Fetch] = SlotTurns()
-        self._link: LinkQueue[Fetch] = LinkQueue(config.fetch_order, shared_pages=self._round_pages)
+        self._link: LinkQueue[Fetch] = LinkQueue(config.device.fetch_order, shared_pages=self._round_pages)
         self._sharing: Sharing[Fetch] = Sharing()
         self._fetches: dict[Any, Fetch] = {}  # by handle; only of requests that are not gone
         self._fetching: dict[Fetch, None] = {}  # in order of their start; also of requests that are gone

@@ -18,12 +18,28 @@ from typing import Literal, TypeVar
 
 import msgspec
 import torch
-import xxhash
 
-from sgl_kvfetch.codec import FrameEncoder, Manifest, require_rewritable, split_signature, with_chunk_digests
+from sgl_kvfetch.codec import (
+    FrameEncoder,
+    Manifest,
+    ManifestKeys,
+    require_rewritable,
+    split_signature,
+    with_chunk_digests,
+)
 from sgl_kvfetch.errors import CorruptError, EncodeError, FormatError, KVFetchError, StoreError
+from sgl_kvfetch.keys import ContentCheck
 from sgl_kvfetch.side_by_side import side_by_side
-from sgl_kvfetch.stores import ObjectInfo, Store, StoredSegment, decode_named_manifest, list_segments, object_digest
+from sgl_kvfetch.stores import (
+    AdminStore,
+    ObjectInfo,
+    SignedStore,
+    Store,
+    StoredSegment,
+    decode_named_manifest,
+    list_segments,
+    object_digest,
+)
 from sgl_kvfetch.tools.encoding.garbage import Garbage
 from sgl_kvfetch.tools.encoding.targets import Target, find_variant, is_done, with_variants
 from sgl_kvfetch.tools.encoding.transcode import cheapest_variant, require_same_content, transcode, verify_variant
@@ -74,14 +90,16 @@ class Encoder:
 
     Callbacks: ``on_step`` gets each step and its object's name (or the prefix), ``on_total`` the number of segments
     that a round has to encode; ``on_segment`` is called after each of them, encoded or not.
+    ``keys``: sign manifests, and encode only signed ones.
     ``encoders``: frame encoders by codec, for codecs that are not encoded on the CPU.
     """
 
     def __init__(
         self,
-        store: Store,
+        store: AdminStore,
         options: EncodeOptions,
         *,
+        keys: ManifestKeys | None = None,
         encoders: Mapping[str, FrameEncoder] | None = None,
         on_step: Callable[[Step, str], None] = lambda step, name: None,
         on_total: Callable[[int], None] = lambda segments: None,
@@ -89,7 +107,8 @@ class Encoder:
     ) -> None:
         self.tally = Tally()
         self.garbage = Garbage(store, options.grace_s)
-        self._store = store
+        self._objects = store
+        self._store: Store = store if keys is None else SignedStore(store, keys)
         self._options = options
         self._encoders = encoders or {}
         self._on_step = on_step
@@ -136,7 +155,7 @@ class Encoder:
         collecting = asyncio.create_task(self._collect())
         try:
             self._on_step("list", self._options.prefix)
-            segments = await list_segments(self._store, self._options.prefix)
+            segments = await list_segments(self._objects, self._options.prefix)
             present = {s.key.manifest_name for s in segments if s.manifest is not None}
             for kept in (self._known, self._failed):
                 for name in kept.keys() - present:
@@ -297,8 +316,7 @@ class Encoder:
                 await self._run(partial(verify_variant, whole, index, data, before_cell=self._before_cell))
             except CorruptError as e:
                 is_ours = made is not None and variant in made.variants
-                is_what_was_put = xxhash.xxh3_128_hexdigest(data) == variant.data_digest
-                if not (self._encoders and is_ours and is_what_was_put):
+                if not (self._encoders and is_ours and ContentCheck(name, data).is_sound):
                     raise
                 for encoder in self._encoders.values():
                     encoder.distrust(f"{name}: {e}")

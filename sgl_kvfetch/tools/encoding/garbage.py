@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from sgl_kvfetch.codec import decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import parse_object_name
-from sgl_kvfetch.stores import Store
+from sgl_kvfetch.stores import AdminStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Garbage:
     manifest that names it.
     """
 
-    def __init__(self, store: Store, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: AdminStore, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._grace_s = grace_s
         self._clock = clock

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import statistics
@@ -10,7 +9,7 @@ import statistics
 import pytest
 
 from benchmarks.adaptive.policies import last_chunk
-from sgl_kvfetch.plane.adapt.estimate import UNKNOWN_LINK, LinkOutlook, Transfer, robust, together
+from sgl_kvfetch.plane.adapt.estimate import UNKNOWN_LINK, LinkOutlook, Transfer, robust
 
 
 def transfers(*gbps: float) -> list[Transfer]:
@@ -64,26 +63,6 @@ def test_it_is_nearer_than_the_last_chunk_on_a_noisy_link() -> None:
     assert statistics.fmean(errors["robust"]) < 0.6 * statistics.fmean(errors["last"])
 
 
-def test_connections_add_up() -> None:
-    """Two at once, each with half of the link, then one with all of it, after a pause in which nothing was asked."""
-    seen = [Transfer(500, 0.0, 1.0), Transfer(500, 0.0, 1.0), Transfer(1000, 3.0, 4.0)]
-    for order in itertools.permutations(seen):
-        assert [t.goodput_bps for t in together(order)] == [8000.0, 8000.0]
-
-
-def test_staggered_connections_add_up() -> None:
-    """Each has half of the link all the time; one of two begins where the other is halfway."""
-    seen = [Transfer(250, 0.0, 0.5), *(Transfer(500, i / 2, i / 2 + 1.0) for i in range(6)), Transfer(250, 3.0, 3.5)]
-    assert [t.goodput_bps for t in together(seen)] == pytest.approx([8000.0] * 7)
-    assert robust(seen).median_bps == pytest.approx(8000.0)
-
-
-def test_one_connection_is_left_as_it_is() -> None:
-    seen = [Transfer(10, 0.0, 1.0), Transfer(30, 1.0, 2.0), Transfer(7, 5.0, 5.5)]
-    assert together(seen) == seen
-    assert together([]) == []
-
-
 def test_a_link_that_varies_by_itself_is_told_from_one_that_wanders() -> None:
     rng = random.Random(3)
     independent = robust(transfers(*[5.0 * 2 ** rng.gauss(0, 1) for _ in range(16)]))
@@ -111,19 +90,3 @@ def test_paths_are_always_the_same() -> None:
     outlook = robust(transfers(5, 9, 3, 4))
     assert outlook.paths(9) == outlook.paths(9)
     assert [path[:4] for path in outlook.paths(9)] == outlook.paths(4)
-
-
-def test_transfers_that_share_a_link_and_end_almost_together() -> None:
-    """What is left of the last ones in the very last moment is not the link's goodput."""
-    transfers = [Transfer(1_000_000, 0.0, 1.0 + i * 1e-4) for i in range(8)]
-    assert robust(transfers).median_bps == pytest.approx(64e6, rel=0.01)
-    assert [t.size_bytes for t in together(transfers)] == [8_000_000]
-
-
-def test_pauses_between_bursts_do_not_count() -> None:
-    """Nor where a burst's last transfer ends a little after the others."""
-    bursts = [[Transfer(10**9, at, at + 1.0), Transfer(10**9, at, at + 1.001)] for at in (0.0, 61.0, 100.0)]
-    assert [t.goodput_bps for t in together([*bursts[0], bursts[1][0]])] == pytest.approx([16e9, 8e9], rel=0.01)
-    seen = [each for burst in bursts for each in burst]
-    assert [t.goodput_bps for t in together(seen)] == pytest.approx([16e9] * 3, rel=0.01)
-    assert robust(seen).median_bps == pytest.approx(16e9, rel=0.01)

@@ -209,3 +209,10 @@ def test_the_pool_corrects_its_profile() -> None:
     pool.submit(decode, 1).result(WAIT_S)
     assert pool.profile.decode_time_s(1, 1) == pytest.approx(1.0)
     pool.close()
+
+
+def test_sessions_decode_side_by_side(pool: DecodePool[str]) -> None:
+    assert pool.bytes_per_s is None
+    pool.measured(1000, 0.5)
+    pool.measured(3000, 0.5)
+    assert pool.bytes_per_s == pytest.approx(2 * 4000)

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from sgl_kvfetch.plane.adapt.estimate import robust
 from sgl_kvfetch.plane.fetch import link as link_module
-from sgl_kvfetch.plane.fetch.link import DecodeRate, Link
+from sgl_kvfetch.plane.fetch.link import Link
 
 
 class Clock:
@@ -74,9 +75,54 @@ async def test_goodput_is_that_of_all_connections_and_grows_stale(clock: Clock) 
     assert link.goodput_bps(clock.now_s + 31) is None
 
 
-def test_threads_decode_side_by_side() -> None:
-    rate = DecodeRate(4)
-    assert rate.bytes_per_s is None
-    rate.add(1000, 0.5)
-    rate.add(3000, 0.5)
-    assert rate.bytes_per_s == pytest.approx(4 * 4000)
+def carried(clock: Clock, *transfers: tuple[int, float, float]) -> Link:
+    """A link that has carried transfers of so many bytes, from and until these seconds."""
+    link = Link()
+    events = sorted(
+        ((at, is_end, size, start) for size, start, end in transfers for at, is_end in ((start, 0), (end, 1)))
+    )
+    for at, is_end, size, start in events:
+        clock.now_s = 1000 + at
+        link.ended(size, 1000 + start, is_whole=True) if is_end else link.started(size)
+    return link
+
+
+def goodputs(link: Link) -> list[float]:
+    return [t.goodput_bps for t in link.transfers]
+
+
+async def test_one_connection_is_left_as_it_is(clock: Clock) -> None:
+    link = carried(clock, (10, 0, 1), (30, 1, 2), (7, 5, 5.5))
+    assert [(t.size_bytes, t.start_s, t.end_s) for t in link.transfers] == [
+        (10, 1000, 1001),
+        (30, 1001, 1002),
+        (7, 1005, 1005.5),
+    ]
+    assert link.goodput_bps(clock.now_s) == pytest.approx(47 * 8 / 2.5)
+
+
+async def test_pauses_do_not_count_and_connections_add_up(clock: Clock) -> None:
+    """Bursts of two that each get half of the link, the second one ending almost with the first."""
+    bursts = [(500, at, at + end) for at in (0.0, 3.0, 100.0) for end in (1.0, 1.0001)]
+    assert goodputs(carried(clock, *bursts)) == pytest.approx([8000.0] * 3, rel=0.01)
+
+
+async def test_staggered_connections_add_up(clock: Clock) -> None:
+    """Each of two has half of the link all the time; one begins where the other is halfway."""
+    link = carried(clock, (250, 0, 0.5), *((500, i / 2, i / 2 + 1) for i in range(6)), (250, 3, 3.5))
+    assert link.goodput_bps(clock.now_s) == pytest.approx(8000.0)
+    assert robust(link.transfers).median_bps == pytest.approx(8000.0, rel=0.1)
+
+
+async def test_many_connections_all_the_time(clock: Clock) -> None:
+    """Sixteen of them, one beginning when another one ends: never is the link idle."""
+    link = carried(clock, *((1000, i / 16, i / 16 + 1) for i in range(200)))
+    assert len(link.transfers) > 8  # or the estimate could not follow the link
+    assert link.goodput_bps(clock.now_s) == pytest.approx(16 * 8000.0, rel=0.1)
+    assert robust(link.transfers).median_bps == pytest.approx(16 * 8000.0, rel=0.1)
+
+
+async def test_transfers_that_end_almost_together_are_one(clock: Clock) -> None:
+    """The time between their ends says nothing about the link."""
+    link = carried(clock, *((1_000_000, 0, 1 + i * 1e-4) for i in range(8)))
+    assert goodputs(link) == pytest.approx([64e6], rel=0.01)

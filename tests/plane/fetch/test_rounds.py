@@ -210,7 +210,7 @@ async def test_what_is_decoded_is_bounded(store: SpoiltStore, segment: Segment) 
         assert result.num_pages == 8
         assert holds(memory, segment, range(8), range(8))
     assert 1 <= most <= 2
-    assert bounded.decode_rate.bytes_per_s is not None
+    assert bounded.pool.bytes_per_s is not None
 
 
 @pytest.mark.parametrize(("bytes_per_s", "is_late"), [(1.0, True), (1e9, False)])

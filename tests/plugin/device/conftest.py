@@ -20,6 +20,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     """Builds ranks on one store, and closes them."""
     monkeypatch.setattr(client, "open_hedged", lambda *args, **kwargs: GatedStore(open_hedged(*args, **kwargs)))
     monkeypatch.setattr(client, "_LINGER_S", 0.01)
+    monkeypatch.setattr(client, "SPAN_TOKENS", 8)
     monkeypatch.setattr(plane, "_launch", plane._launch)  # rigs set it
     made: list[Rig] = []
 

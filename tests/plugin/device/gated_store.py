@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
-from sgl_kvfetch.stores.base import Lookup, ObjectInfo, Store
+from sgl_kvfetch.stores.base import Lookup, Store, WrappedStore
 
 
 class Gate:
@@ -30,11 +30,11 @@ class Gate:
             raise self.error
 
 
-class GatedStore(Store):
+class GatedStore(WrappedStore):
     """A store whose lookups and reads go through gates."""
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        super().__init__(store)
         self.lookups, self.reads = Gate(), Gate()
         self.num_lookups = 0
         self.data_reads: list[tuple[str, int]] = []
@@ -49,24 +49,3 @@ class GatedStore(Store):
             self.data_reads.append((name, start))
             await self.reads.pass_through(name, start)
         return await self._store.get(name, start, length)
-
-    async def put(self, name: str, data: bytes) -> None:
-        await self._store.put(name, data)
-
-    async def head(self, name: str) -> ObjectInfo | None:
-        return await self._store.head(name)
-
-    async def delete(self, name: str) -> bool:
-        return await self._store.delete(name)
-
-    async def report_damage(self, manifest_name: str) -> bool:
-        return await self._store.report_damage(manifest_name)
-
-    async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
-        return await self._store.replace(name, data, expected_digest)
-
-    def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        return self._store.list(prefix)
-
-    async def close(self) -> None:
-        await self._store.close()

@@ -222,6 +222,7 @@ def make_rig(
     num_slots: int = 256,
     agree: Callable[[torch.Tensor], None] | None = None,
     rank: int = 0,
+    device: dict[str, Any] | None = None,
     **config: Any,
 ) -> Rig:
     """Build a rank on a directory store. ``agree`` replaces the collective of several ranks."""
@@ -241,8 +242,7 @@ def make_rig(
     extra = {
         "store": f"file://{directory}",
         "codec": "zstd",
-        "span_tokens": 8,
-        "recompute": "never",
+        "device": {"recompute": "never"} | (device or {}),
         "lookup_timeout_s": 600,  # no test should wait for these, however slow its machine is
         "fetch_timeout_s": 600,
     } | config

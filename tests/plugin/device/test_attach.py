@@ -80,7 +80,7 @@ def test_a_detached_cache_is_a_plain_one_until_it_is_attached_again(make: MakeRi
 @pytest.mark.parametrize("state", [State.LOOKUP, State.WAITING, State.FOLLOWING, State.AWAITING_BYTES, State.LANDED])
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_detaching_ends_what_is_under_way(make: MakeRig, state: State, is_aborted: bool) -> None:
-    rig = connectable(make(round_tokens=16))
+    rig = connectable(make(device={"round_tokens": 16}))
     shared, other = prompt(0), prompt(2)
     rig.stored(shared)
     rig.stored(other)

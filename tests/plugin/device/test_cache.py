@@ -97,7 +97,7 @@ def test_short_tails_are_not_looked_up(rig: Rig) -> None:
 
 @pytest.mark.parametrize("moment", ["lookup", "transmit", "restore", "landed", "waiting"])
 def test_an_abort_gives_everything_back(make: MakeRig, moment: str) -> None:
-    rig = make(device_pool_share=0.15)  # of 256 slots: one prompt at a time
+    rig = make(device={"pool_share": 0.15})  # of 256 slots: one prompt at a time
     tokens, other = prompt(0), prompt(1)
     rig.stored(tokens)
     rig.stored(other)
@@ -245,7 +245,7 @@ def test_prefixes_of_other_adapters_are_not_used(rig: Rig) -> None:
 
 
 def test_aborts_at_random_moments(make: MakeRig) -> None:
-    rig = make(num_slots=512, device_pool_share=0.5)
+    rig = make(num_slots=512, device={"pool_share": 0.5})
     rng = random.Random(0)
     prompts = [prompt(seed % 3)[:16] + prompt(seed, 12) for seed in range(6)]
     for tokens in prompts:
@@ -289,7 +289,7 @@ def test_aborts_at_random_moments(make: MakeRig) -> None:
 
 
 def test_requests_behind_a_hanging_store_wait_for_one_deadline_in_total(make: MakeRig) -> None:
-    rig = make(fetch_timeout_s=2.0, round_tokens=32)
+    rig = make(fetch_timeout_s=2.0, device={"round_tokens": 32})
     prompts = [prompt(seed) for seed in range(60)]
     for tokens in prompts:
         rig.stored(tokens)

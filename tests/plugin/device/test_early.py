@@ -89,7 +89,7 @@ class Request:
 
 def filled(make: MakeRig, decoding: Decoding) -> tuple[Rig, list[int]]:
     """Return a rig whose store has all pages of a prompt but the last one, and which computes slowly."""
-    rig = make(early_start=True, codec_threads=8)  # more than cells that wait
+    rig = make(codec_threads=8, device={"early_start": True})  # more than cells that wait
     for num_tokens in (8, 16, 32, 64):
         rig.cache.prefill_meter.speed.add(num_tokens, 1000.0 * num_tokens)
     tokens = prompt(0, NUM_PAGES)

@@ -23,7 +23,7 @@ HANG_S = 120.0
 
 def test_random_delays_and_failures_on_one_of_two_ranks(make: MakeRig) -> None:
     ranks = Ranks(2)
-    rigs = [make(num_slots=512, device_pool_share=0.4, rank=rank, agree=ranks.agree(rank)) for rank in range(2)]
+    rigs = [make(num_slots=512, rank=rank, agree=ranks.agree(rank), device={"pool_share": 0.4}) for rank in range(2)]
     prompts = [prompt(seed % 2, 4) + prompt(10 + seed, 8) for seed in range(5)]
     histories: list[list[Any]] = [[], []]
     faults: list[BaseException] = []

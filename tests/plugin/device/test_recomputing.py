@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_a_prefix_that_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
-    rig = make(recompute="auto")
+    rig = make(device={"recompute": "auto"})
     tokens = prompt(0)
     rig.stored(tokens)
     assert rig.cache.prefill_meter.speed.seconds_for(32) is None
@@ -36,7 +36,7 @@ def test_a_prefix_that_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
 
 
 def test_the_rest_is_computed_once_that_is_faster(make: MakeRig) -> None:
-    rig = make(recompute="auto", round_tokens=16)
+    rig = make(device={"recompute": "auto", "round_tokens": 16})
     tokens = prompt(0)
     rig.stored(tokens)
     warm = rig.arrive(tokens[:16])

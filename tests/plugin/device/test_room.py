@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_fetches_keep_to_their_share(make: MakeRig) -> None:
-    rig = make(device_pool_share=0.2)  # 51 slots: 48 in whole pages
+    rig = make(device={"pool_share": 0.2})  # 51 slots: 48 in whole pages
     first, second = prompt(0), prompt(1)
     rig.stored(first)
     rig.stored(second)
@@ -36,7 +36,7 @@ def test_fetches_keep_to_their_share(make: MakeRig) -> None:
 
 
 def test_a_prefix_longer_than_the_share_is_fetched_in_rounds(make: MakeRig) -> None:
-    rig = make(device_pool_share=0.1)  # 25 slots: 24 in whole pages
+    rig = make(device={"pool_share": 0.1})  # 25 slots: 24 in whole pages
     tokens = prompt(0, 16)
     rig.stored(tokens)
     handle = rig.arrive(tokens)
@@ -59,7 +59,7 @@ def test_a_prefix_longer_than_the_share_is_fetched_in_rounds(make: MakeRig) -> N
 
 
 def test_the_smallest_share_is_a_page(make: MakeRig) -> None:
-    rig = make(device_pool_share=0.001)
+    rig = make(device={"pool_share": 0.001})
     rig.stored(prompt(0, 3))
     assert rig.fetch(prompt(0, 3)) == (12, 12)
 
@@ -71,7 +71,7 @@ async def pass_deadline() -> None:
 
 @pytest.mark.parametrize("is_in_time", [True, False])
 def test_a_round_waits_for_slots_until_the_deadline(make: MakeRig, is_in_time: bool) -> None:
-    rig = make(num_slots=64, device_pool_share=0.4, mode="read_only")
+    rig = make(num_slots=64, mode="read_only", device={"pool_share": 0.4})
     writer = make(num_slots=256)
     tokens = prompt(0, 16)
     writer.stored(tokens)
@@ -96,7 +96,7 @@ def test_a_round_waits_for_slots_until_the_deadline(make: MakeRig, is_in_time: b
 
 def test_fetches_do_not_deadlock_over_slots(make: MakeRig) -> None:
     """Each fetch has landed a round, and the pool has no slots for another. The later fetch gives up its rest."""
-    rig = make(num_slots=64, device_pool_share=1.0, round_tokens=16, mode="read_only")
+    rig = make(num_slots=64, mode="read_only", device={"pool_share": 1.0, "round_tokens": 16})
     writer = make(num_slots=256)
     prompts = [prompt(0, 12), prompt(1, 12)]
     for tokens in prompts:
@@ -121,7 +121,7 @@ def test_fetches_do_not_deadlock_over_slots(make: MakeRig) -> None:
 
 @pytest.mark.parametrize("moment", [0, 24, 48])
 def test_an_abort_between_rounds(make: MakeRig, moment: int) -> None:
-    rig = make(device_pool_share=0.1)
+    rig = make(device={"pool_share": 0.1})
     tokens = prompt(0, 16)
     rig.stored(tokens)
     rig.store.reads.is_open = bool(moment)
@@ -174,7 +174,7 @@ def test_landed_prefixes_make_way_when_nobody_is_admitted(rig: Rig) -> None:
 
 
 def test_running_requests_get_slots_held_for_waiting_ones(make: MakeRig) -> None:
-    rig = make(num_slots=144, mode="read_only", device_pool_share=1.0)
+    rig = make(num_slots=144, mode="read_only", device={"pool_share": 1.0})
     writer = make(num_slots=256)
     landed, fetched = prompt(0), prompt(1)
     for tokens in (landed, fetched):

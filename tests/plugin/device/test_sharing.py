@@ -68,7 +68,7 @@ def test_clearing_leaves_no_leaders() -> None:
 
 
 def test_pages_are_fetched_once_for_requests_that_share_them(make: MakeRig) -> None:
-    rig = make(device_pool_share=0.5)  # 32 pages: so many may be on the link together
+    rig = make(device={"pool_share": 0.5})  # 32 pages: so many may be on the link together
     tokens, other = prompt(0, 12), prompt(1, 4)
     rig.stored(tokens)
     rig.stored(other)
@@ -115,7 +115,7 @@ def test_a_follower_gets_what_its_aborted_leader_fetches(rig: Rig) -> None:
 
 
 def test_a_follower_goes_on_as_soon_as_its_own_pages_have_landed(make: MakeRig) -> None:
-    rig = make(round_tokens=16)
+    rig = make(device={"round_tokens": 16})
     tokens = prompt(0, 16)
     rig.stored(tokens)
     rig.store.reads.is_open = False

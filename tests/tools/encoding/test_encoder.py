@@ -24,7 +24,7 @@ from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane.write.commit import commit_segment, delete_segment
 from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.run import running_server
-from sgl_kvfetch.stores.base import Store, object_digest
+from sgl_kvfetch.stores.base import AdminStore, object_digest
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.tools.encoding import encoder as encoder_module
 from sgl_kvfetch.tools.encoding.encoder import EncodeOptions, Encoder, Step
@@ -69,7 +69,7 @@ async def local(tmp_path: Path) -> AsyncIterator[Meddler]:
 
 
 @pytest.fixture(params=["local", "http"])
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[AdminStore]:
     if request.param == "local":
         local = LocalStore(tmp_path / "store")
         yield local
@@ -86,7 +86,7 @@ def segments(count: int) -> list[CodedSegment]:
 
 
 async def encode(
-    store: Store, targets: tuple[Target, ...] = HEVC, *, grace_s: float = 0.0, keep_source: bool = False
+    store: AdminStore, targets: tuple[Target, ...] = HEVC, *, grace_s: float = 0.0, keep_source: bool = False
 ) -> Encoder:
     """Run an encoder once, completely."""
     encoder = Encoder(store, EncodeOptions(targets, keep_source=keep_source, grace_s=grace_s, workers=2))
@@ -97,19 +97,19 @@ async def encode(
     return encoder
 
 
-async def manifest_of(store: Store, segment: CodedSegment) -> Manifest:
+async def manifest_of(store: AdminStore, segment: CodedSegment) -> Manifest:
     content = await store.get(segment.manifest.key.manifest_name)
     assert content is not None
     return decode_manifest(content)
 
 
-async def read(store: Store, manifest: Manifest) -> CodedSegment:
+async def read(store: AdminStore, manifest: Manifest) -> CodedSegment:
     contents = [await store.get(manifest.data_name(variant)) for variant in manifest.variants]
     assert all(contents)
     return CodedSegment(manifest, contents[0], tuple(contents[1:]))  # type: ignore[arg-type]
 
 
-async def names(store: Store) -> set[str]:
+async def names(store: AdminStore) -> set[str]:
     return {info.name async for info in store.list()}
 
 
@@ -117,14 +117,14 @@ def ways(manifest: Manifest) -> list[Target]:
     return [Target(v.codec, v.resolution) for v in manifest.variants]
 
 
-async def require_encoded(store: Store, segment: CodedSegment, targets: tuple[Target, ...] = HEVC) -> None:
+async def require_encoded(store: AdminStore, segment: CodedSegment, targets: tuple[Target, ...] = HEVC) -> None:
     found = await read(store, await manifest_of(store, segment))
     assert ways(found.manifest) == list(targets)
     for variant in range(len(targets)):
         assert decoded_equal(found, variant, segment, 0)
 
 
-async def require_nothing_loose(store: Store, *manifests: Manifest) -> None:
+async def require_nothing_loose(store: AdminStore, *manifests: Manifest) -> None:
     expected = {m.key.manifest_name for m in manifests}.union(*(m.data_names for m in manifests))
     assert await names(store) == expected
 
@@ -133,7 +133,7 @@ async def until_encoded(encoder: Encoder, count: int) -> None:
     await until(lambda: encoder.tally.num_encoded >= count)
 
 
-async def test_a_segment_keeps_its_expiry(store: Store) -> None:
+async def test_a_segment_keeps_its_expiry(store: AdminStore) -> None:
     segment = expiring(segments(1)[0], time.time() + 3600)
     await commit_segment(store, segment)
     await encode(store)
@@ -141,7 +141,7 @@ async def test_a_segment_keeps_its_expiry(store: Store) -> None:
     assert (await manifest_of(store, segment)).expires == segment.manifest.expires
 
 
-async def test_what_a_newer_version_wrote_stays_as_it_is(store: Store) -> None:
+async def test_what_a_newer_version_wrote_stays_as_it_is(store: AdminStore) -> None:
     """To write its manifest again would drop what only that version knows."""
     (segment,) = segments(1)
     name, newer = segment.manifest.key.manifest_name, as_newer(segment.manifest.encode())
@@ -153,7 +153,7 @@ async def test_what_a_newer_version_wrote_stays_as_it_is(store: Store) -> None:
     assert await names(store) == {name, segment.data_name}
 
 
-async def test_encodes_segments_to_the_wanted_variants(store: Store) -> None:
+async def test_encodes_segments_to_the_wanted_variants(store: AdminStore) -> None:
     stored = segments(3)
     for segment in stored:
         await commit_segment(store, segment)
@@ -172,7 +172,7 @@ async def test_encodes_segments_to_the_wanted_variants(store: Store) -> None:
     await require_nothing_loose(store, *manifests)
 
 
-async def test_a_second_run_does_nothing(store: Store) -> None:
+async def test_a_second_run_does_nothing(store: AdminStore) -> None:
     (segment,) = segments(1)
     await commit_segment(store, segment)
     await encode(store)
@@ -202,7 +202,7 @@ async def test_existing_variants_are_not_encoded_again(local: Meddler) -> None:
     await require_nothing_loose(local, await manifest_of(local, segment))
 
 
-async def test_keep_source_keeps_the_source_variant(store: Store) -> None:
+async def test_keep_source_keeps_the_source_variant(store: AdminStore) -> None:
     (segment,) = segments(1)
     await commit_segment(store, segment)
     await encode(store, keep_source=True)
@@ -213,7 +213,7 @@ async def test_keep_source_keeps_the_source_variant(store: Store) -> None:
     await require_nothing_loose(store, manifest)
 
 
-async def test_replaced_data_is_kept_for_the_grace_period(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replaced_data_is_kept_for_the_grace_period(store: AdminStore, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = LoopClock()
     monkeypatch.setattr(encoder_module, "Garbage", partial(Garbage, clock=clock))
     (segment,) = segments(1)
@@ -247,7 +247,7 @@ async def test_orphan_age_of_replaced_data_starts_at_the_replacement(tmp_path: P
     await store.close()
 
 
-async def test_two_concurrent_encoders(store: Store) -> None:
+async def test_two_concurrent_encoders(store: AdminStore) -> None:
     stored = segments(4)
     for segment in stored:
         await commit_segment(store, segment)
@@ -370,7 +370,7 @@ async def test_variants_with_different_content_are_corrupt(local: Meddler) -> No
     assert await manifest_of(local, segment) == lying
 
 
-async def test_leftovers_of_a_dead_encoder_are_used_or_deleted(store: Store) -> None:
+async def test_leftovers_of_a_dead_encoder_are_used_or_deleted(store: AdminStore) -> None:
     """One encoder was killed between data and manifest, another between manifest and deletion."""
     half, whole = segments(2)
     for segment in (half, whole):
@@ -577,7 +577,7 @@ class WrongEncoder(FrameEncoder):
         self.reasons.append(reason)
 
 
-async def test_a_wrong_bitstream_loses_nothing(store: Store) -> None:
+async def test_a_wrong_bitstream_loses_nothing(store: AdminStore) -> None:
     """The segment stays unchanged, and the next round encodes it on the CPU."""
     (segment,) = segments(1)
     await commit_segment(store, segment)
