@@ -79,10 +79,10 @@ class Give(_Message, frozen=True):
 
 
 class Cancel(_Message, frozen=True):
-    """End a lookup or a fetch soon. ``is_miss``: whether it counts as a miss."""
+    """End a lookup or a fetch soon. ``reason``: of the miss that a fetch counts as; empty if it is none."""
 
     work: int
-    is_miss: bool = True
+    reason: str = "cancelled"
 
 
 class Forget(_Message, frozen=True):

@@ -248,8 +248,36 @@ PLACES: tuple[Place, ...] = (
         mentions=("batch_set_v1",),
     ),
     Place(
+        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController._page_transfer",
+        "reads the pages of one prefetch after another, on one thread",
+        params=("self", "operation"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.PrefetchOperation.__init__",
+        "when a prefetch began, and whether the policy's budget ended it",
+        mentions=("start_time", "deadline_expired", "monotonic"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._start_storage_prefetch_wait",
+        "the budget of the policy `timeout`",
+        params=("self", "operation"),
+        mentions=(
+            "prefetch_stop_policy",
+            "stats_requested_tokens",
+            "prefetch_timeout_base",
+            "prefetch_timeout_per_page",
+            "page_size",
+        ),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._can_terminate_prefetch",
+        "the other two policies",
+        params=("self", "operation"),
+        mentions=("prefetch_stop_policy",),
+    ),
+    Place(
         "sglang.srt.mem_cache.unified_cache.storage_attachment.StorageAttachment.apply_runtime_config",
-        "forces hicache_storage_pass_prefix_keys, at start-up and at run time",
+        "sets what a prefetch may take, and hicache_storage_pass_prefix_keys, at start-up and at run time",
         params=(
             "self",
             "storage_backend",
