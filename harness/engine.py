@@ -71,21 +71,22 @@ def hicache_args(
     *,
     layout: str = "page_first_direct",
     io_backend: str = "direct",
-    prefetch_policy: str = "wait_complete",
+    prefetch_policy: str | None = "wait_complete",
     prefetch_threshold: int = 16,
     **config: Any,
 ) -> list[str]:
     """Return the flags of host mode: our storage backend behind SGLang's host pool.
 
-    ``prefetch_threshold`` is in tokens; SGLang's default of 256 ignores short prompts. ``config`` holds more keys of
-    our config. A lookup may take long: on a busy machine it does.
+    ``prefetch_threshold`` is in tokens; SGLang's default of 256 ignores short prompts. With ``prefetch_policy`` None,
+    no flag is given for it. ``config`` holds more keys of our config. A lookup may take long: on a busy machine it
+    does.
     """
     extra = {"store": store_url, "prefetch_threshold": prefetch_threshold, "lookup_timeout_s": WAIT_S, **config}
     return [
         "--enable-hierarchical-cache",
         *("--hicache-mem-layout", layout),
         *("--hicache-io-backend", io_backend),
-        *("--hicache-storage-prefetch-policy", prefetch_policy),
+        *(() if prefetch_policy is None else ("--hicache-storage-prefetch-policy", prefetch_policy)),
         *("--hicache-storage-backend", "kvfetch"),
         *("--hicache-storage-backend-extra-config", json.dumps(extra)),
     ]

@@ -29,9 +29,9 @@ def gc(
     quota: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAMESPACE=SIZE",
-            help="Most bytes that stay of the namespaces whose model or digest, as kvfetch inspect shows them, starts "
-            "with NAMESPACE. Repeatable.",
+            metavar="MODEL=SIZE",
+            help="Most bytes that stay of this model: its name or model_id, as kvfetch inspect shows it; a "
+            "fingerprint, a namespace; or the beginning of one of these, if no model has that very name. Repeatable.",
         ),
     ] = None,
     index: Annotated[str | None, typer.Option(metavar="URL", help=f"The index of an S3 store: {INDEX_HELP}")] = None,
@@ -52,8 +52,8 @@ def gc(
     were written. It also deletes what writers that died have left. Servers may use the store meanwhile.
 
     kvfetch serve needs no gc for its capacity: it evicts at every write. For quotas, run gc on its directory, beside
-    it. The exit code is 1 if some objects could not be deleted, 2 if the store or the index cannot be used, or another
-    gc is at work.
+    it. The exit code is 1 if some objects could not be deleted or a quota's model has nothing stored, 2 if the store or
+    the index cannot be used, or another gc is at work.
 
     Example, for cron:
 
@@ -69,7 +69,7 @@ def gc(
         print_json(_summary(plan, swept))
     else:
         _print(plan, swept)
-    if swept is not None and swept.failures:
+    if plan.unused_quotas or (swept is not None and swept.failures):
         raise typer.Exit(1)
 
 
@@ -94,7 +94,7 @@ def _parse_quotas(texts: Sequence[str]) -> dict[str, int]:
     for text in texts:
         name, _, size = text.rpartition("=")  # a model's name may contain "="
         if not name or name in quotas:
-            raise ConfigError(f"--quota {text!r}: expected NAMESPACE=SIZE, each NAMESPACE once")
+            raise ConfigError(f"--quota {text!r}: expected MODEL=SIZE, each MODEL once")
         quotas[name] = parse_size(size)
     return quotas
 
@@ -122,7 +122,7 @@ def _print(plan: Plan, swept: Swept | None) -> None:
         for name, what in swept.failures.items():
             typer.echo(f"FAILED {name}: {printable(what)}")
     for name in plan.unused_quotas:
-        typer.echo(f"WARNING: --quota {printable(name)}: no namespace of the store has this name")
+        typer.echo(f"WARNING: nothing is stored of --quota {printable(name)}")
     num_kept = plan.num_segments - len(plan.evicted)
     verb = "would delete" if swept is None else "deleted"
     freed = format_size(plan.freed_bytes if swept is None else swept.num_bytes)

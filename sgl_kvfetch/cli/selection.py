@@ -8,7 +8,7 @@ import typer
 
 from sgl_kvfetch.cli.units import printable
 from sgl_kvfetch.stores.base import Store
-from sgl_kvfetch.stores.listing import StoredSegment, folders_named, list_segments, models_of_folders
+from sgl_kvfetch.stores.listing import StoredSegment, folders_named, list_segments, names_of_folders
 
 STORE_HELP = (
     "A store (http://HOST:PORT, https://..., s3://BUCKET/PREFIX, file:///DIRECTORY or a directory), or a part of it: "
@@ -19,7 +19,8 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         metavar="NAME",
-        help="Only the namespaces whose model or digest, as kvfetch inspect shows them, starts with NAME.",
+        help="Only what is stored of this model: its name or model_id, as kvfetch inspect shows it; a fingerprint, a "
+        "namespace; or the beginning of one of these, if no model has that very name. Exits with 1 if nothing is.",
     ),
 ]
 
@@ -27,12 +28,17 @@ ModelOption = Annotated[
 async def select_segments(store: Store, prefix: str, model: str | None) -> list[StoredSegment]:
     """List the segments whose objects' names start with ``prefix``, in namespaces of ``model`` if it is not None.
 
-    Warns on stderr if no namespace has this model's name. Raises StoreError.
+    If no namespace is of this model, say so and which models there are, and end with exit code 1. Raises StoreError.
     """
     segments = await list_segments(store, prefix)
     if model is None:
         return segments
-    folders = folders_named(model, await models_of_folders(store, segments))
+    newest_first = sorted(segments, key=lambda segment: segment.modified_s, reverse=True)
+    names = await names_of_folders(store, newest_first)
+    folders = folders_named(model, names)
     if not folders:
-        typer.echo(f"WARNING: --model {printable(model)}: no namespace of the store has this name", err=True)
+        models = sorted({printable(each.labels.model_name(each.model)) for each in names.values() if each.model})
+        stored = ", ".join(models) or "no model"
+        typer.echo(f"kvfetch: nothing is stored of --model {printable(model)}; stored: {stored}", err=True)
+        raise typer.Exit(1)
     return [segment for segment in segments if segment.key.namespace in folders]

@@ -259,8 +259,7 @@ def count_miss(stage: str, error: KVFetchError | TimeoutError) -> None:
 
 @contextmanager
 def counted(stage: str, cancel_reason: Callable[[], str] = lambda: "cancelled") -> Iterator[None]:
-    """Count and suppress every exception of a lookup or a fetch. ``cancel_reason`` returns "" if cancelling is no miss.
-    """
+    """Count and suppress every exception of a lookup or a fetch. ``cancel_reason``: "" if cancelling is no miss."""
     try:
         yield
     except asyncio.CancelledError:

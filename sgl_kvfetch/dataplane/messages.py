@@ -15,6 +15,7 @@ import msgspec
 
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.labels import Labels
 
 VERSION = 1
 _LENGTH = struct.Struct("<I")
@@ -39,6 +40,7 @@ class Start(_Message, frozen=True):
     rank: int
     most_span_pages: int | None
     sides: dict[str, int] = {}
+    labels: Labels = Labels()
     version: int = VERSION
 
 

@@ -9,6 +9,7 @@ from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.fingerprint import fingerprint_model
 from sgl_kvfetch.keys import HeadSlice, Namespace
+from sgl_kvfetch.labels import Labels, label_of_klt, label_of_model
 from sgl_kvfetch.plugin.compute_flags import compute_flags, draft_flags
 from sgl_kvfetch.plugin.weight_updates import require_known_weights
 from sgl_kvfetch.quant import Quantiser
@@ -115,7 +116,17 @@ def engine_heads(
         v_head_dim=geometry.v_head_dim,
         quantiser=quantiser.identity,
     )
-    return HeadSlice(namespace, rank_heads(storage_config, geometry, num_heads))
+    return HeadSlice(namespace, rank_heads(storage_config, geometry, num_heads), _labels(config, quantiser))
+
+
+def _labels(config: KVFetchConfig, quantiser: Quantiser) -> Labels:
+    from sglang.srt.runtime_context import get_model, get_serving
+
+    path = get_model().model_path
+    model = label_of_model(get_serving().served_model_name or path, path)
+    if not isinstance(quantiser, KltQuantiser):
+        return Labels(model)
+    return Labels(model, label_of_klt(config.target_kl or quantiser.profile.default_target_kl))
 
 
 def _model_heads(rank_heads: int, tp_size: int) -> int:

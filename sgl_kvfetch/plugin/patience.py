@@ -1,8 +1,8 @@
 """How long a request waits for its prefix in host mode: SGLang's prefetch policy, bounded by ``fetch_timeout_s``.
 
-SGLang's default policy, ``timeout``, gives a prefetch 1 s and 0.25 s per 1,024 tokens. Then it counts the batches of 128
-pages that are complete and drops the rest, which is often all of a prefix. So that budget is replaced unless the user
-has set one, and a fetch ends a little before SGLang's budget does: then the pages that have arrived count.
+SGLang's default policy, ``timeout``, gives a prefetch 1 s and 0.25 s per 1,024 tokens. Then it keeps the complete
+batches of 128 pages and drops the rest, often all of a prefix. So that budget is replaced unless the user has set one,
+and a fetch ends a little before SGLang's budget does: then the pages that have arrived count.
 """
 
 from __future__ import annotations

@@ -116,6 +116,7 @@ def open_plane(
         rank,
         most_span_pages,
         dict(side_bytes or {}),
+        heads.labels,
     )
     if isinstance(pages, FramePool):
         compile_kernels(pages, writer_spec(config, heads, quantiser, encoders, most_span_pages))

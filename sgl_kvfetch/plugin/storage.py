@@ -160,9 +160,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         num_pages = self.fetch_pages(keys, host_indices)
         return [page < num_pages for page in range(len(keys))]
 
-    def fetch_pages(
-        self, keys: list[str], host_indices: torch.Tensor, given_up: Callable[[], str] = lambda: ""
-    ) -> int:
+    def fetch_pages(self, keys: list[str], host_indices: torch.Tensor, given_up: Callable[[], str] = lambda: "") -> int:
         """Restore pages into the host pool. Return how many, from the first one on, are there and verified.
 
         Returns soon after the deadline, or after ``given_up`` returns a reason; nothing is written afterwards.

@@ -117,6 +117,7 @@ PLACES: tuple[Place, ...] = (
     ),
     Place("sglang.srt.observability.trace.TraceNullContext", "a request that is not traced", has=("tracing_enable",)),
     Place("sglang.srt.runtime_context.get_lora", "adapters, which SGLang tells apart by their paths", params=()),
+    Place("sglang.srt.runtime_context.get_serving", "the name that the model is served under", params=()),
     Place("sglang.srt.runtime_context.get_spec", "the draft model", params=()),
     Place("sglang.srt.runtime_context.get_context", "the flags of other groups that change K and V", params=()),
     Place("sglang.srt.runtime_context.RuntimeContext.config_bag", "one group of flags", params=("self", "name")),
