@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
 import torch
@@ -13,6 +14,7 @@ import xxhash
 from sgl_kvfetch.container.manifest import Manifest
 from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.keys import FORMAT_MAJOR, FORMAT_MINOR, HeadSlice, Namespace
+from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.quant import CellPlace, CellValues, Quantiser, make_quantiser
 from sgl_kvfetch.types import TENSORS, CellGrid, KVGeometry, TensorName, torch_dtype
 
@@ -75,6 +77,10 @@ def there_and_back(quantiser: Quantiser, values: Mapping[TensorName, torch.Tenso
 def without_frame_sums(manifest: Manifest) -> Manifest:
     variants = tuple(msgspec.structs.replace(variant, frame_sums=()) for variant in manifest.variants)
     return msgspec.structs.replace(manifest, variants=variants)
+
+
+def with_labels(segment: CodedSegment, labels: Labels) -> CodedSegment:
+    return replace(segment, manifest=msgspec.structs.replace(segment.manifest, labels=labels))
 
 
 def as_newer(manifest: bytes, later: bytes = b"\x01") -> bytes:
