@@ -178,8 +178,8 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                 self._plane.give(call, 0, Destination(pool_pages, sink))
                 reason = ""
                 try:
-                    done, reason = _await(call.over[0], deadline_s + _GRACE_S, given_up)
-                    num_pages = done or 0
+                    ended = _await(call.over[0], deadline_s + _GRACE_S, given_up)
+                    num_pages, reason = ended[0] or 0, ended[1]
                 finally:
                     if not call.over[0].done():
                         self._plane.cancel(call.work, reason or "cancelled")
@@ -254,10 +254,10 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             if transfer.name == PoolName.KV
         }
         for transfer, pages, over in calls:
-            result = None
+            come: tuple[int, ...] = ()
             with counted("fetch"):
-                result, _ = _await(over, deadline_s + _GRACE_S, lambda: "cancelled" if self.is_stopping() else "")
-            come = () if result is None else result.pages
+                ended = _await(over, deadline_s + _GRACE_S, lambda: "cancelled" if self.is_stopping() else "")
+                come = ended[0].pages if ended[0] is not None else ()
             there = [page if index in come else None for index, page in enumerate(pages)]
             results[transfer.name] = self._sides.write(transfer, there)
         return results
