@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sgl_kvfetch import metrics
 from sgl_kvfetch.codecs.nvdec import Nvdec, open_nvdec
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.cuda_streams import Device
@@ -84,6 +85,9 @@ def open_engine_plane(
     heads = engine_heads(config, quantiser, rank, pages.geometry, pages.first_layer, pools)
     require_own_profile(config, quantiser, heads.namespace)
     logger.info("kvfetch: %s, namespace %s: %s", config.store, heads.folder, heads.namespace)
+    namespace, labels = heads.namespace, heads.labels
+    names = labels.model_name(namespace.model), labels.quantiser_name(namespace.quantiser)
+    metrics.NAMESPACE.labels(heads.folder, *names).set(1)
     page_bytes = sides.page_bytes if sides else {}
     return open_plane(config, quantiser, heads, rank.tp_rank, pages, nvdec, most_span_pages, page_bytes)
 
