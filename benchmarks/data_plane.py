@@ -38,16 +38,15 @@ from benchmarks.reads import find_units, read_all
 from benchmarks.report import write_json
 from harness.memory_pool import MemoryPool
 from harness.store_process import StoreProcess
-from sgl_kvfetch.dataplane.launch import DataPlaneProcess, Line
-from sgl_kvfetch.dataplane.messages import Found, Start
-from sgl_kvfetch.dataplane.plane import DataPlane
-from sgl_kvfetch.fetch.rounds import Destination
-from sgl_kvfetch.fetch.sink import GuardedSink
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
-from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.plane.fetch.rounds import Destination
+from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.launch import DataPlaneProcess, Line
+from sgl_kvfetch.plane.messages import Found, Start
+from sgl_kvfetch.plane.open import open_hedged
+from sgl_kvfetch.plane.plane import DataPlane
 from sgl_kvfetch.stores.http import HttpOptions, TlsFiles
-from sgl_kvfetch.stores.open import open_replicas
-from sgl_kvfetch.stores.replicas import ReplicaOptions
 from sgl_kvfetch.types import TENSORS
 
 PAGE_SIZE, LAYERS, HEADS, HEAD_DIM = 16, 6, 8, 128
@@ -231,7 +230,7 @@ async def _read_alone(
     """Return the seconds that reading the same bytes takes, and the number of bytes."""
     tls = None if ca_file is None else TlsFiles(ca=str(ca_file))
     options = HttpOptions(timeout_s=_TIMEOUT_S, max_connections=connections, tls=tls)
-    store = open_replicas([url], options=options, replicas=ReplicaOptions())
+    store = open_hedged(url, options=options)
     quantiser = make_quantiser(QUANTISER)
     try:
         found = [await find_units(store, heads, hashes, quantiser, 4 << 20) for hashes in prefixes]

@@ -163,7 +163,7 @@ def _run(console: Console, title: str, subject: Subject, config: dict[str, Any],
         computed = _store(server, subject.prompt, len(warm_up) + len(subject.prompt), **sampling)
     console.print(f"{title}: a fresh SGLang starts and fetches")
     with (
-        StoreProcess(folder, port=port, extra_args=["--link-gbps", f"{gbps:g}"]),
+        StoreProcess(folder, port=port, link_gbps=[gbps]),
         SGLangServer(subject.model, extra_args=flags) as server,
     ):
         server.generate(input_ids=warm_up, max_new_tokens=1)

@@ -27,7 +27,7 @@ from benchmarks.report import make_parser, make_table, write_json
 from harness.engine import SGLangServer, device_args
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
-from sgl_kvfetch.calibrate.model import cut_windows, prompt_start, tokenise
+from sgl_kvfetch.codec.calibrate.model import cut_windows, prompt_start, tokenise
 
 _NUM_PROMPTS = 4
 _PAGE_SIZE = 64
@@ -83,7 +83,7 @@ def _measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 wait_until_written(server, len(prompts) * num_pages, timeout_s=_TIMEOUT_S)
         for gbps in args.gbps.split(","):
             with ExitStack() as stack:
-                store = stack.enter_context(StoreProcess(directory, extra_args=["--link-gbps", gbps]))
+                store = stack.enter_context(StoreProcess(directory, link_gbps=[float(gbps)]))
                 servers = []
                 for is_early in (False, True):
                     extra_args = [*device_args(store.url, **config, mode="read_only", early_start=is_early), *flags]

@@ -1,8 +1,7 @@
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from sgl_kvfetch.errors import FormatError, NamespaceMismatchError
 from sgl_kvfetch.keys import HeadSlice, Namespace, SegmentKey, buddy_split, is_power_of_two, parse_object_name

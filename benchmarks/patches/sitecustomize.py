@@ -33,7 +33,7 @@ def _stay_in_process(module):
 
 _PATCHES = {
     "blocking": ("sgl_kvfetch.plugin.device.cache", _block),
-    "threads": ("sgl_kvfetch.plugin.plane", _stay_in_process),
+    "threads": ("sgl_kvfetch.plugin.data_plane", _stay_in_process),
 }
 _TARGET, _PATCH = _PATCHES[os.environ["KVFETCH_PATCH"]]
 

@@ -46,13 +46,13 @@ from benchmarks.stores.servers import KINDS, Servers, relayed, running_servers
 from harness.metrics import own_metric
 from harness.small_segments import page_hashes
 from harness.waiting import until
-from sgl_kvfetch.config import KVFetchConfig
-from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
-from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.plane.config import KVFetchConfig
+from sgl_kvfetch.plane.write.commit import commit_segment
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.types import TENSORS
-from sgl_kvfetch.write.commit import commit_segment
 
 PAGE_SIZE, HEADS, HEAD_DIM = 64, 8, 128
 QUANTISER = make_quantiser("uint8")

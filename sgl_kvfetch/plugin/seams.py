@@ -47,8 +47,8 @@ def _seams(scope: Scope, hooks: str, *rows: tuple[str, Kind, str]) -> Iterator[S
 
 _HOOKS = "sgl_kvfetch.plugin.hooks"
 _DEVICE_HOOKS = "sgl_kvfetch.plugin.device.scheduler_hooks"
-_CPU_HOOKS = "sgl_kvfetch.plugin.cpu_engine"
-_CPU_KERNELS = "sgl_kvfetch.plugin.cpu_kernels"
+_CPU_HOOKS = "sgl_kvfetch.plugin.cpu.engine"
+_CPU_KERNELS = "sgl_kvfetch.plugin.cpu.kernels"
 _SRT = "sglang.srt"
 _HOST_POOLS = "sglang.srt.mem_cache.pool_host"
 _MHA_POOL = f"{_HOST_POOLS}.mha.MHATokenToKVPoolHost"

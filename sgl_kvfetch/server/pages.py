@@ -17,15 +17,22 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from sgl_kvfetch.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.codec import Manifest, decode_manifest
+from sgl_kvfetch.directory import FolderUsage, LocalStore
 from sgl_kvfetch.errors import ConfigError, FormatError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.prompts import Prompt, page_hashes, tokenise
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
-from sgl_kvfetch.stores import wire
-from sgl_kvfetch.stores.local import FolderUsage, LocalStore
-from sgl_kvfetch.stores.stored_pages import pages_stored
+from sgl_kvfetch.stores import (
+    MAX_LOOKUP_PAGES,
+    PAGE_PATHS,
+    PICTURES_PATH,
+    PROMPTS_PATH,
+    SEGMENTS_PATH,
+    SUMMARY_PATH,
+    pages_stored,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -115,15 +122,15 @@ class PageHandlers:
         self._num_pictures = 0
 
     def routes(self) -> list[web.RouteDef]:
-        names = dict(zip(wire.PAGE_PATHS, ("page.html", "page.css", "page.js"), strict=True))
+        names = dict(zip(PAGE_PATHS, ("page.html", "page.css", "page.js"), strict=True))
         one_segment = "/{name:.+}"
         return [
             *(web.get(path, self._file(name), allow_head=False) for path, name in names.items()),
-            web.get(wire.SUMMARY_PATH, self.summary, allow_head=False),
-            web.get(wire.SEGMENTS_PATH, self.segments, allow_head=False),
-            web.get(wire.SEGMENTS_PATH + one_segment, self.segment, allow_head=False),
-            web.get(wire.PICTURES_PATH + one_segment, self.picture, allow_head=False),
-            web.post(wire.PROMPTS_PATH, self.prompt),
+            web.get(SUMMARY_PATH, self.summary, allow_head=False),
+            web.get(SEGMENTS_PATH, self.segments, allow_head=False),
+            web.get(SEGMENTS_PATH + one_segment, self.segment, allow_head=False),
+            web.get(PICTURES_PATH + one_segment, self.picture, allow_head=False),
+            web.post(PROMPTS_PATH, self.prompt),
         ]
 
     def _file(self, name: str) -> Any:
@@ -261,7 +268,7 @@ class PageHandlers:
 
     async def _draw(self, target: str, span: str, folder: str) -> bytes:
         """Decode in another process: it needs torch and video codecs, which a store otherwise does not."""
-        command = ("-m", "sgl_kvfetch.cli", "inspect", target, "--png", folder, "--span", span, "--max-frames", "1")
+        command = ("-m", "sgl_kvfetch.tools", "inspect", target, "--png", folder, "--span", span, "--max-frames", "1")
         process = await asyncio.create_subprocess_exec(
             sys.executable, *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
         )
@@ -306,6 +313,6 @@ def _names(manifest: Manifest) -> tuple[str, str]:
 def _hashes_of(query: PromptQuery, tokenizer: str) -> tuple[int, list[bytes]]:
     """Return a prompt's number of tokens, and the hashes of its pages. Raises ConfigError."""
     (tokens,) = tokenise(tokenizer, [query.prompt])
-    if len(tokens) // query.page_size > wire.MAX_LOOKUP_PAGES:
-        raise ConfigError(f"the prompt has more than {wire.MAX_LOOKUP_PAGES} pages of {query.page_size} tokens")
+    if len(tokens) // query.page_size > MAX_LOOKUP_PAGES:
+        raise ConfigError(f"the prompt has more than {MAX_LOOKUP_PAGES} pages of {query.page_size} tokens")
     return len(tokens), page_hashes(tokens, query.page_size, query.cache_salt)

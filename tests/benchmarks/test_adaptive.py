@@ -14,8 +14,8 @@ from benchmarks.adaptive.__main__ import main
 from benchmarks.adaptive.judge import judge, summarise
 from benchmarks.adaptive.published import PUBLISHED
 from benchmarks.adaptive.scenarios import grid, paper_scene, random_traces, read_traces
-from sgl_kvfetch.adapt.estimate import Transfer
 from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.plane.adapt.estimate import Transfer
 
 PNG = b"\x89PNG"
 PROFILES = list(PUBLISHED.values())

@@ -14,8 +14,8 @@ from benchmarks.adaptive.oracle import best_plan
 from benchmarks.adaptive.policies import Fixed, MinimalBubble
 from benchmarks.adaptive.published import PUBLISHED
 from benchmarks.adaptive.simulator import Scenario, simulate
-from sgl_kvfetch.adapt.estimate import LinkOutlook, robust
-from sgl_kvfetch.adapt.policy import LookAhead, Situation
+from sgl_kvfetch.plane.adapt.estimate import LinkOutlook, robust
+from sgl_kvfetch.plane.adapt.policy import LookAhead, Situation
 
 H20 = PUBLISHED["H20"]
 FIXED = [Fixed(i, v.name) for i, v in enumerate(H20.variants)]

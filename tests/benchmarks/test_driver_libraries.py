@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu_check import driver_libraries
-from sgl_kvfetch.codecs import nvenc_caps
+from sgl_kvfetch.codec.bitstream import nvenc_caps
 
 NAMES = ("libnvcuvid.so.1", "libnvidia-encode.so.1")
 

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_check import __main__ as command
 from benchmarks.gpu_check import (
+    __main__ as command,
     driver_libraries,
     interference,
     kernels,
@@ -44,13 +44,13 @@ from benchmarks.kernel_bytes import Span
 from benchmarks.memory import SPAN_TOKENS, Setup, repeated_segments
 from harness import stand_in_pool
 from harness.waiting import WAIT_S, wait_until
-from sgl_kvfetch.codecs import nvenc as nvenc_codec
-from sgl_kvfetch.codecs.hevc import HevcCodec
-from sgl_kvfetch.codecs.nvdec import Nvdec
-from sgl_kvfetch.codecs.surfaces import NUM_SURFACES
+from sgl_kvfetch.codec.bitstream import nvenc as nvenc_codec
+from sgl_kvfetch.codec.bitstream.hevc import HevcCodec
+from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
+from sgl_kvfetch.codec.bitstream.surfaces import NUM_SURFACES
 from sgl_kvfetch.triton_kernels import runtime
-from tests.codecs import fake_nvenc
-from tests.codecs.fake_nvdec import FakeNvc, make_caps, make_nvdec
+from tests.codec.bitstream import fake_nvenc
+from tests.codec.bitstream.fake_nvdec import FakeNvc, make_caps, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
 
 ROOT = Path(__file__).parents[2]
@@ -260,7 +260,7 @@ def test_nvdec_is_checked(record: Record, monkeypatch: pytest.MonkeyPatch) -> No
     nvdec.check_bits(record, {"hevc": decoders["hevc"]}, ["smallest"])
     assert found_by(record)["reason"] == "; ".join(["hevc smallest: other pixels: device"] * 2)
     nvc.fails = ""
-    monkeypatch.setattr("sgl_kvfetch.codecs.nvdec.frame_sum", lambda frames: torch.tensor([1]))
+    monkeypatch.setattr("sgl_kvfetch.codec.bitstream.nvdec.frame_sum", lambda frames: torch.tensor([1]))
     nvdec.check_bits(record, {"hevc": decoders["hevc"]}, ["smallest"])
     assert found_by(record)["reason"].count("hevc smallest: another frame sum") == 2
 
@@ -546,8 +546,8 @@ def pytest_that_ends(monkeypatch: pytest.MonkeyPatch, code: int) -> Iterator[Non
 
 def test_tests_that_need_a_gpu_are_found() -> None:
     found = set(tests.find_files())
-    assert {"tests/cli/test_doctor_gpu.py", "tests/plugin/device/test_cuda_pages.py"} <= found
-    assert "tests/codecs/test_codecs.py" not in found
+    assert {"tests/tools/test_doctor_gpu.py", "tests/plugin/device/test_cuda_pages.py"} <= found
+    assert "tests/codec/bitstream/test_codecs.py" not in found
 
 
 def test_tests_that_fail_are_a_failure(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,9 @@ from benchmarks.memory import (
 from benchmarks.sampler import Sampler
 from harness.small_segments import page_hashes
 from harness.store_process import StoreProcess
-from sgl_kvfetch.container.segment import CodedSegment, SegmentReader
-from sgl_kvfetch.quant import CellValues
-from tests.quant.profiles import make_profile
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader
+from sgl_kvfetch.codec.quant.base import CellValues
+from tests.codec.quant.profiles import make_profile
 
 
 def test_segments_are_what_readers_expect() -> None:

@@ -17,11 +17,12 @@ from benchmarks.soak.disk import LimitedFiles, limited_files, small_disk
 from benchmarks.soak.ledger import Ledger
 from benchmarks.soak.watch import Sample, disk_bytes, growth
 from benchmarks.soak.world import World, WrongError
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.server import ServerConfig, running_server
+from sgl_kvfetch.server import ServerConfig
+from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores.base import SegmentHit
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.stores.local import LocalStore
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from benchmarks.store.nginx import find_nginx
 from benchmarks.store.ranges import read_ranges
 from benchmarks.store.small import SEGMENTS_A_PROMPT, fill, prompt_hashes, prompt_segments
 from harness.small_segments import FOLDER
-from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.directory.local import LocalStore
 
 SMALL = ["--rounds", "1", "--seconds", "0.2", "--segments", "200", "--lookup-seconds", "1", "--clients", "1,2"]
 

@@ -24,17 +24,17 @@ from harness.memory_pool import MemoryPool
 from harness.metrics import own_metric
 from harness.store_process import StoreProcess
 from harness.waiting import until
-from sgl_kvfetch.adapt.pool import DecodePool
-from sgl_kvfetch.codecs.base import Decoders
-from sgl_kvfetch.container.manifest import decode_manifest
-from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment
-from sgl_kvfetch.fetch.fetcher import Fetcher
-from sgl_kvfetch.fetch.finder import PageFinder
-from sgl_kvfetch.fetch.sink import GuardedSink
-from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.codec.bitstream.base import Decoders
+from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher
+from sgl_kvfetch.plane.fetch.finder import PageFinder
+from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.write.commit import commit_segment
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
-from sgl_kvfetch.write.commit import commit_segment
 from tests.segments import make_heads, make_values, page_hashes, there_and_back
 
 NUM_KILLS = int(os.environ.get("KVFETCH_ENCODE_KILLS", "8"))
@@ -148,7 +148,7 @@ class Life:
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "sgl_kvfetch.cli", *arguments]
+    return [sys.executable, "-m", "sgl_kvfetch.tools", *arguments]
 
 
 AIMED_AT = ("list", "put", "check", "replace", "replaced")

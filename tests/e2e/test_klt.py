@@ -12,8 +12,8 @@ from harness.engine import Generation, ServerError, SGLangServer, hicache_args
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S
-from sgl_kvfetch.quant.klt import KltQuantiser
-from sgl_kvfetch.quant.profile import load_profile
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.profile import load_profile
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt
 from tests.e2e.continuation import continue_from_quantised
 
@@ -28,7 +28,7 @@ def profile(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("profile")
     words = (f"w{token}" for seed in range(100, 106) for token in make_prompt(seed))
     (folder / "text").write_text(" ".join(words))
-    command = [sys.executable, "-m", "sgl_kvfetch.cli", "calibrate", "--model", str(model), "--text", "text"]
+    command = [sys.executable, "-m", "sgl_kvfetch.tools", "calibrate", "--model", str(model), "--text", "text"]
     command += ["--out", "profile", "--windows", "6", "--context", "512", "--continuation", "128", "--tp-size", "2"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

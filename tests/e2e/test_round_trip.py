@@ -9,8 +9,7 @@ import pytest
 from harness.engine import SGLangServer, hicache_args
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
-from sgl_kvfetch.quant import make_quantiser
-from sgl_kvfetch.quant.registry import QuantiserName
+from sgl_kvfetch.codec.quant.registry import QuantiserName, make_quantiser
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.continuation import continue_from_quantised
 

@@ -109,7 +109,7 @@ def test_releasing_weights_suspends_unless_they_are_kept(
 
 
 def test_the_factory_registers_our_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sgl_kvfetch.plugin import storage
+    from sgl_kvfetch.plugin.host import storage
 
     backend = SimpleNamespace(access=Access())
     monkeypatch.setattr(storage, "KVFetchStorage", lambda config, pool: backend)

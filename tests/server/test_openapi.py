@@ -10,8 +10,9 @@ import msgspec
 import pytest
 import yaml
 
-from sgl_kvfetch.server import ServerConfig, pages, running_server
+from sgl_kvfetch.server import ServerConfig, pages
 from sgl_kvfetch.server.app import create_app
+from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.server.tokens import Role
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.pins import Pin

@@ -14,15 +14,15 @@ from harness.s3_server import BUCKET, S3Server, s3_config
 from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
 from harness.store_conformance import StoreConformance
 from harness.waiting import WAIT_S, until
-from sgl_kvfetch.container.signing import ManifestKeys
+from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.stores import indexed
+from sgl_kvfetch.stores import indexed_s3 as indexed
 from sgl_kvfetch.stores.base import Lookup, Store
 from sgl_kvfetch.stores.breaker import Breaker
 from sgl_kvfetch.stores.http import HttpOptions
-from sgl_kvfetch.stores.indexed import IndexedS3Store
-from sgl_kvfetch.stores.page_index import Entry, IndexOptions, PageIndex
+from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
+from sgl_kvfetch.stores.redis_index import Entry, IndexOptions, PageIndex
 from sgl_kvfetch.stores.s3 import S3Store
 from sgl_kvfetch.stores.signed import SignedStore
 

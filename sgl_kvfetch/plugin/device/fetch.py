@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sgl_kvfetch import timeline
-from sgl_kvfetch.dataplane.plane import FetchCall
+from sgl_kvfetch.plane import FetchCall
 from sgl_kvfetch.plugin.device.backend import LookupWork
 from sgl_kvfetch.plugin.device.fetch_state import FetchState, State
 

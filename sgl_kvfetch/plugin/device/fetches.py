@@ -15,8 +15,7 @@ from typing import Any
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
 from sgl_kvfetch import metrics, timeline
-from sgl_kvfetch.config import KVFetchConfig
-from sgl_kvfetch.dataplane.plane import FetchCall
+from sgl_kvfetch.plane import FetchCall, KVFetchConfig
 from sgl_kvfetch.plugin.device.backend import Certainty, DeviceBackend, Filling, Finding, RoundStart, RoundStarts
 from sgl_kvfetch.plugin.device.board import Board, PageCount
 from sgl_kvfetch.plugin.device.fetch import Fetch, Sharing

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.codec import answers
-from sgl_kvfetch.calibrate.model import KVModel
+from sgl_kvfetch.codec.calibrate.model import KVModel
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from benchmarks.codec.__main__ import _was_calibrated_on, main
-from tests.quant.profiles import make_profile
+from tests.codec.quant.profiles import make_profile
 
 ROOT = Path(__file__).parents[3]
 PNG = b"\x89PNG\r\n\x1a\n"

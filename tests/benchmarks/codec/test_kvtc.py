@@ -24,7 +24,7 @@ from benchmarks.codec.baselines.kvtc.groups import (
 )
 from benchmarks.codec.baselines.kvtc.method import Kvtc
 from benchmarks.codec.method import KVShape
-from sgl_kvfetch.calibrate.model import KVModel
+from sgl_kvfetch.codec.calibrate.model import KVModel
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 
 RATIOS = (4, 8, 32)

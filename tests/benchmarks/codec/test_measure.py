@@ -11,7 +11,7 @@ from benchmarks.codec.measure import measure
 from benchmarks.codec.method import KVShape, Method
 from benchmarks.codec.ours import our_methods
 from benchmarks.stats import estimate
-from sgl_kvfetch.calibrate.model import KVModel
+from sgl_kvfetch.codec.calibrate.model import KVModel
 from sgl_kvfetch.errors import UnsupportedError
 
 CONTEXT, CONTINUATION = 64, 20

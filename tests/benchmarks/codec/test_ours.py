@@ -9,12 +9,12 @@ from benchmarks.codec.method import KVShape
 from benchmarks.codec.methods import all_methods, select
 from benchmarks.codec.ours import KltMethod, our_methods
 from benchmarks.codec.segments import segments_of
-from sgl_kvfetch.codecs import get_codec
-from sgl_kvfetch.container.segment import cell_place
+from sgl_kvfetch.codec.bitstream.registry import get_codec
+from sgl_kvfetch.codec.container.segment import cell_place
+from sgl_kvfetch.codec.quant.base import CellValues
+from sgl_kvfetch.codec.quant.profile import CurvePoint
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.quant import CellValues
-from sgl_kvfetch.quant.profile import CurvePoint
-from tests.quant.profiles import make_profile, values_of
+from tests.codec.quant.profiles import make_profile, values_of
 
 
 def test_klt_trades_bits_for_error() -> None:

@@ -5,9 +5,9 @@ import torch
 
 from benchmarks.codec.method import KVShape
 from benchmarks.codec.segments import PAGE_TOKENS, SegmentMethod
-from sgl_kvfetch.container.manifest import decode_manifest
+from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.quant import make_quantiser
 from tests.benchmarks.codec.kv import make_kv
 
 

@@ -20,9 +20,9 @@ from benchmarks.codec.spans import (
     variants_of,
 )
 from harness.models import make_tiny_llama
-from sgl_kvfetch.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.types import CellGrid
-from tests.quant.profiles import make_profile, place_of
+from tests.codec.quant.profiles import make_profile, place_of
 
 SHAPE = Shape("numbers", num_layers=5, num_heads=4, k_head_dim=16, v_head_dim=8)
 

@@ -24,15 +24,15 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, polls, wait_until
 from sgl_kvfetch import metrics
-from sgl_kvfetch.config import parse_config
-from sgl_kvfetch.dataplane.run import run
-from sgl_kvfetch.dataplane.service import Service
-from sgl_kvfetch.plugin import plane as plane_module
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.plane.config import parse_config
+from sgl_kvfetch.plane.run import run_data_plane
+from sgl_kvfetch.plane.service import Service
+from sgl_kvfetch.plugin import data_plane as plane_module
 from sgl_kvfetch.plugin.device.backend import DeviceBackend
 from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
 from sgl_kvfetch.plugin.device.fetch_state import State
 from sgl_kvfetch.plugin.device.pages import DevicePages
-from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.types import TENSORS
 from tests.plugin.device.gated_store import GatedStore
 from tests.plugin.planes import Served
@@ -255,7 +255,7 @@ def make_rig(
 
     def connect() -> DeviceBackend:
         plane_module._launch = served.launch
-        plane_module.run = partial(run, on_service=served.add)  # type: ignore[assignment]
+        plane_module.run_data_plane = partial(run_data_plane, on_service=served.add)  # type: ignore[assignment]
         plane = plane_module.open_plane(parsed, quantiser, heads, rank, pages, None)
         return cache.start(parsed, plane, pages, pool_tokens=num_slots, threshold_tokens=PAGE)
 

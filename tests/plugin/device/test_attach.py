@@ -14,7 +14,7 @@ from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.device import scheduler_hooks
 from sgl_kvfetch.plugin.device.fetch_state import State
-from tests.codecs.fake_nvenc import install
+from tests.codec.bitstream.fake_nvenc import install
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import Ranks, Rig, prompt
 

@@ -20,28 +20,30 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 from harness.fetching import fetch_pages
-from sgl_kvfetch import cuda_streams
-from sgl_kvfetch.adapt.pool import DecodePool
-from sgl_kvfetch.container.manifest import Cell
-from sgl_kvfetch.container.segment import CellFrames, CodedSegment, SegmentReader
-from sgl_kvfetch.cuda_streams import Device, Stream
+from sgl_kvfetch.codec import cuda_streams
+from sgl_kvfetch.codec.container.manifest import Cell
+from sgl_kvfetch.codec.container.segment import CellFrames, CodedSegment, SegmentReader
+from sgl_kvfetch.codec.cuda_streams import Device, Stream
+from sgl_kvfetch.codec.quant import klt
+from sgl_kvfetch.codec.quant.base import Quantiser
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.codec.quant.rope import Rope
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.fetch.fetcher import Fetcher
-from sgl_kvfetch.fetch.plan import PageSource
-from sgl_kvfetch.fetch.restore import restore_cell
-from sgl_kvfetch.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher
+from sgl_kvfetch.plane.fetch.plan import PageSource
+from sgl_kvfetch.plane.fetch.restore import restore_cell
+from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plugin.device import build
 from sgl_kvfetch.plugin.device.cuda_pages import DEVICE_BYTES, CudaPages
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.plugin.device.restores import Restore
-from sgl_kvfetch.quant import Quantiser, klt, make_quantiser
-from sgl_kvfetch.quant.klt import KltQuantiser
-from sgl_kvfetch.quant.rope import Rope
-from sgl_kvfetch.stores.local import LocalStore
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
+from tests.codec.quant.profiles import make_profile, values_of
 from tests.plugin.device.fake_streams import FakeDevice, FakeEvent
-from tests.quant.profiles import make_profile, values_of
 from tests.segments import make_segment
 
 pytestmark = pytest.mark.filterwarnings("ignore")

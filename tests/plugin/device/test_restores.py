@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from sgl_kvfetch.container.segment import CellFrames, SegmentReader
+from sgl_kvfetch.codec.container.segment import CellFrames, SegmentReader
+from sgl_kvfetch.codec.quant import klt
+from sgl_kvfetch.codec.quant.base import CellValues, Quantiser
+from sgl_kvfetch.codec.quant.inverse import TransformInverse
+from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser
+from sgl_kvfetch.codec.quant.profile import Profile
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.plugin.device.restores import CellOutputs, restores_of
-from sgl_kvfetch.quant import CellValues, Quantiser, klt, make_quantiser
-from sgl_kvfetch.quant.inverse import TransformInverse
-from sgl_kvfetch.quant.klt import EXACT, KltQuantiser
-from sgl_kvfetch.quant.profile import Profile
-from sgl_kvfetch.quant.rope import Rope
 from sgl_kvfetch.triton_kernels.runtime import use_kernels
 from sgl_kvfetch.types import KVGeometry
-from tests.quant.profiles import make_profile, values_of
+from tests.codec.quant.profiles import make_profile, values_of
 from tests.segments import make_segment
 from tests.triton_kernels.cases import (
     DEVICE,

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.small_segments import head_slice, make_segment, page_hashes, put_segment
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.labels import Labels
+from sgl_kvfetch.stores.pins import Pin
+from tests.segments import with_labels
+from tests.tools.conftest import kvfetch, unchanged
+
+CHAIN = page_hashes(4)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A directory with a segment of each of two models."""
+
+    async def fill() -> None:
+        store = LocalStore(tmp_path)
+        for model in ("a", "b"):
+            await put_segment(store, make_segment(CHAIN, 0, 4, model=model))
+        await store.close()
+
+    asyncio.run(fill())
+    return tmp_path
+
+
+def names(root: Path) -> set[str]:
+    async def listed() -> set[str]:
+        store = LocalStore(root)
+        found = {info.name.partition("/")[0] async for info in store.list()}
+        await store.close()
+        return found
+
+    return asyncio.run(listed())
+
+
+def test_everything(store: Path) -> None:
+    result = kvfetch("clear", str(store), "--yes")
+    assert result.exit_code == 0, result.output
+    assert "2 segments, " in result.output
+    assert "4 objects deleted" in result.output
+    assert names(store) == set()
+
+
+def test_a_part(store: Path) -> None:
+    folder = head_slice("a").folder
+    assert "1 segments, " in kvfetch("clear", f"{store}#{folder}", "--yes").output
+    assert names(store) == {head_slice("b").folder}
+
+
+def test_nothing_without_an_answer(store: Path) -> None:
+    with unchanged(store):
+        result = kvfetch("clear", str(store))
+    assert result.exit_code == 2
+    assert "add --yes" in result.stderr
+
+
+def pin(root: Path, pages: list[bytes]) -> None:
+    async def put() -> None:
+        store = LocalStore(root)
+        await store.put_pin(Pin("pinned", 16, b"".join(pages)))
+        await store.close()
+
+    asyncio.run(put())
+
+
+def test_the_segments_of_a_model(store: Path) -> None:
+    result = kvfetch("clear", str(store), "--model", "a", "--yes")
+    assert result.exit_code == 0, result.output
+    assert "1 segments, " in result.output
+    assert "2 objects deleted" in result.output
+    assert names(store) == {head_slice("b").folder}
+    with unchanged(store):
+        result = kvfetch("clear", str(store), "--model", "a", "--yes")
+    assert result.exit_code == 1
+    assert "nothing is stored of --model a; stored: b" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["org/llama", "llama", "/models/org/llama"])
+def test_a_model_by_its_label(tmp_path: Path, name: str) -> None:
+    label = "llama" if name.startswith("/") else "org/llama"
+
+    async def fill() -> None:
+        store = LocalStore(tmp_path)
+        for model, labelled in (("weights:1", label), ("weights:2", f"{label}-instruct")):
+            await put_segment(store, with_labels(make_segment(CHAIN, 0, 4, model=model), Labels(labelled)))
+        await store.close()
+
+    asyncio.run(fill())
+    assert kvfetch("clear", str(tmp_path), "--model", name, "--yes").exit_code == 0
+    assert names(tmp_path) == {head_slice("weights:2").folder}
+    result = kvfetch("clear", str(tmp_path), "--model", name, "--yes")
+    if name == "/models/org/llama":
+        assert (result.exit_code, names(tmp_path)) == (1, {head_slice("weights:2").folder})
+    elif name == label:  # what it is the beginning of, now that no model is called so
+        assert (result.exit_code, names(tmp_path)) == (0, set())
+
+
+def test_a_model_by_its_id(store: Path) -> None:
+    async def put_another() -> None:
+        local = LocalStore(store)
+        await put_segment(local, make_segment(CHAIN, 0, 4, model="id:mine"))
+        await local.close()
+
+    for name in ("mine", "id:mine"):
+        asyncio.run(put_another())
+        assert kvfetch("clear", str(store), "--model", name, "--yes").exit_code == 0
+        assert names(store) == {head_slice("a").folder, head_slice("b").folder}
+
+
+def test_old_segments(store: Path) -> None:
+    for path in (store / head_slice("a").folder).iterdir():
+        os.utime(path, (time.time(), time.time() - 7200))
+    result = kvfetch("clear", str(store), "--older-than", "1h", "--yes")
+    assert result.exit_code == 0, result.output
+    assert names(store) == {head_slice("b").folder}
+
+
+def test_a_dry_run_deletes_nothing(store: Path) -> None:
+    result = kvfetch("clear", str(store), "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "2 segments, " in result.output
+    assert names(store) == {head_slice("a").folder, head_slice("b").folder}
+
+
+def test_pinned_segments_stay_unless_they_are_asked_for(store: Path) -> None:
+    async def put_another() -> None:
+        local = LocalStore(store)
+        await put_segment(local, make_segment(page_hashes(8)[4:], 0, 4, model="a"))
+        await local.close()
+
+    asyncio.run(put_another())
+    pin(store, CHAIN)
+    result = kvfetch("clear", str(store), "--yes")
+    assert result.exit_code == 0, result.output
+    assert "2 pinned segments stay; --pinned deletes them, too" in result.output
+    assert "2 objects deleted" in result.output
+    assert names(store) == {head_slice("a").folder, head_slice("b").folder}
+
+    assert "4 objects deleted" in kvfetch("clear", str(store), "--yes", "--pinned").output
+    assert names(store) == set()
+    assert "pinned" in kvfetch("pin", str(store)).output
