@@ -33,7 +33,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: Served) -> Ite
 
     monkeypatch.setattr(plane_module, "engine_heads", namespace)
     monkeypatch.setattr(plane_module, "_launch", served.launch)
-    monkeypatch.setattr(plane_module, "run", partial(plane_module.run, on_service=served.add))
+    monkeypatch.setattr(plane_module, "run_data_plane", partial(plane_module.run_data_plane, on_service=served.add))
     made: list[KVFetchStorage] = []
 
     def build(

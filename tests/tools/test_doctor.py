@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from sgl_kvfetch import plugin
 from sgl_kvfetch.codec.bitstream import nvenc, nvidia
 from sgl_kvfetch.codec.bitstream.nvdec_caps import DecodeCaps
 from sgl_kvfetch.codec.bitstream.registry import CODECS
 from sgl_kvfetch.errors import ConfigError, CorruptError
-from sgl_kvfetch.plugin import seams
 from sgl_kvfetch.plugin.cpu.platform import ENV
 from sgl_kvfetch.tools import checks
 from sgl_kvfetch.tools.checks import Check, check_store, run_check
@@ -78,7 +78,7 @@ def test_sglang_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", missing)
     (check,) = checks.check_sglang()
     assert check.status == "no"
-    assert check.advice == f'pip install "sglang=={seams.SGLANG_VERSION}"'
+    assert check.advice == f'pip install "sglang=={plugin.SGLANG_VERSION}"'
 
 
 def test_another_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +90,8 @@ def test_another_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_goes_wrong_with_the_right_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: seams.SGLANG_VERSION)
-    monkeypatch.setattr(seams, "check_seams", lambda scopes: ["a.b moved", "c.d moved"])
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: plugin.SGLANG_VERSION)
+    monkeypatch.setattr(plugin, "check_seams", lambda scopes: ["a.b moved", "c.d moved"])
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
     monkeypatch.setattr(checks, "_search_path", lambda: "")
     found = by_name(checks.check_sglang())
@@ -103,15 +103,15 @@ def test_what_goes_wrong_with_the_right_sglang(monkeypatch: pytest.MonkeyPatch) 
     def broken(scopes: object) -> list[str]:
         raise RuntimeError("operator torchvision::nms does not exist")
 
-    monkeypatch.setattr(seams, "check_seams", broken)
+    monkeypatch.setattr(plugin, "check_seams", broken)
     found = by_name(checks.check_sglang())
     assert found["SGLang's seams"].status == "no"
     assert "nms" in found["SGLang's seams"].found
 
 
 def test_a_plugin_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: seams.SGLANG_VERSION)
-    monkeypatch.setattr(seams, "check_seams", lambda scopes: [])
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: plugin.SGLANG_VERSION)
+    monkeypatch.setattr(plugin, "check_seams", lambda scopes: [])
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [SimpleNamespace(name="kvfetch")])
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
     assert by_name(checks.check_sglang())["plugin registered"].advice == "add kvfetch to SGLANG_PLUGINS"

@@ -20,7 +20,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 from harness.fetching import fetch_pages
-from sgl_kvfetch.codec import cuda_streams
+from sgl_kvfetch import codec
 from sgl_kvfetch.codec.container.manifest import Cell
 from sgl_kvfetch.codec.container.segment import CellFrames, CodedSegment, SegmentReader
 from sgl_kvfetch.codec.cuda_streams import Device, Stream
@@ -513,7 +513,7 @@ def test_device_memory_of_a_fetch_is_bounded() -> None:
 
 def test_a_gpu_is_used_with_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     device = FakeDevice()
-    monkeypatch.setattr(cuda_streams, "Device", lambda _: device)
+    monkeypatch.setattr(codec, "Device", lambda _: device)
     pool = make_pool()
     caplog.clear()  # of what SGLang says of a pool
     worker = SimpleNamespace(model_runner=SimpleNamespace(forward_stream=device.forward))

@@ -73,7 +73,7 @@ def open_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[An
     )
     served = Served()
     monkeypatch.setattr(plane_module, "_launch", served.launch)
-    monkeypatch.setattr(plane_module, "run", partial(plane_module.run, on_service=served.add))
+    monkeypatch.setattr(plane_module, "run_data_plane", partial(plane_module.run_data_plane, on_service=served.add))
     made: list[KVFetchStorage] = []
 
     def build(kv_pool: HostKVCache, is_mla: bool = False, **side_pools: HostKVCache) -> KVFetchStorage:
