@@ -5,12 +5,7 @@ from .bitstream.nvdec_caps import decode_caps as decode_caps
 from .bitstream.nvenc import open_encoders as open_encoders, open_nvenc as open_nvenc
 from .bitstream.nvenc_caps import LIBRARY as LIBRARY
 from .bitstream.nvidia import moving_gradients as moving_gradients, open_current_nvdec as open_current_nvdec
-from .bitstream.registry import (
-    CODECS as CODECS,
-    CodecName as CodecName,
-    EncoderName as EncoderName,
-    get_codec as get_codec,
-)
+from .bitstream.registry import CODECS as CODECS, CodecName as CodecName, get_codec as get_codec
 from .bitstream.surfaces import MAX_SURFACE_BYTES as MAX_SURFACE_BYTES
 from .calibrate.fit import CalibrationOptions as CalibrationOptions, calibrate_model as calibrate_model
 from .calibrate.model import (

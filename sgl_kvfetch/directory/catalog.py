@@ -38,7 +38,7 @@ class FileState(IntEnum):
     DELETING = 2  # at `temp_name(id)`; it is deleted as soon as nobody reads it
 
 
-class Role(IntEnum):
+class FileRole(IntEnum):
     MANIFEST = 0
     NAMED = 1  # data that a manifest names
     PENDING = 2  # data that no manifest names: not yet, or not any more

@@ -11,7 +11,7 @@ import xxhash
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, decode_manifest
 from sgl_kvfetch.directory import files, rows
 from sgl_kvfetch.directory.catalog import Catalog, FileState
-from sgl_kvfetch.directory.room import Room
+from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.errors import FormatError, FormatVersionError
 from sgl_kvfetch.keys import parse_object_name
 
@@ -24,7 +24,7 @@ _READ_BYTES = 4 << 20
 class DamageChecks:
     """One check runs at a time."""
 
-    def __init__(self, catalog: Catalog, room: Room) -> None:
+    def __init__(self, catalog: Catalog, room: DiskRoom) -> None:
         self._catalog = catalog
         self._room = room
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvfetch-check")

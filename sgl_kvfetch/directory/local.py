@@ -20,7 +20,7 @@ from sgl_kvfetch.directory.catalog import Catalog, SegmentState
 from sgl_kvfetch.directory.damage import DamageChecks
 from sgl_kvfetch.directory.files import OpenObject
 from sgl_kvfetch.directory.repair import Repair
-from sgl_kvfetch.directory.room import Room
+from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.directory.writing import DataWriter, IncompleteSegmentError, write_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, SegmentKey
@@ -121,7 +121,7 @@ class LocalStore(Store):
             raise ConfigError(f"capacity_bytes is {capacity_bytes}; expected at least 1, or none for no limit")
         self.root = Path(root)
         self._catalog = Catalog(self.root, self._start_sweep)
-        self._room = Room(self._catalog, capacity_bytes, min_free_bytes)
+        self._room = DiskRoom(self._catalog, capacity_bytes, min_free_bytes)
         self._repair = Repair(self._catalog, self._room, orphan_age_s)
         self._checks = DamageChecks(self._catalog, self._room)
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="kvfetch-local")

@@ -11,8 +11,8 @@ import time
 from itertools import islice
 
 from sgl_kvfetch.directory import files, rows
-from sgl_kvfetch.directory.catalog import Catalog, FileState, Role, SegmentState, temp_name
-from sgl_kvfetch.directory.room import Room
+from sgl_kvfetch.directory.catalog import Catalog, FileRole, FileState, SegmentState, temp_name
+from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import parse_object_name
 from sgl_kvfetch.stores import ObjectInfo
@@ -24,7 +24,7 @@ _PAUSE_S = 0.002  # between steps, for other threads and processes
 
 
 class Repair:
-    def __init__(self, catalog: Catalog, room: Room, orphan_age_s: float) -> None:
+    def __init__(self, catalog: Catalog, room: DiskRoom, orphan_age_s: float) -> None:
         """``orphan_age_s``: how old data without a manifest, and unknown temporary files, are when they are deleted."""
         self.num_collected = 0  # orphaned objects and temporary files
         self.num_unreadable = 0  # manifests
@@ -64,7 +64,7 @@ class Repair:
                     return
         with self._catalog.writing() as db:
             loose = f"segment IN (SELECT id FROM segments WHERE state = {SegmentState.LOOSE:d})"
-            db.execute(f"UPDATE files SET role = {Role.PENDING:d} WHERE role = {Role.NAMED:d} AND {loose}")
+            db.execute(f"UPDATE files SET role = {FileRole.PENDING:d} WHERE role = {FileRole.NAMED:d} AND {loose}")
             db.execute("UPDATE totals SET is_counted = 1")
 
     def _examine(self, db: sqlite3.Connection, manifest_name: str) -> None:
@@ -130,7 +130,9 @@ class Repair:
     def _delete_orphans(self) -> None:
         """Delete old data that no manifest names, and old manifests that lack data."""
         with self._catalog.writing() as db:
-            found = db.execute("SELECT name FROM files WHERE role = ? AND state = ?", (Role.PENDING, FileState.STORED))
+            found = db.execute(
+                "SELECT name FROM files WHERE role = ? AND state = ?", (FileRole.PENDING, FileState.STORED)
+            )
             orphans = found.fetchall()
             orphans += db.execute("SELECT name FROM segments WHERE state = ?", (SegmentState.INCOMPLETE,)).fetchall()
         left = iter(orphans)
@@ -148,7 +150,7 @@ class Repair:
             "WHERE files.name = ? AND files.state = ?",
             (name, FileState.STORED),
         ).fetchone()
-        if row is None or not (row[0] == Role.PENDING or row == (Role.MANIFEST, SegmentState.INCOMPLETE)):
+        if row is None or not (row[0] == FileRole.PENDING or row == (FileRole.MANIFEST, SegmentState.INCOMPLETE)):
             return False
         infos = (files.stat_object(self._root, file) for file in (name, owner))
         return all(info is None or info.modified_s < time.time() - self._orphan_age_s for info in infos)
@@ -170,6 +172,6 @@ def _stored(db: sqlite3.Connection, names: set[str]) -> set[str]:
 
 def _add_row(db: sqlite3.Connection, info: ObjectInfo) -> None:
     """Add a file that was found. Its segment's manifest is to be read; until then, data counts as named by it."""
-    rows.add_file(db, info.name, info.size_bytes, FileState.STORED, role=Role.NAMED, since=info.modified_s)
+    rows.add_file(db, info.name, info.size_bytes, FileState.STORED, role=FileRole.NAMED, since=info.modified_s)
     unread = SegmentState.UNREAD, rows.manifest_name(info.name), SegmentState.LOOSE
     db.execute("UPDATE segments SET state = ? WHERE name = ? AND state != ?", unread)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from sgl_kvfetch.directory import files, rows
-from sgl_kvfetch.directory.catalog import Catalog, FileState, Role, SegmentState, temp_name
+from sgl_kvfetch.directory.catalog import Catalog, FileRole, FileState, SegmentState, temp_name
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.log import LimitedLogger
@@ -36,12 +36,12 @@ _WAIT_S = 30.0  # for another thread's eviction, or for the files to be counted
 _MIN_FREE_PART, _MIN_FREE_BYTES = 1 / 100, 1 << 30
 
 _OLDEST_PENDING = (
-    f"SELECT name, bytes, since FROM files WHERE role = {Role.PENDING:d} AND state = {FileState.STORED:d} "
+    f"SELECT name, bytes, since FROM files WHERE role = {FileRole.PENDING:d} AND state = {FileState.STORED:d} "
 )
 _LEAST_USED = f"""
 SELECT id, pinned FROM segments WHERE state != {SegmentState.LOOSE:d} AND NOT EXISTS (
     SELECT 1 FROM files WHERE segment = segments.id
-    AND (files.state = {FileState.WRITING:d} OR role = {Role.PENDING:d} AND since > ?)
+    AND (files.state = {FileState.WRITING:d} OR role = {FileRole.PENDING:d} AND since > ?)
 ) ORDER BY pinned, last_used LIMIT {_EVICTED_AT_ONCE}"""
 # Not those with a new file: they may be being written again, data first.
 _EXPIRED = f"""
@@ -52,7 +52,7 @@ SELECT id FROM segments WHERE state != {SegmentState.LOOSE:d} AND expires <= ? A
 Doomed = tuple[int, str]  # a file to delete: its identifier and its object's name
 
 
-class Room:
+class DiskRoom:
     """What is on the disk stays within the capacity, apart from the catalog and the rest of each file's last block."""
 
     def __init__(self, catalog: Catalog, capacity_bytes: int | None, min_free_bytes: int | None) -> None:

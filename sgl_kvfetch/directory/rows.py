@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest
 from sgl_kvfetch.directory import files, local_pins
-from sgl_kvfetch.directory.catalog import FileState, Role, SegmentState, temp_name
+from sgl_kvfetch.directory.catalog import FileRole, FileState, SegmentState, temp_name
 from sgl_kvfetch.directory.page_index import page_rows
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import parse_object_name
@@ -17,7 +17,9 @@ from sgl_kvfetch.stores import decode_named_manifest, object_digest
 
 logger = logging.getLogger(__name__)
 
-_MARK_DELETING = f"UPDATE files SET state = {FileState.DELETING:d}, role = {Role.NAMED:d}, segment = NULL WHERE id = ?"
+_MARK_DELETING = (
+    f"UPDATE files SET state = {FileState.DELETING:d}, role = {FileRole.NAMED:d}, segment = NULL WHERE id = ?"
+)
 
 
 def manifest_name(name: str) -> str:
@@ -37,7 +39,7 @@ def add_file(
     state: FileState,
     *,
     file_id: int | None = None,
-    role: Role | None = None,
+    role: FileRole | None = None,
     since: float | None = None,
 ) -> int:
     """Add a file that will be written, or that is stored. Return its identifier, a new one unless it is given.
@@ -53,10 +55,10 @@ def add_file(
         (owner, SegmentState.LOOSE, since),
     )
     segment, segment_state = db.execute("SELECT id, state FROM segments WHERE name = ?", (owner,)).fetchone()
-    role = Role.MANIFEST if name == owner else Role.PENDING if role is None else role
+    role = FileRole.MANIFEST if name == owner else FileRole.PENDING if role is None else role
     row = file_id, name, segment, num_bytes, state, role, since
     added = db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-    if state == FileState.STORED and (role == Role.MANIFEST or segment_state == SegmentState.INCOMPLETE):
+    if state == FileState.STORED and (role == FileRole.MANIFEST or segment_state == SegmentState.INCOMPLETE):
         db.execute("UPDATE segments SET state = ? WHERE id = ?", (SegmentState.UNREAD, segment))
     assert added.lastrowid is not None
     return added.lastrowid
@@ -105,11 +107,11 @@ def to_be_deleted(db: sqlite3.Connection, file_id: int) -> None:
         "SELECT segment, role, segments.state FROM files JOIN segments ON segment = segments.id WHERE files.id = ?",
         (file_id,),
     ).fetchone()
-    if role == Role.MANIFEST:
+    if role == FileRole.MANIFEST:
         hide(db, segment, SegmentState.LOOSE)
-        unnamed = Role.PENDING, time.time(), segment, Role.NAMED
+        unnamed = FileRole.PENDING, time.time(), segment, FileRole.NAMED
         db.execute("UPDATE files SET role = ?, since = ? WHERE segment = ? AND role = ?", unnamed)
-    elif role == Role.NAMED and state in (SegmentState.FOUND, SegmentState.UNREAD):
+    elif role == FileRole.NAMED and state in (SegmentState.FOUND, SegmentState.UNREAD):
         hide(db, segment, SegmentState.INCOMPLETE)
     mark_deleting(db, file_id)
 
@@ -139,8 +141,8 @@ def index(db: sqlite3.Connection, manifest: Manifest, content: bytes) -> None:
     key = manifest.key
     (segment,) = db.execute("SELECT id FROM segments WHERE name = ?", (key.manifest_name,)).fetchone()
     stored = "SELECT id, name, role FROM files WHERE segment = ? AND state = ? AND role != ?"
-    for file_id, name, role in db.execute(stored, (segment, FileState.STORED, Role.MANIFEST)).fetchall():
-        new = Role.NAMED if name in manifest.data_names else Role.PENDING
+    for file_id, name, role in db.execute(stored, (segment, FileState.STORED, FileRole.MANIFEST)).fetchall():
+        new = FileRole.NAMED if name in manifest.data_names else FileRole.PENDING
         if new != role:
             db.execute("UPDATE files SET role = ?, since = ? WHERE id = ?", (new, time.time(), file_id))
     chain = manifest.first_page, b"".join(manifest.page_hashes)
@@ -198,7 +200,9 @@ def examine(db: sqlite3.Connection, root: Path, name: str) -> SegmentState:
         logger.warning("skipping unreadable manifest %s: %s", name, e)
         hide(db, segment, SegmentState.UNREADABLE)
         # A newer version may have written it, so its data counts as named.
-        db.execute("UPDATE files SET role = ? WHERE segment = ? AND role = ?", (Role.NAMED, segment, Role.PENDING))
+        db.execute(
+            "UPDATE files SET role = ? WHERE segment = ? AND role = ?", (FileRole.NAMED, segment, FileRole.PENDING)
+        )
         return SegmentState.UNREADABLE
     if all(add_if_stored(db, root, name) == size_bytes for name, size_bytes in manifest.data_sizes.items()):
         index(db, manifest, content)

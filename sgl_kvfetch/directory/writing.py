@@ -12,7 +12,7 @@ import xxhash
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from sgl_kvfetch.directory import files, rows
 from sgl_kvfetch.directory.catalog import Catalog, temp_name
-from sgl_kvfetch.directory.room import Doomed, Room
+from sgl_kvfetch.directory.room import DiskRoom, Doomed
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import ObjectName
 from sgl_kvfetch.stores import object_digest
@@ -28,7 +28,7 @@ class IncompleteSegmentError(StoreError):
 class _NewFile:
     """A file that is being written. Every method may raise StoreError and OSError."""
 
-    def __init__(self, room: Room, name: str, num_bytes: int) -> None:
+    def __init__(self, room: DiskRoom, name: str, num_bytes: int) -> None:
         """Reserve room for ``num_bytes``."""
         self._room = room
         self._name = name
@@ -66,7 +66,7 @@ class _NewFile:
 
 def write_manifest(
     catalog: Catalog,
-    room: Room,
+    room: DiskRoom,
     name: str,
     content: bytes,
     replaces: Callable[[str | None], bool],
@@ -118,7 +118,7 @@ class DataWriter:
     The content is checked against the digest in the name: data is never replaced, so wrong bytes would stay forever.
     """
 
-    def __init__(self, catalog: Catalog, room: Room, name: ObjectName, size_bytes: int | None) -> None:
+    def __init__(self, catalog: Catalog, room: DiskRoom, name: ObjectName, size_bytes: int | None) -> None:
         """``size_bytes``: the size if it is known, so that room for all of it is reserved at once."""
         assert name.content_digest is not None
         self._catalog = catalog

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from sgl_kvfetch.codec import ManifestKeys, read_manifest_keys
-from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores import MAX_HEDGES, HedgedStore, HttpOptions, HttpStore, OnHedge, SignedStore, Store, TlsFiles
 
@@ -68,6 +67,8 @@ def _open_unsigned(
         case "s3":
             return _open_s3(url, options, s3)
         case "file":
+            from sgl_kvfetch.directory import LocalStore  # clients of other stores start sooner without it
+
             if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
                 raise ConfigError(f"store URL {url!r} needs an absolute path, as in file:///var/cache/kv")
             if parts.query or parts.fragment:

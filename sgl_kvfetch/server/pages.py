@@ -53,7 +53,7 @@ _HEADERS = {
 }
 
 
-class Sample(msgspec.Struct, frozen=True):
+class LoadSample(msgspec.Struct, frozen=True):
     """The counters and gauges of /metrics at a time, in seconds since the epoch."""
 
     at_s: float
@@ -83,7 +83,7 @@ class Summary(msgspec.Struct, frozen=True):
     write_problem: str | None
     takes_text: bool  # whether prompts may be texts
     folders: list[FolderRow]
-    history: list[Sample]
+    history: list[LoadSample]
 
 
 class PromptQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -111,7 +111,7 @@ class PageHandlers:
         self._store = store
         self._metrics = metrics
         self._config = config
-        self._history: deque[Sample] = deque(maxlen=_SAMPLES)
+        self._history: deque[LoadSample] = deque(maxlen=_SAMPLES)
         self._kinds: dict[str, _Kind] = {}  # by folder
         self._folders: list[FolderRow] = []
         self._folders_until_s = 0.0
@@ -154,7 +154,7 @@ class PageHandlers:
 
     async def _sample(self) -> None:
         self._metrics.note_usage(await self._store.usage())
-        self._history.append(Sample(time.time(), self._metrics.activity()))
+        self._history.append(LoadSample(time.time(), self._metrics.activity()))
 
     async def summary(self, request: web.Request) -> web.StreamResponse:
         loop = asyncio.get_running_loop()
@@ -173,7 +173,7 @@ class PageHandlers:
                     usage.write_problem,
                     self._config.tokenizer is not None,
                     self._folders,
-                    [*self._history, Sample(time.time(), self._metrics.activity())],
+                    [*self._history, LoadSample(time.time(), self._metrics.activity())],
                 )
                 self._summary = msgspec.json.encode(summary)
                 self._summary_until_s = loop.time() + _SUMMARY_AGE_S

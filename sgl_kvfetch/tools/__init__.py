@@ -1,6 +1,7 @@
 """The command ``kvfetch``, and background encoding.
 
-Each command is a module, imported when it runs. ``encoding`` is what ``kvfetch encode`` does.
+A command's module is imported when the command runs; commands of one subject share a module. ``encoding`` is what
+``kvfetch encode`` does.
 
 It knows every other house by its door, and the plugin only for ``kvfetch doctor``. Nothing imports it.
 """

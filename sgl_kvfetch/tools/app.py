@@ -1,7 +1,7 @@
 """The command ``kvfetch``.
 
-Each command has its own module, which is imported only when the command runs. ``kvfetch --help`` is therefore quick,
-and ``kvfetch doctor`` can report that torch or SGLang does not import.
+A command's module is imported only when the command runs, and imports torch and codecs only where it works with them.
+``kvfetch COMMAND --help`` is therefore quick, and ``kvfetch doctor`` can report that torch or SGLang does not import.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -40,12 +41,39 @@ COMMANDS = {
     "profile": "Measure how long this machine takes to decode a chunk, for each codec and resolution.",
     "doctor": 'Check what this machine can do, and say how to fix each "no".',
 }
+_MODULES = {  # of the commands that have no module of their own
+    **dict.fromkeys(("lookup", "pin", "unpin", "warm"), "prompts"),
+    **dict.fromkeys(("gc", "index"), "upkeep"),
+    **dict.fromkeys(("clear", "move"), "segments"),
+    **dict.fromkeys(("calibrate", "profile"), "measure"),
+}
 _LOOK: dict[str, Any] = {
     "rich_markup_mode": "markdown",
     "pretty_exceptions_enable": False,  # Typer's tracebacks show local variables, which may hold tokens
     "context_settings": {"help_option_names": ["-h", "--help"]},
     "add_completion": False,
 }
+
+
+def import_command(name: str) -> Callable[..., None]:
+    """Return the function that runs a command."""
+    function: Callable[..., None] = getattr(
+        importlib.import_module(f"sgl_kvfetch.tools.{_MODULES.get(name, name)}"), name
+    )
+    return function
+
+
+def _without_types(params: list[Any]) -> list[Any]:
+    """Let the help of flags show no type: they take no value."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
+
+
+class _Command(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types(super().get_params(ctx))
 
 
 class _Commands(TyperGroup):
@@ -57,11 +85,14 @@ class _Commands(TyperGroup):
             name: TyperCommand(name, help=text, rich_markup_mode="markdown") for name, text in COMMANDS.items()
         }
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types(super().get_params(ctx))
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)
         assert name is not None
         command = typer.Typer(**_LOOK)
-        command.command(name)(getattr(importlib.import_module(f"sgl_kvfetch.tools.{name}"), name))
+        command.command(name, cls=_Command)(import_command(name))
         return name, typer.main.get_command(command), rest
 
     def invoke(self, ctx: Any) -> Any:
@@ -99,4 +130,4 @@ def _kvfetch(
 
 def main() -> None:
     """Run the ``kvfetch`` command."""
-    app()
+    app(prog_name="kvfetch")

@@ -3,88 +3,85 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sgl_kvfetch.codec import EncoderName, open_encoders
-from sgl_kvfetch.stores import HttpOptions, Store
-from sgl_kvfetch.tools.encoding.encoder import EncodeOptions, Encoder, Step, Tally
-from sgl_kvfetch.tools.encoding.targets import make_targets
-from sgl_kvfetch.tools.options import (
-    JsonOption,
-    ManifestKeyFileOption,
+from sgl_kvfetch.tools.target import run_on_store
+from sgl_kvfetch.tools.terminal import (
+    KeyFileOption,
+    PartArgument,
     TokenFileOption,
     TokenOption,
-    make_console,
-    print_json,
+    format_ratio,
+    format_size,
+    json_flag,
+    make_progress,
+    option,
     read_keys,
-    read_token,
+    show,
 )
-from sgl_kvfetch.tools.target import open_existing_store
-from sgl_kvfetch.tools.units import format_ratio, format_size, printable
+
+if TYPE_CHECKING:  # these load torch and codecs
+    from sgl_kvfetch.stores import Store
+    from sgl_kvfetch.tools.encoding.encoder import Encoder, Step, Tally
 
 logger = logging.getLogger(__name__)
 
 _LINE_EVERY_S = 10.0  # between progress lines when stderr is not a terminal
 _MAX_OBJECT_BYTES = 4 << 30  # the default limit of ``kvfetch serve``
-_MAX_FAILURES_SHOWN = 20
 
 
 def encode(
-    store: Annotated[
-        str, typer.Option(metavar="URL", help="http://HOST:PORT, https://..., s3://BUCKET/PREFIX or file:///DIRECTORY.")
-    ],
+    store: PartArgument,
     watch: Annotated[
-        bool, typer.Option("--watch/--once", help="Keep encoding new segments, or exit when all are done.")
+        bool, option(None, "Keep encoding new segments, or exit when all are done.", "--watch/--once")
     ] = False,
-    codec: Annotated[str, typer.Option(metavar="NAMES", help="One or more, such as hevc,hevc420.")] = "hevc",
+    codec: Annotated[str, option("NAMES", "One or more, such as hevc,hevc420.")] = "hevc",
     resolutions: Annotated[
-        str, typer.Option(metavar="NAMES", help="One or more of 240p,480p,640p,1080p; the first is the read default.")
+        str, option("NAMES", "One or more of 240p,480p,640p,1080p; the first is the read default.")
     ] = "240p",
     keep_source: Annotated[
-        bool, typer.Option("--keep-source", help="Also keep existing variants, for readers without the codec.")
+        bool, option(None, "Also keep existing variants, for readers without the codec.", "--keep-source")
     ] = False,
-    namespace: Annotated[
-        str, typer.Option(metavar="PREFIX", help="Only objects with this name prefix: a namespace or part of one.")
-    ] = "",
-    manifest_key_file: ManifestKeyFileOption = None,
+    manifest_key_file: KeyFileOption = None,
     encoder: Annotated[
-        EncoderName,
-        typer.Option(help="What encodes HEVC; auto uses NVENC if this machine's GPU has it, or else the CPU."),
+        Literal["auto", "cpu", "nvenc"],
+        option(None, "What encodes HEVC; auto is NVENC if there is one, else the CPU."),
     ] = "auto",
     workers: Annotated[
-        int,
-        typer.Option(
-            min=1, max=256, help="Parallel segments; each uses a thread and is held in memory.", show_default="cores"
-        ),
+        int, option("COUNT", "Parallel segments, each in a thread and in memory.", min=1, max=256, show_default="cores")
     ] = os.cpu_count() or 1,
     grace_s: Annotated[
         float,
-        typer.Option(
+        option(
+            "SECONDS",
+            "How long to keep replaced data for readers that hold the old manifest: at least as long as a fetch "
+            "can take. Use 0 only if nobody else uses the store.",
             "--grace",
             min=0,
-            metavar="SECONDS",
-            help="How long to keep replaced data for readers that hold the old manifest: at least as long as a fetch "
-            "can take. Use 0 only if nobody else uses the store.",
         ),
     ] = 60.0,
     poll_interval_s: Annotated[
-        float, typer.Option("--poll-interval", min=0.05, metavar="SECONDS", help="With --watch: time between listings.")
+        float, option("SECONDS", "With --watch: time between listings.", "--poll-interval", min=0.05)
     ] = 5.0,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
-    as_json: JsonOption = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print each step on stderr.")] = False,
+    as_json: Annotated[
+        bool,
+        json_flag(
+            "an object with num_done, num_encoded, num_changed, raw_bytes, before_bytes, after_bytes, num_deleted, "
+            "deleted_bytes and failures"
+        ),
+    ] = False,
+    verbose: Annotated[bool, option(None, "Print each step on stderr.", "--verbose", "-v")] = False,
 ) -> None:
     """Encode segments that servers wrote with a fast codec as video, at one or more resolutions.
 
@@ -99,49 +96,55 @@ def encode(
 
     Examples:
 
-        kvfetch encode --store http://127.0.0.1:8700 --watch
+        kvfetch encode http://127.0.0.1:8700 --watch
 
-        kvfetch encode --store file:///var/cache/kv --resolutions 240p,480p --keep-source
+        kvfetch encode /var/cache/kv --resolutions 240p,480p --keep-source
     """
+    from sgl_kvfetch.codec import open_encoders
+    from sgl_kvfetch.stores import HttpOptions
+    from sgl_kvfetch.tools.encoding.encoder import EncodeOptions, Encoder
+    from sgl_kvfetch.tools.encoding.targets import make_targets
+
+    url, _, prefix = store.partition("#")
     codecs = codec.split(",")
     options = EncodeOptions(
         targets=make_targets(codecs, resolutions.split(",")),
-        prefix=namespace,
+        prefix=prefix,
         keep_source=keep_source,
         grace_s=grace_s,
         workers=workers,
     )
     encoders, about = open_encoders(encoder, codecs, workers)
-    make_encoder = partial(Encoder, options=options, encoders=encoders)
-    opened = partial(
-        open_existing_store,
-        store,
-        read_token(token, token_file),
-        HttpOptions(max_object_bytes=_MAX_OBJECT_BYTES),
-        read_keys(manifest_key_file),
-    )
     reporter = _Reporter(verbose)
+
+    async def work(opened: Store) -> None:
+        made = Encoder(
+            opened,
+            options,
+            encoders=encoders,
+            on_step=reporter.step,
+            on_total=reporter.total,
+            on_segment=reporter.segment_done,
+        )
+        reporter.tally = made.tally
+        await _encode(made, poll_interval_s if watch else None)
+
     with reporter.progress:
         if about:
             logger.info(about)
+        http = HttpOptions(max_object_bytes=_MAX_OBJECT_BYTES)
+        keys = read_keys(manifest_key_file)
         try:
-            poll_s = poll_interval_s if watch else None
-            asyncio.run(_run(opened, make_encoder, reporter, poll_s))
+            run_on_store(url, token, token_file, None, work, options=http, manifest_keys=keys)
         except KeyboardInterrupt:
-            _print(reporter.tally, as_json)
+            with contextlib.suppress(typer.Exit):
+                show(reporter.tally, as_json, _lines(reporter.tally), reporter.tally.failures)
             raise
-    _print(reporter.tally, as_json)
-    if reporter.tally.failures:
-        raise typer.Exit(1)
+    show(reporter.tally, as_json, _lines(reporter.tally), reporter.tally.failures)
 
 
-async def _run(
-    open_it: Callable[[], Store], make_encoder: Callable[..., Encoder], reporter: _Reporter, poll_s: float | None
-) -> None:
+async def _encode(encoder: Encoder, poll_s: float | None) -> None:
     """Encode once, or poll every ``poll_s`` seconds until SIGTERM. Raises KVFetchError."""
-    store = open_it()
-    encoder = make_encoder(store, on_step=reporter.step, on_total=reporter.total, on_segment=reporter.segment_done)
-    reporter.tally = encoder.tally
     working = asyncio.ensure_future(encoder.run_once() if poll_s is None else encoder.watch(poll_s))
     # Service managers stop a service with SIGTERM. asyncio itself cancels on Ctrl-C.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, working.cancel)
@@ -153,7 +156,6 @@ async def _run(
     finally:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
         await encoder.close()
-        await store.close()
 
 
 class _Reporter:
@@ -161,18 +163,23 @@ class _Reporter:
 
     def __init__(self, verbose: bool) -> None:
         """Also set up logging."""
-        console = make_console(stderr=True)
-        has_bar = console.is_terminal and not verbose
+        from rich.logging import RichHandler
+        from rich.progress import MofNCompleteColumn, TextColumn
+
+        from sgl_kvfetch.tools.encoding.encoder import Tally
+
+        self.tally = Tally()
+        self.progress = make_progress("encoding", MofNCompleteColumn(), TextColumn("{task.fields[sizes]}"))
+        if verbose:
+            self.progress.disable = True
+        console = self.progress.console
         handlers = [RichHandler(console=console, show_time=False, show_level=False, show_path=False)]
         level = logging.INFO if verbose else logging.WARNING
         logging.basicConfig(
-            level=level, format="kvfetch: %(message)s", handlers=handlers if has_bar else None, force=True
+            level=level, format="kvfetch: %(message)s", handlers=None if self.progress.disable else handlers, force=True
         )
-        columns = (TextColumn("encoding"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[sizes]}"))
-        self.progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not has_bar)
         self.progress.add_task("", total=None, sizes="looking")
         (self._task,) = self.progress.tasks
-        self.tally = Tally()
         self._verbose = verbose
         self._said_s = time.monotonic()
 
@@ -196,19 +203,12 @@ def _sizes(tally: Tally) -> str:
     return f"{format_size(tally.before_bytes)} -> {format_size(tally.after_bytes)}"
 
 
-def _print(tally: Tally, as_json: bool) -> None:
-    if as_json:
-        print_json(tally)
-        return
-    for name, what in list(tally.failures.items())[:_MAX_FAILURES_SHOWN]:
-        typer.echo(f"FAILED {name}: {printable(what)}")
-    if len(tally.failures) > _MAX_FAILURES_SHOWN:
-        typer.echo(f"FAILED and {len(tally.failures) - _MAX_FAILURES_SHOWN} more")
-    typer.echo(f"{tally.num_encoded} segments encoded, {tally.num_done} already done, {len(tally.failures)} failed")
+def _lines(tally: Tally) -> Iterator[str]:
+    yield f"{tally.num_encoded} segments encoded, {tally.num_done} already done, {len(tally.failures)} failed"
     if tally.num_encoded:
         ratio = format_ratio(tally.raw_bytes / tally.after_bytes)
-        typer.echo(f"raw {format_size(tally.raw_bytes)}, stored {_sizes(tally)}: {ratio} smaller than raw")
+        yield f"raw {format_size(tally.raw_bytes)}, stored {_sizes(tally)}: {ratio} smaller than raw"
     if tally.num_deleted:
-        typer.echo(f"{tally.num_deleted} replaced data objects deleted ({format_size(tally.deleted_bytes)})")
+        yield f"{tally.num_deleted} replaced data objects deleted ({format_size(tally.deleted_bytes)})"
     if tally.num_changed:
-        typer.echo(f"{tally.num_changed} segments were deleted or replaced during the run")
+        yield f"{tally.num_changed} segments were deleted or replaced during the run"

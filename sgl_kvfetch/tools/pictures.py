@@ -1,21 +1,44 @@
-"""Draws a segment's frames as PNG files."""
+"""Draws a segment's frames as PNG files. Importing this module loads torch, codecs and Pillow."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from sgl_kvfetch.codec import FILL, Cell, Quantised, SegmentReader
-from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.tools.summary import layer_range, layers_of
+from sgl_kvfetch.codec import FILL, Cell, Manifest, Quantised, SegmentReader, quantiser_from_identity
+from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.stores import Objects
+from sgl_kvfetch.tools.summary import layer_range
 
 THUMBNAIL_SIDE = 432  # pixels, at most
 MAX_SHEET_ROWS = 24
 _MARGIN = 12
 _TEXT_HEIGHT = 15
 _FONT = ImageFont.load_default(size=_TEXT_HEIGHT)
+
+
+async def draw_span(
+    objects: Objects, manifest: Manifest, directory: Path, span: int, max_frames: int
+) -> AsyncIterator[str]:
+    """Decode one span cell by cell and write its pictures. Yield a line about each part and about the contact sheet.
+
+    Raises ConfigError, and StoreError if the data cannot be read.
+    """
+    if span >= manifest.num_spans:
+        raise ConfigError(f"--span {span}: the segment has {manifest.num_spans}, counted from 0")
+    reader = SegmentReader(manifest, quantiser_from_identity(manifest.namespace.quantiser))
+    writer = PictureWriter(directory, reader, max_frames)
+    for cell in manifest.span_cells(span):
+        start, end = reader.cell_range(cell)
+        data = await objects.get(reader.data_name, start, end - start)
+        if data is None:
+            raise StoreError("missing", f"{reader.data_name} is gone")
+        for line in writer.write_cell(cell, reader.decode_cell(cell, data)):
+            yield line
+    yield f"contact sheet: {writer.write_contact_sheet()}"
 
 
 class PictureWriter:
@@ -86,8 +109,9 @@ class PictureWriter:
 
     def _name(self, cell: Cell, separator: str) -> str:
         """Return a cell's name: its layers, and its heads if the segment has several head blocks."""
-        name = f"layers{separator}{layers_of(self._manifest, cell)}"
-        grid, first = self._manifest.grid, self._manifest.first_head
+        grid, first, offset = self._manifest.grid, self._manifest.first_head, self._manifest.namespace.first_layer
+        layers = grid.layers(cell.layer_group)
+        name = f"layers{separator}{layer_range(offset + layers.start, offset + layers.stop)}"
         if grid.num_head_blocks == 1:
             return name
         heads = grid.heads(cell.head_block)

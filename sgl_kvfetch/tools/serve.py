@@ -10,7 +10,7 @@ import typer
 
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.sizes import parse_size
-from sgl_kvfetch.tools.options import TOKEN_ENV, read_token
+from sgl_kvfetch.tools.terminal import TokenOption, option, read_token
 
 DEFAULT_PORT = 8700
 
@@ -19,68 +19,54 @@ def serve(
     directory: Annotated[
         Path, typer.Argument(metavar="DIRECTORY", file_okay=False, help="Where to keep objects; created if missing.")
     ],
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = DEFAULT_PORT,
+    host: Annotated[str, option("ADDRESS", "Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, option("PORT", "Port to listen on; 0 picks a free one.", min=0, max=65535)] = DEFAULT_PORT,
     capacity: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Most bytes to store, such as 100GiB; least recently used segments are evicted. Default: no limit.",
-        ),
+        str | None, option("SIZE", "Most bytes to store, such as 100GiB; then the least recently used is evicted.")
     ] = None,
-    token: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TOKEN",
-            help=f"Bearer token that clients must send. Other users of this machine can see it: prefer --token-file, "
-            f"or {TOKEN_ENV} in the environment.",
-        ),
-    ] = None,
+    token: TokenOption = None,
     token_file: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A file with one token, or with lines ROLE TOKEN, where ROLE is read, write or admin. "
+        option(
+            "FILE",
+            "A file with one token, or with lines ROLE TOKEN, where ROLE is read, write or admin. "
             "It is read again when it changes, and on SIGHUP.",
         ),
     ] = None,
-    tls_cert: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="PEM file with a certificate: speak TLS.")
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM file with the certificate's key.")] = None,
+    tls_cert: Annotated[Path | None, option("FILE", "PEM file with a certificate: speak TLS.")] = None,
+    tls_key: Annotated[Path | None, option("FILE", "PEM file with the certificate's key.")] = None,
     tls_client_ca: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="PEM file with CAs: clients must have a certificate by one of them."),
+        Path | None, option("FILE", "PEM file with CAs: clients must have a certificate by one of them.")
     ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Accept other hosts without a token.")] = False,
+    insecure: Annotated[bool, option(None, "Accept other hosts without a token.", "--insecure")] = False,
     orphan_age_s: Annotated[
-        float, typer.Option("--orphan-age", metavar="SECONDS", help="Age at which unfinished writes are removed.")
+        float, option("SECONDS", "Age at which unfinished writes are removed.", "--orphan-age")
     ] = 900.0,
-    max_object: Annotated[str, typer.Option(metavar="SIZE", help="Largest object that is accepted.")] = "4GiB",
+    max_object: Annotated[str, option("SIZE", "Largest object that is accepted.")] = "4GiB",
     max_uploads: Annotated[
-        int, typer.Option(metavar="COUNT", help="Most uploads at a time; further clients are told to retry later.")
+        int, option("COUNT", "Most uploads at a time; further clients are told to retry later.")
     ] = 64,
     max_connections: Annotated[
-        int, typer.Option(metavar="COUNT", help="Most open connections; further clients are told to retry later.")
+        int, option("COUNT", "Most open connections; further clients are told to retry later.")
     ] = 4096,
     idle_timeout_s: Annotated[
         float,
-        typer.Option(
+        option(
+            "SECONDS",
+            "Close connections without a request for so long, or that move under 1 MiB of a body in this time.",
             "--idle-timeout",
-            metavar="SECONDS",
-            help="Close connections without a request for so long, or that move under 1 MiB of a body in this time.",
         ),
     ] = 30.0,
     tokenizer: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="A model's folder or name: with its tokenizer, the store's page looks up texts, not only tokens. "
+        option(
+            "MODEL",
+            "A model's folder or name: with its tokenizer, the store's page looks up texts, not only tokens. "
             "Needs transformers.",
         ),
     ] = None,
     grace_s: Annotated[
-        float, typer.Option("--grace", metavar="SECONDS", help="How long to wait for open requests before stopping.")
+        float, option("SECONDS", "How long to wait for open requests before stopping.", "--grace")
     ] = 10.0,
 ) -> None:
     """Serve a directory as a store, until Ctrl-C or SIGTERM.

@@ -1,18 +1,30 @@
-"""Summaries of a store or a segment, in numbers. Sizes count all stored bytes, manifests included."""
+"""Summarises a store or its segments in numbers, for `kvfetch inspect`. Sizes include manifests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Literal
 
 from msgspec import Struct
 
-from sgl_kvfetch.codec import Cell, Manifest, RegionLayout, TileLayout, Variant
+from sgl_kvfetch.codec import Manifest, ManifestKeys, RegionLayout, TileLayout, Variant, split_signature
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.stores import Objects, StoredSegment, first_readable_manifest
-from sgl_kvfetch.tools.signatures import Signature
 from sgl_kvfetch.types import KV_DTYPES
+
+Signature = Literal["good", "wrong", "missing", "signed (not checked)", "none"]
+
+
+def signature_of(content: bytes, keys: ManifestKeys | None) -> Signature:
+    """Check a manifest's signature. ``content``: the whole stored object. Without ``keys``, none is expected."""
+    manifest, signature = split_signature(content)
+    if keys is None:
+        return "signed (not checked)" if signature else "none"
+    if not signature:
+        return "missing"
+    return "good" if keys.is_signed(manifest, signature) else "wrong"
 
 
 class Sizes(Struct, frozen=True):
@@ -49,41 +61,22 @@ class NamespaceSummary(Struct, frozen=True):
     quantiser: str | None
 
 
-class StoreSummary(Struct, frozen=True):
-    namespaces: tuple[NamespaceSummary, ...]  # the one that takes most bytes first
-    num_orphans: int  # data objects without a manifest
-    orphan_bytes: int
+async def summarise_namespaces(objects: Objects, segments: Sequence[StoredSegment]) -> list[NamespaceSummary]:
+    """Summarise namespaces, the one that takes most bytes first.
 
-    @property
-    def models(self) -> dict[str, int]:
-        """Stored bytes by model, the largest first; "" for namespaces without a readable manifest."""
-        totals: dict[str, int] = {}
-        for n in self.namespaces:
-            model = n.model or ""
-            totals[model] = totals.get(model, 0) + n.stored_bytes
-        return dict(sorted(totals.items(), key=lambda item: -item[1]))
-
-    @property
-    def stored_bytes(self) -> int:
-        return self.orphan_bytes + sum(n.stored_bytes for n in self.namespaces)
+    Needs object names, sizes and one manifest of each namespace, so that large stores stay cheap. ``segments`` are
+    whole, and sorted by name.
+    """
+    groups = [list(group) for _, group in groupby(segments, key=lambda s: s.key.namespace)]
+    namespaces = [await _summarise_namespace(objects, group) for group in groups]
+    return sorted(namespaces, key=lambda n: n.stored_bytes, reverse=True)
 
 
-async def summarise_store(objects: Objects, segments: Sequence[StoredSegment]) -> StoreSummary:
-    """Summarise a store from object names, sizes and one manifest per namespace, so that large stores stay cheap."""
-    orphans = [info for s in segments if s.manifest is None for info in s.data.values()]
-    whole = [s for s in segments if s.manifest is not None]
-    namespaces = []
-    for digest, group in groupby(whole, key=lambda s: s.key.namespace):
-        namespaces.append(await _summarise_namespace(objects, digest, list(group)))
-    namespaces.sort(key=lambda n: n.stored_bytes, reverse=True)
-    return StoreSummary(tuple(namespaces), len(orphans), sum(info.size_bytes for info in orphans))
-
-
-async def _summarise_namespace(objects: Objects, digest: str, segments: Sequence[StoredSegment]) -> NamespaceSummary:
+async def _summarise_namespace(objects: Objects, segments: Sequence[StoredSegment]) -> NamespaceSummary:
     num_pages = sum(s.key.num_pages for s in segments)
     stored_bytes = sum(s.stored_bytes for s in segments)
     times_s = [s.manifest.modified_s for s in segments if s.manifest is not None]
-    known = (digest, len(segments), num_pages, stored_bytes, min(times_s), max(times_s))
+    known = (segments[0].key.namespace, len(segments), num_pages, stored_bytes, min(times_s), max(times_s))
     newest_first = sorted(segments, key=lambda segment: segment.modified_s, reverse=True)
     manifest = await first_readable_manifest(objects, newest_first)
     if manifest is None:
@@ -148,6 +141,26 @@ class SegmentSummary(Struct, frozen=True):
     sizes: Sizes  # everything under the segment's name
     variants: tuple[VariantSummary, ...]
     sides: tuple[SideSummary, ...]
+
+
+class Inspected(Struct, frozen=True):
+    """What `kvfetch inspect` shows: of a whole store the namespaces, of a part of it the segments."""
+
+    namespaces: list[NamespaceSummary]
+    segments: list[SegmentSummary]
+    num_more: int  # segments that were not summarised
+    unreadable: dict[str, str]  # errors by the manifest's name
+    num_orphans: int  # data objects without a manifest
+    orphan_bytes: int
+
+    @property
+    def models(self) -> dict[str, int]:
+        """Stored bytes by model, the largest first; "" for namespaces without a readable manifest."""
+        totals: dict[str, int] = {}
+        for n in self.namespaces:
+            model = n.model or ""
+            totals[model] = totals.get(model, 0) + n.stored_bytes
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 
 def summarise_segment(stored: StoredSegment, manifest: Manifest, signature: Signature) -> SegmentSummary:
@@ -220,12 +233,6 @@ def _summarise_part(manifest: Manifest, variant: Variant, layer_group: int, inde
         stored_bytes,
         8 * stored_bytes / num_values,
     )
-
-
-def layers_of(manifest: Manifest, cell: Cell) -> str:
-    """Return a cell's layers as text, with the model's layer numbers."""
-    layers, offset = manifest.grid.layers(cell.layer_group), manifest.namespace.first_layer
-    return layer_range(offset + layers.start, offset + layers.stop)
 
 
 def layer_range(first: int, end: int) -> str:

@@ -1,43 +1,27 @@
-"""The TARGET argument: a store, a part of one, or files on disk."""
+"""Opens what a command works on: a store, a part of one, or files on disk."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, ManifestKeys, decode_manifest
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Side, Variant, decode_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import DATA_SUFFIX, MANIFEST_SUFFIX, parse_object_name
-from sgl_kvfetch.plane import S3Options, open_store, takes_token
-from sgl_kvfetch.stores import HttpOptions, ObjectInfo, Objects, Store
-from sgl_kvfetch.tools.options import INDEX_TIMEOUT_S
+from sgl_kvfetch.stores import ObjectInfo
+from sgl_kvfetch.tools.terminal import read_token
 
+if TYPE_CHECKING:
+    from sgl_kvfetch.stores import Objects, Store
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Objects with the name prefix ``prefix``. Messages call them ``label``."""
+T = TypeVar("T")
 
-    objects: Objects
-    prefix: str
-    label: str
-
-
-def open_target(text: str, token: str | None) -> Target:
-    """Parse a TARGET argument and open it. Raises ConfigError, and FormatError for an invalid manifest file."""
-    if "://" in text:
-        url, _, prefix = text.partition("#")
-        return _store_at(url, prefix, token)
-    path = Path(text)
-    if path.is_file():
-        return _file_at(path)
-    folder, _, prefix = (text, "", "") if path.is_dir() else text.partition("#")
-    if not Path(folder).is_dir():
-        raise ConfigError(f"{folder!r} is neither a file, a directory nor a store's URL")
-    return _store_at(store_url(folder), prefix, None)
+INDEX_TIMEOUT_S = 30.0  # commands can wait longer than servers
 
 
 def store_url(text: str) -> str:
@@ -45,40 +29,68 @@ def store_url(text: str) -> str:
     return text if "://" in text else Path(text).resolve().as_uri()
 
 
-def open_existing_store(
-    url: str,
-    token: str | None,
-    options: HttpOptions | None = None,
-    keys: ManifestKeys | None = None,
-    s3: S3Options | None = None,
-) -> Store:
-    """Open a store. A directory must exist: a typo would look like an empty store. Raises ConfigError."""
-    parts = urlsplit(url)
-    if parts.scheme == "file" and not Path(unquote(parts.path)).is_dir():
-        raise ConfigError(f"{url} is not a directory")
-    token = token if takes_token(url) else None
-    return open_store(url, token=token, options=options, manifest_keys=keys, s3=s3)
+def open_existing_store(text: str, token: str | None, index: str | None = None, **options: Any) -> Store:
+    """Open a store that the user named by its URL or its directory. ``options`` are for `open_store`.
 
-
-def open_indexed_store(text: str, token: str | None, index: str | None) -> Store:
-    """Open a store that the user named by its URL or its directory, with the index if one is given.
-
-    Raises ConfigError.
+    A directory must exist: a typo would look like an empty store. Raises ConfigError.
     """
+    from sgl_kvfetch.plane import S3Options, open_store, takes_token
+
     url = store_url(text)
     if index is not None and not url.startswith("s3:"):
         raise ConfigError(f"--index is for s3:// stores; {url} has its own")
-    return open_existing_store(url, token, s3=S3Options(index=index, index_timeout_s=INDEX_TIMEOUT_S))
+    parts = urlsplit(url)
+    if parts.scheme == "file" and not Path(unquote(parts.path)).is_dir():
+        raise ConfigError(f"{url} is not a directory")
+    s3 = S3Options(index=index, index_timeout_s=INDEX_TIMEOUT_S)
+    return open_store(url, token=token if takes_token(url) else None, s3=s3, **options)
 
 
-def _store_at(url: str, prefix: str, token: str | None) -> Target:
-    label = f"{url}#{prefix}" if prefix else url
+def run_on_store(
+    text: str,
+    token: str | None,
+    token_file: Path | None,
+    index: str | None,
+    work: Callable[[Store], Awaitable[T]],
+    **options: Any,
+) -> T:
+    """Open a store as `open_existing_store` does, and return what ``work`` does with it. Raises KVFetchError."""
+    secret = read_token(token, token_file)
+
+    async def run() -> T:
+        store = open_existing_store(text, secret, index, **options)
+        try:
+            return await work(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(run())
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTarget:
+    """Objects with the name prefix ``prefix``. Messages call them ``label``."""
+
+    objects: Objects
+    prefix: str
+    label: str
+
+
+def open_target(text: str, token: str | None) -> OpenTarget:
+    """Parse a TARGET argument and open it. Raises ConfigError, and FormatError for an invalid manifest file."""
+    path = Path(text)
+    if "://" not in text and path.is_file():
+        return _file_at(path)
+    store, _, prefix = (text, "", "") if "://" not in text and path.is_dir() else text.partition("#")
+    if "://" not in store and not Path(store).is_dir():
+        raise ConfigError(f"{store!r} is neither a file, a directory nor a store's URL")
+    label = f"{store_url(store)}#{prefix}" if prefix else store_url(store)
     with contextlib.suppress(FormatError):  # it may be the full name of a manifest or data
         prefix = parse_object_name(prefix).segment.stem
-    return Target(open_existing_store(url, token), prefix, label)
+    return OpenTarget(open_existing_store(store, token), prefix, label)
 
 
-def _file_at(path: Path) -> Target:
+def _file_at(path: Path) -> OpenTarget:
     if path.suffix not in (MANIFEST_SUFFIX, DATA_SUFFIX):
         raise ConfigError(f"{str(path)!r} is neither a manifest (*{MANIFEST_SUFFIX}) nor data (*{DATA_SUFFIX})")
     path = path.resolve()
@@ -86,8 +98,8 @@ def _file_at(path: Path) -> Target:
         stem = parse_object_name(f"{path.parent.name}/{path.name}").segment.stem
     except FormatError:
         loose = LooseSegment(path)
-        return Target(loose, loose.stem, str(path))
-    return Target(open_store(path.parent.parent.as_uri()), stem, str(path))
+        return OpenTarget(loose, loose.stem, str(path))
+    return OpenTarget(open_existing_store(path.parent.parent.as_uri(), None), stem, str(path))
 
 
 class LooseSegment:
@@ -106,17 +118,14 @@ class LooseSegment:
             raise ConfigError(f"{manifest_path}: {e.strerror}") from e
         self.stem = manifest.key.stem
         self._paths = {manifest.key.manifest_name: manifest_path}
-        for variant in manifest.variants:
-            name = manifest.data_name(variant)
-            named = manifest_path.with_name(name.rpartition("/")[2])
-            same_stem = manifest_path.with_suffix(DATA_SUFFIX)
-            data_path = next((p for p in (named, same_stem) if p.is_file()), None)
-            if data_path is not None:
+        objects: tuple[Variant | Side, ...] = (*manifest.variants, *manifest.sides)
+        for data in objects:
+            name = manifest.data_name(data)
+            choices = [manifest_path.with_name(name.rpartition("/")[2])]
+            if isinstance(data, Variant):
+                choices.append(manifest_path.with_suffix(DATA_SUFFIX))
+            if (data_path := next((p for p in choices if p.is_file()), None)) is not None:
                 self._paths[name] = data_path
-        for name in map(manifest.data_name, manifest.sides):
-            path = manifest_path.with_name(name.rpartition("/")[2])
-            if path.is_file():
-                self._paths[name] = path
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
         path = self._paths.get(name)

@@ -11,13 +11,14 @@ import typer
 
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.timeline import Span, Stage, read_spans
+from sgl_kvfetch.tools.terminal import option
 
 
 def timeline(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILE...", help="What KVFETCH_TIMELINE named: FILE.0, FILE.0.data, ...")
     ],
-    perfetto: Annotated[Path, typer.Option(metavar="OUT", help="The trace to write.", show_default=False)],
+    perfetto: Annotated[Path, option("OUT", "The trace to write.", show_default=False)],
 ) -> None:
     """Convert timelines of device mode to one trace, for ui.perfetto.dev or chrome://tracing.
 

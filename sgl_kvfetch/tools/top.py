@@ -12,22 +12,28 @@ from typing import Annotated
 
 import typer
 from msgspec import Struct
-from prometheus_client.parser import text_string_to_metric_families
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.plane import takes_token
-from sgl_kvfetch.stores import LOOKUP_PATH, status_error
-from sgl_kvfetch.tools.options import JsonOption, TokenFileOption, TokenOption, make_console, print_json, read_token
-from sgl_kvfetch.tools.units import format_size, printable
+from sgl_kvfetch.stores import LOOKUP_PATH
+from sgl_kvfetch.tools.terminal import (
+    TokenFileOption,
+    TokenOption,
+    format_size,
+    json_flag,
+    make_console,
+    option,
+    printable,
+    read_token,
+    show,
+)
 
 _TIMEOUT_S = 10.0
 _PREFIX = "kvfetch_server_"
 
 
-class Sample(Struct, frozen=True):
+class StoreMetrics(Struct, frozen=True):
     """What the store's metrics were at a time. Keys are a metric's name without its prefix, and a label's value."""
 
     at_s: float
@@ -56,13 +62,17 @@ class Activity(Struct, frozen=True):
 
 def top(
     store: Annotated[str, typer.Argument(metavar="STORE", help="http://HOST:PORT or https://... of kvfetch serve.")],
-    interval_s: Annotated[
-        float, typer.Option("--interval", min=0.1, metavar="SECONDS", help="Time between two looks.")
-    ] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one interval, and end.")] = False,
+    interval_s: Annotated[float, option("SECONDS", "Time between two looks.", "--interval", min=0.1)] = 2.0,
+    once: Annotated[bool, option(None, "Print one interval, and end.", "--once")] = False,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
-    as_json: JsonOption = False,
+    as_json: Annotated[
+        bool,
+        json_flag(
+            "an object with stored_bytes, capacity_bytes, segments, requests_in_flight, errors by status, pages_found "
+            "(a share), lookup_p99_s and, a second, requests, lookups, sent_bytes, received_bytes, evicted_segments"
+        ),
+    ] = False,
 ) -> None:
     """Show what a store holds and does, until Ctrl-C.
 
@@ -74,28 +84,24 @@ def top(
 
         kvfetch top http://127.0.0.1:8700 --json --interval 10
     """
-    if not takes_token(store):
+    if not store.startswith(("http://", "https://")):
         raise ConfigError(f"{store}: expected http://HOST:PORT or https://... of kvfetch serve")
     secret = read_token(token, token_file)
     console = make_console()
-    first = last = take_sample(store, secret)
+    first = last = read_metrics(store, secret)
     if once or as_json or not console.is_terminal:
         time.sleep(interval_s)
-        now = take_sample(store, secret)
-        if as_json:
-            print_json(activity(last, now))
-        else:
-            console.print(screen(store, activity(last, now), now))
+        now = read_metrics(store, secret)
+        show(activity(last, now), as_json, [screen(store, activity(last, now), now)])
         return
+    from rich.live import Live
+
     look = screen(store, activity(first, last), last)
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        Live(look, console=console, screen=True, auto_refresh=False) as live,
-    ):
+    with contextlib.suppress(KeyboardInterrupt), Live(look, console=console, screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)
             try:
-                now = take_sample(store, secret)
+                now = read_metrics(store, secret)
             except StoreError as e:
                 live.update(Text(f"{store}\n\n{e}"), refresh=True)
                 continue
@@ -103,7 +109,7 @@ def top(
             last = now
 
 
-def take_sample(url: str, token: str | None) -> Sample:
+def read_metrics(url: str, token: str | None) -> StoreMetrics:
     """Read the store's metrics. Raises StoreError."""
     request = urllib.request.Request(f"{url.rstrip('/')}/metrics")
     if token is not None:
@@ -112,6 +118,8 @@ def take_sample(url: str, token: str | None) -> Sample:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
             text = answer.read().decode(errors="replace")
     except urllib.error.HTTPError as e:
+        from sgl_kvfetch.stores import status_error
+
         e.close()
         raise status_error(e.code, f"{url}/metrics: {printable(str(e))}") from e
     except (OSError, http.client.HTTPException) as e:
@@ -120,11 +128,13 @@ def take_sample(url: str, token: str | None) -> Sample:
         values = parse(text)
     except (ValueError, KeyError) as e:
         raise StoreError("protocol", f"{url}/metrics is not what kvfetch serve answers") from e
-    return Sample(time.monotonic(), values)
+    return StoreMetrics(time.monotonic(), values)
 
 
 def parse(text: str) -> dict[tuple[str, str], float]:
-    """Return the values of a `Sample`. Raises ValueError or KeyError if the text is not kvfetch serve's."""
+    """Return the values of a `StoreMetrics`. Raises ValueError or KeyError if the text is not kvfetch serve's."""
+    from prometheus_client.parser import text_string_to_metric_families
+
     values: dict[tuple[str, str], float] = {}
     for family in text_string_to_metric_families(text):
         for name, labels, value, *_ in family.samples:
@@ -138,7 +148,7 @@ def parse(text: str) -> dict[tuple[str, str], float]:
     return values
 
 
-def activity(before: Sample | None, now: Sample) -> Activity:
+def activity(before: StoreMetrics | None, now: StoreMetrics) -> Activity:
     """What happened a second between two samples; without the first, all that happened since the store's start."""
     elapsed_s = 1.0 if before is None else max(now.at_s - before.at_s, 1e-9)
     past = {} if before is None else before.values
@@ -174,7 +184,7 @@ def _p99(buckets: Mapping[str, float]) -> float | None:
     return next(bound for bound, count in in_order if count >= 0.99 * in_order[-1][1])
 
 
-def screen(url: str, rate: Activity, now: Sample) -> Table:
+def screen(url: str, rate: Activity, now: StoreMetrics) -> Table:
     """The activity of the last interval beside that since the store's start."""
     total = activity(None, now)
     full = "" if rate.capacity_bytes is None else f" of {format_size(int(rate.capacity_bytes))}"

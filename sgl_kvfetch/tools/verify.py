@@ -4,59 +4,60 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 import xxhash
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from sgl_kvfetch.codec import (
-    Cell,
-    Manifest,
-    ManifestKeys,
-    SegmentReader,
-    Side,
-    Variant,
-    quantiser_from_identity,
-    side_places,
-)
-from sgl_kvfetch.directory import LocalStore
+from sgl_kvfetch.codec import Cell, Manifest, ManifestKeys, Side, Variant
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
-from sgl_kvfetch.plane import ReadUnit, read_units
 from sgl_kvfetch.stores import ObjectInfo, Objects, StoredSegment, decode_named_manifest, list_segments, read_manifest
-from sgl_kvfetch.tools.options import (
-    TARGET_HELP,
-    JsonOption,
-    ManifestKeyFileOption,
+from sgl_kvfetch.tools.summary import signature_of
+from sgl_kvfetch.tools.target import OpenTarget, open_target
+from sgl_kvfetch.tools.terminal import (
+    KeyFileOption,
+    TargetArgument,
     TokenFileOption,
     TokenOption,
-    make_console,
-    print_json,
+    format_size,
+    json_flag,
+    make_progress,
+    option,
+    printable,
     read_keys,
     read_token,
+    show,
 )
-from sgl_kvfetch.tools.signatures import signature_of
-from sgl_kvfetch.tools.target import Target, open_target
-from sgl_kvfetch.tools.units import format_size, printable
+
+if TYPE_CHECKING:  # these load torch and codecs
+    from sgl_kvfetch.codec import SegmentReader
+    from sgl_kvfetch.plane import ReadUnit
 
 MAX_PROBLEMS_AN_OBJECT = 5
 
 
 def verify(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help=TARGET_HELP)],
+    target: TargetArgument,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
-    manifest_key_file: ManifestKeyFileOption = None,
-    as_json: JsonOption = False,
+    manifest_key_file: KeyFileOption = None,
+    as_json: Annotated[
+        bool,
+        json_flag(
+            "an object with num_segments, num_chunks, read_bytes, num_gone, num_unchecked, problems (each with name "
+            "and what) and orphans"
+        ),
+    ] = False,
     jobs: Annotated[
-        int, typer.Option(min=1, max=256, help="Segments read at once, and decoding threads.", show_default="cores")
+        int, option("COUNT", "Segments read at once, and decoding threads.", min=1, max=256, show_default="cores")
     ] = os.cpu_count() or 1,
     rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="First make the catalog of a directory anew from its files.")
+        bool, option(None, "First make the catalog of a directory anew from its files.", "--rebuild")
     ] = False,
 ) -> None:
     """Read and decode everything that is stored, and compare it with its checksums.
@@ -76,41 +77,39 @@ def verify(
 
         kvfetch verify backup/8-91ab.kvm
     """
-    keys = read_keys(manifest_key_file)
-    if not asyncio.run(_run(target, read_token(token, token_file), keys, as_json, jobs, rebuild)):
+    report = asyncio.run(_run(target, read_token(token, token_file), read_keys(manifest_key_file), jobs, rebuild))
+    show(report, as_json, _lines(report))
+    if report.problems:
         raise typer.Exit(1)
 
 
-async def _run(
-    text: str, token: str | None, keys: ManifestKeys | None, as_json: bool, jobs: int, rebuild: bool
-) -> bool:
-    """Verify the target and print a report. Return True if nothing is corrupt. Raises KVFetchError."""
+async def _run(text: str, token: str | None, keys: ManifestKeys | None, jobs: int, rebuild: bool) -> Report:
+    """Raises KVFetchError."""
     try:
         target = open_target(text, token)
     except FormatError as e:  # TARGET is the path of an invalid manifest
-        report = Report(problems=[Problem(str(Path(text)), str(e))])
-    else:
-        try:
-            if rebuild:
-                if not isinstance(target.objects, LocalStore):
-                    raise ConfigError(f"{target.label} is not a directory; --rebuild works where the disk is")
-                await target.objects.rebuild()
-            segments = await list_segments(target.objects, target.prefix)
-            if target.prefix and not segments:
-                raise ConfigError(f"{target.label}: nothing is stored under this name")
-            report = await _verify(target, segments, keys, jobs)
-        finally:
-            await target.objects.close()
-    _print(report, as_json)
-    return not report.problems
+        return Report(problems=[Problem(str(Path(text)), str(e))])
+    try:
+        if rebuild:
+            from sgl_kvfetch.directory import LocalStore
+
+            if not isinstance(target.objects, LocalStore):
+                raise ConfigError(f"{target.label} is not a directory; --rebuild works where the disk is")
+            await target.objects.rebuild()
+        segments = await list_segments(target.objects, target.prefix)
+        if target.prefix and not segments:
+            raise ConfigError(f"{target.label}: nothing is stored under this name")
+        return await _verify(target, segments, keys, jobs)
+    finally:
+        await target.objects.close()
 
 
-async def _verify(target: Target, segments: list[StoredSegment], keys: ManifestKeys | None, jobs: int) -> Report:
-    console = make_console(stderr=True)
-    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn())
+async def _verify(target: OpenTarget, segments: list[StoredSegment], keys: ManifestKeys | None, jobs: int) -> Report:
+    from rich.progress import DownloadColumn, TransferSpeedColumn
+
     total = sum(segment.stored_bytes for segment in segments if segment.manifest is not None)
     with (
-        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+        make_progress("verifying", DownloadColumn(True), TransferSpeedColumn()) as progress,
         ThreadPoolExecutor(jobs, thread_name_prefix="kvfetch-verify") as pool,
     ):
         task = progress.add_task("", total=total)
@@ -120,27 +119,24 @@ async def _verify(target: Target, segments: list[StoredSegment], keys: ManifestK
         return await verifier.run(segments)
 
 
-def _print(report: Report, as_json: bool) -> None:
-    if as_json:
-        print_json(report)
-        return
+def _lines(report: Report) -> Iterator[str]:
     by_object: dict[str, list[str]] = {}
     for problem in report.problems:
         by_object.setdefault(problem.name, []).append(problem.what)
     for name, found in by_object.items():
         for what in found[:MAX_PROBLEMS_AN_OBJECT]:
-            typer.echo(f"CORRUPT {name}: {printable(what)}")
+            yield f"CORRUPT {name}: {printable(what)}"
         if len(found) > MAX_PROBLEMS_AN_OBJECT:
-            typer.echo(f"CORRUPT {name}: and {len(found) - MAX_PROBLEMS_AN_OBJECT} more")
+            yield f"CORRUPT {name}: and {len(found) - MAX_PROBLEMS_AN_OBJECT} more"
     read = f"{report.num_segments} segments, {report.num_chunks} chunks, {format_size(report.read_bytes)} read"
-    typer.echo(f"{read}: {len(by_object)} objects corrupt or missing" if by_object else f"{read}: all is well")
+    yield f"{read}: {len(by_object)} objects corrupt or missing" if by_object else f"{read}: all is well"
     if report.orphans:
         size = format_size(sum(info.size_bytes for info in report.orphans))
-        typer.echo(f"{len(report.orphans)} data objects ({size}) have no manifest: being written, or left by a crash")
+        yield f"{len(report.orphans)} data objects ({size}) have no manifest: being written, or left by a crash"
     if report.num_unchecked:
-        typer.echo(f"{report.num_unchecked} manifests are signed (not checked; see --manifest-key-file)")
+        yield f"{report.num_unchecked} manifests are signed (not checked; see --manifest-key-file)"
     if report.num_gone:
-        typer.echo(f"{report.num_gone} segments were deleted or replaced during the run")
+        yield f"{report.num_gone} segments were deleted or replaced during the run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +162,15 @@ class Report:
 
 class _Gone(Exception):
     """The segment was deleted or replaced while it was read."""
+
+
+class _Piece(NamedTuple):
+    """Bytes of a data object that are read at once. Each of ``decoders`` decodes a part, and raises FormatError."""
+
+    start: int
+    size_bytes: int
+    num_chunks: int
+    decoders: Sequence[Callable[[bytes], object]]
 
 
 @dataclass
@@ -199,6 +204,8 @@ class Verifier:
                 self.report.num_gone += 1
 
     async def _verify_segment(self, stored: StoredSegment, info: ObjectInfo) -> None:
+        from sgl_kvfetch.codec import SegmentReader, quantiser_from_identity
+
         try:
             content = await self.objects.get(info.name)
             if content is None:
@@ -213,9 +220,11 @@ class Verifier:
             return
         self.report.num_segments += 1
         for reader in readers:
-            await self._verify_data(stored.data.get(reader.data_name), reader)
+            info_of_data = stored.data.get(reader.data_name)
+            await self._verify_data(info_of_data, manifest, reader.variant, self._variant_pieces(reader))
         for side in manifest.sides:
-            await self._verify_side(stored.data.get(manifest.data_name(side)), manifest, side)
+            info_of_data = stored.data.get(manifest.data_name(side))
+            await self._verify_data(info_of_data, manifest, side, _side_pieces(manifest, side))
         self.report.orphans += [data for name, data in stored.data.items() if name not in manifest.data_names]
 
     def _check_signature(self, name: str, content: bytes) -> None:
@@ -227,75 +236,52 @@ class Verifier:
         elif signature == "signed (not checked)":
             self.report.num_unchecked += 1
 
-    async def _has_its_size(self, info: ObjectInfo | None, manifest: Manifest, data: Variant | Side) -> bool:
-        """Return whether a data object is there, with the size that its manifest says. Report it if not."""
+    async def _verify_data(
+        self, info: ObjectInfo | None, manifest: Manifest, data: Variant | Side, pieces: Iterable[_Piece]
+    ) -> None:
+        """Read a data object piece by piece, decode all of it, and compare it with its digest and size."""
         name, expected = manifest.data_name(data), manifest.data_bytes(data)
-        if info is None:
-            # The segment may have been replaced after the listing; then its data are newer than the listing.
-            info = await self._head(name, manifest)
-        if info is None:
-            self._add(name, "missing, though its manifest names it")
-            return False
-        if info.size_bytes != expected:
-            self._add(name, f"has {info.size_bytes} bytes, expected {expected} as its manifest says")
-            return False
-        return True
-
-    async def _verify_side(self, info: ObjectInfo | None, manifest: Manifest, side: Side) -> None:
-        name = manifest.data_name(side)
-        if not await self._has_its_size(info, manifest, side):
-            return
         digest = xxhash.xxh3_128()
         try:
-            for place in side_places(manifest).values():
-                if place.data_name != name:
-                    continue
-                data = await self.objects.get(name, place.start, place.size_bytes)
-                if data is None:
+            # The segment may have been replaced after the listing; then its data are newer than the listing.
+            info = info or await self._head(name, manifest)
+            if info is not None and info.size_bytes != expected:
+                self._add(name, f"has {info.size_bytes} bytes, expected {expected} as its manifest says")
+                return
+            for piece in pieces:
+                content = None if info is None else await self.objects.get(name, piece.start, piece.size_bytes)
+                if content is None:
                     await self._require_present(manifest)
                     self._add(name, "missing, though its manifest names it")
                     return
-                self._note_read(len(data))
-                digest.update(data)
-                await asyncio.get_running_loop().run_in_executor(self.decode_pool, place.decode, data)
-                self.report.num_chunks += len(place.page.chunks)
-        except (FormatError, StoreError) as e:
-            self._blame(name, e)
-            return
-        if digest.hexdigest() != side.data_digest:
-            self._add(name, "its bytes do not match the digest in its name")
-
-    async def _verify_data(self, info: ObjectInfo | None, reader: SegmentReader) -> None:
-        name = reader.data_name
-        if not await self._has_its_size(info, reader.manifest, reader.variant):
-            return
-        digest = xxhash.xxh3_128()
-        try:
-            for span in range(reader.manifest.num_spans):
-                for unit in read_units(reader, span, self.read_bytes):
-                    data = await self.objects.get(name, unit.start, unit.size_bytes)
-                    if data is None:
-                        await self._require_present(reader.manifest)
-                        self._add(name, "missing, though its manifest names it")
-                        return
-                    self._note_read(len(data))
-                    digest.update(data)
-                    await self._verify_unit(name, unit, data)
+                self._note_read(len(content))
+                digest.update(content)
+                await self._decode(name, piece, content)
         except StoreError as e:
             self._blame(name, e)
             return
-        if digest.hexdigest() != reader.variant.data_digest:
+        if digest.hexdigest() != data.data_digest:
             self._add(name, "its bytes do not match the digest in its name")
 
-    async def _verify_unit(self, name: str, unit: ReadUnit, data: bytes) -> None:
+    async def _decode(self, name: str, piece: _Piece, content: bytes) -> None:
         loop = asyncio.get_running_loop()
-        found = await asyncio.gather(
-            *(loop.run_in_executor(self.decode_pool, _check_cell, unit, cell, data) for cell in unit.cells)
-        )
-        self.report.num_chunks += len(unit.cells) * unit.reader.manifest.chunks_per_cell
-        for error in found:
-            if error is not None:
-                self._add(name, error)
+        decoding = (loop.run_in_executor(self.decode_pool, decode, content) for decode in piece.decoders)
+        self.report.num_chunks += piece.num_chunks
+        for result in await asyncio.gather(*decoding, return_exceptions=True):
+            if isinstance(result, FormatError):
+                self._add(name, str(result))
+            elif isinstance(result, BaseException):
+                raise result
+
+    def _variant_pieces(self, reader: SegmentReader) -> Iterator[_Piece]:
+        from sgl_kvfetch.plane import read_units
+
+        for span in range(reader.manifest.num_spans):
+            for unit in read_units(reader, span, self.read_bytes):
+                num_chunks = len(unit.cells) * reader.manifest.chunks_per_cell
+                yield _Piece(
+                    unit.start, unit.size_bytes, num_chunks, [partial(_decode_cell, unit, c) for c in unit.cells]
+                )
 
     async def _head(self, name: str, manifest: Manifest) -> ObjectInfo | None:
         """Look again for data that the listing lacks. Raises _Gone if the manifest was deleted or replaced too."""
@@ -327,10 +313,14 @@ class Verifier:
         self.report.problems.append(Problem(name, what))
 
 
-def _check_cell(unit: ReadUnit, cell: Cell, data: bytes) -> str | None:
-    """Decode one cell. Return an error message if it is corrupt, or else None. Runs on the decode pool."""
-    try:
-        unit.reader.decode_cell(cell, unit.piece(cell, data))
-    except FormatError as e:
-        return str(e)
-    return None
+def _side_pieces(manifest: Manifest, side: Side) -> Iterator[_Piece]:
+    from sgl_kvfetch.codec import side_places
+
+    for place in side_places(manifest).values():
+        if place.data_name == manifest.data_name(side):
+            yield _Piece(place.start, place.size_bytes, len(place.page.chunks), [place.decode])
+
+
+def _decode_cell(unit: ReadUnit, cell: Cell, content: bytes) -> None:
+    """Decode one cell of what was read. Raises FormatError. Runs on the decode pool."""
+    unit.reader.decode_cell(cell, unit.piece(cell, content))

@@ -18,7 +18,7 @@ import pytest
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.directory import catalog
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.directory.room import Room
+from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.errors import StoreError
 
 SIZE = len(make_segment(page_hashes(4), 0, 4).data) + len(make_segment(page_hashes(4), 0, 4).manifest.encode())
@@ -230,7 +230,7 @@ UPLOAD = """
 import asyncio, sys
 from pathlib import Path
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.directory.room import Room
+from sgl_kvfetch.directory.room import DiskRoom
 
 async def main():
     async with LocalStore(Path(sys.argv[1]), capacity_bytes=int(sys.argv[3])).upload(sys.argv[2]) as upload:
@@ -389,7 +389,7 @@ async def test_an_eviction_that_a_full_disk_undoes_does_not_leave_a_segment_with
     make: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The transaction is undone; the files that have lost their names by then are not."""
-    store, evict_segment = make(), Room._evict_segment
+    store, evict_segment = make(), DiskRoom._evict_segment
     failed = False
 
     def fail_once(*args: Any) -> int:
@@ -400,7 +400,7 @@ async def test_an_eviction_that_a_full_disk_undoes_does_not_leave_a_segment_with
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return num_bytes
 
-    monkeypatch.setattr(Room, "_evict_segment", fail_once)
+    monkeypatch.setattr(DiskRoom, "_evict_segment", fail_once)
     for number in range(40):
         await put(store, number)
     assert failed

@@ -18,7 +18,7 @@ from harness.waiting import WAIT_S, until
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.directory.files import TempFile
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.directory.room import Room
+from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.tools.encoding.targets import make_targets
@@ -287,14 +287,14 @@ async def test_a_closed_store_raises(store: LocalStore) -> None:
 async def test_an_upload_that_is_cancelled_while_it_reserves_room_leaves_nothing(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reserve, begun, go_on = Room.reserve, threading.Event(), threading.Event()
+    reserve, begun, go_on = DiskRoom.reserve, threading.Event(), threading.Event()
 
-    def slow(room: Room, name: str, num_bytes: int) -> tuple[int, TempFile]:
+    def slow(room: DiskRoom, name: str, num_bytes: int) -> tuple[int, TempFile]:
         begun.set()
         assert go_on.wait(WAIT_S)
         return reserve(room, name, num_bytes)
 
-    monkeypatch.setattr(Room, "reserve", slow)
+    monkeypatch.setattr(DiskRoom, "reserve", slow)
     opening = asyncio.create_task(store.upload(data_object(b"half"), 1 << 20).__aenter__())
     await until(begun.is_set)
     opening.cancel()

@@ -156,7 +156,7 @@ AIMED_AT = ("list", "put", "check", "replace", "replaced")
 
 async def live_and_die(url: str, lives_s: float, after_step: str = "list") -> Life:
     """An encoder that is killed so long after it began a step for the first time, the first of all if not told."""
-    arguments = command("encode", "--store", url, "--watch", "--verbose", "--poll-interval", "0.2", *ARGUMENTS)
+    arguments = command("encode", url, "--watch", "--verbose", "--poll-interval", "0.2", *ARGUMENTS)
     process = await asyncio.create_subprocess_exec(
         *arguments, "--grace", str(GRACE_S / 1.5), stderr=asyncio.subprocess.PIPE
     )
@@ -236,10 +236,8 @@ async def test_an_encoder_killed_again_and_again(tmp_path: Path) -> None:
                         await world.commit_next()
             assert len(world.committed) == NUM_SEGMENTS
 
-            await run("encode", "--store", server.url, "--grace", "0", *ARGUMENTS)
-            again = msgspec.json.decode(
-                await run("encode", "--store", server.url, "--grace", "0", "--json", *ARGUMENTS)
-            )
+            await run("encode", server.url, "--grace", "0", *ARGUMENTS)
+            again = msgspec.json.decode(await run("encode", server.url, "--grace", "0", "--json", *ARGUMENTS))
             assert (again["num_encoded"], again["num_done"], again["num_deleted"]) == (0, NUM_SEGMENTS, 0)
             report = msgspec.json.decode(await run("verify", server.url, "--json"))
             assert (report["problems"], report["orphans"]) == ([], [])

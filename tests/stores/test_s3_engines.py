@@ -101,7 +101,7 @@ def encode_one(url: str, config: dict[str, str], monkeypatch: pytest.MonkeyPatch
         await store.close()
 
     asyncio.run(put())
-    return kvfetch("encode", "--store", url, "--grace", "0")
+    return kvfetch("encode", url, "--grace", "0")
 
 
 def test_kvfetch_encode_refuses_swift(swift: SwiftProcess, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

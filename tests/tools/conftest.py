@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -15,7 +18,7 @@ from sgl_kvfetch.codec.container.segment import CodedSegment, with_chunk_digests
 from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.tools.app import app
-from sgl_kvfetch.tools.options import TOKEN_ENV
+from sgl_kvfetch.tools.terminal import TOKEN_ENV
 from tests.segments import make_segment
 
 
@@ -93,6 +96,17 @@ def kvfetch(*args: str) -> Result:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
+
+
+def kvfetch_json(*args: str, exit_code: int = 0) -> Any:
+    """Run the command with ``--json``, and return what it prints. Its help names all fields of that."""
+    result = kvfetch(*args, "--json")
+    assert result.exit_code == exit_code, result.output
+    found = json.loads(result.stdout)
+    told = set(re.findall(r"[a-z0-9_]+", kvfetch(args[0], "--help").stdout))
+    for each in found if isinstance(found, list) else [found]:
+        assert each.keys() <= told
+    return found
 
 
 @contextmanager

@@ -10,10 +10,10 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from harness.models import make_tiny_llama
+from sgl_kvfetch import codec
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
-from sgl_kvfetch.tools import calibrate as calibrating
 from sgl_kvfetch.tools.app import app
 
 
@@ -60,7 +60,7 @@ def test_cells_can_be_kept_small(model: Path, text: Path, tmp_path: Path) -> Non
     [
         (("--windows", "40"), "the text has 10 windows of 96 tokens, expected 40"),
         (("--part", "1:0"), "part '1:0': expected FROM:TO"),
-        (("--dtype", "float16"), "--dtype float16: allowed are float32, bfloat16"),
+        (("--dtype", "float16"), "'float16' is not one of"),
         (("--context", "4096"), "--context and --continuation are 4128 tokens, the model has 4096 positions"),
         (("--tp-size", "3"), "--tp-size 3: cannot divide 2 KV heads evenly"),
     ],
@@ -88,7 +88,7 @@ def test_a_rotation_that_is_not_known_stays(
     def unknown(model: object) -> None:
         raise UnsupportedError("rope type 'spiral' is not known")
 
-    monkeypatch.setattr(calibrating, "find_rope", unknown)
+    monkeypatch.setattr(codec, "find_rope", unknown)
     result = run(model, text, tmp_path / "p")
     assert result.exit_code == 0, result.output
     assert "K stays rotated, which costs bits: rope type 'spiral'" in result.stderr
@@ -105,7 +105,7 @@ def windows_of(model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.Monk
         seen.extend(windows)
         raise ConfigError("enough")
 
-    monkeypatch.setattr(calibrating.fit, "calibrate", no_calibration)
+    monkeypatch.setattr(codec, "calibrate_model", no_calibration)
     assert "enough" in run(model, text, tmp_path / "p", "--windows", "5").stderr
     return seen
 

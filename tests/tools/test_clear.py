@@ -12,7 +12,7 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.stores.pins import Pin
 from tests.segments import with_labels
-from tests.tools.conftest import kvfetch, unchanged
+from tests.tools.conftest import kvfetch, kvfetch_json, unchanged
 
 CHAIN = page_hashes(4)
 
@@ -128,6 +128,13 @@ def test_a_dry_run_deletes_nothing(store: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "2 segments, " in result.output
     assert names(store) == {head_slice("a").folder, head_slice("b").folder}
+
+
+def test_what_a_program_reads(store: Path) -> None:
+    planned = kvfetch_json("clear", str(store), "--dry-run")
+    assert planned["num_segments"] == 2
+    assert planned["num_objects"] is None
+    assert kvfetch_json("clear", str(store), "--yes") == {**planned, "num_objects": 4}
 
 
 def test_pinned_segments_stay_unless_they_are_asked_for(store: Path) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_kvfetch.tools import checks
+from sgl_kvfetch.tools import doctor
 
 
 @pytest.mark.gpu
 def test_the_gpu_of_this_machine() -> None:
-    found = {check.name: check for check in checks.check_gpu()}
+    found = {check.name: check for check in doctor.check_gpu()}
     assert found["CUDA GPU"].status == "yes"
     assert "HEVC 4:4:4 8-bit" in found["NVDEC"].found

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.redis_index import IndexOptions, PageIndex
 from sgl_kvfetch.stores.s3 import S3Store
-from tests.tools.conftest import Stored, kvfetch, unchanged
+from tests.tools.conftest import Stored, kvfetch, kvfetch_json, unchanged
 
 URL = f"s3://{BUCKET}/kv"
 CHAIN = page_hashes(12)
@@ -76,9 +75,7 @@ def test_a_bucket_with_an_index(s3: S3Server) -> None:
 
 
 def test_a_bucket_without_an_index(s3: S3Server) -> None:
-    result = kvfetch("gc", URL, "--capacity", "1", "--grace", "0", "--json")
-    assert result.exit_code == 0, result.output
-    summary = json.loads(result.output)
+    summary = kvfetch_json("gc", URL, "--capacity", "1", "--grace", "0")
     assert set(summary["evicted"]) == {key.stem for key in KEYS}
     assert summary["deleted"] == {"num_objects": 6, "num_bytes": summary["stored_bytes"], "failures": {}}
     assert asyncio.run(names(S3Store(URL))) == set()
@@ -91,9 +88,7 @@ def test_without_limits_only_expired_segments_go(s3: S3Server, later: Callable[[
     assert result.exit_code == 0, result.output
     assert result.output.startswith("deleted 0 segments, 0 of them expired, and 0 that are not whole")
     later(4000)
-    result = kvfetch("gc", URL, "--grace", "0", "--json")
-    assert result.exit_code == 0, result.output
-    summary = json.loads(result.output)
+    summary = kvfetch_json("gc", URL, "--grace", "0")
     assert (summary["num_expired"], summary["evicted"]) == (1, [KEYS[1].stem])
     assert not any(KEYS[1].stem in name for name in asyncio.run(names(S3Store(URL))))
 
@@ -113,12 +108,10 @@ def test_quotas(stored: Stored) -> None:
         result = kvfetch("gc", stored.url, "--quota", "no=such=model=1GiB", "--quota", "0123=1")
     assert result.exit_code == 1, result.output
     assert "3 segments stay" in result.output
-    assert "nothing is stored of --quota no=such=model" in result.output
+    assert "FAILED --quota no=such=model: nothing is stored of this model" in result.output
     stems = [segment.manifest.key.stem for segment in stored.segments]
     folder = stems[0].partition("/")[0]
-    result = kvfetch("gc", stored.url, "--quota", f"{folder}=1", "--grace", "0", "--json")
-    assert result.exit_code == 0, result.output
-    summary = json.loads(result.output)
+    summary = kvfetch_json("gc", stored.url, "--quota", f"{folder}=1", "--grace", "0")
     inside = {stem for stem in stems if stem.startswith(folder)}
     assert set(summary["evicted"]) == inside
     assert summary["unused_quotas"] == []

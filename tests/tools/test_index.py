@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +13,7 @@ from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
-from tests.tools.conftest import kvfetch
+from tests.tools.conftest import kvfetch, kvfetch_json
 
 pytestmark = pytest.mark.skipif(REDIS is None, reason=REDIS_MISSING)
 
@@ -62,7 +61,7 @@ def look_up(redis: RedisProcess, namespace: str, first_page: int) -> Lookup:
 
 
 def rebuild(redis_url: str, *options: str, exit_code: int = 0) -> str:
-    result = kvfetch("index", "rebuild", "--store", URL + "/", "--index", redis_url, *options)
+    result = kvfetch("index", "rebuild", URL + "/", "--index", redis_url, *options)
     assert result.exit_code == exit_code, result.output
     return result.output
 
@@ -76,7 +75,8 @@ def test_rebuild_enters_all_pages(s3: S3Server, redis: RedisProcess) -> None:
 
 def test_rebuild_of_one_namespace(s3: S3Server, redis: RedisProcess) -> None:
     namespace = head_slice("another").folder
-    tally = json.loads(rebuild(redis.url, "--namespace", namespace, "--index-ttl-s", "500", "--json"))
+    part = f"{URL}/#{namespace}"
+    tally = kvfetch_json("index", "rebuild", part, "--index", redis.url, "--index-ttl-s", "500")
     assert tally == {"num_segments": 1, "num_pages": 4, "failures": {}}
     assert 400 < redis.client.ttl(next(redis.client.scan_iter())) <= 500
     assert parts(look_up(redis, namespace, 1)) == [(1, 3)]
@@ -101,7 +101,7 @@ def test_what_cannot_be_used_is_an_error(s3: S3Server, redis: RedisProcess) -> N
     redis.kill()
     assert "index redis://" in rebuild(redis.url, exit_code=2)
     assert "the index's URL" in rebuild("http://x", exit_code=2)
-    result = kvfetch("index", "rebuild", "--store", "http://x", "--index", redis.url)
+    result = kvfetch("index", "rebuild", "http://x", "--index", redis.url)
     assert result.exit_code == 2
     assert "is not an s3:// store" in result.output
 
@@ -112,7 +112,7 @@ def test_other_commands_take_a_bucket(s3: S3Server, monkeypatch: pytest.MonkeyPa
     assert result.exit_code == 0, result.output
     assert "3 segments" in result.output
     assert kvfetch("inspect", f"{URL}#{FOLDER}").exit_code == 0
-    result = kvfetch("encode", "--store", URL, "--codec", "deflate")
+    result = kvfetch("encode", URL, "--codec", "deflate")
     assert result.exit_code == 0, result.output
     assert "3 segments encoded" in result.output
     assert kvfetch("verify", URL).exit_code == 0

@@ -1,4 +1,3 @@
-import json
 import os
 import shutil
 import time
@@ -14,16 +13,19 @@ from sgl_kvfetch.codec.container.manifest import MAX_MANIFEST_BYTES, Chunk, Mani
 from sgl_kvfetch.codec.container.segment import SegmentReader
 from sgl_kvfetch.codec.quant.registry import quantiser_from_identity
 from sgl_kvfetch.labels import Labels
-from sgl_kvfetch.tools.units import format_size
+from sgl_kvfetch.tools.terminal import format_size
 from sgl_kvfetch.types import KVGeometry
 from tests.segments import SMALL, make_heads, make_segment, page_hashes, with_labels
-from tests.tools.conftest import Stored, kvfetch, put, sign, unchanged
+from tests.tools.conftest import Stored, kvfetch, kvfetch_json, put, sign, unchanged
 
 
 def inspect_json(*args: str) -> Any:
-    result = kvfetch("inspect", *args, "--json")
-    assert result.exit_code == 0, result.stderr
-    return json.loads(result.stdout)
+    return kvfetch_json("inspect", *args)
+
+
+def segment_json(*args: str) -> Any:
+    (segment,) = inspect_json(*args)["segments"]
+    return segment
 
 
 def read_png(path: Path) -> np.ndarray:
@@ -111,21 +113,39 @@ def test_a_namespace_without_a_readable_manifest_is_still_shown(stored: Stored) 
 def test_a_namespace_is_shown_by_segment_the_longest_first(stored: Stored) -> None:
     prefix = stored.segments[0].manifest.key.namespace[:8]
     shown = inspect_json(f"{stored.url}#{prefix}")
-    assert [s["num_pages"] for s in shown] == [4, 1]
+    assert [s["num_pages"] for s in shown["segments"]] == [4, 1]
+    assert shown["num_more"] == 0
+    few = inspect_json(f"{stored.url}#{prefix}", "--limit", "1")
+    assert few == {**shown, "segments": shown["segments"][:1], "num_more": 1}
     result = kvfetch("inspect", f"{stored.url}#{prefix}", "--limit", "1")
     assert "1 more segments" in result.stdout
     # What the table shows is a prefix of the name.
     name = result.stdout.splitlines()[0] + next(
         line.split()[0] for line in result.stdout.splitlines() if line.strip().startswith("4-")
     )
-    assert inspect_json(f"{stored.url}#{name}")["num_pages"] == 4
+    assert segment_json(f"{stored.url}#{name}")["num_pages"] == 4
+
+
+def test_in_a_namespace_damage_and_orphans_are_named(stored: Stored) -> None:
+    first, second = (stored.segments[index].manifest.key for index in (0, 1))
+    stored.manifest_path(0).write_bytes(b"nonsense" * 10)
+    stored.manifest_path(1).unlink()
+    put(stored.root, make_segment(num_pages=8)[0])
+    shown = inspect_json(f"{stored.url}#{first.namespace}")
+    assert [s["num_pages"] for s in shown["segments"]] == [8]
+    assert shown["unreadable"].keys() == {first.manifest_name}
+    assert shown["num_orphans"] == 1
+    assert shown["orphan_bytes"] == len(stored.segments[1].data)
+    text = kvfetch("inspect", f"{stored.url}#{second.namespace}").stdout
+    assert f"{first.manifest_name}: " in text
+    assert "1 data objects" in text
 
 
 @pytest.mark.parametrize("suffix", ["", ".kvm", "data"])
 def test_a_segment_is_shown_in_full(stored: Stored, suffix: str) -> None:
     segment = stored.segments[2]
     name = segment.data_name if suffix == "data" else segment.manifest.key.stem + suffix
-    shown = inspect_json(f"{stored.url}#{name}")
+    shown = segment_json(f"{stored.url}#{name}")
     manifest_bytes = len(segment.manifest.encode())
     assert shown["num_tokens"] == 8
     assert shown["num_spans"] == 2
@@ -160,10 +180,10 @@ def test_a_segment_is_shown_as_a_table(stored: Stored) -> None:
 
 def test_the_expiry_is_shown(stored: Stored) -> None:
     url = f"{stored.url}#{stored.segments[0].manifest.key.stem}"
-    assert inspect_json(url)["expires"] is None
+    assert segment_json(url)["expires"] is None
     assert "expires" not in kvfetch("inspect", url).stdout
     stored.manifest_path(0).write_bytes(expiring(stored.segments[0], 1_800_000_000).manifest.encode())
-    assert inspect_json(url)["expires"] == 1_800_000_000
+    assert segment_json(url)["expires"] == 1_800_000_000
     assert "2027-01-15 08:00:00 UTC" in kvfetch("inspect", url).stdout
 
 
@@ -173,13 +193,13 @@ def test_signatures_are_shown(stored: Stored, key_file: Path) -> None:
     stems = [segment.manifest.key.stem for segment in stored.segments]
 
     def shown(*args: str) -> list[str]:
-        return [inspect_json(f"{stored.url}#{stem}", *args)["signature"] for stem in stems]
+        return [segment_json(f"{stored.url}#{stem}", *args)["signature"] for stem in stems]
 
     assert shown() == ["signed (not checked)", "signed (not checked)", "none"]
     assert shown("--manifest-key-file", str(key_file)) == ["good", "wrong", "missing"]
     folder = stored.segments[0].manifest.key.namespace
     listed = kvfetch("inspect", f"{stored.url}#{folder}", "--manifest-key-file", str(key_file)).stdout
-    assert [s["signature"] for s in inspect_json(f"{stored.url}#{folder}")] == ["signed (not checked)"] * 2
+    assert [s["signature"] for s in inspect_json(f"{stored.url}#{folder}")["segments"]] == ["signed (not checked)"] * 2
     assert "good" in listed
     assert "wrong" in listed
     assert "signed (not checked)" in kvfetch("inspect", str(stored.manifest_path(0))).stdout
@@ -197,7 +217,7 @@ def test_a_manifest_of_the_largest_size(tmp_path: Path) -> None:
     path.write_bytes(manifest.encode())
     assert 15 << 20 < path.stat().st_size <= MAX_MANIFEST_BYTES
     begin_s = time.monotonic()
-    shown = inspect_json(str(path))["variants"][0]["parts"]
+    shown = segment_json(str(path))["variants"][0]["parts"]
     table = kvfetch("inspect", str(path)).stdout
     assert time.monotonic() - begin_s < 100  # it took half an hour when each part was searched for in all cells
     assert [(p["first_layer"], p["part"], p["num_chunks"], p["stored_bytes"], p["bits_per_value"]) for p in shown] == [

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from harness.small_segments import FOLDER, make_segment, page_hashes, put_segment
 from harness.store_process import StoreProcess
 from sgl_kvfetch.directory.local import LocalStore
-from tests.tools.conftest import kvfetch
+from tests.tools.conftest import kvfetch, kvfetch_json
 
 CHAIN = page_hashes(12)
 SEGMENTS = [make_segment(CHAIN, first, 4) for first in (0, 4, 8)]
@@ -77,7 +76,7 @@ def test_a_copy_of_a_part(source: Path, target: Path) -> None:
 def test_after_an_interruption_it_goes_on(source: Path, target: Path) -> None:
     before = contents(source)
     kvfetch("move", f"{source}#{SEGMENTS[0].manifest.key.stem}", str(target), "--copy")
-    result = json.loads(kvfetch("move", str(source), str(target), "--json").stdout)
+    result = kvfetch_json("move", str(source), str(target))
     assert (result["num_moved"], result["num_there"], result["failures"]) == (3, 1, {})
     assert (contents(source), contents(target)) == ({}, before)
 
@@ -126,7 +125,7 @@ def test_a_damaged_copy_at_the_target_is_written_again(source: Path, target: Pat
     damaged = target / SEGMENTS[1].data_name
     damaged.chmod(0o600)
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    result = json.loads(kvfetch("move", str(source), str(target), "--json").stdout)
+    result = kvfetch_json("move", str(source), str(target))
     assert (result["num_moved"], result["num_there"]) == (3, 2)
     assert (contents(source), contents(target)) == ({}, before)
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.prompts import page_hashes
 from sgl_kvfetch.stores.stored_pages import pages_stored
-from tests.tools.conftest import kvfetch
+from tests.tools.conftest import kvfetch, kvfetch_json
 
 TOKENS = list(range(3, 11))
 TEXT = " ".join(f"w{token}" for token in TOKENS)
@@ -53,7 +52,7 @@ def test_pin_list_and_unpin(tmp_path: Path, tiny_llama: Path) -> None:
     assert output == f"{name}  intro\n  8 pages of 1 tokens; stored: 4 in {namespace}\n"
     assert run("pin", str(root)) == output
     run("pin", str(root), "--prompt", str(TOKENS[:3]), "--page-size", "1")
-    labels = {pin["label"]: pin["num_pages"] for pin in json.loads(run("pin", str(root), "--json"))}
+    labels = {pin["label"]: pin["num_pages"] for pin in kvfetch_json("pin", str(root))}
     assert labels == {"intro": 8, str(TOKENS[:3]): 3}
 
     assert run("unpin", str(root), "--prompt", str(TOKENS), "--page-size", "1") == "1 unpinned\n"
@@ -67,9 +66,9 @@ def test_a_file_of_prompts(tmp_path: Path) -> None:
     store_pages(root, 8, range(2), salt="tenant")
     file = tmp_path / "prompts.jsonl"
     file.write_text(f'{{"prompt": {TOKENS}}}\n{{"prompt": [1, 2]}}\n')
-    options = ("--file", str(file), "--page-size", "1", "--json")
-    assert [sum(pin["stored_pages"].values()) for pin in json.loads(run("pin", str(root), *options))] == [0, 0]
-    salted = json.loads(run("pin", str(root), *options, "--cache-salt", "tenant"))
+    options = ("--file", str(file), "--page-size", "1")
+    assert [sum(pin["stored_pages"].values()) for pin in kvfetch_json("pin", str(root), *options)] == [0, 0]
+    salted = kvfetch_json("pin", str(root), *options, "--cache-salt", "tenant")
     assert [sum(pin["stored_pages"].values()) for pin in salted] == [8, 0]
 
 
@@ -119,7 +118,7 @@ def test_look_up_prompts(tmp_path: Path, tiny_llama: Path) -> None:
     assert run(*look, "--prompt", TEXT, "--model", str(tiny_llama)) == (
         f"prompt 0: 8 tokens, 8 pages; stored: 4 in {namespace}\n"
     )
-    found = json.loads(run(*look, "--prompt", str(TOKENS[:3]), "--cache-salt", "tenant", "--json"))
+    found = kvfetch_json(*look, "--prompt", str(TOKENS[:3]), "--cache-salt", "tenant")
     assert found == [{"num_tokens": 3, "num_pages": 3, "stored_pages": {salted: 2}}]
     assert run(*look, "--prompt", "[1, 2]") == "prompt 0: 2 tokens, 2 pages; stored: none\n"
     assert "expected --prompt or --file" in run(*look, exit_code=2)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from sgl_kvfetch import codec
 from sgl_kvfetch.plane.adapt.decode_profile import decode_profile, load_decode_profile
-from sgl_kvfetch.tools import profile as profiling
 from sgl_kvfetch.tools.app import app
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
@@ -61,7 +61,7 @@ def nvc(monkeypatch: pytest.MonkeyPatch) -> FakeNvc:
     nvdec = make_nvdec(nvc, num_engines=1)
     nvdec.surfaces.limit_bytes = 1
     found = nvdec, "decoded on NVDEC, 1 engines: hevc, hevc420"
-    monkeypatch.setattr(profiling, "open_current_nvdec", lambda: found)
+    monkeypatch.setattr(codec, "open_current_nvdec", lambda: found)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Made Up 1000")
     return nvc
 

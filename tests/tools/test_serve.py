@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvfetch.tools.options import TOKEN_ENV
+from sgl_kvfetch.tools.terminal import TOKEN_ENV
 from tests.tools.conftest import Stored, kvfetch
 
 LISTENING = re.compile(r"kvfetch: serving (?P<root>.+) on (?P<url>http://\S+)\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import signal
@@ -16,8 +15,8 @@ import pytest
 from harness.small_segments import FOLDER, make_segment, page_hashes, put_segment
 from harness.store_process import StoreProcess
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.tools.top import Sample, activity, parse
-from tests.tools.conftest import kvfetch
+from sgl_kvfetch.tools.top import StoreMetrics, activity, parse
+from tests.tools.conftest import kvfetch, kvfetch_json
 
 CHAIN = page_hashes(4)
 TEXT = """\
@@ -39,8 +38,8 @@ kvfetch_server_sent_bytes_total {sent}
 """
 
 
-def sample(at_s: float, hit: float = 30.0, full: float = 1.0, sent: float = 100.0) -> Sample:
-    return Sample(at_s, parse(TEXT.format(hit=hit, full=full, sent=sent)))
+def sample(at_s: float, hit: float = 30.0, full: float = 1.0, sent: float = 100.0) -> StoreMetrics:
+    return StoreMetrics(at_s, parse(TEXT.format(hit=hit, full=full, sent=sent)))
 
 
 @pytest.fixture
@@ -72,9 +71,7 @@ def test_a_store_that_was_started_again_begins_at_zero() -> None:
 
 
 def test_one_interval_as_json(store: StoreProcess) -> None:
-    result = kvfetch("top", store.url, "--token", "secret", "--json", "--interval", "0.1")
-    assert result.exit_code == 0, result.output
-    now = json.loads(result.stdout)
+    now = kvfetch_json("top", store.url, "--token", "secret", "--interval", "0.1")
     assert (now["segments"], now["capacity_bytes"], now["lookups"], now["pages_found"]) == (1, 1 << 20, 0, None)
     assert now["stored_bytes"] > 1000
 

@@ -1,6 +1,5 @@
 import asyncio
 import dataclasses
-import json
 import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.stores.listing import list_segments
 from sgl_kvfetch.tools.verify import Report, Verifier
 from tests.segments import as_newer, make_segment
-from tests.tools.conftest import Stored, kvfetch, put, sign, unchanged
+from tests.tools.conftest import Stored, kvfetch, kvfetch_json, put, sign, unchanged
 
 
 def flip(path: Path, place: int) -> None:
@@ -28,9 +27,7 @@ def flip(path: Path, place: int) -> None:
 
 
 def verify_json(target: str, exit_code: int, *args: str) -> Any:
-    result = kvfetch("verify", target, "--json", *args)
-    assert result.exit_code == exit_code, result.output
-    return json.loads(result.stdout)
+    return kvfetch_json("verify", target, *args, exit_code=exit_code)
 
 
 def with_chunk(manifest: Manifest, index: int, **changes: Any) -> Manifest:

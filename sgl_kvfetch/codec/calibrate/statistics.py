@@ -28,7 +28,7 @@ _DRAWS = 2  # of next tokens; each is one backward pass a window
 _HALF_LIMIT = 60000.0
 
 
-class Sample(NamedTuple):
+class CostSample(NamedTuple):
     """A sample of tokens and the costs of errors in them. ``values``: K and V, float16 ``(tokens, layers, heads,
     dim)``, K without its rotation. ``costs``: mean squared gradient lengths of K and V, float32 ``(tokens, layers,
     heads)``."""
@@ -59,7 +59,7 @@ class Moments:
         self.k_fisher = torch.zeros((*shape, k, k), dtype=torch.float64)
         self.v_fisher = torch.zeros((*shape, v, v), dtype=torch.float64)
         self.start_costs = torch.zeros((MOST_SINKS, 2, grid.num_layers, grid.num_heads), dtype=torch.float64)
-        self.samples: list[Sample] = []
+        self.samples: list[CostSample] = []
 
     def add_values(self, values: CellValues) -> None:
         """Add the K and V of a window, ``(tokens, layers, heads, dim)``, K without its rotation."""
@@ -148,7 +148,7 @@ def gather(
     which = MOST_SINKS + torch.randperm(num_context - MOST_SINKS, generator=generator)[:sample_tokens]
     which = which.sort().values.to(k.device)
     halves = (x[which].clamp(-_HALF_LIMIT, _HALF_LIMIT).half().cpu() for x in plain)
-    moments.samples.append(Sample(CellValues(*halves), CellValues(*(x[which].cpu() for x in costs))))
+    moments.samples.append(CostSample(CellValues(*halves), CellValues(*(x[which].cpu() for x in costs))))
 
 
 def _turned(k: torch.Tensor, rope: Rope | None, turn: Callable[..., torch.Tensor]) -> torch.Tensor:

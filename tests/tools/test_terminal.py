@@ -1,4 +1,3 @@
-import importlib
 import inspect
 import os
 import subprocess
@@ -7,14 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from harness.store_process import StoreProcess
 from sgl_kvfetch import __version__
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.plane import config
 from sgl_kvfetch.sizes import parse_size
-from sgl_kvfetch.tools.app import COMMANDS
-from sgl_kvfetch.tools.options import TOKEN_ENV, read_token
-from sgl_kvfetch.tools.units import format_size, parse_age, printable
+from sgl_kvfetch.tools.app import COMMANDS, import_command
+from sgl_kvfetch.tools.terminal import TOKEN_ENV, format_size, parse_age, printable, read_token
 from tests.tools.conftest import Stored, kvfetch
+
+HEAVY = {"torch", "av", "numpy", "obstore", "redis", "transformers", "sglang", "PIL"}
 
 
 @pytest.mark.parametrize(
@@ -83,8 +84,12 @@ def test_version_and_help() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_list_of_commands_says_what_each_says_of_itself(command: str) -> None:
-    function = getattr(importlib.import_module(f"sgl_kvfetch.tools.{command}"), command)
-    assert inspect.getdoc(function).partition("\n")[0] == COMMANDS[command]  # type: ignore[union-attr]
+    assert inspect.getdoc(import_command(command)).partition("\n")[0] == COMMANDS[command]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_flags_have_no_type(command: str) -> None:
+    assert "<bool>" not in kvfetch(command, "--help").stdout
 
 
 def test_an_unknown_command_is_refused() -> None:
@@ -94,10 +99,33 @@ def test_an_unknown_command_is_refused() -> None:
     assert "verify" in result.stderr
 
 
-def test_help_needs_no_torch() -> None:
-    code = "import sys\nfrom sgl_kvfetch.tools.app import app\ntry: app(['--help'])\nexcept SystemExit: pass\n"
-    code += "sys.exit('torch' in sys.modules or 'sglang' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+def require_light(*args: str) -> None:
+    """Run a command in a process of its own, and assert that it imports nothing heavy."""
+    code = (
+        f"import sys\nfrom sgl_kvfetch.tools import main\nsys.argv = {['kvfetch', *args]}\n"
+        "try: main()\nexcept SystemExit as e: assert not e.code, e\n"
+        f"print(sorted({HEAVY} & sys.modules.keys()), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "[]\n"), done.stderr
+
+
+@pytest.mark.parametrize("args", [(), *((command,) for command in COMMANDS)])
+def test_help_is_light(args: tuple[str, ...]) -> None:
+    require_light(*args, "--help")
+
+
+def test_what_needs_no_tensors_is_light(stored: Stored) -> None:
+    with StoreProcess(stored.root) as store:
+        require_light("inspect", store.url)
+        require_light("inspect", f"{store.url}#{stored.segments[0].manifest.key.stem}")
+        require_light("lookup", store.url, "--prompt", "[1]", "--page-size", "1")
+        require_light("pin", store.url, "--prompt", "[1]", "--page-size", "1")
+        require_light("pin", store.url)
+        require_light("move", store.url, str(stored.root.parent), "--dry-run")
+        require_light("clear", store.url, "--yes")
+        require_light("top", store.url, "--once", "--interval", "0.1")
+    require_light("gc", stored.url, "--capacity", "1MiB")
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
