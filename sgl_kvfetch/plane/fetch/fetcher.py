@@ -161,9 +161,10 @@ class Fetcher:
                     for unit in self._units(part, self._num_unasked):
                         if not progress.is_wanted(index):
                             break
-                        progress.num_unasked -= len(unit.cells)
                         self._ahead.leave_out(unit)
                         budget = await self._acquire(unit, each, requested)
+                        progress.num_unasked -= len(unit.cells)
+                        progress.num_transmitting += 1
                         task = group.create_task(self._run_unit(unit, index, progress, request))
                         # Not released in the task itself, since a task cancelled before its first step never runs.
                         task.add_done_callback(partial(_release, budget, unit.size_bytes))
@@ -207,7 +208,6 @@ class Fetcher:
         """Take one unit through all three stages."""
         each, part = progress.parts[index]
         try:
-            progress.num_transmitting += 1
             try:
                 data = await self._bytes_of(unit, request)
             except KVFetchError:
