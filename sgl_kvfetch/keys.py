@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 
 import msgspec
 import xxhash
 
 from sgl_kvfetch.errors import FormatError, NamespaceMismatchError
+from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.types import KVGeometry
 
 FORMAT_MAJOR = 2  # readers refuse any other
-FORMAT_MINOR = 1  # readers accept any; a higher one may add fields, which they ignore
+FORMAT_MINOR = 2  # readers accept any; a higher one may add fields, which they ignore
 
 PAGE_HASH_BYTES = 32  # SGLang's page hashes are SHA-256
 NAMESPACE_PATTERN = r"[0-9a-f]{32}\.[0-9]{1,3}-[0-9]{1,3}"  # digest, then the heads: first to end
@@ -55,20 +56,21 @@ class Namespace:
 
     def require_same(self, other: Namespace) -> None:
         """Raise NamespaceMismatchError, naming the first field in which ``other`` (the stored one) differs."""
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
             if mine != theirs:
                 raise NamespaceMismatchError(
-                    f"segment belongs to another namespace: {field.name} is {theirs!r}, expected {mine!r}"
+                    f"segment belongs to another namespace: {each.name} is {theirs!r}, expected {mine!r}"
                 )
 
 
 @dataclass(frozen=True)
 class HeadSlice:
-    """The heads of a namespace that one rank stores."""
+    """The heads of a namespace that one rank stores. ``labels``: what its writer calls the model, if that is known."""
 
     namespace: Namespace
     heads: range
+    labels: Labels = field(default=Labels(), compare=False)
 
     @cached_property
     def folder(self) -> str:

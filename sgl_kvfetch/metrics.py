@@ -57,6 +57,12 @@ QUEUED_BYTES = Gauge(
     ["queue"],
     multiprocess_mode="livesum",
 )
+NAMESPACE = Gauge(
+    "sgl_kvfetch_namespace_info",
+    "1 for each namespace that this server has opened",
+    ["namespace", "model", "quantiser"],
+    multiprocess_mode="max",
+)
 STORE_DOWN = Gauge(
     "sgl_kvfetch_store_down",
     "1 while lookups are skipped, or answered by local_cache, because the store failed",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
 import torch
@@ -15,6 +16,7 @@ from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encod
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import FORMAT_MAJOR, FORMAT_MINOR, HeadSlice, Namespace
+from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.types import TENSORS, CellGrid, KVGeometry, TensorName, torch_dtype
 
 SMALL = KVGeometry(num_layers=4, num_heads=2, k_head_dim=48, v_head_dim=64, page_size=4, dtype="bfloat16")
@@ -76,6 +78,10 @@ def there_and_back(quantiser: Quantiser, values: Mapping[TensorName, torch.Tenso
 def without_frame_sums(manifest: Manifest) -> Manifest:
     variants = tuple(msgspec.structs.replace(variant, frame_sums=()) for variant in manifest.variants)
     return msgspec.structs.replace(manifest, variants=variants)
+
+
+def with_labels(segment: CodedSegment, labels: Labels) -> CodedSegment:
+    return replace(segment, manifest=msgspec.structs.replace(segment.manifest, labels=labels))
 
 
 def as_newer(manifest: bytes, later: bytes = b"\x01") -> bytes:

@@ -257,13 +257,13 @@ def count_miss(stage: str, error: KVFetchError | TimeoutError) -> None:
 
 
 @contextmanager
-def counted(stage: str, cancelling_is_a_miss: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Count and suppress every exception of a lookup or a fetch."""
+def counted(stage: str, cancel_reason: Callable[[], str] = lambda: "cancelled") -> Iterator[None]:
+    """Count and suppress every exception of a lookup or a fetch. ``cancel_reason``: "" if cancelling is no miss."""
     try:
         yield
     except asyncio.CancelledError:
-        if cancelling_is_a_miss():
-            metrics.MISSES.labels(stage, "cancelled").inc()
+        if reason := cancel_reason():
+            metrics.MISSES.labels(stage, reason).inc()
     except (KVFetchError, TimeoutError) as e:
         count_miss(stage, e)
     except Exception:

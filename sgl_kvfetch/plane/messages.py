@@ -15,6 +15,7 @@ import msgspec
 
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.labels import Labels
 
 VERSION = 1
 _LENGTH = struct.Struct("<I")
@@ -39,6 +40,7 @@ class Start(_Message, frozen=True):
     rank: int
     most_span_pages: int | None
     sides: dict[str, int] = {}
+    labels: Labels = Labels()
     version: int = VERSION
 
 
@@ -79,10 +81,10 @@ class Give(_Message, frozen=True):
 
 
 class Cancel(_Message, frozen=True):
-    """End a lookup or a fetch soon. ``is_miss``: whether it counts as a miss."""
+    """End a lookup or a fetch soon. ``reason``: of the miss that a fetch counts as; empty if it is none."""
 
     work: int
-    is_miss: bool = True
+    reason: str = "cancelled"
 
 
 class Forget(_Message, frozen=True):

@@ -159,9 +159,9 @@ class DataPlane:
         """Drop all bytes that were read, because the engine's caches are emptied."""
         self._send(m.Flush())
 
-    def cancel(self, work: int, *, is_miss: bool = True) -> None:
-        """End a lookup or a fetch soon. ``is_miss``: whether it counts as a miss."""
-        self._send(m.Cancel(work, is_miss))
+    def cancel(self, work: int, reason: str = "cancelled") -> None:
+        """End a lookup or a fetch soon. ``reason``: as in `messages.Cancel`."""
+        self._send(m.Cancel(work, reason))
 
     # Writing
 

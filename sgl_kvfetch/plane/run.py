@@ -91,7 +91,7 @@ def _open(command: m.Start, open_: OpenClient) -> tuple[KVFetchConfig, HeadSlice
         raise FormatError(f"expected message version {m.VERSION} from the engine, found {command.version}")
     timeline.start(f"{command.rank}.data")
     config = KVFetchConfig.model_validate(command.config)
-    heads = HeadSlice(command.namespace, range(command.first_head, command.end_head))
+    heads = HeadSlice(command.namespace, range(command.first_head, command.end_head), command.labels)
     return config, heads, open_(config, heads, command)
 
 

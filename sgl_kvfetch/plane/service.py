@@ -95,7 +95,7 @@ def send_side_page(arena: Arena, room: Room, emit: Emit, work: int, page: int, c
 class _Fetch:
     rounds: list[Round]
     task: asyncio.Task[None] | None = None
-    is_miss: bool = True  # whether cancelling it counts as a miss
+    cancel_reason: str = "cancelled"  # as in `messages.Cancel`
 
 
 class Service:
@@ -169,7 +169,7 @@ class Service:
     def _cancel(self, command: m.Cancel) -> None:
         task, fetch = self._lookups.get(command.work), self._fetches.get(command.work)
         if fetch is not None:
-            task, fetch.is_miss = fetch.task, command.is_miss
+            task, fetch.cancel_reason = fetch.task, command.reason
         if task is not None:
             # Not at once: a task that is cancelled before its first step never runs, not even its ``finally``.
             asyncio.get_running_loop().call_soon(task.cancel)
@@ -231,7 +231,7 @@ class Service:
         sources: list[PageSource] = []
         result = FetchResult(0, (), False)
         try:
-            with counted("fetch", lambda: fetch.is_miss):
+            with counted("fetch", lambda: fetch.cancel_reason):
                 if finder.is_paused:  # the store keeps failing: do not try, although pages were found
                     metrics.MISSES.labels("fetch", "skipped").inc()
                     return

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import Device, KltQuantiser, Nvdec, Quantiser, open_nvdec
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.keys import HeadSlice
@@ -90,6 +91,9 @@ def open_engine_plane(
     heads = engine_heads(config, quantiser, rank, pages.geometry, pages.first_layer, pools)
     require_own_profile(config, quantiser, heads.namespace)
     logger.info("kvfetch: %s, namespace %s: %s", config.store, heads.folder, heads.namespace)
+    namespace, labels = heads.namespace, heads.labels
+    names = labels.model_name(namespace.model), labels.quantiser_name(namespace.quantiser)
+    metrics.NAMESPACE.labels(heads.folder, *names).set(1)
     page_bytes = sides.page_bytes if sides else {}
     return open_plane(config, quantiser, heads, rank.tp_rank, pages, nvdec, most_span_pages, page_bytes)
 
@@ -122,6 +126,7 @@ def open_plane(
         rank,
         most_span_pages,
         dict(side_bytes or {}),
+        heads.labels,
     )
     if isinstance(pages, FramePool):
         compile_kernels(pages, writer_spec(config, heads, quantiser, encoders, most_span_pages))

@@ -122,6 +122,12 @@ def attach_backend(original: Callable[..., None], controller: Any, *args: Any, *
         controller.storage_backend.is_stopping = controller.storage_stop_event.is_set
 
 
+def begin_transfer(controller: Any, operation: Any) -> None:
+    """Before ``HybridCacheController._page_transfer``: say when the fetches of this prefetch must end."""
+    if controller.storage_backend_type == BACKEND:
+        controller.storage_backend.begin_transfer(operation)
+
+
 def fetch_pages(
     controller: Any, operation: Any, hash_values: list[str], host_indices: Any, extra_info: Any = None
 ) -> int:
@@ -130,22 +136,33 @@ def fetch_pages(
     SGLang gives up slow prefetches, and joins this thread within 10 s when it flushes, detaches or updates weights; if
     the join fails, the scheduler dies. So a fetch ends soon after either event.
     """
-    return int(
-        controller.storage_backend.fetch_pages(
-            hash_values,
-            host_indices,
-            lambda: operation.is_terminated() or controller.storage_stop_event.is_set(),
-        )
-    )
+    backend = controller.storage_backend
+
+    def given_up() -> str:
+        if controller.storage_stop_event.is_set():
+            return "cancelled"
+        return backend.patience.reason(operation) if operation.is_terminated() else ""
+
+    return int(backend.fetch_pages(hash_values, host_indices, given_up))
 
 
-def pass_prefix_keys(
-    attachment: Any, *, storage_backend: str | None, **kwargs: Any
+def configure_prefetches(
+    attachment: Any,
+    *,
+    storage_backend: str | None,
+    prefetch_timeout_base: float,
+    prefetch_timeout_per_ki_token: float,
+    **kwargs: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before ``StorageAttachment.apply_runtime_config``: make writes pass the hashes of all pages before them.
+    """Before ``StorageAttachment.apply_runtime_config``: let requests wait as long as our config says, and make writes
+    pass the hashes of all pages before them.
 
-    Their number is the position of the first written page, and the last of them is the page before a segment.
+    The number of those hashes is the position of the first written page, and the last of them is the page before a
+    segment.
     """
+    budget = prefetch_timeout_base, prefetch_timeout_per_ki_token
     if storage_backend == BACKEND:
+        budget = attachment._cache.cache_controller.storage_backend.be_patient(attachment._cache, *budget)
         kwargs["hicache_storage_pass_prefix_keys"] = True
-    return (attachment,), {"storage_backend": storage_backend, **kwargs}
+    timeouts = dict(zip(("prefetch_timeout_base", "prefetch_timeout_per_ki_token"), budget, strict=True))
+    return (attachment,), {"storage_backend": storage_backend, **timeouts, **kwargs}

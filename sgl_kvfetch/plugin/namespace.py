@@ -8,6 +8,7 @@ from typing import Any
 from sgl_kvfetch.codec import KltQuantiser, Profile, Quantiser, fingerprint_model, require_grid
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.keys import HeadSlice, Namespace
+from sgl_kvfetch.labels import Labels, label_of_klt, label_of_model
 from sgl_kvfetch.plane import KVFetchConfig, config_quantiser
 from sgl_kvfetch.plugin.compute_flags import compute_flags, draft_flags
 from sgl_kvfetch.plugin.weight_updates import require_known_weights
@@ -111,7 +112,17 @@ def engine_heads(
         v_head_dim=geometry.v_head_dim,
         quantiser=quantiser.identity,
     )
-    return HeadSlice(namespace, rank_heads(storage_config, geometry, num_heads))
+    return HeadSlice(namespace, rank_heads(storage_config, geometry, num_heads), _labels(config, quantiser))
+
+
+def _labels(config: KVFetchConfig, quantiser: Quantiser) -> Labels:
+    from sglang.srt.runtime_context import get_model, get_serving
+
+    path = get_model().model_path
+    model = label_of_model(get_serving().served_model_name or path, path)
+    if not isinstance(quantiser, KltQuantiser):
+        return Labels(model)
+    return Labels(model, label_of_klt(config.target_kl or quantiser.profile.default_target_kl))
 
 
 def _model_heads(rank_heads: int, tp_size: int) -> int:

@@ -103,11 +103,17 @@ SEAMS: tuple[Seam, ...] = (
             "around",
             "attach_backend",
         ),
-        # Forces hicache_storage_pass_prefix_keys, at start-up and at run time.
+        # Reads the pages of a prefetch, KV first; the backend is not told when the request stops waiting.
+        (
+            f"{_SRT}.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController._page_transfer",
+            "before",
+            "begin_transfer",
+        ),
+        # Sets what a prefetch may take, and hicache_storage_pass_prefix_keys, at start-up and at run time.
         (
             f"{_SRT}.mem_cache.unified_cache.storage_attachment.StorageAttachment.apply_runtime_config",
             "before",
-            "pass_prefix_keys",
+            "configure_prefetches",
         ),
     ),
     *_seams(

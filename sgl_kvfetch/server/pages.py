@@ -61,11 +61,14 @@ class LoadSample(msgspec.Struct, frozen=True):
 
 
 class FolderRow(msgspec.Struct, frozen=True):
-    """A folder of the store: what one rank has of a model. ``model`` is empty if no manifest could be read."""
+    """A folder of the store: what one rank has of a model. ``model`` and ``quantiser`` are names for people, the next
+    two identify them; all are empty if no manifest could be read."""
 
     folder: str
     model: str
     quantiser: str
+    model_identity: str
+    quantiser_identity: str
     num_segments: int
     num_tokens: int
     raw_bytes: int
@@ -90,15 +93,17 @@ class PromptQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Kind(msgspec.Struct, frozen=True):
-    """What all segments of a folder have in common, and never changes."""
+    """What all segments of a folder have in common, but for the labels in the first two fields."""
 
     model: str
     quantiser: str
+    model_identity: str
+    quantiser_identity: str
     page_size: int
     page_bytes: int
 
 
-_UNKNOWN = _Kind("", "", 0, 0)
+_UNKNOWN = _Kind("", "", "", "", 0, 0)
 
 
 class PageHandlers:
@@ -180,12 +185,15 @@ class PageHandlers:
             with contextlib.suppress(FormatError):  # `kvfetch verify` reports it
                 manifest = decode_manifest(content)
                 namespace, page_bytes = manifest.namespace, manifest.geometry.page_bytes
-                kind = _Kind(namespace.model, namespace.quantiser, namespace.page_size, page_bytes)
+                identities = namespace.model, namespace.quantiser
+                kind = _Kind(*_names(manifest), *identities, namespace.page_size, page_bytes)
                 self._kinds[usage.folder] = kind
         return FolderRow(
             usage.folder,
             kind.model,
             kind.quantiser,
+            kind.model_identity,
+            kind.quantiser_identity,
             usage.num_segments,
             usage.num_pages * kind.page_size,
             usage.num_pages * kind.page_bytes,
@@ -202,11 +210,13 @@ class PageHandlers:
     async def segment(self, request: web.Request) -> web.StreamResponse:
         """Show a manifest, without its tables."""
         manifest = await self._manifest(request)
-        namespace = manifest.namespace
+        namespace, (model, quantiser) = manifest.namespace, _names(manifest)
         about = {
             "name": manifest.key.manifest_name,
-            "model": namespace.model,
-            "quantiser": namespace.quantiser,
+            "model": model,
+            "quantiser": quantiser,
+            "model_identity": namespace.model,
+            "quantiser_identity": namespace.quantiser,
             "kv_dtype": namespace.kv_dtype,
             "page_size": namespace.page_size,
             "first_token": manifest.first_page * namespace.page_size,
@@ -292,6 +302,12 @@ class PageHandlers:
         except FormatError as e:
             raise web.HTTPUnprocessableEntity(text=f"a segment is damaged: {e}") from e
         return web.json_response({"num_tokens": num_tokens, "num_pages": len(hashes), "stored_pages": stored})
+
+
+def _names(manifest: Manifest) -> tuple[str, str]:
+    """Return the names of a segment's model and quantiser for people."""
+    namespace, labels = manifest.namespace, manifest.labels
+    return labels.model_name(namespace.model), labels.quantiser_name(namespace.quantiser)
 
 
 def _hashes_of(query: PromptQuery, tokenizer: str) -> tuple[int, list[bytes]]:

@@ -20,7 +20,7 @@ from .listing import (
     first_readable_manifest as first_readable_manifest,
     folders_named as folders_named,
     list_segments as list_segments,
-    models_of_folders as models_of_folders,
+    names_of_folders as names_of_folders,
     read_manifest as read_manifest,
 )
 from .names import is_namespace as is_namespace, require_name as require_name, require_namespace as require_namespace

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from sgl_kvfetch.codec import Manifest, decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import SegmentKey, parse_object_name
+from sgl_kvfetch.labels import Labels, are_named
 from sgl_kvfetch.stores.base import ObjectInfo
 
 
@@ -79,24 +80,40 @@ async def first_readable_manifest(objects: Objects, segments: Iterable[StoredSeg
     return None
 
 
-def folders_named(name: str, models: Mapping[str, str]) -> set[str]:
-    """Return the folders whose digest or model starts with ``name``. ``models``: as of ``models_of_folders``."""
-    return {folder for folder, model in models.items() if folder.startswith(name) or model.startswith(name)}
+class FolderNames(NamedTuple):
+    """What people may call a folder: the model of its namespace, and the labels of one of its segments."""
+
+    model: str
+    labels: Labels
 
 
-async def models_of_folders(objects: Objects, segments: Iterable[StoredSegment]) -> dict[str, str]:
-    """Return the model of each folder; "" if none of its manifests can be read. Raises StoreError.
+def folders_named(name: str, names: Mapping[str, FolderNames]) -> set[str]:
+    """Return the folders of the model that is called ``name``; if there is none, those whose digest, label or model
+    starts with it. ``names``: as of ``names_of_folders``."""
+    if exact := {folder for folder, (model, labels) in names.items() if are_named(name, model, labels)}:
+        return exact
+    return {
+        folder
+        for folder, (model, labels) in names.items()
+        if any(each.startswith(name) for each in (folder, model, model.partition(":")[2], labels.model))
+    }
+
+
+async def names_of_folders(objects: Objects, segments: Iterable[StoredSegment]) -> dict[str, FolderNames]:
+    """Return what each folder is called; a folder has no name if none of its manifests can be read. Raises StoreError.
 
     Reads one manifest a folder, the first. In a directory, that is a use: begin with the last used segments.
     """
     folders: dict[str, list[StoredSegment]] = {}
     for segment in segments:
         folders.setdefault(segment.key.namespace, []).append(segment)
-    models = {}
+    names = {}
     for folder, inside in folders.items():
         manifest = await first_readable_manifest(objects, inside)
-        models[folder] = "" if manifest is None else manifest.namespace.model
-    return models
+        names[folder] = FolderNames("", Labels())
+        if manifest is not None:
+            names[folder] = FolderNames(manifest.namespace.model, manifest.labels)
+    return names
 
 
 def decode_named_manifest(content: bytes, name: str) -> Manifest:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.side_by_side import side_by_side
 from sgl_kvfetch.stores.base import AdminStore
-from sgl_kvfetch.stores.listing import StoredSegment, folders_named, list_segments, models_of_folders
+from sgl_kvfetch.stores.listing import StoredSegment, folders_named, list_segments, names_of_folders
 from sgl_kvfetch.stores.pins import pinned_segments
 
 ORPHAN_AGE_S = 900.0  # data without a manifest, or the reverse, may be a write under way until then
@@ -30,7 +30,7 @@ class Plan:
     evicted: list[StoredSegment]  # expired ones first, then the least recently used; pinned ones after all others
     broken: list[StoredSegment]  # without a manifest or without data, for longer than a write takes
     oldest_use_s: float | None  # of the segments that are kept, in seconds since the epoch
-    unused_quotas: list[str]  # names that no namespace of the store has
+    unused_quotas: list[str]  # names of which nothing is stored
 
     @property
     def doomed(self) -> list[StoredSegment]:
@@ -51,7 +51,7 @@ class Swept:
 async def plan_sweep(store: AdminStore, capacity_bytes: int | None, quotas: Mapping[str, int] | None = None) -> Plan:
     """List the store and decide what to delete.
 
-    ``quotas``: most bytes of all namespaces together whose digest or model starts with a name. Raises StoreError.
+    ``quotas``: most bytes of all namespaces together that have a name, as of `folders_named`. Raises StoreError.
     """
     segments = await list_segments(store, "")
     whole = [segment for segment in segments if segment.manifest is not None and segment.data]
@@ -78,10 +78,10 @@ async def plan_sweep(store: AdminStore, capacity_bytes: int | None, quotas: Mapp
                 doomed.add(segment.key)
                 lacking -= segment.stored_bytes
 
-    models = await models_of_folders(store, reversed(in_order)) if quotas else {}
+    names = await names_of_folders(store, reversed(in_order)) if quotas else {}
     unused_quotas = []
     for name, most_bytes in (quotas or {}).items():
-        folders = folders_named(name, models)
+        folders = folders_named(name, names)
         shrink(folders, most_bytes)
         if not folders:
             unused_quotas.append(name)

@@ -196,7 +196,7 @@ def _fields_table(namespaces: Sequence[NamespaceSummary]) -> Table:
         cache = f"{n.attention} {n.kv_dtype}, {n.num_layers} layers x {n.num_heads} heads x {dims}, page {n.page_size}"
         heads = summary.digest.partition(".")[2]
         rank = f"heads {heads}, layers {layer_range(n.first_layer, n.first_layer + n.num_layers)}"
-        row = (summary.digest[:NAMESPACE_DIGITS], n.model, cache, n.quantiser, rank, ages)
+        row = (summary.digest[:NAMESPACE_DIGITS], summary.model or "", cache, summary.quantiser or "", rank, ages)
         table.add_row(*map(printable, row))
     return table
 
@@ -277,6 +277,9 @@ def _facts(s: SegmentSummary) -> Table:
     pages = f"{s.num_pages} pages of {s.namespace.page_size} tokens, from page {s.first_page} to {last_page}"
     table.add_row("holds", f"{s.num_tokens} tokens: {pages}")
     table.add_row("spans", f"{s.num_spans} of up to {s.span_tokens} tokens, {s.num_layer_groups} layer groups")
+    for name in ("model", "quantiser"):
+        if label := getattr(s.labels, name):
+            table.add_row(f"{name}'s label", printable(label))
     for field in s.namespace.__slots__:
         table.add_row(field, printable(str(getattr(s.namespace, field))))
     for index, variant in enumerate(s.variants):

@@ -23,7 +23,7 @@ from sgl_kvfetch.stores import (
     decode_named_manifest,
     folders_named,
     list_segments,
-    models_of_folders,
+    names_of_folders,
     object_digest,
     pinned_segments,
     sweep_segments,
@@ -49,7 +49,11 @@ _AT_ONCE = 4
 
 ModelOption = Annotated[
     str | None,
-    option("NAME", "Only namespaces whose model or digest, as kvfetch inspect shows them, starts with NAME."),
+    option(
+        "NAME",
+        "Only what is stored of this model: its name or model_id, as kvfetch inspect shows it; a fingerprint, a "
+        "namespace; or the beginning of one of these, if no model has that very name.",
+    ),
 ]
 
 
@@ -94,7 +98,7 @@ def clear(
     What is deleted is computed again when it is needed; servers may use the store meanwhile. Pinned segments stay,
     except with --pinned; then the pins stay, for what is stored later. A token needs the role `admin`, or, for a part
     within one namespace, `write`. To keep what is used most, use `kvfetch gc`. The exit code is 1 if some objects could
-    not be deleted.
+    not be deleted, or nothing is stored of the model.
 
     Examples:
 
@@ -154,7 +158,7 @@ def move(
     Each segment is written, read back and compared before it is deleted at the source; so is one that the target has
     already. If the command is interrupted, run it again: it goes on with what is left. Servers may use both stores
     meanwhile. Manifests stay as they are, with their signatures; pins are not moved. The token is for both stores. The
-    exit code is 1 if some segments could not be moved: they stay.
+    exit code is 1 if some segments could not be moved: they stay; or if nothing is stored of the model.
 
     Examples:
 
@@ -194,14 +198,19 @@ def move(
 async def select_segments(store: AdminStore, prefix: str, model: str | None) -> list[StoredSegment]:
     """List the segments whose objects' names start with ``prefix``, in namespaces of ``model`` if it is not None.
 
-    Warns on stderr if no namespace has this model's name. Raises StoreError.
+    If no namespace is of this model, says so and which models there are, and exits with 1. Raises StoreError.
     """
     segments = await list_segments(store, prefix)
     if model is None:
         return segments
-    folders = folders_named(model, await models_of_folders(store, segments))
+    newest_first = sorted(segments, key=lambda segment: segment.modified_s, reverse=True)
+    names = await names_of_folders(store, newest_first)
+    folders = folders_named(model, names)
     if not folders:
-        typer.echo(f"WARNING: --model {printable(model)}: no namespace of the store has this name", err=True)
+        models = sorted({printable(each.labels.model_name(each.model)) for each in names.values() if each.model})
+        stored = ", ".join(models) or "no model"
+        typer.echo(f"kvfetch: nothing is stored of --model {printable(model)}; stored: {stored}", err=True)
+        raise typer.Exit(1)
     return [segment for segment in segments if segment.key.namespace in folders]
 
 

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from sgl_kvfetch.codec import Manifest, ManifestKeys, RegionLayout, TileLayout, Variant, split_signature
 from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.stores import Objects, StoredSegment, first_readable_manifest
 from sgl_kvfetch.types import KV_DTYPES
 
@@ -41,7 +42,11 @@ def sizes(raw_bytes: int, stored_bytes: int, dtype: str) -> Sizes:
 
 
 class NamespaceSummary(Struct, frozen=True):
-    """Overlapping segments are counted separately. The last three fields are None if no manifest can be read."""
+    """Overlapping segments are counted separately. Fields from ``num_tokens`` on are None if no manifest can be read.
+
+    ``model``, ``quantiser``: names for people; ``namespace`` has what identifies them. Of segments with different
+    labels, the newest's are shown.
+    """
 
     digest: str
     num_segments: int
@@ -52,6 +57,8 @@ class NamespaceSummary(Struct, frozen=True):
     num_tokens: int | None
     sizes: Sizes | None
     namespace: Namespace | None
+    model: str | None
+    quantiser: str | None
 
 
 async def summarise_namespaces(objects: Objects, segments: Sequence[StoredSegment]) -> list[NamespaceSummary]:
@@ -70,15 +77,18 @@ async def _summarise_namespace(objects: Objects, segments: Sequence[StoredSegmen
     stored_bytes = sum(s.stored_bytes for s in segments)
     times_s = [s.manifest.modified_s for s in segments if s.manifest is not None]
     known = (segments[0].key.namespace, len(segments), num_pages, stored_bytes, min(times_s), max(times_s))
-    manifest = await first_readable_manifest(objects, segments)
+    newest_first = sorted(segments, key=lambda segment: segment.modified_s, reverse=True)
+    manifest = await first_readable_manifest(objects, newest_first)
     if manifest is None:
-        return NamespaceSummary(*known, None, None, None)
+        return NamespaceSummary(*known, None, None, None, None, None)
     geometry = manifest.geometry
     return NamespaceSummary(
         *known,
         num_pages * geometry.page_size,
         sizes(num_pages * geometry.page_bytes, stored_bytes, geometry.dtype),
         manifest.namespace,
+        manifest.labels.model_name(manifest.namespace.model),
+        manifest.labels.quantiser_name(manifest.namespace.quantiser),
     )
 
 
@@ -118,6 +128,7 @@ class SideSummary(Struct, frozen=True):
 class SegmentSummary(Struct, frozen=True):
     manifest_name: str
     namespace: Namespace
+    labels: Labels
     first_page: int
     num_pages: int
     num_tokens: int
@@ -147,7 +158,7 @@ class Inspected(Struct, frozen=True):
         """Stored bytes by model, the largest first; "" for namespaces without a readable manifest."""
         totals: dict[str, int] = {}
         for n in self.namespaces:
-            model = "" if n.namespace is None else n.namespace.model
+            model = n.model or ""
             totals[model] = totals.get(model, 0) + n.stored_bytes
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
@@ -158,6 +169,7 @@ def summarise_segment(stored: StoredSegment, manifest: Manifest, signature: Sign
     return SegmentSummary(
         stored.manifest.name,
         manifest.namespace,
+        manifest.labels,
         manifest.first_page,
         manifest.num_pages,
         manifest.num_pages * manifest.namespace.page_size,

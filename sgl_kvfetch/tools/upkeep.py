@@ -38,9 +38,9 @@ def gc(
     quota: Annotated[
         list[str] | None,
         option(
-            "NAMESPACE=SIZE",
-            "Most bytes that stay of the namespaces whose model or digest, as kvfetch inspect shows them, starts "
-            "with NAMESPACE. Repeatable.",
+            "MODEL=SIZE",
+            "Most bytes that stay of this model: its name or model_id, as kvfetch inspect shows it; a fingerprint, a "
+            "namespace; or the beginning of one of these, if no model has that very name. Repeatable.",
         ),
     ] = None,
     index: IndexOption = None,
@@ -64,8 +64,8 @@ def gc(
     were written. It also deletes what writers that died have left. Servers may use the store meanwhile.
 
     kvfetch serve needs no gc for its capacity: it evicts at every write. For quotas, run gc on its directory, beside
-    it. The exit code is 1 if some objects could not be deleted, 2 if the store or the index cannot be used, or another
-    gc is at work.
+    it. The exit code is 1 if some objects could not be deleted or nothing is stored of a quota's model, 2 if the store
+    or the index cannot be used, or another gc is at work.
 
     Example, for cron:
 
@@ -85,7 +85,8 @@ def gc(
             return plan, await sweep_segments(opened, plan.doomed, grace_s)
 
     plan, swept = run_on_store(store, None, None, index, collect)
-    show(_summary(plan, swept), as_json, _gc_lines(plan, swept), {} if swept is None else swept.failures)
+    failures = {f"--quota {printable(name)}": "nothing is stored of this model" for name in plan.unused_quotas}
+    show(_summary(plan, swept), as_json, _gc_lines(plan, swept), failures | ({} if swept is None else swept.failures))
 
 
 def _parse_quotas(texts: Sequence[str]) -> dict[str, int]:
@@ -94,7 +95,7 @@ def _parse_quotas(texts: Sequence[str]) -> dict[str, int]:
     for text in texts:
         name, _, size = text.rpartition("=")  # a model's name may contain "="
         if not name or name in quotas:
-            raise ConfigError(f"--quota {text!r}: expected NAMESPACE=SIZE, each NAMESPACE once")
+            raise ConfigError(f"--quota {text!r}: expected MODEL=SIZE, each MODEL once")
         quotas[name] = parse_size(size)
     return quotas
 
@@ -118,8 +119,6 @@ def _gc_lines(plan: Plan, swept: Swept | None) -> Iterator[str]:
     if swept is None:
         for segment in plan.doomed:
             yield f"{segment.key.stem}  {format_size(segment.stored_bytes)}"
-    for name in plan.unused_quotas:
-        yield f"WARNING: --quota {printable(name)}: no namespace of the store has this name"
     verb = "would delete" if swept is None else "deleted"
     freed = format_size(plan.freed_bytes if swept is None else swept.num_bytes)
     yield (

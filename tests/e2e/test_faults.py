@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,7 +73,8 @@ def test_a_fetch_that_hangs_does_not_keep_the_cache_from_being_flushed(
     """SGLang joins the fetching thread for 10 s when it flushes, and dies if it does not end."""
     proxy = Proxy(filled)
     proxy.set(Fault("hang", only=is_data))
-    flags = hicache_args(proxy.url, mode="read_only", prefetch_policy="timeout", fetch_timeout_s=60)
+    budget: dict[str, Any] = {"prefetch_timeout_base": 1.0, "prefetch_timeout_per_ki_token": 0.2}
+    flags = hicache_args(proxy.url, mode="read_only", prefetch_policy="timeout", fetch_timeout_s=60, **budget)
     try:
         with SGLangServer(model, extra_args=flags) as reader:
             assert same_answer(ask(reader, make_prompt(0)), expected[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from sgl_kvfetch.codec.quant.profile import Profile, load_profile
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.keys import HeadSlice
+from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.tools.encoding.targets import Target
 from sgl_kvfetch.tools.encoding.transcode import transcode
 from sgl_kvfetch.types import KVGeometry, TensorName
@@ -45,6 +46,7 @@ class Case:
     first_page: int = FIRST_PAGE
     first_layer: int = 0
     span_pages: int = 4
+    labels: Labels = field(default=Labels())
 
     @property
     def profile(self) -> Path | None:
@@ -54,7 +56,7 @@ class Case:
     @property
     def head_slice(self) -> HeadSlice:
         namespace = make_heads(self.geometry, golden_quantiser(self.quantiser)).namespace
-        return HeadSlice(replace(namespace, first_layer=self.first_layer), self.heads)
+        return HeadSlice(replace(namespace, first_layer=self.first_layer), self.heads, self.labels)
 
     def path(self, what: str) -> Path:
         return FOLDER / f"{self.stem}.{what}"
@@ -111,6 +113,14 @@ CASES = {
             KVGeometry(num_layers=4, num_heads=2, k_head_dim=16, v_head_dim=8, page_size=8, dtype="float32"),
             first_layer=3,
             span_pages=3,
+        ),
+        # Names for people (2.2).
+        Case(
+            "exact-labels",
+            "exact",
+            (Target("zstd", "240p"),),
+            replace(GEOMETRY, num_layers=2, page_size=4),
+            labels=Labels("organisation/a model", "exact, for people"),
         ),
         # Some heads of a model; several head blocks and spans, the last of them short; a rotation of every kind.
         Case(

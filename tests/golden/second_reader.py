@@ -49,6 +49,12 @@ def names_of(body: dict[str, Any]) -> list[str]:
     )
 
 
+def labels_of(body: dict[str, Any]) -> tuple[str, str]:
+    """What people call the model and the quantiser; empty where the writer did not say."""
+    labels = body.get("labels", {})
+    return labels.get("model", ""), labels.get("quantiser", "")
+
+
 def read_sides(raw: bytes, objects: list[bytes]) -> dict[tuple[str, int], bytes]:
     """The side pages by pool and page, from a manifest and the contents of its objects of side pages."""
     found = {}

@@ -117,6 +117,7 @@ PLACES: tuple[Place, ...] = (
     ),
     Place("sglang.srt.observability.trace.TraceNullContext", "a request that is not traced", has=("tracing_enable",)),
     Place("sglang.srt.runtime_context.get_lora", "adapters, which SGLang tells apart by their paths", params=()),
+    Place("sglang.srt.runtime_context.get_serving", "the name that the model is served under", params=()),
     Place("sglang.srt.runtime_context.get_spec", "the draft model", params=()),
     Place("sglang.srt.runtime_context.get_context", "the flags of other groups that change K and V", params=()),
     Place("sglang.srt.runtime_context.RuntimeContext.config_bag", "one group of flags", params=("self", "name")),
@@ -248,8 +249,36 @@ PLACES: tuple[Place, ...] = (
         mentions=("batch_set_v1",),
     ),
     Place(
+        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController._page_transfer",
+        "reads the pages of one prefetch after another, on one thread",
+        params=("self", "operation"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.PrefetchOperation.__init__",
+        "when a prefetch began, and whether the policy's budget ended it",
+        mentions=("start_time", "deadline_expired", "monotonic"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._start_storage_prefetch_wait",
+        "the budget of the policy `timeout`",
+        params=("self", "operation"),
+        mentions=(
+            "prefetch_stop_policy",
+            "stats_requested_tokens",
+            "prefetch_timeout_base",
+            "prefetch_timeout_per_page",
+            "page_size",
+        ),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._can_terminate_prefetch",
+        "the other two policies",
+        params=("self", "operation"),
+        mentions=("prefetch_stop_policy",),
+    ),
+    Place(
         "sglang.srt.mem_cache.unified_cache.storage_attachment.StorageAttachment.apply_runtime_config",
-        "forces hicache_storage_pass_prefix_keys, at start-up and at run time",
+        "sets what a prefetch may take, and hicache_storage_pass_prefix_keys, at start-up and at run time",
         params=(
             "self",
             "storage_backend",

@@ -15,13 +15,16 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
 
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.compute_flags import DRAFT, FILES, IRRELEVANT, JSON_TEXTS, RELEVANT, compute_flags
 from sgl_kvfetch.plugin.namespace import draft_model, engine_heads
 from sgl_kvfetch.types import KVGeometry
+from tests.codec.quant.profiles import make_profile
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -48,6 +51,7 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> dict[str, Bag]:
                 if parent:
                     setattr(groups[parent], own, groups[ancestor])
         setattr(groups[path], name, defaults[name])
+    groups["model"].model_path = "org/model"
     monkeypatch.setattr(get_context(), "_config_bags", {k: v for k, v in groups.items() if "." not in k})
     monkeypatch.setattr(weight_updates, "_state", weight_updates._State())
     return groups
@@ -87,6 +91,25 @@ def test_ranks_of_any_tp_size_share_a_namespace(
     heads = engine_heads(config, make_quantiser("exact"), place, geometry, 0)
     assert heads.namespace.num_heads == model_heads
     assert heads.folder == f"{heads.namespace.digest()}.{expected}"
+
+
+def test_the_label_is_the_served_name_and_no_part_of_the_namespace(flags: dict[str, Bag]) -> None:
+    config = parse_config({"store": "file:///nowhere", "model_id": "mine"})
+    place = SimpleNamespace(tp_rank=0, tp_size=1, is_mla_model=False)
+    heads = engine_heads(config, make_quantiser("exact"), place, GEOMETRY, 0)
+    assert heads.labels == Labels("org/model")
+    flags["serving"].served_model_name = "chat"
+    renamed = engine_heads(config, make_quantiser("exact"), place, GEOMETRY, 0)
+    assert renamed.labels == Labels("chat")
+    assert (renamed.folder, renamed) == (heads.folder, heads)
+
+
+def test_klt_is_labelled_with_its_target(flags: dict[str, Bag]) -> None:
+    profile = make_profile(num_layers=1, num_heads=1, head_dim=8, v_head_dim=8, cell_layers=1, cell_heads=1)
+    config = parse_config({"store": "file:///nowhere", "model_id": "mine", "profile": "p", "target_kl": 0.002})
+    place = SimpleNamespace(tp_rank=0, tp_size=1, is_mla_model=False)
+    heads = engine_heads(config, KltQuantiser(profile, step=1.0), place, GEOMETRY, 0)
+    assert heads.labels == Labels("org/model", "klt 2e-3")
 
 
 def test_the_lists_name_flags_of_sglang() -> None:

@@ -15,10 +15,12 @@ import pytest
 from harness.small_segments import make_segment, page_hashes, put_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.prompts import page_hashes as hashes_of
 from sgl_kvfetch.server import ServerConfig, pages
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores import wire
+from tests.segments import with_labels
 
 AUTHORISED = {"Authorization": "Bearer secret"}
 
@@ -81,6 +83,17 @@ async def test_what_is_stored(tmp_path: Path) -> None:
         assert (about["model"], about["num_spans"]) == (manifest.namespace.model, manifest.num_spans)
         missing = manifest.key.manifest_name.replace("8-", "4-")
         assert (await get(session, f"{wire.SEGMENTS_PATH}/{missing}", status=404))["error"] == "not_found"
+
+
+async def test_models_and_quantisers_have_names_for_people(tmp_path: Path) -> None:
+    segment = with_labels(make_segment(page_hashes(8), 0, 8), Labels("org/llama", "klt 6.5e-4"))
+    async with serving(tmp_path, segment) as session:
+        (folder,) = (await get(session, wire.SUMMARY_PATH))["folders"]
+        about = await get(session, f"{wire.SEGMENTS_PATH}/{segment.manifest.key.manifest_name}")
+    namespace = segment.manifest.namespace
+    for found in (folder, about):
+        assert (found["model"], found["quantiser"]) == ("org/llama", "klt 6.5e-4")
+        assert (found["model_identity"], found["quantiser_identity"]) == (namespace.model, namespace.quantiser)
 
 
 async def test_a_summary_may_be_some_seconds_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

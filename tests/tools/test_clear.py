@@ -9,7 +9,9 @@ import pytest
 
 from harness.small_segments import head_slice, make_segment, page_hashes, put_segment
 from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.stores.pins import Pin
+from tests.segments import with_labels
 from tests.tools.conftest import kvfetch, kvfetch_json, unchanged
 
 CHAIN = page_hashes(4)
@@ -77,8 +79,40 @@ def test_the_segments_of_a_model(store: Path) -> None:
     assert names(store) == {head_slice("b").folder}
     with unchanged(store):
         result = kvfetch("clear", str(store), "--model", "a", "--yes")
-    assert "no namespace of the store has this name" in result.stderr
-    assert "0 objects deleted" in result.stdout
+    assert result.exit_code == 1
+    assert "nothing is stored of --model a; stored: b" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["org/llama", "llama", "/models/org/llama"])
+def test_a_model_by_its_label(tmp_path: Path, name: str) -> None:
+    label = "llama" if name.startswith("/") else "org/llama"
+
+    async def fill() -> None:
+        store = LocalStore(tmp_path)
+        for model, labelled in (("weights:1", label), ("weights:2", f"{label}-instruct")):
+            await put_segment(store, with_labels(make_segment(CHAIN, 0, 4, model=model), Labels(labelled)))
+        await store.close()
+
+    asyncio.run(fill())
+    assert kvfetch("clear", str(tmp_path), "--model", name, "--yes").exit_code == 0
+    assert names(tmp_path) == {head_slice("weights:2").folder}
+    result = kvfetch("clear", str(tmp_path), "--model", name, "--yes")
+    if name == "/models/org/llama":
+        assert (result.exit_code, names(tmp_path)) == (1, {head_slice("weights:2").folder})
+    elif name == label:  # what it is the beginning of, now that no model is called so
+        assert (result.exit_code, names(tmp_path)) == (0, set())
+
+
+def test_a_model_by_its_id(store: Path) -> None:
+    async def put_another() -> None:
+        local = LocalStore(store)
+        await put_segment(local, make_segment(CHAIN, 0, 4, model="id:mine"))
+        await local.close()
+
+    for name in ("mine", "id:mine"):
+        asyncio.run(put_another())
+        assert kvfetch("clear", str(store), "--model", name, "--yes").exit_code == 0
+        assert names(store) == {head_slice("a").folder, head_slice("b").folder}
 
 
 def test_old_segments(store: Path) -> None:

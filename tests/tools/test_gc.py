@@ -106,9 +106,9 @@ def test_a_directory(stored: Stored) -> None:
 def test_quotas(stored: Stored) -> None:
     with unchanged(stored.root):
         result = kvfetch("gc", stored.url, "--quota", "no=such=model=1GiB", "--quota", "0123=1")
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output
     assert "3 segments stay" in result.output
-    assert "--quota no=such=model: no namespace" in result.output
+    assert "FAILED --quota no=such=model: nothing is stored of this model" in result.output
     stems = [segment.manifest.key.stem for segment in stored.segments]
     folder = stems[0].partition("/")[0]
     summary = kvfetch_json("gc", stored.url, "--quota", f"{folder}=1", "--grace", "0")
@@ -122,8 +122,8 @@ def test_quotas(stored: Stored) -> None:
 
 def test_malformed_limits_are_refused(tmp_path: Path) -> None:
     for options, message in (
-        (("--quota", "1GiB"), "NAMESPACE=SIZE"),
-        (("--quota", "llama=1GiB", "--quota", "llama=2GiB"), "each NAMESPACE once"),
+        (("--quota", "1GiB"), "MODEL=SIZE"),
+        (("--quota", "llama=1GiB", "--quota", "llama=2GiB"), "each MODEL once"),
         (("--quota", "llama=1G"), "invalid size"),
     ):
         result = kvfetch("gc", str(tmp_path), *options)

@@ -12,9 +12,10 @@ from harness.small_segments import expiring
 from sgl_kvfetch.codec.container.manifest import MAX_MANIFEST_BYTES, Chunk, Manifest, PartInfo, Variant
 from sgl_kvfetch.codec.container.segment import SegmentReader
 from sgl_kvfetch.codec.quant.registry import quantiser_from_identity
+from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.tools.terminal import format_size
 from sgl_kvfetch.types import KVGeometry
-from tests.segments import SMALL, make_heads, make_segment, page_hashes
+from tests.segments import SMALL, make_heads, make_segment, page_hashes, with_labels
 from tests.tools.conftest import Stored, kvfetch, kvfetch_json, put, sign, unchanged
 
 
@@ -71,8 +72,22 @@ def test_a_store_is_shown_as_a_table(stored: Stored) -> None:
     stored.manifest_path(1).unlink()
     result = kvfetch("inspect", str(stored.root))
     assert result.exit_code == 0
-    for text in ("exact", "uint8(k=256;v=256)", "mha bfloat16, 4 layers x 2 heads x 48/64, page 4", "1 data objects"):
+    for text in ("exact", "uint8", "mha bfloat16, 4 layers x 2 heads x 48/64, page 4", "1 data objects"):
         assert text in result.stdout
+
+
+def test_names_for_people_are_shown_and_those_that_identify_are_in_json(tmp_path: Path, stored: Stored) -> None:
+    segment = with_labels(stored.segments[0], Labels("org/llama", "klt 6.5e-4"))
+    put(stored.root, segment)
+    shown = kvfetch("inspect", str(stored.root)).stdout
+    assert "org/llama" in shown
+    assert "klt 6.5e-4" in shown
+    (namespace,) = (each for each in inspect_json(stored.url)["namespaces"] if each["model"] == "org/llama")
+    assert namespace["quantiser"] == "klt 6.5e-4"
+    assert namespace["namespace"]["quantiser"] == "exact"
+    one = kvfetch("inspect", f"{stored.url}#{segment.manifest.key.stem}").stdout
+    assert "model's label" in one
+    assert "org/llama" in one
 
 
 def test_an_empty_store(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from sgl_kvfetch.keys import (
     SegmentKey,
     is_power_of_two,
 )
+from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.types import MAX_HEADS, MAX_LAYERS, TENSORS, CellGrid, KVGeometry
 
 MAGIC = b"KVFM"
@@ -137,6 +138,7 @@ class _Body(msgspec.Struct, frozen=True, omit_defaults=True):
     variants: Annotated[tuple[Variant, ...], Meta(min_length=1, max_length=MAX_VARIANTS)]
     sides: Annotated[tuple[Side, ...], Meta(max_length=MAX_SIDES)] = ()  # since version 2.1
     expires: _Expires = None  # since version 2.1
+    labels: Labels | None = None  # since version 2.2
 
 
 # msgspec looks at a type's annotations when it first decodes one, and crashes the process (in version 0.22) if another
@@ -177,6 +179,7 @@ class Manifest(msgspec.Struct, frozen=True):
     variants: tuple[Variant, ...]
     sides: tuple[Side, ...] = ()
     expires: int | None = None  # when readers and stores forget the segment, in seconds since the epoch; None for never
+    labels: Labels = Labels()  # for people
 
     def is_expired(self, now_s: float) -> bool:
         return self.expires is not None and self.expires <= now_s
@@ -187,7 +190,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def heads(self) -> HeadSlice:
-        return HeadSlice(self.namespace, range(self.first_head, self.first_head + self.num_heads))
+        return HeadSlice(self.namespace, range(self.first_head, self.first_head + self.num_heads), self.labels)
 
     @property
     def key(self) -> SegmentKey:
@@ -284,10 +287,11 @@ class Manifest(msgspec.Struct, frozen=True):
         return self.kv_bytes + sum(page.num_bytes for side in self.sides for page in side.pages)
 
     def encode(self) -> bytes:
-        changed = {"namespace": asdict(self.namespace), "page_hashes": b"".join(self.page_hashes)}
+        labels = None if self.labels == Labels() else self.labels
+        changed = {"namespace": asdict(self.namespace), "page_hashes": b"".join(self.page_hashes), "labels": labels}
         body = _Body(**{name: getattr(self, name) for name in _Body.__struct_fields__} | changed)
         packed = msgspec.msgpack.encode(body)
-        minor = FORMAT_MINOR if self.sides or self.expires is not None else 0  # the lowest one that has its fields
+        minor = 2 if labels else 1 if self.sides or self.expires is not None else 0  # the lowest that has its fields
         head = _HEADER.pack(MAGIC, FORMAT_MAJOR, minor, len(packed)) + packed
         return head + xxhash.xxh3_128_digest(head)
 
@@ -361,7 +365,8 @@ def _validated(body: _Body) -> Manifest:
             f"or exceed the model's {namespace.num_heads}"
         )
     hashes = tuple(body.page_hashes[i : i + PAGE_HASH_BYTES] for i in range(0, len(body.page_hashes), PAGE_HASH_BYTES))
-    manifest = Manifest(**msgspec.structs.asdict(body) | {"namespace": namespace, "page_hashes": hashes})
+    parsed = {"namespace": namespace, "page_hashes": hashes, "labels": body.labels or Labels()}
+    manifest = Manifest(**msgspec.structs.asdict(body) | parsed)
     try:
         _ = manifest.geometry
     except UnsupportedError as e:

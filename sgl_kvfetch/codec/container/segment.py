@@ -85,6 +85,7 @@ class SegmentSpec:
             parts=_part_infos(quantiser, geometry),
             coefficients=(),
             variants=(),
+            labels=self.heads.labels,
         )
         return msgspec.structs.replace(manifest, coefficients=_coefficients(manifest, quantiser))
 

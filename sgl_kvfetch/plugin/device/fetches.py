@@ -429,7 +429,7 @@ class Fetches:
             case Free(num_landed, filling):
                 self._slots.free(filling.slots[num_landed * self._page_size :])
             case Do.STOP:
-                self._backend.plane.cancel(_call_of(fetch).work, is_miss=False)
+                self._backend.plane.cancel(_call_of(fetch).work, reason="")
             case Do.FETCH_NO_MORE:
                 del self._fetching[fetch]
                 self._link.changed()

@@ -9,6 +9,7 @@ counted by reason, and raise nothing into those threads.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from sgl_kvfetch.plugin.data_plane import engine_nvdec, open_engine_plane
 from sgl_kvfetch.plugin.host.pages import HostPages, is_mla
 from sgl_kvfetch.plugin.host.side_pools import SidePools, trailing_pages
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
+from sgl_kvfetch.plugin.patience import GIVEN_UP, Patience, choose_budget, explain
 from sgl_kvfetch.plugin.weight_updates import Access
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,8 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         self._pages = HostPages(mem_pool_host)
         self._sides = SidePools()
         self.is_stopping: Callable[[], bool] = lambda: False  # whether SGLang waits for its threads to end
+        self.patience = Patience(None, config.fetch_timeout_s)
+        self._transfer_end_s = math.inf  # when the fetches of SGLang's present prefetch must end
         self._has_draft_layers = mem_pool_host.layer_num != mem_pool_host.target_layer_num
         self.access = Access(config)
         # Pages and GB/s of reads and writes, since SGLang last asked.
@@ -94,6 +98,21 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
     def _plane(self) -> DataPlane:
         assert self._open_plane is not None, "SGLang has not said which pools there are"
         return self._open_plane
+
+    def be_patient(self, cache: Any, base_s: float, per_ki_token_s: float) -> tuple[float, float]:
+        """Let requests wait for their prefixes as SGLang's policy and ``fetch_timeout_s`` say. Return the budget that
+        SGLang gives to a prefetch, from the one in its config: seconds, and seconds per 1,024 tokens."""
+        self.patience = Patience(cache, self._config.fetch_timeout_s)
+        budget = choose_budget(base_s, per_ki_token_s, self._config.fetch_timeout_s)
+        if self._storage_config.tp_rank == 0:
+            policy = cache.prefetch_stop_policy
+            meaning = explain(policy, budget, self._config.fetch_timeout_s)
+            logger.info("kvfetch: SGLang's prefetch policy is %s: %s", policy, meaning)
+        return budget
+
+    def begin_transfer(self, operation: Any) -> None:
+        """Note when the fetches of a prefetch must end. SGLang makes them on this thread, one prefetch at a time."""
+        self._transfer_end_s = self.patience.deadline_s(operation)
 
     # Lookup
 
@@ -136,12 +155,10 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         num_pages = self.fetch_pages(keys, host_indices)
         return [page < num_pages for page in range(len(keys))]
 
-    def fetch_pages(
-        self, keys: list[str], host_indices: torch.Tensor, is_cancelled: Callable[[], bool] = lambda: False
-    ) -> int:
+    def fetch_pages(self, keys: list[str], host_indices: torch.Tensor, given_up: Callable[[], str] = lambda: "") -> int:
         """Restore pages into the host pool. Return how many, from the first one on, are there and verified.
 
-        Returns soon after ``fetch_timeout_s`` or after ``is_cancelled`` becomes true; nothing is written afterwards.
+        Returns soon after the deadline, or after ``given_up`` returns a reason; nothing is written afterwards.
         """
         if not keys or not self.access.reads:
             return 0
@@ -151,19 +168,28 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         try:
             with counted("fetch"):
                 hashes, pool_pages = hash_bytes(keys), self._pages.page_indices(host_indices)
-                deadline_s = started_s + self._config.fetch_timeout_s
+                deadline_s = self._deadline_s()
                 call = self._plane.fetch(hashes, [len(keys)], deadline_s)
                 self._plane.give(call, 0, Destination(pool_pages, sink))
+                reason = ""
                 try:
-                    num_pages = _await(call.over[0], deadline_s + _GRACE_S, is_cancelled) or 0
+                    ended = _await(call.over[0], deadline_s + _GRACE_S, given_up)
+                    num_pages, reason = ended[0] or 0, ended[1]
                 finally:
                     if not call.over[0].done():
-                        self._plane.cancel(call.work)
+                        self._plane.cancel(call.work, reason or "cancelled")
+                if reason:
+                    after_s = time.monotonic() - started_s
+                    message = f"kvfetch fetch of {len(keys)} pages given up ({reason}) after {after_s:.1f} s"
+                    _limited.warning(reason, f"{message}: {GIVEN_UP[reason]}")
         finally:
             sink.close()
         if num_pages:
             self._count(self._reads, num_pages, started_s)
         return num_pages
+
+    def _deadline_s(self) -> float:
+        return min(time.monotonic() + self._config.fetch_timeout_s, self._transfer_end_s)
 
     def _count(self, stats: deque[tuple[int, float]], num_pages: int, started_s: float) -> None:
         gigabytes = num_pages * self._pages.geometry.page_bytes / 1e9
@@ -214,8 +240,8 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Restore side pages, after their KV. Return which are there and verified. Returns soon after
-        ``fetch_timeout_s``, or when SGLang stops its threads."""
-        deadline_s = time.monotonic() + self._config.fetch_timeout_s
+        the deadline, or when SGLang stops its threads."""
+        deadline_s = self._deadline_s()
         calls = [self._begin_side(transfer, deadline_s) for transfer in transfers if transfer.name != PoolName.KV]
         results = {
             transfer.name: self.batch_get_v1(transfer.keys or [], transfer.host_indices, extra_info)
@@ -223,10 +249,10 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             if transfer.name == PoolName.KV
         }
         for transfer, pages, over in calls:
-            result = None
+            come: tuple[int, ...] = ()
             with counted("fetch"):
-                result = _await(over, deadline_s + _GRACE_S, self.is_stopping)
-            come = () if result is None else result.pages
+                ended = _await(over, deadline_s + _GRACE_S, lambda: "cancelled" if self.is_stopping() else "")
+                come = ended[0].pages if ended[0] is not None else ()
             there = [page if index in come else None for index, page in enumerate(pages)]
             results[transfer.name] = self._sides.write(transfer, there)
         return results
@@ -292,17 +318,17 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         return StorageMetrics(*pages, *gb_s)
 
 
-def _await(future: Future[R], deadline_s: float, is_cancelled: Callable[[], bool]) -> R | None:
-    """Wait for a future. Return None if ``is_cancelled`` becomes true before. Raises TimeoutError."""
+def _await(future: Future[R], deadline_s: float, given_up: Callable[[], str]) -> tuple[R | None, str]:
+    """Wait for a future. Return its result, or None and the reason that ``given_up`` returned. Raises TimeoutError."""
     while True:
         left_s = max(0.0, deadline_s - time.monotonic())
         try:
-            return future.result(min(left_s, _POLL_S))
+            return future.result(min(left_s, _POLL_S)), ""
         except TimeoutError:
             if not left_s:
                 raise
-        if is_cancelled():
-            return None
+        if reason := given_up():
+            return None, reason
 
 
 def _require_supported(storage_config: HiCacheStorageConfig, pool: Any) -> None:

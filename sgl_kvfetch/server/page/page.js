@@ -115,8 +115,8 @@ function draw(summary) {
   folders = new Map(summary.folders.map((row) => [row.folder, row]));
   const rows = [...summary.folders].sort((a, b) => b.stored_bytes - a.stored_bytes);
   replaceRows($("#folders tbody"), rows, (row) => row.folder, (row) => [
-    button(short(row.model || row.folder), () => showSegments(row.folder), row.model || row.folder),
-    row.quantiser,
+    button(short(row.model || row.folder), () => showSegments(row.folder), row.model_identity || row.folder),
+    element("td", row.quantiser, { title: row.quantiser_identity }),
     row.folder.split(".")[1],
     number(count(row.num_segments)),
     number(count(row.num_tokens)),
@@ -222,7 +222,9 @@ async function showSegment(name) {
     const about = [
       ["Name", found.name],
       ["Model", found.model],
+      ["Model’s identity", found.model_identity],
       ["Quantiser", found.quantiser],
+      ["Quantiser’s identity", found.quantiser_identity],
       ["Tokens", `${found.first_token} to ${found.first_token + found.num_tokens - 1}, pages of ${found.page_size}`],
       ["Layers", range(found.layers)],
       ["Heads", range(found.heads)],

@@ -7,8 +7,9 @@ import torch
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.segment import SegmentReader
 from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltQuantiser
+from sgl_kvfetch.labels import Labels
 from tests.golden.make import CASES, FIRST_PAGE, NUM_PAGES, Case, golden_quantiser, restored
-from tests.golden.second_reader import float_text, names_of, parse_manifest, read_values
+from tests.golden.second_reader import float_text, labels_of, names_of, parse_manifest, read_values
 from tests.segments import page_hashes
 
 EVERY_CASE = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
@@ -63,6 +64,16 @@ def test_the_document_suffices_to_find_them(case: Case) -> None:
     manifest = manifest_of(case)
     names = [manifest.key.manifest_name, *map(manifest.data_name, manifest.variants)]
     assert names_of(parse_manifest(case.path("kvm").read_bytes())) == names
+
+
+@EVERY_CASE
+def test_labels_are_no_part_of_names(case: Case) -> None:
+    manifest, body = manifest_of(case), parse_manifest(case.path("kvm").read_bytes())
+    assert labels_of(body) == (manifest.labels.model, manifest.labels.quantiser)
+    assert manifest.labels == case.labels
+    unlabelled = msgspec.structs.replace(manifest, labels=Labels())
+    assert unlabelled.key == manifest.key
+    decode_manifest(unlabelled.encode()).heads.require_same(manifest.heads)
 
 
 def test_numbers_in_a_profiles_digest() -> None:

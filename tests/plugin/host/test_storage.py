@@ -114,7 +114,9 @@ def test_a_suspended_backend_neither_reads_nor_writes(make: Make, tmp_path: Path
     assert len(list(tmp_path.rglob("*.kvm"))) == 1
 
 
-def test_a_fetch_ends_when_sglang_gives_it_up(make: Make, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fetch_ends_when_sglang_gives_it_up(
+    make: Make, served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     store_pages(make(), keys(2), [0, 1])
     backend = make(fetch_timeout_s=600)
 
@@ -125,9 +127,14 @@ def test_a_fetch_ends_when_sglang_gives_it_up(make: Make, served: Served, monkey
     monkeypatch.setattr(served.service.client.store, "get", hang)
     assert backend.batch_exists(keys(2)) == 2
     started_s = time.monotonic()
-    given_up = iter([False, False, True])
-    assert backend.fetch_pages(keys(2), tokens([3, 4]), lambda: next(given_up)) == 0
+    given_up = iter(["", "", "policy"])
+    before = own_metric("sgl_kvfetch_misses_total", stage="fetch", reason="policy")
+    with caplog.at_level("WARNING"):
+        assert backend.fetch_pages(keys(2), tokens([3, 4]), lambda: next(given_up)) == 0
     assert time.monotonic() - started_s < WAIT_S
+    assert "fetch of 2 pages given up (policy) after" in caplog.text
+    assert "prefetch_timeout_base" in caplog.text
+    wait_until(lambda: own_metric("sgl_kvfetch_misses_total", stage="fetch", reason="policy") == before + 1)
 
 
 def test_a_corrupt_segment_heals(make: Make, tmp_path: Path) -> None:

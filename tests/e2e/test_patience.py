@@ -1,0 +1,73 @@
+"""A request in host mode waits for its stored prefix, by default, and no longer than ``fetch_timeout_s``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.engine import SGLangServer, hicache_args
+from harness.faults import Fault
+from harness.store_process import StoreProcess
+from harness.waiting import WAIT_S
+from tests.e2e.conftest import Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.faults import DEADLINE_S, SLACK_S, Proxy, counted, fill, is_data
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+LINK_S = 6.0  # about what the link takes for a prompt; SGLang's own budget for it is 1.16 s
+ONE_BY_ONE: dict[str, Any] = {"mode": "read_only", "max_connections": 1}  # each answer is as slow as the link
+STORED = 0.9 * 640
+
+
+@pytest.fixture(scope="module")
+def link(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    """A slow link to a store that has the first prompts."""
+    with StoreProcess(tmp_path_factory.mktemp("filled") / "store") as store:
+        with SGLangServer(model, extra_args=hicache_args(store.url, codec="zstd")) as writer:
+            fill(writer)
+        largest = max(path.stat().st_size for path in store.directory.rglob("*.kvd"))
+        proxy = Proxy(store)
+        proxy.set(Fault("slow", bytes_per_s=largest / LINK_S, only=is_data))
+        yield proxy
+        proxy.close()
+
+
+def test_a_prefix_that_takes_longer_than_sglangs_budget_is_a_hit(model: Path, link: Proxy, expected: Expected) -> None:
+    flags = hicache_args(link.url, prefetch_policy=None, fetch_timeout_s=WAIT_S, **ONE_BY_ONE)
+    with SGLangServer(model, extra_args=flags) as reader:
+        started_s = time.monotonic()
+        answer = ask(reader, make_prompt(0))
+        assert time.monotonic() - started_s > LINK_S / 2
+        assert from_storage(answer) >= STORED
+        assert same_answer(answer, expected[0])
+        assert f"prefetch policy is timeout: a request waits for its stored prefix at most {WAIT_S:g} s" in reader.log()
+
+
+def test_a_budget_of_the_users_own_is_kept(model: Path, link: Proxy, expected: Expected) -> None:
+    """Much the same as SGLang's default, which would lose the prefix."""
+    own: dict[str, Any] = {"prefetch_timeout_base": 1.0, "prefetch_timeout_per_ki_token": 0.2}
+    flags = hicache_args(link.url, prefetch_policy=None, fetch_timeout_s=WAIT_S, **ONE_BY_ONE, **own)
+    with SGLangServer(model, extra_args=flags) as reader:
+        answer = ask(reader, make_prompt(0))
+        assert from_storage(answer) < STORED
+        assert same_answer(answer, expected[0])
+        assert counted(reader, "fetch", {"timeout", "late", "policy"}) >= 1
+        assert "and 1 s + 0.2 s per 1,024 tokens (prefetch_timeout_*)" in reader.log()
+
+
+def test_a_store_that_hangs_costs_no_more_than_the_timeout(model: Path, link: Proxy, expected: Expected) -> None:
+    """tests/e2e/test_faults.py has the same with the policy `wait_complete`."""
+    link.set(Fault("hang", only=is_data))
+    flags = hicache_args(link.url, prefetch_policy=None, mode="read_only", fetch_timeout_s=DEADLINE_S)
+    with SGLangServer(model, extra_args=flags) as reader:
+        ask(reader, make_prompt(100))  # warm
+        started_s = time.monotonic()
+        answer = ask(reader, make_prompt(1))
+        took_s = time.monotonic() - started_s
+        assert took_s < DEADLINE_S + SLACK_S
+        assert same_answer(answer, expected[1])
+        assert counted(reader, "fetch", {"timeout"}) >= 1

@@ -1,0 +1,108 @@
+"""How long a request waits for its prefix in host mode. tests/e2e/test_patience.py has whole engines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+from harness.waiting import WAIT_S
+from sgl_kvfetch.plugin import hooks
+from sgl_kvfetch.plugin.patience import SGLANG_BUDGET, Patience, choose_budget, explain
+from tests.plugin.backends import PAGE_SIZE, Make, keys, store_pages, tokens
+from tests.plugin.planes import Served
+
+
+def make_cache(policy: str = "timeout", base_s: float = 31.0, per_ki_token_s: float = 0.0) -> SimpleNamespace:
+    per_page_s = PAGE_SIZE / 1024 * per_ki_token_s
+    return SimpleNamespace(
+        prefetch_stop_policy=policy,
+        prefetch_timeout_base=base_s,
+        prefetch_timeout_per_page=per_page_s,
+        page_size=PAGE_SIZE,
+    )
+
+
+def make_operation(start_s: float, num_tokens: int = 1024, *, expired: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(start_time=start_s, stats_requested_tokens=num_tokens, deadline_expired=expired)
+
+
+def test_sglangs_defaults_are_those_that_are_replaced() -> None:
+    _, _, *budget, _ = HybridCacheController.parse_storage_backend_extra_config("{}")
+    assert tuple(budget) == SGLANG_BUDGET
+
+
+def test_a_budget_of_the_user_stays() -> None:
+    assert choose_budget(*SGLANG_BUDGET, 30) == (31, 0)
+    assert choose_budget(2.0, 0.25, 30) == (2.0, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("cache", "wait_s"),
+    [
+        (make_cache(), 30),
+        (make_cache("wait_complete", 1, 0), 30),
+        (make_cache("best_effort", 1, 0), 30),
+        (make_cache("timeout", 2.0, 0.5), 3.0 - 0.1),  # 2,048 tokens: before SGLang gives up, so that its pages count
+        (make_cache("timeout", 0.1, 0.0), 0.05),
+    ],
+)
+def test_a_fetch_ends_before_the_budget_and_within_our_timeout(cache: Any, wait_s: float) -> None:
+    assert Patience(cache, 30).deadline_s(make_operation(100, 2048)) == pytest.approx(100 + wait_s)
+
+
+def test_the_reason_says_whether_the_policy_gave_up() -> None:
+    assert Patience(make_cache(), 30).reason(make_operation(0, expired=True)) == "policy"
+    assert Patience(make_cache(), 30).reason(make_operation(0)) == "cancelled"
+    assert Patience(make_cache("best_effort"), 30).reason(make_operation(0)) == "policy"
+
+
+def test_the_log_says_what_the_policy_means() -> None:
+    assert explain("timeout", (31, 0), 30) == explain("wait_complete", (1, 0.25), 30)
+    assert "at most 30 s (fetch_timeout_s); what is not there then is computed" in explain("timeout", (31, 0), 30)
+    assert "30 s (fetch_timeout_s) and 2 s + 0.5 s per 1,024 tokens" in explain("timeout", (2, 0.5), 30)
+    assert "no request waits" in explain("best_effort", (31, 0), 30)
+
+
+def test_the_runtime_config_gets_our_budget(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    cache = make_cache()
+    cache.cache_controller = SimpleNamespace(storage_backend=make(fetch_timeout_s=20))
+    attachment = SimpleNamespace(_cache=cache)
+    given = {"prefetch_timeout_base": 1.0, "prefetch_timeout_per_ki_token": 0.25, "enable_storage": True}
+    with caplog.at_level("INFO"):
+        _, ours = hooks.configure_prefetches(attachment, storage_backend="kvfetch", **given)
+    budget = {"prefetch_timeout_base": 21.0, "prefetch_timeout_per_ki_token": 0.0}
+    assert ours == given | budget | {"storage_backend": "kvfetch", "hicache_storage_pass_prefix_keys": True}
+    assert "SGLang's prefetch policy is timeout: a request waits for its stored prefix at most 20 s" in caplog.text
+    _, others = hooks.configure_prefetches(attachment, storage_backend="file", **given)
+    assert others == given | {"storage_backend": "file"}
+
+
+def test_what_has_arrived_when_the_time_is_up_counts(
+    make: Make, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All fetches of a prefetch share its deadline, however many SGLang makes of it."""
+    names = keys(4)
+    store_pages(make(), names[:2], [0, 1])
+    store_pages(make(), names[2:], [2, 3], names[:2])
+    backend = make()
+    store = served.service.client.store
+    get = store.get
+
+    async def get_the_first(name: str, *args: Any, **kwargs: Any) -> bytes | None:
+        if name.endswith(".kvd") and f"-{names[3]}" in name:
+            await asyncio.Event().wait()
+        return await get(name, *args, **kwargs)
+
+    monkeypatch.setattr(store, "get", get_the_first)
+    backend.be_patient(make_cache("timeout", 5.0), 5.0, 0.0)
+    controller = SimpleNamespace(storage_backend_type="kvfetch", storage_backend=backend)
+    hooks.begin_transfer(controller, make_operation(time.monotonic()))
+    started_s = time.monotonic()
+    assert backend.batch_get_v1(names, tokens([4, 5, 6, 7])) == [True, True, False, False]
+    assert time.monotonic() - started_s < WAIT_S  # and not the 600 s of fetch_timeout_s
+    assert backend.batch_get_v1(names[2:], tokens([6, 7])) == [False, False]
