@@ -220,12 +220,13 @@ def make_rig(
     directory: Path,
     *,
     num_slots: int = 256,
+    num_layers: int = LAYERS,
     agree: Callable[[torch.Tensor], None] | None = None,
     rank: int = 0,
     **config: Any,
 ) -> Rig:
     """Build a rank on a directory store. ``agree`` replaces the collective of several ranks."""
-    pool = MHATokenToKVPool(num_slots, PAGE, torch.float32, HEADS, DIM, LAYERS, "cpu", False)
+    pool = MHATokenToKVPool(num_slots, PAGE, torch.float32, HEADS, DIM, num_layers, "cpu", False)
     allocator = PagedTokenToKVPoolAllocator(num_slots, PAGE, torch.float32, "cpu", pool, False)
     params = CacheInitParams(
         disable=False,
