@@ -12,13 +12,14 @@ import asyncio
 import re
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any, NamedTuple
 from unittest import mock
 
+from harness.waiting import wait_until
 from sgl_kvfetch.dataplane import channel, messages
 from sgl_kvfetch.plugin.device.board import Board
 
@@ -113,3 +114,13 @@ def _name(callback: Any) -> str:
     while isinstance(callback, partial):
         callback = callback.func
     return str(getattr(callback, "__qualname__", callback)).replace(".<locals>", "").replace(".<lambda>", "")
+
+
+def require_equal(seen: Sequence[HandOver], expected: Sequence[str]) -> None:
+    """Wait for the last ones, and raise AssertionError unless they are the expected ones, in any order."""
+
+    def listed() -> str:
+        return "\n".join(map(str, seen))
+
+    wait_until(lambda: len(seen) >= len(expected), timeout_s=30, found=listed)
+    assert sorted(map(str, seen)) == sorted(expected), listed()

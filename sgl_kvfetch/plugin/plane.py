@@ -116,6 +116,7 @@ def open_plane(
         rank,
         most_span_pages,
         dict(side_bytes or {}),
+        has_steps=isinstance(pages, DevicePages),
     )
     if isinstance(pages, FramePool):
         compile_kernels(pages, writer_spec(config, heads, quantiser, encoders, most_span_pages))

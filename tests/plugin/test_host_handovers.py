@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch
 
-from harness.handovers import hand_overs
+from harness.handovers import hand_overs, require_equal
 from harness.store_process import StoreProcess
-from harness.waiting import wait_until
 from tests.plugin.backends import DIM, HEADS, PAGE_SIZE, POOL_PAGES, Make, keys, make_pool, store_pages, tokens
 
 
@@ -21,6 +20,19 @@ def test_hand_overs_of_a_lookup_and_a_fetch_of_one_cell(make: Make, tmp_path: Pa
         seen.clear()
         assert backend.batch_exists(keys(8)) == 8
         assert backend.batch_get_v1(keys(8), tokens(list(range(8, 16)))) == [True] * 8
-        wait_until(lambda: len(seen) >= 16, found=lambda: "\n".join(map(str, seen)))
-        assert len(seen) == 16, "\n".join(map(str, seen))
+        require_equal(
+            seen,
+            [
+                "SGLang -> event loop: LookUp",
+                "event loop -> kvfetch-data: Found",
+                "kvfetch-data -> SGLang: Found, by a future",
+                "SGLang -> event loop: Fetch",
+                "event loop -> kvfetch-decode: DecodePool._run",
+                "kvfetch-decode -> kvfetch-data: Piece",
+                "kvfetch-data -> event loop: Free",
+                "kvfetch-decode -> event loop: Fetcher._restore.end",
+                "event loop -> kvfetch-data: RoundOver",
+                "kvfetch-data -> SGLang: int, by a future",
+            ],
+        )
         backend.close()

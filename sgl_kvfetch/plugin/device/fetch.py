@@ -9,7 +9,7 @@ from typing import Any
 
 from sgl_kvfetch import timeline
 from sgl_kvfetch.dataplane.plane import FetchCall
-from sgl_kvfetch.plugin.device.backend import LookupWork
+from sgl_kvfetch.plugin.device.backend import Filling, LookupWork
 from sgl_kvfetch.plugin.device.fetch_state import FetchState, State
 
 
@@ -29,6 +29,7 @@ class Fetch(FetchState):
     expected_pages: int = 0  # pages still to be fetched for it
     leader: Fetch | None = None  # the fetch that brings its pages
     followers: list[Fetch] = field(default_factory=list)  # fetches that wait for these pages
+    granted: Filling | None = None  # the first round's slots, if there were any when the fetch began
     call: FetchCall | None = None
     lock: Any = None  # SGLang's TreeLock on the part of the prefix that is in the tree
     loaded_start: int = 0  # token where the first round began

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
@@ -201,16 +201,17 @@ class Fetches:
                 self._fruitless_steps = 0
                 for fetch in list(self._landed):
                     self._release(fetch)
-        self._give_slots(reserved_tokens)
+        reserved = cache(reserved_tokens)
+        self._give_slots(reserved)
         for fetch in self._sharing.take_resumed(_BEGINS_A_STEP):
-            if not self._begin(fetch, may_fetch=False):
+            if not self._begin(fetch, reserved, may_fetch=False):
                 self._receive(fetch, Sign.LEADER_ENDED)
         for _ in range(min(len(self._link), _BEGINS_A_STEP)):
             first = self._link.first()
             if first is None:
                 break
             # Also tried if the link has no room: there may be nothing left to fetch.
-            if not self._begin(first, may_fetch=self._link.has_room(first)):
+            if not self._begin(first, reserved, may_fetch=self._link.has_room(first)):
                 self._link.put_off(first)
                 break
             self._link.leave(first)
@@ -265,7 +266,7 @@ class Fetches:
         self._receive(fetch, Sign.RELEASED)
 
     def _num_ahead(self) -> int:
-        """Estimate how many pages will be fetched before those that are looked up now. Any thread may call this."""
+        """Estimate how many pages will be fetched before those that are looked up now."""
         return self._link.expected_pages + self._backend.num_chosen - self._num_seen
 
     # Reports that all ranks agree on
@@ -296,7 +297,7 @@ class Fetches:
 
     # Turns
 
-    def _begin(self, fetch: Fetch, *, may_fetch: bool) -> bool:
+    def _begin(self, fetch: Fetch, reserved_tokens: Callable[[], int], *, may_fetch: bool) -> bool:
         """Fetch, follow another fetch, or end because nothing is left to fetch. Return False if the fetch must wait: it
         has pages to fetch, and ``may_fetch`` is False."""
         if not self._backend.access.reads:
@@ -319,8 +320,21 @@ class Fetches:
             return False
         fetch.loaded_start = begin
         fetch.lock = self._cache.lock(matched.last_device_node)
-        self._receive(fetch, Begun(first_page, self._round_ends(fetch, first_page)))
+        round_ends = self._round_ends(fetch, first_page)
+        fetch.granted = self._free_slots(fetch, round_ends[0] - first_page, reserved_tokens)
+        self._receive(fetch, Begun(first_page, round_ends))
+        if fetch.granted is not None:
+            self._receive(fetch, Sign.BYTES_HERE)
+            self._fill(fetch, fetch.granted)
         return True
+
+    def _free_slots(self, fetch: Fetch, num_pages: int, reserved_tokens: Callable[[], int]) -> Filling | None:
+        """Return slots for the first round if so many are free and no other fetch waits for slots. Then its bytes need
+        not wait for slots when they come."""
+        if self._turns:
+            return None
+        slots = self._slots.allocate(fetch, num_pages * self._page_size, reserved_tokens(), may_evict=False)
+        return None if slots is None else Filling(self._backend.pages, slots)
 
     def _round_ends(self, fetch: Fetch, first_page: int) -> tuple[int, ...]:
         """Return where rounds end: at multiples of their length, counted from the sequence's start, as spans do."""
@@ -347,10 +361,13 @@ class Fetches:
         slots = self._slots.allocate(fetch, num_tokens, reserved_tokens)
         if slots is None:
             return False
-        ticket = self._board.open(partial(self._round_ended, fetch))
-        filling = self._backend.restore_round(ticket, _call_of(fetch), fetch.num_rounds, slots)
-        self._receive(fetch, SlotsGiven(filling))
+        self._fill(fetch, Filling(self._backend.pages, slots))
         return True
+
+    def _fill(self, fetch: Fetch, filling: Filling) -> None:
+        ticket = self._board.open(partial(self._round_ended, fetch))
+        self._backend.restore_round(ticket, _call_of(fetch), fetch.num_rounds, filling)
+        self._receive(fetch, SlotsGiven(filling))
 
     # Actions
 
@@ -374,12 +391,16 @@ class Fetches:
                 self._link.leave(fetch)
             case Transmit():
                 self._transmit(fetch, action)
+            case AwaitBytes(0) if fetch.granted is not None:
+                pass  # it has slots already
             case AwaitBytes(index, first_page):
                 bytes_ticket = self._board.open(partial(self._round_starts, fetch))
                 num_left = fetch.num_pages - first_page
                 self._backend.await_round(bytes_ticket, _call_of(fetch), index, num_left)
-            case Do.ASK_FOR_SLOTS:
+            case Do.ASK_FOR_SLOTS if fetch.granted is None or fetch.num_rounds:
                 self._turns.ask(fetch)
+                end_ticket = self._board.open(lambda _: self._receive(fetch, Sign.TRANSMISSION_OVER))
+                self._backend.await_end(end_ticket, _call_of(fetch))
             case Do.ASK_NO_MORE:
                 self._turns.leave(fetch)
             case Land():
@@ -411,9 +432,9 @@ class Fetches:
             pages,
             action.round_ends,
             link_ticket=self._board.open(lambda _: self._link.give_back(fetch)),
-            end_ticket=self._board.open(lambda _: self._receive(fetch, Sign.TRANSMISSION_OVER)),
             early_ticket=self._board.open(partial(self._certain, fetch)) if fetch.starts_early else None,
             num_left=len(fetch.key) - fetch.start - fetch.num_pages * self._page_size + 1,
+            first=fetch.granted,
         )
 
     def _certain(self, fetch: Fetch, certainty: Certainty) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import random
 import threading
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from harness.metrics import own_metric
 from harness.waiting import WAIT_S, polls, wait_until
 from sgl_kvfetch import metrics
 from sgl_kvfetch.config import parse_config
+from sgl_kvfetch.dataplane.messages import Found
 from sgl_kvfetch.dataplane.run import run
 from sgl_kvfetch.dataplane.service import Service
 from sgl_kvfetch.plugin import plane as plane_module
@@ -172,9 +174,10 @@ class Rig:
 
     def hear_plane(self) -> None:
         """Wait until everything that the data plane has sent so far is reported to the board."""
-        answered = threading.Event()
-        self.backend.plane.look_up([], lambda found: answered.set())
-        assert answered.wait(WAIT_S)
+        plane, found = self.backend.plane, list[Found]()
+        plane.look_up([], found.append)
+        fetched = plane.fetch([], [0], time.monotonic() + WAIT_S).end
+        wait_until(lambda: plane.step() or bool(found and fetched.done()))
 
     def key(self, tokens: Sequence[int]) -> RadixKey:
         return RadixKey(array("q", tokens)).page_aligned(PAGE)
