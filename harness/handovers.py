@@ -48,7 +48,7 @@ def hand_overs() -> Iterator[list[HandOver]]:
             seen.append(HandOver(giver, taker, what))
 
     def submit(original: Any, self: ThreadPoolExecutor, job: Any, *args: Any, **kwargs: Any) -> Any:
-        note(_here(), self._thread_name_prefix, _name(job))
+        note(_here(), str(self._thread_name_prefix), _name(job))
         return original(self, job, *args, **kwargs)
 
     def call_soon(original: Any, self: Any, callback: Any, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ _READ_BYTES = 1 << 18
 class Outbox:
     """Sends messages from any thread: bytes that the socket does not take at once are sent by ``flush``."""
 
-    def __init__(self, sock: socket.socket, on_unsent: Callable[[], None]) -> None:
+    def __init__(self, sock: socket.socket, on_unsent: Callable[[], object]) -> None:
         """``on_unsent`` is called when bytes are left: call ``flush`` whenever the socket takes bytes, until it returns
         True."""
         sock.setblocking(False)
@@ -91,6 +91,8 @@ class Channel:
         self._poller.register(self._waker, select.POLLIN)
         self._poller.register(events, select.POLLIN)
         self._poller.register(commands, 0)
+        self._step_poller = select.poll()
+        self._step_poller.register(commands, select.POLLIN)
         self.send = self._outbox.send
 
     def receive(self, timeout_s: float) -> list[Event] | None:
@@ -118,9 +120,11 @@ class Channel:
 
     def receive_now(self) -> list[Event]:
         """Return the events for a step that have come, at most as many as one read returns. Raises FormatError."""
+        if not self._step_poller.poll(0):  # cheaper than an attempt to read
+            return []
         try:
             data = self._outbox.receive()
-        except OSError:  # nothing has come, or the other end is gone, which ``receive`` notices
+        except OSError:  # the other end is gone, which ``receive`` notices
             return []
         return list(self._step_reader.feed(data))
 

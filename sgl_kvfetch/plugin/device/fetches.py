@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
@@ -18,7 +18,7 @@ from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.config import KVFetchConfig
 from sgl_kvfetch.dataplane.plane import FetchCall
 from sgl_kvfetch.plugin.device.backend import Certainty, DeviceBackend, Filling, Finding, RoundStart, RoundStarts
-from sgl_kvfetch.plugin.device.board import Board, PageCount
+from sgl_kvfetch.plugin.device.board import Board, Done, PageCount
 from sgl_kvfetch.plugin.device.fetch import Fetch, Sharing
 from sgl_kvfetch.plugin.device.fetch_state import (
     Action,
@@ -192,8 +192,8 @@ class Fetches:
     def step(self, reserved_tokens: Callable[[], int]) -> None:
         """Give slots to rounds and begin fetches, a few per step. The cost does not grow with the waiting requests.
 
-        ``reserved_tokens`` returns the slots that running requests will still need. It is called at most once, and only
-        if slots are wanted."""
+        ``reserved_tokens`` returns the slots that running requests will still need. It is called only if slots are
+        wanted."""
         if self._was_offered:
             self._was_offered = False
             self._fruitless_steps += 1
@@ -201,17 +201,16 @@ class Fetches:
                 self._fruitless_steps = 0
                 for fetch in list(self._landed):
                     self._release(fetch)
-        reserved = cache(reserved_tokens)
-        self._give_slots(reserved)
+        self._give_slots(reserved_tokens)
         for fetch in self._sharing.take_resumed(_BEGINS_A_STEP):
-            if not self._begin(fetch, reserved, may_fetch=False):
+            if not self._begin(fetch, reserved_tokens, may_fetch=False):
                 self._receive(fetch, Sign.LEADER_ENDED)
         for _ in range(min(len(self._link), _BEGINS_A_STEP)):
             first = self._link.first()
             if first is None:
                 break
             # Also tried if the link has no room: there may be nothing left to fetch.
-            if not self._begin(first, reserved, may_fetch=self._link.has_room(first)):
+            if not self._begin(first, reserved_tokens, may_fetch=self._link.has_room(first)):
                 self._link.put_off(first)
                 break
             self._link.leave(first)
@@ -399,8 +398,7 @@ class Fetches:
                 self._backend.await_round(bytes_ticket, _call_of(fetch), index, num_left)
             case Do.ASK_FOR_SLOTS if fetch.granted is None or fetch.num_rounds:
                 self._turns.ask(fetch)
-                end_ticket = self._board.open(lambda _: self._receive(fetch, Sign.TRANSMISSION_OVER))
-                self._backend.await_end(end_ticket, _call_of(fetch))
+                self._backend.await_end(self._board.open(partial(self._transmission_over, fetch)), _call_of(fetch))
             case Do.ASK_NO_MORE:
                 self._turns.leave(fetch)
             case Land():
@@ -436,6 +434,9 @@ class Fetches:
             num_left=len(fetch.key) - fetch.start - fetch.num_pages * self._page_size + 1,
             first=fetch.granted,
         )
+
+    def _transmission_over(self, fetch: Fetch, _: Done) -> None:
+        self._receive(fetch, Sign.TRANSMISSION_OVER)
 
     def _certain(self, fetch: Fetch, certainty: Certainty) -> None:
         if certainty.is_certain:
