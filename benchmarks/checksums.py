@@ -15,10 +15,10 @@ import xxhash
 
 from benchmarks.gpu_check.timing import seconds_of
 from benchmarks.report import make_parser, whole_number
-from sgl_kvfetch.codecs import get_codec
-from sgl_kvfetch.layout.frame_sum import sum_of_frames
-from sgl_kvfetch.layout.frames import PLANES
-from sgl_kvfetch.layout.tiles import tile_layout
+from sgl_kvfetch.codec.bitstream.registry import get_codec
+from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
+from sgl_kvfetch.codec.layout.frames import PLANES
+from sgl_kvfetch.codec.layout.tiles import tile_layout
 
 HEADS, DIM = 8, 128
 

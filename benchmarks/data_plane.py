@@ -21,8 +21,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -38,17 +39,16 @@ from benchmarks.reads import find_units, read_all
 from benchmarks.report import write_json
 from harness.memory_pool import MemoryPool
 from harness.store_process import StoreProcess
-from sgl_kvfetch.dataplane.launch import DataPlaneProcess, Line
-from sgl_kvfetch.dataplane.messages import Found, Start
-from sgl_kvfetch.dataplane.plane import DataPlane
-from sgl_kvfetch.fetch.rounds import Destination
-from sgl_kvfetch.fetch.sink import GuardedSink
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
-from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.plane.fetch.rounds import Destination
+from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.launch import DataPlaneProcess, Line
+from sgl_kvfetch.plane.messages import Found, Start
+from sgl_kvfetch.plane.open import open_hedged
+from sgl_kvfetch.plane.plane import DataPlane
 from sgl_kvfetch.stores.http import HttpOptions, TlsFiles
-from sgl_kvfetch.stores.open import open_replicas
-from sgl_kvfetch.stores.replicas import ReplicaOptions
-from sgl_kvfetch.types import TENSORS
+from sgl_kvfetch.types import TENSORS, TensorName
 
 PAGE_SIZE, LAYERS, HEADS, HEAD_DIM = 16, 6, 8, 128
 QUANTISER: Final = "uint8"
@@ -192,7 +192,7 @@ def _store(plane: DataPlane, prefixes: Sequence[Sequence[bytes]], heads: HeadSli
         first, deadline_s = 0, time.monotonic() + _TIMEOUT_S
         while first < len(hashes):  # it takes as many as there is room for
             before, rest = hashes[first - 1] if first else None, range(first, len(hashes))
-            first += plane.write(first, before, hashes[first:], rest, lambda t, p, x=by_tensor: x[t][list(p)])
+            first += plane.write(first, before, hashes[first:], rest, partial(_pages_of, by_tensor))
             if time.monotonic() > deadline_s:
                 raise SystemExit("the data plane does not accept pages")
         deadline_s = time.monotonic() + _TIMEOUT_S
@@ -200,6 +200,10 @@ def _store(plane: DataPlane, prefixes: Sequence[Sequence[bytes]], heads: HeadSli
             if time.monotonic() > deadline_s:
                 raise SystemExit(f"only {found} of {len(hashes)} pages were stored within {_TIMEOUT_S:g} s")
             time.sleep(0.05)
+
+
+def _pages_of(values: Mapping[TensorName, torch.Tensor], tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
+    return values[tensor][list(pages)]
 
 
 def _find(plane: DataPlane, hashes: Sequence[bytes]) -> Found:
@@ -231,7 +235,7 @@ async def _read_alone(
     """Return the seconds that reading the same bytes takes, and the number of bytes."""
     tls = None if ca_file is None else TlsFiles(ca=str(ca_file))
     options = HttpOptions(timeout_s=_TIMEOUT_S, max_connections=connections, tls=tls)
-    store = open_replicas([url], options=options, replicas=ReplicaOptions())
+    store = open_hedged(url, options=options)
     quantiser = make_quantiser(QUANTISER)
     try:
         found = [await find_units(store, heads, hashes, quantiser, 4 << 20) for hashes in prefixes]

@@ -153,7 +153,7 @@ def _run(console: Console, title: str, subject: Subject, config: dict[str, Any],
     flags = [*subject.flags, *hicache_args(f"http://127.0.0.1:{port}", **config)]
     # The servers should differ only in their cache, so both first get another prompt of the same length.
     warm_up = _random_prompt(1, len(subject.prompt))
-    sampling = {"max_new_tokens": _NEW_TOKENS, "ignore_eos": not subject.question}
+    sampling: dict[str, Any] = {"max_new_tokens": _NEW_TOKENS, "ignore_eos": not subject.question}
     console.print(f"{title}: an SGLang starts, computes and stores")
     with (
         StoreProcess(folder, port=port),
@@ -163,7 +163,7 @@ def _run(console: Console, title: str, subject: Subject, config: dict[str, Any],
         computed = _store(server, subject.prompt, len(warm_up) + len(subject.prompt), **sampling)
     console.print(f"{title}: a fresh SGLang starts and fetches")
     with (
-        StoreProcess(folder, port=port, extra_args=["--link-gbps", f"{gbps:g}"]),
+        StoreProcess(folder, port=port, link_gbps=[gbps]),
         SGLangServer(subject.model, extra_args=flags) as server,
     ):
         server.generate(input_ids=warm_up, max_new_tokens=1)

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.report import COLOURS, figure
-from sgl_kvfetch.container.manifest import decode_manifest
-from sgl_kvfetch.container.segment import SegmentReader
-from sgl_kvfetch.quant import quantiser_from_identity
+from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.container.segment import SegmentReader
+from sgl_kvfetch.codec.quant.registry import quantiser_from_identity
 
 
 def draw(path: Path, times_s: Mapping[str, float], title: str, store: Path) -> None:

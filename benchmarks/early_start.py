@@ -27,7 +27,7 @@ from benchmarks.report import make_parser, make_table, write_json
 from harness.engine import SGLangServer, device_args
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
-from sgl_kvfetch.calibrate.model import cut_windows, prompt_start, tokenise
+from sgl_kvfetch.codec.calibrate.model import cut_windows, prompt_start, tokenise
 
 _NUM_PROMPTS = 4
 _PAGE_SIZE = 64
@@ -72,7 +72,7 @@ def _measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     num_pages = (args.tokens - args.rest) // _PAGE_SIZE
     sizes = {"--context-length": 2 * args.tokens, "--max-total-tokens": 6 * args.tokens, "--page-size": _PAGE_SIZE}
     flags = [str(word) for flag in sizes.items() for word in flag]
-    config = {"codec": "hevc", "quantiser": "uint8", "fetch_timeout_s": 600}
+    config: dict[str, Any] = {"codec": "hevc", "quantiser": "uint8", "fetch_timeout_s": 600}
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder, "store")
         with StoreProcess(directory) as store:
@@ -83,7 +83,7 @@ def _measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 wait_until_written(server, len(prompts) * num_pages, timeout_s=_TIMEOUT_S)
         for gbps in args.gbps.split(","):
             with ExitStack() as stack:
-                store = stack.enter_context(StoreProcess(directory, extra_args=["--link-gbps", gbps]))
+                store = stack.enter_context(StoreProcess(directory, link_gbps=[float(gbps)]))
                 servers = []
                 for is_early in (False, True):
                     extra_args = [*device_args(store.url, **config, mode="read_only", early_start=is_early), *flags]
@@ -92,7 +92,8 @@ def _measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     for num_tokens in _WARM_UP:
                         server.generate(input_ids=warm_up[num_tokens : 2 * num_tokens], max_new_tokens=1)
                     server.generate(input_ids=prompts[0], max_new_tokens=1)
-                yield {"gbps": gbps, **_compare(*servers, prompts, args.rounds)}
+                late, early = servers
+                yield {"gbps": gbps, **_compare(late, early, prompts, args.rounds)}
 
 
 def _compare(late: SGLangServer, early: SGLangServer, prompts: Sequence[list[int]], num_rounds: int) -> dict[str, Any]:

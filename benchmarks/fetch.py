@@ -37,23 +37,23 @@ from harness.fetching import fetch_pages
 from harness.memory_pool import MemoryPool
 from harness.small_segments import page_hashes
 from harness.store_process import StoreProcess
-from sgl_kvfetch.adapt.decode_profile import load_decode_profile
-from sgl_kvfetch.adapt.policy import LookAhead, Policy
-from sgl_kvfetch.adapt.pool import DecodePool
-from sgl_kvfetch.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_segment
-from sgl_kvfetch.encode.targets import make_targets
-from sgl_kvfetch.encode.transcode import transcode
-from sgl_kvfetch.fetch.fetcher import Fetcher
-from sgl_kvfetch.fetch.plan import PageSource, ReadUnit, read_units
-from sgl_kvfetch.fetch.restore import restore_cell
-from sgl_kvfetch.fetch.sink import GuardedSink
-from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_segment
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.plane.adapt.decode_profile import load_decode_profile
+from sgl_kvfetch.plane.adapt.policy import LookAhead, Policy
+from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher
+from sgl_kvfetch.plane.fetch.plan import PageSource, ReadUnit, read_units
+from sgl_kvfetch.plane.fetch.restore import restore_cell
+from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.open import open_hedged
+from sgl_kvfetch.plane.write.commit import commit_segment
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpOptions
-from sgl_kvfetch.stores.open import open_replicas
-from sgl_kvfetch.stores.replicas import ReplicaOptions
+from sgl_kvfetch.tools.encoding.targets import make_targets
+from sgl_kvfetch.tools.encoding.transcode import transcode
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
-from sgl_kvfetch.write.commit import commit_segment
 
 PAGE_SIZE, LAYERS, HEADS, HEAD_DIM = 16, 6, 8, 128
 SPAN_TOKENS = 256
@@ -123,7 +123,7 @@ def _make_segment(args: argparse.Namespace) -> CodedSegment:
 
 
 async def _put(segment: CodedSegment, folder: Path) -> None:
-    store = open_replicas([f"file://{folder}"], options=HttpOptions(), replicas=ReplicaOptions())
+    store = LocalStore(folder)
     await commit_segment(store, segment)
     await store.close()
 
@@ -180,12 +180,12 @@ class Bench:
 
     def _over_link(self, samples: Sequence[float], work: Callable[[Store], Any]) -> float:
         """Return the seconds of ``work``. Each call starts a fresh store, whose link starts with the same sample."""
-        with StoreProcess(self._folder, extra_args=["--link-gbps", ",".join(f"{s:.6f}" for s in samples)]) as store:
+        with StoreProcess(self._folder, link_gbps=samples) as store:
             return asyncio.run(self._timed(store.url, work))
 
     async def _timed(self, url: str, work: Callable[[Store], Any]) -> float:
         options = HttpOptions(timeout_s=_TIMEOUT_S, max_connections=CONNECTIONS)
-        store = open_replicas([url], options=options, replicas=ReplicaOptions())
+        store = open_hedged(url, options=options)
         try:
             begin_s = time.perf_counter()
             await work(store)

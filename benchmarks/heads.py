@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
-from sgl_kvfetch.quant import Quantiser
 from sgl_kvfetch.types import KVGeometry
 
 

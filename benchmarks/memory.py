@@ -40,8 +40,7 @@ from benchmarks.sampler import Sampler
 from harness.fetching import fetch_pages
 from harness.small_segments import page_hashes
 from harness.store_process import StoreProcess
-from sgl_kvfetch.config import parse_config
-from sgl_kvfetch.container.segment import (
+from sgl_kvfetch.codec.container.segment import (
     CodedChunk,
     CodedSegment,
     SegmentSpec,
@@ -49,14 +48,16 @@ from sgl_kvfetch.container.segment import (
     encode_segment,
     make_variant,
 )
-from sgl_kvfetch.fetch.fetcher import Fetcher
+from sgl_kvfetch.codec.quant.base import Quantised, Quantiser
+from sgl_kvfetch.codec.quant.klt import UNIT, ZERO, KltQuantiser
+from sgl_kvfetch.codec.quant.profile import load_profile
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.keys import HeadSlice, buddy_split
-from sgl_kvfetch.quant import Quantised, Quantiser, make_quantiser
-from sgl_kvfetch.quant.klt import UNIT, ZERO, KltQuantiser
-from sgl_kvfetch.quant.profile import load_profile
-from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.plane.config import parse_config
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher
+from sgl_kvfetch.plane.write.commit import commit_segment
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, torch_dtype
-from sgl_kvfetch.write.commit import commit_segment
 
 GOAL_BYTES = 64 << 20  # bound on decoded data, for any length
 PAGE_TOKENS = 64
@@ -86,8 +87,7 @@ class Setup:
         if self.quantiser == "klt":
             assert self.profile is not None
             return KltQuantiser(load_profile(Path(self.profile)))
-        assert self.quantiser in ("exact", "uint8")
-        return make_quantiser(self.quantiser)
+        return make_quantiser("exact" if self.quantiser == "exact" else "uint8")
 
     def geometry(self, quantiser: Quantiser) -> KVGeometry:
         """Return eight heads of 128; with a profile its heads, and its first layers, rounded up to whole cells."""
@@ -188,9 +188,9 @@ async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point
     """Measure one fetch. The process must not have fetched anything before."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    from sgl_kvfetch.dataplane.client import open_client
-    from sgl_kvfetch.fetch.plan import total_bytes
-    from sgl_kvfetch.fetch.sink import GuardedSink
+    from sgl_kvfetch.plane.client import open_client
+    from sgl_kvfetch.plane.fetch.plan import total_bytes
+    from sgl_kvfetch.plane.fetch.sink import GuardedSink
     from sgl_kvfetch.plugin.device.pages import DevicePages
 
     quantiser = setup.make_quantiser()
@@ -226,13 +226,16 @@ async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point
     finally:
         await client.close(_DEADLINE_S)
     assert result.num_pages == len(hashes), result
+    peak_bytes, compressed_bytes, decoded_bytes = sampler.peaks
     return Point(
         setup.quantiser,
         setup.codec,
         num_tokens,
         num_tokens * geometry.token_bytes,
         total_bytes(sources),
-        *sampler.peaks,
+        peak_bytes,
+        compressed_bytes,
+        decoded_bytes,
         seconds,
         sampler.num_samples,
     )

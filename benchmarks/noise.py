@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.heads import make_heads
-from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment
-from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 
 _EXACT = make_quantiser("exact")

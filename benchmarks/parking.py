@@ -30,14 +30,14 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from benchmarks.machine import machine, versions
-from sgl_kvfetch.config import parse_config
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
+from sgl_kvfetch.plane.config import parse_config
+from sgl_kvfetch.plugin.data_plane import open_plane
 from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.plugin.device.queue import WaitingQueue
 from sgl_kvfetch.plugin.device.scheduler_hooks import count_pending, form_batch, step_cache
-from sgl_kvfetch.plugin.plane import open_plane
-from sgl_kvfetch.quant import make_quantiser
 
 PAGE, SLOTS, PROMPT_TOKENS = 16, 4096, 1024
 LIMIT_US = 100.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from sgl_kvfetch.container.manifest import decode_manifest
-from sgl_kvfetch.container.segment import SegmentReader
-from sgl_kvfetch.fetch.plan import ReadUnit, read_units
+from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.container.segment import SegmentReader
+from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.keys import HeadSlice
-from sgl_kvfetch.quant.base import Quantiser
+from sgl_kvfetch.plane.fetch.plan import ReadUnit, read_units
 from sgl_kvfetch.stores.base import Store
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from benchmarks.prose import prose
 from benchmarks.real_model import Say, real_model, say_on_stderr
 from benchmarks.report import make_parser, no_traceback
+from sgl_kvfetch.codec.quant.profile import PROFILE_VERSION
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.quant.profile import PROFILE_VERSION
 
 # The second half of the text is for calibration, the first half for prompts.
 CALIBRATION_PART, PROMPTS_PART = "0.5:1", "0:0.5"
@@ -47,7 +47,7 @@ def real_profile(say: Say = say_on_stderr) -> Path:
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         text, made = Path(folder, "python-reference.txt"), Path(folder, "profile")
         text.write_text(prose())
-        command = [sys.executable, "-m", "sgl_kvfetch.cli", "calibrate", "--model", str(model), "--text", str(text)]
+        command = [sys.executable, "-m", "sgl_kvfetch.tools", "calibrate", "--model", str(model), "--text", str(text)]
         done = subprocess.run([*command, *_ARGUMENTS, "--out", str(made)], stdout=subprocess.DEVNULL, check=False)
         if done.returncode:
             raise ConfigError(f"cannot calibrate the real model: kvfetch calibrate had exit code {done.returncode}")
@@ -57,7 +57,7 @@ def real_profile(say: Say = say_on_stderr) -> Path:
 
 def _code_digest() -> str:
     """Return a digest of the code that makes a profile, so that profiles made by older code are not used."""
-    from sgl_kvfetch import calibrate, quant
+    from sgl_kvfetch.codec import calibrate, quant
 
     whole = hashlib.sha256()
     for package in (calibrate, quant):

@@ -1,4 +1,4 @@
-"""Measures how stalled connections, dead replicas and outages delay a fetch, with and without hedged reads.
+"""Measures how stalled connections and outages delay a fetch, with and without hedged reads.
 
     python -m benchmarks.stalls [--json OUT] [--repeat N]
 
@@ -23,20 +23,21 @@ from rich.console import Console
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, make_table, whole_number, write_json
 from harness.faults import Fault, FaultyProxy
+from harness.slow_link import slow_link
 from harness.small_segments import data_object
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.server import ServerConfig, running_server
+from sgl_kvfetch.plane.open import open_hedged
+from sgl_kvfetch.server import ServerConfig
+from sgl_kvfetch.server.run import running_server
+from sgl_kvfetch.stores.hedged import MAX_HEDGES
 from sgl_kvfetch.stores.http import HttpOptions
-from sgl_kvfetch.stores.local import LocalStore
-from sgl_kvfetch.stores.open import open_replicas
-from sgl_kvfetch.stores.replicas import ReplicaOptions
 
 READ_BYTES = 1 << 20
 NUM_READS = 64
 READS_AT_ONCE = 8
-LINK_GBPS = 0.4  # for each replica
+LINK_GBPS = 0.4
 DEADLINE_S = 10.0
-MAX_RACES = ReplicaOptions().max_races
 FAULT_AFTER_S = 0.5
 _SETTING = {
     "read_bytes": READ_BYTES,
@@ -49,13 +50,12 @@ _SETTING = {
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """After ``after_s``, the first replica permanently gets ``fault``, or its link is dead for ``gone_s``."""
+    """After ``after_s``, the store permanently gets ``fault``, or its link is dead for ``gone_s``."""
 
     name: str
     fault: Fault | None = None
     after_s: float = 0.0
     gone_s: float = 0.0
-    num_replicas: int = 1
 
 
 _HALFWAY = READ_BYTES // 2
@@ -63,11 +63,6 @@ SCENES = (
     Scene("nothing happens"),
     Scene("a connection hangs", Fault("hang", times=1), FAULT_AFTER_S),
     Scene("a connection stalls in mid-body", Fault("stall", after_bytes=_HALFWAY, times=1), FAULT_AFTER_S),
-    Scene("one of two replicas refuses from the start", Fault("refuse"), num_replicas=2),
-    Scene("one of two replicas hangs from the start", Fault("hang"), num_replicas=2),
-    Scene(
-        "one of two replicas stalls in mid-fetch", Fault("stall", after_bytes=_HALFWAY), FAULT_AFTER_S, num_replicas=2
-    ),
     Scene("the link is at zero for 3 s", after_s=FAULT_AFTER_S, gone_s=3.0),
 )
 
@@ -76,12 +71,12 @@ SCENES = (
 class Fetch:
     duration_s: float
     reads_done: int  # how many of NUM_READS, within the deadline
-    requests: int  # how many reached the proxies
-    races: dict[str, int]  # number of hedged reads, by result
+    requests: int  # how many reached the proxy
+    hedges: dict[str, int]  # number of second requests, by result
 
 
-async def run_fetch(scene: Scene, max_races: int, folder: Path) -> Fetch:
-    """Run one fetch. ``max_races``: most hedged reads at a time, 0 for none. ``folder`` is filled if it is empty."""
+async def run_fetch(scene: Scene, max_hedges: int, folder: Path) -> Fetch:
+    """Run one fetch. ``max_hedges``: second requests at a time, 0 for none. ``folder`` is filled if it is empty."""
     content = random.Random(0).randbytes(NUM_READS * READ_BYTES)
     name = data_object(content)
     filling = LocalStore(folder)
@@ -89,18 +84,18 @@ async def run_fetch(scene: Scene, max_races: int, folder: Path) -> Fetch:
         await filling.put(name, content)
     await filling.close()
     loop = asyncio.get_running_loop()
-    races: Counter[str] = Counter()
+    hedges: Counter[str] = Counter()
     async with AsyncExitStack() as stack:
-        proxies = []
-        for _ in range(scene.num_replicas):
-            # The object has no manifest, but must not be collected as an orphan.
-            config = ServerConfig(folder, port=0, link_gbps=LINK_GBPS, orphan_age_s=86400.0)
-            server = await stack.enter_async_context(running_server(config))
-            proxies.append(await stack.enter_async_context(FaultyProxy(server.host, server.port)))
-        store = open_replicas(
-            [proxy.url for proxy in proxies],
+        stack.enter_context(slow_link(LINK_GBPS))
+        # The object has no manifest, but must not be collected as an orphan.
+        config = ServerConfig(folder, port=0, orphan_age_s=86400.0)
+        server = await stack.enter_async_context(running_server(config))
+        proxy = await stack.enter_async_context(FaultyProxy(server.host, server.port))
+        store = open_hedged(
+            proxy.url,
             options=HttpOptions(timeout_s=DEADLINE_S, max_connections=READS_AT_ONCE),
-            replicas=ReplicaOptions(max_races=max_races, on_race=lambda _, result: races.update([result])),
+            max_hedges=max_hedges,
+            on_hedge=lambda _, result: hedges.update([result]),
         )
         stack.push_async_callback(store.close)
 
@@ -108,7 +103,7 @@ async def run_fetch(scene: Scene, max_races: int, folder: Path) -> Fetch:
             assert await store.get(name, idx * READ_BYTES, READ_BYTES) is not None
 
         began_s = loop.time()
-        fault = loop.create_task(_befall(scene, proxies[0]))
+        fault = loop.create_task(_befall(scene, proxy))
         reads = [loop.create_task(read(idx)) for idx in range(NUM_READS)]
         await asyncio.wait(reads, timeout=DEADLINE_S)
         duration_s = loop.time() - began_s
@@ -116,7 +111,7 @@ async def run_fetch(scene: Scene, max_races: int, folder: Path) -> Fetch:
             task.cancel()
         ended = await asyncio.gather(*reads, return_exceptions=True)
         _raise_unexpected(ended)
-        return Fetch(duration_s, ended.count(None), sum(len(proxy.requests) for proxy in proxies), dict(races))
+        return Fetch(duration_s, ended.count(None), len(proxy.requests), dict(hedges))
 
 
 def _raise_unexpected(ended: Sequence[BaseException | None]) -> None:
@@ -144,23 +139,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for scene in SCENES:
             pairs = [
-                [asyncio.run(run_fetch(scene, max_races, Path(folder))) for max_races in (0, MAX_RACES)]
+                [asyncio.run(run_fetch(scene, max_hedges, Path(folder))) for max_hedges in (0, MAX_HEDGES)]
                 for _ in range(args.repeat)
             ]
-            without, raced = zip(*pairs, strict=True)
+            without, hedged = zip(*pairs, strict=True)
             scenes.append(
-                {"name": scene.name, "without": [asdict(f) for f in without], "raced": [asdict(f) for f in raced]}
+                {"name": scene.name, "without": [asdict(f) for f in without], "hedged": [asdict(f) for f in hedged]}
             )
             rows.append(
                 (
                     scene.name,
                     *(_median(without), str(min(fetch.reads_done for fetch in without))),
-                    *(_median(raced), str(min(fetch.reads_done for fetch in raced))),
-                    str(max(fetch.requests for fetch in raced)),
-                    str(raced[-1].races or ""),
+                    *(_median(hedged), str(min(fetch.reads_done for fetch in hedged))),
+                    str(max(fetch.requests for fetch in hedged)),
+                    str(hedged[-1].hedges or ""),
                 )
             )
-    columns = ("scene", "without, s", "reads", "with, s", "reads", "requests", "races")
+    columns = ("scene", "without, s", "reads", "with, s", "reads", "requests", "second requests")
     Console(width=150).print(make_table("Fetches without and with hedged reads", columns, rows))
     if args.json:
         write_json(args.json, {"machine": machine(), "versions": versions(), "scenes": scenes} | _SETTING)

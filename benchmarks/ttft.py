@@ -25,7 +25,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ from benchmarks.traffic import kvfetch_traffic
 from harness.engine import SGLangServer, device_args, free_port
 from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
-from sgl_kvfetch.calibrate.model import cut_windows, part_of, prompt_start, tokenise
+from sgl_kvfetch.codec.calibrate.model import cut_windows, part_of, prompt_start, tokenise
 from sgl_kvfetch.prompts import read_texts
 
 PAGE_SIZE = 16
@@ -183,16 +182,16 @@ def _measure(
     def launch(mode: str) -> SGLangServer:
         flags = ["--dtype", "bfloat16", "--context-length", str(longest + 64), "--max-total-tokens", str(4 * longest)]
         if config is not None:
-            limits = {"mode": mode, "fetch_timeout_s": _TIMEOUT_S}
-            flags += device_args(f"http://127.0.0.1:{port}", **config, **limits)
+            limited = config | {"mode": mode, "fetch_timeout_s": _TIMEOUT_S}
+            flags += device_args(f"http://127.0.0.1:{port}", **limited)
         return SGLangServer(model, extra_args=flags, request_timeout_s=2 * _TIMEOUT_S)
 
     with tempfile.TemporaryDirectory(prefix="kvfetch-ttft-") as folder:
         if config is not None:
-            with _store(folder, port), launch("read_write") as server:
+            with StoreProcess(folder, port=port), launch("read_write") as server:
                 _store_all(server, [prompt for several in prompts.values() for prompt in several])
         with launch("read_only") as server:
-            with _store(folder, port):
+            with StoreProcess(folder, port=port):
                 for prompt in (prompt for several in prompts.values() for prompt in several[:_NUM_BACKWARDS]):
                     server.generate(input_ids=prompt[::-1], max_new_tokens=1)
             if config is None:
@@ -201,15 +200,9 @@ def _measure(
                     yield from (Row(row.method, length, gbps, row.ttft_s, 0, 0) for gbps in links)
                 return
             for gbps in links:
-                with _store(folder, port, "--link-gbps", f"{gbps:g}"):
+                with StoreProcess(folder, port=port, link_gbps=[gbps]):
                     for length, several in prompts.items():
                         yield _ask(server, name, length, several, gbps)
-
-
-@contextmanager
-def _store(folder: str, port: int, *args: str) -> Iterator[None]:
-    with StoreProcess(Path(folder), port=port, extra_args=args):
-        yield
 
 
 def _store_all(server: SGLangServer, prompts: Sequence[list[int]]) -> None:

@@ -33,9 +33,9 @@ from benchmarks.store.ranges import Reading, read_ranges
 from benchmarks.store.small import SEGMENTS_A_PROMPT, fill
 from harness.small_segments import page_hashes
 from harness.store_process import StoreProcess
+from sgl_kvfetch.plane.write.commit import commit_segment
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.write.commit import commit_segment
 
 _LOOKUPS_PER_S = 100
 _PAGE_S, _SCRAPE_S = 5.0, 1.0  # between two requests of a page, and of Prometheus

@@ -73,16 +73,19 @@ def hicache_args(
     io_backend: str = "direct",
     prefetch_policy: str = "wait_complete",
     prefetch_threshold: int = 16,
+    host_pool_gb: int = 1,
     **config: Any,
 ) -> list[str]:
     """Return the flags of host mode: our storage backend behind SGLang's host pool.
 
+    ``host_pool_gb`` is a rank's share; without it, SGLang would size the pool by what memory is free.
     ``prefetch_threshold`` is in tokens; SGLang's default of 256 ignores short prompts. ``config`` holds more keys of
     our config. A lookup may take long: on a busy machine it does.
     """
     extra = {"store": store_url, "prefetch_threshold": prefetch_threshold, "lookup_timeout_s": WAIT_S, **config}
     return [
         "--enable-hierarchical-cache",
+        *("--hicache-size", str(host_pool_gb)),
         *("--hicache-mem-layout", layout),
         *("--hicache-io-backend", io_backend),
         *("--hicache-storage-prefetch-policy", prefetch_policy),

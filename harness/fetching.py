@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sgl_kvfetch.fetch.fetcher import Fetcher, FetchResult
-from sgl_kvfetch.fetch.plan import PageSource
-from sgl_kvfetch.fetch.rounds import Destination, Round
-from sgl_kvfetch.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
+from sgl_kvfetch.plane.fetch.plan import PageSource
+from sgl_kvfetch.plane.fetch.rounds import Destination, Round
+from sgl_kvfetch.plane.fetch.sink import GuardedSink
 
 
 async def fetch_pages(

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from harness.waiting import wait_until
-from sgl_kvfetch.dataplane import channel, messages
+from sgl_kvfetch.plane import channel, messages
 from sgl_kvfetch.plugin.device.board import Board
 
 _NAMES = {"kvfetch": "event loop", "MainThread": "SGLang"}

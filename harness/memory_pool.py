@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from sgl_kvfetch.fetch.sink import PagePool, consecutive_runs
-from sgl_kvfetch.quant import CellValues
+from sgl_kvfetch.codec.quant.base import CellValues
+from sgl_kvfetch.plane.fetch.sink import PagePool, consecutive_runs
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 
 

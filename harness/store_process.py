@@ -31,10 +31,17 @@ class StoreProcess:
         port: int | None = None,
         extra_args: Sequence[str] = (),
         ca_file: Path | None = None,
-        command: Sequence[str] = (sys.executable, "-X", "faulthandler", "-m", "sgl_kvfetch.cli"),
+        link_gbps: Sequence[float] = (),
+        command: Sequence[str] = (),
     ) -> None:
-        """``ca_file``: the CA of the certificate in ``extra_args``, if the store is to speak TLS. ``command``: how to
-        run ``kvfetch``."""
+        """Prepare a store; entering the context starts it.
+
+        ``ca_file``: the CA of the certificate in ``extra_args``, if the store is to speak TLS. ``link_gbps``: put the
+        store behind a `SlowLink` of this speed. ``command``: how to run ``kvfetch``; by default this Python runs it.
+        """
+        speeds = ",".join(f"{gbps:.6f}" for gbps in link_gbps)
+        module = ["harness.slow_link", speeds] if speeds else ["sgl_kvfetch.tools"]
+        command = command or (sys.executable, "-X", "faulthandler", "-m", *module)
         self.directory = Path(directory)
         self.port = port or free_port()
         self._tls = None if ca_file is None else ssl.create_default_context(cafile=ca_file)

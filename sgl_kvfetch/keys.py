@@ -167,3 +167,7 @@ def buddy_split(first_page: int, num_pages: int, max_pages: int) -> Iterator[tup
         length = min(aligned, fits, max_pages)
         yield page, length
         page += length
+
+
+def split_hashes(hashes: bytes) -> list[bytes]:
+    return [hashes[i : i + PAGE_HASH_BYTES] for i in range(0, len(hashes), PAGE_HASH_BYTES)]

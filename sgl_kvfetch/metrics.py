@@ -18,14 +18,11 @@ RAW_BYTES = Counter("sgl_kvfetch_raw_bytes", "Size of the same pages in the pool
 CORRUPT_CHUNKS = Counter("sgl_kvfetch_corrupt_chunks", "Cells that failed a checksum or did not decode")
 DELETED_SEGMENTS = Counter("sgl_kvfetch_deleted_segments", "Damaged segments that the store deleted after our report")
 RETRIES = Counter("sgl_kvfetch_retries", "Retried requests to the store")
-RACES = Counter(
-    "sgl_kvfetch_races",
-    "Hedged requests to the store, sent when the first one failed or was late, by outcome",
+HEDGED_READS = Counter(
+    "sgl_kvfetch_hedged_reads",
+    "Second requests to the store, sent when the first one was late, by outcome",
     ["kind", "result"],
 )  # lookup, read; won, lost, failed, refused (too many were running)
-REPLICA_FAILURES = Counter(
-    "sgl_kvfetch_replica_failures", "Requests that failed at one of the store's replicas", ["replica", "reason"]
-)
 INDEX_FAILURES = Counter("sgl_kvfetch_index_failures", "Calls of the page index that failed", ["reason"])
 LOCAL_CACHE_READ_BYTES = Counter(
     "sgl_kvfetch_local_cache_read_bytes", "Bytes of data read with local_cache, by the tier they came from", ["tier"]

@@ -25,12 +25,12 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_tokeni
 from harness.engine import free_port
 from harness.memory_pool import MemoryPool
 from harness.waiting import WAIT_S, wait_until
-from sgl_kvfetch.dataplane.launch import DataPlaneProcess
-from sgl_kvfetch.dataplane.messages import Found, Start
-from sgl_kvfetch.dataplane.plane import DataPlane
-from sgl_kvfetch.fetch.rounds import Destination
-from sgl_kvfetch.fetch.sink import GuardedSink
-from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.plane.fetch.rounds import Destination
+from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.launch import DataPlaneProcess
+from sgl_kvfetch.plane.messages import Found, Start
+from sgl_kvfetch.plane.plane import DataPlane
 from tests.segments import SMALL, make_heads, make_values, page_hashes
 
 NUM_PAGES = 8
@@ -43,7 +43,7 @@ class _QuietHandler(WSGIRequestHandler):
 
 def open_plane(url: str) -> DataPlane:
     heads = make_heads(SMALL, make_quantiser("exact"))
-    settings = {"store": [url], "codec": "zstd", "lookup_timeout_s": 60, "fetch_timeout_s": 60}
+    settings = {"store": url, "codec": "zstd", "lookup_timeout_s": 60, "fetch_timeout_s": 60}
     return DataPlane(Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None), SMALL, DataPlaneProcess)
 
 

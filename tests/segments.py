@@ -10,10 +10,11 @@ import msgspec
 import torch
 import xxhash
 
-from sgl_kvfetch.container.manifest import Manifest
-from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment
+from sgl_kvfetch.codec.container.manifest import Manifest
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
+from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantiser
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import FORMAT_MAJOR, FORMAT_MINOR, HeadSlice, Namespace
-from sgl_kvfetch.quant import CellPlace, CellValues, Quantiser, make_quantiser
 from sgl_kvfetch.types import TENSORS, CellGrid, KVGeometry, TensorName, torch_dtype
 
 SMALL = KVGeometry(num_layers=4, num_heads=2, k_head_dim=48, v_head_dim=64, page_size=4, dtype="bfloat16")

@@ -14,9 +14,9 @@ import pytest
 import typer
 
 from harness.store_process import StoreProcess
-from sgl_kvfetch.cli import app
-from tests.cli.conftest import kvfetch
-from tests.cli.test_pin import TEXT, TOKENS, store_pages
+from sgl_kvfetch.tools.app import app
+from tests.tools.conftest import kvfetch
+from tests.tools.test_pin import TEXT, TOKENS, store_pages
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]

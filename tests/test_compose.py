@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cli.conftest import kvfetch
+from tests.tools.conftest import kvfetch
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 SERVICES = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]

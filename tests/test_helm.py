@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from sgl_kvfetch import __version__
-from tests.cli.conftest import kvfetch
+from tests.tools.conftest import kvfetch
 
 CHART = Path(__file__).parent.parent / "deploy" / "helm" / "kvfetch"
 KUBERNETES = ("1.25", "1.33")

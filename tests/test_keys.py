@@ -1,8 +1,8 @@
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from sgl_kvfetch.errors import FormatError, NamespaceMismatchError
 from sgl_kvfetch.keys import HeadSlice, Namespace, SegmentKey, buddy_split, is_power_of_two, parse_object_name
@@ -37,7 +37,8 @@ def test_every_field_of_a_namespace_counts() -> None:
     namespace = make_heads().namespace
     for field in fields(Namespace):
         value = getattr(namespace, field.name)
-        other = replace(namespace, **{field.name: value + "x" if isinstance(value, str) else value + 1})
+        change: dict[str, Any] = {field.name: value + "x" if isinstance(value, str) else value + 1}
+        other = replace(namespace, **change)
         assert other.digest() != namespace.digest()
         with pytest.raises(NamespaceMismatchError, match=f": {field.name} is "):
             namespace.require_same(other)

@@ -21,6 +21,7 @@ SUFFIXES = {"counter": "_total", "gauge": "", "histogram": ""}
 
 
 def labels_of(metric: MetricWrapperBase) -> tuple[str, set[str]]:
+    assert metric._type is not None
     return metric._name + SUFFIXES[metric._type], set(metric._labelnames)
 
 

@@ -174,7 +174,7 @@ def test_a_collector_that_is_down_is_reported_once(
 
 
 def test_traces_are_off_unless_they_are_asked_for() -> None:
-    off = ({}, {"OTEL_TRACES_EXPORTER": "none"}, ON | {"OTEL_SDK_DISABLED": "true"})
+    off: tuple[dict[str, str], ...] = ({}, {"OTEL_TRACES_EXPORTER": "none"}, ON | {"OTEL_SDK_DISABLED": "true"})
     assert [check_tracing(environ) for environ in off] == [None] * 3
     assert check_tracing(ON | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}) is not None
 

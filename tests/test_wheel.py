@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from harness.store_process import StoreProcess
-from tests.cli.test_pin import TOKENS, store_pages
+from tests.tools.test_pin import TOKENS, store_pages
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("sgl_kvfetch", "triton_kernels")
@@ -91,4 +91,4 @@ def test_sglang_finds_the_plugin_of_the_wheel(wheel: Path, tmp_path: Path) -> No
     pip("install", "--quiet", "--no-deps", "--target", str(tmp_path), str(wheel))
     done = subprocess.run([sys.executable, "-c", FIND, str(tmp_path)], capture_output=True, text=True, check=True)
     plugin = tmp_path / "sgl_kvfetch" / "plugin"
-    assert done.stdout.splitlines() == [str(plugin / "register.py"), str(plugin / "cpu_platform.py")]
+    assert done.stdout.splitlines() == [str(plugin / "register.py"), str(plugin / "cpu" / "platform.py")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kvfetch.layout.frame_sum import GAMMA, MIX_1, MIX_2, WORD_BYTES, sum_of_frames
+from sgl_kvfetch.codec import GAMMA, MIX_1, MIX_2, WORD_BYTES, sum_of_frames
 from sgl_kvfetch.triton_kernels.runtime import COMPILE_OPTIONS, jit, on_device, require, tl, triton, use_kernels
 
 BLOCK_WORDS = 2048
@@ -13,7 +13,7 @@ _VECTOR_WORDS = 2  # a load of 16 bytes
 
 
 def frame_sum(frames: torch.Tensor) -> torch.Tensor:
-    """Return the frame sum (`sgl_kvfetch.layout.frame_sum`) as a signed number, int64 ``(1,)`` on the frames' device.
+    """Return the frame sum (``codec/layout/frame_sum.py``) as a signed number, int64 ``(1,)`` on the frames' device.
 
     This does not wait for the device. CPU tensors use the reference, unless Triton interprets. All others use the
     kernel, on the current stream.

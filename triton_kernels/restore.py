@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sgl_kvfetch.layout.tiles import TileLayout
-from sgl_kvfetch.quant.exact import from_planes
+from sgl_kvfetch.codec import TileLayout, from_planes
 from sgl_kvfetch.triton_kernels.runtime import (
     COMPILE_OPTIONS,
     integer_view,

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from sgl_kvfetch.layout.frames import PLANES
-from sgl_kvfetch.layout.regions import RegionLayout
+from sgl_kvfetch.codec import PLANES, RegionLayout
 from sgl_kvfetch.triton_kernels.runtime import (
     COMPILE_OPTIONS,
     INTERPRETED,

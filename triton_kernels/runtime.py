@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
+from sgl_kvfetch.codec import PLANES, TileLayout
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.layout.frames import PLANES
-from sgl_kvfetch.layout.tiles import TileLayout
 
 try:
     import triton

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from sgl_kvfetch.layout.tiles import TileLayout
+from sgl_kvfetch.codec import TileLayout
 from sgl_kvfetch.triton_kernels.runtime import jit, tl
 
 _MIN_CHUNK, _MAX_CHUNK = 16, 64

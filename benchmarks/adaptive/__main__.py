@@ -31,7 +31,7 @@ from benchmarks.adaptive.scenarios import (
     wrong_profile,
 )
 from benchmarks.report import make_parser, no_traceback, whole_number, write_json
-from sgl_kvfetch.adapt.decode_profile import DecodeProfile, load_decode_profile
+from sgl_kvfetch.plane.adapt.decode_profile import DecodeProfile, load_decode_profile
 
 _TABLE_WIDTH = 160
 # Bounds of the oracle's exhaustive search. Where link and decoders are equally fast, even more nodes prove nothing.

@@ -16,8 +16,8 @@ from benchmarks.adaptive.policies import Fixed, MinimalBubble
 from benchmarks.adaptive.scenarios import CHUNK_TOKENS, Group
 from benchmarks.adaptive.simulator import Outcome, Scenario, simulate
 from benchmarks.report import make_table
-from sgl_kvfetch.adapt.decode_profile import DecodeProfile
-from sgl_kvfetch.adapt.policy import LookAhead
+from sgl_kvfetch.plane.adapt.decode_profile import DecodeProfile
+from sgl_kvfetch.plane.adapt.policy import LookAhead
 
 FORMAT = 1
 _WORST = 10

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.adaptive.simulator import Scenario
-from sgl_kvfetch.adapt.pipeline import Pipeline, PoolState
+from sgl_kvfetch.plane.adapt.pipeline import Pipeline, PoolState
 
 _BEAM = 4
 _LAMBDAS = tuple(i / 8 for i in range(9))

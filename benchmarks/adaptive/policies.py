@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sgl_kvfetch.adapt.estimate import Transfer
-from sgl_kvfetch.adapt.policy import Situation
+from sgl_kvfetch.plane.adapt.estimate import Transfer
+from sgl_kvfetch.plane.adapt.policy import Situation
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ table of sizes for all GPUs.
 
 from __future__ import annotations
 
-from sgl_kvfetch.adapt.decode_profile import DecodeProfile, VariantProfile
+from sgl_kvfetch.plane.adapt.decode_profile import DecodeProfile, VariantProfile
 
 _RESOLUTIONS = ("240p", "480p", "640p", "1080p")
 _SIZES_MB = (180, 205, 235, 256)

@@ -12,8 +12,8 @@ from typing import Annotated
 import msgspec
 
 from benchmarks.adaptive.simulator import Scenario
-from sgl_kvfetch.adapt.decode_profile import DecodeProfile
 from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.plane.adapt.decode_profile import DecodeProfile
 
 GBPS = 1e9
 # As far as we have the paper's text, it does not give its chunks' length in tokens. This is our longest segment.

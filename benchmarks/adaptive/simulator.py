@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sgl_kvfetch.adapt.decode_profile import DecodeProfile
-from sgl_kvfetch.adapt.estimate import Transfer
-from sgl_kvfetch.adapt.pipeline import Pipeline
-from sgl_kvfetch.adapt.policy import Policy, Situation
-from sgl_kvfetch.adapt.sessions import Start
-from sgl_kvfetch.adapt.tracker import PoolTracker
+from sgl_kvfetch.plane.adapt.decode_profile import DecodeProfile
+from sgl_kvfetch.plane.adapt.estimate import Transfer
+from sgl_kvfetch.plane.adapt.pipeline import Pipeline
+from sgl_kvfetch.plane.adapt.policy import Policy, Situation
+from sgl_kvfetch.plane.adapt.sessions import Start
+from sgl_kvfetch.plane.adapt.tracker import PoolTracker
 
 _MOST_TRANSFERS = 16  # that policies see
 

@@ -28,8 +28,8 @@ from benchmarks.adaptive.published import PUBLISHED
 from benchmarks.adaptive.scenarios import GBPS, KINDS, RandomTrace, draw_traces
 from benchmarks.adaptive.simulator import simulate
 from benchmarks.report import make_parser, make_table
-from sgl_kvfetch.adapt.estimate import Transfer
-from sgl_kvfetch.adapt.policy import LookAhead, Policy
+from sgl_kvfetch.plane.adapt.estimate import Transfer
+from sgl_kvfetch.plane.adapt.policy import LookAhead, Policy
 
 _NUM_PATHS = 16
 _OVER = 1.02

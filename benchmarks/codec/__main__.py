@@ -22,10 +22,10 @@ from benchmarks.codec.report import make_report, plot_rates, print_report
 from benchmarks.codec.segments import PAGE_TOKENS
 from benchmarks.codec.windows import windows_of
 from benchmarks.report import make_parser, make_table, no_traceback, output_file, settings, whole_number, write_json
-from sgl_kvfetch.calibrate.model import KVModel, fractions_of
+from sgl_kvfetch.codec.calibrate.model import KVModel, fractions_of
+from sgl_kvfetch.codec.quant.profile import Profile, load_profile
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.prompts import read_texts
-from sgl_kvfetch.quant.profile import Profile, load_profile
 
 _WIDTH = 140  # wide enough that no row wraps
 

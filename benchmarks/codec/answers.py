@@ -32,10 +32,10 @@ from benchmarks.codec.windows import windows_of
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, make_table, no_traceback, settings, whole_numbers, write_json
 from benchmarks.stats import estimate
-from sgl_kvfetch.calibrate.model import KVModel, part_of
+from sgl_kvfetch.codec.calibrate.model import KVModel, part_of
+from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.prompts import read_texts
-from sgl_kvfetch.quant.profile import load_profile
 
 _PAGE = 64
 _TAIL = 16  # last tokens of a prompt, which are always computed

@@ -15,10 +15,10 @@ from benchmarks.codec.baselines.kvtc.method import Kvtc, kvtc_methods
 from benchmarks.codec.method import Method
 from benchmarks.codec.ours import our_methods
 from benchmarks.codec.windows import windows_of
-from sgl_kvfetch.calibrate.model import KVModel
+from sgl_kvfetch.codec.calibrate.model import KVModel
+from sgl_kvfetch.codec.quant.profile import Profile
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.prompts import read_texts
-from sgl_kvfetch.quant.profile import Profile
 
 _NEEDS = (("klt", "--profile"), ("kvtc", "--calibrate-text"))
 

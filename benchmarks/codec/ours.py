@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from benchmarks.codec.method import Method
 from benchmarks.codec.segments import SegmentMethod, segments_of
-from sgl_kvfetch.codecs import get_codec
-from sgl_kvfetch.container.segment import SegmentReader, cell_place
-from sgl_kvfetch.quant import make_quantiser
-from sgl_kvfetch.quant.klt import KltQuantiser
-from sgl_kvfetch.quant.profile import Profile
+from sgl_kvfetch.codec.bitstream.registry import get_codec
+from sgl_kvfetch.codec.container.segment import SegmentReader, cell_place
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.profile import Profile
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 
 TARGET_KLS = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 SECOND_INTEGERS = "second integers"

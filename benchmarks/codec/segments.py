@@ -11,13 +11,13 @@ import torch
 from benchmarks.codec.method import KV_DTYPE, KVShape, Method
 from benchmarks.heads import make_heads
 from harness.small_segments import page_hashes
-from sgl_kvfetch.config import KVFetchConfig
-from sgl_kvfetch.container.manifest import Manifest, decode_manifest
-from sgl_kvfetch.container.segment import SegmentReader, SegmentSpec, encode_segment
-from sgl_kvfetch.dataplane.client import MAX_SEGMENT_TOKENS, RESOLUTION
+from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.codec.container.segment import SegmentReader, SegmentSpec, encode_segment
+from sgl_kvfetch.codec.quant.base import CellValues, Quantiser
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.keys import buddy_split
-from sgl_kvfetch.quant import CellValues, Quantiser
+from sgl_kvfetch.plane.client import MAX_SEGMENT_TOKENS, RESOLUTION
+from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.types import KVGeometry, dtype_name
 
 PAGE_TOKENS = 64

@@ -30,12 +30,11 @@ from benchmarks.codec.segments import SegmentMethod
 from benchmarks.codec.windows import windows_of
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, make_table, no_traceback, settings, whole_number, write_json
-from sgl_kvfetch.calibrate.fit import Options, calibrate, cell_grid
-from sgl_kvfetch.calibrate.model import KVModel, calibration_windows, part_of
-from sgl_kvfetch.calibrate.rotation import find_rope
+from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model, cell_grid
+from sgl_kvfetch.codec.calibrate.model import KVModel, calibration_windows, find_rope, part_of
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.profile import Calibration, Profile
 from sgl_kvfetch.prompts import read_texts
-from sgl_kvfetch.quant.klt import KltQuantiser
-from sgl_kvfetch.quant.profile import Calibration, Profile
 from sgl_kvfetch.types import CellGrid
 
 KLS = (1e-3, 3e-3, 1e-2)
@@ -118,7 +117,7 @@ def variants_of(shape: Shape) -> list[Variant]:
 def chosen_span(shape: Shape) -> Span:
     """Return the span that ``kvfetch calibrate`` chooses by default for a model of this shape."""
     head_channels = shape.k_head_dim + shape.v_head_dim
-    grid = cell_grid(shape.num_layers, shape.num_heads, head_channels, Options().max_channels, tp_size=1)
+    grid = cell_grid(shape.num_layers, shape.num_heads, head_channels, CalibrationOptions().max_channels, tp_size=1)
     return Span(grid.cell_layers, None if grid.cell_heads == shape.num_heads else grid.cell_heads)
 
 
@@ -200,7 +199,9 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     for variant in tqdm(variants_of(shape), unit="span", disable=not sys.stderr.isatty()):
         key = variant.span, variant.sensitivity
         if key not in profiles:
-            options = Options(num_context=args.context, grid=variant.span.grid(shape), sensitivity=variant.sensitivity)
+            options = CalibrationOptions(
+                num_context=args.context, grid=variant.span.grid(shape), sensitivity=variant.sensitivity
+            )
             profiles[key] = _calibrated(model, fitted, options)
         profile = profiles[key] if variant.sinks else replace(profiles[key], num_sinks=0)
         rows.append(_row(variant, shape, _measured(model, coded, args.context, profile)))
@@ -215,9 +216,9 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _calibrated(model: KVModel, windows: Sequence[torch.Tensor], options: Options) -> Profile:
+def _calibrated(model: KVModel, windows: Sequence[torch.Tensor], options: CalibrationOptions) -> Profile:
     describe = Calibration(model.path, "", "", len(windows), options.num_context, len(windows[0]) - options.num_context)
-    return calibrate(model, windows, find_rope(model), describe, options)
+    return calibrate_model(model, windows, find_rope(model), describe, options)
 
 
 def _measured(model: KVModel, windows: Sequence[torch.Tensor], num_context: int, profile: Profile) -> list[Point]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sgl_kvfetch.calibrate.model import KVModel, cut_windows, part_of
+from sgl_kvfetch.codec.calibrate.model import KVModel, cut_windows, part_of
 from sgl_kvfetch.errors import ConfigError
 
 

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 
 from benchmarks.compiled_kernels.recorder import Recorder, recording
-from sgl_kvfetch.layout.regions import region_layout
-from sgl_kvfetch.layout.tiles import tile_layout
+from sgl_kvfetch.codec.layout.regions import region_layout
+from sgl_kvfetch.codec.layout.tiles import tile_layout
 from sgl_kvfetch.triton_kernels import frame_sum, restore, restore_klt
 
 TOKENS, SLOTS, LAYERS = 1000, 4096, 3

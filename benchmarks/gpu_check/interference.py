@@ -15,10 +15,10 @@ import torch
 from benchmarks.gpu_check.clips import SIZES, make_frames
 from benchmarks.gpu_check.record import Record, SkippedError
 from benchmarks.gpu_check.timing import make_product, make_timer
-from sgl_kvfetch.codecs import get_codec
-from sgl_kvfetch.codecs.base import FrameDecoder
-from sgl_kvfetch.codecs.nvdec import open_nvdec
-from sgl_kvfetch.cuda_streams import Device
+from sgl_kvfetch.codec.bitstream.base import FrameDecoder
+from sgl_kvfetch.codec.bitstream.nvdec import open_nvdec
+from sgl_kvfetch.codec.bitstream.registry import get_codec
+from sgl_kvfetch.codec.cuda_streams import Device
 
 GOAL = 0.01  # largest allowed slow-down
 _SIDE = 8192

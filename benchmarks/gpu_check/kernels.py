@@ -11,8 +11,8 @@ import torch
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.timing import seconds_of
 from benchmarks.kernel_bytes import Span, restore_bytes, restore_klt_bytes
-from sgl_kvfetch.layout.regions import RegionLayout, region_layout
-from sgl_kvfetch.layout.tiles import TileLayout, tile_layout
+from sgl_kvfetch.codec.layout.regions import RegionLayout, region_layout
+from sgl_kvfetch.codec.layout.tiles import TileLayout, tile_layout
 from sgl_kvfetch.triton_kernels.frame_sum import frame_sum, frame_sum_reference
 from sgl_kvfetch.triton_kernels.restore import restore, restore_reference
 from sgl_kvfetch.triton_kernels.restore_klt import restore_klt, restore_klt_reference

@@ -22,16 +22,16 @@ from benchmarks.memory import GOAL_BYTES, MAX_SEGMENT_TOKENS, PAGE_TOKENS, Setup
 from benchmarks.sampler import Sampler
 from harness import stand_in_pool
 from harness.fetching import fetch_pages
-from sgl_kvfetch.adapt.pool import DecodePool
-from sgl_kvfetch.codecs.base import Decoders
-from sgl_kvfetch.codecs.nvdec import open_nvdec
-from sgl_kvfetch.codecs.surfaces import MAX_SURFACE_BYTES
-from sgl_kvfetch.container.segment import CodedSegment, SegmentReader
-from sgl_kvfetch.cuda_streams import Device, Stream
-from sgl_kvfetch.fetch.fetcher import Fetcher
-from sgl_kvfetch.fetch.plan import PageSource
-from sgl_kvfetch.fetch.sink import GuardedSink
-from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.codec.bitstream.base import Decoders
+from sgl_kvfetch.codec.bitstream.nvdec import open_nvdec
+from sgl_kvfetch.codec.bitstream.surfaces import MAX_SURFACE_BYTES
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader
+from sgl_kvfetch.codec.cuda_streams import Device, Stream
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher
+from sgl_kvfetch.plane.fetch.plan import PageSource
+from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.types import TENSORS
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def wrong_values(setup: Setup, segment: CodedSegment, pages: DevicePages, num_to
             for index, layer in enumerate(grid.layers(cell.layer_group)):
                 rows = pages._buffers[tensor][layer][PAGE_TOKENS : PAGE_TOKENS + num_tokens, heads.start : heads.stop]
                 expected = x[:, index].to(rows.device)
-                if not bool((rows.unflatten(0, (-1, len(expected))) == expected).all()):
+                if not bool((torch.unflatten(rows, 0, (-1, len(expected))) == expected).all()):
                     return f"{tensor} of layer {layer} differs from the CPU's values"
     return ""
 

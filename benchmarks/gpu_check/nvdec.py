@@ -16,13 +16,13 @@ from benchmarks.gpu_check import nvdec_decoders
 from benchmarks.gpu_check.clips import SIZES, make_frames
 from benchmarks.gpu_check.record import Record, SkippedError
 from benchmarks.gpu_check.timing import seconds_of
-from sgl_kvfetch.codecs import get_codec
-from sgl_kvfetch.codecs.base import Decoders, FrameDecoder
-from sgl_kvfetch.codecs.nvdec import Nvdec, open_nvdec
-from sgl_kvfetch.codecs.nvdec_caps import decode_caps
-from sgl_kvfetch.cuda_streams import Device
+from sgl_kvfetch.codec.bitstream.base import Decoders, FrameDecoder
+from sgl_kvfetch.codec.bitstream.nvdec import Nvdec, open_nvdec
+from sgl_kvfetch.codec.bitstream.nvdec_caps import decode_caps
+from sgl_kvfetch.codec.bitstream.registry import get_codec
+from sgl_kvfetch.codec.cuda_streams import Device
+from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.errors import CorruptError
-from sgl_kvfetch.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.triton_kernels.frame_sum import frame_sum
 
 _SECONDS = 0.3  # per measurement

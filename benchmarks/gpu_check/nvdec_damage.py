@@ -12,10 +12,10 @@ import torch
 from benchmarks.gpu_check.clips import make_frames
 from benchmarks.gpu_check.nvdec import what_is_wrong
 from benchmarks.gpu_check.record import Record, SkippedError
-from sgl_kvfetch.codecs import get_codec
-from sgl_kvfetch.codecs.base import Decoders, FrameDecoder
-from sgl_kvfetch.codecs.nvdec import open_nvdec
-from sgl_kvfetch.cuda_streams import Device
+from sgl_kvfetch.codec.bitstream.base import Decoders, FrameDecoder
+from sgl_kvfetch.codec.bitstream.nvdec import open_nvdec
+from sgl_kvfetch.codec.bitstream.registry import get_codec
+from sgl_kvfetch.codec.cuda_streams import Device
 from sgl_kvfetch.errors import CorruptError
 
 _FLIPS = 40

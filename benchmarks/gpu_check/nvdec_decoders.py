@@ -14,10 +14,10 @@ from benchmarks.gpu_check.interference import decoding
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.ticker import Ticker
 from benchmarks.gpu_check.timing import make_busy
-from sgl_kvfetch.codecs.hevc import HevcCodec
-from sgl_kvfetch.codecs.nvdec import Nvdec, NvdecSession, PictureSize
-from sgl_kvfetch.codecs.nvidia import CODECS
-from sgl_kvfetch.codecs.surfaces import surface_bytes
+from sgl_kvfetch.codec.bitstream.hevc import HevcCodec
+from sgl_kvfetch.codec.bitstream.nvdec import Nvdec, NvdecSession, PictureSize
+from sgl_kvfetch.codec.bitstream.nvidia import CODECS
+from sgl_kvfetch.codec.bitstream.surfaces import surface_bytes
 from sgl_kvfetch.errors import CorruptError
 
 _SESSIONS = 8

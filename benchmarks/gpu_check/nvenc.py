@@ -11,13 +11,12 @@ import torch
 
 from benchmarks.gpu_check.clips import SIZES, make_frames
 from benchmarks.gpu_check.record import Record, SkippedError
-from sgl_kvfetch.codecs import get_codec
-from sgl_kvfetch.codecs.base import FrameDecoder, PictureShape
-from sgl_kvfetch.codecs.nvdec import open_nvdec
-from sgl_kvfetch.codecs.nvenc import MAX_SESSIONS, NvencEncoder, open_nvenc
-from sgl_kvfetch.codecs.nvenc_caps import encode_caps
-from sgl_kvfetch.codecs.nvenc_sessions import NoEncoderError
-from sgl_kvfetch.cuda_streams import Device
+from sgl_kvfetch.codec.bitstream.base import FrameDecoder, PictureShape
+from sgl_kvfetch.codec.bitstream.nvdec import open_nvdec
+from sgl_kvfetch.codec.bitstream.nvenc import MAX_SESSIONS, NoEncoderError, NvencEncoder, open_nvenc
+from sgl_kvfetch.codec.bitstream.nvenc_caps import encode_caps
+from sgl_kvfetch.codec.bitstream.registry import get_codec
+from sgl_kvfetch.codec.cuda_streams import Device
 from sgl_kvfetch.errors import CorruptError
 
 _SECONDS = 0.6  # per measurement
@@ -83,7 +82,9 @@ def check_bits(
 
 
 def _decode_on_nvdec(decoder: FrameDecoder, bitstream: bytes, shape: PictureShape) -> torch.Tensor:
-    return decoder.decode(bitstream, shape).host
+    frames = decoder.decode(bitstream, shape).host
+    assert frames is not None
+    return frames
 
 
 def _compare(decode: Callable[..., torch.Tensor], bitstream: bytes, frames: torch.Tensor) -> str:

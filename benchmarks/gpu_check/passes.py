@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.ticker import Ticker
-from sgl_kvfetch.cuda_streams import Device, Event, Stream
+from sgl_kvfetch.codec.cuda_streams import Device, Event, Stream
 
 PASS_SECONDS = (0.01, 0.05, 0.2)
 _MIN_PASSES, _MIN_S = 8, 0.5  # of passes alone

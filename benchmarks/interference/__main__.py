@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from rich.console import Console
 
@@ -39,7 +39,7 @@ from harness.engine import SGLangServer, device_args, hicache_args
 from harness.metrics import wait_until_written
 from harness.models import make_tiny_llama
 from harness.store_process import StoreProcess
-from sgl_kvfetch.codecs import CodecName
+from sgl_kvfetch.codec.bitstream.registry import CodecName
 from sgl_kvfetch.timeline import FLUSH_S, TIMELINE_ENV, read_spans
 
 PAGE_SIZE = 16
@@ -113,7 +113,7 @@ def _measure(mode: str, model: str, folder: Path, plan: Plan, options: argparse.
     with (
         everything_on_one_core() if pinned else nullcontext(),
         tempfile.TemporaryDirectory(dir=folder) as scratch,
-        StoreProcess(folder / _codec(mode, options), extra_args=["--link-gbps", str(options.link_gbps)]) as store,
+        StoreProcess(folder / _codec(mode, options), link_gbps=[options.link_gbps]) as store,
     ):
         timeline = Path(scratch, "timeline")
         env = {TIMELINE_ENV: str(timeline)} | ({"OMP_NUM_THREADS": "1"} if pinned else {})
@@ -136,7 +136,7 @@ def _measure(mode: str, model: str, folder: Path, plan: Plan, options: argparse.
 
 def _flags(mode: str, url: str, threshold: int) -> list[str]:
     # Nothing is written, and a fetch may take as long as the link needs.
-    config = {"mode": "read_only", "fetch_timeout_s": LONG_TIMEOUT_S, "prefetch_threshold": threshold}
+    config: dict[str, Any] = {"mode": "read_only", "fetch_timeout_s": LONG_TIMEOUT_S, "prefetch_threshold": threshold}
     match mode:
         case "none":
             return []

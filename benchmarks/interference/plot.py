@@ -42,7 +42,7 @@ def plot_timeline(path: Path, requests: Mapping[str, Sequence[Span]], long: Coll
         for name, spans in requests.items()
         if any(span.end_s - zero_s > zoom[0] and span.start_s - zero_s < zoom[1] for span in spans)
     }
-    look = {"figsize": (15, 1.8 + 0.13 * rows), "gridspec_kw": {"width_ratios": (3, 2)}, "dpi": 100}
+    look: dict[str, Any] = {"figsize": (15, 1.8 + 0.13 * rows), "gridspec_kw": {"width_ratios": (3, 2)}, "dpi": 100}
     with figure(path, f"Requests over time. {subtitle}", columns=2, **look) as (drawn, ((whole, near),)):
         for axes, shown in ((whole, requests), (near, inside)):
             _draw_rows(axes, shown, long, zero_s)

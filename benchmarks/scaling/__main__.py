@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     console = Console(highlight=False, width=110)
     console.print(f"Index: single server {single}, cluster {cluster}")
-    rows = {name: (value, result["cold"][name]) for name, value in result["total"].items()}
+    rows: dict[str, tuple[float, ...]] = {
+        name: (value, result["cold"][name]) for name, value in result["total"].items()
+    }
     _print(console, "All servers", ("with local caches", "without"), rows)
     _print(console, "Ends at", ("servers",), {name: (value,) for name, value in result["servers"].items()})
     if options.json is not None:

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from harness.redis_server import RedisProcess
 from harness.small_segments import FOLDER, make_segment
-from sgl_kvfetch.container.manifest import Manifest
-from sgl_kvfetch.stores.page_index import IndexOptions, PageIndex
+from sgl_kvfetch.codec.container.manifest import Manifest
+from sgl_kvfetch.stores.redis_index import IndexOptions, PageIndex
 
 SEGMENT_PAGES = 64
 _CALL_TIMEOUT_S = 60.0

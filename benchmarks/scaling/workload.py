@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sgl_kvfetch.dataplane.client import MAX_SEGMENT_TOKENS
-from sgl_kvfetch.fetch.plan import read_size
 from sgl_kvfetch.keys import buddy_split
+from sgl_kvfetch.plane.client import MAX_SEGMENT_TOKENS
+from sgl_kvfetch.plane.fetch.plan import read_size
 from sgl_kvfetch.stores.s3 import MULTIPART_BYTES, PART_BYTES
 
 _THRESHOLD_TOKENS = 256  # SGLang looks up no shorter prompt

@@ -28,8 +28,8 @@ from benchmarks.sharegpt.backends import BACKENDS
 from benchmarks.sharegpt.report import make_report, plot_ttft, table_rows
 from benchmarks.sharegpt.runs import LAUNCH_METHOD, LIVE_METHOD, Launcher, live_run
 from benchmarks.sharegpt.workload import Workload
-from sgl_kvfetch.config import parse_config
 from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.plane.config import parse_config
 
 _API_KEY_ENV = "SGLANG_API_KEY"
 _BUSY_SHARE = 0.1  # share of the cores above which to warn

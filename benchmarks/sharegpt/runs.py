@@ -81,7 +81,8 @@ class Launcher:
                 result = self._workload.send(server.url, f"{name}: measure", before=look)
                 look()
             assert self._workload.server is not None
-            traffic = backend.read(*metrics, result.storage_tokens // self._workload.server.page_size)
+            before, after = metrics
+            traffic = backend.read(before, after, result.storage_tokens // self._workload.server.page_size)
             return Run(name, backend.description, result, traffic, other_cores(*cpu), fill)
 
     def _fill(self, backend: Backend) -> dict[str, Any]:

@@ -18,12 +18,12 @@ from benchmarks.noise import NOISE_HEADS
 from benchmarks.soak.ledger import Ledger
 from benchmarks.soak.world import PROMPT_PAGES, Segment, Version, World, WrongError
 from harness.small_segments import data_object
-from sgl_kvfetch.container.manifest import decode_manifest
+from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.plane.write.commit import delete_segment
 from sgl_kvfetch.stores.base import Store, object_digest
 from sgl_kvfetch.stores.http import HttpOptions, HttpStore
 from sgl_kvfetch.stores.wire import OBJECTS_PATH
-from sgl_kvfetch.write.commit import delete_segment
 
 T = TypeVar("T")
 

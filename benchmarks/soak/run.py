@@ -228,10 +228,10 @@ async def _stopped(stop: asyncio.Event, within_s: float) -> bool:
 
 def _verify(url: str) -> dict[str, Any]:
     """Run ``kvfetch verify``. Return its report, and its exit code."""
-    command = [sys.executable, "-m", "sgl_kvfetch.cli", "verify", url, "--json"]
+    command = [sys.executable, "-m", "sgl_kvfetch.tools", "verify", url, "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     try:
-        report = json.loads(done.stdout)
+        report: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         report = {"problems": [done.stderr[-2000:]], "orphans": []}
     return report | {"exit_code": done.returncode}

@@ -22,10 +22,10 @@ from benchmarks.store.nginx import NginxProcess, find_nginx, nginx_version
 from benchmarks.store.ranges import Reading, read_ranges
 from harness.small_segments import page_hashes
 from harness.store_process import StoreProcess
-from sgl_kvfetch.container.segment import CodedSegment
+from sgl_kvfetch.codec.container.segment import CodedSegment
+from sgl_kvfetch.plane.write.commit import commit_segment
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.wire import OBJECTS_PATH
-from sgl_kvfetch.write.commit import commit_segment
 
 NO_NGINX = "no nginx: serving is not compared (Debian: apt-get install nginx-light)"
 _RANGES_AN_OBJECT = 8

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from harness.small_segments import FOLDER, make_segment, page_hashes
-from sgl_kvfetch.container.segment import CodedSegment
+from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.keys import SegmentKey
 
 SEGMENTS_A_PROMPT = 10

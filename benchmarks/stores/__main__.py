@@ -23,9 +23,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -46,13 +46,13 @@ from benchmarks.stores.servers import KINDS, Servers, relayed, running_servers
 from harness.metrics import own_metric
 from harness.small_segments import page_hashes
 from harness.waiting import until
-from sgl_kvfetch.config import KVFetchConfig
-from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
-from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.plane.config import KVFetchConfig
+from sgl_kvfetch.plane.write.commit import commit_segment
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.types import TENSORS
-from sgl_kvfetch.write.commit import commit_segment
 
 PAGE_SIZE, HEADS, HEAD_DIM = 64, 8, 128
 QUANTISER = make_quantiser("uint8")
@@ -175,12 +175,22 @@ async def _empty(servers: Servers, prefix: Prefix) -> None:
     await store.close()
 
 
+@contextmanager
+def _behind(servers: Servers, rtt_s: float) -> Iterator[Servers]:
+    """Yield the same servers behind relays, or as they are if the round trip time is 0."""
+    if not rtt_s:
+        yield servers
+        return
+    with relayed(servers, rtt_s) as (behind, _):
+        yield behind
+
+
 def _measure(servers: Servers, kind: str, prefix: Prefix, args: argparse.Namespace) -> dict[str, Any]:
     with relayed(servers, _COUNT_RTT_S) as (behind, relays):
         counted = asyncio.run(_hits(behind, kind, prefix, _COUNTED_HITS, relays))
     times = {}
     for rtt_ms in args.rtt_ms:
-        with relayed(servers, rtt_ms / 1e3) if rtt_ms else nullcontext((servers, {})) as (behind, _):
+        with _behind(servers, rtt_ms / 1e3) as behind:
             times[f"{rtt_ms:g}"] = _times(asyncio.run(_hits(behind, kind, prefix, args.hits, {})), prefix.num_bytes)
     lookup, fetch = (min((_requests(getattr(hit, part)) for hit in counted), key=Counter.total) for part in PARTS)
     both = lookup + fetch

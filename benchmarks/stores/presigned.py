@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 
 import obstore
 
-from sgl_kvfetch.config import KVFetchConfig
+from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.stores.base import Lookup, Store
 from sgl_kvfetch.stores.by_name import lookup_by_name
+from sgl_kvfetch.stores.hedged import HedgedStore
 from sgl_kvfetch.stores.http import HttpOptions, HttpStore
-from sgl_kvfetch.stores.replicas import ReplicaOptions, ReplicatedStore
 
 _VALID = timedelta(hours=1)
 
@@ -41,6 +41,5 @@ class PresignedStore(HttpStore):
 
 def open_presigned(config: KVFetchConfig) -> Store:
     """Open ``config.store`` with hedged reads, as SGLang's servers would."""
-    url, connections = config.store[0], config.max_connections
-    store = PresignedStore(url, config.s3 or {}, HttpOptions(config.fetch_timeout_s, max_connections=connections))
-    return ReplicatedStore([(url, store)], ReplicaOptions(max_reads=connections))
+    options = HttpOptions(config.fetch_timeout_s, max_connections=config.max_connections)
+    return HedgedStore(PresignedStore(config.store, config.s3 or {}, options), config.max_connections)

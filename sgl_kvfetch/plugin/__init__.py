@@ -1,1 +1,12 @@
-"""Everything that touches SGLang. Nothing else in the package imports it."""
+"""The plugin: everything that touches SGLang, and nothing else does.
+
+``host`` is SGLang's storage backend for its host tier, ``device`` fetches into the token-to-KV pool and parks requests
+that wait, ``cpu`` lets SGLang run without a GPU, for tests. ``seams`` lists every hook.
+
+It knows SGLang, the data plane and the codec by their doors. It never opens a store, does no I/O on the scheduler's
+thread, and installs nothing unless a launch selects the backend.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

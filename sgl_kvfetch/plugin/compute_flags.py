@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from sgl_kvfetch.fingerprint import digest_file, digest_files
+from sgl_kvfetch.codec import digest_file, digest_files
 
 logger = logging.getLogger(__name__)
 

@@ -57,7 +57,7 @@ def create_backend(
     if backend_name != BACKEND:
         return original(factory, backend_name, storage_config, mem_pool_host, **kwargs)
     from sgl_kvfetch.plugin import weight_updates
-    from sgl_kvfetch.plugin.storage import KVFetchStorage
+    from sgl_kvfetch.plugin.host.storage import KVFetchStorage
 
     weight_updates.require_no_former_pages()
     backend = KVFetchStorage(storage_config, mem_pool_host)

@@ -5,16 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sgl_kvfetch.config import parse_config
-from sgl_kvfetch.container.signing import read_manifest_keys
+from sgl_kvfetch.codec import require_target
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
-from sgl_kvfetch.plugin.cpu_platform import is_active
+from sgl_kvfetch.plane import check_files, parse_config
+from sgl_kvfetch.plugin.cpu.platform import is_active
 from sgl_kvfetch.plugin.hooks import BACKEND
 from sgl_kvfetch.plugin.namespace import LORA_NEEDS_MODEL_ID
 from sgl_kvfetch.plugin.seams import Scope, check_seams
-from sgl_kvfetch.quant.profile import require_target
-from sgl_kvfetch.stores.http import HttpOptions, TlsFiles
-from sgl_kvfetch.stores.open import S3Options, open_store
 from sgl_kvfetch.timeline import check_tracing
 
 
@@ -34,13 +31,7 @@ def check_launch(server_args: Any) -> None:
     config = parse_config(extra)
     if (server_args.enable_lora or server_args.lora_paths) and config.model_id is None:
         raise UnsupportedError(LORA_NEEDS_MODEL_ID)
-    if config.manifest_key_file is not None:
-        read_manifest_keys(Path(config.manifest_key_file))
-    tls = TlsFiles(config.tls_ca_file, config.tls_cert_file, config.tls_key_file)
-    tls.context()
-    for url in config.store:
-        if url.startswith("s3:"):
-            open_store(url, options=HttpOptions(tls=tls), s3=S3Options(config.s3 or {}, config.index))
+    check_files(config)
     if config.profile is not None:
         # Load no tensors: SGLang forks after this, and whatever makes torch start threads here hangs in the children.
         require_target(Path(config.profile), config.target_kl)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sgl_kvfetch.config import KVFetchConfig
+from sgl_kvfetch.codec import KltQuantiser, Profile, Quantiser, fingerprint_model, require_grid
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
-from sgl_kvfetch.fingerprint import fingerprint_model
 from sgl_kvfetch.keys import HeadSlice, Namespace
+from sgl_kvfetch.plane import KVFetchConfig, config_quantiser
 from sgl_kvfetch.plugin.compute_flags import compute_flags, draft_flags
 from sgl_kvfetch.plugin.weight_updates import require_known_weights
-from sgl_kvfetch.quant import Quantiser
-from sgl_kvfetch.quant.klt import KltQuantiser, require_grid
-from sgl_kvfetch.quant.profile import Profile
-from sgl_kvfetch.quant.registry import config_quantiser
 from sgl_kvfetch.types import TENSORS, KVGeometry
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import pkgutil
 import sys
 from collections.abc import Iterable, Sequence
 
-from sgl_kvfetch.plugin.cpu_platform import is_active
+from sgl_kvfetch.plugin.cpu.platform import is_active
 from sgl_kvfetch.plugin.hooks import BACKEND
 from sgl_kvfetch.plugin.seams import SEAMS, Scope, Seam, check_seam, check_seams
 

@@ -47,8 +47,8 @@ def _seams(scope: Scope, hooks: str, *rows: tuple[str, Kind, str]) -> Iterator[S
 
 _HOOKS = "sgl_kvfetch.plugin.hooks"
 _DEVICE_HOOKS = "sgl_kvfetch.plugin.device.scheduler_hooks"
-_CPU_HOOKS = "sgl_kvfetch.plugin.cpu_engine"
-_CPU_KERNELS = "sgl_kvfetch.plugin.cpu_kernels"
+_CPU_HOOKS = "sgl_kvfetch.plugin.cpu.engine"
+_CPU_KERNELS = "sgl_kvfetch.plugin.cpu.kernels"
 _SRT = "sglang.srt"
 _HOST_POOLS = "sglang.srt.mem_cache.pool_host"
 _MHA_POOL = f"{_HOST_POOLS}.mha.MHATokenToKVPoolHost"
@@ -139,6 +139,8 @@ SEAMS: tuple[Seam, ...] = (
         (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "attend_in_latent_space"),
         # Pins tensors on the way to the device, without asking whether there is one that copies from them.
         (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "leave_tensors_unpinned"),
+        # Leaves 10 GiB of the host's memory to others, and starts nothing where there is less.
+        (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "leave_less_memory_free"),
         # Sends the numbers of pages from pinned memory.
         (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "send_page_numbers_as_they_are"),
         # Chooses the kernels of speculation by the kind of device.

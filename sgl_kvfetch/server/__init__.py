@@ -1,7 +1,12 @@
-"""The embedded store: a local store behind HTTP."""
+"""``kvfetch serve``: a directory behind HTTP, with tokens, TLS, limits, metrics, and a page for browsers.
 
-from sgl_kvfetch.server.app import create_app
-from sgl_kvfetch.server.config import ServerConfig
-from sgl_kvfetch.server.run import RunningServer, run_server, running_server
+`running_server` starts one in this process; ``run`` is what the command does. docs/openapi.yaml describes the
+interface, and ``stores.wire`` has what client and server share.
 
-__all__ = ["RunningServer", "ServerConfig", "create_app", "run_server", "running_server"]
+It knows a directory and the protocol. It neither imports torch nor decodes what it stores, except for pictures on its
+page, in a process of their own; it never blocks its event loop on the disk.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -7,10 +7,10 @@ from aiohttp.typedefs import Handler, Middleware
 
 from sgl_kvfetch.server.answers import error_answer
 from sgl_kvfetch.server.tokens import Role, Tokens
-from sgl_kvfetch.stores import wire
+from sgl_kvfetch.stores import HEALTH_PATH, PAGE_PATHS
 
 # They tell nothing: the page asks for a token, and reads with it.
-PUBLIC_PATHS = frozenset({wire.HEALTH_PATH, *wire.PAGE_PATHS})
+PUBLIC_PATHS = frozenset({HEALTH_PATH, *PAGE_PATHS})
 
 ROLE = web.RequestKey("role", Role)  # of the request's token
 

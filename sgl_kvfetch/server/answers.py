@@ -5,15 +5,15 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
+from sgl_kvfetch.directory import IncompleteSegmentError
 from sgl_kvfetch.errors import StoreError, StoreErrorReason
-from sgl_kvfetch.stores import wire
-from sgl_kvfetch.stores.local import IncompleteSegmentError
+from sgl_kvfetch.stores import ErrorBody
 
 _STATUS: dict[StoreErrorReason, int] = {"full": 507, "invalid": 422, "too_large": 413, "truncated": 416}
 
 
 def error_answer(status: int, error: str, message: str) -> web.Response:
-    body = msgspec.json.encode(wire.ErrorBody(error, message))
+    body = msgspec.json.encode(ErrorBody(error, message))
     return web.Response(status=status, body=body, content_type="application/json")
 
 

@@ -11,20 +11,26 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server.access import authorised
 from sgl_kvfetch.server.answers import error_answer, store_error_answer
 from sgl_kvfetch.server.config import ServerConfig
-from sgl_kvfetch.server.health import Health
-from sgl_kvfetch.server.lookup import LookupHandler
+from sgl_kvfetch.server.handlers import Health, LookupHandler, PinHandlers
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.objects import ObjectHandlers
 from sgl_kvfetch.server.pages import PageHandlers
-from sgl_kvfetch.server.pins import PinHandlers
-from sgl_kvfetch.server.throttle import Link
 from sgl_kvfetch.server.tokens import TokenFile, Tokens
-from sgl_kvfetch.stores import wire
-from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.stores import (
+    CHECK_PATH,
+    FOLDERS_PATH,
+    HEALTH_PATH,
+    LOOKUP_PATH,
+    MAX_LOOKUP_REQUEST_BYTES,
+    METRICS_PATH,
+    OBJECTS_PATH,
+    PINS_PATH,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +47,8 @@ def create_app(config: ServerConfig) -> web.Application:
     tokens = config.read_tokens()
     metrics = ServerMetrics(config.capacity_bytes)
     store = LocalStore(config.root, capacity_bytes=config.capacity_bytes, orphan_age_s=config.orphan_age_s)
-    link = Link(*config.link_samples) if config.link_samples else None
-    objects = ObjectHandlers(store, metrics, config, link)
-    lookup = LookupHandler(store, metrics, config, link)
+    objects = ObjectHandlers(store, metrics, config)
+    lookup = LookupHandler(store, metrics, config)
     pins = PinHandlers(store, config)
     health = Health(store)
     pages = PageHandlers(store, metrics, config)
@@ -53,11 +58,6 @@ def create_app(config: ServerConfig) -> web.Application:
         return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def run_store(app: web.Application) -> AsyncIterator[None]:
-        events = None
-        if config.kv_events is not None:
-            from sgl_kvfetch.server.kv_events import KVEventPublisher  # needs pyzmq
-
-            events = KVEventPublisher(store.change_log(), config.kv_events)
         await _warm_up(store)  # the server listens only after this
         tasks = [
             asyncio.create_task(_collect(store, config.orphan_age_s)),
@@ -69,38 +69,36 @@ def create_app(config: ServerConfig) -> web.Application:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if events is not None:
-            await asyncio.to_thread(events.close)
         await store.close()
 
     app = web.Application(
         middlewares=[_measured(metrics), _errors_as_json, authorised(tokens)],
-        client_max_size=wire.MAX_LOOKUP_REQUEST_BYTES,
+        client_max_size=MAX_LOOKUP_REQUEST_BYTES,
     )
     app[TOKENS] = tokens
     app.cleanup_ctx.append(run_store)
     app.on_response_prepare.append(_note_prepared)
-    one_pin = wire.PINS_PATH + "/{name}"
-    one_object = wire.OBJECTS_PATH + "/{name:.+}"
+    one_pin = PINS_PATH + "/{name}"
+    one_object = OBJECTS_PATH + "/{name:.+}"
     app.add_routes(
         [
-            web.get(wire.HEALTH_PATH, health.get),
-            web.get(wire.METRICS_PATH, show_metrics),
-            web.get(wire.OBJECTS_PATH, objects.list, allow_head=False),
-            web.delete(wire.OBJECTS_PATH, objects.delete_prefix),
+            web.get(HEALTH_PATH, health.get),
+            web.get(METRICS_PATH, show_metrics),
+            web.get(OBJECTS_PATH, objects.list, allow_head=False),
+            web.delete(OBJECTS_PATH, objects.delete_prefix),
             web.get(one_object, objects.get, allow_head=False),
             web.head(one_object, objects.head),
             web.put(one_object, objects.put),
             web.delete(one_object, objects.delete),
-            web.post(wire.LOOKUP_PATH, lookup.post),
-            web.get(wire.PINS_PATH, pins.list, allow_head=False),
+            web.post(LOOKUP_PATH, lookup.post),
+            web.get(PINS_PATH, pins.list, allow_head=False),
             web.get(one_pin, pins.get, allow_head=False),
             web.put(one_pin, pins.put),
             web.delete(one_pin, pins.delete),
-            web.post(wire.CHECK_PATH + "/{name:.+}", objects.check),
+            web.post(CHECK_PATH + "/{name:.+}", objects.check),
             *pages.routes(),
-            web.get(wire.FOLDERS_PATH, lookup.folders, allow_head=False),
-            web.get(wire.FOLDERS_PATH + "/{digest:[0-9a-f]{32}}", lookup.folders, allow_head=False),
+            web.get(FOLDERS_PATH, lookup.folders, allow_head=False),
+            web.get(FOLDERS_PATH + "/{digest:[0-9a-f]{32}}", lookup.folders, allow_head=False),
         ]
     )
     return app

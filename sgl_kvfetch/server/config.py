@@ -33,10 +33,7 @@ class ServerConfig:
     tls_client_ca: Path | None = None  # PEM file; clients must have a certificate that one of these CAs signed
     orphan_age_s: float = 900.0  # unreferenced data and temporary files are deleted at this age
     grace_s: float = 10.0  # time for requests in flight when the server stops
-    kv_events: str | None = None  # publish KV events at this address, such as "tcp://*:5557"; see `KVEventPublisher`
     tokenizer: str | None = None  # a model's folder or name: turns texts that are looked up on the page into tokens
-    # Limit all responses together to this bandwidth, in 1e9 bits per second: one value, or one per second, repeated.
-    link_gbps: float | tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -58,8 +55,6 @@ class ServerConfig:
                 raise ConfigError(f"{field} is {value}; expected more than 0")
         if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_client_ca and not self.tls_cert):
             raise ConfigError("tls_cert and tls_key need each other, and tls_client_ca needs both")
-        if self.link_gbps is not None and (min(self.link_samples) < 0 or not any(self.link_samples)):
-            raise ConfigError(f"link_gbps is {self.link_gbps}; expected 0 or more, and not always 0")
         for field in ("upload_wait_s", "grace_s"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; expected 0 or more")
@@ -68,16 +63,6 @@ class ServerConfig:
                 f"host is {self.host!r}, which other machines can reach, but there is no token; "
                 "give a token, or set insecure to allow access without one"
             )
-
-    @property
-    def link_samples(self) -> tuple[float, ...]:
-        """``link_gbps`` as a tuple with one value per second; empty if bandwidth is not limited."""
-        match self.link_gbps:
-            case None:
-                return ()
-            case tuple():
-                return self.link_gbps
-        return (self.link_gbps,)
 
     @property
     def has_token(self) -> bool:

@@ -6,27 +6,21 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from email.utils import formatdate
-from io import FileIO
 
 import msgspec
 from aiohttp import web
 
-from sgl_kvfetch.container.manifest import MAX_MANIFEST_BYTES
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
+from sgl_kvfetch.directory import LocalStore, OpenObject
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import ObjectName, parse_object_name
 from sgl_kvfetch.server.access import ROLE, require_role
 from sgl_kvfetch.server.answers import error_answer
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
-from sgl_kvfetch.server.opening import Opener
-from sgl_kvfetch.server.ranges import RangeError, parse_range
-from sgl_kvfetch.server.sending import send_file
-from sgl_kvfetch.server.throttle import Link
+from sgl_kvfetch.server.sending import Opener, RangeError, parse_range, send_file
 from sgl_kvfetch.server.tokens import Role
-from sgl_kvfetch.stores import wire
-from sgl_kvfetch.stores.base import ObjectInfo
-from sgl_kvfetch.stores.files import OpenObject
-from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.stores import BYTES_TYPE, NDJSON_TYPE, Checked, Deleted, ListedObject, ObjectInfo, parse_entity_tag
 
 _WRITE_PIECE_BYTES = 1 << 20  # of an uploaded body
 _LIST_PIECE_BYTES = 64 << 10
@@ -41,7 +35,7 @@ class BodyTooLarge(web.HTTPRequestEntityTooLarge):
 
 
 class ObjectHandlers:
-    def __init__(self, store: LocalStore, metrics: ServerMetrics, config: ServerConfig, link: Link | None) -> None:
+    def __init__(self, store: LocalStore, metrics: ServerMetrics, config: ServerConfig) -> None:
         self._store = store
         self._opener = Opener(store)
         self._metrics = metrics
@@ -50,7 +44,6 @@ class ObjectHandlers:
         self._upload_wait_s = config.upload_wait_s
         self._uploads = asyncio.Semaphore(config.max_uploads)
         self._checks = asyncio.Semaphore(_CHECKS_AT_ONCE)
-        self._link = link
 
     async def put(self, request: web.Request) -> web.StreamResponse:
         name = _name(request)
@@ -62,7 +55,7 @@ class ObjectHandlers:
     async def _put_manifest(self, request: web.Request, name: str) -> web.StreamResponse:
         """Only admins replace a manifest without ``If-Match`` and its digest."""
         only_if, only_new = request.headers.get("If-Match"), _only_new(request)
-        expected = None if only_if is None else wire.parse_entity_tag(only_if)
+        expected = None if only_if is None else parse_entity_tag(only_if)
         if (only_if is None) != (expected is None):
             raise web.HTTPBadRequest(text="If-Match: expected one entity tag with the digest of a manifest")
         body = await self._read_manifest(request)
@@ -164,22 +157,10 @@ class ObjectHandlers:
             response.headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
         response.content_length = end - start
         await response.prepare(request)
-        await self._send_body(request, response, opened.file, start, end)
+        await send_file(request, response, opened.file, start, end)
+        self._metrics.sent_bytes.inc(end - start)
         await response.write_eof()
         return response
-
-    async def _send_body(
-        self, request: web.Request, response: web.StreamResponse, file: FileIO, start: int, end: int
-    ) -> None:
-        if self._link is None:
-            await send_file(request, response, file, start, end)
-            self._metrics.sent_bytes.inc(end - start)
-            return
-        for first in range(start, end, self._link.piece_bytes):
-            piece_end = min(first + self._link.piece_bytes, end)
-            await self._link.take(piece_end - first, continuing=first > start)
-            await send_file(request, response, file, first, piece_end)
-            self._metrics.sent_bytes.inc(piece_end - first)
 
     async def head(self, request: web.Request) -> web.StreamResponse:
         _name(request)
@@ -201,7 +182,7 @@ class ObjectHandlers:
         if not self._checks.locked():
             async with self._checks:
                 deleted = await self._store.report_damage(name.segment.manifest_name)
-        return web.Response(body=msgspec.json.encode(wire.Checked(deleted)), content_type="application/json")
+        return web.Response(body=msgspec.json.encode(Checked(deleted)), content_type="application/json")
 
     async def delete_prefix(self, request: web.Request) -> web.StreamResponse:
         """The prefix is required, even if it is empty, so that no client empties a store by omitting it.
@@ -214,15 +195,15 @@ class ObjectHandlers:
         if "/" not in prefix:
             require_role(request, Role.ADMIN)
         deleted, more = await self._store.delete_some(prefix, _DELETE_TURN_S)
-        return web.Response(body=msgspec.json.encode(wire.Deleted(deleted, more)), content_type="application/json")
+        return web.Response(body=msgspec.json.encode(Deleted(deleted, more)), content_type="application/json")
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         """Send one JSON object per line. If listing fails midway, the body ends without its final chunk."""
-        response = web.StreamResponse(headers={"Content-Type": wire.NDJSON_TYPE})
+        response = web.StreamResponse(headers={"Content-Type": NDJSON_TYPE})
         lines = bytearray()
         await response.prepare(request)
         async for info in self._store.list(request.query.get("prefix", "")):
-            lines += msgspec.json.encode(wire.ListedObject(info.name, info.size_bytes, info.modified_s)) + b"\n"
+            lines += msgspec.json.encode(ListedObject(info.name, info.size_bytes, info.modified_s)) + b"\n"
             if len(lines) >= _LIST_PIECE_BYTES:
                 await self._send_lines(response, lines)
         await self._send_lines(response, lines)
@@ -260,7 +241,7 @@ def _require_fits(request: web.Request, most: int) -> None:
 def _headers(info: ObjectInfo) -> dict[str, str]:
     return {
         "Accept-Ranges": "bytes",
-        "Content-Type": wire.BYTES_TYPE,
+        "Content-Type": BYTES_TYPE,
         "Last-Modified": formatdate(info.modified_s, usegmt=True),
     }
 

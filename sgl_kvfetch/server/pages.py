@@ -17,15 +17,22 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from sgl_kvfetch.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.codec import Manifest, decode_manifest
+from sgl_kvfetch.directory import FolderUsage, LocalStore
 from sgl_kvfetch.errors import ConfigError, FormatError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.prompts import Prompt, page_hashes, tokenise
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
-from sgl_kvfetch.stores import wire
-from sgl_kvfetch.stores.local import FolderUsage, LocalStore
-from sgl_kvfetch.stores.stored_pages import pages_stored
+from sgl_kvfetch.stores import (
+    MAX_LOOKUP_PAGES,
+    PAGE_PATHS,
+    PICTURES_PATH,
+    PROMPTS_PATH,
+    SEGMENTS_PATH,
+    SUMMARY_PATH,
+    pages_stored,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +53,7 @@ _HEADERS = {
 }
 
 
-class Sample(msgspec.Struct, frozen=True):
+class LoadSample(msgspec.Struct, frozen=True):
     """The counters and gauges of /metrics at a time, in seconds since the epoch."""
 
     at_s: float
@@ -73,7 +80,7 @@ class Summary(msgspec.Struct, frozen=True):
     write_problem: str | None
     takes_text: bool  # whether prompts may be texts
     folders: list[FolderRow]
-    history: list[Sample]
+    history: list[LoadSample]
 
 
 class PromptQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,7 +106,7 @@ class PageHandlers:
         self._store = store
         self._metrics = metrics
         self._config = config
-        self._history: deque[Sample] = deque(maxlen=_SAMPLES)
+        self._history: deque[LoadSample] = deque(maxlen=_SAMPLES)
         self._kinds: dict[str, _Kind] = {}  # by folder
         self._folders: list[FolderRow] = []
         self._folders_until_s = 0.0
@@ -110,15 +117,15 @@ class PageHandlers:
         self._num_pictures = 0
 
     def routes(self) -> list[web.RouteDef]:
-        names = dict(zip(wire.PAGE_PATHS, ("page.html", "page.css", "page.js"), strict=True))
+        names = dict(zip(PAGE_PATHS, ("page.html", "page.css", "page.js"), strict=True))
         one_segment = "/{name:.+}"
         return [
             *(web.get(path, self._file(name), allow_head=False) for path, name in names.items()),
-            web.get(wire.SUMMARY_PATH, self.summary, allow_head=False),
-            web.get(wire.SEGMENTS_PATH, self.segments, allow_head=False),
-            web.get(wire.SEGMENTS_PATH + one_segment, self.segment, allow_head=False),
-            web.get(wire.PICTURES_PATH + one_segment, self.picture, allow_head=False),
-            web.post(wire.PROMPTS_PATH, self.prompt),
+            web.get(SUMMARY_PATH, self.summary, allow_head=False),
+            web.get(SEGMENTS_PATH, self.segments, allow_head=False),
+            web.get(SEGMENTS_PATH + one_segment, self.segment, allow_head=False),
+            web.get(PICTURES_PATH + one_segment, self.picture, allow_head=False),
+            web.post(PROMPTS_PATH, self.prompt),
         ]
 
     def _file(self, name: str) -> Any:
@@ -142,7 +149,7 @@ class PageHandlers:
 
     async def _sample(self) -> None:
         self._metrics.note_usage(await self._store.usage())
-        self._history.append(Sample(time.time(), self._metrics.activity()))
+        self._history.append(LoadSample(time.time(), self._metrics.activity()))
 
     async def summary(self, request: web.Request) -> web.StreamResponse:
         loop = asyncio.get_running_loop()
@@ -161,7 +168,7 @@ class PageHandlers:
                     usage.write_problem,
                     self._config.tokenizer is not None,
                     self._folders,
-                    [*self._history, Sample(time.time(), self._metrics.activity())],
+                    [*self._history, LoadSample(time.time(), self._metrics.activity())],
                 )
                 self._summary = msgspec.json.encode(summary)
                 self._summary_until_s = loop.time() + _SUMMARY_AGE_S
@@ -251,7 +258,7 @@ class PageHandlers:
 
     async def _draw(self, target: str, span: str, folder: str) -> bytes:
         """Decode in another process: it needs torch and video codecs, which a store otherwise does not."""
-        command = ("-m", "sgl_kvfetch.cli", "inspect", target, "--png", folder, "--span", span, "--max-frames", "1")
+        command = ("-m", "sgl_kvfetch.tools", "inspect", target, "--png", folder, "--span", span, "--max-frames", "1")
         process = await asyncio.create_subprocess_exec(
             sys.executable, *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
         )
@@ -290,6 +297,6 @@ class PageHandlers:
 def _hashes_of(query: PromptQuery, tokenizer: str) -> tuple[int, list[bytes]]:
     """Return a prompt's number of tokens, and the hashes of its pages. Raises ConfigError."""
     (tokens,) = tokenise(tokenizer, [query.prompt])
-    if len(tokens) // query.page_size > wire.MAX_LOOKUP_PAGES:
-        raise ConfigError(f"the prompt has more than {wire.MAX_LOOKUP_PAGES} pages of {query.page_size} tokens")
+    if len(tokens) // query.page_size > MAX_LOOKUP_PAGES:
+        raise ConfigError(f"the prompt has more than {MAX_LOOKUP_PAGES} pages of {query.page_size} tokens")
     return len(tokens), page_hashes(tokens, query.page_size, query.cache_salt)

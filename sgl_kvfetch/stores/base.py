@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from sgl_kvfetch.container.manifest import decode_manifest
+from sgl_kvfetch.codec import decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, SegmentKey
 from sgl_kvfetch.side_by_side import side_by_side

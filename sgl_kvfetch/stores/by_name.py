@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from sgl_kvfetch.container.manifest import MAX_SEGMENT_PAGES, Manifest, decode_manifest
+from sgl_kvfetch.codec import MAX_SEGMENT_PAGES, Manifest, decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.stores.base import Lookup, SegmentHit

@@ -22,12 +22,11 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from sgl_kvfetch.container.manifest import MAX_MANIFEST_BYTES
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import Lookup, ObjectInfo, SegmentHit, Store, object_digest
-from sgl_kvfetch.stores.files import require_name, require_namespace
 from sgl_kvfetch.stores.http_answers import (
     client_errors,
     decode_hits,
@@ -38,6 +37,7 @@ from sgl_kvfetch.stores.http_answers import (
     require_status,
     take_range,
 )
+from sgl_kvfetch.stores.names import require_name, require_namespace
 from sgl_kvfetch.stores.pins import MAX_PIN_BYTES, Pin, decode_pin, require_pin_name
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from sgl_kvfetch.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.codec import Manifest, decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import SegmentKey, parse_object_name
 from sgl_kvfetch.stores.base import ObjectInfo

@@ -13,11 +13,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from sgl_kvfetch.container.manifest import decode_manifest
+from sgl_kvfetch.codec import decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
-from sgl_kvfetch.keys import PAGE_HASH_BYTES, SegmentKey
+from sgl_kvfetch.keys import PAGE_HASH_BYTES, SegmentKey, split_hashes
 from sgl_kvfetch.stores.base import Store
-from sgl_kvfetch.stores.index import split_hashes
 
 MAX_LABEL = 200  # characters
 MAX_PIN_PAGES = 1 << 16
@@ -45,7 +44,7 @@ class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.msgpack.encode(self)
 
 
-_pins = msgspec.msgpack.Decoder(Pin)  # made before there are threads: see `container/manifest.py`
+_pins = msgspec.msgpack.Decoder(Pin)  # made before there are threads: see `codec/container/manifest.py`
 
 
 def decode_pin(content: bytes) -> Pin:

@@ -6,8 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
-from sgl_kvfetch.container.manifest import decode_manifest, split_signature
-from sgl_kvfetch.container.signing import ManifestKeys
+from sgl_kvfetch.codec import ManifestKeys, decode_manifest, split_signature
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.log import LimitedLogger

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from sgl_kvfetch.container.manifest import decode_manifest
+from sgl_kvfetch.codec import decode_manifest
 from sgl_kvfetch.stores.base import Store
 
 

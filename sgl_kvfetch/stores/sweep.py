@@ -101,7 +101,7 @@ async def plan_sweep(store: Store, capacity_bytes: int | None, quotas: Mapping[s
     )
 
 
-async def sweep(store: Store, segments: Sequence[StoredSegment], grace_s: float) -> Swept:
+async def sweep_segments(store: Store, segments: Sequence[StoredSegment], grace_s: float) -> Swept:
     """Delete segments: their manifests, and after ``grace_s``, when their readers are done, their data.
 
     Objects that cannot be deleted are reported and stay: a later sweep finds them. Raises StoreError if the store or

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from sgl_kvfetch.container.manifest import MAX_MANIFEST_BYTES, MAX_SEGMENT_PAGES
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, MAX_SEGMENT_PAGES
 from sgl_kvfetch.keys import NAMESPACE_PATTERN, PAGE_HASH_BYTES
 
 OBJECTS_PATH = "/v1/objects"

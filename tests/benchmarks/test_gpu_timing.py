@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -78,36 +76,3 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 @pytest.mark.parametrize("kernel_s", [3e-6, 120e-6, 5e-3])
 def test_a_kernel_is_timed_and_not_its_launch(kernel_s: float, cuda: FakeCuda) -> None:
     assert timing.seconds_of(lambda: cuda.launch(kernel_s), CUDA) == pytest.approx(kernel_s)
-
-
-def test_work_is_captured_once_for_all_measurements(cuda: FakeCuda) -> None:
-    launches = []
-
-    def work() -> None:
-        launches.append(cuda.captured is not None)
-        cuda.launch(1e-3)
-
-    measure = timing.make_timer(work, CUDA, repeats=7, warm_ups=2)
-    assert launches == [False] * 2 + [True] * 7
-    for _ in range(2):
-        assert measure() == pytest.approx([1e-3] * timing._REPLAYS)
-    assert len(launches) == 9
-
-
-def test_a_graph_keeps_the_tensors_that_it_uses(cuda: FakeCuda) -> None:
-    used = torch.ones(1)
-    is_used = weakref.ref(used)
-    replay = timing._captured(lambda used=used: used.add_(1), 2)  # type: ignore[misc]
-    del used
-    gc.collect()
-    assert is_used() is not None
-    replay()
-
-
-def test_a_device_is_kept_busy_for_as_long_as_asked(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "make_product", lambda device, side: lambda: cuda.launch(2e-4))
-    launch = timing.make_busy(0.05, CUDA)
-    cuda.synchronize()
-    started_s = cuda.host_s
-    launch()
-    assert cuda.device_s - started_s == pytest.approx(0.05, rel=0.02)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from sgl_kvfetch.calibrate.model import KVModel
-from sgl_kvfetch.quant import Quantiser
+from sgl_kvfetch.codec.calibrate.model import KVModel
+from sgl_kvfetch.codec.quant.base import Quantiser
 from tests.segments import there_and_back
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Set
 from typing import Protocol
 
 import pytest
@@ -45,7 +46,7 @@ class Proxy:
         self.set(Fault("refuse"))
         self.set(None)
 
-    def paths(self, suffix: str) -> set[str]:
+    def paths(self, suffix: str) -> Set[str]:
         """Return the paths with this suffix of all objects that were asked for since the last `set`."""
         return {path for method, path in list(self._proxy.requests) if method == "GET" and path.endswith(suffix)}
 

@@ -30,7 +30,7 @@ WORKERS = 4
 
 @pytest.fixture(scope="module")
 def filled(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProcess]:
-    with StoreProcess(tmp_path_factory.mktemp("harm") / "store", extra_args=["--link-gbps", "0.05"]) as store:
+    with StoreProcess(tmp_path_factory.mktemp("harm") / "store", link_gbps=[0.05]) as store:
         with SGLangServer(model, extra_args=hicache_args(store.url, codec="zstd")) as writer:
             fill(writer)
         yield store
@@ -105,7 +105,7 @@ def _data_planes() -> list[int]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if b"sgl_kvfetch.dataplane" in (process / "cmdline").read_bytes():
+            if b"sgl_kvfetch.plane" in (process / "cmdline").read_bytes():
                 leader = Path(f"/proc/{os.getsid(int(process.name))}/stat").read_text()
                 if int(leader.rpartition(")")[2].split()[1]) == os.getpid():
                     found.append(int(process.name))

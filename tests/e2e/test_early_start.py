@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -15,8 +16,8 @@ from benchmarks.prose import prose
 from harness.engine import Generation, SGLangServer, device_args
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
-from sgl_kvfetch.calibrate.model import cut_windows, prompt_start, tokenise
-from sgl_kvfetch.container.manifest import Cell, decode_manifest
+from sgl_kvfetch.codec.calibrate.model import cut_windows, prompt_start, tokenise
+from sgl_kvfetch.codec.container.manifest import Cell, decode_manifest
 from sgl_kvfetch.plugin.page_hashes import hash_bytes, hash_tail
 from tests.e2e.conftest import from_storage
 
@@ -83,7 +84,13 @@ def spoil(directory: Path, prompt: list[int], group: int) -> None:
 @pytest.fixture(scope="module")
 def early(stored: Stored) -> Iterator[SGLangServer]:
     with StoreProcess(stored.directory) as store:
-        config = {"quantiser": "exact", "codec": "hevc", "mode": "read_only", "early_start": True, "codec_threads": 1}
+        config: dict[str, Any] = {
+            "quantiser": "exact",
+            "codec": "hevc",
+            "mode": "read_only",
+            "early_start": True,
+            "codec_threads": 1,
+        }
         with SGLangServer(stored.model, extra_args=[*device_args(store.url, **config), *FLAGS]) as server:
             for num_tokens in (48, 100, 200, 400):  # so that it knows how fast it computes
                 server.generate(input_ids=[*range(1000, 1000 + num_tokens)], max_new_tokens=1)

@@ -24,17 +24,17 @@ from harness.memory_pool import MemoryPool
 from harness.metrics import own_metric
 from harness.store_process import StoreProcess
 from harness.waiting import until
-from sgl_kvfetch.adapt.pool import DecodePool
-from sgl_kvfetch.codecs.base import Decoders
-from sgl_kvfetch.container.manifest import decode_manifest
-from sgl_kvfetch.container.segment import CodedSegment, SegmentSpec, encode_segment
-from sgl_kvfetch.fetch.fetcher import Fetcher
-from sgl_kvfetch.fetch.finder import PageFinder
-from sgl_kvfetch.fetch.sink import GuardedSink
-from sgl_kvfetch.quant import make_quantiser
+from sgl_kvfetch.codec.bitstream.base import Decoders
+from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher
+from sgl_kvfetch.plane.fetch.finder import PageFinder
+from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.write.commit import commit_segment
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
-from sgl_kvfetch.write.commit import commit_segment
 from tests.segments import make_heads, make_values, page_hashes, there_and_back
 
 NUM_KILLS = int(os.environ.get("KVFETCH_ENCODE_KILLS", "8"))
@@ -148,7 +148,7 @@ class Life:
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "sgl_kvfetch.cli", *arguments]
+    return [sys.executable, "-m", "sgl_kvfetch.tools", *arguments]
 
 
 AIMED_AT = ("list", "put", "check", "replace", "replaced")
@@ -156,7 +156,7 @@ AIMED_AT = ("list", "put", "check", "replace", "replaced")
 
 async def live_and_die(url: str, lives_s: float, after_step: str = "list") -> Life:
     """An encoder that is killed so long after it began a step for the first time, the first of all if not told."""
-    arguments = command("encode", "--store", url, "--watch", "--verbose", "--poll-interval", "0.2", *ARGUMENTS)
+    arguments = command("encode", url, "--watch", "--verbose", "--poll-interval", "0.2", *ARGUMENTS)
     process = await asyncio.create_subprocess_exec(
         *arguments, "--grace", str(GRACE_S / 1.5), stderr=asyncio.subprocess.PIPE
     )
@@ -236,10 +236,8 @@ async def test_an_encoder_killed_again_and_again(tmp_path: Path) -> None:
                         await world.commit_next()
             assert len(world.committed) == NUM_SEGMENTS
 
-            await run("encode", "--store", server.url, "--grace", "0", *ARGUMENTS)
-            again = msgspec.json.decode(
-                await run("encode", "--store", server.url, "--grace", "0", "--json", *ARGUMENTS)
-            )
+            await run("encode", server.url, "--grace", "0", *ARGUMENTS)
+            again = msgspec.json.decode(await run("encode", server.url, "--grace", "0", "--json", *ARGUMENTS))
             assert (again["num_encoded"], again["num_done"], again["num_deleted"]) == (0, NUM_SEGMENTS, 0)
             report = msgspec.json.decode(await run("verify", server.url, "--json"))
             assert (report["problems"], report["orphans"]) == ([], [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,8 @@ from harness.engine import Generation, ServerError, SGLangServer, hicache_args
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S
-from sgl_kvfetch.quant.klt import KltQuantiser
-from sgl_kvfetch.quant.profile import load_profile
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.profile import load_profile
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt
 from tests.e2e.continuation import continue_from_quantised
 
@@ -28,7 +29,7 @@ def profile(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("profile")
     words = (f"w{token}" for seed in range(100, 106) for token in make_prompt(seed))
     (folder / "text").write_text(" ".join(words))
-    command = [sys.executable, "-m", "sgl_kvfetch.cli", "calibrate", "--model", str(model), "--text", "text"]
+    command = [sys.executable, "-m", "sgl_kvfetch.tools", "calibrate", "--model", str(model), "--text", "text"]
     command += ["--out", "profile", "--windows", "6", "--context", "512", "--continuation", "128", "--tp-size", "2"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -71,7 +72,12 @@ def test_two_ranks_share_a_profile(model: Path, store: StoreProcess, profile: Pa
     """Each has half of the cells. Together they restore what one quantiser of all cells does, in memory."""
     calibrated = load_profile(profile)
     finest = calibrated.curve[0].kl
-    config = {"profile": str(profile), "target_kl": finest, "lookup_timeout_s": WAIT_S, "fetch_timeout_s": WAIT_S}
+    config: dict[str, Any] = {
+        "profile": str(profile),
+        "target_kl": finest,
+        "lookup_timeout_s": WAIT_S,
+        "fetch_timeout_s": WAIT_S,
+    }
     flags = [*hicache_args(store.url, **config), "--tp-size", "2"]
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with SGLangServer(model, extra_args=flags, env=env) as server:

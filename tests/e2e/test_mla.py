@@ -12,8 +12,8 @@ from harness.engine import Generation, SGLangServer, device_args, hicache_args
 from harness.metrics import read_metric, wait_until_written
 from harness.models import make_tiny_deepseek
 from harness.store_process import StoreProcess
-from sgl_kvfetch.quant.klt import KltQuantiser
-from sgl_kvfetch.quant.profile import load_profile
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.profile import load_profile
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt, same_answer
 from tests.e2e.continuation import continue_from_quantised
 
@@ -59,7 +59,7 @@ def test_sglang_goes_on_from_latent_vectors_that_klt_restores(
 ) -> None:
     """As transformers does from the same vectors, quantised in memory."""
     (tmp_path / "text").write_text(" ".join(f"w{token}" for seed in range(100, 106) for token in make_prompt(seed)))
-    command = [sys.executable, "-m", "sgl_kvfetch.cli", "calibrate", "--model", str(deepseek), "--text", "text"]
+    command = [sys.executable, "-m", "sgl_kvfetch.tools", "calibrate", "--model", str(deepseek), "--text", "text"]
     command += ["--out", "profile", "--windows", "6", "--context", "512", "--continuation", "128"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

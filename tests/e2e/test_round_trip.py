@@ -9,8 +9,7 @@ import pytest
 from harness.engine import SGLangServer, hicache_args
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
-from sgl_kvfetch.quant import make_quantiser
-from sgl_kvfetch.quant.registry import QuantiserName
+from sgl_kvfetch.codec.quant.registry import PlainQuantiserName, make_quantiser
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.continuation import continue_from_quantised
 
@@ -52,7 +51,7 @@ def test_exact(model: Path, store: StoreProcess, expected: Expected) -> None:
 
 
 @pytest.mark.parametrize("name", ["uint8", "cachegen"])
-def test_quantised(model: Path, store: StoreProcess, name: QuantiserName) -> None:
+def test_quantised(model: Path, store: StoreProcess, name: PlainQuantiserName) -> None:
     """SGLang goes on from the restored pages as transformers does from the same KV, quantised and dequantised in
     memory. Both compute in float32: the tolerance is far above what the two implementations' sums differ by, and far
     below what quantising does, as the comparison with the computed answer shows."""

@@ -10,7 +10,7 @@ from harness.engine import Generation, SGLangServer, hicache_args
 from harness.metrics import read_metric, wait_until_written
 from harness.models import make_tiny_mellum
 from harness.store_process import StoreProcess
-from sgl_kvfetch.container.manifest import decode_manifest
+from sgl_kvfetch.codec.container.manifest import decode_manifest
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt, same_answer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]

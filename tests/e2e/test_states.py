@@ -34,7 +34,7 @@ def test_a_conversation_goes_on_from_stored_states_after_a_restart(
     env = env | FLOAT32_STATES
     with SGLangServer(model, extra_args=flags, env=env) as server:
         expected = ask(server, longer)
-    flags += [*hicache_args(store.url), "--hicache-ratio", "2"]
+    flags += hicache_args(store.url)
     with SGLangServer(model, extra_args=flags, env=env) as server:
         assert from_storage(ask(server, start)) == 0
         wait_until_written(server, len(start) // page_size)

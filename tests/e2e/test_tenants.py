@@ -11,8 +11,8 @@ import pytest
 from harness.engine import Generation, SGLangServer, device_args, hicache_args
 from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
-from tests.cli.conftest import kvfetch
 from tests.e2e.conftest import PAGE_SIZE, Expected, from_storage, make_prompt, same_answer
+from tests.tools.conftest import kvfetch
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

@@ -11,18 +11,19 @@ from pathlib import Path
 
 import torch
 
-from sgl_kvfetch.container.manifest import Manifest
-from sgl_kvfetch.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_segment
-from sgl_kvfetch.encode.targets import Target
-from sgl_kvfetch.encode.transcode import transcode
+from sgl_kvfetch.codec.container.manifest import Manifest
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_segment
+from sgl_kvfetch.codec.quant.base import CellValues, Quantiser
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.profile import Profile, load_profile
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.keys import HeadSlice
-from sgl_kvfetch.quant import CellValues, Quantiser, make_quantiser
-from sgl_kvfetch.quant.klt import KltQuantiser
-from sgl_kvfetch.quant.profile import Profile, load_profile
-from sgl_kvfetch.quant.rope import Rope
+from sgl_kvfetch.tools.encoding.targets import Target
+from sgl_kvfetch.tools.encoding.transcode import transcode
 from sgl_kvfetch.types import KVGeometry, TensorName
+from tests.codec.quant.profiles import make_profile, values_of
 from tests.golden.second_reader import read_values
-from tests.quant.profiles import make_profile, values_of
 from tests.segments import make_heads, make_values, page_hashes
 
 FOLDER = Path(__file__).parent
@@ -193,7 +194,7 @@ def make(case: Case) -> CodedSegment:
 
 def restored(reader: SegmentReader, data: bytes) -> torch.Tensor:
     """The values of all cells, K before V."""
-    values = []
+    values: list[torch.Tensor] = []
     for cell in reader.manifest.cells():
         values += reader.dequantise_cell(cell, reader.decode_cell(cell, data[slice(*reader.cell_range(cell))]))
     return torch.cat([x.flatten() for x in values])

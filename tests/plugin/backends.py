@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, M
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from harness.waiting import wait_until
-from sgl_kvfetch.plugin.storage import KVFetchStorage
+from sgl_kvfetch.plugin.host.storage import KVFetchStorage
 from tests.segments import page_hashes
 
 PAGE_SIZE, LAYERS, HEADS, DIM, POOL_PAGES = 4, 5, 2, 48, 40

@@ -10,9 +10,9 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-from sgl_kvfetch.dataplane import client
-from sgl_kvfetch.plugin import plane as plane_module
-from sgl_kvfetch.plugin.storage import KVFetchStorage
+from sgl_kvfetch.plane import client, run_data_plane
+from sgl_kvfetch.plugin import data_plane as plane_module
+from sgl_kvfetch.plugin.host.storage import KVFetchStorage
 from sgl_kvfetch.types import KVGeometry
 from tests.plugin.backends import Make, make_pool, storage_config
 from tests.plugin.planes import Served
@@ -33,7 +33,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: Served) -> Ite
 
     monkeypatch.setattr(plane_module, "engine_heads", namespace)
     monkeypatch.setattr(plane_module, "_launch", served.launch)
-    monkeypatch.setattr(plane_module, "run", partial(plane_module.run, on_service=served.add))
+    monkeypatch.setattr(plane_module, "run_data_plane", partial(run_data_plane, on_service=served.add))
     made: list[KVFetchStorage] = []
 
     def build(

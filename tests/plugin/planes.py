@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from harness.waiting import WAIT_S, until
-from sgl_kvfetch.dataplane.launch import DataPlaneThread, Line, Running
-from sgl_kvfetch.dataplane.run import open_on_cpu, run
-from sgl_kvfetch.dataplane.service import Service
+from sgl_kvfetch.plane.launch import DataPlaneThread, Line, Running
+from sgl_kvfetch.plane.run import open_on_cpu, run_data_plane
+from sgl_kvfetch.plane.service import Service
 
 R = TypeVar("R")
 
@@ -30,7 +30,7 @@ class Served:
         self._tasks |= asyncio.all_tasks()
 
     def launch(self, line: Line) -> Running:
-        return DataPlaneThread(run(line, open_on_cpu, on_service=self.add))
+        return DataPlaneThread(run_data_plane(line, open_on_cpu, on_service=self.add))
 
     @property
     def service(self) -> Service:

@@ -407,6 +407,11 @@ PLACES: tuple[Place, ...] = (
         mentions=("kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "device_kv_buffers", "target_layer_num"),
     ),
     Place(
+        "sglang.srt.mem_cache.pool_host.base.host_memory_budget_bytes",
+        "the memory that host pools leave free, which the CPU engine lowers",
+        mentions=("HICACHE_HOST_MEMORY_RESERVE_BYTES",),
+    ),
+    Place(
         "sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__",
         "the host pool's layout",
         mentions=("layout", "start_layer"),

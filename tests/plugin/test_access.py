@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sgl_kvfetch.config import parse_config
+from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plugin.weight_updates import Access
 
 

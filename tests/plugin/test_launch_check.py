@@ -14,7 +14,7 @@ from sgl_kvfetch.plugin import launch_check
 from sgl_kvfetch.plugin.hooks import gate_command_line
 from sgl_kvfetch.plugin.launch_check import check_launch
 from sgl_kvfetch.plugin.register import selects_backend
-from tests.quant.profiles import make_profile
+from tests.codec.quant.profiles import make_profile
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

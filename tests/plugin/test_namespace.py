@@ -15,12 +15,12 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
 
-from sgl_kvfetch.config import parse_config
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.compute_flags import DRAFT, FILES, IRRELEVANT, JSON_TEXTS, RELEVANT, compute_flags
 from sgl_kvfetch.plugin.namespace import draft_model, engine_heads
-from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.types import KVGeometry
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -7,14 +7,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from sgl_kvfetch.config import KVFetchConfig, parse_config
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
+from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
+from sgl_kvfetch.plugin.data_plane import open_engine_plane
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 from sgl_kvfetch.plugin.namespace import engine_quantiser, require_own_profile
-from sgl_kvfetch.plugin.plane import open_engine_plane
-from sgl_kvfetch.quant.klt import KltQuantiser
 from sgl_kvfetch.types import KVGeometry
-from tests.quant.profiles import make_profile
+from tests.codec.quant.profiles import make_profile
 from tests.segments import make_heads
 
 GEOMETRY = KVGeometry(num_layers=3, num_heads=4, k_head_dim=16, v_head_dim=16, page_size=4, dtype="bfloat16")

@@ -16,7 +16,8 @@ from harness.engine import free_port
 from harness.small_segments import data_object
 from harness.store_conformance import StoreConformance
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.server import ServerConfig, running_server
+from sgl_kvfetch.server import ServerConfig
+from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpStore

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 import yaml
 
-from sgl_kvfetch.server import ServerConfig, pages, running_server
+from sgl_kvfetch.server import ServerConfig, pages
 from sgl_kvfetch.server.app import create_app
+from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.server.tokens import Role
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.pins import Pin
@@ -34,7 +35,7 @@ def test_the_document_has_the_routes_of_the_server(tmp_path: Path) -> None:
     "struct",
     [
         *(wire.ListedObject, wire.Deleted, wire.Checked, wire.Folders, wire.PinNames, Pin),
-        *(pages.Summary, pages.FolderRow, pages.Sample),
+        *(pages.Summary, pages.FolderRow, pages.LoadSample),
     ],
 )
 def test_bodies_have_the_fields_that_the_document_names(struct: type[msgspec.Struct]) -> None:

@@ -21,8 +21,8 @@ from selenium.webdriver.support.ui import WebDriverWait
 from harness.small_segments import make_segment, put_segment
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.prompts import page_hashes
-from sgl_kvfetch.stores.local import LocalStore
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [

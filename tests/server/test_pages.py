@@ -13,11 +13,12 @@ import aiohttp
 import pytest
 
 from harness.small_segments import make_segment, page_hashes, put_segment
-from sgl_kvfetch.container.segment import CodedSegment
+from sgl_kvfetch.codec.container.segment import CodedSegment
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.prompts import page_hashes as hashes_of
-from sgl_kvfetch.server import ServerConfig, pages, running_server
+from sgl_kvfetch.server import ServerConfig, pages
+from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores import wire
-from sgl_kvfetch.stores.local import LocalStore
 
 AUTHORISED = {"Authorization": "Bearer secret"}
 
@@ -122,7 +123,7 @@ async def test_no_more_pictures_than_a_few_wait(tmp_path: Path, monkeypatch: pyt
 
 
 async def test_a_prompt_has_as_many_pages_as_a_lookup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MAX_LOOKUP_PAGES", 3)
+    monkeypatch.setattr(pages, "MAX_LOOKUP_PAGES", 3)
     async with serving(tmp_path) as session:
         for num_tokens, status in ((3, 200), (4, 400)):
             query = {"prompt": list(range(num_tokens)), "page_size": 1}

@@ -16,14 +16,16 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from harness.slow_link import slow_link
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from harness.store_conformance import BAD_NAMES
+from sgl_kvfetch.directory.local import LocalStore, StoreUsage
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.server import RunningServer, ServerConfig, health, running_server
+from sgl_kvfetch.server import ServerConfig, handlers
+from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import object_digest
 from sgl_kvfetch.stores.http import HttpOptions, HttpStore
-from sgl_kvfetch.stores.local import LocalStore, StoreUsage
 
 CONTENT = bytes(range(200))
 NAME = data_object(CONTENT)
@@ -397,7 +399,7 @@ async def test_health_says_when_nothing_can_be_written(tmp_path: Path, monkeypat
         return dataclasses.replace(await usage(store), write_problem=problem)
 
     monkeypatch.setattr(LocalStore, "usage", changed)
-    monkeypatch.setattr(health, "_AGE_S", 0.0)
+    monkeypatch.setattr(handlers, "_HEALTH_AGE_S", 0.0)
     async with serving(tmp_path) as (_, session):
         for problem, status, writes in ((None, "ok", 200), ("the disk is full", "read_only", 503)):
             for query, expected in (("", 200), ("?write", writes)):
@@ -446,7 +448,7 @@ class TestLookup:
         chain = page_hashes(8)
         segments = [make_segment(chain, first, 2) for first in range(0, 8, 2)]
         room = sum(len(segment.manifest.encode()) + 70 for segment in segments[:2])
-        monkeypatch.setattr(wire, "MAX_LOOKUP_ANSWER_BYTES", room)
+        monkeypatch.setattr(handlers, "MAX_LOOKUP_ANSWER_BYTES", room)
         async with serving(tmp_path) as (server, _):
             store = HttpStore(server.url)
             for segment in segments:
@@ -492,11 +494,12 @@ class TestStopping:
     async def test_requests_in_flight_are_finished(self, tmp_path: Path) -> None:
         content = bytes(2_000_000)
         store = None
-        async with running_server(ServerConfig(tmp_path, port=0, grace_s=5, link_gbps=0.08)) as server:
-            store = HttpStore(server.url)
-            await store.put(data_object(content), content)
-            fetching = asyncio.create_task(store.get(data_object(content)))
-            await asyncio.sleep(0.05)
+        with slow_link(0.08):
+            async with running_server(ServerConfig(tmp_path, port=0, grace_s=5)) as server:
+                store = HttpStore(server.url)
+                await store.put(data_object(content), content)
+                fetching = asyncio.create_task(store.get(data_object(content)))
+                await asyncio.sleep(0.05)
         assert fetching.done()
         assert await fetching == content
         with pytest.raises(StoreError) as caught:
@@ -507,12 +510,13 @@ class TestStopping:
     async def test_requests_in_flight_are_aborted_after_the_grace_period(self, tmp_path: Path) -> None:
         content = bytes(2_000_000)
         loop = asyncio.get_running_loop()
-        async with running_server(ServerConfig(tmp_path, port=0, grace_s=0.2, link_gbps=0.001)) as server:
-            store = HttpStore(server.url, options=HttpOptions(max_attempts=1))
-            await store.put(data_object(content), content)
-            fetching = asyncio.create_task(store.get(data_object(content)))
-            await asyncio.sleep(0.05)
-            started = loop.time()
+        with slow_link(0.001):
+            async with running_server(ServerConfig(tmp_path, port=0, grace_s=0.2)) as server:
+                store = HttpStore(server.url, options=HttpOptions(max_attempts=1))
+                await store.put(data_object(content), content)
+                fetching = asyncio.create_task(store.get(data_object(content)))
+                await asyncio.sleep(0.05)
+                started = loop.time()
         assert loop.time() - started < 2
         with pytest.raises(StoreError) as caught:
             await fetching

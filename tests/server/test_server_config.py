@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.server import ServerConfig, create_app, running_server
+from sgl_kvfetch.server import ServerConfig, create_app
+from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.server.tokens import Role
 
 ROOT = Path("unused")
@@ -33,7 +34,6 @@ def test_loopback_needs_no_token(host: str) -> None:
         ({"port": 65536}, "port is 65536"),
         ({"capacity_bytes": 0}, "capacity_bytes is 0"),
         ({"max_body_bytes": 0}, "max_body_bytes is 0"),
-        ({"link_gbps": -1.0}, "link_gbps is -1"),
         ({"max_uploads": 0}, "max_uploads is 0"),
         ({"max_connections": 0}, "max_connections is 0"),
         ({"idle_timeout_s": 0}, "idle_timeout_s is 0"),

@@ -9,7 +9,8 @@ import trustme
 
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.server import ServerConfig, running_server
+from sgl_kvfetch.server import ServerConfig
+from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores.http import HttpOptions, HttpStore, TlsFiles
 
 

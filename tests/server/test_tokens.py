@@ -15,7 +15,8 @@ import pytest
 
 from harness.small_segments import FOLDER, make_segment, page_hashes, put_segment
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.server import RunningServer, ServerConfig, running_server
+from sgl_kvfetch.server import ServerConfig
+from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.server.tokens import Role, TokenFile, parse_tokens
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import object_digest

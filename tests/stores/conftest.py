@@ -9,7 +9,8 @@ from harness.ceph_server import CEPH_MISSING, HAS_CEPH, CephProcess
 from harness.faults import FaultyProxy
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import S3Server, running_s3_server
-from sgl_kvfetch.server import RunningServer, ServerConfig, running_server
+from sgl_kvfetch.server import ServerConfig
+from sgl_kvfetch.server.run import RunningServer, running_server
 
 
 @pytest.fixture

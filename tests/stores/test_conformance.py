@@ -7,12 +7,12 @@ import pytest
 
 from harness.faults import FaultyProxy
 from harness.store_conformance import StoreConformance
-from sgl_kvfetch.server import RunningServer
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.plane.disk_tier import DiskTier
+from sgl_kvfetch.server.run import RunningServer
 from sgl_kvfetch.stores.base import Store
-from sgl_kvfetch.stores.disk_tier import DiskTier
+from sgl_kvfetch.stores.hedged import HedgedStore
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.stores.local import LocalStore
-from sgl_kvfetch.stores.replicas import ReplicatedStore
 
 
 class TestLocalStore(StoreConformance):
@@ -49,20 +49,10 @@ class TestHttpStoreThroughProxy(StoreConformance):
         await store.close()
 
 
-class TestReplicatedStore(StoreConformance):
-    @pytest.fixture
-    async def store(self, server: RunningServer, tmp_path: Path) -> AsyncIterator[Store]:
-        store = ReplicatedStore([("server", HttpStore(server.url)), ("directory", LocalStore(tmp_path / "store"))])
-        yield store
-        await store.close()
-
-
-class TestOneReplica(StoreConformance):
-    """A single replica with hedged reads."""
-
+class TestHedgedStore(StoreConformance):
     @pytest.fixture
     async def store(self, server: RunningServer) -> AsyncIterator[Store]:
-        store = ReplicatedStore([("server", HttpStore(server.url))])
+        store = HedgedStore(HttpStore(server.url), max_reads=8)
         yield store
         await store.close()
 

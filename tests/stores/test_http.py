@@ -14,7 +14,7 @@ from harness.faults import Fault, FaultyProxy
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import ConfigError, StoreError, StoreErrorReason
-from sgl_kvfetch.server import RunningServer
+from sgl_kvfetch.server.run import RunningServer
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import Lookup, SegmentHit
 from sgl_kvfetch.stores.http import HttpOptions, HttpStore

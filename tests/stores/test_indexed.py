@@ -5,24 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 
 import pytest
 
+from harness.engine import free_port
 from harness.faults import Fault, FaultyProxy
-from harness.redis_server import RedisProcess
+from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import BUCKET, S3Server, s3_config
 from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
 from harness.store_conformance import StoreConformance
 from harness.waiting import WAIT_S, until
-from sgl_kvfetch.container.signing import ManifestKeys
+from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.stores import indexed
+from sgl_kvfetch.stores import indexed_s3 as indexed
 from sgl_kvfetch.stores.base import Lookup, Store
 from sgl_kvfetch.stores.breaker import Breaker
 from sgl_kvfetch.stores.http import HttpOptions
-from sgl_kvfetch.stores.indexed import IndexedS3Store
-from sgl_kvfetch.stores.page_index import Entry, IndexOptions, PageIndex
+from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
+from sgl_kvfetch.stores.redis_index import Entry, IndexOptions, PageIndex
 from sgl_kvfetch.stores.s3 import S3Store
 from sgl_kvfetch.stores.signed import SignedStore
 
@@ -204,24 +206,29 @@ async def test_a_manifest_with_other_pages_is_not_used(s3: S3Server, store: Inde
     assert await store.lookup(FOLDER, CHAIN) == Lookup(())
 
 
+@pytest.mark.parametrize(
+    "dies",
+    [pytest.param(True, marks=pytest.mark.skipif(REDIS is None, reason=REDIS_MISSING)), False],
+    ids=["dies", "was never there"],
+)
 async def test_a_dead_index_costs_nothing_but_round_trips(
-    s3: S3Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    dies: bool, s3: S3Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(indexed, "_limited", LimitedLogger(logging.getLogger(indexed.__name__)))
-    with RedisProcess() as redis:
-        failures: list[StoreError] = []
-        options = IndexOptions(redis.url, timeout_s=WAIT_S, on_failure=failures.append)
+    failures: list[StoreError] = []
+    with RedisProcess() if dies else nullcontext() as redis:
+        url = f"redis://127.0.0.1:{free_port()}" if redis is None else redis.url
+        options = IndexOptions(url, timeout_s=WAIT_S, on_failure=failures.append)
         store = IndexedS3Store(URL, options, config=s3.config)
         store._index._breaker = Breaker(first_pause_s=10 * WAIT_S)
         await put(store, (0, 16))
-        redis.kill()
-        await put(store, (16, 8))
-        for _ in range(8):
-            assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16), (0, 8)]
-        await asyncio.gather(*store._mending)
-        assert 3 <= len(failures) <= 4  # then it is left alone; two may fail at the same time
-        assert sum("is used without it" in record.message for record in caplog.records) == 1
-        await store.close()
+    await put(store, (16, 8))
+    for _ in range(8):
+        assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16), (0, 8)]
+    await asyncio.gather(*store._mending)
+    assert 3 <= len(failures) <= 4  # then it is left alone; two may fail at the same time
+    assert sum("is used without it" in record.message for record in caplog.records) == 1
+    await store.close()
 
 
 async def test_a_hanging_index_is_given_up_in_time(s3: S3Server, index: RedisProcess) -> None:

@@ -11,15 +11,16 @@ import pytest
 from harness.redis_server import RedisProcess
 from harness.s3_server import BUCKET, S3Server
 from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
+from sgl_kvfetch.directory import local_pins
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
-from sgl_kvfetch.server import RunningServer, ServerConfig, running_server
-from sgl_kvfetch.stores import local_pins
+from sgl_kvfetch.server import ServerConfig
+from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.stores.indexed import IndexedS3Store
-from sgl_kvfetch.stores.local import LocalStore
-from sgl_kvfetch.stores.page_index import IndexOptions
+from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.pins import Pin, decode_pin
+from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
 from sgl_kvfetch.stores.sweep import plan_sweep
 

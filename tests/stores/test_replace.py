@@ -12,12 +12,12 @@ import pytest
 
 from harness.small_segments import make_segment, page_hashes, put_segment
 from harness.store_conformance import StoreConformance
-from sgl_kvfetch.container.segment import CodedSegment
+from sgl_kvfetch.codec.container.segment import CodedSegment
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.server import RunningServer
+from sgl_kvfetch.server.run import RunningServer
 from sgl_kvfetch.stores.base import Store, object_digest
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.stores.local import LocalStore
 
 
 class _Plain(LocalStore):
@@ -62,7 +62,7 @@ REPLACE = """
 import asyncio, sys
 from pathlib import Path
 from sgl_kvfetch.stores.base import object_digest
-from sgl_kvfetch.stores.local import LocalStore
+from sgl_kvfetch.directory.local import LocalStore
 
 async def main():
     root, name, new, old, turns = Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5])

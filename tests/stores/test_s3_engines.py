@@ -17,13 +17,13 @@ from harness.store_conformance import StoreConformance
 from harness.swift_server import HAS_SWIFT, SWIFT_MISSING, SwiftProcess
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.plane.write.commit import commit_segment
 from sgl_kvfetch.stores.base import Store, object_digest
-from sgl_kvfetch.stores.indexed import IndexedS3Store
-from sgl_kvfetch.stores.page_index import IndexOptions
+from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
+from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
-from sgl_kvfetch.write.commit import commit_segment
-from tests.cli.conftest import kvfetch
 from tests.segments import make_segment as make_real_segment
+from tests.tools.conftest import kvfetch
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def encode_one(url: str, config: dict[str, str], monkeypatch: pytest.MonkeyPatch
         await store.close()
 
     asyncio.run(put())
-    return kvfetch("encode", "--store", url, "--grace", "0")
+    return kvfetch("encode", url, "--grace", "0")
 
 
 def test_kvfetch_encode_refuses_swift(swift: SwiftProcess, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

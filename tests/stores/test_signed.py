@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
-from sgl_kvfetch.container.manifest import decode_manifest, split_signature
-from sgl_kvfetch.container.segment import with_chunk_digests
-from sgl_kvfetch.container.signing import ManifestKeys
-from sgl_kvfetch.encode.encoder import EncodeOptions, Encoder
-from sgl_kvfetch.encode.targets import make_targets
+from sgl_kvfetch.codec.container.manifest import decode_manifest, split_signature
+from sgl_kvfetch.codec.container.segment import with_chunk_digests
+from sgl_kvfetch.codec.container.signing import ManifestKeys
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.base import Lookup, object_digest
-from sgl_kvfetch.stores.local import LocalStore
 from sgl_kvfetch.stores.signed import SignedStore
+from sgl_kvfetch.tools.encoding.encoder import EncodeOptions, Encoder
+from sgl_kvfetch.tools.encoding.targets import make_targets
 
 CHAIN = page_hashes(8)
 KEYS, OTHER_KEYS = ManifestKeys([b"k" * 32]), ManifestKeys([b"o" * 32])

@@ -7,6 +7,7 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,21 +26,22 @@ from harness.small_segments import (
     put_segment,
 )
 from harness.waiting import until
-from sgl_kvfetch.config import KVFetchConfig
-from sgl_kvfetch.dataplane.client import StoreClient, open_client
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.directory.catalog import FOLDER as CATALOG
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.quant import make_quantiser
-from sgl_kvfetch.server import RunningServer, ServerConfig, running_server
+from sgl_kvfetch.plane.client import StoreClient, open_client
+from sgl_kvfetch.plane.config import KVFetchConfig
+from sgl_kvfetch.plane.write.gather import PageBatch
+from sgl_kvfetch.server import ServerConfig
+from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.stores.base import Store, object_digest
-from sgl_kvfetch.stores.catalog import FOLDER as CATALOG
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.stores.indexed import IndexedS3Store
-from sgl_kvfetch.stores.local import LocalStore
-from sgl_kvfetch.stores.page_index import IndexOptions
+from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.pins import Pin
+from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
-from sgl_kvfetch.stores.sweep import plan_sweep, sweep
-from sgl_kvfetch.write.gather import PageBatch
+from sgl_kvfetch.stores.sweep import plan_sweep, sweep_segments
 
 CHAIN = page_hashes(8)
 LEFT, RIGHT = make_segment(CHAIN, 0, 4), make_segment(CHAIN, 4, 4)
@@ -152,7 +154,7 @@ async def test_gc_deletes_expired_segments_before_all_others(store: Store, later
     later(2 * HOUR + 60)
     plan = await plan_sweep(store, None)
     assert {segment.key for segment in plan.evicted} == {*keys[1:]}
-    assert (await sweep(store, plan.doomed, grace_s=0)).num_bytes == plan.freed_bytes
+    assert (await sweep_segments(store, plan.doomed, grace_s=0)).num_bytes == plan.freed_bytes
     assert await names(store) == {NAME, LEFT.data_name}
 
 
@@ -218,20 +220,16 @@ async def test_a_catalog_of_the_version_before_is_made_anew_by_a_reader(tmp_path
         await store.close()
 
 
-@pytest.fixture(params=["directory", "server", "replicas", "bucket"])
+@pytest.fixture(params=["directory", "server", "bucket"])
 async def client(
     request: pytest.FixtureRequest, tmp_path: Path, server: RunningServer, s3: S3Server
 ) -> AsyncIterator[StoreClient]:
     """What a server with ``ttl_s`` in its config reads and writes with."""
-    directory = (tmp_path / "replica").as_uri()
-    urls = {"directory": directory, "server": server.url, "replicas": [server.url, directory], "bucket": URL}
-    config = KVFetchConfig(
-        store=urls[request.param],
-        token="w" if request.param in ("server", "replicas") else None,
-        s3={**s3.config} if request.param == "bucket" else None,
-        codec="zstd",
-        ttl_s=TTL_S,
-    )
+    urls = {"directory": (tmp_path / "store").as_uri(), "server": server.url, "bucket": URL}
+    fields: dict[str, Any] = {"store": urls[request.param], "codec": "zstd", "ttl_s": TTL_S}
+    fields["token"] = "w" if request.param == "server" else None
+    fields["s3"] = {**s3.config} if request.param == "bucket" else None
+    config = KVFetchConfig.model_validate(fields)
     client = open_client(config, head_slice(NAMESPACE.model), make_quantiser("exact"))
     yield client
     await client.close(10.0)

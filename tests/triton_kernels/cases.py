@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_kvfetch.layout.tiles import TileLayout, tile_layout
+from sgl_kvfetch.codec.layout.tiles import TileLayout, tile_layout
 from sgl_kvfetch.triton_kernels.runtime import integer_view
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

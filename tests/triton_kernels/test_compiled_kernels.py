@@ -104,9 +104,9 @@ import sys
 sys.modules["triton"] = None
 import torch
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.layout.regions import region_layout
-from sgl_kvfetch.layout.tiles import tile_layout
-from sgl_kvfetch.quant.exact import to_planes
+from sgl_kvfetch.codec.layout.regions import region_layout
+from sgl_kvfetch.codec.layout.tiles import tile_layout
+from sgl_kvfetch.codec.quant.exact import to_planes
 from sgl_kvfetch.triton_kernels.frame_sum import frame_sum
 from sgl_kvfetch.triton_kernels.restore import restore
 from sgl_kvfetch.triton_kernels.restore_klt import restore_klt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sgl_kvfetch.layout.frame_sum import sum_of_frames
+from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.triton_kernels.frame_sum import BLOCK_WORDS, frame_sum, frame_sum_reference
 from tests.triton_kernels.cases import DEVICE
 

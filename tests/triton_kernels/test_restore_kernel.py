@@ -8,10 +8,11 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from sgl_kvfetch.codec.layout.tiles import TileLayout
+from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised, Quantiser
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.codec.quant.symmetric import SymmetricQuantiser
 from sgl_kvfetch.errors import FormatError, UnsupportedError
-from sgl_kvfetch.layout.tiles import TileLayout
-from sgl_kvfetch.quant import CellPlace, CellValues, Quantised, Quantiser, make_quantiser
-from sgl_kvfetch.quant.symmetric import SymmetricQuantiser
 from sgl_kvfetch.triton_kernels.restore import restore, restore_reference
 from tests.triton_kernels.cases import (
     DEVICE,

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from sgl_kvfetch.codec.layout.regions import RegionLayout, region_layout
+from sgl_kvfetch.codec.quant import klt
+from sgl_kvfetch.codec.quant.base import CellValues
+from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser, scales_of
+from sgl_kvfetch.codec.quant.rope import Rope, rotate
 from sgl_kvfetch.errors import FormatError, UnsupportedError
-from sgl_kvfetch.layout.regions import RegionLayout, region_layout
-from sgl_kvfetch.quant import CellValues, klt
-from sgl_kvfetch.quant.klt import EXACT, KltQuantiser, scales_of
-from sgl_kvfetch.quant.rope import Rope, rotate
 from sgl_kvfetch.triton_kernels.restore_klt import restore_klt, restore_klt_reference
-from tests.quant.profiles import make_profile, place_of, values_of
+from tests.codec.quant.profiles import make_profile, place_of, values_of
 from tests.triton_kernels.cases import (
     DEVICE,
     FLOATS,

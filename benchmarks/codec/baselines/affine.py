@@ -19,14 +19,14 @@ def to_levels(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tens
     meta = torch.cat([(largest - smallest) / ((1 << bits) - 1), smallest], -1).to(META_DTYPE)
     if not bool(torch.isfinite(meta).all()):
         raise UnsupportedError(f"values up to {float(values.float().abs().max()):g} do not fit the scales' float16")
-    step, zero = meta.float().split(1, -1)
+    step, zero = torch.split(meta.float(), 1, -1)
     levels = torch.where(step > 0, (values.float() - zero) / step, 0.0).round()
     return levels.clamp(0, (1 << bits) - 1).to(torch.uint8), meta
 
 
 def from_levels(levels: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
     """Invert ``to_levels``, up to rounding. Return float32."""
-    step, zero = meta.float().split(1, -1)
+    step, zero = torch.split(meta.float(), 1, -1)
     return levels * step + zero
 
 

@@ -27,7 +27,8 @@ def cumulative(symbols: np.ndarray, num_bins: int) -> np.ndarray:
     counts = np.bincount(at.ravel(), minlength=num_streams * num_bins).reshape(num_streams, num_bins)
     table = np.zeros((num_streams, num_bins + 1), np.int64)
     np.cumsum(counts, axis=1, out=table[:, 1:])
-    return ((0xFFFF - num_bins) * table // num_steps + np.arange(num_bins + 1)).astype(np.uint16)
+    frequencies: np.ndarray = (0xFFFF - num_bins) * table // num_steps + np.arange(num_bins + 1)
+    return frequencies.astype(np.uint16)
 
 
 def encode(symbols: np.ndarray, tables: np.ndarray) -> list[bytes]:
@@ -123,7 +124,8 @@ def _to_streams(words: np.ndarray, num_bits: np.ndarray) -> list[bytes]:
 def _read(data: np.ndarray, rows: np.ndarray, position: np.ndarray, num_bits: np.ndarray) -> np.ndarray:
     """Read ``num_bits``, at most 32, at bit ``position`` of each row."""
     byte = np.minimum(position >> 3, data.shape[1] - 5)
-    window = np.zeros(len(rows), np.int64)
+    window: np.ndarray = np.zeros(len(rows), np.int64)
     for i in range(5):
         window = (window << 8) | data[rows, byte + i]
-    return (window >> (40 - (position & 7) - num_bits)) & ((1 << num_bits) - 1)
+    found: np.ndarray = (window >> (40 - (position & 7) - num_bits)) & ((1 << num_bits) - 1)
+    return found

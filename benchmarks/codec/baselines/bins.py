@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sgl_kvfetch.quant.symmetric import centre_of
+from sgl_kvfetch.codec.quant.symmetric import centre_of
 from sgl_kvfetch.types import TensorName
 
 

@@ -40,7 +40,7 @@ class CacheGen(TensorMethod):
         self._bins = bins
 
     def encode_tensor(self, tensor: TensorName, values: torch.Tensor) -> Iterator[bytes]:
-        for chunk in values.split(self._chunk_tokens):
+        for chunk in torch.split(values, self._chunk_tokens):
             yield from self._encode_chunk(tensor, chunk)
 
     def decode_tensor(self, tensor: TensorName, parts: Iterator[bytes], shape: Shape) -> torch.Tensor:

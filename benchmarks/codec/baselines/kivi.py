@@ -60,5 +60,5 @@ def _coded_tokens(tensor: TensorName, num_tokens: int) -> int:
 def _to_groups(tensor: TensorName, values: torch.Tensor) -> torch.Tensor:
     """Return K as ``(tokens / 32, layers, heads, dim, 32)``, V as ``(tokens, layers, heads, dim / group, group)``."""
     if tensor == "k":
-        return values.unflatten(0, (-1, _GROUP)).movedim(1, -1)
-    return values.unflatten(-1, (-1, math.gcd(_GROUP, values.shape[-1])))
+        return torch.unflatten(values, 0, (-1, _GROUP)).movedim(1, -1)
+    return torch.unflatten(values, -1, (-1, math.gcd(_GROUP, values.shape[-1])))

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from benchmarks.codec.method import Method
 from benchmarks.codec.segments import SegmentMethod
-from sgl_kvfetch.quant import Quantiser, make_quantiser
+from sgl_kvfetch.codec.quant.base import Quantiser
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 
 
 def kvfetcher_methods(bins: Sequence[int]) -> list[Method]:

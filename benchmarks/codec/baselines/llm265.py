@@ -42,7 +42,7 @@ class Llm265(TensorMethod):
 
     def decode_tensor(self, tensor: TensorName, parts: Iterator[bytes], shape: Shape) -> torch.Tensor:
         num_tokens, num_layers, num_heads, head_dim = shape
-        smallest, largest = from_bytes(next(parts), torch.float32, (num_layers, 2, 1)).split(1, 1)
+        smallest, largest = torch.split(from_bytes(next(parts), torch.float32, (num_layers, 2, 1)), 1, 1)
         pixels = torch.from_numpy(_decode_pictures(next(parts), num_tokens, num_heads * head_dim))
         values = pixels.float() / 255 * (largest - smallest) + smallest
         return values.transpose(0, 1).reshape(shape).to(KV_DTYPE)

@@ -53,4 +53,4 @@ def hadamard(order: int) -> torch.Tensor:
 def _rotated(values: torch.Tensor) -> torch.Tensor:
     if values.shape[-1] % _ORDER:
         raise UnsupportedError(f"saw-int4: head dimension is {values.shape[-1]}; expected a multiple of {_ORDER}")
-    return (values.unflatten(-1, (-1, _ORDER)) @ hadamard(_ORDER)).flatten(-2)
+    return (torch.unflatten(values, -1, (-1, _ORDER)) @ hadamard(_ORDER)).flatten(-2)

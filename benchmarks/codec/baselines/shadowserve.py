@@ -31,7 +31,7 @@ class ShadowServe(TensorMethod):
         self._bins = bins
 
     def encode_tensor(self, tensor: TensorName, values: torch.Tensor) -> Iterator[bytes]:
-        for chunk in values.split(_CHUNK_TOKENS):
+        for chunk in torch.split(values, _CHUNK_TOKENS):
             integers, largest = to_bins(chunk, [self._bins] * chunk.shape[1])
             yield to_bytes(largest)
             yield zlib.compress(to_bytes(integers), _LEVEL)

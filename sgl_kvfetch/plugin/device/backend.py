@@ -17,13 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from sgl_kvfetch import metrics, timeline
-from sgl_kvfetch.config import KVFetchConfig
-from sgl_kvfetch.dataplane.messages import Cost, Found
-from sgl_kvfetch.dataplane.plane import DataPlane, FetchCall
-from sgl_kvfetch.fetch.layers import LayerProgress
-from sgl_kvfetch.fetch.rounds import Destination
-from sgl_kvfetch.fetch.sink import GuardedSink
 from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.plane import Cost, DataPlane, Destination, FetchCall, Found, GuardedSink, KVFetchConfig, LayerProgress
 from sgl_kvfetch.plugin.device.board import Board, Done, PageCount, Ticket
 from sgl_kvfetch.plugin.device.pages import DevicePages, GuardedSource
 from sgl_kvfetch.plugin.device.prefill import PrefillSpeed

@@ -14,15 +14,15 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_memory
 
 from sgl_kvfetch import timeline
-from sgl_kvfetch.codecs.nvdec import Nvdec
-from sgl_kvfetch.config import parse_config
+from sgl_kvfetch.codec import Nvdec
 from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.plane import parse_config
 from sgl_kvfetch.plugin import weight_updates
+from sgl_kvfetch.plugin.data_plane import engine_nvdec, open_engine_plane
 from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
 from sgl_kvfetch.plugin.device.pages import DevicePages, pool_device
-from sgl_kvfetch.plugin.host_pages import is_mla
+from sgl_kvfetch.plugin.host.pages import is_mla
 from sgl_kvfetch.plugin.launch_check import read_extra_config
-from sgl_kvfetch.plugin.plane import engine_nvdec, open_engine_plane
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def _open_pages(pool: Any, page_size: int, tp_worker: Any) -> DevicePages:
         "kvfetch: device mode on a GPU has not been run by its authors yet, only tested without one; "
         "--enable-hierarchical-cache gives host mode"
     )
-    from sgl_kvfetch.cuda_streams import Device
+    from sgl_kvfetch.codec import Device
     from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 
     gpu = Device(pool_device(pool))

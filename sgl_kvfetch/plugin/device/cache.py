@@ -21,9 +21,8 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sgl_kvfetch.config import KVFetchConfig
-from sgl_kvfetch.dataplane.plane import DataPlane
 from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.plane import DataPlane, KVFetchConfig
 from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.device.backend import DeviceBackend
 from sgl_kvfetch.plugin.device.board import Board

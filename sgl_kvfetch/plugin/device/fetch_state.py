@@ -1,8 +1,8 @@
 """The state machine of a fetch: states, events and actions. It does no I/O and uses neither a clock nor the tree.
 
-A fetch lasts from a request's arrival until its prefix is in the pool. ``FetchState.receive`` takes an event and
-returns the actions that follow from it; the caller carries them out in that order. ``TRANSITIONS`` lists every event
-that may come in every state. An event that comes after the fetch has ended does not change its state.
+A fetch lasts from a request's arrival until its prefix is in the pool. ``StateMachine.receive`` takes an event and
+returns the actions that follow from it; the caller carries them out in that order. ``TABLE``, at the end of this
+module, is the whole truth: it lists every event that may come in every state, and every other event is refused.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 
 
 class State(enum.Enum):
     LOOKUP = "lookup"  # a store lookup is under way
+    CANCELLED = "cancelled"  # the lookup is cancelled, and its answer is still to come
     WAITING = "waiting"  # waits for the link
     FOLLOWING = "following"  # waits for another fetch that brings the same pages
-    FETCHING = "fetching"  # fetches round by round; the part of the prefix that is in the tree is locked
-    STOPPING = "stopping"  # begins no further round; waits for the rounds that are being filled
+    # From here on, pages are fetched round by round, and the part of the prefix that is in the tree is locked.
+    AWAITING_BYTES = "awaiting bytes"  # the next round waits for its first bytes
+    AWAITING_SLOTS = "awaiting slots"  # the next round waits for slots
+    FILLING = "filling"  # all rounds have got slots
+    CERTAIN = "certain"  # as FILLING, and the rest comes in time: the request may start
+    STOPPING = "stopping"  # no further round begins; those that are being filled still count
+    DISCARDING = "discarding"  # no further round begins; those that are being filled do not count
     LANDED = "landed"  # is in the tree, locked until the request is admitted
     OVER = "over"
-
-
-class Awaited(enum.Enum):
-    """What the next round waits for."""
-
-    BYTES = "bytes"  # its first bytes
-    SLOTS = "slots"
-    NOTHING = "nothing"  # there is no next round
+    NOT_FETCHED = "not fetched"  # is over, and had not begun to fetch
 
 
 class End(enum.Enum):
@@ -53,21 +53,21 @@ class End(enum.Enum):
 class Sign(enum.Enum):
     """An event without data."""
 
+    FOUND = "found"  # the store has pages, and they are to be fetched
     FOLLOWS = "follows"  # another fetch brings the next page
     LEADER_ENDED = "leader ended"  # no other fetch brings the next page any longer
+    BYTES_HERE = "bytes here"  # the first bytes of the next round have arrived
     CERTAIN = "certain"  # all bytes are here, and the rest will be restored in time for the request's own computing
     STARTED = "started"  # the request is admitted, and takes the slots that are being filled
-    BYTES_HERE = "bytes here"  # the first bytes of the next round have arrived
     TRANSMISSION_OVER = "transmission over"  # nothing more comes over the link
-    ABANDONED = "abandoned"  # the request is gone; other fetches may still follow this one
-    UNWANTED = "unwanted"  # the request and all followers are gone
+    UNWANTED = "unwanted"  # the request is gone, and no other fetch follows this one
     RELEASED = "released"  # the request has its own lock, or must do without one
 
 
-class Found(Struct, frozen=True):
-    """The store has the first ``num_pages`` pages, and they are to be fetched."""
+class Own(enum.Enum):
+    """An event that the machine sends to itself, after any other one, if the new state has a row for it."""
 
-    num_pages: int
+    NONE_FILLING = "none filling"  # no round is being filled
 
 
 class NothingToFetch(Struct, frozen=True):
@@ -77,14 +77,16 @@ class NothingToFetch(Struct, frozen=True):
 
 
 class Begun(Struct, frozen=True):
-    """The link is free, and the tree is locked. ``round_ends``: pages, exclusive, ascending; last is ``num_pages``."""
+    """The link is free, and the tree is locked. ``round_ends``: pages, exclusive, ascending; at least one. ``slots``:
+    the first round's, as in `SlotsGiven`, if there are any already."""
 
     first_page: int
     round_ends: tuple[int, ...]
+    slots: Any = None
 
 
 class SlotsGiven(Struct, frozen=True):
-    """The next round has got ``slots``. `Land` and `Free` actions return them."""
+    """The next round has got ``slots``. `Land`, `Free` and `HandOver` actions return them."""
 
     slots: Any
 
@@ -107,7 +109,7 @@ class Dropped(Struct, frozen=True):
     end: End
 
 
-Event = Sign | Found | NothingToFetch | Begun | SlotsGiven | RoundRefused | Restored | Dropped
+Event = Sign | NothingToFetch | Begun | SlotsGiven | RoundRefused | Restored | Dropped
 
 
 class Do(enum.Enum):
@@ -117,6 +119,7 @@ class Do(enum.Enum):
     FORGET_FOUND = "forget found"  # the pages that the lookup found will not be fetched
     QUEUE = "queue"  # wait for the link
     LEAVE_QUEUE = "leave queue"
+    FOLLOW_NO_MORE = "follow no more"
     ASK_FOR_SLOTS = "ask for slots"
     ASK_NO_MORE = "ask no more"  # withdraw the request for slots
     STOP = "stop"  # cancel what is still being transmitted or restored
@@ -125,10 +128,11 @@ class Do(enum.Enum):
 
 
 class Transmit(Struct, frozen=True):
-    """Transmit all rounds, from ``first_page`` on."""
+    """Transmit all rounds, from ``first_page`` on. ``slots``: the first round's, or None."""
 
     first_page: int
     round_ends: tuple[int, ...]
+    slots: Any = None
 
 
 class AwaitBytes(Struct, frozen=True):
@@ -153,214 +157,274 @@ class Free(Struct, frozen=True):
     slots: Any
 
 
-class Finish(Struct, frozen=True):
-    """Let the request go on with the prefix that the tree has."""
-
-    end: End
-
-
 class HandOver(Struct, frozen=True):
     """Hand a round's slots over to the request, which starts while they are being filled."""
 
     slots: Any
 
 
+class Finish(Struct, frozen=True):
+    """Let the request, if it is still there, go on with the prefix that the tree has."""
+
+    end: End
+
+
 Action = Do | Transmit | AwaitBytes | Land | Free | HandOver | Finish
 
 
-class _Round(Struct, frozen=True):
-    first_page: int
-    end_page: int
+class _Round(NamedTuple):
+    pages: range
     slots: Any
 
 
-class FetchState:
-    """The state of one fetch. Page numbers count from the first page that was looked up."""
+class StateMachine:
+    """The state of one fetch. Page numbers count from the first page that was looked up.
+
+    ``TABLE`` decides; the methods below are its guards and steps. A guard only reads. A step returns actions, keeps
+    account of rounds and pages, and never sets the state."""
 
     def __init__(self) -> None:
         self.state = State.LOOKUP
-        self.awaited = Awaited.NOTHING
-        self.num_pages = 0  # stored pages
-        self.next_page = 0  # first page of the next round
         self.num_rounds = 0  # rounds that have got slots
         self.landed_pages = 0
-        self.is_abandoned = False
-        self._is_certain = False
-        self._is_unwanted = False
-        self._has_gap = False  # a round came short, so later rounds do not count
-        self._round_ends: deque[int] = deque()  # of rounds without slots
+        self._left: deque[range] = deque()  # pages of the rounds without slots
         self._filling: deque[_Round] = deque()
-        self._end = End.LANDED  # as far as known
+        self._num_parted = 0  # rounds whose slots were freed or handed over before they were restored
+        self._end = End.PARTLY  # why it is stopping
 
     @property
-    def round_end(self) -> int:
-        """The page where the next round ends."""
-        return self._round_ends[0]
+    def next_round(self) -> range:
+        """The pages of the first round without slots."""
+        return self._left[0]
 
     @property
     def filling(self) -> list[Any]:
         """The slots that are being filled."""
         return [each.slots for each in self._filling]
 
-    @property
-    def can_start(self) -> bool:
-        """Return whether the request may start while its last pages are being restored."""
-        is_filling = self.state is State.FETCHING and self.awaited is Awaited.NOTHING and bool(self._filling)
-        return is_filling and self._is_certain and not self._has_gap
-
     def receive(self, event: Event) -> list[Action]:
-        """Return the actions that follow from ``event``. Raises AssertionError if it cannot happen in this state."""
-        transition = TRANSITIONS[self.state].get(event if isinstance(event, Sign) else type(event))
-        assert transition is not None, f"{event} while {self.state}"
-        self.state, do = transition
-        actions = do(self, event) if callable(do) else do
-        return [*actions, *self._end_if_through()]
-
-    def _end_if_through(self) -> list[Action]:
-        """End the fetch if no round is awaited or being filled: the only transition without an event."""
-        if self.state not in (State.FETCHING, State.STOPPING) or self.awaited is not Awaited.NOTHING or self._filling:
-            return []
-        actions: list[Action] = [] if self._end is End.LANDED else [Do.STOP]
-        actions.append(Do.FETCH_NO_MORE)
-        if self.is_abandoned:
-            self.state = State.OVER
-            return [*actions, Do.LET_GO]
-        if self.landed_pages:
-            self.state = State.LANDED
-            return [*actions, Finish(self._end)]
-        self.state = State.OVER
-        end = End.FAILED if self._end is End.PARTLY else self._end
-        return [*actions, Do.LET_GO, Finish(end)]
-
-    # Event handlers
-
-    def _found(self, event: Found) -> list[Action]:
-        self.num_pages = event.num_pages
-        return [Do.QUEUE]
-
-    def _has_nothing(self, event: NothingToFetch | Dropped) -> list[Action]:
-        return [Do.FORGET_FOUND, Finish(event.end)]
-
-    def _begin(self, event: Begun) -> list[Action]:
-        self.next_page = event.first_page
-        self._round_ends.extend(event.round_ends)
-        return [Transmit(event.first_page, event.round_ends), self._await_bytes()]
-
-    def _await_bytes(self) -> AwaitBytes:
-        self.awaited = Awaited.BYTES
-        return AwaitBytes(self.num_rounds, self.next_page)
-
-    def _bytes_are_here(self, _: Event) -> list[Action]:
-        self.awaited = Awaited.SLOTS
-        return [Do.ASK_FOR_SLOTS]
-
-    def _take_slots(self, event: SlotsGiven) -> list[Action]:
-        assert self.awaited is Awaited.SLOTS
-        end_page = self._round_ends.popleft()
-        self._filling.append(_Round(self.next_page, end_page, event.slots))
-        self.next_page = end_page
-        self.num_rounds += 1
-        self.awaited = Awaited.NOTHING
-        return [Do.ASK_NO_MORE, *([self._await_bytes()] if self._round_ends else [])]
-
-    def _take_pages(self, event: Restored) -> list[Action]:
-        filled = self._filling.popleft()
-        num_pages = 0 if self._has_gap or self._is_unwanted else event.num_pages
-        self.landed_pages += num_pages
-        actions: list[Action] = [Land(filled.first_page, num_pages, filled.slots)] if num_pages else []
-        if num_pages < filled.end_page - filled.first_page:
-            self._has_gap = True
-            actions += [Free(num_pages, filled.slots), *self._want_no_more(End.PARTLY), Do.STOP]
+        """Return the actions that follow from ``event``. Raises AssertionError if it cannot happen in this state, which
+        then stays as it is."""
+        row = self.find_row(event)
+        assert row is not None, f"{event} while {self.state}"
+        actions = self._follow(row, event)
+        if not self._filling and (row := self.find_row(Own.NONE_FILLING)) is not None:
+            actions += self._follow(row, Own.NONE_FILLING)
         return actions
 
-    def _want_no_more(self, end: End) -> list[Action]:
-        self.state, self._end = State.STOPPING, end
-        self.awaited = Awaited.NOTHING
-        return [Do.ASK_NO_MORE]
+    def find_row(self, event: Event | Own) -> Row | None:
+        """Return the first row of the table for this state and event whose guard holds."""
+        kind = event if isinstance(event, enum.Enum) else type(event)
+        rows = (row for row in TABLE[self.state] if row.event is kind)
+        return next((row for row in rows if row.guard is None or row.guard(self, event)), None)
 
-    def _end_transmission(self, _: Event) -> list[Action]:
-        """Stop if a round still waits for bytes or slots: none will come, after the deadline or after a failed read."""
-        return [] if self.awaited is Awaited.NOTHING else self._want_no_more(End.PARTLY)
+    def _follow(self, row: Row, event: Event | Own) -> list[Action]:
+        self.state = row.state
+        actions: list[Action] = []
+        for step in row.steps:
+            actions += step(self, event) if callable(step) else [step]
+        return actions
 
-    def _be_certain(self, _: Event) -> list[Action]:
-        self._is_certain = True
+    # Guards
+
+    def has_further_round(self, _: SlotsGiven) -> bool:
+        """Return whether a round comes after the next one."""
+        return len(self._left) > 1
+
+    def brings_slots(self, event: Begun) -> bool:
+        """Return whether there are slots for the first round already."""
+        return event.slots is not None
+
+    def brings_all_slots(self, event: Begun) -> bool:
+        """Return whether there are slots for the first round already, and no other round."""
+        return event.slots is not None and len(event.round_ends) == 1
+
+    def fits(self, event: Restored) -> bool:
+        """Return whether a round is being filled, and the oldest one has that many pages."""
+        return bool(self._filling) and event.num_pages <= len(self._filling[0].pages)
+
+    def is_whole(self, event: Restored) -> bool:
+        """Return whether a round is being filled, and all pages of the oldest one are restored."""
+        return bool(self._filling) and event.num_pages == len(self._filling[0].pages)
+
+    def has_parted(self, _: Restored) -> bool:
+        """Return whether a round without slots is still to be reported."""
+        return self._num_parted > 0
+
+    def has_landed(self, _: Own) -> bool:
+        return self.landed_pages > 0
+
+    # Steps
+
+    def begin(self, event: Begun) -> list[Action]:
+        self._left.extend(range(*ends) for ends in pairwise((event.first_page, *event.round_ends)))
+        return [Transmit(event.first_page, event.round_ends, event.slots)]
+
+    def await_bytes(self, _: Event) -> list[Action]:
+        return [AwaitBytes(self.num_rounds, self.next_round.start)]
+
+    def take_slots(self, event: Begun | SlotsGiven) -> list[Action]:
+        self._filling.append(_Round(self._left.popleft(), event.slots))
+        self.num_rounds += 1
         return []
 
-    def _start(self, _: Event) -> list[Action]:
-        assert self._is_certain, "the rest may fail"
-        actions: list[Action] = [HandOver(each.slots) for each in self._filling]
-        self._filling.clear()
-        return [*actions, Do.FETCH_NO_MORE, Finish(End.EARLY)]
+    def land(self, event: Restored) -> list[Action]:
+        """Take the oldest round with slots: put the pages that are restored into the tree, and free the others."""
+        (pages, slots), num_pages = self._filling.popleft(), event.num_pages
+        self.landed_pages += num_pages
+        landed: list[Action] = [Land(pages.start, num_pages, slots)] if num_pages else []
+        return landed if num_pages == len(pages) else [*landed, Free(num_pages, slots)]
 
-    def _abandon(self, _: Event) -> list[Action]:
-        self.is_abandoned = True
+    def free(self, _: Restored) -> list[Action]:
+        return [Free(0, self._filling.popleft().slots)]
+
+    def free_all(self, _: Dropped) -> list[Action]:
+        return [Free(0, slots) for slots in self._part()]
+
+    def hand_over(self, _: Event) -> list[Action]:
+        return [HandOver(slots) for slots in self._part()]
+
+    def _part(self) -> list[Any]:
+        parted = self.filling
+        self._num_parted += len(parted)
+        self._filling.clear()
+        return parted
+
+    def forget_parted(self, _: Restored) -> list[Action]:
+        self._num_parted -= 1
         return []
 
-    def _end_unwanted(self, _: Event) -> list[Action]:
-        self._is_unwanted = True
-        return [*self._want_no_more(End.PARTLY), Do.STOP]
+    def note_end(self, event: RoundRefused) -> list[Action]:
+        self._end = event.end
+        return []
 
-    def _drop(self, event: Dropped) -> list[Action]:
-        actions: list[Action] = [Free(0, each.slots) for each in self._filling]
-        self._filling.clear()
-        actions += [*self._want_no_more(event.end), Do.STOP, Do.FETCH_NO_MORE, Do.LET_GO]
-        self.state = State.OVER
-        return actions if self.is_abandoned else [*actions, Finish(event.end)]
+    def finish(self, event: NothingToFetch | Dropped) -> list[Action]:
+        return [Finish(event.end)]
+
+    def finish_stopped(self, _: Own) -> list[Action]:
+        has_failed = self._end is End.PARTLY and not self.landed_pages
+        return [Finish(End.FAILED if has_failed else self._end)]
 
 
-_S, _F = State, FetchState
+Guard = Callable[[StateMachine, Any], bool]
+Step = Do | Finish | Callable[[StateMachine, Any], list[Action]]
 
-# The state after each event, and its actions or the handler that returns them. A handler may set another state.
-TRANSITIONS: dict[
-    State, dict[Sign | type[Event], tuple[State, list[Action] | Callable[[FetchState, Any], list[Action]]]]
-] = {
-    _S.LOOKUP: {
-        Found: (_S.WAITING, _F._found),
-        NothingToFetch: (_S.OVER, _F._has_nothing),
-        Sign.ABANDONED: (_S.OVER, [Do.CANCEL_LOOKUP]),
-        Dropped: (_S.OVER, lambda fetch, event: [Do.CANCEL_LOOKUP, *fetch._has_nothing(event)]),
-    },
-    _S.WAITING: {
-        Begun: (_S.FETCHING, _F._begin),
-        Sign.FOLLOWS: (_S.FOLLOWING, []),
-        NothingToFetch: (_S.OVER, _F._has_nothing),
-        Sign.ABANDONED: (_S.OVER, [Do.LEAVE_QUEUE, Do.FORGET_FOUND]),
-        Dropped: (_S.OVER, lambda fetch, event: [Do.LEAVE_QUEUE, *fetch._has_nothing(event)]),
-    },
-    _S.FOLLOWING: {
-        Sign.FOLLOWS: (_S.FOLLOWING, []),
-        Sign.LEADER_ENDED: (_S.WAITING, [Do.QUEUE]),
-        NothingToFetch: (_S.OVER, _F._has_nothing),
-        Sign.ABANDONED: (_S.OVER, [Do.FORGET_FOUND]),
-        Dropped: (_S.OVER, _F._has_nothing),
-    },
-    _S.FETCHING: {
-        Sign.BYTES_HERE: (_S.FETCHING, _F._bytes_are_here),
-        SlotsGiven: (_S.FETCHING, _F._take_slots),
-        Restored: (_S.FETCHING, _F._take_pages),
-        RoundRefused: (_S.STOPPING, lambda fetch, event: fetch._want_no_more(event.end)),
-        Sign.TRANSMISSION_OVER: (_S.FETCHING, _F._end_transmission),
-        Sign.CERTAIN: (_S.FETCHING, _F._be_certain),
-        Sign.STARTED: (_S.LANDED, _F._start),
-        Sign.ABANDONED: (_S.FETCHING, _F._abandon),
-        Sign.UNWANTED: (_S.STOPPING, _F._end_unwanted),
-        Dropped: (_S.OVER, _F._drop),
-    },
-    _S.STOPPING: {
-        Restored: (_S.STOPPING, _F._take_pages),
-        Sign.ABANDONED: (_S.STOPPING, _F._abandon),
-        Sign.UNWANTED: (_S.STOPPING, _F._end_unwanted),
-        Dropped: (_S.OVER, _F._drop),
-        **dict.fromkeys((Sign.BYTES_HERE, RoundRefused, Sign.TRANSMISSION_OVER, Sign.CERTAIN), (_S.STOPPING, [])),
-    },
-    _S.LANDED: {
-        **dict.fromkeys((Sign.RELEASED, Sign.ABANDONED, Dropped), (_S.OVER, [Do.LET_GO])),
-        **dict.fromkeys(
-            (Sign.BYTES_HERE, RoundRefused, Restored, Sign.TRANSMISSION_OVER, Sign.CERTAIN), (_S.LANDED, [])
+
+class Row(NamedTuple):
+    """What follows from an event if the guard holds: the next state, and actions or the steps that return them."""
+
+    event: Sign | Own | type[Event]
+    guard: Guard | None
+    state: State
+    steps: tuple[Step, ...]
+
+
+def _on(event: Sign | Own | type[Event], state: State, *steps: Step, when: Guard | None = None) -> Row:
+    return Row(event, when, state, steps)
+
+
+_S, _M = State, StateMachine
+
+
+def _filling_rows(state: State, *withdraw: Do) -> list[Row]:
+    """Return the rows of a state in which rounds that are being filled count."""
+    return [
+        _on(Restored, state, _M.land, when=_M.is_whole),
+        _on(Restored, _S.DISCARDING, *withdraw, _M.land, Do.STOP, when=_M.fits),
+        _on(Sign.UNWANTED, _S.DISCARDING, *withdraw, Do.STOP),
+        _on(Dropped, _S.OVER, *withdraw, _M.free_all, Do.STOP, Do.FETCH_NO_MORE, Do.LET_GO, _M.finish),
+    ]
+
+
+def _late_rows(state: State, *events: Sign | type[Event]) -> list[Row]:
+    """Return rows for reports of the data plane that come too late to matter."""
+    return [_on(event, state) for event in events]
+
+
+# The rows of each state: an event, the next state, what to do, and perhaps a guard. The first row that fits counts.
+TABLE: dict[State, list[Row]] = {
+    _S.LOOKUP: [
+        _on(Sign.FOUND, _S.WAITING, Do.QUEUE),
+        _on(NothingToFetch, _S.NOT_FETCHED, Do.FORGET_FOUND, _M.finish),
+        _on(Sign.UNWANTED, _S.CANCELLED, Do.CANCEL_LOOKUP),
+        _on(Dropped, _S.NOT_FETCHED, Do.CANCEL_LOOKUP, Do.FORGET_FOUND, _M.finish),
+    ],
+    _S.CANCELLED: [
+        _on(Sign.FOUND, _S.NOT_FETCHED, Do.FORGET_FOUND),
+        _on(NothingToFetch, _S.NOT_FETCHED, Do.FORGET_FOUND),
+    ],
+    _S.WAITING: [
+        _on(Begun, _S.FILLING, Do.LEAVE_QUEUE, _M.begin, _M.take_slots, when=_M.brings_all_slots),
+        _on(
+            Begun,
+            _S.AWAITING_BYTES,
+            Do.LEAVE_QUEUE,
+            _M.begin,
+            _M.take_slots,
+            _M.await_bytes,
+            when=_M.brings_slots,
         ),
-    },
-    _S.OVER: {
-        **dict.fromkeys((Found, NothingToFetch), (_S.OVER, [Do.FORGET_FOUND])),
-        **dict.fromkeys((Sign.BYTES_HERE, RoundRefused, Restored, Sign.TRANSMISSION_OVER, Sign.CERTAIN), (_S.OVER, [])),
-    },
+        _on(Begun, _S.AWAITING_BYTES, Do.LEAVE_QUEUE, _M.begin, _M.await_bytes),
+        _on(Sign.FOLLOWS, _S.FOLLOWING, Do.LEAVE_QUEUE),
+        _on(NothingToFetch, _S.NOT_FETCHED, Do.LEAVE_QUEUE, Do.FORGET_FOUND, _M.finish),
+        _on(Sign.UNWANTED, _S.NOT_FETCHED, Do.LEAVE_QUEUE, Do.FORGET_FOUND),
+        _on(Dropped, _S.NOT_FETCHED, Do.LEAVE_QUEUE, Do.FORGET_FOUND, _M.finish),
+    ],
+    _S.FOLLOWING: [
+        _on(Sign.FOLLOWS, _S.FOLLOWING),
+        _on(Sign.LEADER_ENDED, _S.WAITING, Do.QUEUE),
+        _on(NothingToFetch, _S.NOT_FETCHED, Do.FORGET_FOUND, _M.finish),
+        _on(Sign.UNWANTED, _S.NOT_FETCHED, Do.FOLLOW_NO_MORE, Do.FORGET_FOUND),
+        _on(Dropped, _S.NOT_FETCHED, Do.FOLLOW_NO_MORE, Do.FORGET_FOUND, _M.finish),
+    ],
+    _S.AWAITING_BYTES: [
+        _on(Sign.BYTES_HERE, _S.AWAITING_SLOTS, Do.ASK_FOR_SLOTS),
+        _on(RoundRefused, _S.STOPPING, _M.note_end),
+        _on(Sign.TRANSMISSION_OVER, _S.STOPPING),
+        *_filling_rows(_S.AWAITING_BYTES),
+    ],
+    _S.AWAITING_SLOTS: [
+        _on(SlotsGiven, _S.AWAITING_BYTES, Do.ASK_NO_MORE, _M.take_slots, _M.await_bytes, when=_M.has_further_round),
+        _on(SlotsGiven, _S.FILLING, Do.ASK_NO_MORE, _M.take_slots),
+        _on(RoundRefused, _S.STOPPING, Do.ASK_NO_MORE, _M.note_end),
+        _on(Sign.TRANSMISSION_OVER, _S.STOPPING, Do.ASK_NO_MORE),
+        *_filling_rows(_S.AWAITING_SLOTS, Do.ASK_NO_MORE),
+    ],
+    _S.FILLING: [
+        _on(Sign.CERTAIN, _S.CERTAIN),
+        _on(Sign.TRANSMISSION_OVER, _S.FILLING),
+        *_filling_rows(_S.FILLING),
+        _on(Own.NONE_FILLING, _S.LANDED, Do.FETCH_NO_MORE, Finish(End.LANDED)),
+    ],
+    _S.CERTAIN: [
+        _on(Sign.STARTED, _S.LANDED, _M.hand_over, Do.FETCH_NO_MORE, Finish(End.EARLY)),
+        _on(Sign.TRANSMISSION_OVER, _S.CERTAIN),
+        *_filling_rows(_S.CERTAIN),
+        _on(Own.NONE_FILLING, _S.LANDED, Do.FETCH_NO_MORE, Finish(End.LANDED)),
+    ],
+    _S.STOPPING: [
+        *_filling_rows(_S.STOPPING),
+        _on(Own.NONE_FILLING, _S.LANDED, Do.STOP, Do.FETCH_NO_MORE, _M.finish_stopped, when=_M.has_landed),
+        _on(Own.NONE_FILLING, _S.OVER, Do.STOP, Do.FETCH_NO_MORE, Do.LET_GO, _M.finish_stopped),
+        *_late_rows(_S.STOPPING, Sign.BYTES_HERE, RoundRefused, Sign.TRANSMISSION_OVER),
+    ],
+    _S.DISCARDING: [
+        _on(Restored, _S.DISCARDING, _M.free, when=_M.fits),
+        _on(Sign.UNWANTED, _S.DISCARDING),
+        _on(Dropped, _S.OVER, _M.free_all, Do.FETCH_NO_MORE, Do.LET_GO, _M.finish),
+        _on(Own.NONE_FILLING, _S.LANDED, Do.FETCH_NO_MORE, Finish(End.PARTLY), when=_M.has_landed),
+        _on(Own.NONE_FILLING, _S.OVER, Do.FETCH_NO_MORE, Do.LET_GO, Finish(End.FAILED)),
+        *_late_rows(_S.DISCARDING, Sign.BYTES_HERE, RoundRefused, Sign.TRANSMISSION_OVER, Sign.CERTAIN),
+    ],
+    _S.LANDED: [
+        _on(Sign.RELEASED, _S.OVER, Do.LET_GO),
+        _on(Dropped, _S.OVER, Do.LET_GO),
+        _on(Restored, _S.LANDED, _M.forget_parted, when=_M.has_parted),
+        *_late_rows(_S.LANDED, Sign.BYTES_HERE, RoundRefused, Sign.TRANSMISSION_OVER, Sign.CERTAIN),
+    ],
+    _S.OVER: [
+        _on(Restored, _S.OVER, _M.forget_parted, when=_M.has_parted),
+        *_late_rows(_S.OVER, Sign.BYTES_HERE, RoundRefused, Sign.TRANSMISSION_OVER, Sign.CERTAIN),
+    ],
+    _S.NOT_FETCHED: [],
 }

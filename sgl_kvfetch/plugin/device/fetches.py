@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
 from sgl_kvfetch import metrics, timeline
-from sgl_kvfetch.config import KVFetchConfig
-from sgl_kvfetch.dataplane.plane import FetchCall
-from sgl_kvfetch.plugin.device.backend import Certainty, DeviceBackend, Filling, Finding, RoundStart, RoundStarts
+from sgl_kvfetch.plane import FetchCall, KVFetchConfig
+from sgl_kvfetch.plugin.device.backend import (
+    Certainty,
+    DeviceBackend,
+    Filling,
+    Finding,
+    LookupWork,
+    RoundStart,
+    RoundStarts,
+)
 from sgl_kvfetch.plugin.device.board import Board, Done, PageCount
-from sgl_kvfetch.plugin.device.fetch import Fetch, Sharing
 from sgl_kvfetch.plugin.device.fetch_state import (
     Action,
     AwaitBytes,
@@ -29,7 +36,6 @@ from sgl_kvfetch.plugin.device.fetch_state import (
     End,
     Event,
     Finish,
-    Found,
     Free,
     HandOver,
     Land,
@@ -39,10 +45,12 @@ from sgl_kvfetch.plugin.device.fetch_state import (
     Sign,
     SlotsGiven,
     State,
+    StateMachine,
     Transmit,
 )
 from sgl_kvfetch.plugin.device.known import KnownPages
-from sgl_kvfetch.plugin.device.link_queue import LinkQueue
+from sgl_kvfetch.plugin.device.link_queue import Claim, LinkQueue
+from sgl_kvfetch.plugin.device.sharing import Sharing
 from sgl_kvfetch.plugin.device.slot_turns import SlotTurns
 from sgl_kvfetch.plugin.device.slots import Slots
 from sgl_kvfetch.plugin.page_hashes import hash_tail
@@ -52,6 +60,31 @@ from sgl_kvfetch.plugin.page_hashes import hash_tail
 _PATIENCE_STEPS = 64
 # A limit on the fetches that begin in one step, because beginning one takes the scheduler's time.
 _BEGINS_A_STEP = 8
+
+
+@dataclass(eq=False)
+class Fetch:
+    """A request's fetch. Page numbers count from token ``start``: so many tokens the tree had when it arrived.
+
+    Only this module writes to it. What the link queue, the sharing and the slots know of a fetch, they keep themselves.
+    """
+
+    handle: Any  # SGLang's CacheRequestHandle
+    key: Any  # SGLang's RadixKey of the whole prompt, as far as it may be cached, in whole pages
+    start: int
+    arrival: int  # serial number, in order of arrival
+    arrived_s: float  # for the timeline
+    starts_early: bool  # if its last pages will be restored in time
+    request: timeline.Request
+    urgency: int = 0
+    machine: StateMachine = field(default_factory=StateMachine)
+    lookup: LookupWork = field(default_factory=LookupWork)
+    num_pages: int = 0  # stored pages that the lookup found
+    call: FetchCall | None = None
+
+    @property
+    def state(self) -> State:
+        return self.machine.state
 
 
 class Fetches:
@@ -80,10 +113,10 @@ class Fetches:
         self._threshold_tokens = threshold_tokens
         # A power of two, like the length of a span: so no span lies in two rounds and is read twice.
         self._round_pages = 1 << (max(1, min(config.round_tokens, max_tokens) // self._page_size).bit_length() - 1)
-        self._slots = Slots(cache, max(1, max_tokens // self._page_size) * self._page_size)
-        self._turns = SlotTurns()
-        self._link = LinkQueue(config.fetch_order, shared_pages=self._round_pages)
-        self._sharing = Sharing()
+        self._slots: Slots[Fetch] = Slots(cache, max(1, max_tokens // self._page_size) * self._page_size)
+        self._turns: SlotTurns[Fetch] = SlotTurns()
+        self._link: LinkQueue[Fetch] = LinkQueue(config.fetch_order, shared_pages=self._round_pages)
+        self._sharing: Sharing[Fetch] = Sharing()
         self._fetches: dict[Any, Fetch] = {}  # by handle; only of requests that are not gone
         self._fetching: dict[Fetch, None] = {}  # in order of their start; also of requests that are gone
         self._landed: dict[Fetch, None] = {}
@@ -140,24 +173,24 @@ class Fetches:
 
     def _may_start(self, fetch: Fetch) -> bool:
         # Followers get the pages sooner from the tree than from a request that computes.
-        return fetch.can_start and not fetch.live_followers and self._backend.access.reads
+        return fetch.state is State.CERTAIN and not self._sharing.has_followers(fetch) and self._backend.access.reads
 
     def early_tokens(self, handle: Any, begin: int) -> int:
         """Return how many tokens a request may start with beyond ``begin``, where the tree's prefix ends: those whose
         slots are still being filled. 0 if it must wait for them."""
         fetch = self._fetches.get(handle)
-        if fetch is None or not self._may_start(fetch) or begin != fetch.loaded_start + fetch.landed_tokens:
+        if fetch is None or not self._may_start(fetch) or begin != self._slots.landed(fetch).stop:
             return 0
-        return sum(filling.slots.numel() for filling in fetch.filling)
+        return _filling_tokens(fetch)
 
     def start_early(self, handle: Any) -> tuple[list[Filling], range]:
         """Hand over the slots that `early_tokens` has counted: from now on they are the request's. Return them, and
         which of its tokens are from the store."""
         fetch = self._fetches[handle]
-        fillings = fetch.filling
-        end = fetch.loaded_start + fetch.landed_tokens + sum(filling.slots.numel() for filling in fillings)
+        fillings, landed = fetch.machine.filling, self._slots.landed(fetch)
+        stored = range(landed.start, landed.stop + _filling_tokens(fetch))
         self._receive(fetch, Sign.STARTED)
-        return fillings, range(fetch.loaded_start, end)
+        return fillings, stored
 
     def take_changed(self) -> list[Any]:
         """Return the handles of requests that may have been parked or unparked since the last call."""
@@ -176,18 +209,22 @@ class Fetches:
 
     def abandon(self, handle: Any) -> None:
         """Handle a request that is gone. Its fetch goes on only while other fetches follow it."""
-        fetch = self._fetches.pop(handle, None)
+        fetch = self._fetches.get(handle)
         if fetch is None:
             return
-        self._changed.append(handle)
         if fetch.state is State.LANDED:
-            del self._landed[fetch]
-        else:
-            _count(fetch, "aborted")
-        self._receive(fetch, Sign.ABANDONED)
-        for each in (fetch, fetch.leader):
-            if each in self._fetching and not each.is_wanted:
+            self._release(fetch)
+            return
+        del self._fetches[handle]
+        self._changed.append(handle)
+        self._count(fetch, "aborted")
+        for each in (fetch, self._sharing.leader_of(fetch)):
+            if each is not None and not self._is_there(each) and not self._sharing.has_followers(each):
                 self._receive(each, Sign.UNWANTED)
+
+    def _is_there(self, fetch: Fetch) -> bool:
+        """Return whether the fetch's own request is not gone."""
+        return self._fetches.get(fetch.handle) is fetch
 
     def step(self, reserved_tokens: Callable[[], int]) -> None:
         """Give slots to rounds and begin fetches, a few per step. The cost does not grow with the waiting requests.
@@ -213,7 +250,6 @@ class Fetches:
             if not self._begin(first, reserved_tokens, may_fetch=self._link.has_room(first)):
                 self._link.put_off(first)
                 break
-            self._link.leave(first)
         self._report()
 
     def _report(self) -> None:
@@ -229,11 +265,12 @@ class Fetches:
         given = 0
         for fetch in reversed(list(self._landed)):
             if given < num_tokens:
-                given += fetch.landed_tokens
+                given += len(self._slots.landed(fetch))
                 self._release(fetch)
         for fetch in reversed(list(self._fetching)):
-            if given < num_tokens and (fetch.landed_tokens or fetch.filling):
-                given += fetch.landed_tokens + sum(filling.slots.numel() for filling in fetch.filling)
+            held = len(self._slots.landed(fetch)) + _filling_tokens(fetch)
+            if given < num_tokens and held:
+                given += held
                 self._drop([fetch], End.FULL_POOL)
         return given > 0
 
@@ -251,7 +288,7 @@ class Fetches:
 
     def _drop(self, fetches: Iterable[Fetch], end: End) -> None:
         for fetch in fetches:
-            for filling in fetch.filling:
+            for filling in fetch.machine.filling:
                 filling.close()
                 filling.publish()
         for fetch in fetches:
@@ -277,7 +314,8 @@ class Fetches:
             self._known.add(work.hashes[:num_pages])
             self._known.remove(work.hashes[num_pages:])
         if num_pages and finding.is_fetched:
-            self._receive(fetch, Found(num_pages))
+            fetch.num_pages = num_pages
+            self._receive(fetch, Sign.FOUND)
         else:
             self._receive(fetch, NothingToFetch(End.RECOMPUTED if num_pages else End.MISSED))
 
@@ -291,7 +329,7 @@ class Fetches:
 
     def _round_ended(self, fetch: Fetch, restored: PageCount) -> None:
         if fetch in self._fetching:
-            fetch.filling[0].publish()
+            fetch.machine.filling[0].publish()
         self._receive(fetch, Restored(restored.num_pages if self._backend.access.reads else 0))
 
     # Turns
@@ -317,14 +355,10 @@ class Fetches:
         self._link.expect(fetch, fetch.num_pages - first_page)
         if not may_fetch:
             return False
-        fetch.loaded_start = begin
-        fetch.lock = self._cache.lock(matched.last_device_node)
+        self._slots.lock(fetch, fetch.key, begin, matched.last_device_node)
         round_ends = self._round_ends(fetch, first_page)
-        fetch.granted = self._free_slots(fetch, round_ends[0] - first_page, reserved_tokens)
-        self._receive(fetch, Begun(first_page, round_ends))
-        if fetch.granted is not None:
-            self._receive(fetch, Sign.BYTES_HERE)
-            self._fill(fetch, fetch.granted)
+        filling = self._free_slots(fetch, round_ends[0] - first_page, reserved_tokens)
+        self._receive(fetch, Begun(first_page, round_ends, filling))
         return True
 
     def _free_slots(self, fetch: Fetch, num_pages: int, reserved_tokens: Callable[[], int]) -> Filling | None:
@@ -345,7 +379,7 @@ class Fetches:
         if not self._turns:
             return
         give = partial(self._give_slots_to, reserved_tokens=reserved_tokens())
-        if self._turns.serve(give) or self._landed or any(fetch.filling for fetch in self._fetching):
+        if self._turns.serve(give) or self._landed or any(fetch.machine.filling for fetch in self._fetching):
             return
         # No fetch that holds slots will give them back by itself, so the last one has to.
         if last := self._turns.last_of_several():
@@ -356,25 +390,26 @@ class Fetches:
         if not self._backend.access.reads:
             self._receive(fetch, RoundRefused(End.PARTLY))
             return True
-        num_tokens = (fetch.round_end - fetch.next_page) * self._page_size
+        num_tokens = len(fetch.machine.next_round) * self._page_size
         slots = self._slots.allocate(fetch, num_tokens, reserved_tokens)
         if slots is None:
             return False
-        self._fill(fetch, Filling(self._backend.pages, slots))
+        filling = Filling(self._backend.pages, slots)
+        self._restore_round(fetch, fetch.machine.num_rounds, filling)
+        self._receive(fetch, SlotsGiven(filling))
         return True
 
-    def _fill(self, fetch: Fetch, filling: Filling) -> None:
+    def _restore_round(self, fetch: Fetch, index: int, filling: Filling) -> None:
         ticket = self._board.open(partial(self._round_ended, fetch))
-        self._backend.restore_round(ticket, _call_of(fetch), fetch.num_rounds, filling)
-        self._receive(fetch, SlotsGiven(filling))
+        self._backend.restore_round(ticket, _call_of(fetch), index, filling)
 
     # Actions
 
     def _receive(self, fetch: Fetch, event: Event) -> None:
-        could_start = fetch.can_start
-        for action in fetch.receive(event):
+        before = fetch.state
+        for action in fetch.machine.receive(event):
             self._act(fetch, action)
-        if fetch.can_start != could_start:
+        if (fetch.state is State.CERTAIN) != (before is State.CERTAIN):
             self._changed.append(fetch.handle)
 
     def _act(self, fetch: Fetch, action: Action) -> None:
@@ -385,19 +420,19 @@ class Fetches:
                 self._backend.forget_found(fetch.lookup)
                 self._link.expect(fetch, 0)
             case Do.QUEUE:
-                self._link.wait(fetch)
+                self._link.wait(fetch, Claim(fetch.num_pages, fetch.arrival, fetch.urgency))
             case Do.LEAVE_QUEUE:
                 self._link.leave(fetch)
+            case Do.FOLLOW_NO_MORE:
+                self._sharing.leave(fetch)
             case Transmit():
                 self._transmit(fetch, action)
-            case AwaitBytes(0) if fetch.granted is not None:
-                pass  # it has slots already
             case AwaitBytes(index, first_page):
                 bytes_ticket = self._board.open(partial(self._round_starts, fetch))
                 num_left = fetch.num_pages - first_page
                 self._backend.await_round(bytes_ticket, _call_of(fetch), index, num_left)
-            case Do.ASK_FOR_SLOTS if fetch.granted is None or fetch.num_rounds:
-                self._turns.ask(fetch)
+            case Do.ASK_FOR_SLOTS:
+                self._turns.ask(fetch, has_slots=fetch.machine.num_rounds > 0)
                 self._backend.await_end(self._board.open(partial(self._transmission_over, fetch)), _call_of(fetch))
             case Do.ASK_NO_MORE:
                 self._turns.leave(fetch)
@@ -432,8 +467,10 @@ class Fetches:
             link_ticket=self._board.open(lambda _: self._link.give_back(fetch)),
             early_ticket=self._board.open(partial(self._certain, fetch)) if fetch.starts_early else None,
             num_left=len(fetch.key) - fetch.start - fetch.num_pages * self._page_size + 1,
-            first=fetch.granted,
+            first=action.slots,
         )
+        if action.slots is not None:
+            self._restore_round(fetch, 0, action.slots)
 
     def _transmission_over(self, fetch: Fetch, _: Done) -> None:
         self._receive(fetch, Sign.TRANSMISSION_OVER)
@@ -443,32 +480,39 @@ class Fetches:
             self._receive(fetch, Sign.CERTAIN)
 
     def _land(self, fetch: Fetch, action: Land) -> None:
-        begin = fetch.start + action.first_page * self._page_size
-        self._slots.land(fetch, begin, action.slots.slots[: action.num_pages * self._page_size])
+        end_page = action.first_page + action.num_pages
+        self._slots.land(fetch, action.slots.slots[: action.num_pages * self._page_size])
         self._link.changed()
-        self._link.expect(fetch, max(0, fetch.expected_pages - action.num_pages))
+        self._link.expect(fetch, fetch.num_pages - end_page)
         # Their followers may now find enough in the tree.
-        self._sharing.ended(fetch, fetch.lookup.hashes[action.first_page : action.first_page + action.num_pages])
+        self._sharing.ended(fetch, fetch.lookup.hashes[action.first_page : end_page])
 
     def _finish(self, fetch: Fetch, end: End) -> None:
-        reads = self._backend.access.reads
-        self._changed.append(fetch.handle)
-        _count(fetch, (end if reads else End.SUSPENDED).value)
-        if fetch.state is State.LANDED and reads:
-            self._landed[fetch] = None
-            if end is not End.EARLY:  # if so, SGLang has already asked
-                self._cache.prefetch_loaded_tokens_by_reqid[fetch.handle] = fetch.landed_tokens
-                self._cache.prefetch_loaded_storage_start_by_reqid[fetch.handle] = fetch.loaded_start
-            return
-        del self._fetches[fetch.handle]
+        if self._is_there(fetch):
+            reads = self._backend.access.reads
+            self._changed.append(fetch.handle)
+            self._count(fetch, (end if reads else End.SUSPENDED).value)
+            if fetch.state is State.LANDED and reads:
+                self._landed[fetch] = None
+                if end is not End.EARLY:  # if so, SGLang has already asked
+                    landed = self._slots.landed(fetch)
+                    self._cache.prefetch_loaded_tokens_by_reqid[fetch.handle] = len(landed)
+                    self._cache.prefetch_loaded_storage_start_by_reqid[fetch.handle] = landed.start
+                return
+            del self._fetches[fetch.handle]
         if fetch.state is State.LANDED:
             self._receive(fetch, Sign.RELEASED)
 
+    def _count(self, fetch: Fetch, end: str) -> None:
+        """Count a request that is no longer parked, and record how long it was."""
+        metrics.DEVICE_REQUESTS.labels(end).inc()
+        tokens = len(self._slots.landed(fetch))
+        timeline.add(fetch.request, "parked", fetch.arrived_s, time.monotonic(), end=end, tokens=tokens)
 
-def _count(fetch: Fetch, end: str) -> None:
-    """Count a request that is no longer parked, and record how long it was."""
-    metrics.DEVICE_REQUESTS.labels(end).inc()
-    timeline.add(fetch.request, "parked", fetch.arrived_s, time.monotonic(), end=end, tokens=fetch.landed_tokens)
+
+def _filling_tokens(fetch: Fetch) -> int:
+    """Return how many of its slots are being filled."""
+    return sum(filling.slots.numel() for filling in fetch.machine.filling)
 
 
 def _call_of(fetch: Fetch) -> FetchCall:

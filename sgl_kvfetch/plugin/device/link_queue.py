@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
 
-if TYPE_CHECKING:  # so that this can be tested without SGLang
-    from sgl_kvfetch.plugin.device.fetch import Fetch
+F = TypeVar("F", bound=Hashable)
 
 OrderName = Literal["shortest", "fifo", "priority"]
 
@@ -15,15 +15,25 @@ OrderName = Literal["shortest", "fifo", "priority"]
 # since the earlier fetch. So none starves: after num_pages / AGEING_PAGES further arrivals, none can overtake it.
 AGEING_PAGES = 8
 
-# The rank of a fetch, the first one's the least. It must not change while the fetch waits.
-ORDERS: dict[OrderName, Callable[[Fetch], tuple[int, int]]] = {
-    "shortest": lambda fetch: (fetch.num_pages + AGEING_PAGES * fetch.arrival, fetch.arrival),
-    "fifo": lambda fetch: (0, fetch.arrival),
-    "priority": lambda fetch: (-fetch.urgency, fetch.arrival),
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What decides when a fetch gets the link."""
+
+    num_pages: int
+    arrival: int  # serial number, in order of arrival
+    urgency: int = 0  # higher goes first, if the order is by priority
+
+
+# The rank of a claim, the first one's the least.
+ORDERS: dict[OrderName, Callable[[Claim], tuple[int, int]]] = {
+    "shortest": lambda claim: (claim.num_pages + AGEING_PAGES * claim.arrival, claim.arrival),
+    "fifo": lambda claim: (0, claim.arrival),
+    "priority": lambda claim: (-claim.urgency, claim.arrival),
 }
 
 
-class LinkQueue:
+class LinkQueue(Generic[F]):
     """Holds the fetches that wait for the link and those that occupy it.
 
     A large fetch gets the link alone, as in KVFetcher (section 3.3.1): even shares would only make both late. Small
@@ -32,39 +42,45 @@ class LinkQueue:
 
     def __init__(self, order: OrderName, shared_pages: int) -> None:
         """``shared_pages``: how many pages the fetches that share the link may have in total."""
-        self._rank = ORDERS[order]
-        self._waiting: list[Fetch] = []  # by rank
-        self._on_link: dict[Fetch, int] = {}  # requested pages of each fetch that occupies the link
+        self._order = ORDERS[order]
+        self._claims: dict[F, Claim] = {}  # of the fetches that wait
+        self._waiting: list[F] = []  # by rank
+        self._on_link: dict[F, int] = {}  # requested pages of each fetch that occupies the link
         self._link_pages = 0  # their sum
         self._shared_pages = shared_pages
         self._num_changes = 0  # changes after which the first fetch is worth another look
-        self._put_off: tuple[Fetch, int] | None = None  # the fetch, and `_num_changes` when it was put off
-        self.expected_pages = 0  # of all fetches, waiting or not
+        self._put_off: tuple[F, int] | None = None  # the fetch, and `_num_changes` when it was put off
+        self._expected: dict[F, int] = {}  # pages still to be fetched for each fetch, waiting or not
+        self.expected_pages = 0  # their sum
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def wait(self, fetch: Fetch) -> None:
+    def wait(self, fetch: F, claim: Claim) -> None:
+        self._claims[fetch] = claim
         bisect.insort(self._waiting, fetch, key=self._rank)
 
-    def leave(self, fetch: Fetch) -> None:
+    def leave(self, fetch: F) -> None:
         """Remove a fetch that no longer waits."""
         index = bisect.bisect_left(self._waiting, self._rank(fetch), key=self._rank)
         assert self._waiting[index] is fetch
-        del self._waiting[index]
+        del self._waiting[index], self._claims[fetch]
 
-    def first(self) -> Fetch | None:
+    def _rank(self, fetch: F) -> tuple[int, int]:
+        return self._order(self._claims[fetch])
+
+    def first(self) -> F | None:
         """Return the fetch whose turn it is. None if it was put off, and neither room nor a change has come since."""
         first = self._waiting[0] if self._waiting else None
         if first is None or (self._put_off == (first, self._num_changes) and not self.has_room(first)):
             return None
         return first
 
-    def has_room(self, fetch: Fetch) -> bool:
-        """Return whether the link can serve ``fetch`` beside those that occupy it."""
-        return not self._on_link or self._link_pages + fetch.num_pages <= self._shared_pages
+    def has_room(self, fetch: F) -> bool:
+        """Return whether the link can serve ``fetch``, which waits, beside those that occupy it."""
+        return not self._on_link or self._link_pages + self._claims[fetch].num_pages <= self._shared_pages
 
-    def put_off(self, fetch: Fetch) -> None:
+    def put_off(self, fetch: F) -> None:
         """Note that ``fetch`` was looked at and must go on waiting for the link."""
         self._put_off = fetch, self._num_changes
 
@@ -72,21 +88,24 @@ class LinkQueue:
         """Note a change: a waiting fetch may find that nothing is left to fetch."""
         self._num_changes += 1
 
-    def take(self, fetch: Fetch, num_pages: int) -> None:
+    def take(self, fetch: F, num_pages: int) -> None:
         """Let ``fetch`` occupy the link: ``num_pages`` of its pages are now requested."""
         self._on_link[fetch] = num_pages
         self._link_pages += num_pages
 
-    def give_back(self, fetch: Fetch) -> None:
+    def give_back(self, fetch: F) -> None:
         """Note that the link could serve another fetch beside ``fetch``."""
         self._link_pages -= self._on_link.pop(fetch, 0)
 
-    def expect(self, fetch: Fetch, num_pages: int) -> None:
+    def expect(self, fetch: F, num_pages: int) -> None:
         """Set how many pages are still to be fetched for ``fetch``."""
-        self.expected_pages += num_pages - fetch.expected_pages
-        fetch.expected_pages = num_pages
+        self.expected_pages += num_pages - self._expected.pop(fetch, 0)
+        if num_pages:
+            self._expected[fetch] = num_pages
 
     def clear(self) -> None:
+        self._claims.clear()
         self._waiting.clear()
         self._on_link.clear()
+        self._expected.clear()
         self._link_pages = self.expected_pages = 0

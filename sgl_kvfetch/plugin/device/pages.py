@@ -9,9 +9,9 @@ from typing import Any, Self
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
+from sgl_kvfetch.codec import CellValues
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.fetch.sink import PagePool, consecutive_runs
-from sgl_kvfetch.quant import CellValues
+from sgl_kvfetch.plane import PagePool, consecutive_runs
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, dtype_name
 
 

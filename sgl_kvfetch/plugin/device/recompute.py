@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from sgl_kvfetch.dataplane.messages import Cost
+from sgl_kvfetch.plane import Cost
 
 # Computing must be so many times faster before it is chosen: it takes the engine's time from other requests, and
 # decisions must not alternate when the two estimates are nearly equal.

@@ -7,11 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_kvfetch.container.segment import CellFrames
-from sgl_kvfetch.layout.regions import RegionLayout
-from sgl_kvfetch.layout.tiles import TileLayout
-from sgl_kvfetch.quant.inverse import ByteInverse, Inverse, StepInverse, TransformInverse
-from sgl_kvfetch.quant.klt import KltQuantiser, scales_of
+from sgl_kvfetch.codec import (
+    ByteInverse,
+    CellFrames,
+    Inverse,
+    KltQuantiser,
+    RegionLayout,
+    StepInverse,
+    TileLayout,
+    TransformInverse,
+    scales_of,
+)
 from sgl_kvfetch.triton_kernels.restore import restore
 from sgl_kvfetch.triton_kernels.restore_klt import restore_klt
 from sgl_kvfetch.types import TENSORS

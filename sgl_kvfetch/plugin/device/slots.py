@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 
-from sgl_kvfetch.plugin.device.fetch import Fetch
+F = TypeVar("F", bound=Hashable)
 
 
-class Slots:
+@dataclass(slots=True)
+class _Prefix:
+    """A fetch's prefix, as far as it is in the tree."""
+
+    key: Any  # SGLang's RadixKey of the whole prompt
+    lock: Any  # SGLang's TreeLock
+    landed: range  # the tokens that the fetch has put into the tree
+
+
+class Slots(Generic[F]):
     """Allocates slots for fetches. Counts those that fetches hold: being filled, or locked in the tree."""
 
     def __init__(self, cache: Any, max_tokens: int) -> None:
@@ -18,14 +29,24 @@ class Slots:
         ones included. A fetch's own landed slots do not count when it asks for more."""
         self._cache = cache
         self._max_tokens = max_tokens
+        self._prefixes: dict[F, _Prefix] = {}
         self.held_tokens = 0
 
+    def lock(self, fetch: F, key: Any, begin: int, node: Any) -> None:
+        """Lock the tree down to ``node`` for a fetch that will land the tokens of ``key`` from ``begin`` on."""
+        self._prefixes[fetch] = _Prefix(key, self._cache.lock(node), range(begin, begin))
+
+    def landed(self, fetch: F) -> range:
+        """Return which tokens the fetch has put into the tree, where its lock keeps them."""
+        prefix = self._prefixes.get(fetch)
+        return range(0) if prefix is None else prefix.landed
+
     def allocate(
-        self, fetch: Fetch, num_tokens: int, reserved_tokens: int, *, may_evict: bool = True
+        self, fetch: F, num_tokens: int, reserved_tokens: int, *, may_evict: bool = True
     ) -> torch.Tensor | None:
         """Allocate slots, evicting unused ones if needed, as SGLang does. Return None if fetches would hold too many,
         or if too few are left beside ``reserved_tokens``, the slots that running requests will still need."""
-        if self.held_tokens - fetch.landed_tokens + num_tokens > self._max_tokens:
+        if self.held_tokens - len(self.landed(fetch)) + num_tokens > self._max_tokens:
             return None
         allocator = self._cache.token_to_kv_pool_allocator
         lacking = num_tokens - allocator.available_size()
@@ -47,27 +68,26 @@ class Slots:
         """Note that the slots belong to a request now."""
         self.held_tokens -= slots.numel()
 
-    def land(self, fetch: Fetch, begin: int, slots: torch.Tensor) -> None:
-        """Put slots into the tree, from token ``begin`` on, and extend the fetch's lock to them. Where the tree has got
-        the same tokens in the meantime, it keeps its own slots and frees these."""
-        cache, anchor = self._cache, fetch.lock
+    def land(self, fetch: F, slots: torch.Tensor) -> None:
+        """Put the fetch's next slots into the tree, and extend its lock to them. Where the tree has got the same tokens
+        in the meantime, it keeps its own slots and frees these."""
+        cache, prefix = self._cache, self._prefixes[fetch]
+        anchor, begin, end = prefix.lock, prefix.landed.stop, prefix.landed.stop + slots.numel()
         before = cache.path_device_indices(anchor.node)[:begin]
-        end = begin + slots.numel()
         result = cache.insert(
             InsertParams(
-                key=fetch.key[:end],
+                key=prefix.key[:end],
                 value=torch.cat([before, slots.to(before.dtype)]),
                 prev_prefix_len=begin,
                 inserted_len=end,  # the request's own insertion counts the hit
             )
         )
-        fetch.lock = cache.lock(result.last_device_node)
+        prefix.lock = cache.lock(result.last_device_node)
         cache.unlock(anchor)
-        fetch.landed_tokens += slots.numel()
+        prefix.landed = range(prefix.landed.start, end)
 
-    def let_go(self, fetch: Fetch) -> None:
+    def let_go(self, fetch: F) -> None:
         """Release the fetch's lock. The pages that it landed stay in the tree like any other prefix."""
-        self.held_tokens -= fetch.landed_tokens
-        fetch.landed_tokens = 0
-        self._cache.unlock(fetch.lock)
-        fetch.lock = None
+        prefix = self._prefixes.pop(fetch)
+        self.held_tokens -= len(prefix.landed)
+        self._cache.unlock(prefix.lock)

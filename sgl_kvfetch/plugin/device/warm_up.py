@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from sgl_kvfetch.container.segment import CellFrames, SegmentSpec, cell_place
-from sgl_kvfetch.fetch.sink import FramePool
+from sgl_kvfetch.codec import CellFrames, CellValues, SegmentSpec, cell_place
 from sgl_kvfetch.keys import PAGE_HASH_BYTES
-from sgl_kvfetch.quant import CellValues
+from sgl_kvfetch.plane import FramePool
 
 logger = logging.getLogger(__name__)
 

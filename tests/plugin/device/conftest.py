@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from sgl_kvfetch.dataplane import client
-from sgl_kvfetch.plugin import plane
-from sgl_kvfetch.stores.open import open_replicas
+from sgl_kvfetch.plane import client
+from sgl_kvfetch.plane.open import open_hedged
+from sgl_kvfetch.plugin import data_plane as plane
 from tests.plugin.device.gated_store import GatedStore
 from tests.plugin.device.rig import Rig, make_rig
 
@@ -18,10 +18,9 @@ MakeRig = Callable[..., Rig]
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     """Builds ranks on one store, and closes them."""
-    monkeypatch.setattr(client, "open_replicas", lambda *args, **kwargs: GatedStore(open_replicas(*args, **kwargs)))
+    monkeypatch.setattr(client, "open_hedged", lambda *args, **kwargs: GatedStore(open_hedged(*args, **kwargs)))
     monkeypatch.setattr(client, "_LINGER_S", 0.01)
-    for name in ("_launch", "run"):  # rigs set them
-        monkeypatch.setattr(plane, name, getattr(plane, name))
+    monkeypatch.setattr(plane, "_launch", plane._launch)  # rigs set it
     made: list[Rig] = []
 
     def build(**changes: Any) -> Rig:

@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 
-from sgl_kvfetch.cuda_streams import Device, Event, Stream
+from sgl_kvfetch.codec.cuda_streams import Device, Event, Stream
 
 
 class FakeEvent:

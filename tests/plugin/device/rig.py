@@ -25,16 +25,16 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, polls, wait_until
 from sgl_kvfetch import metrics
-from sgl_kvfetch.config import parse_config
-from sgl_kvfetch.dataplane.messages import Found
-from sgl_kvfetch.dataplane.run import run
-from sgl_kvfetch.dataplane.service import Service
-from sgl_kvfetch.plugin import plane as plane_module
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.plane.config import parse_config
+from sgl_kvfetch.plane.messages import Found
+from sgl_kvfetch.plane.run import run_data_plane
+from sgl_kvfetch.plane.service import Service
+from sgl_kvfetch.plugin import data_plane as plane_module
 from sgl_kvfetch.plugin.device.backend import DeviceBackend
 from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
 from sgl_kvfetch.plugin.device.fetch_state import State
 from sgl_kvfetch.plugin.device.pages import DevicePages
-from sgl_kvfetch.quant import make_quantiser
 from sgl_kvfetch.types import TENSORS
 from tests.plugin.device.gated_store import GatedStore
 from tests.plugin.planes import Served
@@ -177,7 +177,12 @@ class Rig:
         plane, found = self.backend.plane, list[Found]()
         plane.look_up([], found.append)
         fetched = plane.fetch([], [0], time.monotonic() + WAIT_S).end
-        wait_until(lambda: plane.step() or bool(found and fetched.done()))
+
+        def is_heard() -> bool:
+            plane.step()
+            return bool(found) and fetched.done()
+
+        wait_until(is_heard)
 
     def key(self, tokens: Sequence[int]) -> RadixKey:
         return RadixKey(array("q", tokens)).page_aligned(PAGE)
@@ -215,7 +220,7 @@ class Rig:
 
 
 def _num_dropped() -> float:
-    samples = metrics.WRITTEN_PAGES.collect()[0].samples
+    samples = next(iter(metrics.WRITTEN_PAGES.collect())).samples
     return sum(s.value for s in samples if s.labels.get("result", "").startswith("dropped"))
 
 
@@ -241,7 +246,7 @@ def make_rig(
     cache = KVFetchRadixCache(params)
     if agree is not None:
         cache._num_ranks = lambda: 2  # type: ignore[method-assign]
-        cache._agree = agree  # type: ignore[method-assign]
+        cache._agree = agree  # type: ignore[assignment, method-assign]
     extra = {
         "store": f"file://{directory}",
         "codec": "zstd",
@@ -259,7 +264,7 @@ def make_rig(
 
     def connect() -> DeviceBackend:
         plane_module._launch = served.launch
-        plane_module.run = partial(run, on_service=served.add)  # type: ignore[assignment]
+        vars(plane_module)["run_data_plane"] = partial(run_data_plane, on_service=served.add)
         plane = plane_module.open_plane(parsed, quantiser, heads, rank, pages, None)
         return cache.start(parsed, plane, pages, pool_tokens=num_slots, threshold_tokens=PAGE)
 

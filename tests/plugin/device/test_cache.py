@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, EvictPara
 
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S
-from sgl_kvfetch.container.segment import SegmentReader
+from sgl_kvfetch.codec.container.segment import SegmentReader
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.metrics import DEVICE_REQUESTS
 from sgl_kvfetch.plugin.device.fetch_state import State
@@ -66,16 +66,16 @@ def test_nothing_stored(rig: Rig) -> None:
 
 def test_the_ends_of_requests_are_counted(rig: Rig) -> None:
     def counts() -> dict[str, float]:
-        samples = DEVICE_REQUESTS.collect()[0].samples
+        samples = next(iter(DEVICE_REQUESTS.collect())).samples
         return {s.labels["end"]: s.value for s in samples if s.name.endswith("_total")}
 
     before = counts()
     rig.stored(prompt(0))
     rig.store.reads.is_open = False
     handles = [rig.arrive(prompt(0))]
-    rig.settle(lambda: rig.states() == [State.FETCHING])
+    rig.settle(lambda: rig.states() == [State.FILLING])
     handles += [rig.arrive(prompt(1)), rig.arrive(prompt(0))]
-    rig.settle(lambda: rig.states() == [State.FETCHING, State.FOLLOWING])
+    rig.settle(lambda: rig.states() == [State.FILLING, State.FOLLOWING])
     rig.cache.step()
     assert own_metric("sgl_kvfetch_parked_requests") == 2
     assert own_metric("sgl_kvfetch_held_slots") == 32  # which were free when the fetch began
@@ -109,10 +109,10 @@ def test_an_abort_gives_everything_back(make: MakeRig, moment: str) -> None:
         case "lookup":
             rig.settle(lambda: rig.store.lookups.num_waiting > 0)
         case "transmit" | "waiting":
-            rig.settle(lambda: rig.states() == [State.FETCHING])
+            rig.settle(lambda: rig.states() == [State.FILLING])
             if moment == "waiting":
                 second = rig.arrive(other)
-                rig.settle(lambda: rig.states() == [State.FETCHING, State.WAITING])
+                rig.settle(lambda: rig.states() == [State.FILLING, State.WAITING])
             assert rig.num_available == rig.num_slots - 32  # it takes what is free
         case "restore":
             rig.settle(lambda: rig.num_available == rig.num_slots - 32)
@@ -138,7 +138,7 @@ def test_a_reset_gives_everything_back_and_nothing_is_written_after(rig: Rig, mo
         case "lookup":
             rig.settle(lambda: rig.store.lookups.num_waiting > 0)
         case "transmit":
-            rig.settle(lambda: rig.states() == [State.FETCHING])
+            rig.settle(lambda: rig.states() == [State.FILLING])
         case "restore":
             rig.settle(lambda: rig.num_available == rig.num_slots - 32)
         case "landed":
@@ -220,7 +220,7 @@ def test_nothing_lands_after_the_weights_changed(rig: Rig) -> None:
     rig.stored(tokens)
     rig.store.reads.is_open = False
     handle = rig.arrive(tokens)
-    rig.settle(lambda: rig.states() == [State.FETCHING])
+    rig.settle(lambda: rig.states() == [State.FILLING])
     rig.backend.access.suspend("other weights")
     rig.store.reads.is_open = True
     rig.await_over(handle)
@@ -264,17 +264,17 @@ def test_aborts_at_random_moments(make: MakeRig) -> None:
         if alive and rng.random() < 0.4:
             handle = rng.choice(list(alive))
             del alive[handle]
-            rig.abort(handle)  # type: ignore[arg-type]
+            rig.abort(handle)
             num_aborted += 1
         for handle in [h for h in alive if rig.cache.check_prefetch_progress(h)]:
             if rng.random() < 0.3:
-                cached, _, lock = rig.admit(handle, alive.pop(handle))  # type: ignore[arg-type]
+                cached, _, lock = rig.admit(handle, alive.pop(handle))
                 rig.cache.unlock(lock)
                 num_admitted += cached > 0
         if rng.random() < 0.05:
             rig.cache.evict(EvictParams(num_tokens=256))
     for handle in alive:
-        rig.abort(handle)  # type: ignore[arg-type]
+        rig.abort(handle)
     rig.store.reads.is_open = rig.store.lookups.is_open = True
     rig.settle()
     rig.assert_nothing_held()

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -20,28 +20,31 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 from harness.fetching import fetch_pages
-from sgl_kvfetch import cuda_streams
-from sgl_kvfetch.adapt.pool import DecodePool
-from sgl_kvfetch.container.manifest import Cell
-from sgl_kvfetch.container.segment import CellFrames, CodedSegment, SegmentReader
-from sgl_kvfetch.cuda_streams import Device, Stream
+from sgl_kvfetch import codec
+from sgl_kvfetch.codec.bitstream.base import Decoders
+from sgl_kvfetch.codec.container.manifest import Cell
+from sgl_kvfetch.codec.container.segment import CellFrames, CodedSegment, SegmentReader
+from sgl_kvfetch.codec.cuda_streams import Device, Stream
+from sgl_kvfetch.codec.quant import klt
+from sgl_kvfetch.codec.quant.base import Quantiser
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.codec.quant.rope import Rope
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.fetch.fetcher import Fetcher
-from sgl_kvfetch.fetch.plan import PageSource
-from sgl_kvfetch.fetch.restore import restore_cell
-from sgl_kvfetch.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher
+from sgl_kvfetch.plane.fetch.plan import PageSource
+from sgl_kvfetch.plane.fetch.restore import restore_cell
+from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plugin.device import build
 from sgl_kvfetch.plugin.device.cuda_pages import DEVICE_BYTES, CudaPages
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.plugin.device.restores import Restore
-from sgl_kvfetch.quant import Quantiser, klt, make_quantiser
-from sgl_kvfetch.quant.klt import KltQuantiser
-from sgl_kvfetch.quant.rope import Rope
-from sgl_kvfetch.stores.local import LocalStore
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
+from tests.codec.quant.profiles import make_profile, values_of
 from tests.plugin.device.fake_streams import FakeDevice, FakeEvent
-from tests.quant.profiles import make_profile, values_of
 from tests.segments import make_segment
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -190,9 +193,9 @@ def test_the_same_values_as_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatc
         device = FakeDevice()
         room = {} if name == "klt" else {"restore_buffer_bytes": at_once * frames_bytes(cells[0]) // 3 + 60_000}
         pages = make_pages(device, WIDE, **room)
-        for cell in cells:
+        for frames in cells:
             guard = Mock(side_effect=GuardedSink(pages).run)
-            pages.restore(cell, range(3, 64, 4), range(1, 17), guard)
+            pages.restore(frames, range(3, 64, 4), range(1, 17), guard)
             assert guard.call_count == num_writes
         device.run()
         for tensor in TENSORS:
@@ -458,7 +461,7 @@ async def test_a_fetch_from_end_to_end(exact: Segment, tmp_path: Path) -> None:
     reader = SegmentReader(coded.manifest, make_quantiser("exact"))
     device = FakeDevice()
     pages = make_pages(device)
-    with closing(DecodePool([{}] * 2)) as pool:
+    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
         fetcher = Fetcher(store, pool, read_bytes=2000, inflight_bytes=10_000, may_delete=True)
         sources = [PageSource(reader, page) for page in range(NUM_PAGES)]
         pages.fence()
@@ -511,7 +514,7 @@ def test_device_memory_of_a_fetch_is_bounded() -> None:
 
 def test_a_gpu_is_used_with_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     device = FakeDevice()
-    monkeypatch.setattr(cuda_streams, "Device", lambda _: device)
+    monkeypatch.setattr(codec, "Device", lambda _: device)
     pool = make_pool()
     caplog.clear()  # of what SGLang says of a pool
     worker = SimpleNamespace(model_runner=SimpleNamespace(forward_stream=device.forward))
@@ -528,7 +531,7 @@ def test_a_gpu_is_used_with_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: p
 @pytest.mark.gpu
 def test_on_a_gpu(exact: Segment, decoded: list[CellFrames]) -> None:
     forward = torch.cuda.Stream()
-    pages = CudaPages(make_pool(device="cuda"), 4, Device(torch.device("cuda", 0)), forward)
+    pages = CudaPages(make_pool(device="cuda"), 4, Device(torch.device("cuda", 0)), cast(Stream, forward))
     pages.fence()
     indices = pages.page_indices(slots_of(PLACES).cuda())
     assert indices == PLACES

@@ -24,8 +24,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import CorruptError
-from sgl_kvfetch.fetch import fetcher
-from sgl_kvfetch.fetch.layers import LayerProgress
+from sgl_kvfetch.plane.fetch import fetcher
+from sgl_kvfetch.plane.fetch.layers import LayerProgress
+from sgl_kvfetch.plane.fetch.restore import restore_cell
 from sgl_kvfetch.plugin.device import early, scheduler_hooks
 from sgl_kvfetch.plugin.device.fetch_state import State
 from tests.plugin.device.conftest import MakeRig
@@ -58,7 +59,7 @@ class Decoding:
 
 @pytest.fixture
 def decoding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoding]:
-    made, original = Decoding(), fetcher.restore_cell
+    made, original = Decoding(), restore_cell
     monkeypatch.setattr(fetcher, "restore_cell", lambda *args, **kwargs: made.restore(original, *args, **kwargs))
     yield made
     made.open(0, 1)
@@ -131,7 +132,7 @@ def test_a_request_reads_each_layer_when_it_is_whole(make: MakeRig, decoding: De
     request = begin(rig, tokens)
     decoding.open(0)
     rig.await_over(request.cache_request_handle)
-    assert rig.states() == [State.FETCHING]
+    assert rig.states() == [State.CERTAIN]
     num_tokens = match(rig, request)
     assert request.prefix_len + num_tokens == NUM_STORED * PAGE
     lock = admit(rig, request, num_tokens)
@@ -230,11 +231,11 @@ def test_a_pass_that_does_not_wait_for_its_layers_is_not_valid(make: MakeRig, de
 def test_nobody_starts_while_others_wait_for_the_same_pages(make: MakeRig, decoding: Decoding) -> None:
     rig, tokens = filled(make, decoding)
     first = begin(rig, tokens)
-    rig.settle(lambda: rig.states() == [State.FETCHING])
+    rig.settle(lambda: rig.states() == [State.FILLING])
     second = begin(rig, tokens)
     rig.settle(lambda: State.FOLLOWING in rig.states())
     decoding.open(0)
-    rig.settle(lambda: rig.parts.fetches._fetches[first.cache_request_handle].can_start)
+    rig.settle(lambda: rig.states()[0] is State.CERTAIN)
     assert rig.cache.is_parked(first.cache_request_handle)
     assert match(rig, first) == 0
     rig.abort(second.cache_request_handle)
@@ -251,7 +252,7 @@ def test_a_request_that_has_failed_waits_for_its_pages(make: MakeRig, decoding: 
     rig.cache.early_starts.bar("r1")  # the first request
     request = begin(rig, tokens)
     decoding.open(0)
-    rig.settle(lambda: rig.states() == [State.FETCHING])
+    rig.settle(lambda: rig.states() == [State.FILLING])
     rig.hear_plane()
     rig.cache.step()
     assert rig.cache.is_parked(request.cache_request_handle)
@@ -270,7 +271,7 @@ def test_a_request_that_computes_little_does_not_start_early(make: MakeRig, deco
             rig.cache.prefill_meter.speed.add(num_tokens, 1e-9 * num_tokens)
     request = begin(rig, tokens)
     decoding.open(0)
-    rig.settle(lambda: rig.states() == [State.FETCHING])
+    rig.settle(lambda: rig.states() == [State.FILLING])
     rig.hear_plane()
     rig.cache.step()
     assert rig.cache.is_parked(request.cache_request_handle)
@@ -304,6 +305,8 @@ def test_a_batch_without_a_result_is_taken_apart_once(make: MakeRig) -> None:
 
 class Batch(SimpleNamespace):
     """What the hooks use of SGLang's ``ScheduleBatch``."""
+
+    reqs: list[Any]
 
     def filter_batch(self, reqs_to_exclude: list[Any]) -> None:
         self.reqs = [req for req in self.reqs if req not in reqs_to_exclude]

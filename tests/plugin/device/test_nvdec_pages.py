@@ -12,24 +12,26 @@ import torch
 
 from harness.fetching import fetch_pages
 from harness.waiting import until_idle
-from sgl_kvfetch.adapt.pool import DecodePool
-from sgl_kvfetch.codecs.nvdec import Nvdec
-from sgl_kvfetch.container.segment import SegmentReader
+from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
+from sgl_kvfetch.codec.container.segment import SegmentReader
+from sgl_kvfetch.codec.quant import klt
+from sgl_kvfetch.codec.quant.base import Quantiser
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import CorruptError
-from sgl_kvfetch.fetch.fetcher import Fetcher
-from sgl_kvfetch.fetch.plan import PageSource
-from sgl_kvfetch.fetch.sink import GuardedSink, PagePool
+from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher
+from sgl_kvfetch.plane.fetch.plan import PageSource
+from sgl_kvfetch.plane.fetch.sink import GuardedSink, PagePool
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 from sgl_kvfetch.plugin.device.pages import DevicePages
-from sgl_kvfetch.quant import Quantiser, klt, make_quantiser
-from sgl_kvfetch.quant.klt import KltQuantiser
-from sgl_kvfetch.stores.local import LocalStore
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.types import TENSORS, TensorName
-from tests.codecs.fake_nvdec import CountingDevice, FakeNvc, make_nvdec
+from tests.codec.bitstream.fake_nvdec import CountingDevice, FakeNvc, make_nvdec
+from tests.codec.quant.profiles import make_profile, values_of
 from tests.plugin.device.fake_streams import FakeDevice
 from tests.plugin.device.test_cuda_pages import GEOMETRY, NUM_PAGES, PLACES, Segment, make_pool, memory
-from tests.quant.profiles import make_profile, values_of
 from tests.segments import make_segment, without_frame_sums
 
 pytestmark = pytest.mark.filterwarnings("ignore")

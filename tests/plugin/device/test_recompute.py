@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_kvfetch.dataplane.messages import Cost
+from sgl_kvfetch.plane.messages import Cost
 from sgl_kvfetch.plugin.device.recompute import MARGIN, Decision, FetchOrRecompute
 
 

@@ -46,7 +46,7 @@ def test_the_rest_is_computed_once_that_is_faster(make: MakeRig) -> None:
     rig.store.reads.is_open = False
     rig.store.reads.lets_through = lambda name, start: start == 0
     handle = rig.arrive(tokens)
-    rig.settle(lambda: rig.states() == [State.FETCHING])
+    rig.settle(lambda: rig.states() == [State.AWAITING_BYTES])
     for num_tokens in (10_000, 20_000, 30_000, 40_000):
         rig.cache.prefill_meter.speed.add(num_tokens, num_tokens * 1e-9)
     rig.store.reads.is_open = True

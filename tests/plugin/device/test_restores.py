@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from sgl_kvfetch.container.segment import CellFrames, SegmentReader
+from sgl_kvfetch.codec.container.segment import CellFrames, SegmentReader
+from sgl_kvfetch.codec.quant import klt
+from sgl_kvfetch.codec.quant.base import CellValues, Quantiser
+from sgl_kvfetch.codec.quant.inverse import TransformInverse
+from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser
+from sgl_kvfetch.codec.quant.profile import Profile
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.plugin.device.restores import CellOutputs, restores_of
-from sgl_kvfetch.quant import CellValues, Quantiser, klt, make_quantiser
-from sgl_kvfetch.quant.inverse import TransformInverse
-from sgl_kvfetch.quant.klt import EXACT, KltQuantiser
-from sgl_kvfetch.quant.profile import Profile
-from sgl_kvfetch.quant.rope import Rope
 from sgl_kvfetch.triton_kernels.runtime import use_kernels
 from sgl_kvfetch.types import KVGeometry
-from tests.quant.profiles import make_profile, values_of
+from tests.codec.quant.profiles import make_profile, values_of
 from tests.segments import make_segment
 from tests.triton_kernels.cases import (
     DEVICE,
@@ -74,9 +76,10 @@ def check(
         begin = cell.place.tokens.start - first_page * 4
         span = slice(begin, begin + len(cell.place.tokens))
         slots, exact = all_slots[span], all_exact[span]
-        pool = tuple(make_buffers(Shape(NUM_TOKENS, 4, 4, dim), torch.bfloat16) for dim in (16, 24))
-        outputs = tuple([x[:, cell.heads.start : cell.heads.stop] for x in buffers] for buffers in pool)
-        restore(cell, slots, tuple(x[cell.layers.start : cell.layers.stop] for x in outputs))
+        pool = [make_buffers(Shape(NUM_TOKENS, 4, 4, dim), torch.bfloat16) for dim in (16, 24)]
+        outputs = [[x[:, cell.heads.start : cell.heads.stop] for x in buffers] for buffers in pool]
+        k, v = (x[cell.layers.start : cell.layers.stop] for x in outputs)
+        restore(cell, slots, (k, v))
         wanted = slots >= 0
         for heads_of_layers, want in zip(outputs, expected, strict=True):
             for index, layer in enumerate(cell.layers):

@@ -25,7 +25,7 @@ def test_fetches_keep_to_their_share(make: MakeRig) -> None:
     one = rig.arrive(first)
     rig.await_over(one)
     two = rig.arrive(second)
-    rig.settle(lambda: rig.states() == [State.LANDED, State.FETCHING])
+    rig.settle(lambda: rig.states() == [State.LANDED, State.AWAITING_SLOTS])
     for _ in range(100):
         rig.cache.step()
     assert not rig.cache.check_prefetch_progress(two)
@@ -126,7 +126,7 @@ def test_an_abort_between_rounds(make: MakeRig, moment: int) -> None:
     rig.stored(tokens)
     rig.store.reads.is_open = bool(moment)
     handle = rig.arrive(tokens)
-    rig.settle(lambda: rig.states() == [State.FETCHING] and rig.cache.protected_size() >= moment)
+    rig.settle(lambda: rig.states() != [State.LOOKUP] and rig.cache.protected_size() >= moment)
     rig.abort(handle)
     rig.settle()
     rig.assert_nothing_held()
@@ -149,7 +149,7 @@ def test_a_fetch_waits_while_the_pool_is_full(make: MakeRig) -> None:
     rig.stored(tokens)
     busy = rig.cache.lock(rig.compute(prompt(1, 24)))
     handle = rig.arrive(tokens)
-    rig.settle(lambda: rig.states() == [State.FETCHING])
+    rig.settle(lambda: rig.states() == [State.AWAITING_SLOTS])
     for _ in range(100):
         rig.cache.step()
     assert not rig.cache.check_prefetch_progress(handle)

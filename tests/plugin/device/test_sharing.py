@@ -2,85 +2,69 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_kvfetch.plugin.device.fetch import Fetch, Sharing
-from sgl_kvfetch.plugin.device.fetch_state import Begun, Found, Sign, State
+from sgl_kvfetch.plugin.device.fetch_state import State
+from sgl_kvfetch.plugin.device.sharing import Sharing
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import Rig, prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def fetch(number: int) -> Fetch:
-    made = Fetch(handle=number, key=None, start=0, arrival=number, arrived_s=0.0)
-    made.receive(Found(3))
-    return made
-
-
-def follow(sharing: Sharing, follower: Fetch, page_hash: str) -> bool:
-    if sharing.follow(follower, page_hash):
-        follower.receive(Sign.FOLLOWS)
-        return True
-    return False
-
-
 def test_followers_look_again_after_any_landing() -> None:
-    sharing, leader, follower = Sharing(), fetch(0), fetch(1)
-    assert not follow(sharing, follower, "a")
-    sharing.lead(leader, ["a", "b", "c"])
-    assert follow(sharing, follower, "b")
-    assert follower.leader is leader
+    sharing: Sharing[str] = Sharing()
+    assert not sharing.follow("follower", "a")
+    sharing.lead("leader", ["a", "b", "c"])
+    assert sharing.follow("follower", "b")
+    assert sharing.leader_of("follower") == "leader"
+    assert sharing.has_followers("leader")
     assert not sharing.take_resumed(8)
-    sharing.ended(leader, ["a"])
-    assert sharing.take_resumed(8) == [follower]
-    assert follower.leader is None
+    sharing.ended("leader", ["a"])
+    assert sharing.take_resumed(8) == ["follower"]
+    assert sharing.leader_of("follower") is None
+    assert not sharing.has_followers("leader")
     assert not sharing.take_resumed(8)
-    assert not follow(sharing, follower, "a")
-    assert follow(sharing, follower, "b")  # which is still to come
+    assert not sharing.follow("follower", "a")
+    assert sharing.follow("follower", "b")  # which is still to come
 
 
 def test_a_page_keeps_its_new_leader() -> None:
-    sharing, first, second = Sharing(), fetch(0), fetch(1)
-    sharing.lead(first, ["a", "b"])
-    sharing.lead(second, ["b"])
-    sharing.ended(first, ["a", "b"])
-    follower = fetch(2)
-    assert not follow(sharing, follower, "a")
-    assert follow(sharing, follower, "b")
-    assert follower.leader is second
+    sharing: Sharing[str] = Sharing()
+    sharing.lead("first", ["a", "b"])
+    sharing.lead("second", ["b"])
+    sharing.ended("first", ["a", "b"])
+    assert not sharing.follow("follower", "a")
+    assert sharing.follow("follower", "b")
+    assert sharing.leader_of("follower") == "second"
 
 
 def test_followers_that_have_ended_do_not_count() -> None:
-    sharing, leader = Sharing(), fetch(0)
-    followers = [fetch(number) for number in range(1, 6)]
-    sharing.lead(leader, ["a"])
-    for follower in followers:
-        assert follow(sharing, follower, "a")
-    followers[0].receive(Sign.ABANDONED)
-    sharing.ended(leader, ["a"])
-    followers[2].receive(Sign.ABANDONED)
-    assert sharing.take_resumed(3) == [followers[1], followers[3]]
-    assert sharing.take_resumed(3) == [followers[4]]
+    sharing: Sharing[int] = Sharing()
+    sharing.lead(0, ["a"])
+    for follower in range(1, 7):
+        assert sharing.follow(follower, "a")
+    sharing.leave(1)
+    sharing.ended(0, ["a"])
+    sharing.leave(3)
+    assert sharing.take_resumed(3) == [2, 4, 5]
+    assert sharing.take_resumed(3) == [6]
 
 
-def test_pages_are_wanted_by_the_request_or_a_follower() -> None:
-    sharing, leader, follower = Sharing(), fetch(0), fetch(1)
-    sharing.lead(leader, ["a"])
-    follow(sharing, follower, "a")
-    leader.receive(Begun(0, (3,)))
-    leader.receive(Sign.ABANDONED)
-    assert leader.is_wanted
-    follower.receive(Sign.ABANDONED)
-    assert not leader.is_wanted
+def test_the_last_follower_that_leaves_leaves_no_followers() -> None:
+    sharing: Sharing[str] = Sharing()
+    sharing.lead("leader", ["a"])
+    sharing.follow("follower", "a")
+    sharing.leave("follower")
+    assert not sharing.has_followers("leader")
 
 
 def test_clearing_leaves_no_leaders() -> None:
-    sharing, leader, follower = Sharing(), fetch(0), fetch(1)
-    sharing.lead(leader, ["a"])
-    follow(sharing, follower, "a")
-    sharing.ended(leader, [])
+    sharing: Sharing[str] = Sharing()
+    sharing.lead("leader", ["a"])
+    sharing.follow("follower", "a")
+    sharing.ended("leader", [])
     sharing.clear()
     assert not sharing.take_resumed(8)
-    assert not follow(sharing, follower, "a")
+    assert not sharing.follow("follower", "a")
 
 
 def test_pages_are_fetched_once_for_requests_that_share_them(make: MakeRig) -> None:
@@ -92,9 +76,9 @@ def test_pages_are_fetched_once_for_requests_that_share_them(make: MakeRig) -> N
     first = rig.arrive(tokens[:32])
     rig.settle(lambda: rig.store.reads.num_waiting > 0)
     second, third = rig.arrive(tokens[:32]), rig.arrive(tokens)
-    rig.settle(lambda: rig.states() == [State.FETCHING, State.FOLLOWING, State.FOLLOWING])
+    rig.settle(lambda: rig.states() == [State.FILLING, State.FOLLOWING, State.FOLLOWING])
     fourth = rig.arrive(other)  # which none of the others keeps waiting
-    rig.settle(lambda: rig.states() == [State.FETCHING, State.FOLLOWING, State.FOLLOWING, State.FETCHING])
+    rig.settle(lambda: rig.states() == [State.FILLING, State.FOLLOWING, State.FOLLOWING, State.FILLING])
     assert not any(rig.cache.check_prefetch_progress(h) for h in (first, second, third))
     rig.store.reads.is_open = True
     locks = []
@@ -117,9 +101,9 @@ def test_a_follower_gets_what_its_aborted_leader_fetches(rig: Rig) -> None:
     rig.stored(tokens)
     rig.store.reads.is_open = False
     leader = rig.arrive(tokens)
-    rig.settle(lambda: rig.states() == [State.FETCHING])
+    rig.settle(lambda: rig.states() == [State.FILLING])
     follower = rig.arrive(tokens)
-    rig.settle(lambda: rig.states() == [State.FETCHING, State.FOLLOWING])
+    rig.settle(lambda: rig.states() == [State.FILLING, State.FOLLOWING])
     rig.abort(leader)
     rig.store.reads.is_open = True
     rig.await_over(follower)
@@ -139,7 +123,7 @@ def test_a_follower_goes_on_as_soon_as_its_own_pages_have_landed(make: MakeRig) 
     rig.settle(lambda: len(set(rig.store.data_reads)) >= 4)
     starts = sorted({start for _, start in rig.store.data_reads})
     follower = rig.arrive(tokens[:8])
-    rig.settle(lambda: rig.states() == [State.FETCHING, State.FOLLOWING])
+    rig.settle(lambda: rig.states() == [State.FILLING, State.FOLLOWING])
     rig.store.reads.lets_through = lambda name, start: start in starts[:2]
     rig.await_over(follower)
     assert not rig.cache.check_prefetch_progress(leader)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvfetch.config import parse_config
-from sgl_kvfetch.container.segment import SegmentSpec
-from sgl_kvfetch.fetch.sink import GuardedSink
-from sgl_kvfetch.plugin import plane
+from sgl_kvfetch.codec.container.segment import SegmentSpec
+from sgl_kvfetch.plane.config import parse_config
+from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plugin import data_plane as plane
 from sgl_kvfetch.plugin.device.warm_up import compile_kernels
 from sgl_kvfetch.triton_kernels import runtime
 from tests.plugin.device.fake_streams import FakeDevice

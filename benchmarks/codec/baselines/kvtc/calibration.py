@@ -10,10 +10,9 @@ import torch
 from benchmarks.codec.baselines.kvtc.allocation import allocate, measure_errors
 from benchmarks.codec.baselines.kvtc.components import Components, principal_components
 from benchmarks.codec.baselines.kvtc.groups import Group
-from sgl_kvfetch.calibrate.model import KVModel
-from sgl_kvfetch.calibrate.rotation import find_rope
+from sgl_kvfetch.codec.calibrate.model import KVModel, find_rope
+from sgl_kvfetch.codec.quant.rope import Rope, rotate, unrotate
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.quant.rope import Rope, rotate, unrotate
 from sgl_kvfetch.types import TENSORS, TensorName
 
 SINK_TOKENS = 4

@@ -1,0 +1,13 @@
+"""The stored format and what makes it: quantisers, layouts, codecs, segments, manifests and calibration.
+
+Values of a cell become 8-bit integers (``quant``), integers become frames (``layout``), frames become a bitstream
+(``bitstream``), and bitstreams become a segment with its manifest (``container``); each step has its way back.
+``calibrate`` makes a model's profile. It can be used alone, as a library.
+
+It knows torch, PyAV, zstd and, in one file, PyNvVideoCodec, and it launches the Triton kernels. It does no network
+I/O, imports neither sglang nor a store, and its results do not depend on a clock.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

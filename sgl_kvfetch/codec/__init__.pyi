@@ -1,0 +1,96 @@
+from .bitstream.base import Codec as Codec, Decoders as Decoders, FrameEncoder as FrameEncoder
+from .bitstream.hevc import HevcCodec as HevcCodec
+from .bitstream.nvdec import Nvdec as Nvdec, open_nvdec as open_nvdec
+from .bitstream.nvdec_caps import decode_caps as decode_caps
+from .bitstream.nvenc import open_encoders as open_encoders, open_nvenc as open_nvenc
+from .bitstream.nvenc_caps import LIBRARY as LIBRARY
+from .bitstream.nvidia import moving_gradients as moving_gradients, open_current_nvdec as open_current_nvdec
+from .bitstream.registry import CODECS as CODECS, CodecName as CodecName, get_codec as get_codec
+from .bitstream.surfaces import MAX_SURFACE_BYTES as MAX_SURFACE_BYTES
+from .calibrate.fit import CalibrationOptions as CalibrationOptions, calibrate_model as calibrate_model
+from .calibrate.model import (
+    KVModel as KVModel,
+    calibration_windows as calibration_windows,
+    find_rope as find_rope,
+    part_of as part_of,
+)
+from .container.manifest import (
+    MAX_MANIFEST_BYTES as MAX_MANIFEST_BYTES,
+    MAX_SEGMENT_PAGES as MAX_SEGMENT_PAGES,
+    MAX_SIDES as MAX_SIDES,
+    MAX_VARIANTS as MAX_VARIANTS,
+    Cell as Cell,
+    Manifest as Manifest,
+    Side as Side,
+    Variant as Variant,
+    decode_manifest as decode_manifest,
+    require_rewritable as require_rewritable,
+    split_signature as split_signature,
+)
+from .container.merge import merge_segments as merge_segments
+from .container.segment import (
+    CellFrames as CellFrames,
+    CodedChunk as CodedChunk,
+    CodedSegment as CodedSegment,
+    SegmentReader as SegmentReader,
+    SegmentSpec as SegmentSpec,
+    cell_place as cell_place,
+    encode_cell as encode_cell,
+    encode_segment as encode_segment,
+    first_readable as first_readable,
+    layouts_of as layouts_of,
+    make_variant as make_variant,
+    with_chunk_digests as with_chunk_digests,
+    with_digests as with_digests,
+)
+from .container.sides import (
+    SideKey as SideKey,
+    SidePlace as SidePlace,
+    encode_side as encode_side,
+    side_places as side_places,
+)
+from .container.signing import ManifestKeys as ManifestKeys, read_manifest_keys as read_manifest_keys
+from .cuda_streams import Device as Device, Event as Event, Stream as Stream
+from .fingerprint import (
+    digest_file as digest_file,
+    digest_files as digest_files,
+    fingerprint_model as fingerprint_model,
+)
+from .layout.frame_sum import (
+    GAMMA as GAMMA,
+    MIX_1 as MIX_1,
+    MIX_2 as MIX_2,
+    WORD_BYTES as WORD_BYTES,
+    sum_of_frames as sum_of_frames,
+)
+from .layout.frames import (
+    FILL as FILL,
+    MIN_PICTURE as MIN_PICTURE,
+    PLANES as PLANES,
+    RESOLUTIONS as RESOLUTIONS,
+    Layout as Layout,
+)
+from .layout.regions import RegionLayout as RegionLayout, region_layout as region_layout
+from .layout.tiles import TileLayout as TileLayout
+from .quant.base import CellValues as CellValues, Quantised as Quantised, Quantiser as Quantiser
+from .quant.exact import from_planes as from_planes
+from .quant.inverse import (
+    ByteInverse as ByteInverse,
+    Inverse as Inverse,
+    StepInverse as StepInverse,
+    TransformInverse as TransformInverse,
+)
+from .quant.klt import KltQuantiser as KltQuantiser, require_grid as require_grid, scales_of as scales_of
+from .quant.profile import (
+    Calibration as Calibration,
+    Profile as Profile,
+    load_profile as load_profile,
+    require_target as require_target,
+)
+from .quant.registry import (
+    QuantiserName as QuantiserName,
+    make_quantiser as make_quantiser,
+    quantiser_from_identity as quantiser_from_identity,
+)
+from .quant.rope import Rope as Rope
+from .quant.symmetric import MAX_BINS as MAX_BINS, MIN_BINS as MIN_BINS

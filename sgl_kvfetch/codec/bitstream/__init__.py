@@ -1,0 +1,1 @@
+"""Lossless codecs between frames and bitstreams: one file a codec. The manifest records their names."""

@@ -1,0 +1,84 @@
+"""General-purpose byte codecs: fast, without a video engine. They compress a chunk's frames as one run of bytes."""
+
+from __future__ import annotations
+
+import zlib
+from abc import abstractmethod
+
+import torch
+import zstandard
+
+from sgl_kvfetch.codec.bitstream.base import Codec, PictureShape
+from sgl_kvfetch.errors import CorruptError
+
+
+class _BytesCodec(Codec):
+    def encode(self, frames: torch.Tensor) -> bytes:
+        return self.compress(frames.contiguous().cpu().numpy().tobytes())
+
+    def decode(self, bitstream: bytes | memoryview, shape: PictureShape) -> torch.Tensor:
+        num_frames, height, width = shape
+        expected = num_frames * 3 * height * width
+        data = self.decompress(bitstream, expected)
+        if len(data) != expected:
+            raise CorruptError(f"{self.name} bitstream decodes to {len(data)} bytes, expected {expected}")
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(num_frames, 3, height, width)
+
+    @abstractmethod
+    def compress(self, data: bytes) -> bytes: ...
+
+    @abstractmethod
+    def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes:
+        """Return at most ``max_bytes`` bytes, even if the data claims to hold more. Raises CorruptError."""
+
+
+class ZstdCodec(_BytesCodec):
+    name = "zstd"
+    level = 3
+
+    def compress(self, data: bytes) -> bytes:
+        return zstandard.ZstdCompressor(self.level).compress(data)
+
+    def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes:
+        try:
+            # Exactly as many bytes as the frame claims are allocated, and it cannot decode to more.
+            claimed = zstandard.frame_content_size(data)
+            if not 0 <= claimed <= max_bytes:
+                raise CorruptError(f"zstd frame claims {claimed} bytes (-1: unknown), expected at most {max_bytes}")
+            return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
+        except zstandard.ZstdError as e:
+            raise CorruptError(f"zstd bitstream does not decode: {e}") from e
+
+
+class RawCodec(_BytesCodec):
+    """Stores bytes uncompressed, for networks that are faster than decompression on the CPU."""
+
+    name = "raw"
+
+    def compress(self, data: bytes) -> bytes:
+        return data
+
+    def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes:
+        if len(data) > max_bytes:
+            raise CorruptError(f"{len(data)} raw bytes, expected at most {max_bytes}")
+        return bytes(data)
+
+
+class DeflateCodec(_BytesCodec):
+    name = "deflate"
+    level = 1
+
+    def compress(self, data: bytes) -> bytes:
+        return zlib.compress(data, self.level)
+
+    def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes:
+        decompressor = zlib.decompressobj()
+        try:
+            out = decompressor.decompress(data, max_bytes)
+            if not decompressor.eof:  # the checksum may still follow, but no more data
+                out += decompressor.decompress(decompressor.unconsumed_tail, 1)
+        except zlib.error as e:
+            raise CorruptError(f"deflate bitstream does not decode: {e}") from e
+        if not decompressor.eof or decompressor.unused_data:
+            raise CorruptError(f"deflate bitstream is cut, has bytes behind it, or decodes to over {max_bytes} bytes")
+        return out

@@ -1,0 +1,458 @@
+"""A segment's manifest: the contents of the segment, their location, and their checksums.
+
+Bytes: ``"KVFM"``, u16 major, u16 minor, u32 body length (little endian), the body (MessagePack), and the
+xxh3-128 of all before it. See docs/format.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
+from typing import Annotated, NamedTuple
+
+import msgspec
+import xxhash
+from msgspec import Meta
+
+from sgl_kvfetch.codec.container.signing import CHUNK_DIGEST_BYTES, split
+from sgl_kvfetch.codec.layout.frames import MIN_PICTURE, PICTURE_MULTIPLE, PLANES, Layout
+from sgl_kvfetch.codec.layout.regions import RegionLayout
+from sgl_kvfetch.codec.layout.tiles import TileLayout
+from sgl_kvfetch.errors import CorruptError, FormatError, FormatVersionError, UnsupportedError
+from sgl_kvfetch.keys import (
+    FORMAT_MAJOR,
+    FORMAT_MINOR,
+    PAGE_HASH_BYTES,
+    HeadSlice,
+    Namespace,
+    SegmentKey,
+    is_power_of_two,
+)
+from sgl_kvfetch.types import MAX_HEADS, MAX_LAYERS, TENSORS, CellGrid, KVGeometry
+
+MAGIC = b"KVFM"
+_HEADER = struct.Struct("<4sHHI")
+CHECKSUM_BYTES = 16
+MAX_MANIFEST_BYTES = 16 << 20
+MAX_SEGMENT_PAGES = 1 << 20
+MAX_VARIANTS = 16
+MAX_PARTS = 32
+MAX_COEFFICIENTS = 1 << 16
+MAX_MODEL_HEADS = 999  # of all ranks; folder names have room for three digits
+MAX_SIDES = 64
+SIDE_CHUNK_BYTES = 4 << 20  # of a side page; its last chunk may be shorter
+MAX_SIDE_PAGE_BYTES = 1 << 30
+MAX_EXPIRES_S = 1 << 36  # the year 4147
+
+# These bound what a reader allocates for one chunk: its bitstream, and the frames or bytes that this decodes to.
+MAX_CHUNK_BYTES = 1 << 28
+_MAX_EMPTINESS = 16  # bytes of frames a value
+_SMALL_FRAMES_BYTES = 8 << 20
+
+_Checksum = Annotated[bytes, Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
+_FrameSum = Annotated[int, Meta(ge=0)]  # 64 bits; MessagePack has no larger ones
+_Name = Annotated[str, Meta(max_length=64)]
+_Expires = Annotated[int, Meta(ge=0, le=MAX_EXPIRES_S)] | None
+
+
+class PartInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One part of every cell. ``layout``: the name of its integers' layout; empty if the part is plain bytes."""
+
+    name: _Name
+    layout: _Name = ""
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """One chunk's row. Its position in the table identifies the chunk (see ``Manifest.cells``)."""
+
+    codec: _Name
+    size_bytes: Annotated[int, Meta(ge=1, le=MAX_CHUNK_BYTES)]
+    coded_checksum: _Checksum  # xxh3-128 of the compressed bytes
+    decoded_checksum: _Checksum  # xxh3-128 of the integers, or of the part's bytes
+
+
+class Variant(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One encoding of the segment: the table of its chunks in storage order, and the digest that names its data."""
+
+    data_digest: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+    layouts: dict[_Name, TileLayout | RegionLayout]
+    chunks: tuple[Chunk, ...]
+    # The codec and resolution requested for this variant, if recorded. They cannot be derived from the rest: a chunk
+    # may use another codec (noise does), and short spans have smaller pictures.
+    codec: _Name = ""
+    resolution: _Name = ""
+    # For each chunk, the sum of its decoded frames (`layout.frame_sum`) or None; empty if no chunk has one. The sums
+    # depend on the layout, so they are not in the chunk's row, which identifies its content.
+    frame_sums: tuple[_FrameSum | None, ...] = ()
+    chunk_digests: bytes = b""  # `signing.chunk_digest` of each chunk, in signed manifests
+
+    def frame_sum(self, chunk: int) -> int | None:
+        return self.frame_sums[chunk] if self.frame_sums else None
+
+    @property
+    def codecs(self) -> frozenset[str]:
+        """The codecs that a reader of this variant needs."""
+        return frozenset(chunk.codec for chunk in self.chunks)
+
+
+class SidePage(msgspec.Struct, frozen=True, array_like=True):
+    """What one of SGLang's side pools keeps of a page, as opaque bytes, in chunks of ``SIDE_CHUNK_BYTES``."""
+
+    pool: _Name
+    page: Annotated[int, Meta(ge=0, lt=MAX_SEGMENT_PAGES)]  # counted from the segment's start
+    num_bytes: Annotated[int, Meta(ge=1, le=MAX_SIDE_PAGE_BYTES)]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """The size in the data object."""
+        return sum(chunk.size_bytes for chunk in self.chunks)
+
+
+class Side(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A data object of side pages, and the digest that names it. ``chunk_digests``: as in `Variant`."""
+
+    data_digest: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+    pages: tuple[SidePage, ...]  # in storage order
+    chunk_digests: bytes = b""
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return tuple(chunk for page in self.pages for chunk in page.chunks)
+
+
+class _Body(msgspec.Struct, frozen=True, omit_defaults=True):
+    namespace: dict[str, str | int]  # a dataclass would let unknown fields pass
+    first_head: Annotated[int, Meta(ge=0)]
+    num_heads: Annotated[int, Meta(ge=1, le=MAX_HEADS)]
+    first_page: Annotated[int, Meta(ge=0, le=1 << 40)]
+    previous_hash: bytes | None
+    page_hashes: bytes
+    span_pages: Annotated[int, Meta(ge=1, le=MAX_SEGMENT_PAGES)]
+    cell_layers: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
+    cell_heads: Annotated[int, Meta(ge=1, le=MAX_HEADS)]
+    parts: Annotated[tuple[PartInfo, ...], Meta(min_length=1, max_length=MAX_PARTS)]
+    coefficients: tuple[Annotated[int, Meta(ge=1, le=MAX_COEFFICIENTS)], ...]
+    variants: Annotated[tuple[Variant, ...], Meta(min_length=1, max_length=MAX_VARIANTS)]
+    sides: Annotated[tuple[Side, ...], Meta(max_length=MAX_SIDES)] = ()  # since version 2.1
+    expires: _Expires = None  # since version 2.1
+
+
+# msgspec looks at a type's annotations when it first decodes one, and crashes the process (in version 0.22) if another
+# thread decodes one meanwhile. So it is made to look here, before there are threads.
+_bodies = msgspec.msgpack.Decoder(_Body)
+msgspec.msgpack.Decoder(Namespace)
+
+
+class Cell(NamedTuple):
+    """One span of a head block of a layer group, K and V. Its chunks, one a part, are contiguous."""
+
+    span: int
+    layer_group: int
+    head_block: int
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """A validated manifest.
+
+    A segment is divided into cells: along its tokens into spans of ``span_pages`` pages (the last may be shorter),
+    along its layers into groups of ``cell_layers`` (the last may be smaller), along its heads into blocks of
+    ``cell_heads``. All cells have the same parts. A part of a cell is a chunk: the unit of decoding and verification.
+
+    ``coefficients``: of a token, for each layer group and head block; empty if there is one integer a value.
+    """
+
+    namespace: Namespace
+    first_head: int  # index among the model's heads
+    num_heads: int
+    first_page: int  # position of the first page in the sequence
+    previous_hash: bytes | None  # of the page before it; None at the sequence's start
+    page_hashes: tuple[bytes, ...]
+    span_pages: int
+    cell_layers: int
+    cell_heads: int
+    parts: tuple[PartInfo, ...]
+    coefficients: tuple[int, ...]
+    variants: tuple[Variant, ...]
+    sides: tuple[Side, ...] = ()
+    expires: int | None = None  # when readers and stores forget the segment, in seconds since the epoch; None for never
+
+    def is_expired(self, now_s: float) -> bool:
+        return self.expires is not None and self.expires <= now_s
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.page_hashes)
+
+    @property
+    def heads(self) -> HeadSlice:
+        return HeadSlice(self.namespace, range(self.first_head, self.first_head + self.num_heads))
+
+    @property
+    def key(self) -> SegmentKey:
+        return SegmentKey(self.heads.folder, self.num_pages, self.page_hashes[-1])
+
+    @property
+    def geometry(self) -> KVGeometry:
+        return self.heads.geometry
+
+    @property
+    def grid(self) -> CellGrid:
+        return CellGrid(self.namespace.num_layers, self.num_heads, self.cell_layers, self.cell_heads)
+
+    @property
+    def num_spans(self) -> int:
+        return -(-self.num_pages // self.span_pages)
+
+    def span_range(self, span: int) -> tuple[int, int]:
+        """Return pages ``[first, end)`` of a span, counted from the segment's start."""
+        first = span * self.span_pages
+        return first, min(first + self.span_pages, self.num_pages)
+
+    def span_tokens(self, span: int) -> int:
+        first, end = self.span_range(span)
+        return (end - first) * self.namespace.page_size
+
+    def cells(self) -> Iterator[Cell]:
+        """Yield the cells in storage order: by span, layer group, head block."""
+        for span in range(self.num_spans):
+            yield from self.span_cells(span)
+
+    def span_cells(self, span: int) -> Iterator[Cell]:
+        for group, block in self.grid.cells():
+            yield Cell(span, group, block)
+
+    @property
+    def cells_per_span(self) -> int:
+        grid = self.grid
+        return grid.num_layer_groups * grid.num_head_blocks
+
+    @property
+    def chunks_per_cell(self) -> int:
+        return len(self.parts)
+
+    def cell_index(self, cell: Cell) -> int:
+        """Return a cell's index in storage order."""
+        grid = self.grid
+        within = cell.layer_group * grid.num_head_blocks + cell.head_block
+        return cell.span * self.cells_per_span + within
+
+    def cell_values(self, cell: Cell) -> int:
+        """Return the number of values in a cell, K and V together."""
+        g, grid = self.geometry, self.grid
+        channels = len(grid.layers(cell.layer_group)) * grid.cell_heads * (g.k_head_dim + g.v_head_dim)
+        return self.span_tokens(cell.span) * channels
+
+    def integers_shape(self, cell: Cell, layout: str) -> tuple[int, ...]:
+        """Return the shape of a cell's integers in this layout: ``(tokens, layers, heads, dim)`` for K or V,
+        ``(coefficients, tokens)`` for others."""
+        num_tokens = self.span_tokens(cell.span)
+        if layout not in TENSORS:
+            return self.coefficients[self.cell_index(Cell(0, cell.layer_group, cell.head_block))], num_tokens
+        grid, head_dim = self.grid, self.geometry.head_dim(layout)
+        return num_tokens, len(grid.layers(cell.layer_group)), grid.cell_heads, head_dim
+
+    def data_name(self, data: Variant | Side) -> str:
+        return self.key.data_name(data.data_digest)
+
+    @property
+    def data(self) -> tuple[Variant | Side, ...]:
+        """What is in data objects: the variants, then the side pages."""
+        return (*self.variants, *self.sides)
+
+    @property
+    def data_sizes(self) -> dict[str, int]:
+        """The names and sizes of all data objects. Variants with identical data share one object."""
+        return {self.data_name(data): self.data_bytes(data) for data in self.data}
+
+    @property
+    def data_names(self) -> frozenset[str]:
+        return frozenset(self.data_sizes)
+
+    def data_bytes(self, data: Variant | Side) -> int:
+        return sum(chunk.size_bytes for chunk in data.chunks)
+
+    @property
+    def kv_bytes(self) -> int:
+        """The size of these pages in the token-to-KV pool."""
+        return self.num_pages * self.geometry.page_bytes
+
+    @property
+    def raw_bytes(self) -> int:
+        """The size of these pages in all of SGLang's pools."""
+        return self.kv_bytes + sum(page.num_bytes for side in self.sides for page in side.pages)
+
+    def encode(self) -> bytes:
+        changed = {"namespace": asdict(self.namespace), "page_hashes": b"".join(self.page_hashes)}
+        body = _Body(**{name: getattr(self, name) for name in _Body.__struct_fields__} | changed)
+        packed = msgspec.msgpack.encode(body)
+        minor = FORMAT_MINOR if self.sides or self.expires is not None else 0  # the lowest one that has its fields
+        head = _HEADER.pack(MAGIC, FORMAT_MAJOR, minor, len(packed)) + packed
+        return head + xxhash.xxh3_128_digest(head)
+
+
+def joined_frame_sums(*parts: Variant) -> tuple[int | None, ...]:
+    """Return the frame sums of a variant that concatenates the chunks of ``parts``."""
+    sums = tuple(part.frame_sum(chunk) for part in parts for chunk in range(len(part.chunks)))
+    return sums if any(part.frame_sums for part in parts) else ()
+
+
+def split_signature(data: bytes) -> tuple[bytes, bytes]:
+    """Split a stored manifest into itself and its signature, which is b"" if there is none. Verifies nothing."""
+    if len(data) < _HEADER.size:
+        return data, b""
+    body_bytes = _HEADER.unpack_from(data)[3]
+    return split(data, _HEADER.size + body_bytes + CHECKSUM_BYTES)
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Parse and validate a manifest. Its signature, if it has one, is not verified.
+
+    Raises FormatVersionError for another major version, CorruptError if the checksum does not match, and FormatError
+    for all other faults. Only sizes and the magic are looked at before the checksum is verified. After that, numbers
+    are checked against the bounds above.
+    """
+    if len(data) < _HEADER.size + CHECKSUM_BYTES:
+        raise CorruptError(f"manifest has {len(data)} bytes, fewer than its header")
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise FormatError(f"manifest has {len(data)} bytes, more than {MAX_MANIFEST_BYTES}")
+    data, _ = split_signature(data)
+    magic, major, _minor, body_bytes = _HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise CorruptError(f"manifest starts with {magic!r}, expected {MAGIC!r}")
+    if xxhash.xxh3_128_digest(data[:-CHECKSUM_BYTES]) != data[-CHECKSUM_BYTES:]:
+        raise CorruptError("manifest does not match its checksum")
+    if major != FORMAT_MAJOR:
+        raise FormatVersionError(f"manifest has format version {major}, this reader knows {FORMAT_MAJOR}")
+    found_bytes = len(data) - _HEADER.size - CHECKSUM_BYTES
+    if body_bytes != found_bytes:
+        raise FormatError(f"manifest's body: expected {body_bytes} bytes, found {found_bytes}")
+    try:
+        body = _bodies.decode(memoryview(data)[_HEADER.size : -CHECKSUM_BYTES])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise FormatError(f"manifest's body is malformed: {e}") from e
+    return _validated(body)
+
+
+def require_rewritable(data: bytes) -> None:
+    """Raise FormatVersionError if a newer minor version wrote this manifest: to write it again would drop its new
+    fields. ``data``: a manifest that decodes."""
+    _, _, minor, _ = _HEADER.unpack_from(data)
+    if minor > FORMAT_MINOR:
+        raise FormatVersionError(
+            f"manifest has format version {FORMAT_MAJOR}.{minor}, which this version can read but not write again"
+        )
+
+
+def _validated(body: _Body) -> Manifest:
+    num_pages, rest = divmod(len(body.page_hashes), PAGE_HASH_BYTES)
+    if rest or not is_power_of_two(num_pages) or num_pages > MAX_SEGMENT_PAGES:
+        raise FormatError(f"manifest has {len(body.page_hashes)} bytes of page hashes, not a power of two of hashes")
+    if body.first_page % num_pages:
+        raise FormatError(f"segment of {num_pages} pages starts at page {body.first_page}, which is not aligned")
+    expected = PAGE_HASH_BYTES if body.first_page else None
+    if (None if body.previous_hash is None else len(body.previous_hash)) != expected:
+        raise FormatError(f"previous_hash: expected {expected} bytes in a segment at page {body.first_page}")
+    namespace = _namespace_of(body)
+    if body.num_heads % body.cell_heads or body.first_head + body.num_heads > namespace.num_heads:
+        raise FormatError(
+            f"heads {body.first_head} to {body.first_head + body.num_heads} do not fit blocks of {body.cell_heads}, "
+            f"or exceed the model's {namespace.num_heads}"
+        )
+    hashes = tuple(body.page_hashes[i : i + PAGE_HASH_BYTES] for i in range(0, len(body.page_hashes), PAGE_HASH_BYTES))
+    manifest = Manifest(**msgspec.structs.asdict(body) | {"namespace": namespace, "page_hashes": hashes})
+    try:
+        _ = manifest.geometry
+    except UnsupportedError as e:
+        raise FormatError(f"manifest's namespace is invalid: {e}") from e
+    _check_parts(manifest)
+    for variant in body.variants:
+        _check_variant(manifest, variant)
+    _check_sides(manifest)
+    return manifest
+
+
+def _namespace_of(body: _Body) -> Namespace:
+    names = {field.name for field in fields(Namespace)}
+    if body.namespace.keys() != names:
+        # Its digest is over all fields: with others it would be another namespace, which we could not name.
+        raise FormatError(f"namespace has the fields {', '.join(body.namespace)}; expected {', '.join(sorted(names))}")
+    try:
+        namespace = msgspec.convert(body.namespace, Namespace)
+    except msgspec.ValidationError as e:
+        raise FormatError(f"manifest's namespace is malformed: {e}") from e
+    if namespace.format_major != FORMAT_MAJOR:
+        raise FormatVersionError(f"namespace has unknown format version {namespace.format_major}")
+    if not 1 <= namespace.num_heads <= MAX_MODEL_HEADS:
+        raise FormatError(f"num_heads is {namespace.num_heads}; supported are 1 to {MAX_MODEL_HEADS}")
+    if not 0 <= namespace.first_layer < MAX_LAYERS:
+        raise FormatError(f"first_layer is {namespace.first_layer}; supported are 0 to {MAX_LAYERS - 1}")
+    return namespace
+
+
+def _check_parts(manifest: Manifest) -> None:
+    names = [part.name for part in manifest.parts]
+    if len(set(names)) < len(names):
+        raise FormatError(f"part names are not unique: {', '.join(names)}")
+    others = {part.layout for part in manifest.parts} - {"", *TENSORS}
+    if len(others) > 1:
+        raise FormatError(f"parts use the layouts {', '.join(sorted(others))}, expected at most one besides k and v")
+    expected = manifest.cells_per_span if others else 0
+    if len(manifest.coefficients) != expected:
+        raise FormatError(f"manifest lists coefficients of {len(manifest.coefficients)} cells, expected {expected}")
+
+
+def _check_variant(manifest: Manifest, variant: Variant) -> None:
+    num_chunks = manifest.num_spans * manifest.cells_per_span * manifest.chunks_per_cell
+    if len(variant.chunks) != num_chunks:
+        raise FormatError(f"manifest lists {len(variant.chunks)} chunks, expected {num_chunks} for its geometry")
+    if len(variant.frame_sums) not in (0, num_chunks):
+        raise FormatError(f"manifest lists {len(variant.frame_sums)} frame sums, expected {num_chunks} or none")
+    if len(variant.chunk_digests) not in (0, num_chunks * CHUNK_DIGEST_BYTES):
+        raise FormatError(f"manifest has {len(variant.chunk_digests)} bytes of digests of {num_chunks} chunks")
+    expected = {part.layout for part in manifest.parts} - {""}
+    if variant.layouts.keys() != expected:
+        raise FormatError(f"layouts are for {', '.join(variant.layouts)}, expected {', '.join(sorted(expected))}")
+    require_layouts(manifest, variant.layouts)
+
+
+def _check_sides(manifest: Manifest) -> None:
+    pages = [page for side in manifest.sides for page in side.pages]
+    if len({(page.pool, page.page) for page in pages}) < len(pages):
+        raise FormatError("manifest has a side page twice")
+    for page in pages:
+        if page.page >= manifest.num_pages:
+            raise FormatError(f"side page {page.page} of {page.pool}: the segment has {manifest.num_pages} pages")
+        if len(page.chunks) != -(-page.num_bytes // SIDE_CHUNK_BYTES):
+            raise FormatError(f"a side page of {page.pool} has {page.num_bytes} bytes in {len(page.chunks)} chunks")
+        if max(chunk.size_bytes for chunk in page.chunks) > 2 * SIDE_CHUNK_BYTES:
+            raise FormatError(f"a side page of {page.pool} has a chunk of more than {2 * SIDE_CHUNK_BYTES} bytes")
+    for side in manifest.sides:
+        if not side.pages:
+            raise FormatError("manifest has an object without side pages")
+        if len(side.chunk_digests) not in (0, len(side.chunks) * CHUNK_DIGEST_BYTES):
+            raise FormatError(f"manifest has {len(side.chunk_digests)} bytes of digests of side pages")
+
+
+def require_layouts(manifest: Manifest, layouts: Mapping[str, Layout]) -> None:
+    """Raise FormatError if frames cannot hold the integers, or would take too much memory."""
+    for name, layout in layouts.items():
+        for side in (layout.width, layout.height):
+            if side < MIN_PICTURE or side % PICTURE_MULTIPLE:
+                raise FormatError(
+                    f"{name} pictures are {layout.width}x{layout.height}; expected sides of at least {MIN_PICTURE} "
+                    f"that are multiples of {PICTURE_MULTIPLE}"
+                )
+        if isinstance(layout, TileLayout) != (name in TENSORS):
+            raise FormatError(f"layout {name!r} is of the wrong kind for its integers")
+        for group, block in manifest.grid.cells():
+            shape = manifest.integers_shape(Cell(0, group, block), name)
+            layout.require_fits(shape)
+            held = shape[0] * shape[1] if len(shape) == 2 else shape[0] * PLANES * shape[2] * shape[3]
+            frames = layout.num_frames(shape) * PLANES * layout.width * layout.height
+            if frames > min(_MAX_EMPTINESS * held + _SMALL_FRAMES_BYTES, MAX_CHUNK_BYTES):
+                raise FormatError(
+                    f"{name} frames of {frames} bytes for {held} values; a chunk has at most {MAX_CHUNK_BYTES} bytes, "
+                    f"and {_MAX_EMPTINESS} a value"
+                )

@@ -1,0 +1,547 @@
+"""Encode KV values into segments (a manifest and a data object), and decode them. No I/O: that is the caller's.
+
+The data object is the concatenation of the chunks' bitstreams in the manifest's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import prod
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+
+from sgl_kvfetch.codec.bitstream.base import DecodedFrames, Decoders, FrameDecoder, FrameEncoder, PictureShape
+from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
+from sgl_kvfetch.codec.bitstream.registry import CODECS, get_codec
+from sgl_kvfetch.codec.container.manifest import (
+    MAX_CHUNK_BYTES,
+    Cell,
+    Chunk,
+    Manifest,
+    PartInfo,
+    Side,
+    Variant,
+    require_layouts,
+)
+from sgl_kvfetch.codec.container.sides import SideKey, SidePlace, side_places
+from sgl_kvfetch.codec.container.signing import CHUNK_DIGEST_BYTES, chunk_digest
+from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
+from sgl_kvfetch.codec.layout.frames import Layout
+from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised, Quantiser
+from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError, UnsupportedError
+from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
+from sgl_kvfetch.types import KVGeometry, TensorName
+
+Rows = TypeVar("Rows", Variant, Side)
+
+_BYTES = ZstdCodec()  # for parts that are plain bytes
+# A part of plain bytes holds at most every value of its cell, and this many bytes a token.
+_MOST_BYTES_A_TOKEN = 4096
+FALLBACK_CODEC = "zstd"
+# A plane with more order-0 entropy is noise, such as the low mantissa bytes of exact values. Video coding would be
+# slow, and expand it by a third. Below this, the user's choice of codec is kept even if another would be smaller: with
+# NVDEC, decoding video is free.
+NOISE_BITS = 7.9
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSpec:
+    """How a writer encodes the segments of one rank. ``encoders``: for codecs that are not encoded on the CPU.
+    ``cell_heads``: heads of a cell, a divisor of the rank's; None for all. A quantiser's own choice goes before it."""
+
+    heads: HeadSlice
+    quantiser: Quantiser
+    codec: str
+    resolution: str
+    span_pages: int
+    encoders: Mapping[str, FrameEncoder] = field(default_factory=dict, compare=False, repr=False)
+    cell_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        get_codec(self.codec)
+        assert self.heads.namespace.quantiser == self.quantiser.identity
+
+    def manifest(self, first_page: int, previous_hash: bytes | None, page_hashes: Sequence[bytes]) -> Manifest:
+        """Return the manifest of a segment of these pages, still without variants."""
+        namespace, quantiser, geometry = self.heads.namespace, self.quantiser, self.heads.geometry
+        manifest = Manifest(
+            namespace=namespace,
+            first_head=self.heads.heads.start,
+            num_heads=len(self.heads.heads),
+            first_page=first_page,
+            previous_hash=previous_hash,
+            page_hashes=tuple(page_hashes),
+            span_pages=min(self.span_pages, len(page_hashes)),
+            cell_layers=quantiser.cell_layers,
+            cell_heads=self._heads_of_a_cell(),
+            parts=_part_infos(quantiser, geometry),
+            coefficients=(),
+            variants=(),
+        )
+        return msgspec.structs.replace(manifest, coefficients=_coefficients(manifest, quantiser))
+
+    def _heads_of_a_cell(self) -> int:
+        if self.quantiser.cell_heads is not None:
+            return self.quantiser.cell_heads
+        all_heads = len(self.heads.heads)
+        return self.cell_heads or all_heads if self.quantiser.splits_heads else all_heads
+
+    def require_readable(self) -> None:
+        """Raise FormatError if chunks of a full span would be larger than readers accept."""
+        manifest = self.manifest(0, None, [bytes(PAGE_HASH_BYTES)] * self.span_pages)
+        require_layouts(manifest, self.layouts(manifest))
+
+    def layouts(self, manifest: Manifest) -> dict[str, Layout]:
+        return layouts_of(manifest, self.quantiser, self.resolution)
+
+
+def _part_infos(quantiser: Quantiser, geometry: KVGeometry) -> tuple[PartInfo, ...]:
+    return tuple(PartInfo(part.name, part.layout or "") for part in quantiser.parts(geometry.torch_dtype))
+
+
+def _coefficients(manifest: Manifest, quantiser: Quantiser) -> tuple[int, ...]:
+    places = (cell_place(manifest, cell) for cell in manifest.span_cells(0))
+    counts = (quantiser.num_coefficients(place.layers, place.heads) for place in places)
+    return tuple(n for n in counts if n is not None)
+
+
+def layouts_of(manifest: Manifest, quantiser: Quantiser, resolution: str) -> dict[str, Layout]:
+    """Return the best layouts of a segment's integers at this resolution."""
+    most = max(manifest.coefficients, default=None)
+    return quantiser.layouts(manifest.geometry, manifest.cell_heads, most, manifest.span_tokens(0), resolution)
+
+
+def cell_place(manifest: Manifest, cell: Cell) -> CellPlace:
+    """Return a cell's layers, heads and tokens in the model and in the sequence."""
+    grid, first_layer = manifest.grid, manifest.namespace.first_layer
+    layers, heads = grid.layers(cell.layer_group), grid.heads(cell.head_block)
+    first_page, _ = manifest.span_range(cell.span)
+    first_token = (manifest.first_page + first_page) * manifest.namespace.page_size
+    return CellPlace(
+        range(first_layer + layers.start, first_layer + layers.stop),
+        range(manifest.first_head + heads.start, manifest.first_head + heads.stop),
+        range(first_token, first_token + manifest.span_tokens(cell.span)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CodedSegment:
+    """A segment as it is stored. ``data`` belongs to the first variant, ``more_data`` to the others in order,
+    ``side_data`` to the manifest's sides."""
+
+    manifest: Manifest
+    data: bytes
+    more_data: tuple[bytes, ...] = ()
+    side_data: tuple[bytes, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.manifest.variants) == 1 + len(self.more_data)
+        assert len(self.manifest.sides) == len(self.side_data)
+
+    @property
+    def data_name(self) -> str:
+        return self.manifest.data_name(self.manifest.variants[0])
+
+    def variant_data(self, variant: int) -> bytes:
+        return (self.data, *self.more_data)[variant]
+
+    def data_objects(self) -> Iterator[tuple[str, bytes]]:
+        """Yield names and contents. Variants with identical data share an object."""
+        contents = (self.data, *self.more_data, *self.side_data)
+        objects = zip(self.manifest.data, contents, strict=True)
+        yield from {self.manifest.data_name(each): data for each, data in objects}.items()
+
+    def with_side(self, side: Side, data: bytes) -> CodedSegment:
+        """Return the segment with one more object of side pages."""
+        manifest = msgspec.structs.replace(self.manifest, sides=(*self.manifest.sides, side))
+        return replace(self, manifest=manifest, side_data=(*self.side_data, data))
+
+
+def with_chunk_digests(segment: CodedSegment) -> CodedSegment:
+    """Return the segment with the chunk digests that a signed manifest needs. Existing ones are kept."""
+    m = segment.manifest
+    variants = (with_digests(each, segment.variant_data(index)) for index, each in enumerate(m.variants))
+    sides = map(with_digests, m.sides, segment.side_data)
+    return replace(segment, manifest=msgspec.structs.replace(m, variants=tuple(variants), sides=tuple(sides)))
+
+
+def with_digests(rows: Rows, data: bytes) -> Rows:
+    """Return a data object's rows with chunk digests, which are computed from ``data`` if there are none."""
+    if rows.chunk_digests:
+        return rows
+    view = memoryview(data)
+    ends = accumulate((chunk.size_bytes for chunk in rows.chunks), initial=0)
+    pieces = (view[start:end] for start, end in pairwise(ends))
+    return msgspec.structs.replace(rows, chunk_digests=b"".join(map(chunk_digest, pieces)))
+
+
+class CodedChunk(NamedTuple):
+    """A chunk's row and bitstream. ``frame_sum``: as in `Variant`."""
+
+    row: Chunk
+    bitstream: bytes | memoryview
+    frame_sum: int | None
+
+
+def encode_segment(
+    spec: SegmentSpec,
+    values: Mapping[TensorName, torch.Tensor],
+    first_page: int,
+    previous_hash: bytes | None,
+    page_hashes: Sequence[bytes],
+    executor: Executor | None = None,
+) -> CodedSegment:
+    """Encode one segment. ``values`` holds K and V, each ``(tokens, layers, heads, dim)`` of the namespace's dtype.
+    ``previous_hash`` is that of the page before the first, None at the sequence's start.
+
+    Cells are encoded in parallel on ``executor``, if given. Raises QuantiseError.
+    """
+    geometry = spec.heads.geometry
+    expected = (len(page_hashes) * geometry.page_size, geometry.num_layers, geometry.num_heads)
+    for x in values.values():
+        assert x.shape[:3] == expected, (x.shape, expected)
+    manifest = spec.manifest(first_page, previous_hash, page_hashes)
+
+    def quantise(cell: Cell) -> Quantised:
+        tokens = slice(*(page * geometry.page_size for page in manifest.span_range(cell.span)))
+        layers, heads = manifest.grid.layers(cell.layer_group), manifest.grid.heads(cell.head_block)
+        part = CellValues(values["k"], values["v"]).tokens(tokens).cell(layers, heads)
+        return spec.quantiser.quantise(part, cell_place(manifest, cell))
+
+    return encode_cells(spec, manifest, quantise, executor)
+
+
+def encode_cells(
+    spec: SegmentSpec,
+    manifest: Manifest,
+    quantised: Callable[[Cell], Quantised],
+    executor: Executor | None = None,
+) -> CodedSegment:
+    """Encode the cells of ``manifest``, which has no variants yet. ``quantised`` returns the parts of a cell."""
+    layouts = spec.layouts(manifest)
+
+    def encode(cell: Cell) -> list[CodedChunk]:
+        return encode_cell(manifest, quantised(cell), layouts, spec.codec, spec.encoders)
+
+    run: Callable[..., Iterable[list[CodedChunk]]] = executor.map if executor else map
+    coded = [chunk for cell in run(encode, manifest.cells()) for chunk in cell]
+    variant, data = make_variant(coded, layouts, spec.codec, spec.resolution)
+    return CodedSegment(msgspec.structs.replace(manifest, variants=(variant,)), data)
+
+
+def make_variant(
+    coded: Iterable[CodedChunk], layouts: Mapping[str, Layout], codec: str, resolution: str
+) -> tuple[Variant, bytes]:
+    """Return a variant and its data object from chunks in storage order."""
+    chunks, bitstreams, sums = zip(*coded, strict=True)
+    data = b"".join(bitstreams)
+    digest = xxhash.xxh3_128_hexdigest(data)
+    frame_sums = () if all(each is None for each in sums) else sums
+    return Variant(digest, dict(layouts), chunks, codec, resolution, frame_sums), data  # type: ignore[arg-type]
+
+
+def encode_cell(
+    manifest: Manifest,
+    quantised: Quantised,
+    layouts: Mapping[str, Layout],
+    codec: str,
+    encoders: Mapping[str, FrameEncoder] | None = None,
+) -> list[CodedChunk]:
+    """Return a cell's chunks, one a part. ``encoders``: as in `SegmentSpec`."""
+    chunks = []
+    for part, x in zip(manifest.parts, quantised, strict=True):
+        raw = x.contiguous().cpu().numpy().tobytes()
+        if not part.layout:
+            chunks.append(_chunk(_BYTES.name, _BYTES.compress(raw), raw))
+            continue
+        plane_codec = get_codec(codec)
+        if plane_codec.is_video and _entropy_bits(raw) > NOISE_BITS:
+            plane_codec = get_codec(FALLBACK_CODEC)
+        frames = layouts[part.layout].to_frames(x)
+        encoder = (encoders or {}).get(plane_codec.name) or plane_codec
+        frame_sum = sum_of_frames(frames) if plane_codec.is_video else None
+        chunks.append(_chunk(plane_codec.name, encoder.encode(frames), raw, frame_sum))
+    return chunks
+
+
+def _chunk(codec: str, bitstream: bytes, raw: bytes, frame_sum: int | None = None) -> CodedChunk:
+    digest = xxhash.xxh3_128_digest
+    return CodedChunk(Chunk(codec, len(bitstream), digest(bitstream), digest(raw)), bitstream, frame_sum)
+
+
+def _entropy_bits(data: bytes) -> float:
+    """Return the order-0 entropy of the bytes, in bits a byte."""
+    counts = np.bincount(np.frombuffer(data, np.uint8), minlength=256)
+    p = counts[counts > 0] / len(data)
+    return float(-(p * np.log2(p)).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class CellFrames:
+    """A decoded and verified cell, its integers still in frames, with everything that restoring needs.
+
+    ``parts``: for each part, uint8 frames ``(frames, 3, height, width)``, or bytes ``(n,)``. ``layouts``: for each
+    part, None for bytes. ``is_on_device``: for each part, whether its frames are on the device and not on the host.
+    """
+
+    place: CellPlace
+    layers: range  # counted from the rank's first layer
+    heads: range  # counted from the reading rank's first head
+    parts: tuple[torch.Tensor, ...]
+    layouts: tuple[Layout | None, ...]
+    is_on_device: tuple[bool, ...]
+    quantiser: Quantiser
+
+
+class SegmentReader:
+    """Decodes the cells of one variant of a segment."""
+
+    def __init__(
+        self, manifest: Manifest, quantiser: Quantiser, variant: int | None = None, rank_heads: range | None = None
+    ) -> None:
+        """``variant``: its index; None selects the first whose codecs are available. ``rank_heads``: the heads that the
+        reading rank has, counted in the model; None for those of the segment. Raises FormatError if the manifest was
+        not written with this quantiser, or if a codec of the variant is unknown, UnsupportedError if the segment's
+        cells have both heads of the rank and others."""
+        self.manifest = manifest
+        self.rank_heads = manifest.heads.heads if rank_heads is None else rank_heads
+        self.quantiser = quantiser
+        self.variant = manifest.variants[first_readable(manifest) if variant is None else variant]
+        self.geometry: KVGeometry = manifest.geometry
+        self._require_quantiser()
+        for codec in self.variant.codecs:
+            get_codec(codec)
+        sizes = (chunk.size_bytes for chunk in self.variant.chunks)
+        self._offsets = [0, *accumulate(sizes)]
+        self._head_blocks = self._blocks_of_rank()
+
+    def _blocks_of_rank(self) -> range:
+        """Return the head blocks that have heads of the rank. Raises UnsupportedError if one has others, too."""
+        m, mine = self.manifest, self.rank_heads
+        first = max(mine.start, m.first_head) - m.first_head
+        end = min(mine.stop, m.first_head + m.num_heads) - m.first_head
+        assert first < end, (mine, m.heads.heads)
+        if first % m.cell_heads or end % m.cell_heads:
+            raise UnsupportedError(
+                f"segment has cells of {m.cell_heads} heads: heads {mine.start} to {mine.stop} are not whole cells of "
+                f"heads {m.first_head} to {m.first_head + m.num_heads}"
+            )
+        return range(first // m.cell_heads, end // m.cell_heads)
+
+    def _require_quantiser(self) -> None:
+        """Raise FormatError unless the manifest describes cells as the quantiser makes them."""
+        m, quantiser = self.manifest, self.quantiser
+        found = m.namespace.quantiser, m.parts
+        expected = quantiser.identity, _part_infos(quantiser, self.geometry)
+        if found != expected:
+            raise FormatError(f"segment is quantised as {found}, expected {expected}")
+        if not quantiser.knows_cells:
+            return
+        cells = m.cell_layers, m.cell_heads, m.coefficients
+        try:
+            made = quantiser.cell_layers, quantiser.cell_heads or m.cell_heads, _coefficients(m, quantiser)
+        except ConfigError as e:
+            raise FormatError(f"segment does not fit its quantiser: {e}") from e
+        if cells != made:
+            raise FormatError(f"segment has cells of {cells} layers, heads and coefficients, expected {made}")
+
+    @property
+    def data_name(self) -> str:
+        return self.manifest.data_name(self.variant)
+
+    def cell_range(self, cell: Cell) -> tuple[int, int]:
+        """Return bytes ``[start, end)`` of a cell in the data object."""
+        per_cell = self.manifest.chunks_per_cell
+        first = self.manifest.cell_index(cell) * per_cell
+        return self._offsets[first], self._offsets[first + per_cell]
+
+    def span_cells(self, span: int) -> Iterator[Cell]:
+        """Yield the span's cells that the rank reads, in storage order."""
+        return (cell for cell in self.manifest.span_cells(span) if cell.head_block in self._head_blocks)
+
+    @property
+    def cells_per_span(self) -> int:
+        """How many cells of a span the rank reads."""
+        return self.manifest.grid.num_layer_groups * len(self._head_blocks)
+
+    def has_cells_of(self, other: SegmentReader) -> bool:
+        """Return whether equal cells hold equal values in both segments, which have the same pages."""
+        a, b = self.manifest, other.manifest
+        return (a.span_pages, a.cell_heads) == (b.span_pages, b.cell_heads)
+
+    def span_range_bytes(self, span: int) -> tuple[int, int]:
+        """Return bytes ``[start, end)`` of a span in the data object."""
+        per_span = self.manifest.cells_per_span * self.manifest.chunks_per_cell
+        return self._offsets[span * per_span], self._offsets[(span + 1) * per_span]
+
+    def heads_of(self, cell: Cell) -> range:
+        """Return a cell's heads, counted from the rank's first head."""
+        heads, shift = self.manifest.grid.heads(cell.head_block), self.manifest.first_head - self.rank_heads.start
+        return range(heads.start + shift, heads.stop + shift)
+
+    def num_integers(self, cell: Cell) -> int:
+        """Return the number of integers in a cell, over all parts."""
+        names = (part.layout for part in self.manifest.parts if part.layout)
+        return sum(prod(self.manifest.integers_shape(cell, name)) for name in names)
+
+    def frames_bytes(self, cell: Cell) -> int:
+        """Return the size of a cell's frames in bytes, over all parts."""
+        names = (part.layout for part in self.manifest.parts if part.layout)
+        layouts = self.variant.layouts
+        return sum(prod(layouts[name].frames_shape(self.manifest.integers_shape(cell, name))) for name in names)
+
+    @cached_property
+    def side_places(self) -> Mapping[SideKey, SidePlace]:
+        return side_places(self.manifest)
+
+    @cached_property
+    def variants(self) -> tuple[SegmentReader, ...]:
+        """A reader for each variant whose codecs are available, including this one."""
+        return tuple(
+            self if variant is self.variant else SegmentReader(self.manifest, self.quantiser, index, self.rank_heads)
+            for index, variant in enumerate(self.manifest.variants)
+            if variant.codecs <= CODECS.keys()
+        )
+
+    def decode_cell(self, cell: Cell, data: bytes | memoryview, decoders: Decoders | None = None) -> Quantised:
+        """Verify a cell's bytes and decode them into its parts, on the host. ``decoders``: for codecs that are not
+        decoded on the CPU. Raises CorruptError, FormatError."""
+        pieces = self._verified_pieces(cell, data)
+        parts = tuple(
+            self._decode_integers(cell, part, piece, decoders) if part.layout else self._decode_bytes(cell, part, piece)
+            for part, piece in zip(self.manifest.parts, pieces, strict=True)
+        )
+        self._require_sound(cell, parts)
+        return parts
+
+    def _require_sound(self, cell: Cell, parts: Quantised) -> None:
+        token_bytes = self._cell_bytes(cell) // self.manifest.span_tokens(cell.span)
+        self.quantiser.require_sound(parts, cell_place(self.manifest, cell), token_bytes)
+
+    def _cell_bytes(self, cell: Cell) -> int:
+        """Return the size of a cell's values."""
+        return self.manifest.cell_values(cell) * self.geometry.torch_dtype.itemsize
+
+    def decode_frames(self, cell: Cell, data: bytes | memoryview, decoders: Decoders | None = None) -> CellFrames:
+        """Verify and decode a cell, leaving its integers in frames, on the device if ``decoders`` decode to it. Raises
+        CorruptError, FormatError."""
+        pieces = self._verified_pieces(cell, data)
+        decoded = [
+            self._decode_frames(cell, part, piece, (decoders or {}).get(piece.row.codec))
+            for part, piece in zip(self.manifest.parts, pieces, strict=True)
+        ]
+        parts = tuple(each.frames for each in decoded)
+        self._require_sound(cell, parts)
+        return CellFrames(
+            place=cell_place(self.manifest, cell),
+            layers=self.manifest.grid.layers(cell.layer_group),
+            heads=self.heads_of(cell),
+            parts=parts,
+            layouts=tuple(self.variant.layouts[p.layout] if p.layout else None for p in self.manifest.parts),
+            is_on_device=tuple(each.is_on_device for each in decoded),
+            quantiser=self.quantiser,
+        )
+
+    def verify_cell(self, cell: Cell, data: bytes | memoryview) -> None:
+        """Verify a cell's compressed bytes. Raises CorruptError."""
+        self._verified_pieces(cell, data)
+
+    def _verified_pieces(self, cell: Cell, data: bytes | memoryview) -> list[CodedChunk]:
+        """Return a cell's chunks, after verifying their compressed bytes."""
+        start, end = self.cell_range(cell)
+        if len(data) != end - start:
+            raise CorruptError(f"{cell} has {len(data)} bytes, expected {end - start}")
+        view = memoryview(data)
+        first = self.manifest.cell_index(cell) * self.manifest.chunks_per_cell
+        pieces = []
+        for index in range(first, first + self.manifest.chunks_per_cell):
+            chunk = self.variant.chunks[index]
+            piece = view[self._offsets[index] - start :][: chunk.size_bytes]
+            _require_checksum(piece, chunk.coded_checksum, f"{cell}, compressed bytes")
+            digests = self.variant.chunk_digests[index * CHUNK_DIGEST_BYTES :][:CHUNK_DIGEST_BYTES]
+            if digests and chunk_digest(piece) != digests:
+                raise CorruptError(f"{cell}, compressed bytes: digest does not match")
+            pieces.append(CodedChunk(chunk, piece, self.variant.frame_sum(index)))
+        return pieces
+
+    def dequantise_cell(self, cell: Cell, quantised: Quantised, tokens: slice = slice(None)) -> CellValues:
+        """Return the values of a cell, ``(tokens, layers, heads, dim)`` of the KV dtype, for ``tokens`` of the span."""
+        return self.quantiser.dequantise(quantised, self.geometry.torch_dtype, cell_place(self.manifest, cell), tokens)
+
+    def _decode_integers(
+        self, cell: Cell, part: PartInfo, coded: CodedChunk, decoders: Decoders | None
+    ) -> torch.Tensor:
+        shape = self._frames_shape(cell, part)
+        decoder = (decoders or {}).get(coded.row.codec)
+        if decoder is None:
+            frames = get_codec(coded.row.codec).decode(coded.bitstream, shape)
+            return self._verified_integers(cell, part, coded, frames)
+        frames = decoder.decode(coded.bitstream, shape, to_host=True).frames
+        # A copy, as the frames may be in the decoder's own memory, which the next part overwrites.
+        return self._verified_integers(cell, part, coded, frames).clone()
+
+    def _decode_frames(
+        self, cell: Cell, part: PartInfo, coded: CodedChunk, decoder: FrameDecoder | None
+    ) -> DecodedFrames:
+        """Return a part's frames, or its bytes."""
+        if not part.layout:
+            raw = self._decode_bytes(cell, part, coded)
+            return DecodedFrames(raw, raw, is_on_device=False)
+        shape = self._frames_shape(cell, part)
+        if decoder is not None:
+            decoded = decoder.decode(coded.bitstream, shape, with_sum=coded.frame_sum is not None)
+        else:
+            frames = get_codec(coded.row.codec).decode(coded.bitstream, shape)
+            decoded = DecodedFrames(frames, frames, is_on_device=False)
+        if decoded.host is not None:
+            self._verified_integers(cell, part, coded, decoded.host)
+        elif decoded.frame_sum != coded.frame_sum:
+            raise CorruptError(f"{cell}, decoded frames: frame sum does not match")
+        return decoded
+
+    def _frames_shape(self, cell: Cell, part: PartInfo) -> PictureShape:
+        layout = self.variant.layouts[part.layout]
+        return layout.num_frames(self.manifest.integers_shape(cell, part.layout)), layout.height, layout.width
+
+    def _verified_integers(self, cell: Cell, part: PartInfo, coded: CodedChunk, frames: torch.Tensor) -> torch.Tensor:
+        """Return the integers in ``frames`` (on the host) after verifying them. Also verify the frame sum: readers on a
+        GPU would treat sound frames with a wrong sum as a miss for ever."""
+        shape = self.manifest.integers_shape(cell, part.layout)
+        integers = self.variant.layouts[part.layout].from_frames(frames, shape)
+        _require_checksum(integers.numpy().data, coded.row.decoded_checksum, f"{cell}, decoded {part.name}")
+        if coded.frame_sum is not None and sum_of_frames(frames) != coded.frame_sum:
+            raise CorruptError(f"{cell}, decoded frames: frame sum does not match")
+        return integers
+
+    def _decode_bytes(self, cell: Cell, part: PartInfo, coded: CodedChunk) -> torch.Tensor:
+        if coded.row.codec != _BYTES.name:
+            raise FormatError(f"{cell} has {part.name} in codec {coded.row.codec!r}, expected {_BYTES.name!r}")
+        most = self._cell_bytes(cell) + self.manifest.span_tokens(cell.span) * _MOST_BYTES_A_TOKEN
+        raw = _BYTES.decompress(coded.bitstream, min(most, MAX_CHUNK_BYTES))
+        _require_checksum(raw, coded.row.decoded_checksum, f"{cell}, {part.name}")
+        return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+
+
+def first_readable(manifest: Manifest, engine_codecs: Collection[str] = ()) -> int:
+    """Return the index of the first variant whose codecs are all available. Without one, return 0, so that the reader
+    reports the unknown codec. ``engine_codecs`` are decoded by video engines: variants that leave no video codec to the
+    CPU are preferred."""
+    codecs = [variant.codecs for variant in manifest.variants]
+    readable = [i for i, names in enumerate(codecs) if names <= CODECS.keys()]
+    if engine_codecs:
+        on_cpu = {name for name, codec in CODECS.items() if codec.is_video and name not in engine_codecs}
+        readable = [i for i in readable if not codecs[i] & on_cpu] or readable
+    return next(iter(readable), 0)
+
+
+def _require_checksum(data: bytes | memoryview, expected: bytes, what: str) -> None:
+    if xxhash.xxh3_128_digest(data) != expected:
+        raise CorruptError(f"{what}: checksum does not match")

@@ -1,0 +1,114 @@
+"""Side pages: what SGLang keeps of a page in pools beside that of its KV, such as the states of a Mamba layer.
+
+They are opaque bytes, stored with the KV of their pages: in data objects of their own, which the segment's manifest
+names. A segment has them for some of its pages, and more can be added later. No I/O: that is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import msgspec
+import torch
+import xxhash
+
+from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
+from sgl_kvfetch.codec.container.manifest import SIDE_CHUNK_BYTES, Chunk, Manifest, Side, SidePage
+from sgl_kvfetch.codec.container.signing import CHUNK_DIGEST_BYTES, chunk_digest
+from sgl_kvfetch.errors import CorruptError, FormatError
+
+_CODEC = ZstdCodec()
+
+SideKey = tuple[str, int]  # a pool, and a page of a segment, counted from its start
+SideData = tuple[Side, bytes]  # an object and its content
+
+
+@dataclass(frozen=True, slots=True)
+class SidePlace:
+    """Where a side page is stored: bytes ``[start, start + size_bytes)`` of an object."""
+
+    data_name: str
+    start: int
+    page: SidePage
+    chunk_digests: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return self.page.size_bytes
+
+    def decode(self, data: bytes | memoryview) -> bytearray:
+        """Verify a side page's bytes and return its content. Raises CorruptError, FormatError."""
+        what = f"side page {self.page.page} of {self.page.pool}"
+        if len(data) != self.size_bytes:
+            raise CorruptError(f"{what} has {len(data)} bytes, expected {self.size_bytes}")
+        content = bytearray()
+        view = memoryview(data)
+        for index, chunk in enumerate(self.page.chunks):
+            piece, view = view[: chunk.size_bytes], view[chunk.size_bytes :]
+            if chunk.codec != _CODEC.name:
+                raise FormatError(f"{what} is in codec {chunk.codec!r}, expected {_CODEC.name!r}")
+            digest = self.chunk_digests[index * CHUNK_DIGEST_BYTES :][:CHUNK_DIGEST_BYTES]
+            if xxhash.xxh3_128_digest(piece) != chunk.coded_checksum or (digest and chunk_digest(piece) != digest):
+                raise CorruptError(f"{what}, compressed bytes: checksum does not match")
+            raw = _CODEC.decompress(piece, SIDE_CHUNK_BYTES)
+            if xxhash.xxh3_128_digest(raw) != chunk.decoded_checksum:
+                raise CorruptError(f"{what}: checksum does not match")
+            content += raw
+        if len(content) != self.page.num_bytes:
+            raise CorruptError(f"{what} decodes to {len(content)} bytes, expected {self.page.num_bytes}")
+        return content
+
+
+def side_places(manifest: Manifest) -> dict[SideKey, SidePlace]:
+    """Return where each of a segment's side pages is stored."""
+    places = {}
+    for side in manifest.sides:
+        start = first = 0
+        for page in side.pages:
+            end = first + len(page.chunks)
+            digests = side.chunk_digests[first * CHUNK_DIGEST_BYTES : end * CHUNK_DIGEST_BYTES]
+            places[page.pool, page.page] = SidePlace(manifest.data_name(side), start, page, digests)
+            start, first = start + page.size_bytes, end
+    return places
+
+
+def encode_side(pages: Mapping[SideKey, torch.Tensor], executor: Executor | None = None) -> SideData:
+    """Encode side pages, each given as contiguous uint8 ``(bytes,)``, into one object."""
+    pieces = [(key, piece) for key, x in pages.items() for piece in torch.split(x, SIDE_CHUNK_BYTES)]
+    run: Callable[..., Iterable[tuple[Chunk, bytes]]] = executor.map if executor else map
+    chunks: dict[SideKey, list[Chunk]] = {key: [] for key in pages}
+    contents = []
+    for (key, _), (chunk, content) in zip(pieces, run(_encode, [piece for _, piece in pieces]), strict=True):
+        chunks[key].append(chunk)
+        contents.append(content)
+    rows = (SidePage(*key, pages[key].numel(), tuple(chunks[key])) for key in pages)
+    data = b"".join(contents)
+    return Side(xxhash.xxh3_128_hexdigest(data), tuple(rows)), data
+
+
+def _encode(piece: torch.Tensor) -> tuple[Chunk, bytes]:
+    raw = piece.numpy().tobytes()
+    coded = _CODEC.compress(raw)
+    digest = xxhash.xxh3_128_digest
+    return Chunk(_CODEC.name, len(coded), digest(coded), digest(raw)), coded
+
+
+def join_sides(halves: Iterable[tuple[int, Iterable[SideData]]]) -> SideData | None:
+    """Return one object with the side pages of several segments, or None if these have none.
+
+    ``halves``: for each segment, the position of its first page in the joined segment, and its objects.
+    """
+    pages: list[SidePage] = []
+    contents, digests = [], []
+    for first_page, objects in halves:
+        for side, data in objects:
+            pages += (msgspec.structs.replace(page, page=first_page + page.page) for page in side.pages)
+            contents.append(data)
+            digests.append(side.chunk_digests)
+    if not pages:
+        return None
+    data = b"".join(contents)
+    # Digests are not computed from the data, which nobody has verified.
+    return Side(xxhash.xxh3_128_hexdigest(data), tuple(pages), b"".join(digests) if all(digests) else b""), data

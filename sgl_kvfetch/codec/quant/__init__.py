@@ -1,0 +1,1 @@
+"""Quantisers between KV values and 8-bit integers."""

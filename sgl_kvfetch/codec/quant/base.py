@@ -1,0 +1,118 @@
+"""The interface of quantisers, which convert the KV values of a cell into coded parts and back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from sgl_kvfetch.codec.layout.frames import Layout
+from sgl_kvfetch.codec.layout.tiles import tile_layout
+from sgl_kvfetch.codec.quant.inverse import Inverse
+from sgl_kvfetch.types import TENSORS, KVGeometry
+
+# The parts of a cell, as bytes or as integers: see `Part`.
+Quantised = tuple[torch.Tensor, ...]
+
+VALUE_LAYERS = 3  # layers of a cell that is laid out in tiles: one a colour plane
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a cell. Each part is coded, checksummed and decoded separately.
+
+    ``layout``: the name of the frame layout of its uint8 integers, which a video codec may code. If None, the part is
+    uint8 bytes ``(n,)``, token after token, for a general-purpose codec. The parts of a longer span are those of its
+    pieces, joined along ``token_dim``.
+    """
+
+    name: str
+    layout: str | None = None
+    token_dim: int = 0
+
+
+class CellValues(NamedTuple):
+    """K and V, usually of a cell: ``(tokens, layers, heads, dim)`` each."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def tokens(self, which: slice) -> CellValues:
+        return CellValues(self.k[which], self.v[which])
+
+    def cell(self, layers: range, heads: range) -> CellValues:
+        """Return a view of some layers and heads, counted from the first ones in these values."""
+        return CellValues(*(x[:, layers.start : layers.stop, heads.start : heads.stop] for x in self))
+
+
+@dataclass(frozen=True, slots=True)
+class CellPlace:
+    """The position of a cell: layers and heads of the model, tokens of the sequence."""
+
+    layers: range
+    heads: range
+    tokens: range
+
+
+class Quantiser(ABC):
+    """Maps the KV values of a cell to 8-bit integers and back. Stateless; works on any device."""
+
+    # Name and parameters, as recorded in the namespace. Equal identities can restore each other's integers.
+    identity: str
+
+    @abstractmethod
+    def parts(self, dtype: torch.dtype) -> tuple[Part, ...]:
+        """Return the parts of a cell of values of ``dtype``, in storage order."""
+
+    @abstractmethod
+    def quantise(self, values: CellValues, place: CellPlace) -> Quantised:
+        """Return the parts of a cell. Raises QuantiseError for values that the quantiser cannot represent."""
+
+    @abstractmethod
+    def dequantise(
+        self, quantised: Quantised, dtype: torch.dtype, place: CellPlace, tokens: slice = slice(None)
+    ) -> CellValues:
+        """Return the values of a cell, or of some of its tokens, up to rounding. ``place`` is the whole cell's."""
+
+    @abstractmethod
+    def inverse_of(self, place: CellPlace) -> Inverse:
+        """Return the parameters of ``dequantise`` for these layers and heads, for kernels."""
+
+    def require_sound(self, parts: Quantised, place: CellPlace, token_bytes: int) -> None:  # noqa: B027, may be all
+        """Raise FormatError unless a cell's parts of plain bytes fit the cell and its other parts.
+
+        ``parts``: integers may be in frames. ``token_bytes``: size of a token's values in this cell.
+        """
+
+    splits_heads: bool = True  # whether a head's integers are the same, whatever other heads its cell has
+    knows_cells: bool = True  # whether the following three are known
+
+    @property
+    def cell_layers(self) -> int:
+        """Layers of a cell; the last cell of a model may have fewer."""
+        return VALUE_LAYERS
+
+    @property
+    def cell_heads(self) -> int | None:
+        """Heads of a cell, or None if cells of any number of heads can be restored."""
+        return None
+
+    def num_coefficients(self, layers: range, heads: range) -> int | None:
+        """Return the number of coefficients of a token in this cell, or None if there is one integer a value."""
+        return None
+
+    def layouts(
+        self, geometry: KVGeometry, cell_heads: int, most_coefficients: int | None, span_tokens: int, resolution: str
+    ) -> dict[str, Layout]:
+        """Return the best layouts of the integers, by layout name, for spans of up to ``span_tokens`` tokens."""
+        return {t: tile_layout(cell_heads, geometry.head_dim(t), span_tokens, resolution) for t in TENSORS}
+
+
+def join(parts: Sequence[Part], pieces: Sequence[Quantised]) -> Quantised:
+    """Join the parts of consecutive pieces of a span into the parts of the span."""
+    return tuple(
+        torch.cat(each, dim=part.token_dim) for part, each in zip(parts, zip(*pieces, strict=True), strict=True)
+    )

@@ -1,0 +1,323 @@
+"""Transform coding with uniform steps: few bits at a given accuracy, based on a model's calibration.
+
+A cell is K and V of some heads of some layers. The rotary embedding of K is undone, both are centred, and all channels
+of a token go through the profile's transform (`calibrate.fit`). After it, errors in all coefficients of all cells cost
+the same, so all share one step. The step is multiplied by each token's scale, which is smaller for tokens whose errors
+cost more (`sensitivity`). KVTC (arXiv 2511.01815) transforms KV caches with principal components; here errors are
+weighted by their effect on the model's output.
+
+* Coefficients that a step rounds to zero in nearly all tokens are left out.
+* Coefficients that need more than eight bits are stored as two integers; see `_Rows`.
+* Attention sinks at the start of a sequence, and tokens with a coefficient out of all bounds, are kept exact.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from sgl_kvfetch.codec.layout.frames import Layout
+from sgl_kvfetch.codec.layout.regions import region_layout
+from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Part, Quantised, Quantiser
+from sgl_kvfetch.codec.quant.exact import from_planes, to_planes
+from sgl_kvfetch.codec.quant.inverse import TransformInverse
+from sgl_kvfetch.codec.quant.profile import CellProfile, Profile
+from sgl_kvfetch.codec.quant.rope import rotate, unrotate
+from sgl_kvfetch.codec.quant.sensitivity import features, log_cost
+from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
+from sgl_kvfetch.types import KVGeometry
+
+ZERO = 128  # the integer that represents zero
+LARGEST = 127  # largest magnitude of an integer
+_MAX_WIDE_BITS = 8
+_DROPPED_LARGEST = 16.0  # steps; a token whose left-out coefficients exceed this is kept exact
+
+# A token's scale is a power of the square root of two, from 1/16 to 16, stored as its exponent.
+EXACT = 0  # instead of an exponent: the token's values are in the part "exact"
+UNIT = 128  # the exponent of scale 1
+_MOST_EXPONENT = 8
+
+_WIDE_RANGE = (torch.float32, torch.bfloat16)
+# Whether the CPU multiplies matrices in bfloat16, which is several times as fast as float32.
+_HAS_BFLOAT16 = any(torch.cpu.get_capabilities().get(name) for name in ("amx_bf16", "avx512_bf16"))
+
+KLT_IDENTITY = re.compile(r"klt\(profile=[0-9a-f]{32};step=[0-9.e+-]{1,16}\)")
+_PARTS = (Part("exponents"), Part("exact"), Part("coefficients", "coefficients", token_dim=1))
+
+
+class KltIntegers(Quantiser):
+    """Handles ``klt`` integers without their profile: counts, verifies and displays them."""
+
+    knows_cells = False
+
+    def __init__(self, identity: str) -> None:
+        self.identity = identity
+
+    def parts(self, dtype: torch.dtype) -> tuple[Part, ...]:
+        return _PARTS
+
+    def layouts(
+        self, geometry: KVGeometry, cell_heads: int, most_coefficients: int | None, span_tokens: int, resolution: str
+    ) -> dict[str, Layout]:
+        assert most_coefficients is not None
+        return {"coefficients": region_layout(most_coefficients, span_tokens, resolution)}
+
+    def require_sound(self, parts: Quantised, place: CellPlace, token_bytes: int) -> None:
+        exponents, exact = parts[:2]
+        if exponents.numel() != len(place.tokens):
+            raise FormatError(f"{exponents.numel()} exponents, expected one for each of {len(place.tokens)} tokens")
+        is_exact = exponents == EXACT
+        if bool(((exponents < UNIT - _MOST_EXPONENT) | (exponents > UNIT + _MOST_EXPONENT))[~is_exact].any()):
+            raise FormatError(f"an exponent is not {UNIT - _MOST_EXPONENT} to {UNIT + _MOST_EXPONENT}, nor {EXACT}")
+        num_exact = int(is_exact.sum())
+        if exact.numel() != num_exact * token_bytes:
+            raise FormatError(
+                f"{exact.numel()} bytes of exact tokens, expected {num_exact * token_bytes} for {num_exact} tokens"
+            )
+
+    def quantise(self, *args: Any, **kwargs: Any) -> Any:
+        raise QuantiseError(f"{self.identity} needs its profile to convert values")
+
+    num_coefficients = dequantise = inverse_of = quantise
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The integers of a token in a cell at a step, and the contribution of each to the channels.
+
+    The first ``kept`` integers are coefficients. Coefficient ``wide[i]`` has a second integer, number ``kept + i``: its
+    value is ``low + high * 2**bits[i]``, where ``low`` starts at ``-2**(bits[i] - 1)``.
+    """
+
+    kept: int
+    wide: torch.Tensor  # int64
+    bits: torch.Tensor  # int64, 1 to 8
+
+    @classmethod
+    def of(cls, cell: CellProfile, step: float) -> _Rows:
+        usual, largest = cell.reach[0] / step, cell.reach[1] / step
+        kept = max(1, int((usual > 0.5).sum()))
+        needed = (largest[:kept] / LARGEST).log2().ceil().long()
+        wide = (needed > 0).nonzero().squeeze(1)
+        return cls(kept, wide, needed[wide].clamp_max(_MAX_WIDE_BITS))
+
+    @property
+    def count(self) -> int:
+        return self.kept + self.wide.numel()
+
+    @cached_property
+    def limits(self) -> torch.Tensor:
+        """The largest magnitude that each kept coefficient can have, float32 ``(kept,)``."""
+        limits = torch.full((self.kept,), float(LARGEST))
+        limits[self.wide] = LARGEST * 2.0**self.bits
+        return limits
+
+    def matrix(self, inverse: torch.Tensor) -> torch.Tensor:
+        """Return ``(count, C)``: the channels of one step of each integer. Exact in ``inverse``'s dtype."""
+        high = inverse[self.wide] * (2.0 ** self.bits[:, None]).to(inverse.dtype)
+        return torch.cat((inverse[: self.kept], high))
+
+    def integers(self, n: torch.Tensor) -> torch.Tensor:
+        """Return uint8 ``(count, tokens)`` for whole steps ``n``, float32 ``(tokens, kept)`` within ``limits``."""
+        half = 2.0 ** (self.bits - 1)
+        high = ((n[:, self.wide] + half) / (2 * half)).floor()
+        n[:, self.wide] -= high * 2 * half
+        return (torch.cat((n, high), dim=1) + ZERO).to(torch.uint8).T.contiguous()
+
+
+class KltQuantiser(KltIntegers):
+    """The quantiser ``klt`` of one model, at one step."""
+
+    knows_cells = True
+
+    def __init__(self, profile: Profile, target_kl: float | None = None, *, step: float | None = None) -> None:
+        """``target_kl``: nats a token as measured in calibration. Without it and ``step``, the profile's default is
+        used. Raises ConfigError for a target outside the calibrated range."""
+        step = profile.step_for(target_kl) if step is None else step
+        super().__init__(f"klt(profile={profile.digest};step={step!r})")
+        self.profile = profile
+        self.step = step
+        self._rows = {key: _Rows.of(cell, step) for key, cell in profile.cells.items()}
+        self._matrices: dict[tuple[tuple[int, int], torch.dtype], torch.Tensor] = {}
+        self._forwards: dict[tuple[int, int], torch.Tensor] = {}
+
+    @property
+    def cell_layers(self) -> int:
+        return self.profile.grid.cell_layers
+
+    @property
+    def cell_heads(self) -> int:
+        return self.profile.grid.cell_heads
+
+    def num_coefficients(self, layers: range, heads: range) -> int | None:
+        return self._rows[self._key(layers, heads)].count
+
+    def num_wide(self, layers: range, heads: range) -> int:
+        """Return how many coefficients of a token in this cell take two integers; the second ones come last."""
+        return self._rows[self._key(layers, heads)].wide.numel()
+
+    @property
+    def coefficient_shares(self) -> tuple[float, float]:
+        """The shares of all coefficients that are kept, and that need two integers."""
+        channels = sum(cell.num_channels for cell in self.profile.cells.values())
+        rows = self._rows.values()
+        return sum(r.kept for r in rows) / channels, sum(r.count - r.kept for r in rows) / channels
+
+    def quantise(self, values: CellValues, place: CellPlace) -> Quantised:
+        key = self._key(place.layers, place.heads)
+        cell, rows = self.profile.cells[key], self._rows[key]
+        x = self._channels(values, place)
+        if not bool(torch.isfinite(x).all()):
+            raise QuantiseError("values are not finite")
+        coefficients = (x - cell.mean) @ self._forward(key)
+        cost = log_cost(features(coefficients, cell.spread, head_norms(values)), cell.sensitivity)
+        exponents = exponents_of(cost)
+        steps = coefficients / (scales_of(exponents) * self.step)[:, None]
+        n = steps[:, : rows.kept].round()
+        is_exact = (n.abs() > rows.limits).any(1) | (steps[:, rows.kept :].abs() > _DROPPED_LARGEST).any(1)
+        is_exact[: max(0, self.profile.num_sinks - place.tokens.start)] = True
+        n[is_exact] = 0
+        exponents[is_exact] = EXACT
+        return exponents, _exact_bytes(values, is_exact), rows.integers(n)
+
+    def dequantise(
+        self, quantised: Quantised, dtype: torch.dtype, place: CellPlace, tokens: slice = slice(None)
+    ) -> CellValues:
+        exponents, _, integers = quantised
+        which, exact = self.exact_tokens(quantised, dtype, place)
+        first, end, _ = tokens.indices(len(exponents))
+        mean, rope = self.profile.cells[self._key(place.layers, place.heads)].mean, self.profile.rope
+        matrix = self._matrix(place, dtype)
+        n = integers[:, first:end].to(matrix.dtype).sub_(ZERO)  # exact in bfloat16, too
+        scales = scales_of(exponents[first:end]) * self.step
+        x = (matrix @ n).T.contiguous().float().mul_(scales[:, None]).add_(mean)
+        k, v = self._split(x, place)
+        if rope is not None:
+            k = rotate(k, rope.table(place.tokens.start + first, end - first, k.device), rope)
+        if dtype not in _WIDE_RANGE:
+            largest = torch.finfo(dtype).max
+            k, v = (t.clamp_(-largest, largest) for t in (k, v))
+        values = CellValues(k.to(dtype), v.to(dtype))
+        wanted = (which >= first) & (which < end)
+        for restored, kept in zip(values, exact, strict=True):
+            restored[which[wanted] - first] = kept[wanted]
+        return values
+
+    def exact_tokens(
+        self, quantised: Quantised, dtype: torch.dtype, place: CellPlace
+    ) -> tuple[torch.Tensor, CellValues]:
+        """Return the indices of a cell's exact tokens, int64 ``(n,)``, and their values."""
+        exponents, exact, _ = quantised
+        which = (exponents == EXACT).nonzero().squeeze(1)
+        shape = len(which), dtype.itemsize, self.profile.cells[self._key(place.layers, place.heads)].num_channels
+        planes = exact.view(shape).movedim(1, 0)
+        return which, CellValues(*self._split(from_planes(planes, dtype), place))
+
+    def inverse_of(self, place: CellPlace) -> TransformInverse:
+        key = self._key(place.layers, place.heads)
+        cell = self.profile.cells[key]
+        return TransformInverse(self._rows[key].matrix(cell.inverse), cell.mean, self.profile.rope)
+
+    def mean_values(self, place: CellPlace, dtype: torch.dtype) -> CellValues:
+        """Return a cell's values if all its coefficients are 0."""
+        count = self._rows[self._key(place.layers, place.heads)].count
+        zeros = torch.full((count, len(place.tokens)), ZERO, dtype=torch.uint8)
+        exponents = torch.full((len(place.tokens),), UNIT, dtype=torch.uint8)
+        return self.dequantise((exponents, torch.empty(0, dtype=torch.uint8), zeros), dtype, place)
+
+    def _matrix(self, place: CellPlace, dtype: torch.dtype) -> torch.Tensor:
+        """Return the inverse transform for values of ``dtype``, transposed, which is fastest. For bfloat16 it is
+        bfloat16, so that sums are rounded as the values are in the end."""
+        key = self._key(place.layers, place.heads)
+        if (key, dtype) not in self._matrices:
+            used = torch.bfloat16 if dtype == torch.bfloat16 and _HAS_BFLOAT16 else torch.float32
+            self._matrices[key, dtype] = self.inverse_of(place).matrix.T.to(used).contiguous()
+        return self._matrices[key, dtype]
+
+    def _forward(self, key: tuple[int, int]) -> torch.Tensor:
+        if key not in self._forwards:
+            cell = self.profile.cells[key]
+            self._forwards[key] = forward_of(cell.inverse, [*cell.k_weight, *cell.v_weight])
+        return self._forwards[key]
+
+    def _channels(self, values: CellValues, place: CellPlace) -> torch.Tensor:
+        """Return ``(tokens, C)`` float32, with the rotation of K undone."""
+        k, v, rope = values.k.float(), values.v.float(), self.profile.rope
+        if rope is not None:
+            k = unrotate(k, rope.table(place.tokens.start, len(k), k.device), rope)
+        return torch.cat((k.flatten(1), v.flatten(1)), dim=1)
+
+    def _split(self, channels: torch.Tensor, place: CellPlace) -> tuple[torch.Tensor, torch.Tensor]:
+        """Split ``(tokens, C)`` into K and V, ``(tokens, layers, heads, dim)``."""
+        shape = len(place.layers), len(place.heads)
+        dims = self.profile.k_head_dim, self.profile.v_head_dim
+        k, v = torch.split(channels, [math.prod(shape) * dim for dim in dims], dim=1)
+        return k.reshape(-1, *shape, dims[0]), v.reshape(-1, *shape, dims[1])
+
+    def _key(self, layers: range, heads: range) -> tuple[int, int]:
+        grid = self.profile.grid
+        key = layers.start // grid.cell_layers, heads.start // grid.cell_heads
+        if key not in self.profile.cells or (grid.layers(key[0]), grid.heads(key[1])) != (layers, heads):
+            raise ConfigError(
+                f"layers {layers.start} to {layers.stop} and heads {heads.start} to {heads.stop} are not a cell of the "
+                f"profile, which has cells of {grid.cell_layers} layers and {grid.cell_heads} heads"
+            )
+        return key
+
+
+def forward_of(inverse: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a cell's transform from channels to coefficients, float32 ``(C, C)``.
+
+    It would be W inverse^T if ``inverse`` were not rounded. One step of Newton's iteration corrects that: from X to
+    X (2 - inverse X), which squares the error (Schulz, "Iterative Berechnung der reziproken Matrix", 1933).
+
+    ``inverse``: ``(C, C)``, from coefficients to channels. ``weights``: float32, the blocks of W along its diagonal.
+    """
+    inverse = inverse.float()
+    columns = torch.split(inverse.T, [len(weight) for weight in weights])
+    forward = torch.cat([weight @ column for weight, column in zip(weights, columns, strict=True)])
+    return forward @ (2 * torch.eye(len(inverse)) - inverse @ forward)
+
+
+def head_norms(values: CellValues) -> torch.Tensor:
+    """Return the norms of keys, then values, by layer and head: float32 ``(tokens, 2 * layers * heads)``."""
+    return torch.cat([x.float().norm(dim=-1).flatten(1) for x in values], dim=1)
+
+
+def exponents_of(log_cost: torch.Tensor) -> torch.Tensor:
+    """Return the exponents of tokens' scales, uint8. The scale is 1 / sqrt(n) if errors cost n times the mean."""
+    exponents = (-log_cost / math.log(2)).round().clamp(-_MOST_EXPONENT, _MOST_EXPONENT)
+    return (exponents + UNIT).to(torch.uint8)
+
+
+def scales_of(exponents: torch.Tensor) -> torch.Tensor:
+    """Return tokens' scales, float32. The scale of an exact token is undefined."""
+    return 2.0 ** ((exponents.float() - UNIT) / 2)
+
+
+def _exact_bytes(values: CellValues, which: torch.Tensor) -> torch.Tensor:
+    """Return the values of some tokens, uint8 ``(n,)``: for each token K, then V, byte plane by byte plane."""
+    kept = torch.cat([t[which].flatten(1) for t in values], dim=1)
+    return to_planes(kept).movedim(0, 1).flatten()
+
+
+def require_grid(profile: Profile, first_layer: int, num_layers: int, first_head: int, num_heads: int) -> None:
+    """Raise ConfigError unless a rank's layers and heads are whole cells of the profile."""
+    grid = profile.grid
+    ends = (first_layer, first_layer + num_layers)
+    if any(end % grid.cell_layers and end != grid.num_layers for end in ends) or ends[1] > grid.num_layers:
+        raise ConfigError(
+            f"layers {ends[0]} to {ends[1]} of {grid.num_layers} split the profile's groups of {grid.cell_layers}; "
+            "give each pipeline stage whole groups with SGLANG_PP_LAYER_PARTITION"
+        )
+    if first_head % grid.cell_heads or num_heads % grid.cell_heads or first_head + num_heads > grid.num_heads:
+        raise ConfigError(
+            f"heads {first_head} to {first_head + num_heads} of {grid.num_heads} are not whole blocks of "
+            f"{grid.cell_heads}, as in the profile; calibrate again with --tp-size"
+        )

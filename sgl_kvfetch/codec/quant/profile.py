@@ -1,0 +1,283 @@
+"""A model's profile for the ``klt`` quantiser: one file, made once by ``kvfetch calibrate``.
+
+It is a safetensors file with seven tensors a cell. All else is in its metadata: a JSON object under ``kvfetch``. See
+docs/format.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import torch
+import xxhash
+from msgspec import Meta
+
+from sgl_kvfetch.codec.quant.rope import Rope
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.types import CellGrid, TensorName
+
+PROFILE_VERSION = 2
+_METADATA_KEY = "kvfetch"
+
+# The default of target_kl, as a share of the value of the whole context to the model. docs/codec.md explains it.
+DEFAULT_SHARE = 1e-3
+
+
+class CurvePoint(msgspec.Struct, frozen=True):
+    """The accuracy and size that calibration measured at a step."""
+
+    step: float
+    kl: float  # nats a token
+    bits_per_value: float  # order-0 entropy of the coefficients
+
+
+class Calibration(msgspec.Struct, frozen=True):
+    """A description of the calibration, for people and for a check of the weights."""
+
+    model: str
+    weights: str  # fingerprint, as in the namespace
+    text: str
+    num_windows: int
+    context_tokens: int
+    continuation_tokens: int
+    notes: tuple[str, ...] = ()
+    part: str = ""  # of the text, as FROM:TO
+
+
+class _Version(msgspec.Struct, frozen=True):
+    version: int = 0
+
+
+_Size = Annotated[int, Meta(ge=1, le=1 << 16)]
+
+
+class _Metadata(msgspec.Struct, frozen=True):
+    version: int
+    num_layers: _Size
+    num_heads: _Size
+    k_head_dim: _Size
+    v_head_dim: _Size
+    cell_layers: _Size
+    cell_heads: _Size
+    rope: Rope | None
+    num_sinks: Annotated[int, Meta(ge=0, le=1 << 16)]
+    curve: tuple[CurvePoint, ...]
+    context_kl: float
+    calibration: Calibration
+
+
+@dataclass(frozen=True)
+class CellProfile:
+    """One cell's transform for a step of 1. C channels are ordered by tensor (K, then V), layer, head and dim.
+
+    ``inverse``: bfloat16 ``(C, C)``; row c is what coefficient c adds to the channels. Rows are in descending order of
+    ``reach``.
+    ``k_weight``, ``v_weight``: float32 ``(layers, heads * dim, heads * dim)``, the blocks of a block-diagonal W with
+    ``forward = W @ inverse.T``: see `calibrate.transform`.
+    ``mean``: float32 ``(C,)``, of K before its rotation and of V.
+    ``spread``: float32 ``(C,)``, the coefficients' standard deviations.
+    ``reach``: float32 ``(2, C)``: the magnitude that a coefficient, divided by its token's scale, exceeded in 1% of the
+    calibration's tokens, and its largest magnitude.
+    ``sensitivity``: float32, the weights of a token's features and a constant, which predict the logarithm of the cost
+    of its errors: see `quant.sensitivity`.
+    """
+
+    inverse: torch.Tensor
+    k_weight: torch.Tensor
+    v_weight: torch.Tensor
+    mean: torch.Tensor
+    spread: torch.Tensor
+    reach: torch.Tensor
+    sensitivity: torch.Tensor
+
+    @property
+    def num_channels(self) -> int:
+        return self.mean.numel()
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model's calibrated transforms.
+
+    ``cells``: by layer group and head block. ``rope``: None if K is coded with its rotation. ``num_sinks``: tokens at
+    the start of a sequence that are kept exact. ``curve`` rises in ``step`` and in ``kl``. ``context_kl``: the KL
+    divergence when all tokens but the sinks are forgotten."""
+
+    grid: CellGrid
+    k_head_dim: int
+    v_head_dim: int
+    cells: Mapping[tuple[int, int], CellProfile]
+    rope: Rope | None
+    num_sinks: int
+    curve: tuple[CurvePoint, ...]
+    context_kl: float
+    calibration: Calibration
+
+    def head_dim(self, tensor: TensorName) -> int:
+        return self.k_head_dim if tensor == "k" else self.v_head_dim
+
+    @property
+    def default_target_kl(self) -> float:
+        return _default_target(self.curve, self.context_kl)
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hex digits over everything that affects coding: equal digests restore each other's coefficients."""
+        whole = xxhash.xxh3_128(msgspec.json.encode((PROFILE_VERSION, self.rope, self.num_sinks)))
+        for name, x in self._tensors().items():
+            whole.update(f"{name} {tuple(x.shape)}".encode())
+            whole.update(x.view(torch.uint8).numpy().data)
+        return whole.hexdigest()
+
+    def step_for(self, target_kl: float | None) -> float:
+        """Return the step for ``target_kl`` nats a token, interpolated between measured steps. None means the profile's
+        default. The step is rounded to four digits, so that every machine computes the same one.
+
+        Raises ConfigError for a target outside the measured range.
+        """
+        target_kl = _reachable_target(self.curve, self.context_kl, target_kl)
+        for low, high in itertools.pairwise(self.curve):
+            if target_kl <= high.kl:
+                part = math.log(target_kl / low.kl) / math.log(high.kl / low.kl)
+                return float(f"{low.step * (high.step / low.step) ** part:.4g}")
+        return self.curve[-1].step
+
+    def save(self, path: Path) -> None:
+        """Write the file atomically. Raises ConfigError."""
+        from safetensors.torch import save
+
+        metadata = _Metadata(
+            version=PROFILE_VERSION,
+            **asdict(self.grid),
+            k_head_dim=self.k_head_dim,
+            v_head_dim=self.v_head_dim,
+            rope=self.rope,
+            num_sinks=self.num_sinks,
+            curve=self.curve,
+            context_kl=self.context_kl,
+            calibration=self.calibration,
+        )
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            partial.write_bytes(save(self._tensors(), {_METADATA_KEY: msgspec.json.encode(metadata).decode()}))
+            partial.replace(path)
+        except OSError as e:
+            partial.unlink(missing_ok=True)
+            raise ConfigError(f"profile {path} cannot be written: {e}") from e
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{group}.{block}.{field.name}": getattr(cell, field.name).contiguous()
+            for (group, block), cell in sorted(self.cells.items())
+            for field in fields(CellProfile)
+        }
+
+
+def require_target(path: Path, target_kl: float | None) -> None:
+    """Raise ConfigError unless this profile can be read and reaches the target. Does not read tensors."""
+    metadata, _ = _read(path, with_tensors=False)
+    _reachable_target(metadata.curve, metadata.context_kl, target_kl)
+
+
+def load_profile(path: Path) -> Profile:
+    """Read and validate a profile. Raises ConfigError, naming the file and what is wrong with it."""
+    metadata, tensors = _read(path, with_tensors=True)
+    try:
+        return _profile_of(metadata, tensors)
+    except _ProfileError as e:
+        raise ConfigError(f"profile {path} is malformed: {e}") from e
+
+
+def _default_target(curve: Sequence[CurvePoint], context_kl: float) -> float:
+    """Return ``DEFAULT_SHARE`` of the context's value, limited to the measured range."""
+    return min(max(DEFAULT_SHARE * context_kl, curve[0].kl), curve[-1].kl)
+
+
+def _reachable_target(curve: Sequence[CurvePoint], context_kl: float, target_kl: float | None) -> float:
+    default = _default_target(curve, context_kl)
+    target_kl = default if target_kl is None else target_kl
+    if not curve[0].kl <= target_kl <= curve[-1].kl:
+        raise ConfigError(
+            f"target_kl = {target_kl:g} is outside this profile's range, {curve[0].kl:.2g} to {curve[-1].kl:.2g}; "
+            f"its default is {default:.2g}"
+        )
+    return target_kl
+
+
+def _read(path: Path, *, with_tensors: bool) -> tuple[_Metadata, dict[str, torch.Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = (file.metadata() or {}).get(_METADATA_KEY)
+            names = file.keys() if with_tensors else ()
+            tensors = {name: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as e:
+        raise ConfigError(f"profile {path} cannot be read: {e}") from e
+    if metadata is None:
+        raise ConfigError(
+            f"{path} is not a profile: its metadata has no {_METADATA_KEY!r}; kvfetch calibrate makes one"
+        )
+    try:
+        version = msgspec.json.decode(metadata, type=_Version).version
+        if version != PROFILE_VERSION:
+            raise ConfigError(f"profile {path} has version {version}, expected {PROFILE_VERSION}; calibrate again")
+        decoded = msgspec.json.decode(metadata, type=_Metadata)
+        _require_curve(decoded)
+    except (msgspec.DecodeError, _ProfileError, RecursionError) as e:
+        raise ConfigError(f"profile {path} is malformed: {e}") from e
+    return decoded, tensors
+
+
+def _require_curve(metadata: _Metadata) -> None:
+    curve = metadata.curve
+    numbers = [n for p in curve for n in (p.step, p.kl)] + [metadata.context_kl]
+    rises = all(a.step < b.step and a.kl < b.kl for a, b in itertools.pairwise(curve))
+    if len(curve) < 2 or not rises or not all(math.isfinite(n) and n > 0 for n in numbers):
+        raise _ProfileError("its curve needs two or more points that rise in step and in kl, all above 0 and finite")
+
+
+class _ProfileError(Exception):
+    pass
+
+
+def _profile_of(m: _Metadata, tensors: Mapping[str, torch.Tensor]) -> Profile:
+    if m.num_heads % m.cell_heads:
+        raise _ProfileError(f"cell_heads is {m.cell_heads}, expected a divisor of num_heads = {m.num_heads}")
+    if m.rope is not None and m.rope.rotary_dim > m.k_head_dim:
+        raise _ProfileError(f"rope rotates {m.rope.rotary_dim} channels, but heads have {m.k_head_dim}")
+    grid = CellGrid(m.num_layers, m.num_heads, m.cell_layers, m.cell_heads)
+    cells = {(g, b): _cell_of(m, tensors, f"{g}.{b}.", len(grid.layers(g))) for g, b in grid.cells()}
+    return Profile(grid, m.k_head_dim, m.v_head_dim, cells, m.rope, m.num_sinks, m.curve, m.context_kl, m.calibration)
+
+
+def _cell_of(m: _Metadata, tensors: Mapping[str, torch.Tensor], prefix: str, num_layers: int) -> CellProfile:
+    k, v = m.cell_heads * m.k_head_dim, m.cell_heads * m.v_head_dim
+    channels = num_layers * (k + v)
+    shapes = {
+        "inverse": (channels, channels),
+        "k_weight": (num_layers, k, k),
+        "v_weight": (num_layers, v, v),
+        "mean": (channels,),
+        "spread": (channels,),
+        "reach": (2, channels),
+        "sensitivity": (channels + num_layers * 2 * m.cell_heads + 1,),
+    }
+    found: dict[str, torch.Tensor] = {}
+    for name, shape in shapes.items():
+        dtype = torch.bfloat16 if name == "inverse" else torch.float32
+        x = tensors.get(prefix + name)
+        if x is None or x.dtype != dtype or x.shape != shape:
+            what = "missing" if x is None else f"{x.dtype} {tuple(x.shape)}"
+            raise _ProfileError(f"{prefix}{name} is {what}, expected {dtype} {shape}")
+        if not bool(torch.isfinite(x).all()):
+            raise _ProfileError(f"{prefix}{name} has values that are not finite")
+        found[name] = x
+    return CellProfile(**found)

@@ -1,0 +1,88 @@
+"""Rotary position embedding, as the engine applies it: removed from K before quantisation, applied again after.
+
+A rotated channel of K has no mean and a large spread; without the rotation, its spread is small. The order of
+operations is that of SGLang's PyTorch code (``srt/layers/rotary_embedding``). Calibration finds a model's rotation
+(`calibrate.model.find_rope`).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import msgspec
+import torch
+
+
+class Rope(msgspec.Struct, frozen=True, kw_only=True):
+    """One rotation for all layers and heads of a model.
+
+    Position p rotates pair i by ``p / position_divisor * inv_freq[i]`` and scales it by ``attention_scaling``.
+    ``inv_freq`` has half the rotary dimension's entries, each a float32. ``interleaved``: pair i is channels
+    ``(2i, 2i + 1)`` (GPT-J); otherwise ``(i, i + rotary_dim / 2)`` (NeoX). Channels from ``rotary_dim`` on are not
+    rotated. Raises ValueError for invalid numbers.
+    """
+
+    inv_freq: tuple[float, ...]
+    attention_scaling: float = 1.0
+    interleaved: bool = False
+    position_divisor: float = 1.0  # not merged into inv_freq: float32 rounds p / d * f and p * (f / d) differently
+
+    def __post_init__(self) -> None:
+        if not self.inv_freq or not all(math.isfinite(f) for f in self.inv_freq):
+            raise ValueError(f"inv_freq has {len(self.inv_freq)} entries; expected one or more, all finite")
+        for name in ("attention_scaling", "position_divisor"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} = {value}: expected a finite number above 0")
+
+    @property
+    def rotary_dim(self) -> int:
+        return 2 * len(self.inv_freq)
+
+    @lru_cache(maxsize=64)  # noqa: B019 - there are few ropes, and all cells of a span need the same table
+    def table(self, first_token: int, num_tokens: int, device: torch.device | str | None = None) -> torch.Tensor:
+        """Return ``(tokens, rotary_dim)`` float32: cosines, then sines, of the positions from ``first_token`` on.
+
+        These are rows of SGLang's ``cos_sin_cache``, including ``attention_scaling``.
+        """
+        positions = torch.arange(first_token, first_token + num_tokens, dtype=torch.float32, device=device)
+        inv_freq = torch.tensor(self.inv_freq, dtype=torch.float32, device=device)
+        angles = (positions / self.position_divisor)[:, None] * inv_freq
+        return torch.cat((angles.cos(), angles.sin()), dim=-1) * self.attention_scaling
+
+
+def rotate(x: torch.Tensor, table: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Rotate ``x``, float32 ``(tokens, ..., dim)``. ``table``: the rows of ``Rope.table`` for its tokens."""
+    cos, sin = _factors(x, table)
+    first, second = _pairs(x, rope)
+    turned = (first * cos).addcmul_(second, sin, value=-1), (second * cos).addcmul_(first, sin)
+    return _joined(*turned, x, rope)
+
+
+def unrotate(x: torch.Tensor, table: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Undo ``rotate``, up to rounding."""
+    cos, sin = _factors(x, table / rope.attention_scaling**2)
+    first, second = _pairs(x, rope)
+    turned = (first * cos).addcmul_(second, sin), (second * cos).addcmul_(first, sin, value=-1)
+    return _joined(*turned, x, rope)
+
+
+def _factors(x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines, broadcast over all dimensions of ``x`` between tokens and channels."""
+    assert table.shape[0] == x.shape[0], (table.shape, x.shape)
+    cos, sin = table.view(x.shape[0], *[1] * (x.ndim - 2), -1).chunk(2, dim=-1)
+    return cos, sin
+
+
+def _pairs(x: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+    dim = rope.rotary_dim
+    assert x.shape[-1] >= dim, (x.shape, dim)
+    if rope.interleaved:
+        return x[..., :dim:2], x[..., 1:dim:2]
+    return x[..., : dim // 2], x[..., dim // 2 : dim]
+
+
+def _joined(first: torch.Tensor, second: torch.Tensor, like: torch.Tensor, rope: Rope) -> torch.Tensor:
+    rotated = torch.stack((first, second), -1).flatten(-2) if rope.interleaved else torch.cat((first, second), -1)
+    return rotated if rope.rotary_dim == like.shape[-1] else torch.cat((rotated, like[..., rope.rotary_dim :]), -1)

@@ -1,0 +1,534 @@
+"""A store in a directory of one machine, which several processes may share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import ParamSpec, Self, TypeVar
+
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, decode_manifest
+from sgl_kvfetch.directory import files, local_pins, page_index as index
+from sgl_kvfetch.directory.catalog import Catalog, SegmentState
+from sgl_kvfetch.directory.damage import DamageChecks
+from sgl_kvfetch.directory.files import OpenObject
+from sgl_kvfetch.directory.repair import Repair
+from sgl_kvfetch.directory.room import DiskRoom
+from sgl_kvfetch.directory.writing import DataWriter, IncompleteSegmentError, write_manifest
+from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
+from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, SegmentKey
+from sgl_kvfetch.stores import (
+    Lookup,
+    ObjectInfo,
+    Pin,
+    SegmentHit,
+    Store,
+    object_digest,
+    require_name,
+    require_namespace,
+    require_pin_name,
+)
+
+__all__ = ["IncompleteSegmentError", "LocalStore", "StoreUsage", "Upload"]
+
+logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_LOOKUP_THREADS = 2
+_LOOKUP_ATTEMPTS = 3
+_SAVE_USES_EVERY_S = 1.0
+_DELETE_TURN_S = 5.0
+_DELETED_AT_ONCE = 16
+
+
+_FOUND = f"""
+    SELECT name, last_used, pinned, length(hashes) / {PAGE_HASH_BYTES} AS pages,
+        (SELECT coalesce(sum(bytes), 0) FROM files WHERE files.segment = segments.id) AS bytes
+    FROM segments JOIN chains ON chains.segment = segments.id WHERE state = {SegmentState.FOUND.value}
+"""
+_FOLDERS = f"""
+    SELECT substr(name, 1, instr(name, '/') - 1), count(*), sum(pages), sum(bytes), min(last_used), max(last_used),
+        min(name) FROM ({_FOUND}) GROUP BY 1
+"""
+_SEGMENTS = f"""
+    SELECT name, pages, bytes, last_used, pinned FROM ({_FOUND} AND name BETWEEN ? AND ?)
+    ORDER BY last_used DESC LIMIT ?
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    stored_bytes: int  # of all files but the catalog, and what is reserved for files that are being written
+    num_segments: int  # those that lookups can find
+    num_evicted: int  # segments, since the start
+    num_collected: int  # orphaned objects and temporary files, since the start
+    num_unreadable: int  # skipped manifests, since the start
+    write_problem: str | None = None  # why nothing can be written now
+
+
+@dataclass(frozen=True, slots=True)
+class FolderUsage:
+    """What lookups can find of a folder. Times are in seconds since the epoch."""
+
+    folder: str
+    num_segments: int
+    num_pages: int  # pages of segments that overlap are counted separately
+    stored_bytes: int
+    first_used_s: float  # of the segment that was used longest ago
+    last_used_s: float
+    some_manifest: str  # the name of one of its manifests
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentUsage:
+    name: str  # its manifest's
+    num_pages: int
+    stored_bytes: int
+    last_used_s: float
+    is_pinned: bool
+
+
+class LocalStore(Store):
+    """A directory of objects with a catalog of them. Several processes may use it at once, each with its own store.
+
+    With a capacity, the least recently used segments are evicted for new ones: manifest first, then data. Unfinished
+    writes of dead writers are removed, and data without a manifest once it is ``orphan_age_s`` old.
+    """
+
+    def __init__(
+        self,
+        root: Path | str,
+        *,
+        capacity_bytes: int | None = None,
+        min_free_bytes: int | None = None,
+        orphan_age_s: float = 900.0,
+        num_threads: int = 8,
+    ) -> None:
+        """The first write creates the directory. Raises ConfigError for a capacity below one byte.
+
+        ``min_free_bytes``: segments are also evicted to leave this much of the disk free; by default 1 % of it, at most
+        1 GiB.
+        """
+        if capacity_bytes is not None and capacity_bytes < 1:
+            raise ConfigError(f"capacity_bytes is {capacity_bytes}; expected at least 1, or none for no limit")
+        self.root = Path(root)
+        self._catalog = Catalog(self.root, self._start_sweep)
+        self._room = DiskRoom(self._catalog, capacity_bytes, min_free_bytes)
+        self._repair = Repair(self._catalog, self._room, orphan_age_s)
+        self._checks = DamageChecks(self._catalog, self._room)
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="kvfetch-local")
+        # Lookups have their own threads: the others may all be waiting for the disk.
+        self._lookups = ThreadPoolExecutor(_LOOKUP_THREADS, thread_name_prefix="kvfetch-lookup")
+        self._upkeep = ThreadPoolExecutor(1, thread_name_prefix="kvfetch-upkeep")
+        self._opened = False
+        self._orphan_age_s = orphan_age_s
+        self._collected_at = self._uses_saved_at = float("-inf")  # monotonic seconds
+        self._closed = False
+
+    async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        assert start >= 0
+        assert length is None or length >= 0
+        require_name(name)
+        return await self._run(self._get, name, start, length)
+
+    async def peek(self, name: str) -> bytes | None:
+        """Read an object as `get` does, but not as a use of its segment."""
+        require_name(name)
+        return await self._run(self._get, name, 0, None, is_use=False)
+
+    def _get(self, name: str, start: int, length: int | None, *, is_use: bool = True) -> bytes | None:
+        opened = self._open(name, is_use=is_use)
+        if opened is None:
+            return None
+        with opened.file as file, files.os_errors(f"reading {name}"):
+            wanted = opened.info.size_bytes - start if length is None else length
+            data = files.read_fully(file, start, wanted) if wanted >= 0 else b""
+        expected = "" if length is None else f"{length} bytes "
+        if wanted < 0 or start > opened.info.size_bytes or len(data) < wanted:
+            raise StoreError(
+                "truncated",
+                f"{name} has {opened.info.size_bytes} bytes; expected {expected}from byte {start} on",
+            )
+        return data
+
+    async def put(self, name: str, data: bytes) -> None:
+        """Raises StoreError: ``invalid`` if data does not match its name's digest, or a manifest's data is missing."""
+        parsed = require_name(name)
+        self._collect_later()
+        if parsed.is_manifest:
+            await self._put_if(name, data, lambda current: True)
+        else:
+            await self._run(self._put_data, DataWriter(self._catalog, self._room, parsed, len(data)), data)
+
+    async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
+        """Atomic across processes. Raises as ``put`` does."""
+        return await self._put_if(name, data, lambda current: current == expected_digest)
+
+    async def create(self, name: str, data: bytes) -> bool:
+        """Put a manifest if there is none, atomically. Return True if the store holds ``data`` now."""
+        return await self._put_if(name, data, lambda current: current is None)
+
+    async def _put_if(self, name: str, data: bytes, replaces: Callable[[str | None], bool]) -> bool:
+        if not require_name(name).is_manifest:
+            raise StoreError("invalid", f"{name} is not a manifest; data objects are never replaced")
+        return await self._run(write_manifest, self._catalog, self._room, name, data, replaces)
+
+    def _put_data(self, writer: DataWriter, data: bytes) -> None:
+        try:
+            writer.write(data)
+            writer.commit()
+        finally:
+            writer.discard()
+
+    def upload(self, name: str, size_bytes: int | None = None) -> Upload:
+        """Begin to write a data object in pieces. If its size is known, room for all of it is reserved at once.
+
+        Raises StoreError (``invalid``) for any other name.
+        """
+        parsed = require_name(name)
+        if parsed.is_manifest:
+            raise StoreError("invalid", f"{name} is a manifest; only data objects are written in pieces")
+        return Upload(self, DataWriter(self._catalog, self._room, parsed, size_bytes))
+
+    async def open_object(self, name: str) -> OpenObject | None:
+        """Open an object for reading in pieces; the caller closes it. None if it is missing."""
+        require_name(name)
+        opening = asyncio.ensure_future(self._run(self._open, name))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_opened)
+            raise
+
+    def _open(self, name: str, *, is_use: bool = True) -> OpenObject | None:
+        with files.os_errors(f"opening {name}"):
+            opened = files.open_object(self.root, name)
+        if opened is not None and is_use:
+            self._note_use([require_name(name).segment.manifest_name])
+        return opened
+
+    async def head(self, name: str) -> ObjectInfo | None:
+        require_name(name)
+        return await self._run(self._head, name)
+
+    def _head(self, name: str) -> ObjectInfo | None:
+        with files.os_errors(f"looking at {name}"):
+            return files.stat_object(self.root, name)
+
+    async def delete(self, name: str) -> bool:
+        """Delete an object. If its segment needs it, lookups no longer find the segment."""
+        require_name(name)
+        return await self._run(self._delete, name)
+
+    def _delete(self, name: str) -> bool:
+        with files.os_errors(f"deleting {name}"):
+            return self._room.delete([name]) > 0
+
+    async def delete_prefix(self, prefix: str) -> int:
+        count, more = 0, True
+        while more:
+            some, more = await self.delete_some(prefix, _DELETE_TURN_S)
+            count += some
+        return count
+
+    async def delete_some(self, prefix: str, within_s: float) -> tuple[int, bool]:
+        """Like ``delete_prefix``, for about ``within_s``. Return how many were deleted, and if some may be left."""
+        return await self._run(self._delete_some, prefix, time.monotonic() + within_s)
+
+    def _delete_some(self, prefix: str, until: float) -> tuple[int, bool]:
+        count = 0
+        with files.os_errors(f"deleting {prefix}*"):
+            names = [info.name for namespace in self._namespaces(prefix) for info in self._list(namespace, prefix)]
+            names.sort(key=lambda name: not name.endswith(MANIFEST_SUFFIX))
+            left = iter(names)
+            while some := list(islice(left, _DELETED_AT_ONCE)):
+                if count and time.monotonic() > until:  # each call deletes one batch at least
+                    return count, True
+                count += self._room.delete(some)
+        return count, False
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        for namespace in await self._run(self._namespaces, prefix):
+            for info in await self._run(self._list, namespace, prefix):
+                yield info
+
+    def _namespaces(self, prefix: str) -> Sequence[str]:
+        with files.os_errors("listing namespaces"):
+            return [name for name in files.namespaces(self.root) if name.startswith(prefix[: len(name)])]
+
+    def _list(self, namespace: str, prefix: str) -> Sequence[ObjectInfo]:
+        with files.os_errors(f"listing {namespace}"):
+            return files.list_objects(self.root, namespace, prefix)
+
+    async def folders(self, digest: str = "") -> frozenset[str]:
+        return frozenset(await self._run_in(self._lookups, self._namespaces, digest and f"{digest}."))
+
+    async def last_uses(self, segments: Sequence[SegmentKey]) -> Sequence[float | None]:
+        return await self._run(self._last_uses, segments)
+
+    def _last_uses(self, segments: Sequence[SegmentKey]) -> Sequence[float | None]:
+        with files.os_errors("reading when segments were used"):
+            self._catalog.save_uses()
+            with self._catalog.reading() as db:
+                if db is None:
+                    return [None] * len(segments)
+                uses = dict(db.execute("SELECT name, last_used FROM segments"))
+        return [uses.get(segment.manifest_name) for segment in segments]
+
+    async def expired(self, segments: Sequence[SegmentKey]) -> set[SegmentKey]:
+        return await self._run(self._expired, segments)
+
+    def _expired(self, segments: Sequence[SegmentKey]) -> set[SegmentKey]:
+        with files.os_errors("reading when segments expire"), self._catalog.reading() as db:
+            rows = () if db is None else db.execute("SELECT name FROM segments WHERE expires <= ?", (time.time(),))
+            names = {name for (name,) in rows}
+        return {segment for segment in segments if segment.manifest_name in names}
+
+    async def pins(self) -> Sequence[str]:
+        return await self._run(self._pinning, lambda: local_pins.names(self.root))
+
+    async def get_pin(self, name: str) -> Pin | None:
+        require_pin_name(name)
+        return await self._run(self._pinning, lambda: local_pins.read(self.root, name))
+
+    async def put_pin(self, pin: Pin) -> None:
+        await self._run(self._pinning, lambda: self._put_pin(pin))
+
+    def _put_pin(self, pin: Pin) -> None:
+        with self._catalog.writing() as db:
+            local_pins.enter(db, pin)
+            local_pins.mark(db, self.root, pin)
+            self._room.require_pins_fit(local_pins.pinned_bytes(db))
+            local_pins.write(self.root, pin)
+
+    async def delete_pin(self, name: str) -> bool:
+        require_pin_name(name)
+        return await self._run(self._pinning, lambda: self._delete_pin(name))
+
+    def _delete_pin(self, name: str) -> bool:
+        with self._catalog.writing() as db:
+            existed = local_pins.delete(self.root, name)
+            local_pins.remove(db, name)
+        return existed
+
+    def _pinning(self, call: Callable[[], T]) -> T:
+        try:
+            with files.os_errors(f"reading or writing the pins of {self.root}"):
+                return call()
+        except FormatError as e:
+            raise StoreError("io", f"{self.root}: {e}") from e
+
+    async def warm_up(self) -> int:
+        """Open the catalog. Return the number of segments that lookups can find now."""
+        return (await self.usage()).num_segments
+
+    async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
+        """Segments are found as soon as they are put, whichever process puts them.
+
+        While the catalog is rebuilt, those that are not in it yet are missed.
+        """
+        require_namespace(namespace)
+        return await self._run_in(self._lookups, self._lookup, namespace, page_hashes)
+
+    def _lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
+        with files.os_errors(f"looking up in {namespace}"):
+            if not self._opened:
+                self._open_later()  # even if a catalog of another version cannot be read
+            for attempt in range(_LOOKUP_ATTEMPTS):
+                with self._catalog.reading() as db:
+                    found = index.find(db, namespace, page_hashes) if db is not None else []
+                if db is None:
+                    self._open_later()
+                hits = list(self._with_manifests(found, accept_other=attempt > 0))
+                if len(hits) == len(found):
+                    break
+                if attempt:  # not merely replaced or evicted since it was found
+                    self._quietly(partial(self._repair.recheck, found[len(hits)].manifest_name))
+        self._note_use([hit.manifest_name for hit in found])
+        return Lookup(tuple(hits))
+
+    def _with_manifests(self, found: Sequence[index.IndexHit], *, accept_other: bool) -> Iterator[SegmentHit]:
+        """Read the manifests, up to the first that is not as in the catalog.
+
+        ``accept_other``: accept any sound manifest of the same pages, because a writer renames the file a moment before
+        its transaction ends.
+        """
+        for hit in found:
+            content = files.read_object(self.root, hit.manifest_name, MAX_MANIFEST_BYTES)
+            if content is None:
+                return
+            if object_digest(content) != hit.digest and not (accept_other and _is_sound(content, hit.manifest_name)):
+                return
+            yield SegmentHit(content, hit.first_page, hit.num_pages)
+
+    def _open_later(self) -> None:
+        """Open the catalog in the background, which rebuilds it if it is missing."""
+        if self._catalog.exists or files.namespaces(self.root):
+            self._opened = True
+            self._upkeep.submit(self._quietly, self._catalog.open)
+
+    def _note_use(self, manifest_names: Sequence[str]) -> None:
+        if not self._catalog.is_open:
+            return  # only files were read: that changes nothing
+        self._catalog.note_use(manifest_names)
+        now = time.monotonic()
+        if now > self._uses_saved_at + _SAVE_USES_EVERY_S:
+            self._uses_saved_at = now
+            self._upkeep.submit(self._quietly, self._catalog.save_uses)
+
+    def _start_sweep(self) -> None:
+        if self._closed:
+            return
+        self._room.counted.clear()
+        self._upkeep.submit(self._quietly, self._repair.sweep)
+
+    def _quietly(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except (StoreError, OSError) as e:
+            logger.warning("%s: %s", self.root, e)
+
+    async def report_damage(self, manifest_name: str) -> bool:
+        if not require_name(manifest_name).is_manifest:
+            raise StoreError("invalid", f"{manifest_name} is not a manifest")
+        self._require_open()
+        return await self._checks.check(manifest_name)
+
+    async def usage(self) -> StoreUsage:
+        """Return sizes and counters."""
+        return await self._run(self._usage)
+
+    def _usage(self) -> StoreUsage:
+        stored_bytes = num_segments = 0
+        problem = None
+        with files.os_errors("reading the catalog"):
+            if self.root.is_dir():
+                problem = self._room.problem()
+                with self._catalog.reading() as db:
+                    if db is not None:
+                        (stored_bytes,) = db.execute("SELECT bytes FROM totals").fetchone()
+                        count = "SELECT count(*) FROM segments WHERE state = ?"
+                        (num_segments,) = db.execute(count, (SegmentState.FOUND,)).fetchone()
+        repair = self._repair
+        return StoreUsage(
+            stored_bytes, num_segments, self._room.num_evicted, repair.num_collected, repair.num_unreadable, problem
+        )
+
+    async def folder_usages(self) -> Sequence[FolderUsage]:
+        """Return what each folder has. Reads all of the catalog's segments."""
+        return await self._run(self._rows, _FOLDERS, (), FolderUsage)
+
+    async def segment_usages(self, folder: str, limit: int) -> Sequence[SegmentUsage]:
+        """Return the last used segments of a folder, the last one first."""
+        return await self._run(self._rows, _SEGMENTS, (f"{folder}/", f"{folder}0", limit), SegmentUsage)
+
+    def _rows(self, query: str, values: Sequence[str | int], kind: Callable[..., T]) -> Sequence[T]:
+        with files.os_errors("reading the catalog"), self._catalog.reading() as db:
+            return [] if db is None else [kind(*row) for row in db.execute(query, values)]
+
+    async def collect(self) -> None:
+        """Remove old orphans and what dead writers left, and compare the disk with the catalog.
+
+        Writes also do this in the background, at most once every ``orphan_age_s``.
+        """
+        self._collected_at = time.monotonic()
+        if self.root.is_dir():
+            await self._run_in(self._upkeep, self._collect)
+
+    def _collect_later(self) -> None:
+        if time.monotonic() > self._collected_at + self._orphan_age_s:
+            self._collected_at = time.monotonic()
+            self._upkeep.submit(self._quietly, self._repair.collect)
+
+    def _collect(self) -> None:
+        with files.os_errors("collecting orphans"):
+            self._repair.collect()
+
+    async def rebuild(self) -> None:
+        """Make the catalog anew from the files, and wait until that is done."""
+        await self._run(self._rebuild)
+        await self._run_in(self._upkeep, lambda: None)  # behind the sweep that opening has started
+
+    def _rebuild(self) -> None:
+        with files.os_errors("rebuilding the catalog"):
+            self._catalog.discard()
+            self._catalog.open()
+
+    async def close(self) -> None:
+        self._closed = True
+        await asyncio.to_thread(self._shut_down)
+
+    def _shut_down(self) -> None:
+        self._repair.stopped.set()
+        for threads in (self._lookups, self._executor, self._upkeep):
+            threads.shutdown()
+        self._checks.shut_down()
+        if self._catalog.is_open:
+            self._quietly(self._catalog.save_uses)
+        self._catalog.close()
+
+    async def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._run_in(self._executor, call, *args, **kwargs)
+
+    async def _run_in(self, threads: ThreadPoolExecutor, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        self._require_open()
+        return await asyncio.get_running_loop().run_in_executor(threads, lambda: call(*args, **kwargs))
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StoreError("io", f"the store {self.root} is closed")
+
+
+class Upload:
+    """A data object that is written in pieces. Leaving the context without ``commit`` discards it."""
+
+    def __init__(self, store: LocalStore, writer: DataWriter) -> None:
+        self._store = store
+        self._writer = writer
+
+    async def __aenter__(self) -> Self:
+        """Reserve room. Raises StoreError (``full``, ``io``)."""
+        try:
+            await self._store._run(self._writer.open)
+        except BaseException:  # cancelled, too: the thread goes on
+            await self._discard()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._discard()
+
+    async def _discard(self) -> None:
+        await asyncio.shield(asyncio.to_thread(self._writer.discard))  # works after the store is closed
+
+    async def write(self, data: bytes) -> None:
+        """Append ``data``. Raises StoreError (``full``, ``io``)."""
+        await self._store._run(self._writer.write, data)
+
+    async def commit(self) -> None:
+        """Make the object visible. Raises StoreError (``invalid`` if the digest does not match; ``full``, ``io``)."""
+        await self._store._run(self._writer.commit)
+
+
+def _is_sound(content: bytes, manifest_name: str) -> bool:
+    try:
+        return decode_manifest(content).key.manifest_name == manifest_name
+    except FormatError:
+        return False
+
+
+def _close_opened(opening: asyncio.Future[OpenObject | None]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opened = opening.result()
+        if opened is not None:
+            opened.file.close()

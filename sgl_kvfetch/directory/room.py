@@ -1,0 +1,279 @@
+"""The room in a local store's directory: reservations, eviction of the least recently used segments, deletion.
+
+Blocking and thread-safe. Methods raise StoreError (``full`` if there is no room) and OSError.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from sgl_kvfetch.directory import files, rows
+from sgl_kvfetch.directory.catalog import Catalog, FileRole, FileState, SegmentState, temp_name
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.keys import MANIFEST_SUFFIX
+from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.stores import MAX_PINNED_PART
+
+logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logger)
+T = TypeVar("T")
+
+PENDING_PART = 1 / 4  # of the capacity: most bytes of data without a manifest, unless it is a single object
+# How long data without a manifest is protected from eviction: its writer may still put the manifest, and readers may
+# still know the manifest that was replaced.
+KEEP_PENDING_S = 60.0
+_SPARE_PART = 1 / 64  # an eviction frees this part of the capacity more than needed, if that takes no more steps
+_EVICTED_AT_ONCE = 8  # segments in one transaction
+_DELETED_AT_ONCE = 64  # files
+_WAIT_S = 30.0  # for another thread's eviction, or for the files to be counted
+_MIN_FREE_PART, _MIN_FREE_BYTES = 1 / 100, 1 << 30
+
+_OLDEST_PENDING = (
+    f"SELECT name, bytes, since FROM files WHERE role = {FileRole.PENDING:d} AND state = {FileState.STORED:d} "
+)
+_LEAST_USED = f"""
+SELECT id, pinned FROM segments WHERE state != {SegmentState.LOOSE:d} AND NOT EXISTS (
+    SELECT 1 FROM files WHERE segment = segments.id
+    AND (files.state = {FileState.WRITING:d} OR role = {FileRole.PENDING:d} AND since > ?)
+) ORDER BY pinned, last_used LIMIT {_EVICTED_AT_ONCE}"""
+# Not those with a new file: they may be being written again, data first.
+_EXPIRED = f"""
+SELECT id FROM segments WHERE state != {SegmentState.LOOSE:d} AND expires <= ? AND NOT EXISTS (
+    SELECT 1 FROM files WHERE segment = segments.id AND (files.state = {FileState.WRITING:d} OR since > ?)
+) ORDER BY expires LIMIT {_EVICTED_AT_ONCE}"""
+
+Doomed = tuple[int, str]  # a file to delete: its identifier and its object's name
+
+
+class DiskRoom:
+    """What is on the disk stays within the capacity, apart from the catalog and the rest of each file's last block."""
+
+    def __init__(self, catalog: Catalog, capacity_bytes: int | None, min_free_bytes: int | None) -> None:
+        self.num_evicted = 0  # segments
+        self.counted = threading.Event()  # set unless a sweep is counting what is on the disk
+        self.counted.set()
+        self._catalog = catalog
+        self._capacity_bytes = capacity_bytes
+        self._min_free_bytes = min_free_bytes
+        self._evicting = threading.Lock()
+
+    def reserve(self, name: str, num_bytes: int) -> tuple[int, files.TempFile]:
+        """Reserve room for a new file and create it, empty. Return its identifier too. Evicts segments if needed."""
+        return self.retried(lambda: self._reserve(name, num_bytes), num_bytes)
+
+    def _reserve(self, name: str, num_bytes: int) -> tuple[int, files.TempFile]:
+        if self._capacity_bytes is not None:
+            self._catalog.open()
+            if not self.counted.wait(_WAIT_S):
+                raise StoreError("full", "the files in the directory are still being counted", retriable=True)
+        temp = None
+        doomed: list[Doomed] = []
+        try:
+            with self._catalog.writing() as db:
+                if not name.endswith(MANIFEST_SUFFIX):
+                    self._admit(db, num_bytes, 0, doomed)
+                file_id = rows.add_file(db, name, num_bytes, FileState.WRITING)
+                self._delete_expired(db, doomed)
+                temp = files.TempFile(self._catalog.root, name.partition("/")[0], temp_name(file_id))
+            self._make_room(num_bytes)
+        except BaseException:
+            if temp is not None:
+                temp.discard()
+                self.forget(file_id)
+            raise
+        finally:
+            self.delete_files(doomed)
+        return file_id, temp
+
+    def grow(self, file_id: int, has_bytes: int, num_bytes: int) -> None:
+        """Reserve more room for a data object that is being written."""
+        doomed: list[Doomed] = []
+        try:
+            with self._catalog.writing() as db:
+                self._admit(db, num_bytes, has_bytes, doomed)
+                db.execute("UPDATE files SET bytes = bytes + ? WHERE id = ?", (num_bytes, file_id))
+        finally:
+            self.delete_files(doomed)
+        self._make_room(num_bytes)
+
+    def retried(self, call: Callable[[], T], num_bytes: int) -> T:
+        """Call; if the disk is full, evict at least ``num_bytes`` if possible, and call once more."""
+        try:
+            return call()
+        except OSError as e:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._evict(num_bytes):
+                raise
+        return call()
+
+    def forget(self, file_id: int) -> None:
+        """Remove the row of a file that is gone."""
+        with self._catalog.writing() as db:
+            rows.forget(db, file_id)
+
+    def delete(
+        self, names: Iterable[str], condition: Callable[[sqlite3.Connection, str], bool] = lambda db, name: True
+    ) -> int:
+        """Delete objects that meet the condition, which is called in the transaction. Return how many existed."""
+        doomed: list[Doomed] = []
+        try:
+            with self._catalog.writing() as db:
+                self._remove(db, (name for name in names if condition(db, name)), doomed)
+        finally:
+            self.delete_files(doomed)
+        return len(doomed)
+
+    def delete_files(self, doomed: Sequence[Doomed]) -> int:
+        """Delete files that have lost their names, except those that somebody reads. Return how many were deleted."""
+        gone = [file_id for file_id, name in doomed if self._delete_file(file_id, name)]
+        if gone:
+            with self._catalog.writing() as db:
+                for file_id in gone:
+                    rows.forget(db, file_id)
+        return len(gone)
+
+    def delete_leftovers(self) -> int:
+        """Delete files that somebody was reading, or whose deletion was cut short. Return how many were deleted."""
+        last, count = 0, 0
+        query = f"SELECT id, name FROM files WHERE state = {FileState.DELETING:d} AND id > ? ORDER BY id LIMIT ?"
+        while True:
+            with self._catalog.writing() as db:
+                some = db.execute(query, (last, _DELETED_AT_ONCE)).fetchall()
+            if not some:
+                return count
+            count += self.delete_files(some)
+            last = some[-1][0]
+
+    def require_pins_fit(self, pinned_bytes: int) -> None:
+        """Raise StoreError (``full``) if pinned segments take more than half of the capacity."""
+        most = None if self._capacity_bytes is None else int(self._capacity_bytes * MAX_PINNED_PART)
+        if most is not None and pinned_bytes > most:
+            raise StoreError("full", f"pinned segments would take {pinned_bytes} bytes; the limit is {most}")
+
+    def problem(self) -> str | None:
+        """Return why nothing can be written now, or None."""
+        try:
+            with self._catalog.writing() as db:
+                (evictable,) = db.execute("SELECT bytes - pending_bytes FROM totals").fetchone()
+        except (StoreError, OSError) as e:
+            return str(e)
+        if not os.access(self._catalog.root, os.W_OK):
+            return f"{self._catalog.root} is not writable"
+        lacking = self._lacking_on_disk(1)
+        return f"the disk lacks {lacking} free bytes, and nothing is left to evict" if lacking > evictable else None
+
+    def _admit(self, db: sqlite3.Connection, num_bytes: int, has_bytes: int, doomed: list[Doomed]) -> None:
+        """Check that data fits among the data without a manifest, after deleting the oldest of it if needed.
+
+        A larger object than this part of the capacity has to be the only one.
+        """
+        if self._capacity_bytes is None:
+            return
+        size = has_bytes + num_bytes
+        if size > self._capacity_bytes:
+            raise StoreError("full", f"no room for {size} bytes in a store of {self._capacity_bytes}")
+        most = self._capacity_bytes * PENDING_PART
+        (pending,) = db.execute("SELECT pending_bytes FROM totals").fetchone()
+        others = pending - has_bytes
+        for name, other, since in db.execute(f"{_OLDEST_PENDING} ORDER BY since LIMIT {_DELETED_AT_ONCE}").fetchall():
+            if others + size <= most or (size > most and since > time.time() - KEEP_PENDING_S):
+                break
+            self._remove(db, [name], doomed)
+            others -= other
+        if others + size > most and others > 0:
+            raise StoreError(
+                "full",
+                f"no room for {size} bytes: {others} bytes are written or wait for their manifest, of {most:.0f}",
+                retriable=True,
+            )
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Evict until everything reserved fits, and ``num_bytes`` more fit on the disk."""
+        while self._lacking(num_bytes) > 0:
+            if not self._evicting.acquire(timeout=_WAIT_S):
+                raise StoreError("full", "eviction takes too long", retriable=True)
+            try:
+                lacking = self._lacking(num_bytes)
+                if lacking > 0 and not self._evict(lacking):
+                    raise StoreError("full", f"no room for {num_bytes} bytes: nothing to evict", retriable=True)
+            finally:
+                self._evicting.release()
+
+    def _lacking(self, num_bytes: int) -> int:
+        lacking = self._lacking_on_disk(num_bytes)
+        if self._capacity_bytes is not None:
+            with self._catalog.writing() as db:
+                (used,) = db.execute("SELECT bytes FROM totals").fetchone()
+            lacking = max(lacking, used - self._capacity_bytes)
+        return lacking
+
+    def _lacking_on_disk(self, num_bytes: int) -> int:
+        disk = os.statvfs(self._catalog.root)
+        keep = self._min_free_bytes
+        if keep is None:
+            keep = min(_MIN_FREE_BYTES, int(disk.f_blocks * disk.f_frsize * _MIN_FREE_PART))
+        return keep + num_bytes - disk.f_bavail * disk.f_frsize
+
+    def _evict(self, lacking: int) -> bool:
+        """Delete old data without a manifest, then the least recently used segments: a few. Return whether any.
+
+        Pinned segments go when there are no others.
+        """
+        if self.delete_leftovers():
+            return True
+        self._catalog.save_uses()
+        lacking += int((self._capacity_bytes or 0) * _SPARE_PART)
+        doomed: list[Doomed] = []
+        before = time.time() - KEEP_PENDING_S
+        found = False
+        try:
+            with self._catalog.writing() as db:
+                pending = f"{_OLDEST_PENDING} AND since <= ? ORDER BY since LIMIT {_DELETED_AT_ONCE}"
+                for name, size, _ in db.execute(pending, (before,)).fetchall():
+                    if lacking > 0:
+                        self._remove(db, [name], doomed)
+                        lacking, found = lacking - size, True
+                for segment, pinned in db.execute(_LEAST_USED, (before,)).fetchall():
+                    if lacking > 0:
+                        if pinned:
+                            _limited.warning("pinned", "pinned segments are evicted: nothing else is left to evict")
+                        lacking, found = lacking - self._evict_segment(db, segment, doomed), True
+        finally:
+            # Also if the disk has no room for the transaction itself: what lost its name is lost anyway.
+            self.delete_files(doomed)
+        return found
+
+    def _delete_expired(self, db: sqlite3.Connection, doomed: list[Doomed]) -> None:
+        """Delete expired segments, a few. Each write does this, so that none lasts long."""
+        now = time.time()
+        for (segment,) in db.execute(_EXPIRED, (now, now - KEEP_PENDING_S)).fetchall():
+            self._evict_segment(db, segment, doomed)
+
+    def _evict_segment(self, db: sqlite3.Connection, segment: int, doomed: list[Doomed]) -> int:
+        """Evict a segment, its manifest first. Return its bytes."""
+        query = "SELECT name, bytes FROM files WHERE segment = ? AND state = ? ORDER BY role"
+        stored = db.execute(query, (segment, FileState.STORED)).fetchall()
+        self._remove(db, [name for name, _ in stored], doomed)
+        if not stored:  # or this segment would be the next one to evict for ever
+            rows.hide(db, segment, SegmentState.LOOSE)
+        self.num_evicted += 1
+        return sum(size for _, size in stored)
+
+    def _remove(self, db: sqlite3.Connection, names: Iterable[str], doomed: list[Doomed]) -> None:
+        for name in names:
+            file_id = rows.remove(db, self._catalog.root, name)
+            if file_id is not None:
+                doomed.append((file_id, name))
+
+    def _delete_file(self, file_id: int, name: str) -> bool:
+        try:
+            return files.remove_temp(self._catalog.root, name.partition("/")[0], temp_name(file_id))
+        except OSError as e:
+            logger.warning("cannot delete a file of %s: %s", name, e)
+            return False

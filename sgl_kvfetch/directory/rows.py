@@ -1,0 +1,211 @@
+"""Changes to the catalog's rows. Each function is called within a write transaction, with its connection."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import time
+from pathlib import Path
+
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest
+from sgl_kvfetch.directory import files, local_pins
+from sgl_kvfetch.directory.catalog import FileRole, FileState, SegmentState, temp_name
+from sgl_kvfetch.directory.page_index import page_rows
+from sgl_kvfetch.errors import FormatError
+from sgl_kvfetch.keys import parse_object_name
+from sgl_kvfetch.stores import decode_named_manifest, object_digest
+
+logger = logging.getLogger(__name__)
+
+_MARK_DELETING = (
+    f"UPDATE files SET state = {FileState.DELETING:d}, role = {FileRole.NAMED:d}, segment = NULL WHERE id = ?"
+)
+
+
+def manifest_name(name: str) -> str:
+    """Return the name of the manifest of an object's segment."""
+    return parse_object_name(name).segment.manifest_name
+
+
+def stored_id(db: sqlite3.Connection, name: str) -> int | None:
+    row = db.execute("SELECT id FROM files WHERE name = ? AND state = ?", (name, FileState.STORED)).fetchone()
+    return row and int(row[0])
+
+
+def add_file(
+    db: sqlite3.Connection,
+    name: str,
+    num_bytes: int,
+    state: FileState,
+    *,
+    file_id: int | None = None,
+    role: FileRole | None = None,
+    since: float | None = None,
+) -> int:
+    """Add a file that will be written, or that is stored. Return its identifier, a new one unless it is given.
+
+    A stored manifest, or data that may complete a segment, leaves its segment ``UNREAD``: call `examine` or `index`.
+    Writing a segment again is a use of it: or its data could be evicted before its manifest is put.
+    """
+    since = time.time() if since is None else since
+    owner = manifest_name(name)
+    db.execute(
+        "INSERT INTO segments (name, state, last_used) VALUES (?, ?, ?) "
+        "ON CONFLICT (name) DO UPDATE SET last_used = max(last_used, excluded.last_used)",
+        (owner, SegmentState.LOOSE, since),
+    )
+    segment, segment_state = db.execute("SELECT id, state FROM segments WHERE name = ?", (owner,)).fetchone()
+    role = FileRole.MANIFEST if name == owner else FileRole.PENDING if role is None else role
+    row = file_id, name, segment, num_bytes, state, role, since
+    added = db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+    if state == FileState.STORED and (role == FileRole.MANIFEST or segment_state == SegmentState.INCOMPLETE):
+        db.execute("UPDATE segments SET state = ? WHERE id = ?", (SegmentState.UNREAD, segment))
+    assert added.lastrowid is not None
+    return added.lastrowid
+
+
+def add_if_stored(db: sqlite3.Connection, root: Path, name: str) -> int | None:
+    """Return the size of an object's file, or None if it is missing. Add a row if the file was put by other means.
+
+    Raises OSError.
+    """
+    info = files.stat_object(root, name)
+    if info is None:
+        return None
+    if stored_id(db, name) is None:
+        add_file(db, name, info.size_bytes, FileState.STORED)
+    return info.size_bytes
+
+
+def store_file(db: sqlite3.Connection, file_id: int, name: str, num_bytes: int, replaced: int | None) -> None:
+    """Record that a written file has taken its object's name, from the file ``replaced`` if there was one."""
+    role = None
+    if replaced is not None:
+        (role,) = db.execute("SELECT role FROM files WHERE id = ?", (replaced,)).fetchone()
+        db.execute(_MARK_DELETING, (replaced,))
+    db.execute("DELETE FROM files WHERE id = ?", (file_id,))  # no row in a catalog that was rebuilt meanwhile
+    add_file(db, name, num_bytes, FileState.STORED, file_id=file_id, role=role)
+
+
+def remove(db: sqlite3.Connection, root: Path, name: str) -> int | None:
+    """Take away an object's name. Return its file, to be deleted, or None if there is none. Raises OSError."""
+    add_if_stored(db, root, name)
+    file_id = stored_id(db, name)
+    if file_id is None:
+        return None
+    existed = files.set_aside(root, name, temp_name(file_id))
+    to_be_deleted(db, file_id)
+    if existed:
+        return file_id
+    forget(db, file_id)
+    return None
+
+
+def to_be_deleted(db: sqlite3.Connection, file_id: int) -> None:
+    """Record that a stored file has lost its name. A segment that loses what it needs is not found any more."""
+    segment, role, state = db.execute(
+        "SELECT segment, role, segments.state FROM files JOIN segments ON segment = segments.id WHERE files.id = ?",
+        (file_id,),
+    ).fetchone()
+    if role == FileRole.MANIFEST:
+        hide(db, segment, SegmentState.LOOSE)
+        unnamed = FileRole.PENDING, time.time(), segment, FileRole.NAMED
+        db.execute("UPDATE files SET role = ?, since = ? WHERE segment = ? AND role = ?", unnamed)
+    elif role == FileRole.NAMED and state in (SegmentState.FOUND, SegmentState.UNREAD):
+        hide(db, segment, SegmentState.INCOMPLETE)
+    mark_deleting(db, file_id)
+
+
+def mark_deleting(db: sqlite3.Connection, file_id: int) -> None:
+    """Record that a file has its temporary name and belongs to no segment any more."""
+    row = db.execute("SELECT segment FROM files WHERE id = ?", (file_id,)).fetchone()
+    if row is None:  # in a catalog that was rebuilt meanwhile
+        return
+    db.execute(_MARK_DELETING, (file_id,))
+    empty = "id = ? AND NOT EXISTS (SELECT 1 FROM files WHERE segment = segments.id)"
+    db.execute(f"DELETE FROM segments WHERE {empty}", row)
+
+
+def forget(db: sqlite3.Connection, file_id: int) -> None:
+    """Remove the row of a file that is gone. It may still count as stored: a full disk undoes transactions, but not the
+    renaming of files."""
+    if db.execute("SELECT state FROM files WHERE id = ?", (file_id,)).fetchone() == (FileState.STORED,):
+        to_be_deleted(db, file_id)
+    else:
+        mark_deleting(db, file_id)
+    db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+
+
+def index(db: sqlite3.Connection, manifest: Manifest, content: bytes) -> None:
+    """Let lookups find a segment. Its manifest, which is ``content``, and its data are stored."""
+    key = manifest.key
+    (segment,) = db.execute("SELECT id FROM segments WHERE name = ?", (key.manifest_name,)).fetchone()
+    stored = "SELECT id, name, role FROM files WHERE segment = ? AND state = ? AND role != ?"
+    for file_id, name, role in db.execute(stored, (segment, FileState.STORED, FileRole.MANIFEST)).fetchall():
+        new = FileRole.NAMED if name in manifest.data_names else FileRole.PENDING
+        if new != role:
+            db.execute("UPDATE files SET role = ?, since = ? WHERE id = ?", (new, time.time(), file_id))
+    chain = manifest.first_page, b"".join(manifest.page_hashes)
+    if db.execute("SELECT first_page, hashes FROM chains WHERE segment = ?", (segment,)).fetchone() != chain:
+        hide(db, segment, SegmentState.UNREAD)
+        db.execute("INSERT INTO chains VALUES (?, ?, ?)", (segment, *chain))
+        db.executemany("INSERT INTO pages VALUES (?, ?, ?)", page_rows(key.namespace, segment, *chain))
+    pinned = local_pins.is_pinned(db, manifest.page_hashes)
+    found = SegmentState.FOUND, object_digest(content), pinned, manifest.expires, segment
+    db.execute("UPDATE segments SET state = ?, digest = ?, pinned = ?, expires = ? WHERE id = ?", found)
+
+
+def hide(db: sqlite3.Connection, segment: int, state: SegmentState) -> None:
+    """Let lookups not find a segment any more."""
+    row = db.execute(
+        "SELECT name, first_page, hashes FROM segments JOIN chains ON segment = id WHERE id = ?", (segment,)
+    ).fetchone()
+    if row is not None:
+        name, first_page, hashes = row
+        keys = page_rows(name.partition("/")[0], segment, first_page, hashes)
+        db.executemany("DELETE FROM pages WHERE key = ? AND first_page = ? AND segment = ?", keys)
+        db.execute("DELETE FROM chains WHERE segment = ?", (segment,))
+    db.execute("UPDATE segments SET state = ?, digest = NULL, pinned = 0 WHERE id = ?", (state, segment))
+
+
+def examine_if_unread(db: sqlite3.Connection, root: Path, name: str) -> None:
+    if db.execute("SELECT state FROM segments WHERE name = ?", (name,)).fetchone() == (SegmentState.UNREAD,):
+        examine(db, root, name)
+
+
+def examine(db: sqlite3.Connection, root: Path, name: str) -> SegmentState:
+    """Compare a segment's rows with its files, read its manifest, and let lookups find it if it is whole.
+
+    Return its state, ``LOOSE`` if it has no manifest. Raises OSError.
+    """
+    rows = db.execute(
+        "SELECT files.id, files.name FROM files JOIN segments ON segment = segments.id "
+        "WHERE segments.name = ? AND files.state = ?",
+        (name, FileState.STORED),
+    ).fetchall()
+    for file_id, file_name in rows:
+        info = files.stat_object(root, file_name)
+        if info is None:
+            to_be_deleted(db, file_id)
+            forget(db, file_id)
+        else:
+            db.execute("UPDATE files SET bytes = ? WHERE id = ?", (info.size_bytes, file_id))
+    if stored_id(db, name) is None:
+        return SegmentState.LOOSE
+    (segment,) = db.execute("SELECT id FROM segments WHERE name = ?", (name,)).fetchone()
+    try:
+        content = files.read_object(root, name, MAX_MANIFEST_BYTES + 1) or b""
+        manifest = decode_named_manifest(content, name)
+    except (FormatError, OSError) as e:
+        logger.warning("skipping unreadable manifest %s: %s", name, e)
+        hide(db, segment, SegmentState.UNREADABLE)
+        # A newer version may have written it, so its data counts as named.
+        db.execute(
+            "UPDATE files SET role = ? WHERE segment = ? AND role = ?", (FileRole.NAMED, segment, FileRole.PENDING)
+        )
+        return SegmentState.UNREADABLE
+    if all(add_if_stored(db, root, name) == size_bytes for name, size_bytes in manifest.data_sizes.items()):
+        index(db, manifest, content)
+        return SegmentState.FOUND
+    hide(db, segment, SegmentState.INCOMPLETE)
+    return SegmentState.INCOMPLETE

@@ -1,0 +1,176 @@
+"""Write objects to a local store. Blocking and thread-safe."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import xxhash
+
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from sgl_kvfetch.directory import files, rows
+from sgl_kvfetch.directory.catalog import Catalog, temp_name
+from sgl_kvfetch.directory.room import DiskRoom, Doomed
+from sgl_kvfetch.errors import FormatError, StoreError
+from sgl_kvfetch.keys import ObjectName
+from sgl_kvfetch.stores import object_digest
+
+
+class IncompleteSegmentError(StoreError):
+    """A manifest was put before its data."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("invalid", message)
+
+
+class _NewFile:
+    """A file that is being written. Every method may raise StoreError and OSError."""
+
+    def __init__(self, room: DiskRoom, name: str, num_bytes: int) -> None:
+        """Reserve room for ``num_bytes``."""
+        self._room = room
+        self._name = name
+        self._id, self._temp = room.reserve(name, num_bytes)
+        self._reserved_bytes = num_bytes
+        self._written_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        more = self._written_bytes + len(view) - self._reserved_bytes
+        if more > 0:
+            self._room.grow(self._id, self._reserved_bytes, more)
+            self._reserved_bytes += more
+        while view:
+            written = self._room.retried(lambda rest=view: self._temp.write(rest), len(view))  # type: ignore[misc]
+            self._written_bytes += written
+            view = view[written:]
+
+    def sync(self) -> None:
+        self._temp.sync()
+
+    def commit(self, db: sqlite3.Connection) -> list[Doomed]:
+        """Give the file its object's name. Return the file that had it, to be deleted after the transaction."""
+        replaced = rows.stored_id(db, self._name)
+        self._temp.commit(self._name.partition("/")[2], None if replaced is None else temp_name(replaced))
+        rows.store_file(db, self._id, self._name, self._written_bytes, replaced)
+        return [] if replaced is None else [(replaced, self._name)]
+
+    def discard(self) -> None:
+        """Remove the file unless it is committed."""
+        if self._temp.is_open:
+            self._temp.discard()
+            self._room.forget(self._id)
+
+
+def write_manifest(
+    catalog: Catalog,
+    room: DiskRoom,
+    name: str,
+    content: bytes,
+    replaces: Callable[[str | None], bool],
+) -> bool:
+    """Commit a segment if ``replaces`` accepts the digest of the stored manifest, None if there is none.
+
+    Return whether the store holds ``content`` now. Raises StoreError (``invalid`` if the manifest is malformed or
+    misnamed, or its data is missing).
+    """
+    try:
+        manifest = decode_manifest(content)
+    except FormatError as e:
+        raise StoreError("invalid", f"{name}: {e}") from e
+    if manifest.key.manifest_name != name:
+        raise StoreError("invalid", f"{name}: the manifest belongs under the name {manifest.key.manifest_name}")
+    doomed: list[Doomed] = []
+    with files.os_errors(f"writing {name}"):
+        new = _NewFile(room, name, len(content))
+        try:
+            new.write(content)
+            new.sync()
+            with catalog.writing() as db:
+                current = files.read_object(catalog.root, name, MAX_MANIFEST_BYTES)
+                if not replaces(None if current is None else object_digest(current)):
+                    return current == content
+                _require_data(db, catalog.root, manifest)
+                doomed = new.commit(db)
+                rows.index(db, manifest, content)
+        finally:
+            new.discard()
+        room.delete_files(doomed)
+    return True
+
+
+def _require_data(db: sqlite3.Connection, root: Path, manifest: Manifest) -> None:
+    for name, size_bytes in manifest.data_sizes.items():
+        found_bytes = rows.add_if_stored(db, root, name)
+        if found_bytes is None:
+            raise IncompleteSegmentError(f"data object {name} is missing; put the data before the manifest")
+        if found_bytes != size_bytes:
+            raise IncompleteSegmentError(
+                f"data object {name} has {found_bytes} bytes, expected {size_bytes} as in the manifest"
+            )
+
+
+class DataWriter:
+    """Write one data object in pieces. Readers do not see it before ``commit``.
+
+    The content is checked against the digest in the name: data is never replaced, so wrong bytes would stay forever.
+    """
+
+    def __init__(self, catalog: Catalog, room: DiskRoom, name: ObjectName, size_bytes: int | None) -> None:
+        """``size_bytes``: the size if it is known, so that room for all of it is reserved at once."""
+        assert name.content_digest is not None
+        self._catalog = catalog
+        self._room = room
+        self._owner = name.segment.manifest_name
+        self._digest = name.content_digest
+        self.name = name.segment.data_name(name.content_digest)
+        self._size_bytes = size_bytes or 0
+        self._hasher = xxhash.xxh3_128()
+        self._file: _NewFile | None = None
+        self._finished = False
+        # A cancelled await leaves its thread running, so discard must not close the file during a write.
+        self._lock = threading.Lock()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append ``data``. Raises StoreError (``full``, ``io``)."""
+        with self._lock, files.os_errors(f"writing {self.name}"):
+            if self._finished:
+                return  # discarded meanwhile
+            self._hasher.update(data)
+            self._opened().write(data)
+
+    def open(self) -> None:
+        """Reserve room. Raises StoreError (``full``, ``io``)."""
+        self.write(b"")
+
+    def commit(self) -> None:
+        """Make the object visible. Raises StoreError (``invalid`` if the digest does not match; ``full``, ``io``)."""
+        with self._lock, files.os_errors(f"writing {self.name}"):
+            if self._finished:
+                return
+            file = self._opened()
+            if self._hasher.hexdigest() != self._digest:
+                raise StoreError(
+                    "invalid",
+                    f"{self.name}: the content has digest {self._hasher.hexdigest()}, expected the one in the name",
+                )
+            file.sync()
+            with self._catalog.writing() as db:
+                doomed = file.commit(db)
+                rows.examine_if_unread(db, self._catalog.root, self._owner)
+            self._finished = True
+            self._room.delete_files(doomed)
+
+    def discard(self) -> None:
+        """Remove the written bytes unless they are committed. Idempotent. Raises StoreError (``io``)."""
+        with self._lock, files.os_errors(f"discarding {self.name}"):
+            self._finished = True
+            if self._file is not None:
+                self._file.discard()
+
+    def _opened(self) -> _NewFile:
+        if self._file is None:
+            self._file = _NewFile(self._room, self.name, self._size_bytes)
+        return self._file

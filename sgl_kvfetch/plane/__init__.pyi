@@ -1,0 +1,37 @@
+from .adapt.decode_profile import DecodeProfile as DecodeProfile
+from .adapt.measure import Sample as Sample, measure_profile as measure_profile
+from .client import (
+    StoreClient as StoreClient,
+    counted as counted,
+    open_client as open_client,
+    open_encoders as open_encoders,
+    writer_spec as writer_spec,
+)
+from .config import KVFetchConfig as KVFetchConfig, parse_config as parse_config
+from .fetch.layers import LayerProgress as LayerProgress
+from .fetch.plan import ReadUnit as ReadUnit, read_units as read_units
+from .fetch.rounds import Destination as Destination
+from .fetch.sink import (
+    FramePool as FramePool,
+    Guard as Guard,
+    GuardedSink as GuardedSink,
+    PagePool as PagePool,
+    consecutive_runs as consecutive_runs,
+)
+from .launch import (
+    DataPlaneProcess as DataPlaneProcess,
+    DataPlaneThread as DataPlaneThread,
+    Launch as Launch,
+    Line as Line,
+    Running as Running,
+)
+from .messages import Cost as Cost, Found as Found, SideOver as SideOver, Start as Start
+from .open import (
+    S3Options as S3Options,
+    check_files as check_files,
+    open_store as open_store,
+    takes_token as takes_token,
+)
+from .plane import DataPlane as DataPlane, FetchCall as FetchCall, ReadSide as ReadSide
+from .quantiser import config_quantiser as config_quantiser
+from .run import run_data_plane as run_data_plane

@@ -1,0 +1,34 @@
+"""``python -m sgl_kvfetch.plane``: the data plane's process. Only the engine starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+
+import torch
+
+from sgl_kvfetch import timeline
+from sgl_kvfetch.plane.arena import Arena
+from sgl_kvfetch.plane.launch import Line
+from sgl_kvfetch.plane.run import open_on_cpu, run_data_plane
+
+
+def main() -> None:
+    *fds, values_fd, pages_fd, values_bytes, pages_bytes = map(int, sys.argv[1:])
+    logging.basicConfig(level=logging.INFO, format="[%(asctime)s kvfetch data plane] %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the engine, which then closes this process
+    torch.set_num_threads(1)  # a decode session is one thread
+    commands, events = (socket.socket(fileno=fd) for fd in fds)
+    line = Line(commands, events, Arena(values_fd, values_bytes), Arena(pages_fd, pages_bytes))
+    asyncio.run(run_data_plane(line, open_on_cpu))
+    timeline.close()
+    logging.shutdown()
+    os._exit(0)  # do not wait for decode threads, which may still be busy
+
+
+if __name__ == "__main__":
+    main()

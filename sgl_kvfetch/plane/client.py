@@ -1,0 +1,286 @@
+"""The data plane's client of the store, built from the config."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import gcd
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from sgl_kvfetch import metrics
+from sgl_kvfetch.codec import (
+    MAX_SURFACE_BYTES,
+    CodecName,
+    Decoders,
+    FrameEncoder,
+    Quantiser,
+    SegmentSpec,
+    open_encoders as open_nvenc_encoders,
+    read_manifest_keys,
+)
+from sgl_kvfetch.directory import LocalStore
+from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, StoreError
+from sgl_kvfetch.keys import HeadSlice
+from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.plane.adapt.decode_profile import load_decode_profile
+from sgl_kvfetch.plane.adapt.policy import LookAhead
+from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plane.config import KVFetchConfig
+from sgl_kvfetch.plane.disk_tier import DiskTier, DiskTierOptions
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, failure_reason
+from sgl_kvfetch.plane.fetch.finder import PageFinder
+from sgl_kvfetch.plane.fetch.sides import SideFetcher
+from sgl_kvfetch.plane.open import S3Options, open_hedged
+from sgl_kvfetch.plane.write.writer import Writer
+from sgl_kvfetch.stores import HttpOptions, SignedStore, Store, TlsFiles
+
+if TYPE_CHECKING:  # importing it loads Triton, which a data plane without a GPU does not need
+    from sgl_kvfetch.codec import Nvdec
+
+logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logger)
+
+RESOLUTION = "240p"  # the smallest files, and no slower to decode than larger pictures
+MAX_SEGMENT_TOKENS = 8192  # limit for a segment, the unit of lookup and commit
+_LINGER_S = 0.25  # how long pages wait for the next ones before a segment is cut
+_RETIRE_S = 60.0  # minimum time to keep merged halves, for readers that do not know of the merge
+_HORIZON = 8  # cells to look ahead; a choice takes the event loop a few milliseconds
+_CONNECT_S = 5.0  # limit for one attempt to connect to the store
+_DECODE_BYTES = 64 << 20  # frames and values on their way to pages
+
+
+@dataclass(frozen=True, slots=True)
+class StoreClient:
+    """The parts that read and write the store. All of them belong to one event loop."""
+
+    store: Store
+    finder: PageFinder
+    fetcher: Fetcher
+    side_fetcher: SideFetcher
+    writer: Writer
+    encode_pool: Executor
+
+    async def clear(self, heads: HeadSlice) -> None:
+        """Delete all segments with a rank's heads from the store, also those of other TP sizes. Raises KVFetchError."""
+        self.finder.forget()
+        await self.store.delete_prefix(heads.folder + "/")  # first: the store may not be able to list folders
+        for each in heads.siblings(await self.store.folders(heads.namespace.digest())):
+            await self.store.delete_prefix(each.folder + "/")
+
+    async def close(self, step_s: float) -> None:
+        """Write what is queued, and release sockets and threads: each step within ``step_s``."""
+        for step in (self.writer.drain, self.writer.close, self.store.close):
+            try:
+                async with asyncio.timeout(step_s):
+                    await step()
+            except TimeoutError:
+                logger.warning("kvfetch: %s did not finish within %g s; closing anyway", step.__qualname__, step_s)
+        self.fetcher.close(wait=False)
+        self.encode_pool.shutdown(wait=False, cancel_futures=True)
+        for queue in ("read", "write"):
+            metrics.QUEUED_BYTES.labels(queue).set(0)
+
+
+def open_client(
+    config: KVFetchConfig,
+    heads: HeadSlice,
+    quantiser: Quantiser,
+    *,
+    nvdec: Nvdec | None = None,
+    encoders: Mapping[str, FrameEncoder] | None = None,
+    max_span_pages: int | None = None,
+) -> StoreClient:
+    """Open the store; call this on the event loop. ``nvdec`` decodes what it can; without it, the CPU decodes.
+    ``encoders``: from `open_encoders`. ``max_span_pages``: upper limit for ``span_tokens``. Raises ConfigError."""
+    encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
+    store = open_configured_store(config, heads)
+    spec = writer_spec(config, heads, quantiser, encoders, max_span_pages)
+    try:
+        spec.require_readable()
+    except FormatError as e:
+        raise ConfigError(f"span_tokens = {config.span_tokens}: {e}") from e
+    fetcher = Fetcher(
+        store,
+        _open_pool(config, nvdec),
+        read_bytes=config.read_bytes,
+        inflight_bytes=config.inflight_bytes,
+        may_delete=config.writes,
+        decode_bytes=_DECODE_BYTES,
+        policy=None if config.decode_profile is None else LookAhead(horizon=_HORIZON),
+    )
+    return StoreClient(
+        store,
+        PageFinder(
+            store,
+            heads,
+            quantiser,
+            partial(count_miss, "lookup"),
+            fetcher.link.answered,
+            engine_codecs=() if nvdec is None else nvdec.codecs,
+        ),
+        fetcher,
+        SideFetcher(store, fetcher.report_damage),
+        Writer(
+            store,
+            spec,
+            encode_pool,
+            max_segment_pages=_power_of_two_pages(MAX_SEGMENT_TOKENS, heads.namespace.page_size),
+            queue_bytes=config.write_queue_bytes,
+            linger_s=_LINGER_S,
+            retire_s=max(_RETIRE_S, 2 * config.fetch_timeout_s),
+            ttl_s=config.ttl_s,
+        ),
+        encode_pool,
+    )
+
+
+def writer_spec(
+    config: KVFetchConfig,
+    heads: HeadSlice,
+    quantiser: Quantiser,
+    encoders: Mapping[str, FrameEncoder] | None = None,
+    max_span_pages: int | None = None,
+) -> SegmentSpec:
+    """Return how this config's writer encodes segments. Arguments as in `open_client`."""
+    span_pages = _power_of_two_pages(config.span_tokens, heads.namespace.page_size)
+    return SegmentSpec(
+        heads,
+        quantiser,
+        config.codec or "hevc",
+        RESOLUTION,
+        min(span_pages, max_span_pages or span_pages),
+        encoders or {},
+        _cell_heads(heads, config.max_tp_size),
+    )
+
+
+def _cell_heads(heads: HeadSlice, max_tp_size: int) -> int:
+    """Return how many of a rank's heads a cell has: those of one rank of the largest TP size that shall read it."""
+    total = heads.namespace.num_heads
+    ranks = max(size for size in range(1, max_tp_size + 1) if total % size == 0)
+    return gcd(len(heads.heads), total // ranks)
+
+
+def open_configured_store(config: KVFetchConfig, heads: HeadSlice | None = None) -> Store:
+    """Open the store that the config names, behind the local cache if there is one. Raises ConfigError."""
+    store = open_hedged(
+        config.store,
+        token=config.token,
+        options=HttpOptions(
+            timeout_s=config.fetch_timeout_s,
+            connect_timeout_s=min(_CONNECT_S, config.lookup_timeout_s),
+            max_connections=config.max_connections,
+            on_retry=lambda error: metrics.RETRIES.inc(),
+            tls=TlsFiles(config.tls_ca_file, config.tls_cert_file, config.tls_key_file),
+        ),
+        s3=S3Options(
+            config.s3 or {},
+            config.index,
+            config.index_ttl_s,
+            on_index_failure=lambda error: metrics.INDEX_FAILURES.labels(error.reason).inc(),
+        ),
+        on_hedge=lambda kind, result: metrics.HEDGED_READS.labels(kind, result).inc(),
+    )
+    if config.local_cache is not None:
+        store = DiskTier(
+            store,
+            LocalStore(config.local_cache.path, capacity_bytes=config.local_cache.capacity),
+            DiskTierOptions(
+                lookup_timeout_s=config.lookup_timeout_s / 2,
+                heads=heads.heads if heads is not None else None,
+                on_read=lambda tier, num_bytes: metrics.LOCAL_CACHE_READ_BYTES.labels(tier).inc(num_bytes),
+                on_fill=lambda result: metrics.LOCAL_CACHE_FILLS.labels(result).inc(),
+                on_failure=_count_cache_failure,
+                on_outage=_count_outage,
+            ),
+        )
+    if config.manifest_key_file is None:
+        return store
+    return SignedStore(store, read_manifest_keys(Path(config.manifest_key_file)))  # also what the disk answers
+
+
+def open_encoders(config: KVFetchConfig) -> tuple[CodecName, Mapping[str, FrameEncoder]]:
+    """Return the codec of this config's writer, and its hardware encoders. If the config names no codec, it is hevc, or
+    zstd on a GPU without NVENC, because a CPU encodes video far more slowly than a GPU computes. Raises ConfigError."""
+    codec = config.codec or "hevc"
+    if not config.writes:
+        return codec, {}
+    encoders, about = open_nvenc_encoders(
+        "auto",
+        (codec,),
+        config.codec_threads,
+        lambda event: metrics.NVENC_BITSTREAMS.labels(event).inc(),
+    )
+    if about:
+        logger.info("kvfetch: %s", about)
+    if config.codec is None and not encoders and torch.cuda.is_available():
+        codec = "zstd"
+        logger.info("kvfetch: writes zstd, as a CPU is too slow for video; `kvfetch encode` makes video of it later")
+    return codec, encoders
+
+
+def count_fetch(result: FetchResult, timeout_s: float) -> None:
+    """Count the misses of a fetch, by reason."""
+    for failure in result.failures:
+        count_miss("fetch", failure)
+    if result.timed_out:
+        count_miss("fetch", TimeoutError(f"not all pages arrived within {timeout_s:g} s"))
+    for reason, happened in (("no_slots", result.starved), ("late", result.late)):
+        if happened:
+            metrics.MISSES.labels("fetch", reason).inc()
+
+
+def _open_pool(config: KVFetchConfig, nvdec: Nvdec | None) -> DecodePool[Decoders]:
+    """Open as many decode sessions as the profile says, or ``codec_threads`` without one, and with NVDEC at least one
+    per video engine. Raises ConfigError."""
+    profile = None if config.decode_profile is None else load_decode_profile(Path(config.decode_profile))
+    num_sessions = config.codec_threads if profile is None else profile.num_sessions
+    if nvdec is None:
+        return DecodePool([{}] * num_sessions, profile)
+    nvdec.surfaces.limit_bytes = MAX_SURFACE_BYTES
+    return DecodePool([nvdec.open_session() for _ in range(max(num_sessions, nvdec.num_engines))], profile)
+
+
+def count_miss(stage: str, error: KVFetchError | TimeoutError) -> None:
+    """Count a miss of a lookup or a fetch, and log it at a limited rate."""
+    reason = "timeout" if isinstance(error, TimeoutError) else failure_reason(error)
+    metrics.MISSES.labels(stage, reason).inc()
+    _limited.warning(f"{stage} {reason}", f"kvfetch {stage} is a miss ({reason}): {error}")
+
+
+@contextmanager
+def counted(stage: str, cancelling_is_a_miss: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Count and suppress every exception of a lookup or a fetch."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        if cancelling_is_a_miss():
+            metrics.MISSES.labels(stage, "cancelled").inc()
+    except (KVFetchError, TimeoutError) as e:
+        count_miss(stage, e)
+    except Exception:
+        logger.exception("kvfetch %s failed", stage)
+        metrics.MISSES.labels(stage, "internal").inc()
+
+
+def _count_cache_failure(operation: str, error: StoreError) -> None:
+    metrics.LOCAL_CACHE_FAILURES.labels(operation, error.reason).inc()
+    _limited.warning(f"cache {operation} {error.reason}", f"kvfetch local_cache ({operation}, {error.reason}): {error}")
+
+
+def _count_outage(error: StoreError) -> None:
+    metrics.LOCAL_CACHE_LOOKUPS.inc()
+    _limited.warning("outage", f"kvfetch store ({error.reason}): {error}; lookups are answered from local_cache")
+
+
+def _power_of_two_pages(tokens: int, page_size: int) -> int:
+    """Return the largest power of two of pages that fits into ``tokens``, at least 1."""
+    return 1 << (max(1, tokens // page_size).bit_length() - 1)

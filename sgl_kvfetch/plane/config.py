@@ -1,0 +1,271 @@
+"""Parse and validate the user's ``--hicache-storage-backend-extra-config``, once, at start-up."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import unquote
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from sgl_kvfetch.codec import MAX_BINS, MIN_BINS, CodecName, QuantiserName
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.sizes import parse_size
+
+TOKEN_ENV = "KVFETCH_TOKEN"
+_SECRET_KEYS = frozenset({"token", "s3", "index"})  # their values are never shown
+
+# SGLang reads these keys from the same dictionary, so we do not validate them.
+SGLANG_KEYS = frozenset(
+    {
+        "prefetch_threshold",
+        "prefetch_timeout_base",
+        "prefetch_timeout_per_ki_token",
+        "hicache_storage_pass_prefix_keys",
+        "tp_lcm_size",
+        "file_storage_path",
+    }
+)
+
+Bins = list[Annotated[int, Field(ge=MIN_BINS, le=MAX_BINS)]]
+MiB = 1 << 20
+
+
+class LocalCache(BaseModel):
+    """A directory on a disk of this machine, which all its ranks and servers may share."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    path: str = Field(description="the directory, which nothing else uses")
+    capacity: int = Field(description="its size, such as 200GiB")
+
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        if not os.path.isabs(value):
+            raise ValueError("expected an absolute path")
+        return value
+
+    @field_validator("capacity", mode="before")
+    @classmethod
+    def _size(cls, value: object) -> int:
+        return parse_size(str(value))
+
+
+class KVFetchConfig(BaseModel):
+    """Every config key with its default. A test compares docs/configuration.md with this class."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    store: str = Field(
+        description="URL of the store: http://HOST:PORT, https://..., s3://BUCKET/PREFIX, or file:///DIRECTORY"
+    )
+    token: str | None = Field(None, repr=False, description=f"bearer token; by default the environment's {TOKEN_ENV}")
+    tls_ca_file: str | None = Field(
+        None, min_length=1, description="file with the CAs of https:// stores; by default the system's"
+    )
+    tls_cert_file: str | None = Field(
+        None, min_length=1, description="file with this server's certificate, for https:// stores that demand one"
+    )
+    tls_key_file: str | None = Field(
+        None, min_length=1, description="file with the key of tls_cert_file, if it is not in the same file"
+    )
+    manifest_key_file: str | None = Field(
+        None,
+        min_length=1,
+        description="file with a key that all servers of a store share: sign manifests, and use only signed ones",
+    )
+    s3: dict[str, str | bool] | None = Field(
+        None,
+        repr=False,
+        description="endpoint, region, credentials and more of s3:// stores, under the names that obstore gives them; "
+        "by default from the environment (AWS_*)",
+    )
+    index: str | None = Field(
+        None,
+        min_length=1,
+        repr=False,
+        description="index of the pages of s3:// stores: redis://HOST:PORT/DB, rediss://..., or redis+cluster://...",
+    )
+    index_ttl_s: float = Field(
+        604800.0, ge=1, le=1e9, description="time that the index keeps a page that no lookup asks for"
+    )
+    model_id: str | None = Field(
+        None,
+        min_length=1,
+        description="a name for the weights; by default they are fingerprinted at start",
+    )
+    mode: Literal["read_write", "read_only", "write_only"] = Field(
+        "read_write", description="whether to read from the store, write to it, or both"
+    )
+
+    quantiser: QuantiserName | None = Field(
+        None, description="how values become 8-bit integers; by default klt with a profile, exact without"
+    )
+    profile: str | None = Field(
+        None, min_length=1, description="file from `kvfetch calibrate` for this model; klt needs it"
+    )
+    target_kl: float | None = Field(
+        None,
+        gt=0,
+        le=10,
+        description="KL divergence of the next token's distribution that klt may cause, in nats, as calibrated; by "
+        "default the profile's own",
+    )
+    cachegen_k_bins: Bins | None = Field(
+        None, min_length=1, description="bins of K by layer, the last for all further layers; by default CacheGen's"
+    )
+    cachegen_v_bins: Bins | None = Field(None, min_length=1, description="bins of V by layer, as for K")
+    codec: CodecName | None = Field(
+        None,
+        description="how integers become bytes when this server writes; by default hevc; zstd on a GPU without NVENC",
+    )
+    max_tp_size: int = Field(
+        2,
+        ge=1,
+        le=1024,
+        description="the largest TP size whose ranks can read what this server writes with exact and uint8",
+    )
+    span_tokens: int = Field(1024, ge=1, le=1 << 20, description="tokens a chunk; partial reads are rounded up to it")
+
+    lookup_timeout_s: float = Field(2.0, gt=0, le=600, description="timeout of a lookup, which then is a miss")
+    fetch_timeout_s: float = Field(
+        30.0, gt=0, le=3600, description="timeout of a fetch; tokens that have not arrived by then are a miss"
+    )
+    max_connections: int = Field(
+        16, ge=1, le=1024, description="connections to the store for reads; a few more serve all else"
+    )
+    read_bytes: int = Field(4 * MiB, ge=64 << 10, le=1 << 30, description="approximate size of a ranged GET")
+    ttl_s: float | None = Field(
+        None,
+        ge=1,
+        le=1e9,
+        description="time after which what this server writes is not read any more, and is deleted; by default never",
+    )
+    local_cache: LocalCache | None = Field(
+        None,
+        description='keep what is read on a disk of this machine: {"path": "/nvme/kv", "capacity": "200GiB"}',
+    )
+    inflight_bytes: int = Field(256 * MiB, ge=1 * MiB, description="compressed bytes that may wait to be decoded")
+    write_queue_bytes: int = Field(
+        512 * MiB, ge=1 * MiB, description="raw bytes that may wait to be written; further writes are dropped"
+    )
+    decode_profile: str | None = Field(
+        None,
+        min_length=1,
+        description="file from `kvfetch profile` on this machine, for choosing among a segment's variants",
+    )
+    device_pool_share: float = Field(
+        0.3, gt=0, le=1, description="device mode: share of the token-to-KV pool that fetches may hold"
+    )
+    early_start: bool = Field(
+        False, description="device mode: let a request compute while its last pages are decoded and restored"
+    )
+    round_tokens: int = Field(
+        8192,
+        ge=1,
+        le=1 << 20,
+        description="device mode: tokens in a round, at most; a prefix gets slots and joins the tree round by round",
+    )
+    fetch_order: Literal["shortest", "fifo", "priority"] = Field(
+        "shortest",
+        description="device mode: order of fetches; shortest first (without starvation), fifo, or by the request's "
+        "priority",
+    )
+    recompute: Literal["auto", "never"] = Field(
+        "auto",
+        description="device mode: whether a prefix is computed when that is measured to be faster than fetching it",
+    )
+    codec_threads: int = Field(
+        default_factory=lambda: max(1, min(8, (os.cpu_count() or 1) // 2)),
+        ge=1,
+        le=256,
+        description="threads that encode, and as many that decode; by default half the cores, at most 8",
+    )
+
+    @field_validator("store", mode="before")
+    @classmethod
+    def _one_url(cls, value: object) -> object:
+        scheme, _, rest = value.partition("://") if isinstance(value, str) else ("", "", "")
+        if scheme not in ("http", "https", "s3", "file") or not rest:
+            raise ValueError(
+                "expected one URL: http://HOST:PORT, https://HOST:PORT, s3://BUCKET/PREFIX or file:///DIRECTORY"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _keys_fit_each_other(self) -> Self:
+        name = self.quantiser_name
+        if name != "cachegen" and (self.cachegen_k_bins or self.cachegen_v_bins):
+            raise ValueError(f"cachegen_k_bins and cachegen_v_bins need quantiser = 'cachegen', not {name!r}")
+        if name == "klt" and self.profile is None:
+            raise ValueError("quantiser = 'klt' needs a profile: run kvfetch calibrate, and set profile to its file")
+        if name != "klt" and (self.profile is not None or "target_kl" in self.model_fields_set):
+            raise ValueError(f"profile and target_kl need quantiser = 'klt', not {name!r}")
+        if self.tls_key_file is not None and self.tls_cert_file is None:
+            raise ValueError("tls_key_file needs a tls_cert_file")
+        if not self.store.startswith("s3:"):
+            for key in ("s3", "index"):
+                if getattr(self, key) is not None:
+                    raise ValueError(f"{key} is for s3:// stores; kvfetch serve and directories need none")
+        if "index_ttl_s" in self.model_fields_set and self.index is None:
+            raise ValueError("index_ttl_s needs an index")
+        directory = Path(unquote(self.store[7:])) if self.store.startswith("file://") else None
+        if self.local_cache is not None and Path(self.local_cache.path) == directory:
+            # Evictions from the cache would delete the store's segments.
+            raise ValueError(f"local_cache.path and the store {self.store} are the same directory")
+        return self
+
+    @property
+    def quantiser_name(self) -> QuantiserName:
+        return self.quantiser or ("exact" if self.profile is None else "klt")
+
+    @property
+    def reads(self) -> bool:
+        return self.mode != "write_only"
+
+    @property
+    def writes(self) -> bool:
+        return self.mode != "read_only"
+
+
+def parse_config(extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> KVFetchConfig:
+    """Parse the extra config, ignoring SGLang's own keys in it.
+
+    Raises ConfigError naming each invalid key, its value and what is allowed.
+    """
+    ours = {key: value for key, value in extra.items() if key not in SGLANG_KEYS}
+    if "token" not in ours and environ.get(TOKEN_ENV) and not str(ours.get("store")).startswith(("file:", "s3:")):
+        ours["token"] = environ[TOKEN_ENV]
+    try:
+        return KVFetchConfig.model_validate(ours)
+    except ValidationError as e:
+        faults = "; ".join(_fault(dict(error)) for error in e.errors())
+        raise ConfigError(f"kvfetch config: {faults}") from e
+
+
+def _is_secret(key: str) -> bool:
+    """Return whether the value of a key, or of one like it, may hold a secret."""
+    return key.partition(".")[0] in _SECRET_KEYS or "token" in key.lower()
+
+
+def _fault(error: dict[str, Any]) -> str:
+    key = ".".join(map(str, error["loc"]))
+    fields = LocalCache.model_fields if key.startswith("local_cache.") else KVFetchConfig.model_fields
+    known = list(fields)
+    match error["type"]:
+        case "extra_forbidden":
+            close = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known keys are {', '.join(known)}"
+            value = "" if _is_secret(key) or any(map(_is_secret, close)) else f" (= {error['input']!r})"
+            return f"unknown key {key!r}{value}; {hint}"
+        case "missing":
+            return f"{key!r} is required: {fields[error['loc'][-1]].description}"
+    message = error["msg"].removeprefix("Value error, ")
+    if not key:
+        return str(message)
+    value = "(hidden)" if _is_secret(key) else repr(error["input"])
+    return f"{key} = {value}: {message}"

@@ -1,0 +1,112 @@
+"""Read-ahead: reads the pages that a lookup found before a fetch needs them, in order, within a budget of bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from sgl_kvfetch.plane.fetch.budget import BytesBudget
+from sgl_kvfetch.plane.fetch.link import Link
+from sgl_kvfetch.plane.fetch.plan import CellsKey, ReadUnit
+
+# Yields the units of a lookup's pages that are still to be read. The argument says which cells to leave out.
+Units = Callable[[Callable[[CellsKey], bool]], Iterator[ReadUnit]]
+
+
+@dataclass(slots=True, eq=False)
+class _Lookup:
+    """The state of one lookup's read-ahead."""
+
+    taken: set[CellsKey] = field(default_factory=set)  # cells that fetches already requested
+    has_failed: bool = False
+
+    def read(self, task: asyncio.Task[bytes]) -> None:
+        """Note that a read has ended, and mark its error as retrieved, in case no fetch takes the read."""
+        self.has_failed |= not task.cancelled() and task.exception() is not None
+
+
+class ReadAhead:
+    """Reads units and keeps their bytes until a fetch takes them or they expire. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        link: Link,
+        budget: BytesBudget,
+        transmit: Callable[[ReadUnit], Coroutine[Any, Any, bytes]],
+    ) -> None:
+        """``budget`` bounds the bytes kept. Whoever takes a unit must release its bytes to this budget."""
+        self._link = link
+        self._budget = budget
+        self._transmit = transmit
+        self._reads: dict[tuple[str, int], tuple[ReadUnit, asyncio.Task[bytes], asyncio.TimerHandle]] = {}
+        self._by_cells: dict[CellsKey, ReadUnit] = {}
+        self._lookups: dict[_Lookup, asyncio.Task[None]] = {}
+
+    def begin(self, units: Units, expire_s: float) -> None:
+        """Read ``units`` and keep each for ``expire_s`` seconds. After this time, no more units are requested."""
+        loop = asyncio.get_running_loop()
+        lookup = _Lookup()
+        task = self._lookups[lookup] = loop.create_task(self._read(lookup, units, expire_s))
+        timer = loop.call_later(expire_s, task.cancel)
+        task.add_done_callback(partial(self._ended, lookup, timer))
+
+    def find(self, key: CellsKey) -> ReadUnit | None:
+        """Return the unit, and so the variant, in which these cells are read ahead, or None."""
+        return self._by_cells.get(key)
+
+    def take(self, unit: ReadUnit) -> asyncio.Task[bytes] | None:
+        """Return the task that reads the unit's bytes, or None. The caller must release them to the budget."""
+        if unit.key not in self._reads:
+            return None
+        _, task, timer = self._reads.pop(unit.key)
+        self._by_cells.pop(unit.cells_key)
+        timer.cancel()  # it refers to this object, and so keeps bytes alive
+        return task
+
+    def leave_out(self, unit: ReadUnit) -> None:
+        """Note that a fetch requests this unit itself: it is no longer worth reading ahead."""
+        for lookup in self._lookups:
+            lookup.taken.add(unit.cells_key)
+
+    def forget(self, data_name: str) -> None:
+        """Drop all units of this data object."""
+        for key in [key for key in self._reads if key[0] == data_name]:
+            self._drop(key)
+
+    def clear(self) -> None:
+        """Drop all units."""
+        for key in list(self._reads):
+            self._drop(key)
+
+    async def _read(self, lookup: _Lookup, units: Units, expire_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        # Make the next unit, and choose its variant, only when the link has room again: later choices are better.
+        for unit in units(lookup.taken.__contains__):
+            if unit.cells_key in self._by_cells:
+                continue
+            await self._budget.acquire(unit.size_bytes)
+            if unit.cells_key in self._by_cells or unit.cells_key in lookup.taken:  # it may have changed meanwhile
+                self._budget.release(unit.size_bytes)
+                continue
+            task = loop.create_task(self._transmit(unit))
+            task.add_done_callback(lookup.read)
+            self._by_cells[unit.cells_key] = unit
+            self._reads[unit.key] = unit, task, loop.call_later(expire_s, self._drop, unit.key)
+            await asyncio.sleep(0)  # let the task send its request
+            await self._link.may_read()
+            if lookup.has_failed:
+                return
+
+    def _ended(self, lookup: _Lookup, timer: asyncio.TimerHandle, _: asyncio.Task[None]) -> None:
+        del self._lookups[lookup]
+        timer.cancel()
+
+    def _drop(self, key: tuple[str, int]) -> None:
+        unit, _, _ = self._reads[key]
+        task = self.take(unit)
+        assert task is not None
+        task.cancel()
+        self._budget.release(unit.size_bytes)

@@ -1,0 +1,430 @@
+"""Transmit, decode and restore: three stages that overlap, each bounded.
+
+The event loop transmits; decoding and restoring run on a decode pool. Decisions without I/O are in ``plan``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+from sgl_kvfetch import metrics, timeline
+from sgl_kvfetch.codec import Cell, Decoders, SegmentReader
+from sgl_kvfetch.errors import CorruptError, FormatError, KVFetchError, StoreError
+from sgl_kvfetch.plane.adapt.policy import Policy
+from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plane.fetch.ahead import ReadAhead
+from sgl_kvfetch.plane.fetch.budget import BytesBudget
+from sgl_kvfetch.plane.fetch.link import DecodeRate, Link
+from sgl_kvfetch.plane.fetch.plan import CellsKey, PageSource, ReadUnit, SpanPart, read_unit, read_units, span_parts
+from sgl_kvfetch.plane.fetch.progress import Early, FetchProgress
+from sgl_kvfetch.plane.fetch.restore import restore_cell, working_bytes
+from sgl_kvfetch.plane.fetch.rounds import Destination, Round
+from sgl_kvfetch.plane.fetch.variants import VariantChooser
+from sgl_kvfetch.stores import Store
+
+logger = logging.getLogger(__name__)
+
+_MAX_REPORTS = 4  # at once; a segment for which there is no room is reported when it is read again
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    num_pages: int  # length of the restored run, from the first requested page
+    failures: tuple[KVFetchError, ...]
+    timed_out: bool  # bytes did not arrive in time
+    starved: bool = False  # bytes arrived, but got no destination in time
+    late: bool = False  # the rest was not requested in time, or would have arrived too late
+
+
+class _SettledError(Exception):
+    """Ends a fetch as soon as no further page can be restored."""
+
+
+class Fetcher:
+    """Fetches pages from one store. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        pool: DecodePool[Decoders],
+        *,
+        read_bytes: int,
+        inflight_bytes: int,
+        may_delete: bool,
+        decode_bytes: int | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        """``may_delete``: report damaged segments to the store, which deletes them if they are damaged there.
+        ``decode_bytes`` bounds the memory for frames and values between bitstreams and pages; if None, only the number
+        of sessions bounds it. ``policy`` chooses among a segment's variants, and needs a pool with a profile; if None,
+        the first decodable variant is read."""
+        self._store = store
+        self._pool = pool
+        self._read_bytes = read_bytes
+        # Two halves, so that bytes without destination pages cannot block bytes that have them.
+        self._ahead_budget = BytesBudget(max(1, inflight_bytes // 2), self._report_queue)
+        self._fetch_budget = BytesBudget(max(1, inflight_bytes - inflight_bytes // 2), self._report_queue)
+        self._decode_budget = None if decode_bytes is None else BytesBudget(decode_bytes)
+        self.link = Link()
+        self.decode_rate = DecodeRate(pool.num_sessions)
+        self._chooser = None if policy is None else VariantChooser(policy, pool, self.link)
+        self._may_delete = may_delete
+        self._reports: dict[str, asyncio.Task[None]] = {}  # running, by the manifest's name
+        self._running: set[FetchProgress] = set()
+        self._ahead = ReadAhead(self.link, self._ahead_budget, partial(self._transmit, request=timeline.NOBODY))
+        # Bytes of spans that a fetch used only in part. SGLang fetches in batches of 128 pages, and the next batch or
+        # the next turn of a conversation begins with the rest of the span.
+        self._begun: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._begun_bytes = inflight_bytes // 8
+
+    def close(self, *, wait: bool = True) -> None:
+        """Close the pool. All fetches must have ended. With ``wait``, return only when running jobs have ended."""
+        self._pool.close(wait=wait)
+
+    def forget(self) -> None:
+        """Drop all bytes that running fetches do not use."""
+        self._begun.clear()
+        self._ahead.clear()
+
+    def read_ahead(self, sources: Sequence[PageSource], expire_s: float) -> None:
+        """Start to transmit the bytes of these pages, as link and budget allow, and keep them for ``expire_s``
+        seconds."""
+        self._ahead.begin(partial(self._units_ahead, span_parts(sources)), expire_s)
+
+    def _units_ahead(self, parts: Sequence[SpanPart], is_taken: Callable[[CellsKey], bool]) -> Iterator[ReadUnit]:
+        unasked = sum(part.reader.cells_per_span for part in parts)
+        for part in parts:
+            left = unasked
+            for unit in self._units(part, lambda: left, is_taken):  # noqa: B023, it must see later values
+                left -= len(unit.cells)
+                if unit.key not in self._begun:
+                    yield unit
+            unasked -= part.reader.cells_per_span
+
+    async def fetch_rounds(
+        self,
+        sources: Sequence[PageSource],
+        rounds: Sequence[Round],
+        timeout_s: float,
+        *,
+        request: timeline.Request = timeline.NOBODY,
+        on_requested: Callable[[], None] | None = None,
+        early: Early | None = None,
+    ) -> FetchResult:
+        """Restore pages to the destinations of ``rounds``. The rounds must be contiguous and cover all pages.
+
+        Bytes may arrive before their destination is known, as far as the budget allows. Rounds end in order, each as
+        soon as all its pages are restored; when this returns or raises, all have ended. Returns within about
+        ``timeout_s``, and does not request bytes that the link, at its measured speed, would bring only after that.
+        ``num_pages`` excludes pages that failed or came too late; pages beyond it may have been written in part.
+        ``on_requested`` is called when the link could serve another fetch as well, unless this one ends first.
+        Never raises a domain error. ``request`` is for the timeline. With ``early``, the rest is decoded layer by
+        layer when all bytes are here.
+        """
+        progress = FetchProgress(sources, rounds, early)
+        self._running.add(progress)
+        requested = asyncio.Event()
+        announcing = asyncio.create_task(self._announce(requested, on_requested))
+        timed_out = starved = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                deadline_s = time.monotonic() + timeout_s
+                await self._run(progress, requested, deadline_s, request)
+        except TimeoutError:
+            timed_out = progress.num_transmitting > 0
+            starved = not timed_out and progress.num_waiting > 0
+            progress.is_late |= not timed_out and not starved
+        finally:
+            announcing.cancel()
+            self._running.remove(progress)
+            progress.end()
+        return FetchResult(progress.num_pages, tuple(progress.failures), timed_out, starved, progress.is_late)
+
+    async def _run(
+        self, progress: FetchProgress, requested: asyncio.Event, deadline_s: float, request: timeline.Request
+    ) -> None:
+        """Run all units. Sets ``requested`` when no more can be requested, for now or at all."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, (each, part) in enumerate(progress.parts):
+                    if self._comes_after(part, deadline_s):
+                        progress.is_late = True
+                        progress.fail(index, None)
+                    for unit in self._units(part, self._num_unasked):
+                        if not progress.is_wanted(index):
+                            break
+                        self._ahead.leave_out(unit)
+                        budget = await self._acquire(unit, each, requested)
+                        progress.num_unasked -= len(unit.cells)
+                        progress.num_transmitting += 1
+                        task = group.create_task(self._run_unit(unit, index, progress, request))
+                        # Not released in the task itself, since a task cancelled before its first step never runs.
+                        task.add_done_callback(partial(_release, budget, unit.size_bytes))
+                        await asyncio.sleep(0)  # let the task send its request
+                        await self.link.may_read()  # so the next variant is chosen as late as possible
+                    if not progress.is_wanted(index):
+                        break
+                progress.num_unasked = 0
+                requested.set()
+                self._consider_early(progress)
+                if progress.advance():
+                    raise _SettledError
+        except* _SettledError:
+            pass
+
+    async def _announce(self, requested: asyncio.Event, on_requested: Callable[[], None] | None) -> None:
+        if on_requested is not None:
+            await requested.wait()
+            await self.link.has_room()
+            on_requested()
+
+    def _comes_after(self, part: SpanPart, deadline_s: float) -> bool:
+        now_s = time.monotonic()
+        goodput_bps = self.link.goodput_bps(now_s)
+        if goodput_bps is None:
+            return False
+        return now_s + (self.link.outstanding_bytes + part.size_bytes) * 8 / goodput_bps > deadline_s
+
+    async def _acquire(self, unit: ReadUnit, each: Round, requested: asyncio.Event) -> BytesBudget:
+        """Wait for the unit's bytes in a budget. Return that budget."""
+        if not each.destination.done():
+            if self._ahead_budget.try_acquire(unit.size_bytes):
+                return self._ahead_budget
+            requested.set()
+            if await self._ahead_budget.acquire(unit.size_bytes, unless=each.destination):
+                return self._ahead_budget
+        await self._fetch_budget.acquire(unit.size_bytes)
+        return self._fetch_budget
+
+    async def _run_unit(self, unit: ReadUnit, index: int, progress: FetchProgress, request: timeline.Request) -> None:
+        """Take one unit through all three stages."""
+        each, part = progress.parts[index]
+        try:
+            try:
+                data = await self._bytes_of(unit, request)
+            except KVFetchError:
+                progress.num_transmitting -= 1
+                raise
+            progress.num_transmitting -= 1
+            each.want()
+            if progress.early is not None:
+                unit.verify(data)
+            progress.num_waiting += 1
+            destination = await asyncio.shield(each.destination)
+            progress.num_waiting -= 1
+            if destination is None:
+                progress.fail(index, None)
+            else:
+                restore = partial(_restore_part, destination, part, request)
+                progress.undecoded_bytes += unit.size_bytes
+                progress.num_first_layers += sum(cell.layer_group == 0 for cell in unit.cells)
+                cells = [self._restore(unit, cell, data, restore, progress) for cell in unit.cells]
+                # Wait for all cells even if one fails: they hold memory until they are done.
+                for error in await asyncio.gather(*cells, return_exceptions=True):
+                    if error is not None:
+                        raise error
+                for cell in unit.cells:
+                    layers, heads = unit.reader.manifest.grid.layers(cell.layer_group), unit.reader.heads_of(cell)
+                    destination.count(layers, heads, len(part.request_pages))
+                progress.restored(index, len(unit.cells))
+                if part.is_begun and part.request_pages[-1] == each.end_page - each.first_page - 1:
+                    self._keep_begun(unit, data)
+        except KVFetchError as e:
+            if isinstance(e, FormatError):
+                metrics.CORRUPT_CHUNKS.inc()
+            if isinstance(e, FormatError) or failure_reason(e) == "missing":
+                self.report_damage(unit.reader)
+            progress.fail(index, e)
+        if progress.advance():
+            raise _SettledError
+
+    def _consider_early(self, progress: FetchProgress) -> None:
+        """Decode layer by layer if all bytes of the fetch are here. Report when it will be done soon enough."""
+        early = progress.early
+        if early is None or not progress.is_all_here:
+            return
+        if self._decode_budget is not None:
+            self._decode_budget.sort(progress)
+        undecoded_bytes = sum(each.undecoded_bytes for each in self._running)  # all of them share the decoders
+        if progress.num_first_layers == 0 and undecoded_bytes <= early.within_s * (self.decode_rate.bytes_per_s or 0.0):
+            progress.early = None
+            early.on_certain()
+
+    async def _restore(
+        self,
+        unit: ReadUnit,
+        cell: Cell,
+        data: bytes,
+        restore: Callable[..., float],
+        progress: FetchProgress,
+    ) -> None:
+        """Restore one cell on the decode pool."""
+        piece, size_bytes = unit.piece(cell, data), working_bytes(unit.reader, cell)
+        if self._decode_budget is not None:
+            await self._decode_budget.acquire(size_bytes, owner=progress, turn=cell.layer_group)
+        try:
+            future = self._submit(unit.reader, cell, partial(restore, unit.reader, cell, piece))
+        except BaseException:
+            self._restored(size_bytes)
+            raise
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+
+        def end() -> None:
+            self._restored(size_bytes)
+            ended.set()
+
+        # The thread uses the memory until it is done, even if this coroutine has been cancelled.
+        future.add_done_callback(lambda _: _call_soon(loop, end))
+        try:
+            await ended.wait()
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+        seconds = future.result()
+        self.decode_rate.add(len(piece), seconds)
+        progress.undecoded_bytes -= len(piece)
+        progress.num_first_layers -= cell.layer_group == 0
+        self._consider_early(progress)
+
+    def _submit(self, reader: SegmentReader, cell: Cell, job: Callable[[Decoders], float]) -> Future[float]:
+        if self._chooser is None:
+            return self._pool.submit(job)
+        return self._pool.submit(job, self._chooser.profile_variant(reader), work=self._chooser.work(reader, cell))
+
+    def _num_unasked(self) -> int:
+        """Count the cells that running fetches have not requested yet; all fetches share link and decoders."""
+        return sum(progress.num_unasked for progress in self._running)
+
+    def _units(
+        self,
+        part: SpanPart,
+        num_unasked: Callable[[], int],
+        is_taken: Callable[[CellsKey], bool] = lambda _: False,
+    ) -> Iterator[ReadUnit]:
+        """Yield the units to read of a span. Each unit's variant is chosen when the unit is requested, unless its cells
+        are read ahead already. Cells for which ``is_taken`` returns True are left out. ``num_unasked`` counts the cells
+        not requested yet, including those of the next unit."""
+        if self._chooser is None:
+            yield from (u for u in read_units(part.reader, part.span, self._read_bytes) if not is_taken(u.cells_key))
+            return
+        for run in self._chooser.runs(part.reader, part.span):
+            key = part.reader.manifest.key.stem, run[0]
+            if not is_taken(key):
+                unit = self._ahead.find(key)
+                # The segment may have been rewritten meanwhile, with other spans or cells.
+                if unit is None or not unit.reader.has_cells_of(part.reader):
+                    unit = read_unit(self._chooser.choose(part.reader, run, num_unasked()), run)
+                yield unit
+
+    def _restored(self, size_bytes: int) -> None:
+        if self._decode_budget is not None:
+            self._decode_budget.release(size_bytes)
+
+    async def _bytes_of(self, unit: ReadUnit, request: timeline.Request) -> bytes:
+        if unit.key in self._begun:
+            return self._begun[unit.key]
+        task = self._ahead.take(unit)
+        if task is None:
+            return await self._transmit(unit, request)
+        try:
+            return await task
+        finally:
+            self._ahead_budget.release(unit.size_bytes)
+
+    def _keep_begun(self, unit: ReadUnit, data: bytes) -> None:
+        """Keep these bytes, and evict older ones if there is no room, but never those of the same span."""
+        self._begun[unit.key] = data
+        self._begun.move_to_end(unit.key)
+        name, span = unit.reader.data_name, unit.cells[0].span
+        first, end = unit.reader.span_range_bytes(span)
+        while sum(map(len, self._begun.values())) > self._begun_bytes:
+            oldest_name, oldest_start = oldest = next(iter(self._begun))
+            if oldest_name == name and first <= oldest_start < end:
+                return
+            del self._begun[oldest]
+
+    def report_damage(self, reader: SegmentReader) -> None:
+        """Have the store check a segment, in the background: what is damaged there is deleted, so that it is written
+        again. Only the store can tell that from damage on the way to us. It remembers what it has found sound."""
+        name = reader.manifest.key.manifest_name
+        if self._may_delete and name not in self._reports and len(self._reports) < _MAX_REPORTS:
+            self._reports[name] = asyncio.get_running_loop().create_task(self._report(name, reader.data_name))
+
+    async def _report(self, name: str, data_name: str) -> None:
+        try:
+            if await self._store.report_damage(name):
+                logger.warning("the store has deleted the damaged segment %s", name)
+                metrics.DELETED_SEGMENTS.inc()
+                self._ahead.forget(data_name)
+        except StoreError as e:
+            logger.debug("cannot report the damaged segment %s: %s", name, e)
+        finally:
+            del self._reports[name]
+
+    async def _transmit(self, unit: ReadUnit, request: timeline.Request) -> bytes:
+        started_s = time.monotonic()
+        data = None
+        self.link.started(unit.size_bytes)
+        try:
+            data = await self._store.get(unit.reader.data_name, unit.start, unit.size_bytes)
+        finally:
+            self.link.ended(unit.size_bytes, started_s, is_whole=data is not None)
+        if data is None:
+            raise StoreError("missing", f"{unit.reader.data_name} is not in the store")
+        ended_s = time.monotonic()
+        metrics.STAGE_SECONDS.labels("transmit").observe(ended_s - started_s)
+        metrics.WIRE_BYTES.labels("read").inc(len(data))
+        timeline.add(request, "transmit", started_s, ended_s, bytes=len(data))
+        return data
+
+    def _report_queue(self) -> None:
+        used = self._ahead_budget.used_bytes + self._fetch_budget.used_bytes
+        metrics.QUEUED_BYTES.labels("read").set(used)
+
+
+def failure_reason(error: KVFetchError) -> str:
+    """Return a fixed word for the error, to use as a metric's label."""
+    match error:
+        case StoreError():
+            return error.reason
+        case CorruptError():
+            return "corrupt"
+        case FormatError():
+            return "format"
+    return type(error).__name__.removesuffix("Error").lower()
+
+
+def _restore_part(
+    destination: Destination,
+    part: SpanPart,
+    request: timeline.Request,
+    reader: SegmentReader,
+    cell: Cell,
+    data: memoryview,
+    decoders: Decoders,
+) -> float:
+    """Restore a cell of a part on the decode pool, where asking for pool pages may wait."""
+    pool_pages = [destination.pool_pages[i] for i in part.request_pages]
+    return restore_cell(
+        reader, cell, data, decoders, span_pages=part.span_pages, pool_pages=pool_pages, sink=destination.sink,
+        request=request,
+    )  # fmt: skip
+
+
+def _release(budget: BytesBudget, num_bytes: int, _: object) -> None:
+    budget.release(num_bytes)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    """Call ``function`` on the loop, from any thread. Do nothing if the loop is closed."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function)

@@ -1,0 +1,227 @@
+"""Finds where pages are stored: makes lookups, remembers their results, and pauses if the store keeps failing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+from sgl_kvfetch import metrics
+from sgl_kvfetch.codec import Quantiser, SegmentReader, decode_manifest, first_readable
+from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
+from sgl_kvfetch.keys import HeadSlice
+from sgl_kvfetch.plane.fetch.fetcher import FetchResult
+from sgl_kvfetch.plane.fetch.plan import PageSource
+from sgl_kvfetch.stores import Breaker, Store
+
+_MAX_KNOWN_PAGES = 1 << 15  # remembered between a lookup and its fetch
+_LIST_EVERY_S = 60.0  # how long ranks of a TP size that is new to the store may go unnoticed
+_OTHERS_PART = 3 / 4  # of a lookup's timeout, for other folders; a local cache answers for a dead store after 1/2
+_MOST_TURNS = 8  # of a lookup between TP sizes that have each written a part of the prefix
+
+
+class PageFinder:
+    """Finds the pages of one rank, whatever the TP size of those who wrote them. Belongs to one event loop.
+
+    Ranks of other TP sizes write other runs of heads, each into a folder of its own. The store is asked now and then
+    which folders there are; lookups go to those that have heads of the rank, and to no others. If these fail, the
+    rank's own segments are found all the same.
+
+    If lookups or fetches fail several times in a row, lookups pause for a while.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        heads: HeadSlice,
+        quantiser: Quantiser,
+        on_fault: Callable[[KVFetchError], None],
+        on_answer: Callable[[float], None] = lambda seconds: None,
+        engine_codecs: Collection[str] = (),
+    ) -> None:
+        """``on_fault`` gets the error for each unusable segment that the store returned, ``on_answer`` the seconds of
+        each lookup. ``engine_codecs``: the codecs that video engines decode; variants in these codecs are preferred."""
+        self._on_answer = on_answer
+        self._store = store
+        self._heads = heads
+        self._quantiser = quantiser
+        self._on_fault = on_fault
+        self._engine_codecs = engine_codecs
+        self._lookups = Breaker()
+        self._fetches = Breaker()
+        self._side_fetches = Breaker()  # its own: before each of these, a fetch of KV has succeeded
+        self._known: OrderedDict[bytes, PageSource] = OrderedDict()
+        self._siblings: list[HeadSlice] = []
+        self._listed_s = float("-inf")
+        self._listing = asyncio.Lock()
+
+    async def find(self, hashes: Sequence[bytes], timeout_s: float) -> list[PageSource]:
+        """Ask the store for the longest run of these pages. Raises StoreError, TimeoutError."""
+        started_s = time.monotonic()
+        if self.is_paused:
+            raise StoreError("skipped", "lookups are paused because the store keeps failing")
+        try:
+            async with asyncio.timeout(timeout_s):
+                until_s = asyncio.get_running_loop().time() + _OTHERS_PART * timeout_s
+                sources = await self._find(hashes, until_s)
+        except (StoreError, TimeoutError):
+            self._lookups.failed(time.monotonic())
+            metrics.STORE_DOWN.set(self.is_paused)
+            raise
+        self._lookups.succeeded()
+        seconds = time.monotonic() - started_s
+        metrics.STAGE_SECONDS.labels("lookup").observe(seconds)
+        self._on_answer(seconds)
+        self._remember(hashes, sources)
+        return sources
+
+    async def _find(self, hashes: Sequence[bytes], until_s: float) -> list[PageSource]:
+        """``until_s``: when to go on without what other folders have, in the loop's time. Raises StoreError if the
+        rank's own folder cannot be looked up in."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                own = group.create_task(self._look_up(self._heads, hashes))
+                others = group.create_task(self._look_up_each(list(self._siblings), hashes, until_s))
+                group.create_task(self._list_siblings(until_s))
+        except ExceptionGroup as e:
+            raise e.exceptions[0] from None
+        answers: dict[HeadSlice, list[PageSource] | None] = {self._heads: own.result(), **others.result()}
+        asked = [each for each in self._siblings if each not in answers]
+        runs: dict[HeadSlice, list[PageSource]] = {}  # from the first page on that is not in `pages`
+        pages: list[PageSource] = []
+        for _ in range(_MOST_TURNS):
+            answers |= await self._look_up_each(asked, hashes[len(pages) :], until_s)
+            runs = {each: run for each, run in (runs | answers).items() if run is not None}
+            answers = {}
+            more = join_heads(self._heads.heads, {each.heads: run for each, run in runs.items()})
+            pages += more
+            # A run that ends before the others' may go on behind them: a server has computed what it did not find.
+            asked = [each for each, run in runs.items() if len(run) < len(more)]
+            runs = {each: run[len(more) :] for each, run in runs.items()}
+            if not asked or len(pages) == len(hashes):
+                break
+        return pages
+
+    async def _list_siblings(self, until_s: float) -> None:
+        """Ask which folders have heads of this rank, once a minute. Without an answer, the known ones are kept."""
+        with contextlib.suppress(StoreError, TimeoutError):
+            async with asyncio.timeout_at(until_s), self._listing:
+                if time.monotonic() > self._listed_s + _LIST_EVERY_S:
+                    self._listed_s = time.monotonic()
+                    self._siblings = self._heads.siblings(await self._store.folders(self._heads.namespace.digest()))
+
+    async def _look_up_each(
+        self, asked: Sequence[HeadSlice], hashes: Sequence[bytes], until_s: float
+    ) -> dict[HeadSlice, list[PageSource] | None]:
+        """Look up in several folders at once. Return None for one that fails or is not done in time."""
+
+        async def look_up(each: HeadSlice) -> list[PageSource] | None:
+            try:
+                async with asyncio.timeout_at(until_s):
+                    return await self._look_up(each, hashes)
+            except StoreError as e:
+                self._on_fault(e)
+            except TimeoutError:
+                self._on_fault(StoreError("timeout", f"looking up {len(hashes)} pages in {each.folder}: no answer"))
+            return None
+
+        return dict(zip(asked, await asyncio.gather(*map(look_up, asked)), strict=True))
+
+    async def _look_up(self, heads: HeadSlice, hashes: Sequence[bytes]) -> list[PageSource]:
+        lookup = await self._store.lookup(heads.folder, hashes)
+        metrics.STORE_DOWN.set(self.is_paused or lookup.from_cache)
+        sources: list[PageSource] = []
+        for hit in lookup.hits:
+            asked = hashes[len(sources) : len(sources) + hit.num_pages]
+            try:
+                sources += self._sources(heads, hit.manifest, hit.first_page, asked)
+            except KVFetchError as e:
+                self._on_fault(e)
+                break
+        return sources
+
+    async def recall(self, hashes: Sequence[bytes], timeout_s: float) -> list[PageSource]:
+        """Return the sources that earlier lookups found, or call `find` if any of these pages is unknown or expired."""
+        known = [source for page_hash in hashes if (source := self._known.get(page_hash)) is not None]
+        now_s = time.time()
+        if len(known) < len(hashes) or any(source.reader.manifest.is_expired(now_s) for source in known):
+            return await self.find(hashes, timeout_s)
+        return known
+
+    def fetched(self, hashes: Sequence[bytes], sources: Sequence[PageSource], result: FetchResult) -> None:
+        """Update the memory and the breaker from the result of a fetch of ``sources``."""
+        # The other pages may be merged, evicted or corrupt: ask the store again.
+        for page_hash in hashes[result.num_pages :]:
+            self._known.pop(page_hash, None)
+        if result.timed_out or any(isinstance(f, StoreError) and f.reason != "missing" for f in result.failures):
+            self._fetches.failed(time.monotonic())
+        elif sources:
+            self._fetches.succeeded()
+
+    def sides_fetched(self, hashes: Sequence[bytes], failures: Sequence[KVFetchError | TimeoutError]) -> None:
+        """Update the memory and the breaker from why a fetch of side pages fell short."""
+        if failures:
+            for page_hash in hashes:
+                self._known.pop(page_hash, None)
+        if any(isinstance(f, TimeoutError) or (isinstance(f, StoreError) and f.reason != "missing") for f in failures):
+            self._side_fetches.failed(time.monotonic())
+        else:
+            self._side_fetches.succeeded()
+
+    def forget(self) -> None:
+        self._known.clear()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether lookups are paused now."""
+        now_s = time.monotonic()
+        return any(each.is_open(now_s) for each in (self._lookups, self._fetches, self._side_fetches))
+
+    def _sources(
+        self, heads: HeadSlice, manifest_bytes: bytes, first_page: int, asked: Sequence[bytes]
+    ) -> list[PageSource]:
+        manifest = decode_manifest(manifest_bytes)
+        heads.require_same(manifest.heads)
+        variant = first_readable(manifest, self._engine_codecs)
+        reader = SegmentReader(manifest, self._quantiser, variant, self._heads.heads)
+        if tuple(asked) != manifest.page_hashes[first_page : first_page + len(asked)]:
+            raise FormatError("the store's answer holds other pages than the lookup requested")
+        return [PageSource(reader, first_page + i) for i in range(len(asked))]
+
+    def _remember(self, hashes: Sequence[bytes], sources: Sequence[PageSource]) -> None:
+        for page_hash, source in zip(hashes, sources, strict=False):
+            self._known[page_hash] = source
+            self._known.move_to_end(page_hash)
+        while len(self._known) > _MAX_KNOWN_PAGES:
+            self._known.popitem(last=False)
+
+
+def join_heads(heads: range, runs: Mapping[range, Sequence[PageSource]]) -> list[PageSource]:
+    """Return the longest run of pages of which all ``heads`` are stored.
+
+    ``runs``: for ranges of heads, sources of the pages from the first on, as many as are stored. Of ranges that are
+    equally useful, the first is used. All heads are counted in the model.
+    """
+    pages: list[PageSource] = []
+    for end in sorted({len(run) for run in runs.values()}):
+        parts = [runs[each][len(pages) : end] for each in _cover(heads, [r for r in runs if len(runs[r]) >= end])]
+        if not parts:
+            break
+        pages += [replace(first, others=tuple(others)) for first, *others in zip(*parts, strict=True)]
+    return pages
+
+
+def _cover(heads: range, ranges: Sequence[range]) -> list[range]:
+    """Return the fewest of these ranges that have all ``heads``, in their order; none if some heads are missing."""
+    cover: list[range] = []
+    head = heads.start
+    while head < heads.stop:
+        reached = max((r for r in ranges if head in r), key=lambda r: min(r.stop, heads.stop), default=None)
+        if reached is None:
+            return []
+        cover.append(reached)
+        head = reached.stop
+    return cover

@@ -1,0 +1,577 @@
+"""The engine's side of the data plane: starts it, watches it and restarts it.
+
+When a data plane dies, its work under way counts as misses. Only methods whose docstrings say so wait.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from sgl_kvfetch import metrics, timeline
+from sgl_kvfetch.codec import CellValues, SideKey
+from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, StoreError, UnsupportedError
+from sgl_kvfetch.plane import messages as m
+from sgl_kvfetch.plane.arena import Arena, Room
+from sgl_kvfetch.plane.channel import Channel
+from sgl_kvfetch.plane.fetch.rounds import Destination
+from sgl_kvfetch.plane.launch import Launch, Line
+from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+A = TypeVar("A", bound=m.Found | m.SideOver | m.Taken | m.Cleared)
+
+# Shared memory for values on their way to the engine, and for pages on their way to the store: this, or twice the size
+# of a page with all its side pages. Memory that is never used takes no space.
+SHARED_BYTES = 64 << 20
+_START_S = 60.0  # importing torch takes this long on a busy machine
+_TICK_S = 0.25
+# A data plane counts as hung after so many consecutive ticks without an answer: few if it does nothing in them, many if
+# it runs, or waits for a core or a disk, as on an overloaded machine.
+_IDLE_TICKS, _SILENT_TICKS = 12, 80
+_SUSPECT_TICKS = 4  # after so many without an answer in which it does nothing, a spare data plane is started
+_LEAST_BACKOFF_S, _MOST_BACKOFF_S = 0.1, 30.0
+_STEADY_S = 5.0  # after a data plane has served this long, the backoff starts anew
+_CLOSE_S = 10.0
+_REFUSALS: dict[str, type[KVFetchError]] = {kind.__name__: kind for kind in (ConfigError, UnsupportedError)}
+_WRITE_S = 1.0  # how long to wait for room for pages
+_WRITES_S = 4.0  # after which no further part of the pages is begun: SGLang waits 10 s for this thread when it stops it
+_ANSWER_S = 5.0  # how much longer a caller waits than the data plane's own deadline
+
+ReadPages = Callable[[TensorName, Sequence[int]], torch.Tensor | None]
+ReadSide = Callable[[], torch.Tensor]  # returns uint8, (bytes,)
+
+
+@dataclass(slots=True, eq=False)
+class FetchCall:
+    """A fetch under way. Other threads complete the futures; every future is completed, whatever happens.
+
+    ``here``: for each round, the cost of its pages and all later ones, when its first bytes are here; None if it ended
+    before. ``over``: for each round, how many of its pages, from the first on, are restored; nothing is written after
+    that. ``link``: done when the link could serve another fetch as well. ``certain``: true as `messages.Certain` says,
+    false if the fetch ended before. ``end``: done when the fetch is over.
+    """
+
+    work: int
+    here: list[Future[m.Cost | None]]
+    over: list[Future[int]]
+    link: Future[None] = field(default_factory=Future)
+    certain: Future[bool] = field(default_factory=Future)
+    end: Future[None] = field(default_factory=Future)
+    destinations: dict[int, Destination] = field(default_factory=dict)
+
+    def end_round(self, index: int, num_pages: int) -> None:
+        _complete(self.here[index], None)
+        _complete(self.over[index], num_pages)
+
+    def end_all(self) -> None:
+        for index in range(len(self.over)):
+            self.end_round(index, 0)
+        _complete(self.link, None)
+        self.end_transmission()
+
+    def end_transmission(self) -> None:
+        _complete(self.certain, False)
+        _complete(self.end, None)
+
+
+class DataPlane:
+    """One rank's data plane. Call ``close`` at the end."""
+
+    def __init__(self, start: m.Start, geometry: KVGeometry, launch: Launch) -> None:
+        """Start the data plane and wait until it serves. Raises KVFetchError if it refuses the config or fails."""
+        self._start = start
+        self._geometry = geometry
+        self._launch = launch
+        self._numbers = itertools.count(1)
+        self._closing = threading.Event()
+        self._spare: _Run | None = None  # launched, but not started
+        self.num_losses = 0  # data planes that ended before all pages that they had taken were written
+        self._run = self._begin_run()  # has ended while the next one is being started
+        self._thread = threading.Thread(target=self._watch, name="kvfetch-data", daemon=True)
+        self._thread.start()
+
+    # Reading
+
+    def look_up(
+        self,
+        hashes: Sequence[bytes],
+        on_found: Callable[[m.Found], None],
+        *,
+        reads_ahead: bool = False,
+        trailing: Mapping[str, int] | None = None,
+    ) -> int:
+        """Find the longest stored run of these pages. ``on_found`` is called once, on any thread. Return the number.
+        ``trailing``: as in `messages.LookUp`."""
+        work = next(self._numbers)
+        command = m.LookUp(work, b"".join(hashes), reads_ahead, dict(trailing or {}))
+        found = self._run.ask(command, m.Found(work, 0, m.Cost(None, None)))
+        found.add_done_callback(lambda found: on_found(found.result()))
+        return work
+
+    def forget(self, lookup: int) -> None:
+        """Note that the pages that a lookup found will not be fetched."""
+        self._send(m.Forget(lookup))
+
+    def fetch(
+        self,
+        hashes: Sequence[bytes],
+        round_ends: Sequence[int],
+        deadline_s: float,
+        *,
+        found: int | None = None,
+        first_page: int = 0,
+        request: timeline.Request = timeline.NOBODY,
+        early_s: float = 0.0,
+        destination: Destination | None = None,
+    ) -> FetchCall:
+        """Begin to transmit pages for ``request``. ``destination``: the first round's, if it has one already; see
+        `give`. Other arguments as in `messages.Fetch`."""
+        work = next(self._numbers)
+        call = FetchCall(work, [Future() for _ in round_ends], [Future() for _ in round_ends])
+        if destination is not None:
+            call.destinations[0] = destination
+        if found is None:
+            call.link.set_result(None)
+        command = m.Fetch(
+            work,
+            b"".join(hashes),
+            tuple(round_ends),
+            deadline_s,
+            found,
+            first_page,
+            request.id,
+            request.traceparent,
+            early_s,
+            destination is not None,
+        )
+        self._run.fetch(command, call)
+        return call
+
+    def fetch_side(
+        self, pool: str, hashes: Sequence[bytes], deadline_s: float, take: Callable[[int, torch.Tensor], None]
+    ) -> Future[m.SideOver]:
+        """Begin to fetch pages from a side pool. ``take`` gets each page, uint8 ``(bytes,)``, which it must copy, with
+        its index, on another thread; not after the future is done."""
+        work = next(self._numbers)
+        return self._run.fetch_side(m.FetchSide(work, pool, b"".join(hashes), deadline_s), take)
+
+    def give(self, call: FetchCall, index: int, destination: Destination) -> None:
+        """Restore a round into ``destination``. Nothing is written to it after the round is over."""
+        call.destinations[index] = destination
+        self._send(m.Give(call.work, index))
+
+    def flush(self) -> None:
+        """Drop all bytes that were read, because the engine's caches are emptied."""
+        self._send(m.Flush())
+
+    def cancel(self, work: int, *, is_miss: bool = True) -> None:
+        """End a lookup or a fetch soon. ``is_miss``: whether it counts as a miss."""
+        self._send(m.Cancel(work, is_miss))
+
+    # Writing
+
+    def write(
+        self,
+        first_page: int,
+        previous_hash: bytes | None,
+        hashes: Sequence[bytes],
+        pool_pages: Sequence[int],
+        read: ReadPages,
+        sides: Mapping[SideKey, ReadSide] | None = None,
+    ) -> int:
+        """Queue consecutive pages of a sequence for writing. Return how many, from the first on, were queued. Waits a
+        little for room.
+
+        ``first_page``: position in the sequence. ``previous_hash``: hash of the page before, None at the sequence's
+        start. ``pool_pages``: their page numbers in the pool. ``read`` returns a copy of pages of the pool, or None if
+        they are no longer available. ``sides``: how to read the side pages of some of these pages, which are counted
+        from the first.
+        """
+        started_s = time.monotonic()
+        sides = sides or {}
+        for part in self._parts(len(hashes), sides):
+            if part.start and time.monotonic() > started_s + _WRITES_S:
+                return part.start
+            theirs = {(pool, page - part.start): x for (pool, page), x in sides.items() if page in part}
+            run = slice(part.start, part.stop)
+            command = m.Write(
+                next(self._numbers), first_page + part.start, previous_hash, b"".join(hashes[run]), 0, tuple(theirs)
+            )
+            left_s = max(0.0, started_s + _WRITE_S - time.monotonic())
+            if not self._run.write(command, pool_pages[run], read, list(theirs.values()), left_s):
+                return part.start
+            previous_hash = hashes[run][-1]
+        return len(hashes)
+
+    def _parts(self, num_pages: int, sides: Iterable[SideKey]) -> Iterator[range]:
+        """Cut pages into runs that take a quarter of the shared memory, or one page each."""
+        sizes = [self._geometry.page_bytes] * num_pages
+        for pool, page in sides:
+            sizes[page] += self._start.sides[pool]
+        first = num_bytes = 0
+        for page, size in enumerate(sizes):
+            if page > first and num_bytes + size > SHARED_BYTES // 4:
+                yield range(first, page)
+                first, num_bytes = page, 0
+            num_bytes += size
+        if num_pages:
+            yield range(first, num_pages)
+
+    def clear(self) -> None:
+        """Delete all segments of this rank from the store, and wait for it. Raises StoreError."""
+        work = next(self._numbers)
+        cleared = self._run.ask(m.Clear(work), m.Cleared(work, "the data plane ended"))
+        try:
+            fault = cleared.result(2 * _ANSWER_S).fault
+        except TimeoutError:
+            fault = "the data plane did not answer"
+        if fault:
+            raise StoreError("io", fault)
+
+    def close(self) -> None:
+        """Write what is queued, within a few seconds, and end the data plane. Waits for it. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        run = self._run
+        run.channel.send(m.Close())
+        if not run.running.join(_CLOSE_S):
+            logger.warning("kvfetch: the data plane did not end in %g s", _CLOSE_S)
+            run.running.kill()
+        self._thread.join(_CLOSE_S)
+
+    def step(self) -> None:
+        """Complete what the events for the scheduler's steps say: those that have come, a bounded number. Only if
+        `messages.Start` has said ``has_steps``. Never waits."""
+        self._run.step()
+
+    # Lifecycle
+
+    def _send(self, command: m.Command) -> None:
+        self._run.channel.send(command)
+
+    def _begin_run(self) -> _Run:
+        """Start a data plane, the spare one if there is one, and wait until it serves. Raises KVFetchError."""
+        run, self._spare = self._spare or self._new_run(), None
+        try:
+            run.channel.send(self._start)
+            run.await_ready(self._closing)
+        except BaseException:
+            run.end()
+            raise
+        return run
+
+    def _watch(self) -> None:
+        """Serve each run until its end, then start the next one. Runs on the thread that receives."""
+        backoff_s = _LEAST_BACKOFF_S
+        try:
+            while True:
+                began_s = time.monotonic()
+                self._run.serve(self._closing, self._launch_spare)
+                self.num_losses += self._run.end()
+                if self._closing.is_set():
+                    return
+                if time.monotonic() - began_s > _STEADY_S:
+                    backoff_s = _LEAST_BACKOFF_S
+                logger.warning("kvfetch: the data plane ended; its work under way counts as misses; it is restarted")
+                metrics.DATA_PLANE_STARTS.inc()
+                while True:
+                    if self._closing.wait(backoff_s):
+                        return
+                    backoff_s = min(_MOST_BACKOFF_S, 2 * backoff_s)
+                    try:
+                        self._run = self._begin_run()
+                        break
+                    except (KVFetchError, OSError) as e:
+                        logger.warning("kvfetch: the data plane did not start: %s", e)
+        finally:
+            if self._spare is not None:
+                self._spare.end()
+
+    def _launch_spare(self) -> None:
+        """Launch a spare data plane, whose imports are done if this one turns out to hang. If not, it is kept."""
+        if self._spare is None and not self._closing.is_set():
+            try:
+                self._spare = self._new_run()
+            except OSError as e:
+                logger.warning("kvfetch: a spare data plane cannot be started: %s", e)
+
+    def _new_run(self) -> _Run:
+        page_bytes = self._geometry.page_bytes + sum(self._start.sides.values())
+        return _Run(self._launch, self._geometry, self._start.sides, max(SHARED_BYTES, 2 * page_bytes))
+
+
+_Work = m.LookUp | m.Fetch | m.FetchSide | m.Write | m.Clear
+
+
+class _Run:
+    """One data plane, from its start to its end, with its work under way."""
+
+    def __init__(self, launch: Launch, geometry: KVGeometry, sides: Mapping[str, int], shared_bytes: int) -> None:
+        """Launch a data plane, which waits for ``Start``."""
+        commands, events = socket.socketpair(), socket.socketpair()
+        self.channel = Channel(commands[0], events[0])
+        self._values, self._pages = Arena.create(shared_bytes), Arena.create(shared_bytes)
+        self._room = Room(shared_bytes)
+        self._geometry = geometry
+        self._sides = sides
+        self._lock = threading.Lock()
+        self._ended = False  # guarded by the lock, like the work under way
+        self._answers: dict[int, tuple[Future[Any], Any]] = {}  # each with its result if the data plane ends first
+        self._fetches: dict[int, FetchCall] = {}
+        self._takers: dict[int, Callable[[int, torch.Tensor], None]] = {}  # of side pages
+        self._num_queued = 0  # pages that the data plane has taken and not yet written or dropped
+        self.running = launch(Line(commands[1], events[1], self._values, self._pages, self.destination))
+
+    # Commands, which fail at once after the end
+
+    def ask(self, command: m.LookUp | m.FetchSide | m.Write | m.Clear, lost: A) -> Future[A]:
+        """Send a command. Return the event that answers it, ``lost`` if the data plane ends first."""
+        answer: Future[A] = Future()
+        if not self._begin(command, self._answers, (answer, lost)):
+            _lose(answer, lost)
+        return answer
+
+    def fetch(self, command: m.Fetch, call: FetchCall) -> None:
+        if not self._begin(command, self._fetches, call):
+            _lose_fetch(call)
+
+    def fetch_side(self, command: m.FetchSide, take: Callable[[int, torch.Tensor], None]) -> Future[m.SideOver]:
+        with self._lock:
+            self._takers[command.work] = take
+        return self.ask(command, m.SideOver(command.work, ()))
+
+    def _begin(self, command: _Work, under_way: dict[int, Any], work: Any) -> bool:
+        """Record work as under way and send its command. Return False if the data plane has ended."""
+        with self._lock:
+            if self._ended:
+                return False
+            under_way[command.work] = work
+        self.channel.send(command)
+        return True
+
+    def write(
+        self,
+        command: m.Write,
+        pool_pages: Sequence[int],
+        read: ReadPages,
+        read_sides: Sequence[ReadSide],
+        timeout_s: float,
+    ) -> bool:
+        """Hand over pages for writing. Waits for room for them. Return whether they are queued."""
+        sizes = [self._sides[pool] for pool, _ in command.sides]
+        sides_at = len(pool_pages) * self._geometry.page_bytes
+        offset = self._room.take(sides_at + sum(sizes), timeout_s)
+        if offset is None:
+            return False
+        with ExitStack() as undo:
+            undo.callback(self._room.give_back, offset)
+            if not self._copy(offset, pool_pages, read):
+                return False
+            views = self._pages.views(offset + sides_at, torch.uint8, ((size,) for size in sizes))
+            for read_side, into in zip(read_sides, views, strict=True):
+                into.copy_(read_side())
+            undo.pop_all()
+        taken = self.ask(msgspec.structs.replace(command, offset=offset), m.Taken(command.work, 0))
+        # Not earlier, however long it takes: the data plane may still be copying the pages.
+        taken.add_done_callback(lambda _: self._room.give_back(offset))
+        try:
+            return taken.result(_ANSWER_S).num_queued > 0
+        except TimeoutError:
+            return False
+
+    def _copy(self, offset: int, pool_pages: Sequence[int], read: ReadPages) -> bool:
+        """Copy pages into the shared memory. Return False if they are no longer available."""
+        for tensor, into in zip(TENSORS, self._pages.pages(offset, self._geometry, len(pool_pages)), strict=True):
+            values = read(tensor, pool_pages)
+            if values is None:
+                return False
+            into.copy_(values)
+        return True
+
+    # Events
+
+    def await_ready(self, closing: threading.Event) -> None:
+        """Wait until the data plane serves. Raises KVFetchError if it refuses the config or does not start."""
+        deadline_s = time.monotonic() + _START_S
+        while time.monotonic() < deadline_s and not closing.is_set():
+            for event in self._receive():
+                match event:
+                    case m.Ready():
+                        return
+                    case m.Refused():
+                        raise _REFUSALS.get(event.kind, KVFetchError)(event.reason)
+        raise KVFetchError(f"the data plane did not start within {_START_S:g} s")
+
+    def serve(self, closing: threading.Event, on_suspicion: Callable[[], None]) -> None:
+        """Process events until the data plane ends or hangs. ``on_suspicion`` is called when it may hang."""
+        num_silent = num_idle = 0
+        while True:
+            try:
+                events = self._receive()
+            except KVFetchError:
+                return
+            # Count ticks, not seconds: if a busy machine delays this thread, the data plane may well have answered.
+            if events:
+                num_silent = num_idle = 0
+            else:
+                num_silent += 1
+                num_idle += not self.running.is_busy()
+                if num_idle == _SUSPECT_TICKS:
+                    on_suspicion()
+            if (num_idle > _IDLE_TICKS or num_silent > _SILENT_TICKS) and not closing.is_set():
+                logger.warning("kvfetch: the data plane does not answer")
+                return
+            if num_silent:
+                self.channel.send(m.Ping())
+            self._take_in_all(events)
+
+    def step(self) -> None:
+        if self._answers or self._fetches:
+            try:
+                self._take_in_all(self.channel.receive_now())
+            except FormatError:
+                logger.exception("kvfetch: the data plane sends invalid bytes")
+                self.running.kill()
+
+    def _receive(self) -> list[m.Event]:
+        """Return new events. Raises KVFetchError if the data plane has ended."""
+        events = self.channel.receive(_TICK_S)
+        if events is None:
+            raise KVFetchError("the data plane ended")
+        return events
+
+    def _take_in_all(self, events: Iterable[m.Event]) -> None:
+        for event in events:
+            try:
+                self._take_in(event)
+            except Exception:  # must not end the thread, on which others depend
+                logger.exception("kvfetch: processing event %s failed", type(event).__name__)
+
+    def _take_in(self, event: m.Event) -> None:
+        match event:
+            case m.Piece():
+                try:
+                    self._land(event)
+                finally:
+                    self.channel.send(m.Free(event.offset))
+            case m.SidePiece():
+                try:
+                    with self._lock:
+                        take = self._takers.get(event.work)
+                    if take is not None:
+                        take(event.page, self._values.view(event.offset, torch.uint8, (event.num_bytes,)))
+                finally:
+                    self.channel.send(m.Free(event.offset))
+            case m.Found() | m.SideOver() | m.Taken() | m.Cleared():
+                with self._lock:
+                    answer, _ = self._answers.pop(event.work, (None, None))
+                    self._takers.pop(event.work, None)
+                if isinstance(event, m.Taken):
+                    self._num_queued += event.num_queued
+                if answer is not None:  # else the data plane has ended, as another thread has noticed
+                    answer.set_result(event)
+            case m.Settled():
+                self._num_queued -= event.num_pages
+            case m.RoundHere():
+                if (call := self._call(event.work)) is not None:
+                    _complete(call.here[event.round], event.cost)
+            case m.RoundOver():
+                if (call := self._call(event.work)) is not None:
+                    call.end_round(event.round, event.num_pages)
+                    if event.round == len(call.over) - 1:
+                        call.end_transmission()
+                        self._forget_if_over(call)
+            case m.LinkHasRoom():
+                if (call := self._call(event.work)) is not None:
+                    _complete(call.link, None)
+                    self._forget_if_over(call)
+            case m.Certain():
+                if (call := self._call(event.work)) is not None:
+                    _complete(call.certain, True)
+
+    def _forget_if_over(self, call: FetchCall) -> None:
+        if call.link.done() and call.end.done():  # each on a thread of its own, perhaps
+            with self._lock:
+                self._fetches.pop(call.work, None)
+
+    def _call(self, work: int) -> FetchCall | None:
+        with self._lock:
+            return self._fetches.get(work)
+
+    def destination(self, work: int, index: int) -> Destination | None:
+        """Return the destination of a round. None if it has none, or if the fetch has ended."""
+        call = self._call(work)
+        return None if call is None else call.destinations.get(index)
+
+    def _land(self, piece: m.Piece) -> None:
+        """Copy values to their destination. Drop them if it no longer exists. If that fails, end the fetch."""
+        call = self._call(piece.work)
+        destination = None if call is None else call.destinations.get(piece.round)
+        if call is None or destination is None:
+            return
+        geometry = self._geometry
+        layers, heads = range(piece.first_layer, piece.end_layer), range(piece.first_head, piece.end_head)
+        common = len(piece.pages) * geometry.page_size, len(layers), len(heads)
+        shapes = ((*common, geometry.head_dim(t)) for t in TENSORS)
+        values = self._values.views(piece.offset, geometry.torch_dtype, shapes)
+        try:
+            pages = [destination.pool_pages[i] for i in piece.pages]
+            if destination.sink.write(layers, heads, pages, CellValues(*values)):
+                destination.count(layers, heads, len(pages))
+        except BaseException:
+            call.end_all()
+            raise
+
+    def end(self) -> bool:
+        """End the data plane, and complete all its work under way as misses. Return whether it has lost pages that it
+        had taken for writing."""
+        self.running.kill()
+        self.running.join(_CLOSE_S)
+        self.channel.close()
+        self._room.close()
+        with self._lock:
+            self._ended = True
+            answers, self._answers = self._answers, {}
+            fetches, self._fetches = self._fetches, {}
+        for answer, lost in answers.values():
+            _lose(answer, lost)
+        for call in fetches.values():
+            _lose_fetch(call)
+        self._values.close()
+        self._pages.close()
+        if self._num_queued > 0:
+            metrics.WRITTEN_PAGES.labels("dropped_data_plane").inc(self._num_queued)
+            logger.warning("kvfetch: %d pages that were queued for writing are lost", self._num_queued)
+        return self._num_queued > 0
+
+
+def _lose(answer: Future[A], lost: A) -> None:
+    if isinstance(lost, m.Found | m.SideOver):
+        stage = "lookup" if isinstance(lost, m.Found) else "fetch"
+        metrics.MISSES.labels(stage, "data_plane").inc()
+    answer.set_result(lost)
+
+
+def _lose_fetch(call: FetchCall) -> None:
+    metrics.MISSES.labels("fetch", "data_plane").inc()
+    call.end_all()
+
+
+def _complete(future: Future[R], result: R) -> None:
+    with suppress(InvalidStateError):  # another thread may have completed it
+        future.set_result(result)

@@ -1,0 +1,16 @@
+"""The quantiser that a config asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sgl_kvfetch.codec import KltQuantiser, Quantiser, load_profile, make_quantiser
+from sgl_kvfetch.plane.config import KVFetchConfig
+
+
+def config_quantiser(config: KVFetchConfig) -> Quantiser:
+    """Create the quantiser of a config. Raises ConfigError for a profile that is unreadable or misses the target."""
+    if config.quantiser_name != "klt":
+        return make_quantiser(config.quantiser_name, config.cachegen_k_bins, config.cachegen_v_bins)
+    assert config.profile is not None
+    return KltQuantiser(load_profile(Path(config.profile)), config.target_kl)

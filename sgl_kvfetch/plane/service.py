@@ -1,0 +1,384 @@
+"""The data plane's side: carries out the engine's commands. Belongs to one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from sgl_kvfetch import metrics, timeline
+from sgl_kvfetch.codec import CellValues
+from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
+from sgl_kvfetch.plane import messages as m
+from sgl_kvfetch.plane.arena import Arena, Room
+from sgl_kvfetch.plane.client import StoreClient, count_fetch, count_miss, counted
+from sgl_kvfetch.plane.config import KVFetchConfig
+from sgl_kvfetch.plane.fetch.fetcher import FetchResult
+from sgl_kvfetch.plane.fetch.plan import PageSource, total_bytes
+from sgl_kvfetch.plane.fetch.progress import Early
+from sgl_kvfetch.plane.fetch.rounds import Destination, Round
+from sgl_kvfetch.plane.fetch.sides import KV_POOL, Usable, usable_runs
+from sgl_kvfetch.plane.fetch.sink import GuardedSink, PagePool
+from sgl_kvfetch.plane.write.gather import PageBatch
+from sgl_kvfetch.types import TENSORS, KVGeometry
+
+logger = logging.getLogger(__name__)
+
+_MOST_FOUND = 1024  # lookups whose results are kept for their fetches
+_QUEUE_S = 1.0  # how long pages wait for room in the write queue
+_CLOSE_S = 3.0  # how long each step of closing may take
+_CLEAR_S = 5.0
+
+Emit = Callable[[m.Event], None]
+
+
+GetDestination = Callable[[int, int, int], Destination | None]
+
+
+def arena_destination(
+    arena: Arena, room: Room, emit: Emit, work: int, round_index: int, num_pages: int
+) -> Destination | None:
+    """Return a destination from which pages are sent to the engine through shared memory."""
+    return Destination(range(num_pages), _UnguardedSink(_ArenaPool(arena, room, emit, work, round_index)))
+
+
+class _UnguardedSink(GuardedSink):
+    """A sink without a lock: ``close`` must not wait for a write that waits for room. The engine guards its pages."""
+
+    def run(self, write: Callable[[], None]) -> bool:
+        if not self._closed:
+            write()
+        return not self._closed
+
+    def close(self) -> None:
+        self._closed = True
+
+
+class _ArenaPool(PagePool):
+    """The pages of one round, which are sent to the engine in pieces."""
+
+    def __init__(self, arena: Arena, room: Room, emit: Emit, work: int, round_index: int) -> None:
+        self._arena, self._room, self._emit = arena, room, emit
+        self._work, self._round = work, round_index
+
+    def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
+        """Send values to the engine. Waits for room, which the engine frees."""
+        offset = self._room.take(sum(x.nbytes for x in values))
+        if offset is None:
+            return  # the engine is gone
+        for into, x in zip(self._arena.views(offset, values.k.dtype, (x.shape for x in values)), values, strict=True):
+            into.copy_(x)
+        self._emit(
+            m.Piece(self._work, self._round, layers.start, layers.stop, heads.start, heads.stop, tuple(pages), offset)
+        )
+
+
+def send_side_page(arena: Arena, room: Room, emit: Emit, work: int, page: int, content: bytearray) -> None:
+    """Send a side page to the engine through shared memory. Waits for room, which the engine frees."""
+    offset = room.take(len(content))
+    if offset is not None:
+        arena.view(offset, torch.uint8, (len(content),)).copy_(torch.frombuffer(content, dtype=torch.uint8))
+        emit(m.SidePiece(work, page, len(content), offset))
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    rounds: list[Round]
+    task: asyncio.Task[None] | None = None
+    is_miss: bool = True  # whether cancelling it counts as a miss
+    shares_link: bool = False  # whether the engine knows that the link could serve another fetch
+
+
+class Service:
+    """Serves one engine until it is told to close."""
+
+    def __init__(
+        self,
+        config: KVFetchConfig,
+        heads: HeadSlice,
+        client: StoreClient,
+        emit: Emit,
+        destination: GetDestination,
+        on_free: Callable[[int], None],
+        written: Arena,
+        send_side: Callable[[int, int, bytearray], None],
+        sides: Mapping[str, int],
+    ) -> None:
+        """``emit`` may be called on any thread. ``destination`` returns where the pages of a fetch's round go, from the
+        fetch's number, the round's, and its number of pages. ``on_free`` is called for each piece that the engine has
+        taken. ``written``: where the engine puts pages that are to be written. ``send_side`` sends a side page, from
+        the fetch's number and the page's; ``sides``: as in `messages.Start`."""
+        self.client = client
+        self._config = config
+        self._heads = heads
+        self._geometry: KVGeometry = heads.geometry
+        self._emit = emit
+        self._destination = destination
+        self._on_free = on_free
+        self._written = written
+        self._send_side = send_side
+        self._sides = sides
+        self._lookups: dict[int, asyncio.Task[None]] = {}
+        self._fetches: dict[int, _Fetch] = {}
+        self._found: OrderedDict[int, list[PageSource]] = OrderedDict()
+        self._tasks: set[asyncio.Task[None]] = set()
+        client.writer.on_settled = lambda num_pages: emit(m.Settled(num_pages))
+        # One thread: it keeps the order of pages, and can wait for room without blocking the event loop.
+        self._intake = ThreadPoolExecutor(1, "kvfetch-intake")
+
+    def serve(self, command: m.Command) -> None:
+        """Begin to carry out a command. Never waits."""
+        match command:
+            case m.LookUp():
+                self._lookups[command.work] = self._begin(self._look_up(command))
+            case m.Fetch():
+                ends = (0, *command.round_ends)
+                fetch = _Fetch([Round(first, end) for first, end in pairwise(ends)])
+                self._fetches[command.work] = fetch
+                for index, each in enumerate(fetch.rounds):
+                    self._report_end(command.work, index, each)
+                if command.is_given:
+                    self._give(command.work, 0)
+                fetch.task = self._begin(self._fetch(command, fetch))
+            case m.FetchSide():
+                self._begin(self._fetch_side(command))
+            case m.Give():
+                self._give(command.work, command.round)
+            case m.Cancel():
+                self._cancel(command)
+            case m.Forget():
+                self._found.pop(command.work, None)
+            case m.Flush():
+                self.client.fetcher.forget()
+            case m.Write():
+                self._begin(self._write(command))
+            case m.Free():
+                self._on_free(command.offset)
+            case m.Clear():
+                self._begin(self._clear(command))
+            case m.Ping():
+                self._emit(m.Pong())
+            case m.Start() | m.Close():
+                raise AssertionError(f"a running service does not accept {command}")
+
+    def _cancel(self, command: m.Cancel) -> None:
+        task, fetch = self._lookups.get(command.work), self._fetches.get(command.work)
+        if fetch is not None:
+            task, fetch.is_miss = fetch.task, command.is_miss
+        if task is not None:
+            # Not at once: a task that is cancelled before its first step never runs, not even its ``finally``.
+            asyncio.get_running_loop().call_soon(task.cancel)
+
+    async def close(self) -> None:
+        """Write what is queued, within a few seconds, and release threads and sockets."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._intake.shutdown(wait=False, cancel_futures=True)
+        await self.client.close(_CLOSE_S)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # Lookups
+
+    async def _look_up(self, command: m.LookUp) -> None:
+        hashes = _split(command.hashes)
+        sources: list[PageSource] = []
+        usable = Usable((), {})
+        try:
+            with counted("lookup"):
+                sources = await self.client.finder.find(hashes, self._config.lookup_timeout_s)
+                if command.trailing:
+                    usable = usable_runs(sources, command.trailing)
+                    usable.stored[KV_POOL] = len(sources)
+                    sources = sources[: max(usable.lengths, default=0)]
+                if command.reads_ahead:
+                    self.client.fetcher.read_ahead(sources, expire_s=self._config.fetch_timeout_s)
+        finally:
+            del self._lookups[command.work]
+            metrics.LOOKUP_PAGES.labels("hit").inc(len(sources))
+            metrics.LOOKUP_PAGES.labels("miss").inc(len(hashes) - len(sources))
+            if sources and not command.reads_ahead:
+                self._found[command.work] = sources
+                if len(self._found) > _MOST_FOUND:
+                    self._found.popitem(last=False)
+            self._emit(m.Found(command.work, len(sources), self._cost(sources), usable.lengths, usable.stored))
+
+    def _cost(self, sources: Sequence[PageSource]) -> m.Cost:
+        size_bytes = total_bytes(sources)
+        goodput_bps = self.client.fetcher.link.goodput_bps(time.monotonic())
+        decoded_bytes_per_s = self.client.fetcher.decode_rate.bytes_per_s
+        return m.Cost(
+            None if goodput_bps is None else size_bytes * 8 / goodput_bps,
+            None if decoded_bytes_per_s is None else size_bytes / decoded_bytes_per_s,
+        )
+
+    # Fetches
+
+    async def _fetch(self, command: m.Fetch, fetch: _Fetch) -> None:
+        finder, fetcher = self.client.finder, self.client.fetcher
+        hashes = _split(command.hashes)
+        request = timeline.Request(command.request_id, command.traceparent)
+        sources: list[PageSource] = []
+        result = FetchResult(0, (), False)
+        try:
+            with counted("fetch", lambda: fetch.is_miss):
+                if finder.is_paused:  # the store keeps failing: do not try, although pages were found
+                    metrics.MISSES.labels("fetch", "skipped").inc()
+                    return
+                if command.found is None:
+                    sources = await finder.recall(hashes, self._config.lookup_timeout_s)
+                    self._shorten(command.work, fetch, len(sources))
+                else:
+                    sources = self._found.pop(command.found, [])[command.first_page :]
+                if len(sources) < fetch.rounds[-1].end_page:
+                    metrics.MISSES.labels("fetch", "forgotten").inc()  # an earlier data plane may have found them
+                    return
+                sources = sources[: fetch.rounds[-1].end_page]
+                self._watch(command.work, fetch, sources)
+                result = await fetcher.fetch_rounds(
+                    sources,
+                    fetch.rounds,
+                    max(0.0, command.deadline_s - time.monotonic()),
+                    request=request,
+                    on_requested=partial(self._share_link, command, fetch),
+                    early=self._early(command),
+                )
+                finder.fetched(hashes, sources, result)
+        finally:
+            for each in fetch.rounds:
+                each.end(0)
+            got = sum(each.done.result() for each in fetch.rounds)
+            count_fetch(result, self._config.fetch_timeout_s)
+            metrics.FETCHED_PAGES.labels("hit").inc(got)
+            metrics.FETCHED_PAGES.labels("miss").inc(len(hashes) - got)
+            metrics.RAW_BYTES.labels("read").inc(got * self._geometry.page_bytes)
+            timeline.fetched(request)
+            del self._fetches[command.work]
+            self._share_link(command, fetch)
+
+    def _share_link(self, command: m.Fetch, fetch: _Fetch) -> None:
+        if command.found is not None and not fetch.shares_link:
+            fetch.shares_link = True
+            self._emit(m.LinkHasRoom(command.work))
+
+    async def _fetch_side(self, command: m.FetchSide) -> None:
+        finder, hashes = self.client.finder, _split(command.hashes)
+        come: list[int] = []
+
+        def take(page: int, content: bytearray) -> None:
+            self._send_side(command.work, page, content)
+            come.append(page)
+
+        try:
+            with counted("fetch"):
+                left_s = command.deadline_s - time.monotonic()
+                try:
+                    async with asyncio.timeout(left_s):
+                        sources = await finder.recall(hashes, min(left_s, self._config.lookup_timeout_s))
+                        failures = await self.client.side_fetcher.fetch(
+                            sources, command.pool, self._sides[command.pool], take
+                        )
+                except TimeoutError as e:
+                    finder.sides_fetched(hashes, [e])
+                    raise
+                for failure in failures:
+                    count_miss("fetch", failure)
+                finder.sides_fetched(hashes, failures)
+        finally:
+            metrics.SIDE_PAGES.labels(command.pool, "hit").inc(len(come))
+            metrics.SIDE_PAGES.labels(command.pool, "miss").inc(len(hashes) - len(come))
+            self._emit(m.SideOver(command.work, tuple(come)))
+
+    def _early(self, command: m.Fetch) -> Early | None:
+        certain = m.Certain(command.work)
+        return Early(command.early_s, partial(self._emit, certain)) if command.early_s else None
+
+    def _shorten(self, work: int, fetch: _Fetch, num_pages: int) -> None:
+        """Shorten the single round of a host-mode fetch, because only ``num_pages`` pages are stored."""
+        (only,) = fetch.rounds
+        if num_pages < only.end_page:
+            shorter = Round(0, num_pages)
+            if only.destination.done():
+                shorter.destination.set_result(only.destination.result())
+            fetch.rounds[0] = shorter
+            self._report_end(work, 0, shorter)
+
+    def _watch(self, work: int, fetch: _Fetch, sources: Sequence[PageSource]) -> None:
+        """Report the first bytes of each round that has no destination yet."""
+        for index, each in enumerate(fetch.rounds):
+            if not each.destination.done():
+                each.wanted.add_done_callback(partial(self._round_here, work, index, sources[each.first_page :]))
+
+    def _round_here(self, work: int, index: int, rest: Sequence[PageSource], wanted: asyncio.Future[bool]) -> None:
+        if wanted.result():
+            self._emit(m.RoundHere(work, index, self._cost(rest)))
+
+    def _report_end(self, work: int, index: int, each: Round) -> None:
+        each.done.add_done_callback(lambda done: self._emit(m.RoundOver(work, index, done.result())))
+
+    def _give(self, work: int, index: int) -> None:
+        fetch = self._fetches.get(work)
+        if fetch is not None:
+            each = fetch.rounds[index]
+            each.give(self._destination(work, index, each.end_page - each.first_page))
+
+    # Writes
+
+    async def _write(self, command: m.Write) -> None:
+        num_queued = 0
+        try:
+            num_queued = await asyncio.get_running_loop().run_in_executor(self._intake, self._take, command)
+        except Exception:
+            logger.exception("kvfetch: taking pages for writing failed")
+        finally:
+            self._emit(m.Taken(command.work, num_queued))
+
+    def _take(self, command: m.Write) -> int:
+        """Copy pages out of shared memory and queue them. Return how many; 0 if there was no room for them in time."""
+        geometry, hashes = self._geometry, _split(command.hashes)
+        sides_at = command.offset + len(hashes) * geometry.page_bytes
+        sizes = [self._sides[pool] for pool, _ in command.sides]
+        num_bytes = len(hashes) * geometry.page_bytes + sum(sizes)
+        if not self.client.writer.reserve(num_bytes, _QUEUE_S):
+            return 0
+        try:
+            pieces = [[x.clone()] for x in self._written.pages(command.offset, geometry, len(hashes))]
+            sides = [x.clone() for x in self._written.views(sides_at, torch.uint8, ((size,) for size in sizes))]
+        except BaseException:
+            self.client.writer.release(num_bytes)
+            raise
+        values = dict(zip(TENSORS, pieces, strict=True))
+        by_page = dict(zip(command.sides, sides, strict=True))
+        self.client.writer.submit(PageBatch(command.first_page, command.previous_hash, hashes, values, by_page))
+        return len(hashes)
+
+    async def _clear(self, command: m.Clear) -> None:
+        fault = ""
+        try:
+            async with asyncio.timeout(_CLEAR_S):
+                await self.client.clear(self._heads)
+        except TimeoutError:
+            fault = f"it took longer than {_CLEAR_S:g} s"
+        except KVFetchError as e:
+            fault = str(e)
+        finally:
+            self._emit(m.Cleared(command.work, fault))
+
+
+def _split(hashes: bytes) -> list[bytes]:
+    return [hashes[i : i + PAGE_HASH_BYTES] for i in range(0, len(hashes), PAGE_HASH_BYTES)]

@@ -1,0 +1,338 @@
+"""Encode and commit segments in the background, with a bounded queue. Failed segments are dropped and counted.
+
+Buddies in the store are merged into segments of twice the length, so that segments grow with their prefix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+import torch
+
+from sgl_kvfetch import metrics
+from sgl_kvfetch.codec import (
+    MAX_SIDES,
+    CodedSegment,
+    Manifest,
+    SegmentSpec,
+    Side,
+    decode_manifest,
+    encode_segment,
+    encode_side,
+    merge_segments,
+    require_rewritable,
+    side_places,
+    split_signature,
+    with_digests,
+)
+from sgl_kvfetch.errors import KVFetchError, QuantiseError, StoreError
+from sgl_kvfetch.keys import SegmentKey
+from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.plane.write.commit import commit_segment, delete_segment
+from sgl_kvfetch.plane.write.gather import Gatherer, PageBatch
+from sgl_kvfetch.stores import SegmentHit, Store, object_digest
+
+logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logger)
+
+T = TypeVar("T")
+
+# Segments processed at once. Each spreads its cells over the encode pool; a second one fills the pool while the first
+# waits for the store.
+_CONCURRENT_SEGMENTS = 2
+_ADD_ATTEMPTS = 4  # to add side pages to a segment that other writers change
+_MOST_SIDE_BYTES = 256 << 20  # of a merged segment: both halves are in memory, and states can be large
+_TIMER_SLACK_S = 0.01  # a timer may fire a little early
+
+
+class Writer:
+    """Accepts pages from any thread; gathers, encodes and commits them on its event loop and pools."""
+
+    def __init__(
+        self,
+        store: Store,
+        spec: SegmentSpec,
+        encode_pool: Executor,
+        *,
+        max_segment_pages: int,
+        queue_bytes: int,
+        linger_s: float,
+        retire_s: float,
+        ttl_s: float | None = None,
+    ) -> None:
+        """Call on the event loop that the writer should use. ``retire_s``: see ``Merger``. ``ttl_s``: how long segments
+        live from their commit on; by default for ever."""
+        self._store = store
+        self._spec = spec
+        self._encode_pool = encode_pool
+        # encode_segment waits for cells in the encode pool, so it must not occupy a thread of that pool itself.
+        self._segment_pool = ThreadPoolExecutor(_CONCURRENT_SEGMENTS, "kvfetch-segment")
+        self._gatherer = Gatherer(max_segment_pages, linger_s)
+        self._linger_s = linger_s
+        self._queue_bytes = queue_bytes
+        self._ttl_s = ttl_s
+        self._room = threading.Condition()
+        self._used_bytes = 0
+        self.on_settled: Callable[[int], None] = lambda num_pages: None  # called when so many pages leave the queue
+        self._loop = asyncio.get_running_loop()
+        self._in_work = asyncio.Semaphore(_CONCURRENT_SEGMENTS)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._merging = asyncio.Lock()
+        self._merger = Merger(store, spec, max_segment_pages=max_segment_pages, retire_s=retire_s, executor=encode_pool)
+
+    def reserve(self, num_bytes: int, timeout_s: float) -> bool:
+        """Reserve queue space before copying pages; wait for it up to ``timeout_s``. Return False if there is none.
+        Call from any thread but the event loop's. An empty queue accepts any size."""
+        with self._room:
+            if not self._room.wait_for(
+                lambda: not self._used_bytes or self._used_bytes + num_bytes <= self._queue_bytes, timeout_s
+            ):
+                return False
+            self._used_bytes += num_bytes
+            metrics.QUEUED_BYTES.labels("write").set(self._used_bytes)
+            return True
+
+    def release(self, num_bytes: int) -> None:
+        """Give back reserved queue space."""
+        with self._room:
+            self._used_bytes -= num_bytes
+            metrics.QUEUED_BYTES.labels("write").set(self._used_bytes)
+            self._room.notify_all()
+
+    def submit(self, batch: PageBatch) -> None:
+        """Hand over pages whose queue space is reserved. Call from any thread; never waits."""
+        self._loop.call_soon_threadsafe(self._add, batch)
+
+    def _add(self, batch: PageBatch) -> None:
+        self._start(self._gatherer.add(batch, time.monotonic()))
+        self._loop.call_later(self._linger_s + _TIMER_SLACK_S, self._cut_due)
+
+    def _cut_due(self) -> None:
+        self._start(self._gatherer.due(time.monotonic()))
+
+    def _start(self, segments: Sequence[PageBatch]) -> None:
+        if segments:
+            task = self._loop.create_task(self._write_all(segments))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _write_all(self, segments: Sequence[PageBatch]) -> None:
+        """Commit neighbouring segments concurrently. Then merge them in order: each may be the buddy that the next one
+        needs."""
+        manifests = await asyncio.gather(*map(self._write, segments))
+        async with self._merging:
+            for manifest in manifests:
+                if manifest is None:
+                    continue
+                try:
+                    metrics.MERGES.inc(await self._merger.grow(manifest, self._run))
+                except KVFetchError as e:
+                    _limited.warning(f"merge {type(e).__name__}", f"cannot merge segments: {e}")
+
+    async def _write(self, segment: PageBatch) -> Manifest | None:
+        """Write one segment. Return its manifest, or None if nothing was committed."""
+        num_pages = len(segment.page_hashes)
+        result, manifest = "dropped_error", None
+        try:
+            async with self._in_work:
+                manifest = await self._encode_and_commit(segment)
+            result = "stored" if manifest else "known"
+        except QuantiseError as e:
+            result = "dropped_invalid"
+            _limited.warning("quantise", f"segment of {num_pages} pages not written: {e}")
+        except KVFetchError as e:
+            _limited.warning(f"write {type(e).__name__}", f"segment of {num_pages} pages not written: {e}")
+        except Exception:
+            logger.exception("segment of %d pages not written", num_pages)
+        finally:
+            metrics.WRITTEN_PAGES.labels(result).inc(num_pages)
+            self.release(segment.size_bytes)
+            self.on_settled(num_pages)
+        return manifest
+
+    def _run(self, compute: Callable[[], T]) -> asyncio.Future[T]:
+        return self._loop.run_in_executor(self._segment_pool, compute)
+
+    async def _encode_and_commit(self, segment: PageBatch) -> Manifest | None:
+        """Return the committed manifest, or None if the store has these pages already."""
+        for _ in range(_ADD_ATTEMPTS):
+            found = await self._store.lookup(self._spec.heads.folder, segment.page_hashes)
+            if found.from_cache:  # do not encode what cannot be stored
+                raise StoreError("skipped", "the store does not answer; only the local cache does")
+            if found.num_pages < len(segment.page_hashes):
+                break
+            if await self._add_sides(found.hits, segment):
+                return None
+        else:
+            _limited.warning("sides", f"side pages not stored: others changed the segment {_ADD_ATTEMPTS} times")
+            return None
+        started_s = time.monotonic()
+        coded = await self._run(partial(self._encode, segment))
+        encoded_s = time.monotonic()
+        if self._ttl_s is not None:
+            manifest = msgspec.structs.replace(coded.manifest, expires=math.ceil(time.time() + self._ttl_s))
+            coded = replace(coded, manifest=manifest)
+        num_bytes = await commit_segment(self._store, coded)
+        metrics.STAGE_SECONDS.labels("encode").observe(encoded_s - started_s)
+        metrics.STAGE_SECONDS.labels("commit").observe(time.monotonic() - encoded_s)
+        metrics.WIRE_BYTES.labels("write").inc(num_bytes)
+        for side in coded.manifest.sides:
+            _count_sides(side)
+        metrics.RAW_BYTES.labels("write").inc(segment.size_bytes)
+        return coded.manifest
+
+    async def _add_sides(self, hits: Sequence[SegmentHit], segment: PageBatch) -> bool:
+        """Add side pages to the stored segments that lack them. Return False if another writer was faster.
+
+        Raises KVFetchError.
+        """
+        first_page = 0
+        for hit in hits if segment.sides else ():
+            manifest = decode_manifest(hit.manifest)
+            held = range(first_page, first_page + hit.num_pages)
+            first_page += hit.num_pages
+            keys = {(pool, page): (pool, page - held.start + hit.first_page) for pool, page in segment.sides}
+            stored = side_places(manifest)
+            new = {keys[k]: x for k, x in segment.sides.items() if k[1] in held and keys[k] not in stored}
+            if not new:
+                continue
+            if len(manifest.sides) == MAX_SIDES:
+                _limited.warning("sides", f"side pages not stored: {manifest.key.stem} has {MAX_SIDES} additions")
+                continue
+            await self._store.require_replace()
+            require_rewritable(hit.manifest)
+            side, data = await self._run(partial(encode_side, new, self._encode_pool))
+            if self._store.signs:
+                side = with_digests(side, data)
+            whole = msgspec.structs.replace(manifest, sides=(*manifest.sides, side))
+            await self._store.put(whole.data_name(side), data)
+            if not await self._store.replace(manifest.key.manifest_name, whole.encode(), object_digest(hit.manifest)):
+                return False
+            _count_sides(side)
+        return True
+
+    def _encode(self, segment: PageBatch) -> CodedSegment:
+        coded = encode_segment(
+            self._spec,
+            {tensor: torch.cat(pieces).flatten(0, 1) for tensor, pieces in segment.values.items()},
+            segment.first_page,
+            segment.previous_hash,
+            segment.page_hashes,
+            self._encode_pool,
+        )
+        return coded.with_side(*encode_side(segment.sides, self._encode_pool)) if segment.sides else coded
+
+    async def drain(self) -> None:
+        """Write all queued pages, and wait for that."""
+        self._start(self._gatherer.flush())
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Drop unfinished segments. Call ``drain`` first to write them."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._merger.close()
+        self._segment_pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _count_sides(side: Side) -> None:
+    for page in side.pages:
+        metrics.SIDE_PAGES.labels(page.pool, "stored").inc()
+
+
+Run = Callable[[Callable[[], CodedSegment]], asyncio.Future[CodedSegment]]
+
+
+class Merger:
+    """Merges a newly committed segment with its left buddy, and repeats this while there is one.
+
+    The halves are deleted ``retire_s`` after the merged segment is committed, when no reader should still use them.
+    """
+
+    def __init__(
+        self, store: Store, spec: SegmentSpec, *, max_segment_pages: int, retire_s: float, executor: Executor
+    ) -> None:
+        """``executor`` encodes cells again where needed. It must not be the executor behind ``grow``'s ``run``."""
+        self._store = store
+        self._spec = spec
+        self._max_pages = max_segment_pages
+        self._retire_s = retire_s
+        self._executor = executor
+        self._retiring: set[asyncio.Task[None]] = set()
+
+    async def grow(self, manifest: Manifest, run: Run) -> int:
+        """Merge a stored segment with its left buddy, the result with its own left buddy, and so on.
+
+        ``run`` computes off the event loop. Return the number of merges. Raises KVFetchError; earlier merges stay.
+        """
+        num_merged = 0
+        segment: CodedSegment | None = None
+        while left := await self._left_buddy(manifest):
+            segment = segment or await self._read(manifest)
+            if segment is None:
+                break
+            whole = await run(partial(merge_segments, self._spec, left, segment, self._executor))
+            await commit_segment(self._store, whole)
+            self._retire(left.manifest)
+            self._retire(segment.manifest)
+            segment, manifest = whole, whole.manifest
+            num_merged += 1
+        return num_merged
+
+    async def _left_buddy(self, manifest: Manifest) -> CodedSegment | None:
+        is_right_half = manifest.first_page & manifest.num_pages
+        if not is_right_half or 2 * manifest.num_pages > self._max_pages:
+            return None
+        assert manifest.previous_hash is not None
+        key = SegmentKey(manifest.heads.folder, manifest.num_pages, manifest.previous_hash)
+        stored = await self._store.get(key.manifest_name)
+        if stored is None or (split_signature(stored)[1] and not self._store.signs):
+            return None  # readers with a key could not use the merged segment
+        left = decode_manifest(stored)
+        require_rewritable(stored)
+        if left.is_expired(time.time()):
+            return None  # the merged segment would be, too
+        side_bytes = sum(each.data_bytes(side) for each in (left, manifest) for side in each.sides)
+        return await self._read(left) if side_bytes <= _MOST_SIDE_BYTES else None
+
+    async def _read(self, manifest: Manifest) -> CodedSegment | None:
+        contents = []
+        for each in manifest.data:
+            data = await self._store.get(manifest.data_name(each))
+            if data is None:
+                return None
+            contents.append(data)
+        num_variants = len(manifest.variants)
+        return CodedSegment(
+            manifest, contents[0], tuple(contents[1:num_variants]), side_data=tuple(contents[num_variants:])
+        )
+
+    def _retire(self, manifest: Manifest) -> None:
+        task = asyncio.get_running_loop().create_task(self._delete_later(manifest))
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+
+    async def _delete_later(self, manifest: Manifest) -> None:
+        await asyncio.sleep(self._retire_s)
+        # If deleting fails, the half stays until the store evicts it. That is harmless: lookups prefer longer segments.
+        with contextlib.suppress(KVFetchError):
+            await delete_segment(self._store, manifest)
+
+    async def close(self) -> None:
+        """Cancel pending deletions. Halves that stay do no harm."""
+        for task in self._retiring:
+            task.cancel()
+        await asyncio.gather(*self._retiring, return_exceptions=True)

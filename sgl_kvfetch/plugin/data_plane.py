@@ -1,0 +1,141 @@
+"""Starts the data plane of this process's engine, and opens NVDEC for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sgl_kvfetch.codec import Device, KltQuantiser, Nvdec, Quantiser, open_nvdec
+from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.keys import HeadSlice
+from sgl_kvfetch.plane import (
+    DataPlane,
+    DataPlaneProcess,
+    DataPlaneThread,
+    FramePool,
+    KVFetchConfig,
+    Launch,
+    Line,
+    Running,
+    Start,
+    StoreClient,
+    open_client,
+    open_encoders,
+    run_data_plane,
+    writer_spec,
+)
+from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.plugin.device.warm_up import compile_kernels
+from sgl_kvfetch.plugin.host.pages import HostPages
+from sgl_kvfetch.plugin.namespace import draft_model, engine_heads, engine_quantiser, require_own_profile
+from sgl_kvfetch.plugin.page_hashes import compile_hash_function
+
+if TYPE_CHECKING:
+    from sgl_kvfetch.plugin.host.side_pools import SidePools
+
+logger = logging.getLogger(__name__)
+
+_launch: Launch = DataPlaneProcess
+_SMALL_PAGE = 16  # tokens; SGLang's default on GPUs is 1
+
+
+def engine_nvdec(device: torch.device) -> Nvdec | None:
+    """Return NVDEC of ``device``, which holds the token-to-KV pool. None if it is no GPU, or if its NVDEC decodes none
+    of our codecs; the log says which. Call on the scheduler's thread, where the GPU's context is current."""
+    if device.type != "cuda":
+        return None
+    nvdec, about = open_nvdec(Device(device))
+    logger.info("kvfetch: %s", about)
+    return nvdec
+
+
+def open_engine_plane(
+    config: KVFetchConfig,
+    rank: Any,
+    pages: HostPages | DevicePages,
+    nvdec: Nvdec | None,
+    most_span_pages: int | None = None,
+    sides: SidePools | None = None,
+    *,
+    has_draft: bool = False,
+) -> DataPlane:
+    """Start the data plane of one rank for the model that SGLang has loaded, and wait until it serves. ``rank``: has
+    ``tp_rank`` and ``tp_size``, and with ``sides`` also ``pp_rank`` and ``pp_size``. ``has_draft``: whether pages hold
+    a draft model's KV cache, too. Raises KVFetchError."""
+    compile_hash_function()
+    quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
+    if isinstance(quantiser, KltQuantiser):
+        if sides or has_draft:
+            what = "draft models" if has_draft else "models with side pools"
+            raise UnsupportedError(f"quantiser 'klt' does not support {what}: use 'exact' or 'uint8'")
+        if isinstance(pages, FramePool) and pages.geometry.torch_dtype.itemsize == 1:
+            raise UnsupportedError(
+                f"quantiser 'klt' does not support a KV cache of {pages.geometry.dtype} in device mode on a GPU: add "
+                "--enable-hierarchical-cache, or use 'exact'"
+            )
+    pools = ""
+    if sides:
+        pools = sides.identity(rank.tp_rank, rank.tp_size, rank.is_mla_model, rank.pp_rank, rank.pp_size)
+    if has_draft:
+        pools = f"{pools or 'packed layers'},draft {draft_model(config)}"
+    if rank.tp_rank == 0 and pages.geometry.page_size < _SMALL_PAGE:
+        logger.warning(
+            "kvfetch: pages of %d tokens make lookups slow and manifests large, and in host mode chunks small: "
+            "--page-size 64 is recommended",
+            pages.geometry.page_size,
+        )
+    heads = engine_heads(config, quantiser, rank, pages.geometry, pages.first_layer, pools)
+    require_own_profile(config, quantiser, heads.namespace)
+    logger.info("kvfetch: %s, namespace %s: %s", config.store, heads.folder, heads.namespace)
+    page_bytes = sides.page_bytes if sides else {}
+    return open_plane(config, quantiser, heads, rank.tp_rank, pages, nvdec, most_span_pages, page_bytes)
+
+
+def open_plane(
+    config: KVFetchConfig,
+    quantiser: Quantiser,
+    heads: HeadSlice,
+    rank: int,
+    pages: HostPages | DevicePages,
+    nvdec: Nvdec | None,
+    most_span_pages: int | None = None,
+    side_bytes: Mapping[str, int] | None = None,
+) -> DataPlane:
+    """Start the data plane of one rank, whose pages go into ``pages``, and wait until it serves. Call on the
+    scheduler's thread, whose GPU is the rank's. Raises KVFetchError.
+
+    The data plane is a process. If it uses the GPU's video engines or restore kernels, it still runs on threads of this
+    process, because these need its memory.
+    """
+    if nvdec is not None:
+        nvdec.drop_decoders()  # of an earlier attachment; nothing is served now
+    codec, encoders = open_encoders(config)
+    config = config.model_copy(update={"codec": codec})
+    start = Start(
+        config.model_dump(mode="json", exclude_unset=True),
+        heads.namespace,
+        heads.heads.start,
+        heads.heads.stop,
+        rank,
+        most_span_pages,
+        dict(side_bytes or {}),
+        has_steps=isinstance(pages, DevicePages),
+    )
+    if isinstance(pages, FramePool):
+        compile_kernels(pages, writer_spec(config, heads, quantiser, encoders, most_span_pages))
+
+    def open_here(config: KVFetchConfig, heads: HeadSlice, start: Start) -> StoreClient:
+        return open_client(
+            config, heads, quantiser, nvdec=nvdec, encoders=encoders, max_span_pages=start.most_span_pages
+        )
+
+    def launch_thread(line: Line) -> Running:
+        return DataPlaneThread(
+            run_data_plane(line, open_here, lambda work, index, num_pages: line.destination(work, index))
+        )
+
+    in_process = nvdec is not None or bool(encoders) or isinstance(pages, FramePool)
+    return DataPlane(start, heads.geometry, launch_thread if in_process else _launch)

@@ -1,0 +1,101 @@
+"""SGLang's host pool, seen as pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sgl_kvfetch.codec import CellValues
+from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.plane import PagePool, consecutive_runs
+from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, dtype_name
+
+_FP8_FLAGS = {"auto": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+class HostPages(PagePool):
+    """Reads and writes the pages of a host pool in place, whatever its layout.
+
+    MLA keeps one vector a token and layer (DeepSeek-V2, arXiv:2405.04434, section 2.1): a latent vector, which K and V
+    are computed from, and the part of K that RoPE rotates. Here the latter is K and the former is V, of one head: so
+    the rotated values are in one tensor and all others in the other, as in any model.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        """Raises UnsupportedError for an unknown layout or dtype."""
+        if is_mla(pool):
+            latent = pages_view(pool.kv_buffer, pool.layout, pool.page_size)
+            k, v = latent[..., pool.kv_lora_rank :], latent[..., : pool.kv_lora_rank]
+        else:
+            k, v = (pages_view(x, pool.layout, pool.page_size) for x in (pool.k_buffer, pool.v_buffer))
+        self._views: dict[TensorName, torch.Tensor] = {"k": k, "v": v}
+        self.first_layer: int = pool.start_layer
+        # Pages are read and written in the pool's own dtype, because torch cannot index fp8 everywhere.
+        self._raw_dtype, self._dtype = pool.dtype, _value_dtype(pool.dtype)
+        self.geometry = KVGeometry(
+            num_layers=k.shape[2],
+            num_heads=k.shape[3],
+            k_head_dim=k.shape[4],
+            v_head_dim=v.shape[4],
+            page_size=pool.page_size,
+            dtype=dtype_name(self._dtype),
+        )
+
+    def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
+        for tensor, x in zip(TENSORS, values, strict=True):
+            rows = x.view(self._raw_dtype).reshape(len(pages), -1, *x.shape[1:])
+            into = self._views[tensor][:, :, layers.start : layers.stop, heads.start : heads.stop]
+            for run, positions in consecutive_runs(pages):
+                into[run] = rows[positions]
+
+    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
+        """Return a copy of all layers and heads of ``pages``: ``(pages, page_size, layers, heads, dim)``."""
+        return self._views[tensor][list(pages)].view(self._dtype)
+
+    def page_indices(self, token_indices: torch.Tensor) -> list[int]:
+        """Return the page numbers of a run of whole pages. ``token_indices``: one per token, as SGLang gives them."""
+        size = self.geometry.page_size
+        assert token_indices.numel() % size == 0
+        return (token_indices[::size] // size).tolist()
+
+
+def is_mla(pool: Any) -> bool:
+    """Return whether a host pool keeps latent vectors instead of K and V."""
+    return hasattr(pool, "kv_lora_rank")
+
+
+def _value_dtype(pool_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a pool's values. SGLang keeps fp8 as bytes, and the host pool does not say which fp8 it is.
+
+    Raises UnsupportedError for bytes that are not fp8.
+    """
+    if pool_dtype != torch.uint8:
+        return pool_dtype
+    from sglang.srt.runtime_context import get_model
+
+    # As SGLang's configure_kv_cache_dtype resolves it; "auto" gives bytes only for a checkpoint with an fp8 KV cache.
+    # On ROCm all three are another format.
+    flag = get_model().kv_cache_dtype
+    if flag not in _FP8_FLAGS or torch.version.hip is not None:
+        raise UnsupportedError(f"a KV cache that SGLang keeps as bytes (--kv-cache-dtype {flag}) is not supported")
+    return _FP8_FLAGS[flag]
+
+
+def pages_view(buffer: torch.Tensor, layout: str, page_size: int) -> torch.Tensor:
+    """View a host pool's buffer of K or V, in any of SGLang's layouts, as ``(pages, page_size, layers, heads, dim)``.
+    Raises UnsupportedError for an unknown layout."""
+    match layout:
+        case "layer_first":  # (layers, tokens, heads, dim)
+            return buffer.view(buffer.shape[0], -1, page_size, *buffer.shape[2:]).permute(1, 2, 0, 3, 4)
+        case "page_first":  # (tokens, layers, heads, dim)
+            return buffer.view(-1, page_size, *buffer.shape[1:])
+        case "page_first_direct":  # (pages, layers, page_size, heads, dim)
+            return buffer.permute(0, 2, 1, 3, 4)
+        case "page_head":  # (pages, heads, page_size, layers, dim)
+            return buffer.permute(0, 2, 3, 1, 4)
+    raise UnsupportedError(
+        f"--hicache-mem-layout {layout} is not supported; "
+        "use one of layer_first, page_first, page_first_direct, page_head"
+    )

@@ -1,0 +1,139 @@
+"""SGLang's side pools in host memory: what models keep beside their KV, such as sliding windows or Mamba states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+from sgl_kvfetch.codec import SideKey
+from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.plane import ReadSide
+
+_DRAFT = (PoolName.DRAFT, PoolName.DRAFT_INDEXER, PoolName.DRAFT_SWA)
+_HIT_POLICIES = (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
+
+
+class SidePools:
+    """The side pools of one rank. Their pages are opaque: copied whole, never looked into."""
+
+    def __init__(self) -> None:
+        self._pools: dict[str, Any] = {}
+        self._pending: dict[str, list[tuple[str, int]]] = {}  # by page hash: pools, and where the pages are in them
+        self._is_new_write = True
+
+    def add(self, name: str, pool: Any) -> None:
+        self._pools[name] = pool
+
+    def __bool__(self) -> bool:
+        return bool(self._pools)
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether there is a draft model's pool."""
+        return any(name in self._pools for name in _DRAFT)
+
+    @property
+    def page_bytes(self) -> dict[str, int]:
+        """The bytes of a page in each pool."""
+        return {name: pool.get_dummy_flat_data_page().nbytes for name, pool in sorted(self._pools.items())}
+
+    def identity(self, tp_rank: int, tp_size: int, is_mla: bool, pp_rank: int = 0, pp_size: int = 1) -> str:
+        """Return a text that differs between pools whose pages cannot be exchanged. Raises UnsupportedError.
+
+        Beside side pools, SGLang does not say which of the model's layers a pipeline stage has: their first layer is 0
+        on all stages.
+        """
+        if not self:
+            return ""
+        per_rank = [name for name, pool in sorted(self._pools.items()) if _differs_between_ranks(name, pool)]
+        if is_mla and tp_size > 1 and per_rank:
+            raise UnsupportedError(
+                f"the model's side pools {', '.join(per_rank)} differ between ranks, but with MLA only one rank writes "
+                "its KV cache: use --tp-size 1"
+            )
+        sizes = self.page_bytes
+        pools = [f"{name}:{sizes[name]}:{_format(pool)}" for name, pool in sorted(self._pools.items())]
+        rank = "" if is_mla else f",rank {tp_rank} of {tp_size}"
+        return ",".join(pools) + rank + (f",stage {pp_rank} of {pp_size}" if pp_size > 1 else "")
+
+    # Writing. SGLang announces an operation's side pages first, and then writes its KV, on the same thread; the pages
+    # stay where they are until both are done.
+
+    def announce(self, transfer: PoolTransfer) -> int:
+        """Note where side pages are. Return how many there are."""
+        if self._is_new_write:
+            self._pending.clear()
+            self._is_new_write = False
+        places = self._places(transfer)
+        for key, place in zip(transfer.keys or [], places, strict=True):
+            self._pending.setdefault(key, []).append((str(transfer.name), place))
+        return len(places)
+
+    def take(self, keys: Sequence[str]) -> dict[SideKey, ReadSide]:
+        """Return how to read the announced side pages of the pages that are written now."""
+        self._is_new_write = True
+        return {
+            (name, page): partial(self._read, name, place)
+            for page, key in enumerate(keys)
+            for name, place in self._pending.pop(key, ())
+        }
+
+    def _read(self, name: str, place: int) -> torch.Tensor:
+        page: torch.Tensor = self._pools[name].get_data_page(place, flat=True)
+        return page.contiguous().view(torch.uint8).flatten().cpu()
+
+    def forget(self) -> None:
+        """Forget what is announced: SGLang may break off the operation, and give the places to others."""
+        self._pending.clear()
+        self._is_new_write = True
+
+    # Reading
+
+    def new_page(self, name: str) -> torch.Tensor:
+        """Return memory for a page, in the dtype that the pool expects."""
+        page: torch.Tensor = self._pools[name].get_dummy_flat_data_page()
+        return page
+
+    def write(self, transfer: PoolTransfer, pages: Sequence[torch.Tensor | None]) -> list[bool]:
+        """Copy fetched pages into their pool. Return which were there."""
+        for place, page in zip(self._places(transfer), pages, strict=True):
+            if page is not None:
+                self._pools[transfer.name].set_from_flat_data_page(place, page)
+        return [page is not None for page in pages]
+
+    def _places(self, transfer: PoolTransfer) -> list[int]:
+        assert transfer.host_indices is not None
+        size = getattr(self._pools[transfer.name], "page_size", 1) or 1
+        places: list[int] = transfer.host_indices[::size].tolist()
+        assert len(places) == len(transfer.keys or ()), (transfer.name, len(places), transfer.keys)
+        return places
+
+
+def _format(pool: Any) -> str:
+    """Return how the bytes of a pool's pages are to be read."""
+    # A pool of states has two dtypes, which flags and SGLang's environment choose apart from the model's.
+    names = ("layout", "dtype", "conv_dtype", "temporal_dtype")
+    return " ".join(str(getattr(pool, name, "-")) for name in names)
+
+
+def trailing_pages(transfers: Sequence[PoolTransfer]) -> dict[str, int]:
+    """Return how many pages in front of a run's end each pool needs; 0 for all. Raises UnsupportedError."""
+    trailing = {}
+    for transfer in transfers:
+        if transfer.name == PoolName.KV:
+            continue
+        if transfer.hit_policy not in _HIT_POLICIES:
+            raise UnsupportedError(f"side pool {transfer.name} with the hit policy {transfer.hit_policy}")
+        is_whole = transfer.hit_policy == PoolHitPolicy.ALL_PAGES
+        trailing[str(transfer.name)] = 0 if is_whole else max(1, len(transfer.keys or ()))
+    return trailing
+
+
+def _differs_between_ranks(name: str, pool: Any) -> bool:
+    """Return whether a pool differs between ranks, also where all of them have the same KV."""
+    return name == PoolName.MAMBA or (name in _DRAFT and isinstance(pool, MHATokenToKVPoolHost))

@@ -1,0 +1,322 @@
+"""Host mode: SGLang's HiCache asks for pages by their hashes, and we move them between store and host pool.
+
+SGLang calls from three threads of its own: lookups (``batch_exists``) from one, fetches (``batch_get_v1``) from
+another, writes (``batch_set_v1``) from a third. The scheduler's thread calls ``get_stats``, and on an operator's
+request ``clear`` and ``close``. Lookups and fetches may wait, within their deadlines. Their failures are misses,
+counted by reason, and raise nothing into those threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from sgl_kvfetch import metrics
+from sgl_kvfetch.errors import KVFetchError, UnsupportedError
+from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.plane import Cost, DataPlane, Destination, Found, GuardedSink, SideOver, counted, parse_config
+from sgl_kvfetch.plugin.data_plane import engine_nvdec, open_engine_plane
+from sgl_kvfetch.plugin.host.pages import HostPages, is_mla
+from sgl_kvfetch.plugin.host.side_pools import SidePools, trailing_pages
+from sgl_kvfetch.plugin.page_hashes import hash_bytes
+from sgl_kvfetch.plugin.weight_updates import Access
+
+logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logger)
+R = TypeVar("R")
+
+_GRACE_S = 1.0  # how long a thread waits for the data plane beyond a deadline
+_POLL_S = 0.05
+_BATCH_PAGES = 128  # how many pages SGLang fetches at a time
+_MAX_STATS = 1024
+
+
+class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
+    """The storage backend ``kvfetch``."""
+
+    def __init__(self, storage_config: HiCacheStorageConfig, mem_pool_host: Any) -> None:
+        """Raises ConfigError and UnsupportedError, which stop SGLang's start or fail an attach."""
+        config = parse_config(storage_config.extra_config or {})
+        _require_supported(storage_config, mem_pool_host)
+        self._config = config
+        self._storage_config = storage_config
+        self._pages = HostPages(mem_pool_host)
+        self._sides = SidePools()
+        self.is_stopping: Callable[[], bool] = lambda: False  # whether SGLang waits for its threads to end
+        self._has_draft_layers = mem_pool_host.layer_num != mem_pool_host.target_layer_num
+        self.access = Access(config)
+        # Pages and GB/s of reads and writes, since SGLang last asked.
+        self._reads: deque[tuple[int, float]] = deque(maxlen=_MAX_STATS)
+        self._writes: deque[tuple[int, float]] = deque(maxlen=_MAX_STATS)
+        buffers = mem_pool_host.device_kv_buffers if is_mla(mem_pool_host) else mem_pool_host.device_k_buffers
+        self._device = buffers[0].device
+        self._open_plane: DataPlane | None = None
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Take in a side pool. Raises KVFetchError."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if host_pool_name == PoolName.KV:
+            return
+        self._sides.add(str(host_pool_name), host_pool)
+        if self._open_plane is not None:
+            # At a start, SGLang adds a draft model's pools after it has attached the backend; it does not serve yet.
+            self._open_plane.close()
+            self.on_host_pools_registered()
+
+    def on_host_pools_registered(self) -> None:
+        """Start the data plane: all pools are known now. Raises KVFetchError."""
+        self._open_plane = open_engine_plane(
+            self._config,
+            self._storage_config,
+            self._pages,
+            engine_nvdec(self._device),
+            _BATCH_PAGES,  # several fetches would each decode a span that is longer than a fetch
+            self._sides,
+            has_draft=self._has_draft_layers or self._sides.has_draft,
+        )
+
+    @property
+    def _plane(self) -> DataPlane:
+        assert self._open_plane is not None, "SGLang has not said which pools there are"
+        return self._open_plane
+
+    # Lookup
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """Return how many pages are stored, from the first key on, without a gap. Begins to transmit them."""
+        return self._look_up(keys, ()).num_pages
+
+    def _look_up(self, keys: list[str], transfers: Sequence[PoolTransfer]) -> Found:
+        if keys and self.access.reads:
+            found: Future[Found] = Future()
+            with counted("lookup"):
+                trailing = trailing_pages(transfers)
+                self._plane.look_up(hash_bytes(keys), found.set_result, reads_ahead=True, trailing=trailing)
+                return found.result(self._config.lookup_timeout_s + _GRACE_S)
+        return Found(0, 0, Cost(None, None))
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """Return which runs of pages are stored with the side pages that they need, as SGLang's file backend does."""
+        found = self._look_up(keys, pool_transfers or ())
+        if not any(transfer.name != PoolName.KV for transfer in pool_transfers or ()):
+            hit = found.num_pages
+            return PoolTransferResult(hit, {PoolName.KV: hit} if hit else {}, list(range(1, hit + 1)))
+        stored = {PoolName(pool): num_pages for pool, num_pages in found.stored.items() if num_pages}
+        return PoolTransferResult(found.num_pages, stored, list(found.lengths))
+
+    # Read
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Restore pages into the host pool. Return True for each page of the leading run that is there and verified."""
+        num_pages = self.fetch_pages(keys, host_indices)
+        return [page < num_pages for page in range(len(keys))]
+
+    def fetch_pages(
+        self, keys: list[str], host_indices: torch.Tensor, is_cancelled: Callable[[], bool] = lambda: False
+    ) -> int:
+        """Restore pages into the host pool. Return how many, from the first one on, are there and verified.
+
+        Returns soon after ``fetch_timeout_s`` or after ``is_cancelled`` becomes true; nothing is written afterwards.
+        """
+        if not keys or not self.access.reads:
+            return 0
+        started_s = time.monotonic()
+        sink = GuardedSink(self._pages)
+        num_pages = 0
+        try:
+            with counted("fetch"):
+                hashes, pool_pages = hash_bytes(keys), self._pages.page_indices(host_indices)
+                deadline_s = started_s + self._config.fetch_timeout_s
+                call = self._plane.fetch(hashes, [len(keys)], deadline_s, destination=Destination(pool_pages, sink))
+                try:
+                    num_pages = _await(call.over[0], deadline_s + _GRACE_S, is_cancelled) or 0
+                finally:
+                    if not call.over[0].done():
+                        self._plane.cancel(call.work)
+        finally:
+            sink.close()
+        if num_pages:
+            self._count(self._reads, num_pages, started_s)
+        return num_pages
+
+    def _count(self, stats: deque[tuple[int, float]], num_pages: int, started_s: float) -> None:
+        gigabytes = num_pages * self._pages.geometry.page_bytes / 1e9
+        stats.append((num_pages, gigabytes / max(time.monotonic() - started_s, 1e-9)))
+
+    # Write
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Copy pages out of the host pool and queue them for writing. Return True for each queued page, or for all
+        pages if writes are off. Waits a little for room in the queue: nothing else waits on SGLang's backup thread.
+        """
+        num_pages = len(keys)
+        if not num_pages or not self.access.writes:
+            return [True] * num_pages
+        num_queued = 0
+        try:
+            num_queued = self._queue(keys, host_indices, None if extra_info is None else extra_info.prefix_keys)
+        finally:
+            if num_queued < num_pages:
+                self._sides.forget()
+        return [page < num_queued for page in range(num_pages)]
+
+    def _queue(self, keys: list[str], host_indices: torch.Tensor, before: list[str] | None) -> int:
+        """Queue pages for writing. Return how many, from the first on. ``before``: keys of the pages before them."""
+        num_pages = len(keys)
+        if before is None:
+            _limited.warning("prefix", "pages not written: SGLang did not pass the hashes of the pages before them")
+            metrics.WRITTEN_PAGES.labels("dropped_invalid").inc(num_pages)
+            return 0
+        started_s = time.monotonic()
+        previous_hash = hash_bytes(before[-1:])[0] if before else None
+        pool_pages = self._pages.page_indices(host_indices)
+        num_queued = self._plane.write(
+            len(before), previous_hash, hash_bytes(keys), pool_pages, self._pages.read, self._sides.take(keys)
+        )
+        if num_queued < num_pages:
+            metrics.WRITTEN_PAGES.labels("dropped_full").inc(num_pages - num_queued)
+            _limited.warning("full", f"{num_pages - num_queued} pages not written: the write queue is full")
+        if num_queued:
+            self._count(self._writes, num_queued, started_s)
+        return num_queued
+
+    # Side pools
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Restore side pages, after their KV. Return which are there and verified. Returns soon after
+        ``fetch_timeout_s``, or when SGLang stops its threads."""
+        deadline_s = time.monotonic() + self._config.fetch_timeout_s
+        calls = [self._begin_side(transfer, deadline_s) for transfer in transfers if transfer.name != PoolName.KV]
+        results = {
+            transfer.name: self.batch_get_v1(transfer.keys or [], transfer.host_indices, extra_info)
+            for transfer in transfers
+            if transfer.name == PoolName.KV
+        }
+        for transfer, pages, over in calls:
+            result = None
+            with counted("fetch"):
+                result = _await(over, deadline_s + _GRACE_S, self.is_stopping)
+            come = () if result is None else result.pages
+            there = [page if index in come else None for index, page in enumerate(pages)]
+            results[transfer.name] = self._sides.write(transfer, there)
+        return results
+
+    def _begin_side(
+        self, transfer: PoolTransfer, deadline_s: float
+    ) -> tuple[PoolTransfer, list[torch.Tensor], Future[SideOver]]:
+        keys = transfer.keys or []
+        over: Future[SideOver] = Future()
+        if not keys or not self.access.reads:
+            over.set_result(SideOver(0, ()))
+            return transfer, [torch.empty(0)] * len(keys), over
+        pages = [self._sides.new_page(str(transfer.name)) for _ in keys]
+
+        def take(page: int, content: torch.Tensor) -> None:
+            pages[page].view(torch.uint8).copy_(content)
+
+        return transfer, pages, self._plane.fetch_side(str(transfer.name), hash_bytes(keys), deadline_s, take)
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Note side pages. They are written with their KV, which SGLang hands over next."""
+        results: dict[str, list[bool]] = {}
+        try:
+            for transfer in transfers:
+                if transfer.name == PoolName.KV:
+                    results[transfer.name] = self.batch_set_v1(transfer.keys or [], transfer.host_indices, extra_info)
+                elif self.access.writes:
+                    results[transfer.name] = [True] * self._sides.announce(transfer)
+                else:
+                    results[transfer.name] = [True] * len(transfer.keys or [])
+        except BaseException:
+            self._sides.forget()  # SGLang gives up the operation
+            raise
+        return results
+
+    # The copying interface, which SGLang never calls on a backend with the zero-copy interface
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("kvfetch supports only SGLang's zero-copy interface")
+
+    batch_get = set = batch_set = get
+
+    # Lifecycle
+
+    def clear(self) -> None:
+        """Delete the segments of this rank from the store. Raises RuntimeError."""
+        try:
+            self._plane.clear()
+        except KVFetchError as e:
+            raise RuntimeError(f"the store could not be cleared: {e}") from e
+
+    def close(self) -> None:
+        """Write what is queued, within a few seconds, and release threads and sockets. Idempotent."""
+        if self._open_plane is not None:
+            self._open_plane.close()
+
+    def get_stats(self) -> StorageMetrics:
+        """Return the pages and the GB/s of each read and write since the last call."""
+        reads, writes = ([stats.popleft() for _ in range(len(stats))] for stats in (self._reads, self._writes))
+        pages, gb_s = ([[entry[i] for entry in stats] for stats in (reads, writes)] for i in (0, 1))
+        return StorageMetrics(*pages, *gb_s)
+
+
+def _await(future: Future[R], deadline_s: float, is_cancelled: Callable[[], bool]) -> R | None:
+    """Wait for a future. Return None if ``is_cancelled`` becomes true before. Raises TimeoutError."""
+    while True:
+        left_s = max(0.0, deadline_s - time.monotonic())
+        try:
+            return future.result(min(left_s, _POLL_S))
+        except TimeoutError:
+            if not left_s:
+                raise
+        if is_cancelled():
+            return None
+
+
+def _require_supported(storage_config: HiCacheStorageConfig, pool: Any) -> None:
+    """Raise UnsupportedError for anything that host mode cannot store."""
+    from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+    if storage_config.attn_cp_size > 1 or storage_config.dcp_size > 1:
+        raise UnsupportedError("context parallelism is not supported")
+    if storage_config.should_split_heads:
+        raise UnsupportedError("tp_lcm_size (pages shared between sizes of tensor parallelism) is not supported")
+    # Other subclasses are refused: they may keep more than K and V, as the one for mxfp8 keeps scales.
+    if type(pool) not in (MHATokenToKVPoolHost, AsymmetricMHATokenToKVPoolHost, MLATokenToKVPoolHost):
+        raise UnsupportedError(f"host pools of the kind {type(pool).__name__} are not supported")
+    if is_mla(pool) and pool.kv_cache_dim != pool.kv_lora_rank + pool.qk_rope_head_dim:
+        raise UnsupportedError("latent vectors that SGLang keeps with their scales are not supported yet")
+    if pool.storage_format_tag is not None:
+        raise UnsupportedError(f"host pool with page format {pool.storage_format_tag!r} is not supported")

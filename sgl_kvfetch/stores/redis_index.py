@@ -1,0 +1,309 @@
+"""The index of pages in Redis or Valkey, for stores that find objects only by name. It needs the package ``redis``.
+
+For each page, it has the longest stored segment that holds the page. Segments are buddies: of those that hold a page,
+a longer one starts earlier or at the same page, so this is the one that `index` looks for. The index is a hint, never
+trusted: readers compare the manifests that it leads to with the hashes of their pages.
+
+A key is ``kvf1:{TAG}DIGEST``: the digest of the store's URL, the folder and the page's hash. Its tag is the first of
+its bytes, in hexadecimal: clusters keep the keys of a tag together, so that a lookup has at most 256 parts. A value is
+an `Entry`. Beside them are when segments were last used, under digests of their names, and the sweeper's lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import struct
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import redis.asyncio
+import redis.exceptions
+import xxhash
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from sgl_kvfetch.codec import MAX_SEGMENT_PAGES, Manifest
+from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.keys import PAGE_HASH_BYTES, SegmentKey
+from sgl_kvfetch.stores.breaker import Breaker
+
+PASSWORD_ENV = "KVFETCH_INDEX_PASSWORD"
+_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
+
+_DIGEST_BYTES = 16
+_ENTRY = struct.Struct(f">QB{PAGE_HASH_BYTES}s")  # 41 bytes; Redis keeps up to 44 in one allocation
+_ORDER_AT = 9  # where Lua, which counts from 1, finds the order in an entry
+
+# Scripts over all KEYS. What is not a string, which only others can have put there, counts as nothing.
+_GET = """
+local found = {}
+for i, key in ipairs(KEYS) do
+  local value = redis.pcall('GETEX', key, 'EX', ARGV[1])
+  found[i] = type(value) == 'string' and value
+end
+return found
+"""
+# Keep the entry of a longer segment. Replace any other value, garbage included.
+_SET = f"""
+for i, key in ipairs(KEYS) do
+  local old, new = redis.pcall('GET', key), ARGV[i + 1]
+  if type(old) ~= 'string' or #old ~= #new or old:byte({_ORDER_AT}) <= new:byte({_ORDER_AT}) then
+    redis.call('SET', key, new, 'EX', ARGV[1])
+  end
+end
+"""
+_DELETE = """
+for i, key in ipairs(KEYS) do
+  if redis.pcall('GET', key) == ARGV[i + 1] then redis.call('DEL', key) end
+end
+"""
+_PUT = """
+for i, key in ipairs(KEYS) do redis.call('SET', key, ARGV[i + 1], 'EX', ARGV[1]) end
+"""
+_READ = """
+local found = {}
+for i, key in ipairs(KEYS) do
+  local value = redis.pcall('GET', key)
+  found[i] = type(value) == 'string' and value
+end
+return found
+"""
+# Take the lease if nobody has it, or keep it. The second argument is its holder.
+_HOLD = """
+local holder = redis.pcall('GET', KEYS[1])
+if holder and holder ~= ARGV[2] then return 0 end
+redis.call('SET', KEYS[1], ARGV[2], 'EX', ARGV[1])
+return 1
+"""
+_LEASE_S = 30
+_KEYS_AT_ONCE = 512  # in a script, which nothing else can interrupt
+_USES_AT_ONCE = 16 * _KEYS_AT_ONCE  # in a round trip
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a page is: its position in the sequence, and the segment that holds it."""
+
+    position: int
+    order: int  # the segment has 2 ** order pages
+    last_page_hash: bytes  # of the segment
+
+    @property
+    def first_page(self) -> int:
+        """The segment's position, which is aligned to its length."""
+        return self.position >> self.order << self.order
+
+    def key(self, folder: str) -> SegmentKey:
+        return SegmentKey(folder, 1 << self.order, self.last_page_hash)
+
+    def encode(self) -> bytes:
+        return _ENTRY.pack(self.position, self.order, self.last_page_hash)
+
+
+def decode_entry(value: object) -> Entry | None:
+    """Return None for anything but an entry."""
+    if not isinstance(value, bytes) or len(value) != _ENTRY.size:
+        return None
+    entry = Entry(*_ENTRY.unpack(value))
+    return entry if 1 << entry.order <= MAX_SEGMENT_PAGES else None
+
+
+def entries_of(manifest: Manifest) -> dict[bytes, Entry]:
+    """Return the entries of a segment's pages, by page hash."""
+    order, last = manifest.num_pages.bit_length() - 1, manifest.page_hashes[-1]
+    pages = enumerate(manifest.page_hashes, manifest.first_page)
+    return {page_hash: Entry(position, order, last) for position, page_hash in pages}
+
+
+@dataclass(frozen=True, slots=True)
+class IndexOptions:
+    url: str = field(
+        repr=False
+    )  # redis://HOST:PORT/DB, rediss:// with TLS; redis+cluster:// and rediss+cluster:// for clusters
+    ttl_s: float = 7 * 86400.0  # an entry that no lookup asks for is gone after this time
+    timeout_s: float = 0.5  # for one call
+    on_failure: Callable[[StoreError], None] = lambda error: None
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        try:
+            is_good = parts.scheme in _SCHEMES and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:
+            is_good = False
+        if not is_good or not (parts.path.strip("/") or "0").isdecimal() or parts.query or parts.fragment:
+            raise ConfigError(
+                "the index's URL is not redis://HOST:PORT/DB, rediss://..., redis+cluster://... or rediss+cluster://..."
+            )
+        if parts.scheme.endswith("+cluster") and parts.path.strip("/"):
+            raise ConfigError("the index's URL names a database; a cluster has only one")
+
+    @property
+    def label(self) -> str:
+        """The URL without user and password."""
+        parts = urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+class PageIndex:
+    """Client of the index. The first call connects, on the event loop of that call.
+
+    All methods raise StoreError. After three failures in a row they do so at once, for 1 to 30 s (``skipped``).
+    """
+
+    def __init__(self, options: IndexOptions, store_url: str) -> None:
+        """``store_url`` tells the pages of several stores in one index apart."""
+        self.options = options
+        self._scope = f"{store_url}\n".encode()
+        self._is_cluster = "+cluster:" in options.url
+        self._breaker = Breaker()
+        self._client: Any = None
+
+    async def find(self, folder: str, page_hashes: Sequence[bytes]) -> list[Entry | None]:
+        """Return what is known of each page, and keep that for another TTL."""
+        values = await self._read("looking pages up", _GET, self._page_keys(folder, page_hashes))
+        return [decode_entry(value) for value in values]
+
+    async def add(self, manifest: Manifest) -> None:
+        """Enter the pages of a stored segment. A page stays in a longer segment that it is in."""
+        entries = entries_of(manifest)
+        values = [entry.encode() for entry in entries.values()]
+        await self._run("entering pages", _SET, self._page_keys(manifest.heads.folder, list(entries)), values)
+
+    async def remove(self, folder: str, stale: Mapping[bytes, Entry]) -> None:
+        """Remove entries, by page hash, unless they have changed."""
+        entries = [entry.encode() for entry in stale.values()]
+        await self._run("removing pages", _DELETE, self._page_keys(folder, list(stale)), entries)
+
+    async def note_uses(self, uses: Mapping[SegmentKey, float]) -> None:
+        """Record when segments were last used, in seconds since the epoch. Kept for a TTL, like pages."""
+        await self._run("noting uses", _PUT, self._use_keys(list(uses)), [b"%d" % used for used in uses.values()])
+
+    async def last_uses(self, segments: Sequence[SegmentKey]) -> list[float | None]:
+        """Return when segments were last used, in seconds since the epoch; None if that is not known."""
+        found: list[float | None] = []
+        for first in range(0, len(segments), _USES_AT_ONCE):
+            keys = self._use_keys(segments[first : first + _USES_AT_ONCE])
+            values = await self._read("reading uses", _READ, keys)
+            found += [float(v) if isinstance(v, bytes) and v.isdigit() else None for v in values]
+        return found
+
+    @asynccontextmanager
+    async def sweeping(self) -> AsyncIterator[None]:
+        """Hold the lease of the store's only sweeper. The body is cancelled when the lease is lost.
+
+        Raises StoreError: ``skipped`` if another sweeper holds the lease, or took it.
+        """
+        keys, holder = [self._key(b"lease")], secrets.token_hex(16).encode()
+
+        async def hold() -> None:
+            [(_, held)] = await self._run("holding the lease", _HOLD, keys, [holder], _LEASE_S)
+            if held != 1:
+                raise StoreError("skipped", f"index {self.options.label}: another sweeper is at work", retriable=True)
+
+        async def keep_holding() -> None:
+            while True:
+                await asyncio.sleep(_LEASE_S / 6)
+                await hold()
+
+        await hold()
+        try:
+            async with asyncio.TaskGroup() as group:
+                keeper = group.create_task(keep_holding())
+                yield
+                keeper.cancel()
+        except ExceptionGroup as e:
+            raise e.exceptions[0] from None
+        finally:
+            with suppress(StoreError):  # or it ends by itself
+                await self._run("giving the lease back", _DELETE, keys, [holder])
+
+    async def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    def _page_keys(self, folder: str, page_hashes: Sequence[bytes]) -> list[bytes]:
+        return [self._key(folder.encode() + page_hash) for page_hash in page_hashes]
+
+    def _use_keys(self, segments: Sequence[SegmentKey]) -> list[bytes]:
+        return [self._key(b"use " + segment.stem.encode()) for segment in segments]
+
+    def _key(self, what: bytes) -> bytes:
+        digest = xxhash.xxh3_128_digest(self._scope + what)
+        return b"kvf1:{%02x}%b" % (digest[0], digest)
+
+    def _parts(self, keys: Sequence[bytes]) -> list[list[int]]:
+        """Group keys, by their indices, into those that a script may use at once. In a cluster, they have one tag."""
+        if not self._is_cluster:
+            everything = range(len(keys))
+            return [list(everything[i : i + _KEYS_AT_ONCE]) for i in everything[::_KEYS_AT_ONCE]]
+        by_tag = defaultdict(list)
+        for i, key in enumerate(keys):
+            by_tag[key[:-_DIGEST_BYTES]].append(i)
+        return list(by_tag.values())
+
+    async def _read(self, what: str, script: str, keys: Sequence[bytes]) -> list[object]:
+        """Run a script that returns a value for each key. Return the values in the order of the keys."""
+        found: list[object] = [None] * len(keys)
+        for part, values in await self._run(what, script, keys):
+            if not isinstance(values, list) or len(values) != len(part):
+                raise StoreError("protocol", f"index {self.options.label}: the answer is not one value a key")
+            for i, value in zip(part, values, strict=True):
+                found[i] = value
+        return found
+
+    async def _run(
+        self, what: str, script: str, keys: Sequence[bytes], values: Sequence[bytes] = (), ttl_s: float | None = None
+    ) -> list[tuple[list[int], object]]:
+        """Run a script over keys in one round trip, part by part. Return the indices of each part's keys with its
+        answer. The script's arguments are the TTL, by default the entries', and the ``values`` of its keys."""
+        parts = self._parts(keys)
+        ttl = max(1, int(self.options.ttl_s if ttl_s is None else ttl_s))
+        if self._breaker.is_open(time.monotonic()):
+            raise StoreError("skipped", f"{what}: the index keeps failing", retriable=True)
+        try:
+            async with asyncio.timeout(self.options.timeout_s):
+                pipeline = self._connected().pipeline(transaction=False)
+                for part in parts:
+                    arguments = [values[i] for i in part] if values else []
+                    pipeline.eval(script, len(part), *(keys[i] for i in part), ttl, *arguments)
+                answers = cast(list[object], await pipeline.execute())
+        except (redis.exceptions.RedisError, redis.exceptions.RedisClusterException, OSError, TimeoutError) as e:
+            self._breaker.failed(time.monotonic())
+            error = _store_error(f"index {self.options.label}: {what}", e)
+            self.options.on_failure(error)
+            raise error from e
+        self._breaker.succeeded()
+        return list(zip(parts, answers, strict=True))
+
+    def _connected(self) -> Any:
+        if self._client is None:
+            kind = redis.asyncio.RedisCluster if self._is_cluster else redis.asyncio.Redis
+            self._client = cast(Any, kind).from_url(
+                self.options.url.replace("+cluster", "", 1),
+                password=os.environ.get(PASSWORD_ENV) or None,  # one in the URL goes before it
+                socket_connect_timeout=self.options.timeout_s,
+                # A connection that was idle may be dead by now. Nothing else is tried again: callers do without.
+                retry=Retry(NoBackoff(), 1),
+            )
+        return self._client
+
+
+def _store_error(what: str, error: Exception) -> StoreError:
+    match error:
+        case TimeoutError() | redis.exceptions.TimeoutError():
+            return StoreError("timeout", f"{what}: no answer in time", retriable=True)
+        case redis.exceptions.AuthenticationError() | redis.exceptions.NoPermissionError():
+            return StoreError("unauthorised", f"{what}: {error}")
+        case redis.exceptions.OutOfMemoryError():
+            return StoreError("full", f"{what}: {error}", retriable=True)
+        case redis.exceptions.ConnectionError() | redis.exceptions.RedisClusterException() | OSError():
+            return StoreError("refused", f"{what}: {error}", retriable=True)
+    return StoreError("server", f"{what}: {error}", retriable=True)

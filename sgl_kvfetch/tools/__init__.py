@@ -1,0 +1,11 @@
+"""The command ``kvfetch``, and background encoding.
+
+A command's module is imported when the command runs; commands of one subject share a module. ``encoding`` is what
+``kvfetch encode`` does.
+
+It knows every other house by its door, and the plugin only for ``kvfetch doctor``. Nothing imports it.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,5 @@
+"""``python -m sgl_kvfetch.tools`` runs the command ``kvfetch``."""
+
+from sgl_kvfetch.tools import main
+
+main()

@@ -1,0 +1,133 @@
+"""The command ``kvfetch``.
+
+A command's module is imported only when the command runs, and imports torch and codecs only where it works with them.
+``kvfetch COMMAND --help`` is therefore quick, and ``kvfetch doctor`` can report that torch or SGLang does not import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from sgl_kvfetch import __version__
+from sgl_kvfetch.errors import KVFetchError
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+# Each text is also the first line of the command's own help.
+COMMANDS = {
+    "serve": "Serve a directory as a store, until Ctrl-C or SIGTERM.",
+    "top": "Show what a store holds and does, until Ctrl-C.",
+    "inspect": "Show what is stored: by namespace, by segment, or chunk by chunk, and how it compares with raw KV.",
+    "lookup": "Say how many of a prompt's pages a lookup finds, by namespace.",
+    "verify": "Read and decode everything that is stored, and compare it with its checksums.",
+    "encode": "Encode segments that servers wrote with a fast codec as video, at one or more resolutions.",
+    "index": "Make the page index of an S3 store anew.",
+    "gc": "Delete expired segments of an S3 store or a directory, and the least recently used until the rest fits.",
+    "clear": "Delete all segments of a store, or of a part of it.",
+    "move": "Move all segments of a store, or of a part of it, to another store.",
+    "pin": "Keep prompts' segments from being evicted while there are others, or list the pins.",
+    "unpin": "Let pinned prompts' segments be evicted like others.",
+    "warm": "Send prompts through an SGLang server, and say what of each is stored then.",
+    "timeline": "Convert timelines of device mode to one trace, for ui.perfetto.dev or chrome://tracing.",
+    "calibrate": "Measure how a model's keys and values vary and how much errors in them matter.",
+    "profile": "Measure how long this machine takes to decode a chunk, for each codec and resolution.",
+    "doctor": 'Check what this machine can do, and say how to fix each "no".',
+}
+_MODULES = {  # of the commands that have no module of their own
+    **dict.fromkeys(("lookup", "pin", "unpin", "warm"), "prompts"),
+    **dict.fromkeys(("gc", "index"), "upkeep"),
+    **dict.fromkeys(("clear", "move"), "segments"),
+    **dict.fromkeys(("calibrate", "profile"), "measure"),
+}
+_LOOK: dict[str, Any] = {
+    "rich_markup_mode": "markdown",
+    "pretty_exceptions_enable": False,  # Typer's tracebacks show local variables, which may hold tokens
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+    "add_completion": False,
+}
+
+
+def import_command(name: str) -> Callable[..., None]:
+    """Return the function that runs a command."""
+    function: Callable[..., None] = getattr(
+        importlib.import_module(f"sgl_kvfetch.tools.{_MODULES.get(name, name)}"), name
+    )
+    return function
+
+
+def _without_types(params: list[Any]) -> list[Any]:
+    """Let the help of flags show no type: they take no value."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
+
+
+class _Command(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types(super().get_params(ctx))
+
+
+class _Commands(TyperGroup):
+    """Imports the command that runs, and reports domain errors as one line and an exit code."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = {
+            name: TyperCommand(name, help=text, rich_markup_mode="markdown") for name, text in COMMANDS.items()
+        }
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types(super().get_params(ctx))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        assert name is not None
+        command = typer.Typer(**_LOOK)
+        command.command(name, cls=_Command)(import_command(name))
+        return name, typer.main.get_command(command), rest
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KVFetchError as e:
+            typer.echo(f"kvfetch: {e}", err=True)
+            raise typer.Exit(EXIT_ERROR) from e
+        except KeyboardInterrupt:
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        except BrokenPipeError:
+            # The reader of our output has exited (``| head``). Close stdout, or the interpreter's last flush fails.
+            with contextlib.suppress(OSError):
+                sys.stdout.close()
+            raise typer.Exit(EXIT_ERROR) from None
+
+
+app = typer.Typer(name="kvfetch", cls=_Commands, no_args_is_help=True, **_LOOK)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvfetch {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _kvfetch(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """KV caches of SGLang on remote storage, as losslessly coded video."""
+
+
+def main() -> None:
+    """Run the ``kvfetch`` command."""
+    app(prog_name="kvfetch")

@@ -1,0 +1,363 @@
+"""``kvfetch doctor``: check the installed software, the GPU and a store.
+
+Everything that may be missing or broken is imported where it is checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import importlib.util
+import io
+import os
+import secrets
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+from urllib.parse import unquote, urlsplit
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.keys import PAGE_HASH_BYTES
+from sgl_kvfetch.tools.terminal import STORE_HELP, TokenFileOption, TokenOption, json_flag, make_table, read_token, show
+
+if TYPE_CHECKING:
+    from sgl_kvfetch.stores import Store
+
+MIN_PYTHON = (3, 11)
+PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "kvfetch"
+CPU_ENGINE_ENV = "KVFETCH_CPU_ENGINE"
+TIMEOUT_S = 10.0  # of a request to the store
+_INSTALL_GPU = 'pip install "sgl-kvfetch[gpu]"'
+_INSTALL_VIDEO = "install the driver's video libraries (containers: NVIDIA_DRIVER_CAPABILITIES=compute,video,utility)"
+_CPU_CODECS = "codecs run on the CPU"
+_SEAMS = "SGLang's seams"
+
+Status = Literal["yes", "no", "warn"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One row of the report. ``no``: missing, and host mode needs it. ``warn``: missing, but host mode works."""
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""  # how to fix it; required unless the status is "yes"
+
+    def __post_init__(self) -> None:
+        assert self.status == "yes" or self.advice, self.name
+
+
+_STYLES: dict[Status, str] = {"yes": "green", "no": "bold red", "warn": "yellow"}
+
+
+def doctor(
+    store: Annotated[str | None, typer.Argument(metavar="[STORE]", help=f"Also check this store: {STORE_HELP}")] = None,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    as_json: Annotated[bool, json_flag("a list of checks, each with name, status, found and advice")] = False,
+) -> None:
+    """Check what this machine can do, and say how to fix each "no".
+
+    The exit code is 0 if this machine has everything that host mode needs (--enable-hierarchical-cache
+    --hicache-storage-backend kvfetch), and 1 if not. Host mode also runs without the things marked "warn".
+
+    Examples:
+
+        kvfetch doctor
+
+        kvfetch doctor http://cache:8700 --token-file token
+    """
+    secret = read_token(token, token_file)
+    found = [
+        *run_check("Python", check_python),
+        *run_check("SGLang", check_sglang),
+        *run_check("CUDA GPU", check_gpu),
+        *run_check("Triton", check_triton),
+        *run_check("codecs", check_codecs),
+        *([] if store is None else run_check("store", lambda: check_store(store, secret))),
+    ]
+    show(found, as_json, _lines(found))
+    if any(check.status == "no" for check in found):
+        raise typer.Exit(1)
+
+
+def _lines(found: Sequence[Check]) -> Iterator[Table | str]:
+    table = make_table(("check", "", "found", "what to do"))
+    for check in found:
+        table.add_row(check.name, Text(check.status, _STYLES[check.status]), check.found, check.advice)
+    yield table
+    missing = sum(check.status == "no" for check in found)
+    yield f"host mode cannot run here: {missing} to fix" if missing else "host mode can run here"
+
+
+def run_check(name: str, check: Callable[[], list[Check]]) -> list[Check]:
+    """Return the check's rows. An unexpected exception, from a driver for example, becomes a row as well.
+
+    Raises ConfigError if the user's input is invalid.
+    """
+    try:
+        return check()
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except BaseException as e:  # SystemExit too: SGLang's modules may raise it on import
+        advice = "repair or install what the message names"
+        return [Check(name, "no", f"{type(e).__name__}: {first_line(e)}", advice)]
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")[:300]
+
+
+# Software
+
+
+def check_python() -> list[Check]:
+    found = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info >= MIN_PYTHON:
+        return [Check("Python", "yes", found)]
+    needed = ".".join(map(str, MIN_PYTHON))
+    return [Check("Python", "no", found, f"make an environment with Python {needed} or newer")]
+
+
+def check_sglang() -> list[Check]:
+    """Check SGLang's version, our registration as its plugin, the seams that we use, and the C++ compiler."""
+    from sgl_kvfetch.plugin import SGLANG_VERSION
+
+    install = f'pip install "sglang=={SGLANG_VERSION}"'
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return [Check("SGLang", "no", "not installed", install)]
+    if version != SGLANG_VERSION:
+        return [Check("SGLang", "no", f"{version}; this plugin is checked against {SGLANG_VERSION}", install)]
+    checks = [Check("SGLang", "yes", version), _check_registration()]
+    checks += run_check(_SEAMS, lambda: [_check_seams(install)])
+    return [*checks, _check_compiler()]
+
+
+def _check_registration() -> Check:
+    name = "plugin registered"
+    if not any(point.name == PLUGIN for point in importlib.metadata.entry_points(group=PLUGIN_GROUP)):
+        advice = "install this package (pip install sgl-kvfetch, or pip install -e . in a checkout)"
+        return Check(name, "no", f"no entry point {PLUGIN!r} in {PLUGIN_GROUP}", advice)
+    chosen = os.environ.get("SGLANG_PLUGINS")
+    if chosen and PLUGIN not in [plugin.strip() for plugin in chosen.split(",")]:
+        return Check(name, "no", f"SGLANG_PLUGINS={chosen} excludes it", f"add {PLUGIN} to SGLANG_PLUGINS")
+    return Check(name, "yes", f"entry point {PLUGIN!r} in {PLUGIN_GROUP}")
+
+
+def _check_seams(install: str) -> Check:
+    import torch
+
+    from sgl_kvfetch.plugin import SEAMS, Scope, check_seams
+
+    scopes = {Scope.GATE, Scope.HOST} | (set() if torch.accelerator.is_available() else {Scope.CPU_ENGINE})
+    noise = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
+        warnings.simplefilter("ignore")
+        mismatches = check_seams(scopes)
+    count = sum(seam.scope in scopes for seam in SEAMS)
+    if not mismatches:
+        return Check(_SEAMS, "yes", f"all {count} as expected")
+    more = f" (and {len(mismatches) - 1} more)" if len(mismatches) > 1 else ""
+    advice = f"{install} --force-reinstall --no-deps; other plugins or patches may have changed it"
+    return Check(_SEAMS, "no", f"{mismatches[0]}{more}", advice)
+
+
+def _check_compiler() -> Check:
+    """Look for a C++ compiler: SGLang compiles its page hash on the first request."""
+    missing = [tool for tool in ("g++", "ninja") if shutil.which(tool, path=_search_path()) is None]
+    if missing:
+        advice = f"install {' and '.join(missing)} (apt-get install g++ libssl-dev; pip install ninja)"
+        return Check("C++ compiler", "no", f"{' and '.join(missing)} not found on PATH", advice)
+    return Check("C++ compiler", "yes", "g++ and ninja, for SGLang's page hash")
+
+
+def _search_path() -> str:
+    """Return PATH, with this Python environment's own programs added."""
+    return os.pathsep.join((os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)))
+
+
+def check_triton() -> list[Check]:
+    if importlib.util.find_spec("triton") is None:
+        return [Check("Triton", "warn", "not installed", f"{_INSTALL_GPU}, to restore on the GPU")]
+    return [Check("Triton", "yes", importlib.metadata.version("triton"))]
+
+
+def check_codecs() -> list[Check]:
+    """Encode and decode two small frames with each codec."""
+    import torch
+
+    from sgl_kvfetch.codec import CODECS, MIN_PICTURE, moving_gradients
+
+    frames = moving_gradients(2, MIN_PICTURE, MIN_PICTURE)
+    checks = []
+    for name, codec in CODECS.items():
+        label = f"codec {name}"
+        started_s = time.perf_counter()
+        try:
+            bitstream = codec.encode(frames)
+            same = torch.equal(codec.decode(bitstream, (len(frames), *frames.shape[2:])), frames)
+        except Exception as e:  # PyAV's libraries can raise anything
+            advice = "reinstall its library (pip install --force-reinstall av zstandard)"
+            checks.append(Check(label, "no", f"{type(e).__name__}: {e}", advice))
+            continue
+        took_ms = 1000 * (time.perf_counter() - started_s)
+        if same:
+            checks.append(Check(label, "yes", f"bit for bit, on the CPU ({took_ms:.0f} ms)"))
+        else:
+            checks.append(Check(label, "no", "the decoded frames differ", f"choose another codec than {name}"))
+    return checks
+
+
+# GPU
+
+
+def check_gpu() -> list[Check]:
+    import torch
+
+    if not torch.cuda.is_available():
+        advice = "nothing on this machine; if servers have a GPU, run doctor there"
+        engines = [Check(name, "warn", f"no GPU; {_CPU_CODECS}", advice) for name in ("NVDEC", "NVENC")]
+        return [_without_gpu(torch.__version__), *engines]
+    major, minor = torch.cuda.get_device_capability()
+    count = torch.cuda.device_count()
+    found = f"{count} x {torch.cuda.get_device_name()}, compute capability {major}.{minor}, torch {torch.__version__}"
+    torch.zeros(1, device="cuda")  # the video libraries need a current CUDA context
+    return [Check("CUDA GPU", "yes", found), *_check_nvdec(), _check_decoding(), _check_nvenc()]
+
+
+def _without_gpu(torch_version: str) -> Check:
+    if os.environ.get(CPU_ENGINE_ENV) == "1":
+        advice = "nothing if you only run tests; serve models from a machine with a GPU"
+        return Check("CUDA GPU", "warn", f"none (torch {torch_version}); {CPU_ENGINE_ENV}=1 is set", advice)
+    advice = (
+        f"set {CPU_ENGINE_ENV}=1 to run SGLang on this CPU, for tests; "
+        "if there is a GPU, check nvidia-smi and install a CUDA build of torch"
+    )
+    return Check("CUDA GPU", "warn", f"torch {torch_version} finds no usable GPU", advice)
+
+
+def _check_nvdec() -> list[Check]:
+    from sgl_kvfetch.codec import decode_caps
+
+    binding = _check_binding()
+    try:
+        found = decode_caps()
+    except OSError as e:
+        return [binding, Check("NVDEC", "warn", f"{first_line(e)}; {_CPU_CODECS}", _INSTALL_VIDEO)]
+    if (caps := found.get("hevc")) is not None:
+        size = f"up to {caps.max_width}x{caps.max_height}"
+        return [binding, Check("NVDEC", "yes", f"HEVC 4:4:4 8-bit, {caps.num_engines} engines, {size}")]
+    if (caps := found.get("hevc420")) is not None:
+        advice = 'write with codec = "hevc420", which this GPU decodes'
+        return [binding, Check("NVDEC", "warn", f"HEVC 4:2:0 only, {caps.num_engines} engines", advice)]
+    return [binding, Check("NVDEC", "warn", f"decodes no HEVC; {_CPU_CODECS}", 'write with codec = "zstd"')]
+
+
+def _check_decoding() -> Check:
+    """Decode two pictures with the decoder that a server would use."""
+    from sgl_kvfetch.codec import open_current_nvdec
+
+    name = "HEVC decoding"
+    nvdec, about = open_current_nvdec()
+    if nvdec is not None:
+        return Check(name, "yes", about)
+    return Check(name, "warn", about, "see PyNvVideoCodec and NVDEC; until then zstd decodes faster than HEVC on a CPU")
+
+
+def _check_binding() -> Check:
+    """Import PyNvVideoCodec. It needs the encoder's library even to decode."""
+    from sgl_kvfetch.codec import LIBRARY as ENCODE_LIBRARY
+
+    name = "PyNvVideoCodec"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError:
+        return Check(name, "warn", f"not installed; {_CPU_CODECS}", _INSTALL_GPU)
+    except Exception as e:  # it loads the driver's libraries
+        advice = f"update the NVIDIA driver, then: {_INSTALL_GPU}"
+        if ENCODE_LIBRARY in str(e):
+            advice = f"{_INSTALL_VIDEO}; on a GPU without NVENC a stub will do: docs/gpu/README.md"
+        return Check(name, "warn", f"does not import: {first_line(e)}", advice)
+    return Check(name, "yes", str(getattr(module, "__version__", "installed")))
+
+
+def _check_nvenc() -> Check:
+    """Encode a few pictures on NVENC."""
+    from sgl_kvfetch.codec import open_nvenc
+
+    encoders, about = open_nvenc(("hevc", "hevc420"), num_sessions=1)
+    if encoders:
+        return Check("NVENC", "yes", about)
+    return Check("NVENC", "warn", about, "nothing: encoding runs on the CPU (H100, H200 and A100 have no NVENC)")
+
+
+# Store
+
+
+def check_store(url: str, token: str | None) -> list[Check]:
+    """Check a store without changing it. Raises ConfigError for an invalid URL."""
+    from sgl_kvfetch.plane import open_store, takes_token
+    from sgl_kvfetch.stores import HttpOptions
+    from sgl_kvfetch.tools.target import store_url
+
+    url = store_url(url)
+    if urlsplit(url).scheme == "file":
+        store, checks = open_store(url), [_check_directory(Path(unquote(urlsplit(url).path)))]
+    else:
+        token = token if takes_token(url) else None
+        store, checks = open_store(url, token=token, options=HttpOptions(timeout_s=TIMEOUT_S, max_attempts=2)), []
+    return checks + asyncio.run(_ask(store, url, has_token=token is not None))
+
+
+def _check_directory(path: Path) -> Check:
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
+        advice = f"make {existing} a directory that this user can write, or choose another"
+        return Check("store writable", "no", f"{existing} is not a writable directory", advice)
+    return Check("store writable", "yes", str(path) if existing == path else f"{path}, created at the first write")
+
+
+async def _ask(store: Store, url: str, *, has_token: bool) -> list[Check]:
+    started_s = time.perf_counter()
+    try:
+        # A random page is stored nowhere. An empty answer shows that lookups work.
+        namespace = f"{secrets.token_hex(16)}.0-1"
+        await store.lookup(namespace, [secrets.token_bytes(PAGE_HASH_BYTES)])
+    except StoreError as e:
+        return _failed(e, url, has_token)
+    finally:
+        await store.close()
+    took_ms = 1000 * (time.perf_counter() - started_s)
+    return [
+        Check("store reachable", "yes", url),
+        Check("store authorised", "yes", "with a token" if has_token else "without a token"),
+        Check("store lookup", "yes", f"answered in {took_ms:.0f} ms, including the connection"),
+    ]
+
+
+def _failed(error: StoreError, url: str, has_token: bool) -> list[Check]:
+    match error.reason:
+        case "refused" | "timeout":
+            advice = f"start the store (kvfetch serve), check the address, firewalls and proxies: {url}"
+            return [Check("store reachable", "no", str(error), advice)]
+        case "unauthorised":
+            if url.startswith("s3:"):
+                advice = "check the credentials (AWS_* in the environment), and that they may list the bucket"
+                return [Check("store reachable", "yes", url), Check("store authorised", "no", str(error), advice)]
+            advice = "check the token" if has_token else "give the store's token: --token-file, or KVFETCH_TOKEN"
+            return [Check("store reachable", "yes", url), Check("store authorised", "no", str(error), advice)]
+    advice = f"check that {url} is a kvfetch store, and read its log"
+    return [Check("store reachable", "yes", url), Check("store lookup", "no", str(error), advice)]

@@ -1,0 +1,214 @@
+"""``kvfetch encode``: re-encode stored segments in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from sgl_kvfetch.tools.target import run_on_store
+from sgl_kvfetch.tools.terminal import (
+    KeyFileOption,
+    PartArgument,
+    TokenFileOption,
+    TokenOption,
+    format_ratio,
+    format_size,
+    json_flag,
+    make_progress,
+    option,
+    read_keys,
+    show,
+)
+
+if TYPE_CHECKING:  # these load torch and codecs
+    from sgl_kvfetch.stores import Store
+    from sgl_kvfetch.tools.encoding.encoder import Encoder, Step, Tally
+
+logger = logging.getLogger(__name__)
+
+_LINE_EVERY_S = 10.0  # between progress lines when stderr is not a terminal
+_MAX_OBJECT_BYTES = 4 << 30  # the default limit of ``kvfetch serve``
+
+
+def encode(
+    store: PartArgument,
+    watch: Annotated[
+        bool, option(None, "Keep encoding new segments, or exit when all are done.", "--watch/--once")
+    ] = False,
+    codec: Annotated[str, option("NAMES", "One or more, such as hevc,hevc420.")] = "hevc",
+    resolutions: Annotated[
+        str, option("NAMES", "One or more of 240p,480p,640p,1080p; the first is the read default.")
+    ] = "240p",
+    keep_source: Annotated[
+        bool, option(None, "Also keep existing variants, for readers without the codec.", "--keep-source")
+    ] = False,
+    manifest_key_file: KeyFileOption = None,
+    encoder: Annotated[
+        Literal["auto", "cpu", "nvenc"],
+        option(None, "What encodes HEVC; auto is NVENC if there is one, else the CPU."),
+    ] = "auto",
+    workers: Annotated[
+        int, option("COUNT", "Parallel segments, each in a thread and in memory.", min=1, max=256, show_default="cores")
+    ] = os.cpu_count() or 1,
+    grace_s: Annotated[
+        float,
+        option(
+            "SECONDS",
+            "How long to keep replaced data for readers that hold the old manifest: at least as long as a fetch "
+            "can take. Use 0 only if nobody else uses the store.",
+            "--grace",
+            min=0,
+        ),
+    ] = 60.0,
+    poll_interval_s: Annotated[
+        float, option("SECONDS", "With --watch: time between listings.", "--poll-interval", min=0.05)
+    ] = 5.0,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    as_json: Annotated[
+        bool,
+        json_flag(
+            "an object with num_done, num_encoded, num_changed, raw_bytes, before_bytes, after_bytes, num_deleted, "
+            "deleted_bytes and failures"
+        ),
+    ] = False,
+    verbose: Annotated[bool, option(None, "Print each step on stderr.", "--verbose", "-v")] = False,
+) -> None:
+    """Encode segments that servers wrote with a fast codec as video, at one or more resolutions.
+
+    Runs on any machine, beside servers and other encoders; needs neither the model nor its profile. HEVC is encoded on
+    the CPU (libx265) or by NVENC. Consumer GPUs, L4, L20 and L40S have NVENC; H100, H200 and A100 do not. A segment's
+    new data are written, read back and decoded (on the CPU) before its manifest is replaced. The old data are deleted
+    only after that, so the command can be killed at any time and continues from there when it is started again.
+    Segments that already have the wanted variants are skipped. During the grace period a segment takes space twice: a
+    store that is nearly full evicts other segments to make room.
+
+    The exit code is 0 on success, 1 if a segment could not be encoded, 2 if the store cannot be used.
+
+    Examples:
+
+        kvfetch encode http://127.0.0.1:8700 --watch
+
+        kvfetch encode /var/cache/kv --resolutions 240p,480p --keep-source
+    """
+    from sgl_kvfetch.codec import open_encoders
+    from sgl_kvfetch.stores import HttpOptions
+    from sgl_kvfetch.tools.encoding.encoder import EncodeOptions, Encoder
+    from sgl_kvfetch.tools.encoding.targets import make_targets
+
+    url, _, prefix = store.partition("#")
+    codecs = codec.split(",")
+    options = EncodeOptions(
+        targets=make_targets(codecs, resolutions.split(",")),
+        prefix=prefix,
+        keep_source=keep_source,
+        grace_s=grace_s,
+        workers=workers,
+    )
+    encoders, about = open_encoders(encoder, codecs, workers)
+    reporter = _Reporter(verbose)
+
+    async def work(opened: Store) -> None:
+        made = Encoder(
+            opened,
+            options,
+            encoders=encoders,
+            on_step=reporter.step,
+            on_total=reporter.total,
+            on_segment=reporter.segment_done,
+        )
+        reporter.tally = made.tally
+        await _encode(made, poll_interval_s if watch else None)
+
+    with reporter.progress:
+        if about:
+            logger.info(about)
+        http = HttpOptions(max_object_bytes=_MAX_OBJECT_BYTES)
+        keys = read_keys(manifest_key_file)
+        try:
+            run_on_store(url, token, token_file, None, work, options=http, manifest_keys=keys)
+        except KeyboardInterrupt:
+            with contextlib.suppress(typer.Exit):
+                show(reporter.tally, as_json, _lines(reporter.tally), reporter.tally.failures)
+            raise
+    show(reporter.tally, as_json, _lines(reporter.tally), reporter.tally.failures)
+
+
+async def _encode(encoder: Encoder, poll_s: float | None) -> None:
+    """Encode once, or poll every ``poll_s`` seconds until SIGTERM. Raises KVFetchError."""
+    working = asyncio.ensure_future(encoder.run_once() if poll_s is None else encoder.watch(poll_s))
+    # Service managers stop a service with SIGTERM. asyncio itself cancels on Ctrl-C.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, working.cancel)
+    try:
+        await working
+    except asyncio.CancelledError:
+        if (current := asyncio.current_task()) is not None and current.cancelling():
+            raise
+    finally:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+        await encoder.close()
+
+
+class _Reporter:
+    """Shows a progress bar, or a line every ten seconds if it is disabled; with ``verbose``, also each step."""
+
+    def __init__(self, verbose: bool) -> None:
+        """Also set up logging."""
+        from rich.logging import RichHandler
+        from rich.progress import MofNCompleteColumn, TextColumn
+
+        from sgl_kvfetch.tools.encoding.encoder import Tally
+
+        self.tally = Tally()
+        self.progress = make_progress("encoding", MofNCompleteColumn(), TextColumn("{task.fields[sizes]}"))
+        if verbose:
+            self.progress.disable = True
+        console = self.progress.console
+        handlers = [RichHandler(console=console, show_time=False, show_level=False, show_path=False)]
+        level = logging.INFO if verbose else logging.WARNING
+        logging.basicConfig(
+            level=level, format="kvfetch: %(message)s", handlers=None if self.progress.disable else handlers, force=True
+        )
+        self.progress.add_task("", total=None, sizes="looking")
+        (self._task,) = self.progress.tasks
+        self._verbose = verbose
+        self._said_s = time.monotonic()
+
+    def step(self, step: Step, name: str) -> None:
+        if self._verbose:
+            print(f"{step} {name}", file=sys.stderr, flush=True)
+
+    def total(self, segments: int) -> None:
+        self.progress.update(self._task.id, total=(self._task.total or 0) + segments, sizes="")
+
+    def segment_done(self) -> None:
+        sizes = _sizes(self.tally)
+        self.progress.update(self._task.id, advance=1, sizes=sizes)
+        if self.progress.disable and time.monotonic() - self._said_s >= _LINE_EVERY_S:
+            self._said_s = time.monotonic()
+            done = f"{self._task.completed:.0f} of {self._task.total:.0f}"
+            print(f"{done} segments, {sizes}", file=sys.stderr, flush=True)
+
+
+def _sizes(tally: Tally) -> str:
+    return f"{format_size(tally.before_bytes)} -> {format_size(tally.after_bytes)}"
+
+
+def _lines(tally: Tally) -> Iterator[str]:
+    yield f"{tally.num_encoded} segments encoded, {tally.num_done} already done, {len(tally.failures)} failed"
+    if tally.num_encoded:
+        ratio = format_ratio(tally.raw_bytes / tally.after_bytes)
+        yield f"raw {format_size(tally.raw_bytes)}, stored {_sizes(tally)}: {ratio} smaller than raw"
+    if tally.num_deleted:
+        yield f"{tally.num_deleted} replaced data objects deleted ({format_size(tally.deleted_bytes)})"
+    if tally.num_changed:
+        yield f"{tally.num_changed} segments were deleted or replaced during the run"

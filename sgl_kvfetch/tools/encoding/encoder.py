@@ -1,0 +1,351 @@
+"""Transcode a store's segments to the wanted variants, while readers, writers and other encoders use the store.
+
+The steps for each segment are ordered so that a crash at any point loses nothing: put the new data, read it back and
+decode all of it, replace the manifest if it is still the one that was read, and after the grace period delete data that
+the new manifest does not name. No state is kept on disk: the store itself shows the remaining work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, TypeVar
+
+import msgspec
+import torch
+import xxhash
+
+from sgl_kvfetch.codec import FrameEncoder, Manifest, require_rewritable, split_signature, with_chunk_digests
+from sgl_kvfetch.errors import CorruptError, EncodeError, FormatError, KVFetchError, StoreError
+from sgl_kvfetch.side_by_side import side_by_side
+from sgl_kvfetch.stores import ObjectInfo, Store, StoredSegment, decode_named_manifest, list_segments, object_digest
+from sgl_kvfetch.tools.encoding.garbage import Garbage
+from sgl_kvfetch.tools.encoding.targets import Target, find_variant, is_done, with_variants
+from sgl_kvfetch.tools.encoding.transcode import cheapest_variant, require_same_content, transcode, verify_variant
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+Step = Literal["list", "read", "encode", "put", "check", "replace", "replaced", "delete"]
+
+_MANIFEST_READS = 16  # concurrent
+_MAX_ROUNDS = 3  # rounds are repeated for segments that change while they are encoded
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeOptions:
+    targets: tuple[Target, ...]
+    prefix: str = ""  # only objects whose name starts with it
+    keep_source: bool = False  # keep other variants behind the wanted ones
+    grace_s: float = 60.0  # how long to keep data that no manifest names any more
+    workers: int = 1  # segments at once, each with a thread and its data in memory
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of the work done. Bytes are totals of encoded segments: raw as in the pool, stored before and after."""
+
+    num_done: int = 0  # segments that had the wanted variants already
+    num_encoded: int = 0
+    num_changed: int = 0  # deleted or replaced by another process meanwhile
+    raw_bytes: int = 0
+    before_bytes: int = 0
+    after_bytes: int = 0
+    num_deleted: int = 0  # data objects that no manifest named any more
+    deleted_bytes: int = 0
+    failures: dict[str, str] = field(default_factory=dict)  # manifest's name -> error
+
+
+class _Changed(Exception):
+    """Another process deleted or replaced the segment."""
+
+
+class _Stopped(Exception):
+    """The encoder is closing, and nobody waits for the result."""
+
+
+class Encoder:
+    """Encodes the segments of one store. Belongs to one event loop.
+
+    Callbacks: ``on_step`` gets each step and its object's name (or the prefix), ``on_total`` the number of segments
+    that a round has to encode; ``on_segment`` is called after each of them, encoded or not.
+    ``encoders``: frame encoders by codec, for codecs that are not encoded on the CPU.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        options: EncodeOptions,
+        *,
+        encoders: Mapping[str, FrameEncoder] | None = None,
+        on_step: Callable[[Step, str], None] = lambda step, name: None,
+        on_total: Callable[[int], None] = lambda segments: None,
+        on_segment: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.tally = Tally()
+        self.garbage = Garbage(store, options.grace_s)
+        self._store = store
+        self._options = options
+        self._encoders = encoders or {}
+        self._on_step = on_step
+        self._on_total = on_total
+        self._on_segment = on_segment
+        self._pool = ThreadPoolExecutor(
+            options.workers, "kvfetch-encode", initializer=torch.set_num_threads, initargs=(1,)
+        )
+        self._stop = threading.Event()
+        # Segments that need no work, by the manifest's name: the manifest, and the names of its data.
+        self._known: dict[str, tuple[ObjectInfo, frozenset[str]]] = {}
+        self._failed: dict[str, ObjectInfo] = {}  # manifests of segments that can never be encoded, by name
+        self._encoded: set[str] = set()  # manifests that this encoder replaced since the last listing
+
+    async def run_once(self) -> None:
+        """Encode all stored segments. After the grace period, delete the data that this left without a manifest.
+
+        Raises StoreError if the store cannot be used.
+        """
+        for _ in range(_MAX_ROUNDS):
+            before = self.tally.num_changed
+            await self.run_round()
+            if self.tally.num_changed == before:
+                break
+        while (due_in_s := self.garbage.due_in_s) is not None:
+            await asyncio.sleep(due_in_s)
+            if not await self._delete_due():
+                break  # the next run deletes the rest
+
+    async def watch(self, poll_interval_s: float) -> None:
+        """Encode new segments until cancelled. Retry after a StoreError; raise it if that cannot help."""
+        while True:
+            try:
+                await self.run_round()
+            except StoreError as e:
+                if e.reason in ("unauthorised", "invalid"):
+                    raise
+                logger.warning("encoding round failed, retry in %g s: %s", poll_interval_s, e)
+            await asyncio.sleep(poll_interval_s)
+
+    async def run_round(self) -> None:
+        """List all segments and encode those that need it. Raises StoreError if the store cannot be used."""
+        await self._store.require_replace()
+        collecting = asyncio.create_task(self._collect())
+        try:
+            self._on_step("list", self._options.prefix)
+            segments = await list_segments(self._store, self._options.prefix)
+            present = {s.key.manifest_name for s in segments if s.manifest is not None}
+            for kept in (self._known, self._failed):
+                for name in kept.keys() - present:
+                    del kept[name]
+            work: list[ObjectInfo] = []
+            await side_by_side(_MANIFEST_READS, segments, partial(self._look, work))
+            if work:
+                self._on_total(len(work))
+                await side_by_side(self._options.workers, work, self._work)
+            await self._delete_due()
+        finally:
+            collecting.cancel()
+            await asyncio.gather(collecting, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Abort unfinished work. Does not close the store."""
+        self._stop.set()
+        await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
+
+    # Find work.
+
+    async def _look(self, work: list[ObjectInfo], stored: StoredSegment) -> None:
+        """Find out whether a segment needs work, and which of its data objects its manifest does not name."""
+        if stored.manifest is None:
+            return
+        try:
+            known = await self._know(work, stored.manifest)
+        except KVFetchError as e:
+            _require_of_object(e)
+            self._fail(stored.manifest, e)
+            return
+        if known is not None:
+            self.garbage.in_use(known)
+            for data_name in stored.data.keys() - known:
+                self.garbage.found(data_name, stored.data[data_name].modified_s)
+
+    async def _know(self, work: list[ObjectInfo], info: ObjectInfo) -> frozenset[str] | None:
+        """Read a manifest if it has changed, and return the names of its data. None if it is gone or failed before.
+        Raises FormatError, StoreError."""
+        name = info.name
+        known = self._known.pop(name, None)
+        if known is not None and known[0] == info:
+            self._known[name] = known
+            return known[1]
+        if self._failed.get(name) == info:
+            return None
+        content = await self._store.get(name)
+        if content is None:
+            return None
+        manifest = self._decode(name, content)
+        if is_done(manifest, self._options.targets, self._options.keep_source):
+            self._known[name] = info, manifest.data_names
+            self.tally.num_done += name not in self._encoded
+            self._encoded.discard(name)
+        else:
+            work.append(info)
+        return manifest.data_names
+
+    def _decode(self, name: str, content: bytes) -> Manifest:
+        """Decode a manifest. Raises FormatError, also if it belongs under another name, or needs a key."""
+        manifest = decode_named_manifest(content, name)
+        require_rewritable(content)
+        if split_signature(content)[1] and not self._store.signs:
+            raise FormatError("manifest is signed, and so must be its replacement: a manifest key file is needed")
+        return manifest
+
+    # Encoding.
+
+    async def _work(self, info: ObjectInfo) -> None:
+        name, content = info.name, None
+        try:
+            self._on_step("read", name)
+            content = await self._store.get(name)
+            if content is None:
+                raise _Changed
+            await self._encode(name, content, self._decode(name, content))
+        except _Changed:
+            self._note_change(name)
+        except KVFetchError as e:
+            _require_of_object(e)
+            if content is not None and await self._store.get(name) != content:
+                self._note_change(name)
+            else:
+                self._fail(info, e)
+        except Exception as e:
+            logger.exception("cannot encode %s", name)
+            self.tally.failures[name] = repr(e)
+        finally:
+            self._on_segment()
+
+    def _note_change(self, name: str) -> None:
+        self.tally.num_changed += 1
+        logger.info("%s was replaced or deleted by another process", name)
+
+    async def _encode(self, name: str, content: bytes, manifest: Manifest) -> None:
+        options = self._options
+        if is_done(manifest, options.targets, options.keep_source):
+            return  # another encoder was faster
+        missing = [target for target in options.targets if find_variant(manifest, target) is None]
+        made = await self._make(name, manifest, missing) if missing else None
+        whole = msgspec.structs.replace(
+            manifest, variants=with_variants(manifest, options.targets, made, options.keep_source)
+        )
+        try:
+            await self._check(whole, made)
+            new = whole.encode()
+            self._on_step("replace", name)
+            if not await self._store.replace(name, new, object_digest(content)):
+                raise _Changed
+        except BaseException:
+            for data_name in whole.data_names - manifest.data_names:
+                self.garbage.found(data_name, None)
+            raise
+        self._on_step("replaced", name)
+        for data_name in manifest.data_names - whole.data_names:
+            self.garbage.found(data_name, None)
+        self._encoded.add(name)
+        tally = self.tally
+        tally.failures.pop(name, None)
+        tally.num_encoded += 1
+        tally.raw_bytes += manifest.raw_bytes
+        tally.before_bytes += len(content) + _data_bytes(manifest)
+        tally.after_bytes += len(new) + _data_bytes(whole)
+
+    async def _make(self, name: str, manifest: Manifest, missing: Sequence[Target]) -> Manifest:
+        """Encode and put the missing variants. Return a manifest that lists only them."""
+        source = cheapest_variant(manifest)
+        variant = manifest.variants[source]
+        data = await self._store.get(manifest.data_name(variant), 0, manifest.data_bytes(variant))
+        if data is None:
+            raise StoreError("missing", f"{manifest.data_name(variant)} is gone")
+        self._on_step("encode", name)
+        coded = await self._run(
+            partial(transcode, manifest, data, missing, source, before_cell=self._before_cell, encoders=self._encoders)
+        )
+        if self._store.signs:
+            coded = with_chunk_digests(coded)
+        for data_name, new in coded.data_objects():
+            self._on_step("put", data_name)
+            # Put it even if it exists: its new age protects it from collection until a manifest names it.
+            await self._store.put(data_name, new)
+        return coded.manifest
+
+    async def _check(self, whole: Manifest, made: Manifest | None) -> None:
+        """Read the wanted variants back and decode all of them, since the others may be deleted afterwards. Raises
+        EncodeError if an encoder made a wrong bitstream; the next attempt then uses the CPU."""
+        checked: set[str] = set()
+        for index, variant in enumerate(whole.variants[: len(self._options.targets)]):
+            name = whole.data_name(variant)
+            if name in checked:
+                continue
+            checked.add(name)
+            self._on_step("check", name)
+            data = await self._store.get(name, 0, whole.data_bytes(variant))
+            if data is None:
+                raise StoreError("missing", f"{name} is gone")
+            try:
+                await self._run(partial(verify_variant, whole, index, data, before_cell=self._before_cell))
+            except CorruptError as e:
+                is_ours = made is not None and variant in made.variants
+                is_what_was_put = xxhash.xxh3_128_hexdigest(data) == variant.data_digest
+                if not (self._encoders and is_ours and is_what_was_put):
+                    raise
+                for encoder in self._encoders.values():
+                    encoder.distrust(f"{name}: {e}")
+                raise EncodeError(f"{name} decodes to wrong values: {e}") from e
+        require_same_content(whole)
+
+    async def _run(self, compute: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, compute)
+
+    def _before_cell(self) -> None:
+        if self._stop.is_set():
+            raise _Stopped
+
+    def _fail(self, manifest: ObjectInfo, error: KVFetchError) -> None:
+        if isinstance(error, FormatError):
+            self._failed[manifest.name] = manifest  # a retry cannot help
+        logger.warning("cannot encode %s: %s", manifest.name, error)
+        self.tally.failures[manifest.name] = str(error)
+
+    # Delete.
+
+    async def _collect(self) -> None:
+        """Delete due data during a round, which may take hours."""
+        while True:
+            await asyncio.sleep(min(1.0, self._options.grace_s) or 1.0)
+            await self._delete_due()
+
+    async def _delete_due(self) -> bool:
+        """Delete due data. Return False if that failed."""
+        try:
+            await self.garbage.delete_due(self._deleted)
+        except StoreError as e:
+            logger.warning("cannot delete unneeded data: %s", e)
+            return False
+        return True
+
+    def _deleted(self, name: str, num_bytes: int) -> None:
+        self._on_step("delete", name)
+        self.tally.num_deleted += 1
+        self.tally.deleted_bytes += num_bytes
+
+
+def _require_of_object(error: KVFetchError) -> None:
+    """Raise the error if it concerns the whole store, not one object."""
+    if isinstance(error, StoreError) and not error.concerns_object:
+        raise error
+
+
+def _data_bytes(manifest: Manifest) -> int:
+    return sum(manifest.data_sizes.values())

@@ -1,0 +1,111 @@
+"""Transcode a segment from one variant to others, without changing an integer or a scale. Pure computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from sgl_kvfetch.codec import (
+    CODECS,
+    CodedChunk,
+    CodedSegment,
+    FrameEncoder,
+    Layout,
+    Manifest,
+    Quantiser,
+    SegmentReader,
+    Variant,
+    encode_cell,
+    layouts_of,
+    make_variant,
+    quantiser_from_identity,
+)
+from sgl_kvfetch.errors import CorruptError, FormatError
+from sgl_kvfetch.tools.encoding.targets import Target
+
+# Rank of the decoding cost; low is fast.
+_COST = {"raw": 0, "zstd": 1, "deflate": 2, "hevc": 3, "hevc420": 4}
+
+
+def cheapest_variant(manifest: Manifest) -> int:
+    """Return the index of the variant that is cheapest to decode. Raises FormatError if none can be decoded here."""
+    readable = [i for i, v in enumerate(manifest.variants) if v.codecs <= CODECS.keys()]
+    if not readable:
+        found = sorted(set().union(*(v.codecs for v in manifest.variants)))
+        raise FormatError(f"no variant can be decoded here: codecs are {', '.join(found)}, known {', '.join(CODECS)}")
+    return min(
+        readable,
+        key=lambda i: (
+            max(_COST[codec] for codec in manifest.variants[i].codecs),
+            manifest.data_bytes(manifest.variants[i]),
+        ),
+    )
+
+
+def transcode(
+    manifest: Manifest,
+    data: bytes,
+    targets: Sequence[Target],
+    source: int = 0,
+    *,
+    before_cell: Callable[[], None] = lambda: None,
+    encoders: Mapping[str, FrameEncoder] | None = None,
+) -> CodedSegment:
+    """Return the same segment with ``targets`` as its variants, without side pages. ``data`` is the data object of
+    variant ``source``.
+
+    Needs no profile. Verifies every checksum of the source; checksums of decoded values are the same in all variants.
+    Memory use: the coded bytes and one decoded cell. ``before_cell`` may raise to abort. ``encoders``: frame encoders
+    by codec, for codecs that are not encoded on the CPU. Raises CorruptError, FormatError.
+    """
+    quantiser = quantiser_from_identity(manifest.namespace.quantiser)
+    reader = SegmentReader(manifest, quantiser, source)
+    ways = [(target.codec, target_layouts(manifest, quantiser, target.resolution)) for target in targets]
+    # With short spans, several resolutions have the same layout. Encode it only once.
+    coded: dict[int, list[CodedChunk]] = {ways.index(way): [] for way in ways}
+    view = memoryview(data)
+    for cell in manifest.cells():
+        before_cell()
+        quantised = reader.decode_cell(cell, view[slice(*reader.cell_range(cell))])
+        for index, chunks in coded.items():
+            codec, layouts = ways[index]
+            chunks += encode_cell(manifest, quantised, layouts, codec, encoders)
+    made = [
+        make_variant(coded[ways.index(way)], way[1], target.codec, target.resolution)
+        for target, way in zip(targets, ways, strict=True)
+    ]
+    variants = tuple(variant for variant, _ in made)
+    require_same_content(manifest, *variants)
+    first, *more = (data for _, data in made)
+    return CodedSegment(msgspec.structs.replace(manifest, variants=variants, sides=()), first, tuple(more))
+
+
+def target_layouts(manifest: Manifest, quantiser: Quantiser, resolution: str) -> dict[str, Layout]:
+    """Return the layouts for this resolution: those of an existing variant if there is one, else the default ones."""
+    for variant in manifest.variants:
+        if variant.resolution == resolution:
+            return dict(variant.layouts)
+    return layouts_of(manifest, quantiser, resolution)
+
+
+def require_same_content(manifest: Manifest, *variants: Variant) -> None:
+    """Raise CorruptError unless all variants list the same checksums of decoded values."""
+    expected = [chunk.decoded_checksum for chunk in manifest.variants[0].chunks]
+    for variant in (*manifest.variants, *variants):
+        if [chunk.decoded_checksum for chunk in variant.chunks] != expected:
+            raise CorruptError(f"variants of {manifest.key.stem} have different checksums of decoded values")
+
+
+def verify_variant(
+    manifest: Manifest, variant: int, data: bytes, *, before_cell: Callable[[], None] = lambda: None
+) -> None:
+    """Decode a variant's whole data object. Raises CorruptError or FormatError unless every checksum matches."""
+    reader = SegmentReader(manifest, quantiser_from_identity(manifest.namespace.quantiser), variant)
+    expected = manifest.data_bytes(reader.variant)
+    if len(data) != expected:
+        raise CorruptError(f"{reader.data_name} has {len(data)} bytes, expected {expected}")
+    view = memoryview(data)
+    for cell in manifest.cells():
+        before_cell()
+        reader.decode_cell(cell, view[slice(*reader.cell_range(cell))])

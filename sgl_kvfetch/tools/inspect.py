@@ -1,0 +1,330 @@
+"""``kvfetch inspect``: show what a store, a segment or a file holds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from sgl_kvfetch.codec import Manifest, ManifestKeys, RegionLayout, TileLayout
+from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
+from sgl_kvfetch.stores import StoredSegment, decode_named_manifest, list_segments
+from sgl_kvfetch.tools.summary import (
+    Inspected,
+    NamespaceSummary,
+    PartSummary,
+    SegmentSummary,
+    VariantSummary,
+    layer_range,
+    signature_of,
+    summarise_namespaces,
+    summarise_segment,
+)
+from sgl_kvfetch.tools.target import OpenTarget, open_target
+from sgl_kvfetch.tools.terminal import (
+    KeyFileOption,
+    TargetArgument,
+    TokenFileOption,
+    TokenOption,
+    format_age,
+    format_ratio,
+    format_size,
+    json_flag,
+    make_table,
+    option,
+    printable,
+    read_keys,
+    read_token,
+    show,
+)
+
+_MAX_PART_ROWS = 256  # of a variant; a manifest may have 400,000
+NAMESPACE_DIGITS, HASH_DIGITS = 12, 16  # enough to be unique, and to use as a prefix of TARGET
+
+
+def inspect(
+    target: TargetArgument,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    manifest_key_file: KeyFileOption = None,
+    as_json: Annotated[
+        bool,
+        json_flag(
+            "an object with namespaces (all of a store), segments (up to --limit of a part), num_more segments, "
+            "unreadable (errors by name), num_orphans and orphan_bytes"
+        ),
+    ] = False,
+    limit: Annotated[int, option("COUNT", "Namespaces or segments to show.", min=1)] = 20,
+    png: Annotated[
+        Path | None, option("DIRECTORY", "Write the frames of one segment there, as pictures, with a contact sheet.")
+    ] = None,
+    span: Annotated[int, option("INDEX", "With --png: the span to draw.", min=0)] = 0,
+    max_frames: Annotated[int, option("COUNT", "With --png: most frames to write from a chunk.", min=1)] = 4,
+) -> None:
+    """Show what is stored: by namespace, by segment, or chunk by chunk, and how it compares with raw KV.
+
+    For a store, the command lists its namespaces, the largest first, with the ages of their oldest and newest
+    segments; for a namespace, its segments; for one segment, every chunk. With several models, it also says how many
+    bytes each takes. Sizes include scales and manifests. Segments of a namespace that overlap are counted separately.
+    With --manifest-key-file, the command says of each segment listed or shown whether its signature is good.
+
+    Examples:
+
+        kvfetch inspect http://127.0.0.1:8700
+
+        kvfetch inspect http://127.0.0.1:8700#4f0c
+
+        kvfetch inspect file:///var/cache/kv#4f0c...e1/8-91ab --png pictures
+    """
+    drawing = None if png is None else (png, span, max_frames)
+    asyncio.run(_run(target, read_token(token, token_file), read_keys(manifest_key_file), as_json, limit, drawing))
+
+
+async def _run(
+    text: str,
+    token: str | None,
+    keys: ManifestKeys | None,
+    as_json: bool,
+    limit: int,
+    drawing: tuple[Path, int, int] | None,
+) -> None:
+    """Print what the target holds, and draw frames if ``drawing`` says where, which and how many.
+
+    Raises KVFetchError.
+    """
+    target = open_target(text, token)
+    try:
+        listed = await list_segments(target.objects, target.prefix)
+        if target.prefix and not listed:
+            raise ConfigError(f"{target.label}: nothing is stored under this name")
+        whole = [s for s in listed if s.manifest is not None]
+        orphans = [info for s in listed if s.manifest is None for info in s.data.values()]
+        of_orphans = len(orphans), sum(info.size_bytes for info in orphans)
+        is_single = len(whole) == 1 and bool(target.prefix or drawing)
+        if drawing is not None and not is_single:
+            raise ConfigError(f"--png expects one segment, {target.label} holds {len(whole)}; name one as STORE#NAME")
+        if is_single:
+            manifest, summary = await _read_segment(target, whole[0], keys)
+            show(Inspected([], [summary], 0, {}, *of_orphans), as_json, _segment_tables(summary))
+            if drawing is not None:
+                from sgl_kvfetch.tools.pictures import draw_span
+
+                async for line in draw_span(target.objects, manifest, *drawing):
+                    typer.echo(line, err=as_json)
+        elif target.prefix:
+            segments, unreadable = await _read_segments(target, whole, keys, limit)
+            num_more = max(0, len(whole) - limit)
+            inspected = Inspected([], segments, num_more, unreadable, *of_orphans)
+            show(inspected, as_json, _segments_tables(inspected))
+        else:
+            inspected = Inspected(await summarise_namespaces(target.objects, whole), [], len(whole), {}, *of_orphans)
+            show(inspected, as_json, _store_tables(target.label, inspected, limit))
+    finally:
+        await target.objects.close()
+
+
+async def _read_segments(
+    target: OpenTarget, segments: Sequence[StoredSegment], keys: ManifestKeys | None, limit: int
+) -> tuple[list[SegmentSummary], dict[str, str]]:
+    """Summarise the first ``limit`` segments, in each namespace the longest first. Also return errors by name."""
+    in_order = sorted(segments, key=lambda s: (s.key.namespace, -s.key.num_pages, s.key.last_page_hash))
+    summaries: list[SegmentSummary] = []
+    unreadable: dict[str, str] = {}
+    for stored in in_order[:limit]:
+        try:
+            summaries.append((await _read_segment(target, stored, keys))[1])
+        except FormatError as e:
+            unreadable[stored.key.manifest_name] = str(e)
+    return summaries, unreadable
+
+
+async def _read_segment(
+    target: OpenTarget, stored: StoredSegment, keys: ManifestKeys | None
+) -> tuple[Manifest, SegmentSummary]:
+    """Raises FormatError and StoreError."""
+    name = stored.key.manifest_name
+    content = await target.objects.get(name)
+    if content is None:
+        raise StoreError("missing", f"{name} was deleted after it was listed")
+    manifest = decode_named_manifest(content, name)
+    return manifest, summarise_segment(stored, manifest, signature_of(content, keys))
+
+
+def _store_tables(label: str, inspected: Inspected, limit: int) -> Iterator[Table | str]:
+    """Yield two tables of namespaces, one of their fields and one of their sizes; then totals and orphans."""
+    namespaces = inspected.namespaces
+    yield printable(label)
+    if namespaces:
+        yield _fields_table(namespaces[:limit])
+        yield _sizes_table(namespaces[:limit])
+        if len(namespaces) > limit:
+            yield f"... and {len(namespaces) - limit} more namespaces (--limit)"
+    else:
+        yield "no segments"
+    if len(inspected.models) > 1:
+        for model, num_bytes in inspected.models.items():
+            yield f"{format_size(num_bytes)} of {printable(model) or 'namespaces without a readable manifest'}"
+    stored_bytes = inspected.orphan_bytes + sum(n.stored_bytes for n in namespaces)
+    yield f"stored in all: {format_size(stored_bytes)}"
+    yield from _orphan_lines(inspected)
+
+
+def _orphan_lines(inspected: Inspected) -> Iterator[str]:
+    if inspected.num_orphans:
+        orphans = f"{inspected.num_orphans} data objects ({format_size(inspected.orphan_bytes)})"
+        yield f"{orphans} have no manifest: still being written, or left by a crash"
+
+
+def _fields_table(namespaces: Sequence[NamespaceSummary]) -> Table:
+    table = make_table(("namespace", "model", "cache", "quantiser", "rank", "newest, oldest"))
+    now_s = time.time()
+    for summary in namespaces:
+        n = summary.namespace
+        ages = f"{format_age(now_s - summary.newest_s)}, {format_age(now_s - summary.oldest_s)}"
+        if n is None:
+            why = "no readable manifest (kvfetch verify says why)"
+            table.add_row(summary.digest[:NAMESPACE_DIGITS], why, "", "", "", ages)
+            continue
+        dims = str(n.k_head_dim) if n.k_head_dim == n.v_head_dim else f"{n.k_head_dim}/{n.v_head_dim}"
+        cache = f"{n.attention} {n.kv_dtype}, {n.num_layers} layers x {n.num_heads} heads x {dims}, page {n.page_size}"
+        heads = summary.digest.partition(".")[2]
+        rank = f"heads {heads}, layers {layer_range(n.first_layer, n.first_layer + n.num_layers)}"
+        row = (summary.digest[:NAMESPACE_DIGITS], n.model, cache, n.quantiser, rank, ages)
+        table.add_row(*map(printable, row))
+    return table
+
+
+def _sizes_table(namespaces: Sequence[NamespaceSummary]) -> Table:
+    numbers = ("segments", "pages", "tokens", "raw", "stored", "ratio", "bits/value")
+    table = make_table(("namespace",), numbers)
+    for summary in namespaces:
+        found = summary.sizes
+        table.add_row(
+            summary.digest[:NAMESPACE_DIGITS],
+            str(summary.num_segments),
+            str(summary.num_pages),
+            "-" if summary.num_tokens is None else str(summary.num_tokens),
+            format_size(found.raw_bytes) if found else "-",
+            format_size(summary.stored_bytes),
+            format_ratio(found.ratio if found else None),
+            f"{found.bits_per_value:.2f}" if found else "-",
+        )
+    return table
+
+
+def _segments_tables(inspected: Inspected) -> Iterator[Table | str]:
+    """Yield a table per namespace, one row per segment. Namespace and shown name together form a usable prefix."""
+    for namespace, group in groupby(inspected.segments, key=lambda s: s.manifest_name.partition("/")[0]):
+        yield f"{namespace}/"
+        yield _segments_table(group)
+    for name, error in inspected.unreadable.items():
+        yield f"{name}: {printable(error)}"
+    if inspected.num_more:
+        yield f"... and {inspected.num_more} more segments (--limit)"
+    yield from _orphan_lines(inspected)
+
+
+def _segments_table(segments: Iterable[SegmentSummary]) -> Table:
+    table = make_table(("segment", "codecs", "signature"), ("pages", "first page", "tokens", "raw", "stored", "ratio"))
+    for s in segments:
+        codecs = {codec for v in s.variants for part in v.parts if part.layout for codec in part.codecs}
+        num_pages, _, page_hash = s.manifest_name.partition("/")[2].partition("-")
+        table.add_row(
+            f"{num_pages}-{page_hash[:HASH_DIGITS]}",
+            ", ".join(sorted(map(printable, codecs))),
+            s.signature,
+            str(s.num_pages),
+            str(s.first_page),
+            str(s.num_tokens),
+            format_size(s.sizes.raw_bytes),
+            format_size(s.sizes.stored_bytes),
+            format_ratio(s.sizes.ratio),
+        )
+    return table
+
+
+def _segment_tables(s: SegmentSummary) -> Iterator[Table | str]:
+    yield s.manifest_name
+    yield _facts(s)
+    for index, variant in enumerate(s.variants):
+        made = f", {printable(variant.codec)} at {printable(variant.resolution)}" if variant.codec else ""
+        yield f"variant {index}{made}: {variant.data_name}"
+        yield _parts_table(variant)
+        if len(variant.parts) > _MAX_PART_ROWS:
+            yield f"... {len(variant.parts) - _MAX_PART_ROWS} more parts are in the totals, and shown by --json"
+        if variant.missing:
+            yield "this variant's data object is MISSING"
+    for side in s.sides:
+        raw, stored = format_size(side.raw_bytes), format_size(side.stored_bytes)
+        yield f"side pool {printable(side.pool)}: {side.num_pages} pages, {raw} raw, {stored} stored"
+    raw, stored = format_size(s.sizes.raw_bytes), format_size(s.sizes.stored_bytes)
+    ratio = f"{format_ratio(s.sizes.ratio)} smaller, {s.sizes.bits_per_value:.2f} bits a value"
+    yield f"against raw: {raw} raw, {stored} stored with scales and manifest: {ratio}"
+
+
+def _facts(s: SegmentSummary) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    last_page = s.first_page + s.num_pages - 1
+    pages = f"{s.num_pages} pages of {s.namespace.page_size} tokens, from page {s.first_page} to {last_page}"
+    table.add_row("holds", f"{s.num_tokens} tokens: {pages}")
+    table.add_row("spans", f"{s.num_spans} of up to {s.span_tokens} tokens, {s.num_layer_groups} layer groups")
+    for field in s.namespace.__slots__:
+        table.add_row(field, printable(str(getattr(s.namespace, field))))
+    for index, variant in enumerate(s.variants):
+        for name, layout in variant.layouts.items():
+            table.add_row(f"layout of {name}, variant {index}", _describe_layout(layout))
+    table.add_row("manifest", format_size(s.manifest_bytes))
+    table.add_row("signature", s.signature)
+    if s.expires is not None:
+        table.add_row("expires", f"{datetime.fromtimestamp(s.expires, UTC):%Y-%m-%d %H:%M:%S} UTC")
+    return table
+
+
+def _describe_layout(layout: TileLayout | RegionLayout) -> str:
+    pictures = f"pictures of {layout.width}x{layout.height}"
+    if isinstance(layout, RegionLayout):
+        return (
+            f"{pictures}, {layout.coefficients_per_frame} coefficients a frame; a region is "
+            f"{layout.token_rows}x{layout.token_cols} tokens"
+        )
+    return (
+        f"{pictures}, {layout.tokens_per_frame} tokens a frame; a tile is {layout.head_rows}x{layout.head_cols} heads "
+        f"of {layout.dim_rows}x{layout.dim_cols} values"
+    )
+
+
+def _parts_table(variant: VariantSummary) -> Table:
+    table = make_table(("layers", "part", "codec"), ("chunks", "stored", "share", "bits/value"))
+    total = sum(part.stored_bytes for part in variant.parts)
+    for part in variant.parts[:_MAX_PART_ROWS]:
+        layers = layer_range(part.first_layer, part.end_layer)
+        table.add_row(layers, *_part_cells([part], total), f"{part.bits_per_value:.3f}")
+    table.add_section()
+    for name in dict.fromkeys(part.part for part in variant.parts):
+        alike = [part for part in variant.parts if part.part == name]
+        # The mean over layer groups, weighted by their numbers of values.
+        num_values = sum(8 * part.stored_bytes / part.bits_per_value for part in alike)
+        bits = 8 * sum(part.stored_bytes for part in alike) / num_values
+        table.add_row("all", *_part_cells(alike, total), f"{bits:.3f}")
+    return table
+
+
+def _part_cells(parts: Sequence[PartSummary], total_bytes: int) -> tuple[str, ...]:
+    stored = sum(part.stored_bytes for part in parts)
+    codecs = sorted({printable(codec) for part in parts for codec in part.codecs})
+    return (
+        parts[0].part,
+        ", ".join(codecs),
+        str(sum(part.num_chunks for part in parts)),
+        format_size(stored),
+        f"{stored / total_bytes:.1%}",
+    )

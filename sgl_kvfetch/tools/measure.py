@@ -1,0 +1,329 @@
+"""``kvfetch calibrate`` and ``kvfetch profile``: measure a model for ``klt``, and how fast a machine decodes."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from msgspec import Struct
+from rich.table import Table
+
+from sgl_kvfetch.codec import PLANES, region_layout
+from sgl_kvfetch.errors import ConfigError, UnsupportedError
+from sgl_kvfetch.plane import DecodeProfile, Sample, measure_profile
+from sgl_kvfetch.prompts import read_texts
+from sgl_kvfetch.tools.terminal import format_size, json_flag, make_console, make_table, option, show
+
+if TYPE_CHECKING:  # these load torch and codecs
+    import torch
+
+    from sgl_kvfetch.codec import Codec, Decoders, KVModel, Profile, Rope
+    from sgl_kvfetch.tools.encoding.targets import Target
+
+_LINE_EVERY_S = 10.0  # between progress lines when stderr is not a terminal
+
+
+def calibrate(
+    model: Annotated[str, option("PATH", "Path of a model that transformers can load.")],
+    text: Annotated[
+        list[Path], option("FILE", "Text like the model's traffic: plain, or JSONL with a field 'prompt'. Repeatable.")
+    ],
+    out: Annotated[Path, option("FILE", "Where to write the profile.", "--out", "-o")],
+    windows: Annotated[int, option("COUNT", "Windows of text; a fifth are held out for measuring.", min=2)] = 25,
+    context: Annotated[
+        int, option("TOKENS", "Of a window, whose KV cache is quantised; KL measures the cost of these errors.", min=16)
+    ] = 1024,
+    continuation: Annotated[int, option("TOKENS", "After the context, predicted from its KV.", min=16)] = 512,
+    part: Annotated[str, option("FROM:TO", "Use this part of the text, in fractions of its tokens.")] = "0:1",
+    max_channels: Annotated[
+        int,
+        option(
+            "COUNT",
+            "Channels that are transformed together: K and V of some heads and layers. More channels need fewer "
+            "bits, but more time and memory to restore.",
+            min=1,
+        ),
+    ] = 1536,
+    tp_size: Annotated[
+        int, option("COUNT", "The --tp-size that SGLang will run with, or a multiple of it.", min=1)
+    ] = 1,
+    device: Annotated[str, option("DEVICE", "cpu, cuda, or cuda:N.", show_default="cuda if there is one")] = "",
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],  # in float16 the gradients would be lost
+        option(None, "The model's compute type; in bfloat16, rounding hides small divergences."),
+    ] = "float32",
+    seed: Annotated[int, option("SEED", "For the tokens that are sampled to weigh errors.")] = 0,
+    as_json: Annotated[
+        bool,
+        json_flag(
+            "an object with digest, context_kl, default_target_kl, notes and curve, a list with target_kl, step, "
+            "bits_per_value, kept_share and wide_share"
+        ),
+    ] = False,
+) -> None:
+    """Measure how a model's keys and values vary and how much errors in them matter.
+
+    Writes the profile that klt needs. Give it to SGLang in --hicache-storage-backend-extra-config:
+    {"profile": FILE, ...}. The printed table shows how many bits each target_kl needs; the text below it names the
+    default target_kl.
+
+    Example:
+
+        kvfetch calibrate --model meta-llama/Llama-3.1-8B --text prompts.jsonl --out llama.profile --tp-size 2
+    """
+    import torch
+
+    from sgl_kvfetch.codec import (
+        Calibration,
+        CalibrationOptions,
+        KVModel,
+        calibrate_model,
+        calibration_windows,
+        fingerprint_model,
+        part_of,
+    )
+
+    if (out.exists() and not out.is_file()) or not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: expected a file in an existing directory")
+    prompts = [prompt for file in text for prompt in read_texts(file)]
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    loaded = KVModel(model, device=device, dtype=getattr(torch, dtype))
+    if loaded.num_heads % tp_size and tp_size % loaded.num_heads:
+        raise ConfigError(f"--tp-size {tp_size}: cannot divide {loaded.num_heads} KV heads evenly among the ranks")
+    window_tokens = context + continuation
+    most = getattr(loaded.config, "max_position_embeddings", None)
+    if most is not None and window_tokens > most:
+        raise ConfigError(f"--context and --continuation are {window_tokens} tokens, the model has {most} positions")
+    rope, notes = _rope_or_why_not(loaded)
+    tokens = [part_of(loaded.tokenise(prompt), part) for prompt in prompts]
+    ids = calibration_windows(loaded, tokens, windows, window_tokens)
+    describe = Calibration(
+        model=os.path.basename(os.path.normpath(model)),
+        weights=fingerprint_model(model),
+        text=", ".join(file.name for file in text),
+        num_windows=windows,
+        context_tokens=context,
+        continuation_tokens=continuation,
+        notes=notes,
+        part=part,
+    )
+    options = CalibrationOptions(num_context=context, max_channels=max_channels, tp_size=tp_size, seed=seed)
+    profile = calibrate_model(loaded, ids, rope, describe, options, _progress)
+    profile.save(out)
+    show(_summary(profile), as_json, _calibrate_lines(profile, out))
+
+
+def profile(
+    out: Annotated[Path | None, option("FILE", "Where to write the decode profile.", "--out", "-o")] = None,
+    codecs: Annotated[str, option("NAMES", "One or more, such as hevc,zstd.")] = "hevc,zstd",
+    resolutions: Annotated[str, option("NAMES", "Picture sizes for the video codecs.")] = "240p,480p,640p,1080p",
+    tokens: Annotated[int, option("COUNT", "Tokens in the decoded chunk.", min=1)] = 1024,
+    heads: Annotated[int, option("COUNT", "Heads in the chunk.", min=1)] = 8,
+    head_dim: Annotated[int, option("COUNT", "Values per head.", min=1)] = 128,
+    device: Annotated[
+        Literal["auto", "cpu", "nvdec"],
+        option(None, "What decodes video; auto is NVDEC if it can decode one of the codecs, or else the CPU."),
+    ] = "auto",
+    concurrency: Annotated[
+        int | None,
+        option("COUNT", "Most chunks decoded at once.", min=1, max=64, show_default="cores; with NVDEC two per engine"),
+    ] = None,
+    rounds: Annotated[int, option("COUNT", "Chunks per session; the figures are medians.", min=1)] = 5,
+    seed: Annotated[int, option("SEED", "For the chunk's integers.")] = 0,
+    as_json: Annotated[bool, json_flag("the decode profile, as --out writes it")] = False,
+) -> None:
+    """Measure how long this machine takes to decode a chunk, for each codec and resolution.
+
+    Measures one chunk alone, and then several at once. NVDEC leaves frames in GPU memory, as in device mode. Codecs
+    that it cannot decode are measured on the CPU, with the same number of sessions. The chunk is synthetic: three
+    layers of integers that are distributed like transform coefficients. Its size says little about real chunks; their
+    manifests give theirs. Stop other programs before you measure: they make the figures worse.
+
+    Example:
+
+        kvfetch profile --out decode-profile.json
+    """
+    import torch
+
+    from sgl_kvfetch.tools.encoding.targets import make_targets
+
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: the directory {out.parent} does not exist")
+    progress = make_console(stderr=True)
+    names = codecs.split(",")
+    targets = make_targets(names, resolutions.split(","))
+    sessions, device_name, decodes, about = _set_up(names, device, concurrency)
+    progress.print(about)
+    integers = _integers(tokens, PLANES * heads * head_dim, seed)
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a session is one thread, as in the decode pool
+    try:
+        measured = measure_profile(
+            list(_samples(integers, targets)),
+            sessions,
+            device=device_name,
+            source=f"kvfetch profile, {today}, {decodes}, {rounds} rounds, synthetic integers, seed {seed}",
+            chunk_values=integers.numel(),
+            rounds=rounds,
+            on_step=lambda name: progress.print(f"measuring {name}"),
+        )
+    finally:
+        torch.set_num_threads(threads)
+    best = f"a pool of {measured.num_sessions} sessions decodes the most chunks per second"
+    show(measured, as_json, [_profile_table(measured), best])
+    if out is not None:
+        try:
+            out.write_bytes(measured.encode())
+        except OSError as e:
+            raise ConfigError(f"--out {out}: {e}") from e
+        progress.print(f"wrote {out}")
+
+
+def _rope_or_why_not(model: KVModel) -> tuple[Rope | None, tuple[str, ...]]:
+    from sgl_kvfetch.codec import find_rope
+
+    try:
+        return find_rope(model), ()
+    except UnsupportedError as e:
+        note = f"K stays rotated, which costs bits: {e}"
+        make_console(stderr=True).print(f"kvfetch: {note}")
+        return None, (note,)
+
+
+def _progress(steps: Iterable[Any], total: int, what: str) -> Iterator[Any]:
+    """Pass on ``steps``, and show a progress bar on a terminal, or else print a line every ten seconds."""
+    console = make_console(stderr=True)
+    if console.is_terminal:
+        from rich.progress import track
+
+        yield from track(steps, what, total, console=console, transient=True)
+        return
+    started_s = said_s = time.monotonic()
+    for done, step in enumerate(steps, 1):
+        yield step
+        now_s = time.monotonic()
+        if done == total or now_s - said_s >= _LINE_EVERY_S:
+            left_s = (now_s - started_s) / done * (total - done)
+            console.print(f"{what}: {done} of {total}, {left_s:.0f} s left")
+            said_s = now_s
+
+
+class CurvePoint(Struct, frozen=True):
+    """What a ``target_kl`` costs. Shares are of all coefficients: those that are kept, and that need two integers."""
+
+    target_kl: float
+    step: float
+    bits_per_value: float
+    kept_share: float
+    wide_share: float
+
+
+class Calibrated(Struct, frozen=True):
+    digest: str
+    context_kl: float
+    default_target_kl: float
+    notes: tuple[str, ...]
+    curve: list[CurvePoint]
+
+
+def _summary(profile: Profile) -> Calibrated:
+    from sgl_kvfetch.codec import KltQuantiser
+
+    curve = [
+        CurvePoint(p.kl, p.step, p.bits_per_value, *KltQuantiser(profile, step=p.step).coefficient_shares)
+        for p in profile.curve
+    ]
+    notes = profile.calibration.notes
+    return Calibrated(profile.digest, profile.context_kl, profile.default_target_kl, notes, curve)
+
+
+def _calibrate_lines(profile: Profile, out: Path) -> Iterator[Table | str]:
+    table = make_table((), ("target_kl", "step", "bits a value", "bf16 is larger by", "coefficients kept", "wide"))
+    for point in _summary(profile).curve:
+        ratio = f"{16 / point.bits_per_value:.1f}x" if point.bits_per_value else ""
+        costs = f"{point.target_kl:.2g}", f"{point.step:.3g}", f"{point.bits_per_value:.2f}"
+        table.add_row(*costs, ratio, f"{point.kept_share:.0%}", f"{point.wide_share:.1%}")
+    yield table
+    grid, held_out = profile.grid, max(1, profile.calibration.num_windows // 5)
+    yield f"Measured on {held_out} held-out windows of {profile.calibration.text}; bits are order-0 entropies."
+    yield (
+        f"Losing the context costs {profile.context_kl:.2g} nats a token, so the default target_kl is "
+        f"{profile.default_target_kl:.2g}. The first {profile.num_sinks} tokens are kept exact."
+    )
+    yield f"Cells: {grid.cell_layers} layers, {grid.cell_heads} of {grid.num_heads} heads, K and V together."
+    yield f"{out}: profile {profile.digest}, {out.stat().st_size / 1e6:.1f} MB"
+
+
+def _set_up(codecs: Sequence[str], device: str, concurrency: int | None) -> tuple[Sequence[Decoders], str, str, str]:
+    """Open the sessions. Also return the device's name, what decodes on what, and a sentence for the user. Raises
+    ConfigError if NVDEC is required but missing, or if it decodes none of the codecs."""
+    import torch
+
+    from sgl_kvfetch.codec import open_current_nvdec
+
+    cpu = platform.processor() or platform.machine()
+    cores = len(os.sched_getaffinity(0))
+    if device == "cpu":
+        return [{}] * (concurrency or cores), cpu, "CPU", "measuring the CPU"
+    nvdec, about = open_current_nvdec()
+    on_nvdec = [] if nvdec is None else [name for name in codecs if name in nvdec.codecs]
+    if nvdec is not None and on_nvdec:
+        nvdec.surfaces.limit_bytes = None  # measure the engines themselves, without a server's memory limit
+        sessions = [nvdec.open_session() for _ in range(concurrency or 2 * nvdec.num_engines)]
+        decodes = f"{', '.join(on_nvdec)} on NVDEC ({nvdec.num_engines} engines), all else on the CPU"
+        return sessions, f"{torch.cuda.get_device_name()}, {cpu}", decodes, about
+    if device == "nvdec":
+        raise ConfigError(f"--device nvdec: this machine's NVDEC decodes none of {', '.join(codecs)} ({about})")
+    return [{}] * (concurrency or cores), cpu, "CPU", f"measuring the CPU ({about})"
+
+
+def _samples(integers: torch.Tensor, targets: Sequence[Target]) -> Iterator[Sample[Decoders]]:
+    """Yield a sample for each video codec at each resolution, and one for each fast codec, which has no pictures."""
+    from sgl_kvfetch.codec import HevcCodec, get_codec
+
+    seen = set()
+    for target in targets:
+        codec = get_codec(target.codec)
+        name = f"{target.codec} {target.resolution}" if isinstance(codec, HevcCodec) else target.codec
+        if name in seen:
+            continue
+        seen.add(name)
+        layout = region_layout(integers.shape[0], integers.shape[1], target.resolution)
+        bitstream = codec.encode(layout.to_frames(integers))
+        shape = layout.num_frames(tuple(integers.shape)), layout.height, layout.width
+        yield Sample(name, len(bitstream), partial(_decode, codec, bitstream, shape))
+
+
+def _decode(codec: Codec, bitstream: bytes, shape: tuple[int, int, int], session: Decoders) -> None:
+    """Decode one chunk. Raises ConfigError if NVDEC fell back to the CPU, whose time must not count as NVDEC's."""
+    if (decoder := session.get(codec.name)) is None:
+        codec.decode(bitstream, shape)
+    elif not decoder.decode(bitstream, shape).is_on_device:
+        raise ConfigError(f"NVDEC did not decode {codec.name} of {shape[2]}x{shape[1]}; try a lower --concurrency")
+
+
+def _integers(num_tokens: int, num_coefficients: int, seed: int) -> torch.Tensor:
+    """Return uint8 ``(coefficients, tokens)`` around 128, with a falling spread, as after a transform."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.logspace(1, -1, num_coefficients)[:, None]
+    normal = torch.randn(num_coefficients, num_tokens, generator=generator)
+    return (normal * spread + 128).round().clamp(0, 255).to(torch.uint8)
+
+
+def _profile_table(profile: DecodeProfile) -> Table:
+    columns = [f"{k} at once" for k in range(1, profile.max_concurrency + 1)]
+    table = make_table(("variant",), ("size", *columns, "switch"))
+    table.title = "Seconds a chunk"
+    for v in profile.variants:
+        times = [f"{t:.4f}" for t in v.decode_s]
+        table.add_row(v.name, format_size(v.size_bytes), *times, f"{v.switch_s:.4f}")
+    return table

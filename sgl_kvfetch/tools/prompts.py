@@ -1,0 +1,327 @@
+"""``kvfetch lookup``, ``pin``, ``unpin`` and ``warm``: what a store has of prompts, and what it keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from msgspec import Struct
+
+from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes, read_prompts, tokenise
+from sgl_kvfetch.stores import MAX_LABEL, MAX_PIN_PAGES, Pin, Store, pages_stored
+from sgl_kvfetch.tools.target import run_on_store
+from sgl_kvfetch.tools.terminal import (
+    IndexOption,
+    StoreArgument,
+    TokenFileOption,
+    TokenOption,
+    json_flag,
+    option,
+    printable,
+    show,
+)
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession
+
+API_KEY_ENV = "SGLANG_API_KEY"
+_LABEL = 60  # characters of a prompt
+_LOOK_EVERY_S = 0.5
+
+PromptOption = Annotated[
+    str | None, option("TEXT", "A prompt as the server gets it after its chat template, or [1, 2, ...]: tokens.")
+]
+FileOption = Annotated[
+    Path | None,
+    option("FILE", 'Prompts: one in a text file, or one a line in JSONL, {"prompt": TEXT} or {"prompt": [1, 2, ...]}.'),
+]
+ModelOption = Annotated[str | None, option("PATH", "Model whose tokenizer texts need; tokens need none.")]
+PageSizeOption = Annotated[int | None, option("TOKENS", "SGLang's --page-size.", min=1)]
+SaltOption = Annotated[str | None, option("SALT", "The cache_salt of the prompts' requests.")]
+StoredFlag = Annotated[bool, json_flag("a list of prompts, each with num_tokens, num_pages and stored_pages")]
+
+
+class StoredPrompt(Struct, frozen=True):
+    """What a store has of a prompt."""
+
+    num_tokens: int
+    num_pages: int  # whole pages
+    stored_pages: dict[str, int]  # by namespace
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether a namespace has all of its pages."""
+        return self.num_pages in (0, *self.stored_pages.values())
+
+
+class PinSummary(Struct, frozen=True):
+    name: str
+    label: str
+    num_pages: int
+    page_size: int
+    stored_pages: dict[str, int]  # by namespace
+
+
+def lookup(
+    store: StoreArgument,
+    page_size: Annotated[int, option("TOKENS", "SGLang's --page-size.", min=1, show_default=False)],
+    prompt: PromptOption = None,
+    file: FileOption = None,
+    model: ModelOption = None,
+    cache_salt: SaltOption = None,
+    index: IndexOption = None,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    as_json: StoredFlag = False,
+) -> None:
+    """Say how many of a prompt's pages a lookup finds, by namespace.
+
+    Counted are whole pages from the prompt's beginning on, for which the heads of all ranks are stored. A lookup counts
+    as a use of the segments that it finds.
+
+    Examples:
+
+        kvfetch lookup http://127.0.0.1:8700 --file system-prompt.txt --model /models/llama --page-size 64
+
+        kvfetch lookup http://127.0.0.1:8700 --prompt '[1, 2, 3, 4]' --page-size 2
+    """
+    prompts = _tokens_of(_require_prompts(prompt, file), model)
+
+    async def look_up(store: Store) -> list[StoredPrompt]:
+        return [await _stored_prompt(store, tokens, page_size, cache_salt) for tokens in prompts]
+
+    _show_stored(run_on_store(store, token, token_file, index, look_up), as_json)
+
+
+def pin(
+    store: StoreArgument,
+    prompt: PromptOption = None,
+    file: FileOption = None,
+    model: ModelOption = None,
+    page_size: PageSizeOption = None,
+    cache_salt: SaltOption = None,
+    label: Annotated[str | None, option("TEXT", "What the list calls the pin; by default, how it begins.")] = None,
+    index: IndexOption = None,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    as_json: Annotated[
+        bool, json_flag("a list of pins, each with name, label, num_pages, page_size and stored_pages")
+    ] = False,
+) -> None:
+    """Keep prompts' segments from being evicted while there are others, or list the pins.
+
+    A pin holds for all segments with one of the prompt's whole pages, of all models and ranks, stored before or later.
+    Without --prompt and --file, the command lists the pins and what is stored of them. kvfetch serve refuses a pin if
+    pinned segments would take more than half of its capacity, and wants a token with the role admin. Lifecycle rules
+    of a bucket know nothing of pins.
+
+    Examples:
+
+        kvfetch pin http://127.0.0.1:8700 --file system-prompt.txt --model /models/llama --page-size 64
+
+        kvfetch pin http://127.0.0.1:8700
+    """
+    new = _pins_of(_prompts_of(prompt, file), model, page_size, cache_salt, label)
+
+    async def put(store: Store) -> list[PinSummary]:
+        for one in new:
+            await store.put_pin(one)
+        names = [one.name for one in new] or sorted(await store.pins())
+        kept = [kept for name in names if (kept := await store.get_pin(name)) is not None]
+        return [
+            PinSummary(k.name, k.label, len(k.page_hashes), k.page_size, await pages_stored(store, k.page_hashes))
+            for k in kept
+        ]
+
+    found = run_on_store(store, token, token_file, index, put)
+    lines = (
+        f"{one.name}  {printable(one.label)}\n"
+        f"  {one.num_pages} pages of {one.page_size} tokens; {_stored_text(one.stored_pages)}"
+        for one in found
+    )
+    show(found, as_json, lines if found else ["no pins"])
+
+
+def unpin(
+    store: StoreArgument,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Pins, as kvfetch pin STORE lists them.")
+    ] = None,
+    prompt: PromptOption = None,
+    file: FileOption = None,
+    model: ModelOption = None,
+    page_size: PageSizeOption = None,
+    cache_salt: SaltOption = None,
+    index: IndexOption = None,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+) -> None:
+    """Let pinned prompts' segments be evicted like others.
+
+    Name the pins, or give the same prompts as to kvfetch pin. The exit code is 1 if one of them was not there.
+
+    Example:
+
+        kvfetch unpin http://127.0.0.1:8700 --file system-prompt.txt --model /models/llama --page-size 64
+    """
+    given = _pins_of(_prompts_of(prompt, file), model, page_size, cache_salt)
+    wanted = [*(names or ()), *(pin.name for pin in given)]
+    if not wanted:
+        raise ConfigError("expected the name of a pin, --prompt or --file")
+
+    async def delete(store: Store) -> list[str]:
+        return [name for name in wanted if not await store.delete_pin(name)]
+
+    missing = run_on_store(store, token, token_file, index, delete)
+    for name in missing:
+        typer.echo(f"there was no pin {name}", err=True)
+    typer.echo(f"{len(wanted) - len(missing)} unpinned")
+    if missing:
+        raise typer.Exit(1)
+
+
+def warm(
+    store: StoreArgument,
+    server: Annotated[str, option("URL", "An SGLang server that writes to the store.", show_default=False)],
+    prompt: PromptOption = None,
+    file: FileOption = None,
+    cache_salt: SaltOption = None,
+    timeout_s: Annotated[float, option("SECONDS", "How long to wait until all is stored.", "--timeout", min=0)] = 60.0,
+    index: IndexOption = None,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    as_json: StoredFlag = False,
+) -> None:
+    """Send prompts through an SGLang server, and say what of each is stored then.
+
+    The server's tokenizer and page size count. Each prompt costs its prefill and one token. Of a prompt, only whole
+    pages are stored. A server with an API key needs it as SGLANG_API_KEY in the environment. The exit code is 1 if
+    some pages are not stored in time.
+
+    Example:
+
+        kvfetch warm http://127.0.0.1:8700 --server http://127.0.0.1:30000 --file prompts.jsonl
+    """
+    import aiohttp
+
+    prompts, server = _require_prompts(prompt, file), server.rstrip("/")
+
+    async def send_all(store: Store) -> list[StoredPrompt]:
+        key = os.environ.get(API_KEY_ENV)
+        try:
+            headers = {"Authorization": f"Bearer {key}"} if key else None
+            async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as session:
+                page_size = int((await _ask(session, "GET", f"{server}/server_info"))["page_size"])
+                sent = [await _send(session, server, prompt, cache_salt) for prompt in prompts]
+            until = asyncio.get_running_loop().time() + timeout_s
+            return [await _wait_for(store, tokens, page_size, cache_salt, until) for tokens in sent]
+        except (aiohttp.ClientError, TimeoutError, KeyError, ValueError) as e:
+            raise StoreError("protocol", f"{server}: {type(e).__name__}: {e}") from e
+
+    warmed = run_on_store(store, token, token_file, index, send_all)
+    _show_stored(warmed, as_json)
+    if not all(one.is_stored for one in warmed):
+        raise typer.Exit(1)
+
+
+def _prompts_of(prompt: str | None, file: Path | None) -> list[Prompt]:
+    """Return the prompts that the options name; none without them. Raises ConfigError."""
+    if prompt is not None and file is not None:
+        raise ConfigError("give either --prompt or --file, not both")
+    if file is not None:
+        return read_prompts(file)
+    if prompt is None:
+        return []
+    if prompt.startswith("["):
+        with contextlib.suppress(msgspec.DecodeError):
+            return [msgspec.json.decode(prompt, type=Tokens)]
+    return [prompt]
+
+
+def _require_prompts(prompt: str | None, file: Path | None) -> list[Prompt]:
+    """Like `_prompts_of`, but raises ConfigError without prompts."""
+    prompts = _prompts_of(prompt, file)
+    if not prompts:
+        raise ConfigError("expected --prompt or --file")
+    return prompts
+
+
+def _tokens_of(prompts: Sequence[Prompt], model: str | None) -> list[Tokens]:
+    """Raises ConfigError."""
+    if model is None and any(isinstance(prompt, str) for prompt in prompts):
+        raise ConfigError("texts need --model, whose tokenizer turns them into tokens")
+    return tokenise(model or "", prompts)
+
+
+def _pins_of(
+    prompts: Sequence[Prompt],
+    model: str | None,
+    page_size: int | None,
+    cache_salt: str | None,
+    label: str | None = None,
+) -> list[Pin]:
+    """Raises ConfigError."""
+    if prompts and page_size is None:
+        raise ConfigError("a prompt needs --page-size, SGLang's")
+    pins = []
+    for given, tokens in zip(prompts, _tokens_of(prompts, model), strict=True):
+        assert page_size is not None
+        hashes = page_hashes(tokens, page_size, cache_salt)
+        if not 1 <= len(hashes) <= MAX_PIN_PAGES:
+            raise ConfigError(f"a prompt has {len(tokens)} tokens, which are {len(hashes)} pages of {page_size} tokens")
+        begins = str(given).strip()
+        called = label if label is not None else begins[:_LABEL] + "..." * (len(begins) > _LABEL)
+        pins.append(Pin(called[:MAX_LABEL], page_size, b"".join(hashes)))
+    return pins
+
+
+async def _stored_prompt(store: Store, tokens: Sequence[int], page_size: int, cache_salt: str | None) -> StoredPrompt:
+    """Raises StoreError."""
+    hashes = page_hashes(tokens, page_size, cache_salt)
+    return StoredPrompt(len(tokens), len(hashes), await pages_stored(store, hashes))
+
+
+def _show_stored(prompts: Sequence[StoredPrompt], as_json: bool) -> None:
+    lines = (
+        f"prompt {number}: {p.num_tokens} tokens, {p.num_pages} pages; {_stored_text(p.stored_pages)}"
+        for number, p in enumerate(prompts)
+    )
+    show(prompts, as_json, lines)
+
+
+def _stored_text(stored_pages: Mapping[str, int]) -> str:
+    """Return what ``pages_stored`` found, for people."""
+    found = ", ".join(f"{pages} in {namespace}" for namespace, pages in stored_pages.items())
+    return f"stored: {found or 'none'}"
+
+
+async def _send(session: ClientSession, server: str, prompt: Prompt, cache_salt: str | None) -> Tokens:
+    """Send a prompt through the server. Return its tokens."""
+    if isinstance(prompt, str):
+        prompt = list((await _ask(session, "POST", f"{server}/tokenize", {"prompt": prompt}))["tokens"])
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+    await _ask(session, "POST", f"{server}/generate", body | ({"cache_salt": cache_salt} if cache_salt else {}))
+    return prompt
+
+
+async def _ask(session: ClientSession, method: str, url: str, body: dict[str, Any] | None = None) -> Any:
+    async with session.request(method, url, json=body) as response:
+        if response.status != 200:
+            raise StoreError("server", f"{url} answered {response.status}: {(await response.text())[:500]}")
+        return await response.json()
+
+
+async def _wait_for(store: Store, tokens: Tokens, page_size: int, cache_salt: str | None, until: float) -> StoredPrompt:
+    """Wait until a prompt is stored, at most until then. Look once at least."""
+    while True:
+        found = await _stored_prompt(store, tokens, page_size, cache_salt)
+        if found.is_stored or asyncio.get_running_loop().time() > until:
+            return found
+        await asyncio.sleep(_LOOK_EVERY_S)

@@ -1,0 +1,281 @@
+"""``kvfetch clear`` and ``kvfetch move``: delete a store's segments, or move them to another store."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated
+
+import typer
+import xxhash
+from msgspec import Struct
+
+from sgl_kvfetch.errors import ConfigError, CorruptError, KVFetchError, StoreError
+from sgl_kvfetch.keys import PAGE_HASH_BYTES, SegmentKey, parse_object_name
+from sgl_kvfetch.side_by_side import side_by_side
+from sgl_kvfetch.stores import (
+    Store,
+    StoredSegment,
+    Swept,
+    decode_named_manifest,
+    folders_named,
+    list_segments,
+    models_of_folders,
+    pinned_segments,
+    sweep_segments,
+)
+from sgl_kvfetch.tools.target import open_existing_store, run_on_store
+from sgl_kvfetch.tools.terminal import (
+    DryRunOption,
+    IndexOption,
+    PartArgument,
+    TokenFileOption,
+    TokenOption,
+    format_size,
+    json_flag,
+    make_progress,
+    option,
+    parse_age,
+    printable,
+    read_token,
+    show,
+)
+
+_AT_ONCE = 4
+
+ModelOption = Annotated[
+    str | None,
+    option("NAME", "Only namespaces whose model or digest, as kvfetch inspect shows them, starts with NAME."),
+]
+
+
+class Cleared(Struct):
+    """What was selected and what of it was deleted."""
+
+    num_segments: int  # without the pinned ones that stay
+    num_bytes: int
+    num_pinned: int  # stay
+    num_objects: int | None = None  # deleted; None in a dry run
+    failures: dict[str, str] = {}  # by the object's name
+
+
+class Moved(Struct):
+    """What became of the source's segments, or in a dry run, what would become of them."""
+
+    num_moved: int = 0
+    num_there: int = 0  # of these, the target had them already
+    num_bytes: int = 0  # written to the target
+    failures: dict[str, str] = {}  # by the manifest's name
+
+
+def clear(
+    store: PartArgument,
+    model: ModelOption = None,
+    older_than: Annotated[
+        str | None, option("AGE", "Only segments that were written longer ago, such as 90s, 45m, 12h or 30d.")
+    ] = None,
+    pinned: Annotated[bool, option(None, "Delete pinned segments, too.", "--pinned")] = False,
+    dry_run: DryRunOption = False,
+    yes: Annotated[bool, option(None, "Do not ask.", "--yes", "-y")] = False,
+    index: IndexOption = None,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    as_json: Annotated[
+        bool,
+        json_flag("an object with num_segments, num_bytes, num_pinned, num_objects (null in a dry run) and failures"),
+    ] = False,
+) -> None:
+    """Delete all segments of a store, or of a part of it.
+
+    What is deleted is computed again when it is needed; servers may use the store meanwhile. Pinned segments stay,
+    except with --pinned; then the pins stay, for what is stored later. A token needs the role `admin`, or, for a part
+    within one namespace, `write`. To keep what is used most, use `kvfetch gc`. The exit code is 1 if some objects could
+    not be deleted.
+
+    Examples:
+
+        kvfetch clear http://127.0.0.1:8700
+
+        kvfetch clear http://127.0.0.1:8700 --model llama-70b --older-than 30d --dry-run
+
+        kvfetch clear s3://kv-cache/llama#4f0c --index redis://10.0.0.5:6379/0 --yes
+    """
+    age_s = None if older_than is None else parse_age(older_than)
+    url, _, prefix = store.partition("#")
+    say = partial(typer.echo, err=as_json)
+
+    async def select_and_delete(opened: Store) -> Cleared:
+        segments = await select_segments(opened, prefix, model)
+        if age_s is not None:
+            written_before_s = time.time() - age_s
+            segments = [segment for segment in segments if segment.modified_s < written_before_s]
+        kept = set() if pinned else await pinned_segments(opened, {segment.key.namespace for segment in segments})
+        free = [segment for segment in segments if segment.key not in kept]
+        cleared = Cleared(len(free), sum(segment.stored_bytes for segment in free), len(segments) - len(free))
+        if cleared.num_pinned:
+            say(f"{cleared.num_pinned} pinned segments stay; --pinned deletes them, too")
+        say(f"{store}: {cleared.num_segments} segments, {format_size(cleared.num_bytes)}")
+        if dry_run:
+            return cleared
+        if not yes:
+            if not sys.stdin.isatty():
+                raise ConfigError("nobody can be asked here: add --yes to delete them")
+            typer.confirm("Delete them?", abort=True, err=as_json)
+        if model is None and age_s is None and not cleared.num_pinned:
+            swept = Swept(await opened.delete_prefix(prefix))  # a few requests, whatever the number of segments
+        else:
+            swept = await sweep_segments(opened, free, grace_s=0)
+        cleared.num_objects, cleared.failures = swept.num_objects, swept.failures
+        return cleared
+
+    cleared = run_on_store(url, token, token_file, index, select_and_delete)
+    deleted = [] if cleared.num_objects is None else [f"{cleared.num_objects} objects deleted"]
+    show(cleared, as_json, deleted, cleared.failures)
+
+
+def move(
+    source: PartArgument,
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Another store, of any kind.")],
+    model: ModelOption = None,
+    copy: Annotated[bool, option(None, "Delete nothing at the source.", "--copy")] = False,
+    dry_run: DryRunOption = False,
+    source_index: Annotated[str | None, option("URL", "The index of an S3 source.")] = None,
+    target_index: Annotated[str | None, option("URL", "The index of an S3 target.")] = None,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    as_json: Annotated[bool, json_flag("an object with num_moved, num_there, num_bytes and failures")] = False,
+) -> None:
+    """Move all segments of a store, or of a part of it, to another store.
+
+    Each segment is written, read back and compared before it is deleted at the source; so is one that the target has
+    already. If the command is interrupted, run it again: it goes on with what is left. Servers may use both stores
+    meanwhile. Manifests stay as they are, with their signatures; pins are not moved. The token is for both stores. The
+    exit code is 1 if some segments could not be moved: they stay.
+
+    Examples:
+
+        kvfetch move /var/cache/kv s3://kv-cache/llama --target-index redis://10.0.0.5:6379/0
+
+        kvfetch move http://old:8700#4f0c http://new:8700 --copy
+
+        kvfetch move http://old:8700 http://new:8700 --model llama-70b --dry-run
+    """
+    url, _, prefix = source.partition("#")
+    same = ConfigError(f"SOURCE and TARGET are the same store, under one name or under two: {url}")
+    if url.rstrip("/") == target.rstrip("/"):
+        raise same
+
+    async def select_and_move(opened: Store) -> Moved:
+        other = open_existing_store(target, read_token(token, token_file), target_index)
+        try:
+            segments = [each for each in await select_segments(opened, prefix, model) if each.manifest is not None]
+            if segments and not dry_run and await _is_same(opened, other, segments[0].key):
+                raise same
+            with make_progress("moving") as progress:
+                task = progress.add_task("", total=len(segments))
+                return await move_segments(opened, other, segments, copy, dry_run, lambda: progress.advance(task))
+        finally:
+            await other.close()
+
+    moved = run_on_store(url, token, token_file, source_index, select_and_move)
+    verb = "copied" if copy else "moved"
+    verb, there, written = (f"would be {verb}", "are", "to write") if dry_run else (verb, "were", "written")
+    total = (
+        f"{moved.num_moved} segments {verb}, {moved.num_there} of them {there} there already; "
+        f"{format_size(moved.num_bytes)} {written}, {len(moved.failures)} failed"
+    )
+    show(moved, as_json, [total], moved.failures)
+
+
+async def select_segments(store: Store, prefix: str, model: str | None) -> list[StoredSegment]:
+    """List the segments whose objects' names start with ``prefix``, in namespaces of ``model`` if it is not None.
+
+    Warns on stderr if no namespace has this model's name. Raises StoreError.
+    """
+    segments = await list_segments(store, prefix)
+    if model is None:
+        return segments
+    folders = folders_named(model, await models_of_folders(store, segments))
+    if not folders:
+        typer.echo(f"WARNING: --model {printable(model)}: no namespace of the store has this name", err=True)
+    return [segment for segment in segments if segment.key.namespace in folders]
+
+
+async def move_segments(
+    source: Store, target: Store, segments: list[StoredSegment], copy: bool, dry_run: bool, done: Callable[[], None]
+) -> Moved:
+    """Move segments, and call ``done`` after each. What concerns one segment alone is noted; raises StoreError for
+    what concerns a whole store."""
+    moved = Moved()
+
+    async def move_one(segment: StoredSegment) -> None:
+        name = segment.key.manifest_name
+        try:
+            manifest = await source.get(name)
+            if manifest is None:
+                return  # deleted meanwhile
+            names = sorted(decode_named_manifest(manifest, name).data_names)
+            was_there = await _has(target, name, manifest, names)
+            if dry_run:
+                moved.num_bytes += 0 if was_there else segment.stored_bytes
+            elif not was_there:
+                sizes = [await _copy(source, target, each) for each in names]
+                await target.put(name, manifest)
+                moved.num_bytes += sum(sizes) + len(manifest)
+            if not (copy or dry_run):
+                await source.delete(name)
+                for each in sorted({*names, *segment.data}):
+                    await source.delete(each)
+            moved.num_moved += 1
+            moved.num_there += was_there
+        except KVFetchError as e:
+            if isinstance(e, StoreError) and not e.concerns_object:
+                raise
+            moved.failures[name] = str(e)
+        finally:
+            done()
+
+    await side_by_side(_AT_ONCE, segments, move_one)
+    return moved
+
+
+async def _is_same(source: Store, target: Store, segment: SegmentKey) -> bool:
+    """Whether what is put into the target appears in the source. To move segments would delete them then."""
+    probe = secrets.token_bytes(PAGE_HASH_BYTES)
+    name = SegmentKey(segment.namespace, 1, probe).data_name(xxhash.xxh3_128_hexdigest(probe))
+    await target.put(name, probe)
+    try:
+        return await source.head(name) is not None
+    finally:
+        await target.delete(name)
+
+
+async def _has(target: Store, manifest_name: str, manifest: bytes, names: list[str]) -> bool:
+    """Whether the target has the whole segment, undamaged."""
+    if await target.get(manifest_name) != manifest:
+        return False
+    for name in names:
+        content = await target.get(name)
+        if content is None or not _is_sound(name, content):
+            return False
+    return True
+
+
+def _is_sound(name: str, content: bytes) -> bool:
+    return xxhash.xxh3_128_hexdigest(content) == parse_object_name(name).content_digest
+
+
+async def _copy(source: Store, target: Store, name: str) -> int:
+    """Copy a data object, and read it back. Return its size. Raises StoreError and CorruptError."""
+    content = await source.get(name)
+    if content is None:
+        raise StoreError("missing", f"{name} is gone from the source")
+    if not _is_sound(name, content):
+        raise CorruptError(f"{name} does not match the digest in its name: it is damaged at the source")
+    await target.put(name, content)
+    if await target.get(name) != content:
+        raise StoreError("protocol", f"{name} came back from the target with other bytes")
+    return len(content)

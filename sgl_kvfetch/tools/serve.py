@@ -1,0 +1,107 @@
+"""``kvfetch serve``: run the embedded store on this machine."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.sizes import parse_size
+from sgl_kvfetch.tools.terminal import TokenOption, option, read_token
+
+DEFAULT_PORT = 8700
+
+
+def serve(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIRECTORY", file_okay=False, help="Where to keep objects; created if missing.")
+    ],
+    host: Annotated[str, option("ADDRESS", "Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, option("PORT", "Port to listen on; 0 picks a free one.", min=0, max=65535)] = DEFAULT_PORT,
+    capacity: Annotated[
+        str | None, option("SIZE", "Most bytes to store, such as 100GiB; then the least recently used is evicted.")
+    ] = None,
+    token: TokenOption = None,
+    token_file: Annotated[
+        Path | None,
+        option(
+            "FILE",
+            "A file with one token, or with lines ROLE TOKEN, where ROLE is read, write or admin. "
+            "It is read again when it changes, and on SIGHUP.",
+        ),
+    ] = None,
+    tls_cert: Annotated[Path | None, option("FILE", "PEM file with a certificate: speak TLS.")] = None,
+    tls_key: Annotated[Path | None, option("FILE", "PEM file with the certificate's key.")] = None,
+    tls_client_ca: Annotated[
+        Path | None, option("FILE", "PEM file with CAs: clients must have a certificate by one of them.")
+    ] = None,
+    insecure: Annotated[bool, option(None, "Accept other hosts without a token.", "--insecure")] = False,
+    orphan_age_s: Annotated[
+        float, option("SECONDS", "Age at which unfinished writes are removed.", "--orphan-age")
+    ] = 900.0,
+    max_object: Annotated[str, option("SIZE", "Largest object that is accepted.")] = "4GiB",
+    max_uploads: Annotated[
+        int, option("COUNT", "Most uploads at a time; further clients are told to retry later.")
+    ] = 64,
+    max_connections: Annotated[
+        int, option("COUNT", "Most open connections; further clients are told to retry later.")
+    ] = 4096,
+    idle_timeout_s: Annotated[
+        float,
+        option(
+            "SECONDS",
+            "Close connections without a request for so long, or that move under 1 MiB of a body in this time.",
+            "--idle-timeout",
+        ),
+    ] = 30.0,
+    tokenizer: Annotated[
+        str | None,
+        option(
+            "MODEL",
+            "A model's folder or name: with its tokenizer, the store's page looks up texts, not only tokens. "
+            "Needs transformers.",
+        ),
+    ] = None,
+    grace_s: Annotated[
+        float, option("SECONDS", "How long to wait for open requests before stopping.", "--grace")
+    ] = 10.0,
+) -> None:
+    """Serve a directory as a store, until Ctrl-C or SIGTERM.
+
+    Examples:
+
+        kvfetch serve /var/cache/kv --capacity 100GiB
+
+        KVFETCH_TOKEN=secret kvfetch serve /var/cache/kv --host 0.0.0.0
+    """
+    from sgl_kvfetch.server import ServerConfig, run_server
+
+    config = ServerConfig(
+        root=directory,
+        host=host,
+        port=port,
+        token=None if token_file is not None and token is None else read_token(token, token_file),
+        token_file=token_file,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_client_ca=tls_client_ca,
+        insecure=insecure,
+        capacity_bytes=parse_size(capacity) if capacity is not None else None,
+        max_body_bytes=parse_size(max_object),
+        max_uploads=max_uploads,
+        max_connections=max_connections,
+        idle_timeout_s=idle_timeout_s,
+        orphan_age_s=orphan_age_s,
+        grace_s=grace_s,
+        tokenizer=tokenizer,
+    )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"cannot make {directory}: {e.strerror or e}") from e
+    # Show INFO: the server logs the address that it listens on.
+    logging.basicConfig(level=logging.INFO, format="kvfetch: %(message)s")
+    run_server(config)

@@ -1,0 +1,227 @@
+"""Summarises a store or its segments in numbers, for `kvfetch inspect`. Sizes include manifests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Literal
+
+from msgspec import Struct
+
+from sgl_kvfetch.codec import Manifest, ManifestKeys, RegionLayout, TileLayout, Variant, split_signature
+from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.stores import Objects, StoredSegment, first_readable_manifest
+from sgl_kvfetch.types import KV_DTYPES
+
+Signature = Literal["good", "wrong", "missing", "signed (not checked)", "none"]
+
+
+def signature_of(content: bytes, keys: ManifestKeys | None) -> Signature:
+    """Check a manifest's signature. ``content``: the whole stored object. Without ``keys``, none is expected."""
+    manifest, signature = split_signature(content)
+    if keys is None:
+        return "signed (not checked)" if signature else "none"
+    if not signature:
+        return "missing"
+    return "good" if keys.is_signed(manifest, signature) else "wrong"
+
+
+class Sizes(Struct, frozen=True):
+    """``ratio`` is raw bytes over stored bytes; ``bits_per_value`` is the stored size of one K or V number."""
+
+    raw_bytes: int
+    stored_bytes: int
+    ratio: float
+    bits_per_value: float
+
+
+def sizes(raw_bytes: int, stored_bytes: int, dtype: str) -> Sizes:
+    num_values = raw_bytes / KV_DTYPES[dtype]
+    return Sizes(raw_bytes, stored_bytes, raw_bytes / stored_bytes, 8 * stored_bytes / num_values)
+
+
+class NamespaceSummary(Struct, frozen=True):
+    """Overlapping segments are counted separately. The last three fields are None if no manifest can be read."""
+
+    digest: str
+    num_segments: int
+    num_pages: int
+    stored_bytes: int
+    oldest_s: float  # when its oldest manifest was put, in seconds since the epoch
+    newest_s: float
+    num_tokens: int | None
+    sizes: Sizes | None
+    namespace: Namespace | None
+
+
+async def summarise_namespaces(objects: Objects, segments: Sequence[StoredSegment]) -> list[NamespaceSummary]:
+    """Summarise namespaces, the one that takes most bytes first.
+
+    Needs object names, sizes and one manifest of each namespace, so that large stores stay cheap. ``segments`` are
+    whole, and sorted by name.
+    """
+    groups = [list(group) for _, group in groupby(segments, key=lambda s: s.key.namespace)]
+    namespaces = [await _summarise_namespace(objects, group) for group in groups]
+    return sorted(namespaces, key=lambda n: n.stored_bytes, reverse=True)
+
+
+async def _summarise_namespace(objects: Objects, segments: Sequence[StoredSegment]) -> NamespaceSummary:
+    num_pages = sum(s.key.num_pages for s in segments)
+    stored_bytes = sum(s.stored_bytes for s in segments)
+    times_s = [s.manifest.modified_s for s in segments if s.manifest is not None]
+    known = (segments[0].key.namespace, len(segments), num_pages, stored_bytes, min(times_s), max(times_s))
+    manifest = await first_readable_manifest(objects, segments)
+    if manifest is None:
+        return NamespaceSummary(*known, None, None, None)
+    geometry = manifest.geometry
+    return NamespaceSummary(
+        *known,
+        num_pages * geometry.page_size,
+        sizes(num_pages * geometry.page_bytes, stored_bytes, geometry.dtype),
+        manifest.namespace,
+    )
+
+
+class PartSummary(Struct, frozen=True):
+    """One layer group's chunks that hold the same part, over all spans and heads. ``bits_per_value`` divides their size
+    by the number of all K and V values in the layer group."""
+
+    first_layer: int  # in the model
+    end_layer: int
+    part: str
+    layout: str  # empty if the part holds bytes, not integers
+    codecs: tuple[str, ...]
+    num_chunks: int
+    stored_bytes: int
+    bits_per_value: float
+
+
+class VariantSummary(Struct, frozen=True):
+    codec: str  # the one that was requested; "" if the writer did not record it
+    resolution: str
+    data_name: str
+    missing: bool
+    layouts: dict[str, TileLayout | RegionLayout]
+    sizes: Sizes  # this variant and the manifest
+    parts: tuple[PartSummary, ...]
+
+
+class SideSummary(Struct, frozen=True):
+    """The pages of one side pool."""
+
+    pool: str
+    num_pages: int
+    raw_bytes: int
+    stored_bytes: int
+
+
+class SegmentSummary(Struct, frozen=True):
+    manifest_name: str
+    namespace: Namespace
+    first_page: int
+    num_pages: int
+    num_tokens: int
+    num_spans: int
+    span_tokens: int
+    num_layer_groups: int
+    manifest_bytes: int
+    signature: Signature
+    expires: int | None  # in seconds since the epoch; None for never
+    sizes: Sizes  # everything under the segment's name
+    variants: tuple[VariantSummary, ...]
+    sides: tuple[SideSummary, ...]
+
+
+class Inspected(Struct, frozen=True):
+    """What `kvfetch inspect` shows: of a whole store the namespaces, of a part of it the segments."""
+
+    namespaces: list[NamespaceSummary]
+    segments: list[SegmentSummary]
+    num_more: int  # segments that were not summarised
+    unreadable: dict[str, str]  # errors by the manifest's name
+    num_orphans: int  # data objects without a manifest
+    orphan_bytes: int
+
+    @property
+    def models(self) -> dict[str, int]:
+        """Stored bytes by model, the largest first; "" for namespaces without a readable manifest."""
+        totals: dict[str, int] = {}
+        for n in self.namespaces:
+            model = "" if n.namespace is None else n.namespace.model
+            totals[model] = totals.get(model, 0) + n.stored_bytes
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+def summarise_segment(stored: StoredSegment, manifest: Manifest, signature: Signature) -> SegmentSummary:
+    assert stored.manifest is not None
+    variants = tuple(_summarise_variant(stored, manifest, variant) for variant in manifest.variants)
+    return SegmentSummary(
+        stored.manifest.name,
+        manifest.namespace,
+        manifest.first_page,
+        manifest.num_pages,
+        manifest.num_pages * manifest.namespace.page_size,
+        manifest.num_spans,
+        manifest.span_tokens(0),
+        manifest.grid.num_layer_groups,
+        stored.manifest.size_bytes,
+        signature,
+        manifest.expires,
+        sizes(manifest.raw_bytes, stored.stored_bytes, manifest.namespace.kv_dtype),
+        variants,
+        tuple(_summarise_sides(manifest)),
+    )
+
+
+def _summarise_sides(manifest: Manifest) -> Iterator[SideSummary]:
+    pages = [page for side in manifest.sides for page in side.pages]
+    for pool in sorted({page.pool for page in pages}):
+        theirs = [page for page in pages if page.pool == pool]
+        raw_bytes, stored_bytes = (sum(getattr(x, field) for x in theirs) for field in ("num_bytes", "size_bytes"))
+        yield SideSummary(pool, len(theirs), raw_bytes, stored_bytes)
+
+
+def _summarise_variant(stored: StoredSegment, manifest: Manifest, variant: Variant) -> VariantSummary:
+    assert stored.manifest is not None
+    name = manifest.data_name(variant)
+    stored_bytes = stored.manifest.size_bytes + manifest.data_bytes(variant)
+    parts = [
+        _summarise_part(manifest, variant, group, index)
+        for group in range(manifest.grid.num_layer_groups)
+        for index in range(manifest.chunks_per_cell)
+    ]
+    return VariantSummary(
+        variant.codec,
+        variant.resolution,
+        name,
+        name not in stored.data,
+        variant.layouts,
+        sizes(manifest.kv_bytes, stored_bytes, manifest.namespace.kv_dtype),
+        tuple(parts),
+    )
+
+
+def _summarise_part(manifest: Manifest, variant: Variant, layer_group: int, index: int) -> PartSummary:
+    # A manifest can have 400,000 chunks and as many parts: look only at this part's chunks.
+    grid, geometry, step = manifest.grid, manifest.geometry, manifest.chunks_per_cell
+    group_chunks, span_chunks = grid.num_head_blocks * step, manifest.cells_per_span * step
+    starts = range(layer_group * group_chunks + index, len(variant.chunks), span_chunks)
+    chunks = [chunk for start in starts for chunk in variant.chunks[start : start - index + group_chunks : step]]
+    stored_bytes = sum(chunk.size_bytes for chunk in chunks)
+    layers, offset = grid.layers(layer_group), manifest.namespace.first_layer
+    num_tokens = manifest.num_pages * geometry.page_size
+    num_values = num_tokens * len(layers) * manifest.num_heads * (geometry.k_head_dim + geometry.v_head_dim)
+    return PartSummary(
+        offset + layers.start,
+        offset + layers.stop,
+        manifest.parts[index].name,
+        manifest.parts[index].layout,
+        tuple(sorted({chunk.codec for chunk in chunks})),
+        len(chunks),
+        stored_bytes,
+        8 * stored_bytes / num_values,
+    )
+
+
+def layer_range(first: int, end: int) -> str:
+    return f"{first}-{end - 1}" if end - first > 1 else str(first)

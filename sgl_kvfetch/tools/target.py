@@ -1,0 +1,164 @@
+"""Opens what a command works on: a store, a part of one, or files on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Side, Variant, decode_manifest
+from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
+from sgl_kvfetch.keys import DATA_SUFFIX, MANIFEST_SUFFIX, parse_object_name
+from sgl_kvfetch.stores import ObjectInfo
+from sgl_kvfetch.tools.terminal import read_token
+
+if TYPE_CHECKING:
+    from sgl_kvfetch.stores import Objects, Store
+
+T = TypeVar("T")
+
+INDEX_TIMEOUT_S = 30.0  # commands can wait longer than servers
+
+
+def store_url(text: str) -> str:
+    """Return the URL of a store that the user named by its URL or its directory."""
+    return text if "://" in text else Path(text).resolve().as_uri()
+
+
+def open_existing_store(text: str, token: str | None, index: str | None = None, **options: Any) -> Store:
+    """Open a store that the user named by its URL or its directory. ``options`` are for `open_store`.
+
+    A directory must exist: a typo would look like an empty store. Raises ConfigError.
+    """
+    from sgl_kvfetch.plane import S3Options, open_store, takes_token
+
+    url = store_url(text)
+    if index is not None and not url.startswith("s3:"):
+        raise ConfigError(f"--index is for s3:// stores; {url} has its own")
+    parts = urlsplit(url)
+    if parts.scheme == "file" and not Path(unquote(parts.path)).is_dir():
+        raise ConfigError(f"{url} is not a directory")
+    s3 = S3Options(index=index, index_timeout_s=INDEX_TIMEOUT_S)
+    return open_store(url, token=token if takes_token(url) else None, s3=s3, **options)
+
+
+def run_on_store(
+    text: str,
+    token: str | None,
+    token_file: Path | None,
+    index: str | None,
+    work: Callable[[Store], Awaitable[T]],
+    **options: Any,
+) -> T:
+    """Open a store as `open_existing_store` does, and return what ``work`` does with it. Raises KVFetchError."""
+    secret = read_token(token, token_file)
+
+    async def run() -> T:
+        store = open_existing_store(text, secret, index, **options)
+        try:
+            return await work(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(run())
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTarget:
+    """Objects with the name prefix ``prefix``. Messages call them ``label``."""
+
+    objects: Objects
+    prefix: str
+    label: str
+
+
+def open_target(text: str, token: str | None) -> OpenTarget:
+    """Parse a TARGET argument and open it. Raises ConfigError, and FormatError for an invalid manifest file."""
+    path = Path(text)
+    if "://" not in text and path.is_file():
+        return _file_at(path)
+    store, _, prefix = (text, "", "") if "://" not in text and path.is_dir() else text.partition("#")
+    if "://" not in store and not Path(store).is_dir():
+        raise ConfigError(f"{store!r} is neither a file, a directory nor a store's URL")
+    label = f"{store_url(store)}#{prefix}" if prefix else store_url(store)
+    with contextlib.suppress(FormatError):  # it may be the full name of a manifest or data
+        prefix = parse_object_name(prefix).segment.stem
+    return OpenTarget(open_existing_store(store, token), prefix, label)
+
+
+def _file_at(path: Path) -> OpenTarget:
+    if path.suffix not in (MANIFEST_SUFFIX, DATA_SUFFIX):
+        raise ConfigError(f"{str(path)!r} is neither a manifest (*{MANIFEST_SUFFIX}) nor data (*{DATA_SUFFIX})")
+    path = path.resolve()
+    try:
+        stem = parse_object_name(f"{path.parent.name}/{path.name}").segment.stem
+    except FormatError:
+        loose = LooseSegment(path)
+        return OpenTarget(loose, loose.stem, str(path))
+    return OpenTarget(open_existing_store(path.parent.parent.as_uri(), None), stem, str(path))
+
+
+class LooseSegment:
+    """Reads like a store that holds one segment.
+
+    The data file must lie beside the manifest ``X.kvm``, under the name that the manifest gives it or as ``X.kvd``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the manifest or data file ``path``. Raises ConfigError, and FormatError for a bad manifest."""
+        manifest_path = _manifest_path(path)
+        try:
+            with manifest_path.open("rb") as file:
+                manifest = decode_manifest(file.read(MAX_MANIFEST_BYTES + 1))
+        except OSError as e:
+            raise ConfigError(f"{manifest_path}: {e.strerror}") from e
+        self.stem = manifest.key.stem
+        self._paths = {manifest.key.manifest_name: manifest_path}
+        objects: tuple[Variant | Side, ...] = (*manifest.variants, *manifest.sides)
+        for data in objects:
+            name = manifest.data_name(data)
+            choices = [manifest_path.with_name(name.rpartition("/")[2])]
+            if isinstance(data, Variant):
+                choices.append(manifest_path.with_suffix(DATA_SUFFIX))
+            if (data_path := next((p for p in choices if p.is_file()), None)) is not None:
+                self._paths[name] = data_path
+
+    async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        path = self._paths.get(name)
+        return None if path is None else await asyncio.to_thread(_read, path, start, length)
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        for name, path in self._paths.items():
+            if name.startswith(prefix):
+                status = await asyncio.to_thread(path.stat)
+                yield ObjectInfo(name, status.st_size, status.st_mtime)
+
+    async def close(self) -> None:
+        pass
+
+
+def _manifest_path(path: Path) -> Path:
+    if path.suffix == MANIFEST_SUFFIX:
+        return path
+    same_stem = path.with_suffix(MANIFEST_SUFFIX)
+    without_digest = path.with_suffix("").with_suffix(MANIFEST_SUFFIX)
+    found = next((p for p in (same_stem, without_digest) if p.is_file()), None)
+    if found is None:
+        raise ConfigError(f"{str(path)!r} cannot be read without its manifest; expected {same_stem.name} beside it")
+    return found
+
+
+def _read(path: Path, start: int, length: int | None) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read() if length is None else file.read(length)
+    except OSError as e:
+        raise StoreError("io", f"{path}: {e.strerror}") from e
+    if length is not None and len(data) < length:
+        raise StoreError("truncated", f"{path}: expected {length} bytes at offset {start}, but the file ends before")
+    return data

@@ -1,0 +1,173 @@
+"""What commands share: options and arguments, and how results, sizes and ages are written."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.sizes import UNITS
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
+
+    from sgl_kvfetch.codec import ManifestKeys
+
+TOKEN_ENV = "KVFETCH_TOKEN"  # also in sgl_kvfetch.plane.config, which is slow to import because it needs torch
+_MAX_FAILURES_SHOWN = 20
+_AGE_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def option(metavar: str | None, text: str, *names: str, **settings: Any) -> Any:
+    """Return an option for `Annotated`. ``text`` is its help; flags and choices have no ``metavar``."""
+    return typer.Option(*names, metavar=metavar, help=text, **settings)
+
+
+def json_flag(shape: str) -> Any:
+    """Return the flag ``--json`` of a command that prints ``shape``."""
+    return option(None, f"Print JSON, for programs: {shape}.", "--json")
+
+
+STORE_HELP = "http://HOST:PORT, https://..., s3://BUCKET/PREFIX, file:///DIRECTORY or a directory."
+PART_HELP = (
+    f"A store, or a part of it. A store is {STORE_HELP} STORE#PREFIX is a part, where PREFIX is the start of object "
+    "names, such as a namespace that kvfetch inspect shows."
+)
+TARGET_HELP = f"{PART_HELP} It may also be a manifest or data file (*.kvm, *.kvd)."
+INDEX_HELP = (
+    "redis://HOST:PORT/DB, rediss://... or redis+cluster://... Other users of this machine can see it: a password "
+    "belongs into the environment, as KVFETCH_INDEX_PASSWORD."
+)
+
+StoreArgument = Annotated[str, typer.Argument(metavar="STORE", help=STORE_HELP)]
+PartArgument = Annotated[str, typer.Argument(metavar="STORE", help=PART_HELP)]
+TargetArgument = Annotated[str, typer.Argument(metavar="TARGET", help=TARGET_HELP)]
+TokenOption = Annotated[
+    str | None,
+    option(
+        "TOKEN",
+        "The bearer token of an HTTP store. Other users of this machine can see it: prefer --token-file, "
+        f"or {TOKEN_ENV} in the environment.",
+    ),
+]
+TokenFileOption = Annotated[Path | None, option("FILE", "A file that holds the token.")]
+KeyFileOption = Annotated[Path | None, option("FILE", "The key that manifests of this store are signed with.")]
+IndexOption = Annotated[str | None, option("URL", f"The index of an S3 store: {INDEX_HELP}")]
+DryRunOption = Annotated[bool, option(None, "Say what would be deleted or written, and change nothing.", "--dry-run")]
+
+
+def read_token(token: str | None, token_file: Path | None) -> str | None:
+    """Return the token from the command line, or else from the environment, or None. Raises ConfigError."""
+    if token is not None and token_file is not None:
+        raise ConfigError("give either --token or --token-file, not both")
+    if token_file is not None:
+        try:
+            token = token_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"--token-file {token_file}: {e}") from e
+        if not token:
+            raise ConfigError(f"--token-file {token_file} is empty")
+    if token == "":
+        raise ConfigError("--token is empty")
+    return token or os.environ.get(TOKEN_ENV) or None
+
+
+def read_keys(manifest_key_file: Path | None) -> ManifestKeys | None:
+    """Return the keys in the file, or None without a file. Raises ConfigError."""
+    from sgl_kvfetch.codec import read_manifest_keys
+
+    return None if manifest_key_file is None else read_manifest_keys(manifest_key_file)
+
+
+def show(
+    value: object, as_json: bool, lines: Iterable[Table | str], failures: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Print ``value`` as JSON, or else the first failures and ``lines``. If there are failures, exit with 1.
+
+    ``failures``: errors by the object's name. Long lines are not wrapped, so that users can copy names.
+    """
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    else:
+        for name, error in list(failures.items())[:_MAX_FAILURES_SHOWN]:
+            typer.echo(f"FAILED {name}: {printable(error)}")
+        if len(failures) > _MAX_FAILURES_SHOWN:
+            typer.echo(f"FAILED and {len(failures) - _MAX_FAILURES_SHOWN} more, which --json names")
+        console = make_console()
+        for line in lines:
+            if isinstance(line, str):
+                typer.echo(line)
+            else:
+                console.print(line)
+    if failures:
+        raise typer.Exit(1)
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """Return a console without markup. If the output is not a terminal, lines are 200 columns wide, for long names."""
+    console = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 200
+    return console
+
+
+def make_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
+    """Return an empty table: columns of text, of which the first never wraps, then columns of numbers."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for index, name in enumerate(left):
+        table.add_column(name, overflow="fold", no_wrap=index == 0)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def make_progress(what: str, *columns: ProgressColumn) -> Progress:
+    """Return a progress bar on stderr, which shows nothing unless that is a terminal. ``columns`` replace the count."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = make_console(stderr=True)
+    shown = (TextColumn(what), BarColumn(), *(columns or (MofNCompleteColumn(),)), TimeRemainingColumn())
+    return Progress(*shown, console=console, transient=True, disable=not console.is_terminal)
+
+
+def format_size(num_bytes: int) -> str:
+    """Format a size with three significant digits, in powers of 1024."""
+    size, unit = float(num_bytes), 0
+    while size >= 1000 and unit < len(UNITS):
+        size, unit = size / 1024, unit + 1
+    return f"{size:.3g} {UNITS[unit - 1].upper()}iB" if unit else f"{num_bytes} B"
+
+
+def format_age(seconds: float) -> str:
+    """Format a time span in its largest unit that fits twice."""
+    for unit, size_s in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size_s:
+            return f"{seconds / size_s:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def parse_age(text: str) -> float:
+    """Return an age in seconds. Units are s, m (minutes), h and d. Raises ConfigError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([smhd])", text.strip())
+    if match is None:
+        raise ConfigError(f"invalid age {text!r}; expected a form such as 90s, 45m, 12h or 30d")
+    return float(match[1]) * _AGE_UNITS_S[match[2]]
+
+
+def format_ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}x"
+
+
+def printable(text: str) -> str:
+    """Replace unprintable characters: stored text may hold anything, such as terminal escapes."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -1,0 +1,197 @@
+"""``kvfetch gc`` and ``kvfetch index``: the upkeep of stores that no ``kvfetch serve`` looks after."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import typer
+
+from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
+from sgl_kvfetch.keys import MANIFEST_SUFFIX
+from sgl_kvfetch.side_by_side import side_by_side
+from sgl_kvfetch.sizes import parse_size
+from sgl_kvfetch.stores import Plan, Store, Swept, plan_sweep, read_manifest, sweep_segments
+from sgl_kvfetch.tools.target import INDEX_TIMEOUT_S, run_on_store
+from sgl_kvfetch.tools.terminal import (
+    INDEX_HELP,
+    DryRunOption,
+    IndexOption,
+    StoreArgument,
+    format_age,
+    format_size,
+    json_flag,
+    make_progress,
+    option,
+    printable,
+    show,
+)
+
+_WORKERS = 16
+
+
+def gc(
+    store: StoreArgument,
+    capacity: Annotated[str | None, option("SIZE", "Most bytes that stay, such as 10TiB, manifests included.")] = None,
+    quota: Annotated[
+        list[str] | None,
+        option(
+            "NAMESPACE=SIZE",
+            "Most bytes that stay of the namespaces whose model or digest, as kvfetch inspect shows them, starts "
+            "with NAMESPACE. Repeatable.",
+        ),
+    ] = None,
+    index: IndexOption = None,
+    dry_run: DryRunOption = False,
+    grace_s: Annotated[
+        float, option("SECONDS", "How long data stays behind its manifest, for its readers.", "--grace", min=0)
+    ] = 60.0,
+    as_json: Annotated[
+        bool,
+        json_flag(
+            "an object with stored_bytes, num_segments, pinned_bytes, num_expired, evicted, broken, planned_bytes, "
+            "oldest_use_s, unused_quotas and deleted (null in a dry run), which has num_objects, num_bytes and failures"
+        ),
+    ] = False,
+) -> None:
+    """Delete expired segments of an S3 store or a directory, and the least recently used until the rest fits.
+
+    Without --capacity and --quota, only expired segments go. The command lists the store once. In S3 it also reads all
+    manifests, since only they say when segments expire. With --index, it knows when servers last found each segment,
+    removes deleted segments from the index, and does not run twice at a time. Without, S3 segments go by the time they
+    were written. It also deletes what writers that died have left. Servers may use the store meanwhile.
+
+    kvfetch serve needs no gc for its capacity: it evicts at every write. For quotas, run gc on its directory, beside
+    it. The exit code is 1 if some objects could not be deleted, 2 if the store or the index cannot be used, or another
+    gc is at work.
+
+    Example, for cron:
+
+        kvfetch gc s3://kv-cache/llama --index redis://10.0.0.5:6379/0 --capacity 10TiB
+    """
+    if store.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{store} evicts by itself: start it with kvfetch serve --capacity; for quotas, run gc on its directory"
+        )
+    limits = None if capacity is None else parse_size(capacity), _parse_quotas(quota or [])
+
+    async def collect(opened: Store) -> tuple[Plan, Swept | None]:
+        if dry_run:
+            return await plan_sweep(opened, *limits), None
+        async with opened.sweeping():
+            plan = await plan_sweep(opened, *limits)
+            return plan, await sweep_segments(opened, plan.doomed, grace_s)
+
+    plan, swept = run_on_store(store, None, None, index, collect)
+    show(_summary(plan, swept), as_json, _gc_lines(plan, swept), {} if swept is None else swept.failures)
+
+
+def _parse_quotas(texts: Sequence[str]) -> dict[str, int]:
+    """Raises ConfigError."""
+    quotas: dict[str, int] = {}
+    for text in texts:
+        name, _, size = text.rpartition("=")  # a model's name may contain "="
+        if not name or name in quotas:
+            raise ConfigError(f"--quota {text!r}: expected NAMESPACE=SIZE, each NAMESPACE once")
+        quotas[name] = parse_size(size)
+    return quotas
+
+
+def _summary(plan: Plan, swept: Swept | None) -> dict[str, object]:
+    return {
+        "stored_bytes": plan.stored_bytes,
+        "num_segments": plan.num_segments,
+        "pinned_bytes": plan.pinned_bytes,
+        "num_expired": plan.num_expired,
+        "evicted": [segment.key.stem for segment in plan.evicted],
+        "broken": [segment.key.stem for segment in plan.broken],
+        "planned_bytes": plan.freed_bytes,
+        "oldest_use_s": plan.oldest_use_s,
+        "unused_quotas": plan.unused_quotas,
+        "deleted": swept,  # None in a dry run
+    }
+
+
+def _gc_lines(plan: Plan, swept: Swept | None) -> Iterator[str]:
+    if swept is None:
+        for segment in plan.doomed:
+            yield f"{segment.key.stem}  {format_size(segment.stored_bytes)}"
+    for name in plan.unused_quotas:
+        yield f"WARNING: --quota {printable(name)}: no namespace of the store has this name"
+    verb = "would delete" if swept is None else "deleted"
+    freed = format_size(plan.freed_bytes if swept is None else swept.num_bytes)
+    yield (
+        f"{verb} {len(plan.evicted)} segments, {plan.num_expired} of them expired, and {len(plan.broken)} that are not "
+        f"whole: {freed} of {format_size(plan.stored_bytes)}"
+    )
+    if plan.num_pinned_evicted:
+        yield f"WARNING: {plan.num_pinned_evicted} of them are pinned; {format_size(plan.pinned_bytes)} are pinned"
+    if plan.oldest_use_s is not None:
+        age, num_kept = format_age(time.time() - plan.oldest_use_s), plan.num_segments - len(plan.evicted)
+        yield f"{num_kept} segments stay; the least recently used of them was last used {age} ago"
+
+
+@dataclass(slots=True)
+class Entered:
+    """What was entered in an index."""
+
+    num_segments: int = 0
+    num_pages: int = 0
+    failures: dict[str, str] = field(default_factory=dict)  # by the manifest's name
+
+
+def index(
+    action: Annotated[Literal["rebuild"], typer.Argument(help="rebuild: enter the pages of all stored segments.")],
+    store: Annotated[str, typer.Argument(metavar="STORE", help="s3://BUCKET/PREFIX, or a part of it: STORE#PREFIX.")],
+    index_url: Annotated[str, option("URL", INDEX_HELP, "--index", show_default=False)],
+    index_ttl_s: Annotated[
+        float, option("SECONDS", "How long the index keeps a page that no lookup asks for.", min=1)
+    ] = 604800.0,
+    as_json: Annotated[bool, json_flag("an object with num_segments, num_pages and failures")] = False,
+) -> None:
+    """Make the page index of an S3 store anew.
+
+    This reads all manifests and enters the pages of those that have not expired. Servers may use store and index
+    meanwhile. Nothing is removed: lookups remove the entries that they find to be stale. The exit code is 1 if some
+    manifests could not be read, 2 if the store or the index cannot be used.
+
+    Example:
+
+        kvfetch index rebuild s3://kv-cache/llama --index redis://10.0.0.5:6379/0
+    """
+    url, _, prefix = store.partition("#")
+    if not url.startswith("s3:"):
+        raise ConfigError(f"{url!r} is not an s3:// store; other stores have their own index")
+
+    async def rebuild(opened: Store) -> Entered:
+        from sgl_kvfetch.stores import IndexOptions, PageIndex  # a missing package is reported by now
+
+        entered = Entered()
+        pages = PageIndex(IndexOptions(index_url, index_ttl_s, INDEX_TIMEOUT_S), url.rstrip("/"))
+
+        async def enter(name: str) -> None:
+            try:
+                manifest = await read_manifest(opened, name)
+            except (FormatError, StoreError) as e:
+                if isinstance(e, StoreError) and (e.retriable or e.reason == "unauthorised"):
+                    raise
+                entered.failures[name] = str(e)
+                return
+            if manifest is not None and not manifest.is_expired(time.time()):  # None: deleted meanwhile
+                await pages.add(manifest)
+                entered.num_segments += 1
+                entered.num_pages += manifest.num_pages
+
+        try:
+            names = [info.name async for info in opened.list(prefix) if info.name.endswith(MANIFEST_SUFFIX)]
+            with make_progress("entering") as progress:
+                await side_by_side(_WORKERS, progress.track(names), enter)
+        finally:
+            await pages.close()
+        return entered
+
+    entered = run_on_store(url, None, None, None, rebuild)
+    total = f"{entered.num_segments} segments with {entered.num_pages} pages entered, {len(entered.failures)} failed"
+    show(entered, as_json, [total], entered.failures)

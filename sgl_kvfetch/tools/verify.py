@@ -1,0 +1,326 @@
+"""``kvfetch verify``: read everything that is stored, and report what is corrupt."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+import xxhash
+
+from sgl_kvfetch.codec import Cell, Manifest, ManifestKeys, Side, Variant
+from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
+from sgl_kvfetch.stores import ObjectInfo, Objects, StoredSegment, decode_named_manifest, list_segments, read_manifest
+from sgl_kvfetch.tools.summary import signature_of
+from sgl_kvfetch.tools.target import OpenTarget, open_target
+from sgl_kvfetch.tools.terminal import (
+    KeyFileOption,
+    TargetArgument,
+    TokenFileOption,
+    TokenOption,
+    format_size,
+    json_flag,
+    make_progress,
+    option,
+    printable,
+    read_keys,
+    read_token,
+    show,
+)
+
+if TYPE_CHECKING:  # these load torch and codecs
+    from sgl_kvfetch.codec import SegmentReader
+    from sgl_kvfetch.plane import ReadUnit
+
+MAX_PROBLEMS_AN_OBJECT = 5
+
+
+def verify(
+    target: TargetArgument,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    manifest_key_file: KeyFileOption = None,
+    as_json: Annotated[
+        bool,
+        json_flag(
+            "an object with num_segments, num_chunks, read_bytes, num_gone, num_unchecked, problems (each with name "
+            "and what) and orphans"
+        ),
+    ] = False,
+    jobs: Annotated[
+        int, option("COUNT", "Segments read at once, and decoding threads.", min=1, max=256, show_default="cores")
+    ] = os.cpu_count() or 1,
+    rebuild: Annotated[
+        bool, option(None, "First make the catalog of a directory anew from its files.", "--rebuild")
+    ] = False,
+) -> None:
+    """Read and decode everything that is stored, and compare it with its checksums.
+
+    With --manifest-key-file, a manifest whose signature is missing or wrong is a problem, too. Without it, signatures
+    are counted and not checked.
+
+    The exit code is 0 if everything is valid, 1 if something is corrupt or missing, 2 if the store cannot be read.
+    Nothing is changed but, with --rebuild, the catalog. Data without a manifest, left by a crashed writer, are counted
+    but are no error.
+
+    Examples:
+
+        kvfetch verify http://127.0.0.1:8700
+
+        kvfetch verify file:///var/cache/kv#4f0c
+
+        kvfetch verify backup/8-91ab.kvm
+    """
+    report = asyncio.run(_run(target, read_token(token, token_file), read_keys(manifest_key_file), jobs, rebuild))
+    show(report, as_json, _lines(report))
+    if report.problems:
+        raise typer.Exit(1)
+
+
+async def _run(text: str, token: str | None, keys: ManifestKeys | None, jobs: int, rebuild: bool) -> Report:
+    """Raises KVFetchError."""
+    try:
+        target = open_target(text, token)
+    except FormatError as e:  # TARGET is the path of an invalid manifest
+        return Report(problems=[Problem(str(Path(text)), str(e))])
+    try:
+        if rebuild:
+            from sgl_kvfetch.directory import LocalStore
+
+            if not isinstance(target.objects, LocalStore):
+                raise ConfigError(f"{target.label} is not a directory; --rebuild works where the disk is")
+            await target.objects.rebuild()
+        segments = await list_segments(target.objects, target.prefix)
+        if target.prefix and not segments:
+            raise ConfigError(f"{target.label}: nothing is stored under this name")
+        return await _verify(target, segments, keys, jobs)
+    finally:
+        await target.objects.close()
+
+
+async def _verify(target: OpenTarget, segments: list[StoredSegment], keys: ManifestKeys | None, jobs: int) -> Report:
+    from rich.progress import DownloadColumn, TransferSpeedColumn
+
+    total = sum(segment.stored_bytes for segment in segments if segment.manifest is not None)
+    with (
+        make_progress("verifying", DownloadColumn(True), TransferSpeedColumn()) as progress,
+        ThreadPoolExecutor(jobs, thread_name_prefix="kvfetch-verify") as pool,
+    ):
+        task = progress.add_task("", total=total)
+        verifier = Verifier(
+            target.objects, pool, jobs=jobs, keys=keys, on_read=lambda num_bytes: progress.advance(task, num_bytes)
+        )
+        return await verifier.run(segments)
+
+
+def _lines(report: Report) -> Iterator[str]:
+    by_object: dict[str, list[str]] = {}
+    for problem in report.problems:
+        by_object.setdefault(problem.name, []).append(problem.what)
+    for name, found in by_object.items():
+        for what in found[:MAX_PROBLEMS_AN_OBJECT]:
+            yield f"CORRUPT {name}: {printable(what)}"
+        if len(found) > MAX_PROBLEMS_AN_OBJECT:
+            yield f"CORRUPT {name}: and {len(found) - MAX_PROBLEMS_AN_OBJECT} more"
+    read = f"{report.num_segments} segments, {report.num_chunks} chunks, {format_size(report.read_bytes)} read"
+    yield f"{read}: {len(by_object)} objects corrupt or missing" if by_object else f"{read}: all is well"
+    if report.orphans:
+        size = format_size(sum(info.size_bytes for info in report.orphans))
+        yield f"{len(report.orphans)} data objects ({size}) have no manifest: being written, or left by a crash"
+    if report.num_unchecked:
+        yield f"{report.num_unchecked} manifests are signed (not checked; see --manifest-key-file)"
+    if report.num_gone:
+        yield f"{report.num_gone} segments were deleted or replaced during the run"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    name: str  # of the object
+    what: str
+
+
+@dataclass(slots=True)
+class Report:
+    """``orphans`` are data objects that no manifest names: still being written, or left by a writer that crashed.
+    ``num_gone`` counts segments that were deleted or replaced during the run; they are no problem. ``num_unchecked``
+    counts manifests with a signature that there was no key to check with."""
+
+    num_segments: int = 0
+    num_chunks: int = 0
+    read_bytes: int = 0
+    num_gone: int = 0
+    num_unchecked: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    orphans: list[ObjectInfo] = field(default_factory=list)
+
+
+class _Gone(Exception):
+    """The segment was deleted or replaced while it was read."""
+
+
+class _Piece(NamedTuple):
+    """Bytes of a data object that are read at once. Each of ``decoders`` decodes a part, and raises FormatError."""
+
+    start: int
+    size_bytes: int
+    num_chunks: int
+    decoders: Sequence[Callable[[bytes], object]]
+
+
+@dataclass
+class Verifier:
+    """Verifies ``jobs`` segments at a time. Each job holds one read of about ``read_bytes`` bytes in memory. With
+    ``keys``, also requires that all manifests are signed with one of them."""
+
+    objects: Objects
+    decode_pool: Executor
+    jobs: int
+    keys: ManifestKeys | None = None
+    read_bytes: int = 4 << 20
+    on_read: Callable[[int], None] = lambda num_bytes: None
+    report: Report = field(default_factory=Report)
+
+    async def run(self, segments: Sequence[StoredSegment]) -> Report:
+        """Verify ``segments`` and return the report. Raises StoreError if the store cannot be read at all."""
+        queue = iter(segments)
+        await asyncio.gather(*(self._work(queue) for _ in range(self.jobs)))
+        self.report.problems.sort(key=lambda problem: problem.name)
+        return self.report
+
+    async def _work(self, queue: Iterator[StoredSegment]) -> None:
+        for stored in queue:
+            if stored.manifest is None:
+                self.report.orphans += stored.data.values()
+                continue
+            try:
+                await self._verify_segment(stored, stored.manifest)
+            except _Gone:
+                self.report.num_gone += 1
+
+    async def _verify_segment(self, stored: StoredSegment, info: ObjectInfo) -> None:
+        from sgl_kvfetch.codec import SegmentReader, quantiser_from_identity
+
+        try:
+            content = await self.objects.get(info.name)
+            if content is None:
+                raise _Gone
+            self._note_read(info.size_bytes)
+            manifest = decode_named_manifest(content, info.name)
+            self._check_signature(info.name, content)
+            quantiser = quantiser_from_identity(manifest.namespace.quantiser)
+            readers = [SegmentReader(manifest, quantiser, index) for index in range(len(manifest.variants))]
+        except (FormatError, StoreError) as e:
+            self._blame(info.name, e)
+            return
+        self.report.num_segments += 1
+        for reader in readers:
+            info_of_data = stored.data.get(reader.data_name)
+            await self._verify_data(info_of_data, manifest, reader.variant, self._variant_pieces(reader))
+        for side in manifest.sides:
+            info_of_data = stored.data.get(manifest.data_name(side))
+            await self._verify_data(info_of_data, manifest, side, _side_pieces(manifest, side))
+        self.report.orphans += [data for name, data in stored.data.items() if name not in manifest.data_names]
+
+    def _check_signature(self, name: str, content: bytes) -> None:
+        signature = signature_of(content, self.keys)
+        if signature == "missing":
+            self._add(name, "has no signature")
+        elif signature == "wrong":
+            self._add(name, "its signature was not made with this key, or not for this manifest")
+        elif signature == "signed (not checked)":
+            self.report.num_unchecked += 1
+
+    async def _verify_data(
+        self, info: ObjectInfo | None, manifest: Manifest, data: Variant | Side, pieces: Iterable[_Piece]
+    ) -> None:
+        """Read a data object piece by piece, decode all of it, and compare it with its digest and size."""
+        name, expected = manifest.data_name(data), manifest.data_bytes(data)
+        digest = xxhash.xxh3_128()
+        try:
+            # The segment may have been replaced after the listing; then its data are newer than the listing.
+            info = info or await self._head(name, manifest)
+            if info is not None and info.size_bytes != expected:
+                self._add(name, f"has {info.size_bytes} bytes, expected {expected} as its manifest says")
+                return
+            for piece in pieces:
+                content = None if info is None else await self.objects.get(name, piece.start, piece.size_bytes)
+                if content is None:
+                    await self._require_present(manifest)
+                    self._add(name, "missing, though its manifest names it")
+                    return
+                self._note_read(len(content))
+                digest.update(content)
+                await self._decode(name, piece, content)
+        except StoreError as e:
+            self._blame(name, e)
+            return
+        if digest.hexdigest() != data.data_digest:
+            self._add(name, "its bytes do not match the digest in its name")
+
+    async def _decode(self, name: str, piece: _Piece, content: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        decoding = (loop.run_in_executor(self.decode_pool, decode, content) for decode in piece.decoders)
+        self.report.num_chunks += piece.num_chunks
+        for result in await asyncio.gather(*decoding, return_exceptions=True):
+            if isinstance(result, FormatError):
+                self._add(name, str(result))
+            elif isinstance(result, BaseException):
+                raise result
+
+    def _variant_pieces(self, reader: SegmentReader) -> Iterator[_Piece]:
+        from sgl_kvfetch.plane import read_units
+
+        for span in range(reader.manifest.num_spans):
+            for unit in read_units(reader, span, self.read_bytes):
+                num_chunks = len(unit.cells) * reader.manifest.chunks_per_cell
+                yield _Piece(
+                    unit.start, unit.size_bytes, num_chunks, [partial(_decode_cell, unit, c) for c in unit.cells]
+                )
+
+    async def _head(self, name: str, manifest: Manifest) -> ObjectInfo | None:
+        """Look again for data that the listing lacks. Raises _Gone if the manifest was deleted or replaced too."""
+        async for info in self.objects.list(name):
+            return info
+        await self._require_present(manifest)
+        return None
+
+    async def _require_present(self, manifest: Manifest) -> None:
+        """Raise _Gone unless the store still has exactly this manifest."""
+        try:
+            if await read_manifest(self.objects, manifest.key.manifest_name) == manifest:
+                return
+        except FormatError:
+            pass
+        raise _Gone
+
+    def _note_read(self, num_bytes: int) -> None:
+        self.report.read_bytes += num_bytes
+        self.on_read(num_bytes)
+
+    def _blame(self, name: str, error: FormatError | StoreError) -> None:
+        """Report an error that concerns only this object; raise any other."""
+        if isinstance(error, StoreError) and not error.concerns_object:
+            raise error
+        self._add(name, str(error))
+
+    def _add(self, name: str, what: str) -> None:
+        self.report.problems.append(Problem(name, what))
+
+
+def _side_pieces(manifest: Manifest, side: Side) -> Iterator[_Piece]:
+    from sgl_kvfetch.codec import side_places
+
+    for place in side_places(manifest).values():
+        if place.data_name == manifest.data_name(side):
+            yield _Piece(place.start, place.size_bytes, len(place.page.chunks), [place.decode])
+
+
+def _decode_cell(unit: ReadUnit, cell: Cell, content: bytes) -> None:
+    """Decode one cell of what was read. Raises FormatError. Runs on the decode pool."""
+    unit.reader.decode_cell(cell, unit.piece(cell, content))

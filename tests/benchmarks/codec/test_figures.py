@@ -1,0 +1,123 @@
+"""The three benchmarks of the codec: a small run each, and that their figures are what they are said to be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.codec import answers, spans
+from benchmarks.codec.__main__ import main
+from benchmarks.codec.measure import estimate, measure
+from benchmarks.codec.method import KVShape, Method
+from benchmarks.codec.segments import PAGE_TOKENS, SegmentMethod
+from harness.models import make_tiny_llama
+from sgl_kvfetch.codec.calibrate.model import KVModel
+from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from tests.benchmarks.codec.kv import make_kv
+from tests.benchmarks.conftest import Run
+from tests.codec.quant.profiles import make_profile
+
+CONTEXT, CONTINUATION = 64, 20
+
+
+def test_codec(run: Run, tiny_llama: Path, text: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "tiny.profile"
+    make_profile(num_layers=4, num_heads=2, head_dim=64, cell_heads=2, num_sinks=1).save(profile)
+    args = ["--model", tiny_llama, "--text", text, "--windows", 2, "--context", 128, "--continuation", 16]
+    methods = ["--methods", "exact/zstd,cachegen-16/256,kivi-*,klt-0.001/zstd", "--profile", profile]
+    rows = {row["name"]: row for row in run(main, *args, *methods)["rows"]}
+    assert set(rows) == {"exact/zstd", "cachegen-16/256", "kivi-4", "kivi-2", "klt-0.001/zstd"}
+    for row in rows.values():
+        assert row["ratio"] == pytest.approx(16 / row["bits_per_value"])
+        for figure in ("bits", "kl", "dnll", "top1"):
+            low, high = row[f"{figure}_ci"]
+            assert low <= row["bits_per_value" if figure == "bits" else figure] <= high
+        assert min(row["encode_mb_s"], row["decode_mb_s"]) > 0
+    assert rows["exact/zstd"]["kl"] == pytest.approx(0, abs=1e-9)
+    assert rows["kivi-2"]["kl"] > rows["kivi-4"]["kl"] > 0
+    assert sum(rows["klt-0.001/zstd"]["shares"].values()) == pytest.approx(1)
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_answers(run: Run, tiny_llama: Path, text: Path) -> None:
+    args = ["--model", tiny_llama, "--text", text, "--methods", "exact/zstd,kivi-2", "--prompts", 2]
+    sizes = ["--prompt-tokens", 128, "--new-tokens", 4, "--passkeys", 1, "--passkey-tokens", 128]
+    exact, kivi = run(answers.main, *args, *sizes)["rows"]
+    assert (exact["equal_answers"], exact["tokens_alike"], exact["dnll"]) == (2, 4, 0)
+    assert kivi["bits_per_value"] < exact["bits_per_value"]
+
+
+def test_spans(run: Run, text: Path, tmp_path: Path) -> None:
+    model = make_tiny_llama(tmp_path / "tiny", num_layers=4, hidden_size=64, head_dim=32, vocab_size=256)
+    args = ["--model", model, "--text", text, "--windows", 1, "--calibrate-windows", 10]
+    rows = {row["name"]: row for row in run(spans.main, *args, "--context", 128, "--continuation", 32)["rows"]}
+    assert [row["is_chosen"] for row in rows.values()].count(True) == 1
+    for row in rows.values():
+        bits = [point["bits"] for point in row["points"]]
+        assert bits == sorted(bits, reverse=True)
+    narrow, wide = (rows[f"{layers}, all heads"] for layers in ("1 layer", "6 layers"))
+    assert narrow["price"]["tiny"]["profile_bytes"] < wide["price"]["tiny"]["profile_bytes"]
+
+
+class _Noisy(Method):
+    """Exact values in 3 bytes each, with noise on what comes back."""
+
+    name, source, family = "noisy", "the test", "noisy"
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> Sequence[bytes]:
+        self.values = (k, v)
+        return [bytes(3 * k.numel()), bytes(3 * v.numel())]
+
+    def decode(self, parts: Sequence[bytes], shape: KVShape) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(0)
+        k, v = ((x.float() + 0.3 * torch.randn(x.shape)).bfloat16() for x in self.values)
+        return k, v
+
+
+def test_figures_are_those_of_the_whole_model(tiny_llama: Path) -> None:
+    """Against a forward pass over the whole window, without a cache, for the reference; and by hand for the rest."""
+    torch.manual_seed(5)
+    model, method = KVModel(str(tiny_llama)), _Noisy()
+    windows = [torch.randint(3, 2048, (CONTEXT + CONTINUATION + 1,)) for _ in range(2)]
+    measured = measure(model, windows, CONTEXT, [method])
+    (row,) = measured.rows
+    assert (row.bits_per_value.mean, row.bits_per_value.margin) == (24, 0)
+    nlls, kls, changes = [], [], []
+    for ids in windows:
+        with torch.no_grad():
+            logits = model.model(ids[None]).logits[0, CONTEXT:-1]
+        p = torch.log_softmax(logits.double(), -1)
+        nlls.append(float(-p.gather(1, ids[CONTEXT + 1 :, None]).mean()))
+        coded = method.code(*(x.bfloat16() for x in model.kv(ids[:CONTEXT])))
+        q = model.log_probabilities(coded.k, coded.v, ids[CONTEXT:-1]).double()
+        kls.append(float(torch.nn.functional.kl_div(q, p, log_target=True, reduction="batchmean")))
+        changes.append(float(-q.gather(1, ids[CONTEXT + 1 :, None]).mean()) - nlls[-1])
+    # The reference is of bfloat16 KV, the forward pass of float32.
+    assert measured.nll.mean == pytest.approx(sum(nlls) / 2, rel=0.01)
+    assert row.kl.mean == pytest.approx(sum(kls) / 2, rel=0.1)
+    assert row.dnll.mean == pytest.approx(sum(changes) / 2, abs=0.05)
+
+
+def test_intervals() -> None:
+    """1, 2, 3, 4: deviation sqrt(5/3), t of three degrees 3.182. Shares: Wilson's, as tables have them."""
+    assert estimate([1.0, 2.0, 3.0, 4.0]).margin == pytest.approx(3.182 * math.sqrt(5 / 3) / 2)
+    assert estimate([1.0]).interval is None
+    for successes, low, high in ((0, 0.0, 0.278), (10, 0.722, 1.0), (5, 0.237, 0.763)):
+        assert list(answers.share_interval(successes, 10)) == pytest.approx([low, high], abs=1e-3)
+
+
+def test_all_that_a_writer_would_store_is_counted() -> None:
+    k, v = make_kv(3 * PAGE_TOKENS)
+    method = SegmentMethod("exact/zstd", "", "", make_quantiser("exact"), "zstd")
+    parts = method.encode(k, v)
+    for manifest, data in zip(map(decode_manifest, parts[::2]), parts[1::2], strict=True):
+        assert manifest.data_bytes(manifest.variants[0]) == len(data)
+    coded = method.code(k, v)
+    assert coded.num_bytes == sum(map(len, parts))
+    assert torch.equal(coded.k, k)
+    assert torch.equal(coded.v, v)

@@ -1,0 +1,82 @@
+"""A small run of each benchmark that starts SGLang: it ends, and writes figures that make sense."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import demo, early_start, ttft
+from benchmarks.interference.__main__ import main as interference
+from benchmarks.sharegpt.__main__ import main as sharegpt
+from tests.benchmarks.conftest import Run
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    path, answer = tmp_path / "some.json", {"from": "gpt", "value": "so be it"}
+    said = [[{"from": "human", "value": f"{i} {j} " + "word " * 100} for j in range(2)] for i in range(2)]
+    path.write_text(
+        json.dumps([{"conversations": [turn for user in turns for turn in (user, answer)]} for turns in said])
+    )
+    return path
+
+
+def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the real model, a random one stands in."""
+    monkeypatch.setattr(demo, "is_available", lambda: False)
+    assert demo.main(["--link-gbps", "0.2", "--picture", str(tmp_path / "demo.png")]) == 0
+    said = capsys.readouterr().out
+    assert "small random model is used" in said
+    assert "raw bytes reused" in said
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_early_start(run: Run, tiny_llama: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_start, "real_model", lambda: tiny_llama)
+    monkeypatch.setattr(early_start, "prose", text.read_text)
+    monkeypatch.setattr(early_start, "_WARM_UP", (48, 100))
+    [row] = run(early_start.main, "--tokens", 512, "--rest", 128, "--gbps", 1, "--rounds", 1)["rows"]
+    assert len(row["early_s"]) == len(row["late_s"]) == early_start._NUM_PROMPTS
+    assert 0 < row["least"] <= row["ratio"] <= row["most"]
+
+
+def test_interference(run: Run, tmp_path: Path) -> None:
+    picture = tmp_path / "timeline.png"
+    args = ["--launch", "--modes", "none,device", "--pinned", "no", "--rounds", 1, "--duration", 6, "--plot", picture]
+    none, device = run(interference, *args, "--long-prompts", 1, "--long-tokens", 512)["modes_unpinned"]
+    assert none["ratio_ttft_p50"] == 1
+    assert none["num_short"] == device["num_short"] > 0
+    assert device["long_storage_tokens"] == [pytest.approx(512, abs=64)]
+    assert device["fetch_s"] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_ttft(run: Run, tiny_llama: Path, text: Path) -> None:
+    """Raw reuse is slower over a slower link, and computing does not care."""
+    args = ["--model", tiny_llama, "--profile", "none", "--text", text, "--part", "0:1", "--tokens", 512]
+    rows = run(ttft.main, *args, "--gbps", "0.01,1", "--prompts", 2, "--methods", "computing,raw reuse")["rows"]
+    computing_slow, computing_fast, raw_slow, raw_fast = rows
+    assert computing_slow["ttft_s"] == computing_fast["ttft_s"]
+    assert (computing_slow["cached_tokens"], computing_slow["wire_bytes"]) == (0, 0)
+    assert raw_slow["cached_tokens"] == raw_fast["cached_tokens"] >= 0.9 * 512
+    link_s = raw_slow["wire_bytes"] * 8 / 0.01e9
+    assert raw_slow["ttft_s"]["p50"] > 0.9 * link_s
+    assert raw_slow["ttft_s"]["p50"] > raw_fast["ttft_s"]["p50"] + 0.8 * link_s
+
+
+def test_sharegpt(run: Run, dataset: Path, tmp_path: Path) -> None:
+    args = ["--launch", "--dataset", dataset, "--backends", "none,kvfetch", "--turns", 2, "--max-input-tokens", 256]
+    none, ours = run(sharegpt, *args, "--max-new-tokens", 4)["runs"]
+    assert (none["name"], ours["name"]) == ("none", "kvfetch")
+    assert none["requests"] == ours["requests"] == 4
+    assert none["failures"] == ours["failures"] == 0
+    assert none["prompts_digest"] == ours["prompts_digest"]
+    assert none["cached_tokens"]["storage"] == none["wire_bytes"] == 0
+    assert ours["cached_tokens"]["storage"] > 200
+    assert min(ours["wire_bytes"], ours["raw_bytes"], ours["fill"]["pages_stored"]) > 0
+    assert ours["same_answers_as_first_run"] == 4  # `exact` keeps every bit
+    assert (tmp_path / "out.png").stat().st_size > 1000

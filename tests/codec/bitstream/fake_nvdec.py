@@ -1,0 +1,211 @@
+"""PyNvVideoCodec's decoder as it behaves, on the CPU: pictures by libavcodec, into surfaces that are written again from
+the next ``Decode`` on, on the decoder's stream. Signatures are those of version 2.2.4."""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+from functools import partial
+from typing import Any
+
+import av
+import av.error
+import numpy as np
+import torch
+
+from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
+from sgl_kvfetch.codec.bitstream.nvdec_caps import CHROMA, DecodeCaps
+from tests.plugin.device.fake_streams import FakeDevice, FakeStream
+
+
+class PacketData:
+    __slots__ = ("bsl", "bsl_data", "decode_flag", "pts")
+
+    def __init__(self) -> None:
+        self.bsl = self.bsl_data = self.decode_flag = self.pts = 0
+
+
+class VideoPacketFlag(IntEnum):
+    ENDOFSTREAM = 1
+    ENDOFPICTURE = 8
+
+
+class DisplayDecodeLatencyType(IntEnum):
+    NATIVE = 0
+    LOW = 1
+    ZERO = 2
+
+
+class CudaVideoCodec(IntEnum):
+    HEVC = 8
+
+
+class Surface:
+    """As much of ``DecodedFrame`` as we use. It has no ``__dlpack_device__``, which only torch's slow way needs."""
+
+    def __init__(self, memory: torch.Tensor, cudastream: int) -> None:
+        self._memory = memory
+        self._cudastream = cudastream
+        self.shape = list(memory.shape)
+
+    def __dlpack__(self, stream: Any = 0) -> Any:
+        assert stream == self._cudastream, "another stream would wait for the decoder's"
+        return self._memory.__dlpack__()
+
+
+class Decoder:
+    def __init__(
+        self,
+        nvc: FakeNvc,
+        cudastream: int,
+        stream: FakeStream,
+        max_width: int,
+        max_height: int,
+        latency: DisplayDecodeLatencyType,
+    ) -> None:
+        self._nvc = nvc
+        self._latency = latency
+        self._cudastream = cudastream
+        self._stream = stream
+        self._largest = max_width, max_height
+        self._size: tuple[int, int] | None = None
+        self._surfaces: list[torch.Tensor] = []
+        self._context: av.VideoCodecContext | None = None
+        self._held: list[torch.Tensor] = []
+
+    def Decode(self, packet: PacketData) -> list[Surface]:
+        is_end = bool(packet.decode_flag & VideoPacketFlag.ENDOFSTREAM) or not packet.bsl
+        data = b"" if is_end else ctypes.string_at(packet.bsl_data, packet.bsl)
+        self._nvc.packets.append(data)
+        if self._nvc.fails == "decode" and not is_end:
+            raise RuntimeError("cuvidDecodePicture returned error 999")
+        pictures = [*self._held, *self._decoded(data, is_end)]
+        held = 0 if is_end or self._latency == DisplayDecodeLatencyType.LOW else self._nvc.latency_pictures
+        self._held, pictures = pictures[len(pictures) - held :] if held else [], pictures[: len(pictures) - held]
+        if self._nvc.fails == "extra" and is_end:
+            pictures = [*pictures, torch.zeros(self._nvc.last_shape, dtype=torch.uint8)]
+        if self._nvc.fails == "missing" and is_end:
+            pictures = pictures[:-1] if pictures else []
+        return [self._surface(index, picture) for index, picture in enumerate(pictures)]
+
+    def setReconfigParams(self, width: int = 0, height: int = 0) -> int:
+        self._nvc.calls.append(("setReconfigParams", width, height))
+        self._size = width, height
+        self._surfaces = []
+        return 1
+
+    def _decoded(self, data: bytes, is_end: bool) -> list[torch.Tensor]:
+        if self._context is None:
+            context = av.CodecContext.create("hevc", "r")
+            assert isinstance(context, av.VideoCodecContext)
+            self._context = context
+        try:
+            found = self._context.decode(None if is_end else av.Packet(data))
+        except av.error.FFmpegError:
+            found = []  # the real one raises nothing either
+        if is_end:
+            self._context = None
+        return [self._as_configured(picture) for picture in found]
+
+    def _as_configured(self, picture: av.VideoFrame) -> torch.Tensor:
+        """A picture of another size than the decoder's first ones is scaled to that, silently."""
+        size = picture.width, picture.height
+        assert size[0] <= self._largest[0], "Reconfigure Not supported when width/height > maxwidth/maxheight"
+        self._size = self._size or size
+        if size != self._size:
+            width, height = self._size
+            picture = picture.reformat(width, height)
+        if self._nvc.fails == "pixels":
+            rows = torch.from_numpy(picture.to_ndarray())
+            return torch.ones_like(rows).flatten(0, -2)
+        rows = picture.to_ndarray()  # 4:4:4: (3, H, W); 4:2:0: luma, then both chromas
+        self._nvc.last_shape = (rows.size // picture.width, picture.width)
+        if self._nvc.fails == "one pixel":
+            rows = rows.copy()
+            rows.flat[0] ^= 1 << 6
+        if self._nvc.fails == "planes":  # of 4:4:4, two in each other's place
+            rows = rows[[1, 0, 2]]
+        return torch.from_numpy(np.ascontiguousarray(rows).reshape(-1, picture.width))
+
+    def _surface(self, index: int, picture: torch.Tensor) -> Surface:
+        while len(self._surfaces) <= index:
+            self._surfaces.append(torch.full(picture.shape, 0xDD, dtype=torch.uint8))
+        if self._surfaces[index].shape != picture.shape:
+            self._surfaces[index] = torch.full(picture.shape, 0xDD, dtype=torch.uint8)
+        memory = self._surfaces[index]
+        self._nvc.device.launch(self._stream, partial(_write, memory, picture))
+        return Surface(memory, self._cudastream)
+
+
+def _write(memory: torch.Tensor, picture: torch.Tensor) -> None:
+    memory.copy_(picture)
+
+
+class FakeNvc:
+    """The module. ``fails`` names what goes wrong from then on."""
+
+    PacketData = PacketData
+    VideoPacketFlag = VideoPacketFlag
+    DisplayDecodeLatencyType = DisplayDecodeLatencyType
+    cudaVideoCodec = CudaVideoCodec
+
+    def __init__(self, device: FakeDevice, *, latency_pictures: int = 1, own_stream: bool = False) -> None:
+        self.device = device
+        self.latency_pictures = latency_pictures
+        self.own_stream = own_stream
+        self.latency = DisplayDecodeLatencyType.NATIVE  # the one that decoders have to ask for
+        self.fails = ""
+        self.calls: list[tuple[Any, ...]] = []
+        self.packets: list[bytes] = []
+        self.last_shape: tuple[int, int] = (1, 1)
+
+    def CreateDecoder(
+        self,
+        gpuid: int = 0,
+        codec: Any = None,
+        cudacontext: int = 0,
+        cudastream: int = 0,
+        usedevicememory: bool = False,
+        maxwidth: int = 0,
+        maxheight: int = 0,
+        latency: Any = DisplayDecodeLatencyType.NATIVE,
+    ) -> Decoder:
+        self.calls.append(("CreateDecoder", maxwidth, maxheight))
+        assert (gpuid, codec, usedevicememory) == (0, CudaVideoCodec.HEVC, True)
+        assert latency == self.latency, "with LOW, the engine would wait for the host after each picture"
+        assert cudastream != 0, "the default stream"
+        if self.fails == "create":
+            raise RuntimeError("CreateDecoder: out of memory")
+        stream = self.device.streams[cudastream - 1]
+        if self.own_stream:
+            stream = self.device.new_stream()  # type: ignore[assignment]
+        return Decoder(self, cudastream, stream, maxwidth, maxheight, latency)
+
+
+class CountingDevice(FakeDevice):
+    """Knows what memory was made for bytes to come to the host."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.pinned_bytes: list[int] = []
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        self.pinned_bytes.append(num_bytes)
+        return super().pinned(num_bytes)
+
+
+def make_caps(*, num_engines: int = 2, max_side: int = 4096) -> DecodeCaps:
+    return DecodeCaps(
+        is_supported=1,
+        num_engines=num_engines,
+        min_width=144,
+        min_height=144,
+        max_width=max_side,
+        max_height=max_side,
+        max_macroblocks=65536,
+    )
+
+
+def make_nvdec(nvc: FakeNvc, *, num_engines: int = 2) -> Nvdec:
+    """Decodes both of our codecs."""
+    return Nvdec(nvc, nvc.device, {name: make_caps(num_engines=num_engines) for name in CHROMA})

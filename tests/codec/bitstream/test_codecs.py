@@ -1,0 +1,141 @@
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from sgl_kvfetch.codec.bitstream.hevc import join_access_units, split_access_units
+from sgl_kvfetch.codec.bitstream.registry import CODECS, get_codec
+from sgl_kvfetch.errors import CorruptError, FormatError
+
+EVERY_CODEC = pytest.mark.parametrize("name", list(CODECS))
+
+
+def pictures(num_frames: int, height: int, width: int, kind: str = "mixed") -> torch.Tensor:
+    generator = torch.Generator().manual_seed(num_frames)
+    noise = torch.randint(0, 256, (num_frames, 3, height, width), generator=generator, dtype=torch.uint8)
+    if kind == "mixed":
+        noise[:, :, : height // 2] //= 16
+        noise[:, :, :, : width // 4] = 128
+    return noise
+
+
+@EVERY_CODEC
+@pytest.mark.parametrize(
+    ("num_frames", "height", "width"), [(1, 144, 144), (2, 144, 152), (9, 240, 384), (3, 480, 856)]
+)
+def test_every_value_comes_back(name: str, num_frames: int, height: int, width: int) -> None:
+    frames = pictures(num_frames, height, width)
+    codec = get_codec(name)
+    assert torch.equal(codec.decode(codec.encode(frames), (num_frames, height, width)), frames)
+
+
+@EVERY_CODEC
+def test_extreme_values_come_back(name: str) -> None:
+    codec = get_codec(name)
+    for frames in (pictures(2, 144, 144, "noise"), torch.zeros((2, 3, 144, 144), dtype=torch.uint8)):
+        assert torch.equal(codec.decode(codec.encode(frames), (2, 144, 144)), frames)
+        assert torch.equal(codec.decode(codec.encode(255 - frames), (2, 144, 144)), 255 - frames)
+
+
+@EVERY_CODEC
+def test_many_threads_at_once(name: str) -> None:
+    codec = get_codec(name)
+    inputs = [pictures(n, 144, 144) for n in range(1, 9)]
+
+    def there_and_back(frames: torch.Tensor) -> bool:
+        return torch.equal(codec.decode(codec.encode(frames), (len(frames), 144, 144)), frames)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(there_and_back, inputs))
+
+
+@EVERY_CODEC
+def test_a_bitstream_of_another_shape_is_corrupt(name: str) -> None:
+    codec = get_codec(name)
+    bitstream = codec.encode(pictures(2, 144, 144))
+    for num_frames, height, width in ((1, 144, 144), (3, 144, 144), (2, 152, 144), (2, 144, 160)):
+        with pytest.raises(CorruptError):
+            codec.decode(bitstream, (num_frames, height, width))
+
+
+@EVERY_CODEC
+def test_cut_and_foreign_bitstreams_are_corrupt(name: str) -> None:
+    codec = get_codec(name)
+    bitstream = codec.encode(pictures(2, 144, 144))
+    for bad in (b"", b"\0", bitstream[:-9], bitstream[: len(bitstream) // 2], b"\xff" * 100, bitstream[8:]):
+        with pytest.raises(CorruptError):
+            codec.decode(bad, (2, 144, 144))
+
+
+@EVERY_CODEC
+def test_flipped_bytes_decode_to_the_shape_or_are_corrupt(name: str) -> None:
+    """A codec may miss a flipped byte: that is what the checksums are for. It must not do anything else."""
+    codec = get_codec(name)
+    bitstream = codec.encode(pictures(2, 144, 144))
+    for position in range(0, len(bitstream), max(1, len(bitstream) // 50)):
+        bad = bytearray(bitstream)
+        bad[position] ^= 0x55
+        with contextlib.suppress(CorruptError):
+            assert codec.decode(bytes(bad), (2, 144, 144)).shape == (2, 3, 144, 144)
+
+
+def test_a_decompression_bomb_is_corrupt() -> None:
+    for name in ("zstd", "deflate"):
+        codec = get_codec(name)
+        bomb = codec.compress(bytes(1 << 26))  # type: ignore[attr-defined]
+        with pytest.raises(CorruptError):
+            codec.decode(bomb, (1, 144, 144))
+
+
+def test_unknown_codec_is_named() -> None:
+    with pytest.raises(FormatError, match="'av1' is unknown; known are hevc"):
+        get_codec("av1")
+
+
+def test_access_units() -> None:
+    units = [b"one", b"", b"three"]
+    assert [bytes(u) for u in split_access_units(join_access_units(units))] == units
+    with pytest.raises(CorruptError, match="claims"):
+        split_access_units(b"\xff\xff\xff\xff")
+    with pytest.raises(CorruptError, match="accounts for"):
+        split_access_units(join_access_units(units) + b"x")
+
+
+def test_pictures_are_predicted_from_those_before_them() -> None:
+    """So a bitstream's beginning gives its first pictures, exactly."""
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randint(0, 256, (1, 3, 144, 152), generator=generator)
+    drift = torch.randint(-1, 2, (6, 3, 144, 152), generator=generator).cumsum(0)
+    frames = (first + drift).clamp(0, 255).to(torch.uint8)
+    codec = get_codec("hevc")
+    units = [bytes(unit) for unit in split_access_units(codec.encode(frames))]
+    assert max(map(len, units[1:])) < len(units[0]) / 2
+    for end in range(1, 7):
+        assert torch.equal(codec.decode(join_access_units(units[:end]), (end, 144, 152)), frames[:end])
+
+
+def test_a_picture_is_one_access_unit_that_starts_with_its_parameter_sets() -> None:
+    """What NVDEC needs to be fed without a demuxer: Annex B, and VPS, SPS, PPS in the first access unit."""
+    units = split_access_units(get_codec("hevc").encode(pictures(5, 144, 144)))
+    assert len(units) == 5
+    first = bytes(units[0])
+    types = [(first[i + 3] >> 1) & 0x3F for i in range(len(first) - 3) if first[i : i + 3] == b"\0\0\1"]
+    assert types[:3] == [32, 33, 34]
+
+
+@pytest.mark.parametrize("name", ["hevc", "hevc420"])
+@pytest.mark.parametrize(("height", "width"), [(144, 144), (152, 160), (1080, 1920)])
+def test_parameter_sets_signal_a_level_that_hardware_knows(name: str, height: int, width: int) -> None:
+    """x265 signals level 8.5 for lossless video: none. The decoded pictures are the same, as other tests check."""
+    first, *_ = split_access_units(get_codec(name).encode(pictures(1, height, width)))
+    levels = {}
+    for unit in bytes(first).split(b"\0\0\1")[1:]:
+        raw = unit.replace(b"\0\0\3", b"\0\0")  # without emulation prevention
+        # ITU-T H.265, 7.3.1 to 7.3.3: headers, and then general_level_idc after 88 bits of profile_tier_level
+        match raw[0] >> 1 & 63:
+            case 32:
+                levels["VPS"] = raw[2 + 4 + 11]
+            case 33:
+                levels["SPS"] = raw[2 + 1 + 11]
+    assert levels == {"VPS": 153, "SPS": 153}  # 30 times 5.1

@@ -1,0 +1,393 @@
+"""NVDEC's sessions over a recording fake of PyNvVideoCodec, whose work is done late and in random order, as
+far as streams and events allow."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import closing
+
+import pytest
+import torch
+
+from sgl_kvfetch.codec.bitstream import nvdec
+from sgl_kvfetch.codec.bitstream.base import DecodedFrames, FrameDecoder
+from sgl_kvfetch.codec.bitstream.hevc import Hevc420Codec, HevcCodec, join_access_units, split_access_units
+from sgl_kvfetch.codec.bitstream.nvdec import Nvdec, NvdecDecoder, NvdecDecoders, NvdecSession, open_nvdec
+from sgl_kvfetch.codec.bitstream.nvdec_caps import DecodeCaps
+from sgl_kvfetch.codec.container.segment import SegmentReader, SegmentSpec, encode_segment
+from sgl_kvfetch.codec.cuda_streams import Device
+from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
+from sgl_kvfetch.codec.layout.tiles import TileLayout
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.errors import CorruptError
+from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
+from tests.codec.bitstream.fake_nvdec import CountingDevice, FakeNvc, make_caps, make_nvdec
+from tests.plugin.device.fake_streams import FakeDevice
+from tests.segments import make_heads, page_hashes
+
+HEVC, HEVC420 = HevcCodec(), Hevc420Codec()
+BOTH = pytest.mark.parametrize("codec", [HEVC, HEVC420], ids=lambda codec: codec.name)
+
+
+def pictures(num_frames: int, height: int = 144, width: int = 144) -> torch.Tensor:
+    """With something in them that moves."""
+    generator = torch.Generator().manual_seed(num_frames + width)
+    noise = torch.randint(0, 256, (num_frames, 3, height, width), generator=generator, dtype=torch.uint8)
+    noise[:, :, : height // 2] = torch.arange(width, dtype=torch.uint8)
+    return noise
+
+
+FRAMES = pictures(3)
+
+
+@pytest.fixture(scope="module")
+def bitstreams() -> dict[str, bytes]:
+    return {codec.name: codec.encode(FRAMES) for codec in (HEVC, HEVC420)}
+
+
+def make_decoder(nvc: FakeNvc, codec: HevcCodec = HEVC) -> FrameDecoder:
+    """A session's."""
+    return make_nvdec(nvc).open_session()[codec.name]
+
+
+def decode(
+    decoder: FrameDecoder, bitstream: bytes, frames: torch.Tensor = FRAMES, *, to_host: bool = False
+) -> DecodedFrames:
+    num_frames, _, height, width = frames.shape
+    return decoder.decode(bitstream, (num_frames, height, width), to_host=to_host)
+
+
+def decodes(decoder: FrameDecoder, bitstream: bytes, frames: torch.Tensor = FRAMES, *, to_host: bool = False) -> bool:
+    found = decode(decoder, bitstream, frames, to_host=to_host)
+    assert found.is_on_device != to_host
+    assert found.host is not None
+    return torch.equal(found.frames, frames) and torch.equal(found.host, frames)
+
+
+@BOTH
+@pytest.mark.parametrize("to_host", [False, True])
+@pytest.mark.parametrize("latency_pictures", [0, 2])
+def test_every_value_comes_back(
+    codec: HevcCodec, to_host: bool, latency_pictures: int, bitstreams: dict[str, bytes]
+) -> None:
+    for seed in range(4):
+        nvc = FakeNvc(FakeDevice(seed), latency_pictures=latency_pictures)
+        assert decodes(make_decoder(nvc, codec), bitstreams[codec.name], to_host=to_host)
+        assert nvc.device.num_launching == 1  # for the whole bitstream
+        # An access unit a packet, as the table has them, and the end.
+        assert nvc.packets == [*map(bytes, split_access_units(bitstreams[codec.name])), b""]
+
+
+@BOTH
+@pytest.mark.parametrize("latency_pictures", [0, 2])
+def test_frames_are_summed_where_they_are(
+    codec: HevcCodec, latency_pictures: int, bitstreams: dict[str, bytes]
+) -> None:
+    for seed in range(4):
+        device = CountingDevice(seed)
+        decoder = make_decoder(FakeNvc(device, latency_pictures=latency_pictures), codec)
+        found = decoder.decode(bitstreams[codec.name], (3, 144, 144), with_sum=True)
+        assert found.is_on_device
+        assert found.host is None
+        assert found.frame_sum == sum_of_frames(FRAMES)
+        assert torch.equal(found.frames, FRAMES)
+        assert device.pinned_bytes == [8]
+
+
+@BOTH
+def test_sums_tell_frames_apart(codec: HevcCodec, bitstreams: dict[str, bytes]) -> None:
+    nvc = FakeNvc(FakeDevice())
+    decoder = make_decoder(nvc, codec)
+    others = [codec.encode(frames) for frames in (FRAMES.flip(0), FRAMES[:, [1, 0, 2]], FRAMES ^ 1)]
+    found = [decoder.decode(bitstream, (3, 144, 144), with_sum=True) for bitstream in (bitstreams[codec.name], *others)]
+    assert len({decoded.frame_sum for decoded in found}) == 4
+    nvc.fails = "one pixel"
+    wrong = decoder.decode(bitstreams[codec.name], (3, 144, 144), with_sum=True)
+    assert wrong.frame_sum not in {decoded.frame_sum for decoded in found}
+    assert wrong.frame_sum == sum_of_frames(wrong.frames)
+
+
+def test_surfaces_are_taken_on_the_decoders_stream(bitstreams: dict[str, bytes]) -> None:
+    """On another one they are overwritten first, in some orders: the fake would show it."""
+
+    def is_right(seed: int, own_stream: bool) -> bool:
+        return decodes(make_decoder(FakeNvc(FakeDevice(seed), own_stream=own_stream)), bitstreams["hevc"])
+
+    assert all(is_right(seed, False) for seed in range(8))
+    assert not all(is_right(seed, True) for seed in range(8))
+
+
+def test_there_is_one_decoder_for_each_size() -> None:
+    """None is reconfigured: that would hold the interpreter lock while the driver waits."""
+    nvc = FakeNvc(FakeDevice())
+    decoder = make_decoder(nvc)
+    for height, width in ((240, 160), (144, 144), (144, 144), (240, 160), (144, 176), (240, 160)):
+        frames = pictures(2, height, width)
+        assert decodes(decoder, HEVC.encode(frames), frames)
+    assert nvc.calls == [("CreateDecoder", 160, 240), ("CreateDecoder", 144, 144), ("CreateDecoder", 176, 144)]
+
+
+def test_both_chroma_formats_share_a_session(bitstreams: dict[str, bytes]) -> None:
+    nvc = FakeNvc(FakeDevice())
+    session = make_nvdec(nvc).open_session()
+    for name in ("hevc", "hevc420", "hevc420", "hevc"):
+        assert decodes(session[name], bitstreams[name])
+    assert [call[0] for call in nvc.calls] == ["CreateDecoder"] * 2  # one for each format
+
+
+@pytest.mark.parametrize(
+    ("fails", "message"),
+    [
+        ("decode", "does not decode on NVDEC: RuntimeError: cuvidDecodePicture returned error 999"),
+        ("missing", "decodes to 2 pictures, expected 3"),
+        ("extra", "decodes to more than 3 pictures"),
+    ],
+)
+def test_what_nvdec_gets_wrong_is_corrupt(fails: str, message: str, bitstreams: dict[str, bytes]) -> None:
+    nvc = FakeNvc(FakeDevice(), latency_pictures=1)
+    decoder = make_decoder(nvc)
+    assert decodes(decoder, bitstreams["hevc"])
+    nvc.fails = fails
+    with pytest.raises(CorruptError, match=message):
+        decodes(decoder, bitstreams["hevc"])
+    nvc.fails = ""
+    assert decodes(decoder, bitstreams["hevc"])
+    assert [call[0] for call in nvc.calls] == ["CreateDecoder"] * 2  # that decoder was not used again
+
+
+@BOTH
+def test_cut_and_foreign_bitstreams_are_corrupt(codec: HevcCodec, bitstreams: dict[str, bytes]) -> None:
+    good = bitstreams[codec.name]
+    units = [bytes(unit) for unit in split_access_units(good)]
+    decoder = make_decoder(FakeNvc(FakeDevice()), codec)
+    for bad in (
+        b"",
+        good[:-9],
+        good[: len(good) // 2],
+        b"\xff" * 100,
+        join_access_units(units[:-1]),
+        join_access_units([*units[:-1], b""]),
+        join_access_units([units[0], *[b"\0\0\1"] * (len(units) - 1)]),
+    ):
+        with pytest.raises(CorruptError):
+            decodes(decoder, bad)
+        assert decodes(decoder, good)
+
+
+def test_pictures_of_another_size_are_left_to_the_checksum(bitstreams: dict[str, bytes]) -> None:
+    """A decoder that is set to what was expected scales them, and says nothing."""
+    other = HEVC.encode(pictures(3, 152, 144))
+    decoder = make_decoder(FakeNvc(FakeDevice()))
+    sized = pictures(1, 152, 144)
+    assert decodes(decoder, HEVC.encode(sized), sized)
+    assert decodes(decoder, bitstreams["hevc"])
+    assert not decodes(decoder, other)
+    with pytest.raises(CorruptError, match="rows and columns"):
+        decodes(make_decoder(FakeNvc(FakeDevice())), other)
+
+
+def test_without_a_decoder_the_cpu_decodes(
+    bitstreams: dict[str, bytes], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvdec, "_limited", LimitedLogger(logging.getLogger(nvdec.__name__)))  # nothing was said
+    nvc = FakeNvc(FakeDevice())
+    decoder = make_decoder(nvc)
+    nvc.fails = "create"
+    found = decoder.decode(bitstreams["hevc"], (3, 144, 144))
+    assert not found.is_on_device
+    assert torch.equal(found.frames, FRAMES)
+    assert (
+        "hevc is decoded on the CPU: NVDEC gave no decoder for 144x144: RuntimeError: CreateDecoder: out of memory"
+        in caplog.text
+    )
+    found = decoder.decode(bitstreams["hevc"], (3, 144, 144), with_sum=True)
+    assert found.frame_sum is None
+    assert found.host is found.frames  # verified as the CPU's always are
+    nvc.fails = ""
+    assert decodes(decoder, bitstreams["hevc"])
+
+
+def test_pictures_that_nvdec_does_not_take_are_decoded_on_the_cpu(bitstreams: dict[str, bytes]) -> None:
+    nvc = FakeNvc(FakeDevice())
+    session = NvdecSession(nvc, nvc.device, NvdecDecoders(nvc, nvc.device))
+    for caps in (make_caps(max_side=136), DecodeCaps(max_width=4096, max_height=4096, max_macroblocks=80)):
+        found = NvdecDecoder(HEVC, caps, session).decode(bitstreams["hevc"], (3, 144, 144))
+        assert not found.is_on_device
+        assert found.host is found.frames
+        assert torch.equal(found.frames, FRAMES)
+    assert not nvc.calls
+
+
+def test_sessions_of_a_pool(bitstreams: dict[str, bytes]) -> None:
+    """There are as many decoders as are used at the same time."""
+    nvc = FakeNvc(FakeDevice())
+    found = make_nvdec(nvc)
+    with closing(DecodePool([found.open_session() for _ in range(3)])) as pool:
+        for _ in range(5):  # one after another
+            assert pool.submit(lambda session: decodes(session["hevc"], bitstreams["hevc"])).result(20)
+        assert len(nvc.calls) == 1
+        at_once = [pool.submit(lambda session: decodes(session["hevc"], bitstreams["hevc"])) for _ in range(20)]
+        assert all(future.result(20) for future in at_once)
+    assert 1 <= len(nvc.calls) <= 3
+
+
+# Memory
+
+
+@pytest.mark.parametrize("to_host", [False, True])
+def test_a_session_keeps_its_memory_on_the_host(to_host: bool) -> None:
+    device = FakeDevice()
+    nvc = FakeNvc(device)
+    decoder = make_decoder(nvc)
+    larger, smaller = pictures(4, 160, 176), pictures(1)
+    coded = {len(frames): (HEVC.encode(frames), frames) for frames in (larger, smaller)}
+    for count, num_allocated in ((1, 1), (1, 1), (4, 2), (1, 2), (4, 2)):
+        assert decodes(decoder, *coded[count], to_host=to_host)
+        assert device.num_pinned == num_allocated
+    nvc.fails = "decode"
+    with pytest.raises(CorruptError):
+        decode(decoder, *coded[4], to_host=to_host)
+    nvc.fails = ""
+    for _ in range(20):
+        assert decodes(decoder, *coded[4], to_host=to_host)
+    assert device.num_pinned == 2
+    # Frames for the device are the allocator's, which keeps its blocks. Frames for the host take none at all.
+    assert device.num_empty == (0 if to_host else 5 + 1 + 20)
+
+
+def test_frames_on_the_device_are_not_written_again(bitstreams: dict[str, bytes]) -> None:
+    """They are read by restores that may come later than the session's next bitstream; what is on the host may not."""
+    decoder = make_decoder(FakeNvc(FakeDevice()))
+    first = decode(decoder, bitstreams["hevc"])
+    other = FRAMES.flip(0).contiguous()
+    second = decode(decoder, HEVC.encode(other))
+    assert torch.equal(first.frames, FRAMES)
+    assert torch.equal(second.frames, other)
+    assert first.host is not None
+    assert torch.equal(first.host, other)
+
+
+def test_planes_that_lie_as_their_frames_do_are_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token that fills a picture: its integers are the frames' very bytes, and those are the session's."""
+    heads, dim = 36, 4 * 144
+    layout = TileLayout(width=144, height=144, head_rows=heads, head_cols=1, dim_rows=4, dim_cols=144)
+    geometry = KVGeometry(num_layers=3, num_heads=heads, k_head_dim=dim, v_head_dim=dim, page_size=1, dtype="bfloat16")
+    generator = torch.Generator().manual_seed(0)
+    values: dict[TensorName, torch.Tensor] = {  # so few different bytes that both planes are video
+        tensor: torch.randint(0, 64, (1, 3, heads, 2 * dim), generator=generator, dtype=torch.uint8).view(
+            torch.bfloat16
+        )
+        for tensor in TENSORS
+    }
+    quantiser = make_quantiser("exact")
+    monkeypatch.setattr(type(quantiser), "layouts", lambda *_: dict.fromkeys(TENSORS, layout))
+    spec = SegmentSpec(make_heads(geometry, quantiser), quantiser, "hevc", "240p", 1)
+    segment = encode_segment(spec, values, 0, None, page_hashes(1))
+    reader = SegmentReader(segment.manifest, quantiser)
+    assert {chunk.codec for chunk in reader.variant.chunks} == {"hevc"}
+    nvc = FakeNvc(FakeDevice())
+    session = make_nvdec(nvc).open_session()
+    for cell in segment.manifest.cells():
+        data = segment.data[slice(*reader.cell_range(cell))]
+        on_nvdec, on_cpu = reader.decode_cell(cell, data, session), reader.decode_cell(cell, data)
+        assert all(torch.equal(x, y) for x, y in zip(on_nvdec, on_cpu, strict=True))
+    assert nvc.packets
+
+
+# What is found at the start
+
+
+def found_at_start(
+    monkeypatch: pytest.MonkeyPatch, caps: dict[str, DecodeCaps], fails: str = ""
+) -> tuple[Nvdec | None, str, FakeNvc]:
+    nvc = FakeNvc(FakeDevice())
+    nvc.fails = fails
+    monkeypatch.setitem(sys.modules, "PyNvVideoCodec", nvc)
+    monkeypatch.setattr(nvdec, "decode_caps", lambda: caps)
+    return *open_nvdec(nvc.device), nvc
+
+
+def test_all_is_there(monkeypatch: pytest.MonkeyPatch, bitstreams: dict[str, bytes]) -> None:
+    caps = {"hevc": make_caps(num_engines=7), "hevc420": make_caps(num_engines=7)}
+    found, about, nvc = found_at_start(monkeypatch, caps)
+    assert about == "decoded on NVDEC, 7 engines: hevc, hevc420"
+    assert found is not None
+    assert (found.codecs, found.num_engines) == (("hevc", "hevc420"), 7)
+    assert len(nvc.calls) == 2  # the trials took the same session
+    for name, decoder in found.open_session().items():
+        assert decodes(decoder, bitstreams[name])
+
+
+def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFETCH_NVDEC", "0")
+    found, about, nvc = found_at_start(monkeypatch, {"hevc": make_caps()})
+    assert found is None
+    assert about == "HEVC is decoded on the CPU: KVFETCH_NVDEC=0 is set"
+    assert not nvc.calls
+
+
+def test_only_420(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, about, _ = found_at_start(monkeypatch, {"hevc420": make_caps(num_engines=1)})
+    assert found is not None
+    assert list(found.open_session()) == ["hevc420"]
+    assert about == ("decoded on NVDEC, 1 engines: hevc420; hevc on the CPU: its chroma format is not supported")
+
+
+@pytest.mark.parametrize(
+    ("fails", "reason"),
+    [
+        ("pixels", "a trial gave other pixels"),
+        ("decode", "a trial failed: CorruptError: hevc bitstream does not decode on NVDEC"),
+        ("create", "a trial was not decoded on NVDEC"),
+        ("one pixel", "a trial gave other pixels"),
+    ],
+)
+def test_an_nvdec_that_does_not_work_is_not_used(fails: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, about, _ = found_at_start(monkeypatch, {"hevc": make_caps(), "hevc420": make_caps()}, fails)
+    assert found is None
+    assert about.startswith("decoded on NVDEC, 2 engines: nothing; hevc on the CPU: " + reason)
+
+
+def test_a_kernel_that_sums_wrongly_is_not_relied_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvdec, "frame_sum", lambda frames: torch.tensor([1]))
+    decoders, about, _ = found_at_start(monkeypatch, {"hevc": make_caps()})
+    assert not decoders
+    assert about.startswith("decoded on NVDEC, 2 engines: nothing; hevc on the CPU: a trial gave another frame sum")
+
+
+def test_nothing_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found_at_start(monkeypatch, {})[1] == "HEVC is decoded on the CPU: this GPU's video engines do not decode it"
+
+    def no_library() -> dict[str, DecodeCaps]:
+        raise OSError("libnvcuvid.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(nvdec, "decode_caps", no_library)
+    assert "OSError: libnvcuvid.so.1" in open_nvdec(FakeDevice())[1]
+    monkeypatch.setitem(sys.modules, "PyNvVideoCodec", None)
+    found, about = open_nvdec(FakeDevice())
+    assert found is None
+    assert "HEVC is decoded on the CPU: ModuleNotFoundError" in about
+
+
+@BOTH
+@pytest.mark.gpu
+def test_on_a_gpu(codec: HevcCodec, bitstreams: dict[str, bytes]) -> None:
+    torch.zeros(1, device="cuda")
+    engines, about = open_nvdec(Device(torch.device("cuda", 0)))
+    if engines is None or codec.name not in engines.codecs:
+        pytest.skip(about)
+    decoder = engines.open_session()[codec.name]
+    found = decode(decoder, bitstreams[codec.name])
+    assert found.is_on_device
+    assert found.frames.is_cuda
+    assert found.host is not None
+    assert torch.equal(found.frames.cpu(), FRAMES)
+    assert torch.equal(found.host, FRAMES)
+    on_host = decode(decoder, bitstreams[codec.name], to_host=True)
+    assert not on_host.frames.is_cuda
+    assert torch.equal(on_host.frames, FRAMES)
+    summed = decoder.decode(bitstreams[codec.name], (3, 144, 144), with_sum=True)
+    assert summed.frame_sum == sum_of_frames(FRAMES)

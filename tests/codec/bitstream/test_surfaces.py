@@ -1,0 +1,218 @@
+"""Surfaces counted against a bound, over a fake of PyNvVideoCodec that knows which decoders there are."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Event, Lock
+from typing import Any
+from unittest.mock import Mock
+from weakref import WeakSet
+
+import pytest
+import torch
+
+from sgl_kvfetch.codec.bitstream import nvdec
+from sgl_kvfetch.codec.bitstream.base import FrameDecoder
+from sgl_kvfetch.codec.bitstream.hevc import HevcCodec, join_access_units, split_access_units
+from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
+from sgl_kvfetch.codec.bitstream.surfaces import MAX_SURFACE_BYTES, NUM_SURFACES, surface_bytes
+from sgl_kvfetch.errors import CorruptError
+from sgl_kvfetch.log import LimitedLogger
+from tests.codec.bitstream.fake_nvdec import Decoder, FakeNvc, PacketData, Surface, make_nvdec
+from tests.plugin.device.fake_streams import FakeDevice
+
+HEVC = HevcCodec()
+SIZES = ((144, 144), (160, 176), (240, 160), (176, 320))  # height, width
+SMALL = surface_bytes(3, 144, 144)
+
+
+def pictures(height: int, width: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(width)
+    return torch.randint(0, 256, (2, 3, height, width), generator=generator, dtype=torch.uint8)
+
+
+FRAMES = {size: pictures(*size) for size in SIZES}
+
+
+@pytest.fixture(scope="module")
+def coded() -> dict[tuple[int, int], bytes]:
+    return {size: HEVC.encode(frames) for size, frames in FRAMES.items()}
+
+
+def cut(bitstream: bytes) -> bytes:
+    """Whose second picture is none, as a decoder finds out."""
+    first, _ = split_access_units(bitstream)
+    return join_access_units([bytes(first), b"no picture"])
+
+
+class CountingNvc(FakeNvc):
+    """``most_bytes``: that the surfaces of 4:4:4 decoders took at once. While ``gate`` is not set, none decodes."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeDevice())
+        self.most_bytes = 0
+        self.gate, self.at_gate = Event(), Event()
+        self.gate.set()
+        self._live: WeakSet[Decoder] = WeakSet()
+        self._lock = Lock()
+
+    def CreateDecoder(self, *args: Any, **arguments: Any) -> Decoder:
+        made = super().CreateDecoder(*args, **arguments)
+        decoder = GatedDecoder(self, made._cudastream, made._stream, *made._largest, latency=made._latency)
+        with self._lock:
+            self._live.add(decoder)
+            self.most_bytes = max(self.most_bytes, self.live_bytes)
+        return decoder
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(NUM_SURFACES * 3 * width * height for width, height in (each._largest for each in self._live))
+
+
+class GatedDecoder(Decoder):
+    def Decode(self, packet: PacketData) -> list[Surface]:
+        nvc = self._nvc
+        assert isinstance(nvc, CountingNvc)
+        nvc.at_gate.set()
+        assert nvc.gate.wait(20)
+        return super().Decode(packet)
+
+
+@pytest.fixture
+def nvc(monkeypatch: pytest.MonkeyPatch) -> CountingNvc:
+    monkeypatch.setattr(nvdec, "_limited", LimitedLogger(logging.getLogger(nvdec.__name__)))  # nothing was said
+    return CountingNvc()
+
+
+def open_decoders(nvc: FakeNvc, limit_bytes: int, count: int) -> tuple[Nvdec, list[FrameDecoder]]:
+    """Of ``hevc``, each on a session."""
+    engines = make_nvdec(nvc)
+    engines.surfaces.limit_bytes = limit_bytes
+    return engines, [engines.open_session()["hevc"] for _ in range(count)]
+
+
+def is_on_device(decoder: FrameDecoder, bitstream: bytes, size: tuple[int, int] = SIZES[0]) -> bool:
+    """The pixels are right in any case."""
+    found = decoder.decode(bitstream, (2, *size))
+    assert torch.equal(found.frames, FRAMES[size])
+    assert found.host is not None
+    assert torch.equal(found.host, FRAMES[size])
+    return found.is_on_device
+
+
+@contextmanager
+def busy(nvc: CountingNvc, decoder: FrameDecoder, bitstream: bytes) -> Iterator[None]:
+    """Keep ``decoder`` in mid-picture. No other can decode on the device meanwhile."""
+    nvc.gate.clear()
+    nvc.at_gate.clear()
+    with ThreadPoolExecutor(1) as threads:
+        future = threads.submit(is_on_device, decoder, bitstream)
+        try:
+            assert nvc.at_gate.wait(20)
+            yield
+        finally:
+            nvc.gate.set()
+        assert future.result(20)
+
+
+def test_what_is_counted() -> None:
+    assert surface_bytes(3, 1920, 1080) == NUM_SURFACES * 3 * 1920 * 1080
+    assert surface_bytes(1, 1920, 1080) == NUM_SURFACES * 1920 * 1080 * 3 // 2
+    # As the README says.
+    assert MAX_SURFACE_BYTES // surface_bytes(3, 1920, 1080) == 4
+    assert MAX_SURFACE_BYTES // surface_bytes(3, 432, 240) == 86
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_bound_holds(nvc: CountingNvc, coded: dict[tuple[int, int], bytes], seed: int) -> None:
+    """Any sizes, on several threads, with corrupt bitstreams in between. No decoder is destroyed."""
+    limit_bytes = 3 * surface_bytes(3, 320, 176)
+    engines, decoders = open_decoders(nvc, limit_bytes, 5)
+
+    def work(index: int) -> list[bool]:
+        choose = random.Random(10 * seed + index)
+        there = []
+        for _ in range(20):
+            size = choose.choice(SIZES)
+            if choose.random() < 0.1:
+                with pytest.raises(CorruptError, match="decode"):  # NVDEC finds it, or the CPU
+                    decoders[index].decode(cut(coded[size]), (2, *size))
+            there.append(is_on_device(decoders[index], coded[size], size))
+        return there
+
+    with ThreadPoolExecutor(len(decoders)) as threads:
+        there = [each for found in threads.map(work, range(len(decoders))) for each in found]
+    assert limit_bytes // 2 < nvc.most_bytes <= limit_bytes
+    assert any(there)
+    assert engines.surfaces.taken_bytes == nvc.live_bytes == nvc.most_bytes
+    engines.drop_decoders()
+    assert engines.surfaces.taken_bytes == nvc.live_bytes == 0
+    assert all(is_on_device(decoder, coded[SIZES[0]]) for decoder in decoders)
+
+
+def test_sessions_share_decoders(nvc: CountingNvc, coded: dict[tuple[int, int], bytes]) -> None:
+    _, decoders = open_decoders(nvc, SMALL, 5)
+    for decoder in (*decoders, *decoders):
+        assert is_on_device(decoder, coded[SIZES[0]])
+    assert nvc.most_bytes == SMALL
+
+
+def test_without_room_the_cpu_decodes(
+    nvc: CountingNvc, coded: dict[tuple[int, int], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    engines, (a, b) = open_decoders(nvc, SMALL, 2)
+    with busy(nvc, a, coded[SIZES[0]]):
+        assert not is_on_device(b, coded[SIZES[0]])
+        assert engines.surfaces.taken_bytes == SMALL
+    assert "hevc is decoded on the CPU: other decoders leave no room for one of 144x144" in caplog.text
+    assert is_on_device(b, coded[SIZES[0]])
+    # An idle decoder of another size is not destroyed for this.
+    assert not is_on_device(a, coded[SIZES[1]], SIZES[1])
+    assert is_on_device(a, coded[SIZES[0]])
+    engines.drop_decoders()
+    assert is_on_device(a, coded[SIZES[1]], SIZES[1])
+
+
+def test_one_decoder_there_may_always_be(nvc: CountingNvc, coded: dict[tuple[int, int], bytes]) -> None:
+    engines, (a, b) = open_decoders(nvc, 1, 2)
+    for decoder in (a, b, a):
+        assert is_on_device(decoder, coded[SIZES[0]])
+    assert nvc.most_bytes == engines.surfaces.taken_bytes == SMALL
+
+
+@pytest.mark.parametrize("fails", ["decode", "extra"])
+def test_a_decoder_that_failed_is_kept_unused(
+    nvc: CountingNvc, coded: dict[tuple[int, int], bytes], fails: str
+) -> None:
+    engines, (decoder,) = open_decoders(nvc, MAX_SURFACE_BYTES, 1)
+    nvc.fails = fails
+    with pytest.raises(CorruptError):
+        decoder.decode(coded[SIZES[0]], (2, *SIZES[0]))
+    nvc.fails = ""
+    for _ in range(2):
+        assert is_on_device(decoder, coded[SIZES[0]])
+    assert [call[0] for call in nvc.calls] == ["CreateDecoder"] * 2
+    assert engines.surfaces.taken_bytes == nvc.live_bytes == 2 * SMALL
+
+
+def test_a_decoder_that_cannot_be_created_takes_no_room(nvc: CountingNvc, coded: dict[tuple[int, int], bytes]) -> None:
+    engines, (decoder,) = open_decoders(nvc, MAX_SURFACE_BYTES, 1)
+    nvc.fails = "create"
+    assert not is_on_device(decoder, coded[SIZES[0]])
+    assert engines.surfaces.taken_bytes == nvc.live_bytes == 0
+
+
+def test_a_lack_of_memory_does_not_cost_a_decoder(
+    nvc: CountingNvc, coded: dict[tuple[int, int], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, (decoder,) = open_decoders(nvc, MAX_SURFACE_BYTES, 1)
+    assert is_on_device(decoder, coded[SIZES[0]])
+    with monkeypatch.context() as patched:
+        patched.setattr(nvc.device, "empty", Mock(side_effect=torch.OutOfMemoryError))
+        assert not is_on_device(decoder, coded[SIZES[0]])
+    assert is_on_device(decoder, coded[SIZES[0]])
+    assert nvc.most_bytes == SMALL

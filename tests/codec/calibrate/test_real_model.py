@@ -1,0 +1,58 @@
+"""What only a real language model shows: attention sinks, and tokens that matter more than others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.codec.measure import measure
+from benchmarks.codec.methods import all_methods, select
+from benchmarks.codec.segments import SegmentMethod
+from benchmarks.prose import prose
+from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model
+from sgl_kvfetch.codec.calibrate.model import KVModel, calibration_windows, cut_windows, find_rope
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.profile import Profile
+from tests.codec.quant.profiles import CALIBRATION
+
+pytestmark = [pytest.mark.slow]
+
+CONTEXT, CONTINUATION = 512, 128
+
+
+@pytest.fixture(scope="module")
+def model(real_model: Path) -> KVModel:
+    return KVModel(str(real_model))
+
+
+@pytest.fixture(scope="module")
+def tokens(model: KVModel) -> torch.Tensor:
+    return model.tokenise(prose()[:120_000])
+
+
+@pytest.fixture(scope="module")
+def profile(model: KVModel, tokens: torch.Tensor) -> Profile:
+    """Of far fewer tokens than one would calibrate on."""
+    windows = calibration_windows(model, [tokens[: len(tokens) // 2]], 8, CONTEXT + CONTINUATION)
+    return calibrate_model(model, windows, find_rope(model), CALIBRATION, CalibrationOptions(num_context=CONTEXT))
+
+
+def test_the_first_token_is_a_sink(profile: Profile) -> None:
+    assert profile.num_sinks == 1
+
+
+def test_the_default_is_within_reach(profile: Profile) -> None:
+    assert profile.curve[0].kl < profile.default_target_kl < profile.curve[-1].kl
+    assert 0.2 < profile.context_kl < 5
+
+
+def test_half_of_cachegens_bits_do_better_than_cachegen(model: KVModel, tokens: torch.Tensor, profile: Profile) -> None:
+    windows = cut_windows([tokens[len(tokens) // 2 :]], 2, CONTEXT + CONTINUATION + 1, model.start)
+    cachegen = select(all_methods(None), ["cachegen-32/2048"])
+    (theirs,) = measure(model, windows, CONTEXT, cachegen).rows
+    ours = SegmentMethod("klt", "here", "ours", KltQuantiser(profile, theirs.kl.mean / 2), "hevc")
+    (row,) = measure(model, windows, CONTEXT, [ours]).rows
+    assert row.kl.mean < theirs.kl.mean
+    assert row.bits_per_value.mean < theirs.bits_per_value.mean / 2

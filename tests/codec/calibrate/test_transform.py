@@ -1,0 +1,172 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from sgl_kvfetch.codec.calibrate.fit import cell_grid, transform_of
+from sgl_kvfetch.codec.calibrate.statistics import MOST_SINKS, Moments
+from sgl_kvfetch.codec.quant.base import CellValues
+from sgl_kvfetch.codec.quant.sensitivity import fit_log_cost
+from sgl_kvfetch.types import CellGrid
+
+SIZES = (4, 8)
+
+
+def random_moments(size: int = sum(SIZES)) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A covariance and the blocks of an information matrix, that share no axes."""
+    covariance = _random_moment(size, -2.0, 0)
+    return covariance, [_random_moment(n, -1.0, i + 1) for i, n in enumerate(SIZES)]
+
+
+def _random_moment(size: int, low: float, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    axes = torch.linalg.qr(torch.randn((size, size), generator=generator, dtype=torch.float64)).Q
+    return (axes * torch.logspace(low, 0, size, dtype=torch.float64)) @ axes.T
+
+
+def test_errors_cost_alike_in_every_direction() -> None:
+    made = transform_of(*random_moments())
+    cost = made.inverse @ torch.block_diag(*made.weights) @ made.inverse.T
+    assert torch.allclose(cost, torch.eye(len(cost), dtype=torch.float64), atol=1e-9)
+
+
+def test_weights_are_the_information_made_robust() -> None:
+    _, information = random_moments()
+    for weight, block in zip(transform_of(*random_moments()).weights, information, strict=True):
+        diagonal = block.diagonal()
+        assert torch.allclose(weight.diagonal(), diagonal + 0.05 * diagonal.mean())
+        assert torch.allclose(weight - weight.diagonal().diag(), 0.7 * (block - diagonal.diag()))
+
+
+def test_coefficients_do_not_vary_together_and_fall() -> None:
+    covariance, information = random_moments()
+    made = transform_of(covariance, information)
+    forward = torch.linalg.inv(made.inverse)
+    coefficients = forward.T @ covariance @ forward
+    assert torch.allclose(coefficients, made.variances.diag(), atol=1e-9)
+    assert (made.variances.diff() <= 0).all()
+
+
+def test_both_directions_follow_from_the_factors() -> None:
+    made = transform_of(*random_moments())
+    forward = torch.block_diag(*made.weights) @ made.inverse.T
+    assert torch.allclose(forward @ made.inverse, torch.eye(len(forward), dtype=torch.float64), atol=1e-9)
+
+
+def test_what_does_not_matter_has_a_transform_all_the_same() -> None:
+    """A pruned head: its errors cost nothing."""
+    covariance, information = random_moments()
+    information[0].zero_()
+    made = transform_of(covariance, information)
+    assert torch.isfinite(made.inverse).all()
+    assert torch.linalg.inv(made.inverse).isfinite().all()
+    ignored, counted = made.inverse[:, : SIZES[0]], made.inverse[:, SIZES[0] :]
+    assert ignored.abs().max() > 100 * counted.abs().max()  # very coarse steps
+
+
+def test_a_transform_saves_bits_at_equal_cost() -> None:
+    """Mean bits a coefficient of a Gaussian at fine steps: half the logarithm of the coefficients' variances, in units
+    of what an error costs. Against channels as they are, with one step for all or with a step each."""
+    covariance, information = random_moments()
+    weight = torch.block_diag(*transform_of(covariance, information).weights)
+
+    def bits(inverse: torch.Tensor) -> float:
+        forward = torch.linalg.inv(inverse)
+        variances = (forward.T @ covariance @ forward).diagonal()
+        return float((variances * (inverse @ weight @ inverse.T).diagonal().mean()).log2().mean() / 2)
+
+    one_step, own_steps = torch.eye(len(weight), dtype=torch.float64), weight.diagonal().rsqrt().diag()
+    assert bits(transform_of(covariance, information).inverse) < bits(own_steps) - 0.5 < bits(one_step) - 0.5
+
+
+@pytest.mark.parametrize("channels", [192, 256])
+def test_wide_cells_on_two_threads(channels: int) -> None:
+    """A batched inverse of matrices so wide may never return on two threads."""
+    code = (
+        "import torch; torch.set_num_threads(2)\n"
+        "from sgl_kvfetch.codec.calibrate.fit import transform_of\n"
+        f"x = torch.randn(4 * {channels}, {channels}, dtype=torch.float64)\n"
+        f"made = transform_of(x.T @ x, [x[:, :{channels // 2}].T @ x[:, :{channels // 2}]] * 2)\n"
+        "forward = torch.block_diag(*made.weights) @ made.inverse.T\n"
+        "assert torch.allclose(forward @ made.inverse, torch.eye(len(forward), dtype=torch.float64), atol=1e-6)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+
+
+def test_moments_of_windows_are_those_of_all() -> None:
+    """Of a model with two layer groups and two head blocks; what the first tokens hold is in no moment but their
+    own."""
+    grid = CellGrid(num_layers=4, num_heads=4, cell_layers=3, cell_heads=2)
+    generator = torch.Generator().manual_seed(1)
+    windows = [CellValues(*(torch.randn((n, 4, 4, dim), generator=generator) + 1 for dim in (6, 4))) for n in (20, 30)]
+    moments = Moments(grid, 6, 4)
+    for window in windows:
+        moments.add_values(window)
+        moments.add_gradients(CellValues(*(3 * x for x in window)))
+    k, v = (torch.cat([w[i][MOST_SINKS:] for w in windows]).double() for i in range(2))
+
+    cell = torch.cat((k[:, 3:, 2:].flatten(1), v[:, 3:, 2:].flatten(1)), dim=1)
+    assert torch.allclose(moments.mean((1, 1)), cell.mean(0))
+    assert torch.allclose(moments.covariance((1, 1)), torch.cov(cell.T, correction=0))
+    of_k, of_v = moments.information((1, 1))
+    for found, x in ((of_k, k), (of_v, v)):
+        block = 3 * x[:, 3, 2:].flatten(1)
+        assert torch.allclose(found, block.T @ block / len(block))
+    for found, x in zip(moments.usual_costs, (k, v), strict=True):
+        assert torch.allclose(found, (9 * x.square()).sum(-1).mean(0))
+
+
+@pytest.mark.parametrize("num_sinks", [0, 1, 3, MOST_SINKS])
+def test_the_first_tokens_that_cost_far_more_than_others_are_sinks(num_sinks: int) -> None:
+    grid = CellGrid(num_layers=3, num_heads=2, cell_layers=3, cell_heads=2)
+    generator = torch.Generator().manual_seed(num_sinks)
+    moments = Moments(grid, 4, 4)
+    for _ in range(3):
+        gradients = CellValues(*(torch.randn((40, 3, 2, 4), generator=generator) for _ in range(2)))
+        for x in gradients:
+            x[:num_sinks] *= 30  # 900 times the cost
+        moments.add_gradients(gradients)
+    assert moments.num_sinks == num_sinks
+
+
+def test_costs_are_told_from_features() -> None:
+    """Costs that grow with one feature out of three, and scatter."""
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn((4000, 3), generator=generator) * torch.tensor([0.1, 1.0, 10.0])
+    scatter = torch.randn((4000, 2), generator=generator).square().mean(1)
+    weights = fit_log_cost(features, 5 * (2 * features[:, 1]).clamp_max(5).exp() * scatter)
+    told = features @ weights[:-1] + weights[-1]
+    assert float(torch.corrcoef(torch.stack((told, features[:, 1])))[0, 1]) > 0.95
+    assert float((weights[:-1] * features.std(0)).abs().argmax()) == 1
+
+
+def test_costs_that_nothing_tells_give_every_token_the_mean() -> None:
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn((4000, 3), generator=generator)
+    told = features @ (weights := fit_log_cost(features, torch.full((4000,), 7.0)))[:-1] + weights[-1]
+    assert torch.allclose(told, torch.zeros(4000), atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("shape", "max_channels", "tp_size", "expected"),
+    [
+        ((32, 8, 256), 1536, 1, (3, 2)),  # Llama-3.1-8B
+        ((32, 8, 256), 1536, 8, (6, 1)),  # a head a rank: more layers
+        ((64, 8, 256), 1536, 1, (3, 2)),  # Qwen3-32B
+        ((30, 3, 128), 1536, 1, (3, 3)),  # SmolLM2-135M
+        ((30, 3, 128), 384, 1, (3, 1)),
+        ((30, 3, 128), 100, 1, (3, 1)),  # never less than three layers of a head
+        ((2, 2, 128), 1536, 1, (3, 2)),
+        ((24, 2, 128), 1536, 1, (6, 2)),
+        ((80, 1, 128), 1536, 1, (12, 1)),
+        ((32, 8, 256), 1536, 16, (6, 1)),  # more ranks than heads
+    ],
+)
+def test_cells_are_as_wide_as_allowed(
+    shape: tuple[int, int, int], max_channels: int, tp_size: int, expected: tuple[int, int]
+) -> None:
+    num_layers, num_heads, head_channels = shape
+    grid = cell_grid(num_layers, num_heads, head_channels, max_channels, tp_size)
+    assert (grid.num_layers, grid.num_heads) == (num_layers, num_heads)
+    assert (grid.cell_layers, grid.cell_heads) == expected

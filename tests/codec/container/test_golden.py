@@ -1,0 +1,111 @@
+"""What was written once must be readable for ever: segments and profiles lie in tests/golden."""
+
+import msgspec
+import pytest
+import torch
+
+from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.codec.container.segment import SegmentReader
+from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltQuantiser
+from tests.golden.make import CASES, FIRST_PAGE, NUM_PAGES, Case, golden_quantiser, restored
+from tests.golden.second_reader import float_text, names_of, parse_manifest, read_values
+from tests.segments import page_hashes
+
+EVERY_CASE = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+EVERY_VARIANT = pytest.mark.parametrize(
+    ("case", "variant"),
+    [(case, variant) for case in CASES.values() for variant in range(len(case.variants))],
+    ids=lambda x: x.stem if isinstance(x, Case) else str(x),
+)
+
+
+def manifest_of(case: Case) -> Manifest:
+    return decode_manifest(case.path("kvm").read_bytes())
+
+
+@EVERY_CASE
+def test_golden_manifests_are_what_they_were(case: Case) -> None:
+    raw = case.path("kvm").read_bytes()
+    manifest = manifest_of(case)
+    # Digests and names are part of the format: other writers and stores go by them.
+    assert manifest.heads == case.head_slice
+    assert manifest.first_page == case.first_page
+    assert list(manifest.page_hashes) == page_hashes(NUM_PAGES, "", case.first_page)
+    assert manifest.encode() == raw
+    assert [(v.codec, v.resolution) for v in manifest.variants] == list(case.variants)
+    for variant, target in zip(manifest.variants, case.variants, strict=True):
+        assert target.codec in {chunk.codec for chunk in variant.chunks}
+        assert bool(variant.frame_sums) == target.codec.startswith("hevc")
+
+
+@EVERY_VARIANT
+def test_golden_segments_read_as_on_the_day_they_were_written(case: Case, variant: int) -> None:
+    manifest, quantiser = manifest_of(case), golden_quantiser(case.quantiser)
+    values = restored(SegmentReader(manifest, quantiser, variant), case.data(variant))
+    expected = torch.frombuffer(bytearray(case.path("values").read_bytes()), dtype=manifest.geometry.torch_dtype)
+    if isinstance(quantiser, KltQuantiser):  # sums of products, which CPUs round differently
+        rounding = {torch.bfloat16: 2**-7, torch.float8_e4m3fn: 2**-3}.get(values.dtype, 2**-10)
+        assert torch.allclose(values.float(), expected.float(), rtol=rounding, atol=0.01)
+    else:
+        assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
+
+
+@EVERY_VARIANT
+def test_the_document_suffices_to_read_them(case: Case, variant: int) -> None:
+    """Bit for bit, by a reader that was written from docs/format.md alone."""
+    raw = case.path("kvm").read_bytes()
+    profile = None if case.profile is None else case.profile.read_bytes()
+    assert read_values(raw, case.data(variant), variant, profile) == case.path("values").read_bytes()
+
+
+@EVERY_CASE
+def test_the_document_suffices_to_find_them(case: Case) -> None:
+    manifest = manifest_of(case)
+    names = [manifest.key.manifest_name, *map(manifest.data_name, manifest.variants)]
+    assert names_of(parse_manifest(case.path("kvm").read_bytes())) == names
+
+
+def test_numbers_in_a_profiles_digest() -> None:
+    plain = ("0.0", "-1.0", "0.1", "-0.00125", "123456.789", "0.10000000149011612", "0.00001", "0.00002499999936844688")
+    for text in (*plain, "1000000000000000.0", "1e-6", "2.5e-7", "5e-324", "1e16", "1.25e17"):
+        assert float_text(float(text)) == text
+        assert msgspec.json.encode(float(text)).decode() == text
+
+
+def test_golden_segments_have_spans_variants_heads_and_stages() -> None:
+    manifests = {stem: manifest_of(case) for stem, case in CASES.items()}
+    short = {stem for stem, m in manifests.items() if m.span_tokens(m.num_spans - 1) < m.span_tokens(0)}
+    assert short == {"exact-fp8", "cachegen-stage", "klt-heads"}
+    assert {stem for stem, m in manifests.items() if m.first_head} == {"exact-fp8", "klt-heads"}
+    assert {stem for stem, m in manifests.items() if m.namespace.first_layer} == {"cachegen-stage"}
+    assert {stem for stem, m in manifests.items() if m.grid.num_head_blocks > 1} >= {"klt-heads", "klt-hevc"}
+    assert {stem for stem, m in manifests.items() if len(m.data_names) > 1} == {"exact-fp8", "uint8-fp8", "klt-heads"}
+    assert {m.namespace.kv_dtype for m in manifests.values()} >= {"float8_e4m3fn", "float8_e5m2", "float16", "float32"}
+
+
+@pytest.mark.parametrize("stem", ["klt-hevc", "klt-heads"])
+def test_the_golden_klt_segments_have_all_that_klt_may_store(stem: str) -> None:
+    case = CASES[stem]
+    quantiser = golden_quantiser(case.quantiser)
+    assert isinstance(quantiser, KltQuantiser)
+    kept, wide = quantiser.coefficient_shares
+    assert 0 < wide < kept < 1
+    manifest, data = manifest_of(case), case.data(0)
+    reader = SegmentReader(manifest, quantiser, 0)
+    for cell in manifest.cells():
+        exponents, exact, _ = reader.decode_cell(cell, data[slice(*reader.cell_range(cell))])
+        assert exponents[0 if case.first_page < FIRST_PAGE else [7, 10][cell.span]] == EXACT
+        assert exact.numel()
+        assert len(set(exponents.tolist()) - {EXACT, UNIT}) >= 2
+
+
+def test_the_golden_namespaces_keep_their_digests() -> None:
+    assert {stem: manifest_of(CASES[stem]).namespace.digest() for stem in DIGESTS} == DIGESTS
+
+
+DIGESTS = {
+    "exact-hevc": "75e4d282f6f453e5b6084435109154f0",
+    "uint8-hevc": "dc563d52a6beb25040ef615ec5f36383",
+    "cachegen-hevc": "34c62d012e0ea3db4e7f22ecd0f53aad",
+    "klt-hevc": "add37a96bfa7895acd13c23efeda3d1c",
+}

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+
+from sgl_kvfetch.codec.container import manifest as manifest_module
+from sgl_kvfetch.codec.container.manifest import SIDE_CHUNK_BYTES, Manifest, decode_manifest
+from sgl_kvfetch.codec.container.merge import merge_segments
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, with_chunk_digests
+from sgl_kvfetch.codec.container.sides import SideKey, encode_side, join_sides, side_places
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.errors import CorruptError, FormatError
+from sgl_kvfetch.tools.encoding.targets import make_targets
+from sgl_kvfetch.tools.encoding.transcode import transcode
+from tests.golden.second_reader import names_of, parse_manifest, read_sides
+from tests.segments import SMALL, make_heads, make_segment
+
+LARGE = SIDE_CHUNK_BYTES + 1000  # bytes: two chunks
+
+
+def random_bytes(size: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, 4, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+PAGES: dict[SideKey, torch.Tensor] = {
+    ("swa", 2): random_bytes(300, 0),
+    ("swa", 3): random_bytes(300, 1),
+    ("mamba", 3): random_bytes(LARGE, 2),
+}
+
+
+def with_sides(segment: CodedSegment, pages: dict[SideKey, torch.Tensor]) -> CodedSegment:
+    return segment.with_side(*encode_side(pages))
+
+
+def contents(segment: CodedSegment) -> dict[SideKey, bytes]:
+    """All side pages, decoded from the stored bytes."""
+    stored = decode_manifest(segment.manifest.encode())
+    objects = dict(segment.data_objects())
+    return {
+        key: bytes(place.decode(objects[place.data_name][place.start : place.start + place.size_bytes]))
+        for key, place in side_places(stored).items()
+    }
+
+
+def expected(pages: dict[SideKey, torch.Tensor], shift: int = 0) -> dict[SideKey, bytes]:
+    return {(pool, page + shift): x.numpy().tobytes() for (pool, page), x in pages.items()}
+
+
+def test_side_pages_come_back_as_they_were() -> None:
+    segment = with_sides(make_segment()[0], PAGES)
+    assert contents(segment) == expected(PAGES)
+    assert segment.manifest.data_names == {name for name, _ in segment.data_objects()}
+    assert segment.manifest.raw_bytes - segment.manifest.kv_bytes == 600 + LARGE
+    assert len(side_places(segment.manifest)["mamba", 3].page.chunks) == 2
+
+
+def test_more_side_pages_are_added_later() -> None:
+    more = {("swa", 0): random_bytes(300, 3)}
+    segment = with_sides(with_sides(make_segment()[0], PAGES), more)
+    assert contents(segment) == expected(PAGES | more)
+
+
+def test_the_document_suffices_to_read_them() -> None:
+    """For a reader that was written from docs/format.md alone."""
+    segment = with_sides(with_sides(make_segment()[0], PAGES), {("swa", 0): random_bytes(300, 3)})
+    raw = segment.manifest.encode()
+    assert read_sides(raw, list(segment.side_data)) == contents(segment)
+    assert names_of(parse_manifest(raw))[1:] == [name for name, _ in segment.data_objects()]
+
+
+def test_manifests_without_side_pages_are_those_of_version_2_0() -> None:
+    segment = make_segment()[0]
+    assert segment.manifest.encode()[6:8] == b"\0\0"
+    assert b"sides" not in segment.manifest.encode()
+    assert with_sides(segment, PAGES).manifest.encode()[6:8] == b"\1\0"
+
+
+@pytest.mark.parametrize("span_pages", [2, 4, 8])  # chunks are copied, or encoded again
+def test_merged_segments_keep_their_side_pages(span_pages: int) -> None:
+    left, right = (make_segment(first_page=first, span_pages=span_pages)[0] for first in (0, 4))
+    spec = SegmentSpec(make_heads(SMALL), make_quantiser("exact"), "zstd", "240p", span_pages)
+    merged = merge_segments(spec, with_sides(left, PAGES), right)
+    assert contents(merged) == expected(PAGES)
+    merged = merge_segments(spec, with_sides(left, PAGES), with_sides(right, PAGES))
+    assert contents(merged) == expected(PAGES) | expected(PAGES, 4)
+    assert len(merged.manifest.sides) == 1
+
+
+def test_variants_are_made_without_their_side_pages() -> None:
+    segment = with_sides(make_segment()[0], PAGES)
+    made = transcode(segment.manifest, segment.data, make_targets(["hevc"], ["240p"]))
+    assert not made.manifest.sides
+
+
+def test_digests_cover_side_pages() -> None:
+    segment = with_chunk_digests(with_sides(make_segment()[0], PAGES))
+    assert contents(segment) == expected(PAGES)
+    (side,) = segment.manifest.sides
+    wrong = msgspec.structs.replace(side, chunk_digests=bytes(len(side.chunk_digests)))
+    lying = replace(segment, manifest=msgspec.structs.replace(segment.manifest, sides=(wrong,)))
+    with pytest.raises(CorruptError, match="checksum does not match"):
+        contents(lying)
+
+
+def test_joined_digests_are_kept_only_if_all_have_them() -> None:
+    signed = with_chunk_digests(with_sides(make_segment()[0], PAGES))
+    plain = with_sides(make_segment()[0], PAGES)
+    both = [(0, zip(x.manifest.sides, x.side_data, strict=True)) for x in (signed, plain)]
+    joined = join_sides(both)
+    assert joined is not None
+    assert not joined[0].chunk_digests
+
+
+@pytest.mark.parametrize("bit", [0, 7])
+@pytest.mark.parametrize("at", [0.0, 0.5, 0.999])
+def test_damage_is_found(at: float, bit: int) -> None:
+    segment = with_sides(make_segment()[0], PAGES)
+    (data,) = segment.side_data
+    position = int(at * len(data))
+    damaged = data[:position] + bytes([data[position] ^ (1 << bit)]) + data[position + 1 :]
+    with pytest.raises(CorruptError):
+        contents(replace(segment, side_data=(damaged,)))
+
+
+def test_pages_of_the_wrong_length_are_refused() -> None:
+    place = next(iter(side_places(with_sides(make_segment()[0], PAGES).manifest).values()))
+    with pytest.raises(CorruptError, match=r"has 3 bytes, expected \d+"):
+        place.decode(b"abc")
+
+
+def malformed(manifest: Manifest) -> dict[str, Manifest]:
+    (side,) = manifest.sides
+    first = side.pages[0]
+
+    def with_pages(*pages: object) -> Manifest:
+        return msgspec.structs.replace(manifest, sides=(msgspec.structs.replace(side, pages=pages),))
+
+    def changed(**changes: object) -> Manifest:
+        return with_pages(msgspec.structs.replace(first, **changes), *side.pages[1:])
+
+    return {
+        "a side page twice": with_pages(first, *side.pages),
+        "the segment has 4 pages": changed(page=4),
+        "bytes in 1 chunks": changed(num_bytes=LARGE),
+        "a chunk of more than 8388608 bytes": changed(
+            chunks=(msgspec.structs.replace(first.chunks[0], size_bytes=2 * SIDE_CHUNK_BYTES + 1),)
+        ),
+        "without side pages": with_pages(),
+        "Expected `int` >= 1": changed(num_bytes=0),
+        "bytes of digests of side pages": msgspec.structs.replace(
+            manifest, sides=(msgspec.structs.replace(side, chunk_digests=b"x"),)
+        ),
+    }
+
+
+@pytest.mark.parametrize("message", list(malformed(with_sides(make_segment()[0], PAGES).manifest)))
+def test_malformed_side_pages_are_refused(message: str) -> None:
+    manifest = malformed(with_sides(make_segment()[0], PAGES).manifest)[message]
+    with pytest.raises(FormatError, match=message):
+        decode_manifest(manifest.encode())
+
+
+def test_a_segment_has_few_objects_of_side_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    segment = make_segment()[0]
+    for number in range(manifest_module.MAX_SIDES + 1):
+        segment = with_sides(segment, {(f"pool{number}", 0): random_bytes(8, number)})
+    with pytest.raises(FormatError, match="length <= 64"):
+        decode_manifest(segment.manifest.encode())

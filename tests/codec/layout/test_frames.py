@@ -1,0 +1,148 @@
+import msgspec
+import pytest
+import torch
+
+from sgl_kvfetch.codec.layout.frames import FILL, MIN_PICTURE, PICTURE_MULTIPLE, RESOLUTIONS, Layout
+from sgl_kvfetch.codec.layout.regions import RegionLayout, region_layout
+from sgl_kvfetch.codec.layout.tiles import TileLayout, tile_layout
+from sgl_kvfetch.errors import FormatError
+
+GEOMETRIES = [(1, 48), (2, 64), (3, 80), (7, 96), (8, 128), (5, 112), (128, 256), (128, 48), (1, 576)]
+
+
+def random_integers(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(shape[0]), dtype=torch.uint8)
+
+
+def require_bijection(layout: Layout, integers: torch.Tensor) -> None:
+    shape = tuple(integers.shape)
+    frames = layout.to_frames(integers)
+    assert frames.shape == layout.frames_shape(shape) == (layout.num_frames(shape), 3, layout.height, layout.width)
+    assert frames.is_contiguous()
+    assert torch.equal(layout.from_frames(frames, shape), integers)
+    assert frames.to(torch.int64).sum() - integers.to(torch.int64).sum() == FILL * (frames.numel() - integers.numel())
+
+
+def require_takes_every_decoder(layout: Layout) -> None:
+    for side in (layout.width, layout.height):
+        assert side >= MIN_PICTURE
+        assert side % PICTURE_MULTIPLE == 0
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+@pytest.mark.parametrize(("num_heads", "head_dim"), GEOMETRIES)
+def test_tiles_and_back(num_heads: int, head_dim: int, num_layers: int) -> None:
+    for num_tokens in (1, 16, 63):
+        layout = tile_layout(num_heads, head_dim, 64)
+        require_bijection(layout, random_integers(num_tokens, num_layers, num_heads, head_dim))
+
+
+def test_each_value_lies_where_the_format_says() -> None:
+    layout = TileLayout(width=144, height=160, head_rows=2, head_cols=2, dim_rows=6, dim_cols=8)
+    integers = random_integers(1000, 2, 3, 48)
+    frames = layout.to_frames(integers)
+    num_frames = layout.num_frames((1000, 2, 3, 48))
+    assert num_frames > 1
+    for token in (0, 1, 17, 998, 999):
+        for layer, head, dim in ((0, 0, 0), (1, 2, 47), (1, 1, 13)):
+            tile, frame = divmod(token, num_frames)
+            y = tile // layout.tile_cols * 12 + head // 2 * 6 + dim // 8
+            x = tile % layout.tile_cols * 16 + head % 2 * 8 + dim % 8
+            assert frames[frame, layer, y, x] == integers[token, layer, head, dim]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_rows": 1}, r"cannot hold 4 heads of 12"),
+        ({"dim_cols": 3}, r"cannot hold 4 heads of 12"),
+        ({"width": 1}, r"exceeds its picture"),
+        ({"height": 3}, r"exceeds its picture"),
+        ({"width": 1 << 16, "height": 1 << 16}, r"exceeds \d+ values"),
+    ],
+)
+def test_tiles_that_hold_too_little_are_refused(change: dict[str, int], message: str) -> None:
+    fields = dict(width=144, height=144, head_rows=2, head_cols=2, dim_rows=3, dim_cols=4)
+    TileLayout(**fields).require_fits((5, 3, 4, 12))
+    with pytest.raises(FormatError, match=message):
+        TileLayout(**fields | change).require_fits((5, 3, 4, 12))
+
+
+def test_more_layers_than_colour_planes_are_refused() -> None:
+    with pytest.raises(FormatError, match="4 layers, expected at most 3"):
+        tile_layout(2, 64, 16).require_fits((16, 4, 2, 64))
+
+
+def test_layouts_are_stored_by_kind() -> None:
+    for layout in (tile_layout(2, 64, 64), region_layout(100, 64)):
+        stored = msgspec.json.encode(layout)
+        assert msgspec.json.decode(stored, type=TileLayout | RegionLayout) == layout
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"type": "regions", "width": 0, "height": 8, "token_rows": 1, "token_cols": 1}, RegionLayout)
+
+
+def test_tiles_fill_their_pictures() -> None:
+    layout = tile_layout(8, 128, 1000)
+    frames = layout.num_frames((1000, 3, 8, 128))
+    values = 1000 * 8 * 128
+    assert values / (frames * layout.width * layout.height) > 0.8
+
+
+@pytest.mark.parametrize("resolution", RESOLUTIONS)
+@pytest.mark.parametrize(("num_heads", "head_dim"), GEOMETRIES)
+def test_tiles_stay_within_the_resolution(num_heads: int, head_dim: int, resolution: str) -> None:
+    for span_tokens in (1, 64, 1024):
+        layout = tile_layout(num_heads, head_dim, span_tokens, resolution)
+        require_takes_every_decoder(layout)
+        width, height = RESOLUTIONS[resolution]
+        assert layout.width <= max(width, layout.tile_width, MIN_PICTURE) + PICTURE_MULTIPLE
+        assert layout.height <= max(height, layout.tile_height, MIN_PICTURE) + PICTURE_MULTIPLE
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 63, 64, 500, 1024])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 200, 1152])
+def test_regions_and_back(count: int, num_tokens: int) -> None:
+    for span_tokens in (num_tokens, 1024):
+        require_bijection(region_layout(max(count, 100), span_tokens), random_integers(count, num_tokens))
+
+
+def test_each_coefficient_lies_where_the_format_says() -> None:
+    layout = RegionLayout(width=152, height=144, token_rows=16, token_cols=32)  # 4 regions a row, 9 rows; 24 unused
+    integers = random_integers(400, 500)
+    frames = layout.to_frames(integers)
+    assert layout.coefficients_per_frame == 108
+    assert frames.shape[0] == 4
+    for coefficient in (0, 1, 2, 3, 11, 12, 107, 108, 399):
+        for token in (0, 31, 32, 499):
+            region, plane = divmod(coefficient % 108, 3)
+            y = region // 4 * 16 + token // 32
+            x = region % 4 * 32 + token % 32
+            assert frames[coefficient // 108, plane, y, x] == integers[coefficient, token]
+
+
+@pytest.mark.parametrize("resolution", RESOLUTIONS)
+@pytest.mark.parametrize("span_tokens", [1, 5, 16, 64, 100, 512, 1024, 8192, 1 << 17])
+def test_regions_stay_within_the_resolution(span_tokens: int, resolution: str) -> None:
+    width, height = RESOLUTIONS[resolution]
+    for count in (1, 300, 1500):
+        layout = region_layout(count, span_tokens, resolution)
+        layout.require_fits((count, span_tokens))
+        require_takes_every_decoder(layout)
+        assert layout.width <= max(width, layout.token_cols, MIN_PICTURE) + PICTURE_MULTIPLE
+        assert layout.height <= max(height, layout.token_rows, MIN_PICTURE) + PICTURE_MULTIPLE
+        if span_tokens <= width * 32:
+            assert layout.token_cols <= width
+
+
+def test_regions_meet_the_encoders_units() -> None:
+    for span_tokens, expected in ((1024, (32, 32)), (512, (32, 16)), (64, (8, 8)), (8192, (32, 256)), (1, (1, 1))):
+        layout = region_layout(600, span_tokens)
+        assert (layout.token_rows, layout.token_cols) == expected
+
+
+def test_regions_that_hold_too_little_are_refused() -> None:
+    layout = RegionLayout(width=144, height=144, token_rows=16, token_cols=32)
+    with pytest.raises(FormatError, match="region of 16x32 cannot hold 513 tokens"):
+        layout.require_fits((10, 513))
+    with pytest.raises(FormatError, match="exceeds its picture"):
+        RegionLayout(width=16, height=144, token_rows=16, token_cols=32).require_fits((10, 500))

@@ -1,0 +1,88 @@
+"""Profiles of models that are only numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from sgl_kvfetch.codec.calibrate.fit import transform_of
+from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
+from sgl_kvfetch.codec.quant.klt import forward_of
+from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, CurvePoint, Profile
+from sgl_kvfetch.codec.quant.rope import Rope, rotate
+from sgl_kvfetch.types import CellGrid
+
+CALIBRATION = Calibration("numbers", "0" * 32, "none", 2, 64, 32)
+CURVE = (CurvePoint(0.25, 1e-5, 2.0), CurvePoint(1.0, 1e-4, 1.0), CurvePoint(4.0, 1e-2, 0.3))
+
+
+def make_profile(
+    *,
+    num_layers: int = 3,
+    num_heads: int = 4,
+    head_dim: int = 16,
+    v_head_dim: int | None = None,
+    cell_layers: int = 3,
+    cell_heads: int = 4,
+    rope: Rope | None = None,
+    num_sinks: int = 0,
+) -> Profile:
+    """Channels as ``values_of`` draws them. Errors in them cost differently, and in all tokens alike."""
+    v_head_dim = v_head_dim or head_dim
+    grid = CellGrid(num_layers, num_heads, cell_layers, cell_heads)
+    cells = {key: _cell(grid, key, head_dim, v_head_dim) for key in grid.cells()}
+    return Profile(grid, head_dim, v_head_dim, cells, rope, num_sinks, CURVE, 1.0, CALIBRATION)
+
+
+def _cell(grid: CellGrid, key: tuple[int, int], k_head_dim: int, v_head_dim: int) -> CellProfile:
+    layers, heads = grid.layers(key[0]), grid.heads(key[1])
+    sizes = [len(heads) * dim for dim in (k_head_dim, v_head_dim) for _ in layers]
+    mix = _mixing(sum(sizes), key)
+    covariance = mix.T @ mix
+    information = [x.T @ x for x in (_mixing(n, (*key, i)) for i, n in enumerate(sizes))]
+    transform = transform_of(covariance, information)
+    inverse = transform.inverse.to(torch.bfloat16)
+    weights = [w.float() for w in transform.weights]
+    forward = forward_of(inverse, weights).double()
+    spread = (forward.T @ covariance @ forward).diagonal().sqrt().float()
+    return CellProfile(
+        inverse=inverse,
+        k_weight=torch.stack(weights[: len(layers)]),
+        v_weight=torch.stack(weights[len(layers) :]),
+        mean=_normal((sum(sizes),), (*key, -1)).float(),
+        spread=spread,
+        reach=torch.stack((2.5 * spread, 8 * spread)),
+        sensitivity=torch.zeros(sum(sizes) + 2 * len(layers) * len(heads) + 1),
+    )
+
+
+def values_of(profile: Profile, num_tokens: int, first_token: int = 0) -> CellValues:
+    """K and V of all layers and heads, ``(tokens, layers, heads, dim)`` float32, K rotated to its positions."""
+    grid = profile.grid
+    k = torch.empty(num_tokens, grid.num_layers, grid.num_heads, profile.k_head_dim)
+    v = torch.empty(num_tokens, grid.num_layers, grid.num_heads, profile.v_head_dim)
+    for key, cell in profile.cells.items():
+        sources = _normal((num_tokens, cell.num_channels), (*key, -2))
+        x = (sources @ _mixing(cell.num_channels, key)).float() + cell.mean
+        part = CellValues(k, v).cell(grid.layers(key[0]), grid.heads(key[1]))
+        for whole, channels in zip(part, torch.split(x, [y[0].numel() for y in part], dim=1), strict=True):
+            whole.copy_(channels.view(whole.shape))
+    if profile.rope is not None:
+        k = rotate(k, profile.rope.table(first_token, num_tokens), profile.rope)
+    return CellValues(k, v)
+
+
+def place_of(profile: Profile, key: tuple[int, int], num_tokens: int, first_token: int = 0) -> CellPlace:
+    """Where the cell of this layer group and head block lies."""
+    grid = profile.grid
+    return CellPlace(grid.layers(key[0]), grid.heads(key[1]), range(first_token, first_token + num_tokens))
+
+
+def _mixing(size: int, seed: tuple[int, ...]) -> torch.Tensor:
+    """``(size, size)``: independent sources become channels that vary together, and unequally."""
+    mix = torch.linalg.qr(_normal((size, size), seed)).Q
+    return torch.logspace(1, -1, size, dtype=torch.float64)[:, None] * mix
+
+
+def _normal(shape: tuple[int, ...], seed: tuple[int, ...]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(hash(seed) & 0xFFFFFFFF)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -1,0 +1,387 @@
+"""The quantiser ``klt`` and its profile, on a model that is only numbers: correlated channels, known errors."""
+
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, join
+from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltQuantiser, exponents_of, forward_of, require_grid, scales_of
+from sgl_kvfetch.codec.quant.profile import CellProfile, Profile, load_profile, require_target
+from sgl_kvfetch.codec.quant.registry import quantiser_from_identity
+from sgl_kvfetch.codec.quant.rope import Rope, rotate
+from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
+from tests.codec.quant.profiles import make_profile, place_of, values_of
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+ONLY = (0, 0)  # the only cell of most profiles here
+
+
+def errors_in_steps(quantiser: KltQuantiser, key: tuple[int, int], error: CellValues) -> torch.Tensor:
+    """Errors of a cell's values, K not rotated, as errors of its coefficients, in steps."""
+    cell = quantiser.profile.cells[key]
+    channels = torch.cat([x.double().flatten(1) for x in error], dim=1)
+    return channels @ torch.linalg.inv(cell.inverse.double()) / quantiser.step
+
+
+def there_and_back(quantiser: KltQuantiser, values: CellValues, place: CellPlace) -> CellValues:
+    return quantiser.dequantise(quantiser.quantise(values, place), values.k.dtype, place)
+
+
+def minus(a: CellValues, b: CellValues) -> CellValues:
+    return CellValues(a.k - b.k, a.v - b.v)
+
+
+@pytest.mark.parametrize("cell_heads", [1, 2, 4])
+def test_no_coefficient_is_off_by_more_than_half_a_step(cell_heads: int) -> None:
+    profile = make_profile(num_layers=4, cell_heads=cell_heads)
+    quantiser = KltQuantiser(profile, step=0.2)  # all coefficients are kept
+    assert quantiser.coefficient_shares[0] == 1
+    values = values_of(profile, 301)
+    for key in profile.cells:
+        place = place_of(profile, key, 301)
+        part = values.cell(place.layers, place.heads)
+        off = errors_in_steps(quantiser, key, minus(there_and_back(quantiser, part, place), part)).abs()
+        assert 0.45 < off.max() < 0.52  # float32 rounds, too
+
+
+def test_coefficients_that_are_nearly_always_zero_are_left_out() -> None:
+    profile = make_profile()
+    quantiser = KltQuantiser(profile, step=4.0)
+    place = place_of(profile, ONLY, 301)
+    values = values_of(profile, 301)
+    _, _, integers = quantised = quantiser.quantise(values, place)
+    kept = len(integers)
+    assert kept == quantiser.num_coefficients(place.layers, place.heads)
+    assert kept < profile.cells[ONLY].num_channels
+    off = errors_in_steps(quantiser, ONLY, minus(quantiser.dequantise(quantised, torch.float32, place), values)).abs()
+    assert off[:, :kept].max() < 0.52
+    assert off[:, kept:].max() < 2  # what they vary by
+
+
+def test_wide_coefficients_have_two_integers() -> None:
+    profile = make_profile()
+    place = place_of(profile, ONLY, 301)
+    values = values_of(profile, 301)
+    for step in (0.1, 0.03):
+        quantiser = KltQuantiser(profile, step=step)
+        _, exact, integers = quantised = quantiser.quantise(values, place)
+        num_wide = quantiser.num_wide(place.layers, place.heads)
+        assert len(integers) == profile.cells[ONLY].num_channels + num_wide > profile.cells[ONLY].num_channels
+        assert exact.numel() == 0
+        back = quantiser.dequantise(quantised, torch.float32, place)
+        assert errors_in_steps(quantiser, ONLY, minus(back, values)).abs().max() < 0.6  # float32 rounds, too
+
+
+def test_a_token_that_no_integers_hold_is_kept_exact() -> None:
+    profile = make_profile()
+    quantiser = KltQuantiser(profile, step=0.02)
+    place = place_of(profile, ONLY, 20)
+    values = values_of(profile, 20)
+    values.v[7] *= 1e6
+    exponents, exact, _ = quantised = quantiser.quantise(values, place)
+    assert (exponents == EXACT).nonzero().flatten().tolist() == [7]
+    assert exact.numel() == profile.cells[ONLY].num_channels * 4
+    back = quantiser.dequantise(quantised, torch.float32, place)
+    assert all(torch.equal(b[7], x[7]) for b, x in zip(back, values, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, *FP8])
+def test_sinks_are_exact_at_the_start_of_a_sequence_alone(dtype: torch.dtype) -> None:
+    profile = make_profile(num_sinks=2)
+    quantiser = KltQuantiser(profile, step=1.0)
+    values = CellValues(*(x.to(dtype) for x in values_of(profile, 10)))
+    for first_token, expected in ((0, [0, 1]), (1, [0]), (2, []), (5000, [])):
+        place = place_of(profile, ONLY, 10, first_token)
+        exponents, _, _ = quantised = quantiser.quantise(values, place)
+        which = (exponents == EXACT).nonzero().flatten()
+        assert which.tolist() == expected
+        back = quantiser.dequantise(quantised, dtype, place)
+        assert all(torch.equal(b[which].float(), x[which].float()) for b, x in zip(back, values, strict=True))
+
+
+def test_a_run_of_tokens_is_restored_as_the_whole_is() -> None:
+    profile = make_profile(num_sinks=3, rope=Rope(inv_freq=(1.0, 0.1)))
+    quantiser = KltQuantiser(profile, step=1.0)
+    place = place_of(profile, ONLY, 30)
+    values = CellValues(*(x.to(torch.bfloat16) for x in values_of(profile, 30)))
+    quantised = quantiser.quantise(values, place)
+    whole = quantiser.dequantise(quantised, torch.bfloat16, place)
+    for tokens in (slice(0, 2), slice(1, 9), slice(5, 30), slice(29, 30)):
+        part = quantiser.dequantise(quantised, torch.bfloat16, place, tokens)
+        assert all(torch.equal(p, w[tokens]) for p, w in zip(part, whole, strict=True))
+
+
+def test_parts_of_neighbours_join_to_those_of_the_whole() -> None:
+    profile = make_profile(num_sinks=2)
+    quantiser = KltQuantiser(profile, step=0.05)
+    values = values_of(profile, 12)
+    values.k[9] *= 1e6
+    whole = quantiser.quantise(values, place_of(profile, ONLY, 12))
+    pieces = [
+        quantiser.quantise(values.tokens(slice(a, b)), place_of(profile, ONLY, b - a, a)) for a, b in ((0, 5), (5, 12))
+    ]
+    joined = join(quantiser.parts(torch.float32), pieces)
+    assert all(torch.equal(x, y) for x, y in zip(joined, whole, strict=True))
+
+
+def with_sensitivity(profile: Profile, weights: torch.Tensor) -> Profile:
+    return replace(profile, cells={ONLY: replace(profile.cells[ONLY], sensitivity=weights)})
+
+
+def test_tokens_whose_errors_cost_more_have_finer_steps() -> None:
+    """Told from one coefficient: the first one, in standard deviations, is the logarithm of the cost."""
+    plain = make_profile()
+    weights = torch.zeros_like(plain.cells[ONLY].sensitivity)
+    weights[0] = 2.0
+    profile = with_sensitivity(plain, weights)
+    quantiser = KltQuantiser(profile, step=0.2)
+    place = place_of(profile, ONLY, 200)
+    values = values_of(profile, 200)
+    exponents, _, _ = quantised = quantiser.quantise(values, place)
+    fits = exponents != EXACT  # finer steps make larger integers
+    assert fits.sum() > 150
+    scales = scales_of(exponents)
+    errors = errors_in_steps(quantiser, ONLY, minus(quantiser.dequantise(quantised, torch.float32, place), values))
+    assert (errors.abs().amax(1) / scales)[fits].max() < 0.52
+    cell = profile.cells[ONLY]
+    channels = torch.cat([x.flatten(1) for x in values], dim=1) - cell.mean
+    first = (channels @ forward_of(cell.inverse, [*cell.k_weight, *cell.v_weight]))[:, 0]
+    expected = exponents_of(2 * first / cell.spread[0])
+    assert expected.unique().numel() > 5
+    assert torch.equal(exponents[fits], expected[fits])
+
+
+def test_scales_are_half_octaves_from_a_sixteenth_to_sixteen() -> None:
+    costs = torch.tensor([0.0, 0.7, -0.7, 1.4, 50.0, -50.0])
+    assert exponents_of(costs).tolist() == [UNIT, UNIT - 1, UNIT + 1, UNIT - 2, UNIT - 8, UNIT + 8]
+    assert scales_of(torch.tensor([UNIT, UNIT - 2, UNIT - 8, UNIT + 8])).tolist() == [1, 0.5, 1 / 16, 16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_k_is_restored_where_it_stood(dtype: torch.dtype) -> None:
+    """Far into the sequence, and in a part of it: the rotation is that of the position."""
+    rope = Rope(inv_freq=tuple(10000.0 ** (-i / 8) for i in range(8)))
+    profile = make_profile(rope=rope)
+    quantiser = KltQuantiser(profile, step=0.5)
+    plain = values_of(replace(profile, rope=None), 64)
+    place = place_of(profile, ONLY, 64, 5000)
+    values = CellValues(rotate(plain.k, rope.table(5000, 64), rope).to(dtype), plain.v.to(dtype))
+    quantised = quantiser.quantise(values, place)
+    back = quantiser.dequantise(quantised, dtype, place)
+    assert back.k.dtype == back.v.dtype == dtype
+    # Twice as much as half a step of each coefficient could add up to.
+    worst = (profile.cells[ONLY].inverse.float().abs().sum(0).max() * quantiser.step).item()
+    assert all((b.float() - x.float()).abs().max() < worst for b, x in zip(back, values, strict=True))
+    # Positions matter: somewhere else it is another key.
+    elsewhere = quantiser.dequantise(quantised, dtype, place_of(profile, ONLY, 64))
+    assert (elsewhere.k.float() - values.k.float()).abs().max() > 10 * (back.k.float() - values.k.float()).abs().max()
+
+
+def test_what_cannot_be_quantised_is_refused() -> None:
+    profile = make_profile()
+    quantiser = KltQuantiser(profile, step=1.0)
+    values, place = values_of(profile, 5), place_of(profile, ONLY, 5)
+    values.v[3, 1, 0, 2] = float("nan")
+    with pytest.raises(QuantiseError, match="not finite"):
+        quantiser.quantise(values, place)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, *FP8])
+def test_the_largest_values_stay_finite(dtype: torch.dtype) -> None:
+    profile = make_profile()
+    quantiser = KltQuantiser(profile, step=1.0)
+    shape = (2, 3, 4, 16)
+    values = CellValues(*(torch.full(shape, torch.finfo(dtype).max).to(dtype) for _ in "kv"))
+    back = there_and_back(quantiser, values, place_of(profile, ONLY, 2))
+    assert all(bool(torch.isfinite(x.float()).all()) for x in back)
+
+
+def test_parts_that_do_not_fit_together_are_refused() -> None:
+    profile = make_profile(num_sinks=1)
+    quantiser = KltQuantiser(profile, step=1.0)
+    place = place_of(profile, ONLY, 5)
+    exponents, exact, integers = quantiser.quantise(values_of(profile, 5), place)
+    quantiser.require_sound((exponents, exact, integers), place, 1536)
+    with pytest.raises(FormatError, match="bytes of exact tokens, expected 1536 for 1 tokens"):
+        quantiser.require_sound((exponents, exact[:-1], integers), place, 1536)
+    with pytest.raises(FormatError, match="4 exponents, expected one for each of 5 tokens"):
+        quantiser.require_sound((exponents[1:], exact, integers), place, 1536)
+    exponents[2] = 137
+    with pytest.raises(FormatError, match="exponent is not 120 to 136"):
+        quantiser.require_sound((exponents, exact, integers), place, 1536)
+
+
+def test_layers_and_heads_that_are_no_cell_are_refused() -> None:
+    quantiser = KltQuantiser(make_profile(num_layers=5, cell_heads=2), step=1.0)
+    assert quantiser.num_coefficients(range(3, 5), range(2, 4))
+    for layers, heads in (
+        (range(1, 4), range(2)),
+        (range(3), range(4)),
+        (range(3), range(1, 3)),
+        (range(6, 9), range(2)),
+    ):
+        with pytest.raises(ConfigError, match="are not a cell of the profile"):
+            quantiser.num_coefficients(layers, heads)
+
+
+def test_ranks_that_cut_cells_are_refused() -> None:
+    profile = make_profile(num_layers=8, cell_heads=2)
+    require_grid(profile, 0, 8, 2, 2)
+    require_grid(profile, 3, 5, 0, 4)
+    with pytest.raises(ConfigError, match=r"heads 1 to 2 of 4 are not whole blocks of 2.*--tp-size"):
+        require_grid(profile, 0, 8, 1, 1)
+    with pytest.raises(ConfigError, match=r"layers 0 to 4 of 8 split the profile's groups of 3"):
+        require_grid(profile, 0, 4, 0, 4)
+
+
+def test_the_identity_names_profile_and_step_and_is_known_without_the_profile() -> None:
+    profile = make_profile()
+    quantiser = KltQuantiser(profile, 1e-4)
+    assert profile.digest in quantiser.identity
+    cell = profile.cells[ONLY]
+    other = replace(profile, cells={ONLY: replace(cell, mean=cell.mean + 1)})
+    others = [KltQuantiser(profile, 2e-4), KltQuantiser(other, 1e-4), KltQuantiser(replace(profile, num_sinks=1), 1e-4)]
+    assert len({q.identity for q in (quantiser, *others)}) == 4
+    known = quantiser_from_identity(quantiser.identity)
+    assert known.identity == quantiser.identity
+    assert known.parts(torch.bfloat16) == quantiser.parts(torch.bfloat16)
+    with pytest.raises(QuantiseError, match="needs its profile"):
+        known.quantise(values_of(profile, 5), place_of(profile, ONLY, 5))
+
+
+def test_a_target_takes_the_step_that_was_measured_to_cost_it() -> None:
+    profile = make_profile()
+    for point in profile.curve:
+        assert profile.step_for(point.kl) == pytest.approx(point.step, rel=1e-3)
+    low, high = profile.curve[0], profile.curve[1]
+    between = profile.step_for((low.kl * high.kl) ** 0.5)
+    assert between == pytest.approx((low.step * high.step) ** 0.5, rel=1e-3)
+    assert between == float(f"{between:.4g}")
+    with pytest.raises(ConfigError, match=r"target_kl = 5 is outside this profile's range, 1e-05 to 0.01"):
+        profile.step_for(5)
+
+
+@pytest.mark.parametrize(("context_kl", "expected"), [(1.0, 1e-3), (0.05, 5e-5), (100.0, 1e-2), (1e-9, 1e-5)])
+def test_the_default_target_is_a_share_of_what_the_context_is_worth(context_kl: float, expected: float) -> None:
+    """Or the nearest that was measured, so that there always is one."""
+    profile = replace(make_profile(), context_kl=context_kl)
+    assert profile.default_target_kl == pytest.approx(expected)
+    assert KltQuantiser(profile).step == profile.step_for(profile.default_target_kl)
+
+
+def test_a_profile_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    profile = make_profile(num_layers=5, cell_heads=2, v_head_dim=8, rope=Rope(inv_freq=(1.0, 0.1)), num_sinks=1)
+    profile.save(tmp_path / "p")
+    again = load_profile(tmp_path / "p")
+    assert again.digest == profile.digest
+    for field in ("grid", "k_head_dim", "v_head_dim", "rope", "num_sinks", "curve", "context_kl", "calibration"):
+        assert getattr(again, field) == getattr(profile, field)
+    for key, cell in profile.cells.items():
+        for name in CellProfile.__dataclass_fields__:
+            assert torch.equal(getattr(again.cells[key], name), getattr(cell, name))
+    assert [f.name for f in tmp_path.iterdir()] == ["p"]
+
+
+def _edit_metadata(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Rewrites the JSON that stands at the beginning of a safetensors file."""
+
+    def edit(path: Path) -> None:
+        data = path.read_bytes()
+        (length,) = struct.unpack_from("<Q", data)
+        header = json.loads(data[8 : 8 + length])
+        ours = json.loads(header["__metadata__"]["kvfetch"])
+        change(ours)
+        header["__metadata__"]["kvfetch"] = json.dumps(ours)
+        text = json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda p: p.unlink(), "cannot be read"),
+        (lambda p: p.write_bytes(b"no tensors"), "cannot be read"),
+        (lambda p: p.write_bytes(p.read_bytes()[:-9]), "cannot be read"),
+        (_edit_metadata(lambda m: m.update(version=1)), "has version 1, expected 2; calibrate again"),
+        (_edit_metadata(lambda m: m.pop("curve")), "malformed.*curve"),
+        (_edit_metadata(lambda m: m["curve"].reverse()), "rise in step and in kl"),
+        (_edit_metadata(lambda m: m.update(curve=[])), "two or more points"),
+        (_edit_metadata(lambda m: m["curve"][0].update(kl=0.0)), "above 0"),
+        (_edit_metadata(lambda m: m.update(cell_heads=3)), "cell_heads is 3, expected a divisor of num_heads = 4"),
+        (_edit_metadata(lambda m: m.update(num_layers=0)), "num_layers`"),
+        (_edit_metadata(lambda m: m.update(num_layers=6)), r"1\.0\.inverse is missing"),
+        (_edit_metadata(lambda m: m.update(k_head_dim=8)), r"0\.0\.inverse is torch\.bfloat16 \(384, 384\), expected"),
+        (_edit_metadata(lambda m: m.update(rope={"inv_freq": [1.0] * 9})), "rotates 18 channels, but heads have 16"),
+    ],
+)
+def test_a_damaged_profile_is_named(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    path = tmp_path / "p"
+    make_profile().save(path)
+    damage(path)
+    with pytest.raises(ConfigError, match=message) as error:
+        load_profile(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("text", ['{"version":2,"later":%s}', '{"version":%s}', '{"version":2,"rope":%s}', "%s"])
+@pytest.mark.parametrize("depth", [900, 1000, 100_000])
+def test_a_profile_that_nests_without_end_is_named(tmp_path: Path, text: str, depth: int) -> None:
+    path = tmp_path / "p"
+    path.write_bytes(save({"x": torch.zeros(1)}, {"kvfetch": text % ("[" * depth + "]" * depth)}))
+    with pytest.raises(ConfigError, match="malformed") as error:
+        load_profile(path)
+    assert len(str(error.value)) < 1000
+
+
+def test_numbers_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    profile = make_profile()
+    profile.cells[ONLY].spread[3] = float("inf")
+    profile.save(tmp_path / "p")
+    with pytest.raises(ConfigError, match=r"0\.0\.spread has values that are not finite"):
+        load_profile(tmp_path / "p")
+    require_target(tmp_path / "p", None)  # looks at no tensors
+
+
+@pytest.mark.parametrize(
+    ("target_kl", "is_there"), [(None, True), (1e-5, True), (1e-2, True), (9e-6, False), (1, False)]
+)
+def test_targets_within_the_curve_are_there(tmp_path: Path, target_kl: float | None, is_there: bool) -> None:
+    make_profile().save(tmp_path / "p")
+    with nullcontext() if is_there else pytest.raises(ConfigError, match=r"range, 1e-05 to 0\.01"):
+        require_target(tmp_path / "p", target_kl)
+
+
+_WIDE_CELLS = """
+import torch
+from sgl_kvfetch.codec.calibrate.fit import transform_of
+from sgl_kvfetch.codec.quant.klt import forward_of
+torch.set_num_threads(2)
+for size in (192, 256):
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(2, 2 * size, size, generator=generator, dtype=torch.float64)
+    information = [y.T @ y for y in x]
+    mix = torch.randn(2 * size, 2 * size, generator=generator, dtype=torch.float64)
+    transform = transform_of(mix.T @ mix, information)
+    inverse = transform.inverse.to(torch.bfloat16)
+    forward = forward_of(inverse, [w.float() for w in transform.weights])
+    error = (inverse.float() @ forward - torch.eye(2 * size)).abs().max()
+    assert error < 1e-3, error
+"""
+
+
+def test_transforms_of_wide_layers_are_made_without_a_hang() -> None:
+    """torch 2.13's inverse of a batch of matrices of 160 rows or more hangs on two threads: none is used."""
+    subprocess.run([sys.executable, "-c", _WIDE_CELLS], check=True, timeout=120)

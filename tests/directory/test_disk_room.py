@@ -1,0 +1,408 @@
+"""What is on the disk stays within the capacity, whatever writers, readers and other processes do."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import os
+import sqlite3
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
+from sgl_kvfetch.directory import catalog
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.directory.room import DiskRoom
+from sgl_kvfetch.errors import StoreError
+
+SIZE = len(make_segment(page_hashes(4), 0, 4).data) + len(make_segment(page_hashes(4), 0, 4).manifest.encode())
+CAPACITY = 16 * SIZE
+
+MakeStore = Callable[..., LocalStore]
+
+
+@pytest.fixture
+async def make(tmp_path: Path) -> AsyncIterator[MakeStore]:
+    """Makes stores on one directory, bounded unless told otherwise, and closes them."""
+    stores = []
+
+    def make(**options: object) -> LocalStore:
+        stores.append(LocalStore(tmp_path, **({"capacity_bytes": CAPACITY} | options)))  # type: ignore[arg-type]
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        await store.close()
+
+
+def chain(number: int) -> list[bytes]:
+    return page_hashes(4, f"chain {number}")
+
+
+async def put(store: LocalStore, number: int) -> None:
+    await put_segment(store, make_segment(chain(number), 0, 4, content=number))
+
+
+async def found(store: LocalStore, numbers: range) -> int:
+    return sum([len((await store.lookup(FOLDER, chain(number))).hits) for number in numbers])
+
+
+def disk_bytes(root: Path) -> int:
+    return sum(path.stat().st_size for path in (root / FOLDER).iterdir())
+
+
+async def fits(store: LocalStore, number: int) -> bool:
+    """Put a segment if the store has room for it."""
+    try:
+        await put(store, number)
+    except StoreError as e:
+        if e.reason != "full":
+            raise
+        return False
+    return True
+
+
+async def until_room(store: LocalStore, number: int) -> None:
+    """Put a segment as soon as the store has room for it."""
+    for _ in range(6000):
+        if await fits(store, number):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("no room in a minute")
+
+
+def modes(root: Path) -> set[int]:
+    return {path.stat().st_mode & 0o777 for path in root.rglob("*")}
+
+
+def orphan(number: int, size: int = SIZE) -> bytes:
+    return number.to_bytes(4, "little") * (size // 4)
+
+
+async def test_only_the_owner_may_read(make: MakeStore, tmp_path: Path) -> None:
+    store = make()
+    await put(store, 0)
+    async with store.upload(data_object(b"x")) as upload:
+        await upload.write(b"x")
+        assert modes(tmp_path) == {0o700, 0o600}
+
+
+async def test_a_lock_on_a_directory_stops_nobody(make: MakeStore, tmp_path: Path) -> None:
+    """Any user who may read a directory may take such a lock."""
+    store = make()
+    await put(store, 0)
+    directory = os.open(tmp_path / FOLDER, os.O_RDONLY)
+    fcntl.flock(directory, fcntl.LOCK_SH)
+    try:
+        async with asyncio.timeout(30):
+            await put(store, 1)
+            await store.close()
+    finally:
+        os.close(directory)
+
+
+async def test_lookups_go_on_during_an_eviction(make: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make()
+    for number in range(16):
+        await put(store, number)
+    reached, go_on = threading.Event(), threading.Event()
+    unlink = os.unlink
+
+    def slow(*args: object, **kwargs: object) -> None:
+        reached.set()
+        assert go_on.wait(60)
+        unlink(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("sgl_kvfetch.directory.files.os.unlink", slow)
+    writing = asyncio.create_task(put(store, 16))
+    try:
+        assert await asyncio.to_thread(reached.wait, 60)
+        async with asyncio.timeout(30):
+            assert parts(await store.lookup(FOLDER, chain(15))) == [(0, 4)]
+            assert parts(await store.lookup(FOLDER, chain(0))) == []  # it is being evicted
+    finally:
+        go_on.set()
+        await writing
+
+
+async def test_uploads_without_a_manifest_neither_empty_nor_wedge_the_store(make: MakeStore) -> None:
+    store = make()
+    for number in range(12):
+        await put(store, number)
+    for number in range(40):
+        content = orphan(number)
+        await store.put(data_object(content), content)
+    assert (await store.usage()).stored_bytes <= CAPACITY
+    assert await found(store, range(12)) >= 11
+    await put(store, 12)
+    assert await found(store, range(13)) >= 11
+    assert await found(store, range(12, 13)) == 1
+
+
+async def test_a_body_that_cannot_fit_evicts_nothing(make: MakeStore) -> None:
+    store = make()
+    for number in range(12):
+        await put(store, number)
+    content = orphan(0)
+    await store.put(data_object(content), content)
+    for size in (CAPACITY + 1, CAPACITY - SIZE):  # too large at all, and too large beside the data that is there
+        with pytest.raises(StoreError) as caught:
+            async with store.upload(data_object(b"large"), size):
+                raise AssertionError("room was reserved")
+        assert caught.value.reason == "full"
+    assert await found(store, range(12)) == 12
+    assert (await store.usage()).num_evicted == 0
+
+
+async def test_announced_uploads_reserve_their_size(make: MakeStore, tmp_path: Path) -> None:
+    store = make()
+    contents = [orphan(number, CAPACITY // 8) for number in range(3)]
+    first, second, third = [store.upload(data_object(content), len(content)) for content in contents]
+    async with first:
+        async with second:
+            with pytest.raises(StoreError) as caught:
+                async with third:
+                    raise AssertionError("room was reserved")
+            assert caught.value.reason == "full"
+            assert caught.value.retriable
+            assert disk_bytes(tmp_path) == 0
+        async with store.upload(data_object(contents[2]), len(contents[2])) as upload:
+            await upload.write(contents[2])
+            await upload.commit()
+    assert await store.get(data_object(contents[2])) == contents[2]
+    assert (await store.usage()).stored_bytes == len(contents[2])
+
+
+async def test_uploads_that_are_given_up_leave_no_rows(make: MakeStore, tmp_path: Path) -> None:
+    store = make()
+    for number in range(3):
+        with pytest.raises(StoreError, match="digest"):
+            await store.put(data_object(orphan(number)), b"other bytes")
+    with sqlite3.connect(tmp_path / ".catalog" / "catalog.sqlite") as db:
+        for table in ("files", "segments"):
+            assert db.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
+    db.close()
+
+
+async def test_files_that_are_read_slowly_count(make: MakeStore, tmp_path: Path) -> None:
+    store, other = make(), make()
+    for number in range(14):
+        await put(store, number)
+    opened = [await store.open_object(make_segment(chain(n), 0, 4, content=n).data_name) for n in range(7)]
+    opened += [await other.open_object(make_segment(chain(n), 0, 4, content=n).data_name) for n in range(7, 14)]
+    for number in range(14, 40):
+        await until_room(store, number)
+        unlinked = [os.fstat(reading.file.fileno()) for reading in opened if reading is not None]
+        assert disk_bytes(tmp_path) + sum(file.st_size for file in unlinked if file.st_nlink == 0) <= CAPACITY
+    for number, reading in enumerate(opened):
+        assert reading is not None
+        with reading.file as file:
+            assert file.read() == make_segment(chain(number), 0, 4, content=number).data
+    await until_room(store, 40)
+    assert disk_bytes(tmp_path) <= CAPACITY
+    assert await found(store, range(40, 41)) == 1
+
+
+async def test_a_deleted_file_counts_while_it_is_read(make: MakeStore) -> None:
+    store = make()
+    await put(store, 0)
+    segment = make_segment(chain(0), 0, 4, content=0)
+    opened = await store.open_object(segment.data_name)
+    assert opened is not None
+    assert await store.delete(segment.data_name)
+    assert await store.get(segment.data_name) is None
+    assert (await store.usage()).stored_bytes == len(segment.data) + len(segment.manifest.encode())
+    await store.put(segment.data_name, segment.data)  # under the same name
+    with opened.file as file:
+        assert file.read() == segment.data
+    await store.collect()
+    assert (await store.usage()).stored_bytes == len(segment.data) + len(segment.manifest.encode())
+    assert parts(await store.lookup(FOLDER, chain(0))) == [(0, 4)]
+
+
+UPLOAD = """
+import asyncio, sys
+from pathlib import Path
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.directory.room import DiskRoom
+
+async def main():
+    async with LocalStore(Path(sys.argv[1]), capacity_bytes=int(sys.argv[3])).upload(sys.argv[2]) as upload:
+        await upload.write(b"x" * int(sys.argv[4]))
+        print("written", flush=True)
+        sys.stdin.readline()
+
+asyncio.run(main())
+"""
+
+
+async def test_what_a_killed_writer_left_counts_until_it_is_collected(make: MakeStore, tmp_path: Path) -> None:
+    arguments = [tmp_path, data_object(b"x"), CAPACITY, CAPACITY // 8]
+    store = make()
+    pipe = asyncio.subprocess.PIPE
+    writer = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", UPLOAD, *map(str, arguments), stdin=pipe, stdout=pipe
+    )
+    assert writer.stdout is not None
+    assert await writer.stdout.readline() == b"written\n"
+    await store.collect()  # its writer lives
+    assert (await store.usage()).stored_bytes == disk_bytes(tmp_path) == CAPACITY // 8
+    writer.kill()
+    await writer.communicate()
+    for number in range(16):
+        await put(store, number)
+    assert disk_bytes(tmp_path) <= CAPACITY
+    await store.collect()
+    usage = await store.usage()
+    assert usage.num_collected == 1
+    assert usage.stored_bytes == disk_bytes(tmp_path) <= CAPACITY - CAPACITY // 8
+
+
+async def test_a_full_disk_evicts_and_writes_again(
+    make: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store has no capacity: the disk is the limit."""
+    store = make(capacity_bytes=None)
+    size = 8 * SIZE
+    write = os.write
+
+    def limited(fd: int, data: bytes) -> int:
+        if disk_bytes(tmp_path) + len(data) > size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, data)
+
+    monkeypatch.setattr("sgl_kvfetch.directory.files.os.write", limited)
+    for number in range(20):
+        await put(store, number)
+    assert await found(store, range(17, 20)) == 3
+    usage = await store.usage()
+    assert usage.num_evicted >= 12
+    assert usage.stored_bytes == disk_bytes(tmp_path) <= size
+
+
+async def test_some_of_the_disk_stays_free(make: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others_bytes = 0
+
+    class Disk:
+        f_frsize = 1
+        f_blocks = 20 * SIZE
+
+        @property
+        def f_bavail(self) -> int:
+            return self.f_blocks - disk_bytes(tmp_path) - others_bytes
+
+    store = make(capacity_bytes=None, min_free_bytes=10 * SIZE)
+    await put(store, 0)
+    monkeypatch.setattr("sgl_kvfetch.directory.room.os.statvfs", lambda path: Disk())
+    for number in range(1, 20):
+        await put(store, number)
+        assert Disk().f_bavail >= 10 * SIZE
+    assert await found(store, range(17, 20)) == 3
+    assert (await store.usage()).write_problem is None
+    others_bytes = 20 * SIZE  # now others have filled the disk
+    with pytest.raises(StoreError) as caught:
+        await put(store, 20)
+    assert caught.value.reason == "full"
+    problem = (await store.usage()).write_problem
+    assert problem is not None
+    assert "nothing is left to evict" in problem
+    others_bytes = 0
+    await put(store, 20)
+    assert (await store.usage()).write_problem is None
+
+
+async def test_no_statement_of_a_write_reads_a_whole_table(
+    make: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writes and evictions must not slow down as a store grows."""
+    statements: set[str] = set()
+    connect = catalog.Catalog._connect
+
+    def traced(opened: catalog.Catalog) -> tuple[int, sqlite3.Connection]:
+        inode, db = connect(opened)
+        db.set_trace_callback(statements.add)
+        return inode, db
+
+    monkeypatch.setattr(catalog.Catalog, "_connect", traced)
+    store = make()
+    await put(store, 0)
+    await store.collect()  # this does compare everything
+    statements.clear()
+    for number in range(20):
+        await put(store, number)
+        await found(store, range(number, number + 1))
+    await store.delete(make_segment(chain(19), 0, 4, content=19).data_name)
+    assert (await store.usage()).num_evicted > 0
+    await store.close()
+    with sqlite3.connect(tmp_path / ".catalog" / "catalog.sqlite") as db:
+        for statement in statements:
+            if statement.startswith(("SELECT", "\nSELECT", "UPDATE", "DELETE")):
+                plan = [row[3] for row in db.execute(f"EXPLAIN QUERY PLAN {statement}")]
+                whole = [step for step in plan if step.startswith("SCAN") or "rowid>?" in step]
+                # These are read in their order, a few rows each time; of pinned pages, one.
+                by_use, pending = "SCAN segments USING INDEX segments_by_use", "SCAN files USING INDEX files_pending"
+                few = by_use, pending, "SCAN pinned_pages"
+                assert set(whole) <= {"SCAN totals", *few}, (statement, plan)
+    db.close()
+
+
+async def test_processes_share_the_capacity(make: MakeStore, tmp_path: Path) -> None:
+    stores = [make() for _ in range(4)]
+
+    async def write(store: LocalStore, first: int) -> None:
+        for number in range(first, first + 10):
+            await until_room(store, number)
+
+    async with asyncio.TaskGroup() as tasks:
+        for i, store in enumerate(stores):
+            tasks.create_task(write(store, 10 * i))
+    assert disk_bytes(tmp_path) <= CAPACITY
+    assert {(await store.usage()).stored_bytes for store in stores} == {disk_bytes(tmp_path)}
+    assert await found(stores[0], range(40)) == (await stores[1].usage()).num_segments >= 8
+
+
+async def test_a_store_that_another_process_locks_answers_lookups(
+    make: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sgl_kvfetch.directory.catalog.BUSY_S", 1.0)
+    store = make()
+    await put(store, 0)
+    other = sqlite3.connect(tmp_path / ".catalog" / "catalog.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    assert parts(await store.lookup(FOLDER, chain(0))) == [(0, 4)]
+    with pytest.raises(StoreError, match="locked") as caught:
+        await put(store, 1)
+    assert (caught.value.reason, caught.value.retriable) == ("io", True)
+    assert "locked" in ((await store.usage()).write_problem or "")
+    other.close()
+    await put(store, 1)
+    assert (await store.usage()).write_problem is None
+
+
+async def test_an_eviction_that_a_full_disk_undoes_does_not_leave_a_segment_without_files(
+    make: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transaction is undone; the files that have lost their names by then are not."""
+    store, evict_segment = make(), DiskRoom._evict_segment
+    failed = False
+
+    def fail_once(*args: Any) -> int:
+        nonlocal failed
+        num_bytes = evict_segment(*args)
+        if not failed:
+            failed = True
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return num_bytes
+
+    monkeypatch.setattr(DiskRoom, "_evict_segment", fail_once)
+    for number in range(40):
+        await put(store, number)
+    assert failed
+    assert await found(store, range(36, 40)) == 4
+    assert (await store.usage()).num_segments == await found(store, range(40))

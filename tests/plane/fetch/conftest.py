@@ -1,0 +1,172 @@
+"""A small segment in a real directory store, which holds back or spoils what it reads as tests tell it to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.fetching import fetch_pages
+from harness.memory_pool import MemoryPool
+from harness.metrics import own_metric
+from harness.waiting import WAIT_S, until_idle
+from sgl_kvfetch.codec.bitstream.base import Decoders
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.plane.adapt.decode_profile import DecodeProfile, VariantProfile
+from sgl_kvfetch.plane.adapt.policy import Situation
+from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
+from sgl_kvfetch.plane.fetch.plan import PageSource
+from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.write.commit import commit_segment
+from sgl_kvfetch.tools.encoding.targets import make_targets
+from sgl_kvfetch.tools.encoding.transcode import transcode
+from sgl_kvfetch.types import TENSORS, TensorName
+from tests.segments import SMALL, make_segment
+
+NUM_PAGES = 8
+POISON = 57.0
+
+
+class PoisonedPool(MemoryPool):
+    """What was not written shows."""
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(SMALL, num_pages, POISON)
+
+    def is_poisoned(self, page: int) -> bool:
+        return all(bool((self.values[t][page] == POISON).all()) for t in TENSORS)
+
+
+class SpoiltStore(LocalStore):
+    """Reads wait while the gate is closed. Those from a given byte of an object on fail, or have a byte flipped."""
+
+    flip_from: int | None = None
+    flips_left = 1 << 30
+    fail_from: int | None = None
+    num_gets = 0
+    is_damaged = False  # what it finds on its disk when a reader reports damage
+    answers: asyncio.Event | None = None  # reports are answered once this is set
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.reports: list[str] = []
+
+    async def report_damage(self, manifest_name: str) -> bool:
+        self.reports.append(manifest_name)
+        if self.answers is not None:
+            await self.answers.wait()
+        return self.is_damaged and await self.delete(manifest_name)
+
+    async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        self.num_gets += 1
+        await self.gate.wait()
+        if self.fail_from is not None and start >= self.fail_from:
+            raise StoreError("server", "as told")
+        data = await super().get(name, start, length)
+        if data is not None and self.flip_from is not None and start >= self.flip_from and self.flips_left:
+            self.flips_left -= 1
+            return bytes([data[0] ^ 1]) + data[1:]
+        return data
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[SpoiltStore]:
+    store = SpoiltStore(tmp_path)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def segment(store: SpoiltStore) -> tuple[CodedSegment, dict[TensorName, torch.Tensor]]:
+    coded, values = make_segment(SMALL, NUM_PAGES, span_pages=2)
+    await store.put(coded.data_name, coded.data)
+    await store.put(coded.manifest.key.manifest_name, coded.manifest.encode())
+    pages = {t: v.view(NUM_PAGES, SMALL.page_size, *v.shape[1:]) for t, v in values.items()}
+    return coded, pages
+
+
+@pytest.fixture
+def fetcher(store: SpoiltStore) -> Iterator[Fetcher]:
+    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
+        yield Fetcher(store, pool, read_bytes=600, inflight_bytes=4000, may_delete=True)
+
+
+Segment = tuple[CodedSegment, dict[TensorName, torch.Tensor]]
+
+
+def sources(segment: Segment, pages: Sequence[int]) -> list[PageSource]:
+    reader = SegmentReader(segment[0].manifest, make_quantiser("exact"))
+    return [PageSource(reader, page) for page in pages]
+
+
+def holds(pool: PoisonedPool, segment: Segment, pages: Sequence[int], pool_pages: Sequence[int]) -> bool:
+    return all(torch.equal(pool.read(t, pool_pages), segment[1][t][list(pages)]) for t in TENSORS)
+
+
+async def fetch(
+    fetcher: Fetcher, wanted: Sequence[PageSource], pool: PoisonedPool, pool_pages: Sequence[int]
+) -> FetchResult:
+    return await fetch_pages(fetcher, wanted, pool_pages, GuardedSink(pool), WAIT_S)
+
+
+def queued_bytes() -> float:
+    """Return the bytes that the fetchers of this process have requested or received, and not restored."""
+    return own_metric("sgl_kvfetch_queued_bytes", queue="read")
+
+
+async def assert_nothing_held(fetcher: Fetcher) -> None:
+    """Assert that no task, no bytes and no transfer are left once all reads have been answered."""
+    await until_idle()
+    assert queued_bytes() == 0
+    assert fetcher.link.outstanding_bytes == 0
+
+
+# As if the smaller one (of these numbers, zstd's) were slow to decode.
+PROFILE = DecodeProfile(
+    device="made up",
+    source="for tests",
+    variants=(
+        VariantProfile(name="zstd", size_bytes=1000, decode_s=(0.2, 0.2)),
+        VariantProfile(name="hevc 240p", size_bytes=2000, decode_s=(0.001, 0.001)),
+    ),
+)
+
+
+class Recorder:
+    """Chooses in turn, and keeps what it was told."""
+
+    name = "recorder"
+
+    def __init__(self) -> None:
+        self.situations: list[Situation] = []
+
+    def choose(self, situation: Situation) -> int:
+        self.situations.append(situation)
+        return situation.available[len(self.situations) % len(situation.available)]
+
+
+@pytest.fixture
+async def made(segment: Segment, store: SpoiltStore) -> CodedSegment:
+    coded = transcode(segment[0].manifest, segment[0].data, make_targets(["hevc", "zstd"], ["240p"]))
+    await commit_segment(store, coded)
+    return coded
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+def wanted(made: CodedSegment) -> list[PageSource]:
+    reader = SegmentReader(made.manifest, make_quantiser("exact"))
+    return [PageSource(reader, page) for page in range(8)]

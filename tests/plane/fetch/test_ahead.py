@@ -1,0 +1,156 @@
+"""What is read between a lookup and its fetches, over a real directory store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from harness.waiting import LoopClock, until, until_idle
+from sgl_kvfetch.codec.bitstream.base import Decoders
+from sgl_kvfetch.codec.container.segment import CodedSegment
+from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher
+from sgl_kvfetch.plane.fetch.plan import read_units
+from sgl_kvfetch.plane.write.commit import commit_segment
+from sgl_kvfetch.tools.encoding.targets import make_targets
+from sgl_kvfetch.tools.encoding.transcode import transcode
+from tests.plane.fetch.conftest import (
+    PROFILE,
+    PoisonedPool,
+    Recorder,
+    Segment,
+    SpoiltStore,
+    assert_nothing_held,
+    fetch,
+    holds,
+    sources,
+    wanted,
+)
+from tests.segments import SMALL, make_segment
+
+
+@pytest.fixture
+async def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def choosing(store: SpoiltStore, recorder: Recorder) -> Iterator[Fetcher]:
+    with closing(DecodePool[Decoders]([{}], PROFILE)) as pool:
+        yield Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=False, policy=recorder)
+
+
+async def turns() -> None:
+    """Let the tasks that can go on do so."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_variants_are_chosen_as_the_link_brings_them(
+    choosing: Fetcher, made: CodedSegment, store: SpoiltStore, recorder: Recorder
+) -> None:
+    """A slow link: at first no more is chosen than keeps it busy, whatever there is room for."""
+    store.gate.clear()
+    choosing.read_ahead(wanted(made), expire_s=60)
+    await until(lambda: store.num_gets == 4)
+    await turns()
+    assert len(recorder.situations) == store.num_gets == 4  # of 8 runs
+    store.gate.set()
+    await until_idle()
+    assert len(recorder.situations) == store.num_gets == 8
+    assert recorder.situations[-1].transfers
+
+
+async def test_a_fetch_that_overtakes_leaves_nothing_to_be_read_twice(
+    choosing: Fetcher, made: CodedSegment, segment: Segment, store: SpoiltStore, recorder: Recorder
+) -> None:
+    store.gate.clear()
+    choosing.read_ahead(wanted(made), expire_s=60)
+    await until(lambda: store.num_gets > 0)
+    pool = PoisonedPool(8)
+    fetching = asyncio.create_task(fetch(choosing, wanted(made), pool, range(8)))
+    await turns()
+    store.gate.set()
+    assert (await fetching).num_pages == 8
+    assert holds(pool, segment, range(8), range(8))
+    await assert_nothing_held(choosing)
+    assert store.num_gets == len(recorder.situations) == 8
+
+
+async def test_it_goes_on_as_fetches_make_room(store: SpoiltStore, segment: Segment) -> None:
+    """SGLang fetches in batches: while one is restored, the next ones come."""
+    all_pages = sources(segment, range(8))
+    units = [unit for span in range(4) for unit in read_units(all_pages[0].reader, span, 600)]
+    largest = max(unit.size_bytes for unit in units)
+    with closing(DecodePool[Decoders]([{}, {}])) as pool:
+        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=4 * largest, may_delete=False)
+        fetcher.read_ahead(all_pages, expire_s=600)
+        memory = PoisonedPool(8)
+        for span in range(4):
+            # What is read ahead waits for a fetch, and some of this span's units are among it.
+            read = len([unit for unit in units if unit.cells[0].span < span])
+            await until(lambda: store.num_gets > read and fetcher.link.outstanding_bytes == 0)  # noqa: B023
+            assert store.num_gets < len(units) or span > 0
+            pages = range(2 * span, 2 * span + 2)
+            assert (await fetch(fetcher, sources(segment, pages), memory, list(pages))).num_pages == 2
+        assert holds(memory, segment, range(8), range(8))
+        assert store.num_gets == len(units)
+        await assert_nothing_held(fetcher)
+
+
+async def test_a_lookup_whose_fetch_never_comes_is_forgotten(store: SpoiltStore, segment: Segment) -> None:
+    with closing(DecodePool[Decoders]([{}, {}])) as pool:
+        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=2000, may_delete=False)
+        clock = LoopClock()
+        fetcher.read_ahead(sources(segment, range(8)), expire_s=60)
+        await until(lambda: store.num_gets > 0 and fetcher.link.outstanding_bytes == 0)
+        await turns()
+        assert len(asyncio.all_tasks()) == 2  # it waits for room
+        num_gets = store.num_gets
+        await clock.advance(60)
+        await assert_nothing_held(fetcher)
+        assert store.num_gets == num_gets
+
+
+async def test_a_store_that_fails_is_not_asked_on(store: SpoiltStore, segment: Segment) -> None:
+    store.fail_from = 0
+    with closing(DecodePool[Decoders]([{}, {}])) as pool:
+        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=False)
+        fetcher.read_ahead(sources(segment, range(8)), expire_s=60)
+        await until_idle()
+        assert store.num_gets <= 4
+
+
+async def test_a_segment_that_was_cut_anew_in_the_meantime_is_not_taken_for_the_old_one(
+    choosing: Fetcher, made: CodedSegment, segment: Segment, store: SpoiltStore
+) -> None:
+    """With the same pages, under the same name, in longer spans."""
+    anew = make_segment(SMALL, 8, span_pages=4)[0]
+    coded = transcode(anew.manifest, anew.data, make_targets(["hevc", "zstd"], ["240p"]))
+    assert coded.manifest.key == made.manifest.key
+    choosing.read_ahead(wanted(made), expire_s=60)
+    await until_idle()
+    await commit_segment(store, coded)
+    pool = PoisonedPool(8)
+    assert (await fetch(choosing, wanted(coded), pool, range(8))).num_pages == 8
+    assert holds(pool, segment, range(8), range(8))
+
+
+async def test_a_segment_with_other_cells_is_not_taken_for_the_old_one(
+    choosing: Fetcher, segment: Segment, store: SpoiltStore
+) -> None:
+    """Written again by a server with another ``max_tp_size``: a cell has other heads, under the same number."""
+    versions = []
+    for cell_heads in (1, SMALL.num_heads):
+        anew = make_segment(SMALL, 8, cell_heads=cell_heads)[0]
+        versions.append(transcode(anew.manifest, anew.data, make_targets(["hevc", "zstd"], ["240p"])))
+    await commit_segment(store, versions[0])
+    choosing.read_ahead(wanted(versions[0]), expire_s=60)
+    await until_idle()
+    await commit_segment(store, versions[1])
+    pool = PoisonedPool(8)
+    assert (await fetch(choosing, wanted(versions[1]), pool, range(8))).num_pages == 8
+    assert holds(pool, segment, range(8), range(8))

@@ -1,0 +1,280 @@
+"""The pipeline over a real directory store; tests/plane/fetch/conftest.py has its faults."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import closing
+
+import pytest
+import torch
+
+from harness.fetching import fetch_pages
+from harness.waiting import WAIT_S, LoopClock, until, until_idle
+from sgl_kvfetch import metrics
+from sgl_kvfetch.codec.bitstream.base import Decoders
+from sgl_kvfetch.codec.container.segment import SegmentReader
+from sgl_kvfetch.codec.quant.base import CellValues
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.errors import CorruptError, StoreError
+from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
+from sgl_kvfetch.plane.fetch.plan import PageSource, read_units, span_parts
+from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.write.commit import commit_segment
+from sgl_kvfetch.tools.encoding.targets import make_targets
+from sgl_kvfetch.tools.encoding.transcode import transcode
+from tests.plane.fetch.conftest import (
+    NUM_PAGES,
+    PoisonedPool,
+    Segment,
+    SpoiltStore,
+    assert_nothing_held,
+    fetch,
+    holds,
+    queued_bytes,
+    sources,
+)
+from tests.segments import SMALL, make_segment
+
+
+@pytest.mark.parametrize(
+    "pages", [range(8), range(3), range(5, 8), range(1, 6), [3]], ids=["all", "start", "end", "middle", "one"]
+)
+async def test_pages_land_where_they_are_wanted(fetcher: Fetcher, segment: Segment, pages: Sequence[int]) -> None:
+    pool = PoisonedPool(32)
+    pool_pages = [31 - 2 * i for i in range(len(pages))]
+    result = await fetch(fetcher, sources(segment, pages), pool, pool_pages)
+    assert result == FetchResult(len(pages), (), False)
+    assert holds(pool, segment, pages, pool_pages)
+    assert all(pool.is_poisoned(page) for page in set(range(32)) - set(pool_pages))
+
+
+async def test_only_the_spans_that_are_needed_are_read(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
+    units = {span: list(read_units(sources(segment, [0])[0].reader, span, 600)) for span in range(4)}
+    assert all(len(u) > 1 for u in units.values())
+    await fetch(fetcher, sources(segment, [2, 3, 4]), PoisonedPool(3), [0, 1, 2])
+    assert store.num_gets == len(units[1]) + len(units[2])
+
+
+async def test_what_was_read_ahead_is_not_read_again(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
+    wanted = sources(segment, range(2))
+    fetcher.read_ahead(wanted, expire_s=60)
+    fetcher.read_ahead(wanted, expire_s=60)
+    await until(lambda: store.num_gets > 0)
+    pool = PoisonedPool(2)
+    assert (await fetch(fetcher, wanted, pool, [0, 1])).num_pages == 2
+    assert holds(pool, segment, range(2), [0, 1])
+    reader = wanted[0].reader
+    assert store.num_gets == len(list(read_units(reader, 0, 600)))
+    await assert_nothing_held(fetcher)
+
+
+async def test_a_span_that_two_batches_share_is_read_once(
+    fetcher: Fetcher, segment: Segment, store: SpoiltStore
+) -> None:
+    pool = PoisonedPool(8)
+    fetcher.read_ahead(sources(segment, range(1, 6)), expire_s=60)
+    assert (await fetch(fetcher, sources(segment, [1, 2]), pool, [1, 2])).num_pages == 2
+    assert (await fetch(fetcher, sources(segment, [3, 4, 5]), pool, [3, 4, 5])).num_pages == 3
+    assert holds(pool, segment, range(1, 6), range(1, 6))
+    reader = sources(segment, [0])[0].reader
+    assert store.num_gets == sum(len(list(read_units(reader, span, 600))) for span in range(3))
+
+
+async def test_begun_spans_of_several_conversations_are_kept_within_bounds(
+    store: SpoiltStore, segment: Segment
+) -> None:
+    wanted = sources(segment, range(8))
+    largest = max(unit.size_bytes for span in range(4) for unit in read_units(wanted[0].reader, span, 600))
+    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
+        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=8 * 20 * largest, may_delete=False)
+        for page in (0, 2, 4):
+            assert (await fetch(fetcher, wanted[page : page + 1], PoisonedPool(8), [page])).num_pages == 1
+        num_gets = store.num_gets
+        for page in (1, 3, 5):
+            memory = PoisonedPool(8)
+            assert (await fetch(fetcher, wanted[page : page + 1], memory, [page])).num_pages == 1
+            assert holds(memory, segment, [page], [page])
+        assert store.num_gets == num_gets
+
+        bounded = Fetcher(store, pool, read_bytes=600, inflight_bytes=8 * largest, may_delete=False)
+        for page in (0, 2, 4):
+            await fetch(bounded, wanted[page : page + 1], PoisonedPool(8), [page])
+        for page, is_kept in ((5, True), (1, False)):  # only the last span
+            num_gets = store.num_gets
+            assert (await fetch(bounded, wanted[page : page + 1], PoisonedPool(8), [page])).num_pages == 1
+            assert (store.num_gets == num_gets) == is_kept
+
+
+async def test_reading_ahead_is_bounded_and_expires(fetcher: Fetcher, segment: Segment) -> None:
+    clock = LoopClock()
+    fetcher.read_ahead(sources(segment, range(8)), expire_s=60)
+    await until(lambda: 0 < queued_bytes() <= 2000)
+    await clock.advance(60)
+    await assert_nothing_held(fetcher)
+
+
+async def test_a_failed_read_ahead_fails_the_fetch_that_takes_it(
+    fetcher: Fetcher, segment: Segment, store: SpoiltStore
+) -> None:
+    store.fail_from = 0
+    wanted = sources(segment, range(2))
+    fetcher.read_ahead(wanted, expire_s=60)
+    await until(lambda: store.num_gets > 0 and fetcher.link.outstanding_bytes == 0)
+    store.fail_from = None
+    result = await fetch(fetcher, wanted, PoisonedPool(2), [0, 1])
+    assert result.num_pages == 0
+    assert isinstance(result.failures[0], StoreError)
+    assert (await fetch(fetcher, wanted, PoisonedPool(2), [0, 1])).num_pages == 2
+
+
+async def test_a_corrupt_span_ends_the_hit(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
+    wanted = sources(segment, range(8))
+    store.flip_from = next(read_units(wanted[0].reader, 2, 600)).start
+    pool = PoisonedPool(8)
+    result = await fetch(fetcher, wanted, pool, list(range(8)))
+    assert result.num_pages == 4
+    assert isinstance(result.failures[0], CorruptError)
+    assert holds(pool, segment, range(4), range(4))
+
+
+async def test_a_reader_whose_link_garbles_everything_deletes_nothing(store: SpoiltStore) -> None:
+    """It would find the same when it reads again: only the store can tell that its bytes are sound."""
+    segments = [make_segment(SMALL, 2, seed=str(i)) for i in range(20)]
+    for coded, _ in segments:
+        await commit_segment(store, coded)
+    names = [coded.manifest.key.manifest_name for coded, _ in segments]
+    store.flip_from = 0
+    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
+        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=4000, may_delete=True)
+        for segment in segments:
+            assert (await fetch(fetcher, sources(segment, range(2)), PoisonedPool(2), [0, 1])).num_pages == 0
+            await until_idle()
+    assert store.reports == names
+    store.flip_from = None
+    assert {info.name async for info in store.list() if info.name.endswith(".kvm")} == set(names)
+
+
+async def test_a_segment_that_the_store_finds_damaged_is_deleted_and_counted(
+    fetcher: Fetcher, segment: Segment, store: SpoiltStore
+) -> None:
+    store.flip_from, store.is_damaged = 0, True
+    before = metrics.DELETED_SEGMENTS._value.get()
+    await fetch(fetcher, sources(segment, range(8)), PoisonedPool(8), list(range(8)))
+    await until_idle()
+    store.flip_from = None
+    assert [info.name async for info in store.list()] == [segment[0].data_name]
+    assert metrics.DELETED_SEGMENTS._value.get() == before + 1
+
+
+async def test_data_that_are_missing_are_reported(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
+    """Otherwise lookups would name the segment for ever, and nobody would write it again."""
+    (store.root / segment[0].data_name).unlink()
+    await fetch(fetcher, sources(segment, range(8)), PoisonedPool(8), list(range(8)))
+    await until_idle()
+    assert store.reports == [segment[0].manifest.key.manifest_name]
+
+
+async def test_reports_are_bounded(store: SpoiltStore) -> None:
+    """A segment is reported once at a time, and few segments are at once."""
+    store.flip_from, store.answers = 0, asyncio.Event()
+    segments = [make_segment(SMALL, 2, seed=str(i)) for i in range(6)]
+    for coded, _ in segments:
+        await commit_segment(store, coded)
+    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
+        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=4000, may_delete=True)
+        for segment in segments * 2:
+            await fetch(fetcher, sources(segment, range(2)), PoisonedPool(2), [0, 1])
+            await asyncio.sleep(0)
+        assert store.reports == [coded.manifest.key.manifest_name for coded, _ in segments[:4]]
+        store.answers.set()
+        await until_idle()
+        await fetch(fetcher, sources(segments[5], range(2)), PoisonedPool(2), [0, 1])
+        await until_idle()
+    assert len(store.reports) == 5
+
+
+async def test_who_may_not_write_reports_nothing(segment: Segment, store: SpoiltStore) -> None:
+    store.flip_from = 0
+    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
+        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=4000, may_delete=False)
+        await fetch(fetcher, sources(segment, range(2)), PoisonedPool(2), [0, 1])
+        await until_idle()
+    assert store.reports == []
+
+
+async def test_any_variant_gives_the_same_pages(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
+    coded, _ = segment
+    made = transcode(coded.manifest, coded.data, make_targets(["hevc", "hevc420", "deflate"], ["240p"]))
+    await commit_segment(store, made)
+    for variant in range(3):
+        reader = SegmentReader(made.manifest, make_quantiser("exact"), variant)
+        pool = PoisonedPool(8)
+        wanted = [PageSource(reader, page) for page in range(8)]
+        assert (await fetch(fetcher, wanted, pool, list(range(8)))).num_pages == 8
+        assert holds(pool, segment, range(8), range(8))
+
+
+async def test_bytes_read_ahead_that_were_used_do_not_expire(
+    fetcher: Fetcher, segment: Segment, store: SpoiltStore
+) -> None:
+    clock, faults = LoopClock(), []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context))
+    wanted = sources(segment, range(2))
+    fetcher.read_ahead(wanted, expire_s=600)
+    await until(lambda: store.num_gets > 0)
+    assert (await fetch(fetcher, wanted, PoisonedPool(2), [0, 1])).num_pages == 2
+    await clock.advance(600)
+    await assert_nothing_held(fetcher)
+    assert faults == []
+
+
+async def test_a_missing_object_is_a_miss(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
+    await store.delete(segment[0].manifest.key.manifest_name)
+    await store.delete(segment[0].data_name)
+    result = await fetch(fetcher, sources(segment, range(8)), PoisonedPool(8), list(range(8)))
+    assert result.num_pages == 0
+    assert isinstance(result.failures[0], StoreError)
+    assert result.failures[0].reason == "missing"
+
+
+async def test_after_the_deadline_nothing_is_written(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
+    store.gate.clear()
+    pool = PoisonedPool(8)
+    result = await fetch_pages(fetcher, sources(segment, range(8)), range(8), GuardedSink(pool), 0.1)
+    assert (result.timed_out, result.num_pages) == (True, 0)
+    store.gate.set()
+    await assert_nothing_held(fetcher)
+    assert all(pool.is_poisoned(page) for page in range(8))
+
+
+async def test_many_fetches_at_once(fetcher: Fetcher, segment: Segment) -> None:
+    pools = [PoisonedPool(8) for _ in range(8)]
+    wanted = sources(segment, range(8))
+    results = await asyncio.gather(*(fetch(fetcher, wanted, pool, range(8)) for pool in pools))
+    assert [r.num_pages for r in results] == [8] * 8
+    assert all(holds(pool, segment, range(8), range(8)) for pool in pools)
+    await assert_nothing_held(fetcher)
+
+
+async def test_a_cancelled_fetch_gives_everything_back(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
+    store.gate.clear()
+    sink = GuardedSink(PoisonedPool(8))
+    task = asyncio.create_task(fetch_pages(fetcher, sources(segment, range(8)), list(range(8)), sink, WAIT_S))
+    await until(lambda: store.num_gets > 0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await assert_nothing_held(fetcher)
+    assert not sink.write(range(1), range(1), [0], CellValues(torch.zeros(1), torch.zeros(1)))
+
+
+def test_span_parts() -> None:
+    coded, _ = make_segment(SMALL, NUM_PAGES, span_pages=4)
+    other, _ = make_segment(SMALL, 4, span_pages=4, seed="other")
+    exact = make_quantiser("exact")
+    first, second = SegmentReader(coded.manifest, exact), SegmentReader(other.manifest, exact)
+    wanted = [PageSource(first, p) for p in (2, 3, 4, 5)] + [PageSource(second, p) for p in (0, 1)]
+    parts = [(p.reader is first, p.span, p.request_pages, p.span_pages) for p in span_parts(wanted)]
+    assert parts == [(True, 0, (0, 1), (2, 3)), (True, 1, (2, 3), (0, 1)), (False, 0, (4, 5), (0, 1))]

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.metrics import own_metric
+from harness.small_segments import expiring, put_segment
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.errors import KVFetchError, NamespaceMismatchError, StoreError
+from sgl_kvfetch.keys import HeadSlice
+from sgl_kvfetch.plane.fetch.fetcher import FetchResult
+from sgl_kvfetch.plane.fetch.finder import PageFinder
+from sgl_kvfetch.stores.base import Lookup
+from sgl_kvfetch.tools.encoding.targets import make_targets
+from sgl_kvfetch.tools.encoding.transcode import transcode
+from tests.segments import make_heads, make_segment, page_hashes
+
+NUM_PAGES = 8
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[LocalStore]:
+    store = LocalStore(tmp_path)
+    coded, _ = make_segment(num_pages=NUM_PAGES)
+    await store.put(coded.data_name, coded.data)
+    await store.put(coded.manifest.key.manifest_name, coded.manifest.encode())
+    yield store
+    await store.close()
+
+
+def _unexpected(fault: KVFetchError) -> None:
+    raise fault
+
+
+def finder(store: LocalStore, heads: HeadSlice | None = None) -> tuple[PageFinder, list[KVFetchError]]:
+    faults: list[KVFetchError] = []
+    return PageFinder(store, heads or make_heads(), make_quantiser("exact"), faults.append), faults
+
+
+async def test_pages_are_found_and_recalled_without_asking(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, _ = finder(store)
+    hashes = page_hashes(NUM_PAGES)
+    found = await pages.find([*hashes, bytes(32)], 1.0)
+    assert [source.page for source in found] == list(range(NUM_PAGES))
+
+    async def fail(*args: object) -> Lookup:
+        raise StoreError("server", "not to be asked")
+
+    monkeypatch.setattr(store, "lookup", fail)
+    assert await pages.recall(hashes[3:], 1.0) == found[3:]
+    pages.fetched(hashes, found, FetchResult(4, (), False))
+    assert await pages.recall(hashes[:4], 1.0) == found[:4]
+    with pytest.raises(StoreError, match="not to be asked"):
+        await pages.recall(hashes, 1.0)
+    pages.forget()
+    with pytest.raises(StoreError, match="not to be asked"):
+        await pages.recall(hashes[:1], 1.0)
+
+
+async def test_expired_pages_are_not_recalled(store: LocalStore, later: Callable[[float], None]) -> None:
+    coded, _ = make_segment(num_pages=NUM_PAGES)
+    await put_segment(store, expiring(coded, time.time() + 60))
+    pages, _ = finder(store)
+    hashes = page_hashes(NUM_PAGES)
+    found = await pages.find(hashes, 1.0)
+    later(50)
+    assert await pages.recall(hashes, 1.0) == found
+    later(70)
+    assert await pages.recall(hashes, 1.0) == []
+
+
+async def test_a_variant_that_video_engines_decode_is_read(tmp_path: Path) -> None:
+    coded, _ = make_segment(num_pages=NUM_PAGES)
+    coded = transcode(coded.manifest, coded.data, make_targets(["hevc", "hevc420"], ["240p"]))
+    store = LocalStore(tmp_path)
+    for name, data in coded.data_objects():
+        await store.put(name, data)
+    await store.put(coded.manifest.key.manifest_name, coded.manifest.encode())
+    for engine_codecs, expected in (((), "hevc"), (("hevc", "hevc420"), "hevc"), (("hevc420",), "hevc420")):
+        finder = PageFinder(store, make_heads(), make_quantiser("exact"), _unexpected, engine_codecs=engine_codecs)
+        found = await finder.find(page_hashes(NUM_PAGES), 1.0)
+        assert {source.reader.variant.codec for source in found} == {expected}
+    await store.close()
+
+
+async def test_lookups_pause_after_fetches_that_fail_in_a_row(store: LocalStore) -> None:
+    pages, _ = finder(store)
+    hashes = page_hashes(NUM_PAGES)
+    found = await pages.find(hashes, 1.0)
+    pages.fetched(hashes, found, FetchResult(0, (), True))
+    pages.fetched(hashes, found, FetchResult(8, (), False))
+    for _ in range(3):
+        assert await pages.find(hashes, 1.0)
+        pages.fetched(hashes, found, FetchResult(0, (), True))
+    with pytest.raises(StoreError, match="lookups are paused") as caught:
+        await pages.find(hashes, 1.0)
+    assert caught.value.reason == "skipped"
+
+
+async def test_a_segment_of_another_namespace_is_a_fault_that_names_the_field(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that answers with what was not asked for."""
+    theirs = await store.lookup(make_heads().folder, page_hashes(NUM_PAGES))
+    mine = replace(make_heads(), namespace=replace(make_heads().namespace, kv_dtype="float16"))
+
+    async def answer(*args: object) -> Lookup:
+        return theirs
+
+    monkeypatch.setattr(store, "lookup", answer)
+    pages, faults = finder(store, mine)
+    assert await pages.find(page_hashes(NUM_PAGES), 1.0) == []
+    assert isinstance(faults[0], NamespaceMismatchError)
+    assert "kv_dtype is 'bfloat16', expected 'float16'" in str(faults[0])
+
+
+async def test_an_answer_with_other_pages_is_a_fault(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = await store.lookup(make_heads().folder, page_hashes(NUM_PAGES))
+
+    async def answer(*args: object) -> Lookup:
+        return theirs
+
+    monkeypatch.setattr(store, "lookup", answer)
+    pages, faults = finder(store)
+    assert await pages.find(page_hashes(NUM_PAGES, "others"), 1.0) == []
+    assert "other pages than the lookup requested" in str(faults[0])
+
+
+async def test_a_lookup_that_a_cache_answers_shows_that_the_store_is_down(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages, _ = finder(store)
+    look_up, is_down = store.lookup, True
+
+    async def answer(*args: object) -> Lookup:
+        return replace(await look_up(*args), from_cache=is_down)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store, "lookup", answer)
+    assert len(await pages.find(page_hashes(NUM_PAGES), 1.0)) == NUM_PAGES
+    assert own_metric("sgl_kvfetch_store_down") == 1
+    is_down = False
+    await pages.find(page_hashes(NUM_PAGES), 1.0)
+    assert own_metric("sgl_kvfetch_store_down") == 0

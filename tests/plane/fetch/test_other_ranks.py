@@ -1,0 +1,318 @@
+"""Pages that ranks of another TP size wrote: found, read and restored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.fetching import fetch_pages
+from harness.memory_pool import MemoryPool
+from harness.waiting import WAIT_S
+from sgl_kvfetch.codec.bitstream.base import Decoders
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader
+from sgl_kvfetch.codec.quant.base import Quantiser
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.errors import KVFetchError, StoreError, UnsupportedError
+from sgl_kvfetch.keys import HeadSlice
+from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
+from sgl_kvfetch.plane.fetch.finder import PageFinder
+from sgl_kvfetch.plane.fetch.plan import PageSource, total_bytes
+from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.write.commit import commit_segment
+from sgl_kvfetch.stores.base import Lookup
+from sgl_kvfetch.types import TENSORS, KVGeometry
+from tests.codec.quant.profiles import make_profile
+from tests.segments import make_heads, make_segment, make_values, page_hashes
+
+GEOMETRY = KVGeometry(num_layers=5, num_heads=4, k_head_dim=16, v_head_dim=16, page_size=4, dtype="bfloat16")
+NUM_PAGES = 8
+EXACT = make_quantiser("exact")
+VALUES = make_values(GEOMETRY, NUM_PAGES)
+
+
+class CountingStore(LocalStore):
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.calls: Counter[str] = Counter()
+        self.asked: list[str] = []
+        self.ranges: list[tuple[int, int]] = []  # of data, as read
+        self.unlisted: StoreError | None = None
+        self.fails: dict[str, StoreError | None] = {}  # lookups in folders, by their heads; None hangs
+
+    async def folders(self, digest: str = "") -> frozenset[str]:
+        self.calls["folders"] += 1
+        if self.unlisted is not None:
+            raise self.unlisted
+        return await super().folders(digest)
+
+    async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
+        self.calls["lookup"] += 1
+        self.asked.append(heads := namespace.partition(".")[2])
+        if heads in self.fails:
+            error = self.fails[heads]
+            if error is None:
+                await asyncio.Event().wait()
+            else:
+                raise error
+        return await super().lookup(namespace, page_hashes)
+
+    async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        if length is not None:
+            self.ranges.append((start, length))
+        return await super().get(name, start, length)
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[CountingStore]:
+    store = CountingStore(tmp_path)
+    yield store
+    await store.close()
+
+
+async def write(
+    store: LocalStore, heads: range, first_page: int = 0, end_page: int = NUM_PAGES, **options: object
+) -> CodedSegment:
+    """Store pages as one segment, as a rank with these heads does."""
+    tokens = slice(first_page * GEOMETRY.page_size, end_page * GEOMETRY.page_size)
+    values = {t: x[tokens] for t, x in VALUES.items()}
+    options = {"cell_heads": 1, "first_page": first_page, **options}
+    coded, _ = make_segment(GEOMETRY, end_page - first_page, values=values, heads=heads, **options)  # type: ignore[arg-type]
+    await commit_segment(store, coded)
+    return coded
+
+
+class Rank:
+    """Finds and fetches all pages for a rank with these heads."""
+
+    def __init__(self, store: LocalStore, heads: range, quantiser: Quantiser = EXACT) -> None:
+        self.heads = HeadSlice(make_heads(GEOMETRY, quantiser).namespace, heads)
+        self.faults: list[KVFetchError] = []
+        self.finder = PageFinder(store, self.heads, quantiser, self.faults.append)
+        self.store = store
+        self.pool = MemoryPool(self.heads.geometry, NUM_PAGES, 57.0)
+
+    async def find(self, num_pages: int = NUM_PAGES, timeout_s: float = WAIT_S) -> list[PageSource]:
+        return await self.finder.find(page_hashes(num_pages), timeout_s)
+
+    async def fetch(self, sources: Sequence[PageSource]) -> FetchResult:
+        with closing(DecodePool[Decoders]([{}] * 2)) as decoders:
+            fetcher = Fetcher(self.store, decoders, read_bytes=1 << 20, inflight_bytes=1 << 20, may_delete=False)
+            return await fetch_pages(fetcher, sources, range(len(sources)), GuardedSink(self.pool), WAIT_S)
+
+    def holds(self, num_pages: int) -> bool:
+        """Whether the first pages are restored, and the others untouched."""
+        for t in TENSORS:
+            mine = VALUES[t].view(NUM_PAGES, GEOMETRY.page_size, *VALUES[t].shape[1:])
+            found = self.pool.read(t, range(NUM_PAGES))
+            expected = mine[:, :, :, self.heads.heads.start : self.heads.heads.stop].clone()
+            expected[num_pages:] = 57.0
+            if not torch.equal(found, expected):
+                return False
+        return True
+
+
+@pytest.mark.parametrize("heads", [range(2), range(2, 4), range(1, 2), range(3, 4)])
+async def test_a_rank_reads_its_own_heads_of_a_larger_one(store: CountingStore, heads: range) -> None:
+    coded = await write(store, range(4))
+    rank = Rank(store, heads)
+    found = await rank.find()
+    assert len(found) == NUM_PAGES
+    assert (await rank.fetch(found)).num_pages == NUM_PAGES
+    assert rank.holds(NUM_PAGES)
+    # And no other bytes.
+    reader = SegmentReader(coded.manifest, EXACT)
+    own = [c for c in coded.manifest.cells() if coded.manifest.grid.heads(c.head_block).start in heads]
+    expected = sum(end - start for start, end in map(reader.cell_range, own))
+    assert sum(length for _, length in store.ranges) == total_bytes(found) == expected
+    assert expected < len(coded.data) * (len(heads) + 1) / 4
+    assert rank.faults == []
+
+
+@pytest.mark.parametrize("heads", [range(4), range(2)])
+async def test_a_rank_joins_the_heads_of_smaller_ones(store: CountingStore, heads: range) -> None:
+    for head in range(4):
+        await write(store, range(head, head + 1), span_pages=2 if head % 2 else 4)
+    rank = Rank(store, heads)
+    found = await rank.find()
+    assert len(found) == NUM_PAGES
+    assert (await rank.fetch(found)).num_pages == NUM_PAGES
+    assert rank.holds(NUM_PAGES)
+
+
+async def test_a_prefix_ends_where_a_head_is_missing(store: CountingStore) -> None:
+    await write(store, range(2))
+    await write(store, range(2, 4), 0, 4)
+    rank = Rank(store, range(4))
+    found = await rank.find()
+    assert len(found) == 4
+    assert (await rank.fetch(found)).num_pages == 4
+    assert rank.holds(4)
+    assert len(await Rank(store, range(2)).find()) == NUM_PAGES
+    assert await Rank(store, range(3, 4)).find(1) != []
+
+
+async def test_a_fetch_ends_where_a_head_fails(store: CountingStore) -> None:
+    await write(store, range(2), span_pages=8)
+    await write(store, range(2, 4), 0, 4)
+    bad = await write(store, range(2, 4), 4, 8)
+    rank = Rank(store, range(4))
+    found = await rank.find()
+    assert len(found) == NUM_PAGES
+    await store.delete(bad.data_name)
+    result = await rank.fetch(found)
+    assert result.num_pages == 4
+    assert {f.reason for f in result.failures if isinstance(f, StoreError)} == {"missing"}
+
+
+async def test_each_tp_size_may_have_a_part_of_the_prefix(store: CountingStore) -> None:
+    """A server goes on from a prefix that another wrote, and a third one from theirs."""
+    await write(store, range(4), 0, 4)
+    await write(store, range(2), 4, 6)
+    await write(store, range(4), 6, 8)
+    rank = Rank(store, range(2))
+    found = await rank.find()
+    assert len(found) == NUM_PAGES
+    assert (await rank.fetch(found)).num_pages == NUM_PAGES
+    assert rank.holds(NUM_PAGES)
+    assert len(await Rank(store, range(2, 4)).find()) == 4
+
+
+async def test_cells_that_do_not_divide_are_refused_with_a_message(store: CountingStore) -> None:
+    await write(store, range(4), cell_heads=2)
+    assert len(await Rank(store, range(2)).find()) == NUM_PAGES
+    rank = Rank(store, range(1))
+    assert await rank.find() == []
+    assert isinstance(rank.faults[0], UnsupportedError)
+    assert "cells of 2 heads: heads 0 to 1 are not whole cells of heads 0 to 4" in str(rank.faults[0])
+
+
+@pytest.mark.parametrize("heads", [range(2), range(4)])
+async def test_klt(store: CountingStore, heads: range) -> None:
+    """A rank gets the same values from its own segments and from those of others."""
+    klt = KltQuantiser(make_profile(num_layers=5, num_heads=4, cell_heads=1, num_sinks=1), step=1.0)
+    pools = []
+    for model, written in (("own", [heads]), ("other", [range(4)] if len(heads) == 2 else [range(2), range(2, 4)])):
+        for each in written:
+            await write(store, each, quantiser=klt, model=model)
+        rank = Rank(store, heads, klt)
+        rank.heads = HeadSlice(replace(rank.heads.namespace, model=model), heads)
+        rank.finder = PageFinder(store, rank.heads, klt, rank.faults.append)
+        assert (await rank.fetch(await rank.find())).num_pages == NUM_PAGES
+        pools.append(rank.pool)
+    assert all(torch.equal(pools[0].values[t], pools[1].values[t]) for t in TENSORS)
+    assert not torch.equal(pools[0].values["k"], torch.full_like(pools[0].values["k"], 57.0))
+
+
+class TestFailures:
+    """A rank finds its own segments whatever becomes of lookups in other folders."""
+
+    @pytest.mark.parametrize("error", [StoreError("server", "as told"), None])
+    async def test_a_folder_that_fails_or_hangs_counts_as_empty(
+        self, store: CountingStore, error: StoreError | None
+    ) -> None:
+        await write(store, range(2), 0, 4)
+        await write(store, range(4))
+        store.fails = {"0-4": error}
+        rank = Rank(store, range(2))
+        for _ in range(2):  # the second time, both folders are known from the start
+            assert len(await rank.find(timeout_s=2.0)) == 4
+        assert [str(e) for e in rank.faults] == [
+            "as told" if error else f"looking up 8 pages in {rank.heads.namespace.digest()}.0-4: no answer"
+        ] * 2
+        store.fails = {}
+        assert len(await rank.find()) == NUM_PAGES
+
+    async def test_a_turn_that_fails_keeps_what_was_found(self, store: CountingStore) -> None:
+        await write(store, range(4), 0, 4)
+        await write(store, range(2), 4, 8)
+        look_up = store.lookup
+
+        async def fail_behind(namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
+            if len(page_hashes) < NUM_PAGES:
+                raise StoreError("server", "as told")
+            return await look_up(namespace, page_hashes)
+
+        store.lookup = fail_behind  # type: ignore[method-assign]
+        assert len(await Rank(store, range(2)).find()) == 4
+
+    async def test_the_ranks_own_folder_must_answer(self, store: CountingStore) -> None:
+        await write(store, range(4))
+        store.fails = {"0-2": StoreError("server", "as told")}
+        with pytest.raises(StoreError, match="as told"):
+            await Rank(store, range(2)).find()
+
+    async def test_a_listing_that_hangs_is_not_waited_for(
+        self, store: CountingStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def hang(digest: str = "") -> frozenset[str]:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        monkeypatch.setattr(store, "folders", hang)
+        await write(store, range(2))
+        assert len(await Rank(store, range(2)).find(timeout_s=2.0)) == NUM_PAGES
+
+
+class TestRequests:
+    """What a lookup costs."""
+
+    async def test_one_a_lookup_and_one_a_minute_where_all_have_one_tp_size(
+        self, store: CountingStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now_s = 1000.0
+        monkeypatch.setattr("sgl_kvfetch.plane.fetch.finder.time.monotonic", lambda: now_s)
+        for heads in (range(2), range(2, 4)):
+            await write(store, heads, 0, 4)
+        rank = Rank(store, range(2))
+        for _ in range(5):
+            assert len(await rank.find()) == 4
+        assert store.calls == {"folders": 1, "lookup": 5}
+        now_s += 61
+        await rank.find()
+        assert store.calls == {"folders": 2, "lookup": 6}
+        assert set(store.asked) == {"0-2"}
+
+    async def test_only_folders_with_heads_of_the_rank_are_asked(self, store: CountingStore) -> None:
+        for heads in (range(2), range(2, 4), range(4), range(1), range(2, 3)):
+            await write(store, heads, 0, 2)
+        rank = Rank(store, range(2))
+        assert len(await rank.find(2)) == 2
+        assert store.asked == ["0-2", "0-4", "0-1"]
+        store.asked.clear()
+        # None of them has more, which all have said.
+        assert len(await rank.find()) == 2
+        assert store.asked == ["0-2", "0-4", "0-1"]
+
+    async def test_a_run_that_ended_early_is_asked_again_behind_the_others(self, store: CountingStore) -> None:
+        await write(store, range(4), 0, 4)
+        await write(store, range(2), 4, 8)
+        rank = Rank(store, range(2))
+        assert len(await rank.find()) == NUM_PAGES
+        assert store.asked == ["0-2", "0-4", "0-2"]
+
+    async def test_a_new_tp_size_is_noticed_within_a_minute(
+        self, store: CountingStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now_s = 1000.0
+        monkeypatch.setattr("sgl_kvfetch.plane.fetch.finder.time.monotonic", lambda: now_s)
+        rank = Rank(store, range(2))
+        assert await rank.find() == []
+        await write(store, range(4))
+        assert await rank.find() == []
+        now_s += 61
+        assert len(await rank.find()) == NUM_PAGES
+
+    async def test_a_store_that_does_not_list_folders_still_has_the_ranks_own(self, store: CountingStore) -> None:
+        store.unlisted = StoreError("unauthorised", "no listing")
+        await write(store, range(2))
+        assert len(await Rank(store, range(2)).find()) == NUM_PAGES

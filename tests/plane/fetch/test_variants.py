@@ -1,0 +1,111 @@
+"""Fetches that choose among a segment's variants as they go."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from harness.waiting import until, until_idle
+from sgl_kvfetch.codec.bitstream.base import Decoders
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.plane.adapt.policy import LookAhead
+from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher
+from sgl_kvfetch.plane.fetch.link import Link
+from sgl_kvfetch.plane.fetch.plan import PageSource
+from sgl_kvfetch.plane.fetch.variants import VariantChooser
+from tests.plane.fetch.conftest import (
+    PROFILE,
+    PoisonedPool,
+    Recorder,
+    Segment,
+    SpoiltStore,
+    assert_nothing_held,
+    fetch,
+    holds,
+    wanted,
+)
+
+
+@pytest.fixture
+def fetcher(store: SpoiltStore, recorder: Recorder) -> Iterator[Fetcher]:
+    with closing(DecodePool[Decoders]([{}, {}], PROFILE)) as pool:
+        yield Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=False, policy=recorder)
+
+
+async def test_a_span_may_come_from_several_variants(
+    fetcher: Fetcher, made: CodedSegment, segment: Segment, recorder: Recorder
+) -> None:
+    pool = PoisonedPool(8)
+    result = await fetch(fetcher, wanted(made), pool, range(8))
+    assert (result.num_pages, result.failures) == (8, ())
+    assert holds(pool, segment, range(8), range(8))
+    # SMALL has two layer groups: of each of the four spans' two cells each is a run.
+    first = recorder.situations[0]
+    assert (first.remaining, first.available, first.previous) == (8, (0, 1), None)
+    assert [s.remaining for s in recorder.situations] == list(range(8, 0, -1))
+    assert sum(s.sizes_bytes[1] for s in recorder.situations) == len(made.data)
+    assert sum(s.sizes_bytes[0] for s in recorder.situations) == len(made.variant_data(1))
+
+
+async def test_what_is_read_ahead_is_not_chosen_again(
+    fetcher: Fetcher, made: CodedSegment, segment: Segment, store: SpoiltStore, recorder: Recorder
+) -> None:
+    fetcher.read_ahead(wanted(made)[:4], expire_s=60)
+    await until_idle()
+    assert store.num_gets == len(recorder.situations) == 4
+    pool = PoisonedPool(8)
+    assert (await fetch(fetcher, wanted(made), pool, range(8))).num_pages == 8
+    assert holds(pool, segment, range(8), range(8))
+    assert store.num_gets == len(recorder.situations) == 8
+    await assert_nothing_held(fetcher)
+
+
+async def test_a_segment_in_one_variant_needs_no_choice(
+    fetcher: Fetcher, segment: Segment, store: SpoiltStore, recorder: Recorder
+) -> None:
+    reader = SegmentReader(segment[0].manifest, make_quantiser("exact"))
+    pool = PoisonedPool(8)
+    sources = [PageSource(reader, page) for page in range(8)]
+    assert (await fetch(fetcher, sources, pool, range(8))).num_pages == 8
+    assert holds(pool, segment, range(8), range(8))
+    assert not recorder.situations
+
+
+@pytest.mark.parametrize(("bytes_per_s", "expected"), [(1e3, "zstd"), (1e9, "hevc")])
+async def test_slow_links_bring_small_chunks_and_fast_ones_easy_ones(
+    made: CodedSegment, bytes_per_s: float, expected: str
+) -> None:
+    link = Link()
+    for _ in range(8):
+        link.started(10_000)
+        link.ended(10_000, time.monotonic() - 10_000 / bytes_per_s, is_whole=True)
+    with closing(DecodePool[Decoders]([{}, {}], PROFILE)) as pool:
+        chooser = VariantChooser(LookAhead(), pool, link)
+        reader = SegmentReader(made.manifest, make_quantiser("exact"))
+        chosen = chooser.choose(reader, chooser.runs(reader, 0)[0], 8)
+        assert chosen.variant.codec == expected
+
+
+async def test_fetches_that_share_link_and_decoders_are_looked_ahead_over_together(
+    fetcher: Fetcher, made: CodedSegment, store: SpoiltStore, recorder: Recorder
+) -> None:
+    store.gate.clear()
+    first = asyncio.create_task(fetch(fetcher, wanted(made), PoisonedPool(8), range(8)))
+    await until(lambda: store.num_gets == 4)  # as many as may always be under way
+    num_alone = len(recorder.situations)
+    alone = recorder.situations[-1].remaining
+    second = asyncio.create_task(fetch(fetcher, wanted(made)[:2], PoisonedPool(8), range(2)))
+    await until(lambda: len(recorder.situations) > num_alone)
+    assert recorder.situations[-1].remaining > alone
+    store.gate.set()
+    await asyncio.gather(first, second)
+    assert min(s.remaining for s in recorder.situations) == 1
+    recorder.situations.clear()
+    await fetch(fetcher, wanted(made), PoisonedPool(8), range(8))
+    assert recorder.situations[0].remaining == 8  # the fetches that have ended do not count

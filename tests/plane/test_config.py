@@ -1,0 +1,135 @@
+import re
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.plane.config import TOKEN_ENV, KVFetchConfig, parse_config
+
+STORE = {"store": "http://store:8700"}
+S3 = {"store": "s3://bucket/prefix"}
+
+
+def test_defaults_and_sglangs_own_keys() -> None:
+    config = parse_config(STORE | {"prefetch_threshold": 16, "hicache_storage_pass_prefix_keys": True}, {})
+    assert config.quantiser_name == "exact"
+    assert config.codec is None
+    assert config.token is None
+    assert config.reads
+    assert config.writes
+
+
+def test_a_profile_makes_klt_the_default() -> None:
+    config = parse_config(STORE | {"profile": "p"}, {})
+    assert config.quantiser_name == "klt"
+
+
+def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
+    config = parse_config(STORE, {TOKEN_ENV: "secret"})
+    assert config.token == "secret"
+    assert "secret" not in repr(config)
+    assert parse_config(STORE | {"token": "mine"}, {TOKEN_ENV: "secret"}).token == "mine"
+    assert parse_config({"store": "file:///kv"}, {TOKEN_ENV: "secret"}).token is None
+    assert parse_config(S3, {TOKEN_ENV: "secret"}).token is None
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"quantizer": "uint8"}, r"unknown key 'quantizer' \(= 'uint8'\); did you mean 'quantiser'"),
+        ({"zzz": 1}, r"unknown key 'zzz' \(= 1\); known keys are store, token"),
+        ({"codec": "h264"}, "codec = 'h264': .*'hevc', 'hevc420', 'zstd', 'deflate' or 'raw'"),
+        ({"quantiser": "int4"}, "quantiser = 'int4': .*'exact', 'uint8', 'cachegen' or 'klt'"),
+        ({"fetch_timeout_s": 0}, "fetch_timeout_s = 0: .*greater than 0"),
+        ({"max_connections": "many"}, "max_connections = 'many': .*integer"),
+        ({"quantiser": "cachegen", "cachegen_k_bins": [300]}, "cachegen_k_bins.0 = 300: .*256"),
+        ({"cachegen_k_bins": [16]}, "need quantiser = 'cachegen', not 'exact'"),
+        ({"quantiser": "klt"}, "'klt' needs a profile: run kvfetch calibrate"),
+        ({"quantiser": "exact", "profile": "p"}, "profile and target_kl need quantiser = 'klt', not 'exact'"),
+        ({"target_kl": 1e-3}, "profile and target_kl need quantiser = 'klt', not 'exact'"),
+        ({"profile": "p", "target_kl": 0}, "target_kl = 0: .*greater than 0"),
+        ({"store": "ftp://x"}, "store = 'ftp://x': expected one URL: http://"),
+        ({"store": ["http://x", "http://y"]}, r"store = \['http://x', 'http://y'\]: expected one URL: http://"),
+        ({"store": 5}, "store = 5: expected one URL"),
+        ({"token": 5}, r"token = \(hidden\)"),
+        ({"store": "s3://"}, "store = 's3://': expected .*s3://BUCKET"),
+        ({"index": "redis://x"}, "index is for s3:// stores"),
+        ({"s3": {"region": "x"}}, "s3 is for s3:// stores"),
+        (S3 | {"index_ttl_s": 5}, "index_ttl_s needs an index"),
+        ({"ttl_s": 0.5}, "ttl_s = 0.5: .*greater than or equal to 1"),
+        (S3 | {"index": "redis://x", "index_ttl_s": 0}, "index_ttl_s = 0: .*greater than or equal to 1"),
+        (S3 | {"s3": {"region": 5.5}}, r"s3\.region.* = \(hidden\)"),
+        (S3 | {"indx": "redis://x"}, "unknown key 'indx'; did you mean 'index'"),
+        ({"local_cache": "/nvme"}, "local_cache = '/nvme': .*LocalCache"),
+        ({"local_cache": {"path": "/nvme"}}, "'local_cache.capacity' is required: its size, such as 200GiB"),
+        ({"local_cache": {"capacity": "1GiB"}}, "'local_cache.path' is required: the directory"),
+        ({"local_cache": {"path": "nvme", "capacity": 1}}, "local_cache.path = 'nvme': expected an absolute path"),
+        ({"local_cache": {"path": "/nvme", "capacity": "1G"}}, "local_cache.capacity = '1G': invalid size '1G'"),
+        (
+            {"local_cache": {"path": "/", "capacity": 1, "size": 1}},
+            "key 'local_cache.size'.*known keys are path",
+        ),
+        (
+            {"store": "file:///n%20v/", "local_cache": {"path": "/n v", "capacity": 1}},
+            "local_cache.path and the store file:///n%20v/ are the same directory",
+        ),
+    ],
+)
+def test_faults_name_key_value_and_what_is_allowed(extra: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(STORE | extra, {})
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"token": 31337},
+        {"token": ["31337"]},
+        {"tokens": "31337"},
+        {"tokn": "31337"},
+        S3 | {"s3": {"secret_access_key": 31337.5}},
+        S3 | {"s3": "31337"},
+        S3 | {"indexx": "31337"},
+        S3 | {"index": 31337},
+    ],
+)
+def test_faults_do_not_show_a_token(extra: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(STORE | extra, {})
+    assert "31337" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_store_may_be_a_bucket_with_an_index() -> None:
+    config = parse_config(S3 | {"s3": {"region": "r", "skip_signature": True}, "index": "redis://:pass@x/1"}, {})
+    assert config.s3 == {"region": "r", "skip_signature": True}
+    assert config.index_ttl_s == 7 * 86400
+    assert "pass" not in repr(config)
+
+
+def test_a_local_cache_has_a_size_in_bytes_or_with_a_unit() -> None:
+    for capacity in ("200GiB", 200 << 30):
+        config = parse_config(STORE | {"local_cache": {"path": "/nvme", "capacity": capacity}}, {})
+        assert config.local_cache is not None
+        assert (config.local_cache.path, config.local_cache.capacity) == ("/nvme", 200 << 30)
+        sent = config.model_dump(mode="json", exclude_unset=True)  # to the data plane
+        assert KVFetchConfig.model_validate(sent) == config
+
+
+def test_a_missing_store_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"'store' is required: .*http://HOST:PORT"):
+        parse_config({}, {})
+
+
+def test_the_docs_have_every_key_with_its_default() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    rows: dict[str, Any] = {}
+    for line in text.splitlines():
+        if line.startswith("| `"):
+            keys, default = line.split(" | ")[:2]
+            rows |= {key: default for key in re.findall("`([a-z0-9_]+)`", keys)}
+    assert set(rows) == set(KVFetchConfig.model_fields)
+    for key, field in KVFetchConfig.model_fields.items():
+        if not field.is_required() and field.default_factory is None and field.default is not None:
+            assert rows[key].strip("`") == str(field.default), key

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, strategies as st
+
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.errors import FormatError
+from sgl_kvfetch.plane import messages as m
+from tests.segments import SMALL, make_heads
+
+NAMESPACE = make_heads(SMALL, make_quantiser("exact")).namespace
+COMMANDS: list[m.Command] = [
+    m.Start({"store": "file:///kv"}, NAMESPACE, 0, 2, 1, None),
+    m.LookUp(1, b"h" * 64, True, {"swa": 4, "indexer": 0}),
+    m.Fetch(2, b"h" * 32, (1, 2), 1.5, found=1, first_page=3, request_id="r", traceparent="00-1-2-01", early_s=0.5),
+    m.FetchSide(5, "swa", b"h" * 32, 1.5),
+    m.Give(2, 0),
+    m.Cancel(2),
+    m.Forget(1),
+    m.Flush(),
+    m.Write(3, 0, None, b"h" * 32, 64, (("swa", 0),)),
+    m.Free(128),
+    m.Clear(4),
+    m.Ping(),
+    m.Close(),
+]
+EVENTS: list[m.Event] = [
+    m.Ready(),
+    m.Refused("ConfigError", "no such store"),
+    m.Found(1, 2, m.Cost(0.5, None), (1, 2), {"kv": 3, "swa": 2}),
+    m.RoundHere(2, 0, m.Cost(None, None)),
+    m.Settled(3),
+    m.SidePiece(5, 0, 16, 64),
+    m.SideOver(5, (0,)),
+    m.Piece(2, 0, 0, 3, 0, 2, (0, 5), 64),
+    m.RoundOver(2, 0, 1),
+    m.LinkHasRoom(2),
+    m.Certain(2),
+    m.Taken(3, 8),
+    m.Cleared(4, ""),
+    m.Pong(),
+]
+
+
+def test_every_message_type_is_covered() -> None:
+    for kind, messages in ((m.Command, COMMANDS), (m.Event, EVENTS)):
+        assert {type(message) for message in messages} == set(kind.__args__)
+
+
+@pytest.mark.parametrize(("kind", "messages"), [(m.Command, COMMANDS), (m.Event, EVENTS)])
+@given(cuts=st.lists(st.integers(0, 2000)))
+def test_messages_are_decoded_wherever_their_bytes_were_split(kind: Any, messages: list[Any], cuts: list[int]) -> None:
+    data = b"".join(map(m.encode, messages))
+    ends = sorted({min(cut, len(data)) for cut in cuts} | {len(data)})
+    reader: m.MessageReader[Any] = m.MessageReader(kind)
+    found = []
+    for start, end in zip([0, *ends], ends, strict=False):
+        found += list(reader.feed(data[start:end]))
+    assert found == messages
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\xff\xff\xff\xff", "a message of 4294967295 bytes; at most"),
+        (b"\x01\x00\x00\x00\xc1", "cannot be decoded"),
+        (m.encode(m.Ready()), "cannot be decoded"),  # an event is no command
+    ],
+)
+def test_invalid_bytes_are_refused(data: bytes, message: str) -> None:
+    reader: m.MessageReader[m.Command] = m.MessageReader(m.Command)
+    with pytest.raises(FormatError, match=message):
+        list(reader.feed(data))
+
+
+def test_namespaces_survive_encoding() -> None:
+    (start,) = m.MessageReader[m.Command](m.Command).feed(m.encode(COMMANDS[0]))
+    assert isinstance(start, m.Start)
+    assert start.namespace.digest() == NAMESPACE.digest()
+    assert msgspec.structs.asdict(start)["version"] == m.VERSION

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgl_kvfetch import stores
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.plane.open import S3Options, open_hedged, open_store
+from sgl_kvfetch.stores.hedged import HedgedStore
+from sgl_kvfetch.stores.http import HttpOptions, HttpStore
+from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
+from sgl_kvfetch.stores.s3 import S3Store
+
+
+async def test_urls_pick_the_store() -> None:
+    remote = open_store("https://store.example/kv/", token="t", options=HttpOptions(timeout_s=3))
+    assert isinstance(remote, HttpStore)
+    assert remote.url == "https://store.example/kv"
+    assert remote.options.timeout_s == 3
+    local = open_store("file:///var/cache/with%20space", capacity_bytes=5)
+    assert isinstance(local, LocalStore)
+    assert local.root == Path("/var/cache/with space")
+    await remote.close()
+    await local.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("gs://bucket", "use http://, https://, s3://bucket or file:///path"),
+        ("/var/cache", "use http://"),
+        ("", "use http://"),
+        ("file://host/path", "absolute path"),
+        ("file:relative", "absolute path"),
+        ("file:///path?x=1", "query"),
+        ("http://host:port/", "malformed"),
+    ],
+)
+def test_errors_for_other_urls_name_what_is_allowed(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_store(url)
+
+
+def test_options_for_another_kind_of_store_are_refused() -> None:
+    with pytest.raises(ConfigError, match="token"):
+        open_store("file:///x", token="t")
+    for url in ("http://x", "s3://x"):
+        with pytest.raises(ConfigError, match="capacity_bytes"):
+            open_store(url, capacity_bytes=1)
+    with pytest.raises(ConfigError, match="is a bucket"):
+        open_store("s3://x", token="t")
+    for url in ("file:///x", "s3://x"):
+        with pytest.raises(ConfigError, match="a token is for http"):
+            open_hedged(url, token="t", options=HttpOptions())
+
+
+async def test_reads_are_hedged_but_those_of_a_directory() -> None:
+    for url in ("http://x", "s3://x"):
+        hedged = open_hedged(url, options=HttpOptions())
+        assert isinstance(hedged, HedgedStore)
+        await hedged.close()
+    local = open_hedged("file:///var/cache/kv", options=HttpOptions())
+    assert isinstance(local, LocalStore)
+    await local.close()
+
+
+async def test_a_bucket_may_have_an_index() -> None:
+    plain = open_store("s3://bucket/prefix", s3=S3Options({"region": "eu-central-1"}))
+    assert type(plain) is S3Store
+    indexed = open_store("s3://bucket", s3=S3Options(index="redis://host"))
+    assert isinstance(indexed, IndexedS3Store)
+    for store in (plain, indexed):
+        await store.close()
+    with pytest.raises(ConfigError, match="'regoin' is not valid"):
+        open_store("s3://bucket", s3=S3Options({"regoin": "x"}))
+    with pytest.raises(ConfigError, match="the index's URL"):
+        open_store("s3://bucket", s3=S3Options(index="http://:secret@host"))
+    assert "secret" not in repr(S3Options({"secret_access_key": "secret"}, "redis://:secret@host"))
+
+
+@pytest.mark.parametrize(("module", "name"), [("s3", "S3Store"), ("redis_index", "IndexOptions")])
+def test_what_to_install_is_named(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
+    monkeypatch.delitem(vars(stores), name, raising=False)  # the door remembers names that it has imported
+    monkeypatch.setitem(sys.modules, f"sgl_kvfetch.stores.{module}", None)  # importing it raises ImportError
+    with pytest.raises(ConfigError, match=r"pip install 'sgl_kvfetch\[s3\]'"):
+        open_store("s3://bucket", s3=S3Options(index="redis://host"))

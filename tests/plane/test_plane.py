@@ -1,0 +1,416 @@
+"""Tests of a data plane in a separate process, with a store in a directory, including the death of that process."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from harness.memory_pool import MemoryPool
+from harness.metrics import own_metric
+from harness.waiting import WAIT_S, wait_until
+from sgl_kvfetch import metrics
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.plane import plane as plane_module
+from sgl_kvfetch.plane.fetch.rounds import Destination
+from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.launch import DataPlaneProcess, Line, Running
+from sgl_kvfetch.plane.messages import Found, Start
+from sgl_kvfetch.plane.plane import DataPlane
+from sgl_kvfetch.types import TENSORS, TensorName
+from tests.segments import SMALL, make_heads, make_values, page_hashes
+
+NUM_PAGES = 16
+
+
+class Launcher:
+    """Remembers the processes that it started."""
+
+    def __init__(self) -> None:
+        self.started: list[DataPlaneProcess] = []
+
+    def __call__(self, line: Line) -> Running:
+        self.started.append(DataPlaneProcess(line))
+        return self.started[-1]
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.started[-1].process.pid, number)
+
+
+@pytest.fixture
+def launcher() -> Launcher:
+    return Launcher()
+
+
+@pytest.fixture
+def plane(tmp_path: Path, launcher: Launcher) -> Iterator[DataPlane]:
+    plane = open_plane(tmp_path, launcher)
+    yield plane
+    plane.close()
+    for each in launcher.started:
+        assert each.join(WAIT_S)
+
+
+def open_plane(directory: Path, launcher: Launcher, **config: object) -> DataPlane:
+    heads = make_heads(SMALL, make_quantiser("exact"))
+    patient = {"lookup_timeout_s": 600, "fetch_timeout_s": 600}  # on slow machines, too
+    settings = {"store": f"file://{directory}", "codec": "zstd"} | patient | config
+    return DataPlane(Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None), SMALL, launcher)
+
+
+def look_up(plane: DataPlane, hashes: Sequence[bytes]) -> Found:
+    found: Future[Found] = Future()
+    plane.look_up(hashes, found.set_result)
+    return found.result(WAIT_S)
+
+
+def store(plane: DataPlane, hashes: Sequence[bytes]) -> dict[TensorName, torch.Tensor]:
+    """Write pages, and wait until they are stored."""
+    assert write(plane, hashes) == len(hashes)
+    wait_until(lambda: look_up(plane, hashes).num_pages == len(hashes))
+    return page_values(len(hashes))
+
+
+def write(plane: DataPlane, hashes: Sequence[bytes]) -> int:
+    """Queue pages for writing. Return how many were queued."""
+    values = page_values(len(hashes))
+    return plane.write(0, None, hashes, range(len(hashes)), lambda tensor, pages: values[tensor][list(pages)])
+
+
+def page_values(num_pages: int) -> dict[TensorName, torch.Tensor]:
+    return {t: x.view(num_pages, SMALL.page_size, *x.shape[1:]) for t, x in make_values(SMALL, num_pages).items()}
+
+
+def fetch(plane: DataPlane, hashes: Sequence[bytes], num_rounds: int = 1) -> tuple[int, MemoryPool]:
+    """Look up and fetch pages. Return how many were restored, and the pool that holds them."""
+    pool, found = MemoryPool(SMALL, NUM_PAGES, float("nan")), look_up(plane, hashes)
+    ends = [found.num_pages * (i + 1) // num_rounds for i in range(num_rounds)]
+    call = plane.fetch(hashes[: found.num_pages], ends, time.monotonic() + WAIT_S, found=found.work)
+    for index, (first, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if call.here[index].result(WAIT_S) is not None:
+            plane.give(call, index, Destination(range(first, end), GuardedSink(pool)))
+    call.end.result(WAIT_S)
+    return sum(over.result(0) for over in call.over), pool
+
+
+@pytest.mark.parametrize("num_rounds", [1, 3])
+def test_written_pages_are_fetched_unchanged(plane: DataPlane, num_rounds: int) -> None:
+    hashes = page_hashes(NUM_PAGES)
+    values = store(plane, hashes)
+    num_pages, pool = fetch(plane, hashes, num_rounds)
+    assert num_pages == NUM_PAGES
+    assert all(torch.equal(pool.values[t], values[t]) for t in TENSORS)
+    assert look_up(plane, page_hashes(3, "other")).num_pages == 0
+    plane.clear()
+    assert look_up(plane, hashes).num_pages == 0
+
+
+def test_pages_that_cannot_be_copied_do_not_count(plane: DataPlane) -> None:
+    class BrokenPool(MemoryPool):
+        def write(self, *args: object) -> None:
+            raise RuntimeError("no")
+
+    hashes = page_hashes(NUM_PAGES)
+    store(plane, hashes)
+    sink = GuardedSink(BrokenPool(SMALL, NUM_PAGES, 0.0))
+    destination = Destination(range(NUM_PAGES), sink)
+    call = plane.fetch(hashes, [NUM_PAGES], time.monotonic() + WAIT_S, destination=destination)
+    assert call.over[0].result(WAIT_S) == 0
+    assert fetch(plane, hashes)[0] == NUM_PAGES
+
+
+def test_clearing_a_rank_clears_its_heads_of_other_tp_sizes(
+    plane: DataPlane, tmp_path: Path, launcher: Launcher
+) -> None:
+    hashes = page_hashes(NUM_PAGES)
+    store(plane, hashes)
+    namespace, geometry = make_heads(SMALL, make_quantiser("exact")).namespace, replace(SMALL, num_heads=1)
+    half = DataPlane(Start({"store": f"file://{tmp_path}"}, namespace, 1, 2, 0, None), geometry, launcher)
+    try:
+        assert look_up(half, hashes).num_pages == NUM_PAGES
+        half.clear()
+        assert look_up(half, hashes).num_pages == look_up(plane, hashes).num_pages == 0
+    finally:
+        half.close()
+
+
+def test_pages_are_written_in_pieces_that_fit(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plane_module, "SHARED_BYTES", 4 * 4 * SMALL.page_bytes)
+    hashes, values, pieces = page_hashes(10), page_values(10), []
+
+    def read(tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
+        pieces.append((tensor, list(pages)))
+        return values[tensor][[page - 20 for page in pages]]
+
+    assert plane.write(0, None, hashes, range(20, 30), read) == 10
+    assert pieces == [(t, list(range(*ends))) for ends in ((20, 24), (24, 28), (28, 30)) for t in TENSORS]
+    wait_until(lambda: look_up(plane, hashes).num_pages == 10)
+    _, pool = fetch(plane, hashes)
+    assert all(torch.equal(pool.values[t][:10], values[t]) for t in TENSORS)
+
+
+@pytest.mark.parametrize("gone", TENSORS)
+def test_writing_ends_at_unavailable_pages(plane: DataPlane, monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
+    monkeypatch.setattr(plane_module, "SHARED_BYTES", 4 * 4 * SMALL.page_bytes)
+    values = page_values(10)
+
+    def read(tensor: TensorName, pages: Sequence[int]) -> torch.Tensor | None:
+        return None if tensor == gone and pages[0] >= 4 else values[tensor][list(pages)]
+
+    assert plane.write(0, None, page_hashes(10), range(10), read) == 4
+    wait_until(lambda: not plane._run._room._taken)
+
+
+def test_errors_of_reading_pages_are_raised(plane: DataPlane) -> None:
+    def fail(tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
+        raise RuntimeError("no device")
+
+    with pytest.raises(RuntimeError, match="no device"):
+        plane.write(0, None, page_hashes(4), range(4), fail)
+    assert not plane._run._room._taken
+
+
+def test_all_pieces_share_one_deadline_for_room(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, waits_s = 100.0, []
+
+    def write_slowly(command: object, pool_pages: object, read: object, sides: object, timeout_s: float) -> bool:
+        nonlocal now_s
+        now_s += 0.7
+        waits_s.append(timeout_s)
+        return True
+
+    monkeypatch.setattr(plane_module, "SHARED_BYTES", 4 * 4 * SMALL.page_bytes)
+    monkeypatch.setattr(plane_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(plane._run, "write", write_slowly)
+    assert write(plane, page_hashes(10)) == 10
+    assert waits_s == pytest.approx([1.0, 0.3, 0.0])
+
+
+def test_writing_many_pieces_ends_in_time(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's scheduler ends if its thread for writing does not stop within 10 s."""
+    now_s = 100.0
+
+    def write_slowly(*args: object) -> bool:
+        nonlocal now_s
+        now_s += 2.5
+        return True
+
+    monkeypatch.setattr(plane_module, "SHARED_BYTES", 4 * 4 * SMALL.page_bytes)
+    monkeypatch.setattr(plane_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(plane._run, "write", write_slowly)
+    assert write(plane, page_hashes(10)) == 8
+
+
+def test_an_impossible_config_is_refused(tmp_path: Path, launcher: Launcher) -> None:
+    with pytest.raises(ConfigError, match="decode-profile"):
+        open_plane(tmp_path, launcher, decode_profile=str(tmp_path / "decode-profile"))
+    assert launcher.started[0].join(WAIT_S)
+    assert not [t for t in threading.enumerate() if t.name == "kvfetch-data"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+def test_a_data_plane_that_dies_or_hangs_is_replaced_and_costs_misses(
+    plane: DataPlane, launcher: Launcher, number: signal.Signals
+) -> None:
+    hashes = page_hashes(NUM_PAGES)
+    store(plane, hashes)
+    found = look_up(plane, hashes)
+    call = plane.fetch(hashes, [8, 16], time.monotonic() + WAIT_S, found=found.work)
+    assert call.here[0].result(WAIT_S) is not None  # its bytes are here, but it has no destination
+    before = own_metric("sgl_kvfetch_data_plane_restarts_total")
+    launcher.signal(number)
+    call.end.result(WAIT_S)
+    assert [over.result(0) for over in call.over] == [0, 0]
+    wait_until(lambda: len(launcher.started) == 2 and look_up(plane, hashes).num_pages == NUM_PAGES)
+    assert own_metric("sgl_kvfetch_data_plane_restarts_total") == before + 1
+    assert launcher.started[0].join(WAIT_S)
+    assert fetch(plane, hashes)[0] == NUM_PAGES
+    # Pages that an earlier data plane found cannot be fetched.
+    late = plane.fetch(hashes, [16], time.monotonic() + WAIT_S, found=found.work)
+    assert late.over[0].result(WAIT_S) == 0
+
+
+def test_after_random_kills_every_call_ends_and_values_are_right(plane: DataPlane, launcher: Launcher) -> None:
+    hashes = page_hashes(NUM_PAGES)
+    values = store(plane, hashes)
+    rng, killed = random.Random(0), threading.Event()
+
+    def kill_now_and_then() -> None:
+        for _ in range(3):
+            if killed.wait(rng.uniform(0.0, 0.3)):
+                return
+            process = launcher.started[-1].process
+            process.kill()
+            wait_until(partial(_is_replaced, launcher, process))
+        killed.set()
+
+    killer = threading.Thread(target=kill_now_and_then)
+    killer.start()
+    try:
+        while not killed.is_set():
+            num_pages, pool = fetch(plane, hashes, rng.randrange(1, 4))
+            for tensor in TENSORS:
+                assert torch.equal(pool.values[tensor][:num_pages], values[tensor][:num_pages])
+    finally:
+        killed.set()
+        killer.join(WAIT_S)
+    wait_until(lambda: fetch(plane, hashes)[0] == NUM_PAGES)
+
+
+def test_a_caller_that_raises_does_not_keep_others_waiting(plane: DataPlane, launcher: Launcher) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("a caller's error")
+
+    found: Future[object] = Future()
+    launcher.signal(signal.SIGSTOP)
+    plane.look_up(page_hashes(1), fail)
+    plane.look_up(page_hashes(1), found.set_result)
+    launcher.signal(signal.SIGKILL)
+    found.result(WAIT_S)
+    wait_until(lambda: fetch(plane, page_hashes(1))[0] == 0 and len(launcher.started) == 2)
+
+
+def test_pages_that_are_lost_with_a_data_plane_are_counted(tmp_path: Path, launcher: Launcher) -> None:
+    dropped = metrics.WRITTEN_PAGES.labels("dropped_data_plane")._value
+    before = dropped.get()
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # a store that never answers
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        plane = open_plane(tmp_path, launcher, store=url, fetch_timeout_s=600)
+        assert write(plane, page_hashes(NUM_PAGES)) == NUM_PAGES
+        launcher.signal(signal.SIGKILL)
+        wait_until(lambda: dropped.get() == before + NUM_PAGES and plane.num_losses == 1)
+        plane.close()
+    assert dropped.get() == before + NUM_PAGES
+
+
+def test_pages_that_were_written_are_not_lost(plane: DataPlane, launcher: Launcher) -> None:
+    store(plane, page_hashes(4))
+    wait_until(lambda: plane._run._num_queued == 0)
+    launcher.signal(signal.SIGKILL)
+    wait_until(lambda: len(launcher.started) == 2)
+    assert plane.num_losses == 0
+
+
+def test_a_silent_data_plane_gets_a_spare_one_but_is_not_replaced_at_once(
+    plane: DataPlane, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plane_module, "_IDLE_TICKS", 1 << 30)
+    before = metrics.DATA_PLANE_STARTS._value.get()
+    launcher.signal(signal.SIGSTOP)
+    wait_until(lambda: len(launcher.started) == 2)
+    os.kill(launcher.started[0].process.pid, signal.SIGCONT)
+    assert look_up(plane, page_hashes(1)).num_pages == 0
+    assert metrics.DATA_PLANE_STARTS._value.get() == before
+    # The spare one is used when it is needed.
+    launcher.started[0].process.kill()
+    wait_until(lambda: write(plane, page_hashes(1)) == 1)
+    assert (len(launcher.started), metrics.DATA_PLANE_STARTS._value.get()) == (2, before + 1)
+
+
+def test_a_silent_data_plane_that_is_busy_has_more_time(
+    plane: DataPlane, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(plane_module, "_IDLE_TICKS", 0)
+    monkeypatch.setattr(plane_module, "_SILENT_TICKS", 8)
+    monkeypatch.setattr(launcher.started[0], "is_busy", lambda: not asked.append(True))  # type: ignore[func-returns-value]
+    launcher.signal(signal.SIGSTOP)
+    wait_until(lambda: len(launcher.started) == 2)
+    assert len(asked) > 8
+
+
+def test_a_process_is_busy_until_it_is_stopped(plane: DataPlane, launcher: Launcher) -> None:
+    process = launcher.started[0]
+    wait_until(lambda: not process.is_busy())  # without work it only waits
+    look_up(plane, page_hashes(1))
+    assert process.is_busy()
+    launcher.signal(signal.SIGSTOP)
+    process.is_busy()
+    wait_until(lambda: not process.is_busy())
+
+
+def test_an_unused_spare_data_plane_ends_with_the_others(
+    plane: DataPlane, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plane_module, "_IDLE_TICKS", 1 << 30)
+    launcher.signal(signal.SIGSTOP)
+    wait_until(lambda: len(launcher.started) == 2)
+    os.kill(launcher.started[0].process.pid, signal.SIGCONT)
+    plane.close()
+    assert all(each.join(WAIT_S) for each in launcher.started)
+
+
+def test_the_gauges_of_a_killed_data_plane_go_with_it(
+    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise SGLang's metrics would show its queue for ever."""
+    metrics = tmp_path / "metrics"
+    metrics.mkdir()
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(metrics))
+    plane = open_plane(tmp_path, launcher)
+    try:
+        process = launcher.started[0].process
+        gauges = metrics / f"gauge_livesum_{process.pid}.db"
+        wait_until(gauges.exists)
+        process.kill()
+        wait_until(lambda: not gauges.exists())
+    finally:
+        plane.close()
+
+
+def test_closing_does_not_mind_gauges_that_another_thread_removes(
+    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever joins a data plane removes them: the thread that closes it, and the one that watches it."""
+
+    def remove(pid: int) -> None:
+        raise FileNotFoundError(pid)
+
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setattr("prometheus_client.multiprocess.mark_process_dead", remove)
+    open_plane(tmp_path, launcher).close()
+    assert launcher.started[0].join(WAIT_S)
+
+
+def _is_replaced(launcher: Launcher, process: subprocess.Popen[bytes]) -> bool:
+    return launcher.started[-1].process is not process
+
+
+def test_the_data_plane_ends_with_its_engine(tmp_path: Path) -> None:
+    """The engine may end in any way; here it is killed."""
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom tests.plane.test_plane import Launcher, open_plane\n"
+        "launcher = Launcher()\nplane = open_plane(Path(sys.argv[1]), launcher)\n"
+        "print(launcher.started[0].process.pid, flush=True)\ntime.sleep(600)\n"
+    )
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root, text=True) as engine:
+        assert engine.stdout is not None
+        pid = int(engine.stdout.readline())
+        assert _runs(pid)
+        engine.kill()
+    wait_until(lambda: not _runs(pid))
+
+
+def _runs(pid: int) -> bool:
+    """Return whether a process runs. A zombie does not count."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

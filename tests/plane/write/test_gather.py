@@ -1,0 +1,60 @@
+import torch
+from hypothesis import given, strategies as st
+
+from sgl_kvfetch.keys import buddy_split
+from sgl_kvfetch.plane.write.gather import Gatherer, PageBatch
+from tests.segments import page_hashes
+
+
+def batch(first_page: int, num_pages: int, seed: str = "") -> PageBatch:
+    """Make a batch in which each page's values are its position, so that tests detect mix-ups."""
+    pages = torch.arange(first_page, first_page + num_pages).view(-1, 1, 1, 1, 1)
+    return PageBatch(
+        first_page, previous(first_page, seed), page_hashes(num_pages, seed, first_page), {"k": [pages], "v": [-pages]}
+    )
+
+
+def previous(first_page: int, seed: str = "") -> bytes | None:
+    return page_hashes(1, seed, first_page - 1)[0] if first_page else None
+
+
+def shape(segments: list[PageBatch]) -> list[tuple[int, int]]:
+    return [(s.first_page, len(s.page_hashes)) for s in segments]
+
+
+@given(start=st.integers(0, 70), sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6))
+def test_batches_are_cut_like_the_whole_sequence(start: int, sizes: list[int]) -> None:
+    """Pages are cut into the same segments, however they are split into batches."""
+    gatherer = Gatherer(max_pages=16, linger_s=1.0)
+    segments: list[PageBatch] = []
+    page = start
+    for size in sizes:
+        segments += gatherer.add(batch(page, size), now_s=0.0)
+        page += size
+    segments += gatherer.flush()
+    assert shape(segments) == list(buddy_split(start, page - start, 16))
+    for segment in segments:
+        end = segment.first_page + len(segment.page_hashes)
+        assert torch.cat(segment.values["k"]).flatten().tolist() == list(range(segment.first_page, end))
+        assert segment.previous_hash == previous(segment.first_page)
+        assert segment.page_hashes == page_hashes(end - segment.first_page, "", segment.first_page)
+    assert gatherer.flush() == []
+
+
+def test_longest_segments_are_cut_at_once_and_the_rest_lingers() -> None:
+    gatherer = Gatherer(max_pages=8, linger_s=1.0)
+    assert shape(gatherer.add(batch(0, 11), now_s=0.0)) == [(0, 8)]
+    assert gatherer.due(now_s=0.9) == []
+    assert shape(gatherer.add(batch(11, 2), now_s=0.9)) == []
+    assert gatherer.due(now_s=1.5) == []
+    assert shape(gatherer.due(now_s=2.0)) == [(8, 4), (12, 1)]
+    assert gatherer.due(now_s=9.0) == []
+
+
+def test_sequences_do_not_mix() -> None:
+    gatherer = Gatherer(max_pages=8, linger_s=1.0)
+    gatherer.add(batch(0, 4, "a"), now_s=0.0)
+    gatherer.add(batch(0, 4, "b"), now_s=0.0)
+    joined = gatherer.add(batch(4, 4, "b"), now_s=0.0)
+    assert [s.page_hashes for s in joined] == [page_hashes(8, "b")]
+    assert [s.page_hashes for s in gatherer.flush()] == [page_hashes(4, "a")]

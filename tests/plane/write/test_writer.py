@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from harness.metrics import own_metric
+from harness.waiting import WAIT_S, LoopClock, until_idle
+from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.container.segment import SegmentSpec
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.keys import SegmentKey
+from sgl_kvfetch.plane.write.commit import commit_segment
+from sgl_kvfetch.plane.write.gather import PageBatch
+from sgl_kvfetch.plane.write.writer import Writer
+from sgl_kvfetch.stores.base import Lookup
+from sgl_kvfetch.tools.encoding.targets import make_targets
+from sgl_kvfetch.tools.encoding.transcode import transcode
+from tests.segments import SMALL, as_newer, make_heads, make_values, page_hashes
+
+SPEC = SegmentSpec(make_heads(SMALL), make_quantiser("exact"), "zstd", "240p", 4)
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[LocalStore]:
+    store = LocalStore(tmp_path)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def make(store: LocalStore) -> AsyncIterator[Callable[..., Writer]]:
+    made = []
+    with ThreadPoolExecutor(2) as pool:
+
+        def build(**changes: float) -> Writer:
+            options: dict[str, float] = dict(queue_bytes=1 << 20, linger_s=0.01, retire_s=0.05) | changes
+            made.append(Writer(store, SPEC, pool, max_segment_pages=16, **options))  # type: ignore[arg-type]
+            return made[-1]
+
+        yield build
+        for writer in made:
+            await writer.close()
+
+
+def batch(first_page: int, num_pages: int) -> PageBatch:
+    values = {t: [v.view(-1, SMALL.page_size, *v.shape[1:])] for t, v in make_values(SMALL, num_pages).items()}
+    previous = page_hashes(1, "", first_page - 1)[0] if first_page else None
+    return PageBatch(first_page, previous, page_hashes(num_pages, "", first_page), values)
+
+
+async def write(writer: Writer, first_page: int, num_pages: int) -> None:
+    pages = batch(first_page, num_pages)
+    assert writer.reserve(pages.size_bytes, 1.0)
+    writer.submit(pages)
+    await asyncio.sleep(0)
+    await writer.drain()
+
+
+async def names(store: LocalStore) -> list[str]:
+    return sorted([info.name async for info in store.list()])
+
+
+async def lengths(store: LocalStore) -> list[int]:
+    return sorted(int(name.split("/")[1].split("-")[0]) for name in await names(store) if name.endswith(".kvm"))
+
+
+async def found(store: LocalStore, num_pages: int) -> list[int]:
+    lookup = await store.lookup(SPEC.heads.folder, page_hashes(num_pages))
+    return [hit.num_pages for hit in lookup.hits]
+
+
+async def test_segments_grow_with_their_prefix(store: LocalStore, make: Callable[..., Writer]) -> None:
+    writer = make()
+    await write(writer, 0, 7)
+    assert await found(store, 7) == [4, 2, 1]
+    # Page 7 completes 6-7, 4-7 and 0-7; the next eight complete all sixteen.
+    await write(writer, 7, 9)
+    assert await found(store, 16) == [16]
+    await until_idle()  # the halves are deleted
+    assert await lengths(store) == [16]
+    await write(writer, 16, 5)
+    assert await found(store, 21) == [16, 4, 1]
+
+
+async def test_what_a_newer_version_wrote_is_not_merged(store: LocalStore, make: Callable[..., Writer]) -> None:
+    """The merged segment would lack what only that version knows."""
+    writer = make()
+    await write(writer, 0, 1)
+    name = SegmentKey(SPEC.heads.folder, 1, page_hashes(1)[0]).manifest_name
+    content = await store.get(name)
+    assert content is not None
+    await store.put(name, as_newer(content))
+    await write(writer, 1, 1)
+    assert await lengths(store) == [1, 1]
+    assert await store.get(name) == as_newer(content)
+
+
+async def test_what_has_expired_is_written_again(
+    store: LocalStore, make: Callable[..., Writer], later: Callable[[float], None]
+) -> None:
+    writer = make(ttl_s=100.0)
+    await write(writer, 0, 1)
+    name = SegmentKey(SPEC.heads.folder, 1, page_hashes(1)[0]).manifest_name
+    content = await store.get(name)
+    later(80)
+    await write(writer, 0, 1)
+    assert await store.get(name) == content  # writing does not prolong it
+    later(110)
+    assert await found(store, 1) == []
+    await write(writer, 0, 1)
+    assert await found(store, 1) == [1]
+    later(200)
+    assert await found(store, 1) == [1]
+    later(220)
+    assert await found(store, 1) == []
+
+
+async def test_an_expired_segment_is_not_merged(
+    store: LocalStore, make: Callable[..., Writer], later: Callable[[float], None]
+) -> None:
+    """The merged segment would have expired, and the new half would be deleted."""
+    writer = make(ttl_s=30.0)
+    await write(writer, 0, 1)
+    later(40)  # so soon, the store has not deleted it
+    await write(writer, 1, 1)
+    await until_idle()
+    assert await found(store, 2) == []
+    lookup = await store.lookup(SPEC.heads.folder, page_hashes(1, "", 1))
+    assert [hit.num_pages for hit in lookup.hits] == [1]
+
+
+async def test_merged_halves_stay_for_retire_s(store: LocalStore, make: Callable[..., Writer]) -> None:
+    writer = make(retire_s=60.0)
+    await write(writer, 0, 1)
+    await write(writer, 1, 1)
+    assert await lengths(store) == [1, 1, 2]
+    assert await found(store, 2) == [2]
+
+
+async def test_an_encoded_half_is_deleted_with_all_its_data(store: LocalStore, make: Callable[..., Writer]) -> None:
+    """The half is encoded again after the writer read it, and before the writer deletes it."""
+    clock = LoopClock()
+    writer = make(retire_s=600.0)
+    await write(writer, 0, 1)
+    await write(writer, 1, 1)
+    for page in range(2):
+        half = SegmentKey(SPEC.heads.folder, 1, page_hashes(2)[page])
+        content = await store.get(half.manifest_name)
+        assert content is not None
+        manifest = decode_manifest(content)
+        data = await store.get(manifest.data_name(manifest.variants[0]))
+        assert data is not None
+        await commit_segment(store, transcode(manifest, data, make_targets(["hevc", "hevc420"], ["240p"])))
+    whole = SegmentKey(SPEC.heads.folder, 2, page_hashes(2)[1])
+    await clock.advance(600.0)
+    await until_idle()
+    assert len(await names(store)) == 2
+    assert all(name.startswith(whole.stem) for name in await names(store))
+
+
+async def test_pages_in_the_store_are_not_written_again(store: LocalStore, make: Callable[..., Writer]) -> None:
+    await write(make(), 0, 8)
+    before = await names(store)
+    await write(make(), 0, 8)
+    assert await names(store) == before
+
+
+async def test_nothing_is_encoded_while_only_a_cache_answers(
+    store: LocalStore, make: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(*args: object) -> Lookup:
+        return Lookup((), from_cache=True)
+
+    monkeypatch.setattr(store, "lookup", answer)
+    monkeypatch.setattr("sgl_kvfetch.plane.write.writer.encode_segment", pytest.fail)
+    before = own_metric("sgl_kvfetch_written_pages_total", result="dropped_error")
+    await write(make(), 0, 4)
+    assert own_metric("sgl_kvfetch_written_pages_total", result="dropped_error") == before + 4
+
+
+async def test_queue_space_is_released(store: LocalStore, make: Callable[..., Writer]) -> None:
+    writer = make()
+    for _ in range(3):
+        await write(writer, 0, 8)
+    assert writer.reserve(1 << 20, 0.0)
+    assert not writer.reserve(1, 0.0)
+
+
+async def test_reserve_waits_for_queue_space(store: LocalStore, make: Callable[..., Writer]) -> None:
+    writer = make()
+    assert writer.reserve(1 << 20, 0.0)
+    assert not writer.reserve(10, 0.0)
+    asyncio.get_running_loop().call_later(0.05, writer.release, 1 << 20)
+    assert await asyncio.to_thread(writer.reserve, 10, WAIT_S)
+
+
+async def test_a_batch_larger_than_the_queue_is_accepted_alone(store: LocalStore, make: Callable[..., Writer]) -> None:
+    writer = make()
+    assert writer.reserve(1 << 30, 0.0)
+    assert not writer.reserve(1, 0.0)
+    writer.release(1 << 30)
+    assert writer.reserve(1, 0.0)

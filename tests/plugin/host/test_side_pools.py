@@ -1,0 +1,358 @@
+"""Side pools as SGLang's threads use them. tests/e2e/test_sliding_window.py has a whole engine."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+from harness.metrics import own_metric
+from harness.waiting import wait_until
+from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.errors import StoreError, UnsupportedError
+from sgl_kvfetch.plane import plane as plane_module
+from sgl_kvfetch.plane.write import writer as writer_module
+from sgl_kvfetch.plugin import data_plane as engine_plane
+from sgl_kvfetch.plugin.host.side_pools import SidePools
+from sgl_kvfetch.plugin.host.storage import KVFetchStorage
+from tests.plugin.backends import PAGE_SIZE, POOL_PAGES, Make, after, keys, make_pool, storage_config, tokens
+from tests.plugin.planes import Served
+
+SWA, INDEXER = PoolName.SWA, PoolName.INDEXER
+
+
+def make_side_pool(seed: int = 0, layout: str = "page_first_direct", **changes: Any) -> MHATokenToKVPoolHost:
+    """Return one of SGLang's pools, filled with numbers, with only what its whole pages need."""
+    layers, heads, dim = 2, 2, 16
+    shape = {
+        "layer_first": (2, layers, POOL_PAGES * PAGE_SIZE, heads, dim),
+        "page_first": (2, POOL_PAGES * PAGE_SIZE, layers, heads, dim),
+        "page_first_direct": (2, POOL_PAGES, layers, PAGE_SIZE, heads, dim),
+    }[layout]
+    pool = object.__new__(MHATokenToKVPoolHost)
+    attributes = dict(
+        layout=layout,
+        page_size=PAGE_SIZE,
+        dtype=torch.bfloat16,
+        layer_num=layers,
+        head_num=heads,
+        head_dim=dim,
+        device="cpu",
+        pin_memory=False,
+        kv_buffer=torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16),
+    )
+    for name, value in (attributes | changes).items():
+        setattr(pool, name, value)
+    return pool
+
+
+def transfer(
+    names: Sequence[str], pages: Sequence[int] | None = None, pool: PoolName = SWA, policy: str = "trailing_pages"
+) -> PoolTransfer:
+    indices = None if pages is None else tokens(list(pages))
+    return PoolTransfer(name=pool, keys=list(names), host_indices=indices, hit_policy=PoolHitPolicy(policy))
+
+
+def page_of(pool: MHATokenToKVPoolHost, page: int) -> torch.Tensor:
+    return pool.get_data_page(page * PAGE_SIZE, flat=True).clone()
+
+
+def store(
+    backend: KVFetchStorage,
+    names: list[str],
+    sides: Mapping[PoolName, Mapping[int, int]],
+    before: Sequence[str] = (),
+) -> None:
+    """Do what SGLang does for one node of its tree. ``sides``: of each pool, where its pages of these are."""
+    for pool, places in sides.items():
+        if places:
+            announced = transfer([names[page] for page in places], list(places.values()), pool)
+            assert backend.batch_set_v2([announced]) == {pool: [True] * len(places)}
+    pages = list(range(len(names)))
+    assert backend.batch_set_v1(names, tokens(pages), after(list(before))) == [True] * len(names)
+    written = [*before, *names]
+    wait_until(lambda: backend.batch_exists(written) == len(written))
+
+
+def until_there(backend: KVFetchStorage, names: list[str], num_pages: int, trailing: int = 1) -> None:
+    wants = [transfer(["__placeholder__"] * trailing)]
+    wait_until(lambda: backend.batch_exists_v2(names, wants).kv_hit_pages == num_pages)
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_side_pages_are_restored_to_other_places(make: Make, layout: str) -> None:
+    pool = make_side_pool(layout=layout)
+    store(make(sides={SWA: pool}), keys(8), {SWA: {6: 20, 7: 21}})
+    restored = make_side_pool(seed=1, layout=layout)
+    reader = make(sides={SWA: restored})
+    found = reader.batch_exists_v2(keys(8) + keys(2, "other"), [transfer(["__placeholder__"] * 2)])
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (8, [8])
+    assert found.extra_pool_hit_pages == {PoolName.KV: 8, SWA: 8}
+    assert reader.batch_get_v1(keys(8), tokens(list(range(8)))) == [True] * 8
+    assert reader.batch_get_v2([transfer(keys(8)[6:], [3, 30])]) == {SWA: [True, True]}
+    for before, now in ((20, 3), (21, 30)):
+        assert torch.equal(page_of(restored, now), page_of(pool, before))
+
+
+def test_pages_that_nobody_stored_are_not_there(make: Make) -> None:
+    backend = make(sides={SWA: make_side_pool()})
+    store(backend, keys(4), {SWA: {3: 3}})
+    assert backend.batch_get_v2([transfer(keys(4), [5, 6, 7, 8])]) == {SWA: [False, False, False, True]}
+    assert backend.batch_get_v2([transfer(keys(2, "other"), [5, 6])]) == {SWA: [False, False]}
+
+
+def test_runs_that_can_be_used_are_those_of_sglangs_own_backend(make: Make, tmp_path: Path) -> None:
+    """Whatever was stored, for both policies, alone and together."""
+    rng = random.Random(0)
+    pools = {SWA: make_side_pool(), INDEXER: make_side_pool(1)}
+    ours = make(sides=pools)
+    theirs = HiCacheFile(storage_config(extra_config={}), str(tmp_path / "files"))
+    for name, pool in pools.items():
+        theirs.register_mem_host_pool_v2(pool, name)
+    for case in range(8):
+        names = keys(8, f"case {case}")
+        sides = {
+            pool: {page: page for page in range(8) if rng.random() < chance}
+            for pool, chance in ((SWA, 0.6), (INDEXER, 0.9))
+        }
+        store(ours, names, sides)
+        for name in names:
+            theirs.set(name, torch.zeros(1))
+        for pool, places in sides.items():
+            if places:
+                theirs.batch_set_v2([transfer([names[page] for page in places], list(places), pool)])
+        for trailing in (1, 2, 5):
+            wants = [transfer(["__placeholder__"] * trailing), transfer([], pool=INDEXER, policy="all_pages")]
+            for asked in (wants, wants[:1], wants[1:]):
+                found, expected = ours.batch_exists_v2(names, asked), theirs.batch_exists_v2(names, asked)
+                assert found.restorable_prefix_pages == expected.restorable_prefix_pages, (sides, asked)
+                assert found.kv_hit_pages == expected.kv_hit_pages
+                # SGLang's backend does not look at further pools once nothing can be used.
+                assert found.extra_pool_hit_pages.items() >= expected.extra_pool_hit_pages.items()
+
+
+def test_side_pages_are_added_to_stored_segments(make: Make, tmp_path: Path) -> None:
+    """As when SGLang computes a state in the middle of a prefix that is stored."""
+    pool = make_side_pool()
+    backend = make(sides={SWA: pool})
+    store(backend, keys(8), {SWA: {7: 7}})
+    store(backend, keys(8)[:4], {SWA: {3: 3, 2: 2}})
+    until_there(backend, keys(8)[:5], 4)
+    store(backend, keys(8)[:4], {SWA: {3: 3}})  # known by now
+    (manifest,) = [decode_manifest(path.read_bytes()) for path in tmp_path.rglob("*.kvm")]
+    assert sorted(page.page for side in manifest.sides for page in side.pages) == [2, 3, 7]
+    restored = make_side_pool(seed=1)
+    asked = transfer(keys(8)[2:], range(30, 36))
+    there = [True, True, False, False, False, True]
+    assert make(sides={SWA: restored}).batch_get_v2([asked]) == {SWA: there}
+    assert torch.equal(page_of(restored, 30), page_of(pool, 2))
+    assert torch.equal(page_of(restored, 35), page_of(pool, 7))
+
+
+def test_segments_that_are_merged_keep_their_side_pages(make: Make, tmp_path: Path) -> None:
+    backend = make(sides={SWA: make_side_pool()})
+    names = keys(8)
+    store(backend, names[:4], {SWA: {3: 3}})
+    store(backend, names[4:], {SWA: {3: 9}}, before=names[:4])
+    wait_until(lambda: any(path.name.startswith("8-") for path in tmp_path.rglob("*.kvm")))
+    reader = make(sides={SWA: make_side_pool()})
+    assert reader.batch_exists_v2(names, [transfer(["__placeholder__"])]).restorable_prefix_pages == [4, 8]
+
+
+@pytest.mark.parametrize("fault", ["flipped", "missing"])
+def test_a_damaged_side_page_is_a_miss_and_is_stored_again(make: Make, tmp_path: Path, fault: str) -> None:
+    pool = make_side_pool()
+    store(make(sides={SWA: pool}), keys(4), {SWA: {3: 3}})
+    (manifest,) = [decode_manifest(path.read_bytes()) for path in tmp_path.rglob("*.kvm")]
+    path = tmp_path / manifest.data_name(manifest.sides[0])
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    reader = make(sides={SWA: make_side_pool(1)})
+    until_there(reader, keys(4), 4)
+    path.unlink() if fault == "missing" else path.write_bytes(content)
+    before = own_metric("sgl_kvfetch_corrupt_chunks_total")
+    assert reader.batch_get_v2([transfer(keys(4)[3:], [5])]) == {SWA: [False]}
+    assert own_metric("sgl_kvfetch_corrupt_chunks_total") == before + (fault == "flipped")
+    wait_until(lambda: reader.batch_exists(keys(4)) == 0)  # the store has deleted the segment
+    store(reader, keys(4), {SWA: {3: 7}})
+    until_there(reader, keys(4), 4)
+
+
+def test_pages_of_another_size_are_misses(make: Make, served: Served) -> None:
+    backend = make(sides={SWA: make_side_pool()})
+    store(backend, keys(2), {SWA: {1: 1}})
+    until_there(backend, keys(2), 2)
+    served.service._sides = {str(SWA): 64}
+    before = own_metric("sgl_kvfetch_misses_total", stage="fetch", reason="format")
+    assert backend.batch_get_v2([transfer(keys(2)[1:], [5])]) == {SWA: [False]}
+    assert own_metric("sgl_kvfetch_misses_total", stage="fetch", reason="format") == before + 1
+
+
+def test_segments_with_large_side_pages_are_not_merged(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: Served
+) -> None:
+    monkeypatch.setattr(writer_module, "_MOST_SIDE_BYTES", 100)
+    backend = make(sides={SWA: make_side_pool()})
+    names = keys(8)
+    store(backend, names[:4], {SWA: {3: 3}})
+    store(backend, names[4:], {SWA: {3: 9}}, before=names[:4])
+    served.run(served.service.client.writer.drain())
+    assert {path.name.split("-")[0] for path in tmp_path.rglob("*.kvm")} == {"4"}
+    assert backend.batch_exists_v2(names, [transfer(["__placeholder__"])]).restorable_prefix_pages == [4, 8]
+
+
+def test_announced_pages_whose_kv_is_not_written_are_dropped(make: Make) -> None:
+    backend = make(sides={SWA: make_side_pool()})
+    backend.batch_set_v2([transfer(keys(1, "never written"), [0])])
+    store(backend, keys(2), {SWA: {1: 1}})
+    store(backend, keys(2, "next"), {SWA: {1: 2}})
+    assert not backend._sides._pending
+    backend.batch_set_v2([transfer(keys(1, "refused"), [0])])
+    assert backend.batch_set_v1(keys(1, "refused"), tokens([0])) == [False]  # the hashes before are missing
+    assert not backend._sides._pending
+
+
+def test_an_operation_that_is_broken_off_leaves_no_announced_pages(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang gives their places to other sequences, whose states would be stored as theirs."""
+    backend = make(sides={SWA: make_side_pool()})
+    names = keys(8)
+    backend.batch_set_v2([transfer(names[7:], [7])])
+    with monkeypatch.context() as full:
+        full.setattr(backend._plane._run, "write", lambda *args: False)
+        assert backend.batch_set_v1(names[:4], tokens(list(range(4))), after([])) == [False] * 4
+    backend.batch_set_v2([transfer(names[7:], [7])])
+    with monkeypatch.context() as failing:
+        failing.setattr(backend._plane._run, "write", Mock(side_effect=RuntimeError("a test")))
+        with pytest.raises(RuntimeError, match="a test"):
+            backend.batch_set_v1(names[:4], tokens(list(range(4))), after([]))
+    store(backend, names, {})
+    assert backend.batch_exists_v2(names, [transfer(["__placeholder__"])]).restorable_prefix_pages == []
+
+
+def test_pages_that_are_added_at_the_same_time_are_all_kept(make: Make, served: Served) -> None:
+    backend = make(sides={SWA: make_side_pool()})
+    names = keys(8)
+    store(backend, names, {SWA: {7: 7}})
+    for page in (1, 3):
+        backend.batch_set_v2([transfer([names[page]], [page])])
+        assert all(backend.batch_set_v1(names[: page + 1], tokens(list(range(page + 1))), after([])))
+    served.run(served.service.client.writer.drain())
+    assert backend.batch_exists_v2(names, [transfer(["__placeholder__"])]).restorable_prefix_pages == [2, 4, 8]
+
+
+def test_a_segment_gets_no_more_pages_than_readers_accept(
+    make: Make, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "MAX_SIDES", 2)
+    backend = make(sides={SWA: make_side_pool()})
+    names = keys(8)
+    store(backend, names, {SWA: {7: 7}})
+    for page in (1, 3, 5):
+        backend.batch_set_v2([transfer([names[page]], [page])])
+        assert all(backend.batch_set_v1(names[: page + 1], tokens(list(range(page + 1))), after([])))
+        served.run(served.service.client.writer.drain())
+    assert backend.batch_exists_v2(names, [transfer(["__placeholder__"])]).restorable_prefix_pages == [2, 8]
+    assert len(list(tmp_path.rglob("*.kvd"))) == 3  # K and V, and two of side pages
+
+
+def test_pages_larger_than_the_shared_memory_take_more_of_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plane_module, "SHARED_BYTES", 1 << 10)
+    pool = make_side_pool()
+    backend = make(sides={SWA: pool})
+    expected = [page_of(pool, page) for page in range(8)]
+    store(backend, keys(8), {SWA: {page: page for page in range(8)}})
+    assert backend.batch_get_v2([transfer(keys(8), range(20, 28))]) == {SWA: [True] * 8}
+    assert all(torch.equal(page_of(pool, 20 + page), x) for page, x in enumerate(expected))
+
+
+def test_reading_and_writing_stop_with_the_weights(make: Make) -> None:
+    backend = make(sides={SWA: make_side_pool()})
+    store(backend, keys(2), {SWA: {1: 1}})
+    backend.access.suspend("a test")
+    assert backend.batch_get_v2([transfer(keys(2)[1:], [5])]) == {SWA: [False]}
+    assert backend.batch_exists_v2(keys(2), [transfer(["__placeholder__"])]).kv_hit_pages == 0
+
+
+def test_sglang_need_not_wait_for_side_pages_when_it_stops(make: Make, served: Served) -> None:
+    backend = make(sides={SWA: make_side_pool()})
+    store(backend, keys(2), {SWA: {1: 1}})
+    until_there(backend, keys(2), 2)
+    arrived = threading.Event()
+
+    async def hang(*args: object) -> bytes:
+        arrived.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    served.service.client.side_fetcher._store = Mock(get=hang)
+    backend.is_stopping = arrived.is_set
+    assert backend.batch_get_v2([transfer(keys(2)[1:], [5])]) == {SWA: [False]}
+
+
+def test_an_unknown_policy_is_a_miss(make: Make) -> None:
+    backend = make(sides={SWA: make_side_pool()})
+    store(backend, keys(2), {SWA: {1: 1}})
+    before = own_metric("sgl_kvfetch_misses_total", stage="lookup", reason="unsupported")
+    assert backend.batch_exists_v2(keys(2), [transfer([], policy="block_groups")]).kv_hit_pages == 0
+    assert own_metric("sgl_kvfetch_misses_total", stage="lookup", reason="unsupported") == before + 1
+
+
+def test_lookups_pause_while_side_pages_cannot_be_read(
+    make: Make, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the KV before each of them could be."""
+    backend = make(sides={SWA: make_side_pool()})
+    names, wants = keys(2), [transfer(["__placeholder__"])]
+    store(backend, names, {SWA: {1: 1}})
+
+    async def fail(*args: object) -> bytes:
+        raise StoreError("server", "a test")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(served.service.client.side_fetcher, "_store", Mock(get=fail))
+        for _ in range(3):
+            assert backend.batch_exists_v2(names, wants).kv_hit_pages == 2
+            assert backend.batch_get_v1(names, tokens([4, 5])) == [True, True]
+            assert backend.batch_get_v2([transfer(names[1:], [5])]) == {SWA: [False]}
+    assert backend.batch_exists_v2(names, wants).kv_hit_pages == 0
+    until_there(backend, names, 2)  # when the pause is over
+
+
+def test_the_identity_tells_pools_apart_whose_pages_cannot_be_exchanged() -> None:
+    def identity(
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        is_mla: bool = False,
+        name: PoolName = SWA,
+        stage: tuple[int, int] = (0, 1),
+        **pool: Any,
+    ) -> str:
+        sides = SidePools()
+        sides.add(str(name), make_side_pool(**pool))
+        return sides.identity(tp_rank, tp_size, is_mla, *stage)
+
+    assert identity() == identity(seed=1)
+    different = [identity(), identity(layout="page_first"), identity(name=INDEXER), identity(tp_size=2)]
+    different += [identity(tp_rank=1, tp_size=2), identity(is_mla=True), identity(dtype=torch.float32)]
+    different += [identity(stage=(0, 2)), identity(stage=(1, 2)), identity(is_mla=True, stage=(1, 2))]
+    assert len(set(different)) == len(different)
+    assert identity(tp_rank=1, tp_size=2, is_mla=True) == identity(is_mla=True)  # one rank writes for all
+    with pytest.raises(UnsupportedError, match="only one rank writes"):
+        identity(tp_size=2, is_mla=True, name=PoolName.MAMBA)
+    assert SidePools().identity(0, 2, is_mla=False) == ""
+
+
+def test_klt_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_plane, "engine_quantiser", lambda *args: object.__new__(KltQuantiser))
+    with pytest.raises(UnsupportedError, match="'klt' does not support models with side pools"):
+        make(make_pool(), sides={SWA: make_side_pool()})

@@ -1,0 +1,166 @@
+"""Tests of host mode with a fake NVDEC."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
+from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.plane import client
+from sgl_kvfetch.plane.adapt.decode_profile import DecodeProfile, VariantProfile
+from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plugin import data_plane as plane
+from sgl_kvfetch.plugin.host import storage as storage_module
+from sgl_kvfetch.plugin.host.pages import HostPages
+from sgl_kvfetch.tools.encoding.targets import make_targets
+from sgl_kvfetch.tools.encoding.transcode import transcode
+from sgl_kvfetch.types import TENSORS
+from tests.codec.bitstream.fake_nvdec import FakeNvc, make_caps, make_nvdec
+from tests.plugin.backends import Make, keys, make_pool, store_pages, tokens
+from tests.plugin.device.fake_streams import FakeDevice
+from tests.plugin.planes import Served
+
+# fixtures
+
+
+@pytest.fixture
+def nvc(monkeypatch: pytest.MonkeyPatch) -> FakeNvc:
+    """Every backend's, from now on."""
+    nvc = FakeNvc(FakeDevice(seed=1))
+    monkeypatch.setattr(storage_module, "engine_nvdec", lambda device: make_nvdec(nvc, num_engines=3))
+    return nvc
+
+
+@pytest.fixture
+def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The decode sessions of the backends that are made from now on."""
+    sessions: list[Any] = []
+
+    class Recording(DecodePool[Any]):
+        def __init__(self, opened: Sequence[Any], *args: Any) -> None:
+            super().__init__(opened, *args)
+            sessions.extend(opened)
+
+    monkeypatch.setattr(client, "DecodePool", Recording)
+    return sessions
+
+
+@pytest.mark.parametrize("codec", ["hevc", "hevc420"])
+@pytest.mark.parametrize("quantiser", ["exact", "uint8"])
+def test_nvdec_decodes_and_the_cpu_restores(
+    make: Make, sessions: list[Any], nvc: FakeNvc, codec: str, quantiser: str
+) -> None:
+    pool = make_pool()
+    backend = make(pool, codec=codec, quantiser=quantiser, codec_threads=1)
+    pages = HostPages(pool)
+    store_pages(backend, keys(7), list(range(7)))
+    there = [39, 12, 20, 21, 30, 8, 10]
+    assert backend.batch_get_v1(keys(7), tokens(there)) == [True] * 7
+    assert nvc.packets
+    on_nvdec = {tensor: pages.read(tensor, there) for tensor in TENSORS}
+    if quantiser == "exact":
+        assert all(torch.equal(on_nvdec[tensor], pages.read(tensor, range(7))) for tensor in TENSORS)
+    num_packets = len(nvc.packets)
+    nvc.fails = "create"  # from here on the CPU decodes
+    for session in sessions:
+        session[codec]._session._decoders.drop()
+    assert backend.batch_get_v1(keys(7), tokens(there)) == [True] * 7
+    assert len(nvc.packets) == num_packets
+    assert all(torch.equal(on_nvdec[tensor], pages.read(tensor, there)) for tensor in TENSORS)
+    assert nvc.device.num_empty == 0  # frames were not kept on the device
+
+
+def test_wrong_pixels_are_a_miss_and_the_segment_stays(
+    make: Make, served: Served, nvc: FakeNvc, tmp_path: Path
+) -> None:
+    pool = make_pool()
+    backend = make(pool, codec="hevc", quantiser="uint8")
+    store_pages(backend, keys(2), [0, 1])
+    nvc.fails = "pixels"
+    before = [buffer.clone() for buffer in pool.kv_buffer]
+    assert backend.batch_get_v1(keys(2), tokens([3, 4])) == [False, False]
+    assert all(torch.equal(*each) for each in zip(pool.kv_buffer, before, strict=True))
+    served.wait_until_idle()  # the store has looked at it
+    nvc.fails = ""
+    assert len(list(tmp_path.rglob("*.kvm"))) == 1
+    assert backend.batch_get_v1(keys(2), tokens([3, 4])) == [True, True]
+
+
+def test_the_variant_that_nvdec_decodes_is_read(
+    make: Make, nvc: FakeNvc, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The store lists 4:4:4 first, but this GPU's engines decode only 4:2:0."""
+    pool = make_pool()
+    store_pages(make(pool, codec="hevc", quantiser="uint8"), keys(2), [0, 1])
+    (path,) = tmp_path.rglob("*.kvm")
+    manifest = decode_manifest(path.read_bytes())
+    data = (tmp_path / manifest.data_name(manifest.variants[0])).read_bytes()
+    made = transcode(manifest, data, make_targets(["hevc", "hevc420"], ["240p"]))
+    for name, content in (*made.data_objects(), (manifest.key.manifest_name, made.manifest.encode())):
+        (tmp_path / name).write_bytes(content)
+    only_420 = Nvdec(nvc, nvc.device, {"hevc420": make_caps()})
+    monkeypatch.setattr(storage_module, "engine_nvdec", lambda device: only_420)
+    reading = make(pool, quantiser="uint8")
+    assert not nvc.packets
+    assert reading.batch_get_v1(keys(2), tokens([3, 4])) == [True, True]
+    assert nvc.packets
+
+
+def profile_of(num_sessions: int) -> bytes:
+    decode_s = (1.0,) * num_sessions
+    variant = VariantProfile(name="hevc 240p", size_bytes=1000, decode_s=decode_s)
+    return DecodeProfile(device="made up", source="for tests", variants=(variant,)).encode()
+
+
+@pytest.mark.parametrize(
+    ("profiled", "codec_threads", "expected"),
+    [(None, 1, 3), (None, 5, 5), (2, 5, 3), (4, 1, 4)],
+)
+def test_at_least_one_session_an_engine(
+    make: Make,
+    sessions: list[Any],
+    nvc: FakeNvc,
+    tmp_path: Path,
+    profiled: int | None,
+    codec_threads: int,
+    expected: int,
+) -> None:
+    config: dict[str, Any] = {"codec_threads": codec_threads}
+    if profiled is not None:
+        path = tmp_path / "profile.json"
+        path.write_bytes(profile_of(profiled))
+        config["decode_profile"] = str(path)
+    make(**config)
+    assert len(sessions) == expected
+    assert len({id(session["hevc"]) for session in sessions}) == expected
+
+
+def test_surfaces_of_decoders_are_bounded(make: Make, sessions: list[Any], nvc: FakeNvc) -> None:
+    make()
+    assert {session["hevc"]._session._decoders.surfaces.limit_bytes for session in sessions} == {256 << 20}
+
+
+def test_without_nvdec_there_are_as_many_sessions_as_threads(make: Make, sessions: list[Any]) -> None:
+    make(codec_threads=3)
+    assert sessions == [{}] * 3
+
+
+def test_the_engines_gpu_is_asked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[torch.device] = []
+
+    def open_nvdec(device: Any) -> tuple[None, str]:
+        asked.append(device.torch_device)
+        return None, "HEVC is decoded on the CPU: no library"
+
+    monkeypatch.setattr(plane, "open_nvdec", open_nvdec)
+    caplog.set_level("INFO")
+    assert plane.engine_nvdec(torch.device("cpu")) is None
+    assert not asked
+    assert plane.engine_nvdec(torch.device("cuda", 3)) is None
+    assert asked == [torch.device("cuda", 3)]
+    assert "kvfetch: HEVC is decoded on the CPU: no library" in caplog.text

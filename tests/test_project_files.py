@@ -1,0 +1,59 @@
+"""What hosts and tools of the project read: workflows, templates, hooks, the changelog."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def load(path: str) -> Any:
+    return yaml.safe_load((ROOT / path).read_text())
+
+
+def test_workflows_run_the_two_commands() -> None:
+    runs, pythons = set(), set()
+    for path in (ROOT / ".github" / "workflows").iterdir():
+        for job in load(str(path))["jobs"].values():
+            assert job["timeout-minutes"] <= 90
+            runs |= {step["run"] for step in job["steps"] if "run" in step}
+            matrix = job.get("strategy", {}).get("matrix", {}).get("python", [])
+            pythons |= {*matrix, *(step.get("with", {}).get("python-version") for step in job["steps"])}
+    assert runs == {"scripts/demo", "scripts/test", "scripts/test --fast", "sudo scripts/test_servers"}
+    assert all(os.access(ROOT / run.removeprefix("sudo ").split()[0], os.X_OK) for run in runs)
+    assert {"3.11", "3.12", "3.13"} <= pythons
+    assert PROJECT["project"]["requires-python"] == ">=3.11"
+
+
+@pytest.mark.parametrize("name", ["bug", "feature"])
+def test_issue_templates_ask_for_what_is_needed(name: str) -> None:
+    form = load(f".github/ISSUE_TEMPLATE/{name}.yml")
+    assert {"name", "description", "body"} <= set(form)
+    fields = [field for field in form["body"] if field["type"] != "markdown"]
+    assert len({field["id"] for field in fields}) == len(fields)
+    assert all(field["attributes"]["label"] for field in fields)
+    assert any(field.get("validations", {}).get("required") for field in fields)
+
+
+def test_hooks_are_the_tools_of_the_environment() -> None:
+    (repository,) = load(".pre-commit-config.yaml")["repos"]
+    programs = {hook["entry"].split()[0] for hook in repository["hooks"]}
+    assert programs == {f".venv/bin/{name}" for name in ("lint-imports", "mypy", "ruff")}
+    script = (ROOT / "scripts" / "test").read_text()
+    assert all(Path(program).name in script for program in programs)
+    assert all(hook["language"] == "system" for hook in repository["hooks"])
+
+
+def test_the_changelog_has_this_version_below_what_is_unreleased() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)[:2] == ["Unreleased", PROJECT["project"]["version"]]
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert set(re.findall(r"^### (.+)", text, re.MULTILINE)) <= kinds

@@ -1,0 +1,117 @@
+"""A store's directory with a few small segments in it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from sgl_kvfetch.codec.container.segment import CodedSegment, with_chunk_digests
+from sgl_kvfetch.codec.container.signing import ManifestKeys
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.tools.app import app
+from sgl_kvfetch.tools.terminal import TOKEN_ENV
+from tests.segments import make_segment
+
+
+@dataclass(frozen=True)
+class Stored:
+    root: Path
+    segments: tuple[CodedSegment, ...]  # two of the exact quantiser's namespace, one of uint8's
+
+    @property
+    def url(self) -> str:
+        return self.root.as_uri()
+
+    def manifest_path(self, index: int) -> Path:
+        return self.root / self.segments[index].manifest.key.manifest_name
+
+    def data_path(self, index: int) -> Path:
+        return self.root / self.segments[index].data_name
+
+
+KEY = b"k" * 32
+
+
+def sign(stored: Stored, index: int, key: bytes = KEY) -> None:
+    """Store a segment's manifest with a signature by ``key``."""
+    manifest = with_chunk_digests(stored.segments[index]).manifest.encode()
+    stored.manifest_path(index).write_bytes(ManifestKeys([key]).sign(manifest))
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    """The file that holds ``KEY``."""
+    path = tmp_path / "key"
+    path.write_bytes(KEY)
+    return path
+
+
+def put(root: Path, segment: CodedSegment) -> None:
+    for name, content in (
+        (segment.data_name, segment.data),
+        (segment.manifest.key.manifest_name, segment.manifest.encode()),
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+
+
+@pytest.fixture(scope="session")
+def coded() -> tuple[CodedSegment, ...]:
+    return (
+        make_segment(num_pages=4, codec="hevc")[0],
+        make_segment(num_pages=1, codec="zstd", first_page=4)[0],
+        make_segment(num_pages=2, codec="hevc420", quantiser=make_quantiser("uint8"), span_pages=1)[0],
+    )
+
+
+@pytest.fixture
+def stored(tmp_path: Path, coded: tuple[CodedSegment, ...]) -> Stored:
+    root = tmp_path / "store"
+    for segment in coded:
+        put(root, segment)
+    return Stored(root, coded)
+
+
+@pytest.fixture(autouse=True)
+def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_ENV, raising=False)
+
+
+def kvfetch(*args: str) -> Result:
+    """Run the command in this process. Only domain errors are caught: others fail the test here."""
+    handlers, level = logging.root.handlers[:], logging.root.level
+    result = CliRunner().invoke(app, list(args))
+    # A command that set up logging has left a handler behind that writes to the runner's closed output.
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def kvfetch_json(*args: str, exit_code: int = 0) -> Any:
+    """Run the command with ``--json``, and return what it prints. Its help names all fields of that."""
+    result = kvfetch(*args, "--json")
+    assert result.exit_code == exit_code, result.output
+    found = json.loads(result.stdout)
+    told = set(re.findall(r"[a-z0-9_]+", kvfetch(args[0], "--help").stdout))
+    for each in found if isinstance(found, list) else [found]:
+        assert each.keys() <= told
+    return found
+
+
+@contextmanager
+def unchanged(root: Path) -> Iterator[None]:
+    """Nothing in the directory is written by what runs inside."""
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    yield
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before

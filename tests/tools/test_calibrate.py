@@ -1,0 +1,144 @@
+"""``kvfetch calibrate`` on a small random model. That profiles serve is shown in ``tests/e2e/test_klt.py``."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+from typer.testing import CliRunner, Result
+
+from harness.models import make_tiny_llama
+from sgl_kvfetch import codec
+from sgl_kvfetch.codec.fingerprint import fingerprint_model
+from sgl_kvfetch.codec.quant.profile import load_profile
+from sgl_kvfetch.errors import ConfigError, UnsupportedError
+from sgl_kvfetch.tools.app import app
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("m"), num_layers=1, hidden_size=64, head_dim=32, vocab_size=128)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("t") / "words"
+    file.write_text(" ".join(f"w{3 + i * i % 125}" for i in range(1000)))
+    return file
+
+
+def run(model: Path, text: Path, out: Path, *args: str) -> Result:
+    command = ["calibrate", "--model", str(model), "--text", str(text), "-o", str(out)]
+    command += ["--windows", "2", "--context", "64", "--continuation", "32", *args]
+    return CliRunner().invoke(app, command)
+
+
+def test_a_profile_is_written_and_described(model: Path, text: Path, tmp_path: Path) -> None:
+    result = run(model, text, tmp_path / "p", "--part", "0.2:0.9")
+    assert result.exit_code == 0, result.output
+    profile = load_profile(tmp_path / "p")
+    assert profile.digest in result.output
+    assert profile.grid.cell_heads == 2
+    assert f"default target_kl is {profile.default_target_kl:.2g}." in result.output
+    assert profile.rope is not None
+    assert profile.calibration.weights == fingerprint_model(str(model))
+    assert (profile.calibration.model, profile.calibration.text) == (model.name, "words")
+    assert profile.calibration.part == "0.2:0.9"
+
+
+def test_cells_can_be_kept_small(model: Path, text: Path, tmp_path: Path) -> None:
+    assert run(model, text, tmp_path / "p", "--tp-size", "2").exit_code == 0
+    assert load_profile(tmp_path / "p").grid.cell_heads == 1
+    assert run(model, text, tmp_path / "q", "--max-channels", "192").exit_code == 0
+    assert load_profile(tmp_path / "q").grid.cell_heads == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--windows", "40"), "the text has 10 windows of 96 tokens, expected 40"),
+        (("--part", "1:0"), "part '1:0': expected FROM:TO"),
+        (("--dtype", "float16"), "'float16' is not one of"),
+        (("--context", "4096"), "--context and --continuation are 4128 tokens, the model has 4096 positions"),
+        (("--tp-size", "3"), "--tp-size 3: cannot divide 2 KV heads evenly"),
+    ],
+)
+def test_what_is_wrong_is_named(model: Path, text: Path, tmp_path: Path, args: tuple[str, ...], message: str) -> None:
+    result = run(model, text, tmp_path / "p", *args)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not (tmp_path / "p").exists()
+
+
+def test_files_that_are_not_there_are_named(model: Path, text: Path, tmp_path: Path) -> None:
+    for result, message in (
+        (run(tmp_path / "none", text, tmp_path / "p"), "no model with a tokenizer"),
+        (run(model, tmp_path / "none", tmp_path / "p"), "No such file"),
+        (run(model, text, tmp_path / "none" / "p"), "expected a file in an existing directory"),
+    ):
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
+def test_a_rotation_that_is_not_known_stays(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(model: object) -> None:
+        raise UnsupportedError("rope type 'spiral' is not known")
+
+    monkeypatch.setattr(codec, "find_rope", unknown)
+    result = run(model, text, tmp_path / "p")
+    assert result.exit_code == 0, result.output
+    assert "K stays rotated, which costs bits: rope type 'spiral'" in result.stderr
+    profile = load_profile(tmp_path / "p")
+    assert profile.rope is None
+    assert "spiral" in profile.calibration.notes[0]
+
+
+def windows_of(model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The windows that would be calibrated on."""
+    seen = []
+
+    def no_calibration(model: object, windows: list[torch.Tensor], *args: object) -> None:
+        seen.extend(windows)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(codec, "calibrate_model", no_calibration)
+    assert "enough" in run(model, text, tmp_path / "p", "--windows", "5").stderr
+    return seen
+
+
+def test_windows_from_the_middle_begin_as_prompts_do(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the BOS token that the tokenizer puts before a text, once."""
+    own = tmp_path / "m"
+    shutil.copytree(model, own)
+    tokenizer = AutoTokenizer.from_pretrained(own)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save_pretrained(own)
+    seen = windows_of(own, text, tmp_path, monkeypatch)
+    assert [w[0].item() for w in seen] == [1] * 5
+    assert all(len(w) == 96 and (w[1:] >= 3).all() for w in seen)
+
+
+def test_windows_of_a_model_with_a_chat_template_begin_as_messages_do_or_as_texts(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "m"
+    shutil.copytree(model, own)
+    tokenizer = AutoTokenizer.from_pretrained(own)
+    tokenizer.chat_template = "{% for m in messages %}w90 w91 {{ m.content }} w92{% endfor %}"
+    tokenizer.save_pretrained(own)
+    seen = windows_of(own, text, tmp_path, monkeypatch)
+    start = tokenizer("w90 w91 ").input_ids
+    assert [w[: len(start)].tolist() == start for w in seen] == [False, True, False, True, False]
+    assert {len(w) for w in seen} == {96}
+
+
+def test_progress_is_said_where_there_is_no_terminal(model: Path, text: Path, tmp_path: Path) -> None:
+    stderr = run(model, text, tmp_path / "p").stderr
+    for what in ("sensitivity: 1 of 1", "fit: 1 of 1", "accuracy: 9 of 9"):
+        assert f"{what}, 0 s left" in stderr

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.small_segments import head_slice, make_segment, page_hashes, put_segment
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.stores.pins import Pin
+from tests.tools.conftest import kvfetch, kvfetch_json, unchanged
+
+CHAIN = page_hashes(4)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A directory with a segment of each of two models."""
+
+    async def fill() -> None:
+        store = LocalStore(tmp_path)
+        for model in ("a", "b"):
+            await put_segment(store, make_segment(CHAIN, 0, 4, model=model))
+        await store.close()
+
+    asyncio.run(fill())
+    return tmp_path
+
+
+def names(root: Path) -> set[str]:
+    async def listed() -> set[str]:
+        store = LocalStore(root)
+        found = {info.name.partition("/")[0] async for info in store.list()}
+        await store.close()
+        return found
+
+    return asyncio.run(listed())
+
+
+def test_everything(store: Path) -> None:
+    result = kvfetch("clear", str(store), "--yes")
+    assert result.exit_code == 0, result.output
+    assert "2 segments, " in result.output
+    assert "4 objects deleted" in result.output
+    assert names(store) == set()
+
+
+def test_a_part(store: Path) -> None:
+    folder = head_slice("a").folder
+    assert "1 segments, " in kvfetch("clear", f"{store}#{folder}", "--yes").output
+    assert names(store) == {head_slice("b").folder}
+
+
+def test_nothing_without_an_answer(store: Path) -> None:
+    with unchanged(store):
+        result = kvfetch("clear", str(store))
+    assert result.exit_code == 2
+    assert "add --yes" in result.stderr
+
+
+def pin(root: Path, pages: list[bytes]) -> None:
+    async def put() -> None:
+        store = LocalStore(root)
+        await store.put_pin(Pin("pinned", 16, b"".join(pages)))
+        await store.close()
+
+    asyncio.run(put())
+
+
+def test_the_segments_of_a_model(store: Path) -> None:
+    result = kvfetch("clear", str(store), "--model", "a", "--yes")
+    assert result.exit_code == 0, result.output
+    assert "1 segments, " in result.output
+    assert "2 objects deleted" in result.output
+    assert names(store) == {head_slice("b").folder}
+    with unchanged(store):
+        result = kvfetch("clear", str(store), "--model", "a", "--yes")
+    assert "no namespace of the store has this name" in result.stderr
+    assert "0 objects deleted" in result.stdout
+
+
+def test_old_segments(store: Path) -> None:
+    for path in (store / head_slice("a").folder).iterdir():
+        os.utime(path, (time.time(), time.time() - 7200))
+    result = kvfetch("clear", str(store), "--older-than", "1h", "--yes")
+    assert result.exit_code == 0, result.output
+    assert names(store) == {head_slice("b").folder}
+
+
+def test_a_dry_run_deletes_nothing(store: Path) -> None:
+    result = kvfetch("clear", str(store), "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "2 segments, " in result.output
+    assert names(store) == {head_slice("a").folder, head_slice("b").folder}
+
+
+def test_what_a_program_reads(store: Path) -> None:
+    planned = kvfetch_json("clear", str(store), "--dry-run")
+    assert planned["num_segments"] == 2
+    assert planned["num_objects"] is None
+    assert kvfetch_json("clear", str(store), "--yes") == {**planned, "num_objects": 4}
+
+
+def test_pinned_segments_stay_unless_they_are_asked_for(store: Path) -> None:
+    async def put_another() -> None:
+        local = LocalStore(store)
+        await put_segment(local, make_segment(page_hashes(8)[4:], 0, 4, model="a"))
+        await local.close()
+
+    asyncio.run(put_another())
+    pin(store, CHAIN)
+    result = kvfetch("clear", str(store), "--yes")
+    assert result.exit_code == 0, result.output
+    assert "2 pinned segments stay; --pinned deletes them, too" in result.output
+    assert "2 objects deleted" in result.output
+    assert names(store) == {head_slice("a").folder, head_slice("b").folder}
+
+    assert "4 objects deleted" in kvfetch("clear", str(store), "--yes", "--pinned").output
+    assert names(store) == set()
+    assert "pinned" in kvfetch("pin", str(store)).output

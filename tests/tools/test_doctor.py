@@ -1,0 +1,264 @@
+import ctypes
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_kvfetch import codec, plugin
+from sgl_kvfetch.codec.bitstream import nvenc
+from sgl_kvfetch.codec.bitstream.nvdec_caps import DecodeCaps
+from sgl_kvfetch.codec.bitstream.registry import CODECS
+from sgl_kvfetch.errors import ConfigError, CorruptError
+from sgl_kvfetch.plugin.cpu.platform import ENV
+from sgl_kvfetch.tools import doctor
+from sgl_kvfetch.tools.doctor import Check, check_store, run_check
+from tests.codec.bitstream.fake_nvenc import install
+from tests.tools.conftest import kvfetch, kvfetch_json
+
+
+def by_name(found: list[Check]) -> dict[str, Check]:
+    return {check.name: check for check in found}
+
+
+@pytest.fixture
+def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the checks that take seconds."""
+    monkeypatch.setattr(doctor, "check_sglang", lambda: [Check("SGLang", "yes", "0")])
+
+
+@pytest.mark.slow
+@pytest.mark.sglang
+def test_this_machine_runs_host_mode(tmp_path: Path) -> None:
+    """As the tests of the plugin show that it does."""
+    command = [sys.executable, "-m", "sgl_kvfetch.tools", "doctor", "--json", tmp_path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {check["name"]: check["status"] for check in json.loads(done.stdout)}
+    assert found["SGLang"] == found["SGLang's seams"] == found["plugin registered"] == "yes"
+    assert found["C++ compiler"] == found["store lookup"] == "yes"
+    assert all(found[f"codec {name}"] == "yes" for name in CODECS)
+    assert found["CUDA GPU"] == ("yes" if torch.cuda.is_available() else "warn")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.usefixtures("healthy")
+def test_the_table_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = kvfetch("doctor")
+    assert result.exit_code == 0
+    assert "host mode can run here" in result.stdout
+    monkeypatch.setattr(doctor, "check_python", lambda: [Check("Python", "no", "2.7", "update it")])
+    result = kvfetch("doctor")
+    assert result.exit_code == 1
+    assert "update it" in result.stdout
+    assert "host mode cannot run here: 1 to fix" in result.stdout
+
+
+@pytest.mark.usefixtures("healthy")
+def test_a_check_that_fails_unforeseen_is_a_row() -> None:
+    def fails() -> list[Check]:
+        raise OSError("libfoo.so: cannot open\nand more")
+
+    def leaves() -> list[Check]:
+        raise SystemExit("no")
+
+    assert run_check("x", fails)[0].found == "OSError: libfoo.so: cannot open"
+    assert run_check("x", leaves)[0].status == "no"
+
+
+def test_sglang_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    (check,) = doctor.check_sglang()
+    assert check.status == "no"
+    assert check.advice == f'pip install "sglang=={plugin.SGLANG_VERSION}"'
+
+
+def test_another_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.4.0")
+    (check,) = doctor.check_sglang()
+    assert check.status == "no"
+    assert "0.4.0" in check.found
+    assert "pip install" in check.advice
+
+
+def test_what_goes_wrong_with_the_right_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: plugin.SGLANG_VERSION)
+    monkeypatch.setattr(plugin, "check_seams", lambda scopes: ["a.b moved", "c.d moved"])
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
+    monkeypatch.setattr(doctor, "_search_path", lambda: "")
+    found = by_name(doctor.check_sglang())
+    assert found["SGLang"].status == "yes"
+    assert found["SGLang's seams"].found == "a.b moved (and 1 more)"
+    assert found["plugin registered"].status == "no"
+    assert found["C++ compiler"].found == "g++ and ninja not found on PATH"
+
+    def broken(scopes: object) -> list[str]:
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(plugin, "check_seams", broken)
+    found = by_name(doctor.check_sglang())
+    assert found["SGLang's seams"].status == "no"
+    assert "nms" in found["SGLang's seams"].found
+
+
+def test_a_plugin_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: plugin.SGLANG_VERSION)
+    monkeypatch.setattr(plugin, "check_seams", lambda scopes: [])
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [SimpleNamespace(name="kvfetch")])
+    monkeypatch.setenv("SGLANG_PLUGINS", "other")
+    assert by_name(doctor.check_sglang())["plugin registered"].advice == "add kvfetch to SGLANG_PLUGINS"
+    monkeypatch.setenv("SGLANG_PLUGINS", "other, kvfetch")
+    assert by_name(doctor.check_sglang())["plugin registered"].status == "yes"
+
+
+def test_a_codec_that_lies_and_one_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(bitstream: bytes, shape: tuple[int, int, int]) -> torch.Tensor:
+        return torch.zeros((shape[0], 3, *shape[1:]), dtype=torch.uint8)
+
+    def fails(bitstream: bytes, shape: tuple[int, int, int]) -> torch.Tensor:
+        raise CorruptError("no")
+
+    monkeypatch.setattr(CODECS["zstd"], "decode", wrong)
+    monkeypatch.setattr(CODECS["hevc"], "decode", fails)
+    found = by_name(doctor.check_codecs())
+    assert found["codec zstd"].status == found["codec hevc"].status == "no"
+    assert found["codec deflate"].status == found["codec hevc420"].status == "yes"
+
+
+def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.CPU_ENGINE_ENV == ENV
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv(ENV, raising=False)
+    check, nvdec, nvenc = doctor.check_gpu()
+    assert [nvdec.status, nvenc.status] == ["warn", "warn"]
+    assert check.status == "warn"
+    assert f"set {ENV}=1" in check.advice
+    monkeypatch.setenv(ENV, "1")
+    assert f"{ENV}=1 is set" in doctor.check_gpu()[0].found
+
+
+class FakeNvcuvid:
+    """libnvcuvid of a GPU that decodes the given chroma formats of 8-bit HEVC."""
+
+    def __init__(self, *chromas: int) -> None:
+        self.chromas = chromas
+
+    def cuvidGetDecoderCaps(self, reference: Any) -> int:
+        caps = reference._obj
+        assert (caps.codec, caps.bit_depth_minus_8) == (8, 0)
+        caps.is_supported = caps.chroma in self.chromas
+        caps.num_engines, caps.max_width, caps.max_height = 7, 8192, 8192
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("chromas", "status", "found"),
+    [
+        ((1, 3), "yes", "HEVC 4:4:4 8-bit, 7 engines, up to 8192x8192"),
+        ((1,), "warn", "HEVC 4:2:0 only, 7 engines"),
+        ((), "warn", "decodes no HEVC; codecs run on the CPU"),
+    ],
+)
+def test_what_nvdec_can_do(chromas: tuple[int, ...], status: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeNvcuvid(*chromas))
+    check = by_name(doctor._check_nvdec())["NVDEC"]
+    assert (check.status, check.found) == (status, found)
+
+
+def test_the_decoders_structure_has_its_c_size() -> None:
+    assert ctypes.sizeof(DecodeCaps) == 88
+    assert (DecodeCaps.is_supported.offset, DecodeCaps.min_width.offset) == (24, 40)
+
+
+def test_what_a_server_decodes_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "open_current_nvdec", lambda: (object(), "decoded on NVDEC, 7 engines: hevc"))
+    assert doctor._check_decoding() == Check("HEVC decoding", "yes", "decoded on NVDEC, 7 engines: hevc")
+    monkeypatch.setattr(codec, "open_current_nvdec", lambda: (None, "HEVC is decoded on the CPU: no library"))
+    check = doctor._check_decoding()
+    assert (check.status, check.found) == ("warn", "HEVC is decoded on the CPU: no library")
+
+
+def test_what_nvenc_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    assert doctor._check_nvenc() == Check("NVENC", "yes", "encoded on NVENC: hevc, hevc420")
+    monkeypatch.setattr(nvenc, "encode_caps", dict)
+    check = doctor._check_nvenc()
+    assert (check.status, check.advice[:7]) == ("warn", "nothing")
+    assert "this GPU has no NVENC" in check.found
+
+
+def test_video_libraries_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    monkeypatch.setitem(sys.modules, "PyNvVideoCodec", None)
+    found = by_name(doctor._check_nvdec())
+    assert found["NVDEC"].status == found["PyNvVideoCodec"].status == "warn"
+    assert "libnvcuvid" in found["NVDEC"].found
+    assert "pip install" in found["PyNvVideoCodec"].advice
+    assert doctor._check_nvenc().status == "warn"
+
+
+def test_a_missing_encoder_library_keeps_the_binding_from_importing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = "Failed to load NVENC library: libnvidia-encode.so.1: cannot open shared object file"  # by version 2.2.4
+    (tmp_path / "PyNvVideoCodec.py").write_text(f"raise RuntimeError({message!r})")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "PyNvVideoCodec", raising=False)
+    check = doctor._check_binding()
+    assert (check.status, check.found) == ("warn", f"does not import: {message}")
+    assert "NVIDIA_DRIVER_CAPABILITIES" in check.advice
+    assert "on a GPU without NVENC a stub will do: docs/gpu/README.md" in check.advice
+    (tmp_path / "PyNvVideoCodec.py").write_text("raise RuntimeError('Driver version is too old')")
+    assert "update the NVIDIA driver" in doctor._check_binding().advice
+
+
+def test_a_store_that_is_not_there(unused_tcp_port: int) -> None:
+    (check,) = check_store(f"http://127.0.0.1:{unused_tcp_port}", None)
+    assert (check.name, check.status) == ("store reachable", "no")
+    assert "kvfetch serve" in check.advice
+
+
+def test_a_store_on_disk(tmp_path: Path) -> None:
+    assert {check.status for check in check_store(tmp_path.as_uri(), "a token of another store")} == {"yes"}
+    new = tmp_path / "not" / "yet"
+    found = by_name(check_store(new.as_uri(), None))
+    assert "created at the first write" in found["store writable"].found
+    assert not new.parent.exists()
+    (tmp_path / "file").touch()
+    assert by_name(check_store((tmp_path / "file").as_uri(), None))["store writable"].status == "no"
+
+
+@pytest.mark.usefixtures("healthy")
+def test_a_store_url_that_is_none() -> None:
+    result = kvfetch("doctor", "ftp://host")
+    assert result.exit_code == 2
+    assert "not supported" in result.stderr
+    with pytest.raises(ConfigError):
+        check_store("ftp://host", None)
+
+
+@pytest.mark.usefixtures("healthy")
+def test_a_served_store(tmp_path: Path) -> None:
+    from tests.tools.test_serve import serving
+
+    with serving(tmp_path, token="secret") as (url, _):
+        args = ("doctor", "--json", url)
+        found = {check["name"]: check for check in kvfetch_json("doctor", url, exit_code=1)}
+        assert found["store reachable"]["status"] == "yes"
+        assert found["store authorised"]["status"] == "no"
+        assert "token" in found["store authorised"]["advice"]
+        assert "check the token" in kvfetch(*args, "--token", "wrong").stdout
+        granted = kvfetch(*args, "--token", "secret")
+        assert granted.exit_code == 0
+        assert "secret" not in granted.stdout

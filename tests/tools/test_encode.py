@@ -1,0 +1,134 @@
+"""``kvfetch encode`` as a user meets it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sgl_kvfetch.codec.container.manifest import decode_manifest
+from tests.codec.bitstream.fake_nvenc import install
+from tests.tools.conftest import Stored, kvfetch, kvfetch_json
+
+
+def variants(stored: Stored, index: int) -> list[tuple[str, str]]:
+    manifest = decode_manifest(stored.manifest_path(index).read_bytes())
+    return [(v.codec, v.resolution) for v in manifest.variants]
+
+
+def test_a_store_is_encoded_once(stored: Stored) -> None:
+    result = kvfetch("encode", stored.url, "--grace", "0", "--resolutions", "240p,480p")
+    assert result.exit_code == 0
+    assert "3 segments encoded, 0 already done, 0 failed" in result.stdout
+    assert "smaller than raw" in result.stdout
+    assert "data objects deleted" in result.stdout
+    for index in range(3):
+        assert variants(stored, index) == [("hevc", "240p"), ("hevc", "480p")]
+    assert kvfetch("verify", stored.url).exit_code == 0
+
+    again = kvfetch("encode", stored.url, "--grace", "0", "--resolutions", "240p,480p")
+    assert "0 segments encoded, 3 already done, 0 failed" in again.stdout
+    assert "smaller than raw" not in again.stdout
+
+
+def test_json(stored: Stored) -> None:
+    report = kvfetch_json("encode", stored.url, "--grace", "0", "--keep-source", "--codec", "deflate")
+    assert (report["num_encoded"], report["num_deleted"], report["failures"]) == (3, 0, {})
+    assert variants(stored, 1) == [("deflate", "240p"), ("zstd", "240p")]
+    shown = kvfetch("inspect", f"{stored.url}#{stored.segments[1].manifest.key.stem}").stdout
+    assert "variant 0, deflate at 240p: " in shown
+    assert "variant 1, zstd at 240p: " in shown
+    assert kvfetch("verify", stored.url).exit_code == 0
+
+
+def test_one_namespace_alone(stored: Stored) -> None:
+    namespace = stored.segments[2].manifest.key.namespace
+    result = kvfetch("encode", f"{stored.url}#{namespace}", "--grace", "0", "--codec", "deflate")
+    assert "1 segments encoded" in result.stdout
+    assert variants(stored, 2) == [("deflate", "240p")]
+    assert variants(stored, 0) == [("hevc", "240p")]
+
+
+def test_a_segment_that_cannot_be_encoded_is_the_exit_code(stored: Stored) -> None:
+    path = stored.data_path(1)
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    result = kvfetch("encode", stored.url, "--grace", "0")
+    assert result.exit_code == 1
+    assert f"FAILED {stored.segments[1].manifest.key.manifest_name}: " in result.stdout
+    assert "1 failed" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["file:///no/such/directory"], "is not a directory"),
+        (["ftp://somewhere"], "not supported"),
+        (["http://127.0.0.1:9", "--codec", "h264"], "codec 'h264' is unknown; known are hevc"),
+        (["http://127.0.0.1:9", "--resolutions", "240p,240p"], "each once"),
+        (["http://127.0.0.1:9"], "127.0.0.1"),
+        (["http://127.0.0.1:9", "--encoder", "gpu"], "is not one of"),
+        (["http://127.0.0.1:9", "--encoder", "nvenc", "--codec", "zstd"], "encodes hevc and hevc420, not"),
+    ],
+)
+def test_what_cannot_be(arguments: list[str], said: str) -> None:
+    result = kvfetch("encode", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_nvenc_encodes_where_there_is_one(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvc = install(monkeypatch)
+    arguments = ("encode", stored.url, "--grace", "0", "-v")
+    result = kvfetch(*arguments)
+    assert result.exit_code == 0
+    assert "encoded on NVENC: hevc" in result.stderr
+    assert "2 segments encoded" in result.stdout
+    tried, *used = nvc.calls
+    assert tried[0] == used[0][0] == "YUV444"
+    assert kvfetch("verify", stored.url).exit_code == 0
+    calls = len(nvc.calls)
+    assert kvfetch(*arguments, "--encoder", "cpu", "--resolutions", "480p").exit_code == 0
+    assert len(nvc.calls) == calls
+
+
+def test_nvenc_that_is_not_there(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = kvfetch("encode", stored.url, "--encoder", "nvenc")
+    assert result.exit_code == 2
+    assert "there is no GPU that torch can use" in result.stderr
+    auto = kvfetch("encode", stored.url, "--grace", "0", "-v")
+    assert auto.exit_code == 0
+    assert auto.stderr.count("HEVC is encoded on the CPU: RuntimeError: there is no GPU") == 1
+
+
+def test_a_service_stops_in_good_order(stored: Stored) -> None:
+    command = [sys.executable, "-m", "sgl_kvfetch.tools", "encode", stored.url, "--watch", "-v"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stderr is not None
+        while not (line := process.stderr.readline()).startswith(b"replaced"):
+            assert line
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert b"segments encoded" in said
+
+
+def test_help_says_what_it_encodes_with() -> None:
+    result = kvfetch("encode", "--help")
+    assert result.exit_code == 0
+    assert "libx265" in result.stdout
+
+
+def test_starting_is_lean() -> None:
+    """What the command needs of SGLang, pictures and metrics: nothing."""
+    code = (
+        "import sys, sgl_kvfetch.tools.encode\n"
+        "print([m for m in ('sglang', 'transformers', 'triton', 'prometheus_client', 'pydantic', 'matplotlib') "
+        "if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=Path(__file__).parents[2])
+    assert found.stdout.strip() == b"[]"

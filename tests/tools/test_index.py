@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
+from harness.s3_server import BUCKET, S3Server, running_s3_server
+from harness.small_segments import FOLDER, expiring, head_slice, make_segment, page_hashes, parts, put_segment
+from harness.waiting import WAIT_S
+from sgl_kvfetch.stores.base import Lookup
+from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
+from sgl_kvfetch.stores.redis_index import IndexOptions
+from sgl_kvfetch.stores.s3 import S3Store
+from tests.tools.conftest import kvfetch, kvfetch_json
+
+pytestmark = pytest.mark.skipif(REDIS is None, reason=REDIS_MISSING)
+
+URL = f"s3://{BUCKET}/kv"
+CHAIN = page_hashes(24)
+KEY = make_segment(CHAIN, 16, 8).manifest.key
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A bucket with three segments of two namespaces, which the environment leads to."""
+    with running_s3_server() as server:
+        for key, value in server.config.items():
+            monkeypatch.setenv(f"AWS_{key.upper()}", value)
+        asyncio.run(_fill())
+        yield server
+
+
+async def _fill() -> None:
+    store = S3Store(URL)
+    for segment in (
+        make_segment(CHAIN, 0, 16),
+        make_segment(CHAIN, 16, 8),
+        make_segment(CHAIN, 0, 4, model="another"),
+    ):
+        await put_segment(store, segment)
+    await store.close()
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisProcess]:
+    with RedisProcess() as server:
+        yield server
+
+
+def look_up(redis: RedisProcess, namespace: str, first_page: int) -> Lookup:
+    async def run() -> Lookup:
+        store = IndexedS3Store(URL, IndexOptions(redis.url, timeout_s=WAIT_S))
+        try:
+            return await store.lookup(namespace, CHAIN[first_page:])
+        finally:
+            await store.close()
+
+    return asyncio.run(run())
+
+
+def rebuild(redis_url: str, *options: str, exit_code: int = 0) -> str:
+    result = kvfetch("index", "rebuild", URL + "/", "--index", redis_url, *options)
+    assert result.exit_code == exit_code, result.output
+    return result.output
+
+
+def test_rebuild_enters_all_pages(s3: S3Server, redis: RedisProcess) -> None:
+    assert parts(look_up(redis, FOLDER, 5)) == []
+    assert rebuild(redis.url) == "3 segments with 28 pages entered, 0 failed\n"
+    assert redis.client.dbsize() == 28
+    assert parts(look_up(redis, FOLDER, 5)) == [(5, 11), (0, 8)]
+
+
+def test_rebuild_of_one_namespace(s3: S3Server, redis: RedisProcess) -> None:
+    namespace = head_slice("another").folder
+    part = f"{URL}/#{namespace}"
+    tally = kvfetch_json("index", "rebuild", part, "--index", redis.url, "--index-ttl-s", "500")
+    assert tally == {"num_segments": 1, "num_pages": 4, "failures": {}}
+    assert 400 < redis.client.ttl(next(redis.client.scan_iter())) <= 500
+    assert parts(look_up(redis, namespace, 1)) == [(1, 3)]
+
+
+def test_rebuild_leaves_out_expired_segments(s3: S3Server, redis: RedisProcess) -> None:
+    asyncio.run(put_segment(S3Store(URL), expiring(make_segment(CHAIN, 0, 16), 1)))
+    assert rebuild(redis.url) == "2 segments with 12 pages entered, 0 failed\n"
+
+
+def test_a_bad_manifest_is_reported(s3: S3Server, redis: RedisProcess) -> None:
+    async def spoil() -> None:
+        await S3Store(URL).put(KEY.manifest_name, b"nonsense")
+
+    asyncio.run(spoil())
+    output = rebuild(redis.url, exit_code=1)
+    assert f"FAILED {KEY.manifest_name}: " in output
+    assert "2 segments with 20 pages entered, 1 failed" in output
+
+
+def test_what_cannot_be_used_is_an_error(s3: S3Server, redis: RedisProcess) -> None:
+    redis.kill()
+    assert "index redis://" in rebuild(redis.url, exit_code=2)
+    assert "the index's URL" in rebuild("http://x", exit_code=2)
+    result = kvfetch("index", "rebuild", "http://x", "--index", redis.url)
+    assert result.exit_code == 2
+    assert "is not an s3:// store" in result.output
+
+
+def test_other_commands_take_a_bucket(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFETCH_TOKEN", "for another store")
+    result = kvfetch("verify", URL)
+    assert result.exit_code == 0, result.output
+    assert "3 segments" in result.output
+    assert kvfetch("inspect", f"{URL}#{FOLDER}").exit_code == 0
+    result = kvfetch("encode", URL, "--codec", "deflate")
+    assert result.exit_code == 0, result.output
+    assert "3 segments encoded" in result.output
+    assert kvfetch("verify", URL).exit_code == 0

@@ -1,0 +1,303 @@
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+
+from harness.small_segments import expiring
+from sgl_kvfetch.codec.container.manifest import MAX_MANIFEST_BYTES, Chunk, Manifest, PartInfo, Variant
+from sgl_kvfetch.codec.container.segment import SegmentReader
+from sgl_kvfetch.codec.quant.registry import quantiser_from_identity
+from sgl_kvfetch.tools.terminal import format_size
+from sgl_kvfetch.types import KVGeometry
+from tests.segments import SMALL, make_heads, make_segment, page_hashes
+from tests.tools.conftest import Stored, kvfetch, kvfetch_json, put, sign, unchanged
+
+
+def inspect_json(*args: str) -> Any:
+    return kvfetch_json("inspect", *args)
+
+
+def segment_json(*args: str) -> Any:
+    (segment,) = inspect_json(*args)["segments"]
+    return segment
+
+
+def read_png(path: Path) -> np.ndarray:
+    with av.open(str(path)) as container:
+        frame = next(container.decode(video=0))
+        return np.asarray(frame.to_ndarray(format=frame.format.name))
+
+
+def test_a_store_is_shown_by_namespace(stored: Stored) -> None:
+    with unchanged(stored.root):
+        shown = inspect_json(stored.url)
+    by_digest = {n["digest"]: n for n in shown["namespaces"]}
+    exact = by_digest[stored.segments[0].manifest.key.namespace]
+    assert exact["num_segments"] == 2
+    assert exact["num_pages"] == 5
+    assert exact["num_tokens"] == 20
+    assert exact["namespace"]["quantiser"] == "exact"
+    assert exact["sizes"]["raw_bytes"] == 5 * SMALL.page_bytes
+    # Every stored byte counts, manifests too.
+    files = sum(path.stat().st_size for path in stored.manifest_path(0).parent.iterdir())
+    assert exact["stored_bytes"] == exact["sizes"]["stored_bytes"] == files
+    assert exact["sizes"]["ratio"] == pytest.approx(5 * SMALL.page_bytes / files)
+    assert exact["sizes"]["bits_per_value"] == pytest.approx(16 * files / (5 * SMALL.page_bytes))
+    assert by_digest[stored.segments[2].manifest.key.namespace]["num_segments"] == 1
+    assert shown["num_orphans"] == 0
+
+
+def test_the_largest_namespace_comes_first_with_the_ages_of_its_segments(stored: Stored) -> None:
+    now_s = time.time()
+    for index, age_s in enumerate((3 * 86400, 7200, 60)):
+        os.utime(stored.manifest_path(index), (now_s - age_s,) * 2)
+    digests = [stored.segments[index].manifest.key.namespace for index in (0, 2)]
+    sizes = {d: sum(p.stat().st_size for p in (stored.root / d).iterdir()) for d in digests}
+    shown = inspect_json(stored.url)["namespaces"]
+    assert [n["digest"] for n in shown] == sorted(digests, key=lambda d: -sizes[d])
+    exact, uint8 = (next(n for n in shown if n["digest"] == d) for d in digests)
+    assert exact["oldest_s"] == pytest.approx(now_s - 3 * 86400)
+    assert exact["newest_s"] == pytest.approx(now_s - 7200)
+    assert uint8["oldest_s"] == uint8["newest_s"] == pytest.approx(now_s - 60)
+    assert "3 days" in kvfetch("inspect", stored.url).stdout
+
+
+def test_a_store_is_shown_as_a_table(stored: Stored) -> None:
+    stored.manifest_path(1).unlink()
+    result = kvfetch("inspect", str(stored.root))
+    assert result.exit_code == 0
+    for text in ("exact", "uint8(k=256;v=256)", "mha bfloat16, 4 layers x 2 heads x 48/64, page 4", "1 data objects"):
+        assert text in result.stdout
+
+
+def test_an_empty_store(tmp_path: Path) -> None:
+    result = kvfetch("inspect", str(tmp_path))
+    assert result.exit_code == 0
+    assert "no segments" in result.stdout
+
+
+def test_a_namespace_without_a_readable_manifest_is_still_shown(stored: Stored) -> None:
+    stored.manifest_path(2).write_bytes(b"nonsense" * 10)
+    shown = inspect_json(stored.url)
+    broken = next(n for n in shown["namespaces"] if n["namespace"] is None)
+    assert broken["num_segments"] == 1
+    assert broken["sizes"] is None
+    table = kvfetch("inspect", stored.url).stdout
+    assert "no readable manifest" in table
+    model = stored.segments[0].manifest.namespace.model
+    num_bytes = {n["namespace"] and n["namespace"]["model"]: n["stored_bytes"] for n in shown["namespaces"]}
+    assert f"{format_size(num_bytes[model])} of {model}\n" in table
+    assert f"{format_size(num_bytes[None])} of namespaces without a readable manifest\n" in table
+
+
+def test_a_namespace_is_shown_by_segment_the_longest_first(stored: Stored) -> None:
+    prefix = stored.segments[0].manifest.key.namespace[:8]
+    shown = inspect_json(f"{stored.url}#{prefix}")
+    assert [s["num_pages"] for s in shown["segments"]] == [4, 1]
+    assert shown["num_more"] == 0
+    few = inspect_json(f"{stored.url}#{prefix}", "--limit", "1")
+    assert few == {**shown, "segments": shown["segments"][:1], "num_more": 1}
+    result = kvfetch("inspect", f"{stored.url}#{prefix}", "--limit", "1")
+    assert "1 more segments" in result.stdout
+    # What the table shows is a prefix of the name.
+    name = result.stdout.splitlines()[0] + next(
+        line.split()[0] for line in result.stdout.splitlines() if line.strip().startswith("4-")
+    )
+    assert segment_json(f"{stored.url}#{name}")["num_pages"] == 4
+
+
+def test_in_a_namespace_damage_and_orphans_are_named(stored: Stored) -> None:
+    first, second = (stored.segments[index].manifest.key for index in (0, 1))
+    stored.manifest_path(0).write_bytes(b"nonsense" * 10)
+    stored.manifest_path(1).unlink()
+    put(stored.root, make_segment(num_pages=8)[0])
+    shown = inspect_json(f"{stored.url}#{first.namespace}")
+    assert [s["num_pages"] for s in shown["segments"]] == [8]
+    assert shown["unreadable"].keys() == {first.manifest_name}
+    assert shown["num_orphans"] == 1
+    assert shown["orphan_bytes"] == len(stored.segments[1].data)
+    text = kvfetch("inspect", f"{stored.url}#{second.namespace}").stdout
+    assert f"{first.manifest_name}: " in text
+    assert "1 data objects" in text
+
+
+@pytest.mark.parametrize("suffix", ["", ".kvm", "data"])
+def test_a_segment_is_shown_in_full(stored: Stored, suffix: str) -> None:
+    segment = stored.segments[2]
+    name = segment.data_name if suffix == "data" else segment.manifest.key.stem + suffix
+    shown = segment_json(f"{stored.url}#{name}")
+    manifest_bytes = len(segment.manifest.encode())
+    assert shown["num_tokens"] == 8
+    assert shown["num_spans"] == 2
+    assert shown["manifest_bytes"] == manifest_bytes
+    assert shown["sizes"]["raw_bytes"] == 2 * SMALL.page_bytes
+    assert shown["sizes"]["stored_bytes"] == manifest_bytes + len(segment.data)
+    (variant,) = shown["variants"]
+    assert sum(part["stored_bytes"] for part in variant["parts"]) == len(segment.data)
+    assert [(p["part"], p["layout"], p["first_layer"], p["end_layer"]) for p in variant["parts"]] == [
+        (part, layout, *layers)
+        for layers in ((0, 3), (3, 4))
+        for part, layout in (("k scales", ""), ("k", "k"), ("v scales", ""), ("v", "v"))
+    ]
+    # One layer group's chunks, looked up one by one.
+    cells = [cell for cell in segment.manifest.cells() if cell.layer_group == 1]
+    reader = SegmentReader(segment.manifest, quantiser_from_identity("uint8(k=256;v=256)"))
+    stored_bytes = sum(end - start for start, end in map(reader.cell_range, cells))
+    assert sum(p["stored_bytes"] for p in variant["parts"][-4:]) == stored_bytes
+    values = 8 * SMALL.num_heads * (SMALL.k_head_dim + SMALL.v_head_dim)
+    assert sum(p["bits_per_value"] for p in variant["parts"][-4:]) == pytest.approx(8 * stored_bytes / values)
+
+
+def test_a_segment_is_shown_as_a_table(stored: Stored) -> None:
+    result = kvfetch("inspect", f"{stored.url}#{stored.segments[0].manifest.key.stem}")
+    assert result.exit_code == 0
+    for text in ("byte 0", "byte 1", "hevc", "against raw", "bits a value", "4 pages of 4 tokens"):
+        assert text in result.stdout
+    assert "MISSING" not in result.stdout
+    stored.data_path(0).unlink()
+    assert "MISSING" in kvfetch("inspect", str(stored.manifest_path(0))).stdout
+
+
+def test_the_expiry_is_shown(stored: Stored) -> None:
+    url = f"{stored.url}#{stored.segments[0].manifest.key.stem}"
+    assert segment_json(url)["expires"] is None
+    assert "expires" not in kvfetch("inspect", url).stdout
+    stored.manifest_path(0).write_bytes(expiring(stored.segments[0], 1_800_000_000).manifest.encode())
+    assert segment_json(url)["expires"] == 1_800_000_000
+    assert "2027-01-15 08:00:00 UTC" in kvfetch("inspect", url).stdout
+
+
+def test_signatures_are_shown(stored: Stored, key_file: Path) -> None:
+    sign(stored, 0)
+    sign(stored, 1, key=b"o" * 32)
+    stems = [segment.manifest.key.stem for segment in stored.segments]
+
+    def shown(*args: str) -> list[str]:
+        return [segment_json(f"{stored.url}#{stem}", *args)["signature"] for stem in stems]
+
+    assert shown() == ["signed (not checked)", "signed (not checked)", "none"]
+    assert shown("--manifest-key-file", str(key_file)) == ["good", "wrong", "missing"]
+    folder = stored.segments[0].manifest.key.namespace
+    listed = kvfetch("inspect", f"{stored.url}#{folder}", "--manifest-key-file", str(key_file)).stdout
+    assert [s["signature"] for s in inspect_json(f"{stored.url}#{folder}")["segments"]] == ["signed (not checked)"] * 2
+    assert "good" in listed
+    assert "wrong" in listed
+    assert "signed (not checked)" in kvfetch("inspect", str(stored.manifest_path(0))).stdout
+
+
+def test_a_manifest_of_the_largest_size(tmp_path: Path) -> None:
+    """It has a row for each of its 32,768 parts, in the time that a user waits."""
+    num_layers, num_heads, num_parts = 1024, 13, 32
+    heads = make_heads(KVGeometry(num_layers, num_heads, k_head_dim=1, v_head_dim=1, page_size=1, dtype="bfloat16"))
+    row = tuple(Chunk("", 1 + part, bytes(16), bytes(16)) for part in range(num_parts))
+    variant = Variant("0" * 32, {}, row * (num_layers * num_heads))
+    parts = tuple(PartInfo(f"part {part}") for part in range(num_parts))
+    manifest = Manifest(heads.namespace, 0, num_heads, 0, None, tuple(page_hashes(1)), 1, 1, 1, parts, (), (variant,))
+    path = tmp_path / "large.kvm"
+    path.write_bytes(manifest.encode())
+    assert 15 << 20 < path.stat().st_size <= MAX_MANIFEST_BYTES
+    begin_s = time.monotonic()
+    shown = segment_json(str(path))["variants"][0]["parts"]
+    table = kvfetch("inspect", str(path)).stdout
+    assert time.monotonic() - begin_s < 100  # it took half an hour when each part was searched for in all cells
+    assert [(p["first_layer"], p["part"], p["num_chunks"], p["stored_bytes"], p["bits_per_value"]) for p in shown] == [
+        (layer, f"part {part}", num_heads, num_heads * (1 + part), 8 * (1 + part) / 2)
+        for layer in range(num_layers)
+        for part in range(num_parts)
+    ]
+    assert len(table.splitlines()) < 500
+    assert "32512 more parts" in table
+
+
+def test_files_are_shown_where_they_lie(stored: Stored, tmp_path: Path) -> None:
+    expected = inspect_json(f"{stored.url}#{stored.segments[2].manifest.key.stem}")
+    assert inspect_json(str(stored.manifest_path(2))) == expected
+    assert inspect_json(str(stored.data_path(2))) == expected
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    shutil.copy(stored.manifest_path(2), copies / "mine.kvm")
+    shutil.copy(stored.data_path(2), copies / "mine.kvd")
+    assert inspect_json(str(copies / "mine.kvm")) == expected
+    assert inspect_json(str(copies / "mine.kvd")) == expected
+    (copies / "mine.kvm").unlink()
+    result = kvfetch("inspect", str(copies / "mine.kvd"))
+    assert result.exit_code == 2
+    assert "cannot be read without its manifest" in result.stderr
+
+
+def test_a_name_that_is_not_stored(stored: Stored) -> None:
+    result = kvfetch("inspect", f"{stored.url}#ffff")
+    assert result.exit_code == 2
+    assert "nothing is stored under this name" in result.stderr
+
+
+def test_stored_text_is_printed_as_text(stored: Stored) -> None:
+    put(stored.root, make_segment(num_pages=1, model="[red]evil\x1b[2J")[0])
+    result = kvfetch("inspect", stored.url)
+    assert "[red]evil" in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+def test_pictures_hold_exactly_the_frames(stored: Stored, tmp_path: Path) -> None:
+    segment = stored.segments[0]
+    pictures = tmp_path / "pictures"
+    name = f"{stored.url}#{segment.manifest.key.stem}"
+    result = kvfetch("inspect", name, "--png", str(pictures), "--span", "1", "--max-frames", "1")
+    assert result.exit_code == 0, result.stderr
+    # Two layer groups x K and V x two byte planes, each as planes and as RGB; and the contact sheet.
+    assert len(list(pictures.iterdir())) == 2 * 2 * 2 * 2 + 1
+    reader = SegmentReader(segment.manifest, quantiser_from_identity("exact"))
+    for cell in segment.manifest.span_cells(1):
+        parts = reader.decode_cell(cell, segment.data[slice(*reader.cell_range(cell))])
+        layers = ("0-2", "3")[cell.layer_group]
+        for part, integers in zip(segment.manifest.parts, parts, strict=True):
+            frame = reader.variant.layouts[part.layout].to_frames(integers).numpy()[0]
+            stem = f"span1_layers{layers}_{part.name.replace(' ', '')}_frame000"
+            assert stem.rpartition("_")[0] in result.stdout
+            rgb, planes = read_png(pictures / f"{stem}.rgb.png"), read_png(pictures / f"{stem}.planes.png")
+            assert np.array_equal(rgb, frame.transpose(1, 2, 0))
+            assert np.array_equal(planes, np.concatenate(list(frame), axis=1))
+    sheet = read_png(pictures / "span1_contact-sheet.png")
+    assert sheet.ndim == 3
+    assert sheet.shape[0] > 2 * reader.variant.layouts["k"].height
+    assert sheet.shape[1] > 4 * reader.variant.layouts["k"].width
+    assert (sheet == 255).any()  # the labels, at least
+
+
+def test_pictures_of_more_frames_than_wanted_and_larger_than_a_thumbnail(tmp_path: Path) -> None:
+    geometry = KVGeometry(3, 8, 128, 128, 16, "bfloat16")
+    segment, _ = make_segment(geometry, 16, quantiser=quantiser_from_identity("uint8(k=256;v=256)"), span_pages=16)
+    put(tmp_path, segment)
+    result = kvfetch("inspect", str(tmp_path), "--png", str(tmp_path / "pictures"), "--max-frames", "2")
+    assert result.exit_code == 0, result.stderr
+    layout = segment.manifest.variants[0].layouts["k"]
+    assert f"2 of {layout.num_frames((256, 3, 8, 128))} frames" in result.stdout
+    assert len(list((tmp_path / "pictures").glob("*_k_*.rgb.png"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [(["--png", "p"], "expects one segment"), (["--png", "p", "--span", "7"], "--span 7")],
+)
+def test_pictures_that_cannot_be_drawn(
+    stored: Stored, args: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(stored.root.parent)
+    target = stored.url if "--span" not in args else str(stored.manifest_path(0))
+    result = kvfetch("inspect", target, *args)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_corrupt_segment_is_not_drawn(stored: Stored, tmp_path: Path) -> None:
+    data = bytearray(stored.data_path(0).read_bytes())
+    data[10] ^= 1
+    stored.data_path(0).write_bytes(data)
+    result = kvfetch("inspect", str(stored.manifest_path(0)), "--png", str(tmp_path / "pictures"))
+    assert result.exit_code == 2
+    assert "checksum" in result.stderr

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.small_segments import FOLDER, make_segment, page_hashes, put_segment
+from harness.store_process import StoreProcess
+from sgl_kvfetch.directory.local import LocalStore
+from tests.tools.conftest import kvfetch, kvfetch_json
+
+CHAIN = page_hashes(12)
+SEGMENTS = [make_segment(CHAIN, first, 4) for first in (0, 4, 8)]
+
+
+def contents(root: Path) -> dict[str, bytes | None]:
+    async def read() -> dict[str, bytes | None]:
+        store = LocalStore(root)
+        found = {info.name: await store.get(info.name) async for info in store.list()}
+        await store.close()
+        return found
+
+    return asyncio.run(read())
+
+
+def num_found(root: Path) -> int:
+    async def look_up() -> int:
+        store = LocalStore(root)
+        found = await store.lookup(FOLDER, CHAIN)
+        await store.close()
+        return found.num_pages
+
+    return asyncio.run(look_up())
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    async def fill() -> None:
+        store = LocalStore(tmp_path / "source")
+        for segment in SEGMENTS:
+            await put_segment(store, segment)
+        await store.close()
+
+    asyncio.run(fill())
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    (tmp_path / "target").mkdir()
+    return tmp_path / "target"
+
+
+def test_to_a_server(source: Path, target: Path) -> None:
+    before = contents(source)
+    with StoreProcess(target) as store:
+        result = kvfetch("move", str(source), store.url)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("3 segments moved, 0 of them were there already; ")
+    assert (contents(source), contents(target)) == ({}, before)
+    assert num_found(target) == 12
+
+
+def test_a_copy_of_a_part(source: Path, target: Path) -> None:
+    before = contents(source)
+    part = f"{source}#{SEGMENTS[1].manifest.key.stem}"
+    assert kvfetch("move", part, str(target), "--copy").exit_code == 0
+    assert contents(source) == before
+    assert contents(target) == {
+        name: content for name, content in before.items() if SEGMENTS[1].manifest.key.stem in name
+    }
+
+
+def test_after_an_interruption_it_goes_on(source: Path, target: Path) -> None:
+    before = contents(source)
+    kvfetch("move", f"{source}#{SEGMENTS[0].manifest.key.stem}", str(target), "--copy")
+    result = kvfetch_json("move", str(source), str(target))
+    assert (result["num_moved"], result["num_there"], result["failures"]) == (3, 1, {})
+    assert (contents(source), contents(target)) == ({}, before)
+
+
+def with_a_missing_object(source: Path) -> None:
+    (source / SEGMENTS[1].data_name).unlink()
+
+
+def with_a_damaged_manifest(source: Path) -> None:
+    path = source / SEGMENTS[1].manifest.key.manifest_name
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+
+def with_a_damaged_object(source: Path) -> None:
+    path = source / SEGMENTS[1].data_name
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+
+@pytest.mark.parametrize("harm", [with_a_missing_object, with_a_damaged_object, with_a_damaged_manifest])
+def test_a_segment_that_is_not_whole_stays(source: Path, target: Path, harm: Callable[[Path], None]) -> None:
+    harm(source)
+    result = kvfetch("move", str(source), str(target))
+    assert result.exit_code == 1
+    assert f"FAILED {SEGMENTS[1].manifest.key.manifest_name}: " in result.stdout
+    assert {name for name in contents(source) if name.endswith(".kvm")} == {SEGMENTS[1].manifest.key.manifest_name}
+    assert num_found(target) == 4
+
+
+def test_nothing_is_deleted_that_did_not_come_back(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = contents(source)
+
+    async def put(self: LocalStore, name: str, data: bytes) -> None:
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_bytes(data[:-1] + b"?")
+
+    monkeypatch.setattr(LocalStore, "put", put)
+    result = kvfetch("move", str(source), str(target))
+    assert result.exit_code == 1
+    assert "came back from the target with other bytes" in result.stdout
+    assert contents(source) == before
+
+
+def test_a_damaged_copy_at_the_target_is_written_again(source: Path, target: Path) -> None:
+    before = contents(source)
+    kvfetch("move", str(source), str(target), "--copy")
+    damaged = target / SEGMENTS[1].data_name
+    damaged.chmod(0o600)
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    result = kvfetch_json("move", str(source), str(target))
+    assert (result["num_moved"], result["num_there"]) == (3, 2)
+    assert (contents(source), contents(target)) == ({}, before)
+
+
+@pytest.mark.parametrize("name", ["{}/", "file://{}", "{}-link", "http://127.0.0.1:{port}", "http://localhost:{port}"])
+def test_the_same_store_under_another_name(source: Path, name: str) -> None:
+    before = contents(source)
+    Path(f"{source}-link").symlink_to(source)
+    with StoreProcess(source) as store:
+        result = kvfetch("move", str(source), name.format(source, port=store.port))
+    assert result.exit_code == 2
+    assert "the same store" in result.stderr
+    assert contents(source) == before
+
+
+def test_the_segments_of_a_model(source: Path, target: Path) -> None:
+    async def put_another() -> None:
+        store = LocalStore(source)
+        await put_segment(store, make_segment(CHAIN, 0, 4, model="another"))
+        await store.close()
+
+    before = contents(source)
+    asyncio.run(put_another())
+    both = contents(source)
+    assert kvfetch("move", str(source), str(target), "--model", "another").exit_code == 0
+    assert contents(source) == before
+    assert contents(target) == {name: content for name, content in both.items() if name not in before}
+
+
+def test_a_dry_run_writes_and_deletes_nothing(source: Path, target: Path) -> None:
+    kvfetch("move", f"{source}#{SEGMENTS[0].manifest.key.stem}", str(target), "--copy")
+    before = contents(source), contents(target)
+    result = kvfetch("move", str(source), str(target), "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("3 segments would be moved, 1 of them are there already; ")
+    assert (contents(source), contents(target)) == before

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.small_segments import NAMESPACE, put_segment
+from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_segment
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.keys import HeadSlice
+from sgl_kvfetch.prompts import page_hashes
+from sgl_kvfetch.stores.stored_pages import pages_stored
+from tests.tools.conftest import kvfetch, kvfetch_json
+
+TOKENS = list(range(3, 11))
+TEXT = " ".join(f"w{token}" for token in TOKENS)
+
+
+def store_pages(root: Path, num_pages: int, heads: range, salt: str | None = None) -> str:
+    """Store the first pages of TOKENS, of one token each, for one rank of two. Return the namespace."""
+    namespace = replace(NAMESPACE, num_heads=2)
+    spec = SegmentSpec(HeadSlice(namespace, heads), make_quantiser("exact"), "zstd", "240p", 8)
+    values = torch.zeros(num_pages, 1, len(heads), 48, dtype=torch.bfloat16)
+    segment = encode_segment(spec, {"k": values, "v": values}, 0, None, page_hashes(TOKENS, 1, salt)[:num_pages])
+
+    async def put() -> None:
+        store = LocalStore(root)
+        await put_segment(store, segment)
+        await store.close()
+
+    asyncio.run(put())
+    return namespace.digest()
+
+
+def run(*args: str, exit_code: int = 0) -> str:
+    result = kvfetch(*args)
+    assert result.exit_code == exit_code, result.output
+    return result.output
+
+
+def test_pin_list_and_unpin(tmp_path: Path, tiny_llama: Path) -> None:
+    root = tmp_path / "store"
+    namespace = store_pages(root, 8, range(1))
+    store_pages(root, 4, range(1, 2))
+    name = page_hashes(TOKENS, 1)[-1].hex()
+    assert run("pin", str(root)) == "no pins\n"
+    output = run("pin", str(root), "--prompt", TEXT, "--model", str(tiny_llama), "--page-size", "1", "--label", "intro")
+    assert output == f"{name}  intro\n  8 pages of 1 tokens; stored: 4 in {namespace}\n"
+    assert run("pin", str(root)) == output
+    run("pin", str(root), "--prompt", str(TOKENS[:3]), "--page-size", "1")
+    labels = {pin["label"]: pin["num_pages"] for pin in kvfetch_json("pin", str(root))}
+    assert labels == {"intro": 8, str(TOKENS[:3]): 3}
+
+    assert run("unpin", str(root), "--prompt", str(TOKENS), "--page-size", "1") == "1 unpinned\n"
+    other = page_hashes(TOKENS, 1)[2].hex()
+    assert f"there was no pin {name}" in run("unpin", str(root), other, name, exit_code=1)
+    assert run("pin", str(root)) == "no pins\n"
+
+
+def test_a_file_of_prompts(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    store_pages(root, 8, range(2), salt="tenant")
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'{{"prompt": {TOKENS}}}\n{{"prompt": [1, 2]}}\n')
+    options = ("--file", str(file), "--page-size", "1")
+    assert [sum(pin["stored_pages"].values()) for pin in kvfetch_json("pin", str(root), *options)] == [0, 0]
+    salted = kvfetch_json("pin", str(root), *options, "--cache-salt", "tenant")
+    assert [sum(pin["stored_pages"].values()) for pin in salted] == [8, 0]
+
+
+def test_a_page_counts_when_all_heads_are_stored(tmp_path: Path) -> None:
+    async def look() -> dict[str, int]:
+        store = LocalStore(tmp_path)
+        try:
+            return await pages_stored(store, page_hashes(TOKENS, 1))
+        finally:
+            await store.close()
+
+    assert asyncio.run(look()) == {}
+    namespace = store_pages(tmp_path, 4, range(1))
+    assert asyncio.run(look()) == {namespace: 0}
+    store_pages(tmp_path, 2, range(2))
+    assert asyncio.run(look()) == {namespace: 2}
+    store_pages(tmp_path, 8, range(1, 2))
+    assert asyncio.run(look()) == {namespace: 4}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("pin", ".", "--prompt", "[1, 2]"), "needs --page-size"),
+        (("pin", ".", "--prompt", "a text", "--page-size", "1"), "texts need --model"),
+        (("pin", ".", "--prompt", "[1, 2]", "--page-size", "16"), "2 tokens, which are 0 pages"),
+        (("pin", ".", "--prompt", "[1]", "--file", "x", "--page-size", "1"), "either --prompt or --file"),
+        (("pin", ".", "--index", "redis://127.0.0.1:1"), "has its own"),
+        (("unpin", "."), "expected the name of a pin"),
+        (("unpin", ".", "nonsense"), "not the name of a pin"),
+        (("warm", ".", "--server", "http://127.0.0.1:1"), "expected --prompt or --file"),
+        (("warm", ".", "--server", "http://127.0.0.1:1", "--prompt", "[1]"), "http://127.0.0.1:1: Client"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(args: tuple[str, ...], message: str) -> None:
+    result = kvfetch(*args)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_look_up_prompts(tmp_path: Path, tiny_llama: Path) -> None:
+    root = tmp_path / "store"
+    namespace = store_pages(root, 8, range(1))
+    store_pages(root, 4, range(1, 2))
+    salted = store_pages(root, 2, range(2), salt="tenant")
+    look = "lookup", str(root), "--page-size", "1"
+    assert run(*look, "--prompt", TEXT, "--model", str(tiny_llama)) == (
+        f"prompt 0: 8 tokens, 8 pages; stored: 4 in {namespace}\n"
+    )
+    found = kvfetch_json(*look, "--prompt", str(TOKENS[:3]), "--cache-salt", "tenant")
+    assert found == [{"num_tokens": 3, "num_pages": 3, "stored_pages": {salted: 2}}]
+    assert run(*look, "--prompt", "[1, 2]") == "prompt 0: 2 tokens, 2 pages; stored: none\n"
+    assert "expected --prompt or --file" in run(*look, exit_code=2)
+    assert "texts need --model" in run(*look, "--prompt", TEXT, exit_code=2)

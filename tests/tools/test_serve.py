@@ -1,0 +1,91 @@
+"""The server as a process, and the other commands against it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from sgl_kvfetch.tools.terminal import TOKEN_ENV
+from tests.tools.conftest import Stored, kvfetch
+
+LISTENING = re.compile(r"kvfetch: serving (?P<root>.+) on (?P<url>http://\S+)\n")
+
+
+@contextmanager
+def serving(root: Path, *args: str, token: str | None = None) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    environment = {key: value for key, value in os.environ.items() if key != TOKEN_ENV}
+    if token is not None:
+        environment[TOKEN_ENV] = token
+    command = [sys.executable, "-m", "sgl_kvfetch.tools", "serve", str(root), "--port", "0", *args]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        line = process.stderr.readline()
+        match = LISTENING.fullmatch(line)
+        assert match, line + process.stderr.read()
+        assert match["root"] == str(root)
+        yield match["url"], process
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_serve_with_a_token_and_look_at_it(stored: Stored, tmp_path: Path) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("secret\n")
+    with serving(stored.root, "--capacity", "1GiB", token="secret") as (url, process):
+        for command in ("inspect", "verify"):
+            refused = kvfetch(command, url)
+            assert refused.exit_code == 2
+            assert "401" in refused.stderr
+            assert kvfetch(command, url, "--token-file", str(token_file)).exit_code == 0
+        over_http = json.loads(kvfetch("inspect", url, "--token", "secret", "--json").stdout)
+        assert over_http == json.loads(kvfetch("inspect", stored.url, "--json").stdout)
+        stored.data_path(0).write_bytes(bytes(stored.data_path(0).stat().st_size))
+        assert kvfetch("verify", url, "--token", "secret").exit_code == 1
+
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_serve_makes_its_directory_and_stops_on_sigterm(tmp_path: Path) -> None:
+    root = tmp_path / "new" / "store"
+    with serving(root) as (url, process):
+        assert root.is_dir()
+        assert "no segments" in kvfetch("inspect", url).stdout
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--capacity", "10G"], "invalid size '10G'"),
+        (["--host", "0.0.0.0"], "there is no token"),
+        (["--token", "a", "--token-file", "b"], "not both"),
+        (["--host", "192.0.2.1", "--token", "t"], "cannot listen on 192.0.2.1"),
+    ],
+)
+def test_serve_refuses_in_one_line(args: list[str], message: str, tmp_path: Path) -> None:
+    result = kvfetch("serve", str(tmp_path / "store"), "--port", "0", *args)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.startswith("kvfetch: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_serve_needs_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = kvfetch("serve", str(tmp_path / "file" / "store"))
+    assert result.exit_code == 2
+    assert "cannot make" in result.stderr

@@ -1,0 +1,172 @@
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.store_process import StoreProcess
+from sgl_kvfetch import __version__
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.plane import config
+from sgl_kvfetch.sizes import parse_size
+from sgl_kvfetch.tools.app import COMMANDS, import_command
+from sgl_kvfetch.tools.terminal import TOKEN_ENV, format_size, parse_age, printable, read_token
+from tests.tools.conftest import Stored, kvfetch
+
+HEAVY = {"torch", "av", "numpy", "obstore", "redis", "transformers", "sglang", "PIL"}
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("10GiB", 10 << 30),
+        ("500MB", 500_000_000),
+        ("1.5 kib", 1536),
+        ("2TB", 2 * 10**12),
+        ("4096", 4096),
+        ("12B", 12),
+    ],
+)
+def test_sizes_are_parsed(text: str, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "10G", "GiB", "-1GiB", "1e9", "0", "0.1B", "10 gigabytes", "1GiB1"])
+def test_sizes_that_mean_nothing_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (10 << 30, "10 GiB"), (1 << 60, "1.02e+03 PiB")],
+)
+def test_sizes_are_printed_with_three_digits(num_bytes: int, text: str) -> None:
+    assert format_size(num_bytes) == text
+
+
+def test_stored_text_cannot_drive_the_terminal() -> None:
+    assert printable("a\x1b[31mb\n") == "a\ufffd[31mb\ufffd"
+
+
+def test_a_token_comes_from_the_option_or_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert TOKEN_ENV == config.TOKEN_ENV
+    file = tmp_path / "token"
+    file.write_text("from-file\n")
+    assert read_token(None, None) is None
+    monkeypatch.setenv(TOKEN_ENV, "from-environment")
+    assert read_token(None, None) == "from-environment"
+    assert read_token(None, file) == "from-file"
+    assert read_token("from-option", None) == "from-option"
+
+
+def test_a_token_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    with pytest.raises(ConfigError, match="No such file"):
+        read_token(None, file)
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        read_token(None, file)
+    with pytest.raises(ConfigError, match="not both"):
+        read_token("t", file)
+
+
+def test_version_and_help() -> None:
+    assert kvfetch("--version").stdout == f"kvfetch {__version__}\n"
+    for command in COMMANDS:
+        assert command in kvfetch("--help").stdout
+        assert f"kvfetch {command}" in kvfetch(command, "--help").stdout  # an example
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_list_of_commands_says_what_each_says_of_itself(command: str) -> None:
+    assert inspect.getdoc(import_command(command)).partition("\n")[0] == COMMANDS[command]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_flags_have_no_type(command: str) -> None:
+    assert "<bool>" not in kvfetch(command, "--help").stdout
+
+
+def test_an_unknown_command_is_refused() -> None:
+    result = kvfetch("verfy")
+    assert result.exit_code == 2
+    assert "No such command 'verfy'" in result.stderr
+    assert "verify" in result.stderr
+
+
+def require_light(*args: str) -> None:
+    """Run a command in a process of its own, and assert that it imports nothing heavy."""
+    code = (
+        f"import sys\nfrom sgl_kvfetch.tools import main\nsys.argv = {['kvfetch', *args]}\n"
+        "try: main()\nexcept SystemExit as e: assert not e.code, e\n"
+        f"print(sorted({HEAVY} & sys.modules.keys()), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "[]\n"), done.stderr
+
+
+@pytest.mark.parametrize("args", [(), *((command,) for command in COMMANDS)])
+def test_help_is_light(args: tuple[str, ...]) -> None:
+    require_light(*args, "--help")
+
+
+def test_what_needs_no_tensors_is_light(stored: Stored) -> None:
+    with StoreProcess(stored.root) as store:
+        require_light("inspect", store.url)
+        require_light("inspect", f"{store.url}#{stored.segments[0].manifest.key.stem}")
+        require_light("lookup", store.url, "--prompt", "[1]", "--page-size", "1")
+        require_light("pin", store.url, "--prompt", "[1]", "--page-size", "1")
+        require_light("pin", store.url)
+        require_light("move", store.url, str(stored.root.parent), "--dry-run")
+        require_light("clear", store.url, "--yes")
+        require_light("top", store.url, "--once", "--interval", "0.1")
+    require_light("gc", stored.url, "--capacity", "1MiB")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("nowhere", "neither a file, a directory nor"),
+        ("ftp://host", "not supported"),
+        ("file:///no/such/directory", "not a directory"),
+        ("http://127.0.0.1:1", "127.0.0.1:1"),
+        ("pyproject.toml", "neither a manifest"),
+    ],
+)
+def test_a_bad_target_is_one_line_and_exit_code_2(
+    command: str, target: str, message: str, stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (stored.root / "pyproject.toml").touch()
+    monkeypatch.chdir(stored.root)
+    result = kvfetch(command, target)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("kvfetch: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_reader_that_leaves_gets_no_traceback(stored: Stored) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "sgl_kvfetch.tools", "inspect", stored.url]
+    with os.fdopen(write_end, "wb") as closed:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert "Traceback" not in done.stderr
+    assert done.returncode != 0
+
+
+def test_ages_are_parsed() -> None:
+    assert [parse_age(text) for text in ("90s", "45m", "1.5 h", "30d")] == [90, 2700, 5400, 30 * 86400]
+
+
+@pytest.mark.parametrize("text", ["", "30", "d", "-1d", "2 weeks", "1h30m"])
+def test_ages_that_mean_nothing_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="age"):
+        parse_age(text)

@@ -1,0 +1,306 @@
+import asyncio
+import dataclasses
+import random
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from sgl_kvfetch.codec.container.manifest import Manifest
+from sgl_kvfetch.codec.container.segment import CodedSegment
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.stores.base import Lookup
+from sgl_kvfetch.stores.listing import list_segments
+from sgl_kvfetch.tools.verify import Report, Verifier
+from tests.segments import as_newer, make_segment
+from tests.tools.conftest import Stored, kvfetch, kvfetch_json, put, sign, unchanged
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 0x10
+    path.write_bytes(content)
+
+
+def verify_json(target: str, exit_code: int, *args: str) -> Any:
+    return kvfetch_json("verify", target, *args, exit_code=exit_code)
+
+
+def with_chunk(manifest: Manifest, index: int, **changes: Any) -> Manifest:
+    """A manifest whose own checksum holds, with one chunk's row changed."""
+    (variant,) = manifest.variants
+    chunks = list(variant.chunks)
+    chunks[index] = msgspec.structs.replace(chunks[index], **changes)
+    return msgspec.structs.replace(manifest, variants=(msgspec.structs.replace(variant, chunks=tuple(chunks)),))
+
+
+def in_namespace(manifest: Manifest, **changes: Any) -> Manifest:
+    return msgspec.structs.replace(manifest, namespace=dataclasses.replace(manifest.namespace, **changes))
+
+
+def run_verifier(store: LocalStore, read_bytes: int = 4 << 20) -> Report:
+    async def run() -> Report:
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                verifier = Verifier(store, pool, jobs=2, read_bytes=read_bytes)
+                return await verifier.run(await list_segments(store, ""))
+        finally:
+            await store.close()
+
+    return asyncio.run(run())
+
+
+def test_a_sound_store(stored: Stored) -> None:
+    with unchanged(stored.root):
+        report = verify_json(stored.url, 0)
+    assert report["num_segments"] == 3
+    assert report["num_chunks"] == sum(len(s.manifest.variants[0].chunks) for s in stored.segments)
+    assert report["read_bytes"] == sum(p.stat().st_size for p in stored.root.rglob("*.kv?"))
+    assert report["problems"] == report["orphans"] == []
+    result = kvfetch("verify", str(stored.root), "--jobs", "1")
+    assert result.exit_code == 0
+    assert "3 segments" in result.stdout
+    assert "all is well" in result.stdout
+    assert result.stderr == ""
+
+
+def test_an_empty_store_is_sound(tmp_path: Path) -> None:
+    assert verify_json(str(tmp_path), 0)["num_segments"] == 0
+
+
+def test_any_flipped_byte_is_found(stored: Stored) -> None:
+    rng = random.Random(3)
+    for _ in range(12):
+        index = rng.randrange(3)
+        path = rng.choice([stored.data_path(index), stored.manifest_path(index)])
+        place = rng.randrange(path.stat().st_size)
+        flip(path, place)
+        (problem,) = {p["name"] for p in verify_json(stored.url, 1)["problems"]}
+        assert problem == str(path.relative_to(stored.root))
+        flip(path, place)
+    verify_json(stored.url, 0)
+
+
+def test_a_corrupt_object_is_named_with_what_is_wrong(stored: Stored) -> None:
+    flip(stored.data_path(0), -1)
+    result = kvfetch("verify", stored.url)
+    assert result.exit_code == 1
+    (cell, digest) = [line for line in result.stdout.splitlines() if line.startswith("CORRUPT")]
+    assert stored.segments[0].data_name in cell
+    assert "span=1, layer_group=1, head_block=0" in cell
+    assert "compressed bytes: checksum does not match" in cell
+    assert "digest" in digest
+    assert "1 objects corrupt" in result.stdout
+
+
+def test_many_problems_of_one_object_are_cut_short(stored: Stored) -> None:
+    segment, _ = make_segment(num_pages=8, seed="another")  # of eight cells
+    put(stored.root, segment)
+    (stored.root / segment.data_name).write_bytes(bytes(len(segment.data)))
+    lines = [s for s in kvfetch("verify", stored.url).stdout.splitlines() if s.startswith("CORRUPT")]
+    assert len(lines) == 6
+    assert lines[-1].endswith("more")
+
+
+@pytest.mark.parametrize("change", [-7, 7])
+def test_data_of_another_length(stored: Stored, change: int) -> None:
+    data = stored.data_path(0).read_bytes()
+    stored.data_path(0).write_bytes(data[:change] if change < 0 else data + bytes(change))
+    (problem,) = verify_json(stored.url, 1)["problems"]
+    assert problem["name"] == stored.segments[0].data_name
+    assert f"has {len(data) + change} bytes, expected {len(data)}" in problem["what"]
+
+
+def test_missing_data(stored: Stored) -> None:
+    stored.data_path(1).unlink()
+    (problem,) = verify_json(stored.url, 1)["problems"]
+    assert problem == {
+        "name": stored.segments[1].data_name,
+        "what": "missing, though its manifest names it",
+    }
+    assert verify_json(stored.url, 1)["num_segments"] == 3
+
+
+def test_orphans_are_counted_and_no_fault(stored: Stored) -> None:
+    stored.manifest_path(1).unlink()
+    # Also data that the manifest beside it does not name: a segment that was replaced.
+    name = stored.segments[0].manifest.key.data_name("0" * 32)
+    (stored.root / name).write_bytes(b"old")
+    report = verify_json(stored.url, 0)
+    assert {info["name"] for info in report["orphans"]} == {name, stored.segments[1].data_name}
+    assert "2 data objects" in kvfetch("verify", stored.url).stdout
+
+
+def test_integers_that_decode_to_something_else(stored: Stored) -> None:
+    """The compressed bytes are as written, and the codec gives back other integers than the writer had."""
+    manifest = with_chunk(stored.segments[2].manifest, 1, decoded_checksum=bytes(16))
+    stored.manifest_path(2).write_bytes(manifest.encode())
+    (problem,) = verify_json(stored.url, 1)["problems"]
+    assert problem["name"] == stored.segments[2].data_name
+    assert "decoded k: checksum does not match" in problem["what"]
+
+
+def test_an_unknown_codec(stored: Stored) -> None:
+    stored.manifest_path(0).write_bytes(with_chunk(stored.segments[0].manifest, 0, codec="av2").encode())
+    (problem,) = verify_json(stored.url, 1)["problems"]
+    assert "codec 'av2' is unknown" in problem["what"]
+
+
+def test_an_unknown_quantiser(stored: Stored) -> None:
+    manifest = in_namespace(stored.segments[2].manifest, quantiser="uint9")
+    put(stored.root, CodedSegment(manifest, stored.segments[2].data))
+    (problem,) = verify_json(stored.url, 1)["problems"]
+    assert problem["name"] == manifest.key.manifest_name
+    assert "quantiser 'uint9' is unknown" in problem["what"]
+
+
+def test_a_quantiser_that_does_not_fit_its_segment(stored: Stored) -> None:
+    manifest = in_namespace(stored.segments[2].manifest, quantiser="exact")
+    put(stored.root, CodedSegment(manifest, stored.segments[2].data))
+    (problem,) = verify_json(stored.url, 1)["problems"]
+    assert "segment is quantised as" in problem["what"]
+
+
+def test_a_manifest_that_nests_without_end(stored: Stored) -> None:
+    nested = as_newer(stored.segments[0].manifest.encode(), later=b"\x91" * 100_000 + b"\xc0")
+    stored.manifest_path(0).write_bytes(nested)
+    (problem,) = verify_json(stored.url, 1)["problems"]
+    assert problem["name"] == stored.segments[0].manifest.key.manifest_name
+    assert "malformed" in problem["what"]
+
+
+def test_signatures_are_checked_with_a_key(stored: Stored, key_file: Path) -> None:
+    sign(stored, 0)
+    sign(stored, 1, key=b"o" * 32)
+    report = verify_json(stored.url, 1, "--manifest-key-file", str(key_file))
+    names = [segment.manifest.key.manifest_name for segment in stored.segments]
+    assert {p["name"]: p["what"] for p in report["problems"]} == {
+        names[1]: "its signature was not made with this key, or not for this manifest",
+        names[2]: "has no signature",
+    }
+    assert report["num_segments"] == 3
+    assert report["num_unchecked"] == 0
+    sign(stored, 1)
+    sign(stored, 2)
+    assert kvfetch("verify", stored.url, "--manifest-key-file", str(key_file)).exit_code == 0
+    flip(stored.manifest_path(0), -1)
+    (problem,) = verify_json(str(stored.manifest_path(0)), 1, "--manifest-key-file", str(key_file))["problems"]
+    assert problem["name"] == names[0]
+
+
+def test_signatures_are_counted_without_a_key(stored: Stored) -> None:
+    sign(stored, 0)
+    sign(stored, 1, key=b"o" * 32)
+    assert verify_json(stored.url, 0)["num_unchecked"] == 2
+    assert "2 manifests are signed (not checked" in kvfetch("verify", stored.url).stdout
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_a_key_file_that_cannot_be_used(stored: Stored, tmp_path: Path, command: str) -> None:
+    result = kvfetch(command, stored.url, "--manifest-key-file", str(tmp_path / "missing"))
+    assert result.exit_code == 2
+    assert "cannot be read" in result.stderr
+
+
+def test_a_manifest_under_another_name(stored: Stored) -> None:
+    shutil.copy(stored.manifest_path(0), stored.manifest_path(1))
+    (problem,) = verify_json(stored.url, 1)["problems"]
+    assert problem["name"] == stored.segments[1].manifest.key.manifest_name
+    assert "belongs under the name" in problem["what"]
+
+
+def test_rebuild_makes_the_catalog_anew(stored: Stored) -> None:
+    result = kvfetch("verify", stored.url, "--rebuild")
+    assert result.exit_code == 0
+    key = stored.segments[0].manifest.key
+    found = asyncio.run(_lookup(stored.root, key.namespace, stored.segments[0].manifest.page_hashes))
+    assert found.num_pages == key.num_pages
+    result = kvfetch("verify", "http://127.0.0.1:1", "--rebuild")
+    assert result.exit_code == 2
+    assert "not a directory" in result.stderr
+
+
+async def _lookup(root: Path, namespace: str, page_hashes: tuple[bytes, ...]) -> Lookup:
+    store = LocalStore(root)
+    try:
+        return await store.lookup(namespace, page_hashes)
+    finally:
+        await store.close()
+
+
+def test_one_segment_among_others(stored: Stored) -> None:
+    flip(stored.data_path(0), 5)
+    verify_json(str(stored.data_path(0)), 1)
+    verify_json(f"{stored.url}#{stored.segments[1].manifest.key.stem}", 0)
+    result = kvfetch("verify", f"{stored.url}#ffff")
+    assert result.exit_code == 2
+    assert "nothing is stored" in result.stderr
+
+
+def test_files_out_of_a_store(stored: Stored, tmp_path: Path) -> None:
+    manifest, data = tmp_path / "mine.kvm", tmp_path / "mine.kvd"
+    shutil.copy(stored.manifest_path(2), manifest)
+    shutil.copy(stored.data_path(2), data)
+    assert verify_json(str(manifest), 0)["num_segments"] == 1
+    flip(data, 100)
+    assert verify_json(str(data), 1)["problems"]
+    flip(manifest, 100)
+    (problem,) = verify_json(str(manifest), 1)["problems"]
+    assert problem["name"] == str(manifest)
+    assert "checksum" in problem["what"]
+
+
+class _Deleting(LocalStore):
+    """Loses the named objects after they were listed, as an evicting server does."""
+
+    doomed: tuple[str, ...] = ()
+
+    async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        for doomed in self.doomed:
+            (self.root / doomed).unlink(missing_ok=True)
+        return await super().get(name, start, length)
+
+
+def test_a_segment_that_is_evicted_meanwhile_is_no_fault(stored: Stored) -> None:
+    store = _Deleting(stored.root)
+    store.doomed = (stored.segments[0].manifest.key.manifest_name, stored.segments[0].data_name)
+    report = run_verifier(store)
+    assert report.problems == []
+    assert report.num_gone == 1
+    assert report.num_segments == 2
+
+
+def test_data_that_goes_while_its_manifest_stays(stored: Stored) -> None:
+    store = _Deleting(stored.root)
+    store.doomed = (stored.segments[0].data_name,)
+    (problem,) = run_verifier(store).problems
+    assert problem.name == stored.segments[0].data_name
+    assert "missing" in problem.what
+
+
+def test_a_store_that_stops_answering_is_not_a_corrupt_one(stored: Stored) -> None:
+    class Refusing(LocalStore):
+        async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+            raise StoreError("refused", "connection refused")
+
+    with pytest.raises(StoreError, match="refused"):
+        run_verifier(Refusing(stored.root))
+
+
+def test_large_segments_are_read_piece_by_piece(stored: Stored) -> None:
+    put(stored.root, make_segment(num_pages=64, span_pages=64)[0])
+    largest = 0
+
+    class Watching(LocalStore):
+        async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+            nonlocal largest
+            data = await super().get(name, start, length)
+            largest = max(largest, len(data or b""))
+            return data
+
+    assert run_verifier(Watching(stored.root), read_bytes=300_000).problems == []
+    assert 150_000 < largest <= 300_000
