@@ -18,11 +18,12 @@ from sgl_kvfetch.plane.run import open_on_cpu, run_data_plane
 
 
 def main() -> None:
-    sock_fd, values_fd, pages_fd, values_bytes, pages_bytes = map(int, sys.argv[1:])
+    *fds, values_fd, pages_fd, values_bytes, pages_bytes = map(int, sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s kvfetch data plane] %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the engine, which then closes this process
     torch.set_num_threads(1)  # a decode session is one thread
-    line = Line(socket.socket(fileno=sock_fd), Arena(values_fd, values_bytes), Arena(pages_fd, pages_bytes))
+    commands, events = (socket.socket(fileno=fd) for fd in fds)
+    line = Line(commands, events, Arena(values_fd, values_bytes), Arena(pages_fd, pages_bytes))
     asyncio.run(run_data_plane(line, open_on_cpu))
     timeline.close()
     logging.shutdown()

@@ -20,11 +20,12 @@ from sgl_kvfetch.plane.fetch.rounds import Destination
 
 @dataclass(frozen=True)
 class Line:
-    """A data plane's connection to the engine: its socket, shared memory for the values that it sends, and shared
-    memory for the pages that it receives. ``destination`` returns the destination of a fetch's round, for a data plane
-    in the engine's process, which writes there itself."""
+    """A data plane's connection to the engine: its ends of the two sockets of `Channel`, shared memory for the values
+    that it sends, and shared memory for the pages that it receives. ``destination`` returns the destination of a
+    fetch's round, for a data plane in the engine's process, which writes there itself."""
 
-    sock: socket.socket
+    commands: socket.socket
+    events: socket.socket
     values: Arena
     pages: Arena
     destination: Callable[[int, int], Destination | None] = lambda work, index: None
@@ -67,12 +68,13 @@ class DataPlaneProcess:
     """A separate process. When the engine's process ends, however it ends, the socket closes, and this ends too."""
 
     def __init__(self, line: Line) -> None:
-        fds = line.sock.fileno(), line.values.fd, line.pages.fd
+        fds = line.commands.fileno(), line.events.fileno(), line.values.fd, line.pages.fd
         numbers = map(str, (*fds, line.values.num_bytes, line.pages.num_bytes))
         command = [sys.executable, "-m", "sgl_kvfetch.plane", *numbers]
         self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
         self._activity = _Activity(self.process.pid, self.process.pid)
-        line.sock.close()
+        line.commands.close()
+        line.events.close()
 
     def kill(self) -> None:
         self.process.kill()

@@ -17,7 +17,7 @@ from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.labels import Labels
 
-VERSION = 1
+VERSION = 2
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 64 << 20  # limit for a message; a lookup has 32 bytes per page
 
@@ -31,7 +31,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Start(_Message, frozen=True):
     """The first command. ``config``: the parsed `KVFetchConfig`. ``first_head``, ``end_head``: the rank's heads.
-    ``sides``: the bytes of a page in each side pool."""
+    ``sides``: the bytes of a page in each side pool. ``has_steps``: the scheduler's steps read the events for them."""
 
     config: dict[str, Any]
     namespace: Namespace
@@ -41,6 +41,7 @@ class Start(_Message, frozen=True):
     most_span_pages: int | None
     sides: dict[str, int] = {}
     labels: Labels = Labels()
+    has_steps: bool = False
     version: int = VERSION
 
 
@@ -59,7 +60,8 @@ class Fetch(_Message, frozen=True):
     """Fetch the pages that lookup number ``found`` has found, from ``first_page`` on; if it is None, these pages.
 
     ``round_ends``: where rounds end, in pages after the first fetched one. ``deadline_s``: in time.monotonic().
-    ``request_id``, ``traceparent``: for the timeline. ``early_s``: when to report `Certain`; 0: never.
+    ``request_id``, ``traceparent``: for the timeline. ``early_s``: when to report `Certain`; 0: never. ``is_given``:
+    whether the first round has a destination already.
     """
 
     work: int
@@ -71,6 +73,7 @@ class Fetch(_Message, frozen=True):
     request_id: str = ""
     traceparent: str = ""
     early_s: float = 0.0
+    is_given: bool = False
 
 
 class Give(_Message, frozen=True):
@@ -179,7 +182,7 @@ class Found(_Message, frozen=True):
 
 
 class RoundHere(_Message, frozen=True):
-    """A round's first bytes are here. ``cost``: of this round and all later ones."""
+    """The first bytes of a round that has no destination are here. ``cost``: of this round and all later ones."""
 
     work: int
     round: int
@@ -217,7 +220,8 @@ class SideOver(_Message, frozen=True):
 
 
 class RoundOver(_Message, frozen=True):
-    """No more pieces of this round come. Its first ``num_pages`` pages are complete and verified."""
+    """No more pieces of this round come. Its first ``num_pages`` pages are complete and verified. Rounds end in order,
+    and the last one's end is the last event of a fetch."""
 
     work: int
     round: int
@@ -225,7 +229,8 @@ class RoundOver(_Message, frozen=True):
 
 
 class LinkHasRoom(_Message, frozen=True):
-    """The link could serve another fetch beside this one."""
+    """The link could serve another fetch beside this one, or this one is over. Comes once for each fetch of what a
+    lookup has found."""
 
     work: int
 
@@ -233,12 +238,6 @@ class LinkHasRoom(_Message, frozen=True):
 class Certain(_Message, frozen=True):
     """All bytes of a fetch are here, and sound; all its rounds have slots, and their first layers are restored. The
     others follow layer by layer, and will take about the fetch's ``early_s`` at most."""
-
-    work: int
-
-
-class FetchOver(_Message, frozen=True):
-    """The last event of a fetch."""
 
     work: int
 
@@ -268,23 +267,8 @@ class Pong(_Message, frozen=True):
 
 
 Command = Start | LookUp | Fetch | FetchSide | Give | Cancel | Forget | Flush | Write | Free | Clear | Ping | Close
-Event = (
-    Ready
-    | Refused
-    | Found
-    | RoundHere
-    | Piece
-    | RoundOver
-    | LinkHasRoom
-    | Certain
-    | FetchOver
-    | SidePiece
-    | SideOver
-    | Taken
-    | Settled
-    | Cleared
-    | Pong
-)
+ForStep = Found | RoundHere | LinkHasRoom | Certain  # what the scheduler decides on in its steps
+Event = ForStep | Ready | Refused | Piece | RoundOver | SidePiece | SideOver | Taken | Settled | Cleared | Pong
 
 M = TypeVar("M")
 

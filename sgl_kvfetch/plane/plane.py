@@ -11,8 +11,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack
+from concurrent.futures import Future, InvalidStateError
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ import torch
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import CellValues, SideKey
-from sgl_kvfetch.errors import ConfigError, KVFetchError, StoreError, UnsupportedError
+from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, StoreError, UnsupportedError
 from sgl_kvfetch.plane import messages as m
 from sgl_kvfetch.plane.arena import Arena, Room
 from sgl_kvfetch.plane.channel import Channel
@@ -81,6 +81,9 @@ class FetchCall:
         for index in range(len(self.over)):
             self.end_round(index, 0)
         _complete(self.link, None)
+        self.end_transmission()
+
+    def end_transmission(self) -> None:
         _complete(self.certain, False)
         _complete(self.end, None)
 
@@ -133,12 +136,28 @@ class DataPlane:
         first_page: int = 0,
         request: timeline.Request = timeline.NOBODY,
         early_s: float = 0.0,
+        destination: Destination | None = None,
     ) -> FetchCall:
-        """Begin to transmit pages for ``request``. Other arguments as in `messages.Fetch`."""
+        """Begin to transmit pages for ``request``. ``destination``: the first round's, if it has one already; see
+        `give`. Other arguments as in `messages.Fetch`."""
         work = next(self._numbers)
         call = FetchCall(work, [Future() for _ in round_ends], [Future() for _ in round_ends])
-        named = request.id, request.traceparent
-        command = m.Fetch(work, b"".join(hashes), tuple(round_ends), deadline_s, found, first_page, *named, early_s)
+        if destination is not None:
+            call.destinations[0] = destination
+        if found is None:
+            call.link.set_result(None)
+        command = m.Fetch(
+            work,
+            b"".join(hashes),
+            tuple(round_ends),
+            deadline_s,
+            found,
+            first_page,
+            request.id,
+            request.traceparent,
+            early_s,
+            destination is not None,
+        )
         self._run.fetch(command, call)
         return call
 
@@ -235,6 +254,11 @@ class DataPlane:
             run.running.kill()
         self._thread.join(_CLOSE_S)
 
+    def step(self) -> None:
+        """Complete what the events for the scheduler's steps say: those that have come, a bounded number. Only if
+        `messages.Start` has said ``has_steps``. Never waits."""
+        self._run.step()
+
     # Lifecycle
 
     def _send(self, command: m.Command) -> None:
@@ -299,8 +323,8 @@ class _Run:
 
     def __init__(self, launch: Launch, geometry: KVGeometry, sides: Mapping[str, int], shared_bytes: int) -> None:
         """Launch a data plane, which waits for ``Start``."""
-        ours, theirs = socket.socketpair()
-        self.channel = Channel(ours)
+        commands, events = socket.socketpair(), socket.socketpair()
+        self.channel = Channel(commands[0], events[0])
         self._values, self._pages = Arena.create(shared_bytes), Arena.create(shared_bytes)
         self._room = Room(shared_bytes)
         self._geometry = geometry
@@ -311,7 +335,7 @@ class _Run:
         self._fetches: dict[int, FetchCall] = {}
         self._takers: dict[int, Callable[[int, torch.Tensor], None]] = {}  # of side pages
         self._num_queued = 0  # pages that the data plane has taken and not yet written or dropped
-        self.running = launch(Line(theirs, self._values, self._pages, self.destination))
+        self.running = launch(Line(commands[1], events[1], self._values, self._pages, self.destination))
 
     # Commands, which fail at once after the end
 
@@ -414,11 +438,15 @@ class _Run:
                 return
             if num_silent:
                 self.channel.send(m.Ping())
-            for event in events:
-                try:
-                    self._take_in(event)
-                except Exception:  # must not end the thread that all callers depend on
-                    logger.exception("kvfetch: processing event %s failed", type(event).__name__)
+            self._take_in_all(events)
+
+    def step(self) -> None:
+        if self._answers or self._fetches:
+            try:
+                self._take_in_all(self.channel.receive_now())
+            except FormatError:
+                logger.exception("kvfetch: the data plane sends invalid bytes")
+                self.running.kill()
 
     def _receive(self) -> list[m.Event]:
         """Return new events. Raises KVFetchError if the data plane has ended."""
@@ -426,6 +454,13 @@ class _Run:
         if events is None:
             raise KVFetchError("the data plane ended")
         return events
+
+    def _take_in_all(self, events: Iterable[m.Event]) -> None:
+        for event in events:
+            try:
+                self._take_in(event)
+            except Exception:  # must not end the thread, on which others depend
+                logger.exception("kvfetch: processing event %s failed", type(event).__name__)
 
     def _take_in(self, event: m.Event) -> None:
         match event:
@@ -444,11 +479,12 @@ class _Run:
                     self.channel.send(m.Free(event.offset))
             case m.Found() | m.SideOver() | m.Taken() | m.Cleared():
                 with self._lock:
-                    answer, _ = self._answers.pop(event.work)
+                    answer, _ = self._answers.pop(event.work, (None, None))
                     self._takers.pop(event.work, None)
                 if isinstance(event, m.Taken):
                     self._num_queued += event.num_queued
-                answer.set_result(event)
+                if answer is not None:  # else the data plane has ended, as another thread has noticed
+                    answer.set_result(event)
             case m.Settled():
                 self._num_queued -= event.num_pages
             case m.RoundHere():
@@ -457,16 +493,21 @@ class _Run:
             case m.RoundOver():
                 if (call := self._call(event.work)) is not None:
                     call.end_round(event.round, event.num_pages)
+                    if event.round == len(call.over) - 1:
+                        call.end_transmission()
+                        self._forget_if_over(call)
             case m.LinkHasRoom():
                 if (call := self._call(event.work)) is not None:
                     _complete(call.link, None)
+                    self._forget_if_over(call)
             case m.Certain():
                 if (call := self._call(event.work)) is not None:
                     _complete(call.certain, True)
-            case m.FetchOver():
-                with self._lock:
-                    ended = self._fetches.pop(event.work)
-                ended.end_all()
+
+    def _forget_if_over(self, call: FetchCall) -> None:
+        if call.link.done() and call.end.done():  # each on a thread of its own, perhaps
+            with self._lock:
+                self._fetches.pop(call.work, None)
 
     def _call(self, work: int) -> FetchCall | None:
         with self._lock:
@@ -478,18 +519,23 @@ class _Run:
         return None if call is None else call.destinations.get(index)
 
     def _land(self, piece: m.Piece) -> None:
-        """Copy values to their destination. Drop them if it no longer exists."""
-        destination = self.destination(piece.work, piece.round)
-        if destination is None:
+        """Copy values to their destination. Drop them if it no longer exists. If that fails, end the fetch."""
+        call = self._call(piece.work)
+        destination = None if call is None else call.destinations.get(piece.round)
+        if call is None or destination is None:
             return
         geometry = self._geometry
         layers, heads = range(piece.first_layer, piece.end_layer), range(piece.first_head, piece.end_head)
         common = len(piece.pages) * geometry.page_size, len(layers), len(heads)
         shapes = ((*common, geometry.head_dim(t)) for t in TENSORS)
         values = self._values.views(piece.offset, geometry.torch_dtype, shapes)
-        pages = [destination.pool_pages[i] for i in piece.pages]
-        if destination.sink.write(layers, heads, pages, CellValues(*values)):
-            destination.count(layers, heads, len(pages))
+        try:
+            pages = [destination.pool_pages[i] for i in piece.pages]
+            if destination.sink.write(layers, heads, pages, CellValues(*values)):
+                destination.count(layers, heads, len(pages))
+        except BaseException:
+            call.end_all()
+            raise
 
     def end(self) -> bool:
         """End the data plane, and complete all its work under way as misses. Return whether it has lost pages that it
@@ -527,5 +573,5 @@ def _lose_fetch(call: FetchCall) -> None:
 
 
 def _complete(future: Future[R], result: R) -> None:
-    if not future.done():
+    with suppress(InvalidStateError):  # another thread may have completed it
         future.set_result(result)

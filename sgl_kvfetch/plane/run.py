@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable
 from functools import partial
 
@@ -12,6 +13,7 @@ from sgl_kvfetch.errors import FormatError, KVFetchError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.plane import messages as m
 from sgl_kvfetch.plane.arena import Room
+from sgl_kvfetch.plane.channel import Outbox
 from sgl_kvfetch.plane.client import StoreClient, open_client
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.launch import Line
@@ -34,24 +36,23 @@ async def run_data_plane(
     ``open_`` opens the store. ``destination``: where pages go; by default, into the shared memory of ``line``.
     ``on_service`` is called with the new service.
     """
-    reader, writer = await asyncio.open_connection(sock=line.sock)
     loop = asyncio.get_running_loop()
-    ended = False
+    outboxes = for_steps, others = _outbox(loop, line.commands), _outbox(loop, line.events)
+    has_steps = False
 
     def emit(event: m.Event) -> None:
-        data = m.encode(event)
-        if not ended:
-            loop.call_soon_threadsafe(writer.write, data)
+        (for_steps if has_steps and isinstance(event, m.ForStep) else others).send(event)
 
     commands: m.MessageReader[m.Command] = m.MessageReader(m.Command)
     service: Service | None = None
     room = Room(line.values.num_bytes)
     in_arena = partial(arena_destination, line.values, room, emit)
     try:
-        while data := await reader.read(1 << 18):
+        while data := await loop.sock_recv(line.commands, 1 << 18):
             for command in commands.feed(data):
                 match command:
                     case m.Start():
+                        has_steps = command.has_steps
                         client = _open(command, open_)
                         service = Service(
                             *client,
@@ -80,9 +81,20 @@ async def run_data_plane(
         room.close()
         if service is not None:
             await service.close()
-        await asyncio.sleep(0)  # let emitted events reach ``writer``
-        ended = True
-        writer.close()
+        for outbox in outboxes:
+            loop.remove_writer(outbox.sock)
+            outbox.close()
+
+
+def _outbox(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> Outbox:
+    """Return an outbox whose unsent bytes the loop sends."""
+
+    def send_more() -> None:
+        if outbox.flush():
+            loop.remove_writer(sock)
+
+    outbox = Outbox(sock, lambda: loop.call_soon_threadsafe(loop.add_writer, sock, send_more))
+    return outbox
 
 
 def _open(command: m.Start, open_: OpenClient) -> tuple[KVFetchConfig, HeadSlice, StoreClient]:

@@ -96,6 +96,7 @@ class _Fetch:
     rounds: list[Round]
     task: asyncio.Task[None] | None = None
     cancel_reason: str = "cancelled"  # as in `messages.Cancel`
+    shares_link: bool = False  # whether the engine knows that the link could serve another fetch
 
 
 class Service:
@@ -144,11 +145,15 @@ class Service:
                 ends = (0, *command.round_ends)
                 fetch = _Fetch([Round(first, end) for first, end in pairwise(ends)])
                 self._fetches[command.work] = fetch
+                for index, each in enumerate(fetch.rounds):
+                    self._report_end(command.work, index, each)
+                if command.is_given:
+                    self._give(command.work, 0)
                 fetch.task = self._begin(self._fetch(command, fetch))
             case m.FetchSide():
                 self._begin(self._fetch_side(command))
             case m.Give():
-                self._give(command)
+                self._give(command.work, command.round)
             case m.Cancel():
                 self._cancel(command)
             case m.Forget():
@@ -237,7 +242,7 @@ class Service:
                     return
                 if command.found is None:
                     sources = await finder.recall(hashes, self._config.lookup_timeout_s)
-                    self._shorten(fetch, len(sources))
+                    self._shorten(command.work, fetch, len(sources))
                 else:
                     sources = self._found.pop(command.found, [])[command.first_page :]
                 if len(sources) < fetch.rounds[-1].end_page:
@@ -250,7 +255,7 @@ class Service:
                     fetch.rounds,
                     max(0.0, command.deadline_s - time.monotonic()),
                     request=request,
-                    on_requested=lambda: self._emit(m.LinkHasRoom(command.work)),
+                    on_requested=partial(self._share_link, command, fetch),
                     early=self._early(command),
                 )
                 finder.fetched(hashes, sources, result)
@@ -264,8 +269,12 @@ class Service:
             metrics.RAW_BYTES.labels("read").inc(got * self._geometry.page_bytes)
             timeline.fetched(request)
             del self._fetches[command.work]
-            # After the callbacks that report its rounds, which are already scheduled.
-            asyncio.get_running_loop().call_soon(self._emit, m.FetchOver(command.work))
+            self._share_link(command, fetch)
+
+    def _share_link(self, command: m.Fetch, fetch: _Fetch) -> None:
+        if command.found is not None and not fetch.shares_link:
+            fetch.shares_link = True
+            self._emit(m.LinkHasRoom(command.work))
 
     async def _fetch_side(self, command: m.FetchSide) -> None:
         finder, hashes = self.client.finder, _split(command.hashes)
@@ -299,7 +308,7 @@ class Service:
         certain = m.Certain(command.work)
         return Early(command.early_s, partial(self._emit, certain)) if command.early_s else None
 
-    def _shorten(self, fetch: _Fetch, num_pages: int) -> None:
+    def _shorten(self, work: int, fetch: _Fetch, num_pages: int) -> None:
         """Shorten the single round of a host-mode fetch, because only ``num_pages`` pages are stored."""
         (only,) = fetch.rounds
         if num_pages < only.end_page:
@@ -307,27 +316,26 @@ class Service:
             if only.destination.done():
                 shorter.destination.set_result(only.destination.result())
             fetch.rounds[0] = shorter
+            self._report_end(work, 0, shorter)
 
     def _watch(self, work: int, fetch: _Fetch, sources: Sequence[PageSource]) -> None:
-        """Report each round's first bytes and its end to the engine."""
+        """Report the first bytes of each round that has no destination yet."""
         for index, each in enumerate(fetch.rounds):
-            rest = sources[each.first_page :]
-            each.wanted.add_done_callback(partial(self._round_here, work, index, rest))
-            each.done.add_done_callback(partial(self._round_over, work, index))
+            if not each.destination.done():
+                each.wanted.add_done_callback(partial(self._round_here, work, index, sources[each.first_page :]))
 
     def _round_here(self, work: int, index: int, rest: Sequence[PageSource], wanted: asyncio.Future[bool]) -> None:
         if wanted.result():
             self._emit(m.RoundHere(work, index, self._cost(rest)))
 
-    def _round_over(self, work: int, index: int, done: asyncio.Future[int]) -> None:
-        self._emit(m.RoundOver(work, index, done.result()))
+    def _report_end(self, work: int, index: int, each: Round) -> None:
+        each.done.add_done_callback(lambda done: self._emit(m.RoundOver(work, index, done.result())))
 
-    def _give(self, command: m.Give) -> None:
-        fetch = self._fetches.get(command.work)
+    def _give(self, work: int, index: int) -> None:
+        fetch = self._fetches.get(work)
         if fetch is not None:
-            each = fetch.rounds[command.round]
-            num_pages = each.end_page - each.first_page
-            each.give(self._destination(command.work, command.round, num_pages))
+            each = fetch.rounds[index]
+            each.give(self._destination(work, index, each.end_page - each.first_page))
 
     # Writes
 

@@ -126,7 +126,8 @@ def open_plane(
         rank,
         most_span_pages,
         dict(side_bytes or {}),
-        heads.labels,
+        labels=heads.labels,
+        has_steps=isinstance(pages, DevicePages),
     )
     if isinstance(pages, FramePool):
         compile_kernels(pages, writer_spec(config, heads, quantiser, encoders, most_span_pages))

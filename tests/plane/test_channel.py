@@ -4,14 +4,14 @@ import socket
 import threading
 
 from harness.waiting import WAIT_S
-from sgl_kvfetch.plane.channel import Channel
-from sgl_kvfetch.plane.messages import LookUp, Pong, encode
+from sgl_kvfetch.plane.channel import Channel, Outbox
+from sgl_kvfetch.plane.messages import LinkHasRoom, LookUp, Pong, encode
 
 
 def test_a_peer_that_takes_its_time_is_not_silent() -> None:
     """It takes commands piece by piece, and sends its answer in two pieces."""
-    ours, theirs = socket.socketpair()
-    channel = Channel(ours)
+    (ours, theirs), (our_events, their_events) = socket.socketpair(), socket.socketpair()
+    channel = Channel(ours, our_events)
     command = LookUp(1, bytes(4 << 20))  # more than the socket takes at once
     channel.send(command)
 
@@ -20,8 +20,8 @@ def test_a_peer_that_takes_its_time_is_not_silent() -> None:
         while left:
             left -= len(theirs.recv(1 << 16))
         answer = encode(Pong())
-        theirs.sendall(answer[:1])
-        theirs.sendall(answer[1:])
+        their_events.sendall(answer[:1])
+        their_events.sendall(answer[1:])
 
     peer = threading.Thread(target=read_and_answer, daemon=True)
     peer.start()
@@ -29,5 +29,48 @@ def test_a_peer_that_takes_its_time_is_not_silent() -> None:
     peer.join(WAIT_S)
     assert channel.receive(0.01) == []
     theirs.close()
+    their_events.close()
     assert channel.receive(WAIT_S) is None
     channel.close()
+
+
+def test_events_for_steps_are_read_without_waiting() -> None:
+    (ours, theirs), (our_events, their_events) = socket.socketpair(), socket.socketpair()
+    channel = Channel(ours, our_events)
+    assert channel.receive_now() == []
+    theirs.sendall(encode(LinkHasRoom(1)) + encode(LinkHasRoom(2))[:3])
+    assert channel.receive(0.01) == []  # they are not for the thread that waits
+    assert channel.receive_now() == [LinkHasRoom(1)]
+    theirs.sendall(encode(LinkHasRoom(2))[3:])
+    assert channel.receive_now() == [LinkHasRoom(2)]
+    theirs.close()
+    assert channel.receive_now() == []
+    their_events.close()
+    channel.close()
+    assert channel.receive_now() == []
+
+
+def test_an_outbox_keeps_what_the_socket_does_not_take() -> None:
+    ours, theirs = socket.socketpair()
+    num_calls = 0
+
+    def count() -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    outbox, message = Outbox(ours, count), LookUp(1, bytes(1 << 20))
+    outbox.send(message)
+    outbox.send(Pong())
+    assert outbox.has_unsent
+    assert num_calls == 1
+    expected, data = encode(message) + encode(Pong()), b""
+    while len(data) < len(expected):
+        data += theirs.recv(1 << 16)
+        outbox.flush()
+    assert data == expected
+    assert outbox.flush()
+    assert not outbox.has_unsent
+    outbox.close()
+    outbox.send(Pong())
+    assert theirs.recv(1) == b""
+    theirs.close()

@@ -39,7 +39,6 @@ EVENTS: list[m.Event] = [
     m.RoundOver(2, 0, 1),
     m.LinkHasRoom(2),
     m.Certain(2),
-    m.FetchOver(2),
     m.Taken(3, 8),
     m.Cleared(4, ""),
     m.Pong(),

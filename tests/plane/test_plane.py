@@ -120,6 +120,20 @@ def test_written_pages_are_fetched_unchanged(plane: DataPlane, num_rounds: int) 
     assert look_up(plane, hashes).num_pages == 0
 
 
+def test_pages_that_cannot_be_copied_do_not_count(plane: DataPlane) -> None:
+    class BrokenPool(MemoryPool):
+        def write(self, *args: object) -> None:
+            raise RuntimeError("no")
+
+    hashes = page_hashes(NUM_PAGES)
+    store(plane, hashes)
+    sink = GuardedSink(BrokenPool(SMALL, NUM_PAGES, 0.0))
+    destination = Destination(range(NUM_PAGES), sink)
+    call = plane.fetch(hashes, [NUM_PAGES], time.monotonic() + WAIT_S, destination=destination)
+    assert call.over[0].result(WAIT_S) == 0
+    assert fetch(plane, hashes)[0] == NUM_PAGES
+
+
 def test_clearing_a_rank_clears_its_heads_of_other_tp_sizes(
     plane: DataPlane, tmp_path: Path, launcher: Launcher
 ) -> None:

@@ -26,7 +26,7 @@ from sgl_kvfetch.plane.fetch.link import Link
 from sgl_kvfetch.plane.fetch.plan import CellsKey, PageSource, ReadUnit, SpanPart, read_unit, read_units, span_parts
 from sgl_kvfetch.plane.fetch.progress import Early, FetchProgress
 from sgl_kvfetch.plane.fetch.restore import restore_cell, working_bytes
-from sgl_kvfetch.plane.fetch.rounds import Round
+from sgl_kvfetch.plane.fetch.rounds import Destination, Round
 from sgl_kvfetch.plane.fetch.variants import VariantChooser
 from sgl_kvfetch.stores import Store
 
@@ -222,13 +222,7 @@ class Fetcher:
             if destination is None:
                 progress.fail(index, None)
             else:
-                restore = partial(
-                    restore_cell,
-                    span_pages=part.span_pages,
-                    pool_pages=[destination.pool_pages[i] for i in part.request_pages],
-                    sink=destination.sink,
-                    request=request,
-                )
+                restore = partial(_restore_part, destination, part, request)
                 progress.undecoded_bytes += unit.size_bytes
                 progress.num_first_layers += sum(cell.layer_group == 0 for cell in unit.cells)
                 cells = [self._restore(unit, cell, data, restore, progress) for cell in unit.cells]
@@ -281,9 +275,20 @@ class Fetcher:
             self._restored(size_bytes)
             raise
         loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+
+        def end() -> None:
+            self._restored(size_bytes)
+            ended.set()
+
         # The thread uses the memory until it is done, even if this coroutine has been cancelled.
-        future.add_done_callback(lambda _: _call_soon(loop, partial(self._restored, size_bytes)))
-        seconds = await asyncio.wrap_future(future)
+        future.add_done_callback(lambda _: _call_soon(loop, end))
+        try:
+            await ended.wait()
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+        seconds = future.result()
         self.pool.measured(len(piece), seconds)
         progress.undecoded_bytes -= len(piece)
         progress.num_first_layers -= cell.layer_group == 0
@@ -395,6 +400,23 @@ def failure_reason(error: KVFetchError) -> str:
         case FormatError():
             return "format"
     return type(error).__name__.removesuffix("Error").lower()
+
+
+def _restore_part(
+    destination: Destination,
+    part: SpanPart,
+    request: timeline.Request,
+    reader: SegmentReader,
+    cell: Cell,
+    data: memoryview,
+    decoders: Decoders,
+) -> float:
+    """Restore a cell of a part on the decode pool, where asking for pool pages may wait."""
+    pool_pages = [destination.pool_pages[i] for i in part.request_pages]
+    return restore_cell(
+        reader, cell, data, decoders, span_pages=part.span_pages, pool_pages=pool_pages, sink=destination.sink,
+        request=request,
+    )  # fmt: skip
 
 
 def _release(budget: BytesBudget, num_bytes: int, _: object) -> None:

@@ -12,8 +12,8 @@ from sgl_kvfetch.plane.fetch.sink import GuardedSink
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The pool pages that a round is restored to. The sink is closed when the round ends. ``layers`` counts what is
-    restored, if the engine waits for single layers."""
+    """The pool pages that a round is restored to. Only threads that may wait ask for them. The sink is closed when the
+    round ends. ``layers`` counts what is restored, if the engine waits for single layers."""
 
     pool_pages: Sequence[int]
     sink: GuardedSink

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,7 +39,6 @@ class LookupWork:
     number: int | None = None  # the data plane's number for this lookup
     num_chosen: int = 0  # pages to be fetched
     deadline_s: float = 0.0  # by when the found pages must arrive, in time.monotonic()
-    cancelled: bool = False
 
 
 class Finding(NamedTuple):
@@ -86,13 +85,35 @@ class SlotRun:
     slots: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+class _SlotPages(Sequence[int]):
+    """The page numbers of slots. On a GPU, the first one to ask for them waits for the device."""
+
+    def __init__(self, pages: DevicePages, slots: torch.Tensor) -> None:
+        self._pages = pages
+        self._slots = slots
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        return self._pages.page_indices(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._numbers[index]
+
+
 class Filling:
     """Slots that are being filled."""
 
-    slots: torch.Tensor  # one per token
-    sink: GuardedSink
-    layers: LayerProgress
+    def __init__(self, pages: DevicePages, slots: torch.Tensor) -> None:
+        """``slots``: one per token."""
+        geometry = pages.geometry
+        num_pages = slots.numel() // geometry.page_size
+        self.slots = slots
+        self.sink = GuardedSink(pages.open_round())
+        self.layers = LayerProgress(geometry.num_layers, num_pages * geometry.num_heads)
+        self.destination = Destination(_SlotPages(pages, slots), self.sink, self.layers)
 
     def close(self) -> None:
         """Stop all writes to the slots."""
@@ -131,14 +152,12 @@ class DeviceBackend:
         self._speed = speed
         self._choice = FetchOrRecompute()
         self._copy_pool = ThreadPoolExecutor(1, "kvfetch-copy")
-        self._hash_pool = ThreadPoolExecutor(1, "kvfetch-hash")
         self._num_losses = 0  # of the data plane, as far as reported
 
     def close(self) -> None:
         """Write what is queued, within a few seconds, and release threads and processes. Idempotent."""
         self.plane.close()
-        for pool in (self._hash_pool, self._copy_pool):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._copy_pool.shutdown(wait=False, cancel_futures=True)
 
     # Lookups
 
@@ -150,31 +169,21 @@ class DeviceBackend:
         hash_pages: Callable[[], list[str]],
         num_ahead: Callable[[], int],
     ) -> None:
-        """Find the longest stored run of some pages, and decide whether to fetch it.
-
-        ``num_ahead`` returns how many pages will be fetched before these. Both callables run on other threads.
-        """
-
-        def run() -> None:
-            found = partial(self._found, request, time.monotonic(), work, ticket, num_ahead)
-            try:
-                work.hashes = hash_pages()
-                work.page_hashes = hash_bytes(work.hashes)
-                if not work.cancelled:
-                    work.number = self.plane.look_up(work.page_hashes, found)
-                    if work.cancelled:  # in the meantime
-                        self.plane.cancel(work.number)
-                    return
-            except Exception:
-                logger.exception("kvfetch lookup failed")
-                metrics.MISSES.labels("lookup", "internal").inc()
+        """Find the longest stored run of some pages, and decide whether to fetch it. ``num_ahead`` returns how many
+        pages will be fetched before these. Raises nothing."""
+        try:
+            work.hashes = hash_pages()
+            work.page_hashes = hash_bytes(work.hashes)
+        except Exception:
+            logger.exception("kvfetch lookup failed")
+            metrics.MISSES.labels("lookup", "internal").inc()
             self._report(ticket, Finding(0, 1))
-
-        self._hash_pool.submit(run)
+            return
+        found = partial(self._found, request, time.monotonic(), work, ticket, num_ahead)
+        work.number = self.plane.look_up(work.page_hashes, found)
 
     def cancel_lookup(self, work: LookupWork) -> None:
         """Let a lookup end soon. Its result is still reported."""
-        work.cancelled = True
         if work.number is not None:
             self.plane.cancel(work.number)
 
@@ -192,7 +201,7 @@ class DeviceBackend:
         num_ahead: Callable[[], int],
         found: Found,
     ) -> None:
-        """Decide and report. Runs on the thread that receives from the data plane."""
+        """Decide and report. Runs on the scheduler's thread, unless the data plane has ended."""
         is_fetched = True
         try:
             if found.num_pages:
@@ -228,15 +237,16 @@ class DeviceBackend:
         pages: range,
         round_ends: Sequence[int],
         link_ticket: Ticket[Done],
-        end_ticket: Ticket[Done],
         early_ticket: Ticket[Certainty] | None,
         num_left: int,
+        first: Filling | None,
     ) -> FetchCall:
         """Begin to transmit pages that a lookup found, in rounds that end before the pages ``round_ends``.
 
-        ``link_ticket`` is reported when the link could serve another fetch, too, ``end_ticket`` when this one is over.
+        ``link_ticket`` is reported when the link could serve another fetch, too.
         ``early_ticket`` is reported when the rest will be restored in time for the request to start: it has
-        ``num_left`` more tokens to compute. None if no request starts early.
+        ``num_left`` more tokens to compute. None if no request starts early. ``first``: for the first round, if there
+        are slots for it already.
         """
         call = self.plane.fetch(
             lookup.page_hashes[pages.start : pages.stop],
@@ -246,12 +256,16 @@ class DeviceBackend:
             first_page=pages.start,
             request=request,
             early_s=(self._speed.seconds_for(num_left) or 0.0) if early_ticket is not None else 0.0,
+            destination=None if first is None else first.destination,
         )
         if early_ticket is not None:
             call.certain.add_done_callback(lambda done: self._report(early_ticket, Certainty(int(done.result()))))
         call.link.add_done_callback(lambda _: self._report(link_ticket, Done()))
-        call.end.add_done_callback(lambda _: self._report(end_ticket, Done()))
         return call
+
+    def await_end(self, ticket: Ticket[Done], call: FetchCall) -> None:
+        """Report when a fetch is over."""
+        call.end.add_done_callback(lambda _: self._report(ticket, Done()))
 
     def await_round(self, ticket: Ticket[RoundStarts], call: FetchCall, index: int, num_left: int) -> None:
         """Report when a round's first bytes are here, or when the fetch has ended. ``num_left``: the number of pages
@@ -268,30 +282,11 @@ class DeviceBackend:
         finally:
             self._report(ticket, RoundStarts(start))
 
-    def restore_round(self, ticket: Ticket[PageCount], call: FetchCall, index: int, slots: torch.Tensor) -> Filling:
-        """Restore a round into ``slots`` until the returned sink is closed. Reports how many of the round's pages, from
-        the first on, were restored; nothing writes to ``slots`` after the report."""
-        geometry = self.pages.geometry
-        num_pages = slots.numel() // geometry.page_size
-        filling = Filling(
-            slots,
-            GuardedSink(self.pages.open_round()),
-            LayerProgress(geometry.num_layers, num_pages * geometry.num_heads),
-        )
-        self._hash_pool.submit(self._give, ticket, call, index, filling)
-        return filling
-
-    def _give(self, ticket: Ticket[PageCount], call: FetchCall, index: int, filling: Filling) -> None:
-        try:
-            # On a GPU, this waits for the device.
-            pool_pages = self.pages.page_indices(filling.slots)
-        except Exception:
-            logger.exception("kvfetch round not restored")
-            metrics.MISSES.labels("fetch", "internal").inc()
-            filling.close()
-            self._report(ticket, PageCount(0))
-            return
-        self.plane.give(call, index, Destination(pool_pages, filling.sink, filling.layers))
+    def restore_round(self, ticket: Ticket[PageCount], call: FetchCall, index: int, filling: Filling) -> None:
+        """Restore a round into slots, until ``filling`` is closed. Reports how many of the round's pages, from the
+        first on, were restored; nothing writes to the slots after the report."""
+        if index not in call.destinations:
+            self.plane.give(call, index, filling.destination)
         call.over[index].add_done_callback(partial(self._round_over, ticket, filling))
 
     def _round_over(self, ticket: Ticket[PageCount], filling: Filling, over: Future[int]) -> None:

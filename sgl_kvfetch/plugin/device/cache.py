@@ -267,6 +267,7 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         ``reserved_tokens`` returns how many slots running requests will still need; called only if slots are wanted."""
         if self._parts is None:
             return
+        self._parts.backend.plane.step()
         self._parts.board.step()
         self._parts.fetches.step(reserved_tokens)
 

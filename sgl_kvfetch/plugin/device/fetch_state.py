@@ -77,10 +77,12 @@ class NothingToFetch(Struct, frozen=True):
 
 
 class Begun(Struct, frozen=True):
-    """The link is free, and the tree is locked. ``round_ends``: pages, exclusive, ascending; at least one."""
+    """The link is free, and the tree is locked. ``round_ends``: pages, exclusive, ascending; at least one. ``slots``:
+    the first round's, as in `SlotsGiven`, if there are any already."""
 
     first_page: int
     round_ends: tuple[int, ...]
+    slots: Any = None
 
 
 class SlotsGiven(Struct, frozen=True):
@@ -126,10 +128,11 @@ class Do(enum.Enum):
 
 
 class Transmit(Struct, frozen=True):
-    """Transmit all rounds, from ``first_page`` on."""
+    """Transmit all rounds, from ``first_page`` on. ``slots``: the first round's, or None."""
 
     first_page: int
     round_ends: tuple[int, ...]
+    slots: Any = None
 
 
 class AwaitBytes(Struct, frozen=True):
@@ -228,6 +231,14 @@ class StateMachine:
         """Return whether a round comes after the next one."""
         return len(self._left) > 1
 
+    def brings_slots(self, event: Begun) -> bool:
+        """Return whether there are slots for the first round already."""
+        return event.slots is not None
+
+    def brings_all_slots(self, event: Begun) -> bool:
+        """Return whether there are slots for the first round already, and no other round."""
+        return event.slots is not None and len(event.round_ends) == 1
+
     def fits(self, event: Restored) -> bool:
         """Return whether a round is being filled, and the oldest one has that many pages."""
         return bool(self._filling) and event.num_pages <= len(self._filling[0].pages)
@@ -247,12 +258,12 @@ class StateMachine:
 
     def begin(self, event: Begun) -> list[Action]:
         self._left.extend(range(*ends) for ends in pairwise((event.first_page, *event.round_ends)))
-        return [Transmit(event.first_page, event.round_ends)]
+        return [Transmit(event.first_page, event.round_ends, event.slots)]
 
     def await_bytes(self, _: Event) -> list[Action]:
         return [AwaitBytes(self.num_rounds, self.next_round.start)]
 
-    def take_slots(self, event: SlotsGiven) -> list[Action]:
+    def take_slots(self, event: Begun | SlotsGiven) -> list[Action]:
         self._filling.append(_Round(self._left.popleft(), event.slots))
         self.num_rounds += 1
         return []
@@ -343,6 +354,16 @@ TABLE: dict[State, list[Row]] = {
         _on(NothingToFetch, _S.NOT_FETCHED, Do.FORGET_FOUND),
     ],
     _S.WAITING: [
+        _on(Begun, _S.FILLING, Do.LEAVE_QUEUE, _M.begin, _M.take_slots, when=_M.brings_all_slots),
+        _on(
+            Begun,
+            _S.AWAITING_BYTES,
+            Do.LEAVE_QUEUE,
+            _M.begin,
+            _M.take_slots,
+            _M.await_bytes,
+            when=_M.brings_slots,
+        ),
         _on(Begun, _S.AWAITING_BYTES, Do.LEAVE_QUEUE, _M.begin, _M.await_bytes),
         _on(Sign.FOLLOWS, _S.FOLLOWING, Do.LEAVE_QUEUE),
         _on(NothingToFetch, _S.NOT_FETCHED, Do.LEAVE_QUEUE, Do.FORGET_FOUND, _M.finish),

@@ -26,7 +26,7 @@ from sgl_kvfetch.plugin.device.backend import (
     RoundStart,
     RoundStarts,
 )
-from sgl_kvfetch.plugin.device.board import Board, PageCount
+from sgl_kvfetch.plugin.device.board import Board, Done, PageCount
 from sgl_kvfetch.plugin.device.fetch_state import (
     Action,
     AwaitBytes,
@@ -230,8 +230,8 @@ class Fetches:
     def step(self, reserved_tokens: Callable[[], int]) -> None:
         """Give slots to rounds and begin fetches, a few per step. The cost does not grow with the waiting requests.
 
-        ``reserved_tokens`` returns the slots that running requests will still need. It is called at most once, and only
-        if slots are wanted."""
+        ``reserved_tokens`` returns the slots that running requests will still need. It is called only if slots are
+        wanted."""
         if self._was_offered:
             self._was_offered = False
             self._fruitless_steps += 1
@@ -241,14 +241,14 @@ class Fetches:
                     self._release(fetch)
         self._give_slots(reserved_tokens)
         for fetch in self._sharing.take_resumed(_BEGINS_A_STEP):
-            if not self._begin(fetch, may_fetch=False):
+            if not self._begin(fetch, reserved_tokens, may_fetch=False):
                 self._receive(fetch, Sign.LEADER_ENDED)
         for _ in range(min(len(self._link), _BEGINS_A_STEP)):
             first = self._link.first()
             if first is None:
                 break
             # Also tried if the link has no room: there may be nothing left to fetch.
-            if not self._begin(first, may_fetch=self._link.has_room(first)):
+            if not self._begin(first, reserved_tokens, may_fetch=self._link.has_room(first)):
                 self._link.put_off(first)
                 break
         self._report()
@@ -303,7 +303,7 @@ class Fetches:
         self._receive(fetch, Sign.RELEASED)
 
     def _num_ahead(self) -> int:
-        """Estimate how many pages will be fetched before those that are looked up now. Any thread may call this."""
+        """Estimate how many pages will be fetched before those that are looked up now."""
         return self._link.expected_pages + self._backend.num_chosen - self._num_seen
 
     # Reports that all ranks agree on
@@ -335,7 +335,7 @@ class Fetches:
 
     # Turns
 
-    def _begin(self, fetch: Fetch, *, may_fetch: bool) -> bool:
+    def _begin(self, fetch: Fetch, reserved_tokens: Callable[[], int], *, may_fetch: bool) -> bool:
         """Fetch, follow another fetch, or end because nothing is left to fetch. Return False if the fetch must wait: it
         has pages to fetch, and ``may_fetch`` is False."""
         if not self._backend.access.reads:
@@ -357,8 +357,18 @@ class Fetches:
         if not may_fetch:
             return False
         self._slots.lock(fetch, fetch.key, begin, matched.last_device_node)
-        self._receive(fetch, Begun(first_page, self._round_ends(fetch, first_page)))
+        round_ends = self._round_ends(fetch, first_page)
+        filling = self._free_slots(fetch, round_ends[0] - first_page, reserved_tokens)
+        self._receive(fetch, Begun(first_page, round_ends, filling))
         return True
+
+    def _free_slots(self, fetch: Fetch, num_pages: int, reserved_tokens: Callable[[], int]) -> Filling | None:
+        """Return slots for the first round if so many are free and no other fetch waits for slots. Then its bytes need
+        not wait for slots when they come."""
+        if self._turns:
+            return None
+        slots = self._slots.allocate(fetch, num_pages * self._page_size, reserved_tokens(), may_evict=False)
+        return None if slots is None else Filling(self._backend.pages, slots)
 
     def _round_ends(self, fetch: Fetch, first_page: int) -> tuple[int, ...]:
         """Return where rounds end: at multiples of their length, counted from the sequence's start, as spans do."""
@@ -385,10 +395,14 @@ class Fetches:
         slots = self._slots.allocate(fetch, num_tokens, reserved_tokens)
         if slots is None:
             return False
-        ticket = self._board.open(partial(self._round_ended, fetch))
-        filling = self._backend.restore_round(ticket, _call_of(fetch), fetch.machine.num_rounds, slots)
+        filling = Filling(self._backend.pages, slots)
+        self._restore_round(fetch, fetch.machine.num_rounds, filling)
         self._receive(fetch, SlotsGiven(filling))
         return True
+
+    def _restore_round(self, fetch: Fetch, index: int, filling: Filling) -> None:
+        ticket = self._board.open(partial(self._round_ended, fetch))
+        self._backend.restore_round(ticket, _call_of(fetch), index, filling)
 
     # Actions
 
@@ -420,6 +434,7 @@ class Fetches:
                 self._backend.await_round(bytes_ticket, _call_of(fetch), index, num_left)
             case Do.ASK_FOR_SLOTS:
                 self._turns.ask(fetch, has_slots=fetch.machine.num_rounds > 0)
+                self._backend.await_end(self._board.open(partial(self._transmission_over, fetch)), _call_of(fetch))
             case Do.ASK_NO_MORE:
                 self._turns.leave(fetch)
             case Land():
@@ -451,10 +466,15 @@ class Fetches:
             pages,
             action.round_ends,
             link_ticket=self._board.open(lambda _: self._link.give_back(fetch)),
-            end_ticket=self._board.open(lambda _: self._receive(fetch, Sign.TRANSMISSION_OVER)),
             early_ticket=self._board.open(partial(self._certain, fetch)) if fetch.starts_early else None,
             num_left=len(fetch.key) - fetch.start - fetch.num_pages * self._page_size + 1,
+            first=action.slots,
         )
+        if action.slots is not None:
+            self._restore_round(fetch, 0, action.slots)
+
+    def _transmission_over(self, fetch: Fetch, _: Done) -> None:
+        self._receive(fetch, Sign.TRANSMISSION_OVER)
 
     def _certain(self, fetch: Fetch, certainty: Certainty) -> None:
         if certainty.is_certain:

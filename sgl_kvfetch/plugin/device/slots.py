@@ -41,14 +41,16 @@ class Slots(Generic[F]):
         prefix = self._prefixes.get(fetch)
         return range(0) if prefix is None else prefix.landed
 
-    def allocate(self, fetch: F, num_tokens: int, reserved_tokens: int) -> torch.Tensor | None:
+    def allocate(
+        self, fetch: F, num_tokens: int, reserved_tokens: int, *, may_evict: bool = True
+    ) -> torch.Tensor | None:
         """Allocate slots, evicting unused ones if needed, as SGLang does. Return None if fetches would hold too many,
         or if too few are left beside ``reserved_tokens``, the slots that running requests will still need."""
         if self.held_tokens - len(self.landed(fetch)) + num_tokens > self._max_tokens:
             return None
         allocator = self._cache.token_to_kv_pool_allocator
         lacking = num_tokens - allocator.available_size()
-        if lacking + reserved_tokens > self._cache.evictable_size():
+        if lacking + reserved_tokens > (self._cache.evictable_size() if may_evict else 0):
             return None
         if lacking > 0:
             self._cache.evict(EvictParams(num_tokens=lacking))

@@ -169,8 +169,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             with counted("fetch"):
                 hashes, pool_pages = hash_bytes(keys), self._pages.page_indices(host_indices)
                 deadline_s = self._deadline_s()
-                call = self._plane.fetch(hashes, [len(keys)], deadline_s)
-                self._plane.give(call, 0, Destination(pool_pages, sink))
+                call = self._plane.fetch(hashes, [len(keys)], deadline_s, destination=Destination(pool_pages, sink))
                 reason = ""
                 try:
                     ended = _await(call.over[0], deadline_s + _GRACE_S, given_up)

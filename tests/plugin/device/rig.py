@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import random
 import threading
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from harness.waiting import WAIT_S, polls, wait_until
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.plane.config import parse_config
+from sgl_kvfetch.plane.messages import Found
 from sgl_kvfetch.plane.run import run_data_plane
 from sgl_kvfetch.plane.service import Service
 from sgl_kvfetch.plugin import data_plane as plane_module
@@ -172,9 +174,15 @@ class Rig:
 
     def hear_plane(self) -> None:
         """Wait until everything that the data plane has sent so far is reported to the board."""
-        answered = threading.Event()
-        self.backend.plane.look_up([], lambda found: answered.set())
-        assert answered.wait(WAIT_S)
+        plane, found = self.backend.plane, list[Found]()
+        plane.look_up([], found.append)
+        fetched = plane.fetch([], [0], time.monotonic() + WAIT_S).end
+
+        def is_heard() -> bool:
+            plane.step()
+            return bool(found) and fetched.done()
+
+        wait_until(is_heard)
 
     def key(self, tokens: Sequence[int]) -> RadixKey:
         return RadixKey(array("q", tokens)).page_aligned(PAGE)
@@ -220,13 +228,14 @@ def make_rig(
     directory: Path,
     *,
     num_slots: int = 256,
+    num_layers: int = LAYERS,
     agree: Callable[[torch.Tensor], None] | None = None,
     rank: int = 0,
     device: dict[str, Any] | None = None,
     **config: Any,
 ) -> Rig:
     """Build a rank on a directory store. ``agree`` replaces the collective of several ranks."""
-    pool = MHATokenToKVPool(num_slots, PAGE, torch.float32, HEADS, DIM, LAYERS, "cpu", False)
+    pool = MHATokenToKVPool(num_slots, PAGE, torch.float32, HEADS, DIM, num_layers, "cpu", False)
     allocator = PagedTokenToKVPoolAllocator(num_slots, PAGE, torch.float32, "cpu", pool, False)
     params = CacheInitParams(
         disable=False,

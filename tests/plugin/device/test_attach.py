@@ -77,7 +77,7 @@ def test_a_detached_cache_is_a_plain_one_until_it_is_attached_again(make: MakeRi
     rig.assert_nothing_held()
 
 
-@pytest.mark.parametrize("state", [State.LOOKUP, State.WAITING, State.FOLLOWING, State.AWAITING_BYTES, State.LANDED])
+@pytest.mark.parametrize("state", [State.LOOKUP, State.WAITING, State.FOLLOWING, State.FILLING, State.LANDED])
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_detaching_ends_what_is_under_way(make: MakeRig, state: State, is_aborted: bool) -> None:
     rig = connectable(make(device={"round_tokens": 16}))
@@ -90,7 +90,7 @@ def test_detaching_ends_what_is_under_way(make: MakeRig, state: State, is_aborte
     rig.store.reads.is_open = state is State.LANDED
     handles = [rig.arrive(shared)]
     if state in (State.WAITING, State.FOLLOWING):
-        rig.settle(lambda: rig.states() == [State.AWAITING_BYTES])
+        rig.settle(lambda: rig.states() == [State.FILLING])
         handles.append(rig.arrive(other if state is State.WAITING else shared))
     rig.settle(lambda: rig.states()[-1:] == [state])
     if is_aborted:
@@ -216,13 +216,13 @@ def test_sglang_detaches_and_attaches(rig: Rig, monkeypatch: pytest.MonkeyPatch)
     rig.stored(prompt(0))
     rig.store.reads.is_open = False
     handle = rig.arrive(prompt(0))
-    rig.settle(lambda: rig.states() == [State.AWAITING_BYTES])
+    rig.settle(lambda: rig.states() == [State.FILLING])
 
     scheduler.waiting_queue.append(handle)
     detached = scheduler_hooks.detach_store(Scheduler.detach_hicache_storage_wrapped, scheduler, None)
     assert not detached.success
     assert "not idle" in detached.message
-    assert rig.states() == [State.AWAITING_BYTES]  # a refusal changes nothing
+    assert rig.states() == [State.FILLING]  # a refusal changes nothing
 
     rig.abort(scheduler.waiting_queue.pop())
     assert rig.cache.has_pending_cache_operations()

@@ -73,12 +73,12 @@ def test_the_ends_of_requests_are_counted(rig: Rig) -> None:
     rig.stored(prompt(0))
     rig.store.reads.is_open = False
     handles = [rig.arrive(prompt(0))]
-    rig.settle(lambda: rig.states() == [State.AWAITING_BYTES])
+    rig.settle(lambda: rig.states() == [State.FILLING])
     handles += [rig.arrive(prompt(1)), rig.arrive(prompt(0))]
-    rig.settle(lambda: rig.states() == [State.AWAITING_BYTES, State.FOLLOWING])
+    rig.settle(lambda: rig.states() == [State.FILLING, State.FOLLOWING])
     rig.cache.step()
     assert own_metric("sgl_kvfetch_parked_requests") == 2
-    assert own_metric("sgl_kvfetch_held_slots") == 0  # no bytes are here yet
+    assert own_metric("sgl_kvfetch_held_slots") == 32  # which were free when the fetch began
     rig.abort(handles[2])
     rig.store.reads.is_open = True
     rig.settle(lambda: rig.cache.check_prefetch_progress(handles[0]))
@@ -109,11 +109,11 @@ def test_an_abort_gives_everything_back(make: MakeRig, moment: str) -> None:
         case "lookup":
             rig.settle(lambda: rig.store.lookups.num_waiting > 0)
         case "transmit" | "waiting":
-            rig.settle(lambda: rig.states() == [State.AWAITING_BYTES])
+            rig.settle(lambda: rig.states() == [State.FILLING])
             if moment == "waiting":
                 second = rig.arrive(other)
-                rig.settle(lambda: rig.states() == [State.AWAITING_BYTES, State.WAITING])
-            assert rig.num_available == rig.num_slots
+                rig.settle(lambda: rig.states() == [State.FILLING, State.WAITING])
+            assert rig.num_available == rig.num_slots - 32  # it takes what is free
         case "restore":
             rig.settle(lambda: rig.num_available == rig.num_slots - 32)
         case "landed":
@@ -138,7 +138,7 @@ def test_a_reset_gives_everything_back_and_nothing_is_written_after(rig: Rig, mo
         case "lookup":
             rig.settle(lambda: rig.store.lookups.num_waiting > 0)
         case "transmit":
-            rig.settle(lambda: rig.states() == [State.AWAITING_BYTES])
+            rig.settle(lambda: rig.states() == [State.FILLING])
         case "restore":
             rig.settle(lambda: rig.num_available == rig.num_slots - 32)
         case "landed":
@@ -220,7 +220,7 @@ def test_nothing_lands_after_the_weights_changed(rig: Rig) -> None:
     rig.stored(tokens)
     rig.store.reads.is_open = False
     handle = rig.arrive(tokens)
-    rig.settle(lambda: rig.states() == [State.AWAITING_BYTES])
+    rig.settle(lambda: rig.states() == [State.FILLING])
     rig.backend.access.suspend("other weights")
     rig.store.reads.is_open = True
     rig.await_over(handle)

@@ -40,10 +40,24 @@ PAGES = 10
 # Every event in every state, legal or not.
 
 BEGUN, SLOTS, REFUSED = Begun(0, (2, 4, 6)), SlotsGiven("s"), RoundRefused(End.STOPPED)
+BEGUN_FILLING, BEGUN_WITH_ALL = Begun(0, (2, 4, 6), "s"), Begun(0, (6,), "s")
 NOTHING, DROPPED = NothingToFetch(End.KNOWN), Dropped(End.FLUSHED)
 WHOLE, SHORT, NONE, TOO_MANY = Restored(2), Restored(1), Restored(0), Restored(3)
 BYTES, OVER = Sign.BYTES_HERE, Sign.TRANSMISSION_OVER
-EVENTS: list[Event] = [*Sign, NOTHING, BEGUN, SLOTS, REFUSED, WHOLE, SHORT, NONE, TOO_MANY, DROPPED]
+EVENTS: list[Event] = [
+    *Sign,
+    NOTHING,
+    BEGUN,
+    BEGUN_FILLING,
+    BEGUN_WITH_ALL,
+    SLOTS,
+    REFUSED,
+    WHOLE,
+    SHORT,
+    NONE,
+    TOO_MANY,
+    DROPPED,
+]
 
 WAITING: list[Event] = [Sign.FOUND]
 TRANSMITTING = [*WAITING, BEGUN]
@@ -72,7 +86,8 @@ SITUATIONS: dict[str, tuple[State, list[Event], dict[Event, State]]] = {
     "waits": (
         S.WAITING,
         WAITING,
-        into(S.AWAITING_BYTES, BEGUN)
+        into(S.AWAITING_BYTES, BEGUN, BEGUN_FILLING)
+        | into(S.FILLING, BEGUN_WITH_ALL)
         | into(S.FOLLOWING, Sign.FOLLOWS)
         | into(S.NOT_FETCHED, NOTHING, Sign.UNWANTED, DROPPED),
     ),

@@ -76,9 +76,9 @@ def test_pages_are_fetched_once_for_requests_that_share_them(make: MakeRig) -> N
     first = rig.arrive(tokens[:32])
     rig.settle(lambda: rig.store.reads.num_waiting > 0)
     second, third = rig.arrive(tokens[:32]), rig.arrive(tokens)
-    rig.settle(lambda: rig.states() == [State.AWAITING_BYTES, State.FOLLOWING, State.FOLLOWING])
+    rig.settle(lambda: rig.states() == [State.FILLING, State.FOLLOWING, State.FOLLOWING])
     fourth = rig.arrive(other)  # which none of the others keeps waiting
-    rig.settle(lambda: rig.states() == [State.AWAITING_BYTES, State.FOLLOWING, State.FOLLOWING, State.AWAITING_BYTES])
+    rig.settle(lambda: rig.states() == [State.FILLING, State.FOLLOWING, State.FOLLOWING, State.FILLING])
     assert not any(rig.cache.check_prefetch_progress(h) for h in (first, second, third))
     rig.store.reads.is_open = True
     locks = []
@@ -101,9 +101,9 @@ def test_a_follower_gets_what_its_aborted_leader_fetches(rig: Rig) -> None:
     rig.stored(tokens)
     rig.store.reads.is_open = False
     leader = rig.arrive(tokens)
-    rig.settle(lambda: rig.states() == [State.AWAITING_BYTES])
+    rig.settle(lambda: rig.states() == [State.FILLING])
     follower = rig.arrive(tokens)
-    rig.settle(lambda: rig.states() == [State.AWAITING_BYTES, State.FOLLOWING])
+    rig.settle(lambda: rig.states() == [State.FILLING, State.FOLLOWING])
     rig.abort(leader)
     rig.store.reads.is_open = True
     rig.await_over(follower)
@@ -123,7 +123,7 @@ def test_a_follower_goes_on_as_soon_as_its_own_pages_have_landed(make: MakeRig) 
     rig.settle(lambda: len(set(rig.store.data_reads)) >= 4)
     starts = sorted({start for _, start in rig.store.data_reads})
     follower = rig.arrive(tokens[:8])
-    rig.settle(lambda: rig.states() == [State.AWAITING_BYTES, State.FOLLOWING])
+    rig.settle(lambda: rig.states() == [State.FILLING, State.FOLLOWING])
     rig.store.reads.lets_through = lambda name, start: start in starts[:2]
     rig.await_over(follower)
     assert not rig.cache.check_prefetch_progress(leader)
