@@ -57,7 +57,7 @@ ModelOption = Annotated[
 ]
 
 
-class Cleared(Struct):
+class ClearSummary(Struct):
     """What was selected and what of it was deleted."""
 
     num_segments: int  # without the pinned ones that stay
@@ -67,7 +67,7 @@ class Cleared(Struct):
     failures: dict[str, str] = {}  # by the object's name
 
 
-class Moved(Struct):
+class MoveSummary(Struct):
     """What became of the source's segments, or in a dry run, what would become of them."""
 
     num_moved: int = 0
@@ -112,14 +112,14 @@ def clear(
     url, _, prefix = store.partition("#")
     say = partial(typer.echo, err=as_json)
 
-    async def select_and_delete(opened: AdminStore) -> Cleared:
+    async def select_and_delete(opened: AdminStore) -> ClearSummary:
         segments = await select_segments(opened, prefix, model)
         if age_s is not None:
             written_before_s = time.time() - age_s
             segments = [segment for segment in segments if segment.modified_s < written_before_s]
         kept = set() if pinned else await pinned_segments(opened, {segment.key.namespace for segment in segments})
         free = [segment for segment in segments if segment.key not in kept]
-        cleared = Cleared(len(free), sum(segment.stored_bytes for segment in free), len(segments) - len(free))
+        cleared = ClearSummary(len(free), sum(segment.stored_bytes for segment in free), len(segments) - len(free))
         if cleared.num_pinned:
             say(f"{cleared.num_pinned} pinned segments stay; --pinned deletes them, too")
         say(f"{store}: {cleared.num_segments} segments, {format_size(cleared.num_bytes)}")
@@ -173,7 +173,7 @@ def move(
     if url.rstrip("/") == target.rstrip("/"):
         raise same
 
-    async def select_and_move(opened: AdminStore) -> Moved:
+    async def select_and_move(opened: AdminStore) -> MoveSummary:
         other = open_existing_store(target, read_token(token, token_file), target_index)
         try:
             segments = [each for each in await select_segments(opened, prefix, model) if each.manifest is not None]
@@ -221,10 +221,10 @@ async def move_segments(
     copy: bool,
     dry_run: bool,
     done: Callable[[], None],
-) -> Moved:
+) -> MoveSummary:
     """Move segments, and call ``done`` after each. What concerns one segment alone is noted; raises StoreError for
     what concerns a whole store."""
-    moved = Moved()
+    moved = MoveSummary()
 
     async def move_one(segment: StoredSegment) -> None:
         name = segment.key.manifest_name
@@ -247,7 +247,7 @@ async def move_segments(
             moved.num_moved += 1
             moved.num_there += was_there
         except KVFetchError as e:
-            if isinstance(e, StoreError) and not e.concerns_object:
+            if not e.concerns_object:
                 raise
             moved.failures[name] = str(e)
         finally:
