@@ -216,7 +216,7 @@ def _progress(steps: Iterable[Any], total: int, what: str) -> Iterator[Any]:
 
 
 class TargetCost(Struct, frozen=True):
-    """What a ``target_kl`` costs. Shares are of all coefficients: those that are kept, and that need two integers."""
+    """The cost of a ``target_kl``. The shares of all coefficients that are kept, and that need two integers."""
 
     target_kl: float
     step: float

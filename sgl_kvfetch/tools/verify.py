@@ -56,7 +56,7 @@ def verify(
         int, option("COUNT", "Segments read at once, and decoding threads.", min=1, max=256, show_default="cores")
     ] = os.cpu_count() or 1,
     rebuild: Annotated[
-        bool, option(None, "First make the catalog of a directory anew from its files.", "--rebuild")
+        bool, option(None, "First rebuild the catalog of a directory from its files.", "--rebuild")
     ] = False,
 ) -> None:
     """Read and decode everything that is stored, and compare it with its checksums.
@@ -65,8 +65,8 @@ def verify(
     are counted and not checked.
 
     The exit code is 0 if everything is valid, 1 if something is corrupt or missing, 2 if the store cannot be read.
-    Nothing is changed but, with --rebuild, the catalog. Data without a manifest, left by a crashed writer, are counted
-    but are no error.
+    Only --rebuild changes anything: the catalog. Data without a manifest, left by a crashed writer, are counted but are
+    no error.
 
     Examples:
 

@@ -21,6 +21,7 @@ from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.keys import FORMAT_MAJOR, FORMAT_MINOR
 from sgl_kvfetch.plane.write.commit import commit_segment, delete_segment
 from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.run import running_server
@@ -147,7 +148,7 @@ async def test_what_a_newer_version_wrote_stays_as_it_is(store: AdminStore) -> N
     await store.put(segment.data_name, segment.data)
     await store.put(name, newer)
     tally = (await encode(store)).tally
-    assert "version 2.2" in tally.failures[name]
+    assert f"version {FORMAT_MAJOR}.{FORMAT_MINOR + 1}" in tally.failures[name]
     assert await store.get(name) == newer
     assert await names(store) == {name, segment.data_name}
 
