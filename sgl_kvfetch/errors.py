@@ -23,6 +23,11 @@ StoreErrorReason = Literal[
 class KVFetchError(Exception):
     """Base of every error that sgl_kvfetch raises on purpose."""
 
+    @property
+    def concerns_object(self) -> bool:
+        """Whether the failure concerns one object, not the whole store."""
+        return True
+
 
 class ConfigError(KVFetchError, ValueError):
     """A configuration key is unknown or a value is not allowed."""
@@ -76,5 +81,4 @@ class StoreError(KVFetchError):
 
     @property
     def concerns_object(self) -> bool:
-        """Whether the failure concerns one object, not the whole store."""
         return self.reason in self._OF_OBJECT

@@ -163,7 +163,7 @@ class _Reporter:
     """Shows a progress bar, or a line every ten seconds if it is disabled; with ``verbose``, also each step."""
 
     def __init__(self, verbose: bool) -> None:
-        """Also set up logging."""
+        """Make the progress bar, and set up logging."""
         from rich.logging import RichHandler
         from rich.progress import MofNCompleteColumn, TextColumn
 

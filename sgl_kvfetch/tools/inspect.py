@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from sgl_kvfetch.codec import Manifest, ManifestKeys, RegionLayout, TileLayout
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
-from sgl_kvfetch.stores import StoredSegment, decode_named_manifest, list_segments
+from sgl_kvfetch.stores import StoredSegment, decode_named_manifest
 from sgl_kvfetch.tools.summary import (
     Inspected,
     NamespaceSummary,
@@ -27,7 +26,7 @@ from sgl_kvfetch.tools.summary import (
     summarise_namespaces,
     summarise_segment,
 )
-from sgl_kvfetch.tools.target import OpenTarget, open_target
+from sgl_kvfetch.tools.target import OpenTarget, run_on_target
 from sgl_kvfetch.tools.terminal import (
     KeyFileOption,
     TargetArgument,
@@ -41,7 +40,6 @@ from sgl_kvfetch.tools.terminal import (
     option,
     printable,
     read_keys,
-    read_token,
     show,
 )
 
@@ -83,51 +81,33 @@ def inspect(
 
         kvfetch inspect file:///var/cache/kv#4f0c...e1/8-91ab --png pictures
     """
-    drawing = None if png is None else (png, span, max_frames)
-    asyncio.run(_run(target, read_token(token, token_file), read_keys(manifest_key_file), as_json, limit, drawing))
+    keys = read_keys(manifest_key_file)
 
-
-async def _run(
-    text: str,
-    token: str | None,
-    keys: ManifestKeys | None,
-    as_json: bool,
-    limit: int,
-    drawing: tuple[Path, int, int] | None,
-) -> None:
-    """Print what the target holds, and draw frames if ``drawing`` says where, which and how many.
-
-    Raises KVFetchError.
-    """
-    target = open_target(text, token)
-    try:
-        listed = await list_segments(target.objects, target.prefix)
-        if target.prefix and not listed:
-            raise ConfigError(f"{target.label}: nothing is stored under this name")
+    async def look(opened: OpenTarget) -> None:
+        listed = await opened.list_segments()
         whole = [s for s in listed if s.manifest is not None]
         orphans = [info for s in listed if s.manifest is None for info in s.data.values()]
         of_orphans = len(orphans), sum(info.size_bytes for info in orphans)
-        is_single = len(whole) == 1 and bool(target.prefix or drawing)
-        if drawing is not None and not is_single:
-            raise ConfigError(f"--png expects one segment, {target.label} holds {len(whole)}; name one as STORE#NAME")
+        is_single = len(whole) == 1 and (opened.prefix != "" or png is not None)
+        if png is not None and not is_single:
+            raise ConfigError(f"--png expects one segment, {opened.label} holds {len(whole)}; name one as STORE#NAME")
         if is_single:
-            manifest, summary = await _read_segment(target, whole[0], keys)
+            manifest, summary = await _read_segment(opened, whole[0], keys)
             show(Inspected([], [summary], 0, {}, *of_orphans), as_json, _segment_tables(summary))
-            if drawing is not None:
+            if png is not None:
                 from sgl_kvfetch.tools.pictures import draw_span
 
-                async for line in draw_span(target.objects, manifest, *drawing):
+                async for line in draw_span(opened.objects, manifest, png, span, max_frames):
                     typer.echo(line, err=as_json)
-        elif target.prefix:
-            segments, unreadable = await _read_segments(target, whole, keys, limit)
-            num_more = max(0, len(whole) - limit)
-            inspected = Inspected([], segments, num_more, unreadable, *of_orphans)
+        elif opened.prefix:
+            segments, unreadable = await _read_segments(opened, whole, keys, limit)
+            inspected = Inspected([], segments, max(0, len(whole) - limit), unreadable, *of_orphans)
             show(inspected, as_json, _segments_tables(inspected))
         else:
-            inspected = Inspected(await summarise_namespaces(target.objects, whole), [], len(whole), {}, *of_orphans)
-            show(inspected, as_json, _store_tables(target.label, inspected, limit))
-    finally:
-        await target.objects.close()
+            inspected = Inspected(await summarise_namespaces(opened.objects, whole), [], len(whole), {}, *of_orphans)
+            show(inspected, as_json, _store_tables(opened.label, inspected, limit))
+
+    run_on_target(target, token, token_file, look)
 
 
 async def _read_segments(
@@ -148,7 +128,7 @@ async def _read_segments(
 async def _read_segment(
     target: OpenTarget, stored: StoredSegment, keys: ManifestKeys | None
 ) -> tuple[Manifest, SegmentSummary]:
-    """Raises FormatError and StoreError."""
+    """Read and summarise a segment's manifest. Raises FormatError and StoreError."""
     name = stored.key.manifest_name
     content = await target.objects.get(name)
     if content is None:

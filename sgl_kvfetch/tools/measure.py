@@ -18,7 +18,7 @@ from sgl_kvfetch.codec import PLANES, region_layout
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.plane import DecodeProfile, Sample, measure_profile
 from sgl_kvfetch.prompts import read_texts
-from sgl_kvfetch.tools.terminal import format_size, json_flag, make_console, make_table, option, show
+from sgl_kvfetch.tools.terminal import format_size, json_flag, make_console, make_progress, make_table, option, show
 
 if TYPE_CHECKING:  # these load torch and codecs
     import torch
@@ -116,7 +116,8 @@ def calibrate(
     options = CalibrationOptions(num_context=context, max_channels=max_channels, tp_size=tp_size, seed=seed)
     profile = calibrate_model(loaded, ids, rope, describe, options, _progress)
     profile.save(out)
-    show(_summary(profile), as_json, _calibrate_lines(profile, out))
+    summary = _summary(profile)
+    show(summary, as_json, _calibrate_lines(profile, summary, out))
 
 
 def profile(
@@ -201,9 +202,8 @@ def _progress(steps: Iterable[Any], total: int, what: str) -> Iterator[Any]:
     """Pass on ``steps``, and show a progress bar on a terminal, or else print a line every ten seconds."""
     console = make_console(stderr=True)
     if console.is_terminal:
-        from rich.progress import track
-
-        yield from track(steps, what, total, console=console, transient=True)
+        with make_progress(what) as progress:
+            yield from progress.track(steps, total)
         return
     started_s = said_s = time.monotonic()
     for done, step in enumerate(steps, 1):
@@ -215,8 +215,8 @@ def _progress(steps: Iterable[Any], total: int, what: str) -> Iterator[Any]:
             said_s = now_s
 
 
-class CurvePoint(Struct, frozen=True):
-    """What a ``target_kl`` costs. Shares are of all coefficients: those that are kept, and that need two integers."""
+class TargetCost(Struct, frozen=True):
+    """The cost of a ``target_kl``. The shares of all coefficients that are kept, and that need two integers."""
 
     target_kl: float
     step: float
@@ -230,23 +230,22 @@ class Calibrated(Struct, frozen=True):
     context_kl: float
     default_target_kl: float
     notes: tuple[str, ...]
-    curve: list[CurvePoint]
+    curve: list[TargetCost]
 
 
 def _summary(profile: Profile) -> Calibrated:
     from sgl_kvfetch.codec import KltQuantiser
 
     curve = [
-        CurvePoint(p.kl, p.step, p.bits_per_value, *KltQuantiser(profile, step=p.step).coefficient_shares)
+        TargetCost(p.kl, p.step, p.bits_per_value, *KltQuantiser(profile, step=p.step).coefficient_shares)
         for p in profile.curve
     ]
-    notes = profile.calibration.notes
-    return Calibrated(profile.digest, profile.context_kl, profile.default_target_kl, notes, curve)
+    return Calibrated(profile.digest, profile.context_kl, profile.default_target_kl, profile.calibration.notes, curve)
 
 
-def _calibrate_lines(profile: Profile, out: Path) -> Iterator[Table | str]:
+def _calibrate_lines(profile: Profile, summary: Calibrated, out: Path) -> Iterator[Table | str]:
     table = make_table((), ("target_kl", "step", "bits a value", "bf16 is larger by", "coefficients kept", "wide"))
-    for point in _summary(profile).curve:
+    for point in summary.curve:
         ratio = f"{16 / point.bits_per_value:.1f}x" if point.bits_per_value else ""
         costs = f"{point.target_kl:.2g}", f"{point.step:.3g}", f"{point.bits_per_value:.2f}"
         table.add_row(*costs, ratio, f"{point.kept_share:.0%}", f"{point.wide_share:.1%}")

@@ -1,4 +1,4 @@
-"""``kvfetch lookup``, ``pin``, ``unpin`` and ``warm``: what a store has of prompts, and what it keeps."""
+"""``kvfetch lookup``, ``pin``, ``unpin`` and ``warm``: find prompts in a store, keep them there, and put them there."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ StoredFlag = Annotated[bool, json_flag("a list of prompts, each with num_tokens,
 
 
 class StoredPrompt(Struct, frozen=True):
-    """What a store has of a prompt."""
+    """How much of a prompt is stored."""
 
     num_tokens: int
     num_pages: int  # whole pages
@@ -92,7 +92,7 @@ def lookup(
 
         kvfetch lookup http://127.0.0.1:8700 --prompt '[1, 2, 3, 4]' --page-size 2
     """
-    prompts = _tokens_of(_require_prompts(prompt, file), model)
+    prompts = _tokens_of(_prompts_of(prompt, file, required=True), model)
 
     async def look_up(store: Store) -> list[StoredPrompt]:
         return [await _stored_prompt(store, tokens, page_size, cache_salt) for tokens in prompts]
@@ -107,7 +107,9 @@ def pin(
     model: ModelOption = None,
     page_size: PageSizeOption = None,
     cache_salt: SaltOption = None,
-    label: Annotated[str | None, option("TEXT", "What the list calls the pin; by default, how it begins.")] = None,
+    label: Annotated[
+        str | None, option("TEXT", "The pin's name in the list; by default, the prompt's beginning.")
+    ] = None,
     index: IndexOption = None,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
@@ -115,12 +117,12 @@ def pin(
         bool, json_flag("a list of pins, each with name, label, num_pages, page_size and stored_pages")
     ] = False,
 ) -> None:
-    """Keep prompts' segments from being evicted while there are others, or list the pins.
+    """Evict prompts' segments last, or list the pins.
 
     A pin holds for all segments with one of the prompt's whole pages, of all models and ranks, stored before or later.
-    Without --prompt and --file, the command lists the pins and what is stored of them. kvfetch serve refuses a pin if
-    pinned segments would take more than half of its capacity, and wants a token with the role admin. Lifecycle rules
-    of a bucket know nothing of pins.
+    Without --prompt and --file, the command lists the pins and how much of each is stored. kvfetch serve refuses a pin
+    if pinned segments would take more than half of its capacity, and wants a token with the role admin. Lifecycle
+    rules of a bucket do not respect pins.
 
     Examples:
 
@@ -163,7 +165,7 @@ def unpin(
     token: TokenOption = None,
     token_file: TokenFileOption = None,
 ) -> None:
-    """Let pinned prompts' segments be evicted like others.
+    """Evict pinned prompts' segments like others again.
 
     Name the pins, or give the same prompts as to kvfetch pin. The exit code is 1 if one of them was not there.
 
@@ -199,9 +201,9 @@ def warm(
     token_file: TokenFileOption = None,
     as_json: StoredFlag = False,
 ) -> None:
-    """Send prompts through an SGLang server, and say what of each is stored then.
+    """Send prompts through an SGLang server, and say how much of each is stored then.
 
-    The server's tokenizer and page size count. Each prompt costs its prefill and one token. Of a prompt, only whole
+    The server's tokenizer and page size apply. Each prompt costs its prefill and one token. Of a prompt, only whole
     pages are stored. A server with an API key needs it as SGLANG_API_KEY in the environment. The exit code is 1 if
     some pages are not stored in time.
 
@@ -211,7 +213,7 @@ def warm(
     """
     import aiohttp
 
-    prompts, server = _require_prompts(prompt, file), server.rstrip("/")
+    prompts, server = _prompts_of(prompt, file, required=True), server.rstrip("/")
 
     async def send_all(store: Store) -> list[StoredPrompt]:
         key = os.environ.get(API_KEY_ENV)
@@ -231,13 +233,15 @@ def warm(
         raise typer.Exit(1)
 
 
-def _prompts_of(prompt: str | None, file: Path | None) -> list[Prompt]:
-    """Return the prompts that the options name; none without them. Raises ConfigError."""
+def _prompts_of(prompt: str | None, file: Path | None, *, required: bool = False) -> list[Prompt]:
+    """Return the prompts that the options name. Raises ConfigError, also for none if they are ``required``."""
     if prompt is not None and file is not None:
         raise ConfigError("give either --prompt or --file, not both")
     if file is not None:
         return read_prompts(file)
     if prompt is None:
+        if required:
+            raise ConfigError("expected --prompt or --file")
         return []
     if prompt.startswith("["):
         with contextlib.suppress(msgspec.DecodeError):
@@ -245,16 +249,8 @@ def _prompts_of(prompt: str | None, file: Path | None) -> list[Prompt]:
     return [prompt]
 
 
-def _require_prompts(prompt: str | None, file: Path | None) -> list[Prompt]:
-    """Like `_prompts_of`, but raises ConfigError without prompts."""
-    prompts = _prompts_of(prompt, file)
-    if not prompts:
-        raise ConfigError("expected --prompt or --file")
-    return prompts
-
-
 def _tokens_of(prompts: Sequence[Prompt], model: str | None) -> list[Tokens]:
-    """Raises ConfigError."""
+    """Tokenise prompts that are texts. Raises ConfigError."""
     if model is None and any(isinstance(prompt, str) for prompt in prompts):
         raise ConfigError("texts need --model, whose tokenizer turns them into tokens")
     return tokenise(model or "", prompts)
@@ -267,7 +263,7 @@ def _pins_of(
     cache_salt: str | None,
     label: str | None = None,
 ) -> list[Pin]:
-    """Raises ConfigError."""
+    """Make a pin of each prompt. Raises ConfigError."""
     if prompts and page_size is None:
         raise ConfigError("a prompt needs --page-size, SGLang's")
     pins = []
@@ -283,7 +279,7 @@ def _pins_of(
 
 
 async def _stored_prompt(store: Store, tokens: Sequence[int], page_size: int, cache_salt: str | None) -> StoredPrompt:
-    """Raises StoreError."""
+    """Look a prompt up. Raises StoreError."""
     hashes = page_hashes(tokens, page_size, cache_salt)
     return StoredPrompt(len(tokens), len(hashes), await pages_stored(store, hashes))
 
@@ -297,13 +293,13 @@ def _show_stored(prompts: Sequence[StoredPrompt], as_json: bool) -> None:
 
 
 def _stored_text(stored_pages: Mapping[str, int]) -> str:
-    """Return what ``pages_stored`` found, for people."""
+    """Format the result of ``pages_stored``."""
     found = ", ".join(f"{pages} in {namespace}" for namespace, pages in stored_pages.items())
     return f"stored: {found or 'none'}"
 
 
 async def _send(session: ClientSession, server: str, prompt: Prompt, cache_salt: str | None) -> Tokens:
-    """Send a prompt through the server. Return its tokens."""
+    """Send a prompt through the server, and return its tokens."""
     if isinstance(prompt, str):
         prompt = list((await _ask(session, "POST", f"{server}/tokenize", {"prompt": prompt}))["tokens"])
     body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
@@ -319,7 +315,7 @@ async def _ask(session: ClientSession, method: str, url: str, body: dict[str, An
 
 
 async def _wait_for(store: Store, tokens: Tokens, page_size: int, cache_salt: str | None, until: float) -> StoredPrompt:
-    """Wait until a prompt is stored, at most until then. Look once at least."""
+    """Look a prompt up until it is stored, or until the loop's clock shows ``until``; at least once."""
     while True:
         found = await _stored_prompt(store, tokens, page_size, cache_salt)
         if found.is_stored or asyncio.get_running_loop().time() > until:

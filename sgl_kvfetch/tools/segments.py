@@ -51,14 +51,14 @@ ModelOption = Annotated[
     str | None,
     option(
         "NAME",
-        "Only what is stored of this model: its name or model_id, as kvfetch inspect shows it; a fingerprint, a "
-        "namespace; or the beginning of one of these, if no model has that very name.",
+        "Only segments of this model: its name or model_id, as kvfetch inspect shows it; a fingerprint, a "
+        "namespace; or the beginning of one of these, if no model has exactly this name.",
     ),
 ]
 
 
-class Cleared(Struct):
-    """What was selected and what of it was deleted."""
+class ClearSummary(Struct):
+    """Counts of the selected segments and of the deleted objects."""
 
     num_segments: int  # without the pinned ones that stay
     num_bytes: int
@@ -67,8 +67,8 @@ class Cleared(Struct):
     failures: dict[str, str] = {}  # by the object's name
 
 
-class Moved(Struct):
-    """What became of the source's segments, or in a dry run, what would become of them."""
+class MoveSummary(Struct):
+    """Counts of the moved segments; in a dry run, of those that would be moved."""
 
     num_moved: int = 0
     num_there: int = 0  # of these, the target had them already
@@ -95,10 +95,10 @@ def clear(
 ) -> None:
     """Delete all segments of a store, or of a part of it.
 
-    What is deleted is computed again when it is needed; servers may use the store meanwhile. Pinned segments stay,
-    except with --pinned; then the pins stay, for what is stored later. A token needs the role `admin`, or, for a part
-    within one namespace, `write`. To keep what is used most, use `kvfetch gc`. The exit code is 1 if some objects could
-    not be deleted, or nothing is stored of the model.
+    Servers compute deleted prompts again when they need them, and may use the store meanwhile. Pinned segments stay,
+    except with --pinned; the pins themselves stay, for segments that are stored later. A token needs the role `admin`,
+    or, for a part within one namespace, `write`. To keep the segments that are used most, use `kvfetch gc`. The exit
+    code is 1 if some objects could not be deleted, or nothing is stored of the model.
 
     Examples:
 
@@ -112,14 +112,14 @@ def clear(
     url, _, prefix = store.partition("#")
     say = partial(typer.echo, err=as_json)
 
-    async def select_and_delete(opened: AdminStore) -> Cleared:
+    async def select_and_delete(opened: AdminStore) -> ClearSummary:
         segments = await select_segments(opened, prefix, model)
         if age_s is not None:
             written_before_s = time.time() - age_s
             segments = [segment for segment in segments if segment.modified_s < written_before_s]
         kept = set() if pinned else await pinned_segments(opened, {segment.key.namespace for segment in segments})
         free = [segment for segment in segments if segment.key not in kept]
-        cleared = Cleared(len(free), sum(segment.stored_bytes for segment in free), len(segments) - len(free))
+        cleared = ClearSummary(len(free), sum(segment.stored_bytes for segment in free), len(segments) - len(free))
         if cleared.num_pinned:
             say(f"{cleared.num_pinned} pinned segments stay; --pinned deletes them, too")
         say(f"{store}: {cleared.num_segments} segments, {format_size(cleared.num_bytes)}")
@@ -156,9 +156,9 @@ def move(
     """Move all segments of a store, or of a part of it, to another store.
 
     Each segment is written, read back and compared before it is deleted at the source; so is one that the target has
-    already. If the command is interrupted, run it again: it goes on with what is left. Servers may use both stores
-    meanwhile. Manifests stay as they are, with their signatures; pins are not moved. The token is for both stores. The
-    exit code is 1 if some segments could not be moved: they stay; or if nothing is stored of the model.
+    already. If the command is interrupted, run it again: it moves the segments that are left. Servers may use both
+    stores meanwhile. Manifests stay as they are, with their signatures; pins are not moved. The token is for both
+    stores. The exit code is 1 if some segments could not be moved: they stay; or if nothing is stored of the model.
 
     Examples:
 
@@ -173,7 +173,7 @@ def move(
     if url.rstrip("/") == target.rstrip("/"):
         raise same
 
-    async def select_and_move(opened: AdminStore) -> Moved:
+    async def select_and_move(opened: AdminStore) -> MoveSummary:
         other = open_existing_store(target, read_token(token, token_file), target_index)
         try:
             segments = [each for each in await select_segments(opened, prefix, model) if each.manifest is not None]
@@ -196,9 +196,9 @@ def move(
 
 
 async def select_segments(store: AdminStore, prefix: str, model: str | None) -> list[StoredSegment]:
-    """List the segments whose objects' names start with ``prefix``, in namespaces of ``model`` if it is not None.
+    """List the segments with names that start with ``prefix``, only those of ``model`` if it is not None.
 
-    If no namespace is of this model, says so and which models there are, and exits with 1. Raises StoreError.
+    If no namespace is of this model, print the models that are stored and exit with 1. Raises StoreError.
     """
     segments = await list_segments(store, prefix)
     if model is None:
@@ -221,10 +221,11 @@ async def move_segments(
     copy: bool,
     dry_run: bool,
     done: Callable[[], None],
-) -> Moved:
-    """Move segments, and call ``done`` after each. What concerns one segment alone is noted; raises StoreError for
-    what concerns a whole store."""
-    moved = Moved()
+) -> MoveSummary:
+    """Move segments, and call ``done`` after each. Note failures of single segments.
+
+    Raises StoreError if a whole store fails."""
+    moved = MoveSummary()
 
     async def move_one(segment: StoredSegment) -> None:
         name = segment.key.manifest_name
@@ -247,7 +248,7 @@ async def move_segments(
             moved.num_moved += 1
             moved.num_there += was_there
         except KVFetchError as e:
-            if isinstance(e, StoreError) and not e.concerns_object:
+            if not e.concerns_object:
                 raise
             moved.failures[name] = str(e)
         finally:
@@ -258,7 +259,7 @@ async def move_segments(
 
 
 async def _is_same(source: AdminStore, target: Store, segment: SegmentKey) -> bool:
-    """Whether what is put into the target appears in the source. To move segments would delete them then."""
+    """Return whether both names are of one store: a move would delete its segments. Puts an object and deletes it."""
     probe = secrets.token_bytes(PAGE_HASH_BYTES)
     name = SegmentKey(segment.namespace, 1, probe).data_name(object_digest(probe))
     await target.put(name, probe)
@@ -269,7 +270,7 @@ async def _is_same(source: AdminStore, target: Store, segment: SegmentKey) -> bo
 
 
 async def _has(target: Store, manifest_name: str, manifest: bytes, names: list[str]) -> bool:
-    """Whether the target has the whole segment, undamaged."""
+    """Return whether the target has the whole segment, undamaged."""
     if await target.get(manifest_name) != manifest:
         return False
     for name in names:

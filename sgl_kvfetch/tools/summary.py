@@ -42,11 +42,8 @@ def sizes(raw_bytes: int, stored_bytes: int, dtype: str) -> Sizes:
 
 
 class NamespaceSummary(Struct, frozen=True):
-    """Overlapping segments are counted separately. Fields from ``num_tokens`` on are None if no manifest can be read.
-
-    ``model``, ``quantiser``: names for people; ``namespace`` has what identifies them. Of segments with different
-    labels, the newest's are shown.
-    """
+    """Counts of one namespace; overlapping segments count separately. Without a readable manifest, fields from
+    ``num_tokens`` on are None. ``model`` and ``quantiser`` are names for people, from the newest segment's labels."""
 
     digest: str
     num_segments: int
@@ -64,8 +61,7 @@ class NamespaceSummary(Struct, frozen=True):
 async def summarise_namespaces(objects: Objects, segments: Sequence[StoredSegment]) -> list[NamespaceSummary]:
     """Summarise namespaces, the one that takes most bytes first.
 
-    Needs object names, sizes and one manifest of each namespace, so that large stores stay cheap. ``segments`` are
-    whole, and sorted by name.
+    Reads one manifest of each namespace, so that large stores stay cheap. ``segments`` are whole, and sorted by name.
     """
     groups = [list(group) for _, group in groupby(segments, key=lambda s: s.key.namespace)]
     namespaces = [await _summarise_namespace(objects, group) for group in groups]
@@ -144,7 +140,7 @@ class SegmentSummary(Struct, frozen=True):
 
 
 class Inspected(Struct, frozen=True):
-    """What `kvfetch inspect` shows: of a whole store the namespaces, of a part of it the segments."""
+    """The result of `kvfetch inspect`: the namespaces of a whole store, or the segments of a part of it."""
 
     namespaces: list[NamespaceSummary]
     segments: list[SegmentSummary]

@@ -7,21 +7,27 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Side, Variant, decode_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import DATA_SUFFIX, MANIFEST_SUFFIX, parse_object_name
-from sgl_kvfetch.stores import ObjectInfo
+from sgl_kvfetch.stores import ObjectInfo, StoredSegment, list_segments
 from sgl_kvfetch.tools.terminal import read_token
 
 if TYPE_CHECKING:
     from sgl_kvfetch.stores import AdminStore, Objects
 
-T = TypeVar("T")
-
 INDEX_TIMEOUT_S = 30.0  # commands can wait longer than servers
+
+
+class _Closable(Protocol):
+    async def close(self) -> None: ...
+
+
+T = TypeVar("T")
+C = TypeVar("C", bound=_Closable)
 
 
 def store_url(text: str) -> str:
@@ -54,17 +60,25 @@ def run_on_store(
     work: Callable[[AdminStore], Awaitable[T]],
     **options: Any,
 ) -> T:
-    """Open a store as `open_existing_store` does, and return what ``work`` does with it. Raises KVFetchError."""
+    """Open a store as `open_existing_store` does, and return what ``work`` returns for it. Raises KVFetchError."""
     secret = read_token(token, token_file)
+    return asyncio.run(_run(lambda: open_existing_store(text, secret, index, **options), work))
 
-    async def run() -> T:
-        store = open_existing_store(text, secret, index, **options)
-        try:
-            return await work(store)
-        finally:
-            await store.close()
 
-    return asyncio.run(run())
+def run_on_target(
+    text: str, token: str | None, token_file: Path | None, work: Callable[[OpenTarget], Awaitable[T]]
+) -> T:
+    """Open a TARGET argument as `open_target` does, and return what ``work`` returns for it. Raises KVFetchError."""
+    secret = read_token(token, token_file)
+    return asyncio.run(_run(lambda: open_target(text, secret), work))
+
+
+async def _run(open_it: Callable[[], C], work: Callable[[C], Awaitable[T]]) -> T:
+    opened = open_it()
+    try:
+        return await work(opened)
+    finally:
+        await opened.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +88,16 @@ class OpenTarget:
     objects: Objects
     prefix: str
     label: str
+
+    async def list_segments(self) -> list[StoredSegment]:
+        """Return the segments. Raises ConfigError if the prefix has none, and StoreError."""
+        segments = await list_segments(self.objects, self.prefix)
+        if self.prefix and not segments:
+            raise ConfigError(f"{self.label}: nothing is stored under this name")
+        return segments
+
+    async def close(self) -> None:
+        await self.objects.close()
 
 
 def open_target(text: str, token: str | None) -> OpenTarget:

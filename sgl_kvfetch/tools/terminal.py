@@ -1,4 +1,4 @@
-"""What commands share: options and arguments, and how results, sizes and ages are written."""
+"""Defines the options and arguments that commands share, and prints their results."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def timeline(
 
 
 def _read(file: Path) -> list[Span]:
-    """Raises ConfigError and FormatError."""
+    """Read a timeline. Raises ConfigError and FormatError."""
     try:
         return read_spans(file)
     except OSError as e:

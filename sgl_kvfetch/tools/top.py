@@ -34,17 +34,14 @@ _PREFIX = "kvfetch_server_"
 
 
 class StoreMetrics(Struct, frozen=True):
-    """What the store's metrics were at a time. Keys are a metric's name without its prefix, and a label's value."""
+    """A sample of the store's metrics. A key is a metric's name without its prefix, and the value of one label."""
 
     at_s: float
     values: Mapping[tuple[str, str], float]
 
-    def of(self, name: str) -> dict[str, float]:
-        return {label: value for (metric, label), value in self.values.items() if metric == name}
-
 
 class Activity(Struct, frozen=True):
-    """What a store has, and what it does a second. ``None`` where there is nothing to divide by, or no limit."""
+    """What a store holds, and its rates a second. ``None``: nothing to divide by, or no limit."""
 
     stored_bytes: float
     capacity_bytes: float | None
@@ -54,7 +51,7 @@ class Activity(Struct, frozen=True):
     errors: dict[str, float]  # by HTTP status
     lookups: float
     pages_found: float | None  # the share of those that were looked up
-    lookup_p99_s: float | None  # 99% of lookups took at most so long
+    lookup_p99_s: float | None  # 99% of lookups took at most this long
     sent_bytes: float
     received_bytes: float
     evicted_segments: float
@@ -62,8 +59,8 @@ class Activity(Struct, frozen=True):
 
 def top(
     store: Annotated[str, typer.Argument(metavar="STORE", help="http://HOST:PORT or https://... of kvfetch serve.")],
-    interval_s: Annotated[float, option("SECONDS", "Time between two looks.", "--interval", min=0.1)] = 2.0,
-    once: Annotated[bool, option(None, "Print one interval, and end.", "--once")] = False,
+    interval_s: Annotated[float, option("SECONDS", "Time between two samples.", "--interval", min=0.1)] = 2.0,
+    once: Annotated[bool, option(None, "Print one interval and exit.", "--once")] = False,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
     as_json: Annotated[
@@ -88,15 +85,16 @@ def top(
         raise ConfigError(f"{store}: expected http://HOST:PORT or https://... of kvfetch serve")
     secret = read_token(token, token_file)
     console = make_console()
-    first = last = read_metrics(store, secret)
+    last = read_metrics(store, secret)
     if once or as_json or not console.is_terminal:
         time.sleep(interval_s)
         now = read_metrics(store, secret)
-        show(activity(last, now), as_json, [screen(store, activity(last, now), now)])
+        rate = activity(last, now)
+        show(rate, as_json, [screen(store, rate, now)])
         return
     from rich.live import Live
 
-    look = screen(store, activity(first, last), last)
+    look = screen(store, activity(last, last), last)
     with contextlib.suppress(KeyboardInterrupt), Live(look, console=console, screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)
@@ -132,7 +130,7 @@ def read_metrics(url: str, token: str | None) -> StoreMetrics:
 
 
 def parse(text: str) -> dict[tuple[str, str], float]:
-    """Return the values of a `StoreMetrics`. Raises ValueError or KeyError if the text is not kvfetch serve's."""
+    """Parse the text of /metrics into a `StoreMetrics`' values. Raises ValueError or KeyError for another server's."""
     from prometheus_client.parser import text_string_to_metric_families
 
     values: dict[tuple[str, str], float] = {}
@@ -149,14 +147,14 @@ def parse(text: str) -> dict[tuple[str, str], float]:
 
 
 def activity(before: StoreMetrics | None, now: StoreMetrics) -> Activity:
-    """What happened a second between two samples; without the first, all that happened since the store's start."""
+    """Return the rates between two samples; without the first, the totals since the store's start."""
     elapsed_s = 1.0 if before is None else max(now.at_s - before.at_s, 1e-9)
     past = {} if before is None else before.values
     if any(value < past.get(key, 0.0) for key, value in now.values.items() if key[0].endswith("_total")):
-        past = {}  # it was started again
+        past = {}  # the store was restarted
 
     def rates(name: str) -> dict[str, float]:
-        return {label: (value - past.get((name, label), 0.0)) / elapsed_s for label, value in now.of(name).items()}
+        return {key[1]: (value - past.get(key, 0.0)) / elapsed_s for key, value in now.values.items() if key[0] == name}
 
     pages, requests = rates("lookup_pages_total"), rates("requests_total")
     capacity = now.values.get(("capacity_bytes", ""), float("inf"))
@@ -177,7 +175,7 @@ def activity(before: StoreMetrics | None, now: StoreMetrics) -> Activity:
 
 
 def _p99(buckets: Mapping[str, float]) -> float | None:
-    """Return the smallest bound that holds 99%: of cumulative buckets, by their upper bound in seconds."""
+    """Return the least upper bound of 99% of the samples, or None without any. ``buckets``: cumulative, by bound."""
     in_order = sorted((float(bound), count) for bound, count in buckets.items())
     if not in_order or not in_order[-1][1]:
         return None
@@ -185,7 +183,7 @@ def _p99(buckets: Mapping[str, float]) -> float | None:
 
 
 def screen(url: str, rate: Activity, now: StoreMetrics) -> Table:
-    """The activity of the last interval beside that since the store's start."""
+    """Return a table of the last interval's activity beside the totals since the store's start."""
     total = activity(None, now)
     full = "" if rate.capacity_bytes is None else f" of {format_size(int(rate.capacity_bytes))}"
     table = Table(title=url, title_justify="left", box=None, padding=(0, 3, 0, 0))

@@ -40,7 +40,7 @@ def gc(
         option(
             "MODEL=SIZE",
             "Most bytes that stay of this model: its name or model_id, as kvfetch inspect shows it; a fingerprint, a "
-            "namespace; or the beginning of one of these, if no model has that very name. Repeatable.",
+            "namespace; or the beginning of one of these, if no model has exactly this name. Repeatable.",
         ),
     ] = None,
     index: IndexOption = None,
@@ -58,10 +58,10 @@ def gc(
 ) -> None:
     """Delete expired segments of an S3 store or a directory, and the least recently used until the rest fits.
 
-    Without --capacity and --quota, only expired segments go. The command lists the store once. In S3 it also reads all
-    manifests, since only they say when segments expire. With --index, it knows when servers last found each segment,
-    removes deleted segments from the index, and does not run twice at a time. Without, S3 segments go by the time they
-    were written. It also deletes what writers that died have left. Servers may use the store meanwhile.
+    Without --capacity and --quota, it deletes only expired segments. The command lists the store once. In S3 it also
+    reads all manifests, since only they say when segments expire. With --index, it knows when servers last found each
+    segment, removes deleted segments from the index, and does not run twice at a time. Without it, the oldest S3
+    segments go first. The command also deletes leftovers of writers that died. Servers may use the store meanwhile.
 
     kvfetch serve needs no gc for its capacity: it evicts at every write. For quotas, run gc on its directory, beside
     it. The exit code is 1 if some objects could not be deleted or nothing is stored of a quota's model, 2 if the store
@@ -90,7 +90,7 @@ def gc(
 
 
 def _parse_quotas(texts: Sequence[str]) -> dict[str, int]:
-    """Raises ConfigError."""
+    """Parse each ``MODEL=SIZE`` into the model's bytes. Raises ConfigError."""
     quotas: dict[str, int] = {}
     for text in texts:
         name, _, size = text.rpartition("=")  # a model's name may contain "="
@@ -134,7 +134,7 @@ def _gc_lines(plan: Plan, swept: Swept | None) -> Iterator[str]:
 
 @dataclass(slots=True)
 class Entered:
-    """What was entered in an index."""
+    """Counts of the entries made in an index."""
 
     num_segments: int = 0
     num_pages: int = 0
@@ -150,7 +150,7 @@ def index(
     ] = 604800.0,
     as_json: Annotated[bool, json_flag("an object with num_segments, num_pages and failures")] = False,
 ) -> None:
-    """Make the page index of an S3 store anew.
+    """Rebuild the page index of an S3 store.
 
     This reads all manifests and enters the pages of those that have not expired. Servers may use store and index
     meanwhile. Nothing is removed: lookups remove the entries that they find to be stale. The exit code is 1 if some

@@ -16,9 +16,9 @@ import typer
 from sgl_kvfetch.codec import Cell, Manifest, ManifestKeys, Side, Variant
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import ContentCheck
-from sgl_kvfetch.stores import ObjectInfo, Objects, StoredSegment, decode_named_manifest, list_segments, read_manifest
+from sgl_kvfetch.stores import ObjectInfo, Objects, StoredSegment, decode_named_manifest, read_manifest
 from sgl_kvfetch.tools.summary import signature_of
-from sgl_kvfetch.tools.target import OpenTarget, open_target
+from sgl_kvfetch.tools.target import OpenTarget, run_on_target
 from sgl_kvfetch.tools.terminal import (
     KeyFileOption,
     TargetArgument,
@@ -30,7 +30,6 @@ from sgl_kvfetch.tools.terminal import (
     option,
     printable,
     read_keys,
-    read_token,
     show,
 )
 
@@ -57,7 +56,7 @@ def verify(
         int, option("COUNT", "Segments read at once, and decoding threads.", min=1, max=256, show_default="cores")
     ] = os.cpu_count() or 1,
     rebuild: Annotated[
-        bool, option(None, "First make the catalog of a directory anew from its files.", "--rebuild")
+        bool, option(None, "First rebuild the catalog of a directory from its files.", "--rebuild")
     ] = False,
 ) -> None:
     """Read and decode everything that is stored, and compare it with its checksums.
@@ -66,8 +65,8 @@ def verify(
     are counted and not checked.
 
     The exit code is 0 if everything is valid, 1 if something is corrupt or missing, 2 if the store cannot be read.
-    Nothing is changed but, with --rebuild, the catalog. Data without a manifest, left by a crashed writer, are counted
-    but are no error.
+    Only --rebuild changes anything: the catalog. Data without a manifest, left by a crashed writer, are counted but are
+    no error.
 
     Examples:
 
@@ -77,31 +76,24 @@ def verify(
 
         kvfetch verify backup/8-91ab.kvm
     """
-    report = asyncio.run(_run(target, read_token(token, token_file), read_keys(manifest_key_file), jobs, rebuild))
-    show(report, as_json, _lines(report))
-    if report.problems:
-        raise typer.Exit(1)
+    keys = read_keys(manifest_key_file)
 
-
-async def _run(text: str, token: str | None, keys: ManifestKeys | None, jobs: int, rebuild: bool) -> Report:
-    """Raises KVFetchError."""
-    try:
-        target = open_target(text, token)
-    except FormatError as e:  # TARGET is the path of an invalid manifest
-        return Report(problems=[Problem(str(Path(text)), str(e))])
-    try:
+    async def check(opened: OpenTarget) -> Report:
         if rebuild:
             from sgl_kvfetch.directory import LocalStore
 
-            if not isinstance(target.objects, LocalStore):
-                raise ConfigError(f"{target.label} is not a directory; --rebuild works where the disk is")
-            await target.objects.rebuild()
-        segments = await list_segments(target.objects, target.prefix)
-        if target.prefix and not segments:
-            raise ConfigError(f"{target.label}: nothing is stored under this name")
-        return await _verify(target, segments, keys, jobs)
-    finally:
-        await target.objects.close()
+            if not isinstance(opened.objects, LocalStore):
+                raise ConfigError(f"{opened.label} is not a directory; --rebuild works where the disk is")
+            await opened.objects.rebuild()
+        return await _verify(opened, await opened.list_segments(), keys, jobs)
+
+    try:
+        report = run_on_target(target, token, token_file, check)
+    except FormatError as e:  # TARGET is the path of an invalid manifest
+        report = Report(problems=[Problem(str(Path(target)), str(e))])
+    show(report, as_json, _lines(report))
+    if report.problems:
+        raise typer.Exit(1)
 
 
 async def _verify(target: OpenTarget, segments: list[StoredSegment], keys: ManifestKeys | None, jobs: int) -> Report:
@@ -305,7 +297,7 @@ class Verifier:
 
     def _blame(self, name: str, error: FormatError | StoreError) -> None:
         """Report an error that concerns only this object; raise any other."""
-        if isinstance(error, StoreError) and not error.concerns_object:
+        if not error.concerns_object:
             raise error
         self._add(name, str(error))
 

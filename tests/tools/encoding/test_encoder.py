@@ -21,14 +21,14 @@ from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.keys import FORMAT_MAJOR, FORMAT_MINOR
 from sgl_kvfetch.plane.write.commit import commit_segment, delete_segment
 from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores.base import AdminStore, object_digest
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.tools.encoding import encoder as encoder_module
-from sgl_kvfetch.tools.encoding.encoder import EncodeOptions, Encoder, Step
-from sgl_kvfetch.tools.encoding.garbage import Garbage
+from sgl_kvfetch.tools.encoding.encoder import EncodeOptions, Encoder, Garbage, Step
 from sgl_kvfetch.tools.encoding.targets import Target, make_targets
 from sgl_kvfetch.tools.encoding.transcode import transcode
 from tests.segments import as_newer, make_segment
@@ -148,7 +148,7 @@ async def test_what_a_newer_version_wrote_stays_as_it_is(store: AdminStore) -> N
     await store.put(segment.data_name, segment.data)
     await store.put(name, newer)
     tally = (await encode(store)).tally
-    assert "version 2.2" in tally.failures[name]
+    assert f"version {FORMAT_MAJOR}.{FORMAT_MINOR + 1}" in tally.failures[name]
     assert await store.get(name) == newer
     assert await names(store) == {name, segment.data_name}
 
@@ -487,7 +487,7 @@ class TestGarbage:
         await commit_segment(local, segment)
         await local.put(name, data)
         garbage = Garbage(local, 10, clock=lambda: now)
-        garbage.found(name, 12345.0)  # when it was put, as a listing said long ago
+        garbage.note_unnamed(name, 12345.0)  # when it was put, as a listing said long ago
         assert garbage.due_in_s == 10
         now = 10.0
         await garbage.delete_due()
@@ -512,7 +512,7 @@ class TestGarbage:
             put_s = manifest.modified_s + age_s
             os.utime(local.root / name, (put_s, put_s))
             garbage = Garbage(local, grace_s=0)
-            garbage.found(name, put_s)
+            garbage.note_unnamed(name, put_s)
             await garbage.delete_due()
             assert (await local.head(name) is not None) == stays
             assert len(garbage) == 0
@@ -531,7 +531,7 @@ class TestGarbage:
         for segment in (first, second):
             await commit_segment(store, segment)
             await commit_segment(store, transcode(segment.manifest, segment.data, HEVC))
-            garbage.found(segment.data_name, None)
+            garbage.note_unnamed(segment.data_name, None)
         now = 10.0
         with pytest.raises(StoreError, match="as told"):
             await garbage.delete_due()
@@ -548,7 +548,7 @@ class TestGarbage:
         await commit_segment(local, segment)
         await commit_segment(local, made)
         garbage = Garbage(local, 10, clock=lambda: now)
-        garbage.found(segment.data_name, None)
+        garbage.note_unnamed(segment.data_name, None)
         now = 9.9
         await garbage.delete_due()
         assert len(garbage) == 1
