@@ -25,7 +25,7 @@ from sgl_kvfetch.codec.calibrate.model import KVModel
 from sgl_kvfetch.codec.calibrate.statistics import MOST_SINKS, Moments, channels_of, gather
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
 from sgl_kvfetch.codec.quant.klt import KltQuantiser, exponents_of, forward_of, head_norms, scales_of
-from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, CurvePoint, Profile
+from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, MeasuredStep, Profile
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.codec.quant.sensitivity import features, fit_log_cost, log_cost
 from sgl_kvfetch.errors import ConfigError
@@ -106,7 +106,7 @@ def calibrate_model(
         cells=cells,
         rope=rope,
         num_sinks=moments.num_sinks,
-        curve=(CurvePoint(_STEPS[0], _STEPS[0], 8.0), CurvePoint(_STEPS[-1], _STEPS[-1], 0.0)),  # a placeholder
+        curve=(MeasuredStep(_STEPS[0], _STEPS[0], 8.0), MeasuredStep(_STEPS[-1], _STEPS[-1], 0.0)),  # a placeholder
         context_kl=1.0,
         calibration=describe,
     )
@@ -227,7 +227,7 @@ def measure_curve(
             values, bits = _there_and_back(KltQuantiser(profile, step=steps[row]), context.values)
         totals[row] += torch.tensor([context.divergence(model, values), bits], dtype=torch.float64)
     rows = (totals / len(windows)).tolist()
-    curve = [CurvePoint(step, kl, bits) for step, (kl, bits) in zip(_STEPS, rows, strict=False)]
+    curve = [MeasuredStep(step, kl, bits) for step, (kl, bits) in zip(_STEPS, rows, strict=False)]
     rising = [p for i, p in enumerate(curve) if p.kl > max((0.0, *(q.kl for q in curve[:i])))]
     if len(rising) < 2 or rows[-1][0] <= 0:
         raise ConfigError("the KL divergence does not grow with the step: is the model trained?")

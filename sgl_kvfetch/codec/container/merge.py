@@ -9,7 +9,7 @@ from dataclasses import replace
 import msgspec
 import xxhash
 
-from sgl_kvfetch.codec.container.manifest import Cell, Manifest, Variant, joined_frame_sums
+from sgl_kvfetch.codec.container.manifest import Cell, Manifest, Variant
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_cells, first_readable
 from sgl_kvfetch.codec.container.sides import join_sides
 from sgl_kvfetch.codec.quant.base import Quantised, join
@@ -109,17 +109,20 @@ def _joined(left: CodedSegment, right: CodedSegment, pairs: Sequence[tuple[int, 
                 chunks=x.chunks + y.chunks,
                 codec=x.codec if x.codec == y.codec else "",
                 resolution=x.resolution if x.resolution == y.resolution else "",
-                frame_sums=joined_frame_sums(x, y),
+                frame_sums=_joined_frame_sums(x, y),
                 # Not computed from the data, which nobody has verified.
                 chunk_digests=x.chunk_digests + y.chunk_digests if x.chunk_digests and y.chunk_digests else b"",
             )
         )
         contents.append(data)
+    hashes = a.page_hashes + b.page_hashes
     manifest = msgspec.structs.replace(
-        a,
-        page_hashes=a.page_hashes + b.page_hashes,
-        variants=tuple(variants),
-        sides=(),
-        expires=_earlier_expiry(a, b),
+        a, page_hashes=hashes, variants=tuple(variants), sides=(), expires=_earlier_expiry(a, b)
     )
     return CodedSegment(manifest, contents[0], tuple(contents[1:]))
+
+
+def _joined_frame_sums(*parts: Variant) -> tuple[int | None, ...]:
+    if not any(part.frame_sums for part in parts):
+        return ()
+    return tuple(part.frame_sum(chunk) for part in parts for chunk in range(len(part.chunks)))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
-from sgl_kvfetch.codec.bitstream.nvdec_caps import CHROMA, DecodeCaps
+from sgl_kvfetch.codec.bitstream.nvidia import CHROMA, DecodeCaps
 from tests.plugin.device.fake_streams import FakeDevice, FakeStream
 
 
