@@ -128,7 +128,7 @@ class Nvdec:
 
     @property
     def num_engines(self) -> int:
-        """With fewer sessions than this some engines are idle: a session uses one engine."""
+        """The number of engines. A session uses one, so with fewer sessions some engines are idle."""
         num_engines: int = max(caps.num_engines for caps in self._caps.values())
         return max(1, num_engines)
 

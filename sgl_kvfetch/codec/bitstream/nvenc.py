@@ -44,7 +44,7 @@ _limited = LimitedLogger(logger)
 
 EncoderName = Literal["auto", "cpu", "nvenc"]  # the encoders of HEVC
 
-# A bitstream was: encoded by NVENC, or on the CPU instead; decoded again as a check, and found wrong.
+# What happened to a bitstream: NVENC encoded it, or the CPU did; a check decoded it again; the check found it wrong.
 Event = Literal["encoded", "fallback", "checked", "wrong"]
 
 CHECK_EVERY = 32  # of a size, the first bitstream and then one in so many are decoded again, to save CPU time

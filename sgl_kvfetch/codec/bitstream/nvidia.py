@@ -131,7 +131,7 @@ def encode_caps() -> dict[str, EncodeCaps]:
     it cannot encode are left out. Raises OSError if the driver's libraries are missing or fail."""
     functions = Functions(version=_struct_version(2))
     failed = ctypes.CDLL(ENCODE_LIBRARY).NvEncodeAPICreateInstance(ctypes.byref(functions))
-    if failed in _NO_ENCODER:  # of a stub
+    if failed in _NO_ENCODER:  # the library is a stub
         return {}
     _require(failed, "cannot be used: the driver may be too old")
     session = ctypes.c_void_p()

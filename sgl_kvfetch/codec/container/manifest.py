@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from sgl_kvfetch.codec.container.signing import CHUNK_DIGEST_BYTES, chunk_digest, split
+from sgl_kvfetch.codec.container.signing import CHUNK_DIGEST_BYTES, chunk_digest, split_trailer
 from sgl_kvfetch.codec.layout.frames import MIN_PICTURE, PICTURE_MULTIPLE, PLANES, Layout
 from sgl_kvfetch.codec.layout.regions import RegionLayout
 from sgl_kvfetch.codec.layout.tiles import TileLayout
@@ -320,7 +320,7 @@ def split_signature(data: bytes) -> tuple[bytes, bytes]:
     if len(data) < _HEADER.size:
         return data, b""
     body_bytes = _HEADER.unpack_from(data)[3]
-    return split(data, _HEADER.size + body_bytes + CHECKSUM_BYTES)
+    return split_trailer(data, _HEADER.size + body_bytes + CHECKSUM_BYTES)
 
 
 def decode_manifest(data: bytes) -> Manifest:

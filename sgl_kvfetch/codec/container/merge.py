@@ -12,7 +12,7 @@ import xxhash
 from sgl_kvfetch.codec.container.manifest import Cell, Manifest, Variant
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_cells, first_readable
 from sgl_kvfetch.codec.container.sides import join_sides
-from sgl_kvfetch.codec.quant.base import Quantised, join
+from sgl_kvfetch.codec.quant.base import Quantised, join_parts
 from sgl_kvfetch.errors import FormatError
 
 
@@ -57,7 +57,7 @@ def merge_segments(
                         raise FormatError(f"a span of {reader.manifest.key.stem} crosses the end of a merged span")
                     part = cell._replace(span=span)
                     pieces.append(reader.decode_cell(part, data[slice(*reader.cell_range(part))]))
-        return join(parts, pieces)
+        return join_parts(parts, pieces)
 
     return _with_sides(encode_cells(spec, manifest, joined, executor), left, right)
 

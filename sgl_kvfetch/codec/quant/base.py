@@ -143,7 +143,7 @@ class Quantiser(ABC):
         return {t: tile_layout(cell_heads, geometry.head_dim(t), span_tokens, resolution) for t in TENSORS}
 
 
-def join(parts: Sequence[Part], pieces: Sequence[Quantised]) -> Quantised:
+def join_parts(parts: Sequence[Part], pieces: Sequence[Quantised]) -> Quantised:
     """Join the parts of consecutive pieces of a span into the parts of the span."""
     return tuple(
         torch.cat(each, dim=part.token_dim) for part, each in zip(parts, zip(*pieces, strict=True), strict=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, join
+from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, join_parts
 from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltQuantiser, exponents_of, forward_of, require_grid, scales_of
 from sgl_kvfetch.codec.quant.profile import CellProfile, Profile, load_profile, require_target
 from sgl_kvfetch.codec.quant.registry import quantiser_from_identity
@@ -131,7 +131,7 @@ def test_parts_of_neighbours_join_to_those_of_the_whole() -> None:
     pieces = [
         quantiser.quantise(values.tokens(slice(a, b)), place_of(profile, ONLY, b - a, a)) for a, b in ((0, 5), (5, 12))
     ]
-    joined = join(quantiser.parts(torch.float32), pieces)
+    joined = join_parts(quantiser.parts(torch.float32), pieces)
     assert all(torch.equal(x, y) for x, y in zip(joined, whole, strict=True))
 
 
