@@ -91,7 +91,7 @@ def what_is_wrong(decoder: FrameDecoder, bitstream: bytes, frames: torch.Tensor)
 
 def with_low_latency(nvdec: Nvdec) -> Nvdec:
     """Return the same engines with decoders that return each picture before they decode the next."""
-    low = Nvdec(_LowLatency(nvdec._nvc), nvdec._device, nvdec._caps)
+    low = Nvdec(_LowLatency(nvdec.nvc), nvdec.device, nvdec._caps)
     low.surface_limit_bytes = None
     return low
 
