@@ -19,13 +19,13 @@ from sgl_kvfetch.errors import FormatError
 def merge_segments(
     spec: SegmentSpec, left: CodedSegment, right: CodedSegment, executor: Executor | None = None
 ) -> CodedSegment:
-    """Return the segment that covers ``left`` and ``right``, which must be buddies: neighbours of equal length whose
-    union is aligned.
+    """Return the segment that covers ``left`` and ``right``. They must be buddies: neighbours of equal length that
+    together are aligned.
 
     If their spans are already as long as the writer's, chunks are copied unchanged, in the variants that both have.
     Otherwise they are decoded, joined and encoded as the writer does; integers and bytes stay the same. Everything
     decoded is verified by its checksum. Side pages are copied unchanged. The merged segment expires when the first of
-    both does. Raises FormatError and CorruptError.
+    the two does. Raises FormatError and CorruptError.
     """
     a, b = left.manifest, right.manifest
     follows = b.first_page == a.first_page + a.num_pages and b.previous_hash == a.page_hashes[-1]

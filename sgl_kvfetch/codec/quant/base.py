@@ -86,7 +86,7 @@ class TransformInverse:
         return TransformInverse(self.matrix.to(device), self.mean.to(device), self.rope)
 
 
-Inverse = ByteInverse | StepInverse | TransformInverse  # the restore kernels take its fields as arguments
+Inverse = ByteInverse | StepInverse | TransformInverse  # the restore kernels take the fields as arguments
 
 
 class Quantiser(ABC):

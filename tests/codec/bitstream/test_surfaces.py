@@ -1,4 +1,4 @@
-"""Surfaces counted against a bound, over a fake of PyNvVideoCodec that knows which decoders there are."""
+"""The bound on the surfaces of all decoders, over a fake PyNvVideoCodec that keeps count of decoders."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def coded() -> dict[tuple[int, int], bytes]:
 
 
 def cut(bitstream: bytes) -> bytes:
-    """Whose second picture is none, as a decoder finds out."""
+    """Return a bitstream whose second picture does not decode."""
     first, _ = split_access_units(bitstream)
     return join_access_units([bytes(first), b"no picture"])
 
 
 class CountingNvc(FakeNvc):
-    """``most_bytes``: that the surfaces of 4:4:4 decoders took at once. While ``gate`` is not set, none decodes."""
+    """Counts surfaces. ``most_bytes``: the most that 4:4:4 decoders took at once. They wait until ``gate`` is set."""
 
     def __init__(self) -> None:
         super().__init__(FakeDevice())
@@ -88,14 +88,14 @@ def nvc(monkeypatch: pytest.MonkeyPatch) -> CountingNvc:
 
 
 def open_decoders(nvc: FakeNvc, limit_bytes: int, count: int) -> tuple[Nvdec, list[FrameDecoder]]:
-    """Of ``hevc``, each on a session."""
+    """Return engines, and decoders of ``hevc``, each in a session of its own."""
     engines = make_nvdec(nvc)
     engines.surface_limit_bytes = limit_bytes
     return engines, [engines.open_session()["hevc"] for _ in range(count)]
 
 
 def is_on_device(decoder: FrameDecoder, bitstream: bytes, size: tuple[int, int] = SIZES[0]) -> bool:
-    """The pixels are right in any case."""
+    """Return whether NVDEC decoded the bitstream. The pixels are right in any case."""
     found = decoder.decode(bitstream, (2, *size))
     assert torch.equal(found.frames, FRAMES[size])
     assert found.host is not None
