@@ -62,30 +62,6 @@ def surface_bytes(planes_a_picture: int, width: int, height: int) -> int:
     return NUM_SURFACES * rows * width
 
 
-class SurfaceBudget:
-    """Limits the memory of all decoders. Thread-safe."""
-
-    def __init__(self, limit_bytes: int | None = MAX_SURFACE_BYTES) -> None:
-        self.limit_bytes = limit_bytes  # may be set at any time; None: no limit
-        self.taken_bytes = 0
-        self._lock = Lock()
-
-    def take(self, num_bytes: int) -> bool:
-        """Reserve memory for a decoder. Return False if there is no room. A single decoder is always allowed, however
-        large."""
-        with self._lock:
-            limit = self.limit_bytes
-            if limit is not None and self.taken_bytes and self.taken_bytes + num_bytes > limit:
-                return False
-            self.taken_bytes += num_bytes
-            return True
-
-    def give_back(self, num_bytes: int) -> None:
-        """Release the memory of a decoder that is gone."""
-        with self._lock:
-            self.taken_bytes -= num_bytes
-
-
 class _NoDecoderError(Exception):
     """The GPU gave us no decoder. The bitstream may be fine."""
 
