@@ -1,8 +1,15 @@
-"""restore: dequantise and reshape decoded frames, and scatter them to slots of the K or V buffers, in one pass."""
+"""restore: dequantise and reshape decoded frames, and scatter them to slots of the K or V buffers, in one pass.
+
+A *row* is a run of ``CHUNK`` values of one head of one token. The rows of a frame are numbered by chunk of a head, then
+head of a token, then place in the frame. So consecutive rows are neighbours in the KV buffer, and a slot or scale is
+loaded once a row. The layout's numbers are compile-time constants: divisions become shifts, and the compiler knows
+which loads it can vectorise. A server uses few layouts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -11,27 +18,22 @@ from sgl_kvfetch.triton_kernels.runtime import (
     COMPILE_OPTIONS,
     integer_view,
     jit,
+    next_power_of_2,
     on_device,
+    program_of,
     require,
     require_buffers,
     require_frames,
     require_scalable,
+    round_float32,
     tl,
     triton,
     use_kernels,
 )
-from sgl_kvfetch.triton_kernels.tiles import (
-    chunk_of,
-    pixel_of,
-    round_float32,
-    rows_of,
-    slots_of,
-    tiles_of,
-    tokens_of_frames,
-)
 
 # Values of each layer that one program handles, and its warps.
 BLOCK_VALUES, NUM_WARPS = 2048, 4
+_MIN_CHUNK, _MAX_CHUNK = 16, 64
 
 
 def restore(
@@ -66,17 +68,15 @@ def restore(
     """
     frames, outputs = list(frames), list(outputs)
     require_buffers(outputs, slots)
-    require_frames(frames, layout, slots, outputs, first_frame, planes_of(outputs, scales))
+    _require_planes(frames, layout, slots, outputs, first_frame, planes_of(outputs, scales))
     if scales is not None:
         _require_scales(scales, centres, slots, outputs)
     else:
         require(centres is None, "centres without scales")
     if not slots.numel() or not frames[0].shape[0]:
         return
-    if use_kernels(slots.device):
-        _launch(frames, layout, slots, outputs, scales, centres, first_frame)
-    else:
-        restore_reference(frames, layout, slots, outputs, scales, centres, first_frame)
+    run = _launch if use_kernels(slots.device) else restore_reference
+    run(frames, layout, slots, outputs, scales, centres, first_frame)
 
 
 def planes_of(buffers: Sequence[torch.Tensor], scales: torch.Tensor | None) -> int:
@@ -95,7 +95,7 @@ def restore_reference(
 ) -> None:
     """``restore`` in PyTorch, on any device. Same arguments."""
     num_layers, (_, num_heads, head_dim) = len(outputs), outputs[0].shape
-    kept, tokens = tokens_of_frames(layout, slots, first_frame, frames[0].shape[0])
+    kept, tokens = _tokens_of_frames(layout, slots, first_frame, frames[0].shape[0])
     integers = [
         layout.from_frames(f, (f.shape[0] * layout.tokens_per_frame, num_layers, num_heads, head_dim))[kept]
         for f in frames
@@ -108,6 +108,51 @@ def restore_reference(
         values = integer_view(((integers[0].to(torch.float32) - centre) * step).to(outputs[0].dtype))
     for i_layer, output in enumerate(outputs):
         integer_view(output)[slots[tokens]] = values[:, i_layer]
+
+
+def _tokens_of_frames(
+    layout: TileLayout, slots: torch.Tensor, first_frame: int, num_frames: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find the tokens in some of a span's frames, for the reference.
+
+    ``from_frames`` returns tokens as if these ``num_frames`` frames were the whole span. Returns two int64 tensors: the
+    indices of those tokens that have a slot, and the positions of the same tokens in the span."""
+    num_tokens = slots.numel()
+    local = torch.arange(num_frames * layout.tokens_per_frame, device=slots.device)
+    tokens = local // num_frames * layout.num_frames((num_tokens,)) + first_frame + local % num_frames
+    kept = (tokens < num_tokens).nonzero().squeeze(1)
+    kept = kept[slots[tokens[kept]] >= 0]
+    return kept, tokens[kept]
+
+
+def _require_planes(
+    frames: Sequence[torch.Tensor],
+    layout: TileLayout,
+    slots: torch.Tensor,
+    outputs: Sequence[torch.Tensor],
+    first_frame: int,
+    num_planes: int,
+) -> None:
+    """Raise ValueError unless ``frames`` are ``num_planes`` byte planes of the span's frames from ``first_frame`` on.
+    Raise FormatError unless they have room for tokens of the outputs' shape."""
+    layout.require_fits((slots.numel(), len(outputs), *outputs[0].shape[1:]))
+    require(
+        len(frames) == num_planes,
+        f"{len(frames)} byte planes of frames, expected {num_planes} for {outputs[0].dtype}",
+    )
+    first = frames[0]
+    for x in frames:
+        require_frames(x, layout, slots.device)
+        require(
+            x.shape == first.shape and x.stride(0) == first.stride(0),
+            f"byte planes differ: frames of shape {tuple(first.shape)} and {tuple(x.shape)}, "
+            f"strides {first.stride()} and {x.stride()}",
+        )
+    num_frames = layout.num_frames((slots.numel(),))
+    require(
+        first_frame >= 0 and first_frame + first.shape[0] <= num_frames,
+        f"frames {first_frame} to {first_frame + first.shape[0]}, but {tuple(slots.shape)} tokens fill {num_frames}",
+    )
 
 
 def _require_scales(
@@ -131,6 +176,42 @@ def _require_scales(
     require(centres is not None and len(centres) == num_layers, f"centres are {centres}, expected {num_layers}")
 
 
+class _Tiles(NamedTuple):
+    """A layout and the shape of a token: the constant ``L`` of every kernel. Triton can hash it, as it is a tuple."""
+
+    places: int  # tiles in a frame, each for one token
+    tile_cols: int
+    head_rows: int
+    head_cols: int
+    dim_rows: int
+    dim_cols: int
+    width: int
+    height: int
+    num_heads: int
+    head_dim: int
+
+
+def _tiles_of(layout: TileLayout, num_heads: int, head_dim: int) -> _Tiles:
+    return _Tiles(
+        places=layout.tokens_per_frame,
+        tile_cols=layout.tile_cols,
+        head_rows=layout.head_rows,
+        head_cols=layout.head_cols,
+        dim_rows=layout.dim_rows,
+        dim_cols=layout.dim_cols,
+        width=layout.width,
+        height=layout.height,
+        num_heads=num_heads,
+        head_dim=head_dim,
+    )
+
+
+def _chunk_of(head_dim: int) -> int:
+    """Return the values in a row: a power of two that divides ``head_dim``, or else one that holds a whole head."""
+    divisor = head_dim & -head_dim
+    return min(divisor, _MAX_CHUNK) if divisor >= _MIN_CHUNK else next_power_of_2(head_dim)
+
+
 def _launch(
     frames: Sequence[torch.Tensor],
     layout: TileLayout,
@@ -142,7 +223,7 @@ def _launch(
 ) -> None:
     _, num_heads, head_dim = outputs[0].shape
     buffers = tuple(integer_view(x) for x in outputs) if scales is None else tuple(outputs)
-    chunk = chunk_of(head_dim)
+    chunk = _chunk_of(head_dim)
     rows = max(1, BLOCK_VALUES // chunk)
     rows_per_frame = layout.tokens_per_frame * num_heads * triton.cdiv(head_dim, chunk)
     grid = (triton.cdiv(rows_per_frame, rows) * frames[0].shape[0],)
@@ -155,7 +236,7 @@ def _launch(
         outputs[0].stride(0),
         outputs[0].stride(1),
     )
-    constants = {"L": tiles_of(layout, num_heads, head_dim), "CHUNK": chunk, "ROWS": rows}
+    constants = {"L": _tiles_of(layout, num_heads, head_dim), "CHUNK": chunk, "ROWS": rows}
     options = {"num_warps": NUM_WARPS, **COMPILE_OPTIONS}
     with on_device(slots.device):
         if scales is None:
@@ -176,12 +257,29 @@ def _launch(
 
 @jit
 def _locate(p_slots, num_tokens, first_frame, num_frames, L: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Return this program's frame, and for its ROWS rows token, slot and head, ``(ROWS,)``; dim, pixel and mask,
-    ``(ROWS, CHUNK)``."""
-    i_frame, o_place, o_head, o_dim = rows_of(L, CHUNK, ROWS)
-    o_token, b_slot = slots_of(p_slots, first_frame + i_frame, o_place, num_tokens, num_frames, L)
-    o_pixel = pixel_of(o_place[:, None], o_head[:, None], o_dim, L)
+    """Return this program's frame, and for its ROWS rows token, slot (-1: none) and head, ``(ROWS,)``; dim, pixel and
+    mask, ``(ROWS, CHUNK)``."""
+    CHUNKS: tl.constexpr = (L.head_dim + CHUNK - 1) // CHUNK
+    i_block, i_frame = program_of((L.places * L.num_heads * CHUNKS + ROWS - 1) // ROWS)
+    o_row = i_block * ROWS + tl.arange(0, ROWS)
+    o_place, o_head = o_row // (CHUNKS * L.num_heads), o_row // CHUNKS % L.num_heads
+    o_dim = (o_row % CHUNKS * CHUNK)[:, None] + tl.arange(0, CHUNK)[None, :]
+    o_token = o_place * num_frames + (first_frame + i_frame)
+    b_slot = tl.load(p_slots + o_token, mask=(o_place < L.places) & (o_token < num_tokens), other=-1)
+    o_pixel = _pixel_of(o_place[:, None], o_head[:, None], o_dim, L)
     return i_frame, o_token, b_slot, o_head, o_dim, o_pixel, (b_slot >= 0)[:, None] & (o_dim < L.head_dim)
+
+
+@jit
+def _pixel_of(i_place, i_head, i_dim, L: tl.constexpr):
+    """Return a value's offset in its plane."""
+    y = (
+        (i_place // L.tile_cols) * (L.head_rows * L.dim_rows)
+        + (i_head // L.head_cols) * L.dim_rows
+        + i_dim // L.dim_cols
+    )
+    x = (i_place % L.tile_cols) * (L.head_cols * L.dim_cols) + (i_head % L.head_cols) * L.dim_cols + i_dim % L.dim_cols
+    return y * L.width + x
 
 
 @jit

@@ -11,20 +11,23 @@ from typing import NamedTuple
 
 import torch
 
-from sgl_kvfetch.codec import PLANES, RegionLayout
+from sgl_kvfetch.codec import RegionLayout
 from sgl_kvfetch.triton_kernels.runtime import (
     COMPILE_OPTIONS,
     INTERPRETED,
     jit,
+    next_power_of_2,
     on_device,
+    program_of,
     require,
     require_buffers,
+    require_frames,
     require_scalable,
+    round_float32,
     tl,
     triton,
     use_kernels,
 )
-from sgl_kvfetch.triton_kernels.tiles import next_power_of_2, program_of, round_float32
 
 ZERO = 128  # the integer that represents zero
 
@@ -79,15 +82,15 @@ def restore_klt(
     outputs = list(outputs)
     require_buffers(outputs, slots)
     require_scalable(outputs[0].dtype)
-    _require_frames(frames, layout, slots, matrix)
+    require(matrix.ndim == 2, f"matrix has shape {tuple(matrix.shape)}, expected (coefficients, channels)")
+    shape = matrix.shape[0], slots.numel()
+    layout.require_fits(shape)
+    require_frames(frames, layout, slots.device, layout.num_frames(shape))
     _require_model(slots, outputs, scales, matrix, mean, rotation)
     if not slots.numel():
         return
-    arguments = (frames, layout, slots, outputs, scales, matrix, mean, rotation, interleaved)
-    if use_kernels(slots.device):
-        _launch(*arguments)
-    else:
-        restore_klt_reference(*arguments)
+    run = _launch if use_kernels(slots.device) else restore_klt_reference
+    run(frames, layout, slots, outputs, scales, matrix, mean, rotation, interleaved)
 
 
 def restore_klt_reference(
@@ -126,22 +129,6 @@ def _rotated(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torc
     y[..., first] = x[..., first] * cos - x[..., second] * sin
     y[..., second] = x[..., second] * cos + x[..., first] * sin
     return y
-
-
-def _require_frames(frames: torch.Tensor, layout: RegionLayout, slots: torch.Tensor, matrix: torch.Tensor) -> None:
-    require(matrix.ndim == 2, f"matrix has shape {tuple(matrix.shape)}, expected (coefficients, channels)")
-    shape = (matrix.shape[0], slots.numel())
-    layout.require_fits(shape)
-    expected = layout.frames_shape(shape)
-    require(
-        frames.shape == expected and frames.dtype == torch.uint8 and frames.device == slots.device,
-        f"frames are {frames.dtype} {tuple(frames.shape)} on {frames.device}, expected uint8 {expected} on "
-        f"{slots.device}",
-    )
-    require(
-        frames.stride()[1:] == (layout.height * layout.width, layout.width, 1),
-        f"frames have strides {frames.stride()}: each of {PLANES}x{layout.height}x{layout.width} must be contiguous",
-    )
 
 
 def _require_model(

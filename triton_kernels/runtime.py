@@ -1,4 +1,4 @@
-"""Optional access to Triton, and the checks of the kernels' arguments."""
+"""Optional access to Triton, and what several kernels share: checks of their arguments, and device functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sgl_kvfetch.codec import PLANES, TileLayout
+from sgl_kvfetch.codec import PLANES, Layout
 from sgl_kvfetch.errors import UnsupportedError
 
 try:
@@ -87,43 +87,21 @@ def require_buffers(buffers: Sequence[torch.Tensor], slots: torch.Tensor) -> Non
         require(top < first.shape[0], f"slot {top} is outside a buffer of shape {tuple(first.shape)}")
 
 
-def require_frames(
-    frames: Sequence[torch.Tensor],
-    layout: TileLayout,
-    slots: torch.Tensor,
-    outputs: Sequence[torch.Tensor],
-    first_frame: int,
-    num_planes: int,
-) -> None:
-    """Raise ValueError unless ``frames`` are ``num_planes`` byte planes, uint8 ``(n, 3, height, width)`` each, of the
-    span's frames from ``first_frame`` on. Raise FormatError unless they have room for tokens of the outputs' shape.
-    Each frame must be contiguous; the distance between frames may be larger."""
-    layout.require_fits((slots.numel(), len(outputs), *outputs[0].shape[1:]))
+def require_frames(x: torch.Tensor, layout: Layout, device: torch.device, num_frames: int | None = None) -> None:
+    """Raise ValueError unless ``x`` holds frames of ``layout`` on ``device``, uint8 ``(num_frames, 3, height, width)``.
+
+    Each frame must be contiguous; the distance between frames may be larger. ``num_frames``: None for any number.
+    """
+    expected = f"uint8 ({num_frames or 'n'}, {PLANES}, {layout.height}, {layout.width}) on {device}"
     require(
-        len(frames) == num_planes,
-        f"{len(frames)} byte planes of frames, expected {num_planes} for {outputs[0].dtype}",
+        x.ndim == 4
+        and num_frames in (None, x.shape[0])
+        and (x.shape[1:], x.dtype, x.device) == ((PLANES, layout.height, layout.width), torch.uint8, device),
+        f"frames are {x.dtype} {tuple(x.shape)} on {x.device}, expected {expected}",
     )
-    plane = (layout.height, layout.width)
-    first = frames[0]
-    for x in frames:
-        require(
-            x.ndim == 4 and x.shape[1:] == (PLANES, *plane) and x.dtype == torch.uint8,
-            f"frames are {x.dtype} {tuple(x.shape)}, expected uint8 (n, {PLANES}, {plane[0]}, {plane[1]})",
-        )
-        require(
-            x.stride()[1:] == (plane[0] * plane[1], plane[1], 1),
-            f"frames have strides {x.stride()}: each of {PLANES}x{plane[0]}x{plane[1]} must be contiguous",
-        )
-        require(
-            x.shape == first.shape and x.stride(0) == first.stride(0),
-            f"byte planes differ: frames of shape {tuple(first.shape)} and {tuple(x.shape)}, "
-            f"strides {first.stride()} and {x.stride()}",
-        )
-        require(x.device == slots.device, f"frames are on {x.device}, slots on {slots.device}")
-    num_frames = layout.num_frames((slots.numel(),))
     require(
-        first_frame >= 0 and first_frame + first.shape[0] <= num_frames,
-        f"frames {first_frame} to {first_frame + first.shape[0]}, but {tuple(slots.shape)} tokens fill {num_frames}",
+        x.stride()[1:] == (layout.height * layout.width, layout.width, 1),
+        f"frames have strides {x.stride()}: each of {PLANES}x{layout.height}x{layout.width} must be contiguous",
     )
 
 
@@ -135,3 +113,26 @@ def require_scalable(dtype: torch.dtype) -> None:
 
 def _describe(x: torch.Tensor) -> str:
     return f"{x.dtype} {tuple(x.shape)} with strides {x.stride()} on {x.device}"
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@jit
+def program_of(BLOCKS: tl.constexpr):
+    """Return this program's block and frame. There is one grid axis, since the others are limited to 65535."""
+    return tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
+
+
+@jit
+def round_float32(b_x, dtype: tl.constexpr):
+    """Round to the nearest value of ``dtype``, ties to even; NaN becomes bfloat16 0x7FC0. A cast would not do: Triton's
+    interpreter truncates to bfloat16."""
+    if dtype == tl.bfloat16:
+        b_bits = b_x.to(tl.int32, bitcast=True)
+        b_bits = (b_bits + 0x7FFF + ((b_bits >> 16) & 1)) >> 16
+        b_bits = tl.where(b_x == b_x, b_bits, 0x7FC0)
+        return b_bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return b_x.to(dtype)

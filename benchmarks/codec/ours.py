@@ -44,7 +44,7 @@ class KltMethod(SegmentMethod):
         layout = reader.variant.layouts[_COEFFICIENTS]
         for cell in reader.manifest.cells():
             place = cell_place(reader.manifest, cell)
-            num_wide = self.klt.num_wide(place.layers, place.heads)
+            num_wide = self.klt.num_wide(place)
             if num_wide:
                 chunk = reader.variant.chunks[reader.manifest.cell_index(cell) * reader.manifest.chunks_per_cell + part]
                 integers = reader.decode_cell(cell, data[slice(*reader.cell_range(cell))])[part]

@@ -23,8 +23,7 @@ from benchmarks.sampler import Sampler
 from harness import stand_in_pool
 from harness.fetching import fetch_pages
 from sgl_kvfetch.codec.bitstream.base import Decoders
-from sgl_kvfetch.codec.bitstream.nvdec import open_nvdec
-from sgl_kvfetch.codec.bitstream.surfaces import MAX_SURFACE_BYTES
+from sgl_kvfetch.codec.bitstream.nvdec import MAX_SURFACE_BYTES, open_nvdec
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader
 from sgl_kvfetch.codec.cuda_streams import Device, Stream
 from sgl_kvfetch.directory.local import LocalStore
@@ -96,7 +95,7 @@ def _measure(
         seconds=seconds,
         fixed_buffers_mb=DEVICE_BYTES / 1e6,
         once_mb=made_once / 1e6,  # the fixed buffers, decoders, kernels and the allocator's blocks
-        surfaces_counted_mb=0 if nvdec is None else nvdec.surfaces.taken_bytes / 1e6,
+        surfaces_counted_mb=0 if nvdec is None else nvdec.held_surface_bytes / 1e6,
         surfaces_bound_mb=0 if nvdec is None else MAX_SURFACE_BYTES / 1e6,
         then_torch_mb=then_torch / 1e6,
         then_all_mb=then_all / 1e6,

@@ -18,7 +18,7 @@ from benchmarks.gpu_check.record import Record, SkippedError
 from benchmarks.gpu_check.timing import seconds_of
 from sgl_kvfetch.codec.bitstream.base import Decoders, FrameDecoder
 from sgl_kvfetch.codec.bitstream.nvdec import Nvdec, open_nvdec
-from sgl_kvfetch.codec.bitstream.nvdec_caps import decode_caps
+from sgl_kvfetch.codec.bitstream.nvidia import decode_caps
 from sgl_kvfetch.codec.bitstream.registry import get_codec
 from sgl_kvfetch.codec.cuda_streams import Device
 from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
@@ -54,7 +54,7 @@ def find_nvdec(record: Record) -> Nvdec:
         record.fail(about)
     if nvdec is None:
         raise SkippedError(about)
-    nvdec.surfaces.limit_bytes = None  # all sessions must be able to decode at once, even 1080p
+    nvdec.surface_limit_bytes = None  # all sessions must be able to decode at once, even 1080p
     record.row("Video engines", found=about)
     for name, found in caps.items():
         record.row("Video engines", found=f"{name}: up to {found.max_width}x{found.max_height}")
@@ -91,8 +91,8 @@ def what_is_wrong(decoder: FrameDecoder, bitstream: bytes, frames: torch.Tensor)
 
 def with_low_latency(nvdec: Nvdec) -> Nvdec:
     """Return the same engines with decoders that return each picture before they decode the next."""
-    low = Nvdec(_LowLatency(nvdec._nvc), nvdec._device, nvdec._caps)
-    low.surfaces.limit_bytes = None
+    low = Nvdec(_LowLatency(nvdec.nvc), nvdec.device, nvdec._caps)
+    low.surface_limit_bytes = None
     return low
 
 

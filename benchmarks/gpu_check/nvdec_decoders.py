@@ -14,10 +14,8 @@ from benchmarks.gpu_check.interference import decoding
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.ticker import Ticker
 from benchmarks.gpu_check.timing import make_busy
-from sgl_kvfetch.codec.bitstream.hevc import HevcCodec
-from sgl_kvfetch.codec.bitstream.nvdec import Nvdec, NvdecSession, PictureSize
-from sgl_kvfetch.codec.bitstream.nvidia import CODECS
-from sgl_kvfetch.codec.bitstream.surfaces import surface_bytes
+from sgl_kvfetch.codec.bitstream.hevc import HEVC_CODECS, HevcCodec
+from sgl_kvfetch.codec.bitstream.nvdec import Nvdec, NvdecDecoder, PictureSize, surface_bytes
 from sgl_kvfetch.errors import CorruptError
 
 _SESSIONS = 8
@@ -33,14 +31,14 @@ def measure_memory(record: Record, nvdec: Nvdec, sizes: Sequence[str], *, second
         for size in sizes:
             _, height, width = SIZES[size]
             frames = make_frames(1, height, width)
-            bitstream = CODECS[name].encode(frames)
+            bitstream = HEVC_CODECS[name].encode(frames)
             jobs = [partial(session[name].decode, bitstream, (1, height, width), with_sum=True) for session in sessions]
             nvdec.drop_decoders()
             before = _bytes_beside_torch()
             with decoding(jobs):
                 time.sleep(seconds)
-            counted = nvdec.surfaces.taken_bytes
-            count = counted // surface_bytes(CODECS[name].planes_a_picture, width, height)
+            counted = nvdec.held_surface_bytes
+            count = counted // surface_bytes(HEVC_CODECS[name].planes_a_picture, width, height)
             held = _bytes_beside_torch() - before
             nvdec.drop_decoders()
             if not count:
@@ -68,7 +66,7 @@ def measure_gaps(record: Record, nvdec: Nvdec, *, seconds: float = _SECONDS, sid
     """Measure the longest gap of a 1 ms ticker during all that happens to decoders, on an idle and on a busy device.
     ``side``: rows of the matrices that keep the device busy."""
     name = nvdec.codecs[0]
-    codec, shapes = CODECS[name], [SIZES[size] for size in (_SMALL, _LARGE)]
+    codec, shapes = HEVC_CODECS[name], [SIZES[size] for size in (_SMALL, _LARGE)]
     clips = [(codec.encode(make_frames(*shape)), shape) for shape in shapes]
     bitstream, shape = clips[0]
     sessions = [nvdec.open_session() for _ in range(2 * nvdec.num_engines)]
@@ -117,10 +115,11 @@ def measure_gaps(record: Record, nvdec: Nvdec, *, seconds: float = _SECONDS, sid
 def reconfigure(nvdec: Nvdec, codec: HevcCodec, clips: Sequence[tuple[bytes, tuple[int, int, int]]]) -> None:
     """Decode all clips, bitstreams and shapes, on one decoder that is reconfigured before each, as the serving path
     never does. Raises CorruptError."""
-    session = NvdecSession(nvdec._nvc, nvdec._device, nvdec._decoders)
+    ours = nvdec.open_session()[codec.name]
+    assert isinstance(ours, NvdecDecoder)
     width, height = (max(shape[axis] for _, shape in clips) for axis in (2, 1))
-    with nvdec._decoders.borrow(PictureSize(codec.planes_a_picture, width, height)) as decoder:
+    with nvdec.borrow_decoder(PictureSize(codec.planes_a_picture, width, height)) as decoder:
         for bitstream, (num_frames, height, width) in [*clips, *reversed(clips)]:
             decoder.handle.setReconfigParams(width, height)
-            frames = nvdec._device.empty((num_frames, 3, height, width), decoder.stream)
-            session._decode(decoder, codec, codec.access_units(bitstream, num_frames), frames)
+            frames = nvdec.device.empty((num_frames, 3, height, width), decoder.stream)
+            ours.fill_frames(decoder, codec.access_units(bitstream, num_frames), frames)

@@ -14,7 +14,7 @@ from benchmarks.gpu_check.record import Record, SkippedError
 from sgl_kvfetch.codec.bitstream.base import FrameDecoder, PictureShape
 from sgl_kvfetch.codec.bitstream.nvdec import open_nvdec
 from sgl_kvfetch.codec.bitstream.nvenc import MAX_SESSIONS, NoEncoderError, NvencEncoder, open_nvenc
-from sgl_kvfetch.codec.bitstream.nvenc_caps import encode_caps
+from sgl_kvfetch.codec.bitstream.nvidia import encode_caps
 from sgl_kvfetch.codec.bitstream.registry import get_codec
 from sgl_kvfetch.codec.cuda_streams import Device
 from sgl_kvfetch.errors import CorruptError

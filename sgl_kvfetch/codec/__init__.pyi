@@ -1,12 +1,18 @@
 from .bitstream.base import Codec as Codec, Decoders as Decoders, FrameEncoder as FrameEncoder
 from .bitstream.hevc import HevcCodec as HevcCodec
-from .bitstream.nvdec import Nvdec as Nvdec, open_nvdec as open_nvdec
-from .bitstream.nvdec_caps import decode_caps as decode_caps
+from .bitstream.nvdec import (
+    MAX_SURFACE_BYTES as MAX_SURFACE_BYTES,
+    Nvdec as Nvdec,
+    open_current_nvdec as open_current_nvdec,
+    open_nvdec as open_nvdec,
+)
 from .bitstream.nvenc import open_encoders as open_encoders, open_nvenc as open_nvenc
-from .bitstream.nvenc_caps import LIBRARY as LIBRARY
-from .bitstream.nvidia import moving_gradients as moving_gradients, open_current_nvdec as open_current_nvdec
+from .bitstream.nvidia import (
+    ENCODE_LIBRARY as ENCODE_LIBRARY,
+    decode_caps as decode_caps,
+    moving_gradients as moving_gradients,
+)
 from .bitstream.registry import CODECS as CODECS, CodecName as CodecName, get_codec as get_codec
-from .bitstream.surfaces import MAX_SURFACE_BYTES as MAX_SURFACE_BYTES
 from .calibrate.fit import CalibrationOptions as CalibrationOptions, calibrate_model as calibrate_model
 from .calibrate.model import (
     KVModel as KVModel,
@@ -72,14 +78,16 @@ from .layout.frames import (
 )
 from .layout.regions import RegionLayout as RegionLayout, region_layout as region_layout
 from .layout.tiles import TileLayout as TileLayout
-from .quant.base import CellValues as CellValues, Quantised as Quantised, Quantiser as Quantiser
-from .quant.exact import from_planes as from_planes
-from .quant.inverse import (
+from .quant.base import (
     ByteInverse as ByteInverse,
+    CellValues as CellValues,
     Inverse as Inverse,
+    Quantised as Quantised,
+    Quantiser as Quantiser,
     StepInverse as StepInverse,
     TransformInverse as TransformInverse,
 )
+from .quant.exact import from_planes as from_planes
 from .quant.klt import KltQuantiser as KltQuantiser, require_grid as require_grid, scales_of as scales_of
 from .quant.profile import (
     Calibration as Calibration,

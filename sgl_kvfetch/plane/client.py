@@ -245,7 +245,7 @@ def _open_pool(config: KVFetchConfig, nvdec: Nvdec | None) -> DecodePool[Decoder
     num_sessions = config.codec_threads if profile is None else profile.num_sessions
     if nvdec is None:
         return DecodePool([{}] * num_sessions, profile)
-    nvdec.surfaces.limit_bytes = MAX_SURFACE_BYTES
+    nvdec.surface_limit_bytes = MAX_SURFACE_BYTES
     return DecodePool([nvdec.open_session() for _ in range(max(num_sessions, nvdec.num_engines))], profile)
 
 

@@ -279,7 +279,7 @@ def _check_decoding() -> Check:
 
 def _check_binding() -> Check:
     """Import PyNvVideoCodec. It needs the encoder's library even to decode."""
-    from sgl_kvfetch.codec import LIBRARY as ENCODE_LIBRARY
+    from sgl_kvfetch.codec import ENCODE_LIBRARY
 
     name = "PyNvVideoCodec"
     try:

@@ -274,7 +274,7 @@ def _set_up(codecs: Sequence[str], device: str, concurrency: int | None) -> tupl
     nvdec, about = open_current_nvdec()
     on_nvdec = [] if nvdec is None else [name for name in codecs if name in nvdec.codecs]
     if nvdec is not None and on_nvdec:
-        nvdec.surfaces.limit_bytes = None  # measure the engines themselves, without a server's memory limit
+        nvdec.surface_limit_bytes = None  # measure the engines themselves, without a server's memory limit
         sessions = [nvdec.open_session() for _ in range(concurrency or 2 * nvdec.num_engines)]
         decodes = f"{', '.join(on_nvdec)} on NVDEC ({nvdec.num_engines} engines), all else on the CPU"
         return sessions, f"{torch.cuda.get_device_name()}, {cpu}", decodes, about

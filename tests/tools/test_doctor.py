@@ -12,7 +12,7 @@ import torch
 
 from sgl_kvfetch import codec, plugin
 from sgl_kvfetch.codec.bitstream import nvenc
-from sgl_kvfetch.codec.bitstream.nvdec_caps import DecodeCaps
+from sgl_kvfetch.codec.bitstream.nvidia import DecodeCaps
 from sgl_kvfetch.codec.bitstream.registry import CODECS
 from sgl_kvfetch.errors import ConfigError, CorruptError
 from sgl_kvfetch.plugin.cpu.platform import ENV

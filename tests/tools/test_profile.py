@@ -59,7 +59,7 @@ def nvc(monkeypatch: pytest.MonkeyPatch) -> FakeNvc:
     """A GPU with one video engine, and with no room for a server's decoders, which is nothing to what is measured."""
     nvc = FakeNvc(FakeDevice())
     nvdec = make_nvdec(nvc, num_engines=1)
-    nvdec.surfaces.limit_bytes = 1
+    nvdec.surface_limit_bytes = 1
     found = nvdec, "decoded on NVDEC, 1 engines: hevc, hevc420"
     monkeypatch.setattr(codec, "open_current_nvdec", lambda: found)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Made Up 1000")

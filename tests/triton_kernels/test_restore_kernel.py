@@ -257,7 +257,7 @@ class TestArguments:
 
     def test_frames(self) -> None:
         self.refused(
-            r"\(2, 3, 144, 144\), expected uint8 \(n, 3, 144, 152\)",
+            r"\(2, 3, 144, 144\) on .*, expected uint8 \(n, 3, 144, 152\)",
             frames=[poisoned(2, 3, 144, 144, dtype=torch.uint8)],
         )
         self.refused("2 byte planes of frames, expected 1", frames=[poisoned(2, 3, 144, 152, dtype=torch.uint8)] * 2)

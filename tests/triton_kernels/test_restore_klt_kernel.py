@@ -166,7 +166,7 @@ def test_same_as_the_quantiser(rope: Rope | None, run: Restore, monkeypatch: pyt
     assert quantiser.coefficient_shares[1] > 0.3  # so many need two integers
     values = CellValues(*(x.to(torch.bfloat16) for x in values_of(profile, 50, FIRST_TOKEN)))
     places = [place_of(profile, key, 50, FIRST_TOKEN) for key in profile.cells]
-    layout = region_layout(max(quantiser.num_coefficients(p.layers, p.heads) or 0 for p in places), 50)
+    layout = region_layout(max(quantiser.num_coefficients(p) or 0 for p in places), 50)
     slots = scattered_slots(50)
     for place in places:
         exponents, _, integers = quantised = quantiser.quantise(values.cell(place.layers, place.heads), place)

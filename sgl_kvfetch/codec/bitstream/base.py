@@ -33,18 +33,22 @@ class Codec(ABC):
 class DecodedFrames:
     """Decoded frames, uint8 ``(frames, 3, height, width)``, complete when this is returned.
 
-    ``frames`` are on the device if ``is_on_device``, on the host otherwise. One of two fields serves to verify them:
-    ``host``, a copy on the host (``frames`` itself if that is on the host), or ``frame_sum``, computed on the device.
-    ``host`` may be memory of the decoder, valid until the session decodes its next bitstream.
+    One of two fields serves to verify them: ``host``, a copy on the host (``frames`` itself if that is on the host), or
+    ``frame_sum``, computed on the device. ``host`` may be memory of the decoder, valid until the session decodes its
+    next bitstream.
     """
 
     frames: torch.Tensor
     host: torch.Tensor | None
-    is_on_device: bool
     frame_sum: int | None = None
 
     def __post_init__(self) -> None:
         assert (self.host is None) != (self.frame_sum is None)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether ``frames`` are on the device, and not on the host."""
+        return self.host is not self.frames
 
 
 class FrameDecoder(ABC):

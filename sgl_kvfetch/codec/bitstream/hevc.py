@@ -164,6 +164,9 @@ class Hevc420Codec(HevcCodec):
         out[frame, plane] = _plane(picture, 0)
 
 
+HEVC_CODECS = {codec.name: codec for codec in (HevcCodec(), Hevc420Codec())}  # those that video engines support
+
+
 def _with_known_level(access_unit: bytes) -> bytes:
     """Return an access unit whose parameter sets signal level 5.1, if they signalled none."""
     patched = bytearray(access_unit)

@@ -1,4 +1,4 @@
-"""Decode the HEVC bitstreams of `codecs.hevc` on the GPU's video engines, through PyNvVideoCodec 2.2. The frames go
+"""Decode the HEVC bitstreams of `hevc` on the GPU's video engines, through PyNvVideoCodec 2.2. The frames go
 into device memory, and from there to the host if needed.
 
 A bitstream's table gives NVDEC what it takes: one access unit a packet, without a demuxer. A decoder writes its
@@ -29,10 +29,15 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from sgl_kvfetch.codec.bitstream.base import DecodedFrames, Decoders, FrameDecoder, PictureShape
-from sgl_kvfetch.codec.bitstream.hevc import HevcCodec
-from sgl_kvfetch.codec.bitstream.nvdec_caps import DecodeCaps, decode_caps
-from sgl_kvfetch.codec.bitstream.nvidia import CODECS, brief, moving_gradients, takes
-from sgl_kvfetch.codec.bitstream.surfaces import SurfaceBudget, surface_bytes
+from sgl_kvfetch.codec.bitstream.hevc import HEVC_CODECS, HevcCodec
+from sgl_kvfetch.codec.bitstream.nvidia import (
+    DecodeCaps,
+    brief,
+    decode_caps,
+    moving_gradients,
+    pass_trials,
+    supports_size,
+)
 from sgl_kvfetch.codec.cuda_streams import Device, Stream
 from sgl_kvfetch.codec.layout.frame_sum import WORD_BYTES, sum_of_frames
 from sgl_kvfetch.codec.layout.frames import MIN_PICTURE
@@ -43,6 +48,18 @@ from sgl_kvfetch.triton_kernels.frame_sum import frame_sum
 _limited = LimitedLogger(logging.getLogger(__name__))
 
 ENV = "KVFETCH_NVDEC"  # 0 disables NVDEC
+
+# Surfaces of one decoder: PyNvVideoCodec asks for as many as NVIDIA's parser does and four more, and two for output.
+# The parser's number is an estimate; `scripts/gpu_check` compares the sum with the memory that is really used.
+NUM_SURFACES = 4 + 4 + 2
+MAX_SURFACE_BYTES = 256 << 20  # of all decoders of a process together
+
+
+def surface_bytes(planes_a_picture: int, width: int, height: int) -> int:
+    """Estimate the memory of a decoder. ``planes_a_picture``: 3 for 4:4:4, 1 for 4:2:0, which has half as much chroma
+    as luma. ``width``, ``height``: of its pictures."""
+    rows = 3 * height if planes_a_picture == 3 else height * 3 // 2
+    return NUM_SURFACES * rows * width
 
 
 class _NoDecoderError(Exception):
@@ -64,43 +81,57 @@ class _Decoder:
     num_bytes: int
 
 
-class NvdecDecoders:
-    """The decoders of a process, each for pictures of one size. Thread-safe.
+class Nvdec:
+    """The video engines of one GPU, and the process's decoders on them, each for pictures of one size. Thread-safe.
 
     No decoder is reconfigured, and none is destroyed while SGLang serves: PyNvVideoCodec holds the interpreter lock in
     both, while the driver waits for the device. Sessions share the decoders instead. There are as many of a size as
-    were ever used at the same time.
+    were ever used at the same time, within the memory for their surfaces.
     """
 
-    def __init__(self, nvc: Any, device: Device) -> None:
-        """``nvc``: the module PyNvVideoCodec."""
-        self._nvc = nvc
-        self._device = device
-        self.surfaces = SurfaceBudget()
-        self._lock = Lock()  # guards the fields below
+    def __init__(self, nvc: Any, device: Device, caps: Mapping[str, DecodeCaps]) -> None:
+        """``nvc``: the module PyNvVideoCodec. ``caps``: the codecs to decode, by name."""
+        self.nvc = nvc
+        self.device = device
+        self.torch_device = device.torch_device
+        self.codecs = tuple(caps)
+        self.surface_limit_bytes: int | None = MAX_SURFACE_BYTES  # may be set at any time; None: no limit
+        self.held_surface_bytes = 0  # by all decoders
+        self._caps = caps
+        self._lock = Lock()  # guards the fields above and below that change
         self._idle: defaultdict[PictureSize, list[_Decoder]] = defaultdict(list)
         self._broken: list[_Decoder] = []  # have raised, and may be in any state
 
+    @property
+    def num_engines(self) -> int:
+        """The number of engines. A session uses one, so with fewer sessions some engines are idle."""
+        num_engines: int = max(caps.num_engines for caps in self._caps.values())
+        return max(1, num_engines)
+
+    def open_session(self) -> Decoders:
+        """Open a session for one thread at a time. It takes no device memory until its first bitstream."""
+        return {name: NvdecDecoder(self, HEVC_CODECS[name], caps) for name, caps in self._caps.items()}
+
     @contextmanager
-    def borrow(self, size: PictureSize) -> Iterator[_Decoder]:
+    def borrow_decoder(self, size: PictureSize) -> Iterator[_Decoder]:
         """Lend a decoder. It is not lent again after an exception, except for a lack of memory. Raises
         `_NoDecoderError`."""
         with self._lock:
             decoder = self._idle[size].pop() if self._idle[size] else None
-        decoder = decoder or self._create(size)
+        decoder = decoder or self._create_decoder(size)
         is_sound = False
         try:
             yield decoder
             is_sound = True
         except BaseException as e:
             is_sound = isinstance(e, torch.OutOfMemoryError)
-            self._device.mark(decoder.stream).synchronize()  # wait for copies to memory that will be used again
+            self.device.mark(decoder.stream).synchronize()  # wait for copies to memory that will be used again
             raise
         finally:
             with self._lock:
                 (self._idle[size] if is_sound else self._broken).append(decoder)
 
-    def drop(self) -> None:
+    def drop_decoders(self) -> None:
         """Destroy all decoders that no session uses. Call this only while nothing is served."""
         with self._lock:
             dropped = [*self._broken, *chain.from_iterable(self._idle.values())]
@@ -108,16 +139,19 @@ class NvdecDecoders:
             self._broken.clear()
         for decoder in dropped:
             decoder.handle = None
-            self.surfaces.give_back(decoder.num_bytes)
+            self._release_surfaces(decoder.num_bytes)
 
-    def _create(self, size: PictureSize) -> _Decoder:
-        nvc, num_bytes = self._nvc, surface_bytes(*size)
-        if not self.surfaces.take(num_bytes):
-            raise _NoDecoderError(f"other decoders leave no room for one of {size.width}x{size.height}")
-        stream = self._device.new_stream()
+    def _create_decoder(self, size: PictureSize) -> _Decoder:
+        nvc, num_bytes = self.nvc, surface_bytes(*size)
+        with self._lock:
+            limit, held = self.surface_limit_bytes, self.held_surface_bytes
+            if limit is not None and held and held + num_bytes > limit:  # a single decoder may have any size
+                raise _NoDecoderError(f"other decoders leave no room for one of {size.width}x{size.height}")
+            self.held_surface_bytes += num_bytes
+        stream = self.device.new_stream()
         try:
             handle = nvc.CreateDecoder(
-                gpuid=self._device.torch_device.index or 0,
+                gpuid=self.device.torch_device.index or 0,
                 codec=nvc.cudaVideoCodec.HEVC,
                 cudacontext=0,  # the primary context, which torch uses
                 cudastream=stream.cuda_stream,
@@ -129,97 +163,106 @@ class NvdecDecoders:
                 latency=nvc.DisplayDecodeLatencyType.NATIVE,
             )
         except Exception as e:
-            self.surfaces.give_back(num_bytes)
+            self._release_surfaces(num_bytes)
             raise _NoDecoderError(f"NVDEC gave no decoder for {size.width}x{size.height}: {brief(e)}") from e
         return _Decoder(handle, stream, num_bytes)
 
+    def _release_surfaces(self, num_bytes: int) -> None:
+        with self._lock:
+            self.held_surface_bytes -= num_bytes
 
-class NvdecSession:
-    """Decodes bitstreams, one thread at a time, on decoders that it shares with other sessions.
 
-    The session keeps its pinned host memory. Device memory comes from torch's caching allocator, which stops asking the
-    driver once it has had frames of these sizes. Restores read the frames on another stream; `Device.used_on` prevents
-    reuse of the memory until they finish. If the session owned this memory, it would have to wait for the restores
-    before its next bitstream, and they in turn wait for forward passes.
+class NvdecDecoder(FrameDecoder):
+    """Decodes one HEVC codec for a session, on decoders that sessions share. Falls back to the CPU for pictures whose
+    size NVDEC does not support, and while NVDEC gives no decoder.
+
+    It keeps its pinned host memory. Device memory comes from torch's caching allocator, which stops asking the driver
+    once it has had frames of these sizes. Restores read the frames on another stream; `Device.used_on` prevents reuse
+    of the memory until they finish. If this object owned the memory, it would have to wait for the restores before its
+    next bitstream, and they in turn wait for forward passes.
     """
 
-    def __init__(self, nvc: Any, device: Device, decoders: NvdecDecoders) -> None:
-        """``nvc``: the module PyNvVideoCodec."""
-        self._nvc = nvc
-        self._device = device
-        self._decoders = decoders
+    def __init__(self, nvdec: Nvdec, codec: HevcCodec, caps: DecodeCaps) -> None:
+        self._nvdec = nvdec
+        self._device = nvdec.device
+        self._codec = codec
+        self._caps = caps
         self._host = torch.empty(0, dtype=torch.uint8)  # pinned; as large as the largest use so far
 
     def decode(
-        self,
-        codec: HevcCodec,
-        access_units: Sequence[memoryview],
-        shape: PictureShape,
-        *,
-        with_sum: bool = False,
-        to_host: bool = False,
+        self, bitstream: bytes | memoryview, shape: PictureShape, *, with_sum: bool = False, to_host: bool = False
     ) -> DecodedFrames:
-        """Decode a bitstream, and wait for the device. ``with_sum``, ``to_host``: as in `FrameDecoder.decode`. Raises
-        CorruptError for the bitstream, `_NoDecoderError` or torch's out-of-memory error otherwise."""
         assert not (with_sum and to_host)
         num_frames, height, width = shape
-        all_planes = num_frames, 3, height, width
-        with self._decoders.borrow(PictureSize(codec.planes_a_picture, width, height)) as decoder:
-            stream = decoder.stream
-            frames = self._pinned(all_planes) if to_host else self._device.empty(all_planes, stream)
-            self._decode(decoder, codec, access_units, frames)
-            if with_sum:
-                return DecodedFrames(frames, None, is_on_device=True, frame_sum=self._frame_sum(frames, stream))
-            if to_host:
-                self._device.mark(stream).synchronize()
-                return DecodedFrames(frames, frames, is_on_device=False)
-            return DecodedFrames(frames, self._on_host(frames, stream), is_on_device=True)
+        access_units = self._codec.access_units(bitstream, num_frames)
+        if supports_size(self._caps, width, height):
+            try:
+                return self._decode(access_units, shape, with_sum, to_host)
+            except (_NoDecoderError, torch.OutOfMemoryError) as e:
+                _limited.warning("nvdec", f"{self._codec.name} is decoded on the CPU: {e}")
+        frames = self._codec.decode(bitstream, shape)
+        return DecodedFrames(frames, frames)
 
     def _decode(
-        self, decoder: _Decoder, codec: HevcCodec, access_units: Sequence[memoryview], frames: torch.Tensor
-    ) -> None:
+        self, access_units: Sequence[memoryview], shape: PictureShape, with_sum: bool, to_host: bool
+    ) -> DecodedFrames:
+        """Decode a bitstream on NVDEC, and wait for the device. Raises CorruptError for the bitstream,
+        `_NoDecoderError` or torch's out-of-memory error otherwise."""
+        num_frames, height, width = shape
+        all_planes = num_frames, 3, height, width
+        with self._nvdec.borrow_decoder(PictureSize(self._codec.planes_a_picture, width, height)) as decoder:
+            stream = decoder.stream
+            frames = self._pinned(all_planes) if to_host else self._device.empty(all_planes, stream)
+            self.fill_frames(decoder, access_units, frames)
+            if with_sum:
+                return DecodedFrames(frames, None, self._frame_sum(frames, stream))
+            if to_host:
+                self._device.mark(stream).synchronize()
+                return DecodedFrames(frames, frames)
+            return DecodedFrames(frames, self._on_host(frames, stream))
+
+    def fill_frames(self, decoder: _Decoder, access_units: Sequence[memoryview], frames: torch.Tensor) -> None:
+        """Launch the copies of all pictures of a bitstream to ``frames``. Raises CorruptError."""
         expected, num_decoded = len(access_units), 0
         with self._device.launching(decoder.stream) as launch:
             for access_unit in (*access_units, None):
-                for surface in self._surfaces(decoder, codec, access_unit):
+                for surface in self._surfaces(decoder, access_unit):
                     if num_decoded == expected:
-                        raise CorruptError(f"{codec.name} bitstream decodes to more than {expected} pictures")
-                    launch(self._copy(decoder, codec, surface, frames, num_decoded))
+                        raise CorruptError(f"{self._codec.name} bitstream decodes to more than {expected} pictures")
+                    launch(self._copy(decoder, surface, frames, num_decoded))
                     num_decoded += 1
         if num_decoded != expected:
-            raise CorruptError(f"{codec.name} bitstream decodes to {num_decoded} pictures, expected {expected}")
+            raise CorruptError(f"{self._codec.name} bitstream decodes to {num_decoded} pictures, expected {expected}")
 
-    def _surfaces(self, decoder: _Decoder, codec: HevcCodec, access_unit: memoryview | None) -> Sequence[Any]:
+    def _surfaces(self, decoder: _Decoder, access_unit: memoryview | None) -> Sequence[Any]:
         """Decode one access unit; None ends the bitstream. Copy the returned surfaces before the next call."""
-        packet = self._nvc.PacketData()
+        packet = self._nvdec.nvc.PacketData()
         data = np.frombuffer(access_unit or b"\0", np.uint8)  # keeps the memory alive during the call
         if access_unit is None:
-            packet.decode_flag = self._nvc.VideoPacketFlag.ENDOFSTREAM
+            packet.decode_flag = self._nvdec.nvc.VideoPacketFlag.ENDOFSTREAM
         elif not access_unit:  # NVDEC would take it for the end
-            raise CorruptError(f"{codec.name} bitstream has an empty picture")
+            raise CorruptError(f"{self._codec.name} bitstream has an empty picture")
         else:
             packet.bsl_data, packet.bsl = data.ctypes.data, data.size
-            packet.decode_flag = self._nvc.VideoPacketFlag.ENDOFPICTURE
+            packet.decode_flag = self._nvdec.nvc.VideoPacketFlag.ENDOFPICTURE
         try:
             surfaces: Sequence[Any] = decoder.handle.Decode(packet)
         except Exception as e:
-            raise CorruptError(f"{codec.name} bitstream does not decode on NVDEC: {brief(e)}") from e
+            raise CorruptError(f"{self._codec.name} bitstream does not decode on NVDEC: {brief(e)}") from e
         return surfaces
 
-    def _copy(
-        self, decoder: _Decoder, codec: HevcCodec, surface: Any, frames: torch.Tensor, index: int
-    ) -> Callable[[], object]:
+    def _copy(self, decoder: _Decoder, surface: Any, frames: torch.Tensor, index: int) -> Callable[[], object]:
         """Return the copy of picture ``index`` to its place in ``frames``. A 4:4:4 picture has three planes, stacked
         vertically. Of a 4:2:0 picture only the luma, which comes first, is copied: it is one plane of ours."""
         num_frames, _, height, width = frames.shape
-        if codec.planes_a_picture == 3:
+        if self._codec.planes_a_picture == 3:
             place, expected = frames[index].flatten(0, 1), (3 * height, width)
         else:
             plane, frame = divmod(index, num_frames)
             place, expected = frames[frame, plane], (height * 3 // 2, width)
         found = tuple(surface.shape)
         if found != expected:
-            raise CorruptError(f"{codec.name} picture has rows and columns {found}, expected {expected}")
+            raise CorruptError(f"{self._codec.name} picture has rows and columns {found}, expected {expected}")
         # torch would ask the surface for its device first, and then select a stream: fifteen times as slow.
         rows = from_dlpack(surface.__dlpack__(stream=decoder.stream.cuda_stream))[: len(place)]
         return lambda: place.copy_(rows, non_blocking=True)
@@ -244,55 +287,6 @@ class NvdecSession:
         return self._host[:num_bytes].view(*shape)
 
 
-class NvdecDecoder(FrameDecoder):
-    """Decodes one HEVC codec on a session. Falls back to the CPU for pictures whose size NVDEC does not support, and
-    while NVDEC gives no decoder."""
-
-    def __init__(self, codec: HevcCodec, caps: DecodeCaps, session: NvdecSession) -> None:
-        self._codec = codec
-        self._caps = caps
-        self._session = session
-
-    def decode(
-        self, bitstream: bytes | memoryview, shape: PictureShape, *, with_sum: bool = False, to_host: bool = False
-    ) -> DecodedFrames:
-        num_frames, height, width = shape
-        access_units = self._codec.access_units(bitstream, num_frames)
-        if takes(self._caps, width, height):
-            try:
-                return self._session.decode(self._codec, access_units, shape, with_sum=with_sum, to_host=to_host)
-            except (_NoDecoderError, torch.OutOfMemoryError) as e:
-                _limited.warning("nvdec", f"{self._codec.name} is decoded on the CPU: {e}")
-        frames = self._codec.decode(bitstream, shape)
-        return DecodedFrames(frames, frames, is_on_device=False)
-
-
-class Nvdec:
-    """The video engines of one GPU. Thread-safe."""
-
-    def __init__(self, nvc: Any, device: Device, caps: Mapping[str, DecodeCaps]) -> None:
-        """``nvc``: the module PyNvVideoCodec. ``caps``: the codecs to decode, by name."""
-        self._nvc = nvc
-        self._device = device
-        self._caps = caps
-        self.codecs = tuple(caps)
-        self.torch_device = device.torch_device
-        self._decoders = NvdecDecoders(nvc, device)
-        self.surfaces = self._decoders.surfaces
-        self.drop_decoders = self._decoders.drop
-
-    @property
-    def num_engines(self) -> int:
-        """With fewer sessions than this some engines are idle: a session uses one engine."""
-        num_engines: int = max(caps.num_engines for caps in self._caps.values())
-        return max(1, num_engines)
-
-    def open_session(self) -> Decoders:
-        """Open a session for one thread at a time. It takes no device memory until its first bitstream."""
-        session = NvdecSession(self._nvc, self._device, self._decoders)
-        return {name: NvdecDecoder(CODECS[name], caps, session) for name, caps in self._caps.items()}
-
-
 def open_nvdec(device: Device) -> tuple[Nvdec | None, str]:
     """Open the video engines, for the codecs that pass a bit-exact trial. Return them, or None if there are no such
     codecs, and a sentence about the result. The device's context must be current. Raises nothing."""
@@ -307,16 +301,17 @@ def open_nvdec(device: Device) -> tuple[Nvdec | None, str]:
         return None, "HEVC is decoded on the CPU: this GPU's video engines do not decode it"
     found = Nvdec(nvc, device, caps)
     decoders = found.open_session()
-    usable: dict[str, DecodeCaps] = {}
-    on_cpu = []
-    for name, codec in CODECS.items():
-        reason = _trial(codec, decoders[name]) if name in caps else "its chroma format is not supported"
-        if reason:
-            on_cpu.append(f"; {name} on the CPU: {reason}")
-        else:
-            usable[name] = caps[name]
-    about = f"decoded on NVDEC, {found.num_engines} engines: {', '.join(usable) or 'nothing'}{''.join(on_cpu)}"
-    return (Nvdec(nvc, device, usable) if usable else None), about
+    usable, result = pass_trials(HEVC_CODECS, caps, lambda name: _trial(HEVC_CODECS[name], decoders[name]))
+    about = f"decoded on NVDEC, {found.num_engines} engines: {result}"
+    return (Nvdec(nvc, device, {name: caps[name] for name in usable}) if usable else None), about
+
+
+def open_current_nvdec() -> tuple[Nvdec | None, str]:
+    """Do `open_nvdec` for torch's current GPU."""
+    if not torch.cuda.is_available():
+        return None, f"HEVC is decoded on the CPU: torch {torch.__version__} finds no usable GPU"
+    torch.zeros(1, device="cuda")  # the video libraries need a current CUDA context
+    return open_nvdec(Device(torch.device("cuda", torch.cuda.current_device())))
 
 
 def _trial(codec: HevcCodec, decoder: FrameDecoder) -> str:

@@ -26,10 +26,15 @@ import numpy as np
 import torch
 
 from sgl_kvfetch.codec.bitstream.base import FrameEncoder
-from sgl_kvfetch.codec.bitstream.hevc import HevcCodec, join_access_units
-from sgl_kvfetch.codec.bitstream.nvenc_caps import EncodeCaps, encode_caps
-from sgl_kvfetch.codec.bitstream.nvidia import CODECS, brief, moving_gradients, takes
-from sgl_kvfetch.codec.bitstream.registry import EncoderName
+from sgl_kvfetch.codec.bitstream.hevc import HEVC_CODECS, HevcCodec, join_access_units
+from sgl_kvfetch.codec.bitstream.nvidia import (
+    EncodeCaps,
+    brief,
+    encode_caps,
+    moving_gradients,
+    pass_trials,
+    supports_size,
+)
 from sgl_kvfetch.codec.layout.frames import MIN_PICTURE
 from sgl_kvfetch.errors import ConfigError, CorruptError
 from sgl_kvfetch.log import LimitedLogger
@@ -37,11 +42,33 @@ from sgl_kvfetch.log import LimitedLogger
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
 
-# A bitstream was: encoded by NVENC, or on the CPU instead; decoded again as a check, and found wrong.
+EncoderName = Literal["auto", "cpu", "nvenc"]  # the encoders of HEVC
+
+# What happened to a bitstream: NVENC encoded it, or the CPU did; a check decoded it again; the check found it wrong.
 Event = Literal["encoded", "fallback", "checked", "wrong"]
 
 CHECK_EVERY = 32  # of a size, the first bitstream and then one in so many are decoded again, to save CPU time
 MAX_SESSIONS = 8  # drivers for consumer GPUs allow only a few, over all processes
+_REST_S = 60.0  # how long a session is not used after a failure of NVENC
+# Free device memory that a CUDA context and an encoder's pictures need. Without it, PyNvVideoCodec 2.2.4 would pass the
+# driver a null pointer: it does not check whether it got the context.
+_NEEDED_BYTES = 1 << 30
+
+_OPTIONS = {
+    "codec": "hevc",
+    "preset": "P1",  # the fastest
+    "tuning_info": "lossless",
+    "rc": "constqp",
+    "constqp": 0,
+    "bf": 0,
+    "gop": 0xFFFFFFFF,  # no periodic IDR pictures: each bitstream's first one is requested
+    "repeatspspps": 1,
+}
+
+# NAL units of HEVC (H.265, table 7-1).
+_PARAMETER_SETS = {32, 33, 34}  # of video, sequence, picture
+_IDR = (19, 20)
+_MAX_PICTURE_DATA = 31
 
 
 class NvencEncoder(FrameEncoder):
@@ -61,7 +88,7 @@ class NvencEncoder(FrameEncoder):
     def encode(self, frames: torch.Tensor) -> bytes:
         frames = frames.contiguous().cpu()
         kind = self._kind(frames)
-        if not self._pool.fault and takes(self._caps, kind.width, kind.height):
+        if not self._pool.fault and supports_size(self._caps, kind.width, kind.height):
             try:
                 bitstream = self._encode(kind, frames)
             except NoEncoderError as e:
@@ -138,9 +165,9 @@ def open_encoders(
     """Open encoders for the HEVC codecs in ``codecs`` that this thread's GPU encodes on NVENC. Return them by codec
     name, and a sentence about the result, which may be empty. Raises ConfigError if ``choice`` is nvenc and NVENC does
     not encode every HEVC codec in ``codecs``, or there is none."""
-    wanted = [name for name in codecs if name in CODECS]
+    wanted = [name for name in codecs if name in HEVC_CODECS]
     if choice == "nvenc" and not wanted:
-        raise ConfigError(f"encoder = 'nvenc' encodes {' and '.join(CODECS)}, not {', '.join(codecs)}")
+        raise ConfigError(f"encoder = 'nvenc' encodes {' and '.join(HEVC_CODECS)}, not {', '.join(codecs)}")
     if choice == "cpu" or not wanted:
         return {}, ""
     encoders, about = open_nvenc(wanted, num_sessions, on_event)
@@ -168,19 +195,15 @@ def open_nvenc(
         return NvencSession(nvc, gpu, lambda: torch.cuda.mem_get_info(gpu)[0])
 
     pool = SessionPool([make_session() for _ in range(min(num_sessions, MAX_SESSIONS))])
-    encoders: dict[str, NvencEncoder] = {}
-    on_cpu = []
-    for name in codecs:
-        reason = "its chroma format is not supported"
-        if name in caps:
-            tried = NvencEncoder(CODECS[name], caps[name], SessionPool([make_session()]))
-            with ThreadPoolExecutor(1) as thread:  # without a current context, like the threads that encode
-                reason = thread.submit(tried.trial).result()
-        if reason:
-            on_cpu.append(f"; {name} on the CPU: {reason}")
-        else:
-            encoders[name] = NvencEncoder(CODECS[name], caps[name], pool, on_event)
-    return encoders, f"encoded on NVENC: {', '.join(encoders) or 'nothing'}{''.join(on_cpu)}"
+
+    def trial(name: str) -> str:
+        tried = NvencEncoder(HEVC_CODECS[name], caps[name], SessionPool([make_session()]))
+        with ThreadPoolExecutor(1) as thread:  # without a current context, like the threads that encode
+            return thread.submit(tried.trial).result()
+
+    usable, result = pass_trials(codecs, caps, trial)
+    encoders = {name: NvencEncoder(HEVC_CODECS[name], caps[name], pool, on_event) for name in usable}
+    return encoders, f"encoded on NVENC: {result}"
 
 
 def _make_current() -> int:
@@ -189,28 +212,6 @@ def _make_current() -> int:
         raise RuntimeError("there is no GPU that torch can use")
     torch.zeros(1, device="cuda")
     return torch.cuda.current_device()
-
-
-_REST_S = 60.0  # how long a session is not used after a failure of NVENC
-# Free device memory that a CUDA context and an encoder's pictures need. Without it, PyNvVideoCodec 2.2.4 would pass the
-# driver a null pointer: it does not check whether it got the context.
-_NEEDED_BYTES = 1 << 30
-
-_OPTIONS = {
-    "codec": "hevc",
-    "preset": "P1",  # the fastest
-    "tuning_info": "lossless",
-    "rc": "constqp",
-    "constqp": 0,
-    "bf": 0,
-    "gop": 0xFFFFFFFF,  # no periodic IDR pictures: each bitstream's first one is requested
-    "repeatspspps": 1,
-}
-
-# NAL units of HEVC (H.265, table 7-1).
-_PARAMETER_SETS = {32, 33, 34}  # of video, sequence, picture
-_IDR = (19, 20)
-_MAX_PICTURE_DATA = 31
 
 
 class NoEncoderError(Exception):

@@ -6,13 +6,12 @@ from typing import Literal
 
 from sgl_kvfetch.codec.bitstream.base import Codec
 from sgl_kvfetch.codec.bitstream.entropy import DeflateCodec, RawCodec, ZstdCodec
-from sgl_kvfetch.codec.bitstream.hevc import Hevc420Codec, HevcCodec
+from sgl_kvfetch.codec.bitstream.hevc import HEVC_CODECS
 from sgl_kvfetch.errors import FormatError
 
 CodecName = Literal["hevc", "hevc420", "zstd", "deflate", "raw"]
-EncoderName = Literal["auto", "cpu", "nvenc"]  # the encoders of HEVC
 
-CODECS: dict[str, Codec] = {c.name: c for c in (HevcCodec(), Hevc420Codec(), ZstdCodec(), DeflateCodec(), RawCodec())}
+CODECS: dict[str, Codec] = {**HEVC_CODECS, **{codec.name: codec for codec in (ZstdCodec(), DeflateCodec(), RawCodec())}}
 
 
 def get_codec(name: str) -> Codec:

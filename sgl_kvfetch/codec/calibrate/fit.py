@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 
 from sgl_kvfetch.codec.calibrate.model import KVModel
-from sgl_kvfetch.codec.calibrate.statistics import MOST_SINKS, Moments, channels_of, gather
+from sgl_kvfetch.codec.calibrate.statistics import MOST_SINKS, Moments, channels_of, gather_window
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
 from sgl_kvfetch.codec.quant.klt import KltQuantiser, exponents_of, forward_of, head_norms, scales_of
-from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, CurvePoint, Profile
+from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, MeasuredStep, Profile
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.codec.quant.sensitivity import features, fit_log_cost, log_cost
 from sgl_kvfetch.errors import ConfigError
@@ -37,7 +37,6 @@ _STEPS = tuple(2.0 ** (1.5 * i - 5) for i in range(8))
 _SAMPLE_BYTES = 1 << 30  # limit of the tokens that are kept for fitting their costs
 _MOST_LAYERS = 12  # in one cell: the restore kernel is unrolled over them
 _FEW_NEED_MORE = 0.99  # a coefficient that is zero in this fraction of the tokens is left out
-
 
 # The share of the weight that uses only the diagonal of the information: entries off the diagonal are known less
 # well. From 0.1 to 0.7 makes little difference on text of the calibration's kind; on other text 0.3 saves 5%.
@@ -90,10 +89,15 @@ def calibrate_model(
         raise ConfigError("calibration needs at least two windows of text")
     if options.num_context <= MOST_SINKS:
         raise ConfigError(f"calibration needs more than {MOST_SINKS} tokens of context")
+    head_channels = model.k_head_dim + model.v_head_dim
     grid = options.grid or cell_grid(
-        model.num_layers, model.num_heads, model.k_head_dim + model.v_head_dim, options.max_channels, options.tp_size
+        model.num_layers, model.num_heads, head_channels, options.max_channels, options.tp_size
     )
-    moments = _gather_all(model, grid, fitted, rope, options, progress)
+    moments = Moments(grid, model.k_head_dim, model.v_head_dim)
+    generator = torch.Generator().manual_seed(options.seed)
+    sample_tokens = max(1, _SAMPLE_BYTES // (2 * grid.num_layers * grid.num_heads * head_channels * len(fitted)))
+    for window in progress(fitted, len(fitted), "sensitivity"):
+        gather_window(model, window, options.num_context, rope, moments, generator, sample_tokens)
     _require_usable(moments)
     unit = math.sqrt(_UNIT_KL * 24 / (sum(x.numel() for x in moments.first.values()) * options.num_context))
     sample = _joined_samples(moments)
@@ -106,7 +110,7 @@ def calibrate_model(
         cells=cells,
         rope=rope,
         num_sinks=moments.num_sinks,
-        curve=(CurvePoint(_STEPS[0], _STEPS[0], 8.0), CurvePoint(_STEPS[-1], _STEPS[-1], 0.0)),  # a placeholder
+        curve=(MeasuredStep(_STEPS[0], _STEPS[0], 8.0), MeasuredStep(_STEPS[-1], _STEPS[-1], 0.0)),  # a placeholder
         context_kl=1.0,
         calibration=describe,
     )
@@ -128,23 +132,6 @@ def cell_grid(num_layers: int, num_heads: int, head_channels: int, max_channels:
     if heads == heads_per_rank:
         layers = max(3, min(max_channels // (heads * head_channels), num_layers, _MOST_LAYERS) // 3 * 3)
     return CellGrid(num_layers, num_heads, layers, heads)
-
-
-def _gather_all(
-    model: KVModel,
-    grid: CellGrid,
-    windows: Sequence[torch.Tensor],
-    rope: Rope | None,
-    options: CalibrationOptions,
-    progress: Progress,
-) -> Moments:
-    moments = Moments(grid, model.k_head_dim, model.v_head_dim)
-    generator = torch.Generator().manual_seed(options.seed)
-    token_bytes = 2 * grid.num_layers * grid.num_heads * (model.k_head_dim + model.v_head_dim)
-    sample_tokens = max(1, _SAMPLE_BYTES // (token_bytes * len(windows)))
-    for window in progress(windows, len(windows), "sensitivity"):
-        gather(model, window, options.num_context, rope, moments, generator, sample_tokens)
-    return moments
 
 
 def _require_usable(moments: Moments) -> None:
@@ -227,7 +214,7 @@ def measure_curve(
             values, bits = _there_and_back(KltQuantiser(profile, step=steps[row]), context.values)
         totals[row] += torch.tensor([context.divergence(model, values), bits], dtype=torch.float64)
     rows = (totals / len(windows)).tolist()
-    curve = [CurvePoint(step, kl, bits) for step, (kl, bits) in zip(_STEPS, rows, strict=False)]
+    curve = [MeasuredStep(step, kl, bits) for step, (kl, bits) in zip(_STEPS, rows, strict=False)]
     rising = [p for i, p in enumerate(curve) if p.kl > max((0.0, *(q.kl for q in curve[:i])))]
     if len(rising) < 2 or rows[-1][0] <= 0:
         raise ConfigError("the KL divergence does not grow with the step: is the model trained?")
@@ -257,29 +244,33 @@ class _Context:
 
 def _there_and_back(quantiser: KltQuantiser, values: CellValues) -> tuple[CellValues, float]:
     """Quantise and restore a context's KV. Return the result and the entropy of its integers, in bits a value."""
-    grid = quantiser.profile.grid
-    restored = CellValues(*map(torch.empty_like, values))
-    num_bits = 0.0
-    for key in grid.cells():
-        place = CellPlace(grid.layers(key[0]), grid.heads(key[1]), range(len(values.k)))
-        quantised = quantiser.quantise(values.cell(place.layers, place.heads), place)
-        back = quantiser.dequantise(quantised, values.k.dtype, place)
-        for whole, part in zip(restored.cell(place.layers, place.heads), back, strict=True):
-            whole.copy_(part)
-        num_bits += _entropy_bits(quantised[-1])
-    return restored, num_bits / sum(x.numel() for x in values)
+    bits: list[float] = []
+
+    def restore(cell: CellValues, place: CellPlace) -> CellValues:
+        quantised = quantiser.quantise(cell, place)
+        bits.append(_entropy_bits(quantised[-1]))
+        return quantiser.dequantise(quantised, cell.k.dtype, place)
+
+    restored = _by_cells(quantiser.profile.grid, values, restore)
+    return restored, sum(bits) / sum(x.numel() for x in values)
 
 
 def _forgotten(profile: Profile, values: CellValues) -> CellValues:
     """Return a context's KV with all tokens but the sinks replaced by the mean."""
-    grid = profile.grid
-    restored = CellValues(*(x.clone() for x in values))
     quantiser = KltQuantiser(profile, step=_STEPS[-1])
+    means = _by_cells(profile.grid, values, lambda cell, place: quantiser.mean_values(place, cell.k.dtype))
+    sinks = profile.num_sinks
+    return CellValues(*(torch.cat((x[:sinks], mean[sinks:])) for x, mean in zip(values, means, strict=True)))
+
+
+def _by_cells(grid: CellGrid, values: CellValues, restore: Callable[[CellValues, CellPlace], CellValues]) -> CellValues:
+    """Return a context's KV as ``restore`` returns it for each cell."""
+    restored = CellValues(*map(torch.empty_like, values))
     for key in grid.cells():
         place = CellPlace(grid.layers(key[0]), grid.heads(key[1]), range(len(values.k)))
-        means = quantiser.mean_values(place, values.k.dtype)
-        for whole, mean in zip(restored.cell(place.layers, place.heads), means, strict=True):
-            whole[profile.num_sinks :] = mean[profile.num_sinks :]
+        back = restore(values.cell(place.layers, place.heads), place)
+        for whole, part in zip(restored.cell(place.layers, place.heads), back, strict=True):
+            whole.copy_(part)
     return restored
 
 

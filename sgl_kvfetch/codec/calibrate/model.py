@@ -12,10 +12,10 @@ from sgl_kvfetch.errors import ConfigError, UnsupportedError
 
 _ROPE_TOKENS = 64
 
-# Of a key's length. On SmolLM2-135M, rounding to bfloat16 errs by at most 0.003, the wrong pairs by 0.15 or more.
+# A share of a key's length. On SmolLM2-135M, rounding to bfloat16 errs by at most 0.003, wrong pairs by 0.15 or more.
 _MOST_ROPE_ERROR = 0.05
 
-# SGLang and transformers compute these alike. Of others, such as "dynamic", they do not.
+# SGLang and transformers compute these alike, and others, such as "dynamic", differently.
 _SAME_IN_SGLANG = ("default", "linear", "llama3", "yarn")
 
 

@@ -29,9 +29,11 @@ _HALF_LIMIT = 60000.0
 
 
 class CostSample(NamedTuple):
-    """A sample of tokens and the costs of errors in them. ``values``: K and V, float16 ``(tokens, layers, heads,
-    dim)``, K without its rotation. ``costs``: mean squared gradient lengths of K and V, float32 ``(tokens, layers,
-    heads)``."""
+    """A sample of tokens and the costs of errors in them.
+
+    ``values``: K and V, float16 ``(tokens, layers, heads, dim)``, K without its rotation. ``costs``: mean squared
+    gradient lengths of K and V, float32 ``(tokens, layers, heads)``.
+    """
 
     values: CellValues
     costs: CellValues
@@ -114,7 +116,7 @@ def channels_of(values: CellValues, grid: CellGrid, group: int, block: int) -> t
     return torch.cat([x.flatten(1) for x in values.cell(grid.layers(group), grid.heads(block))], dim=1)
 
 
-def gather(
+def gather_window(
     model: KVModel,
     window: torch.Tensor,
     num_context: int,

@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from sgl_kvfetch.codec.container.signing import CHUNK_DIGEST_BYTES, split
+from sgl_kvfetch.codec.container.signing import CHUNK_DIGEST_BYTES, chunk_digest, split_trailer
 from sgl_kvfetch.codec.layout.frames import MIN_PICTURE, PICTURE_MULTIPLE, PLANES, Layout
 from sgl_kvfetch.codec.layout.regions import RegionLayout
 from sgl_kvfetch.codec.layout.tiles import TileLayout
@@ -52,6 +52,7 @@ _MAX_EMPTINESS = 16  # bytes of frames a value
 _SMALL_FRAMES_BYTES = 8 << 20
 
 _Checksum = Annotated[bytes, Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
+_DataDigest = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 _FrameSum = Annotated[int, Meta(ge=0)]  # 64 bits; MessagePack has no larger ones
 _Name = Annotated[str, Meta(max_length=64)]
 _Expires = Annotated[int, Meta(ge=0, le=MAX_EXPIRES_S)] | None
@@ -72,11 +73,29 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     coded_checksum: _Checksum  # xxh3-128 of the compressed bytes
     decoded_checksum: _Checksum  # xxh3-128 of the integers, or of the part's bytes
 
+    @classmethod
+    def of(cls, codec: str, bitstream: bytes, content: bytes) -> Chunk:
+        """Return the row of a chunk with this bitstream and content."""
+        checksum = xxhash.xxh3_128_digest
+        return cls(codec, len(bitstream), checksum(bitstream), checksum(content))
+
+    def require_coded(self, bitstream: bytes | memoryview, digest: bytes, what: str) -> None:
+        """Raise CorruptError unless the compressed bytes have their checksum and ``digest``, unless that is b""."""
+        if xxhash.xxh3_128_digest(bitstream) != self.coded_checksum:
+            raise CorruptError(f"{what}, compressed bytes: checksum does not match")
+        if digest and chunk_digest(bitstream) != digest:
+            raise CorruptError(f"{what}, compressed bytes: digest does not match")
+
+    def require_decoded(self, content: bytes | memoryview, what: str) -> None:
+        """Raise CorruptError unless the decoded content has its checksum."""
+        if xxhash.xxh3_128_digest(content) != self.decoded_checksum:
+            raise CorruptError(f"{what}: checksum does not match")
+
 
 class Variant(msgspec.Struct, frozen=True, omit_defaults=True):
     """One encoding of the segment: the table of its chunks in storage order, and the digest that names its data."""
 
-    data_digest: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+    data_digest: _DataDigest
     layouts: dict[_Name, TileLayout | RegionLayout]
     chunks: tuple[Chunk, ...]
     # The codec and resolution requested for this variant, if recorded. They cannot be derived from the rest: a chunk
@@ -114,7 +133,7 @@ class SidePage(msgspec.Struct, frozen=True, array_like=True):
 class Side(msgspec.Struct, frozen=True, omit_defaults=True):
     """A data object of side pages, and the digest that names it. ``chunk_digests``: as in `Variant`."""
 
-    data_digest: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+    data_digest: _DataDigest
     pages: tuple[SidePage, ...]  # in storage order
     chunk_digests: bytes = b""
 
@@ -296,18 +315,12 @@ class Manifest(msgspec.Struct, frozen=True):
         return head + xxhash.xxh3_128_digest(head)
 
 
-def joined_frame_sums(*parts: Variant) -> tuple[int | None, ...]:
-    """Return the frame sums of a variant that concatenates the chunks of ``parts``."""
-    sums = tuple(part.frame_sum(chunk) for part in parts for chunk in range(len(part.chunks)))
-    return sums if any(part.frame_sums for part in parts) else ()
-
-
 def split_signature(data: bytes) -> tuple[bytes, bytes]:
     """Split a stored manifest into itself and its signature, which is b"" if there is none. Verifies nothing."""
     if len(data) < _HEADER.size:
         return data, b""
     body_bytes = _HEADER.unpack_from(data)[3]
-    return split(data, _HEADER.size + body_bytes + CHECKSUM_BYTES)
+    return split_trailer(data, _HEADER.size + body_bytes + CHECKSUM_BYTES)
 
 
 def decode_manifest(data: bytes) -> Manifest:

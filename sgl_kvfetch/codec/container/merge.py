@@ -9,23 +9,23 @@ from dataclasses import replace
 import msgspec
 import xxhash
 
-from sgl_kvfetch.codec.container.manifest import Cell, Manifest, Variant, joined_frame_sums
+from sgl_kvfetch.codec.container.manifest import Cell, Manifest, Variant
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_cells, first_readable
 from sgl_kvfetch.codec.container.sides import join_sides
-from sgl_kvfetch.codec.quant.base import Quantised, join
+from sgl_kvfetch.codec.quant.base import Quantised, join_parts
 from sgl_kvfetch.errors import FormatError
 
 
 def merge_segments(
     spec: SegmentSpec, left: CodedSegment, right: CodedSegment, executor: Executor | None = None
 ) -> CodedSegment:
-    """Return the segment that covers ``left`` and ``right``, which must be buddies: neighbours of equal length whose
-    union is aligned.
+    """Return the segment that covers ``left`` and ``right``. They must be buddies: neighbours of equal length that
+    together are aligned.
 
     If their spans are already as long as the writer's, chunks are copied unchanged, in the variants that both have.
     Otherwise they are decoded, joined and encoded as the writer does; integers and bytes stay the same. Everything
     decoded is verified by its checksum. Side pages are copied unchanged. The merged segment expires when the first of
-    both does. Raises FormatError and CorruptError.
+    the two does. Raises FormatError and CorruptError.
     """
     a, b = left.manifest, right.manifest
     follows = b.first_page == a.first_page + a.num_pages and b.previous_hash == a.page_hashes[-1]
@@ -57,7 +57,7 @@ def merge_segments(
                         raise FormatError(f"a span of {reader.manifest.key.stem} crosses the end of a merged span")
                     part = cell._replace(span=span)
                     pieces.append(reader.decode_cell(part, data[slice(*reader.cell_range(part))]))
-        return join(parts, pieces)
+        return join_parts(parts, pieces)
 
     return _with_sides(encode_cells(spec, manifest, joined, executor), left, right)
 
@@ -109,17 +109,20 @@ def _joined(left: CodedSegment, right: CodedSegment, pairs: Sequence[tuple[int, 
                 chunks=x.chunks + y.chunks,
                 codec=x.codec if x.codec == y.codec else "",
                 resolution=x.resolution if x.resolution == y.resolution else "",
-                frame_sums=joined_frame_sums(x, y),
+                frame_sums=_joined_frame_sums(x, y),
                 # Not computed from the data, which nobody has verified.
                 chunk_digests=x.chunk_digests + y.chunk_digests if x.chunk_digests and y.chunk_digests else b"",
             )
         )
         contents.append(data)
+    hashes = a.page_hashes + b.page_hashes
     manifest = msgspec.structs.replace(
-        a,
-        page_hashes=a.page_hashes + b.page_hashes,
-        variants=tuple(variants),
-        sides=(),
-        expires=_earlier_expiry(a, b),
+        a, page_hashes=hashes, variants=tuple(variants), sides=(), expires=_earlier_expiry(a, b)
     )
     return CodedSegment(manifest, contents[0], tuple(contents[1:]))
+
+
+def _joined_frame_sums(*parts: Variant) -> tuple[int | None, ...]:
+    if not any(part.frame_sums for part in parts):
+        return ()
+    return tuple(part.frame_sum(chunk) for part in parts for chunk in range(len(part.chunks)))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import xxhash
 
-from sgl_kvfetch.codec.bitstream.base import DecodedFrames, Decoders, FrameDecoder, FrameEncoder, PictureShape
+from sgl_kvfetch.codec.bitstream.base import DecodedFrames, Decoders, FrameEncoder
 from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.bitstream.registry import CODECS, get_codec
 from sgl_kvfetch.codec.container.manifest import (
@@ -32,7 +32,7 @@ from sgl_kvfetch.codec.container.manifest import (
     require_layouts,
 )
 from sgl_kvfetch.codec.container.sides import SideKey, SidePlace, side_places
-from sgl_kvfetch.codec.container.signing import CHUNK_DIGEST_BYTES, chunk_digest
+from sgl_kvfetch.codec.container.signing import chunk_digest, nth_digest
 from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised, Quantiser
@@ -110,8 +110,7 @@ def _part_infos(quantiser: Quantiser, geometry: KVGeometry) -> tuple[PartInfo, .
 
 def _coefficients(manifest: Manifest, quantiser: Quantiser) -> tuple[int, ...]:
     places = (cell_place(manifest, cell) for cell in manifest.span_cells(0))
-    counts = (quantiser.num_coefficients(place.layers, place.heads) for place in places)
-    return tuple(n for n in counts if n is not None)
+    return tuple(n for n in map(quantiser.num_coefficients, places) if n is not None)
 
 
 def layouts_of(manifest: Manifest, quantiser: Quantiser, resolution: str) -> dict[str, Layout]:
@@ -261,21 +260,17 @@ def encode_cell(
     for part, x in zip(manifest.parts, quantised, strict=True):
         raw = x.contiguous().cpu().numpy().tobytes()
         if not part.layout:
-            chunks.append(_chunk(_BYTES.name, _BYTES.compress(raw), raw))
+            bitstream = _BYTES.compress(raw)
+            chunks.append(CodedChunk(Chunk.of(_BYTES.name, bitstream, raw), bitstream, None))
             continue
         plane_codec = get_codec(codec)
         if plane_codec.is_video and _entropy_bits(raw) > NOISE_BITS:
             plane_codec = get_codec(FALLBACK_CODEC)
         frames = layouts[part.layout].to_frames(x)
-        encoder = (encoders or {}).get(plane_codec.name) or plane_codec
+        bitstream = ((encoders or {}).get(plane_codec.name) or plane_codec).encode(frames)
         frame_sum = sum_of_frames(frames) if plane_codec.is_video else None
-        chunks.append(_chunk(plane_codec.name, encoder.encode(frames), raw, frame_sum))
+        chunks.append(CodedChunk(Chunk.of(plane_codec.name, bitstream, raw), bitstream, frame_sum))
     return chunks
-
-
-def _chunk(codec: str, bitstream: bytes, raw: bytes, frame_sum: int | None = None) -> CodedChunk:
-    digest = xxhash.xxh3_128_digest
-    return CodedChunk(Chunk(codec, len(bitstream), digest(bitstream), digest(raw)), bitstream, frame_sum)
 
 
 def _entropy_bits(data: bytes) -> float:
@@ -320,8 +315,7 @@ class SegmentReader:
         self._require_quantiser()
         for codec in self.variant.codecs:
             get_codec(codec)
-        sizes = (chunk.size_bytes for chunk in self.variant.chunks)
-        self._offsets = [0, *accumulate(sizes)]
+        self._offsets = [0, *accumulate(chunk.size_bytes for chunk in self.variant.chunks)]
         self._head_blocks = self._blocks_of_rank()
 
     def _blocks_of_rank(self) -> range:
@@ -390,14 +384,17 @@ class SegmentReader:
 
     def num_integers(self, cell: Cell) -> int:
         """Return the number of integers in a cell, over all parts."""
-        names = (part.layout for part in self.manifest.parts if part.layout)
-        return sum(prod(self.manifest.integers_shape(cell, name)) for name in names)
+        return sum(prod(shape) for _, shape in self._laid_out(cell))
 
     def frames_bytes(self, cell: Cell) -> int:
         """Return the size of a cell's frames in bytes, over all parts."""
-        names = (part.layout for part in self.manifest.parts if part.layout)
-        layouts = self.variant.layouts
-        return sum(prod(layouts[name].frames_shape(self.manifest.integers_shape(cell, name))) for name in names)
+        return sum(prod(layout.frames_shape(shape)) for layout, shape in self._laid_out(cell))
+
+    def _laid_out(self, cell: Cell) -> Iterator[tuple[Layout, tuple[int, ...]]]:
+        """Yield the layout and the shape of the integers of each part that has frames."""
+        for part in self.manifest.parts:
+            if part.layout:
+                yield self.variant.layouts[part.layout], self.manifest.integers_shape(cell, part.layout)
 
     @cached_property
     def side_places(self) -> Mapping[SideKey, SidePlace]:
@@ -417,7 +414,9 @@ class SegmentReader:
         decoded on the CPU. Raises CorruptError, FormatError."""
         pieces = self._verified_pieces(cell, data)
         parts = tuple(
-            self._decode_integers(cell, part, piece, decoders) if part.layout else self._decode_bytes(cell, part, piece)
+            self._decode_integers(cell, part, piece, decoders or {})
+            if part.layout
+            else self._decode_bytes(cell, part, piece)
             for part, piece in zip(self.manifest.parts, pieces, strict=True)
         )
         self._require_sound(cell, parts)
@@ -436,7 +435,7 @@ class SegmentReader:
         CorruptError, FormatError."""
         pieces = self._verified_pieces(cell, data)
         decoded = [
-            self._decode_frames(cell, part, piece, (decoders or {}).get(piece.row.codec))
+            self._decode_frames(cell, part, piece, decoders or {})
             for part, piece in zip(self.manifest.parts, pieces, strict=True)
         ]
         parts = tuple(each.frames for each in decoded)
@@ -466,10 +465,7 @@ class SegmentReader:
         for index in range(first, first + self.manifest.chunks_per_cell):
             chunk = self.variant.chunks[index]
             piece = view[self._offsets[index] - start :][: chunk.size_bytes]
-            _require_checksum(piece, chunk.coded_checksum, f"{cell}, compressed bytes")
-            digests = self.variant.chunk_digests[index * CHUNK_DIGEST_BYTES :][:CHUNK_DIGEST_BYTES]
-            if digests and chunk_digest(piece) != digests:
-                raise CorruptError(f"{cell}, compressed bytes: digest does not match")
+            chunk.require_coded(piece, nth_digest(self.variant.chunk_digests, index), str(cell))
             pieces.append(CodedChunk(chunk, piece, self.variant.frame_sum(index)))
         return pieces
 
@@ -477,47 +473,42 @@ class SegmentReader:
         """Return the values of a cell, ``(tokens, layers, heads, dim)`` of the KV dtype, for ``tokens`` of the span."""
         return self.quantiser.dequantise(quantised, self.geometry.torch_dtype, cell_place(self.manifest, cell), tokens)
 
-    def _decode_integers(
-        self, cell: Cell, part: PartInfo, coded: CodedChunk, decoders: Decoders | None
-    ) -> torch.Tensor:
-        shape = self._frames_shape(cell, part)
-        decoder = (decoders or {}).get(coded.row.codec)
-        if decoder is None:
-            frames = get_codec(coded.row.codec).decode(coded.bitstream, shape)
-            return self._verified_integers(cell, part, coded, frames)
-        frames = decoder.decode(coded.bitstream, shape, to_host=True).frames
+    def _decode_integers(self, cell: Cell, part: PartInfo, coded: CodedChunk, decoders: Decoders) -> torch.Tensor:
+        frames = self._decode_video(cell, part, coded, decoders, to_host=True).frames
+        integers = self._verified_integers(cell, part, coded, frames)
         # A copy, as the frames may be in the decoder's own memory, which the next part overwrites.
-        return self._verified_integers(cell, part, coded, frames).clone()
+        return integers.clone() if coded.row.codec in decoders else integers
 
-    def _decode_frames(
-        self, cell: Cell, part: PartInfo, coded: CodedChunk, decoder: FrameDecoder | None
-    ) -> DecodedFrames:
+    def _decode_frames(self, cell: Cell, part: PartInfo, coded: CodedChunk, decoders: Decoders) -> DecodedFrames:
         """Return a part's frames, or its bytes."""
         if not part.layout:
             raw = self._decode_bytes(cell, part, coded)
-            return DecodedFrames(raw, raw, is_on_device=False)
-        shape = self._frames_shape(cell, part)
-        if decoder is not None:
-            decoded = decoder.decode(coded.bitstream, shape, with_sum=coded.frame_sum is not None)
-        else:
-            frames = get_codec(coded.row.codec).decode(coded.bitstream, shape)
-            decoded = DecodedFrames(frames, frames, is_on_device=False)
+            return DecodedFrames(raw, raw)
+        decoded = self._decode_video(cell, part, coded, decoders, with_sum=coded.frame_sum is not None)
         if decoded.host is not None:
             self._verified_integers(cell, part, coded, decoded.host)
         elif decoded.frame_sum != coded.frame_sum:
             raise CorruptError(f"{cell}, decoded frames: frame sum does not match")
         return decoded
 
-    def _frames_shape(self, cell: Cell, part: PartInfo) -> PictureShape:
+    def _decode_video(
+        self, cell: Cell, part: PartInfo, coded: CodedChunk, decoders: Decoders, **how: bool
+    ) -> DecodedFrames:
+        """Return a part's frames, not yet verified. ``how``: as in `FrameDecoder.decode`."""
         layout = self.variant.layouts[part.layout]
-        return layout.num_frames(self.manifest.integers_shape(cell, part.layout)), layout.height, layout.width
+        num_frames = layout.num_frames(self.manifest.integers_shape(cell, part.layout))
+        shape = num_frames, layout.height, layout.width
+        if decoder := decoders.get(coded.row.codec):
+            return decoder.decode(coded.bitstream, shape, **how)
+        frames = get_codec(coded.row.codec).decode(coded.bitstream, shape)
+        return DecodedFrames(frames, frames)
 
     def _verified_integers(self, cell: Cell, part: PartInfo, coded: CodedChunk, frames: torch.Tensor) -> torch.Tensor:
         """Return the integers in ``frames`` (on the host) after verifying them. Also verify the frame sum: readers on a
         GPU would treat sound frames with a wrong sum as a miss for ever."""
         shape = self.manifest.integers_shape(cell, part.layout)
         integers = self.variant.layouts[part.layout].from_frames(frames, shape)
-        _require_checksum(integers.numpy().data, coded.row.decoded_checksum, f"{cell}, decoded {part.name}")
+        coded.row.require_decoded(integers.numpy().data, f"{cell}, decoded {part.name}")
         if coded.frame_sum is not None and sum_of_frames(frames) != coded.frame_sum:
             raise CorruptError(f"{cell}, decoded frames: frame sum does not match")
         return integers
@@ -527,7 +518,7 @@ class SegmentReader:
             raise FormatError(f"{cell} has {part.name} in codec {coded.row.codec!r}, expected {_BYTES.name!r}")
         most = self._cell_bytes(cell) + self.manifest.span_tokens(cell.span) * _MOST_BYTES_A_TOKEN
         raw = _BYTES.decompress(coded.bitstream, min(most, MAX_CHUNK_BYTES))
-        _require_checksum(raw, coded.row.decoded_checksum, f"{cell}, {part.name}")
+        coded.row.require_decoded(raw, f"{cell}, {part.name}")
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
 
 
@@ -541,8 +532,3 @@ def first_readable(manifest: Manifest, engine_codecs: Collection[str] = ()) -> i
         on_cpu = {name for name, codec in CODECS.items() if codec.is_video and name not in engine_codecs}
         readable = [i for i in readable if not codecs[i] & on_cpu] or readable
     return next(iter(readable), 0)
-
-
-def _require_checksum(data: bytes | memoryview, expected: bytes, what: str) -> None:
-    if xxhash.xxh3_128_digest(data) != expected:
-        raise CorruptError(f"{what}: checksum does not match")

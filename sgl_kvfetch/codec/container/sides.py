@@ -16,7 +16,7 @@ import xxhash
 
 from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.container.manifest import SIDE_CHUNK_BYTES, Chunk, Manifest, Side, SidePage
-from sgl_kvfetch.codec.container.signing import CHUNK_DIGEST_BYTES, chunk_digest
+from sgl_kvfetch.codec.container.signing import CHUNK_DIGEST_BYTES, nth_digest
 from sgl_kvfetch.errors import CorruptError, FormatError
 
 _CODEC = ZstdCodec()
@@ -49,12 +49,9 @@ class SidePlace:
             piece, view = view[: chunk.size_bytes], view[chunk.size_bytes :]
             if chunk.codec != _CODEC.name:
                 raise FormatError(f"{what} is in codec {chunk.codec!r}, expected {_CODEC.name!r}")
-            digest = self.chunk_digests[index * CHUNK_DIGEST_BYTES :][:CHUNK_DIGEST_BYTES]
-            if xxhash.xxh3_128_digest(piece) != chunk.coded_checksum or (digest and chunk_digest(piece) != digest):
-                raise CorruptError(f"{what}, compressed bytes: checksum does not match")
+            chunk.require_coded(piece, nth_digest(self.chunk_digests, index), what)
             raw = _CODEC.decompress(piece, SIDE_CHUNK_BYTES)
-            if xxhash.xxh3_128_digest(raw) != chunk.decoded_checksum:
-                raise CorruptError(f"{what}: checksum does not match")
+            chunk.require_decoded(raw, what)
             content += raw
         if len(content) != self.page.num_bytes:
             raise CorruptError(f"{what} decodes to {len(content)} bytes, expected {self.page.num_bytes}")
@@ -91,8 +88,7 @@ def encode_side(pages: Mapping[SideKey, torch.Tensor], executor: Executor | None
 def _encode(piece: torch.Tensor) -> tuple[Chunk, bytes]:
     raw = piece.numpy().tobytes()
     coded = _CODEC.compress(raw)
-    digest = xxhash.xxh3_128_digest
-    return Chunk(_CODEC.name, len(coded), digest(coded), digest(raw)), coded
+    return Chunk.of(_CODEC.name, coded, raw), coded
 
 
 def join_sides(halves: Iterable[tuple[int, Iterable[SideData]]]) -> SideData | None:

@@ -1,7 +1,7 @@
 """Sign manifests, so that neither a store nor the holder of a token can make readers take other values.
 
 A signed manifest is a manifest with ``"KVFS"`` and a HMAC-SHA256 behind it. Its variants have chunk digests: the other
-checksums find damage, but whoever wants to can make other bytes with the same ones. See docs/format.md.
+checksums find damage, but an attacker can make other bytes that have them. See docs/format.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ def chunk_digest(bitstream: bytes | memoryview) -> bytes:
     return hashlib.sha256(bitstream).digest()[:CHUNK_DIGEST_BYTES]
 
 
-def split(data: bytes, manifest_bytes: int) -> tuple[bytes, bytes]:
+def nth_digest(chunk_digests: bytes, index: int) -> bytes:
+    """Return the digest of chunk ``index`` among those of several chunks; b"" if there are none."""
+    return chunk_digests[index * CHUNK_DIGEST_BYTES :][:CHUNK_DIGEST_BYTES]
+
+
+def split_trailer(data: bytes, manifest_bytes: int) -> tuple[bytes, bytes]:
     """Split a stored manifest into itself, of ``manifest_bytes``, and its signature; b"" if it has none."""
     is_signed = len(data) == manifest_bytes + TRAILER_BYTES and data[manifest_bytes:].startswith(_MAGIC)
     return (data[:manifest_bytes], data[manifest_bytes + len(_MAGIC) :]) if is_signed else (data, b"")

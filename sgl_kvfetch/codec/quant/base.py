@@ -11,7 +11,7 @@ import torch
 
 from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.layout.tiles import tile_layout
-from sgl_kvfetch.codec.quant.inverse import Inverse
+from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.types import TENSORS, KVGeometry
 
 # The parts of a cell, as bytes or as integers: see `Part`.
@@ -57,6 +57,38 @@ class CellPlace:
     tokens: range
 
 
+@dataclass(frozen=True, slots=True)
+class ByteInverse:
+    """Inverts `exact`: the integers are the bytes of the values, one plane a byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInverse:
+    """Inverts `symmetric`: a value is the difference between its integer and its layer's centre, times its scale."""
+
+    k_centres: tuple[int, ...]
+    v_centres: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransformInverse:
+    """Inverts `klt`: integers are coefficients, in units of the token's scale.
+
+    ``matrix``: bfloat16 ``(coefficients, channels)``, a row a coefficient. Channels are ordered by tensor (K, then V),
+    layer, head and dim. ``mean``: float32 ``(channels,)``. ``rope``: applied to K last; None if K is not rotated.
+    """
+
+    matrix: torch.Tensor
+    mean: torch.Tensor
+    rope: Rope | None
+
+    def to(self, device: torch.device) -> TransformInverse:
+        return TransformInverse(self.matrix.to(device), self.mean.to(device), self.rope)
+
+
+Inverse = ByteInverse | StepInverse | TransformInverse  # the restore kernels take the fields as arguments
+
+
 class Quantiser(ABC):
     """Maps the KV values of a cell to 8-bit integers and back. Stateless; works on any device."""
 
@@ -100,7 +132,7 @@ class Quantiser(ABC):
         """Heads of a cell, or None if cells of any number of heads can be restored."""
         return None
 
-    def num_coefficients(self, layers: range, heads: range) -> int | None:
+    def num_coefficients(self, place: CellPlace) -> int | None:
         """Return the number of coefficients of a token in this cell, or None if there is one integer a value."""
         return None
 
@@ -111,7 +143,7 @@ class Quantiser(ABC):
         return {t: tile_layout(cell_heads, geometry.head_dim(t), span_tokens, resolution) for t in TENSORS}
 
 
-def join(parts: Sequence[Part], pieces: Sequence[Quantised]) -> Quantised:
+def join_parts(parts: Sequence[Part], pieces: Sequence[Quantised]) -> Quantised:
     """Join the parts of consecutive pieces of a span into the parts of the span."""
     return tuple(
         torch.cat(each, dim=part.token_dim) for part, each in zip(parts, zip(*pieces, strict=True), strict=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Part, Quantised, Quantiser
-from sgl_kvfetch.codec.quant.inverse import ByteInverse
+from sgl_kvfetch.codec.quant.base import ByteInverse, CellPlace, CellValues, Part, Quantised, Quantiser
 from sgl_kvfetch.types import TENSORS
 
 

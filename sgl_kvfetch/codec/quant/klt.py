@@ -24,9 +24,8 @@ import torch
 
 from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.layout.regions import region_layout
-from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Part, Quantised, Quantiser
+from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Part, Quantised, Quantiser, TransformInverse
 from sgl_kvfetch.codec.quant.exact import from_planes, to_planes
-from sgl_kvfetch.codec.quant.inverse import TransformInverse
 from sgl_kvfetch.codec.quant.profile import CellProfile, Profile
 from sgl_kvfetch.codec.quant.rope import rotate, unrotate
 from sgl_kvfetch.codec.quant.sensitivity import features, log_cost
@@ -155,12 +154,12 @@ class KltQuantiser(KltIntegers):
     def cell_heads(self) -> int:
         return self.profile.grid.cell_heads
 
-    def num_coefficients(self, layers: range, heads: range) -> int | None:
-        return self._rows[self._key(layers, heads)].count
+    def num_coefficients(self, place: CellPlace) -> int | None:
+        return self._rows[self._key(place)].count
 
-    def num_wide(self, layers: range, heads: range) -> int:
+    def num_wide(self, place: CellPlace) -> int:
         """Return how many coefficients of a token in this cell take two integers; the second ones come last."""
-        return self._rows[self._key(layers, heads)].wide.numel()
+        return self._rows[self._key(place)].wide.numel()
 
     @property
     def coefficient_shares(self) -> tuple[float, float]:
@@ -170,7 +169,7 @@ class KltQuantiser(KltIntegers):
         return sum(r.kept for r in rows) / channels, sum(r.count - r.kept for r in rows) / channels
 
     def quantise(self, values: CellValues, place: CellPlace) -> Quantised:
-        key = self._key(place.layers, place.heads)
+        key = self._key(place)
         cell, rows = self.profile.cells[key], self._rows[key]
         x = self._channels(values, place)
         if not bool(torch.isfinite(x).all()):
@@ -192,7 +191,7 @@ class KltQuantiser(KltIntegers):
         exponents, _, integers = quantised
         which, exact = self.exact_tokens(quantised, dtype, place)
         first, end, _ = tokens.indices(len(exponents))
-        mean, rope = self.profile.cells[self._key(place.layers, place.heads)].mean, self.profile.rope
+        mean, rope = self.profile.cells[self._key(place)].mean, self.profile.rope
         matrix = self._matrix(place, dtype)
         n = integers[:, first:end].to(matrix.dtype).sub_(ZERO)  # exact in bfloat16, too
         scales = scales_of(exponents[first:end]) * self.step
@@ -215,26 +214,26 @@ class KltQuantiser(KltIntegers):
         """Return the indices of a cell's exact tokens, int64 ``(n,)``, and their values."""
         exponents, exact, _ = quantised
         which = (exponents == EXACT).nonzero().squeeze(1)
-        shape = len(which), dtype.itemsize, self.profile.cells[self._key(place.layers, place.heads)].num_channels
+        shape = len(which), dtype.itemsize, self.profile.cells[self._key(place)].num_channels
         planes = exact.view(shape).movedim(1, 0)
         return which, CellValues(*self._split(from_planes(planes, dtype), place))
 
     def inverse_of(self, place: CellPlace) -> TransformInverse:
-        key = self._key(place.layers, place.heads)
+        key = self._key(place)
         cell = self.profile.cells[key]
         return TransformInverse(self._rows[key].matrix(cell.inverse), cell.mean, self.profile.rope)
 
     def mean_values(self, place: CellPlace, dtype: torch.dtype) -> CellValues:
         """Return a cell's values if all its coefficients are 0."""
-        count = self._rows[self._key(place.layers, place.heads)].count
+        count = self._rows[self._key(place)].count
         zeros = torch.full((count, len(place.tokens)), ZERO, dtype=torch.uint8)
-        exponents = torch.full((len(place.tokens),), UNIT, dtype=torch.uint8)
-        return self.dequantise((exponents, torch.empty(0, dtype=torch.uint8), zeros), dtype, place)
+        exponents = torch.full_like(zeros[0], UNIT)
+        return self.dequantise((exponents, zeros[:0].flatten(), zeros), dtype, place)
 
     def _matrix(self, place: CellPlace, dtype: torch.dtype) -> torch.Tensor:
         """Return the inverse transform for values of ``dtype``, transposed, which is fastest. For bfloat16 it is
         bfloat16, so that sums are rounded as the values are in the end."""
-        key = self._key(place.layers, place.heads)
+        key = self._key(place)
         if (key, dtype) not in self._matrices:
             used = torch.bfloat16 if dtype == torch.bfloat16 and _HAS_BFLOAT16 else torch.float32
             self._matrices[key, dtype] = self.inverse_of(place).matrix.T.to(used).contiguous()
@@ -260,8 +259,8 @@ class KltQuantiser(KltIntegers):
         k, v = torch.split(channels, [math.prod(shape) * dim for dim in dims], dim=1)
         return k.reshape(-1, *shape, dims[0]), v.reshape(-1, *shape, dims[1])
 
-    def _key(self, layers: range, heads: range) -> tuple[int, int]:
-        grid = self.profile.grid
+    def _key(self, place: CellPlace) -> tuple[int, int]:
+        grid, layers, heads = self.profile.grid, place.layers, place.heads
         key = layers.start // grid.cell_layers, heads.start // grid.cell_heads
         if key not in self.profile.cells or (grid.layers(key[0]), grid.heads(key[1])) != (layers, heads):
             raise ConfigError(

@@ -30,7 +30,7 @@ _METADATA_KEY = "kvfetch"
 DEFAULT_SHARE = 1e-3
 
 
-class CurvePoint(msgspec.Struct, frozen=True):
+class MeasuredStep(msgspec.Struct, frozen=True):
     """The accuracy and size that calibration measured at a step."""
 
     step: float
@@ -68,9 +68,20 @@ class _Metadata(msgspec.Struct, frozen=True):
     cell_heads: _Size
     rope: Rope | None
     num_sinks: Annotated[int, Meta(ge=0, le=1 << 16)]
-    curve: tuple[CurvePoint, ...]
+    curve: tuple[MeasuredStep, ...]
     context_kl: float
     calibration: Calibration
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for numbers that do not fit together, which msgspec turns into a DecodeError."""
+        numbers = [n for p in self.curve for n in (p.step, p.kl)] + [self.context_kl]
+        rises = all(a.step < b.step and a.kl < b.kl for a, b in itertools.pairwise(self.curve))
+        if len(self.curve) < 2 or not rises or not all(math.isfinite(n) and n > 0 for n in numbers):
+            raise ValueError("its curve needs two or more points that rise in step and in kl, all above 0 and finite")
+        if self.num_heads % self.cell_heads:
+            raise ValueError(f"cell_heads is {self.cell_heads}, expected a divisor of num_heads = {self.num_heads}")
+        if self.rope is not None and self.rope.rotary_dim > self.k_head_dim:
+            raise ValueError(f"rope rotates {self.rope.rotary_dim} channels, but heads have {self.k_head_dim}")
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,7 @@ class CellProfile:
     ``inverse``: bfloat16 ``(C, C)``; row c is what coefficient c adds to the channels. Rows are in descending order of
     ``reach``.
     ``k_weight``, ``v_weight``: float32 ``(layers, heads * dim, heads * dim)``, the blocks of a block-diagonal W with
-    ``forward = W @ inverse.T``: see `calibrate.transform`.
+    ``forward = W @ inverse.T``: see `calibrate.fit`.
     ``mean``: float32 ``(C,)``, of K before its rotation and of V.
     ``spread``: float32 ``(C,)``, the coefficients' standard deviations.
     ``reach``: float32 ``(2, C)``: the magnitude that a coefficient, divided by its token's scale, exceeded in 1% of the
@@ -116,7 +127,7 @@ class Profile:
     cells: Mapping[tuple[int, int], CellProfile]
     rope: Rope | None
     num_sinks: int
-    curve: tuple[CurvePoint, ...]
+    curve: tuple[MeasuredStep, ...]
     context_kl: float
     calibration: Calibration
 
@@ -153,17 +164,8 @@ class Profile:
         """Write the file atomically. Raises ConfigError."""
         from safetensors.torch import save
 
-        metadata = _Metadata(
-            version=PROFILE_VERSION,
-            **asdict(self.grid),
-            k_head_dim=self.k_head_dim,
-            v_head_dim=self.v_head_dim,
-            rope=self.rope,
-            num_sinks=self.num_sinks,
-            curve=self.curve,
-            context_kl=self.context_kl,
-            calibration=self.calibration,
-        )
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("grid", "cells")}
+        metadata = _Metadata(version=PROFILE_VERSION, **asdict(self.grid), **own)
         partial = path.with_name(f".{path.name}.partial")
         try:
             partial.write_bytes(save(self._tensors(), {_METADATA_KEY: msgspec.json.encode(metadata).decode()}))
@@ -188,19 +190,21 @@ def require_target(path: Path, target_kl: float | None) -> None:
 
 def load_profile(path: Path) -> Profile:
     """Read and validate a profile. Raises ConfigError, naming the file and what is wrong with it."""
-    metadata, tensors = _read(path, with_tensors=True)
+    m, tensors = _read(path, with_tensors=True)
+    grid = CellGrid(m.num_layers, m.num_heads, m.cell_layers, m.cell_heads)
     try:
-        return _profile_of(metadata, tensors)
-    except _ProfileError as e:
+        cells = {(g, b): _cell_of(m, tensors, f"{g}.{b}.", len(grid.layers(g))) for g, b in grid.cells()}
+    except ValueError as e:
         raise ConfigError(f"profile {path} is malformed: {e}") from e
+    return Profile(grid, m.k_head_dim, m.v_head_dim, cells, m.rope, m.num_sinks, m.curve, m.context_kl, m.calibration)
 
 
-def _default_target(curve: Sequence[CurvePoint], context_kl: float) -> float:
+def _default_target(curve: Sequence[MeasuredStep], context_kl: float) -> float:
     """Return ``DEFAULT_SHARE`` of the context's value, limited to the measured range."""
     return min(max(DEFAULT_SHARE * context_kl, curve[0].kl), curve[-1].kl)
 
 
-def _reachable_target(curve: Sequence[CurvePoint], context_kl: float, target_kl: float | None) -> float:
+def _reachable_target(curve: Sequence[MeasuredStep], context_kl: float, target_kl: float | None) -> float:
     default = _default_target(curve, context_kl)
     target_kl = default if target_kl is None else target_kl
     if not curve[0].kl <= target_kl <= curve[-1].kl:
@@ -229,33 +233,9 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[_Metadata, dict[str, torch
         version = msgspec.json.decode(metadata, type=_Version).version
         if version != PROFILE_VERSION:
             raise ConfigError(f"profile {path} has version {version}, expected {PROFILE_VERSION}; calibrate again")
-        decoded = msgspec.json.decode(metadata, type=_Metadata)
-        _require_curve(decoded)
-    except (msgspec.DecodeError, _ProfileError, RecursionError) as e:
+        return msgspec.json.decode(metadata, type=_Metadata), tensors
+    except (msgspec.DecodeError, RecursionError) as e:
         raise ConfigError(f"profile {path} is malformed: {e}") from e
-    return decoded, tensors
-
-
-def _require_curve(metadata: _Metadata) -> None:
-    curve = metadata.curve
-    numbers = [n for p in curve for n in (p.step, p.kl)] + [metadata.context_kl]
-    rises = all(a.step < b.step and a.kl < b.kl for a, b in itertools.pairwise(curve))
-    if len(curve) < 2 or not rises or not all(math.isfinite(n) and n > 0 for n in numbers):
-        raise _ProfileError("its curve needs two or more points that rise in step and in kl, all above 0 and finite")
-
-
-class _ProfileError(Exception):
-    pass
-
-
-def _profile_of(m: _Metadata, tensors: Mapping[str, torch.Tensor]) -> Profile:
-    if m.num_heads % m.cell_heads:
-        raise _ProfileError(f"cell_heads is {m.cell_heads}, expected a divisor of num_heads = {m.num_heads}")
-    if m.rope is not None and m.rope.rotary_dim > m.k_head_dim:
-        raise _ProfileError(f"rope rotates {m.rope.rotary_dim} channels, but heads have {m.k_head_dim}")
-    grid = CellGrid(m.num_layers, m.num_heads, m.cell_layers, m.cell_heads)
-    cells = {(g, b): _cell_of(m, tensors, f"{g}.{b}.", len(grid.layers(g))) for g, b in grid.cells()}
-    return Profile(grid, m.k_head_dim, m.v_head_dim, cells, m.rope, m.num_sinks, m.curve, m.context_kl, m.calibration)
 
 
 def _cell_of(m: _Metadata, tensors: Mapping[str, torch.Tensor], prefix: str, num_layers: int) -> CellProfile:
@@ -276,8 +256,8 @@ def _cell_of(m: _Metadata, tensors: Mapping[str, torch.Tensor], prefix: str, num
         x = tensors.get(prefix + name)
         if x is None or x.dtype != dtype or x.shape != shape:
             what = "missing" if x is None else f"{x.dtype} {tuple(x.shape)}"
-            raise _ProfileError(f"{prefix}{name} is {what}, expected {dtype} {shape}")
+            raise ValueError(f"{prefix}{name} is {what}, expected {dtype} {shape}")
         if not bool(torch.isfinite(x).all()):
-            raise _ProfileError(f"{prefix}{name} has values that are not finite")
+            raise ValueError(f"{prefix}{name} has values that are not finite")
         found[name] = x
     return CellProfile(**found)

@@ -54,35 +54,22 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
 
 def rotate(x: torch.Tensor, table: torch.Tensor, rope: Rope) -> torch.Tensor:
     """Rotate ``x``, float32 ``(tokens, ..., dim)``. ``table``: the rows of ``Rope.table`` for its tokens."""
-    cos, sin = _factors(x, table)
-    first, second = _pairs(x, rope)
-    turned = (first * cos).addcmul_(second, sin, value=-1), (second * cos).addcmul_(first, sin)
-    return _joined(*turned, x, rope)
+    return _turned(x, table, rope, 1)
 
 
 def unrotate(x: torch.Tensor, table: torch.Tensor, rope: Rope) -> torch.Tensor:
     """Undo ``rotate``, up to rounding."""
-    cos, sin = _factors(x, table / rope.attention_scaling**2)
-    first, second = _pairs(x, rope)
-    turned = (first * cos).addcmul_(second, sin), (second * cos).addcmul_(first, sin, value=-1)
-    return _joined(*turned, x, rope)
+    return _turned(x, table / rope.attention_scaling**2, rope, -1)
 
 
-def _factors(x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines, broadcast over all dimensions of ``x`` between tokens and channels."""
-    assert table.shape[0] == x.shape[0], (table.shape, x.shape)
-    cos, sin = table.view(x.shape[0], *[1] * (x.ndim - 2), -1).chunk(2, dim=-1)
-    return cos, sin
-
-
-def _pairs(x: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+def _turned(x: torch.Tensor, table: torch.Tensor, rope: Rope, sign: int) -> torch.Tensor:
+    """Rotate ``x`` by the angles of ``table`` times ``sign``."""
     dim = rope.rotary_dim
+    assert len(table) == len(x), (table.shape, x.shape)
     assert x.shape[-1] >= dim, (x.shape, dim)
-    if rope.interleaved:
-        return x[..., :dim:2], x[..., 1:dim:2]
-    return x[..., : dim // 2], x[..., dim // 2 : dim]
-
-
-def _joined(first: torch.Tensor, second: torch.Tensor, like: torch.Tensor, rope: Rope) -> torch.Tensor:
-    rotated = torch.stack((first, second), -1).flatten(-2) if rope.interleaved else torch.cat((first, second), -1)
-    return rotated if rope.rotary_dim == like.shape[-1] else torch.cat((rotated, like[..., rope.rotary_dim :]), -1)
+    # Broadcast over all dimensions between tokens and channels.
+    cos, sin = table.view(len(x), *[1] * (x.ndim - 2), -1).chunk(2, dim=-1)
+    first, second = (x[..., :dim:2], x[..., 1:dim:2]) if rope.interleaved else x[..., :dim].chunk(2, dim=-1)
+    turned = (first * cos).addcmul_(second, sin, value=-sign), (second * cos).addcmul_(first, sin, value=sign)
+    rotated = torch.stack(turned, -1).flatten(-2) if rope.interleaved else torch.cat(turned, -1)
+    return rotated if dim == x.shape[-1] else torch.cat((rotated, x[..., dim:]), -1)

@@ -12,14 +12,11 @@ from typing import Literal
 
 import torch
 
-from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Part, Quantised, Quantiser
-from sgl_kvfetch.codec.quant.inverse import StepInverse
+from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Part, Quantised, Quantiser, StepInverse
 from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
 from sgl_kvfetch.types import TENSORS, TensorName
 
 MIN_BINS, MAX_BINS = 4, 256
-
-ScaleOver = Literal["head", "layer"]
 
 
 def centre_of(bins: int) -> int:
@@ -34,12 +31,13 @@ class SymmetricQuantiser(Quantiser):
     divisor, and the largest value still fits.
     """
 
-    def __init__(self, name: str, scale_over: ScaleOver, k_bins: Sequence[int], v_bins: Sequence[int]) -> None:
+    def __init__(
+        self, name: str, scale_over: Literal["head", "layer"], k_bins: Sequence[int], v_bins: Sequence[int]
+    ) -> None:
         """``k_bins`` and ``v_bins`` give the bins of each layer; the last entry applies to all further layers."""
         for key, bins in (("k_bins", k_bins), ("v_bins", v_bins)):
             if not bins or any(not MIN_BINS <= b <= MAX_BINS for b in bins):
                 raise ConfigError(f"{key} = {list(bins)}: expected one or more numbers from {MIN_BINS} to {MAX_BINS}")
-        self._scale_over = scale_over
         self.splits_heads = scale_over == "head"
         self._bins: dict[TensorName, tuple[int, ...]] = {"k": tuple(k_bins), "v": tuple(v_bins)}
 
@@ -50,7 +48,7 @@ class SymmetricQuantiser(Quantiser):
         return tuple(part for t in TENSORS for part in (Part(f"{t} scales"), Part(t, t)))
 
     def require_sound(self, parts: Quantised, place: CellPlace, token_bytes: int) -> None:
-        num_scales = len(place.tokens) * len(place.layers) * (len(place.heads) if self._scale_over == "head" else 1)
+        num_scales = len(place.tokens) * len(place.layers) * (len(place.heads) if self.splits_heads else 1)
         for scales in parts[::2]:
             if scales.numel() != num_scales * torch.bfloat16.itemsize:
                 raise FormatError(f"{scales.numel()} bytes of scales, expected {num_scales} scales in bfloat16")
@@ -66,7 +64,7 @@ class SymmetricQuantiser(Quantiser):
     def _quantise(self, tensor: TensorName, values: torch.Tensor, layers: range) -> Quantised:
         x = values.to(torch.float32)
         centre = self._centre_tensor(tensor, layers, x.device)
-        over = (-1,) if self._scale_over == "head" else (-2, -1)
+        over = (-1,) if self.splits_heads else (-2, -1)
         magnitude = x.abs().amax(dim=over, keepdim=True)
         if not bool(torch.isfinite(magnitude).all()):
             raise QuantiseError("values are not finite")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
-from sgl_kvfetch.codec.bitstream.nvdec_caps import CHROMA, DecodeCaps
+from sgl_kvfetch.codec.bitstream.nvidia import CHROMA, DecodeCaps
 from tests.plugin.device.fake_streams import FakeDevice, FakeStream
 
 
@@ -183,7 +183,7 @@ class FakeNvc:
 
 
 class CountingDevice(FakeDevice):
-    """Knows what memory was made for bytes to come to the host."""
+    """Records the sizes of pinned memory."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
@@ -207,5 +207,5 @@ def make_caps(*, num_engines: int = 2, max_side: int = 4096) -> DecodeCaps:
 
 
 def make_nvdec(nvc: FakeNvc, *, num_engines: int = 2) -> Nvdec:
-    """Decodes both of our codecs."""
+    """Return engines that decode both HEVC codecs."""
     return Nvdec(nvc, nvc.device, {name: make_caps(num_engines=num_engines) for name in CHROMA})

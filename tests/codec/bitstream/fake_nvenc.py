@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from sgl_kvfetch.codec.bitstream import nvenc
-from sgl_kvfetch.codec.bitstream.nvenc_caps import EncodeCaps
+from sgl_kvfetch.codec.bitstream.nvidia import EncodeCaps
 
 DELAY = 3
 _X265 = "lossless=1:bframes=0:keyint=-1:min-cu-size=16:ctu=32:annexb=1:info=0:pools=none:frame-threads=1:log-level=none"

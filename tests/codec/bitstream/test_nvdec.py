@@ -13,8 +13,8 @@ import torch
 from sgl_kvfetch.codec.bitstream import nvdec
 from sgl_kvfetch.codec.bitstream.base import DecodedFrames, FrameDecoder
 from sgl_kvfetch.codec.bitstream.hevc import Hevc420Codec, HevcCodec, join_access_units, split_access_units
-from sgl_kvfetch.codec.bitstream.nvdec import Nvdec, NvdecDecoder, NvdecDecoders, NvdecSession, open_nvdec
-from sgl_kvfetch.codec.bitstream.nvdec_caps import DecodeCaps
+from sgl_kvfetch.codec.bitstream.nvdec import Nvdec, NvdecDecoder, open_nvdec
+from sgl_kvfetch.codec.bitstream.nvidia import DecodeCaps
 from sgl_kvfetch.codec.container.segment import SegmentReader, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.cuda_streams import Device
 from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
@@ -212,9 +212,9 @@ def test_without_a_decoder_the_cpu_decodes(
 
 def test_pictures_that_nvdec_does_not_take_are_decoded_on_the_cpu(bitstreams: dict[str, bytes]) -> None:
     nvc = FakeNvc(FakeDevice())
-    session = NvdecSession(nvc, nvc.device, NvdecDecoders(nvc, nvc.device))
+    engines = Nvdec(nvc, nvc.device, {})
     for caps in (make_caps(max_side=136), DecodeCaps(max_width=4096, max_height=4096, max_macroblocks=80)):
-        found = NvdecDecoder(HEVC, caps, session).decode(bitstreams["hevc"], (3, 144, 144))
+        found = NvdecDecoder(engines, HEVC, caps).decode(bitstreams["hevc"], (3, 144, 144))
         assert not found.is_on_device
         assert found.host is found.frames
         assert torch.equal(found.frames, FRAMES)

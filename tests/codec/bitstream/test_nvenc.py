@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_kvfetch.codec.bitstream import nvenc, nvenc_caps
-from sgl_kvfetch.codec.bitstream.hevc import Hevc420Codec, HevcCodec, join_access_units, split_access_units
+from sgl_kvfetch.codec.bitstream import nvenc, nvidia
+from sgl_kvfetch.codec.bitstream.hevc import HEVC_CODECS, Hevc420Codec, HevcCodec, join_access_units, split_access_units
 from sgl_kvfetch.codec.bitstream.nvenc import (
     CHECK_EVERY,
     NvencEncoder,
@@ -25,8 +25,15 @@ from sgl_kvfetch.codec.bitstream.nvenc import (
     open_encoders,
     open_nvenc,
 )
-from sgl_kvfetch.codec.bitstream.nvenc_caps import CapsParam, EncodeCaps, Functions, Guid, OpenParams, encode_caps
-from sgl_kvfetch.codec.bitstream.nvidia import CODECS, takes
+from sgl_kvfetch.codec.bitstream.nvidia import (
+    CapsParam,
+    EncodeCaps,
+    Functions,
+    Guid,
+    OpenParams,
+    encode_caps,
+    supports_size,
+)
 from sgl_kvfetch.codec.container.segment import SegmentReader, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import ConfigError
@@ -147,7 +154,7 @@ def test_sizes_that_it_does_not_take() -> None:
     assert nvc.calls == [("YUV444", 160, 160)]
     assert events == {"fallback": 1, "encoded": 1, "checked": 1}
     caps = EncodeCaps(145, 49, 4096, 4096, max_macroblocks=90, num_engines=1)
-    assert [takes(caps, *size) for size in ((144, 144), (152, 144), (160, 152), (4104, 56))] == [
+    assert [supports_size(caps, *size) for size in ((144, 144), (152, 144), (160, 152), (4104, 56))] == [
         False,
         True,
         False,
@@ -309,7 +316,7 @@ def test_all_is_there(nvc: FakeNvc) -> None:
     assert len(encoders["hevc"]._pool._idle) == 8
     assert encoders["hevc"]._pool is encoders["hevc420"]._pool
     for name, encoder in encoders.items():
-        assert comes_back(CODECS[name], encoder, pictures(2))
+        assert comes_back(HEVC_CODECS[name], encoder, pictures(2))
 
 
 def test_only_420(nvc: FakeNvc, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,9 +393,9 @@ class FakeDriver:
         self._caps = caps
         self._opening = opening
         self._kept = [
-            (29, nvenc_caps._OPEN[1](self.open)),
-            (7, nvenc_caps._GET_CAPS[1](self.get)),
-            (27, nvenc_caps._DESTROY[1](self.destroy)),
+            (29, nvidia._OPEN[1](self.open)),
+            (7, nvidia._GET_CAPS[1](self.get)),
+            (27, nvidia._DESTROY[1](self.destroy)),
         ]
 
     def NvEncodeAPICreateInstance(self, reference: Any) -> int:

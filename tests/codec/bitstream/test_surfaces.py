@@ -1,4 +1,4 @@
-"""Surfaces counted against a bound, over a fake of PyNvVideoCodec that knows which decoders there are."""
+"""The bound on the surfaces of all decoders, over a fake PyNvVideoCodec that keeps count of decoders."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ import torch
 from sgl_kvfetch.codec.bitstream import nvdec
 from sgl_kvfetch.codec.bitstream.base import FrameDecoder
 from sgl_kvfetch.codec.bitstream.hevc import HevcCodec, join_access_units, split_access_units
-from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
-from sgl_kvfetch.codec.bitstream.surfaces import MAX_SURFACE_BYTES, NUM_SURFACES, surface_bytes
+from sgl_kvfetch.codec.bitstream.nvdec import MAX_SURFACE_BYTES, NUM_SURFACES, Nvdec, surface_bytes
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.log import LimitedLogger
 from tests.codec.bitstream.fake_nvdec import Decoder, FakeNvc, PacketData, Surface, make_nvdec
@@ -44,13 +43,13 @@ def coded() -> dict[tuple[int, int], bytes]:
 
 
 def cut(bitstream: bytes) -> bytes:
-    """Whose second picture is none, as a decoder finds out."""
+    """Return a bitstream whose second picture does not decode."""
     first, _ = split_access_units(bitstream)
     return join_access_units([bytes(first), b"no picture"])
 
 
 class CountingNvc(FakeNvc):
-    """``most_bytes``: that the surfaces of 4:4:4 decoders took at once. While ``gate`` is not set, none decodes."""
+    """Counts surfaces. ``most_bytes``: the most that 4:4:4 decoders took at once. They wait until ``gate`` is set."""
 
     def __init__(self) -> None:
         super().__init__(FakeDevice())
@@ -89,14 +88,14 @@ def nvc(monkeypatch: pytest.MonkeyPatch) -> CountingNvc:
 
 
 def open_decoders(nvc: FakeNvc, limit_bytes: int, count: int) -> tuple[Nvdec, list[FrameDecoder]]:
-    """Of ``hevc``, each on a session."""
+    """Return engines, and decoders of ``hevc``, each in a session of its own."""
     engines = make_nvdec(nvc)
-    engines.surfaces.limit_bytes = limit_bytes
+    engines.surface_limit_bytes = limit_bytes
     return engines, [engines.open_session()["hevc"] for _ in range(count)]
 
 
 def is_on_device(decoder: FrameDecoder, bitstream: bytes, size: tuple[int, int] = SIZES[0]) -> bool:
-    """The pixels are right in any case."""
+    """Return whether NVDEC decoded the bitstream. The pixels are right in any case."""
     found = decoder.decode(bitstream, (2, *size))
     assert torch.equal(found.frames, FRAMES[size])
     assert found.host is not None
@@ -148,9 +147,9 @@ def test_the_bound_holds(nvc: CountingNvc, coded: dict[tuple[int, int], bytes], 
         there = [each for found in threads.map(work, range(len(decoders))) for each in found]
     assert limit_bytes // 2 < nvc.most_bytes <= limit_bytes
     assert any(there)
-    assert engines.surfaces.taken_bytes == nvc.live_bytes == nvc.most_bytes
+    assert engines.held_surface_bytes == nvc.live_bytes == nvc.most_bytes
     engines.drop_decoders()
-    assert engines.surfaces.taken_bytes == nvc.live_bytes == 0
+    assert engines.held_surface_bytes == nvc.live_bytes == 0
     assert all(is_on_device(decoder, coded[SIZES[0]]) for decoder in decoders)
 
 
@@ -167,7 +166,7 @@ def test_without_room_the_cpu_decodes(
     engines, (a, b) = open_decoders(nvc, SMALL, 2)
     with busy(nvc, a, coded[SIZES[0]]):
         assert not is_on_device(b, coded[SIZES[0]])
-        assert engines.surfaces.taken_bytes == SMALL
+        assert engines.held_surface_bytes == SMALL
     assert "hevc is decoded on the CPU: other decoders leave no room for one of 144x144" in caplog.text
     assert is_on_device(b, coded[SIZES[0]])
     # An idle decoder of another size is not destroyed for this.
@@ -181,7 +180,7 @@ def test_one_decoder_there_may_always_be(nvc: CountingNvc, coded: dict[tuple[int
     engines, (a, b) = open_decoders(nvc, 1, 2)
     for decoder in (a, b, a):
         assert is_on_device(decoder, coded[SIZES[0]])
-    assert nvc.most_bytes == engines.surfaces.taken_bytes == SMALL
+    assert nvc.most_bytes == engines.held_surface_bytes == SMALL
 
 
 @pytest.mark.parametrize("fails", ["decode", "extra"])
@@ -196,14 +195,14 @@ def test_a_decoder_that_failed_is_kept_unused(
     for _ in range(2):
         assert is_on_device(decoder, coded[SIZES[0]])
     assert [call[0] for call in nvc.calls] == ["CreateDecoder"] * 2
-    assert engines.surfaces.taken_bytes == nvc.live_bytes == 2 * SMALL
+    assert engines.held_surface_bytes == nvc.live_bytes == 2 * SMALL
 
 
 def test_a_decoder_that_cannot_be_created_takes_no_room(nvc: CountingNvc, coded: dict[tuple[int, int], bytes]) -> None:
     engines, (decoder,) = open_decoders(nvc, MAX_SURFACE_BYTES, 1)
     nvc.fails = "create"
     assert not is_on_device(decoder, coded[SIZES[0]])
-    assert engines.surfaces.taken_bytes == nvc.live_bytes == 0
+    assert engines.held_surface_bytes == nvc.live_bytes == 0
 
 
 def test_a_lack_of_memory_does_not_cost_a_decoder(

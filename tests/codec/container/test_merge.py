@@ -6,7 +6,7 @@ from harness.small_segments import expiring
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.merge import merge_segments
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_segment
-from sgl_kvfetch.codec.quant.base import CellValues, Quantised, Quantiser, join
+from sgl_kvfetch.codec.quant.base import CellValues, Quantised, Quantiser, join_parts
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.registry import PlainQuantiserName, make_quantiser
 from sgl_kvfetch.errors import FormatError
@@ -25,14 +25,14 @@ def cells(segment: CodedSegment, quantiser: Quantiser) -> dict[tuple[int, int], 
         piece = reader.decode_cell(cell, segment.data[slice(*reader.cell_range(cell))])
         pieces.setdefault((cell.layer_group, cell.head_block), []).append(piece)
     parts = quantiser.parts(reader.geometry.torch_dtype)
-    return {key: join(parts, each) for key, each in pieces.items()}
+    return {key: join_parts(parts, each) for key, each in pieces.items()}
 
 
 def require_joined(found: CodedSegment, left: CodedSegment, right: CodedSegment, quantiser: Quantiser) -> None:
     parts = quantiser.parts(left.manifest.geometry.torch_dtype)
     a, b = cells(left, quantiser), cells(right, quantiser)
     for key, quantised in cells(found, quantiser).items():
-        assert all(torch.equal(x, y) for x, y in zip(quantised, join(parts, [a[key], b[key]]), strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(quantised, join_parts(parts, [a[key], b[key]]), strict=True))
 
 
 def halves(num_pages: int, span_pages: int, quantiser: Quantiser) -> tuple[CodedSegment, CodedSegment, SegmentSpec]:

@@ -102,7 +102,7 @@ def test_digests_cover_side_pages() -> None:
     (side,) = segment.manifest.sides
     wrong = msgspec.structs.replace(side, chunk_digests=bytes(len(side.chunk_digests)))
     lying = replace(segment, manifest=msgspec.structs.replace(segment.manifest, sides=(wrong,)))
-    with pytest.raises(CorruptError, match="checksum does not match"):
+    with pytest.raises(CorruptError, match="digest does not match"):
         contents(lying)
 
 

@@ -7,12 +7,12 @@ import torch
 from sgl_kvfetch.codec.calibrate.fit import transform_of
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
 from sgl_kvfetch.codec.quant.klt import forward_of
-from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, CurvePoint, Profile
+from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, MeasuredStep, Profile
 from sgl_kvfetch.codec.quant.rope import Rope, rotate
 from sgl_kvfetch.types import CellGrid
 
 CALIBRATION = Calibration("numbers", "0" * 32, "none", 2, 64, 32)
-CURVE = (CurvePoint(0.25, 1e-5, 2.0), CurvePoint(1.0, 1e-4, 1.0), CurvePoint(4.0, 1e-2, 0.3))
+CURVE = (MeasuredStep(0.25, 1e-5, 2.0), MeasuredStep(1.0, 1e-4, 1.0), MeasuredStep(4.0, 1e-2, 0.3))
 
 
 def make_profile(

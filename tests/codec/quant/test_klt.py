@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, join
+from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, join_parts
 from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltQuantiser, exponents_of, forward_of, require_grid, scales_of
 from sgl_kvfetch.codec.quant.profile import CellProfile, Profile, load_profile, require_target
 from sgl_kvfetch.codec.quant.registry import quantiser_from_identity
@@ -62,7 +62,7 @@ def test_coefficients_that_are_nearly_always_zero_are_left_out() -> None:
     values = values_of(profile, 301)
     _, _, integers = quantised = quantiser.quantise(values, place)
     kept = len(integers)
-    assert kept == quantiser.num_coefficients(place.layers, place.heads)
+    assert kept == quantiser.num_coefficients(place)
     assert kept < profile.cells[ONLY].num_channels
     off = errors_in_steps(quantiser, ONLY, minus(quantiser.dequantise(quantised, torch.float32, place), values)).abs()
     assert off[:, :kept].max() < 0.52
@@ -76,7 +76,7 @@ def test_wide_coefficients_have_two_integers() -> None:
     for step in (0.1, 0.03):
         quantiser = KltQuantiser(profile, step=step)
         _, exact, integers = quantised = quantiser.quantise(values, place)
-        num_wide = quantiser.num_wide(place.layers, place.heads)
+        num_wide = quantiser.num_wide(place)
         assert len(integers) == profile.cells[ONLY].num_channels + num_wide > profile.cells[ONLY].num_channels
         assert exact.numel() == 0
         back = quantiser.dequantise(quantised, torch.float32, place)
@@ -131,7 +131,7 @@ def test_parts_of_neighbours_join_to_those_of_the_whole() -> None:
     pieces = [
         quantiser.quantise(values.tokens(slice(a, b)), place_of(profile, ONLY, b - a, a)) for a, b in ((0, 5), (5, 12))
     ]
-    joined = join(quantiser.parts(torch.float32), pieces)
+    joined = join_parts(quantiser.parts(torch.float32), pieces)
     assert all(torch.equal(x, y) for x, y in zip(joined, whole, strict=True))
 
 
@@ -224,7 +224,7 @@ def test_parts_that_do_not_fit_together_are_refused() -> None:
 
 def test_layers_and_heads_that_are_no_cell_are_refused() -> None:
     quantiser = KltQuantiser(make_profile(num_layers=5, cell_heads=2), step=1.0)
-    assert quantiser.num_coefficients(range(3, 5), range(2, 4))
+    assert quantiser.num_coefficients(CellPlace(range(3, 5), range(2, 4), range(8)))
     for layers, heads in (
         (range(1, 4), range(2)),
         (range(3), range(4)),
@@ -232,7 +232,7 @@ def test_layers_and_heads_that_are_no_cell_are_refused() -> None:
         (range(6, 9), range(2)),
     ):
         with pytest.raises(ConfigError, match="are not a cell of the profile"):
-            quantiser.num_coefficients(layers, heads)
+            quantiser.num_coefficients(CellPlace(layers, heads, range(8)))
 
 
 def test_ranks_that_cut_cells_are_refused() -> None:

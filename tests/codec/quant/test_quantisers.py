@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantiser, join
+from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantiser, join_parts
 from sgl_kvfetch.codec.quant.exact import to_planes
 from sgl_kvfetch.codec.quant.registry import PlainQuantiserName, make_quantiser, quantiser_from_identity
 from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
@@ -55,7 +55,7 @@ def test_parts_of_neighbours_join_to_those_of_the_whole(name: PlainQuantiserName
     quantiser = make_quantiser(name)
     values = CellValues(*torch.randn((2, 9, 3, 2, 48), generator=torch.Generator().manual_seed(6)).bfloat16())
     pieces = [values.tokens(slice(0, 4)), values.tokens(slice(4, 9))]
-    joined = join(quantiser.parts(torch.bfloat16), [quantiser.quantise(x, place_of(x)) for x in pieces])
+    joined = join_parts(quantiser.parts(torch.bfloat16), [quantiser.quantise(x, place_of(x)) for x in pieces])
     whole = quantiser.quantise(values, place_of(values))
     assert all(torch.equal(x, y) for x, y in zip(joined, whole, strict=True))
 

@@ -9,8 +9,7 @@ import torch
 
 from sgl_kvfetch.codec.container.segment import CellFrames, SegmentReader
 from sgl_kvfetch.codec.quant import klt
-from sgl_kvfetch.codec.quant.base import CellValues, Quantiser
-from sgl_kvfetch.codec.quant.inverse import TransformInverse
+from sgl_kvfetch.codec.quant.base import CellValues, Quantiser, TransformInverse
 from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser
 from sgl_kvfetch.codec.quant.profile import Profile
 from sgl_kvfetch.codec.quant.registry import make_quantiser

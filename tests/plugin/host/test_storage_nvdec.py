@@ -68,7 +68,7 @@ def test_nvdec_decodes_and_the_cpu_restores(
     num_packets = len(nvc.packets)
     nvc.fails = "create"  # from here on the CPU decodes
     for session in sessions:
-        session[codec]._session._decoders.drop()
+        session[codec]._nvdec.drop_decoders()
     assert backend.batch_get_v1(keys(7), tokens(there)) == [True] * 7
     assert len(nvc.packets) == num_packets
     assert all(torch.equal(on_nvdec[tensor], pages.read(tensor, there)) for tensor in TENSORS)
@@ -142,7 +142,7 @@ def test_at_least_one_session_an_engine(
 
 def test_surfaces_of_decoders_are_bounded(make: Make, sessions: list[Any], nvc: FakeNvc) -> None:
     make()
-    assert {session["hevc"]._session._decoders.surfaces.limit_bytes for session in sessions} == {256 << 20}
+    assert {session["hevc"]._nvdec.surface_limit_bytes for session in sessions} == {256 << 20}
 
 
 def test_without_nvdec_there_are_as_many_sessions_as_threads(make: Make, sessions: list[Any]) -> None:

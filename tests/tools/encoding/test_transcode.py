@@ -76,14 +76,14 @@ def test_verify_detects_a_wrong_frame_sum() -> None:
 class WithoutProfile(KltIntegers):
     """Makes parts like those of ``klt``, but without a profile: one token is exact."""
 
-    def num_coefficients(self, layers: range, heads: range) -> int:
-        return 5 * len(layers) + len(heads)
+    def num_coefficients(self, place: CellPlace) -> int:
+        return 5 * len(place.layers) + len(place.heads)
 
     def quantise(self, values: CellValues, place: CellPlace) -> Quantised:
         num_tokens = len(place.tokens)
         exponents = torch.full((num_tokens,), UNIT, dtype=torch.uint8)
         exponents[0] = EXACT
-        shape = (self.num_coefficients(place.layers, place.heads), num_tokens)
+        shape = (self.num_coefficients(place), num_tokens)
         coefficients = torch.randint(100, 156, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
         exact = torch.cat([x[0].flatten() for x in values])
         return exponents, to_planes(exact).flatten(), coefficients
