@@ -22,7 +22,8 @@ from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane.write.commit import delete_segment
 from sgl_kvfetch.stores.base import AdminStore, object_digest
-from sgl_kvfetch.stores.http import HttpOptions, HttpStore
+from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.remote import HttpOptions
 from sgl_kvfetch.stores.wire import OBJECTS_PATH
 
 T = TypeVar("T")

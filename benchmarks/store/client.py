@@ -15,7 +15,7 @@ import msgspec
 
 from benchmarks.store.small import SEGMENTS_A_PROMPT, prompt_hashes, prompt_segments
 from harness.small_segments import FOLDER
-from sgl_kvfetch.stores import wire
+from sgl_kvfetch.stores import SegmentHit, wire
 
 TIMEOUT_S = 60.0
 
@@ -46,7 +46,7 @@ def count_found(connection: http.client.HTTPConnection, page_hashes: Sequence[by
     answer = response.read()
     if response.status != 200:
         raise http.client.HTTPException(f"lookup: status {response.status}: {answer[:200]!r}")
-    return sum(row.num_pages for row in msgspec.msgpack.decode(answer, type=list[wire.HitRow]))
+    return sum(row.num_pages for row in msgspec.msgpack.decode(answer, type=list[SegmentHit]))
 
 
 def look_up(port: int, num_prompts: int, rate: float, seconds: float, seed: int) -> Lookups:

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from sgl_kvfetch.directory import LocalStore, StoreUsage
 from sgl_kvfetch.errors import FormatError
-from sgl_kvfetch.keys import PAGE_HASH_BYTES
+from sgl_kvfetch.keys import PAGE_HASH_BYTES, split_hashes
 from sgl_kvfetch.server.access import require_role
 from sgl_kvfetch.server.answers import error_answer
 from sgl_kvfetch.server.config import ServerConfig
@@ -19,10 +19,10 @@ from sgl_kvfetch.stores import (
     MAX_LOOKUP_ANSWER_BYTES,
     MSGPACK_TYPE,
     Folders,
-    HitRow,
     Lookup,
     LookupRequest,
     PinNames,
+    SegmentHit,
     decode_pin,
 )
 
@@ -48,12 +48,10 @@ class LookupHandler:
             raise web.HTTPBadRequest(text=f"malformed lookup: {e}") from e
         if len(asked.page_hashes) % PAGE_HASH_BYTES:
             raise web.HTTPBadRequest(text=f"page_hashes has {len(asked.page_hashes)} bytes; expected a multiple of 32")
-        page_hashes = [
-            asked.page_hashes[i : i + PAGE_HASH_BYTES] for i in range(0, len(asked.page_hashes), PAGE_HASH_BYTES)
-        ]
+        page_hashes = split_hashes(asked.page_hashes)
         found = await self._store.lookup(asked.namespace, page_hashes)
         self._metrics.note_lookup(len(page_hashes), found.num_pages)
-        answer = msgspec.msgpack.encode(_rows(found))
+        answer = msgspec.msgpack.encode(_fitting(found))
         self._metrics.sent_bytes.inc(len(answer))
         return web.Response(body=answer, content_type=MSGPACK_TYPE)
 
@@ -64,16 +62,16 @@ class LookupHandler:
         return web.Response(body=body, content_type="application/json")
 
 
-def _rows(found: Lookup) -> list[HitRow]:
+def _fitting(found: Lookup) -> list[SegmentHit]:
     """Return the leading hits that fit into one answer."""
-    rows = []
+    hits = []
     room = MAX_LOOKUP_ANSWER_BYTES
     for hit in found.hits:
         room -= len(hit.manifest) + 64  # upper bound of a row's framing
         if room < 0:
             break
-        rows.append(HitRow(hit.manifest, hit.first_page, hit.num_pages))
-    return rows
+        hits.append(hit)
+    return hits
 
 
 class PinHandlers:

@@ -20,7 +20,7 @@ from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.sending import Opener, RangeError, parse_range, send_file
 from sgl_kvfetch.server.tokens import Role
-from sgl_kvfetch.stores import BYTES_TYPE, NDJSON_TYPE, Checked, Deleted, ListedObject, ObjectInfo, parse_entity_tag
+from sgl_kvfetch.stores import BYTES_TYPE, NDJSON_TYPE, Checked, Deleted, ObjectInfo, parse_entity_tag
 
 _WRITE_PIECE_BYTES = 1 << 20  # of an uploaded body
 _LIST_PIECE_BYTES = 64 << 10
@@ -203,7 +203,7 @@ class ObjectHandlers:
         lines = bytearray()
         await response.prepare(request)
         async for info in self._store.list(request.query.get("prefix", "")):
-            lines += msgspec.json.encode(ListedObject(info.name, info.size_bytes, info.modified_s)) + b"\n"
+            lines += msgspec.json.encode(info) + b"\n"
             if len(lines) >= _LIST_PIECE_BYTES:
                 await self._send_lines(response, lines)
         await self._send_lines(response, lines)

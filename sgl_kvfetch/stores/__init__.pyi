@@ -10,7 +10,7 @@ from .base import (
 from .breaker import Breaker as Breaker
 from .coverage import furthest as furthest
 from .hedged import MAX_HEDGES as MAX_HEDGES, HedgedStore as HedgedStore, OnHedge as OnHedge
-from .http import HttpOptions as HttpOptions, HttpStore as HttpStore, TlsFiles as TlsFiles
+from .http import HttpStore as HttpStore
 from .http_answers import status_error as status_error
 from .indexed_s3 import IndexedS3Store as IndexedS3Store
 from .listing import (
@@ -34,6 +34,7 @@ from .pins import (
     require_pin_name as require_pin_name,
 )
 from .redis_index import IndexOptions as IndexOptions, PageIndex as PageIndex
+from .remote import HttpOptions as HttpOptions, TlsFiles as TlsFiles
 from .s3 import S3Store as S3Store
 from .signed import SignedStore as SignedStore
 from .stored_pages import pages_stored as pages_stored
@@ -61,8 +62,6 @@ from .wire import (
     Deleted as Deleted,
     ErrorBody as ErrorBody,
     Folders as Folders,
-    HitRow as HitRow,
-    ListedObject as ListedObject,
     LookupRequest as LookupRequest,
     PinNames as PinNames,
     parse_entity_tag as parse_entity_tag,

@@ -22,15 +22,14 @@ from obstore.exceptions import (
     UnauthenticatedError,
 )
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, parse_object_name
-from sgl_kvfetch.stores.base import AdminStore, Lookup, ObjectInfo, object_digest
+from sgl_kvfetch.stores.base import Lookup, ObjectInfo, object_digest
 from sgl_kvfetch.stores.by_name import lookup_by_name
-from sgl_kvfetch.stores.http import HttpOptions
 from sgl_kvfetch.stores.http_answers import printable, status_error
 from sgl_kvfetch.stores.names import is_namespace, require_name, require_namespace
 from sgl_kvfetch.stores.pins import MAX_PIN_BYTES, Pin, decode_pin, require_pin_name
+from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore
 
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta
@@ -61,7 +60,7 @@ _KIND = re.compile(r"\bkind: (Connect|Timeout|Interrupted)\b")
 _DEBUG = "\n\nDebug source"
 
 
-class S3Store(AdminStore):
+class S3Store(RemoteStore):
     """Objects under a prefix of a bucket. obstore has the connections, credentials and retries.
 
     Lookups find segments by their names: see `by_name` for what that misses.
@@ -74,9 +73,8 @@ class S3Store(AdminStore):
 
         ``options.on_retry`` is not called: obstore does not tell of its retries.
         """
-        self.url = url.rstrip("/")
+        super().__init__(url, options)
         bucket, prefix = _parse_url(self.url)
-        self.options = options or HttpOptions()
         try:
             self._objects = obstore.store.S3Store(
                 bucket,
@@ -96,14 +94,13 @@ class S3Store(AdminStore):
         self._probing = asyncio.Lock()
         self._has_probed = False
         self._tag_form: TagForm | None = None  # None if the server does not support If-Match
-        self._closed = False
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
         """Also raises ``too_large`` for more bytes than ``max_object_bytes``, or than a manifest may have."""
         assert start >= 0
         assert length is None or length >= 0
-        self._require_small_enough(name, length or 0)
-        if length == 0:  # HTTP has no empty range
+        self._size_limit(name, length or 0)
+        if length == 0:
             return await self._get_nothing(name, start)
 
         async def get() -> bytes:
@@ -119,7 +116,7 @@ class S3Store(AdminStore):
 
     async def read(self, name: str, start: int, length: int, take: Callable[[bytes], None]) -> bool:
         """A retry continues where the broken attempt ended."""
-        self._require_small_enough(name, length)
+        self._size_limit(name, length)
 
         async def read() -> bool:
             result = await self._begin_get(name, start, length)
@@ -146,21 +143,10 @@ class S3Store(AdminStore):
         else:
             result = await obstore.get_async(self._objects, name)
         first, end = result.range
-        self._require_small_enough(name, end - first)
+        self._size_limit(name, end - first)
         if length is not None and (first, end) != (start, start + length):
             raise StoreError("truncated", f"{name}: expected {length} bytes from {start} on, found {end - first}")
         return result
-
-    def _require_small_enough(self, name: str, num_bytes: int) -> None:
-        most = MAX_MANIFEST_BYTES if require_name(name).is_manifest else self.options.max_object_bytes
-        if num_bytes > most:
-            raise StoreError("too_large", f"getting {name}: {num_bytes} bytes, the limit is {most}")
-
-    async def _get_nothing(self, name: str, start: int) -> bytes | None:
-        info = await self.head(name)
-        if info is not None and start > info.size_bytes:
-            raise StoreError("truncated", f"{name} has {info.size_bytes} bytes; cannot read from byte {start} on")
-        return None if info is None else b""
 
     async def put(self, name: str, data: bytes) -> None:
         require_name(name)
@@ -322,15 +308,10 @@ class S3Store(AdminStore):
 
         The deadline is extended for ``num_bytes`` that are to be transferred.
         """
-        if self._closed:
-            raise StoreError("io", f"the client of {self.url} is closed")
-        timeout_s = self.options.timeout_s + num_bytes / self.options.min_bytes_per_s
+        self._require_open()
         try:
-            async with asyncio.timeout(timeout_s), self._free:
+            async with self._deadline(what, num_bytes), self._free:
                 return await call()
-        except TimeoutError as e:
-            message = f"{what}: no answer from {self.url} within {timeout_s:g} s"
-            raise StoreError("timeout", message, retriable=True) from e
         except FileNotFoundError as e:
             if "<Code>NoSuchBucket</Code>" in str(e):
                 raise StoreError("invalid", f"{what}: there is no bucket for {self.url}") from e

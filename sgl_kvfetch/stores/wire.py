@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, MAX_SEGMENT_PAGES
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
 from sgl_kvfetch.keys import NAMESPACE_PATTERN, PAGE_HASH_BYTES
 
 OBJECTS_PATH = "/v1/objects"
@@ -60,20 +60,6 @@ class Folders(msgspec.Struct, frozen=True):
     """The folders of a namespace."""
 
     folders: list[Annotated[str, Meta(pattern=f"^{NAMESPACE_PATTERN}$")]]
-
-
-class HitRow(msgspec.Struct, frozen=True, array_like=True):
-    manifest: Annotated[bytes, Meta(min_length=1, max_length=MAX_MANIFEST_BYTES)]
-    first_page: Annotated[int, Meta(ge=0, lt=MAX_SEGMENT_PAGES)]
-    num_pages: Annotated[int, Meta(ge=1, le=MAX_SEGMENT_PAGES)]
-
-
-class ListedObject(msgspec.Struct, frozen=True):
-    """One line of a listing."""
-
-    name: str
-    size_bytes: Annotated[int, Meta(ge=0)]
-    modified_s: float
 
 
 class Deleted(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from sgl_kvfetch.server.app import create_app
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.server.tokens import Role
 from sgl_kvfetch.stores import wire
+from sgl_kvfetch.stores.base import ObjectInfo
 from sgl_kvfetch.stores.pins import Pin
 
 DOCUMENT = yaml.safe_load((Path(__file__).parents[2] / "docs" / "openapi.yaml").read_text())
@@ -34,7 +35,7 @@ def test_the_document_has_the_routes_of_the_server(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "struct",
     [
-        *(wire.ListedObject, wire.Deleted, wire.Checked, wire.Folders, wire.PinNames, Pin),
+        *(ObjectInfo, wire.Deleted, wire.Checked, wire.Folders, wire.PinNames, Pin),
         *(pages.Summary, pages.FolderRow, pages.LoadSample),
     ],
 )

@@ -25,7 +25,8 @@ from sgl_kvfetch.server import ServerConfig, handlers
 from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import object_digest
-from sgl_kvfetch.stores.http import HttpOptions, HttpStore
+from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.remote import HttpOptions
 
 CONTENT = bytes(range(200))
 NAME = data_object(CONTENT)
