@@ -264,7 +264,7 @@ class Catalog:
                     raise sqlite3.OperationalError("the file system does not support SQLite's write-ahead log")
                 db.executescript(f"BEGIN; {_SCHEMA}; PRAGMA user_version = {_VERSION}; COMMIT;")
                 db.execute("INSERT INTO totals VALUES (0, 0, ?)", (is_empty,))
-                local_pins.enter_all(db, self.root)
+                local_pins.enter_all_pins(db, self.root)
                 # Identifiers never return: files of an earlier catalog may be left.
                 db.execute("INSERT INTO sqlite_sequence VALUES ('files', ?)", (time.time_ns() // 1000,))
             finally:

@@ -6,12 +6,13 @@ import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, decode_manifest
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
 from sgl_kvfetch.directory import files, rows
 from sgl_kvfetch.directory.catalog import Catalog, FileState
 from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.errors import FormatError, FormatVersionError
 from sgl_kvfetch.keys import ContentCheck
+from sgl_kvfetch.stores import decode_named_manifest
 
 _SOUND_S = 300.0  # how long a segment that was found sound is not checked again
 _MAX_SOUND = 4096
@@ -75,12 +76,10 @@ class DamageChecks:
         if content is None:
             return None
         try:
-            manifest = decode_manifest(content)
+            manifest = decode_named_manifest(content, manifest_name)
         except FormatVersionError:
             return None
         except FormatError:
-            return []
-        if manifest.key.manifest_name != manifest_name:
             return []
         broken = [name for name in manifest.data_names if not self._is_sound(name)]
         return broken or None

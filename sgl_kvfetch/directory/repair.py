@@ -68,7 +68,7 @@ class Repair:
             db.execute("UPDATE totals SET is_counted = 1")
 
     def _examine(self, db: sqlite3.Connection, manifest_name: str) -> None:
-        self.num_unreadable += rows.examine(db, self._root, manifest_name) == SegmentState.UNREADABLE
+        self.num_unreadable += rows.examine_segment(db, self._root, manifest_name) == SegmentState.UNREADABLE
 
     def _add_missing_rows(self, namespace: str, file_names: list[str]) -> None:
         names = {f"{namespace}/{file_name}" for file_name in file_names if _is_object(f"{namespace}/{file_name}")}
