@@ -17,9 +17,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, decode_manifest
 from sgl_kvfetch.directory import files, local_pins, page_index as index
 from sgl_kvfetch.directory.catalog import Catalog, SegmentState
-from sgl_kvfetch.directory.damage import DamageChecks
 from sgl_kvfetch.directory.files import OpenObject
-from sgl_kvfetch.directory.repair import Repair
+from sgl_kvfetch.directory.repair import DamageChecks, Repair
 from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.directory.writing import DataWriter, write_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError

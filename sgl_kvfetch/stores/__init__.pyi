@@ -5,7 +5,10 @@ from .base import (
     SegmentHit as SegmentHit,
     Store as Store,
     WrappedStore as WrappedStore,
+    is_namespace as is_namespace,
     object_digest as object_digest,
+    require_name as require_name,
+    require_namespace as require_namespace,
 )
 from .breaker import Breaker as Breaker
 from .coverage import furthest as furthest
@@ -21,9 +24,9 @@ from .listing import (
     folders_named as folders_named,
     list_segments as list_segments,
     names_of_folders as names_of_folders,
+    pages_stored as pages_stored,
     read_manifest as read_manifest,
 )
-from .names import is_namespace as is_namespace, require_name as require_name, require_namespace as require_namespace
 from .pins import (
     MAX_LABEL as MAX_LABEL,
     MAX_PIN_PAGES as MAX_PIN_PAGES,
@@ -37,7 +40,6 @@ from .redis_index import IndexOptions as IndexOptions, PageIndex as PageIndex
 from .remote import HttpOptions as HttpOptions, TlsFiles as TlsFiles
 from .s3 import S3Store as S3Store
 from .signed import SignedStore as SignedStore
-from .stored_pages import pages_stored as pages_stored
 from .sweep import Plan as Plan, Swept as Swept, plan_sweep as plan_sweep, sweep_segments as sweep_segments
 from .wire import (
     BYTES_TYPE as BYTES_TYPE,

@@ -11,6 +11,7 @@ Writers put the data first and the manifest last. A missing object is ``None``; 
 
 from __future__ import annotations
 
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -24,18 +25,38 @@ from msgspec import Meta
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, MAX_SEGMENT_PAGES, decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
-from sgl_kvfetch.keys import SegmentKey
+from sgl_kvfetch.keys import NAMESPACE_PATTERN, ObjectName, SegmentKey, parse_object_name
 from sgl_kvfetch.side_by_side import side_by_side
 
 if TYPE_CHECKING:
     from sgl_kvfetch.stores.pins import Pin
 
 _READS_AT_ONCE = 16
+_NAMESPACE = re.compile(NAMESPACE_PATTERN)
 
 
 def object_digest(data: bytes) -> str:
     """Return the xxh3-128 of an object's content, as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def require_name(name: str) -> ObjectName:
+    """Parse an object's name. Raises StoreError (``invalid``) for any other text."""
+    try:
+        return parse_object_name(name)
+    except FormatError as e:
+        raise StoreError("invalid", str(e)) from e
+
+
+def is_namespace(name: str) -> bool:
+    """Return whether this is the name of a namespace's folder."""
+    return _NAMESPACE.fullmatch(name) is not None
+
+
+def require_namespace(namespace: str) -> None:
+    """Raise StoreError (``invalid``) unless ``namespace`` is the name of a namespace's folder."""
+    if not is_namespace(namespace):
+        raise StoreError("invalid", f"not a namespace: {namespace[:120]!r}")
 
 
 class ObjectInfo(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from tenacity import (
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES
 from sgl_kvfetch.stores import wire
-from sgl_kvfetch.stores.base import Lookup, ObjectInfo, SegmentHit, object_digest
+from sgl_kvfetch.stores.base import Lookup, ObjectInfo, SegmentHit, object_digest, require_name, require_namespace
 from sgl_kvfetch.stores.http_answers import (
     client_errors,
     decode_hits,
@@ -32,7 +32,6 @@ from sgl_kvfetch.stores.http_answers import (
     require_status,
     take_range,
 )
-from sgl_kvfetch.stores.names import require_name, require_namespace
 from sgl_kvfetch.stores.pins import MAX_PIN_BYTES, Pin, decode_pin, require_pin_name
 from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore
 

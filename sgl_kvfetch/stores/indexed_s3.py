@@ -13,10 +13,9 @@ from sgl_kvfetch.codec import decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, SegmentKey
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.stores.base import Lookup, SegmentHit
+from sgl_kvfetch.stores.base import Lookup, SegmentHit, require_namespace
 from sgl_kvfetch.stores.by_name import decode_expected, get_all
 from sgl_kvfetch.stores.coverage import furthest
-from sgl_kvfetch.stores.names import require_namespace
 from sgl_kvfetch.stores.redis_index import Entry, IndexOptions, PageIndex, entries_of
 from sgl_kvfetch.stores.s3 import S3Store
 

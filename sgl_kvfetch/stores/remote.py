@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
 from sgl_kvfetch.errors import ConfigError, StoreError, require_positive
-from sgl_kvfetch.stores.base import AdminStore
-from sgl_kvfetch.stores.names import require_name
+from sgl_kvfetch.stores.base import AdminStore, require_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,9 @@ from obstore.exceptions import (
 
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, parse_object_name
-from sgl_kvfetch.stores.base import Lookup, ObjectInfo, object_digest
+from sgl_kvfetch.stores.base import Lookup, ObjectInfo, is_namespace, object_digest, require_name, require_namespace
 from sgl_kvfetch.stores.by_name import lookup_by_name
 from sgl_kvfetch.stores.http_answers import printable, status_error
-from sgl_kvfetch.stores.names import is_namespace, require_name, require_namespace
 from sgl_kvfetch.stores.pins import MAX_PIN_BYTES, Pin, decode_pin, require_pin_name
 from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore
 

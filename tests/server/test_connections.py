@@ -20,8 +20,7 @@ import pytest
 from harness.small_segments import data_object
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.server import ServerConfig
-from sgl_kvfetch.server.listener import fit_connections
-from sgl_kvfetch.server.run import RunningServer, running_server
+from sgl_kvfetch.server.run import RunningServer, fit_connections, running_server
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.http import HttpStore
 

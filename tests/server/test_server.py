@@ -21,7 +21,7 @@ from harness.small_segments import FOLDER, data_object, make_segment, page_hashe
 from harness.store_conformance import BAD_NAMES
 from sgl_kvfetch.directory.local import LocalStore, StoreUsage
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.server import ServerConfig, handlers
+from sgl_kvfetch.server import ServerConfig, app as application
 from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import object_digest
@@ -400,7 +400,7 @@ async def test_health_says_when_nothing_can_be_written(tmp_path: Path, monkeypat
         return dataclasses.replace(await usage(store), write_problem=problem)
 
     monkeypatch.setattr(LocalStore, "usage", changed)
-    monkeypatch.setattr(handlers, "_HEALTH_AGE_S", 0.0)
+    monkeypatch.setattr(application, "_HEALTH_AGE_S", 0.0)
     async with serving(tmp_path) as (_, session):
         for problem, status, writes in ((None, "ok", 200), ("the disk is full", "read_only", 503)):
             for query, expected in (("", 200), ("?write", writes)):
@@ -449,7 +449,7 @@ class TestLookup:
         chain = page_hashes(8)
         segments = [make_segment(chain, first, 2) for first in range(0, 8, 2)]
         room = sum(len(segment.manifest.encode()) + 70 for segment in segments[:2])
-        monkeypatch.setattr(handlers, "MAX_LOOKUP_ANSWER_BYTES", room)
+        monkeypatch.setattr(application, "MAX_LOOKUP_ANSWER_BYTES", room)
         async with serving(tmp_path) as (server, _):
             store = HttpStore(server.url)
             for segment in segments:
