@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sgl_kvfetch.directory import LocalStore, StoreUsage
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, split_hashes
-from sgl_kvfetch.server.answers import error_answer, store_error_answer
+from sgl_kvfetch.server.bodies import BodyReader, error_answer, json_answer, store_error_answer
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.objects import ObjectHandlers
@@ -28,6 +28,7 @@ from sgl_kvfetch.stores import (
     LOOKUP_PATH,
     MAX_LOOKUP_ANSWER_BYTES,
     MAX_LOOKUP_REQUEST_BYTES,
+    MAX_PIN_BYTES,
     METRICS_PATH,
     MSGPACK_TYPE,
     OBJECTS_PATH,
@@ -56,11 +57,12 @@ def create_app(config: ServerConfig) -> web.Application:
     tokens = config.read_tokens()
     metrics = ServerMetrics(config.capacity_bytes)
     store = LocalStore(config.root, capacity_bytes=config.capacity_bytes, orphan_age_s=config.orphan_age_s)
-    objects = ObjectHandlers(store, metrics, config)
-    lookup = LookupHandler(store, metrics, config)
-    pins = PinHandlers(store, config)
+    bodies = BodyReader(metrics, config.idle_timeout_s)
+    objects = ObjectHandlers(store, bodies, metrics, config)
+    lookup = LookupHandler(store, bodies, metrics)
+    pins = PinHandlers(store, bodies)
     health = Health(store)
-    pages = PageHandlers(store, metrics, config)
+    pages = PageHandlers(store, bodies, metrics, config)
 
     async def show_metrics(request: web.Request) -> web.StreamResponse:
         metrics.note_usage(await store.usage())
@@ -80,10 +82,7 @@ def create_app(config: ServerConfig) -> web.Application:
         await asyncio.gather(*tasks, return_exceptions=True)
         await store.close()
 
-    app = web.Application(
-        middlewares=[_measured(metrics), _errors_as_json, authorised(tokens)],
-        client_max_size=MAX_LOOKUP_REQUEST_BYTES,
-    )
+    app = web.Application(middlewares=[_measured(metrics), _errors_as_json, authorised(tokens)])
     app[TOKENS] = tokens
     app.cleanup_ctx.append(run_store)
     app.on_response_prepare.append(_note_prepared)
@@ -189,18 +188,13 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 
 
 class LookupHandler:
-    def __init__(self, store: LocalStore, metrics: ServerMetrics, config: ServerConfig) -> None:
+    def __init__(self, store: LocalStore, bodies: BodyReader, metrics: ServerMetrics) -> None:
         self._store = store
+        self._bodies = bodies
         self._metrics = metrics
-        self._timeout_s = config.idle_timeout_s
 
     async def post(self, request: web.Request) -> web.StreamResponse:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                body = await request.read()  # bounded by the application's client_max_size
-        except TimeoutError as e:
-            raise web.HTTPRequestTimeout(text="the body stalled", headers={"Connection": "close"}) from e
-        self._metrics.received_bytes.inc(len(body))
+        body = await self._bodies.read_body(request, MAX_LOOKUP_REQUEST_BYTES)
         try:
             asked = msgspec.msgpack.decode(body, type=LookupRequest)
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
@@ -216,9 +210,7 @@ class LookupHandler:
 
     async def folders(self, request: web.Request) -> web.StreamResponse:
         found = await self._store.folders(request.match_info.get("digest", ""))
-        body = msgspec.json.encode(Folders(sorted(found)))
-        self._metrics.sent_bytes.inc(len(body))
-        return web.Response(body=body, content_type="application/json")
+        return json_answer(Folders(sorted(found)))
 
 
 def _fitting(found: Lookup) -> list[SegmentHit]:
@@ -236,13 +228,12 @@ def _fitting(found: Lookup) -> list[SegmentHit]:
 class PinHandlers:
     """Everybody may read pins. Only admins change them: a pin keeps others' segments out."""
 
-    def __init__(self, store: LocalStore, config: ServerConfig) -> None:
+    def __init__(self, store: LocalStore, bodies: BodyReader) -> None:
         self._store = store
-        self._timeout_s = config.idle_timeout_s
+        self._bodies = bodies
 
     async def list(self, request: web.Request) -> web.StreamResponse:
-        body = msgspec.json.encode(PinNames(tuple(await self._store.pins())))
-        return web.Response(body=body, content_type="application/json")
+        return json_answer(PinNames(tuple(await self._store.pins())))
 
     async def get(self, request: web.Request) -> web.StreamResponse:
         pin = await self._store.get_pin(request.match_info["name"])
@@ -253,10 +244,7 @@ class PinHandlers:
     async def put(self, request: web.Request) -> web.StreamResponse:
         require_role(request, Role.ADMIN)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                pin = decode_pin(await request.read())  # bounded by the application's client_max_size
-        except TimeoutError as e:
-            raise web.HTTPRequestTimeout(text="the body stalled", headers={"Connection": "close"}) from e
+            pin = decode_pin(await self._bodies.read_body(request, MAX_PIN_BYTES))
         except FormatError as e:
             raise web.HTTPBadRequest(text=str(e)) from e
         if pin.name != request.match_info["name"]:
@@ -290,4 +278,4 @@ class Health:
                 self._known_until_s = loop.time() + _HEALTH_AGE_S
         problem = self._usage.write_problem
         body = {"status": "ok" if problem is None else "read_only", "write_problem": problem}
-        return web.json_response(body, status=503 if problem is not None and "write" in request.query else 200)
+        return json_answer(body, 503 if problem is not None and "write" in request.query else 200)

@@ -19,13 +19,12 @@ from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
 from sgl_kvfetch.directory import LocalStore, OpenObject, open_object, os_errors, read_fully
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import ObjectName, parse_object_name
-from sgl_kvfetch.server.answers import error_answer
+from sgl_kvfetch.server.bodies import BodyReader, BodyTooLarge, error_answer, json_answer, require_fits
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.tokens import ROLE, Role, require_role
 from sgl_kvfetch.stores import BYTES_TYPE, NDJSON_TYPE, Checked, Deleted, ObjectInfo, parse_entity_tag
 
-_WRITE_PIECE_BYTES = 1 << 20  # of an uploaded body
 _LIST_PIECE_BYTES = 64 << 10
 _CHECKS_AT_ONCE = 2
 # One deletion by prefix stops after this time, well below clients' deadlines. Clients repeat it until all is deleted.
@@ -37,18 +36,13 @@ _MAX_RECENT = 4096
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 
 
-class BodyTooLarge(web.HTTPRequestEntityTooLarge):
-    def __init__(self, most: int) -> None:
-        super().__init__(max_size=most, actual_size=most + 1, text=f"the body exceeds the limit of {most} bytes")
-
-
 class ObjectHandlers:
-    def __init__(self, store: LocalStore, metrics: ServerMetrics, config: ServerConfig) -> None:
+    def __init__(self, store: LocalStore, bodies: BodyReader, metrics: ServerMetrics, config: ServerConfig) -> None:
         self._store = store
+        self._bodies = bodies
         self._opener = Opener(store)
         self._metrics = metrics
         self._max_body_bytes = min(config.max_body_bytes, config.capacity_bytes or config.max_body_bytes)
-        self._idle_timeout_s = config.idle_timeout_s
         self._upload_wait_s = config.upload_wait_s
         self._uploads = asyncio.Semaphore(config.max_uploads)
         self._checks = asyncio.Semaphore(_CHECKS_AT_ONCE)
@@ -66,7 +60,7 @@ class ObjectHandlers:
         expected = None if only_if is None else parse_entity_tag(only_if)
         if (only_if is None) != (expected is None):
             raise web.HTTPBadRequest(text="If-Match: expected one entity tag with the digest of a manifest")
-        body = await self._read_manifest(request)
+        body = await self._bodies.read_body(request, min(self._max_body_bytes, MAX_MANIFEST_BYTES))
         if expected is not None:
             is_stored = await self._store.replace(name, body, expected)
         elif only_new or request[ROLE] < Role.ADMIN:
@@ -84,10 +78,10 @@ class ObjectHandlers:
             raise web.HTTPBadRequest(text="If-Match is only for manifests")
         if _only_new(request) and await self._store.head(name) is not None:
             return error_answer(412, "exists", "the object exists already")
-        _require_fits(request, self._max_body_bytes)
+        require_fits(request, self._max_body_bytes)
         received = 0
         async with self._store.upload(name, request.content_length) as upload:
-            while piece := await self._next_piece(request):
+            while piece := await self._bodies.read_piece(request):
                 received += len(piece)
                 if received > self._max_body_bytes:
                     raise BodyTooLarge(self._max_body_bytes)
@@ -109,38 +103,6 @@ class ObjectHandlers:
             yield
         finally:
             self._uploads.release()
-
-    async def _read_manifest(self, request: web.Request) -> bytes:
-        most = min(self._max_body_bytes, MAX_MANIFEST_BYTES)
-        _require_fits(request, most)
-        body = bytearray()
-        while piece := await self._next_piece(request):
-            body += piece
-            if len(body) > most:
-                raise BodyTooLarge(most)
-        return bytes(body)
-
-    async def _next_piece(self, request: web.Request) -> bytes:
-        """Read the next MiB of the body; b"" at its end. Raises ConnectionError if the body is cut off.
-
-        The timeout covers the whole piece: a client that sends only a trickle is treated as stalled.
-        """
-        pieces: list[bytes] = []
-        size = 0
-        try:
-            async with asyncio.timeout(self._idle_timeout_s):
-                while size < _WRITE_PIECE_BYTES:
-                    piece = await request.content.read(_WRITE_PIECE_BYTES - size)
-                    if not piece:
-                        break
-                    pieces.append(piece)
-                    size += len(piece)
-        except TimeoutError as e:
-            raise web.HTTPRequestTimeout(
-                text=f"the body stalled: less than 1 MiB in {self._idle_timeout_s:g} s", headers={"Connection": "close"}
-            ) from e
-        self._metrics.received_bytes.inc(size)
-        return b"".join(pieces)
 
     async def get(self, request: web.Request) -> web.StreamResponse:
         _name(request)
@@ -190,7 +152,7 @@ class ObjectHandlers:
         if not self._checks.locked():
             async with self._checks:
                 deleted = await self._store.report_damage(name.segment.manifest_name)
-        return web.Response(body=msgspec.json.encode(Checked(deleted)), content_type="application/json")
+        return json_answer(Checked(deleted))
 
     async def delete_prefix(self, request: web.Request) -> web.StreamResponse:
         """The prefix is required, even if it is empty, so that no client empties a store by omitting it.
@@ -203,7 +165,7 @@ class ObjectHandlers:
         if "/" not in prefix:
             require_role(request, Role.ADMIN)
         deleted, more = await self._store.delete_some(prefix, _DELETE_TURN_S)
-        return web.Response(body=msgspec.json.encode(Deleted(deleted, more)), content_type="application/json")
+        return json_answer(Deleted(deleted, more))
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         """Send one JSON object per line. If listing fails midway, the body ends without its final chunk."""
@@ -238,12 +200,6 @@ def _only_new(request: web.Request) -> bool:
     if value not in (None, "*"):
         raise web.HTTPBadRequest(text="If-None-Match: expected *")
     return value is not None
-
-
-def _require_fits(request: web.Request, most: int) -> None:
-    """Refuse a body whose Content-Length is too large, before reading it."""
-    if request.content_length is not None and request.content_length > most:
-        raise BodyTooLarge(most)
 
 
 def _headers(info: ObjectInfo) -> dict[str, str]:

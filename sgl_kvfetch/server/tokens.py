@@ -12,7 +12,7 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.server.answers import error_answer
+from sgl_kvfetch.server.bodies import error_answer
 from sgl_kvfetch.stores import HEALTH_PATH, PAGE_PATHS
 
 logger = logging.getLogger(__name__)

@@ -29,6 +29,7 @@ from .listing import (
 )
 from .pins import (
     MAX_LABEL as MAX_LABEL,
+    MAX_PIN_BYTES as MAX_PIN_BYTES,
     MAX_PIN_PAGES as MAX_PIN_PAGES,
     MAX_PINNED_PART as MAX_PINNED_PART,
     Pin as Pin,

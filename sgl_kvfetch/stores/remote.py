@@ -47,15 +47,8 @@ class HttpOptions:
     tls: TlsFiles | None = None
 
     def __post_init__(self) -> None:
-        require_positive(
-            self,
-            "timeout_s",
-            "min_bytes_per_s",
-            "connect_timeout_s",
-            "max_connections",
-            "max_attempts",
-            "max_object_bytes",
-        )
+        require_positive(self, "timeout_s", "min_bytes_per_s", "connect_timeout_s")
+        require_positive(self, "max_connections", "max_attempts", "max_object_bytes")
         if self.backoff_s < 0:
             raise ConfigError(f"backoff_s is {self.backoff_s}; expected 0 or more")
 
