@@ -41,7 +41,7 @@ class Writes:
 def count_found(connection: http.client.HTTPConnection, page_hashes: Sequence[bytes]) -> int:
     """Look up one prompt. Return how many of its pages are stored. Raises OSError, http.client.HTTPException."""
     body = msgspec.msgpack.encode(wire.LookupRequest(FOLDER, b"".join(page_hashes)))
-    connection.request("POST", wire.LOOKUP_PATH, body, {"Content-Type": wire.MSGPACK_TYPE})
+    connection.request("POST", wire.Route.LOOKUP, body, {"Content-Type": wire.MSGPACK_TYPE})
     response = connection.getresponse()
     answer = response.read()
     if response.status != 200:
@@ -101,7 +101,7 @@ def _write_until(port: int, prompts: Iterator[int], until_s: float) -> tuple[int
 
 
 def _put(connection: http.client.HTTPConnection, name: str, content: bytes) -> None:
-    connection.request("PUT", f"{wire.OBJECTS_PATH}/{name}", content, {"Content-Type": wire.BYTES_TYPE})
+    connection.request("PUT", f"{wire.Route.OBJECTS}/{name}", content, {"Content-Type": wire.BYTES_TYPE})
     response = connection.getresponse()
     response.read()
     if response.status != 201:

@@ -22,21 +22,15 @@ from sgl_kvfetch.server.objects import ObjectHandlers
 from sgl_kvfetch.server.pages import PageHandlers
 from sgl_kvfetch.server.tokens import Role, TokenFile, Tokens, authorised, require_role
 from sgl_kvfetch.stores import (
-    CHECK_PATH,
-    FOLDERS_PATH,
-    HEALTH_PATH,
-    LOOKUP_PATH,
     MAX_LOOKUP_ANSWER_BYTES,
     MAX_LOOKUP_REQUEST_BYTES,
     MAX_PIN_BYTES,
-    METRICS_PATH,
     MSGPACK_TYPE,
-    OBJECTS_PATH,
-    PINS_PATH,
     Folders,
     Lookup,
     LookupRequest,
     PinNames,
+    Route,
     SegmentHit,
     decode_pin,
 )
@@ -86,27 +80,27 @@ def create_app(config: ServerConfig) -> web.Application:
     app[TOKENS] = tokens
     app.cleanup_ctx.append(run_store)
     app.on_response_prepare.append(_note_prepared)
-    one_pin = PINS_PATH + "/{name}"
-    one_object = OBJECTS_PATH + "/{name:.+}"
+    one_pin = Route.PINS + "/{name}"
+    one_object = Route.OBJECTS + "/{name:.+}"
     app.add_routes(
         [
-            web.get(HEALTH_PATH, health.get),
-            web.get(METRICS_PATH, show_metrics),
-            web.get(OBJECTS_PATH, objects.list, allow_head=False),
-            web.delete(OBJECTS_PATH, objects.delete_prefix),
+            web.get(Route.HEALTH, health.get),
+            web.get(Route.METRICS, show_metrics),
+            web.get(Route.OBJECTS, objects.list, allow_head=False),
+            web.delete(Route.OBJECTS, objects.delete_prefix),
             web.get(one_object, objects.get, allow_head=False),
             web.head(one_object, objects.head),
             web.put(one_object, objects.put),
             web.delete(one_object, objects.delete),
-            web.post(LOOKUP_PATH, lookup.post),
-            web.get(PINS_PATH, pins.list, allow_head=False),
+            web.post(Route.LOOKUP, lookup.post),
+            web.get(Route.PINS, pins.list, allow_head=False),
             web.get(one_pin, pins.get, allow_head=False),
             web.put(one_pin, pins.put),
             web.delete(one_pin, pins.delete),
-            web.post(CHECK_PATH + "/{name:.+}", objects.check),
+            web.post(Route.CHECK + "/{name:.+}", objects.check),
             *pages.routes(),
-            web.get(FOLDERS_PATH, lookup.folders, allow_head=False),
-            web.get(FOLDERS_PATH + "/{digest:[0-9a-f]{32}}", lookup.folders, allow_head=False),
+            web.get(Route.FOLDERS, lookup.folders, allow_head=False),
+            web.get(Route.FOLDERS + "/{digest:[0-9a-f]{32}}", lookup.folders, allow_head=False),
         ]
     )
     return app

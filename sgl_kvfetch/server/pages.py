@@ -29,10 +29,7 @@ from sgl_kvfetch.stores import (
     MAX_LOOKUP_PAGES,
     MAX_LOOKUP_REQUEST_BYTES,
     PAGE_PATHS,
-    PICTURES_PATH,
-    PROMPTS_PATH,
-    SEGMENTS_PATH,
-    SUMMARY_PATH,
+    Route,
     pages_stored,
 )
 
@@ -126,11 +123,11 @@ class PageHandlers:
         one_segment = "/{name:.+}"
         return [
             *(web.get(path, self._file(name), allow_head=False) for path, name in names.items()),
-            web.get(SUMMARY_PATH, self.summary, allow_head=False),
-            web.get(SEGMENTS_PATH, self.segments, allow_head=False),
-            web.get(SEGMENTS_PATH + one_segment, self.segment, allow_head=False),
-            web.get(PICTURES_PATH + one_segment, self.picture, allow_head=False),
-            web.post(PROMPTS_PATH, self.prompt),
+            web.get(Route.SUMMARY, self.summary, allow_head=False),
+            web.get(Route.SEGMENTS, self.segments, allow_head=False),
+            web.get(Route.SEGMENTS + one_segment, self.segment, allow_head=False),
+            web.get(Route.PICTURES + one_segment, self.picture, allow_head=False),
+            web.post(Route.PROMPTS, self.prompt),
         ]
 
     def _file(self, name: str) -> Any:

@@ -13,11 +13,11 @@ from aiohttp.typedefs import Handler, Middleware
 
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.server.bodies import error_answer
-from sgl_kvfetch.stores import HEALTH_PATH, PAGE_PATHS
+from sgl_kvfetch.stores import PAGE_PATHS, Route
 
 logger = logging.getLogger(__name__)
 # They tell nothing: the page asks for a token, and reads with it.
-PUBLIC_PATHS = frozenset({HEALTH_PATH, *PAGE_PATHS})
+PUBLIC_PATHS = frozenset({Route.HEALTH, *PAGE_PATHS})
 
 
 class Role(IntEnum):

@@ -167,7 +167,7 @@ class HttpStore(RemoteStore):
 
     async def delete_prefix(self, prefix: str) -> int:
         """After a retry, the count may lack objects that an earlier attempt deleted."""
-        what, url = f"deleting {prefix!r}*", self.url + wire.OBJECTS_PATH
+        what, url = f"deleting {prefix!r}*", self.url + wire.Route.OBJECTS
         count = idle_turns = 0
         while idle_turns < _MAX_IDLE_TURNS:
             _, body = await self._ask(what, "DELETE", url, most=wire.MAX_SMALL_ANSWER_BYTES, params={"prefix": prefix})
@@ -181,7 +181,7 @@ class HttpStore(RemoteStore):
     async def report_damage(self, manifest_name: str) -> bool:
         """Return False, too, if the server is busy checking others."""
         require_name(manifest_name)
-        what, url = f"reporting {manifest_name}", f"{self.url}{wire.CHECK_PATH}/{manifest_name}"
+        what, url = f"reporting {manifest_name}", f"{self.url}{wire.Route.CHECK}/{manifest_name}"
         _, body = await self._ask(what, "POST", url, most=wire.MAX_SMALL_ANSWER_BYTES)
         return decode_json(what, body, wire.Checked).deleted
 
@@ -190,7 +190,7 @@ class HttpStore(RemoteStore):
         what = f"listing {prefix!r}"
 
         async def start() -> tuple[aiohttp.ClientResponse, bytes]:
-            response = await self._request("GET", self.url + wire.OBJECTS_PATH, params={"prefix": prefix})
+            response = await self._request("GET", self.url + wire.Route.OBJECTS, params={"prefix": prefix})
             try:
                 await require_status(response, 200)
                 return response, await _read_line(response)
@@ -221,20 +221,20 @@ class HttpStore(RemoteStore):
     async def _lookup_once(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
         request = msgspec.msgpack.encode(wire.LookupRequest(namespace, b"".join(page_hashes)))
         headers = {"Content-Type": wire.MSGPACK_TYPE}
-        what, url = f"looking up {len(page_hashes)} pages in {namespace}", self.url + wire.LOOKUP_PATH
+        what, url = f"looking up {len(page_hashes)} pages in {namespace}", self.url + wire.Route.LOOKUP
         most = wire.MAX_LOOKUP_ANSWER_BYTES
         _, body = await self._ask(what, "POST", url, most=most, headers=headers, body=request)
         return decode_hits(what, body, len(page_hashes))
 
     async def folders(self, digest: str = "") -> frozenset[str]:
         what = f"listing folders of {digest or 'all namespaces'}"
-        url = self.url + wire.FOLDERS_PATH + (digest and f"/{digest}")
+        url = self.url + wire.Route.FOLDERS + (digest and f"/{digest}")
         _, body = await self._ask(what, "GET", url, most=wire.MAX_FOLDERS_BYTES)
         return frozenset(decode_json(what, body, wire.Folders).folders)
 
     async def pins(self) -> Sequence[str]:
         what = "listing pins"
-        _, body = await self._ask(what, "GET", self.url + wire.PINS_PATH, most=wire.MAX_PIN_NAMES_BYTES)
+        _, body = await self._ask(what, "GET", self.url + wire.Route.PINS, most=wire.MAX_PIN_NAMES_BYTES)
         return decode_json(what, body, wire.PinNames).names
 
     async def get_pin(self, name: str) -> Pin | None:
@@ -253,7 +253,7 @@ class HttpStore(RemoteStore):
         return status != 404
 
     def _pin_url(self, name: str) -> str:
-        return f"{self.url}{wire.PINS_PATH}/{require_pin_name(name)}"
+        return f"{self.url}{wire.Route.PINS}/{require_pin_name(name)}"
 
     async def close(self) -> None:
         self._closed = True
@@ -262,7 +262,7 @@ class HttpStore(RemoteStore):
             await session.close()
 
     def _object_url(self, name: str) -> str:
-        return f"{self.url}{wire.OBJECTS_PATH}/{name}"
+        return f"{self.url}{wire.Route.OBJECTS}/{name}"
 
     def _request(
         self,

@@ -234,28 +234,29 @@ class S3Store(RemoteStore):
         await self._delete(name)
         return True
 
-    async def _delete(self, path: str) -> None:
-        await self._call(f"deleting {path}", lambda: obstore.delete_async(self._objects, path))
+    async def _delete(self, paths: str | Sequence[str], label: str = "") -> None:
+        await self._call(f"deleting {label or paths}", lambda: obstore.delete_async(self._objects, paths))
 
     async def delete_prefix(self, prefix: str) -> int:
         names = [info.name async for info in self.list(prefix)]
         for are_manifests in (True, False):
             left = iter([name for name in names if name.endswith(MANIFEST_SUFFIX) == are_manifests])
             while some := list(islice(left, _DELETED_AT_ONCE)):
-                await self._delete_all(prefix, some)
+                await self._delete(some, f"{prefix!r}*")
         return len(names)
-
-    async def _delete_all(self, prefix: str, names: Sequence[str]) -> None:
-        await self._call(f"deleting {prefix!r}*", lambda: obstore.delete_async(self._objects, names))
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         """Each page of the listing has its own deadline. S3 lists by folder; the rest of ``prefix`` is matched here."""
         folder, slash, _ = prefix.partition("/")
-        pages = obstore.list(self._objects, folder if slash else None, chunk_size=_LISTED_AT_ONCE)
-        while metas := await self._call(f"listing {prefix!r}", lambda: anext(pages, None)):
+        async for meta in self._list_folder(f"listing {prefix!r}", folder if slash else None):
+            if meta["path"].startswith(prefix) and _is_object_name(meta["path"]):
+                yield _info(meta)
+
+    async def _list_folder(self, what: str, folder: str | None) -> AsyncIterator[ObjectMeta]:
+        pages = obstore.list(self._objects, folder, chunk_size=_LISTED_AT_ONCE)
+        while metas := await self._call(what, lambda: anext(pages, None)):
             for meta in metas:
-                if meta["path"].startswith(prefix) and _is_object_name(meta["path"]):
-                    yield _info(meta)
+                yield meta
 
     async def folders(self, digest: str = "") -> frozenset[str]:
         """One request lists a thousand folders, of all namespaces: S3 lists by whole folders."""
@@ -269,11 +270,7 @@ class S3Store(RemoteStore):
         return await lookup_by_name(self.get, namespace, page_hashes)
 
     async def pins(self) -> Sequence[str]:
-        found: list[str] = []
-        pages = obstore.list(self._objects, _PINS, chunk_size=_LISTED_AT_ONCE)
-        while metas := await self._call("listing pins", lambda: anext(pages, None)):
-            found += [meta["path"].rpartition("/")[2] for meta in metas]
-        return found
+        return [meta["path"].rpartition("/")[2] async for meta in self._list_folder("listing pins", _PINS)]
 
     async def get_pin(self, name: str) -> Pin | None:
         path = f"{_PINS}/{require_pin_name(name)}"

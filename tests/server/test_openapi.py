@@ -57,7 +57,7 @@ async def test_each_operation_needs_the_role_that_the_document_names(tmp_path: P
             for role in (None, *Role):
                 headers = {} if role is None else {"Authorization": f"Bearer token-of-{role.name.lower()}"}
                 # A prefix within a namespace: shorter ones need the role admin, as the description says.
-                query = {"prefix": "0/"} if method == "DELETE" and path == wire.OBJECTS_PATH else {}
+                query = {"prefix": "0/"} if method == "DELETE" and path == wire.Route.OBJECTS else {}
                 async with session.request(method, path.format(**values), headers=headers, params=query) as response:
                     allowed = response.status not in (401, 403)
                 assert allowed == (needed is None or (role is not None and role >= needed)), (method, path, role)

@@ -442,7 +442,7 @@ async def test_reports_of_damage(answering: Start, expected: bool) -> None:
 
     name = make_segment(page_hashes(4), 0, 4).manifest.key.manifest_name
     assert await (await answering(answer)).report_damage(name) is expected
-    assert asked == [("POST", f"{wire.CHECK_PATH}/{name}")]
+    assert asked == [("POST", f"{wire.Route.CHECK}/{name}")]
 
 
 async def test_a_malformed_answer_to_a_report_of_damage(answering: Start) -> None:
