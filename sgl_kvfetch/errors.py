@@ -76,7 +76,7 @@ class StoreError(KVFetchError):
 
     @property
     def concerns_object(self) -> bool:
-        """Whether the failure concerns one object, not the whole store."""
+        """Return whether the failure concerns one object, not the whole store."""
         return self.reason in self._OF_OBJECT
 
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from sgl_kvfetch.errors import FormatError, StoreError, StoreErrorReason
-from sgl_kvfetch.keys import parse_object_name
+from sgl_kvfetch.errors import StoreError, StoreErrorReason
+from sgl_kvfetch.keys import is_object_name
 from sgl_kvfetch.stores import ObjectInfo, is_namespace
 
 TEMP_PREFIX = ".tmp-"  # no object's name starts like this
@@ -204,7 +204,7 @@ def list_objects(root: Path, namespace: str, prefix: str = "") -> list[ObjectInf
         with os.scandir(directory) as entries:
             for entry in entries:
                 name = f"{namespace}/{entry.name}"
-                if name.startswith(prefix) and is_object(name, entry):
+                if name.startswith(prefix) and is_object_name(name) and entry.is_file(follow_symlinks=False):
                     try:
                         status = entry.stat(follow_symlinks=False)
                     except FileNotFoundError:
@@ -213,16 +213,8 @@ def list_objects(root: Path, namespace: str, prefix: str = "") -> list[ObjectInf
     return found
 
 
-def is_object(name: str, entry: os.DirEntry[str]) -> bool:
-    try:
-        parse_object_name(name)
-    except FormatError:
-        return False
-    return entry.is_file(follow_symlinks=False)
-
-
 class TempFile:
-    """The temporary file of a new object. Readers do not see it before ``commit``. Every method may raise OSError."""
+    """Writes a new object's temporary file. Readers do not see it before ``commit``. Every method may raise OSError."""
 
     def __init__(self, root: Path, namespace: str, temp: str) -> None:
         """Create the file, and the namespace's directory if it is missing."""

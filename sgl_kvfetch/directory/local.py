@@ -72,7 +72,7 @@ class StoreUsage:
 
 @dataclass(frozen=True, slots=True)
 class FolderUsage:
-    """What lookups can find of a folder. Times are in seconds since the epoch."""
+    """Describes what lookups can find in a folder. Times are in seconds since the epoch."""
 
     folder: str
     num_segments: int
@@ -175,7 +175,8 @@ class LocalStore(AdminStore):
         return data
 
     async def put(self, name: str, data: bytes) -> None:
-        """Raises StoreError: ``invalid`` if data does not match its name's digest, or a manifest's data is missing."""
+        """Create or replace an object. Raises StoreError: ``invalid`` if data does not match its name's digest, or a
+        manifest's data is missing."""
         parsed = require_name(name)
         self._collect_later()
         if parsed.is_manifest:
@@ -184,7 +185,7 @@ class LocalStore(AdminStore):
             await self._put_data(parsed, data)
 
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
-        """Atomic across processes. Raises as ``put`` does."""
+        """Replace a manifest, atomically across processes. Raises as ``put`` does."""
         return await self._put_if(name, data, lambda current: current == expected_digest)
 
     async def create(self, name: str, data: bytes) -> bool:
@@ -248,7 +249,7 @@ class LocalStore(AdminStore):
 
     @_on_thread
     def delete(self, name: str) -> bool:
-        """Delete an object. If its segment needs it, lookups no longer find the segment."""
+        """Delete an object. If its segment needs it, lookups do not find the segment any more."""
         require_name(name)
         with files.os_errors(f"deleting {name}"):
             return self._room.delete([name]) > 0
@@ -348,7 +349,7 @@ class LocalStore(AdminStore):
         return (await self.usage()).num_segments
 
     async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
-        """Segments are found as soon as they are put, whichever process puts them.
+        """Find segments as soon as they are put, whichever process puts them.
 
         While the catalog is rebuilt, those that are not in it yet are missed.
         """

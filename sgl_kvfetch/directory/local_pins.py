@@ -1,4 +1,4 @@
-"""The pins of a local store: files, from which a new catalog takes them again. Blocking.
+"""Keep the pins of a local store in files, from which a new catalog takes them again. Blocking.
 
 Functions with a connection are called within a write transaction.
 """
@@ -60,13 +60,13 @@ def delete_pin(root: Path, name: str) -> bool:
 
 
 def enter_pin(db: sqlite3.Connection, pin: Pin) -> None:
-    """Let segments that are indexed from now on be pinned."""
+    """Have segments pinned that are indexed from now on."""
     rows = ((page_hash, pin.name) for page_hash in pin.page_hashes)
     db.executemany("INSERT OR IGNORE INTO pinned_pages VALUES (?, ?)", rows)
 
 
 def enter_all_pins(db: sqlite3.Connection, root: Path) -> None:
-    """Enter all pins that have files, into a new catalog. Raises OSError."""
+    """Enter all pins that have files into a new catalog. Raises OSError."""
     for name in pin_names(root):
         try:
             pin = read_pin(root, name)
@@ -78,7 +78,7 @@ def enter_all_pins(db: sqlite3.Connection, root: Path) -> None:
 
 
 def pin_segments(db: sqlite3.Connection, root: Path, pin: Pin) -> None:
-    """Pin the segments that are there. Raises OSError."""
+    """Pin the stored segments that have one of the pin's pages. Raises OSError."""
     keys = ((page_key(folder, page_hash),) for folder in files.namespaces(root) for page_hash in pin.page_hashes)
     db.executemany("UPDATE segments SET pinned = 1 WHERE id IN (SELECT segment FROM pages WHERE key = ?)", keys)
 

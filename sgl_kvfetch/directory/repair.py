@@ -17,7 +17,7 @@ from sgl_kvfetch.directory import files, rows
 from sgl_kvfetch.directory.catalog import Catalog, FileRole, FileState, SegmentState, temp_name
 from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.errors import FormatError, FormatVersionError
-from sgl_kvfetch.keys import ContentCheck, parse_object_name
+from sgl_kvfetch.keys import ContentCheck, is_object_name
 from sgl_kvfetch.stores import ObjectInfo, decode_named_manifest
 
 _NAMES_AT_ONCE = 256
@@ -31,7 +31,7 @@ _READ_BYTES = 4 << 20
 
 
 class Repair:
-    """Blocking: runs on a thread of its own. Methods raise StoreError and OSError."""
+    """Repairs the catalog on a thread of its own. Methods block, and raise StoreError and OSError."""
 
     def __init__(self, catalog: Catalog, room: DiskRoom, orphan_age_s: float) -> None:
         """``orphan_age_s``: how old data without a manifest, and unknown temporary files, are when they are deleted."""
@@ -80,7 +80,7 @@ class Repair:
         self.num_unreadable += rows.examine_segment(db, self._root, manifest_name) == SegmentState.UNREADABLE
 
     def _add_missing_rows(self, namespace: str, file_names: list[str]) -> None:
-        names = {f"{namespace}/{file_name}" for file_name in file_names if _is_object(f"{namespace}/{file_name}")}
+        names = {f"{namespace}/{file_name}" for file_name in file_names if is_object_name(f"{namespace}/{file_name}")}
         with self._catalog.reading() as db:
             known = _stored(db, names) if db is not None else set()
         if names - known:
@@ -151,8 +151,10 @@ class Repair:
                 return
 
     def _is_old_orphan(self, db: sqlite3.Connection, name: str) -> bool:
-        """Look again: a manifest may have been put since. Even old data may have been in use until its manifest was
-        replaced, so the manifest has to be old, too."""
+        """Return whether an object is still an orphan, and old: a manifest may have been put since.
+
+        Even old data may have been in use until its manifest was replaced, so the manifest has to be old, too.
+        """
         owner = rows.manifest_name(name)
         row = db.execute(
             "SELECT role, segments.state FROM files JOIN segments ON segment = segments.id "
@@ -163,14 +165,6 @@ class Repair:
             return False
         infos = (files.stat_object(self._root, file) for file in (name, owner))
         return all(info is None or info.modified_s < time.time() - self._orphan_age_s for info in infos)
-
-
-def _is_object(name: str) -> bool:
-    try:
-        parse_object_name(name)
-    except FormatError:
-        return False
-    return True
 
 
 def _stored(db: sqlite3.Connection, names: set[str]) -> set[str]:

@@ -54,7 +54,7 @@ Doomed = tuple[int, str]  # a file to delete: its identifier and its object's na
 
 
 class DiskRoom:
-    """What is on the disk stays within the capacity, apart from the catalog and the rest of each file's last block."""
+    """Keeps what is on the disk within the capacity, apart from the catalog and the rest of each file's last block."""
 
     def __init__(self, catalog: Catalog, capacity_bytes: int | None, min_free_bytes: int | None) -> None:
         self.num_evicted = 0  # segments
@@ -66,7 +66,7 @@ class DiskRoom:
         self._evicting = threading.Lock()
 
     def reserve(self, name: str, num_bytes: int) -> tuple[int, files.TempFile]:
-        """Reserve room for a new file and create it, empty. Return its identifier too. Evicts segments if needed."""
+        """Reserve room for a new file; evict segments if needed. Return its identifier and the file, still empty."""
         return self.retried(lambda: self._reserve(name, num_bytes), num_bytes)
 
     def _reserve(self, name: str, num_bytes: int) -> tuple[int, files.TempFile]:
@@ -98,7 +98,7 @@ class DiskRoom:
         self._make_room(num_bytes)
 
     def retried(self, call: Callable[[], T], num_bytes: int) -> T:
-        """Call; if the disk is full, evict at least ``num_bytes`` if possible, and call once more."""
+        """Make a call. If the disk is full, evict at least ``num_bytes`` if possible, and call again."""
         try:
             return call()
         except OSError as e:

@@ -1,4 +1,4 @@
-"""Changes to the catalog's rows. Each function is called within a write transaction, with its connection."""
+"""Change the catalog's rows. Each function is called within a write transaction, with its connection."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def manifest_name(name: str) -> str:
 
 
 def stored_id(db: sqlite3.Connection, name: str) -> int | None:
+    """Return the identifier of an object's file; None if the catalog has none."""
     row = db.execute("SELECT id FROM files WHERE name = ? AND state = ?", (name, FileState.STORED)).fetchone()
     return row and int(row[0])
 
@@ -88,7 +89,7 @@ def store_file(db: sqlite3.Connection, file_id: int, name: str, num_bytes: int, 
 
 
 def remove_object(db: sqlite3.Connection, root: Path, name: str) -> int | None:
-    """Take away an object's name. Return its file, to be deleted, or None if there is none. Raises OSError."""
+    """Take away an object's name. Return its file for deletion; None if there is none. Raises OSError."""
     add_if_stored(db, root, name)
     file_id = stored_id(db, name)
     if file_id is None:
@@ -156,7 +157,7 @@ def index_segment(db: sqlite3.Connection, manifest: Manifest, content: bytes) ->
 
 
 def hide_segment(db: sqlite3.Connection, segment: int, state: SegmentState) -> None:
-    """Let lookups not find a segment any more."""
+    """Hide a segment from lookups."""
     row = db.execute(
         "SELECT name, first_page, hashes FROM segments JOIN chains ON segment = id WHERE id = ?", (segment,)
     ).fetchone()

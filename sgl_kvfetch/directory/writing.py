@@ -24,7 +24,7 @@ class IncompleteSegmentError(StoreError):
 
 
 class _NewFile:
-    """A file that is being written. Every method may raise StoreError and OSError."""
+    """Writes a file within its reserved room. Every method may raise StoreError and OSError."""
 
     def __init__(self, room: DiskRoom, name: str, num_bytes: int) -> None:
         """Reserve room for ``num_bytes``."""

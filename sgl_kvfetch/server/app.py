@@ -220,7 +220,7 @@ def _fitting(found: Lookup) -> list[SegmentHit]:
 
 
 class PinHandlers:
-    """Everybody may read pins. Only admins change them: a pin keeps others' segments out."""
+    """Lets everybody read pins, and only admins change them: a pin keeps others' segments out."""
 
     def __init__(self, store: LocalStore, bodies: BodyReader) -> None:
         self._store = store

@@ -25,7 +25,7 @@ class BodyReader:
     """Reads bodies of a limited size from clients that may stall."""
 
     def __init__(self, metrics: ServerMetrics, timeout_s: float) -> None:
-        """``timeout_s``: for each MiB."""
+        """``timeout_s`` is the limit for each MiB."""
         self._metrics = metrics
         self._timeout_s = timeout_s
 

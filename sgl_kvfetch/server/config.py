@@ -13,7 +13,10 @@ from sgl_kvfetch.server.tokens import Role, TokenFile, Tokens
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Raises ConfigError for invalid values, and for a public host without a token unless ``insecure`` is set."""
+    """Configures a server.
+
+    Raises ConfigError for invalid values, and for a public host without a token unless ``insecure`` is set.
+    """
 
     root: Path  # the directory with the objects
     host: str = "127.0.0.1"
@@ -60,7 +63,7 @@ class ServerConfig:
         return self.token is not None or self.token_file is not None
 
     def read_tokens(self) -> Tokens:
-        """Raises ConfigError if the token file cannot be read or is malformed."""
+        """Return the tokens. Raises ConfigError if the token file cannot be read or is malformed."""
         if self.token_file is not None:
             return TokenFile(self.token_file)
         return Tokens(None if self.token is None else {self.token.strip(): Role.ADMIN})

@@ -55,7 +55,7 @@ class ObjectHandlers:
             return await self._put_data(request)
 
     async def _put_manifest(self, request: web.Request, name: str) -> web.StreamResponse:
-        """Only admins replace a manifest without ``If-Match`` and its digest."""
+        """Store a manifest. Only admins replace one without ``If-Match`` and its digest."""
         only_if, only_new = request.headers.get("If-Match"), _only_new(request)
         expected = None if only_if is None else parse_entity_tag(only_if)
         if (only_if is None) != (expected is None):
@@ -155,7 +155,7 @@ class ObjectHandlers:
         return json_answer(Checked(deleted))
 
     async def delete_prefix(self, request: web.Request) -> web.StreamResponse:
-        """The prefix is required, even if it is empty, so that no client empties a store by omitting it.
+        """Delete by prefix. It is required, even if it is empty, so that no client empties a store by omitting it.
 
         Only admins delete by a prefix that is shorter than a namespace.
         """
@@ -268,9 +268,9 @@ def _set(future: asyncio.Future[None]) -> None:
 
 
 class Opener:
-    """A client reads a large object in many ranges. Going through a thread for each would cost as much as all else.
+    """Opens objects for clients that read one object in many ranges: a thread for each would cost as much as all else.
 
-    So a thread opens an object only if that has not happened for some seconds: then the kernel knows where it is. Only
+    A thread opens an object only if that has not happened for some seconds: then the kernel knows where it is. Only
     the thread tells the store that the object is in use.
     """
 

@@ -1,6 +1,6 @@
 """Run the server, until a signal or within a context.
 
-It accepts so many connections at most, and none that keeps its place without using it.
+It limits the number of connections, and closes those that keep their place without using it.
 """
 
 from __future__ import annotations

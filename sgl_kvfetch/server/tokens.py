@@ -49,7 +49,7 @@ class TokenFile(Tokens):
     """Tokens from a file, which may be changed at any time."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError if the file cannot be read or is malformed."""
+        """Read the file. Raises ConfigError if it cannot be read or is malformed."""
         self._path = path
         self._stamp = self._look()
         super().__init__(self._read())
@@ -113,6 +113,8 @@ def _digest(text: str) -> bytes:
 
 
 def authorised(tokens: Tokens) -> Middleware:
+    """Make the middleware that answers 401 or 403 to requests that their token does not permit."""
+
     @web.middleware
     async def authorise(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path in PUBLIC_PATHS:
@@ -130,6 +132,6 @@ def authorised(tokens: Tokens) -> Middleware:
 
 
 def require_role(request: web.Request, needed: Role) -> None:
-    """Raise HTTPForbidden if the request's token does not permit what needs the role ``needed``."""
+    """Raise HTTPForbidden if the request's token lacks the role ``needed``."""
     if request[ROLE] < needed:
         raise web.HTTPForbidden(text=f"this needs a token with the role {needed.name.lower()}")

@@ -89,7 +89,7 @@ class Lookup:
 
 
 class Store(ABC):
-    """What the data plane needs of a store. Many tasks may use it at once, but all of one event loop."""
+    """The operations that the data plane needs. Many tasks of one event loop may use a store at once."""
 
     signs = False  # whether it signs manifests, which then need chunk digests
 
@@ -167,7 +167,7 @@ class Store(ABC):
 
 
 class WrappedStore(Store):
-    """Base of stores that change how another store is read. It forwards to that store what reads nothing."""
+    """Base of stores that change how another store is read. It forwards all other operations to that store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -198,7 +198,7 @@ class WrappedStore(Store):
 
 
 class AdminStore(Store):
-    """Client of a store, which can also list its objects, sweep its segments and keep pins."""
+    """A store that can also list its objects, sweep its segments and keep pins."""
 
     @abstractmethod
     async def head(self, name: str) -> ObjectInfo | None:

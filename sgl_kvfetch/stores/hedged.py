@@ -65,7 +65,7 @@ class HedgedStore(WrappedStore):
         return found
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-        """Manifests and reads with a ``length`` are hedged. Other whole objects are not: their size is unknown."""
+        """Hedge manifests and reads with a ``length``. Other whole objects are not hedged: their size is unknown."""
         if length is not None:
             async with self._free_reads:  # no read may wait for a connection: that would look like a stall
                 return await self._get_part(name, start, length)
@@ -235,7 +235,7 @@ def _num_bytes(pieces: Sequence[bytes]) -> int:
 
 
 class Usual:
-    """The limit of what is normal: ``factor`` times a quantile of the last measurements, within bounds."""
+    """Measures what is normal. The limit is ``factor`` times a quantile of the last measurements, within bounds."""
 
     def __init__(self, factor: float, quantile: float, *, least: float, most: float, at_first: float) -> None:
         """``at_first`` is the limit until there are enough measurements."""
@@ -276,7 +276,7 @@ class Verdict(Enum):
 
 
 def judge(first: Progress, second: Progress | None, is_late: bool) -> Verdict:
-    """Decide at each tick. ``is_late``: the first request takes far longer than normal, silent or not."""
+    """Decide at each tick whether to hedge. ``is_late``: the first request takes far longer than normal."""
     if second is None:
         return Verdict.ASK_AGAIN if is_late or first.silent_ticks >= SILENT_TICKS else Verdict.WAIT
     has_resumed = second.num_bytes == 0 and first.silent_ticks == 0 and not is_late

@@ -52,9 +52,9 @@ class HttpStore(RemoteStore):
     """
 
     def __init__(self, url: str, *, token: str | None = None, options: HttpOptions | None = None) -> None:
-        """Raises ConfigError unless ``url`` is http(s)://host[:port][/path] and ``token`` printable ASCII.
+        """Check the arguments: ``url`` is http(s)://host[:port][/path], and ``token`` printable ASCII.
 
-        Raises ConfigError, too, if a file of ``options.tls`` cannot be used.
+        Raises ConfigError for others, and if a file of ``options.tls`` cannot be used.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
@@ -71,7 +71,7 @@ class HttpStore(RemoteStore):
         self._session: aiohttp.ClientSession | None = None
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-        """Also raises ``too_large`` for more bytes than ``max_object_bytes``, or than a manifest may have.
+        """Read an object. Raises ``too_large``, too, for more than ``max_object_bytes``, or than a manifest may have.
 
         Without ``length``, the size is not known in advance, so the deadline is ``timeout_s``.
         """
@@ -95,7 +95,7 @@ class HttpStore(RemoteStore):
         return await self._retried(f"getting {name}", attempt, length or 0)
 
     async def read(self, name: str, start: int, length: int, take: Callable[[bytes], None]) -> bool:
-        """A retry continues where the broken attempt ended."""
+        """Read a range. A retry continues where the broken attempt ended."""
         self._size_limit(name, length)
         position, end = start, start + length
 
@@ -117,7 +117,7 @@ class HttpStore(RemoteStore):
         return await self._retried(f"reading {name}", attempt, length)
 
     async def put(self, name: str, data: bytes) -> None:
-        """A server may demand that a stored manifest is replaced by its digest; then this does so."""
+        """Store an object. If the server demands it, replace a stored manifest by its digest."""
         if await self._put(f"putting {name}", name, data, {}):
             return
         for _ in range(_MAX_REPLACES):
@@ -128,7 +128,7 @@ class HttpStore(RemoteStore):
         raise StoreError("server", f"putting {name}: others replaced it {_MAX_REPLACES} times", retriable=True)
 
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
-        """Uses ``If-Match``, which the server must support. Raises as ``put`` does."""
+        """Replace a manifest with ``If-Match``, which the server must support. Raises as ``put`` does."""
         if not require_name(name).is_manifest:
             raise StoreError("invalid", f"{name} is not a manifest; data objects are never replaced")
         tag = {"If-Match": wire.entity_tag(expected_digest)}
@@ -144,7 +144,7 @@ class HttpStore(RemoteStore):
         return status != 412
 
     async def head(self, name: str) -> ObjectInfo | None:
-        """The modification time is in whole seconds; it is 0 if the server sends none."""
+        """Return size and time. The time is in whole seconds; it is 0 if the server sends none."""
         require_name(name)
 
         async def attempt() -> ObjectInfo | None:
@@ -160,13 +160,13 @@ class HttpStore(RemoteStore):
         return await self._retried(f"looking at {name}", attempt)
 
     async def delete(self, name: str) -> bool:
-        """After a retry, False may mean that an earlier attempt deleted it."""
+        """Delete an object. After a retry, False may mean that an earlier attempt deleted it."""
         require_name(name)
         status, _ = await self._ask(f"deleting {name}", "DELETE", self._object_url(name), 200, 204, 404)
         return status != 404
 
     async def delete_prefix(self, prefix: str) -> int:
-        """After a retry, the count may lack objects that an earlier attempt deleted."""
+        """Delete objects. After a retry, the count may lack those that an earlier attempt deleted."""
         what, url = f"deleting {prefix!r}*", self.url + wire.Route.OBJECTS
         count = idle_turns = 0
         while idle_turns < _MAX_IDLE_TURNS:

@@ -115,7 +115,7 @@ async def read_range(response: aiohttp.ClientResponse, start: int, length: int |
 
 
 async def take_range(response: aiohttp.ClientResponse, start: int, length: int, take: Callable[[bytes], None]) -> None:
-    """Like ``read_range``, but pass bytes to ``take`` as they arrive; in one piece if the range was ignored."""
+    """Pass the body of a ranged answer to ``take`` as it arrives; in one piece if the server ignored the range."""
     if response.status == 200:
         take(await _cut(response, start, length, length))
         return

@@ -24,7 +24,7 @@ SAVE_USES_EVERY_S = 10.0
 
 
 class IndexedS3Store(S3Store):
-    """Writers enter the pages of each manifest that they put. Readers take nothing from the index on trust.
+    """Enters the pages of each manifest that is put. Reads check what the index says.
 
     If the index fails or knows nothing of the first page, lookups go by names, and enter what they find. The index also
     has when segments were last found, within 10 s.
@@ -44,7 +44,7 @@ class IndexedS3Store(S3Store):
             await self._quietly(self._enter(data))
 
     async def delete(self, name: str) -> bool:
-        """Deleting a manifest also removes its pages from the index."""
+        """Delete an object, and a manifest's pages from the index, too."""
         if not name.endswith(MANIFEST_SUFFIX):
             return await super().delete(name)
         content = await self.get(name)

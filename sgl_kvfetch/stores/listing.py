@@ -82,7 +82,7 @@ async def first_readable_manifest(objects: Objects, segments: Iterable[StoredSeg
 
 
 class FolderNames(NamedTuple):
-    """What people may call a folder: the model of its namespace, and the labels of one of its segments."""
+    """The names of a folder for people: the model of its namespace, and the labels of one of its segments."""
 
     model: str
     labels: Labels
@@ -126,7 +126,7 @@ def decode_named_manifest(content: bytes, name: str) -> Manifest:
 
 
 async def pages_stored(store: Store, hashes: Sequence[bytes]) -> dict[str, int]:
-    """Return, by namespace, how many of a prompt's pages a lookup finds with all heads. Raises StoreError.
+    """Return how many of a prompt's pages a lookup finds with all heads, by namespace. Raises StoreError.
 
     Ranks store their own heads, in folders of their own.
     """

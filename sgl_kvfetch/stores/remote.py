@@ -22,7 +22,7 @@ class TlsFiles:
     key: str | None = None  # its key, if it is not in the same file
 
     def context(self) -> ssl.SSLContext:
-        """Raises ConfigError if a file cannot be read or has no certificate."""
+        """Load the files. Raises ConfigError if one cannot be read or has no certificate."""
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert is not None:
@@ -73,7 +73,7 @@ class RemoteStore(AdminStore):
         return most
 
     async def _get_nothing(self, name: str, start: int) -> bytes | None:
-        """Do what `get` does for a ``length`` of 0: HTTP has no empty range."""
+        """Return the result of a `get` of no bytes, which HTTP cannot ask for. Raises ``truncated`` behind the end."""
         info = await self.head(name)
         if info is not None and start > info.size_bytes:
             raise StoreError("truncated", f"{name} has {info.size_bytes} bytes; cannot read from byte {start} on")

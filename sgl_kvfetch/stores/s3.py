@@ -23,7 +23,7 @@ from obstore.exceptions import (
 )
 
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
-from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, parse_object_name
+from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, is_object_name
 from sgl_kvfetch.stores.base import Lookup, ObjectInfo, is_namespace, object_digest, require_name, require_namespace
 from sgl_kvfetch.stores.by_name import lookup_by_name
 from sgl_kvfetch.stores.http_answers import printable, status_error
@@ -95,7 +95,7 @@ class S3Store(RemoteStore):
         self._tag_form: TagForm | None = None  # None if the server does not support If-Match
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-        """Also raises ``too_large`` for more bytes than ``max_object_bytes``, or than a manifest may have."""
+        """Read an object. Raises ``too_large``, too, beyond ``max_object_bytes`` or the size of a manifest."""
         assert start >= 0
         assert length is None or length >= 0
         self._size_limit(name, length or 0)
@@ -114,7 +114,7 @@ class S3Store(RemoteStore):
             raise
 
     async def read(self, name: str, start: int, length: int, take: Callable[[bytes], None]) -> bool:
-        """A retry continues where the broken attempt ended."""
+        """Read a range. A retry continues where the broken attempt ended."""
         self._size_limit(name, length)
 
         async def read() -> bool:
@@ -159,7 +159,7 @@ class S3Store(RemoteStore):
             raise StoreError("protocol", f"putting {name}: the server says that there is no such object")
 
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
-        """Uses ``If-Match``. Raises StoreError (``invalid``) if the server does not support it."""
+        """Replace a manifest with ``If-Match``. Raises StoreError (``invalid``) if the server does not support it."""
         if not require_name(name).is_manifest:
             raise StoreError("invalid", f"{name} is not a manifest; data objects are never replaced")
         tag_form = await self._require_if_match()
@@ -177,7 +177,7 @@ class S3Store(RemoteStore):
         raise StoreError("server", f"replacing {name}: refused {_MAX_REPLACES} times", retriable=True)
 
     async def require_replace(self) -> None:
-        """Puts an object of its own, the first time, and replaces it on conditions that hold and that do not."""
+        """Probe the server, the first time: put an object of our own, and replace it with right and wrong tags."""
         await self._require_if_match()
 
     async def _put_if_match(self, path: str, data: bytes, tag: str) -> bool:
@@ -222,13 +222,13 @@ class S3Store(RemoteStore):
         return None
 
     async def head(self, name: str) -> ObjectInfo | None:
-        """The modification time is in whole seconds."""
+        """Return size and time. The time is in whole seconds."""
         require_name(name)
         meta = await self._call(f"looking at {name}", lambda: obstore.head_async(self._objects, name))
         return None if meta is None else _info(meta)
 
     async def delete(self, name: str) -> bool:
-        """S3 does not say whether there was an object, so this asks before: of two callers, both may return True."""
+        """Delete an object. S3 does not say whether there was one, so ask before: two callers may both return True."""
         if await self.head(name) is None:
             return False
         await self._delete(name)
@@ -246,10 +246,10 @@ class S3Store(RemoteStore):
         return len(names)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """Each page of the listing has its own deadline. S3 lists by folder; the rest of ``prefix`` is matched here."""
+        """List objects. Each page has its own deadline. S3 lists by folder; the rest of ``prefix`` is matched here."""
         folder, slash, _ = prefix.partition("/")
         async for meta in self._list_folder(f"listing {prefix!r}", folder if slash else None):
-            if meta["path"].startswith(prefix) and _is_object_name(meta["path"]):
+            if meta["path"].startswith(prefix) and is_object_name(meta["path"]):
                 yield _info(meta)
 
     async def _list_folder(self, what: str, folder: str | None) -> AsyncIterator[ObjectMeta]:
@@ -259,7 +259,7 @@ class S3Store(RemoteStore):
                 yield meta
 
     async def folders(self, digest: str = "") -> frozenset[str]:
-        """One request lists a thousand folders, of all namespaces: S3 lists by whole folders."""
+        """List folders. One request lists a thousand, of all namespaces: S3 lists by whole folders."""
         found = await self._call("listing folders", lambda: obstore.list_with_delimiter_async(self._objects))
         names = [] if found is None else found["common_prefixes"]
         return frozenset(name for name in names if name.startswith(digest and f"{digest}.") and is_namespace(name))
@@ -296,7 +296,7 @@ class S3Store(RemoteStore):
         return True
 
     async def close(self) -> None:
-        """obstore closes its connections when nothing refers to it any longer."""
+        """Refuse further calls. obstore closes its connections when nothing refers to it any longer."""
         self._closed = True
 
     async def _call(self, what: str, call: Callable[[], Awaitable[T]], num_bytes: int = 0) -> T | None:
@@ -367,14 +367,6 @@ def _store_error(message: str, detail: str) -> StoreError:
 def _text(error: BaseException) -> str:
     """Return what obstore says, without its structure and without control characters."""
     return printable(" ".join(str(error).partition(_DEBUG)[0].split())[:500])
-
-
-def _is_object_name(path: str) -> bool:
-    try:
-        parse_object_name(path)
-    except FormatError:
-        return False
-    return True
 
 
 def _info(meta: ObjectMeta) -> ObjectInfo:
