@@ -47,7 +47,7 @@ from sgl_kvfetch.plane.launch import DataPlaneProcess, Line
 from sgl_kvfetch.plane.messages import Found, Start
 from sgl_kvfetch.plane.open import open_hedged
 from sgl_kvfetch.plane.plane import DataPlane
-from sgl_kvfetch.stores.http import HttpOptions, TlsFiles
+from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
 from sgl_kvfetch.types import TENSORS, TensorName
 
 PAGE_SIZE, LAYERS, HEADS, HEAD_DIM = 16, 6, 8, 128

@@ -50,7 +50,7 @@ from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plane.open import open_hedged
 from sgl_kvfetch.plane.write.commit import commit_segment
 from sgl_kvfetch.stores.base import Store
-from sgl_kvfetch.stores.http import HttpOptions
+from sgl_kvfetch.stores.remote import HttpOptions
 from sgl_kvfetch.tools.encoding.targets import make_targets
 from sgl_kvfetch.tools.encoding.transcode import transcode
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName

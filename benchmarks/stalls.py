@@ -31,7 +31,7 @@ from sgl_kvfetch.plane.open import open_hedged
 from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores.hedged import MAX_HEDGES
-from sgl_kvfetch.stores.http import HttpOptions
+from sgl_kvfetch.stores.remote import HttpOptions
 
 READ_BYTES = 1 << 20
 NUM_READS = 64

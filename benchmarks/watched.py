@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
     prompts = max(1, args.segments // SEGMENTS_A_PROMPT)
     segment = noise_segment(noise_values(_NUM_PAGES, seed=0), page_hashes(_NUM_PAGES))
-    path = f"{wire.OBJECTS_PATH}/{segment.data_name}"
+    path = f"{wire.Route.OBJECTS}/{segment.data_name}"
     lookups: dict[bool, list[Lookups]] = {False: [], True: []}
     readings: dict[bool, list[Reading]] = {False: [], True: []}
     with tempfile.TemporaryDirectory() as folder, load_processes(2) as load:
@@ -105,7 +105,7 @@ async def _put(url: str, segment: Any) -> None:
 def watch(port: int, browsers: int, seconds: float) -> None:
     """Send what browsers with the page and a Prometheus send."""
     over = threading.Event()
-    watchers = [(wire.SUMMARY_PATH, _PAGE_S)] * browsers + [(wire.METRICS_PATH, _SCRAPE_S)]
+    watchers = [(wire.Route.SUMMARY, _PAGE_S)] * browsers + [(wire.Route.METRICS, _SCRAPE_S)]
     with ThreadPoolExecutor(len(watchers)) as threads:
         asking = [threads.submit(_ask, port, *each, over) for each in watchers]
         time.sleep(seconds)

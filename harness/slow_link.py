@@ -18,8 +18,8 @@ from unittest.mock import patch
 from aiohttp import web
 
 from sgl_kvfetch.server import objects
-from sgl_kvfetch.server.handlers import LookupHandler
-from sgl_kvfetch.server.sending import send_file
+from sgl_kvfetch.server.app import LookupHandler
+from sgl_kvfetch.server.objects import send_file
 from sgl_kvfetch.tools import main
 
 # Do not sleep for less than this: the next wait includes the time that was skipped.

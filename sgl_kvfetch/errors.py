@@ -82,3 +82,11 @@ class StoreError(KVFetchError):
     @property
     def concerns_object(self) -> bool:
         return self.reason in self._OF_OBJECT
+
+
+def require_positive(config: object, *fields: str) -> None:
+    """Raise ConfigError unless each of these fields is more than 0, or None."""
+    for field in fields:
+        value = getattr(config, field)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{field} is {value}; expected more than 0")

@@ -151,6 +151,11 @@ def parse_object_name(name: str) -> ObjectName:
     return ObjectName(key, match["content"])
 
 
+def is_object_name(name: str) -> bool:
+    """Return whether `parse_object_name` accepts this text."""
+    return _NAME.fullmatch(name) is not None
+
+
 class ContentCheck:
     """Checks a data object's content against the digest in its name."""
 

@@ -19,28 +19,21 @@ Tokens = list[Annotated[int, Meta(ge=0, le=MAX_TOKEN)]]
 Prompt = str | Tokens
 
 
-class _TextLine(msgspec.Struct):
-    prompt: str
-
-
-class _PromptLine(msgspec.Struct):
-    prompt: Prompt
-
-
 def read_texts(file: Path) -> list[str]:
     """Return the texts of a file: one text for plain text, one a line for JSONL with a field ``prompt``.
 
     Raises ConfigError naming the file, the line, and what is wrong.
     """
-    return _read(file, _TextLine, "an object with a string 'prompt'")
+    return _read(file, str, "an object with a string 'prompt'")
 
 
 def read_prompts(file: Path) -> list[Prompt]:
     """Like ``read_texts``, but ``prompt`` may also be a list of token numbers."""
-    return _read(file, _PromptLine, "an object with a 'prompt', a string or a list of tokens")
+    return _read(file, Prompt, "an object with a 'prompt', a string or a list of tokens")
 
 
-def _read(file: Path, kind: type[Any], expected: str) -> list[Any]:
+def _read(file: Path, kind: Any, expected: str) -> list[Any]:
+    line_type: Any = msgspec.defstruct("Line", [("prompt", kind)])
     try:
         content = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
@@ -54,7 +47,7 @@ def _read(file: Path, kind: type[Any], expected: str) -> list[Any]:
         if not line.strip():
             continue
         try:
-            prompts.append(msgspec.json.decode(line, type=kind).prompt)
+            prompts.append(msgspec.json.decode(line, type=line_type).prompt)
         except msgspec.DecodeError as e:
             raise ConfigError(f"{file}:{number}: expected {expected}: {e}") from e
     if not prompts:

@@ -22,8 +22,9 @@ from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane.write.commit import delete_segment
 from sgl_kvfetch.stores.base import AdminStore, object_digest
-from sgl_kvfetch.stores.http import HttpOptions, HttpStore
-from sgl_kvfetch.stores.wire import OBJECTS_PATH
+from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.remote import HttpOptions
+from sgl_kvfetch.stores.wire import Route
 
 T = TypeVar("T")
 
@@ -192,7 +193,7 @@ class Client:
         _, writer = await asyncio.open_connection("127.0.0.1", self._port)
         try:
             writer.write(
-                f"PUT {OBJECTS_PATH}/{data_object(content)} HTTP/1.1\r\nHost: store\r\n"
+                f"PUT {Route.OBJECTS}/{data_object(content)} HTTP/1.1\r\nHost: store\r\n"
                 f"Content-Length: {len(content)}\r\n\r\n".encode()
             )
             writer.write(content[: len(content) // 2])
@@ -269,7 +270,7 @@ async def _receive_slowly(port: int, name: str, stop: asyncio.Event) -> tuple[by
         raise
     reader, writer = await asyncio.open_connection(sock=connection, limit=_SLOW_PIECE_BYTES)
     try:
-        writer.write(f"GET {OBJECTS_PATH}/{name} HTTP/1.1\r\nHost: store\r\nConnection: close\r\n\r\n".encode())
+        writer.write(f"GET {Route.OBJECTS}/{name} HTTP/1.1\r\nHost: store\r\nConnection: close\r\n\r\n".encode())
         headers = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
         if " 404 " in headers:
             return b"", None

@@ -18,7 +18,7 @@ from benchmarks.store.client import Lookups, Writes, connect, count_found, look_
 from benchmarks.store.small import SEGMENTS_A_PROMPT, fill, prompt_hashes
 from harness.metrics import read_metric
 from harness.store_process import StoreProcess
-from sgl_kvfetch.stores.wire import METRICS_PATH
+from sgl_kvfetch.stores.wire import Route
 
 _START_S = 600.0
 _POLL_S = 0.005
@@ -140,7 +140,7 @@ def _wait_for_segments(store: StoreProcess, count: int) -> None:
 
 
 def _metric(store: StoreProcess, name: str) -> float:
-    with urllib.request.urlopen(store.url + METRICS_PATH, timeout=_START_S) as response:
+    with urllib.request.urlopen(store.url + Route.METRICS, timeout=_START_S) as response:
         return read_metric(response.read().decode(), f"kvfetch_server_{name}")
 
 

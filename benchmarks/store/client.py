@@ -15,7 +15,7 @@ import msgspec
 
 from benchmarks.store.small import SEGMENTS_A_PROMPT, prompt_hashes, prompt_segments
 from harness.small_segments import FOLDER
-from sgl_kvfetch.stores import wire
+from sgl_kvfetch.stores import SegmentHit, wire
 
 TIMEOUT_S = 60.0
 
@@ -41,12 +41,12 @@ class Writes:
 def count_found(connection: http.client.HTTPConnection, page_hashes: Sequence[bytes]) -> int:
     """Look up one prompt. Return how many of its pages are stored. Raises OSError, http.client.HTTPException."""
     body = msgspec.msgpack.encode(wire.LookupRequest(FOLDER, b"".join(page_hashes)))
-    connection.request("POST", wire.LOOKUP_PATH, body, {"Content-Type": wire.MSGPACK_TYPE})
+    connection.request("POST", wire.Route.LOOKUP, body, {"Content-Type": wire.MSGPACK_TYPE})
     response = connection.getresponse()
     answer = response.read()
     if response.status != 200:
         raise http.client.HTTPException(f"lookup: status {response.status}: {answer[:200]!r}")
-    return sum(row.num_pages for row in msgspec.msgpack.decode(answer, type=list[wire.HitRow]))
+    return sum(row.num_pages for row in msgspec.msgpack.decode(answer, type=list[SegmentHit]))
 
 
 def look_up(port: int, num_prompts: int, rate: float, seconds: float, seed: int) -> Lookups:
@@ -101,7 +101,7 @@ def _write_until(port: int, prompts: Iterator[int], until_s: float) -> tuple[int
 
 
 def _put(connection: http.client.HTTPConnection, name: str, content: bytes) -> None:
-    connection.request("PUT", f"{wire.OBJECTS_PATH}/{name}", content, {"Content-Type": wire.BYTES_TYPE})
+    connection.request("PUT", f"{wire.Route.OBJECTS}/{name}", content, {"Content-Type": wire.BYTES_TYPE})
     response = connection.getresponse()
     response.read()
     if response.status != 201:

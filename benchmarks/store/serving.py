@@ -25,7 +25,7 @@ from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.plane.write.commit import commit_segment
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.stores.wire import OBJECTS_PATH
+from sgl_kvfetch.stores.wire import Route
 
 NO_NGINX = "no nginx: serving is not compared (Debian: apt-get install nginx-light)"
 _RANGES_AN_OBJECT = 8
@@ -70,7 +70,7 @@ def measure_serving(
         num_pages = _RANGES_AN_OBJECT * (max(sizes_mib) << 20) // PAGE_BYTES
         segment = noise_segment(noise_values(num_pages, seed=0), page_hashes(num_pages))
         asyncio.run(_put(store.url, segment))
-        ours = Target(store.port, store.pid, f"{OBJECTS_PATH}/{segment.data_name}")
+        ours = Target(store.port, store.pid, f"{Route.OBJECTS}/{segment.data_name}")
         theirs = Target(nginx.port, nginx.pid, f"/{segment.data_name}")
         for target in (ours, theirs):
             _require_content(target, segment.data)

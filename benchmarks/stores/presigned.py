@@ -13,7 +13,8 @@ from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.stores.base import Lookup, Store
 from sgl_kvfetch.stores.by_name import lookup_by_name
 from sgl_kvfetch.stores.hedged import HedgedStore
-from sgl_kvfetch.stores.http import HttpOptions, HttpStore
+from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.remote import HttpOptions
 
 _VALID = timedelta(hours=1)
 

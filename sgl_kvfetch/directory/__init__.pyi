@@ -6,7 +6,7 @@ from .files import (
 )
 from .local import (
     FolderUsage as FolderUsage,
-    IncompleteSegmentError as IncompleteSegmentError,
     LocalStore as LocalStore,
     StoreUsage as StoreUsage,
 )
+from .writing import IncompleteSegmentError as IncompleteSegmentError

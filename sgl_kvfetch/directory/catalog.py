@@ -119,7 +119,7 @@ class Catalog:
     """
 
     def __init__(self, root: Path, on_uncounted: Callable[[], None]) -> None:
-        """``on_uncounted``: called when a database is opened that lacks rows of files on the disk."""
+        """``on_uncounted`` is called when the opened database lacks rows of files on the disk."""
         self.root = root
         self._on_uncounted = on_uncounted
         self._path = root / FOLDER / "catalog.sqlite"
@@ -131,7 +131,7 @@ class Catalog:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction, which excludes all others in all processes. Keep it short."""
+        """Open a transaction, which excludes all others in all processes. Keep it short."""
         if not self._writer_lock.acquire(timeout=BUSY_S):
             raise StoreError("io", f"the catalog {self._path} is locked: other writes take too long", retriable=True)
         try:
@@ -150,7 +150,7 @@ class Catalog:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection | None]:
-        """A snapshot for lookups, which no writer delays. None if there is no catalog."""
+        """Open a snapshot for lookups, which no writer delays. Yield None if there is no catalog."""
         with self._errors():
             inode, db = getattr(self._local, "reader", (0, None))
             if db is None or inode != self._inode():
@@ -180,11 +180,11 @@ class Catalog:
             pass
 
     def note_use(self, segments: Iterable[str]) -> None:
-        """Note that segments are used now, for ``save_uses``."""
+        """Record that segments are used now. ``save_uses`` writes that to the catalog."""
         self._uses.update(dict.fromkeys(segments, time.time()))
 
     def save_uses(self) -> None:
-        """Save the last uses that were noted. The order of eviction depends on them."""
+        """Write the recorded access times to the catalog. The order of eviction depends on them."""
         while self._uses:
             with self.writing() as db:
                 for _ in range(min(_USES_AT_ONCE, len(self._uses))):
@@ -242,7 +242,7 @@ class Catalog:
         return db
 
     def _connect(self) -> tuple[int, sqlite3.Connection]:
-        """Raises FileNotFoundError if there is no database: SQLite would make an empty one."""
+        """Connect to the database. Raises FileNotFoundError if there is none: SQLite would make an empty one."""
         inode = os.stat(self._path).st_ino
         db = sqlite3.connect(self._path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         db.execute("PRAGMA synchronous = NORMAL")
@@ -264,7 +264,7 @@ class Catalog:
                     raise sqlite3.OperationalError("the file system does not support SQLite's write-ahead log")
                 db.executescript(f"BEGIN; {_SCHEMA}; PRAGMA user_version = {_VERSION}; COMMIT;")
                 db.execute("INSERT INTO totals VALUES (0, 0, ?)", (is_empty,))
-                local_pins.enter_all(db, self.root)
+                local_pins.enter_all_pins(db, self.root)
                 # Identifiers never return: files of an earlier catalog may be left.
                 db.execute("INSERT INTO sqlite_sequence VALUES ('files', ?)", (time.time_ns() // 1000,))
             finally:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from sgl_kvfetch.errors import FormatError, StoreError, StoreErrorReason
-from sgl_kvfetch.keys import parse_object_name
+from sgl_kvfetch.errors import StoreError, StoreErrorReason
+from sgl_kvfetch.keys import is_object_name
 from sgl_kvfetch.stores import ObjectInfo, is_namespace
 
 TEMP_PREFIX = ".tmp-"  # no object's name starts like this
@@ -52,15 +52,14 @@ def namespaces(root: Path) -> list[str]:
 
 
 @contextmanager
-def namespace_dir(root: Path, namespace: str) -> Iterator[int | None]:
-    """Open a namespace's directory and yield its descriptor, or None if there is no directory. Raises OSError."""
+def namespace_dir(root: Path, namespace: str) -> Iterator[int]:
+    """Open a namespace's directory and yield its descriptor. Raises FileNotFoundError if there is none, and OSError."""
     try:
         fd = os.open(root / namespace, os.O_RDONLY | os.O_DIRECTORY | _NO_LINKS)
     except OSError as e:
-        if e.errno not in _ABSENT:
-            raise
-        yield None
-        return
+        if e.errno in _ABSENT:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(root / namespace)) from e
+        raise
     try:
         yield fd
     finally:
@@ -78,8 +77,8 @@ class OpenObject:
 def open_object(root: Path, name: str) -> OpenObject | None:
     """Open an object; the caller closes it. None if it is missing. Raises OSError."""
     namespace, _, file_name = name.partition("/")
-    with namespace_dir(root, namespace) as directory:
-        for _ in range(_OPEN_ATTEMPTS if directory is not None else 0):
+    with suppress(FileNotFoundError), namespace_dir(root, namespace) as directory:
+        for _ in range(_OPEN_ATTEMPTS):
             try:
                 # Without O_NONBLOCK, opening a FIFO would wait for its writer.
                 fd = os.open(file_name, os.O_RDONLY | os.O_NONBLOCK | _NO_LINKS, dir_fd=directory)
@@ -132,49 +131,48 @@ def read_object(root: Path, name: str, most: int) -> bytes | None:
 def stat_object(root: Path, name: str) -> ObjectInfo | None:
     """Return an object's size and modification time, or None if it is missing. Raises OSError."""
     namespace, _, file_name = name.partition("/")
-    with namespace_dir(root, namespace) as directory:
-        if directory is None:
-            return None
-        try:
+    try:
+        with namespace_dir(root, namespace) as directory:
             status = os.stat(file_name, dir_fd=directory, follow_symlinks=False)
-        except FileNotFoundError:
-            return None
+    except FileNotFoundError:
+        return None
     return ObjectInfo(name, status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else None
 
 
 def set_aside(root: Path, name: str, temp: str) -> bool:
     """Rename an object's file to ``temp``, for `remove_temp`. Return True if it existed. Raises OSError."""
     namespace, _, file_name = name.partition("/")
-    with namespace_dir(root, namespace) as directory:
-        if directory is None:
-            return False
-        try:
+    try:
+        with namespace_dir(root, namespace) as directory:
             os.replace(file_name, temp, src_dir_fd=directory, dst_dir_fd=directory)
-        except FileNotFoundError:
-            return False
+    except FileNotFoundError:
+        return False
     return True
 
 
 def remove_temp(root: Path, namespace: str, temp: str) -> bool:
     """Remove a temporary file unless somebody reads or writes it. Return True if it is gone. Raises OSError."""
-    with namespace_dir(root, namespace) as directory, _locked(directory, temp) as is_locked:
-        if is_locked and directory is not None:
-            with suppress(FileNotFoundError):
-                os.unlink(temp, dir_fd=directory)
+    absent = suppress(FileNotFoundError)
+    with absent, namespace_dir(root, namespace) as directory, _locked(directory, temp) as is_locked:
+        if is_locked:
+            os.unlink(temp, dir_fd=directory)
         return is_locked
+    return True
 
 
 def is_in_use(root: Path, namespace: str, temp: str) -> bool:
     """Return whether somebody reads or writes a temporary file. Raises OSError."""
-    with namespace_dir(root, namespace) as directory, _locked(directory, temp) as is_locked:
+    absent = suppress(FileNotFoundError)
+    with absent, namespace_dir(root, namespace) as directory, _locked(directory, temp) as is_locked:
         return not is_locked
+    return False
 
 
 @contextmanager
-def _locked(directory: int | None, file_name: str) -> Iterator[bool]:
+def _locked(directory: int, file_name: str) -> Iterator[bool]:
     """Lock a file exclusively unless it is in use. Yield whether that worked; True if it is missing."""
     try:
-        fd = os.open(file_name, os.O_RDONLY | os.O_NONBLOCK | _NO_LINKS, dir_fd=directory) if directory else -1
+        fd = os.open(file_name, os.O_RDONLY | os.O_NONBLOCK | _NO_LINKS, dir_fd=directory)
     except OSError as e:
         if e.errno not in _ABSENT:
             raise
@@ -188,41 +186,26 @@ def _locked(directory: int | None, file_name: str) -> Iterator[bool]:
 
 def file_names(root: Path, namespace: str) -> Iterator[str]:
     """Iterate over the names of all files in a namespace's directory. Raises OSError."""
-    with namespace_dir(root, namespace) as directory:
-        if directory is not None:
-            with os.scandir(directory) as entries:
-                for entry in entries:
-                    yield entry.name
+    with suppress(FileNotFoundError), namespace_dir(root, namespace) as directory, os.scandir(directory) as entries:
+        for entry in entries:
+            yield entry.name
 
 
 def list_objects(root: Path, namespace: str, prefix: str = "") -> list[ObjectInfo]:
     """List the objects of a namespace whose name starts with ``prefix``. Raises OSError."""
     found = []
-    with namespace_dir(root, namespace) as directory:
-        if directory is None:
-            return []
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                name = f"{namespace}/{entry.name}"
-                if name.startswith(prefix) and is_object(name, entry):
-                    try:
-                        status = entry.stat(follow_symlinks=False)
-                    except FileNotFoundError:
-                        continue  # deleted meanwhile
+    with suppress(FileNotFoundError), namespace_dir(root, namespace) as directory, os.scandir(directory) as entries:
+        for entry in entries:
+            name = f"{namespace}/{entry.name}"
+            if name.startswith(prefix) and is_object_name(name) and entry.is_file(follow_symlinks=False):
+                with suppress(FileNotFoundError):  # deleted meanwhile
+                    status = entry.stat(follow_symlinks=False)
                     found.append(ObjectInfo(name, status.st_size, status.st_mtime))
     return found
 
 
-def is_object(name: str, entry: os.DirEntry[str]) -> bool:
-    try:
-        parse_object_name(name)
-    except FormatError:
-        return False
-    return entry.is_file(follow_symlinks=False)
-
-
 class TempFile:
-    """The temporary file of a new object. Readers do not see it before ``commit``. Every method may raise OSError."""
+    """Writes a new object's temporary file. Readers do not see it before ``commit``. Every method may raise OSError."""
 
     def __init__(self, root: Path, namespace: str, temp: str) -> None:
         """Create the file, and the namespace's directory if it is missing."""

@@ -5,25 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, decode_manifest
 from sgl_kvfetch.directory import files, local_pins, page_index as index
 from sgl_kvfetch.directory.catalog import Catalog, SegmentState
-from sgl_kvfetch.directory.damage import DamageChecks
 from sgl_kvfetch.directory.files import OpenObject
-from sgl_kvfetch.directory.repair import Repair
+from sgl_kvfetch.directory.repair import DamageChecks, Repair
 from sgl_kvfetch.directory.room import DiskRoom
-from sgl_kvfetch.directory.writing import DataWriter, IncompleteSegmentError, write_manifest
+from sgl_kvfetch.directory.writing import DataWriter, write_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
-from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, SegmentKey
+from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, ObjectName, SegmentKey
 from sgl_kvfetch.stores import (
     AdminStore,
     Lookup,
@@ -36,8 +35,6 @@ from sgl_kvfetch.stores import (
     require_pin_name,
 )
 
-__all__ = ["IncompleteSegmentError", "LocalStore", "StoreUsage", "Upload"]
-
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,7 +44,6 @@ _LOOKUP_ATTEMPTS = 3
 _SAVE_USES_EVERY_S = 1.0
 _DELETE_TURN_S = 5.0
 _DELETED_AT_ONCE = 16
-
 
 _FOUND = f"""
     SELECT name, last_used, pinned, length(hashes) / {PAGE_HASH_BYTES} AS pages,
@@ -76,7 +72,7 @@ class StoreUsage:
 
 @dataclass(frozen=True, slots=True)
 class FolderUsage:
-    """What lookups can find of a folder. Times are in seconds since the epoch."""
+    """Describes what lookups can find in a folder. Times are in seconds since the epoch."""
 
     folder: str
     num_segments: int
@@ -94,6 +90,26 @@ class SegmentUsage:
     stored_bytes: int
     last_used_s: float
     is_pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A data object that is being written: see `LocalStore.upload`."""
+
+    write: Callable[[bytes], Awaitable[None]]  # appends; raises StoreError (``full``, ``io``)
+    commit: Callable[[], Awaitable[None]]  # makes it visible; raises StoreError (also ``invalid``: wrong digest)
+
+
+def _on_thread(
+    work: Callable[Concatenate[LocalStore, P], T],
+) -> Callable[Concatenate[LocalStore, P], Coroutine[Any, Any, T]]:
+    """Make a blocking method of the store asynchronous: its calls run on the store's threads."""
+
+    @wraps(work)
+    async def run(store: LocalStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await store._run(work, store, *args, **kwargs)
+
+    return run
 
 
 class LocalStore(AdminStore):
@@ -134,17 +150,16 @@ class LocalStore(AdminStore):
         self._closed = False
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-        assert start >= 0
-        assert length is None or length >= 0
-        require_name(name)
-        return await self._run(self._get, name, start, length)
+        return await self._read(name, start, length, is_use=True)
 
     async def peek(self, name: str) -> bytes | None:
         """Read an object as `get` does, but not as a use of its segment."""
-        require_name(name)
-        return await self._run(self._get, name, 0, None, is_use=False)
+        return await self._read(name, 0, None, is_use=False)
 
-    def _get(self, name: str, start: int, length: int | None, *, is_use: bool = True) -> bytes | None:
+    @_on_thread
+    def _read(self, name: str, start: int, length: int | None, *, is_use: bool) -> bytes | None:
+        assert start >= 0
+        assert length is None or length >= 0
         opened = self._open(name, is_use=is_use)
         if opened is None:
             return None
@@ -160,47 +175,57 @@ class LocalStore(AdminStore):
         return data
 
     async def put(self, name: str, data: bytes) -> None:
-        """Raises StoreError: ``invalid`` if data does not match its name's digest, or a manifest's data is missing."""
+        """Create or replace an object. Raises StoreError: ``invalid`` if data does not match its name's digest, or a
+        manifest's data is missing."""
         parsed = require_name(name)
         self._collect_later()
         if parsed.is_manifest:
             await self._put_if(name, data, lambda current: True)
         else:
-            await self._run(self._put_data, DataWriter(self._catalog, self._room, parsed, len(data)), data)
+            await self._put_data(parsed, data)
 
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
-        """Atomic across processes. Raises as ``put`` does."""
+        """Replace a manifest, atomically across processes. Raises as ``put`` does."""
         return await self._put_if(name, data, lambda current: current == expected_digest)
 
     async def create(self, name: str, data: bytes) -> bool:
         """Put a manifest if there is none, atomically. Return True if the store holds ``data`` now."""
         return await self._put_if(name, data, lambda current: current is None)
 
-    async def _put_if(self, name: str, data: bytes, replaces: Callable[[str | None], bool]) -> bool:
+    @_on_thread
+    def _put_if(self, name: str, data: bytes, replaces: Callable[[str | None], bool]) -> bool:
         if not require_name(name).is_manifest:
             raise StoreError("invalid", f"{name} is not a manifest; data objects are never replaced")
-        return await self._run(write_manifest, self._catalog, self._room, name, data, replaces)
+        return write_manifest(self._catalog, self._room, name, data, replaces)
 
-    def _put_data(self, writer: DataWriter, data: bytes) -> None:
+    @_on_thread
+    def _put_data(self, name: ObjectName, data: bytes) -> None:
+        writer = DataWriter(self._catalog, self._room, name, len(data))
         try:
             writer.write(data)
             writer.commit()
         finally:
             writer.discard()
 
-    def upload(self, name: str, size_bytes: int | None = None) -> Upload:
-        """Begin to write a data object in pieces. If its size is known, room for all of it is reserved at once.
+    @asynccontextmanager
+    async def upload(self, name: str, size_bytes: int | None = None) -> AsyncIterator[Upload]:
+        """Write a data object in pieces. Leaving the context without ``commit`` discards it.
 
-        Raises StoreError (``invalid``) for any other name.
+        If its size is known, room for all of it is reserved at once. Raises StoreError: ``invalid`` for any other name,
+        ``full``, ``io``.
         """
         parsed = require_name(name)
         if parsed.is_manifest:
             raise StoreError("invalid", f"{name} is a manifest; only data objects are written in pieces")
-        return Upload(self, DataWriter(self._catalog, self._room, parsed, size_bytes))
+        writer = DataWriter(self._catalog, self._room, parsed, size_bytes)
+        try:
+            await self._run(writer.open)
+            yield Upload(lambda data: self._run(writer.write, data), lambda: self._run(writer.commit))
+        finally:  # cancelled, too: the thread goes on. It works after the store is closed.
+            await asyncio.shield(asyncio.to_thread(writer.discard))
 
     async def open_object(self, name: str) -> OpenObject | None:
         """Open an object for reading in pieces; the caller closes it. None if it is missing."""
-        require_name(name)
         opening = asyncio.ensure_future(self._run(self._open, name))
         try:
             return await asyncio.shield(opening)
@@ -209,26 +234,23 @@ class LocalStore(AdminStore):
             raise
 
     def _open(self, name: str, *, is_use: bool = True) -> OpenObject | None:
+        segment = require_name(name).segment
         with files.os_errors(f"opening {name}"):
             opened = files.open_object(self.root, name)
         if opened is not None and is_use:
-            self._note_use([require_name(name).segment.manifest_name])
+            self._note_use([segment.manifest_name])
         return opened
 
-    async def head(self, name: str) -> ObjectInfo | None:
+    @_on_thread
+    def head(self, name: str) -> ObjectInfo | None:
         require_name(name)
-        return await self._run(self._head, name)
-
-    def _head(self, name: str) -> ObjectInfo | None:
         with files.os_errors(f"looking at {name}"):
             return files.stat_object(self.root, name)
 
-    async def delete(self, name: str) -> bool:
-        """Delete an object. If its segment needs it, lookups no longer find the segment."""
+    @_on_thread
+    def delete(self, name: str) -> bool:
+        """Delete an object. If its segment needs it, lookups do not find the segment any more."""
         require_name(name)
-        return await self._run(self._delete, name)
-
-    def _delete(self, name: str) -> bool:
         with files.os_errors(f"deleting {name}"):
             return self._room.delete([name]) > 0
 
@@ -239,18 +261,17 @@ class LocalStore(AdminStore):
             count += some
         return count
 
-    async def delete_some(self, prefix: str, within_s: float) -> tuple[int, bool]:
+    @_on_thread
+    def delete_some(self, prefix: str, within_s: float) -> tuple[int, bool]:
         """Like ``delete_prefix``, for about ``within_s``. Return how many were deleted, and if some may be left."""
-        return await self._run(self._delete_some, prefix, time.monotonic() + within_s)
-
-    def _delete_some(self, prefix: str, until: float) -> tuple[int, bool]:
+        until_s = time.monotonic() + within_s
         count = 0
         with files.os_errors(f"deleting {prefix}*"):
             names = [info.name for namespace in self._namespaces(prefix) for info in self._list(namespace, prefix)]
             names.sort(key=lambda name: not name.endswith(MANIFEST_SUFFIX))
             left = iter(names)
             while some := list(islice(left, _DELETED_AT_ONCE)):
-                if count and time.monotonic() > until:  # each call deletes one batch at least
+                if count and time.monotonic() > until_s:  # each call deletes one batch at least
                     return count, True
                 count += self._room.delete(some)
         return count, False
@@ -271,10 +292,8 @@ class LocalStore(AdminStore):
     async def folders(self, digest: str = "") -> frozenset[str]:
         return frozenset(await self._run_in(self._lookups, self._namespaces, digest and f"{digest}."))
 
-    async def last_uses(self, segments: Sequence[SegmentKey]) -> Sequence[float | None]:
-        return await self._run(self._last_uses, segments)
-
-    def _last_uses(self, segments: Sequence[SegmentKey]) -> Sequence[float | None]:
+    @_on_thread
+    def last_uses(self, segments: Sequence[SegmentKey]) -> Sequence[float | None]:
         with files.os_errors("reading when segments were used"):
             self._catalog.save_uses()
             with self._catalog.reading() as db:
@@ -283,46 +302,45 @@ class LocalStore(AdminStore):
                 uses = dict(db.execute("SELECT name, last_used FROM segments"))
         return [uses.get(segment.manifest_name) for segment in segments]
 
-    async def expired(self, segments: Sequence[SegmentKey]) -> set[SegmentKey]:
-        return await self._run(self._expired, segments)
-
-    def _expired(self, segments: Sequence[SegmentKey]) -> set[SegmentKey]:
+    @_on_thread
+    def expired(self, segments: Sequence[SegmentKey]) -> set[SegmentKey]:
         with files.os_errors("reading when segments expire"), self._catalog.reading() as db:
             rows = () if db is None else db.execute("SELECT name FROM segments WHERE expires <= ?", (time.time(),))
             names = {name for (name,) in rows}
         return {segment for segment in segments if segment.manifest_name in names}
 
-    async def pins(self) -> Sequence[str]:
-        return await self._run(self._pinning, lambda: local_pins.names(self.root))
+    @_on_thread
+    def pins(self) -> Sequence[str]:
+        with self._pin_errors():
+            return local_pins.pin_names(self.root)
 
-    async def get_pin(self, name: str) -> Pin | None:
+    @_on_thread
+    def get_pin(self, name: str) -> Pin | None:
         require_pin_name(name)
-        return await self._run(self._pinning, lambda: local_pins.read(self.root, name))
+        with self._pin_errors():
+            return local_pins.read_pin(self.root, name)
 
-    async def put_pin(self, pin: Pin) -> None:
-        await self._run(self._pinning, lambda: self._put_pin(pin))
-
-    def _put_pin(self, pin: Pin) -> None:
-        with self._catalog.writing() as db:
-            local_pins.enter(db, pin)
-            local_pins.mark(db, self.root, pin)
+    @_on_thread
+    def put_pin(self, pin: Pin) -> None:
+        with self._pin_errors(), self._catalog.writing() as db:
+            local_pins.enter_pin(db, pin)
+            local_pins.pin_segments(db, self.root, pin)
             self._room.require_pins_fit(local_pins.pinned_bytes(db))
-            local_pins.write(self.root, pin)
+            local_pins.write_pin(self.root, pin)
 
-    async def delete_pin(self, name: str) -> bool:
+    @_on_thread
+    def delete_pin(self, name: str) -> bool:
         require_pin_name(name)
-        return await self._run(self._pinning, lambda: self._delete_pin(name))
-
-    def _delete_pin(self, name: str) -> bool:
-        with self._catalog.writing() as db:
-            existed = local_pins.delete(self.root, name)
-            local_pins.remove(db, name)
+        with self._pin_errors(), self._catalog.writing() as db:
+            existed = local_pins.delete_pin(self.root, name)
+            local_pins.forget_pin(db, name)
         return existed
 
-    def _pinning(self, call: Callable[[], T]) -> T:
+    @contextmanager
+    def _pin_errors(self) -> Iterator[None]:
         try:
             with files.os_errors(f"reading or writing the pins of {self.root}"):
-                return call()
+                yield
         except FormatError as e:
             raise StoreError("io", f"{self.root}: {e}") from e
 
@@ -331,7 +349,7 @@ class LocalStore(AdminStore):
         return (await self.usage()).num_segments
 
     async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
-        """Segments are found as soon as they are put, whichever process puts them.
+        """Find segments as soon as they are put, whichever process puts them.
 
         While the catalog is rebuilt, those that are not in it yet are missed.
         """
@@ -344,7 +362,7 @@ class LocalStore(AdminStore):
                 self._open_later()  # even if a catalog of another version cannot be read
             for attempt in range(_LOOKUP_ATTEMPTS):
                 with self._catalog.reading() as db:
-                    found = index.find(db, namespace, page_hashes) if db is not None else []
+                    found = index.find_pages(db, namespace, page_hashes) if db is not None else []
                 if db is None:
                     self._open_later()
                 hits = list(self._with_manifests(found, accept_other=attempt > 0))
@@ -402,11 +420,9 @@ class LocalStore(AdminStore):
         self._require_open()
         return await self._checks.check(manifest_name)
 
-    async def usage(self) -> StoreUsage:
+    @_on_thread
+    def usage(self) -> StoreUsage:
         """Return sizes and counters."""
-        return await self._run(self._usage)
-
-    def _usage(self) -> StoreUsage:
         stored_bytes = num_segments = 0
         problem = None
         with files.os_errors("reading the catalog"):
@@ -422,13 +438,15 @@ class LocalStore(AdminStore):
             stored_bytes, num_segments, self._room.num_evicted, repair.num_collected, repair.num_unreadable, problem
         )
 
-    async def folder_usages(self) -> Sequence[FolderUsage]:
+    @_on_thread
+    def folder_usages(self) -> Sequence[FolderUsage]:
         """Return what each folder has. Reads all of the catalog's segments."""
-        return await self._run(self._rows, _FOLDERS, (), FolderUsage)
+        return self._rows(_FOLDERS, (), FolderUsage)
 
-    async def segment_usages(self, folder: str, limit: int) -> Sequence[SegmentUsage]:
+    @_on_thread
+    def segment_usages(self, folder: str, limit: int) -> Sequence[SegmentUsage]:
         """Return the last used segments of a folder, the last one first."""
-        return await self._run(self._rows, _SEGMENTS, (f"{folder}/", f"{folder}0", limit), SegmentUsage)
+        return self._rows(_SEGMENTS, (f"{folder}/", f"{folder}0", limit), SegmentUsage)
 
     def _rows(self, query: str, values: Sequence[str | int], kind: Callable[..., T]) -> Sequence[T]:
         with files.os_errors("reading the catalog"), self._catalog.reading() as db:
@@ -454,10 +472,11 @@ class LocalStore(AdminStore):
 
     async def rebuild(self) -> None:
         """Make the catalog anew from the files, and wait until that is done."""
-        await self._run(self._rebuild)
+        await self._open_anew()
         await self._run_in(self._upkeep, lambda: None)  # behind the sweep that opening has started
 
-    def _rebuild(self) -> None:
+    @_on_thread
+    def _open_anew(self) -> None:
         with files.os_errors("rebuilding the catalog"):
             self._catalog.discard()
             self._catalog.open()
@@ -485,39 +504,6 @@ class LocalStore(AdminStore):
     def _require_open(self) -> None:
         if self._closed:
             raise StoreError("io", f"the store {self.root} is closed")
-
-
-class Upload:
-    """A data object that is written in pieces. Leaving the context without ``commit`` discards it."""
-
-    def __init__(self, store: LocalStore, writer: DataWriter) -> None:
-        self._store = store
-        self._writer = writer
-
-    async def __aenter__(self) -> Self:
-        """Reserve room. Raises StoreError (``full``, ``io``)."""
-        try:
-            await self._store._run(self._writer.open)
-        except BaseException:  # cancelled, too: the thread goes on
-            await self._discard()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._discard()
-
-    async def _discard(self) -> None:
-        await asyncio.shield(asyncio.to_thread(self._writer.discard))  # works after the store is closed
-
-    async def write(self, data: bytes) -> None:
-        """Append ``data``. Raises StoreError (``full``, ``io``)."""
-        await self._store._run(self._writer.write, data)
-
-    async def commit(self) -> None:
-        """Make the object visible. Raises StoreError (``invalid`` if the digest does not match; ``full``, ``io``)."""
-        await self._store._run(self._writer.commit)
 
 
 def _is_sound(content: bytes, manifest_name: str) -> bool:

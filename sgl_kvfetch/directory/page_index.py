@@ -41,7 +41,7 @@ def page_key(namespace: str, page_hash: bytes) -> bytes:
     return xxhash.xxh3_128_digest(namespace.encode() + page_hash)
 
 
-def find(db: sqlite3.Connection, namespace: str, page_hashes: Sequence[bytes]) -> list[IndexHit]:
+def find_pages(db: sqlite3.Connection, namespace: str, page_hashes: Sequence[bytes]) -> list[IndexHit]:
     """Find the longest run of stored pages that starts with ``page_hashes[0]``. See ``Store.lookup``."""
     now = time.time()
 

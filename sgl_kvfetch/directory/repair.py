@@ -1,29 +1,38 @@
 """Bring a local store's catalog and its files together again: after crashes, power cuts and changes by other means.
 
-Blocking: runs on a thread of its own. Methods raise StoreError and OSError.
+Segments that readers report as damaged are checked: the store judges by its own bytes, not by what arrived at a reader.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
 from sgl_kvfetch.directory import files, rows
 from sgl_kvfetch.directory.catalog import Catalog, FileRole, FileState, SegmentState, temp_name
 from sgl_kvfetch.directory.room import DiskRoom
-from sgl_kvfetch.errors import FormatError
-from sgl_kvfetch.keys import parse_object_name
-from sgl_kvfetch.stores import ObjectInfo
+from sgl_kvfetch.errors import FormatError, FormatVersionError
+from sgl_kvfetch.keys import ContentCheck, is_object_name
+from sgl_kvfetch.stores import ObjectInfo, decode_named_manifest
 
 _NAMES_AT_ONCE = 256
 _MANIFESTS_AT_ONCE = 32
 _DELETED_AT_ONCE = 16
 _PAUSE_S = 0.002  # between steps, for other threads and processes
+_SOUND_S = 300.0  # how long a segment that was found sound is not checked again
+_MAX_SOUND = 4096
+_MAX_CHECKS = 16  # waiting or running; further reports are ignored
+_READ_BYTES = 4 << 20
 
 
 class Repair:
+    """Repairs the catalog on a thread of its own. Methods block, and raise StoreError and OSError."""
+
     def __init__(self, catalog: Catalog, room: DiskRoom, orphan_age_s: float) -> None:
         """``orphan_age_s``: how old data without a manifest, and unknown temporary files, are when they are deleted."""
         self.num_collected = 0  # orphaned objects and temporary files
@@ -68,10 +77,10 @@ class Repair:
             db.execute("UPDATE totals SET is_counted = 1")
 
     def _examine(self, db: sqlite3.Connection, manifest_name: str) -> None:
-        self.num_unreadable += rows.examine(db, self._root, manifest_name) == SegmentState.UNREADABLE
+        self.num_unreadable += rows.examine_segment(db, self._root, manifest_name) == SegmentState.UNREADABLE
 
     def _add_missing_rows(self, namespace: str, file_names: list[str]) -> None:
-        names = {f"{namespace}/{file_name}" for file_name in file_names if _is_object(f"{namespace}/{file_name}")}
+        names = {f"{namespace}/{file_name}" for file_name in file_names if is_object_name(f"{namespace}/{file_name}")}
         with self._catalog.reading() as db:
             known = _stored(db, names) if db is not None else set()
         if names - known:
@@ -142,8 +151,10 @@ class Repair:
                 return
 
     def _is_old_orphan(self, db: sqlite3.Connection, name: str) -> bool:
-        """Look again: a manifest may have been put since. Even old data may have been in use until its manifest was
-        replaced, so the manifest has to be old, too."""
+        """Return whether an object is still an orphan, and old: a manifest may have been put since.
+
+        Even old data may have been in use until its manifest was replaced, so the manifest has to be old, too.
+        """
         owner = rows.manifest_name(name)
         row = db.execute(
             "SELECT role, segments.state FROM files JOIN segments ON segment = segments.id "
@@ -154,14 +165,6 @@ class Repair:
             return False
         infos = (files.stat_object(self._root, file) for file in (name, owner))
         return all(info is None or info.modified_s < time.time() - self._orphan_age_s for info in infos)
-
-
-def _is_object(name: str) -> bool:
-    try:
-        parse_object_name(name)
-    except FormatError:
-        return False
-    return True
 
 
 def _stored(db: sqlite3.Connection, names: set[str]) -> set[str]:
@@ -175,3 +178,81 @@ def _add_row(db: sqlite3.Connection, info: ObjectInfo) -> None:
     rows.add_file(db, info.name, info.size_bytes, FileState.STORED, role=FileRole.NAMED, since=info.modified_s)
     unread = SegmentState.UNREAD, rows.manifest_name(info.name), SegmentState.LOOSE
     db.execute("UPDATE segments SET state = ? WHERE name = ? AND state != ?", unread)
+
+
+class DamageChecks:
+    """Checks reported segments, one at a time, on its own thread."""
+
+    def __init__(self, catalog: Catalog, room: DiskRoom) -> None:
+        self._catalog = catalog
+        self._room = room
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvfetch-check")
+        self._checks: dict[str, asyncio.Future[bool]] = {}
+        self._sound: dict[str, float] = {}  # manifest's name -> until when, in monotonic seconds
+
+    async def check(self, manifest_name: str) -> bool:
+        """Read a segment and delete what is broken. Return True if it was. Raises StoreError."""
+        if self._sound.get(manifest_name, 0.0) > time.monotonic():
+            return False
+        check = self._checks.get(manifest_name)
+        if check is None:
+            if len(self._checks) >= _MAX_CHECKS:
+                return False
+            check = asyncio.get_running_loop().run_in_executor(self._thread, self._check, manifest_name)
+            self._checks[manifest_name] = check
+            check.add_done_callback(lambda done: self._done(manifest_name, done))
+        return await asyncio.shield(check)
+
+    def shut_down(self) -> None:
+        self._thread.shutdown()
+
+    def _done(self, manifest_name: str, check: asyncio.Future[bool]) -> None:
+        del self._checks[manifest_name]
+        if not check.cancelled() and check.exception() is None and not check.result():
+            if len(self._sound) >= _MAX_SOUND:
+                del self._sound[next(iter(self._sound))]
+            self._sound[manifest_name] = time.monotonic() + _SOUND_S
+
+    def _check(self, manifest_name: str) -> bool:
+        with files.os_errors(f"checking {manifest_name}"):
+            before = self._identifiers(manifest_name)
+            broken = [manifest_name, *found] if (found := self._broken_data(manifest_name)) is not None else []
+            if not broken:
+                return False
+            # A file that was replaced meanwhile is not the one that was read.
+            return self._room.delete(broken, lambda db, name: rows.stored_id(db, name) == before.get(name)) > 0
+
+    def _identifiers(self, manifest_name: str) -> dict[str, int]:
+        query = (
+            "SELECT files.name, files.id FROM files JOIN segments ON segment = segments.id "
+            "WHERE segments.name = ? AND files.state = ?"
+        )
+        with self._catalog.writing() as db:
+            return dict(db.execute(query, (manifest_name, FileState.STORED)).fetchall())
+
+    def _broken_data(self, manifest_name: str) -> list[str] | None:
+        """Return the data of a broken segment that is itself broken, or None if the segment is sound."""
+        content = files.read_object(self._catalog.root, manifest_name, MAX_MANIFEST_BYTES + 1)
+        if content is None:
+            return None
+        try:
+            manifest = decode_named_manifest(content, manifest_name)
+        except FormatVersionError:
+            return None
+        except FormatError:
+            return []
+        broken = [name for name in manifest.data_names if not self._is_sound(name)]
+        return broken or None
+
+    def _is_sound(self, name: str) -> bool:
+        check = ContentCheck(name)
+        opened = files.open_object(self._catalog.root, name)
+        if opened is None:
+            return False
+        with opened.file as file:
+            try:
+                while piece := file.read(_READ_BYTES):
+                    check.add(piece)
+            except OSError:
+                return False  # the disk cannot read it
+        return check.is_sound

@@ -11,7 +11,8 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from sgl_kvfetch.directory import files, rows
@@ -53,7 +54,7 @@ Doomed = tuple[int, str]  # a file to delete: its identifier and its object's na
 
 
 class DiskRoom:
-    """What is on the disk stays within the capacity, apart from the catalog and the rest of each file's last block."""
+    """Keeps what is on the disk within the capacity, apart from the catalog and the rest of each file's last block."""
 
     def __init__(self, catalog: Catalog, capacity_bytes: int | None, min_free_bytes: int | None) -> None:
         self.num_evicted = 0  # segments
@@ -65,7 +66,7 @@ class DiskRoom:
         self._evicting = threading.Lock()
 
     def reserve(self, name: str, num_bytes: int) -> tuple[int, files.TempFile]:
-        """Reserve room for a new file and create it, empty. Return its identifier too. Evicts segments if needed."""
+        """Reserve room for a new file; evict segments if needed. Return its identifier and the file, still empty."""
         return self.retried(lambda: self._reserve(name, num_bytes), num_bytes)
 
     def _reserve(self, name: str, num_bytes: int) -> tuple[int, files.TempFile]:
@@ -74,9 +75,8 @@ class DiskRoom:
             if not self.counted.wait(_WAIT_S):
                 raise StoreError("full", "the files in the directory are still being counted", retriable=True)
         temp = None
-        doomed: list[Doomed] = []
         try:
-            with self._catalog.writing() as db:
+            with self._deleting() as (db, doomed):
                 if not name.endswith(MANIFEST_SUFFIX):
                     self._admit(db, num_bytes, 0, doomed)
                 file_id = rows.add_file(db, name, num_bytes, FileState.WRITING)
@@ -86,25 +86,19 @@ class DiskRoom:
         except BaseException:
             if temp is not None:
                 temp.discard()
-                self.forget(file_id)
+                self.forget_file(file_id)
             raise
-        finally:
-            self.delete_files(doomed)
         return file_id, temp
 
     def grow(self, file_id: int, has_bytes: int, num_bytes: int) -> None:
         """Reserve more room for a data object that is being written."""
-        doomed: list[Doomed] = []
-        try:
-            with self._catalog.writing() as db:
-                self._admit(db, num_bytes, has_bytes, doomed)
-                db.execute("UPDATE files SET bytes = bytes + ? WHERE id = ?", (num_bytes, file_id))
-        finally:
-            self.delete_files(doomed)
+        with self._deleting() as (db, doomed):
+            self._admit(db, num_bytes, has_bytes, doomed)
+            db.execute("UPDATE files SET bytes = bytes + ? WHERE id = ?", (num_bytes, file_id))
         self._make_room(num_bytes)
 
     def retried(self, call: Callable[[], T], num_bytes: int) -> T:
-        """Call; if the disk is full, evict at least ``num_bytes`` if possible, and call once more."""
+        """Make a call. If the disk is full, evict at least ``num_bytes`` if possible, and call again."""
         try:
             return call()
         except OSError as e:
@@ -112,22 +106,31 @@ class DiskRoom:
                 raise
         return call()
 
-    def forget(self, file_id: int) -> None:
+    def forget_file(self, file_id: int) -> None:
         """Remove the row of a file that is gone."""
         with self._catalog.writing() as db:
-            rows.forget(db, file_id)
+            rows.forget_file(db, file_id)
 
     def delete(
         self, names: Iterable[str], condition: Callable[[sqlite3.Connection, str], bool] = lambda db, name: True
     ) -> int:
         """Delete objects that meet the condition, which is called in the transaction. Return how many existed."""
+        with self._deleting() as (db, doomed):
+            self._remove(db, (name for name in names if condition(db, name)), doomed)
+        return len(doomed)
+
+    @contextmanager
+    def _deleting(self) -> Iterator[tuple[sqlite3.Connection, list[Doomed]]]:
+        """Open a transaction. Yield it with a list of files, which are deleted after it.
+
+        They are deleted even if the transaction fails, as on a full disk: what lost its name is lost anyway.
+        """
         doomed: list[Doomed] = []
         try:
             with self._catalog.writing() as db:
-                self._remove(db, (name for name in names if condition(db, name)), doomed)
+                yield db, doomed
         finally:
             self.delete_files(doomed)
-        return len(doomed)
 
     def delete_files(self, doomed: Sequence[Doomed]) -> int:
         """Delete files that have lost their names, except those that somebody reads. Return how many were deleted."""
@@ -135,12 +138,12 @@ class DiskRoom:
         if gone:
             with self._catalog.writing() as db:
                 for file_id in gone:
-                    rows.forget(db, file_id)
+                    rows.forget_file(db, file_id)
         return len(gone)
 
     def delete_leftovers(self) -> int:
         """Delete files that somebody was reading, or whose deletion was cut short. Return how many were deleted."""
-        last, count = 0, 0
+        last = count = 0
         query = f"SELECT id, name FROM files WHERE state = {FileState.DELETING:d} AND id > ? ORDER BY id LIMIT ?"
         while True:
             with self._catalog.writing() as db:
@@ -229,24 +232,19 @@ class DiskRoom:
             return True
         self._catalog.save_uses()
         lacking += int((self._capacity_bytes or 0) * _SPARE_PART)
-        doomed: list[Doomed] = []
         before = time.time() - KEEP_PENDING_S
         found = False
-        try:
-            with self._catalog.writing() as db:
-                pending = f"{_OLDEST_PENDING} AND since <= ? ORDER BY since LIMIT {_DELETED_AT_ONCE}"
-                for name, size, _ in db.execute(pending, (before,)).fetchall():
-                    if lacking > 0:
-                        self._remove(db, [name], doomed)
-                        lacking, found = lacking - size, True
-                for segment, pinned in db.execute(_LEAST_USED, (before,)).fetchall():
-                    if lacking > 0:
-                        if pinned:
-                            _limited.warning("pinned", "pinned segments are evicted: nothing else is left to evict")
-                        lacking, found = lacking - self._evict_segment(db, segment, doomed), True
-        finally:
-            # Also if the disk has no room for the transaction itself: what lost its name is lost anyway.
-            self.delete_files(doomed)
+        with self._deleting() as (db, doomed):
+            pending = f"{_OLDEST_PENDING} AND since <= ? ORDER BY since LIMIT {_DELETED_AT_ONCE}"
+            for name, size, _ in db.execute(pending, (before,)).fetchall():
+                if lacking > 0:
+                    self._remove(db, [name], doomed)
+                    lacking, found = lacking - size, True
+            for segment, pinned in db.execute(_LEAST_USED, (before,)).fetchall():
+                if lacking > 0:
+                    if pinned:
+                        _limited.warning("pinned", "pinned segments are evicted: nothing else is left to evict")
+                    lacking, found = lacking - self._evict_segment(db, segment, doomed), True
         return found
 
     def _delete_expired(self, db: sqlite3.Connection, doomed: list[Doomed]) -> None:
@@ -261,13 +259,13 @@ class DiskRoom:
         stored = db.execute(query, (segment, FileState.STORED)).fetchall()
         self._remove(db, [name for name, _ in stored], doomed)
         if not stored:  # or this segment would be the next one to evict for ever
-            rows.hide(db, segment, SegmentState.LOOSE)
+            rows.hide_segment(db, segment, SegmentState.LOOSE)
         self.num_evicted += 1
         return sum(size for _, size in stored)
 
     def _remove(self, db: sqlite3.Connection, names: Iterable[str], doomed: list[Doomed]) -> None:
         for name in names:
-            file_id = rows.remove(db, self._catalog.root, name)
+            file_id = rows.remove_object(db, self._catalog.root, name)
             if file_id is not None:
                 doomed.append((file_id, name))
 

@@ -1,4 +1,4 @@
-"""Changes to the catalog's rows. Each function is called within a write transaction, with its connection."""
+"""Change the catalog's rows. Each function is called within a write transaction, with its connection."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def manifest_name(name: str) -> str:
 
 
 def stored_id(db: sqlite3.Connection, name: str) -> int | None:
+    """Return the identifier of an object's file; None if the catalog has none."""
     row = db.execute("SELECT id FROM files WHERE name = ? AND state = ?", (name, FileState.STORED)).fetchone()
     return row and int(row[0])
 
@@ -44,8 +45,8 @@ def add_file(
 ) -> int:
     """Add a file that will be written, or that is stored. Return its identifier, a new one unless it is given.
 
-    A stored manifest, or data that may complete a segment, leaves its segment ``UNREAD``: call `examine` or `index`.
-    Writing a segment again is a use of it: or its data could be evicted before its manifest is put.
+    A stored manifest, or data that may complete a segment, leaves its segment ``UNREAD``: call `examine_segment` or
+    `index_segment`. Writing a segment again is a use of it, so that its data is not evicted before its manifest is put.
     """
     since = time.time() if since is None else since
     owner = manifest_name(name)
@@ -87,32 +88,32 @@ def store_file(db: sqlite3.Connection, file_id: int, name: str, num_bytes: int, 
     add_file(db, name, num_bytes, FileState.STORED, file_id=file_id, role=role)
 
 
-def remove(db: sqlite3.Connection, root: Path, name: str) -> int | None:
-    """Take away an object's name. Return its file, to be deleted, or None if there is none. Raises OSError."""
+def remove_object(db: sqlite3.Connection, root: Path, name: str) -> int | None:
+    """Take away an object's name. Return its file for deletion; None if there is none. Raises OSError."""
     add_if_stored(db, root, name)
     file_id = stored_id(db, name)
     if file_id is None:
         return None
     existed = files.set_aside(root, name, temp_name(file_id))
-    to_be_deleted(db, file_id)
+    unname_file(db, file_id)
     if existed:
         return file_id
-    forget(db, file_id)
+    forget_file(db, file_id)
     return None
 
 
-def to_be_deleted(db: sqlite3.Connection, file_id: int) -> None:
+def unname_file(db: sqlite3.Connection, file_id: int) -> None:
     """Record that a stored file has lost its name. A segment that loses what it needs is not found any more."""
     segment, role, state = db.execute(
         "SELECT segment, role, segments.state FROM files JOIN segments ON segment = segments.id WHERE files.id = ?",
         (file_id,),
     ).fetchone()
     if role == FileRole.MANIFEST:
-        hide(db, segment, SegmentState.LOOSE)
+        hide_segment(db, segment, SegmentState.LOOSE)
         unnamed = FileRole.PENDING, time.time(), segment, FileRole.NAMED
         db.execute("UPDATE files SET role = ?, since = ? WHERE segment = ? AND role = ?", unnamed)
     elif role == FileRole.NAMED and state in (SegmentState.FOUND, SegmentState.UNREAD):
-        hide(db, segment, SegmentState.INCOMPLETE)
+        hide_segment(db, segment, SegmentState.INCOMPLETE)
     mark_deleting(db, file_id)
 
 
@@ -126,17 +127,17 @@ def mark_deleting(db: sqlite3.Connection, file_id: int) -> None:
     db.execute(f"DELETE FROM segments WHERE {empty}", row)
 
 
-def forget(db: sqlite3.Connection, file_id: int) -> None:
+def forget_file(db: sqlite3.Connection, file_id: int) -> None:
     """Remove the row of a file that is gone. It may still count as stored: a full disk undoes transactions, but not the
     renaming of files."""
     if db.execute("SELECT state FROM files WHERE id = ?", (file_id,)).fetchone() == (FileState.STORED,):
-        to_be_deleted(db, file_id)
+        unname_file(db, file_id)
     else:
         mark_deleting(db, file_id)
     db.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
 
-def index(db: sqlite3.Connection, manifest: Manifest, content: bytes) -> None:
+def index_segment(db: sqlite3.Connection, manifest: Manifest, content: bytes) -> None:
     """Let lookups find a segment. Its manifest, which is ``content``, and its data are stored."""
     key = manifest.key
     (segment,) = db.execute("SELECT id FROM segments WHERE name = ?", (key.manifest_name,)).fetchone()
@@ -147,7 +148,7 @@ def index(db: sqlite3.Connection, manifest: Manifest, content: bytes) -> None:
             db.execute("UPDATE files SET role = ?, since = ? WHERE id = ?", (new, time.time(), file_id))
     chain = manifest.first_page, b"".join(manifest.page_hashes)
     if db.execute("SELECT first_page, hashes FROM chains WHERE segment = ?", (segment,)).fetchone() != chain:
-        hide(db, segment, SegmentState.UNREAD)
+        hide_segment(db, segment, SegmentState.UNREAD)
         db.execute("INSERT INTO chains VALUES (?, ?, ?)", (segment, *chain))
         db.executemany("INSERT INTO pages VALUES (?, ?, ?)", page_rows(key.namespace, segment, *chain))
     pinned = local_pins.is_pinned(db, manifest.page_hashes)
@@ -155,8 +156,8 @@ def index(db: sqlite3.Connection, manifest: Manifest, content: bytes) -> None:
     db.execute("UPDATE segments SET state = ?, digest = ?, pinned = ?, expires = ? WHERE id = ?", found)
 
 
-def hide(db: sqlite3.Connection, segment: int, state: SegmentState) -> None:
-    """Let lookups not find a segment any more."""
+def hide_segment(db: sqlite3.Connection, segment: int, state: SegmentState) -> None:
+    """Hide a segment from lookups."""
     row = db.execute(
         "SELECT name, first_page, hashes FROM segments JOIN chains ON segment = id WHERE id = ?", (segment,)
     ).fetchone()
@@ -170,10 +171,10 @@ def hide(db: sqlite3.Connection, segment: int, state: SegmentState) -> None:
 
 def examine_if_unread(db: sqlite3.Connection, root: Path, name: str) -> None:
     if db.execute("SELECT state FROM segments WHERE name = ?", (name,)).fetchone() == (SegmentState.UNREAD,):
-        examine(db, root, name)
+        examine_segment(db, root, name)
 
 
-def examine(db: sqlite3.Connection, root: Path, name: str) -> SegmentState:
+def examine_segment(db: sqlite3.Connection, root: Path, name: str) -> SegmentState:
     """Compare a segment's rows with its files, read its manifest, and let lookups find it if it is whole.
 
     Return its state, ``LOOSE`` if it has no manifest. Raises OSError.
@@ -186,8 +187,8 @@ def examine(db: sqlite3.Connection, root: Path, name: str) -> SegmentState:
     for file_id, file_name in rows:
         info = files.stat_object(root, file_name)
         if info is None:
-            to_be_deleted(db, file_id)
-            forget(db, file_id)
+            unname_file(db, file_id)
+            forget_file(db, file_id)
         else:
             db.execute("UPDATE files SET bytes = ? WHERE id = ?", (info.size_bytes, file_id))
     if stored_id(db, name) is None:
@@ -198,14 +199,14 @@ def examine(db: sqlite3.Connection, root: Path, name: str) -> SegmentState:
         manifest = decode_named_manifest(content, name)
     except (FormatError, OSError) as e:
         logger.warning("skipping unreadable manifest %s: %s", name, e)
-        hide(db, segment, SegmentState.UNREADABLE)
+        hide_segment(db, segment, SegmentState.UNREADABLE)
         # A newer version may have written it, so its data counts as named.
         db.execute(
             "UPDATE files SET role = ? WHERE segment = ? AND role = ?", (FileRole.NAMED, segment, FileRole.PENDING)
         )
         return SegmentState.UNREADABLE
     if all(add_if_stored(db, root, name) == size_bytes for name, size_bytes in manifest.data_sizes.items()):
-        index(db, manifest, content)
+        index_segment(db, manifest, content)
         return SegmentState.FOUND
-    hide(db, segment, SegmentState.INCOMPLETE)
+    hide_segment(db, segment, SegmentState.INCOMPLETE)
     return SegmentState.INCOMPLETE

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest
 from sgl_kvfetch.directory import files, rows
 from sgl_kvfetch.directory.catalog import Catalog, temp_name
 from sgl_kvfetch.directory.room import DiskRoom, Doomed
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import ContentCheck, ObjectName
-from sgl_kvfetch.stores import object_digest
+from sgl_kvfetch.stores import decode_named_manifest, object_digest
 
 
 class IncompleteSegmentError(StoreError):
@@ -24,7 +24,7 @@ class IncompleteSegmentError(StoreError):
 
 
 class _NewFile:
-    """A file that is being written. Every method may raise StoreError and OSError."""
+    """Writes a file within its reserved room. Every method may raise StoreError and OSError."""
 
     def __init__(self, room: DiskRoom, name: str, num_bytes: int) -> None:
         """Reserve room for ``num_bytes``."""
@@ -59,7 +59,7 @@ class _NewFile:
         """Remove the file unless it is committed."""
         if self._temp.is_open:
             self._temp.discard()
-            self._room.forget(self._id)
+            self._room.forget_file(self._id)
 
 
 def write_manifest(
@@ -75,11 +75,9 @@ def write_manifest(
     misnamed, or its data is missing).
     """
     try:
-        manifest = decode_manifest(content)
+        manifest = decode_named_manifest(content, name)
     except FormatError as e:
         raise StoreError("invalid", f"{name}: {e}") from e
-    if manifest.key.manifest_name != name:
-        raise StoreError("invalid", f"{name}: the manifest belongs under the name {manifest.key.manifest_name}")
     doomed: list[Doomed] = []
     with files.os_errors(f"writing {name}"):
         new = _NewFile(room, name, len(content))
@@ -92,7 +90,7 @@ def write_manifest(
                     return current == content
                 _require_data(db, catalog.root, manifest)
                 doomed = new.commit(db)
-                rows.index(db, manifest, content)
+                rows.index_segment(db, manifest, content)
         finally:
             new.discard()
         room.delete_files(doomed)

@@ -1,4 +1,4 @@
-"""The server's application: routes and middlewares."""
+"""The server's application: routes, middlewares, and the handlers of lookups, pins and ``/healthz``."""
 
 from __future__ import annotations
 
@@ -7,29 +7,32 @@ import logging
 import time
 from collections.abc import AsyncIterator
 
+import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from sgl_kvfetch.directory import LocalStore
-from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.server.access import authorised
-from sgl_kvfetch.server.answers import error_answer, store_error_answer
+from sgl_kvfetch.directory import LocalStore, StoreUsage
+from sgl_kvfetch.errors import FormatError, StoreError
+from sgl_kvfetch.keys import PAGE_HASH_BYTES, split_hashes
+from sgl_kvfetch.server.bodies import BodyReader, error_answer, json_answer, store_error_answer
 from sgl_kvfetch.server.config import ServerConfig
-from sgl_kvfetch.server.handlers import Health, LookupHandler, PinHandlers
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.objects import ObjectHandlers
 from sgl_kvfetch.server.pages import PageHandlers
-from sgl_kvfetch.server.tokens import TokenFile, Tokens
+from sgl_kvfetch.server.tokens import Role, TokenFile, Tokens, authorised, require_role
 from sgl_kvfetch.stores import (
-    CHECK_PATH,
-    FOLDERS_PATH,
-    HEALTH_PATH,
-    LOOKUP_PATH,
+    MAX_LOOKUP_ANSWER_BYTES,
     MAX_LOOKUP_REQUEST_BYTES,
-    METRICS_PATH,
-    OBJECTS_PATH,
-    PINS_PATH,
+    MAX_PIN_BYTES,
+    MSGPACK_TYPE,
+    Folders,
+    Lookup,
+    LookupRequest,
+    PinNames,
+    Route,
+    SegmentHit,
+    decode_pin,
 )
 
 logger = logging.getLogger(__name__)
@@ -37,6 +40,7 @@ logger = logging.getLogger(__name__)
 TOKENS = web.AppKey("tokens", Tokens)
 _PREPARED = web.RequestKey("prepared", bool)  # status and headers are sent
 _LOOK_AT_TOKENS_S = 1.0
+_HEALTH_AGE_S = 1.0  # an answer may be this old: anybody may ask, as often as they like
 
 
 def create_app(config: ServerConfig) -> web.Application:
@@ -47,11 +51,12 @@ def create_app(config: ServerConfig) -> web.Application:
     tokens = config.read_tokens()
     metrics = ServerMetrics(config.capacity_bytes)
     store = LocalStore(config.root, capacity_bytes=config.capacity_bytes, orphan_age_s=config.orphan_age_s)
-    objects = ObjectHandlers(store, metrics, config)
-    lookup = LookupHandler(store, metrics, config)
-    pins = PinHandlers(store, config)
+    bodies = BodyReader(metrics, config.idle_timeout_s)
+    objects = ObjectHandlers(store, bodies, metrics, config)
+    lookup = LookupHandler(store, bodies, metrics)
+    pins = PinHandlers(store, bodies)
     health = Health(store)
-    pages = PageHandlers(store, metrics, config)
+    pages = PageHandlers(store, bodies, metrics, config)
 
     async def show_metrics(request: web.Request) -> web.StreamResponse:
         metrics.note_usage(await store.usage())
@@ -71,34 +76,31 @@ def create_app(config: ServerConfig) -> web.Application:
         await asyncio.gather(*tasks, return_exceptions=True)
         await store.close()
 
-    app = web.Application(
-        middlewares=[_measured(metrics), _errors_as_json, authorised(tokens)],
-        client_max_size=MAX_LOOKUP_REQUEST_BYTES,
-    )
+    app = web.Application(middlewares=[_measured(metrics), _errors_as_json, authorised(tokens)])
     app[TOKENS] = tokens
     app.cleanup_ctx.append(run_store)
     app.on_response_prepare.append(_note_prepared)
-    one_pin = PINS_PATH + "/{name}"
-    one_object = OBJECTS_PATH + "/{name:.+}"
+    one_pin = Route.PINS + "/{name}"
+    one_object = Route.OBJECTS + "/{name:.+}"
     app.add_routes(
         [
-            web.get(HEALTH_PATH, health.get),
-            web.get(METRICS_PATH, show_metrics),
-            web.get(OBJECTS_PATH, objects.list, allow_head=False),
-            web.delete(OBJECTS_PATH, objects.delete_prefix),
+            web.get(Route.HEALTH, health.get),
+            web.get(Route.METRICS, show_metrics),
+            web.get(Route.OBJECTS, objects.list, allow_head=False),
+            web.delete(Route.OBJECTS, objects.delete_prefix),
             web.get(one_object, objects.get, allow_head=False),
             web.head(one_object, objects.head),
             web.put(one_object, objects.put),
             web.delete(one_object, objects.delete),
-            web.post(LOOKUP_PATH, lookup.post),
-            web.get(PINS_PATH, pins.list, allow_head=False),
+            web.post(Route.LOOKUP, lookup.post),
+            web.get(Route.PINS, pins.list, allow_head=False),
             web.get(one_pin, pins.get, allow_head=False),
             web.put(one_pin, pins.put),
             web.delete(one_pin, pins.delete),
-            web.post(CHECK_PATH + "/{name:.+}", objects.check),
+            web.post(Route.CHECK + "/{name:.+}", objects.check),
             *pages.routes(),
-            web.get(FOLDERS_PATH, lookup.folders, allow_head=False),
-            web.get(FOLDERS_PATH + "/{digest:[0-9a-f]{32}}", lookup.folders, allow_head=False),
+            web.get(Route.FOLDERS, lookup.folders, allow_head=False),
+            web.get(Route.FOLDERS + "/{digest:[0-9a-f]{32}}", lookup.folders, allow_head=False),
         ]
     )
     return app
@@ -177,3 +179,97 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
                 request.transport.abort()
             raise ConnectionResetError("failed while sending the body") from e
         return store_error_answer(e) if isinstance(e, StoreError) else error_answer(500, "server", "internal error")
+
+
+class LookupHandler:
+    def __init__(self, store: LocalStore, bodies: BodyReader, metrics: ServerMetrics) -> None:
+        self._store = store
+        self._bodies = bodies
+        self._metrics = metrics
+
+    async def post(self, request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.read_body(request, MAX_LOOKUP_REQUEST_BYTES)
+        try:
+            asked = msgspec.msgpack.decode(body, type=LookupRequest)
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            raise web.HTTPBadRequest(text=f"malformed lookup: {e}") from e
+        if len(asked.page_hashes) % PAGE_HASH_BYTES:
+            raise web.HTTPBadRequest(text=f"page_hashes has {len(asked.page_hashes)} bytes; expected a multiple of 32")
+        page_hashes = split_hashes(asked.page_hashes)
+        found = await self._store.lookup(asked.namespace, page_hashes)
+        self._metrics.note_lookup(len(page_hashes), found.num_pages)
+        answer = msgspec.msgpack.encode(_fitting(found))
+        self._metrics.sent_bytes.inc(len(answer))
+        return web.Response(body=answer, content_type=MSGPACK_TYPE)
+
+    async def folders(self, request: web.Request) -> web.StreamResponse:
+        found = await self._store.folders(request.match_info.get("digest", ""))
+        return json_answer(Folders(sorted(found)))
+
+
+def _fitting(found: Lookup) -> list[SegmentHit]:
+    """Return the leading hits that fit into one answer."""
+    hits = []
+    room = MAX_LOOKUP_ANSWER_BYTES
+    for hit in found.hits:
+        room -= len(hit.manifest) + 64  # upper bound of a row's framing
+        if room < 0:
+            break
+        hits.append(hit)
+    return hits
+
+
+class PinHandlers:
+    """Lets everybody read pins, and only admins change them: a pin keeps others' segments out."""
+
+    def __init__(self, store: LocalStore, bodies: BodyReader) -> None:
+        self._store = store
+        self._bodies = bodies
+
+    async def list(self, request: web.Request) -> web.StreamResponse:
+        return json_answer(PinNames(tuple(await self._store.pins())))
+
+    async def get(self, request: web.Request) -> web.StreamResponse:
+        pin = await self._store.get_pin(request.match_info["name"])
+        if pin is None:
+            return error_answer(404, "not_found", f"no pin {request.match_info['name']}")
+        return web.Response(body=pin.encode(), content_type=MSGPACK_TYPE)
+
+    async def put(self, request: web.Request) -> web.StreamResponse:
+        require_role(request, Role.ADMIN)
+        try:
+            pin = decode_pin(await self._bodies.read_body(request, MAX_PIN_BYTES))
+        except FormatError as e:
+            raise web.HTTPBadRequest(text=str(e)) from e
+        if pin.name != request.match_info["name"]:
+            raise web.HTTPBadRequest(text=f"the pin belongs under the name {pin.name}")
+        await self._store.put_pin(pin)
+        return web.Response(status=201)
+
+    async def delete(self, request: web.Request) -> web.StreamResponse:
+        require_role(request, Role.ADMIN)
+        if await self._store.delete_pin(request.match_info["name"]):
+            return web.Response(status=204)
+        return error_answer(404, "not_found", f"no pin {request.match_info['name']}")
+
+
+class Health:
+    def __init__(self, store: LocalStore) -> None:
+        self._store = store
+        self._usage: StoreUsage | None = None
+        self._known_until_s = 0.0
+        self._asking = asyncio.Lock()
+
+    async def get(self, request: web.Request) -> web.StreamResponse:
+        """Answer 200 while the store can be read; ``write_problem`` says why nothing can be written, or is null.
+
+        With the query ``?write``, answer 503 if nothing can be written.
+        """
+        loop = asyncio.get_running_loop()
+        async with self._asking:
+            if self._usage is None or loop.time() > self._known_until_s:
+                self._usage = await self._store.usage()
+                self._known_until_s = loop.time() + _HEALTH_AGE_S
+        problem = self._usage.write_problem
+        body = {"status": "ok" if problem is None else "read_only", "write_problem": problem}
+        return json_answer(body, 503 if problem is not None and "write" in request.query else 200)

@@ -7,13 +7,16 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.errors import ConfigError, require_positive
 from sgl_kvfetch.server.tokens import Role, TokenFile, Tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Raises ConfigError for invalid values, and for a public host without a token unless ``insecure`` is set."""
+    """Configures a server.
+
+    Raises ConfigError for invalid values, and for a public host without a token unless ``insecure`` is set.
+    """
 
     root: Path  # the directory with the objects
     host: str = "127.0.0.1"
@@ -42,17 +45,8 @@ class ServerConfig:
             raise ConfigError("token and token_file are both given; expected only one of them")
         if self.token is not None and not self.token.strip():
             raise ConfigError("token is empty")
-        for field in (
-            "capacity_bytes",
-            "max_body_bytes",
-            "max_uploads",
-            "max_connections",
-            "idle_timeout_s",
-            "orphan_age_s",
-        ):
-            value = getattr(self, field)
-            if value is not None and value <= 0:
-                raise ConfigError(f"{field} is {value}; expected more than 0")
+        require_positive(self, "capacity_bytes", "max_body_bytes", "max_uploads", "max_connections")
+        require_positive(self, "idle_timeout_s", "orphan_age_s")
         if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_client_ca and not self.tls_cert):
             raise ConfigError("tls_cert and tls_key need each other, and tls_client_ca needs both")
         for field in ("upload_wait_s", "grace_s"):
@@ -69,7 +63,7 @@ class ServerConfig:
         return self.token is not None or self.token_file is not None
 
     def read_tokens(self) -> Tokens:
-        """Raises ConfigError if the token file cannot be read or is malformed."""
+        """Return the tokens. Raises ConfigError if the token file cannot be read or is malformed."""
         if self.token_file is not None:
             return TokenFile(self.token_file)
         return Tokens(None if self.token is None else {self.token.strip(): Role.ADMIN})

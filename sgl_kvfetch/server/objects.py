@@ -3,44 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from email.utils import formatdate
+from io import FileIO
 
 import msgspec
 from aiohttp import web
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
-from sgl_kvfetch.directory import LocalStore, OpenObject
+from sgl_kvfetch.directory import LocalStore, OpenObject, open_object, os_errors, read_fully
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import ObjectName, parse_object_name
-from sgl_kvfetch.server.access import ROLE, require_role
-from sgl_kvfetch.server.answers import error_answer
+from sgl_kvfetch.server.bodies import BodyReader, BodyTooLarge, error_answer, json_answer, require_fits
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
-from sgl_kvfetch.server.sending import Opener, RangeError, parse_range, send_file
-from sgl_kvfetch.server.tokens import Role
-from sgl_kvfetch.stores import BYTES_TYPE, NDJSON_TYPE, Checked, Deleted, ListedObject, ObjectInfo, parse_entity_tag
+from sgl_kvfetch.server.tokens import ROLE, Role, require_role
+from sgl_kvfetch.stores import BYTES_TYPE, NDJSON_TYPE, Checked, Deleted, ObjectInfo, parse_entity_tag
 
-_WRITE_PIECE_BYTES = 1 << 20  # of an uploaded body
 _LIST_PIECE_BYTES = 64 << 10
 _CHECKS_AT_ONCE = 2
 # One deletion by prefix stops after this time, well below clients' deadlines. Clients repeat it until all is deleted.
 _DELETE_TURN_S = 5.0
-
-
-class BodyTooLarge(web.HTTPRequestEntityTooLarge):
-    def __init__(self, most: int) -> None:
-        super().__init__(max_size=most, actual_size=most + 1, text=f"the body exceeds the limit of {most} bytes")
+_SENDFILE_BYTES = 1 << 20  # by one call, which keeps the event loop from anything else
+_TLS_PIECE_BYTES = 256 << 10
+_RECENT_S = 5.0
+_MAX_RECENT = 4096
+_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 
 
 class ObjectHandlers:
-    def __init__(self, store: LocalStore, metrics: ServerMetrics, config: ServerConfig) -> None:
+    def __init__(self, store: LocalStore, bodies: BodyReader, metrics: ServerMetrics, config: ServerConfig) -> None:
         self._store = store
+        self._bodies = bodies
         self._opener = Opener(store)
         self._metrics = metrics
         self._max_body_bytes = min(config.max_body_bytes, config.capacity_bytes or config.max_body_bytes)
-        self._idle_timeout_s = config.idle_timeout_s
         self._upload_wait_s = config.upload_wait_s
         self._uploads = asyncio.Semaphore(config.max_uploads)
         self._checks = asyncio.Semaphore(_CHECKS_AT_ONCE)
@@ -53,12 +55,12 @@ class ObjectHandlers:
             return await self._put_data(request)
 
     async def _put_manifest(self, request: web.Request, name: str) -> web.StreamResponse:
-        """Only admins replace a manifest without ``If-Match`` and its digest."""
+        """Store a manifest. Only admins replace one without ``If-Match`` and its digest."""
         only_if, only_new = request.headers.get("If-Match"), _only_new(request)
         expected = None if only_if is None else parse_entity_tag(only_if)
         if (only_if is None) != (expected is None):
             raise web.HTTPBadRequest(text="If-Match: expected one entity tag with the digest of a manifest")
-        body = await self._read_manifest(request)
+        body = await self._bodies.read_body(request, min(self._max_body_bytes, MAX_MANIFEST_BYTES))
         if expected is not None:
             is_stored = await self._store.replace(name, body, expected)
         elif only_new or request[ROLE] < Role.ADMIN:
@@ -76,10 +78,10 @@ class ObjectHandlers:
             raise web.HTTPBadRequest(text="If-Match is only for manifests")
         if _only_new(request) and await self._store.head(name) is not None:
             return error_answer(412, "exists", "the object exists already")
-        _require_fits(request, self._max_body_bytes)
+        require_fits(request, self._max_body_bytes)
         received = 0
         async with self._store.upload(name, request.content_length) as upload:
-            while piece := await self._next_piece(request):
+            while piece := await self._bodies.read_piece(request):
                 received += len(piece)
                 if received > self._max_body_bytes:
                     raise BodyTooLarge(self._max_body_bytes)
@@ -101,38 +103,6 @@ class ObjectHandlers:
             yield
         finally:
             self._uploads.release()
-
-    async def _read_manifest(self, request: web.Request) -> bytes:
-        most = min(self._max_body_bytes, MAX_MANIFEST_BYTES)
-        _require_fits(request, most)
-        body = bytearray()
-        while piece := await self._next_piece(request):
-            body += piece
-            if len(body) > most:
-                raise BodyTooLarge(most)
-        return bytes(body)
-
-    async def _next_piece(self, request: web.Request) -> bytes:
-        """Read the next MiB of the body; b"" at its end. Raises ConnectionError if the body is cut off.
-
-        The timeout covers the whole piece: a client that sends only a trickle is treated as stalled.
-        """
-        pieces: list[bytes] = []
-        size = 0
-        try:
-            async with asyncio.timeout(self._idle_timeout_s):
-                while size < _WRITE_PIECE_BYTES:
-                    piece = await request.content.read(_WRITE_PIECE_BYTES - size)
-                    if not piece:
-                        break
-                    pieces.append(piece)
-                    size += len(piece)
-        except TimeoutError as e:
-            raise web.HTTPRequestTimeout(
-                text=f"the body stalled: less than 1 MiB in {self._idle_timeout_s:g} s", headers={"Connection": "close"}
-            ) from e
-        self._metrics.received_bytes.inc(size)
-        return b"".join(pieces)
 
     async def get(self, request: web.Request) -> web.StreamResponse:
         _name(request)
@@ -182,10 +152,10 @@ class ObjectHandlers:
         if not self._checks.locked():
             async with self._checks:
                 deleted = await self._store.report_damage(name.segment.manifest_name)
-        return web.Response(body=msgspec.json.encode(Checked(deleted)), content_type="application/json")
+        return json_answer(Checked(deleted))
 
     async def delete_prefix(self, request: web.Request) -> web.StreamResponse:
-        """The prefix is required, even if it is empty, so that no client empties a store by omitting it.
+        """Delete by prefix. It is required, even if it is empty, so that no client empties a store by omitting it.
 
         Only admins delete by a prefix that is shorter than a namespace.
         """
@@ -195,7 +165,7 @@ class ObjectHandlers:
         if "/" not in prefix:
             require_role(request, Role.ADMIN)
         deleted, more = await self._store.delete_some(prefix, _DELETE_TURN_S)
-        return web.Response(body=msgspec.json.encode(Deleted(deleted, more)), content_type="application/json")
+        return json_answer(Deleted(deleted, more))
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         """Send one JSON object per line. If listing fails midway, the body ends without its final chunk."""
@@ -203,7 +173,7 @@ class ObjectHandlers:
         lines = bytearray()
         await response.prepare(request)
         async for info in self._store.list(request.query.get("prefix", "")):
-            lines += msgspec.json.encode(ListedObject(info.name, info.size_bytes, info.modified_s)) + b"\n"
+            lines += msgspec.json.encode(info) + b"\n"
             if len(lines) >= _LIST_PIECE_BYTES:
                 await self._send_lines(response, lines)
         await self._send_lines(response, lines)
@@ -232,12 +202,6 @@ def _only_new(request: web.Request) -> bool:
     return value is not None
 
 
-def _require_fits(request: web.Request, most: int) -> None:
-    """Refuse a body whose Content-Length is too large, before reading it."""
-    if request.content_length is not None and request.content_length > most:
-        raise BodyTooLarge(most)
-
-
 def _headers(info: ObjectInfo) -> dict[str, str]:
     return {
         "Accept-Ranges": "bytes",
@@ -248,3 +212,107 @@ def _headers(info: ObjectInfo) -> dict[str, str]:
 
 def _not_found(request: web.Request) -> web.Response:
     return error_answer(404, "not_found", f"no object {request.match_info['name']}")
+
+
+async def send_file(request: web.Request, response: web.StreamResponse, file: FileIO, start: int, end: int) -> None:
+    """Send bytes ``[start, end)`` of ``file``. Raises ConnectionError if the client leaves, or the file is shorter."""
+    transport = request.transport
+    if transport is None:
+        raise ConnectionResetError("the client has disconnected")
+    if transport.get_extra_info("sslcontext") is None and not transport.get_write_buffer_size():
+        await _sendfile(transport.get_extra_info("socket").fileno(), file.fileno(), start, end)
+        return
+    while start < end:
+        piece = await asyncio.to_thread(read_fully, file, start, min(_TLS_PIECE_BYTES, end - start))
+        if not piece:
+            raise ConnectionResetError("the file is shorter than expected")
+        await response.write(piece)
+        start += len(piece)
+
+
+async def _sendfile(socket_fd: int, file_fd: int, start: int, end: int) -> None:
+    """Have the kernel copy bytes from the file to the socket.
+
+    ``loop.sendfile`` would do the same, but it waits after each call even if the socket has room, does not notice that
+    the client leaves, and then fails with errors of its own.
+    """
+    # Ours: the transport may close its descriptor at any time, and the loop watches for writing only one of them.
+    fd = os.dup(socket_fd)
+    try:
+        while start < end:
+            try:
+                sent = os.sendfile(fd, file_fd, start, min(_SENDFILE_BYTES, end - start))
+            except BlockingIOError:
+                await _writable(fd)
+                continue
+            if not sent:
+                raise ConnectionResetError("the file is shorter than expected")
+            start += sent
+    finally:
+        os.close(fd)
+
+
+async def _writable(fd: int) -> None:
+    loop = asyncio.get_running_loop()
+    is_writable = loop.create_future()
+    loop.add_writer(fd, _set, is_writable)
+    try:
+        await is_writable
+    finally:
+        loop.remove_writer(fd)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class Opener:
+    """Opens objects for clients that read one object in many ranges: a thread for each would cost as much as all else.
+
+    A thread opens an object only if that has not happened for some seconds: then the kernel knows where it is. Only
+    the thread tells the store that the object is in use.
+    """
+
+    def __init__(self, store: LocalStore) -> None:
+        self._store = store
+        self._recent: OrderedDict[str, float] = OrderedDict()  # when a thread opened it, oldest first
+
+    async def open(self, name: str) -> OpenObject | None:
+        """Open an object; the caller closes it. None if it is missing. Raises StoreError."""
+        now_s = time.monotonic()
+        while self._recent and next(iter(self._recent.values())) < now_s - _RECENT_S:
+            self._recent.popitem(last=False)
+        if name in self._recent:
+            with os_errors(f"opening {name}"):
+                return open_object(self._store.root, name)
+        opened = await self._store.open_object(name)
+        if opened is not None and len(self._recent) < _MAX_RECENT:
+            self._recent[name] = now_s
+            self._recent.move_to_end(name)
+        return opened
+
+
+class RangeError(Exception):
+    """The range is malformed or cannot be satisfied."""
+
+
+def parse_range(header: str, size_bytes: int) -> tuple[int, int]:
+    """Return the bytes ``[start, end)`` that the header requests of an object of ``size_bytes``. Raises RangeError.
+
+    RFC 9110 would ignore malformed and multiple ranges, and send the whole object: a large answer to a mistake. Our
+    clients send neither, so both are errors.
+    """
+    match = _RANGE.fullmatch(header.strip())
+    if match is None or match[1] == match[2] == "":
+        raise RangeError(f"malformed range {header[:80]!r}; expected one range, as in bytes=0-99")
+    if match[1] == "":
+        start, end = max(0, size_bytes - int(match[2])), size_bytes
+    else:
+        start = int(match[1])
+        end = min(int(match[2]) + 1, size_bytes) if match[2] else size_bytes
+        if match[2] and int(match[2]) < start:
+            raise RangeError(f"range {header[:80]!r} ends before it starts")
+    if start >= end:
+        raise RangeError(f"range {header[:80]!r} lies outside the object's {size_bytes} bytes")
+    return start, end

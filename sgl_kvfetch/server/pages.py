@@ -11,7 +11,7 @@ import time
 from collections import deque
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -22,15 +22,14 @@ from sgl_kvfetch.directory import FolderUsage, LocalStore
 from sgl_kvfetch.errors import ConfigError, FormatError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.prompts import Prompt, page_hashes, tokenise
+from sgl_kvfetch.server.bodies import BodyReader, json_answer
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.stores import (
     MAX_LOOKUP_PAGES,
+    MAX_LOOKUP_REQUEST_BYTES,
     PAGE_PATHS,
-    PICTURES_PATH,
-    PROMPTS_PATH,
-    SEGMENTS_PATH,
-    SUMMARY_PATH,
+    Route,
     pages_stored,
 )
 
@@ -92,23 +91,21 @@ class PromptQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
 
 
-class _Kind(msgspec.Struct, frozen=True):
-    """What all segments of a folder have in common, but for the labels in the first two fields."""
+class _Kind(NamedTuple):
+    """What all segments of a folder have in common, but for their labels."""
 
-    model: str
-    quantiser: str
-    model_identity: str
-    quantiser_identity: str
-    page_size: int
-    page_bytes: int
+    names: tuple[str, str, str, str] = ("", "", "", "")  # model, quantiser, and their identities
+    page_size: int = 0
+    page_bytes: int = 0
 
 
-_UNKNOWN = _Kind("", "", "", "", 0, 0)
+_UNKNOWN = _Kind()
 
 
 class PageHandlers:
-    def __init__(self, store: LocalStore, metrics: ServerMetrics, config: ServerConfig) -> None:
+    def __init__(self, store: LocalStore, bodies: BodyReader, metrics: ServerMetrics, config: ServerConfig) -> None:
         self._store = store
+        self._bodies = bodies
         self._metrics = metrics
         self._config = config
         self._history: deque[LoadSample] = deque(maxlen=_SAMPLES)
@@ -126,11 +123,11 @@ class PageHandlers:
         one_segment = "/{name:.+}"
         return [
             *(web.get(path, self._file(name), allow_head=False) for path, name in names.items()),
-            web.get(SUMMARY_PATH, self.summary, allow_head=False),
-            web.get(SEGMENTS_PATH, self.segments, allow_head=False),
-            web.get(SEGMENTS_PATH + one_segment, self.segment, allow_head=False),
-            web.get(PICTURES_PATH + one_segment, self.picture, allow_head=False),
-            web.post(PROMPTS_PATH, self.prompt),
+            web.get(Route.SUMMARY, self.summary, allow_head=False),
+            web.get(Route.SEGMENTS, self.segments, allow_head=False),
+            web.get(Route.SEGMENTS + one_segment, self.segment, allow_head=False),
+            web.get(Route.PICTURES + one_segment, self.picture, allow_head=False),
+            web.post(Route.PROMPTS, self.prompt),
         ]
 
     def _file(self, name: str) -> Any:
@@ -184,16 +181,11 @@ class PageHandlers:
         if kind is _UNKNOWN and (content := await self._store.peek(usage.some_manifest)) is not None:
             with contextlib.suppress(FormatError):  # `kvfetch verify` reports it
                 manifest = decode_manifest(content)
-                namespace, page_bytes = manifest.namespace, manifest.geometry.page_bytes
-                identities = namespace.model, namespace.quantiser
-                kind = _Kind(*_names(manifest), *identities, namespace.page_size, page_bytes)
+                kind = _Kind(_names(manifest), manifest.namespace.page_size, manifest.geometry.page_bytes)
                 self._kinds[usage.folder] = kind
         return FolderRow(
             usage.folder,
-            kind.model,
-            kind.quantiser,
-            kind.model_identity,
-            kind.quantiser_identity,
+            *kind.names,
             usage.num_segments,
             usage.num_pages * kind.page_size,
             usage.num_pages * kind.page_bytes,
@@ -205,18 +197,18 @@ class PageHandlers:
     async def segments(self, request: web.Request) -> web.StreamResponse:
         """List the last used segments of a folder."""
         found = await self._store.segment_usages(request.query.get("folder", ""), _LIMIT)
-        return web.Response(body=msgspec.json.encode(found), content_type="application/json")
+        return json_answer(found)
 
     async def segment(self, request: web.Request) -> web.StreamResponse:
         """Show a manifest, without its tables."""
         manifest = await self._manifest(request)
-        namespace, (model, quantiser) = manifest.namespace, _names(manifest)
+        namespace, (model, quantiser, model_identity, quantiser_identity) = manifest.namespace, _names(manifest)
         about = {
             "name": manifest.key.manifest_name,
             "model": model,
             "quantiser": quantiser,
-            "model_identity": namespace.model,
-            "quantiser_identity": namespace.quantiser,
+            "model_identity": model_identity,
+            "quantiser_identity": quantiser_identity,
             "kv_dtype": namespace.kv_dtype,
             "page_size": namespace.page_size,
             "first_token": manifest.first_page * namespace.page_size,
@@ -236,7 +228,7 @@ class PageHandlers:
             ],
             "side_pools": sorted({page.pool for side in manifest.sides for page in side.pages}),
         }
-        return web.json_response(about)
+        return json_answer(about)
 
     async def _manifest(self, request: web.Request) -> Manifest:
         name = request.match_info["name"]
@@ -290,8 +282,9 @@ class PageHandlers:
 
     async def prompt(self, request: web.Request) -> web.StreamResponse:
         """Say how many of a prompt's pages are stored, by namespace."""
+        body = await self._bodies.read_body(request, MAX_LOOKUP_REQUEST_BYTES)
         try:
-            query = msgspec.json.decode(await request.read(), type=PromptQuery)
+            query = msgspec.json.decode(body, type=PromptQuery)
             if isinstance(query.prompt, str) and self._config.tokenizer is None:
                 raise web.HTTPBadRequest(text="texts need kvfetch serve --tokenizer; give tokens, such as [1, 2]")
             num_tokens, hashes = await asyncio.to_thread(_hashes_of, query, self._config.tokenizer or "")
@@ -301,13 +294,13 @@ class PageHandlers:
             stored = await pages_stored(self._store, hashes) if hashes else {}
         except FormatError as e:
             raise web.HTTPUnprocessableEntity(text=f"a segment is damaged: {e}") from e
-        return web.json_response({"num_tokens": num_tokens, "num_pages": len(hashes), "stored_pages": stored})
+        return json_answer({"num_tokens": num_tokens, "num_pages": len(hashes), "stored_pages": stored})
 
 
-def _names(manifest: Manifest) -> tuple[str, str]:
-    """Return the names of a segment's model and quantiser for people."""
-    namespace, labels = manifest.namespace, manifest.labels
-    return labels.model_name(namespace.model), labels.quantiser_name(namespace.quantiser)
+def _names(manifest: Manifest) -> tuple[str, str, str, str]:
+    """Return the names of a segment's model and quantiser for people, and their identities."""
+    (model, quantiser), labels = (manifest.namespace.model, manifest.namespace.quantiser), manifest.labels
+    return labels.model_name(model), labels.quantiser_name(quantiser), model, quantiser
 
 
 def _hashes_of(query: PromptQuery, tokenizer: str) -> tuple[int, list[bytes]]:

@@ -1,25 +1,49 @@
-"""Run the server, until a signal or within a context."""
+"""Run the server, until a signal or within a context.
+
+It limits the number of connections, and closes those that keep their place without using it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import resource
 import signal
-from collections.abc import AsyncIterator
+import socket
+import ssl
+import struct
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.server.app import TOKENS, create_app
 from sgl_kvfetch.server.config import ServerConfig
-from sgl_kvfetch.server.listener import Listener, fit_connections, listening_sockets
 from sgl_kvfetch.server.tokens import TokenFile
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
+_BACKLOG = 1024
+_HANDSHAKE_S = 10.0
+_ACCEPT_RETRY_S = 0.5
+_LEAST_SENT_BYTES = 1 << 20  # by a connection with bytes to send, in each ``idle_timeout_s``
+_LOOKS = 4  # in each ``idle_timeout_s``
+# Of Linux' struct tcp_info: bytes acknowledged, and bytes not sent yet or not acknowledged (packets) yet.
+_TCP_INFO = struct.Struct("=24xI92xQ16xI")
+# A connection may need a socket and an open object. The rest is for uploads, the store's own files and the log.
+_FILES_PER_CONNECTION = 2
+_FILES_PER_UPLOAD = 3
+_OTHER_FILES = 128
+_REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
+    b"Content-Type: application/json\r\nContent-Length: 64\r\n\r\n"
+    b'{"error":"service_unavailable","message":"too many connections"}'
+)
 
 
 class _ClientFaults(logging.Filter):
@@ -118,3 +142,152 @@ async def serve_until_signal(config: ServerConfig) -> None:
 def run_server(config: ServerConfig) -> None:
     """Serve on a new event loop until SIGINT or SIGTERM. Call on the main thread. Raises ConfigError."""
     asyncio.run(serve_until_signal(config))
+
+
+def fit_connections(most: int, max_uploads: int) -> int:
+    """Raise the soft limit of open files as far as needed. Return how many connections it allows, at most ``most``.
+
+    Raises ConfigError if it allows fewer than 16.
+    """
+    others = _OTHER_FILES + _FILES_PER_UPLOAD * max_uploads
+    wanted = most * _FILES_PER_CONNECTION + others
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    allowed = most if soft == resource.RLIM_INFINITY else min(most, (soft - others) // _FILES_PER_CONNECTION)
+    if allowed < min(most, 16):
+        raise ConfigError(
+            f"the limit of {soft} open files is too low for {max_uploads} uploads and 16 connections; "
+            "raise it (ulimit -n), or lower --max-uploads"
+        )
+    if allowed < most:
+        logger.warning("the limit of %d open files allows %d connections, not %d", soft, allowed, most)
+    return allowed
+
+
+def listening_sockets(host: str, port: int, *, shared: bool = False) -> list[socket.socket]:
+    """Listen on every address of ``host``. ``shared``: other processes may listen on the same port.
+
+    Raises ConfigError.
+    """
+    sockets: list[socket.socket] = []
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in dict.fromkeys(found):
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sockets.append(sock)
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(address)
+            sock.listen(_BACKLOG)
+    except OSError as e:
+        for sock in sockets:
+            sock.close()
+        raise ConfigError(f"cannot listen on {host} port {port}: {e.strerror or e}") from e
+    return sockets
+
+
+class Listener:
+    """Accepts connections for ``server`` until it is closed.
+
+    Beyond ``max_connections``, clients get 503 at once. A connection is aborted if its client takes less than a MiB of
+    an answer in ``idle_timeout_s``. (aiohttp closes connections that send no request in its ``keepalive_timeout``.)
+    """
+
+    def __init__(
+        self,
+        server: web.Server,
+        sockets: Sequence[socket.socket],
+        *,
+        max_connections: int,
+        idle_timeout_s: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._server = server
+        self._sockets = sockets
+        self._max_connections = max_connections
+        self._idle_timeout_s = idle_timeout_s
+        self._tls = tls
+        self._opening: set[asyncio.Task[None]] = set()
+        self._sending: dict[web.RequestHandler, tuple[int, float]] = {}  # bytes acknowledged, and when that was
+        self._tasks = [asyncio.create_task(self._accept(sock)) for sock in sockets]
+        self._tasks.append(asyncio.create_task(self._watch()))
+
+    async def close(self) -> None:
+        """Stop accepting. Open connections stay open."""
+        tasks = [*self._tasks, *self._opening]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for sock in self._sockets:
+            sock.close()
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listening)
+            except OSError as e:  # no files, or the client has left already
+                _limited.warning("accept", f"cannot accept a connection: {e.strerror or e}")
+                await asyncio.sleep(_ACCEPT_RETRY_S)
+                continue
+            if len(self._server.connections) + len(self._opening) >= self._max_connections:
+                self._refuse(sock)
+                continue
+            task = loop.create_task(self._open(sock))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    def _refuse(self, sock: socket.socket) -> None:
+        _limited.warning("refuse", f"refused a connection: {self._max_connections} are open")
+        with sock, contextlib.suppress(OSError):
+            if self._tls is None:
+                sock.send(_REFUSAL)
+
+    async def _open(self, sock: socket.socket) -> None:
+        handshake_s = None if self._tls is None else _HANDSHAKE_S
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._server, sock, ssl=self._tls, ssl_handshake_timeout=handshake_s
+            )
+        except OSError as e:
+            sock.close()
+            _limited.warning("handshake", f"a TLS handshake failed: {type(e).__name__}")
+        except BaseException:
+            sock.close()
+            raise
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._idle_timeout_s / _LOOKS)
+            now_s = asyncio.get_running_loop().time()
+            sending = {}
+            for connection in self._server.connections:
+                transport = connection.transport
+                if transport is None:
+                    continue
+                acknowledged, has_more = _progress(transport)
+                if has_more:
+                    before, since_s = self._sending.get(connection, (-_LEAST_SENT_BYTES, now_s))
+                    if acknowledged - before >= _LEAST_SENT_BYTES:
+                        before, since_s = acknowledged, now_s
+                    if now_s - since_s > self._idle_timeout_s:
+                        transport.abort()
+                    else:
+                        sending[connection] = before, since_s
+            self._sending = sending
+
+
+def _progress(transport: asyncio.Transport) -> tuple[int, bool]:
+    """Return how many bytes the client has acknowledged, and whether there are more for it."""
+    try:
+        info = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    except OSError:
+        return 0, False  # closed
+    unacknowledged, acknowledged, unsent = _TCP_INFO.unpack(info)
+    return acknowledged, bool(unacknowledged or unsent or transport.get_write_buffer_size())

@@ -1,4 +1,4 @@
-"""Bearer tokens and what they permit."""
+"""Bearer tokens, and which requests they permit."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
 
+from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler, Middleware
+
 from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.server.bodies import error_answer
+from sgl_kvfetch.stores import PAGE_PATHS, Route
 
 logger = logging.getLogger(__name__)
+# They tell nothing: the page asks for a token, and reads with it.
+PUBLIC_PATHS = frozenset({Route.HEALTH, *PAGE_PATHS})
 
 
 class Role(IntEnum):
@@ -21,6 +28,8 @@ class Role(IntEnum):
     ADMIN = 3  # replace any manifest, delete from all namespaces, pin
 
 
+ROLE = web.RequestKey("role", Role)  # of the request's token
+_NEEDED = {hdrs.METH_PUT: Role.WRITE, hdrs.METH_DELETE: Role.WRITE}  # for all other methods, READ
 _ROLES = {role.name.lower(): role for role in Role}
 
 
@@ -40,7 +49,7 @@ class TokenFile(Tokens):
     """Tokens from a file, which may be changed at any time."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError if the file cannot be read or is malformed."""
+        """Read the file. Raises ConfigError if it cannot be read or is malformed."""
         self._path = path
         self._stamp = self._look()
         super().__init__(self._read())
@@ -101,3 +110,28 @@ def parse_tokens(text: str) -> dict[str, Role]:
 
 def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
+
+
+def authorised(tokens: Tokens) -> Middleware:
+    """Make the middleware that answers 401 or 403 to requests that their token does not permit."""
+
+    @web.middleware
+    async def authorise(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path in PUBLIC_PATHS:
+            return await handler(request)
+        role = tokens.role_of(request.headers.get("Authorization", ""))
+        if role is None:
+            answer = error_answer(401, "unauthorised", "expected a valid bearer token in Authorization")
+            answer.headers["WWW-Authenticate"] = "Bearer"
+            return answer
+        request[ROLE] = role
+        require_role(request, _NEEDED.get(request.method, Role.READ))
+        return await handler(request)
+
+    return authorise
+
+
+def require_role(request: web.Request, needed: Role) -> None:
+    """Raise HTTPForbidden if the request's token lacks the role ``needed``."""
+    if request[ROLE] < needed:
+        raise web.HTTPForbidden(text=f"this needs a token with the role {needed.name.lower()}")

@@ -5,12 +5,15 @@ from .base import (
     SegmentHit as SegmentHit,
     Store as Store,
     WrappedStore as WrappedStore,
+    is_namespace as is_namespace,
     object_digest as object_digest,
+    require_name as require_name,
+    require_namespace as require_namespace,
 )
 from .breaker import Breaker as Breaker
 from .coverage import furthest as furthest
 from .hedged import MAX_HEDGES as MAX_HEDGES, HedgedStore as HedgedStore, OnHedge as OnHedge
-from .http import HttpOptions as HttpOptions, HttpStore as HttpStore, TlsFiles as TlsFiles
+from .http import HttpStore as HttpStore
 from .http_answers import status_error as status_error
 from .indexed_s3 import IndexedS3Store as IndexedS3Store
 from .listing import (
@@ -21,11 +24,12 @@ from .listing import (
     folders_named as folders_named,
     list_segments as list_segments,
     names_of_folders as names_of_folders,
+    pages_stored as pages_stored,
     read_manifest as read_manifest,
 )
-from .names import is_namespace as is_namespace, require_name as require_name, require_namespace as require_namespace
 from .pins import (
     MAX_LABEL as MAX_LABEL,
+    MAX_PIN_BYTES as MAX_PIN_BYTES,
     MAX_PIN_PAGES as MAX_PIN_PAGES,
     MAX_PINNED_PART as MAX_PINNED_PART,
     Pin as Pin,
@@ -34,36 +38,24 @@ from .pins import (
     require_pin_name as require_pin_name,
 )
 from .redis_index import IndexOptions as IndexOptions, PageIndex as PageIndex
+from .remote import HttpOptions as HttpOptions, TlsFiles as TlsFiles
 from .s3 import S3Store as S3Store
 from .signed import SignedStore as SignedStore
-from .stored_pages import pages_stored as pages_stored
 from .sweep import Plan as Plan, Swept as Swept, plan_sweep as plan_sweep, sweep_segments as sweep_segments
 from .wire import (
     BYTES_TYPE as BYTES_TYPE,
-    CHECK_PATH as CHECK_PATH,
-    FOLDERS_PATH as FOLDERS_PATH,
-    HEALTH_PATH as HEALTH_PATH,
-    LOOKUP_PATH as LOOKUP_PATH,
     MAX_LOOKUP_ANSWER_BYTES as MAX_LOOKUP_ANSWER_BYTES,
     MAX_LOOKUP_PAGES as MAX_LOOKUP_PAGES,
     MAX_LOOKUP_REQUEST_BYTES as MAX_LOOKUP_REQUEST_BYTES,
-    METRICS_PATH as METRICS_PATH,
     MSGPACK_TYPE as MSGPACK_TYPE,
     NDJSON_TYPE as NDJSON_TYPE,
-    OBJECTS_PATH as OBJECTS_PATH,
     PAGE_PATHS as PAGE_PATHS,
-    PICTURES_PATH as PICTURES_PATH,
-    PINS_PATH as PINS_PATH,
-    PROMPTS_PATH as PROMPTS_PATH,
-    SEGMENTS_PATH as SEGMENTS_PATH,
-    SUMMARY_PATH as SUMMARY_PATH,
     Checked as Checked,
     Deleted as Deleted,
     ErrorBody as ErrorBody,
     Folders as Folders,
-    HitRow as HitRow,
-    ListedObject as ListedObject,
     LookupRequest as LookupRequest,
     PinNames as PinNames,
+    Route as Route,
     parse_entity_tag as parse_entity_tag,
 )

@@ -11,25 +11,28 @@ Writers put the data first and the manifest last. A missing object is ``None``; 
 
 from __future__ import annotations
 
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import xxhash
+from msgspec import Meta
 
-from sgl_kvfetch.codec import decode_manifest
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, MAX_SEGMENT_PAGES, decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
-from sgl_kvfetch.keys import MANIFEST_SUFFIX, SegmentKey
+from sgl_kvfetch.keys import NAMESPACE_PATTERN, ObjectName, SegmentKey, parse_object_name
 from sgl_kvfetch.side_by_side import side_by_side
 
 if TYPE_CHECKING:
     from sgl_kvfetch.stores.pins import Pin
 
-_DELETES_AT_ONCE = 16
 _READS_AT_ONCE = 16
+_NAMESPACE = re.compile(NAMESPACE_PATTERN)
 
 
 def object_digest(data: bytes) -> str:
@@ -37,20 +40,40 @@ def object_digest(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
+def require_name(name: str) -> ObjectName:
+    """Parse an object's name. Raises StoreError (``invalid``) for any other text."""
+    try:
+        return parse_object_name(name)
+    except FormatError as e:
+        raise StoreError("invalid", str(e)) from e
+
+
+def is_namespace(name: str) -> bool:
+    """Return whether this is the name of a namespace's folder."""
+    return _NAMESPACE.fullmatch(name) is not None
+
+
+def require_namespace(namespace: str) -> None:
+    """Raise StoreError (``invalid``) unless ``namespace`` is the name of a namespace's folder."""
+    if not is_namespace(namespace):
+        raise StoreError("invalid", f"not a namespace: {namespace[:120]!r}")
+
+
+class ObjectInfo(msgspec.Struct, frozen=True):
+    """An object's name, size and time; a line of a listing over HTTP."""
+
     name: str
-    size_bytes: int
+    size_bytes: Annotated[int, Meta(ge=0)]
     modified_s: float  # seconds since the epoch
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentHit:
-    """A segment that covers some of the looked-up pages."""
+class SegmentHit(msgspec.Struct, frozen=True, array_like=True):
+    """A segment that covers some of the looked-up pages. Over HTTP, an array of the three fields."""
 
-    manifest: bytes  # the whole manifest object
-    first_page: int  # index of the first page to use, from the segment's start
-    num_pages: int  # how many pages of the segment to use
+    manifest: Annotated[bytes, Meta(min_length=1, max_length=MAX_MANIFEST_BYTES)]  # the whole manifest object
+    # Index of the first page to use, from the segment's start.
+    first_page: Annotated[int, Meta(ge=0, lt=MAX_SEGMENT_PAGES)]
+    num_pages: Annotated[int, Meta(ge=1, le=MAX_SEGMENT_PAGES)]  # how many pages of the segment to use
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +89,7 @@ class Lookup:
 
 
 class Store(ABC):
-    """What the data plane needs of a store. Many tasks may use it at once, but all of one event loop."""
+    """The operations that the data plane needs. Many tasks of one event loop may use a store at once."""
 
     signs = False  # whether it signs manifests, which then need chunk digests
 
@@ -144,7 +167,7 @@ class Store(ABC):
 
 
 class WrappedStore(Store):
-    """Base of stores that change how another store is read. It forwards to that store what reads nothing."""
+    """Base of stores that change how another store is read. It forwards all other operations to that store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -175,7 +198,7 @@ class WrappedStore(Store):
 
 
 class AdminStore(Store):
-    """Client of a store, which can also list its objects, sweep its segments and keep pins."""
+    """A store that can also list its objects, sweep its segments and keep pins."""
 
     @abstractmethod
     async def head(self, name: str) -> ObjectInfo | None:
@@ -184,20 +207,6 @@ class AdminStore(Store):
     @abstractmethod
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         """Iterate over all objects whose name starts with ``prefix``, in no particular order."""
-
-    async def delete_prefix(self, prefix: str) -> int:
-        names = [info.name async for info in self.list(prefix)]
-        count = 0
-
-        async def delete(name: str) -> None:
-            nonlocal count
-            existed = await self.delete(name)
-            count += existed
-
-        for are_manifests in (True, False):
-            some = [name for name in names if name.endswith(MANIFEST_SUFFIX) == are_manifests]
-            await side_by_side(_DELETES_AT_ONCE, some, delete)
-        return count
 
     async def last_uses(self, segments: Sequence[SegmentKey]) -> Sequence[float | None]:
         """Return when lookups last found segments, in seconds since the epoch; None where the store does not know."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class Breaker:
-    """Open after ``threshold`` failures in a row, for a pause that doubles with each further failure. Callers pass
-    the current time, in seconds."""
+    """Opens after ``threshold`` failures in a row, for a pause that doubles with each further failure. Callers pass
+    the current time in seconds."""
 
     def __init__(self, threshold: int = 3, first_pause_s: float = 1.0, longest_pause_s: float = 30.0) -> None:
         self._threshold = threshold

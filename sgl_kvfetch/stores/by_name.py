@@ -24,7 +24,7 @@ GetObject = Callable[[str], Awaitable[bytes | None]]
 
 
 async def lookup_by_name(get: GetObject, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
-    """Do what ``Store.lookup`` does, as far as names allow. ``get`` reads a whole object.
+    """Find segments as ``Store.lookup`` does, as far as names allow. ``get`` reads a whole object.
 
     Raises StoreError if the first round trip fails. A later failure only ends the run.
     """

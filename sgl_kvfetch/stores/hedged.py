@@ -1,21 +1,25 @@
 """A store with hedged reads: ask again, on another connection, when an answer is late.
 
 If a lookup or a read takes longer than usual, or no byte arrives for longer than usual, a second request asks the same
-store for the missing bytes. The first to finish wins. ``hedging`` decides when. Writes are never hedged.
+store for the missing bytes. The first to finish wins. Writes are never hedged.
+
+`Usual`, `judge` and `HedgeBudget` decide when: without clock or I/O. A request is checked once a tick; a tick is a
+quarter of the silence limit. Silence is counted in ticks, not in seconds: an event loop that was busy for a second has
+read nothing, although bytes may have come. It counts one silent tick.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.stores.base import Lookup, Store, WrappedStore
-from sgl_kvfetch.stores.hedging import SILENT_TICKS, HedgeBudget, Progress, Usual, Verdict, judge
-from sgl_kvfetch.stores.names import require_name
+from sgl_kvfetch.stores.base import Lookup, Store, WrappedStore, require_name
 
 T = TypeVar("T")
 
@@ -27,6 +31,11 @@ OnHedge = Callable[[str, HedgeResult], None]  # gets the kind of request, ``look
 MAX_HEDGES = 4  # concurrent second requests of each kind
 _MAX_HEDGES_OF_CALL = 3  # one after another
 _LATE_S = 1.0  # a read that is younger than this is never late
+SILENT_TICKS = 4  # a request with so many in a row is stalled
+_SILENT_TICKS_OF_SECOND = 2 * SILENT_TICKS
+
+_MOST_MEASURED = 64
+_LEAST_MEASURED = 8
 
 
 class HedgedStore(WrappedStore):
@@ -56,7 +65,7 @@ class HedgedStore(WrappedStore):
         return found
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-        """Manifests and reads with a ``length`` are hedged. Other whole objects are not: their size is unknown."""
+        """Hedge manifests and reads with a ``length``. Other whole objects are not hedged: their size is unknown."""
         if length is not None:
             async with self._free_reads:  # no read may wait for a connection: that would look like a stall
                 return await self._get_part(name, start, length)
@@ -223,3 +232,86 @@ class HedgedCall(Generic[T]):
 
 def _num_bytes(pieces: Sequence[bytes]) -> int:
     return sum(map(len, pieces))
+
+
+class Usual:
+    """Measures what is normal. The limit is ``factor`` times a quantile of the last measurements, within bounds."""
+
+    def __init__(self, factor: float, quantile: float, *, least: float, most: float, at_first: float) -> None:
+        """``at_first`` is the limit until there are enough measurements."""
+        assert 0 <= quantile < 1
+        assert least <= at_first <= most
+        self._factor, self._quantile = factor, quantile
+        self._least, self._most, self._at_first = least, most, at_first
+        self._measured: deque[float] = deque(maxlen=_MOST_MEASURED)
+
+    def note(self, measured: float) -> None:
+        self._measured.append(measured)
+
+    @property
+    def limit(self) -> float:
+        if len(self._measured) < _LEAST_MEASURED:
+            return self._at_first
+        usual = sorted(self._measured)[int(self._quantile * len(self._measured))]
+        return min(self._most, max(self._least, self._factor * usual))
+
+
+@dataclass(slots=True)
+class Progress:
+    """The bytes that one request has received, checked at every tick."""
+
+    num_bytes: int = 0
+    silent_ticks: int = 0  # in a row, up to now
+    _bytes_at_tick: int = 0
+
+    def tick(self) -> None:
+        self.silent_ticks = self.silent_ticks + 1 if self.num_bytes == self._bytes_at_tick else 0
+        self._bytes_at_tick = self.num_bytes
+
+
+class Verdict(Enum):
+    WAIT = auto()
+    ASK_AGAIN = auto()  # make a second request for the missing bytes
+    END_SECOND = auto()  # the second is not needed, or silent too; another may follow
+
+
+def judge(first: Progress, second: Progress | None, is_late: bool) -> Verdict:
+    """Decide at each tick whether to hedge. ``is_late``: the first request takes far longer than normal."""
+    if second is None:
+        return Verdict.ASK_AGAIN if is_late or first.silent_ticks >= SILENT_TICKS else Verdict.WAIT
+    has_resumed = second.num_bytes == 0 and first.silent_ticks == 0 and not is_late
+    return Verdict.END_SECOND if has_resumed or second.silent_ticks >= _SILENT_TICKS_OF_SECOND else Verdict.WAIT
+
+
+class HedgeBudget:
+    """Limit second requests: a few at once, and a tenth of all requests.
+
+    Second requests that were worth it do not count towards the tenth. So every request on a connection that hangs may
+    be hedged, but on a link that is only slow, or down, hedging soon stops.
+    """
+
+    _SHARE = 0.1
+
+    def __init__(self, most_at_once: int) -> None:
+        self._most_at_once = most_at_once
+        self._num_running = 0
+        self._tokens = float(most_at_once)
+
+    def request_ended(self) -> None:
+        self._add(self._SHARE)
+
+    def try_begin(self) -> bool:
+        if self._num_running >= self._most_at_once or self._tokens < 1:
+            return False
+        self._num_running += 1
+        self._tokens -= 1
+        return True
+
+    def end(self, was_worth_it: bool) -> None:
+        assert self._num_running > 0
+        self._num_running -= 1
+        if was_worth_it:
+            self._add(1)
+
+    def _add(self, tokens: float) -> None:
+        self._tokens = min(self._tokens + tokens, float(self._most_at_once))

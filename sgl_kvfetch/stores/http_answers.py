@@ -102,8 +102,6 @@ async def read_range(response: aiohttp.ClientResponse, start: int, length: int |
 
     Raises ``truncated`` if the object ends too early, ``too_large`` for more than ``most`` bytes.
     """
-    if length is not None and length > most:
-        raise StoreError("too_large", f"{response.url}: asked for {length} bytes, the limit is {most}")
     if response.status == 200:
         return await _cut(response, start, length, most)
     num_bytes = await _require_range(response, start, length)
@@ -117,7 +115,7 @@ async def read_range(response: aiohttp.ClientResponse, start: int, length: int |
 
 
 async def take_range(response: aiohttp.ClientResponse, start: int, length: int, take: Callable[[bytes], None]) -> None:
-    """Like ``read_range``, but pass bytes to ``take`` as they arrive; in one piece if the range was ignored."""
+    """Pass the body of a ranged answer to ``take`` as it arrives; in one piece if the server ignored the range."""
     if response.status == 200:
         take(await _cut(response, start, length, length))
         return
@@ -191,16 +189,15 @@ def _require_length(response: aiohttp.ClientResponse, found: int | None, expecte
 def decode_hits(what: str, body: bytes, pages_asked: int) -> Lookup:
     """Decode the answer to a lookup. Raises StoreError (``protocol``)."""
     try:
-        rows = msgspec.msgpack.decode(body, type=tuple[wire.HitRow, ...])
+        found = Lookup(msgspec.msgpack.decode(body, type=tuple[SegmentHit, ...]))
     except msgspec.DecodeError as e:
         raise StoreError("protocol", f"{what}: the answer is malformed: {_text(e)}") from e
-    found = sum(row.num_pages for row in rows)
-    if found > pages_asked:
-        raise StoreError("protocol", f"{what}: the answer has more pages than requested: {found}")
-    return Lookup(tuple(SegmentHit(row.manifest, row.first_page, row.num_pages) for row in rows))
+    if found.num_pages > pages_asked:
+        raise StoreError("protocol", f"{what}: the answer has more pages than requested: {found.num_pages}")
+    return found
 
 
-def decode_small(what: str, body: bytes, kind: type[T]) -> T:
+def decode_json(what: str, body: bytes, kind: type[T]) -> T:
     """Decode an answer in JSON. Raises StoreError (``protocol``)."""
     try:
         return msgspec.json.decode(body, type=kind)
@@ -211,10 +208,10 @@ def decode_small(what: str, body: bytes, kind: type[T]) -> T:
 def decode_listed(line: bytes, prefix: str) -> ObjectInfo:
     """Decode one line of a listing. Raises StoreError (``protocol``)."""
     try:
-        listed = msgspec.json.decode(line, type=wire.ListedObject)
+        listed = msgspec.json.decode(line, type=ObjectInfo)
         parse_object_name(listed.name)
     except (msgspec.DecodeError, UnicodeDecodeError, FormatError) as e:
         raise StoreError("protocol", f"listing {prefix!r}: malformed line: {_text(e)}") from e
     if not listed.name.startswith(prefix):
         raise StoreError("protocol", f"listing {prefix!r}: {listed.name} does not have this prefix")
-    return ObjectInfo(listed.name, listed.size_bytes, listed.modified_s)
+    return listed

@@ -13,10 +13,9 @@ from sgl_kvfetch.codec import decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, SegmentKey
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.stores.base import Lookup, SegmentHit
+from sgl_kvfetch.stores.base import Lookup, SegmentHit, require_namespace
 from sgl_kvfetch.stores.by_name import decode_expected, get_all
 from sgl_kvfetch.stores.coverage import furthest
-from sgl_kvfetch.stores.names import require_namespace
 from sgl_kvfetch.stores.redis_index import Entry, IndexOptions, PageIndex, entries_of
 from sgl_kvfetch.stores.s3 import S3Store
 
@@ -25,7 +24,7 @@ SAVE_USES_EVERY_S = 10.0
 
 
 class IndexedS3Store(S3Store):
-    """Writers enter the pages of each manifest that they put. Readers take nothing from the index on trust.
+    """Enters the pages of each manifest that is put. Reads check what the index says.
 
     If the index fails or knows nothing of the first page, lookups go by names, and enter what they find. The index also
     has when segments were last found, within 10 s.
@@ -45,7 +44,7 @@ class IndexedS3Store(S3Store):
             await self._quietly(self._enter(data))
 
     async def delete(self, name: str) -> bool:
-        """Deleting a manifest also removes its pages from the index."""
+        """Delete an object, and a manifest's pages from the index, too."""
         if not name.endswith(MANIFEST_SUFFIX):
             return await super().delete(name)
         content = await self.get(name)

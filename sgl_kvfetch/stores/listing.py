@@ -1,8 +1,9 @@
-"""The objects of a store, grouped by segment."""
+"""What a store holds: its objects by segment, the names of its folders, and how much of a prompt."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -10,7 +11,7 @@ from sgl_kvfetch.codec import Manifest, decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import SegmentKey, parse_object_name
 from sgl_kvfetch.labels import Labels, are_named
-from sgl_kvfetch.stores.base import ObjectInfo
+from sgl_kvfetch.stores.base import ObjectInfo, Store
 
 
 class Objects(Protocol):
@@ -81,7 +82,7 @@ async def first_readable_manifest(objects: Objects, segments: Iterable[StoredSeg
 
 
 class FolderNames(NamedTuple):
-    """What people may call a folder: the model of its namespace, and the labels of one of its segments."""
+    """The names of a folder for people: the model of its namespace, and the labels of one of its segments."""
 
     model: str
     labels: Labels
@@ -122,3 +123,25 @@ def decode_named_manifest(content: bytes, name: str) -> Manifest:
     if manifest.key.manifest_name != name:
         raise FormatError(f"manifest belongs under the name {manifest.key.manifest_name}")
     return manifest
+
+
+async def pages_stored(store: Store, hashes: Sequence[bytes]) -> dict[str, int]:
+    """Return how many of a prompt's pages a lookup finds with all heads, by namespace. Raises StoreError.
+
+    Ranks store their own heads, in folders of their own.
+    """
+    heads_of_page: defaultdict[str, list[set[int]]] = defaultdict(lambda: [set() for _ in hashes])
+    num_heads: dict[str, int] = {}
+    for folder in await store.folders():
+        page = 0
+        for hit in (await store.lookup(folder, hashes)).hits:
+            manifest = decode_manifest(hit.manifest)
+            namespace = manifest.namespace.digest()
+            num_heads[namespace] = manifest.namespace.num_heads
+            for heads in heads_of_page[namespace][page : page + hit.num_pages]:
+                heads.update(manifest.heads.heads)
+            page += hit.num_pages
+    return {
+        namespace: next((i for i, heads in enumerate(found) if len(heads) < num_heads[namespace]), len(found))
+        for namespace, found in heads_of_page.items()
+    }

@@ -48,7 +48,7 @@ _pins = msgspec.msgpack.Decoder(Pin)  # made before there are threads: see `code
 
 
 def decode_pin(content: bytes) -> Pin:
-    """Raises FormatError."""
+    """Decode a stored pin. Raises FormatError."""
     try:
         pin = _pins.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:

@@ -42,14 +42,15 @@ _ENTRY = struct.Struct(f">QB{PAGE_HASH_BYTES}s")  # 41 bytes; Redis keeps up to 
 _ORDER_AT = 9  # where Lua, which counts from 1, finds the order in an entry
 
 # Scripts over all KEYS. What is not a string, which only others can have put there, counts as nothing.
-_GET = """
+_READ = """
 local found = {}
 for i, key in ipairs(KEYS) do
-  local value = redis.pcall('GETEX', key, 'EX', ARGV[1])
+  local value = redis.pcall('GET', key)
   found[i] = type(value) == 'string' and value
 end
 return found
 """
+_READ_AND_KEEP = _READ.replace("'GET', key", "'GETEX', key, 'EX', ARGV[1]")
 # Keep the entry of a longer segment. Replace any other value, garbage included.
 _SET = f"""
 for i, key in ipairs(KEYS) do
@@ -66,14 +67,6 @@ end
 """
 _PUT = """
 for i, key in ipairs(KEYS) do redis.call('SET', key, ARGV[i + 1], 'EX', ARGV[1]) end
-"""
-_READ = """
-local found = {}
-for i, key in ipairs(KEYS) do
-  local value = redis.pcall('GET', key)
-  found[i] = type(value) == 'string' and value
-end
-return found
 """
 # Take the lease if nobody has it, or keep it. The second argument is its holder.
 _HOLD = """
@@ -167,7 +160,7 @@ class PageIndex:
 
     async def find(self, folder: str, page_hashes: Sequence[bytes]) -> list[Entry | None]:
         """Return what is known of each page, and keep that for another TTL."""
-        values = await self._read("looking pages up", _GET, self._page_keys(folder, page_hashes))
+        values = await self._read("looking pages up", _READ_AND_KEEP, self._page_keys(folder, page_hashes))
         return [decode_entry(value) for value in values]
 
     async def add(self, manifest: Manifest) -> None:

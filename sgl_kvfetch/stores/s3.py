@@ -22,15 +22,13 @@ from obstore.exceptions import (
     UnauthenticatedError,
 )
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
-from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, parse_object_name
-from sgl_kvfetch.stores.base import AdminStore, Lookup, ObjectInfo, object_digest
+from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, is_object_name
+from sgl_kvfetch.stores.base import Lookup, ObjectInfo, is_namespace, object_digest, require_name, require_namespace
 from sgl_kvfetch.stores.by_name import lookup_by_name
-from sgl_kvfetch.stores.http import HttpOptions
 from sgl_kvfetch.stores.http_answers import printable, status_error
-from sgl_kvfetch.stores.names import is_namespace, require_name, require_namespace
 from sgl_kvfetch.stores.pins import MAX_PIN_BYTES, Pin, decode_pin, require_pin_name
+from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore
 
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta
@@ -61,7 +59,7 @@ _KIND = re.compile(r"\bkind: (Connect|Timeout|Interrupted)\b")
 _DEBUG = "\n\nDebug source"
 
 
-class S3Store(AdminStore):
+class S3Store(RemoteStore):
     """Objects under a prefix of a bucket. obstore has the connections, credentials and retries.
 
     Lookups find segments by their names: see `by_name` for what that misses.
@@ -74,9 +72,8 @@ class S3Store(AdminStore):
 
         ``options.on_retry`` is not called: obstore does not tell of its retries.
         """
-        self.url = url.rstrip("/")
+        super().__init__(url, options)
         bucket, prefix = _parse_url(self.url)
-        self.options = options or HttpOptions()
         try:
             self._objects = obstore.store.S3Store(
                 bucket,
@@ -96,14 +93,13 @@ class S3Store(AdminStore):
         self._probing = asyncio.Lock()
         self._has_probed = False
         self._tag_form: TagForm | None = None  # None if the server does not support If-Match
-        self._closed = False
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-        """Also raises ``too_large`` for more bytes than ``max_object_bytes``, or than a manifest may have."""
+        """Read an object. Raises ``too_large``, too, beyond ``max_object_bytes`` or the size of a manifest."""
         assert start >= 0
         assert length is None or length >= 0
-        self._require_small_enough(name, length or 0)
-        if length == 0:  # HTTP has no empty range
+        self._size_limit(name, length or 0)
+        if length == 0:
             return await self._get_nothing(name, start)
 
         async def get() -> bytes:
@@ -118,8 +114,8 @@ class S3Store(AdminStore):
             raise
 
     async def read(self, name: str, start: int, length: int, take: Callable[[bytes], None]) -> bool:
-        """A retry continues where the broken attempt ended."""
-        self._require_small_enough(name, length)
+        """Read a range. A retry continues where the broken attempt ended."""
+        self._size_limit(name, length)
 
         async def read() -> bool:
             result = await self._begin_get(name, start, length)
@@ -146,21 +142,10 @@ class S3Store(AdminStore):
         else:
             result = await obstore.get_async(self._objects, name)
         first, end = result.range
-        self._require_small_enough(name, end - first)
+        self._size_limit(name, end - first)
         if length is not None and (first, end) != (start, start + length):
             raise StoreError("truncated", f"{name}: expected {length} bytes from {start} on, found {end - first}")
         return result
-
-    def _require_small_enough(self, name: str, num_bytes: int) -> None:
-        most = MAX_MANIFEST_BYTES if require_name(name).is_manifest else self.options.max_object_bytes
-        if num_bytes > most:
-            raise StoreError("too_large", f"getting {name}: {num_bytes} bytes, the limit is {most}")
-
-    async def _get_nothing(self, name: str, start: int) -> bytes | None:
-        info = await self.head(name)
-        if info is not None and start > info.size_bytes:
-            raise StoreError("truncated", f"{name} has {info.size_bytes} bytes; cannot read from byte {start} on")
-        return None if info is None else b""
 
     async def put(self, name: str, data: bytes) -> None:
         require_name(name)
@@ -174,7 +159,7 @@ class S3Store(AdminStore):
             raise StoreError("protocol", f"putting {name}: the server says that there is no such object")
 
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
-        """Uses ``If-Match``. Raises StoreError (``invalid``) if the server does not support it."""
+        """Replace a manifest with ``If-Match``. Raises StoreError (``invalid``) if the server does not support it."""
         if not require_name(name).is_manifest:
             raise StoreError("invalid", f"{name} is not a manifest; data objects are never replaced")
         tag_form = await self._require_if_match()
@@ -192,7 +177,7 @@ class S3Store(AdminStore):
         raise StoreError("server", f"replacing {name}: refused {_MAX_REPLACES} times", retriable=True)
 
     async def require_replace(self) -> None:
-        """Puts an object of its own, the first time, and replaces it on conditions that hold and that do not."""
+        """Probe the server, the first time: put an object of our own, and replace it with right and wrong tags."""
         await self._require_if_match()
 
     async def _put_if_match(self, path: str, data: bytes, tag: str) -> bool:
@@ -237,43 +222,44 @@ class S3Store(AdminStore):
         return None
 
     async def head(self, name: str) -> ObjectInfo | None:
-        """The modification time is in whole seconds."""
+        """Return size and time. The time is in whole seconds."""
         require_name(name)
         meta = await self._call(f"looking at {name}", lambda: obstore.head_async(self._objects, name))
         return None if meta is None else _info(meta)
 
     async def delete(self, name: str) -> bool:
-        """S3 does not say whether there was an object, so this asks before: of two callers, both may return True."""
+        """Delete an object. S3 does not say whether there was one, so ask before: two callers may both return True."""
         if await self.head(name) is None:
             return False
         await self._delete(name)
         return True
 
-    async def _delete(self, path: str) -> None:
-        await self._call(f"deleting {path}", lambda: obstore.delete_async(self._objects, path))
+    async def _delete(self, paths: str | Sequence[str], label: str = "") -> None:
+        await self._call(f"deleting {label or paths}", lambda: obstore.delete_async(self._objects, paths))
 
     async def delete_prefix(self, prefix: str) -> int:
         names = [info.name async for info in self.list(prefix)]
         for are_manifests in (True, False):
             left = iter([name for name in names if name.endswith(MANIFEST_SUFFIX) == are_manifests])
             while some := list(islice(left, _DELETED_AT_ONCE)):
-                await self._delete_all(prefix, some)
+                await self._delete(some, f"{prefix!r}*")
         return len(names)
 
-    async def _delete_all(self, prefix: str, names: Sequence[str]) -> None:
-        await self._call(f"deleting {prefix!r}*", lambda: obstore.delete_async(self._objects, names))
-
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """Each page of the listing has its own deadline. S3 lists by folder; the rest of ``prefix`` is matched here."""
+        """List objects. Each page has its own deadline. S3 lists by folder; the rest of ``prefix`` is matched here."""
         folder, slash, _ = prefix.partition("/")
-        pages = obstore.list(self._objects, folder if slash else None, chunk_size=_LISTED_AT_ONCE)
-        while metas := await self._call(f"listing {prefix!r}", lambda: anext(pages, None)):
+        async for meta in self._list_folder(f"listing {prefix!r}", folder if slash else None):
+            if meta["path"].startswith(prefix) and is_object_name(meta["path"]):
+                yield _info(meta)
+
+    async def _list_folder(self, what: str, folder: str | None) -> AsyncIterator[ObjectMeta]:
+        pages = obstore.list(self._objects, folder, chunk_size=_LISTED_AT_ONCE)
+        while metas := await self._call(what, lambda: anext(pages, None)):
             for meta in metas:
-                if meta["path"].startswith(prefix) and _is_object_name(meta["path"]):
-                    yield _info(meta)
+                yield meta
 
     async def folders(self, digest: str = "") -> frozenset[str]:
-        """One request lists a thousand folders, of all namespaces: S3 lists by whole folders."""
+        """List folders. One request lists a thousand, of all namespaces: S3 lists by whole folders."""
         found = await self._call("listing folders", lambda: obstore.list_with_delimiter_async(self._objects))
         names = [] if found is None else found["common_prefixes"]
         return frozenset(name for name in names if name.startswith(digest and f"{digest}.") and is_namespace(name))
@@ -284,11 +270,7 @@ class S3Store(AdminStore):
         return await lookup_by_name(self.get, namespace, page_hashes)
 
     async def pins(self) -> Sequence[str]:
-        found: list[str] = []
-        pages = obstore.list(self._objects, _PINS, chunk_size=_LISTED_AT_ONCE)
-        while metas := await self._call("listing pins", lambda: anext(pages, None)):
-            found += [meta["path"].rpartition("/")[2] for meta in metas]
-        return found
+        return [meta["path"].rpartition("/")[2] async for meta in self._list_folder("listing pins", _PINS)]
 
     async def get_pin(self, name: str) -> Pin | None:
         path = f"{_PINS}/{require_pin_name(name)}"
@@ -314,7 +296,7 @@ class S3Store(AdminStore):
         return True
 
     async def close(self) -> None:
-        """obstore closes its connections when nothing refers to it any longer."""
+        """Refuse further calls. obstore closes its connections when nothing refers to it any longer."""
         self._closed = True
 
     async def _call(self, what: str, call: Callable[[], Awaitable[T]], num_bytes: int = 0) -> T | None:
@@ -322,15 +304,10 @@ class S3Store(AdminStore):
 
         The deadline is extended for ``num_bytes`` that are to be transferred.
         """
-        if self._closed:
-            raise StoreError("io", f"the client of {self.url} is closed")
-        timeout_s = self.options.timeout_s + num_bytes / self.options.min_bytes_per_s
+        self._require_open()
         try:
-            async with asyncio.timeout(timeout_s), self._free:
+            async with self._deadline(what, num_bytes), self._free:
                 return await call()
-        except TimeoutError as e:
-            message = f"{what}: no answer from {self.url} within {timeout_s:g} s"
-            raise StoreError("timeout", message, retriable=True) from e
         except FileNotFoundError as e:
             if "<Code>NoSuchBucket</Code>" in str(e):
                 raise StoreError("invalid", f"{what}: there is no bucket for {self.url}") from e
@@ -390,14 +367,6 @@ def _store_error(message: str, detail: str) -> StoreError:
 def _text(error: BaseException) -> str:
     """Return what obstore says, without its structure and without control characters."""
     return printable(" ".join(str(error).partition(_DEBUG)[0].split())[:500])
-
-
-def _is_object_name(path: str) -> bool:
-    try:
-        parse_object_name(path)
-    except FormatError:
-        return False
-    return True
 
 
 def _info(meta: ObjectMeta) -> ObjectInfo:

@@ -39,7 +39,7 @@ class SignedStore(WrappedStore):
         return await self._store.replace(name, self._signed(data), expected_digest)
 
     async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
-        """The run ends at the first segment without a valid signature."""
+        """Look up a run, which ends at the first segment without a valid signature."""
         found = await self._store.lookup(namespace, page_hashes)
         bad = (i for i, hit in enumerate(found.hits) if not self._is_good(hit.manifest))
         return replace(found, hits=found.hits[: next(bad, len(found.hits))])

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import re
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, MAX_SEGMENT_PAGES
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
 from sgl_kvfetch.keys import NAMESPACE_PATTERN, PAGE_HASH_BYTES
 
-OBJECTS_PATH = "/v1/objects"
-LOOKUP_PATH = "/v1/lookup"
-PINS_PATH = "/v1/pins"
-CHECK_PATH = "/v1/check"
-FOLDERS_PATH = "/v1/folders"
-HEALTH_PATH = "/healthz"
-METRICS_PATH = "/metrics"
+
+class Route(StrEnum):
+    """The paths of the server."""
+
+    OBJECTS = "/v1/objects"
+    LOOKUP = "/v1/lookup"
+    PINS = "/v1/pins"
+    CHECK = "/v1/check"
+    FOLDERS = "/v1/folders"
+    HEALTH = "/healthz"
+    METRICS = "/metrics"
+    SUMMARY = "/v1/summary"
+    SEGMENTS = "/v1/segments"
+    PICTURES = "/v1/pictures"
+    PROMPTS = "/v1/prompts"
+
+
 PAGE_PATHS = ("/", "/page.css", "/page.js")
-SUMMARY_PATH = "/v1/summary"
-SEGMENTS_PATH = "/v1/segments"
-PICTURES_PATH = "/v1/pictures"
-PROMPTS_PATH = "/v1/prompts"
 
 MSGPACK_TYPE = "application/msgpack"
 NDJSON_TYPE = "application/x-ndjson"
@@ -60,20 +67,6 @@ class Folders(msgspec.Struct, frozen=True):
     """The folders of a namespace."""
 
     folders: list[Annotated[str, Meta(pattern=f"^{NAMESPACE_PATTERN}$")]]
-
-
-class HitRow(msgspec.Struct, frozen=True, array_like=True):
-    manifest: Annotated[bytes, Meta(min_length=1, max_length=MAX_MANIFEST_BYTES)]
-    first_page: Annotated[int, Meta(ge=0, lt=MAX_SEGMENT_PAGES)]
-    num_pages: Annotated[int, Meta(ge=1, le=MAX_SEGMENT_PAGES)]
-
-
-class ListedObject(msgspec.Struct, frozen=True):
-    """One line of a listing."""
-
-    name: str
-    size_bytes: Annotated[int, Meta(ge=0)]
-    modified_s: float
 
 
 class Deleted(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.stores import LOOKUP_PATH
+from sgl_kvfetch.stores import Route
 from sgl_kvfetch.tools.terminal import (
     TokenFileOption,
     TokenOption,
@@ -136,7 +136,7 @@ def parse(text: str) -> dict[tuple[str, str], float]:
     values: dict[tuple[str, str], float] = {}
     for family in text_string_to_metric_families(text):
         for name, labels, value, *_ in family.samples:
-            if name == f"{_PREFIX}request_seconds_bucket" and labels["route"] != LOOKUP_PATH:
+            if name == f"{_PREFIX}request_seconds_bucket" and labels["route"] != Route.LOOKUP:
                 continue
             label = labels.get("le") or labels.get("result") or labels.get("status") or ""
             key = name.removeprefix(_PREFIX), label

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
-from sgl_kvfetch.directory import damage, files
+from sgl_kvfetch.directory import files, repair
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.base import Lookup
@@ -110,7 +110,7 @@ async def test_reports_of_many_segments_are_bounded(store: LocalStore, monkeypat
         checked.append(name)
         return False
 
-    monkeypatch.setattr(damage.DamageChecks, "_check", check)
+    monkeypatch.setattr(repair.DamageChecks, "_check", check)
     segments = [make_segment(page_hashes(4, str(i)), 0, 4).manifest.key.manifest_name for i in range(100)]
     reports = [asyncio.create_task(store.report_damage(name)) for name in segments]
     await asyncio.sleep(0)
@@ -126,15 +126,15 @@ async def test_a_segment_that_is_replaced_during_the_check_stays(
 ) -> None:
     flip(tmp_path / SEGMENT.data_name)
     read, go_on = threading.Event(), threading.Event()
-    broken_data = damage.DamageChecks._broken_data
+    broken_data = repair.DamageChecks._broken_data
 
-    def slow(checks: damage.DamageChecks, name: str) -> list[str] | None:
+    def slow(checks: repair.DamageChecks, name: str) -> list[str] | None:
         found = broken_data(checks, name)
         read.set()
         assert go_on.wait(60)
         return found
 
-    monkeypatch.setattr(damage.DamageChecks, "_broken_data", slow)
+    monkeypatch.setattr(repair.DamageChecks, "_broken_data", slow)
     report = asyncio.create_task(store.report_damage(MANIFEST))
     assert await asyncio.to_thread(read.wait, 60)
     await put_segment(store, SEGMENT)

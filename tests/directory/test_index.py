@@ -52,13 +52,13 @@ class PageIndex:
     def add(self, manifest: FakeManifest) -> None:
         if rows.stored_id(self.db, manifest.name) is None:
             rows.add_file(self.db, manifest.name, 1, FileState.STORED)
-        rows.index(self.db, manifest, manifest.name.encode())  # type: ignore[arg-type]
+        rows.index_segment(self.db, manifest, manifest.name.encode())  # type: ignore[arg-type]
 
     def remove(self, name: str) -> bool:
         file_id = rows.stored_id(self.db, name)
         if file_id is None:
             return False
-        rows.to_be_deleted(self.db, file_id)
+        rows.unname_file(self.db, file_id)
         self.db.execute("DELETE FROM files WHERE id = ?", (file_id,))
         return True
 
@@ -66,7 +66,7 @@ class PageIndex:
         return int(self.db.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
 
     def find(self, page_hashes: list[bytes]) -> list[index.IndexHit]:
-        return index.find(self.db, SPACE, page_hashes)
+        return index.find_pages(self.db, SPACE, page_hashes)
 
 
 @contextmanager

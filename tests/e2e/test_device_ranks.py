@@ -18,7 +18,7 @@ from harness.faults import Fault
 from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
-from sgl_kvfetch.stores.wire import LOOKUP_PATH
+from sgl_kvfetch.stores.wire import Route
 from tests.e2e.conftest import ask, from_storage, make_prompt, same_answer
 from tests.e2e.device import ATTACH, attach, attached, begin, wait_until_disconnected
 from tests.e2e.faults import PAGES, SLACK_S, Proxy, counted, fetch_again, is_data
@@ -106,7 +106,7 @@ def test_a_lookup_that_one_of_them_is_refused(pair: Pair) -> None:
 
     def is_refused() -> bool:
         pair.server.flush()
-        pair.link.set(Fault("error", status=400, times=1, only=lambda _, path: path == LOOKUP_PATH))
+        pair.link.set(Fault("error", status=400, times=1, only=lambda _, path: path == Route.LOOKUP))
         answer = ask(pair.server, make_prompt(1))
         assert same_answer(answer, pair.computed[1])
         return from_storage(answer) == 0

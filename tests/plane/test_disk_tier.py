@@ -28,7 +28,8 @@ from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane import disk_tier
 from sgl_kvfetch.plane.disk_tier import DiskTier, DiskTierOptions
 from sgl_kvfetch.stores.base import Lookup, Store
-from sgl_kvfetch.stores.http import HttpOptions, HttpStore
+from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.remote import HttpOptions
 from sgl_kvfetch.stores.signed import SignedStore
 
 CAPACITY = 100 << 20

@@ -10,8 +10,9 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.plane.open import S3Options, open_hedged, open_store
 from sgl_kvfetch.stores.hedged import HedgedStore
-from sgl_kvfetch.stores.http import HttpOptions, HttpStore
+from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
+from sgl_kvfetch.stores.remote import HttpOptions
 from sgl_kvfetch.stores.s3 import S3Store
 
 

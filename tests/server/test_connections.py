@@ -20,8 +20,7 @@ import pytest
 from harness.small_segments import data_object
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.server import ServerConfig
-from sgl_kvfetch.server.listener import fit_connections
-from sgl_kvfetch.server.run import RunningServer, running_server
+from sgl_kvfetch.server.run import RunningServer, fit_connections, running_server
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.http import HttpStore
 
@@ -42,12 +41,12 @@ async def connected(server: RunningServer, sent: bytes = b"") -> AsyncIterator[a
 
 
 async def status_of(server: RunningServer) -> int:
-    async with aiohttp.ClientSession(server.url) as session, session.get(wire.HEALTH_PATH) as response:
+    async with aiohttp.ClientSession(server.url) as session, session.get(wire.Route.HEALTH) as response:
         return response.status
 
 
 async def metric(server: RunningServer, name: str) -> float:
-    async with aiohttp.ClientSession(server.url) as session, session.get(wire.METRICS_PATH) as response:
+    async with aiohttp.ClientSession(server.url) as session, session.get(wire.Route.METRICS) as response:
         (line,) = re.findall(f"(?m)^kvfetch_server_{name} (.+)$", await response.text())
     return float(line)
 
@@ -64,7 +63,7 @@ async def test_a_connection_without_a_request_is_closed(tmp_path: Path, sent: by
 
 
 async def test_a_lookup_that_brings_no_body_is_refused(tmp_path: Path) -> None:
-    head = f"POST {wire.LOOKUP_PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+    head = f"POST {wire.Route.LOOKUP} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
     async with (
         running_server(ServerConfig(tmp_path, port=0, idle_timeout_s=0.3)) as server,
         connected(server, head.encode() + b"x") as reader,
@@ -103,7 +102,7 @@ async def test_a_client_that_takes_no_bytes_is_dropped(tmp_path: Path) -> None:
         loop = asyncio.get_running_loop()
         async with running_server(ServerConfig(tmp_path, port=0, idle_timeout_s=0.5)) as server:
             await loop.sock_connect(sock, (server.host, server.port))
-            await loop.sock_sendall(sock, f"GET {wire.OBJECTS_PATH}/{name} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            await loop.sock_sendall(sock, f"GET {wire.Route.OBJECTS}/{name} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
             async with asyncio.timeout(DEADLINE_S):
                 while await metric(server, "requests_in_flight") > 1:
                     pass  # and take nothing
@@ -116,7 +115,7 @@ async def test_a_client_that_takes_its_time_is_kept(tmp_path: Path) -> None:
         store = HttpStore(server.url)
         await store.put(data_object(content), content)
         await store.close()
-        request = f"GET {wire.OBJECTS_PATH}/{data_object(content)} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        request = f"GET {wire.Route.OBJECTS}/{data_object(content)} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
         received = 0
         async with connected(server, request.encode()) as reader, asyncio.timeout(DEADLINE_S):
             while piece := await reader.read(1 << 20):
@@ -134,7 +133,7 @@ async def test_a_client_that_leaves_during_an_answer_leaves_nothing_behind(
     (tmp_path / name).write_bytes(content)
     async with running_server(ServerConfig(tmp_path, port=0)) as server:
         for _ in range(5):
-            async with connected(server, f"GET {wire.OBJECTS_PATH}/{name} HTTP/1.1\r\nHost: x\r\n\r\n".encode()) as r:
+            async with connected(server, f"GET {wire.Route.OBJECTS}/{name} HTTP/1.1\r\nHost: x\r\n\r\n".encode()) as r:
                 await r.readexactly(1000)
         async with asyncio.timeout(DEADLINE_S):
             while await metric(server, "requests_in_flight") > 1:
@@ -227,7 +226,7 @@ async def test_a_malformed_lookup_is_the_clients_fault(
     tmp_path: Path, headers: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     body = b"\x82\xa9namespace\xa4\xff\xff\xff\xff\xabpage_hashes\xc4\x00"  # a namespace that is not UTF-8
-    request = f"POST {wire.LOOKUP_PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n{headers}\r\n".encode()
+    request = f"POST {wire.Route.LOOKUP} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n{headers}\r\n".encode()
     async with running_server(ServerConfig(tmp_path, port=0)) as server, connected(server, request + body) as reader:
         assert (await reader.readline()).split()[1] == b"400"
     assert caplog.records == []

@@ -78,7 +78,7 @@ class TestThroughNginx(AdminStoreConformance):
 
 async def test_nginx_itself_sends_data_and_checks_tokens(url: str, tmp_path: Path) -> None:
     content = bytes(range(200))
-    path = f"{wire.OBJECTS_PATH}/{data_object(content)}"
+    path = f"{wire.Route.OBJECTS}/{data_object(content)}"
     async with aiohttp.ClientSession(url) as session:
 
         async def ask(method: str, token: str, data: bytes | None = None) -> aiohttp.ClientResponse:

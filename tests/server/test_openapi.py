@@ -15,6 +15,7 @@ from sgl_kvfetch.server.app import create_app
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.server.tokens import Role
 from sgl_kvfetch.stores import wire
+from sgl_kvfetch.stores.base import ObjectInfo
 from sgl_kvfetch.stores.pins import Pin
 
 DOCUMENT = yaml.safe_load((Path(__file__).parents[2] / "docs" / "openapi.yaml").read_text())
@@ -34,7 +35,7 @@ def test_the_document_has_the_routes_of_the_server(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "struct",
     [
-        *(wire.ListedObject, wire.Deleted, wire.Checked, wire.Folders, wire.PinNames, Pin),
+        *(ObjectInfo, wire.Deleted, wire.Checked, wire.Folders, wire.PinNames, Pin),
         *(pages.Summary, pages.FolderRow, pages.LoadSample),
     ],
 )
@@ -56,7 +57,7 @@ async def test_each_operation_needs_the_role_that_the_document_names(tmp_path: P
             for role in (None, *Role):
                 headers = {} if role is None else {"Authorization": f"Bearer token-of-{role.name.lower()}"}
                 # A prefix within a namespace: shorter ones need the role admin, as the description says.
-                query = {"prefix": "0/"} if method == "DELETE" and path == wire.OBJECTS_PATH else {}
+                query = {"prefix": "0/"} if method == "DELETE" and path == wire.Route.OBJECTS else {}
                 async with session.request(method, path.format(**values), headers=headers, params=query) as response:
                     allowed = response.status not in (401, 403)
                 assert allowed == (needed is None or (role is not None and role >= needed)), (method, path, role)

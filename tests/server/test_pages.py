@@ -51,18 +51,18 @@ async def test_only_the_page_itself_needs_no_token(tmp_path: Path) -> None:
                 policy = response.headers["Content-Security-Policy"]
             assert policy.startswith("default-src 'none'")
             assert "unsafe" not in policy
-        for path in (wire.SUMMARY_PATH, wire.SEGMENTS_PATH, f"{wire.SEGMENTS_PATH}/x", f"{wire.PICTURES_PATH}/x"):
+        for path in (wire.Route.SUMMARY, wire.Route.SEGMENTS, f"{wire.Route.SEGMENTS}/x", f"{wire.Route.PICTURES}/x"):
             await get(session, path, status=401)
-        async with session.post(wire.PROMPTS_PATH, json={}) as response:
+        async with session.post(wire.Route.PROMPTS, json={}) as response:
             assert response.status == 401
-        async with session.get(wire.SUMMARY_PATH, headers=AUTHORISED) as response:
+        async with session.get(wire.Route.SUMMARY, headers=AUTHORISED) as response:
             assert response.status == 200
 
 
 async def test_what_is_stored(tmp_path: Path) -> None:
     long, short = make_segment(page_hashes(8), 0, 8), make_segment(page_hashes(3, "other"), 0, 2)
     async with serving(tmp_path, long, short) as session:
-        summary = await get(session, wire.SUMMARY_PATH)
+        summary = await get(session, wire.Route.SUMMARY)
         (folder,) = summary["folders"]
         manifest = long.manifest
         assert folder["folder"] == manifest.heads.folder
@@ -73,23 +73,23 @@ async def test_what_is_stored(tmp_path: Path) -> None:
         sizes = [len(each.data) + len(each.manifest.encode()) for each in (long, short)]
         assert folder["stored_bytes"] == sum(sizes)
         assert summary["history"][-1]["values"]["stored_bytes"] == sum(sizes)
-        listed = await get(session, wire.SEGMENTS_PATH, folder=folder["folder"])
+        listed = await get(session, wire.Route.SEGMENTS, folder=folder["folder"])
         assert {each["name"]: (each["num_pages"], each["stored_bytes"], each["is_pinned"]) for each in listed} == {
             long.manifest.key.manifest_name: (8, sizes[0], False),
             short.manifest.key.manifest_name: (2, sizes[1], False),
         }
-        assert await get(session, wire.SEGMENTS_PATH, folder="0" * 32 + ".0-1") == []
-        about = await get(session, f"{wire.SEGMENTS_PATH}/{manifest.key.manifest_name}")
+        assert await get(session, wire.Route.SEGMENTS, folder="0" * 32 + ".0-1") == []
+        about = await get(session, f"{wire.Route.SEGMENTS}/{manifest.key.manifest_name}")
         assert (about["model"], about["num_spans"]) == (manifest.namespace.model, manifest.num_spans)
         missing = manifest.key.manifest_name.replace("8-", "4-")
-        assert (await get(session, f"{wire.SEGMENTS_PATH}/{missing}", status=404))["error"] == "not_found"
+        assert (await get(session, f"{wire.Route.SEGMENTS}/{missing}", status=404))["error"] == "not_found"
 
 
 async def test_models_and_quantisers_have_names_for_people(tmp_path: Path) -> None:
     segment = with_labels(make_segment(page_hashes(8), 0, 8), Labels("org/llama", "klt 6.5e-4"))
     async with serving(tmp_path, segment) as session:
-        (folder,) = (await get(session, wire.SUMMARY_PATH))["folders"]
-        about = await get(session, f"{wire.SEGMENTS_PATH}/{segment.manifest.key.manifest_name}")
+        (folder,) = (await get(session, wire.Route.SUMMARY))["folders"]
+        about = await get(session, f"{wire.Route.SEGMENTS}/{segment.manifest.key.manifest_name}")
     namespace = segment.manifest.namespace
     for found in (folder, about):
         assert (found["model"], found["quantiser"]) == ("org/llama", "klt 6.5e-4")
@@ -99,8 +99,8 @@ async def test_models_and_quantisers_have_names_for_people(tmp_path: Path) -> No
 async def test_a_summary_may_be_some_seconds_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_SUMMARY_AGE_S", 600.0)
     async with serving(tmp_path) as session:
-        first = await get(session, wire.SUMMARY_PATH)
-        assert await get(session, wire.SUMMARY_PATH) == first
+        first = await get(session, wire.Route.SUMMARY)
+        assert await get(session, wire.Route.SUMMARY) == first
         assert first["folders"] == []
 
 
@@ -109,9 +109,9 @@ async def test_looking_is_no_use(tmp_path: Path) -> None:
     name = segment.manifest.key.manifest_name
     async with serving(tmp_path, segment) as session:
         folder = segment.manifest.heads.folder
-        (before,) = await get(session, wire.SEGMENTS_PATH, folder=folder)
-        await get(session, wire.SUMMARY_PATH)
-        await get(session, f"{wire.SEGMENTS_PATH}/{name}")
+        (before,) = await get(session, wire.Route.SEGMENTS, folder=folder)
+        await get(session, wire.Route.SUMMARY)
+        await get(session, f"{wire.Route.SEGMENTS}/{name}")
         store = LocalStore(tmp_path)
         assert await store.last_uses([segment.manifest.key]) == [before["last_used_s"]]
         await store.close()
@@ -123,7 +123,7 @@ async def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
     async with serving(tmp_path, segment) as session:
         path = tmp_path / name
         path.write_bytes(path.read_bytes()[:-1] + b"x")
-        for what in (wire.SEGMENTS_PATH, wire.PICTURES_PATH):
+        for what in (wire.Route.SEGMENTS, wire.Route.PICTURES):
             assert name in (await get(session, f"{what}/{name}", status=422))["message"]
 
 
@@ -131,7 +131,7 @@ async def test_no_more_pictures_than_a_few_wait(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(pages, "_MOST_PICTURES", 0)
     segment = make_segment(page_hashes(4), 0, 4)
     async with serving(tmp_path, segment) as session:
-        path = f"{wire.PICTURES_PATH}/{segment.manifest.key.manifest_name}"
+        path = f"{wire.Route.PICTURES}/{segment.manifest.key.manifest_name}"
         assert "being drawn" in (await get(session, path, status=503))["message"]
 
 
@@ -140,7 +140,7 @@ async def test_a_prompt_has_as_many_pages_as_a_lookup(tmp_path: Path, monkeypatc
     async with serving(tmp_path) as session:
         for num_tokens, status in ((3, 200), (4, 400)):
             query = {"prompt": list(range(num_tokens)), "page_size": 1}
-            async with session.post(wire.PROMPTS_PATH, json=query) as response:
+            async with session.post(wire.Route.PROMPTS, json=query) as response:
                 assert response.status == status
 
 
@@ -150,7 +150,7 @@ async def test_how_much_of_a_prompt_is_stored(tmp_path: Path) -> None:
     async with serving(tmp_path, segment) as session:
 
         async def ask(status: int = 200, **query: Any) -> Any:
-            async with session.post(wire.PROMPTS_PATH, json=query) as response:
+            async with session.post(wire.Route.PROMPTS, json=query) as response:
                 assert response.status == status
                 return await response.json()
 
@@ -167,7 +167,7 @@ async def test_how_much_of_a_prompt_is_stored(tmp_path: Path) -> None:
 
 async def test_pictures_of_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     segment = make_segment(page_hashes(4), 0, 4)
-    path = f"{wire.PICTURES_PATH}/{segment.manifest.key.manifest_name}"
+    path = f"{wire.Route.PICTURES}/{segment.manifest.key.manifest_name}"
     async with serving(tmp_path, segment) as session:
         async with session.get(path) as response:
             assert (response.status, response.content_type) == (200, "image/png")

@@ -21,15 +21,16 @@ from harness.small_segments import FOLDER, data_object, make_segment, page_hashe
 from harness.store_conformance import BAD_NAMES
 from sgl_kvfetch.directory.local import LocalStore, StoreUsage
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.server import ServerConfig, handlers
+from sgl_kvfetch.server import ServerConfig, app as application
 from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import object_digest
-from sgl_kvfetch.stores.http import HttpOptions, HttpStore
+from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.remote import HttpOptions
 
 CONTENT = bytes(range(200))
 NAME = data_object(CONTENT)
-OBJECT = f"{wire.OBJECTS_PATH}/{NAME}"
+OBJECT = f"{wire.Route.OBJECTS}/{NAME}"
 
 
 @asynccontextmanager
@@ -62,7 +63,7 @@ async def error_of(response: aiohttp.ClientResponse) -> str:
 
 async def test_if_match_replaces_a_manifest(tmp_path: Path) -> None:
     old, new = (make_segment(page_hashes(4), 0, 4, codec=codec) for codec in ("zstd", "deflate"))
-    path = f"{wire.OBJECTS_PATH}/{old.manifest.key.manifest_name}"
+    path = f"{wire.Route.OBJECTS}/{old.manifest.key.manifest_name}"
     content = new.manifest.encode()
     tag = {"If-Match": wire.entity_tag(object_digest(old.manifest.encode()))}
     async with serving(tmp_path) as (server, session):
@@ -80,7 +81,7 @@ async def test_if_match_replaces_a_manifest(tmp_path: Path) -> None:
         async with session.put(path, data=content, headers=tag) as response:
             assert response.status == 201
         assert await store.get(old.manifest.key.manifest_name) == content
-        async with session.put(f"{wire.OBJECTS_PATH}/{new.data_name}", data=new.data, headers=tag) as response:
+        async with session.put(f"{wire.Route.OBJECTS}/{new.data_name}", data=new.data, headers=tag) as response:
             assert response.status == 400
         await store.close()
 
@@ -103,7 +104,7 @@ async def shut(writer: asyncio.StreamWriter) -> None:
 
 
 async def metric(session: aiohttp.ClientSession, name: str, **labels: str) -> float:
-    async with session.get(wire.METRICS_PATH) as response:
+    async with session.get(wire.Route.METRICS) as response:
         assert response.status == 200
         families = list(text_string_to_metric_families(await response.text()))
     found = [
@@ -164,16 +165,16 @@ async def test_head(session: aiohttp.ClientSession) -> None:
 
 
 async def test_statuses(session: aiohttp.ClientSession) -> None:
-    missing = f"{wire.OBJECTS_PATH}/{data_object(b'missing')}"
+    missing = f"{wire.Route.OBJECTS}/{data_object(b'missing')}"
     segment = make_segment(page_hashes(4), 0, 4)
-    manifest = f"{wire.OBJECTS_PATH}/{segment.manifest.key.manifest_name}"
+    manifest = f"{wire.Route.OBJECTS}/{segment.manifest.key.manifest_name}"
     for method, path, body, status, error in (
         ("GET", missing, None, 404, "not_found"),
         ("DELETE", missing, None, 404, "not_found"),
         ("GET", "/elsewhere", None, 404, "not_found"),
         ("POST", OBJECT, b"", 405, "method_not_allowed"),
-        ("GET", wire.OBJECTS_PATH + "/bad", None, 400, "bad_request"),
-        ("PUT", wire.OBJECTS_PATH + "/bad", b"x", 400, "bad_request"),
+        ("GET", wire.Route.OBJECTS + "/bad", None, 400, "bad_request"),
+        ("PUT", wire.Route.OBJECTS + "/bad", b"x", 400, "bad_request"),
         ("PUT", OBJECT, b"not the digest's content", 422, "invalid"),
         ("PUT", manifest, segment.manifest.encode(), 409, "incomplete"),
         ("PUT", manifest, b"nonsense", 422, "invalid"),
@@ -200,7 +201,7 @@ async def test_paths_do_not_escape(tmp_path: Path) -> None:
             if "\n" in name or not name:
                 continue
             for method in ("GET", "PUT", "DELETE", "HEAD"):
-                head = f"{method} {wire.OBJECTS_PATH}/{name} HTTP/1.1\r\nHost: x\r\n"
+                head = f"{method} {wire.Route.OBJECTS}/{name} HTTP/1.1\r\nHost: x\r\n"
                 answer = await raw(server, f"{head}Content-Length: 1\r\nConnection: close\r\n\r\nx".encode())
                 assert answer.split(b" ", 2)[1] in (b"400", b"404"), (method, name)
     assert files(tmp_path) == [tmp_path / "secret"]
@@ -249,7 +250,7 @@ class TestToken:
 class TestBodies:
     async def test_too_large(self, tmp_path: Path) -> None:
         content = b"x" * 2_000_000
-        path = f"{wire.OBJECTS_PATH}/{data_object(content)}"
+        path = f"{wire.Route.OBJECTS}/{data_object(content)}"
 
         async def unannounced() -> AsyncIterator[bytes]:
             for start in range(0, len(content), 1000):
@@ -272,7 +273,7 @@ class TestBodies:
         async with serving(tmp_path) as (server, session):
             _, writer = await asyncio.open_connection(server.host, server.port)
             head = (
-                f"PUT {wire.OBJECTS_PATH}/{data_object(content)} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}"
+                f"PUT {wire.Route.OBJECTS}/{data_object(content)} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}"
             )
             writer.write(head.encode() + b"\r\n\r\n" + content[:sent])
             await writer.drain()
@@ -286,7 +287,7 @@ class TestBodies:
     async def test_larger_than_the_store(self, tmp_path: Path) -> None:
         content = b"z" * 100_000
         async with serving(tmp_path, capacity_bytes=50_000) as (server, session):
-            async with session.put(f"{wire.OBJECTS_PATH}/{data_object(content)}", data=content) as response:
+            async with session.put(f"{wire.Route.OBJECTS}/{data_object(content)}", data=content) as response:
                 assert response.status == 413
                 assert await error_of(response) == "request_entity_too_large"
             store = HttpStore(server.url)
@@ -308,7 +309,7 @@ class TestBodies:
 
 class TestUploads:
     CONTENT = b"u" * 3_000_000
-    PATH = f"{wire.OBJECTS_PATH}/{data_object(CONTENT)}"
+    PATH = f"{wire.Route.OBJECTS}/{data_object(CONTENT)}"
 
     async def stall(self, server: RunningServer, sent: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection(server.host, server.port)
@@ -386,7 +387,7 @@ async def test_reports_of_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         go_on.set()
         assert await asyncio.gather(*checking) == [True, True]
         assert reported == [name, name]
-        async with session.post(f"{wire.CHECK_PATH}/nonsense") as response:
+        async with session.post(f"{wire.Route.CHECK}/nonsense") as response:
             assert response.status == 400
         await store.close()
 
@@ -399,27 +400,27 @@ async def test_health_says_when_nothing_can_be_written(tmp_path: Path, monkeypat
         return dataclasses.replace(await usage(store), write_problem=problem)
 
     monkeypatch.setattr(LocalStore, "usage", changed)
-    monkeypatch.setattr(handlers, "_HEALTH_AGE_S", 0.0)
+    monkeypatch.setattr(application, "_HEALTH_AGE_S", 0.0)
     async with serving(tmp_path) as (_, session):
         for problem, status, writes in ((None, "ok", 200), ("the disk is full", "read_only", 503)):
             for query, expected in (("", 200), ("?write", writes)):
-                async with session.get(wire.HEALTH_PATH + query) as response:
+                async with session.get(wire.Route.HEALTH + query) as response:
                     assert response.status == expected
                     assert await response.json() == {"status": status, "write_problem": problem}
 
 
 async def test_delete_without_a_prefix_is_refused(session: aiohttp.ClientSession) -> None:
-    async with session.delete(wire.OBJECTS_PATH) as response:
+    async with session.delete(wire.Route.OBJECTS) as response:
         assert response.status == 400
-    async with session.delete(wire.OBJECTS_PATH, params={"prefix": "no such"}) as response:
+    async with session.delete(wire.Route.OBJECTS, params={"prefix": "no such"}) as response:
         assert await response.json() == {"deleted": 0, "more": False}
-    async with session.delete(wire.OBJECTS_PATH, params={"prefix": ""}) as response:
+    async with session.delete(wire.Route.OBJECTS, params={"prefix": ""}) as response:
         assert await response.json() == {"deleted": 1, "more": False}
 
 
 class TestLookup:
     async def post(self, session: aiohttp.ClientSession, body: bytes) -> tuple[int, bytes]:
-        async with session.post(wire.LOOKUP_PATH, data=io.BytesIO(body)) as response:
+        async with session.post(wire.Route.LOOKUP, data=io.BytesIO(body)) as response:
             return response.status, await response.read()
 
     @pytest.mark.parametrize(
@@ -448,7 +449,7 @@ class TestLookup:
         chain = page_hashes(8)
         segments = [make_segment(chain, first, 2) for first in range(0, 8, 2)]
         room = sum(len(segment.manifest.encode()) + 70 for segment in segments[:2])
-        monkeypatch.setattr(handlers, "MAX_LOOKUP_ANSWER_BYTES", room)
+        monkeypatch.setattr(application, "MAX_LOOKUP_ANSWER_BYTES", room)
         async with serving(tmp_path) as (server, _):
             store = HttpStore(server.url)
             for segment in segments:
@@ -466,7 +467,7 @@ async def test_metrics(tmp_path: Path) -> None:
         for first, end in ((0, 4), (0, 8), (4, 8)):
             await store.lookup(FOLDER, chain[first:end])
         await store.get(segment.data_name, 0, 100)
-        route = wire.OBJECTS_PATH + "/{name}"
+        route = wire.Route.OBJECTS + "/{name}"
         assert await metric(session, "requests_total", method="PUT", route=route, status="201") == 2
         assert await metric(session, "requests_total", method="GET", route=route, status="206") == 1
         assert await metric(session, "lookups_total", result="hit") == 1

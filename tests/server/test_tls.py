@@ -11,7 +11,8 @@ from harness.small_segments import FOLDER, data_object, make_segment, page_hashe
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.run import running_server
-from sgl_kvfetch.stores.http import HttpOptions, HttpStore, TlsFiles
+from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
 
 
 @dataclass(frozen=True)

@@ -87,15 +87,15 @@ async def server(tmp_path: Path) -> AsyncIterator[RunningServer]:
 async def test_what_each_role_may_do(server: RunningServer) -> None:
     segment = make_segment(page_hashes(4), 0, 4)
     data, manifest = segment.data_name, segment.manifest.key.manifest_name
-    objects = wire.OBJECTS_PATH
+    objects = wire.Route.OBJECTS
     for method, path, body, least in (
         ("PUT", f"{objects}/{data}", segment.data, Role.WRITE),
         ("PUT", f"{objects}/{manifest}", segment.manifest.encode(), Role.WRITE),
         ("GET", f"{objects}/{data}", b"", Role.READ),
         ("HEAD", f"{objects}/{data}", b"", Role.READ),
         ("GET", objects, b"", Role.READ),
-        ("GET", wire.METRICS_PATH, b"", Role.READ),
-        ("POST", f"{wire.CHECK_PATH}/{manifest}", b"", Role.READ),
+        ("GET", wire.Route.METRICS, b"", Role.READ),
+        ("POST", f"{wire.Route.CHECK}/{manifest}", b"", Role.READ),
         ("DELETE", f"{objects}/{data}", b"", Role.WRITE),
         ("DELETE", f"{objects}?prefix={FOLDER}/", b"", Role.WRITE),
         ("DELETE", f"{objects}?prefix={FOLDER}", b"", Role.ADMIN),
@@ -117,7 +117,7 @@ async def test_what_each_role_may_do(server: RunningServer) -> None:
 async def test_only_admins_replace_a_manifest_that_they_have_not_read(server: RunningServer) -> None:
     old, new = (make_segment(page_hashes(4), 0, 4, codec=codec) for codec in ("zstd", "deflate"))
     name = old.manifest.key.manifest_name
-    path = f"{wire.OBJECTS_PATH}/{name}"
+    path = f"{wire.Route.OBJECTS}/{name}"
     before, after = old.manifest.encode(), new.manifest.encode()
     writer, admin = HttpStore(server.url, token="w"), HttpStore(server.url, token="a")
     for segment in (old, new):
@@ -153,7 +153,7 @@ async def test_data_that_exists_is_not_uploaded_again_if_the_client_says_so(serv
     headers = {"Authorization": "Bearer w", "If-None-Match": "*"}
     async with aiohttp.ClientSession(server.url, headers=headers) as session:
         for status in (201, 412):
-            async with session.put(f"{wire.OBJECTS_PATH}/{segment.data_name}", data=segment.data) as response:
+            async with session.put(f"{wire.Route.OBJECTS}/{segment.data_name}", data=segment.data) as response:
                 assert response.status == status
 
 

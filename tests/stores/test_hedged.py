@@ -20,9 +20,9 @@ from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane.open import open_hedged
 from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, running_server
-from sgl_kvfetch.stores.hedged import MAX_HEDGES, Attempt, HedgedCall, HedgeResult, Watch
-from sgl_kvfetch.stores.hedging import HedgeBudget, Usual
-from sgl_kvfetch.stores.http import HttpOptions, HttpStore
+from sgl_kvfetch.stores.hedged import MAX_HEDGES, Attempt, HedgeBudget, HedgedCall, HedgeResult, Usual, Watch
+from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.remote import HttpOptions
 
 SILENCE_S = 0.04
 Request = Callable[[Attempt], Awaitable[bool]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_kvfetch.stores.hedging import SILENT_TICKS, HedgeBudget, Progress, Usual, Verdict, judge
+from sgl_kvfetch.stores.hedged import SILENT_TICKS, HedgeBudget, Progress, Usual, Verdict, judge
 
 
 def progress(*bytes_by_tick: int) -> Progress:

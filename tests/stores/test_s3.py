@@ -15,7 +15,7 @@ from harness.small_segments import data_object, make_segment, page_hashes
 from harness.store_conformance import AdminStoreConformance
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.base import Store, object_digest
-from sgl_kvfetch.stores.http import HttpOptions, TlsFiles
+from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
 from sgl_kvfetch.stores.s3 import S3Store
 
 URL = f"s3://{BUCKET}/some/prefix"

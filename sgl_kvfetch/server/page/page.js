@@ -3,13 +3,19 @@ const $ = (selector) => document.querySelector(selector);
 const EVERY_MS = 5000;
 let folders = new Map();
 
-// Everything that a store says is put into text, never into markup: names of models are whatever a writer chose.
-function element(tag, text, attributes = {}) {
-  const made = document.createElement(tag);
-  if (text !== undefined) made.textContent = text;
+function withAttributes(made, attributes) {
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
   return made;
 }
+
+// Everything that a store says is put into text, never into markup: names of models are whatever a writer chose.
+function element(tag, text = "", attributes = {}) {
+  const made = withAttributes(document.createElement(tag), attributes);
+  made.textContent = text;
+  return made;
+}
+
+const drawing = (tag, attributes) => withAttributes(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes);
 
 function size(bytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
@@ -37,6 +43,17 @@ async function ask(path, options = {}) {
   throw Object.assign(new Error(body.message), { status: answer.status });
 }
 
+const askJson = async (path, options) => (await ask(path, options)).json();
+
+// The children of a <dl>.
+function pairs(rows) {
+  return rows.map(([term, value]) => {
+    const pair = element("div");
+    pair.append(element("dt", term), element("dd", value));
+    return pair;
+  });
+}
+
 function say(text, isBad = false) {
   $("#status").textContent = text;
   $("#status").classList.toggle("bad", isBad);
@@ -44,7 +61,7 @@ function say(text, isBad = false) {
 
 async function show() {
   try {
-    const summary = await (await ask("v1/summary")).json();
+    const summary = await askJson("v1/summary");
     $("#login").hidden = true;
     $("#store").hidden = false;
     draw(summary);
@@ -95,13 +112,7 @@ function draw(summary) {
     ["Evicted segments", count(now["evicted_segments_total"] ?? 0)],
     ["Requests in flight", count(now["requests_in_flight"] ?? 0)],
   ];
-  $("#tiles").replaceChildren(
-    ...tiles.map(([name, value]) => {
-      const tile = element("div");
-      tile.append(element("dt", name), element("dd", value));
-      return tile;
-    }),
-  );
+  $("#tiles").replaceChildren(...pairs(tiles));
   $("#activity-title").textContent = `The last ${Math.max(1, Math.round((history.at(-1).at_s - history[0].at_s) / 60))} min`;
   $("#charts").replaceChildren(
     chart("Lookups a second", history, ["lookups_total:hit", "lookups_total:partial", "lookups_total:miss"],
@@ -141,6 +152,13 @@ function button(text, action, title = text) {
   return made;
 }
 
+function inCell(content) {
+  if (content instanceof HTMLTableCellElement) return content;
+  const cell = element("td");
+  cell.append(content);
+  return cell;
+}
+
 // Keeps the keyboard's place: a row that has the focus is focused again after it was replaced.
 function replaceRows(body, rows, keyOf, cellsOf) {
   const focused = document.activeElement?.closest("tr")?.dataset.key;
@@ -148,14 +166,7 @@ function replaceRows(body, rows, keyOf, cellsOf) {
     ...rows.map((row) => {
       const line = element("tr");
       line.dataset.key = keyOf(row);
-      for (const cell of cellsOf(row)) {
-        if (cell instanceof HTMLTableCellElement) line.append(cell);
-        else {
-          const made = element("td");
-          made.append(cell);
-          line.append(made);
-        }
-      }
+      line.append(...cellsOf(row).map(inCell));
       return line;
     }),
   );
@@ -164,40 +175,33 @@ function replaceRows(body, rows, keyOf, cellsOf) {
   }
 }
 
-const SVG = "http://www.w3.org/2000/svg";
 function chart(title, history, names, words, format) {
   const points = rates(history, names);
   const figure = element("figure");
   const caption = element("figcaption", title);
   words.forEach((word, index) => caption.append(element("span", "", { class: `key key-${index}` }), word));
   const most = Math.max(1e-9, ...points.flatMap((point) => point.values));
-  const svg = document.createElementNS(SVG, "svg");
-  svg.setAttribute("viewBox", "0 0 400 140");
-  svg.setAttribute("preserveAspectRatio", "none");
-  svg.setAttribute("role", "img");
   const last = points.at(-1)?.values ?? words.map(() => 0);
   const now = words.map((word, index) => `${word} ${format(last[index])}`).join(", ");
-  svg.setAttribute("aria-label", `${title}: now ${now}; at most ${format(points.length ? most : 0)}`);
+  const label = `${title}: now ${now}; at most ${format(points.length ? most : 0)}`;
+  const svg = drawing("svg", { viewBox: "0 0 400 140", preserveAspectRatio: "none", role: "img", "aria-label": label });
   const [start, end] = [points[0]?.at_s ?? 0, points.at(-1)?.at_s ?? 1];
   names.forEach((_, index) => {
-    const path = document.createElementNS(SVG, "path");
     const place = (point) => {
       const x = end > start ? (400 * (point.at_s - start)) / (end - start) : 400;
       return `${x.toFixed(1)},${(135 - (125 * point.values[index]) / most).toFixed(1)}`;
     };
-    path.setAttribute("d", points.length ? `M${points.map(place).join("L")}` : "");
-    path.setAttribute("class", `series-${index}`);
-    svg.append(path);
+    const line = points.length ? `M${points.map(place).join("L")}` : "";
+    svg.append(drawing("path", { d: line, class: `series-${index}` }));
   });
-  const scale = element("span", points.length ? ` · now ${now} · at most ${format(most)}` : " · no samples yet");
-  caption.append(scale);
+  caption.append(element("span", points.length ? ` · now ${now} · at most ${format(most)}` : " · no samples yet"));
   figure.append(svg, caption);
   return figure;
 }
 
 async function showSegments(folder) {
   try {
-    const found = await (await ask(`v1/segments?folder=${encodeURIComponent(folder)}`)).json();
+    const found = await askJson(`v1/segments?folder=${encodeURIComponent(folder)}`);
     const row = folders.get(folder);
     $("#segments-title").textContent = `Segments of ${row?.model || folder}, last used first`;
     replaceRows($("#segments tbody"), found, (segment) => segment.name, (segment) => [
@@ -217,7 +221,7 @@ async function showSegments(folder) {
 
 async function showSegment(name) {
   try {
-    const found = await (await ask(`v1/segments/${name}`)).json();
+    const found = await askJson(`v1/segments/${name}`);
     const range = ([first, end]) => (end - first > 1 ? `${first} to ${end - 1}` : `${first}`);
     const about = [
       ["Name", found.name],
@@ -237,13 +241,7 @@ async function showSegment(name) {
       ["Side pools", found.side_pools.join(", ") || "none"],
       ["Expires", found.expires_s === null ? "never" : new Date(1000 * found.expires_s).toISOString()],
     ];
-    $("#segment dl").replaceChildren(
-      ...about.map(([term, value]) => {
-        const pair = element("div");
-        pair.append(element("dt", term), element("dd", value));
-        return pair;
-      }),
-    );
+    $("#segment dl").replaceChildren(...pairs(about));
     $("#segment").dataset.name = found.name;
     $("#span").max = found.num_spans - 1;
     $("#span").value = 0;
@@ -286,7 +284,7 @@ $("#prompt").addEventListener("submit", async (event) => {
   const query = { prompt, page_size: Number($("#page-size").value), cache_salt: $("#salt").value || null };
   const output = $("#prompt output");
   try {
-    const found = await (await ask("v1/prompts", { method: "POST", body: JSON.stringify(query) })).json();
+    const found = await askJson("v1/prompts", { method: "POST", body: JSON.stringify(query) });
     const models = new Map([...folders.values()].map((row) => [row.folder.split(".")[0], row.model]));
     const lines = Object.entries(found.stored_pages).map(
       ([digest, pages]) => `${models.get(digest) || digest}: ${pages} of ${found.num_pages} pages are stored`,

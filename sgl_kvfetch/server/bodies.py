@@ -1,0 +1,79 @@
+"""Read the bodies of requests, and answer with JSON: values, and errors with a fixed word."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from aiohttp import web
+
+from sgl_kvfetch.directory import IncompleteSegmentError
+from sgl_kvfetch.errors import StoreError, StoreErrorReason
+from sgl_kvfetch.server.metrics import ServerMetrics
+from sgl_kvfetch.stores import ErrorBody
+
+_PIECE_BYTES = 1 << 20
+_STATUS: dict[StoreErrorReason, int] = {"full": 507, "invalid": 422, "too_large": 413, "truncated": 416}
+
+
+class BodyTooLarge(web.HTTPRequestEntityTooLarge):
+    def __init__(self, most: int) -> None:
+        super().__init__(max_size=most, actual_size=most + 1, text=f"the body exceeds the limit of {most} bytes")
+
+
+class BodyReader:
+    """Reads bodies of a limited size from clients that may stall."""
+
+    def __init__(self, metrics: ServerMetrics, timeout_s: float) -> None:
+        """``timeout_s`` is the limit for each MiB."""
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+
+    async def read_body(self, request: web.Request, most: int) -> bytes:
+        """Read a whole body. Raises HTTPException if it has more than ``most`` bytes, or stalls."""
+        require_fits(request, most)
+        body = bytearray()
+        while piece := await self.read_piece(request):
+            body += piece
+            if len(body) > most:
+                raise BodyTooLarge(most)
+        return bytes(body)
+
+    async def read_piece(self, request: web.Request) -> bytes:
+        """Read the next MiB of a body; b"" at its end. Raises ConnectionError if the body is cut off.
+
+        The timeout covers the whole piece: a client that sends only a trickle is treated as stalled.
+        """
+        pieces: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while size < _PIECE_BYTES and (piece := await request.content.read(_PIECE_BYTES - size)):
+                    pieces.append(piece)
+                    size += len(piece)
+        except TimeoutError as e:
+            text = f"the body stalled: less than 1 MiB in {self._timeout_s:g} s"
+            raise web.HTTPRequestTimeout(text=text, headers={"Connection": "close"}) from e
+        self._metrics.received_bytes.inc(size)
+        return b"".join(pieces)
+
+
+def require_fits(request: web.Request, most: int) -> None:
+    """Refuse a body whose Content-Length is too large, before reading it."""
+    if request.content_length is not None and request.content_length > most:
+        raise BodyTooLarge(most)
+
+
+def json_answer(value: object, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")
+
+
+def error_answer(status: int, error: str, message: str) -> web.Response:
+    return json_answer(ErrorBody(error, message), status)
+
+
+def store_error_answer(error: StoreError) -> web.Response:
+    """Choose the status by reason: 409 for a manifest before its data, else as in ``_STATUS``, else 500."""
+    if isinstance(error, IncompleteSegmentError):
+        return error_answer(409, "incomplete", str(error))
+    return error_answer(_STATUS.get(error.reason, 500), error.reason, str(error))

@@ -1,0 +1,94 @@
+"""What the clients of remote stores share: options, limits and deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
+from sgl_kvfetch.errors import ConfigError, StoreError, require_positive
+from sgl_kvfetch.stores.base import AdminStore, require_name
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files for ``https://``."""
+
+    ca: str | None = None  # CAs that may have signed the server's certificate; by default the system's
+    cert: str | None = None  # our own certificate, for servers that demand one
+    key: str | None = None  # its key, if it is not in the same file
+
+    def context(self) -> ssl.SSLContext:
+        """Load the files. Raises ConfigError if one cannot be read or has no certificate."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+            if self.cert is not None:
+                context.load_cert_chain(self.cert, self.key, password="")  # never asks on a terminal
+        except OSError as e:
+            files = ", ".join(name for name in (self.ca, self.cert, self.key) if name)
+            raise ConfigError(f"cannot use the TLS files {files}: {e}") from e
+        return context
+
+
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    timeout_s: float = 30.0  # for one call, including retries and the wait for a connection
+    # A put, or a get of a given length, may take longer by the time that its bytes need at this speed.
+    min_bytes_per_s: float = 8e6
+    connect_timeout_s: float = 5.0  # for one attempt
+    max_connections: int = 32
+    max_attempts: int = 4
+    backoff_s: float = 0.1  # upper bound before the first retry; doubles each time; the wait is random below it
+    max_object_bytes: int = 1 << 30  # the largest body that is read into memory
+    on_retry: Callable[[StoreError], None] | None = None  # called before each retry, on the event loop
+    tls: TlsFiles | None = None
+
+    def __post_init__(self) -> None:
+        require_positive(self, "timeout_s", "min_bytes_per_s", "connect_timeout_s")
+        require_positive(self, "max_connections", "max_attempts", "max_object_bytes")
+        if self.backoff_s < 0:
+            raise ConfigError(f"backoff_s is {self.backoff_s}; expected 0 or more")
+
+
+class RemoteStore(AdminStore):
+    """Base of clients that reach their store over a network."""
+
+    def __init__(self, url: str, options: HttpOptions | None) -> None:
+        self.url = url.rstrip("/")
+        self.options = options or HttpOptions()
+        self._closed = False
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StoreError("io", f"the client of {self.url} is closed")
+
+    def _size_limit(self, name: str, num_bytes: int = 0) -> int:
+        """Return the most bytes that an object may have. Raises ``too_large`` if ``num_bytes`` are more."""
+        most = MAX_MANIFEST_BYTES if require_name(name).is_manifest else self.options.max_object_bytes
+        if num_bytes > most:
+            raise StoreError("too_large", f"getting {name}: {num_bytes} bytes, the limit is {most}")
+        return most
+
+    async def _get_nothing(self, name: str, start: int) -> bytes | None:
+        """Return the result of a `get` of no bytes, which HTTP cannot ask for. Raises ``truncated`` behind the end."""
+        info = await self.head(name)
+        if info is not None and start > info.size_bytes:
+            raise StoreError("truncated", f"{name} has {info.size_bytes} bytes; cannot read from byte {start} on")
+        return None if info is None else b""
+
+    @asynccontextmanager
+    async def _deadline(self, what: str, num_bytes: int = 0) -> AsyncIterator[float]:
+        """Raise ``timeout`` after ``timeout_s``, extended for ``num_bytes`` that are to be transferred.
+
+        Yield the time in seconds.
+        """
+        timeout_s = self.options.timeout_s + num_bytes / self.options.min_bytes_per_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield timeout_s
+        except TimeoutError as e:
+            message = f"{what}: no answer from {self.url} within {timeout_s:g} s"
+            raise StoreError("timeout", message, retriable=True) from e
