@@ -123,7 +123,7 @@ def test_a_follower_goes_on_as_soon_as_its_own_pages_have_landed(make: MakeRig) 
     rig.settle(lambda: len(set(rig.store.data_reads)) >= 4)
     starts = sorted({start for _, start in rig.store.data_reads})
     follower = rig.arrive(tokens[:8])
-    rig.settle(lambda: rig.states() == [State.FILLING, State.FOLLOWING])
+    rig.settle(lambda: rig.states() == [State.AWAITING_BYTES, State.FOLLOWING])
     rig.store.reads.lets_through = lambda name, start: start in starts[:2]
     rig.await_over(follower)
     assert not rig.cache.check_prefetch_progress(leader)
