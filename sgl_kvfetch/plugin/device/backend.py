@@ -21,8 +21,7 @@ from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane import Cost, DataPlane, Destination, FetchCall, Found, GuardedSink, KVFetchConfig, LayerProgress
 from sgl_kvfetch.plugin.device.board import Board, Done, PageCount, Ticket
 from sgl_kvfetch.plugin.device.pages import DevicePages, GuardedSource
-from sgl_kvfetch.plugin.device.prefill import PrefillSpeed
-from sgl_kvfetch.plugin.device.recompute import FetchOrRecompute
+from sgl_kvfetch.plugin.device.prefill import FetchOrRecompute, PrefillSpeed
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.weight_updates import Access
 

@@ -51,8 +51,7 @@ from sgl_kvfetch.plugin.device.fetch_state import (
 from sgl_kvfetch.plugin.device.known import KnownPages
 from sgl_kvfetch.plugin.device.link_queue import Claim, LinkQueue
 from sgl_kvfetch.plugin.device.sharing import Sharing
-from sgl_kvfetch.plugin.device.slot_turns import SlotTurns
-from sgl_kvfetch.plugin.device.slots import Slots
+from sgl_kvfetch.plugin.device.slots import Slots, SlotTurns
 from sgl_kvfetch.plugin.page_hashes import hash_tail
 
 # After so many consecutive steps in which requests were tried and none was admitted, prefixes locked for waiting
