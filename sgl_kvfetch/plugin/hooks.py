@@ -61,12 +61,12 @@ def create_backend(
 
     weight_updates.require_no_former_pages()
     backend = KVFetchStorage(storage_config, mem_pool_host)
-    weight_updates.register(backend.access, (storage_config.extra_config or {}).get("model_id"))
+    weight_updates.register_access(backend.access, (storage_config.extra_config or {}).get("model_id"))
     return backend
 
 
 def suspend_for_update(manager: Any, recv_req: Any) -> None:
-    """Before each method of the scheduler that changes weights: suspend the backends, whose pages are of the old ones.
+    """Before each method of the scheduler that changes weights: suspend the backends, which have pages of the old ones.
 
     It does not wait for success, because a failed update may have changed some weights. Beginning a session of updates
     counts too, because other processes may write into the weights from then on.
@@ -123,7 +123,7 @@ def attach_backend(original: Callable[..., None], controller: Any, *args: Any, *
 
 
 def begin_transfer(controller: Any, operation: Any) -> None:
-    """Before ``HybridCacheController._page_transfer``: say when the fetches of this prefetch must end."""
+    """Before ``HybridCacheController._page_transfer``: tell the backend when the fetches of this prefetch must end."""
     if controller.storage_backend_type == BACKEND:
         controller.storage_backend.begin_transfer(operation)
 

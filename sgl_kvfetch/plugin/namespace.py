@@ -1,4 +1,4 @@
-"""The quantiser and the namespace of this process's engine."""
+"""The quantiser and the namespace of this process's engine, and the flags of SGLang that are part of the namespace."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ JSON_TEXTS = frozenset({"json_model_override_args", "model_loader_extra_config"}
 
 
 def engine_quantiser(config: KVFetchConfig, storage_config: Any, geometry: KVGeometry, first_layer: int) -> Quantiser:
-    """Raises ConfigError for a profile of another model."""
+    """Return the quantiser that the config names. Raises ConfigError for a profile of another model."""
     quantiser = config_quantiser(config)
     if not isinstance(quantiser, KltQuantiser):
         return quantiser

@@ -57,12 +57,12 @@ class _Parts:
 
 
 class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
-    """A ``UnifiedRadixCache`` with a store behind it. Before ``start``, and once detached, it is a plain one.
+    """A ``UnifiedRadixCache`` with a store behind it. Before ``start``, and when it is detached, it is a plain one.
 
     The scheduler's hooks step it. All methods run on the scheduler's thread.
     """
 
-    is_stepped = True  # by which the hooks know it: importing this module loads all of the plugin
+    is_stepped = True  # The hooks recognise the cache by this: importing this module would load all of the plugin.
 
     # Set on the class, because SGLang's constructor calls reset().
     _parts: _Parts | None = None
@@ -172,7 +172,7 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         parts, self._parts = self._parts, None
         self._changed = parts.fetches.take_changed()
         self.enable_storage = False
-        weight_updates.forget(parts.backend.access)
+        weight_updates.forget_access(parts.backend.access)
         try:
             parts.backend.close()
         except Exception:  # go on: it holds nothing of the tree, and the other ranks have detached
@@ -217,22 +217,22 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def release_aborted_request(self, request: Any) -> None:
         super().release_aborted_request(request)
-        self.early_starts.forget(request.rid)
-        if self._parts is not None:
-            self._parts.fetches.abandon(request)
-            self._parts.writes.forget(request.rid)
+        self._forget_request(request.rid, request)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
-        self.early_starts.forget(req.rid)
+        self._forget_request(req.rid, req.cache_request_handle)
+
+    def _forget_request(self, rid: str, handle: Any) -> None:
+        self.early_starts.forget_request(rid)
         if self._parts is not None:
-            self._parts.fetches.abandon(req.cache_request_handle)
-            self._parts.writes.forget(req.rid)
+            self._parts.fetches.abandon(handle)
+            self._parts.writes.forget_request(rid)
 
     # Starting early. To SGLang, slots that are still being filled look like pages of a host tier.
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """Add to what the tree has the slots that are being filled, if the request may start with them."""
+        """Extend the match with slots that a fetch is still filling, if the request may start with them."""
         result = super().match_prefix(params)
         if self._parts is None or params.req is None:
             return result
@@ -297,7 +297,7 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def take_changed(self) -> list[Any]:
         """Return the handles of requests whose ``is_parked`` may have changed since the last call."""
         changed, self._changed = self._changed, ()
-        return [*changed] if self._parts is None else [*changed, *self._parts.fetches.take_changed()]
+        return [*changed, *(() if self._parts is None else self._parts.fetches.take_changed())]
 
     # Ends
 
@@ -404,10 +404,8 @@ def _connect(
     backend = cache.start(
         config, plane, pages, pool_tokens=pool_tokens, threshold_tokens=threshold_tokens, is_writer=is_writer
     )
-    weight_updates.register(backend.access, config.model_id)
+    weight_updates.register_access(backend.access, config.model_id)
     counter = cache.early_starts if config.device.early_start else None
     cache.token_to_kv_pool_allocator.get_kvcache().register_layer_transfer_counter(counter)
-    ready = (
-        "all bytes of its stored prefix are here" if counter is not None else "its whole stored prefix is in the pool"
-    )
+    ready = "all bytes of its stored prefix are here" if counter else "its whole stored prefix is in the pool"
     logger.info("kvfetch runs in device mode: a request starts when %s", ready)

@@ -37,7 +37,7 @@ class PrefillSpeed:
         self._fit: _Fit | None = None
         self._is_fitted = True
 
-    def add(self, num_tokens: int, seconds: float) -> None:
+    def add_batch(self, num_tokens: int, seconds: float) -> None:
         """Add a batch. ``num_tokens``: computed tokens of all its requests."""
         if num_tokens > 0 and seconds > 0:
             self._batches.append((num_tokens, seconds))
@@ -81,7 +81,7 @@ class PrefillMeter:
         mode = batch.forward_mode
         if not mode.is_extend_without_speculative() or mode.is_split_prefill():
             return
-        self.speed.add(batch.extend_num_tokens or 0, now_s - begin_s)
+        self.speed.add_batch(batch.extend_num_tokens or 0, now_s - begin_s)
         if timeline.is_on():
             decoding = batch.decoding_reqs or ()  # along with the prompts, in mixed chunked prefill
             for request in batch.reqs:
@@ -102,7 +102,7 @@ def _fit(batches: list[tuple[int, float]]) -> _Fit:
 
 
 def _weighted_median(values: list[tuple[float, int]]) -> float:
-    """``values``: pairs ``(value, weight)``."""
+    """Return the weighted median of pairs ``(value, weight)``."""
     values.sort()
     half = sum(weight for _, weight in values) / 2
     for value, weight in values:

@@ -112,7 +112,7 @@ class SlotTurns(Generic[F]):
     def ask(self, fetch: F, *, has_slots: bool) -> None:
         (self._more if has_slots else self._first)[fetch] = None
 
-    def leave(self, fetch: F) -> None:
+    def withdraw(self, fetch: F) -> None:
         """Withdraw a fetch's request, if it has made one."""
         self._first.pop(fetch, None)
         self._more.pop(fetch, None)
@@ -120,7 +120,7 @@ class SlotTurns(Generic[F]):
     def serve(self, give: Callable[[F], bool]) -> bool:
         """Offer each fetch its turn. Return False if fetches that hold slots asked for more, and none got any.
 
-        ``give`` returns whether there were slots for the fetch, and then calls ``leave``."""
+        ``give`` returns whether there were slots for the fetch, and then calls ``withdraw``."""
         served = [give(fetch) for fetch in list(islice(self._more, _SERVED_A_STEP))]
         for fetch in list(islice(self._first, _SERVED_A_STEP)):
             if not give(fetch):

@@ -33,7 +33,7 @@ def connectable(rig: Rig, fault: Exception | None = None) -> Rig:
         if fault is not None:
             raise fault
         rig.backend = rig.connect()
-        weight_updates.register(rig.backend.access, None)
+        weight_updates.register_access(rig.backend.access, None)
 
     rig.cache.set_connect(connect)
     rig.cache._extra_config = "{}"
@@ -160,7 +160,7 @@ def test_pages_of_former_weights_are_not_stored_as_new_ones(rig: Rig) -> None:
 
 def test_a_detached_backend_is_not_suspended(make: MakeRig) -> None:
     rig = connectable(make())
-    weight_updates.register(rig.backend.access, None)
+    weight_updates.register_access(rig.backend.access, None)
     rig.cache.detach_storage_backend()
     weight_updates.weights_change("an update")
     assert rig.backend.access.reads

@@ -32,16 +32,16 @@ def seconds(num_tokens: int) -> float:
 def fed(*sizes: int) -> PrefillSpeed:
     speed = PrefillSpeed()
     for size in sizes:
-        speed.add(size, seconds(size))
+        speed.add_batch(size, seconds(size))
     return speed
 
 
 def test_there_is_no_estimate_before_enough_batches() -> None:
     speed = fed(*[100] * (MIN_BATCHES - 1))
-    speed.add(0, 1.0)
-    speed.add(100, 0.0)
+    speed.add_batch(0, 1.0)
+    speed.add_batch(100, 0.0)
     assert speed.seconds_for(100) is None
-    speed.add(100, seconds(100))
+    speed.add_batch(100, seconds(100))
     assert speed.seconds_for(100) == pytest.approx(seconds(100))
 
 
@@ -66,7 +66,9 @@ def test_outliers_do_not_count() -> None:
     speed = PrefillSpeed()
     for i in range(WINDOW):
         size = rng.choice((16, 64, 300, 1000))
-        speed.add(size, seconds(size) * rng.uniform(0.95, 1.05) + (rng.uniform(1, 9) if i < 2 or i % 8 == 0 else 0))
+        speed.add_batch(
+            size, seconds(size) * rng.uniform(0.95, 1.05) + (rng.uniform(1, 9) if i < 2 or i % 8 == 0 else 0)
+        )
     assert speed.seconds_for(1000) == pytest.approx(seconds(1000), rel=0.1)
     assert speed.seconds_for(600) == pytest.approx(seconds(600), rel=0.1)
 
@@ -75,14 +77,14 @@ def test_only_the_latest_batches_count() -> None:
     speed = fed(10, 100, 1000, 100)
     for i in range(WINDOW):
         size = (50, 500)[i % 2]
-        speed.add(size, 2 * seconds(size))
+        speed.add_batch(size, 2 * seconds(size))
     assert speed.seconds_for(500) == pytest.approx(2 * seconds(500))
 
 
 def test_times_that_fall_with_the_size_still_give_a_rate() -> None:
     speed = PrefillSpeed()
     for size in (10, 100, 1000, 400):
-        speed.add(size, 1 / size)
+        speed.add_batch(size, 1 / size)
     assert (speed.seconds_for(1000) or 0) > 0
 
 

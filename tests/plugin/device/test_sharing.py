@@ -42,9 +42,9 @@ def test_followers_that_have_ended_do_not_count() -> None:
     sharing.lead(0, ["a"])
     for follower in range(1, 7):
         assert sharing.follow(follower, "a")
-    sharing.leave(1)
+    sharing.stop_following(1)
     sharing.ended(0, ["a"])
-    sharing.leave(3)
+    sharing.stop_following(3)
     assert sharing.take_resumed(3) == [2, 4, 5]
     assert sharing.take_resumed(3) == [6]
 
@@ -53,7 +53,7 @@ def test_the_last_follower_that_leaves_leaves_no_followers() -> None:
     sharing: Sharing[str] = Sharing()
     sharing.lead("leader", ["a"])
     sharing.follow("follower", "a")
-    sharing.leave("follower")
+    sharing.stop_following("follower")
     assert not sharing.has_followers("leader")
 
 
