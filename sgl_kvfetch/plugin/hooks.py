@@ -131,7 +131,7 @@ def begin_transfer(controller: Any, operation: Any) -> None:
 def fetch_pages(
     controller: Any, operation: Any, hash_values: list[str], host_indices: Any, extra_info: Any = None
 ) -> int:
-    """Replaces ``HiCacheController._page_get_zero_copy``, which cannot be interrupted.
+    """Instead of ``HiCacheController._page_get_zero_copy``, which cannot be interrupted: fetch until SGLang gives up.
 
     SGLang gives up slow prefetches, and joins this thread within 10 s when it flushes, detaches or updates weights; if
     the join fails, the scheduler dies. So a fetch ends soon after either event.

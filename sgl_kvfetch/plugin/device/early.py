@@ -71,7 +71,7 @@ class EarlyStarts:
 
     @property
     def consumer_index(self) -> int:
-        """-1 if no layer has to be waited for: SGLang asks before it replays a whole pass as one graph."""
+        """-1 if the pass need not wait for any layer. SGLang asks before it replays a whole pass as one graph."""
         return 0 if self._passing else -1
 
     def wait_until(self, layer: int) -> None:

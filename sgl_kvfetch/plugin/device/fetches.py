@@ -27,7 +27,7 @@ from sgl_kvfetch.plugin.device.backend import (
     RoundStart,
     RoundStarts,
 )
-from sgl_kvfetch.plugin.device.board import Board, PageCount
+from sgl_kvfetch.plugin.device.board import Board, Done, PageCount, Ticket
 from sgl_kvfetch.plugin.device.fetch_state import (
     Action,
     AwaitBytes,
@@ -301,7 +301,7 @@ class Fetches:
             self._receive(fetch, Dropped(end))
 
     def _release(self, fetch: PrefixFetch) -> None:
-        """Unlock a landed prefix. It stays in the tree like any other."""
+        """Unlock a landed prefix, which stays in the tree like any other."""
         del self._landed[fetch]
         self._changed.append(fetch.handle)
         self._fetches.pop(fetch.handle)
@@ -342,8 +342,8 @@ class Fetches:
     # Turns
 
     def _begin(self, fetch: PrefixFetch, reserved_tokens: Callable[[], int], *, may_fetch: bool) -> bool:
-        """Fetch, follow another fetch, or end because nothing is left to fetch. Return False if the fetch must wait: it
-        has pages to fetch, and ``may_fetch`` is False."""
+        """Begin to fetch, follow another fetch, or end because nothing is left to fetch. Return False if the fetch must
+        wait: it has pages to fetch, and ``may_fetch`` is False."""
         if not self._backend.access.reads:
             self._receive(fetch, NothingToFetch(End.SUSPENDED))
             return True
@@ -437,8 +437,8 @@ class Fetches:
                 self._backend.await_round(ticket, fetch.call, index, num_left=fetch.num_pages - first_page)
             case Do.ASK_FOR_SLOTS:
                 self._turns.ask(fetch, has_slots=fetch.machine.num_rounds > 0)
-                is_over = self._board.open_ticket(lambda _: self._receive(fetch, Sign.TRANSMISSION_OVER))
-                self._backend.await_end(is_over, fetch.call)
+                over: Ticket[Done] = self._board.open_ticket(lambda _: self._receive(fetch, Sign.TRANSMISSION_OVER))
+                self._backend.await_end(over, fetch.call)
             case Do.ASK_NO_MORE:
                 self._turns.withdraw(fetch)
             case Land():

@@ -129,7 +129,7 @@ class FetchOrRecompute:
         self._recomputed: set[int] = set()  # lengths, as powers of two
 
     def decide(self, num_tokens: int, cost: Cost, recompute_s: float | None) -> Decision:
-        """``recompute_s``: how long the engine would take to compute these tokens if it had nothing else to do."""
+        """Decide about a prefix. ``recompute_s``: how long the engine would take if it had nothing else to do."""
         fetch_s = cost.seconds
         if fetch_s is None or recompute_s is None:
             return Decision(True, "unmeasured")

@@ -124,7 +124,7 @@ def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: A
 
 
 def _requeue_discarded(scheduler: Any, batch: Any) -> None:
-    """Once a batch's result is processed: let the requests that got none be computed again, as after a retraction."""
+    """Queue the requests again that got no result in a batch, as after a retraction. Call when it is processed."""
     from sglang.srt.managers.schedule_batch import release_req
 
     early_starts = scheduler.tree_cache.early_starts

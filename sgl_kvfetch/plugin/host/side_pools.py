@@ -39,7 +39,7 @@ class SidePools:
 
     @property
     def page_bytes(self) -> dict[str, int]:
-        """The bytes of a page in each pool."""
+        """How many bytes a page has in each pool."""
         return {name: pool.get_dummy_flat_data_page().nbytes for name, pool in sorted(self._pools.items())}
 
     def identity(self, tp_rank: int, tp_size: int, is_mla: bool, pp_rank: int = 0, pp_size: int = 1) -> str:
