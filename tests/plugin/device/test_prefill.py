@@ -107,7 +107,7 @@ class Batch:
 
 def durations(meter: PrefillMeter, monkeypatch: pytest.MonkeyPatch, *batches: tuple[Batch, float]) -> list[float]:
     seen: list[float] = []
-    monkeypatch.setattr(meter.speed, "add", lambda num_tokens, seconds: seen.append(seconds))
+    monkeypatch.setattr(meter.speed, "add_batch", lambda num_tokens, seconds: seen.append(seconds))
     for batch, end_s in batches:
         meter.finished(batch, end_s)
     return seen
