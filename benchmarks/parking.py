@@ -36,8 +36,7 @@ from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plugin.data_plane import open_plane
 from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
 from sgl_kvfetch.plugin.device.pages import DevicePages
-from sgl_kvfetch.plugin.device.queue import WaitingQueue
-from sgl_kvfetch.plugin.device.scheduler_hooks import count_pending, form_batch, step_cache
+from sgl_kvfetch.plugin.device.scheduler_hooks import WaitingQueue, count_pending, form_batch, step_cache
 
 PAGE, SLOTS, PROMPT_TOKENS = 16, 4096, 1024
 LIMIT_US = 100.0

@@ -1,17 +1,27 @@
-"""Starts the data plane of this process's engine, and opens NVDEC for it."""
+"""Starts the data plane of this process's engine, opens NVDEC for it, and compiles the restore kernels."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import Device, KltQuantiser, Nvdec, Quantiser, open_nvdec
+from sgl_kvfetch.codec import (
+    CellFrames,
+    CellValues,
+    Device,
+    KltQuantiser,
+    Nvdec,
+    Quantiser,
+    SegmentSpec,
+    cell_place,
+    open_nvdec,
+)
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.keys import HeadSlice
+from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
 from sgl_kvfetch.plane import (
     DataPlane,
     DataPlaneProcess,
@@ -29,7 +39,6 @@ from sgl_kvfetch.plane import (
     writer_spec,
 )
 from sgl_kvfetch.plugin.device.pages import DevicePages
-from sgl_kvfetch.plugin.device.warm_up import compile_kernels
 from sgl_kvfetch.plugin.host.pages import HostPages
 from sgl_kvfetch.plugin.namespace import draft_model, engine_heads, engine_quantiser, require_own_profile
 from sgl_kvfetch.plugin.page_hashes import compile_hash_function
@@ -144,3 +153,41 @@ def open_plane(
 
     in_process = nvdec is not None or bool(encoders) or isinstance(pages, FramePool)
     return DataPlane(start, heads.geometry, launch_thread if in_process else _launch)
+
+
+def compile_kernels(pages: FramePool, spec: SegmentSpec) -> None:
+    """Compile the kernels for full spans of segments that ``spec`` writes; this takes seconds. Kernels for what other
+    servers wrote in another way are compiled when they are first needed. Writes nothing. Raises nothing."""
+    try:
+        for cell in _blank_cells(spec):
+            pages.restore(cell, (), (), lambda write: True)
+    except Exception:
+        logger.warning("kvfetch: the restore kernels were not compiled at the start", exc_info=True)
+
+
+def _blank_cells(spec: SegmentSpec) -> Iterator[CellFrames]:
+    """Yield a cell of zeros for each number of layers that cells have."""
+    manifest = spec.manifest(0, None, [bytes(PAGE_HASH_BYTES)] * spec.span_pages)
+    layouts, geometry = spec.layouts(manifest), manifest.geometry
+    done: set[int] = set()
+    for cell in manifest.span_cells(0):
+        layers, heads = manifest.grid.layers(cell.layer_group), manifest.grid.heads(cell.head_block)
+        if len(layers) in done:
+            continue
+        done.add(len(layers))
+        place = cell_place(manifest, cell)
+        shape = len(place.tokens), len(layers), len(heads)
+        zeros = (
+            torch.zeros(*shape, dim, dtype=geometry.torch_dtype) for dim in (geometry.k_head_dim, geometry.v_head_dim)
+        )
+        parts = spec.quantiser.quantise(CellValues(*zeros), place)
+        rows = zip(manifest.parts, parts, strict=True)
+        yield CellFrames(
+            place=place,
+            layers=layers,
+            heads=heads,
+            parts=tuple(layouts[part.layout].to_frames(x) if part.layout else x for part, x in rows),
+            layouts=tuple(layouts[part.layout] if part.layout else None for part in manifest.parts),
+            is_on_device=(False,) * len(parts),
+            quantiser=spec.quantiser,
+        )

@@ -61,12 +61,12 @@ def create_backend(
 
     weight_updates.require_no_former_pages()
     backend = KVFetchStorage(storage_config, mem_pool_host)
-    weight_updates.register(backend.access, (storage_config.extra_config or {}).get("model_id"))
+    weight_updates.register_access(backend.access, (storage_config.extra_config or {}).get("model_id"))
     return backend
 
 
 def suspend_for_update(manager: Any, recv_req: Any) -> None:
-    """Before each method of the scheduler that changes weights: suspend the backends, whose pages are of the old ones.
+    """Before each method of the scheduler that changes weights: suspend the backends, which have pages of the old ones.
 
     It does not wait for success, because a failed update may have changed some weights. Beginning a session of updates
     counts too, because other processes may write into the weights from then on.
@@ -123,7 +123,7 @@ def attach_backend(original: Callable[..., None], controller: Any, *args: Any, *
 
 
 def begin_transfer(controller: Any, operation: Any) -> None:
-    """Before ``HybridCacheController._page_transfer``: say when the fetches of this prefetch must end."""
+    """Before ``HybridCacheController._page_transfer``: tell the backend when the fetches of this prefetch must end."""
     if controller.storage_backend_type == BACKEND:
         controller.storage_backend.begin_transfer(operation)
 
@@ -131,7 +131,7 @@ def begin_transfer(controller: Any, operation: Any) -> None:
 def fetch_pages(
     controller: Any, operation: Any, hash_values: list[str], host_indices: Any, extra_info: Any = None
 ) -> int:
-    """Replaces ``HiCacheController._page_get_zero_copy``, which cannot be interrupted.
+    """Instead of ``HiCacheController._page_get_zero_copy``, which cannot be interrupted: fetch until SGLang gives up.
 
     SGLang gives up slow prefetches, and joins this thread within 10 s when it flushes, detaches or updates weights; if
     the join fails, the scheduler dies. So a fetch ends soon after either event.

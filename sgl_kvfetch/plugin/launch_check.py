@@ -8,10 +8,10 @@ from typing import Any
 from sgl_kvfetch.codec import require_target
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
 from sgl_kvfetch.plane import check_files, parse_config
-from sgl_kvfetch.plugin.cpu.platform import is_active
 from sgl_kvfetch.plugin.hooks import BACKEND
 from sgl_kvfetch.plugin.namespace import LORA_NEEDS_MODEL_ID
-from sgl_kvfetch.plugin.seams import Scope, check_seams
+from sgl_kvfetch.plugin.register import needed_scopes
+from sgl_kvfetch.plugin.seams import check_seams
 from sgl_kvfetch.timeline import check_tracing
 
 
@@ -23,8 +23,7 @@ def check_launch(server_args: Any) -> None:
     """
     if getattr(server_args, "hicache_storage_backend", None) != BACKEND:
         return
-    scopes = {Scope.GATE, Scope.HOST, Scope.DEVICE} | ({Scope.CPU_ENGINE} if is_active() else set())
-    if mismatches := check_seams(scopes):
+    if mismatches := check_seams(needed_scopes()):
         raise SeamError("; ".join(mismatches))
     _check_flags(server_args)
     extra, _ = read_extra_config(server_args.hicache_storage_backend_extra_config)

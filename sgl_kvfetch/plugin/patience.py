@@ -53,7 +53,7 @@ class Patience:
 
 
 def explain(policy: str, budget: tuple[float, float], fetch_timeout_s: float) -> str:
-    """Return what SGLang's policy means for a request. ``budget``: as of `choose_budget`."""
+    """Return what SGLang's policy means for a request. ``budget``: as `choose_budget` returns it."""
     at_most = f"at most {fetch_timeout_s:g} s (fetch_timeout_s)"
     if policy == "best_effort":
         return "no request waits for its stored prefix: what is not there when its turn comes is computed"

@@ -22,11 +22,8 @@ def register() -> None:
     launch that selects our backend. SGLang merely logs what a plugin raises, so ``SystemExit`` stops such a command
     line here.
     """
-    scopes = {Scope.GATE, Scope.HOST, Scope.DEVICE}
-    if is_active():
-        scopes.add(Scope.CPU_ENGINE)
-    mismatches = check_seams(scopes)
-    if mismatches:
+    scopes = needed_scopes()
+    if mismatches := check_seams(scopes):
         message = "; ".join(mismatches)
         if selects_backend(sys.argv[1:]):
             raise SystemExit(f"sgl_kvfetch: {message}")
@@ -34,6 +31,11 @@ def register() -> None:
         _install(seam for seam in SEAMS if seam.scope is Scope.GATE and check_seam(seam) is None)
     else:
         _install(seam for seam in SEAMS if seam.scope in scopes)
+
+
+def needed_scopes() -> set[Scope]:
+    """Return the scopes whose hooks are needed on this machine."""
+    return {Scope.GATE, Scope.HOST, Scope.DEVICE} | ({Scope.CPU_ENGINE} if is_active() else set())
 
 
 def selects_backend(argv: Sequence[str]) -> bool:

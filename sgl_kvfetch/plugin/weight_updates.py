@@ -64,7 +64,7 @@ class _State:
 _state = _State()
 
 
-def register(access: Access, model_id: str | None) -> None:
+def register_access(access: Access, model_id: str | None) -> None:
     """Register a backend's ``access``, to be suspended when the weights change. ``model_id``: the user's name for the
     present weights."""
     _state.accesses.add(access)
@@ -72,7 +72,7 @@ def register(access: Access, model_id: str | None) -> None:
         _state.model_ids.add(model_id)
 
 
-def forget(access: Access) -> None:
+def forget_access(access: Access) -> None:
     """Forget the access of a backend that is closed."""
     _state.accesses.discard(access)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sgl_kvfetch.plugin.compute_flags import DRAFT, FILES, JSON_TEXTS, RELEVANT
+from sgl_kvfetch.plugin.namespace import DRAFT, FILES, JSON_TEXTS, RELEVANT
 
 
 @dataclass(frozen=True)

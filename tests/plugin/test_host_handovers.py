@@ -15,7 +15,7 @@ def test_hand_overs_of_a_lookup_and_a_fetch_of_one_cell(make: Make, tmp_path: Pa
     buffers = torch.randn(2, POOL_PAGES, 1, PAGE_SIZE, HEADS, DIM)
     pool = make_pool(layer_num=1, target_layer_num=1, kv_buffer=tuple(buffers))
     with StoreProcess(tmp_path / "store") as store, hand_overs() as seen:
-        backend = make(pool, store=store.url, max_tp_size=1, span_tokens=32)
+        backend = make(pool, store=store.url, max_tp_size=1)
         store_pages(backend, keys(8), list(range(8)))
         seen.clear()
         assert backend.batch_exists(keys(8)) == 8

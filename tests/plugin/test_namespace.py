@@ -21,8 +21,16 @@ from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plugin import weight_updates
-from sgl_kvfetch.plugin.compute_flags import DRAFT, FILES, IRRELEVANT, JSON_TEXTS, RELEVANT, compute_flags
-from sgl_kvfetch.plugin.namespace import draft_model, engine_heads
+from sgl_kvfetch.plugin.namespace import (
+    DRAFT,
+    FILES,
+    IRRELEVANT,
+    JSON_TEXTS,
+    RELEVANT,
+    compute_flags,
+    draft_model,
+    engine_heads,
+)
 from sgl_kvfetch.types import KVGeometry
 from tests.codec.quant.profiles import make_profile
 

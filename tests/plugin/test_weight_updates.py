@@ -36,7 +36,7 @@ def state(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_backend_is_suspended_once_and_told_what_to_do() -> None:
     backends = [Access(), Access()]
     for backend in backends:
-        weight_updates.register(backend, None)
+        weight_updates.register_access(backend, None)
     before = own_metric("sgl_kvfetch_suspensions_total")
     for _ in range(3):
         hooks.suspend_for_update(None, UpdateWeightsFromSomewhere())
@@ -48,7 +48,7 @@ def test_every_backend_is_suspended_once_and_told_what_to_do() -> None:
 
 
 def test_a_backend_that_is_gone_is_forgotten() -> None:
-    weight_updates.register(Access(), None)
+    weight_updates.register_access(Access(), None)
     gc.collect()
     assert not weight_updates._state.accesses
     weight_updates.weights_change("x")
@@ -56,7 +56,7 @@ def test_a_backend_that_is_gone_is_forgotten() -> None:
 
 def test_changed_weights_need_a_name_that_is_new() -> None:
     weight_updates.require_known_weights(None)
-    weight_updates.register(Access(), "one")
+    weight_updates.register_access(Access(), "one")
     weight_updates.require_known_weights("one")
     weight_updates.weights_change("UpdateWeights")
     with pytest.raises(UnsupportedError, match=r"changed while the server ran \(UpdateWeights\).*set model_id"):
@@ -64,7 +64,7 @@ def test_changed_weights_need_a_name_that_is_new() -> None:
     with pytest.raises(UnsupportedError, match="'one' names the weights that the server had before"):
         weight_updates.require_known_weights("one")
     weight_updates.require_known_weights("two")
-    weight_updates.register(backend := Access(), "two")
+    weight_updates.register_access(backend := Access(), "two")
     weight_updates.require_known_weights("two")
     weight_updates.weights_change("again")
     assert len(backend.reasons) == 1
@@ -84,7 +84,7 @@ def test_a_tree_with_pages_of_former_weights_is_not_attached_to() -> None:
 
 @pytest.mark.parametrize(("action", "suspends"), [("checksum", False), ("compare", False), ("reset_tensors", True)])
 def test_checking_weights_may_overwrite_them(action: str, suspends: bool) -> None:
-    weight_updates.register(backend := Access(), None)
+    weight_updates.register_access(backend := Access(), None)
     hooks.suspend_for_reset(None, SimpleNamespace(action=action))
     assert bool(backend.reasons) is suspends
 
@@ -105,7 +105,7 @@ def test_releasing_weights_suspends_unless_they_are_kept(
 ) -> None:
     features = SimpleNamespace(enable_memory_saver=saver, enable_weights_cpu_backup=copy)
     monkeypatch.setattr("sglang.srt.runtime_context.get_exec", lambda: SimpleNamespace(features=features))
-    weight_updates.register(backend := Access(), None)
+    weight_updates.register_access(backend := Access(), None)
     hooks.suspend_for_release(None, SimpleNamespace(tags=tags))
     assert bool(backend.reasons) is suspends
 

@@ -93,8 +93,8 @@ def look_in_window_pool(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before the two ``TorchNativeAttnBackend._run_sdpa_forward_...``: find a layer's keys in the pool of its window.
 
-    The pools have slots of their own. SGLang minds that where this backend writes, but not where it reads, which goes
-    well as long as both pools happen to use the same slots.
+    Each pool has its own slots. This backend writes to the slots of the right pool, but looks for them with the slots
+    of the other one, which works only while both pools happen to use the same slots.
     """
     if sliding_window_size is not None and backend.use_sliding_window_kv_pool:
         slots = req_to_token[req_pool_indices].long()

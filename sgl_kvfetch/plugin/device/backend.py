@@ -1,4 +1,4 @@
-"""Device mode's work on other threads and in the data plane: lookups, fetches and copies for writing.
+"""Device mode's work in the data plane and on other threads: lookups, fetches, and copies to be written.
 
 The scheduler's thread begins each piece of work. Its result is reported to the board exactly once, whatever happens.
 """
@@ -18,11 +18,20 @@ import torch
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.plane import Cost, DataPlane, Destination, FetchCall, Found, GuardedSink, KVFetchConfig, LayerProgress
+from sgl_kvfetch.plane import (
+    Cost,
+    DataPlane,
+    Destination,
+    FetchCall,
+    Found,
+    GuardedSink,
+    KVFetchConfig,
+    LayerProgress,
+    counted,
+)
 from sgl_kvfetch.plugin.device.board import Board, Done, PageCount, Ticket
 from sgl_kvfetch.plugin.device.pages import DevicePages, GuardedSource
-from sgl_kvfetch.plugin.device.prefill import PrefillSpeed
-from sgl_kvfetch.plugin.device.recompute import FetchOrRecompute
+from sgl_kvfetch.plugin.device.prefill import FetchOrRecompute, PrefillSpeed
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.weight_updates import Access
 
@@ -62,7 +71,7 @@ class RoundStarts(NamedTuple):
 
 
 class Certainty(NamedTuple):
-    """Whether the rest of a fetch will be restored in time for its request to start: see `messages.Certain`."""
+    """Says whether the rest of a fetch will be restored in time for its request to start: see `messages.Certain`."""
 
     is_certain: int  # 1 or 0
 
@@ -86,7 +95,7 @@ class SlotRun:
 
 
 class _SlotPages(Sequence[int]):
-    """The page numbers of slots. On a GPU, the first one to ask for them waits for the device."""
+    """The page numbers of slots. On a GPU, the first access waits for the device."""
 
     def __init__(self, pages: DevicePages, slots: torch.Tensor) -> None:
         self._pages = pages
@@ -140,8 +149,8 @@ class DeviceBackend:
         *,
         is_writer: bool = True,
     ) -> None:
-        """``plane`` is closed together with this backend. ``board`` gets the result of each piece of work. Unless
-        ``is_writer``, pages are reported as copied and are not: all ranks must hold the same locks."""
+        """``plane`` is closed together with this backend. ``board`` gets the result of each piece of work. If
+        ``is_writer`` is false, pages are reported as copied and are not: all ranks must hold the same locks."""
         self.access = Access(config)
         self.plane = plane
         self.num_chosen = 0  # found pages that are to be fetched, counted since the start
@@ -171,12 +180,10 @@ class DeviceBackend:
     ) -> None:
         """Find the longest stored run of some pages, and decide whether to fetch it. ``num_ahead`` returns how many
         pages will be fetched before these. Raises nothing."""
-        try:
+        with counted("lookup"):
             work.hashes = hash_pages()
             work.page_hashes = hash_bytes(work.hashes)
-        except Exception:
-            logger.exception("kvfetch lookup failed")
-            metrics.MISSES.labels("lookup", "internal").inc()
+        if not work.page_hashes:
             self._report(ticket, Finding(0, 1))
             return
         found = partial(self._found, request, time.monotonic(), work, ticket, num_ahead)
@@ -295,7 +302,7 @@ class DeviceBackend:
 
     # Copies
 
-    def copy(self, ticket: Ticket[Copied], run: SlotRun) -> GuardedSource:
+    def copy_pages(self, ticket: Ticket[Copied], run: SlotRun) -> GuardedSource:
         """Copy pages out of the pool and queue them for writing. The pages are free for reuse after the report, or once
         the returned source is closed."""
         self.pages.fence_reads()

@@ -57,7 +57,7 @@ class Board:
     def num_open(self) -> int:
         return len(self._ends)
 
-    def open(self, on_end: Callable[[M], None]) -> Ticket[M]:
+    def open_ticket(self, on_end: Callable[[M], None]) -> Ticket[M]:
         """Open a ticket. Once every rank has reported, ``step`` calls ``on_end`` with the minimum of their messages."""
         if not self._free:
             self._grow()
@@ -74,7 +74,7 @@ class Board:
         self._free = list(range(size + more - 1, size - 1, -1))
         self._matrix = torch.cat([self._matrix, torch.zeros((1 + _MOST_FIELDS, more), dtype=torch.int64)], dim=1)
 
-    def close(self, ticket: Ticket[M]) -> Callable[[M], None]:
+    def close_ticket(self, ticket: Ticket[M]) -> Callable[[M], None]:
         """Close a ticket and return its ``on_end``. Later reports for it are ignored."""
         on_end = self._ends.pop(ticket)
         self._messages.pop(ticket, None)
@@ -100,7 +100,7 @@ class Board:
         if self._agree is not None:
             fresh = self._agreed(fresh, self._agree)
         fresh.sort(key=lambda entry: entry[0].serial)
-        for on_end, message in [(self.close(ticket), message) for ticket, message in fresh]:
+        for on_end, message in [(self.close_ticket(ticket), message) for ticket, message in fresh]:
             on_end(message)
 
     def _agreed(
@@ -122,5 +122,5 @@ class Board:
     def clear(self) -> None:
         """Close all tickets."""
         for ticket in sorted(self._ends, key=lambda ticket: ticket.column):
-            self.close(ticket)
+            self.close_ticket(ticket)
         self._reports.clear()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,20 +21,28 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_unified_radix_cache
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.runtime_context import get_memory
 
-from sgl_kvfetch.errors import KVFetchError
-from sgl_kvfetch.plane import DataPlane, KVFetchConfig
+from sgl_kvfetch import timeline
+from sgl_kvfetch.codec import Device, Nvdec
+from sgl_kvfetch.errors import KVFetchError, UnsupportedError
+from sgl_kvfetch.plane import DataPlane, KVFetchConfig, parse_config
 from sgl_kvfetch.plugin import weight_updates
+from sgl_kvfetch.plugin.data_plane import engine_nvdec, open_engine_plane
 from sgl_kvfetch.plugin.device.backend import DeviceBackend
 from sgl_kvfetch.plugin.device.board import Board
 from sgl_kvfetch.plugin.device.early import EarlyStarts
 from sgl_kvfetch.plugin.device.fetches import Fetches
 from sgl_kvfetch.plugin.device.known import KnownPages
-from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.plugin.device.pages import DevicePages, pool_device
 from sgl_kvfetch.plugin.device.prefill import PrefillMeter
 from sgl_kvfetch.plugin.device.writes import Writes
 from sgl_kvfetch.plugin.hooks import BACKEND
+from sgl_kvfetch.plugin.host.pages import is_mla
+from sgl_kvfetch.plugin.launch_check import read_extra_config
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +57,12 @@ class _Parts:
 
 
 class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
-    """A ``UnifiedRadixCache`` with a store behind it. Before ``start``, and once detached, it is a plain one.
+    """A ``UnifiedRadixCache`` with a store behind it. Before ``start``, and when it is detached, it is a plain one.
 
     The scheduler's hooks step it. All methods run on the scheduler's thread.
     """
 
-    is_stepped = True  # by which the hooks know it: importing this module loads all of the plugin
+    is_stepped = True  # The hooks recognise the cache by this: importing this module would load all of the plugin.
 
     # Set on the class, because SGLang's constructor calls reset().
     _parts: _Parts | None = None
@@ -162,7 +172,7 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         parts, self._parts = self._parts, None
         self._changed = parts.fetches.take_changed()
         self.enable_storage = False
-        weight_updates.forget(parts.backend.access)
+        weight_updates.forget_access(parts.backend.access)
         try:
             parts.backend.close()
         except Exception:  # go on: it holds nothing of the tree, and the other ranks have detached
@@ -207,22 +217,22 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def release_aborted_request(self, request: Any) -> None:
         super().release_aborted_request(request)
-        self.early_starts.forget(request.rid)
-        if self._parts is not None:
-            self._parts.fetches.abandon(request)
-            self._parts.writes.forget(request.rid)
+        self._forget_request(request.rid, request)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
-        self.early_starts.forget(req.rid)
+        self._forget_request(req.rid, req.cache_request_handle)
+
+    def _forget_request(self, rid: str, handle: Any) -> None:
+        self.early_starts.forget_request(rid)
         if self._parts is not None:
-            self._parts.fetches.abandon(req.cache_request_handle)
-            self._parts.writes.forget(req.rid)
+            self._parts.fetches.abandon(handle)
+            self._parts.writes.forget_request(rid)
 
     # Starting early. To SGLang, slots that are still being filled look like pages of a host tier.
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """Add to what the tree has the slots that are being filled, if the request may start with them."""
+        """Extend the match with slots that a fetch is still filling, if the request may start with them."""
         result = super().match_prefix(params)
         if self._parts is None or params.req is None:
             return result
@@ -287,7 +297,7 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def take_changed(self) -> list[Any]:
         """Return the handles of requests whose ``is_parked`` may have changed since the last call."""
         changed, self._changed = self._changed, ()
-        return [*changed] if self._parts is None else [*changed, *self._parts.fetches.take_changed()]
+        return [*changed, *(() if self._parts is None else self._parts.fetches.take_changed())]
 
     # Ends
 
@@ -339,3 +349,63 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if self._parts is not None:
             self.end_all()
             self._parts.backend.close()
+
+
+def build_radix_cache(ctx: TreeCacheBuildContext) -> KVFetchRadixCache:
+    """Build the cache and attach its store. Raises ConfigError and UnsupportedError, which stop SGLang's start."""
+    timeline.start(ctx.tp_rank)
+    cache = create_unified_radix_cache(ctx, cache_class=KVFetchRadixCache)
+    assert isinstance(cache, KVFetchRadixCache)
+    if cache.tree_components != (ComponentType.FULL,):
+        raise UnsupportedError(
+            f"device mode supports only plain KV caches; this model's has {', '.join(map(str, cache.tree_components))}"
+        )
+    allocator = ctx.params.token_to_kv_pool_allocator
+    pool = allocator.get_kvcache()
+    pages, nvdec = _open_pages(pool, cache.page_size, ctx.tp_worker), engine_nvdec(pool_device(pool))
+    rank = SimpleNamespace(tp_rank=ctx.tp_rank, tp_size=ctx.tp_size, is_mla_model=is_mla(pool))
+    cache.set_connect(partial(_connect, cache, pages, nvdec, rank, allocator.size))
+    cache.connect(get_memory().hicache_storage_backend_extra_config)
+    pool.register_layer_transfer_counter(cache.early_starts)
+    atexit.register(cache.release_host_resources)
+    return cache
+
+
+def _open_pages(pool: Any, page_size: int, tp_worker: Any) -> DevicePages:
+    """Return access to the pool's pages. Raises UnsupportedError for a pool or device that is not supported."""
+    device = torch.device(pool.device)
+    if device.type == "cpu":
+        return DevicePages(pool, page_size)
+    if device.type != "cuda":
+        raise UnsupportedError(f"device mode does not support {device}: add --enable-hierarchical-cache")
+    logger.warning(
+        "kvfetch: device mode on a GPU has not been run by its authors yet, only tested without one; "
+        "--enable-hierarchical-cache gives host mode"
+    )
+    from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+
+    gpu = Device(pool_device(pool))
+    return CudaPages(pool, page_size, gpu, tp_worker.model_runner.forward_stream)
+
+
+def _connect(
+    cache: KVFetchRadixCache,
+    pages: DevicePages,
+    nvdec: Nvdec | None,
+    rank: SimpleNamespace,
+    pool_tokens: int,
+    extra_config: str | None,
+) -> None:
+    """Attach a store as ``extra_config`` says. Raises ConfigError and UnsupportedError."""
+    extra, threshold_tokens = read_extra_config(extra_config)
+    config = parse_config(extra)
+    plane = open_engine_plane(config, rank, pages, nvdec)
+    is_writer = not rank.is_mla_model or rank.tp_rank == 0  # all ranks have the same latent vectors
+    backend = cache.start(
+        config, plane, pages, pool_tokens=pool_tokens, threshold_tokens=threshold_tokens, is_writer=is_writer
+    )
+    weight_updates.register_access(backend.access, config.model_id)
+    counter = cache.early_starts if config.device.early_start else None
+    cache.token_to_kv_pool_allocator.get_kvcache().register_layer_transfer_counter(counter)
+    ready = "all bytes of its stored prefix are here" if counter else "its whole stored prefix is in the pool"
+    logger.info("kvfetch runs in device mode: a request starts when %s", ready)

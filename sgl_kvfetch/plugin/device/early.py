@@ -1,4 +1,4 @@
-"""Requests that compute while their last pages are being restored: the early start of KVFetcher (appendix A.3).
+"""Lets requests compute while their last pages are being restored: the early start of KVFetcher (appendix A.3).
 
 SGLang calls the pool's layer counter before it reads a layer. A request starts when all its bytes are here and sound,
 so a pass waits for decoding and restoring only. Until the pass is over, the slots are private to the request. If a
@@ -58,7 +58,7 @@ class EarlyStarts:
         """Return the request's private slots, one per token; none if it did not start early or its pass is over."""
         return [filling.slots for filling in self._started.get(request_id, ())]
 
-    def forget(self, request_id: str) -> None:
+    def forget_request(self, request_id: str) -> None:
         """Forget a request that is gone. Nothing writes to its slots any more."""
         self._barred.discard(request_id)
         self._close(self._started.pop(request_id, ()))
@@ -71,7 +71,7 @@ class EarlyStarts:
 
     @property
     def consumer_index(self) -> int:
-        """-1 if no layer has to be waited for: SGLang asks before it replays a whole pass as one graph."""
+        """-1 if the pass need not wait for any layer. SGLang asks before it replays a whole pass as one graph."""
         return 0 if self._passing else -1
 
     def wait_until(self, layer: int) -> None:

@@ -86,7 +86,7 @@ class Begun(Struct, frozen=True):
 
 
 class SlotsGiven(Struct, frozen=True):
-    """The next round has got ``slots``. `Land`, `Free` and `HandOver` actions return them."""
+    """The next round has got ``slots``. `Land`, `FreeSlots` and `HandOver` actions return them."""
 
     slots: Any
 
@@ -143,14 +143,14 @@ class AwaitBytes(Struct, frozen=True):
 
 
 class Land(Struct, frozen=True):
-    """Put the first ``num_pages`` pages of a round into the tree. A `Free` gives back the slots beyond them."""
+    """Put the first ``num_pages`` pages of a round into the tree. A `FreeSlots` gives back the slots beyond them."""
 
     first_page: int
     num_pages: int
     slots: Any
 
 
-class Free(Struct, frozen=True):
+class FreeSlots(Struct, frozen=True):
     """Give back a round's slots, except those of its first ``num_landed`` pages."""
 
     num_landed: int
@@ -169,7 +169,7 @@ class Finish(Struct, frozen=True):
     end: End
 
 
-Action = Do | Transmit | AwaitBytes | Land | Free | HandOver | Finish
+Action = Do | Transmit | AwaitBytes | Land | FreeSlots | HandOver | Finish
 
 
 class _Round(NamedTuple):
@@ -273,13 +273,13 @@ class StateMachine:
         (pages, slots), num_pages = self._filling.popleft(), event.num_pages
         self.landed_pages += num_pages
         landed: list[Action] = [Land(pages.start, num_pages, slots)] if num_pages else []
-        return landed if num_pages == len(pages) else [*landed, Free(num_pages, slots)]
+        return landed if num_pages == len(pages) else [*landed, FreeSlots(num_pages, slots)]
 
     def free(self, _: Restored) -> list[Action]:
-        return [Free(0, self._filling.popleft().slots)]
+        return [FreeSlots(0, self._filling.popleft().slots)]
 
     def free_all(self, _: Dropped) -> list[Action]:
-        return [Free(0, slots) for slots in self._part()]
+        return [FreeSlots(0, slots) for slots in self._part()]
 
     def hand_over(self, _: Event) -> list[Action]:
         return [HandOver(slots) for slots in self._part()]
@@ -355,15 +355,7 @@ TABLE: dict[State, list[Row]] = {
     ],
     _S.WAITING: [
         _on(Begun, _S.FILLING, Do.LEAVE_QUEUE, _M.begin, _M.take_slots, when=_M.brings_all_slots),
-        _on(
-            Begun,
-            _S.AWAITING_BYTES,
-            Do.LEAVE_QUEUE,
-            _M.begin,
-            _M.take_slots,
-            _M.await_bytes,
-            when=_M.brings_slots,
-        ),
+        _on(Begun, _S.AWAITING_BYTES, Do.LEAVE_QUEUE, _M.begin, _M.take_slots, _M.await_bytes, when=_M.brings_slots),
         _on(Begun, _S.AWAITING_BYTES, Do.LEAVE_QUEUE, _M.begin, _M.await_bytes),
         _on(Sign.FOLLOWS, _S.FOLLOWING, Do.LEAVE_QUEUE),
         _on(NothingToFetch, _S.NOT_FETCHED, Do.LEAVE_QUEUE, Do.FORGET_FOUND, _M.finish),

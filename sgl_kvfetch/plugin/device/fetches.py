@@ -7,6 +7,7 @@ equal values. So trees and allocators stay equal on all ranks.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from sgl_kvfetch.plugin.device.backend import (
     RoundStart,
     RoundStarts,
 )
-from sgl_kvfetch.plugin.device.board import Board, Done, PageCount
+from sgl_kvfetch.plugin.device.board import Board, Done, PageCount, Ticket
 from sgl_kvfetch.plugin.device.fetch_state import (
     Action,
     AwaitBytes,
@@ -36,7 +37,7 @@ from sgl_kvfetch.plugin.device.fetch_state import (
     End,
     Event,
     Finish,
-    Free,
+    FreeSlots,
     HandOver,
     Land,
     NothingToFetch,
@@ -51,8 +52,7 @@ from sgl_kvfetch.plugin.device.fetch_state import (
 from sgl_kvfetch.plugin.device.known import KnownPages
 from sgl_kvfetch.plugin.device.link_queue import Claim, LinkQueue
 from sgl_kvfetch.plugin.device.sharing import Sharing
-from sgl_kvfetch.plugin.device.slot_turns import SlotTurns
-from sgl_kvfetch.plugin.device.slots import Slots
+from sgl_kvfetch.plugin.device.slots import Slots, SlotTurns
 from sgl_kvfetch.plugin.page_hashes import hash_tail
 
 # After so many consecutive steps in which requests were tried and none was admitted, prefixes locked for waiting
@@ -63,7 +63,7 @@ _BEGINS_A_STEP = 8
 
 
 @dataclass(eq=False)
-class Fetch:
+class PrefixFetch:
     """A request's fetch. Page numbers count from token ``start``: so many tokens the tree had when it arrived.
 
     Only this module writes to it. What the link queue, the sharing and the slots know of a fetch, they keep themselves.
@@ -80,11 +80,16 @@ class Fetch:
     machine: StateMachine = field(default_factory=StateMachine)
     lookup: LookupWork = field(default_factory=LookupWork)
     num_pages: int = 0  # stored pages that the lookup found
-    call: FetchCall | None = None
+    call: FetchCall = field(init=False)  # once it has begun
 
     @property
     def state(self) -> State:
         return self.machine.state
+
+    @property
+    def filling_tokens(self) -> int:
+        """How many of its slots are being filled."""
+        return sum(filling.slots.numel() for filling in self.machine.filling)
 
 
 class Fetches:
@@ -114,13 +119,13 @@ class Fetches:
         # A power of two, like the length of a span: so no span lies in two rounds and is read twice.
         round_tokens = min(config.device.round_tokens, max_tokens)
         self._round_pages = 1 << (max(1, round_tokens // self._page_size).bit_length() - 1)
-        self._slots: Slots[Fetch] = Slots(cache, max(1, max_tokens // self._page_size) * self._page_size)
-        self._turns: SlotTurns[Fetch] = SlotTurns()
-        self._link: LinkQueue[Fetch] = LinkQueue(config.device.fetch_order, shared_pages=self._round_pages)
-        self._sharing: Sharing[Fetch] = Sharing()
-        self._fetches: dict[Any, Fetch] = {}  # by handle; only of requests that are not gone
-        self._fetching: dict[Fetch, None] = {}  # in order of their start; also of requests that are gone
-        self._landed: dict[Fetch, None] = {}
+        self._slots: Slots[PrefixFetch] = Slots(cache, max(1, max_tokens // self._page_size) * self._page_size)
+        self._turns: SlotTurns[PrefixFetch] = SlotTurns()
+        self._link: LinkQueue[PrefixFetch] = LinkQueue(config.device.fetch_order, shared_pages=self._round_pages)
+        self._sharing: Sharing[PrefixFetch] = Sharing()
+        self._fetches: dict[Any, PrefixFetch] = {}  # by handle; only of requests that are not gone
+        self._fetching: dict[PrefixFetch, None] = {}  # in order of their start; also of requests that are gone
+        self._landed: dict[PrefixFetch, None] = {}
         self._changed: list[Any] = []  # handles of fetches that began or ended
         self._num_arrived = 0
         self._num_seen = 0  # pages that finished lookups chose to fetch
@@ -145,10 +150,10 @@ class Fetches:
             return
         self._num_arrived += 1
         starts_early, request = self._starts_early and may_start_early, timeline.arrived(handle.rid)
-        fetch = Fetch(handle, key, start, self._num_arrived, time.monotonic(), starts_early, request)
+        fetch = PrefixFetch(handle, key, start, self._num_arrived, time.monotonic(), starts_early, request)
         self._fetches[handle] = fetch
         self._changed.append(handle)
-        ticket = self._board.open(partial(self._looked_up, fetch))
+        ticket = self._board.open_ticket(partial(self._looked_up, fetch))
         hash_pages = partial(hash_tail, key, start, last_hash, self._page_size)
         self._backend.look_up(fetch.request, fetch.lookup, ticket, hash_pages, self._num_ahead)
 
@@ -172,7 +177,7 @@ class Fetches:
         fetch = self._fetches.get(handle)
         return fetch is not None and fetch.state is not State.LANDED and not self._may_start(fetch)
 
-    def _may_start(self, fetch: Fetch) -> bool:
+    def _may_start(self, fetch: PrefixFetch) -> bool:
         # Followers get the pages sooner from the tree than from a request that computes.
         return fetch.state is State.CERTAIN and not self._sharing.has_followers(fetch) and self._backend.access.reads
 
@@ -182,21 +187,19 @@ class Fetches:
         fetch = self._fetches.get(handle)
         if fetch is None or not self._may_start(fetch) or begin != self._slots.landed(fetch).stop:
             return 0
-        return _filling_tokens(fetch)
+        return fetch.filling_tokens
 
     def start_early(self, handle: Any) -> tuple[list[Filling], range]:
         """Hand over the slots that `early_tokens` has counted: from now on they are the request's. Return them, and
         which of its tokens are from the store."""
         fetch = self._fetches[handle]
         fillings, landed = fetch.machine.filling, self._slots.landed(fetch)
-        stored = range(landed.start, landed.stop + _filling_tokens(fetch))
+        stored = range(landed.start, landed.stop + fetch.filling_tokens)
         self._receive(fetch, Sign.STARTED)
         return fillings, stored
 
     def take_changed(self) -> list[Any]:
         """Return the handles of requests that may have been parked or unparked since the last call."""
-        if not self._changed:
-            return []
         changed, self._changed = self._changed, []
         return changed
 
@@ -223,15 +226,17 @@ class Fetches:
             if each is not None and not self._is_there(each) and not self._sharing.has_followers(each):
                 self._receive(each, Sign.UNWANTED)
 
-    def _is_there(self, fetch: Fetch) -> bool:
+    def _is_there(self, fetch: PrefixFetch) -> bool:
         """Return whether the fetch's own request is not gone."""
         return self._fetches.get(fetch.handle) is fetch
 
     def step(self, reserved_tokens: Callable[[], int]) -> None:
-        """Give slots to rounds and begin fetches, a few per step. The cost does not grow with the waiting requests.
+        """Give slots to the rounds that wait for them, and begin fetches; a few of each. A step costs no more when more
+        requests wait.
 
-        ``reserved_tokens`` returns the slots that running requests will still need. It is called only if slots are
-        wanted."""
+        ``reserved_tokens`` returns the slots that running requests will still need. It is called once at most, and only
+        if slots are wanted."""
+        reserved_tokens = functools.cache(reserved_tokens)
         if self._was_offered:
             self._was_offered = False
             self._fruitless_steps += 1
@@ -269,7 +274,7 @@ class Fetches:
                 given += len(self._slots.landed(fetch))
                 self._release(fetch)
         for fetch in reversed(list(self._fetching)):
-            held = len(self._slots.landed(fetch)) + _filling_tokens(fetch)
+            held = len(self._slots.landed(fetch)) + fetch.filling_tokens
             if given < num_tokens and held:
                 given += held
                 self._drop([fetch], End.FULL_POOL)
@@ -287,7 +292,7 @@ class Fetches:
         self._num_seen = self._backend.num_chosen  # lookups under way will not report any more
         self._report()
 
-    def _drop(self, fetches: Iterable[Fetch], end: End) -> None:
+    def _drop(self, fetches: Iterable[PrefixFetch], end: End) -> None:
         for fetch in fetches:
             for filling in fetch.machine.filling:
                 filling.close()
@@ -295,32 +300,33 @@ class Fetches:
         for fetch in fetches:
             self._receive(fetch, Dropped(end))
 
-    def _release(self, fetch: Fetch) -> None:
-        """Unlock a landed prefix. It stays in the tree like any other."""
+    def _release(self, fetch: PrefixFetch) -> None:
+        """Unlock a landed prefix, which stays in the tree like any other."""
         del self._landed[fetch]
         self._changed.append(fetch.handle)
         self._fetches.pop(fetch.handle)
         self._receive(fetch, Sign.RELEASED)
 
     def _num_ahead(self) -> int:
-        """Estimate how many pages will be fetched before those that are looked up now."""
+        """Estimate how many pages will be fetched before those that a lookup has just found: pages of fetches that wait
+        or are under way, and pages of lookups whose results the ranks have not agreed on yet."""
         return self._link.expected_pages + self._backend.num_chosen - self._num_seen
 
     # Reports that all ranks agree on
 
-    def _looked_up(self, fetch: Fetch, finding: Finding) -> None:
+    def _looked_up(self, fetch: PrefixFetch, finding: Finding) -> None:
         work, num_pages = fetch.lookup, finding.num_pages
         self._num_seen += work.num_chosen
         if fetch.state is State.LOOKUP:
-            self._known.add(work.hashes[:num_pages])
-            self._known.remove(work.hashes[num_pages:])
+            self._known.add_hashes(work.hashes[:num_pages])
+            self._known.remove_hashes(work.hashes[num_pages:])
         if num_pages and finding.is_fetched:
             fetch.num_pages = num_pages
             self._receive(fetch, Sign.FOUND)
         else:
             self._receive(fetch, NothingToFetch(End.RECOMPUTED if num_pages else End.MISSED))
 
-    def _round_starts(self, fetch: Fetch, message: RoundStarts) -> None:
+    def _round_starts(self, fetch: PrefixFetch, message: RoundStarts) -> None:
         event: dict[int, Event] = {
             RoundStart.ENDED: RoundRefused(End.PARTLY),
             RoundStart.STOP: RoundRefused(End.STOPPED),
@@ -328,16 +334,16 @@ class Fetches:
         }
         self._receive(fetch, event[message.start])
 
-    def _round_ended(self, fetch: Fetch, restored: PageCount) -> None:
+    def _round_ended(self, fetch: PrefixFetch, restored: PageCount) -> None:
         if fetch in self._fetching:
             fetch.machine.filling[0].publish()
         self._receive(fetch, Restored(restored.num_pages if self._backend.access.reads else 0))
 
     # Turns
 
-    def _begin(self, fetch: Fetch, reserved_tokens: Callable[[], int], *, may_fetch: bool) -> bool:
-        """Fetch, follow another fetch, or end because nothing is left to fetch. Return False if the fetch must wait: it
-        has pages to fetch, and ``may_fetch`` is False."""
+    def _begin(self, fetch: PrefixFetch, reserved_tokens: Callable[[], int], *, may_fetch: bool) -> bool:
+        """Begin to fetch, follow another fetch, or end because nothing is left to fetch. Return False if the fetch must
+        wait: it has pages to fetch, and ``may_fetch`` is False."""
         if not self._backend.access.reads:
             self._receive(fetch, NothingToFetch(End.SUSPENDED))
             return True
@@ -362,7 +368,7 @@ class Fetches:
         self._receive(fetch, Begun(first_page, round_ends, filling))
         return True
 
-    def _free_slots(self, fetch: Fetch, num_pages: int, reserved_tokens: Callable[[], int]) -> Filling | None:
+    def _free_slots(self, fetch: PrefixFetch, num_pages: int, reserved_tokens: Callable[[], int]) -> Filling | None:
         """Return slots for the first round if so many are free and no other fetch waits for slots. Then its bytes need
         not wait for slots when they come."""
         if self._turns:
@@ -370,29 +376,27 @@ class Fetches:
         slots = self._slots.allocate(fetch, num_pages * self._page_size, reserved_tokens(), may_evict=False)
         return None if slots is None else Filling(self._backend.pages, slots)
 
-    def _round_ends(self, fetch: Fetch, first_page: int) -> tuple[int, ...]:
+    def _round_ends(self, fetch: PrefixFetch, first_page: int) -> tuple[int, ...]:
         """Return where rounds end: at multiples of their length, counted from the sequence's start, as spans do."""
         before = fetch.start // self._page_size
         next_end = (before + first_page) // self._round_pages * self._round_pages + self._round_pages - before
         return *range(next_end, fetch.num_pages, self._round_pages), fetch.num_pages
 
     def _give_slots(self, reserved_tokens: Callable[[], int]) -> None:
-        if not self._turns:
-            return
-        give = partial(self._give_slots_to, reserved_tokens=reserved_tokens())
+        give = partial(self._give_slots_to, reserved_tokens=reserved_tokens)
         if self._turns.serve(give) or self._landed or any(fetch.machine.filling for fetch in self._fetching):
             return
         # No fetch that holds slots will give them back by itself, so the last one has to.
         if last := self._turns.last_of_several():
             self._receive(last, RoundRefused(End.FULL_POOL))
 
-    def _give_slots_to(self, fetch: Fetch, *, reserved_tokens: int) -> bool:
+    def _give_slots_to(self, fetch: PrefixFetch, *, reserved_tokens: Callable[[], int]) -> bool:
         """Give the next round its slots. Return False if there are not enough. Refuse the round if reads are off."""
         if not self._backend.access.reads:
             self._receive(fetch, RoundRefused(End.PARTLY))
             return True
         num_tokens = len(fetch.machine.next_round) * self._page_size
-        slots = self._slots.allocate(fetch, num_tokens, reserved_tokens)
+        slots = self._slots.allocate(fetch, num_tokens, reserved_tokens())
         if slots is None:
             return False
         filling = Filling(self._backend.pages, slots)
@@ -400,20 +404,20 @@ class Fetches:
         self._receive(fetch, SlotsGiven(filling))
         return True
 
-    def _restore_round(self, fetch: Fetch, index: int, filling: Filling) -> None:
-        ticket = self._board.open(partial(self._round_ended, fetch))
-        self._backend.restore_round(ticket, _call_of(fetch), index, filling)
+    def _restore_round(self, fetch: PrefixFetch, index: int, filling: Filling) -> None:
+        ticket = self._board.open_ticket(partial(self._round_ended, fetch))
+        self._backend.restore_round(ticket, fetch.call, index, filling)
 
     # Actions
 
-    def _receive(self, fetch: Fetch, event: Event) -> None:
+    def _receive(self, fetch: PrefixFetch, event: Event) -> None:
         before = fetch.state
         for action in fetch.machine.receive(event):
             self._act(fetch, action)
         if (fetch.state is State.CERTAIN) != (before is State.CERTAIN):
             self._changed.append(fetch.handle)
 
-    def _act(self, fetch: Fetch, action: Action) -> None:
+    def _act(self, fetch: PrefixFetch, action: Action) -> None:
         match action:
             case Do.CANCEL_LOOKUP:
                 self._backend.cancel_lookup(fetch.lookup)
@@ -425,26 +429,26 @@ class Fetches:
             case Do.LEAVE_QUEUE:
                 self._link.leave(fetch)
             case Do.FOLLOW_NO_MORE:
-                self._sharing.leave(fetch)
+                self._sharing.stop_following(fetch)
             case Transmit():
                 self._transmit(fetch, action)
             case AwaitBytes(index, first_page):
-                bytes_ticket = self._board.open(partial(self._round_starts, fetch))
-                num_left = fetch.num_pages - first_page
-                self._backend.await_round(bytes_ticket, _call_of(fetch), index, num_left)
+                ticket = self._board.open_ticket(partial(self._round_starts, fetch))
+                self._backend.await_round(ticket, fetch.call, index, num_left=fetch.num_pages - first_page)
             case Do.ASK_FOR_SLOTS:
                 self._turns.ask(fetch, has_slots=fetch.machine.num_rounds > 0)
-                self._backend.await_end(self._board.open(partial(self._transmission_over, fetch)), _call_of(fetch))
+                over: Ticket[Done] = self._board.open_ticket(lambda _: self._receive(fetch, Sign.TRANSMISSION_OVER))
+                self._backend.await_end(over, fetch.call)
             case Do.ASK_NO_MORE:
-                self._turns.leave(fetch)
+                self._turns.withdraw(fetch)
             case Land():
                 self._land(fetch, action)
             case HandOver(filling):
                 self._slots.hand_over(filling.slots)
-            case Free(num_landed, filling):
+            case FreeSlots(num_landed, filling):
                 self._slots.free(filling.slots[num_landed * self._page_size :])
             case Do.STOP:
-                self._backend.plane.cancel(_call_of(fetch).work, reason="")
+                self._backend.plane.cancel(fetch.call.work, reason="")
             case Do.FETCH_NO_MORE:
                 del self._fetching[fetch]
                 self._link.changed()
@@ -455,32 +459,29 @@ class Fetches:
             case Finish(end):
                 self._finish(fetch, end)
 
-    def _transmit(self, fetch: Fetch, action: Transmit) -> None:
+    def _transmit(self, fetch: PrefixFetch, action: Transmit) -> None:
         pages = range(action.first_page, fetch.num_pages)
         self._fetching[fetch] = None
         self._sharing.lead(fetch, fetch.lookup.hashes[pages.start : pages.stop])
-        self._link.take(fetch, len(pages))
+        self._link.occupy(fetch, len(pages))
         fetch.call = self._backend.fetch(
             fetch.request,
             fetch.lookup,
             pages,
             action.round_ends,
-            link_ticket=self._board.open(lambda _: self._link.give_back(fetch)),
-            early_ticket=self._board.open(partial(self._certain, fetch)) if fetch.starts_early else None,
+            link_ticket=self._board.open_ticket(lambda _: self._link.give_back(fetch)),
+            early_ticket=self._board.open_ticket(partial(self._certain, fetch)) if fetch.starts_early else None,
             num_left=len(fetch.key) - fetch.start - fetch.num_pages * self._page_size + 1,
             first=action.slots,
         )
         if action.slots is not None:
             self._restore_round(fetch, 0, action.slots)
 
-    def _transmission_over(self, fetch: Fetch, _: Done) -> None:
-        self._receive(fetch, Sign.TRANSMISSION_OVER)
-
-    def _certain(self, fetch: Fetch, certainty: Certainty) -> None:
+    def _certain(self, fetch: PrefixFetch, certainty: Certainty) -> None:
         if certainty.is_certain:
             self._receive(fetch, Sign.CERTAIN)
 
-    def _land(self, fetch: Fetch, action: Land) -> None:
+    def _land(self, fetch: PrefixFetch, action: Land) -> None:
         end_page = action.first_page + action.num_pages
         self._slots.land(fetch, action.slots.slots[: action.num_pages * self._page_size])
         self._link.changed()
@@ -488,7 +489,7 @@ class Fetches:
         # Their followers may now find enough in the tree.
         self._sharing.ended(fetch, fetch.lookup.hashes[action.first_page : end_page])
 
-    def _finish(self, fetch: Fetch, end: End) -> None:
+    def _finish(self, fetch: PrefixFetch, end: End) -> None:
         if self._is_there(fetch):
             reads = self._backend.access.reads
             self._changed.append(fetch.handle)
@@ -504,18 +505,8 @@ class Fetches:
         if fetch.state is State.LANDED:
             self._receive(fetch, Sign.RELEASED)
 
-    def _count(self, fetch: Fetch, end: str) -> None:
+    def _count(self, fetch: PrefixFetch, end: str) -> None:
         """Count a request that is no longer parked, and record how long it was."""
         metrics.DEVICE_REQUESTS.labels(end).inc()
         tokens = len(self._slots.landed(fetch))
         timeline.add(fetch.request, "parked", fetch.arrived_s, time.monotonic(), end=end, tokens=tokens)
-
-
-def _filling_tokens(fetch: Fetch) -> int:
-    """Return how many of its slots are being filled."""
-    return sum(filling.slots.numel() for filling in fetch.machine.filling)
-
-
-def _call_of(fetch: Fetch) -> FetchCall:
-    assert fetch.call is not None
-    return fetch.call

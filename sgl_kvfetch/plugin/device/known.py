@@ -14,14 +14,14 @@ class KnownPages:
     def __init__(self) -> None:
         self._hashes: OrderedDict[str, None] = OrderedDict()
 
-    def add(self, hashes: Iterable[str]) -> None:
+    def add_hashes(self, hashes: Iterable[str]) -> None:
         for page_hash in hashes:
             self._hashes[page_hash] = None
             self._hashes.move_to_end(page_hash)
         while len(self._hashes) > _MAX_PAGES:
             self._hashes.popitem(last=False)
 
-    def remove(self, hashes: Iterable[str]) -> None:
+    def remove_hashes(self, hashes: Iterable[str]) -> None:
         for page_hash in hashes:
             self._hashes.pop(page_hash, None)
 

@@ -46,7 +46,6 @@ class LinkQueue(Generic[F]):
         self._claims: dict[F, Claim] = {}  # of the fetches that wait
         self._waiting: list[F] = []  # by rank
         self._on_link: dict[F, int] = {}  # requested pages of each fetch that occupies the link
-        self._link_pages = 0  # their sum
         self._shared_pages = shared_pages
         self._num_changes = 0  # changes after which the first fetch is worth another look
         self._put_off: tuple[F, int] | None = None  # the fetch, and `_num_changes` when it was put off
@@ -78,7 +77,7 @@ class LinkQueue(Generic[F]):
 
     def has_room(self, fetch: F) -> bool:
         """Return whether the link can serve ``fetch``, which waits, beside those that occupy it."""
-        return not self._on_link or self._link_pages + self._claims[fetch].num_pages <= self._shared_pages
+        return not self._on_link or sum(self._on_link.values()) + self._claims[fetch].num_pages <= self._shared_pages
 
     def put_off(self, fetch: F) -> None:
         """Note that ``fetch`` was looked at and must go on waiting for the link."""
@@ -88,14 +87,13 @@ class LinkQueue(Generic[F]):
         """Note a change: a waiting fetch may find that nothing is left to fetch."""
         self._num_changes += 1
 
-    def take(self, fetch: F, num_pages: int) -> None:
-        """Let ``fetch`` occupy the link: ``num_pages`` of its pages are now requested."""
+    def occupy(self, fetch: F, num_pages: int) -> None:
+        """Note that ``fetch`` occupies the link: ``num_pages`` of its pages are now requested."""
         self._on_link[fetch] = num_pages
-        self._link_pages += num_pages
 
     def give_back(self, fetch: F) -> None:
         """Note that the link could serve another fetch beside ``fetch``."""
-        self._link_pages -= self._on_link.pop(fetch, 0)
+        self._on_link.pop(fetch, None)
 
     def expect(self, fetch: F, num_pages: int) -> None:
         """Set how many pages are still to be fetched for ``fetch``."""
@@ -108,4 +106,4 @@ class LinkQueue(Generic[F]):
         self._waiting.clear()
         self._on_link.clear()
         self._expected.clear()
-        self._link_pages = self.expected_pages = 0
+        self.expected_pages = 0

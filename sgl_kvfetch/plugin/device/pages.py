@@ -23,7 +23,8 @@ class DevicePages(PagePool):
     """
 
     def __init__(self, pool: Any, page_size: int) -> None:
-        """Raises UnsupportedError for any other kind of pool, a quantised pool, or a layout other than ``nhd``."""
+        """``pool``: an ``MHATokenToKVPool`` or ``MLATokenToKVPool``. Raises UnsupportedError for another kind of pool,
+        for a quantised one, and for a layout other than ``nhd``."""
         self._buffers = _kv_buffers(pool)
         k, v = self._buffers["k"][0], self._buffers["v"][0]  # (slots, heads, dim)
         self._dtype = pool.dtype
@@ -48,8 +49,8 @@ class DevicePages(PagePool):
         """Order later reads as `open_round` orders restores."""
 
     def publish(self) -> None:
-        """Order later computation after the round's restores. Call on the scheduler's thread before its slots go on,
-        after its sink was closed. Never waits."""
+        """Order later computation after the round's restores. Call this on the scheduler's thread, after the round's
+        sink was closed and before anything else uses its slots. Never waits."""
 
     def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
         size = self.geometry.page_size
@@ -73,7 +74,7 @@ class DevicePages(PagePool):
         return (slots[::size] // size).tolist()
 
     def _as_pages(self, rows: torch.Tensor, num_pages: int) -> torch.Tensor:
-        """``(tokens, layers, heads, dim)`` as stored -> ``(pages, page_size, layers, heads, dim)``."""
+        """View ``(tokens, layers, heads, dim)`` of raw values as ``(pages, page_size, layers, heads, dim)``."""
         return rows.view(self._dtype).view(num_pages, -1, *rows.shape[1:])
 
     def _slots(self, pages: Sequence[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Measures how fast the engine computes prompts while it serves."""
+"""Measures how fast the engine computes prompts, and decides whether to fetch a prefix or to compute it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import itertools
 import statistics
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from sgl_kvfetch import timeline
+from sgl_kvfetch.plane import Cost
 
 WINDOW = 24  # how many of the latest batches count
 MIN_BATCHES = 4
 # If all batches have about the same size, the cost of a batch cannot be told from the cost of its tokens.
 _MIN_SPREAD = 2.0
+# Computing must be so many times faster before it is chosen: it takes the engine's time from other requests, and
+# decisions must not alternate when the two estimates are nearly equal.
+MARGIN = 1.25
 
 
 class PrefillSpeed:
@@ -33,7 +37,7 @@ class PrefillSpeed:
         self._fit: _Fit | None = None
         self._is_fitted = True
 
-    def add(self, num_tokens: int, seconds: float) -> None:
+    def add_batch(self, num_tokens: int, seconds: float) -> None:
         """Add a batch. ``num_tokens``: computed tokens of all its requests."""
         if num_tokens > 0 and seconds > 0:
             self._batches.append((num_tokens, seconds))
@@ -77,7 +81,7 @@ class PrefillMeter:
         mode = batch.forward_mode
         if not mode.is_extend_without_speculative() or mode.is_split_prefill():
             return
-        self.speed.add(batch.extend_num_tokens or 0, now_s - begin_s)
+        self.speed.add_batch(batch.extend_num_tokens or 0, now_s - begin_s)
         if timeline.is_on():
             decoding = batch.decoding_reqs or ()  # along with the prompts, in mixed chunked prefill
             for request in batch.reqs:
@@ -98,7 +102,7 @@ def _fit(batches: list[tuple[int, float]]) -> _Fit:
 
 
 def _weighted_median(values: list[tuple[float, int]]) -> float:
-    """``values``: pairs ``(value, weight)``."""
+    """Return the weighted median of pairs ``(value, weight)``."""
     values.sort()
     half = sum(weight for _, weight in values) / 2
     for value, weight in values:
@@ -106,3 +110,32 @@ def _weighted_median(values: list[tuple[float, int]]) -> float:
         if half <= 0:
             return value
     raise AssertionError("no values")
+
+
+Reason = Literal["faster", "unmeasured", "link", "decoder"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    is_fetched: bool
+    reason: Reason
+
+
+class FetchOrRecompute:
+    """Decides with hysteresis, separately for each range of lengths (powers of two). Pure. A prefix whose cost is
+    unknown is fetched, which also measures the cost."""
+
+    def __init__(self) -> None:
+        self._recomputed: set[int] = set()  # lengths, as powers of two
+
+    def decide(self, num_tokens: int, cost: Cost, recompute_s: float | None) -> Decision:
+        """Decide about a prefix. ``recompute_s``: how long the engine would take if it had nothing else to do."""
+        fetch_s = cost.seconds
+        if fetch_s is None or recompute_s is None:
+            return Decision(True, "unmeasured")
+        length = num_tokens.bit_length()
+        if fetch_s <= recompute_s * (1.0 if length in self._recomputed else MARGIN):
+            self._recomputed.discard(length)
+            return Decision(True, "faster")
+        self._recomputed.add(length)
+        return Decision(False, "link" if cost.transmit_s == fetch_s else "decoder")

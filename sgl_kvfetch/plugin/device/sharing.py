@@ -31,7 +31,7 @@ class Sharing(Generic[F]):
         self._followers.setdefault(leader, {})[fetch] = None
         return True
 
-    def leave(self, fetch: F) -> None:
+    def stop_following(self, fetch: F) -> None:
         """Forget a follower that has ended."""
         self._resumed.pop(fetch, None)
         leader = self._leaders.pop(fetch, None)

@@ -1,15 +1,18 @@
-"""The slots of fetches: taken from the allocator, within a share of the pool, and put into the tree."""
+"""The slots of fetches: which fetch gets some next, and how they are allocated and put into the tree."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 
 F = TypeVar("F", bound=Hashable)
+
+_SERVED_A_STEP = 8  # limit for each kind, because serving takes the scheduler's time
 
 
 @dataclass(slots=True)
@@ -91,3 +94,40 @@ class Slots(Generic[F]):
         prefix = self._prefixes.pop(fetch)
         self.held_tokens -= len(prefix.landed)
         self._cache.unlock(prefix.lock)
+
+
+class SlotTurns(Generic[F]):
+    """Decides which fetch gets slots next. Fetches that hold slots come first, so that they finish and free them.
+
+    Pure and without a clock, so that all ranks decide alike.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[F, None] = {}  # fetches that want their first slots
+        self._more: dict[F, None] = {}  # fetches that want more
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._more)
+
+    def ask(self, fetch: F, *, has_slots: bool) -> None:
+        (self._more if has_slots else self._first)[fetch] = None
+
+    def withdraw(self, fetch: F) -> None:
+        """Withdraw a fetch's request, if it has made one."""
+        self._first.pop(fetch, None)
+        self._more.pop(fetch, None)
+
+    def serve(self, give: Callable[[F], bool]) -> bool:
+        """Offer each fetch its turn. Return False if fetches that hold slots asked for more, and none got any.
+
+        ``give`` returns whether there were slots for the fetch, and then calls ``withdraw``."""
+        served = [give(fetch) for fetch in list(islice(self._more, _SERVED_A_STEP))]
+        for fetch in list(islice(self._first, _SERVED_A_STEP)):
+            if not give(fetch):
+                break
+        return not served or any(served)
+
+    def last_of_several(self) -> F | None:
+        """Return the last of several fetches that want more slots. None for a single one, which goes on waiting: its
+        request could not be computed without slots either."""
+        return next(reversed(self._more)) if len(self._more) > 1 else None

@@ -56,20 +56,20 @@ class Writes:
             page_hashes=hashes[pages.start : pages.stop],
             slots=slots[pages.start * self._page_size : pages.stop * self._page_size],
         )
-        self._known.add(run.page_hashes)
+        self._known.add_hashes(run.page_hashes)
         copy = _Copy(run, self._cache.lock(node))
         self._copies[copy] = None
-        copy.source = self._backend.copy(self._board.open(partial(self._copied, copy)), run)
+        copy.source = self._backend.copy_pages(self._board.open_ticket(partial(self._copied, copy)), run)
 
     def _copied(self, copy: _Copy, copied: Copied) -> None:
         del self._copies[copy]
-        self._known.remove(copy.run.page_hashes[copied.num_pages :])
+        self._known.remove_hashes(copy.run.page_hashes[copied.num_pages :])
         if not copied.is_intact:
             # It is not known which pages are lost. Those that are not are recognised before they are encoded again.
             self._known.clear()
         self._cache.unlock(copy.lock)
 
-    def forget(self, rid: str) -> None:
+    def forget_request(self, rid: str) -> None:
         """Forget a request that is over."""
         self._num_seen.pop(rid, None)
 

@@ -26,7 +26,7 @@ class SidePools:
         self._pending: dict[str, list[tuple[str, int]]] = {}  # by page hash: pools, and where the pages are in them
         self._is_new_write = True
 
-    def add(self, name: str, pool: Any) -> None:
+    def add_pool(self, name: str, pool: Any) -> None:
         self._pools[name] = pool
 
     def __bool__(self) -> bool:
@@ -39,14 +39,14 @@ class SidePools:
 
     @property
     def page_bytes(self) -> dict[str, int]:
-        """The bytes of a page in each pool."""
+        """How many bytes a page has in each pool."""
         return {name: pool.get_dummy_flat_data_page().nbytes for name, pool in sorted(self._pools.items())}
 
     def identity(self, tp_rank: int, tp_size: int, is_mla: bool, pp_rank: int = 0, pp_size: int = 1) -> str:
         """Return a text that differs between pools whose pages cannot be exchanged. Raises UnsupportedError.
 
-        Beside side pools, SGLang does not say which of the model's layers a pipeline stage has: their first layer is 0
-        on all stages.
+        With side pools, SGLang does not say which of the model's layers a pipeline stage has: the first layer is 0 on
+        all stages.
         """
         if not self:
             return ""
@@ -74,7 +74,7 @@ class SidePools:
             self._pending.setdefault(key, []).append((str(transfer.name), place))
         return len(places)
 
-    def take(self, keys: Sequence[str]) -> dict[SideKey, ReadSide]:
+    def take_announced(self, keys: Sequence[str]) -> dict[SideKey, ReadSide]:
         """Return how to read the announced side pages of the pages that are written now."""
         self._is_new_write = True
         return {
@@ -87,7 +87,7 @@ class SidePools:
         page: torch.Tensor = self._pools[name].get_data_page(place, flat=True)
         return page.contiguous().view(torch.uint8).flatten().cpu()
 
-    def forget(self) -> None:
+    def forget_announced(self) -> None:
         """Forget what is announced: SGLang may break off the operation, and give the places to others."""
         self._pending.clear()
         self._is_new_write = True
@@ -115,7 +115,7 @@ class SidePools:
 
 
 def _format(pool: Any) -> str:
-    """Return how the bytes of a pool's pages are to be read."""
+    """Return a text that says how to read the bytes of a pool's pages."""
     # A pool of states has two dtypes, which flags and SGLang's environment choose apart from the model's.
     names = ("layout", "dtype", "conv_dtype", "temporal_dtype")
     return " ".join(str(getattr(pool, name, "-")) for name in names)

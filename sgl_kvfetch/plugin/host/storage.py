@@ -76,7 +76,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool_name == PoolName.KV:
             return
-        self._sides.add(str(host_pool_name), host_pool)
+        self._sides.add_pool(str(host_pool_name), host_pool)
         if self._open_plane is not None:
             # At a start, SGLang adds a draft model's pools after it has attached the backend; it does not serve yet.
             self._open_plane.close()
@@ -210,7 +210,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             num_queued = self._queue(keys, host_indices, None if extra_info is None else extra_info.prefix_keys)
         finally:
             if num_queued < num_pages:
-                self._sides.forget()
+                self._sides.forget_announced()
         return [page < num_queued for page in range(num_pages)]
 
     def _queue(self, keys: list[str], host_indices: torch.Tensor, before: list[str] | None) -> int:
@@ -224,7 +224,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         previous_hash = hash_bytes(before[-1:])[0] if before else None
         pool_pages = self._pages.page_indices(host_indices)
         num_queued = self._plane.write(
-            len(before), previous_hash, hash_bytes(keys), pool_pages, self._pages.read, self._sides.take(keys)
+            len(before), previous_hash, hash_bytes(keys), pool_pages, self._pages.read, self._sides.take_announced(keys)
         )
         if num_queued < num_pages:
             metrics.WRITTEN_PAGES.labels("dropped_full").inc(num_pages - num_queued)
@@ -285,7 +285,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                 else:
                     results[transfer.name] = [True] * len(transfer.keys or [])
         except BaseException:
-            self._sides.forget()  # SGLang gives up the operation
+            self._sides.forget_announced()  # SGLang gives up the operation
             raise
         return results
 

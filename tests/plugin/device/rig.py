@@ -137,7 +137,7 @@ class Rig:
         result = self.cache.insert(InsertParams(key=self.key(tokens), value=slots))
         if self.cache.enable_storage:
             self.parts.writes.inserted(rid, result.last_device_node)
-            self.parts.writes.forget(rid)
+            self.parts.writes.forget_request(rid)
         return result.last_device_node
 
     def stored(self, tokens: Sequence[int]) -> None:

@@ -33,7 +33,7 @@ def connectable(rig: Rig, fault: Exception | None = None) -> Rig:
         if fault is not None:
             raise fault
         rig.backend = rig.connect()
-        weight_updates.register(rig.backend.access, None)
+        weight_updates.register_access(rig.backend.access, None)
 
     rig.cache.set_connect(connect)
     rig.cache._extra_config = "{}"
@@ -77,7 +77,7 @@ def test_a_detached_cache_is_a_plain_one_until_it_is_attached_again(make: MakeRi
     rig.assert_nothing_held()
 
 
-@pytest.mark.parametrize("state", [State.LOOKUP, State.WAITING, State.FOLLOWING, State.FILLING, State.LANDED])
+@pytest.mark.parametrize("state", [State.LOOKUP, State.WAITING, State.FOLLOWING, State.AWAITING_BYTES, State.LANDED])
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_detaching_ends_what_is_under_way(make: MakeRig, state: State, is_aborted: bool) -> None:
     rig = connectable(make(device={"round_tokens": 16}))
@@ -90,7 +90,7 @@ def test_detaching_ends_what_is_under_way(make: MakeRig, state: State, is_aborte
     rig.store.reads.is_open = state is State.LANDED
     handles = [rig.arrive(shared)]
     if state in (State.WAITING, State.FOLLOWING):
-        rig.settle(lambda: rig.states() == [State.FILLING])
+        rig.settle(lambda: rig.states() == [State.AWAITING_BYTES])  # of the second round
         handles.append(rig.arrive(other if state is State.WAITING else shared))
     rig.settle(lambda: rig.states()[-1:] == [state])
     if is_aborted:
@@ -160,7 +160,7 @@ def test_pages_of_former_weights_are_not_stored_as_new_ones(rig: Rig) -> None:
 
 def test_a_detached_backend_is_not_suspended(make: MakeRig) -> None:
     rig = connectable(make())
-    weight_updates.register(rig.backend.access, None)
+    weight_updates.register_access(rig.backend.access, None)
     rig.cache.detach_storage_backend()
     weight_updates.weights_change("an update")
     assert rig.backend.access.reads

@@ -13,8 +13,8 @@ from tests.plugin.device.rig import Ranks
 def test_each_report_is_delivered_once() -> None:
     heard: list[object] = []
     board = Board(None)
-    first: Ticket[Finding] = board.open(heard.append)
-    second: Ticket[PageCount] = board.open(heard.append)
+    first: Ticket[Finding] = board.open_ticket(heard.append)
+    second: Ticket[PageCount] = board.open_ticket(heard.append)
     board.step()
     assert not heard
     board.report(second, PageCount(7))
@@ -29,9 +29,9 @@ def test_each_report_is_delivered_once() -> None:
 def test_a_report_on_a_closed_ticket_does_not_reach_its_successor() -> None:
     heard: list[PageCount] = []
     board = Board(None)
-    old = board.open(heard.append)
-    board.close(old)
-    new = board.open(heard.append)
+    old = board.open_ticket(heard.append)
+    board.close_ticket(old)
+    new = board.open_ticket(heard.append)
     assert new.column == old.column
     board.report(old, PageCount(3))
     board.step()
@@ -44,7 +44,7 @@ def test_a_report_on_a_closed_ticket_does_not_reach_its_successor() -> None:
 def test_the_board_grows() -> None:
     heard: list[PageCount] = []
     board = Board(lambda least: None)
-    for number, ticket in enumerate([board.open(heard.append) for _ in range(1000)]):
+    for number, ticket in enumerate([board.open_ticket(heard.append) for _ in range(1000)]):
         board.report(ticket, PageCount(number))
     board.step()
     assert heard == [PageCount(number) for number in range(1000)]
@@ -56,9 +56,9 @@ def test_a_ticket_opened_by_a_callback_waits_for_the_next_step() -> None:
 
     def go_on(count: PageCount) -> None:
         heard.append(count)
-        board.report(board.open(heard.append), PageCount(count.num_pages + 1))
+        board.report(board.open_ticket(heard.append), PageCount(count.num_pages + 1))
 
-    board.report(board.open(go_on), PageCount(1))
+    board.report(board.open_ticket(go_on), PageCount(1))
     board.step()
     assert heard == [PageCount(1)]
     board.step()
@@ -68,13 +68,13 @@ def test_a_ticket_opened_by_a_callback_waits_for_the_next_step() -> None:
 def test_cleared_tickets_call_nobody() -> None:
     heard: list[PageCount] = []
     board = Board(None)
-    tickets = [board.open(heard.append) for _ in range(3)]
+    tickets = [board.open_ticket(heard.append) for _ in range(3)]
     board.report(tickets[0], PageCount(1))
     board.clear()
     board.report(tickets[1], PageCount(1))
     assert board.num_open == 0
     board.step()
-    new = board.open(heard.append)
+    new = board.open_ticket(heard.append)
     board.report(new, PageCount(5))
     board.step()
     assert heard == [PageCount(5)]
@@ -86,7 +86,7 @@ def test_no_collective_while_nothing_is_open() -> None:
     board = Board(calls.append)
     board.step()
     assert not calls
-    ticket = board.open(heard.append)
+    ticket = board.open_ticket(heard.append)
     board.step()
     assert len(calls) == 1
     board.report(ticket, Done())
@@ -103,7 +103,7 @@ def test_each_field_is_agreed_on_by_itself() -> None:
 
     def run(rank: int) -> None:
         board = Board(ranks.agree(rank))
-        board.report(board.open(heard[rank].append), (Finding(10, 1), Finding(11, 0))[rank])
+        board.report(board.open_ticket(heard[rank].append), (Finding(10, 1), Finding(11, 0))[rank])
         board.step()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
@@ -127,7 +127,7 @@ def test_all_ranks_get_the_minimum_in_the_same_step() -> None:
         num_steps = 0
 
         def open_one() -> Ticket[Finding]:
-            ticket: Ticket[Finding] = board.open(lambda found: heard[rank].append((num_steps, ticket, found)))
+            ticket: Ticket[Finding] = board.open_ticket(lambda found: heard[rank].append((num_steps, ticket, found)))
             return ticket
 
         for _ in range(2000):

@@ -20,7 +20,6 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 from harness.fetching import fetch_pages
-from sgl_kvfetch import codec
 from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.container.manifest import Cell
 from sgl_kvfetch.codec.container.segment import CellFrames, CodedSegment, SegmentReader
@@ -37,7 +36,7 @@ from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.plan import PageSource
 from sgl_kvfetch.plane.fetch.restore import restore_cell
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
-from sgl_kvfetch.plugin.device import build
+from sgl_kvfetch.plugin.device import cache
 from sgl_kvfetch.plugin.device.cuda_pages import DEVICE_BYTES, CudaPages
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.plugin.device.restores import Restore
@@ -514,18 +513,18 @@ def test_device_memory_of_a_fetch_is_bounded() -> None:
 
 def test_a_gpu_is_used_with_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     device = FakeDevice()
-    monkeypatch.setattr(codec, "Device", lambda _: device)
+    monkeypatch.setattr(cache, "Device", lambda _: device)
     pool = make_pool()
     caplog.clear()  # of what SGLang says of a pool
     worker = SimpleNamespace(model_runner=SimpleNamespace(forward_stream=device.forward))
-    assert type(build._open_pages(pool, 4, worker)) is DevicePages
+    assert type(cache._open_pages(pool, 4, worker)) is DevicePages
     assert not caplog.records
     pool.device = "cuda"
-    assert type(build._open_pages(pool, 4, worker)) is CudaPages
+    assert type(cache._open_pages(pool, 4, worker)) is CudaPages
     assert "has not been run by its authors" in caplog.text
     pool.device = "xpu"
     with pytest.raises(UnsupportedError, match="device mode does not support xpu: add --enable-hierarchical-cache"):
-        build._open_pages(pool, 4, worker)
+        cache._open_pages(pool, 4, worker)
 
 
 @pytest.mark.gpu

@@ -91,7 +91,7 @@ def filled(make: MakeRig, decoding: Decoding) -> tuple[Rig, list[int]]:
     """Return a rig whose store has all pages of a prompt but the last one, and which computes slowly."""
     rig = make(codec_threads=8, device={"early_start": True})  # more than cells that wait
     for num_tokens in (8, 16, 32, 64):
-        rig.cache.prefill_meter.speed.add(num_tokens, 1000.0 * num_tokens)
+        rig.cache.prefill_meter.speed.add_batch(num_tokens, 1000.0 * num_tokens)
     tokens = prompt(0, NUM_PAGES)
     decoding.open(0, 1)
     rig.stored(tokens[: NUM_STORED * PAGE])
@@ -268,7 +268,7 @@ def test_a_request_that_computes_little_does_not_start_early(make: MakeRig, deco
     rig, tokens = filled(make, decoding)
     for _ in range(4):
         for num_tokens in (8, 16, 32, 64, 8, 16):
-            rig.cache.prefill_meter.speed.add(num_tokens, 1e-9 * num_tokens)
+            rig.cache.prefill_meter.speed.add_batch(num_tokens, 1e-9 * num_tokens)
     request = begin(rig, tokens)
     decoding.open(0)
     rig.settle(lambda: rig.states() == [State.FILLING])

@@ -20,7 +20,7 @@ from sgl_kvfetch.plugin.device.fetch_state import (
     End,
     Event,
     Finish,
-    Free,
+    FreeSlots,
     HandOver,
     Land,
     NothingToFetch,
@@ -301,8 +301,8 @@ def test_a_request_starts_with_the_rounds_that_are_being_filled() -> None:
 
 def test_a_gap_ends_the_fetch_and_later_rounds_do_not_count() -> None:
     fetch = filling(2, 4, 6, num_filling=2)
-    assert fetch.receive(Restored(1)) == [Land(0, 1, "a"), Free(1, "a"), Do.STOP]
-    assert fetch.receive(Restored(2)) == [Free(0, "b"), Do.FETCH_NO_MORE, Finish(End.PARTLY)]
+    assert fetch.receive(Restored(1)) == [Land(0, 1, "a"), FreeSlots(1, "a"), Do.STOP]
+    assert fetch.receive(Restored(2)) == [FreeSlots(0, "b"), Do.FETCH_NO_MORE, Finish(End.PARTLY)]
 
 
 def test_rounds_under_way_still_land_if_the_rest_is_computed() -> None:
@@ -328,7 +328,7 @@ def test_unwanted_rounds_are_cancelled_once_and_freed_when_nothing_writes_to_the
     fetch = filling(2, 4, num_filling=1)
     assert fetch.receive(Sign.UNWANTED) == [Do.STOP]
     assert fetch.receive(Sign.UNWANTED) == []  # another follower came and went
-    assert fetch.receive(Restored(2)) == [Free(0, "a"), Do.FETCH_NO_MORE, Do.LET_GO, Finish(End.FAILED)]
+    assert fetch.receive(Restored(2)) == [FreeSlots(0, "a"), Do.FETCH_NO_MORE, Do.LET_GO, Finish(End.FAILED)]
 
 
 def test_a_lookup_that_is_cancelled_forgets_what_it_finds() -> None:
@@ -444,7 +444,7 @@ class World:
                 assert first_page == pages.start
                 if num_pages < len(pages):
                     self.held[slots] = pages[num_pages:]
-            case Free(num_landed, slots):
+            case FreeSlots(num_landed, slots):
                 pages = self.held.pop(slots)
                 assert pages
                 assert pages.start == self.landed_end or not num_landed

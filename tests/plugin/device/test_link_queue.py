@@ -17,7 +17,7 @@ def make(*sizes: int) -> tuple[LinkQueue[int], list[int]]:
 
 def begin(queue: LinkQueue[int], fetch: int, num_pages: int) -> None:
     queue.leave(fetch)
-    queue.take(fetch, num_pages)
+    queue.occupy(fetch, num_pages)
 
 
 def has_room_for_100(queue: LinkQueue[int]) -> bool:

@@ -10,7 +10,16 @@ import pytest
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_kvfetch import timeline
-from sgl_kvfetch.plugin.device.prefill import MIN_BATCHES, WINDOW, PrefillMeter, PrefillSpeed
+from sgl_kvfetch.plane.messages import Cost
+from sgl_kvfetch.plugin.device.prefill import (
+    MARGIN,
+    MIN_BATCHES,
+    WINDOW,
+    Decision,
+    FetchOrRecompute,
+    PrefillMeter,
+    PrefillSpeed,
+)
 from sgl_kvfetch.plugin.device.scheduler_hooks import measure_batch
 from tests.plugin.device.test_queue import Cache
 
@@ -23,16 +32,16 @@ def seconds(num_tokens: int) -> float:
 def fed(*sizes: int) -> PrefillSpeed:
     speed = PrefillSpeed()
     for size in sizes:
-        speed.add(size, seconds(size))
+        speed.add_batch(size, seconds(size))
     return speed
 
 
 def test_there_is_no_estimate_before_enough_batches() -> None:
     speed = fed(*[100] * (MIN_BATCHES - 1))
-    speed.add(0, 1.0)
-    speed.add(100, 0.0)
+    speed.add_batch(0, 1.0)
+    speed.add_batch(100, 0.0)
     assert speed.seconds_for(100) is None
-    speed.add(100, seconds(100))
+    speed.add_batch(100, seconds(100))
     assert speed.seconds_for(100) == pytest.approx(seconds(100))
 
 
@@ -57,7 +66,9 @@ def test_outliers_do_not_count() -> None:
     speed = PrefillSpeed()
     for i in range(WINDOW):
         size = rng.choice((16, 64, 300, 1000))
-        speed.add(size, seconds(size) * rng.uniform(0.95, 1.05) + (rng.uniform(1, 9) if i < 2 or i % 8 == 0 else 0))
+        speed.add_batch(
+            size, seconds(size) * rng.uniform(0.95, 1.05) + (rng.uniform(1, 9) if i < 2 or i % 8 == 0 else 0)
+        )
     assert speed.seconds_for(1000) == pytest.approx(seconds(1000), rel=0.1)
     assert speed.seconds_for(600) == pytest.approx(seconds(600), rel=0.1)
 
@@ -66,14 +77,14 @@ def test_only_the_latest_batches_count() -> None:
     speed = fed(10, 100, 1000, 100)
     for i in range(WINDOW):
         size = (50, 500)[i % 2]
-        speed.add(size, 2 * seconds(size))
+        speed.add_batch(size, 2 * seconds(size))
     assert speed.seconds_for(500) == pytest.approx(2 * seconds(500))
 
 
 def test_times_that_fall_with_the_size_still_give_a_rate() -> None:
     speed = PrefillSpeed()
     for size in (10, 100, 1000, 400):
-        speed.add(size, 1 / size)
+        speed.add_batch(size, 1 / size)
     assert (speed.seconds_for(1000) or 0) > 0
 
 
@@ -96,7 +107,7 @@ class Batch:
 
 def durations(meter: PrefillMeter, monkeypatch: pytest.MonkeyPatch, *batches: tuple[Batch, float]) -> list[float]:
     seen: list[float] = []
-    monkeypatch.setattr(meter.speed, "add", lambda num_tokens, seconds: seen.append(seconds))
+    monkeypatch.setattr(meter.speed, "add_batch", lambda num_tokens, seconds: seen.append(seconds))
     for batch, end_s in batches:
         meter.finished(batch, end_s)
     return seen
@@ -137,3 +148,34 @@ def test_the_hook_measures() -> None:
     assert cache.prefill_meter.speed.seconds_for(100) is not None
     assert cache.prefill_meter.speed is not Cache().prefill_meter.speed
     measure_batch(None, SimpleNamespace(tree_cache=SimpleNamespace()), batch, None)
+
+
+@pytest.mark.parametrize(
+    ("cost", "recompute_s", "expected"),
+    [
+        (Cost(None, 5.0), 1.0, Decision(True, "unmeasured")),
+        (Cost(5.0, None), None, Decision(True, "unmeasured")),
+        (Cost(0.9, 0.5), 1.0, Decision(True, "faster")),
+        (Cost(1.2, 0.5), 1.0, Decision(True, "faster")),  # not by the margin
+        (Cost(1.3, 0.5), 1.0, Decision(False, "link")),
+        (Cost(0.5, 1.3), 1.0, Decision(False, "decoder")),
+    ],
+)
+def test_the_faster_way_is_chosen(cost: Cost, recompute_s: float | None, expected: Decision) -> None:
+    assert FetchOrRecompute().decide(1000, cost, recompute_s) == expected
+
+
+def test_decisions_do_not_alternate_near_the_limit() -> None:
+    choice = FetchOrRecompute()
+    around = [1.0, MARGIN - 0.01] * 5
+    assert all(choice.decide(1000, Cost(s, 0.0), 1.0).is_fetched for s in around)
+    assert not choice.decide(1000, Cost(MARGIN + 0.01, 0.0), 1.0).is_fetched
+    assert not any(choice.decide(1000, Cost(s, 0.0), 1.0).is_fetched for s in (1.01, MARGIN - 0.01) * 5)
+    assert choice.decide(1000, Cost(1.0, 0.0), 1.0).is_fetched
+
+
+def test_short_and_long_prompts_have_separate_decisions() -> None:
+    choice = FetchOrRecompute()
+    assert not choice.decide(1000, Cost(2.0, 0.0), 1.0).is_fetched
+    assert choice.decide(100_000, Cost(0.5, 0.0), 1.0).is_fetched
+    assert not choice.decide(1000, Cost(1.1, 0.0), 1.0).is_fetched

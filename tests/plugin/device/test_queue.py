@@ -10,8 +10,13 @@ import pytest
 
 from sgl_kvfetch.plugin.device.early import EarlyStarts
 from sgl_kvfetch.plugin.device.prefill import PrefillMeter
-from sgl_kvfetch.plugin.device.queue import WaitingQueue
-from sgl_kvfetch.plugin.device.scheduler_hooks import count_pending, form_batch, reserved_tokens, step_cache
+from sgl_kvfetch.plugin.device.scheduler_hooks import (
+    WaitingQueue,
+    count_pending,
+    form_batch,
+    reserved_tokens,
+    step_cache,
+)
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ def test_a_prefix_that_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
     assert rig.fetch(tokens) == (32, 32)
     rig.flush()
     for num_tokens in (10_000, 20_000, 30_000, 40_000):
-        rig.cache.prefill_meter.speed.add(num_tokens, num_tokens * 1e-9)
+        rig.cache.prefill_meter.speed.add_batch(num_tokens, num_tokens * 1e-9)
     before = own_metric("sgl_kvfetch_device_requests_total", end="recomputed")
     assert rig.fetch(tokens) == (0, 0)
     assert own_metric("sgl_kvfetch_device_requests_total", end="recomputed") == before + 1
@@ -30,7 +30,7 @@ def test_a_prefix_that_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
     assert not rig.cache.has_pending_cache_operations()
     rig.settle()
     for num_tokens in range(10_000, 40_000, 1000):
-        rig.cache.prefill_meter.speed.add(num_tokens, num_tokens * 1.0)
+        rig.cache.prefill_meter.speed.add_batch(num_tokens, num_tokens * 1.0)
     rig.flush()
     assert rig.fetch(tokens) == (32, 32)
 
@@ -48,7 +48,7 @@ def test_the_rest_is_computed_once_that_is_faster(make: MakeRig) -> None:
     handle = rig.arrive(tokens)
     rig.settle(lambda: rig.states() == [State.AWAITING_BYTES])
     for num_tokens in (10_000, 20_000, 30_000, 40_000):
-        rig.cache.prefill_meter.speed.add(num_tokens, num_tokens * 1e-9)
+        rig.cache.prefill_meter.speed.add_batch(num_tokens, num_tokens * 1e-9)
     rig.store.reads.is_open = True
     rig.await_over(handle)
     cached, loaded, lock = rig.admit(handle, tokens)

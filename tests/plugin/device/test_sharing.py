@@ -42,9 +42,9 @@ def test_followers_that_have_ended_do_not_count() -> None:
     sharing.lead(0, ["a"])
     for follower in range(1, 7):
         assert sharing.follow(follower, "a")
-    sharing.leave(1)
+    sharing.stop_following(1)
     sharing.ended(0, ["a"])
-    sharing.leave(3)
+    sharing.stop_following(3)
     assert sharing.take_resumed(3) == [2, 4, 5]
     assert sharing.take_resumed(3) == [6]
 
@@ -53,7 +53,7 @@ def test_the_last_follower_that_leaves_leaves_no_followers() -> None:
     sharing: Sharing[str] = Sharing()
     sharing.lead("leader", ["a"])
     sharing.follow("follower", "a")
-    sharing.leave("follower")
+    sharing.stop_following("follower")
     assert not sharing.has_followers("leader")
 
 
@@ -123,7 +123,7 @@ def test_a_follower_goes_on_as_soon_as_its_own_pages_have_landed(make: MakeRig) 
     rig.settle(lambda: len(set(rig.store.data_reads)) >= 4)
     starts = sorted({start for _, start in rig.store.data_reads})
     follower = rig.arrive(tokens[:8])
-    rig.settle(lambda: rig.states() == [State.FILLING, State.FOLLOWING])
+    rig.settle(lambda: rig.states() == [State.AWAITING_BYTES, State.FOLLOWING])
     rig.store.reads.lets_through = lambda name, start: start in starts[:2]
     rig.await_over(follower)
     assert not rig.cache.check_prefetch_progress(leader)

@@ -10,7 +10,7 @@ from sgl_kvfetch.codec.container.segment import SegmentSpec
 from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plugin import data_plane as plane
-from sgl_kvfetch.plugin.device.warm_up import compile_kernels
+from sgl_kvfetch.plugin.data_plane import compile_kernels
 from sgl_kvfetch.triton_kernels import runtime
 from tests.plugin.device.fake_streams import FakeDevice
 from tests.plugin.device.test_cuda_pages import WIDE, cells_of, make_pages, make_wide, memory

@@ -164,7 +164,7 @@ def test_states_of_another_dtype_are_not_exchanged(dtype: torch.dtype) -> None:
 
 def _identity(pool: HostKVCache) -> str:
     sides = SidePools()
-    sides.add(PoolName.MAMBA, pool)
+    sides.add_pool(PoolName.MAMBA, pool)
     return sides.identity(0, 1, is_mla=False)
 
 
@@ -173,4 +173,4 @@ def test_a_backend_that_does_not_write_forgets_states_at_once(open_backend: Any)
     backend = open_backend(make_pool(), mamba=make_states())
     backend.access.suspend("other weights")
     assert backend.batch_set_v2([state_of(keys(1)[0], 2)]) == {PoolName.MAMBA: [True]}
-    assert backend._sides.take(keys(1)) == {}
+    assert backend._sides.take_announced(keys(1)) == {}

@@ -338,7 +338,7 @@ def test_the_identity_tells_pools_apart_whose_pages_cannot_be_exchanged() -> Non
         **pool: Any,
     ) -> str:
         sides = SidePools()
-        sides.add(str(name), make_side_pool(**pool))
+        sides.add_pool(str(name), make_side_pool(**pool))
         return sides.identity(tp_rank, tp_size, is_mla, *stage)
 
     assert identity() == identity(seed=1)

@@ -367,9 +367,9 @@ def test_a_draft_models_heads_are_not_taken_from_another_rank(monkeypatch: pytes
     """With MLA one rank writes for all, but a draft model may have K and V, of which each rank has some heads."""
     monkeypatch.setattr(SidePools, "page_bytes", {PoolName.DRAFT: 1})
     sides = SidePools()
-    sides.add(PoolName.DRAFT, make_mla_pool())
+    sides.add_pool(PoolName.DRAFT, make_mla_pool())
     assert sides.identity(0, 2, is_mla=True) == sides.identity(1, 2, is_mla=True)
-    sides.add(PoolName.DRAFT, make_pool())
+    sides.add_pool(PoolName.DRAFT, make_pool())
     assert sides.identity(0, 2, is_mla=False) != sides.identity(1, 2, is_mla=False)
     with pytest.raises(UnsupportedError, match="side pools draft differ between ranks"):
         sides.identity(0, 2, is_mla=True)
