@@ -56,7 +56,7 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.keys import HeadSlice, buddy_split
 from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
-from sgl_kvfetch.plane.write.commit import commit_segment
+from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, torch_dtype
 
 GOAL_BYTES = 64 << 20  # bound on decoded data, for any length

@@ -6,12 +6,11 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -30,6 +29,7 @@ from sgl_kvfetch.plane.fetch.rounds import Destination, Round
 from sgl_kvfetch.plane.fetch.sides import KV_POOL, Usable, usable_runs
 from sgl_kvfetch.plane.fetch.sink import GuardedSink, PagePool
 from sgl_kvfetch.plane.write.gather import PageBatch
+from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.types import TENSORS, KVGeometry
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class Service:
         self._lookups: dict[int, asyncio.Task[None]] = {}
         self._fetches: dict[int, _Fetch] = {}
         self._found: OrderedDict[int, list[PageSource]] = OrderedDict()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         client.writer.on_settled = lambda num_pages: emit(m.Settled(num_pages))
         # One thread: it keeps the order of pages, and can wait for room without blocking the event loop.
         self._intake = ThreadPoolExecutor(1, "kvfetch-intake")
@@ -140,7 +140,7 @@ class Service:
         """Begin to carry out a command. Never waits."""
         match command:
             case m.LookUp():
-                self._lookups[command.work] = self._begin(self._look_up(command))
+                self._lookups[command.work] = self._tasks.begin(self._look_up(command))
             case m.Fetch():
                 ends = (0, *command.round_ends)
                 fetch = _Fetch([Round(first, end) for first, end in pairwise(ends)])
@@ -149,9 +149,9 @@ class Service:
                     self._report_end(command.work, index, each)
                 if command.is_given:
                     self._give(command.work, 0)
-                fetch.task = self._begin(self._fetch(command, fetch))
+                fetch.task = self._tasks.begin(self._fetch(command, fetch))
             case m.FetchSide():
-                self._begin(self._fetch_side(command))
+                self._tasks.begin(self._fetch_side(command))
             case m.Give():
                 self._give(command.work, command.round)
             case m.Cancel():
@@ -161,11 +161,11 @@ class Service:
             case m.Flush():
                 self.client.fetcher.forget()
             case m.Write():
-                self._begin(self._write(command))
+                self._tasks.begin(self._write(command))
             case m.Free():
                 self._on_free(command.offset)
             case m.Clear():
-                self._begin(self._clear(command))
+                self._tasks.begin(self._clear(command))
             case m.Ping():
                 self._emit(m.Pong())
             case m.Start() | m.Close():
@@ -181,17 +181,9 @@ class Service:
 
     async def close(self) -> None:
         """Write what is queued, within a few seconds, and release threads and sockets."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         self._intake.shutdown(wait=False, cancel_futures=True)
         await self.client.close(_CLOSE_S)
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     # Lookups
 

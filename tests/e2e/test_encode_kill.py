@@ -32,7 +32,7 @@ from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
-from sgl_kvfetch.plane.write.commit import commit_segment
+from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 from tests.segments import make_heads, make_values, page_hashes, there_and_back

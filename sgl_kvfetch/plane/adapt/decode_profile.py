@@ -131,17 +131,9 @@ def _moved(mean: float | None, newest: float) -> float:
     return newest if mean is None else mean + _NEWEST_WEIGHT * (newest - mean)
 
 
-def decode_profile(data: bytes) -> DecodeProfile:
-    """Parse a decode profile. Raises ConfigError if ``data`` is not a valid one."""
-    try:
-        return msgspec.json.decode(data, type=DecodeProfile)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-        raise ConfigError(f"invalid decode profile: {e}") from e
-
-
 def load_decode_profile(path: Path) -> DecodeProfile:
     """Read a decode profile. Raises ConfigError, which names the file."""
     try:
-        return decode_profile(path.read_bytes())
-    except (OSError, ConfigError) as e:
-        raise ConfigError(f"{path}: {e}") from e
+        return msgspec.json.decode(path.read_bytes(), type=DecodeProfile)
+    except (OSError, ConfigError, msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: invalid decode profile: {e}") from e

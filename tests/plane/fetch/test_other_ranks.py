@@ -28,7 +28,7 @@ from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.plan import PageSource, total_bytes
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
-from sgl_kvfetch.plane.write.commit import commit_segment
+from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.types import TENSORS, KVGeometry
 from tests.codec.quant.profiles import make_profile
