@@ -214,7 +214,7 @@ async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point
     client = open_client(config, setup.heads(quantiser), quantiser)
     fetcher = client.fetcher
     try:
-        sources = await client.finder.find(hashes, _DEADLINE_S)
+        sources = await client.finder.find_pages(hashes, _DEADLINE_S)
         assert len(sources) == len(hashes), f"only {len(sources)} of {len(hashes)} pages are stored"
         warm = SPAN_TOKENS // PAGE_TOKENS
         await fetch_pages(fetcher, sources[:warm], range(1, 1 + warm), GuardedSink(pages), _DEADLINE_S)

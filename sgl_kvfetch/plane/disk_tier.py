@@ -79,7 +79,7 @@ class DiskTier(WrappedStore):
                 raise
             found = await self._look_up_on_disk(namespace, page_hashes, e)
         for hit in found.hits:
-            self._remember(hit)
+            self._remember_hit(hit)
         return found
 
     async def _look_up_in_store(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
@@ -107,7 +107,7 @@ class DiskTier(WrappedStore):
         self._options.on_outage(error)
         return Lookup(found.hits, from_cache=True)
 
-    def _remember(self, hit: SegmentHit) -> None:
+    def _remember_hit(self, hit: SegmentHit) -> None:
         try:
             manifest = decode_manifest(hit.manifest)
         except FormatError:
@@ -119,13 +119,13 @@ class DiskTier(WrappedStore):
         reads_all &= wanted is None or set(manifest.heads.heads) <= set(wanted)
         for variant in manifest.variants:
             data = NamedData(hit.manifest, manifest, variant, reads_all)
-            self._forget(data.name)
+            self._forget_data(data.name)
             self._known[data.name] = data
             self._known_bytes += len(data.stored)
         while self._known_bytes > _KNOWN_BYTES:
-            self._forget(next(iter(self._known)))
+            self._forget_data(next(iter(self._known)))
 
-    def _forget(self, name: str) -> None:
+    def _forget_data(self, name: str) -> None:
         if (data := self._known.pop(name, None)) is not None:
             self._known_bytes -= len(data.stored)
 
@@ -145,7 +145,7 @@ class DiskTier(WrappedStore):
         if content is not None:
             self._options.on_read("store", length)
             if data.is_read_whole:
-                self._filler.add(data, start, content)
+                self._filler.add_bytes(data, start, content)
         return content
 
     async def _read_disk(self, data: NamedData, start: int, length: int) -> bytes | None:
@@ -256,7 +256,7 @@ class _Fill:
     def held_bytes(self) -> int:
         return sum(map(len, self._pieces.values()))
 
-    def add(self, start: int, content: bytes) -> None:
+    def add_piece(self, start: int, content: bytes) -> None:
         if not self.has_ended and len(content) > len(self._pieces.get(start, b"")):
             self._pieces[start] = content
             self._more.set()
@@ -293,7 +293,7 @@ class Filler:
         self._fills: OrderedDict[str, _Fill] = OrderedDict()  # the one that got no bytes for longest comes first
         self._disk_calls = asyncio.Semaphore(_DISK_CALLS)
 
-    def add(self, data: NamedData, start: int, content: bytes) -> None:
+    def add_bytes(self, data: NamedData, start: int, content: bytes) -> None:
         """Take bytes of an object, from byte ``start`` on. Never waits."""
         fill = self._fills.get(data.name)
         if fill is None:
@@ -305,7 +305,7 @@ class Filler:
         self._fills.move_to_end(data.name)
         if sum(each.held_bytes for each in self._fills.values()) + len(content) > self._options.fill_bytes:
             _give_up(fill)
-        fill.add(start, content)
+        fill.add_piece(start, content)
 
     def give_up(self, prefix: str) -> None:
         """Give up all objects whose name starts with ``prefix``."""

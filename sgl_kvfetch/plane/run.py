@@ -57,7 +57,7 @@ async def run_data_plane(
                             *client,
                             emit,
                             destination or in_arena,
-                            room.give_back,
+                            room.free,
                             line.pages,
                             partial(send_side_page, line.values, room, emit),
                             command.sides,

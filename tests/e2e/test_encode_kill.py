@@ -95,7 +95,7 @@ class World:
         while True:
             stored = rng.choice(self.committed)
             began_s = asyncio.get_running_loop().time()
-            sources = await finder.find(stored.hashes, timeout_s=20)
+            sources = await finder.find_pages(stored.hashes, timeout_s=20)
             assert len(sources) == NUM_PAGES, "pages that were committed are not found"
             await asyncio.sleep(rng.uniform(0, GRACE_S / 3))
             pages = MemoryPool(GEOMETRY, NUM_PAGES, float("nan"))

@@ -70,7 +70,7 @@ class DecodeProfile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             range(1, self.max_concurrency + 1), key=lambda k: (max(k / v.decode_s[k - 1] for v in self.variants), -k)
         )
 
-    def find(self, codec: str, resolution: str) -> int | None:
+    def find_variant(self, codec: str, resolution: str) -> int | None:
         """Return the index of the profile's variant for a stored one, or None. ``kvfetch profile`` names variants by
         codec and resolution, or by codec if it has no pictures; the paper's tables, all HEVC, by resolution."""
         wanted = [f"{codec} {resolution}", codec]

@@ -21,7 +21,7 @@ class Destination:
 
     def count(self, layers: range, heads: range, num_pages: int) -> None:
         if self.layers is not None:
-            self.layers.add(layers, len(heads) * num_pages)
+            self.layers.count_cell(layers, len(heads) * num_pages)
 
 
 class Round:
@@ -73,7 +73,7 @@ class LayerProgress:
         self._changed = threading.Condition()
         self._is_over = False
 
-    def add(self, layers: range, number: int) -> None:
+    def count_cell(self, layers: range, number: int) -> None:
         with self._changed:
             for layer in layers:
                 self._left[layer] -= number

@@ -50,7 +50,7 @@ class _BatchRun:
     def end_page(self) -> int:
         return self.batches[-1].end_page
 
-    def take(self, first_page: int, num_pages: int) -> PageBatch:
+    def cut_pages(self, first_page: int, num_pages: int) -> PageBatch:
         """Cut pages ``[first_page, first_page + num_pages)`` as one batch. Drop batches that are no longer needed."""
         end = first_page + num_pages
         hashes: list[bytes] = []
@@ -84,7 +84,7 @@ class Gatherer:
         self._linger_s = linger_s
         self._runs: list[_BatchRun] = []
 
-    def add(self, batch: PageBatch, now_s: float) -> list[PageBatch]:
+    def add_batch(self, batch: PageBatch, now_s: float) -> list[PageBatch]:
         """Add a batch. Return the segments that are ready."""
         before = (batch.first_page, batch.previous_hash)
         run = next((r for r in self._runs if (r.end_page, r.last_hash) == before), None)
@@ -114,5 +114,5 @@ class Gatherer:
             is_aligned = first_page != 0 and num_pages == first_page & -first_page
             if only_longest and num_pages < self._max_pages and not is_aligned:
                 break
-            segments.append(run.take(first_page, num_pages))
+            segments.append(run.cut_pages(first_page, num_pages))
         return segments

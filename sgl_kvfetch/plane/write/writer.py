@@ -116,7 +116,7 @@ class Writer:
         self._loop.call_soon_threadsafe(self._add, batch)
 
     def _add(self, batch: PageBatch) -> None:
-        self._start(self._gatherer.add(batch, time.monotonic()))
+        self._start(self._gatherer.add_batch(batch, time.monotonic()))
         self._loop.call_later(self._linger_s + _TIMER_SLACK_S, self._cut_due)
 
     def _cut_due(self) -> None:

@@ -95,11 +95,11 @@ def test_stored_variants_are_found_by_codec_and_resolution() -> None:
         return DecodeProfile(device="d", source="s", variants=variants)
 
     measured = named("hevc 240p", "zstd")
-    assert measured.find("hevc", "240p") == 0
-    assert measured.find("zstd", "1080p") == 1
-    assert measured.find("hevc", "480p") is None
-    assert PUBLISHED["H20"].find("hevc", "480p") == 1
-    assert PUBLISHED["H20"].find("zstd", "480p") is None
+    assert measured.find_variant("hevc", "240p") == 0
+    assert measured.find_variant("zstd", "1080p") == 1
+    assert measured.find_variant("hevc", "480p") is None
+    assert PUBLISHED["H20"].find_variant("hevc", "480p") == 1
+    assert PUBLISHED["H20"].find_variant("zstd", "480p") is None
 
 
 def test_corrections_follow_what_is_observed() -> None:

@@ -102,7 +102,7 @@ class Rank:
         self.pool = MemoryPool(self.heads.geometry, NUM_PAGES, 57.0)
 
     async def find(self, num_pages: int = NUM_PAGES, timeout_s: float = WAIT_S) -> list[PageSource]:
-        return await self.finder.find(page_hashes(num_pages), timeout_s)
+        return await self.finder.find_pages(page_hashes(num_pages), timeout_s)
 
     async def fetch(self, sources: Sequence[PageSource]) -> FetchResult:
         with closing(DecodePool[Decoders]([{}] * 2)) as decoders:
