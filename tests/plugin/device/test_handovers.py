@@ -8,6 +8,7 @@ import pytest
 
 from harness.handovers import hand_overs, require_equal
 from harness.store_process import StoreProcess
+from sgl_kvfetch.plane import client
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import prompt
 
@@ -33,9 +34,12 @@ SLOTS = [
 
 
 @pytest.mark.parametrize("has_slots", [True, False])
-def test_hand_overs_of_a_lookup_and_a_round_of_one_cell(make: MakeRig, tmp_path: Path, has_slots: bool) -> None:
+def test_hand_overs_of_a_lookup_and_a_round_of_one_cell(
+    make: MakeRig, tmp_path: Path, has_slots: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "SPAN_TOKENS", 32)
     with StoreProcess(tmp_path / "store") as store, hand_overs() as seen:
-        rig = make(store=store.url, span_tokens=32, num_layers=1, max_tp_size=1)
+        rig = make(store=store.url, num_layers=1, max_tp_size=1)
         tokens = prompt(0)
         rig.stored(tokens)
         if not has_slots:
