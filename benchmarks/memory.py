@@ -56,7 +56,7 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.keys import HeadSlice, buddy_split
 from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
-from sgl_kvfetch.plane.write.commit import commit_segment
+from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, torch_dtype
 
 GOAL_BYTES = 64 << 20  # bound on decoded data, for any length
@@ -214,7 +214,7 @@ async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point
     client = open_client(config, setup.heads(quantiser), quantiser)
     fetcher = client.fetcher
     try:
-        sources = await client.finder.find(hashes, _DEADLINE_S)
+        sources = await client.finder.find_pages(hashes, _DEADLINE_S)
         assert len(sources) == len(hashes), f"only {len(sources)} of {len(hashes)} pages are stored"
         warm = SPAN_TOKENS // PAGE_TOKENS
         await fetch_pages(fetcher, sources[:warm], range(1, 1 + warm), GuardedSink(pages), _DEADLINE_S)

@@ -33,7 +33,7 @@ from benchmarks.store.ranges import Reading, read_ranges
 from benchmarks.store.small import SEGMENTS_A_PROMPT, fill
 from harness.small_segments import page_hashes
 from harness.store_process import StoreProcess
-from sgl_kvfetch.plane.write.commit import commit_segment
+from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.http import HttpStore
 

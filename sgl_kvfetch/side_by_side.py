@@ -1,10 +1,10 @@
-"""Works on many items, a few at a time."""
+"""Runs coroutines side by side: many items, a few at a time, or tasks in the background."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -23,3 +23,28 @@ async def side_by_side(count: int, items: Iterable[T], work: Callable[[T], Await
                 group.create_task(take())
     except ExceptionGroup as e:
         raise e.exceptions[0] from None
+
+
+class Tasks:
+    """Tasks that run in the background of one event loop."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task, and refer to it until its end, because the event loop does not."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def join(self) -> None:
+        """Wait for all tasks, also for those that begin meanwhile."""
+        while self._running:
+            await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def cancel(self) -> None:
+        """Cancel all tasks, and wait for their ends."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)

@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 from sgl_kvfetch.plane.adapt.decode_profile import DecodeProfile
 from sgl_kvfetch.plane.adapt.estimate import Transfer
-from sgl_kvfetch.plane.adapt.pipeline import Pipeline
+from sgl_kvfetch.plane.adapt.pipeline import Pipeline, SessionStart
 from sgl_kvfetch.plane.adapt.policy import Policy, Situation
-from sgl_kvfetch.plane.adapt.sessions import Start
-from sgl_kvfetch.plane.adapt.tracker import PoolTracker
+from sgl_kvfetch.plane.adapt.pool import PoolTracker
 
 _MOST_TRANSFERS = 16  # that policies see
 
@@ -89,7 +88,7 @@ class ObservedPipeline(Pipeline):
         self._num_started = 0
         self._running: dict[int, tuple[int, int, float]] = {}  # by session: item, variant, start
 
-    def begin(self, start: Start[None] | None) -> None:
+    def begin(self, start: SessionStart[None] | None) -> None:
         super().begin(start)
         if start is not None:
             self._tracker.started(self.now_s, start.session, start.variant, start.switches, self.work)
@@ -99,7 +98,7 @@ class ObservedPipeline(Pipeline):
     def end(self, session: int) -> None:
         item, variant, start_s = self._running.pop(session)
         self.records.append(DecodeRecord(item, session, variant, start_s, self.now_s))
-        self._tracker.finished(self.now_s, session)
+        self._tracker.ended(self.now_s, session)
         super().end(session)
 
 

@@ -20,7 +20,7 @@ from benchmarks.soak.world import PROMPT_PAGES, Segment, Version, World, WrongEr
 from harness.small_segments import data_object
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.plane.write.commit import delete_segment
+from sgl_kvfetch.plane.write.writer import delete_segment
 from sgl_kvfetch.stores.base import AdminStore, object_digest
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.remote import HttpOptions

@@ -23,7 +23,7 @@ from benchmarks.store.ranges import Reading, read_ranges
 from harness.small_segments import page_hashes
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.container.segment import CodedSegment
-from sgl_kvfetch.plane.write.commit import commit_segment
+from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.wire import Route
 

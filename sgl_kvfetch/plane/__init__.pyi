@@ -1,16 +1,16 @@
 from .adapt.decode_profile import DecodeProfile as DecodeProfile
-from .adapt.measure import Sample as Sample, measure_profile as measure_profile
+from .adapt.pool import Sample as Sample, measure_profile as measure_profile
 from .client import (
     StoreClient as StoreClient,
+    config_quantiser as config_quantiser,
     counted as counted,
     open_client as open_client,
     open_encoders as open_encoders,
     writer_spec as writer_spec,
 )
 from .config import KVFetchConfig as KVFetchConfig, parse_config as parse_config
-from .fetch.layers import LayerProgress as LayerProgress
 from .fetch.plan import ReadUnit as ReadUnit, read_units as read_units
-from .fetch.rounds import Destination as Destination
+from .fetch.rounds import Destination as Destination, LayerProgress as LayerProgress
 from .fetch.sink import (
     FramePool as FramePool,
     Guard as Guard,
@@ -33,5 +33,4 @@ from .open import (
     takes_token as takes_token,
 )
 from .plane import DataPlane as DataPlane, FetchCall as FetchCall, ReadSide as ReadSide
-from .quantiser import config_quantiser as config_quantiser
 from .run import run_data_plane as run_data_plane

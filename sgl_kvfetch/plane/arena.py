@@ -6,8 +6,6 @@ import math
 import mmap
 import os
 import threading
-import time
-from bisect import insort
 from collections.abc import Iterable
 
 import torch
@@ -63,44 +61,37 @@ class Room:
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
-        self._free = [(0, num_bytes)]  # start and end, by start; no two touch
         self._taken: dict[int, int] = {}  # ends, by start
         self._changed = threading.Condition()
         self._closed = False
 
-    def take(self, num_bytes: int, timeout_s: float | None = None) -> int | None:
+    def allocate(self, num_bytes: int, timeout_s: float | None = None) -> int | None:
         """Wait for ``num_bytes`` free bytes and return their offset, or None after ``timeout_s`` or once closed."""
         assert num_bytes <= self._num_bytes, num_bytes
         size = -(-max(1, num_bytes) // _ALIGNMENT) * _ALIGNMENT
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            while not self._closed:
-                for index, (start, end) in enumerate(self._free):
-                    if end - start >= size:
-                        self._free[index : index + 1] = [(start + size, end)] if end - start > size else []
-                        self._taken[start] = start + size
-                        return start
-                left_s = None if deadline_s is None else deadline_s - time.monotonic()
-                if left_s is not None and left_s <= 0:
-                    break
-                self._changed.wait(left_s)
-        return None
+            self._changed.wait_for(lambda: self._closed or self._gap(size) is not None, timeout_s)
+            offset = None if self._closed else self._gap(size)
+            if offset is not None:
+                self._taken[offset] = offset + size
+            return offset
 
-    def give_back(self, offset: int) -> None:
+    def _gap(self, size: int) -> int | None:
+        """Return the offset of the first gap of at least ``size`` bytes, or None."""
+        offset = 0
+        for start, end in sorted(self._taken.items()):
+            if start - offset >= size:
+                break
+            offset = end
+        return offset if offset + size <= self._num_bytes else None
+
+    def free(self, offset: int) -> None:
         with self._changed:
-            start, end = offset, self._taken.pop(offset)
-            insort(self._free, (start, end))
-            index = self._free.index((start, end))
-            if index + 1 < len(self._free) and self._free[index + 1][0] == end:
-                end = self._free.pop(index + 1)[1]
-            if index and self._free[index - 1][1] == start:
-                start = self._free.pop(index - 1)[0]
-                index -= 1
-            self._free[index] = start, end
+            del self._taken[offset]
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let every present and later call of ``take`` return None."""
+        """Let every present and later call of ``allocate`` return None."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

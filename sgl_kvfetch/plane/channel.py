@@ -26,7 +26,7 @@ class Outbox:
         self.sock = sock
         self._on_unsent = on_unsent
         self._unsent: deque[memoryview] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed = False
 
     @property
@@ -40,13 +40,25 @@ class Outbox:
             if self._closed:
                 return
             self._unsent.append(data)
-            if len(self._unsent) == 1 and not self._flush():
+            if len(self._unsent) == 1 and not self.flush():
                 self._on_unsent()
 
     def flush(self) -> bool:
         """Send what is left. Return whether nothing is."""
         with self._lock:
-            return self._flush()
+            try:
+                while self._unsent:
+                    data = self._unsent[0]
+                    sent = self.sock.send(data)
+                    if sent == len(data):
+                        self._unsent.popleft()
+                    else:
+                        self._unsent[0] = data[sent:]
+            except BlockingIOError:
+                return False
+            except OSError:
+                self._unsent.clear()  # the reader of this socket will notice it
+            return True
 
     def receive(self) -> bytes:
         """Return bytes that the socket has received. Raises OSError if there are none, or once closed."""
@@ -58,21 +70,6 @@ class Outbox:
             self._closed = True
             self._unsent.clear()
             self.sock.close()
-
-    def _flush(self) -> bool:
-        try:
-            while self._unsent:
-                data = self._unsent[0]
-                sent = self.sock.send(data)
-                if sent == len(data):
-                    self._unsent.popleft()
-                else:
-                    self._unsent[0] = data[sent:]
-        except BlockingIOError:
-            return False
-        except OSError:
-            self._unsent.clear()  # the reader of this socket will notice it
-        return True
 
 
 class Channel:

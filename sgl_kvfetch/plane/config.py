@@ -30,6 +30,7 @@ SGLANG_KEYS = frozenset(
     }
 )
 
+Text = Annotated[str, Field(min_length=1)]
 Bins = list[Annotated[int, Field(ge=MIN_BINS, le=MAX_BINS)]]
 MiB = 1 << 20
 
@@ -41,13 +42,9 @@ class _Keys(BaseModel):
 class TlsConfig(_Keys):
     """Files for ``https://`` stores."""
 
-    ca_file: str | None = Field(default=None, min_length=1, description="the stores' CAs; by default the system's")
-    cert_file: str | None = Field(
-        default=None, min_length=1, description="this server's certificate, for stores that demand one"
-    )
-    key_file: str | None = Field(
-        default=None, min_length=1, description="the key of cert_file, if it is not in the same file"
-    )
+    ca_file: Text | None = Field(default=None, description="the stores' CAs; by default the system's")
+    cert_file: Text | None = Field(default=None, description="this server's certificate, for stores that demand one")
+    key_file: Text | None = Field(default=None, description="the key of cert_file, if it is not in the same file")
 
     @model_validator(mode="after")
     def _key_has_a_certificate(self) -> Self:
@@ -123,9 +120,8 @@ class KVFetchConfig(_Keys):
     )
     token: str | None = Field(None, repr=False, description=f"bearer token; by default the environment's {TOKEN_ENV}")
     tls: TlsConfig = Field(TlsConfig(), description="files for https:// stores: ca_file, cert_file, key_file")
-    manifest_key_file: str | None = Field(
+    manifest_key_file: Text | None = Field(
         None,
-        min_length=1,
         description="file with a key that all servers of a store share: sign manifests, and use only signed ones",
     )
     s3: dict[str, str | bool] | None = Field(
@@ -137,9 +133,8 @@ class KVFetchConfig(_Keys):
     index: IndexConfig | None = Field(
         None, repr=False, description='index of the pages of s3:// stores: {"url": "redis://HOST:PORT/DB"}'
     )
-    model_id: str | None = Field(
+    model_id: Text | None = Field(
         None,
-        min_length=1,
         description="a name for the weights; by default they are fingerprinted at start",
     )
     mode: Literal["read_write", "read_only", "write_only"] = Field(
@@ -149,9 +144,7 @@ class KVFetchConfig(_Keys):
     quantiser: QuantiserName | None = Field(
         None, description="how values become 8-bit integers; by default klt with a profile, exact without"
     )
-    profile: str | None = Field(
-        None, min_length=1, description="file from `kvfetch calibrate` for this model; klt needs it"
-    )
+    profile: Text | None = Field(None, description="file from `kvfetch calibrate` for this model; klt needs it")
     target_kl: float | None = Field(
         None,
         gt=0,
@@ -192,9 +185,8 @@ class KVFetchConfig(_Keys):
     write_queue_bytes: int = Field(
         512 * MiB, ge=1 * MiB, description="raw bytes that may wait to be written; further writes are dropped"
     )
-    decode_profile: str | None = Field(
+    decode_profile: Text | None = Field(
         None,
-        min_length=1,
         description="file from `kvfetch profile` on this machine, for choosing among a segment's variants",
     )
     device: DeviceModeConfig = Field(

@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import xxhash
@@ -21,6 +21,7 @@ import xxhash
 from sgl_kvfetch.codec import Manifest, Variant, decode_manifest
 from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
+from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.stores import Breaker, Lookup, SegmentHit, Store, WrappedStore
 
 Tier = Literal["disk", "store"]
@@ -40,10 +41,10 @@ class DiskTierOptions:
     heads: range | None = None  # those that are read of each segment, counted in the model; None for all
     fill_bytes: int = 256 << 20  # bytes that may wait in memory to be written to the disk
     fill_idle_s: float = 60.0  # how long an object may get no bytes before it is given up
-    on_read: Callable[[Tier, int], None] | None = None  # called with the bytes of each read
-    on_fill: Callable[[FillResult], None] | None = None  # called for each object at its end
-    on_failure: Callable[[Operation, StoreError], None] | None = None  # called for each failure of the disk
-    on_outage: Callable[[StoreError], None] | None = None  # called when the disk answers a lookup for a failed store
+    on_read: Callable[[Tier, int], None] = lambda tier, num_bytes: None  # called with the bytes of each read
+    on_fill: Callable[[FillResult], None] = lambda result: None  # called for each object at its end
+    on_failure: Callable[[Operation, StoreError], None] = lambda what, error: None  # called when the disk fails
+    on_outage: Callable[[StoreError], None] = lambda error: None  # called when the disk answers a lookup for the store
 
 
 class DiskTier(WrappedStore):
@@ -56,19 +57,13 @@ class DiskTier(WrappedStore):
         super().__init__(store)
         self._disk = disk
         self._options = options or DiskTierOptions()
-        self._filler = Filler(
-            disk,
-            self._options.fill_bytes,
-            self._options.fill_idle_s,
-            self._options.on_fill or (lambda result: None),
-            lambda error: self._note_failure("fill", error),
-        )
+        self._filler = Filler(disk, self._options)
         self._store_health = Breaker()
         self._disk_health = Breaker()
         self._known: OrderedDict[str, NamedData] = OrderedDict()  # by name, from the latest lookups
         self._known_bytes = 0
         self._is_opened = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     # Reading
 
@@ -76,7 +71,7 @@ class DiskTier(WrappedStore):
         """Ask the store; if it fails, return what the disk has, with ``from_cache`` set."""
         if not self._is_opened:
             self._is_opened = True
-            self._begin("open", self._disk.warm_up())  # until it is open, it notes no uses
+            self._tasks.begin(self._quietly("open", self._disk.warm_up()))  # until it is open, it notes no uses
         try:
             found = await self._look_up_in_store(namespace, page_hashes)
         except StoreError as e:
@@ -84,7 +79,7 @@ class DiskTier(WrappedStore):
                 raise
             found = await self._look_up_on_disk(namespace, page_hashes, e)
         for hit in found.hits:
-            self._remember(hit)
+            self._remember_hit(hit)
         return found
 
     async def _look_up_in_store(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
@@ -107,13 +102,12 @@ class DiskTier(WrappedStore):
         try:
             found = await self._disk.lookup(namespace, page_hashes)
         except StoreError as e:
-            self._note_failure("lookup", e)
+            self._options.on_failure("lookup", e)
             raise error from e
-        if self._options.on_outage is not None:
-            self._options.on_outage(error)
+        self._options.on_outage(error)
         return Lookup(found.hits, from_cache=True)
 
-    def _remember(self, hit: SegmentHit) -> None:
+    def _remember_hit(self, hit: SegmentHit) -> None:
         try:
             manifest = decode_manifest(hit.manifest)
         except FormatError:
@@ -125,13 +119,13 @@ class DiskTier(WrappedStore):
         reads_all &= wanted is None or set(manifest.heads.heads) <= set(wanted)
         for variant in manifest.variants:
             data = NamedData(hit.manifest, manifest, variant, reads_all)
-            self._forget(data.name)
+            self._forget_data(data.name)
             self._known[data.name] = data
             self._known_bytes += len(data.stored)
         while self._known_bytes > _KNOWN_BYTES:
-            self._forget(next(iter(self._known)))
+            self._forget_data(next(iter(self._known)))
 
-    def _forget(self, name: str) -> None:
+    def _forget_data(self, name: str) -> None:
         if (data := self._known.pop(name, None)) is not None:
             self._known_bytes -= len(data.stored)
 
@@ -145,13 +139,13 @@ class DiskTier(WrappedStore):
             return await self._store.get(name, start, length)
         content = await self._read_disk(data, start, length)
         if content is not None:
-            self._note_read("disk", length)
+            self._options.on_read("disk", length)
             return content
         content = await self._store.get(name, start, length)
         if content is not None:
-            self._note_read("store", length)
+            self._options.on_read("store", length)
             if data.is_read_whole:
-                self._filler.add(data, start, content)
+                self._filler.add_bytes(data, start, content)
         return content
 
     async def _read_disk(self, data: NamedData, start: int, length: int) -> bytes | None:
@@ -165,14 +159,12 @@ class DiskTier(WrappedStore):
                     if content is not None and not await asyncio.to_thread(data.is_sound, start, content):
                         raise StoreError("io", f"{data.name} on the disk does not match its checksums")
                 except StoreError as e:
-                    self._note_failure("read", e)
-                    self._disk_health.failed(time.monotonic())
+                    self._read_failed(e)
                     for name in (data.manifest.key.manifest_name, data.name):
                         await self._quietly("delete", self._disk.delete(name))
                     return None
         except TimeoutError:
-            self._note_failure("read", StoreError("timeout", f"the disk did not answer within {_READ_S:g} s"))
-            self._disk_health.failed(time.monotonic())
+            self._read_failed(StoreError("timeout", f"the disk did not answer within {_READ_S:g} s"))
             return None
         self._disk_health.succeeded()
         return content
@@ -189,7 +181,7 @@ class DiskTier(WrappedStore):
 
     async def delete(self, name: str) -> bool:
         self._filler.give_up(name)
-        deleting = self._begin("delete", self._disk.delete(name))
+        deleting = self._tasks.begin(self._quietly("delete", self._disk.delete(name)))
         existed = await self._store.delete(name)
         await asyncio.shield(deleting)
         return existed
@@ -197,40 +189,28 @@ class DiskTier(WrappedStore):
     async def delete_prefix(self, prefix: str) -> int:
         """Delete from both. If the store fails, the disk's copies are deleted all the same."""
         self._filler.give_up(prefix)
-        deleting = self._begin("delete", self._disk.delete_prefix(prefix))
+        deleting = self._tasks.begin(self._quietly("delete", self._disk.delete_prefix(prefix)))
         count = await self._store.delete_prefix(prefix)
         await asyncio.shield(deleting)
         return count
 
     async def close(self) -> None:
         await self._filler.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         await self._store.close()
         await self._disk.close()
 
     # The disk's failures
 
-    def _begin(self, operation: Operation, call: Coroutine[Any, Any, object]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(self._quietly(operation, call))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     async def _quietly(self, operation: Operation, call: Awaitable[object]) -> None:
         try:
             await call
         except StoreError as e:
-            self._note_failure(operation, e)
+            self._options.on_failure(operation, e)
 
-    def _note_failure(self, operation: Operation, error: StoreError) -> None:
-        if self._options.on_failure is not None:
-            self._options.on_failure(operation, error)
-
-    def _note_read(self, tier: Tier, num_bytes: int) -> None:
-        if self._options.on_read is not None:
-            self._options.on_read(tier, num_bytes)
+    def _read_failed(self, error: StoreError) -> None:
+        self._options.on_failure("read", error)
+        self._disk_health.failed(time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +256,7 @@ class _Fill:
     def held_bytes(self) -> int:
         return sum(map(len, self._pieces.values()))
 
-    def add(self, start: int, content: bytes) -> None:
+    def add_piece(self, start: int, content: bytes) -> None:
         if not self.has_ended and len(content) > len(self._pieces.get(start, b"")):
             self._pieces[start] = content
             self._more.set()
@@ -304,25 +284,16 @@ class Filler:
     Bytes that come before those in front of them wait in memory. Belongs to one event loop.
     """
 
-    def __init__(
-        self,
-        disk: LocalStore,
-        memory_bytes: int,
-        idle_s: float,
-        on_end: Callable[[FillResult], None],
-        on_failure: Callable[[StoreError], None],
-    ) -> None:
-        """An object is given up when no byte comes for ``idle_s``, or when ``memory_bytes`` are not enough for what
-        waits. Then it is not begun again for ``idle_s``, so that the rest of a fetch does not begin it in vain."""
+    def __init__(self, disk: LocalStore, options: DiskTierOptions) -> None:
+        """An object is given up when no byte comes for ``fill_idle_s``, or when ``fill_bytes`` are not enough for what
+        waits. Then it is not begun again for ``fill_idle_s``, so that the rest of a fetch does not begin it in vain."""
         self._disk = disk
-        self._memory_bytes = memory_bytes
-        self._idle_s = idle_s
-        self._on_end = on_end
-        self._on_failure = on_failure
+        self._options = options
+        self._tasks = Tasks()
         self._fills: OrderedDict[str, _Fill] = OrderedDict()  # the one that got no bytes for longest comes first
         self._disk_calls = asyncio.Semaphore(_DISK_CALLS)
 
-    def add(self, data: NamedData, start: int, content: bytes) -> None:
+    def add_bytes(self, data: NamedData, start: int, content: bytes) -> None:
         """Take bytes of an object, from byte ``start`` on. Never waits."""
         fill = self._fills.get(data.name)
         if fill is None:
@@ -330,11 +301,11 @@ class Filler:
             if len(running) >= _MAX_FILLS:
                 _give_up(running[0])
             fill = self._fills[data.name] = _Fill()
-            fill.task = asyncio.get_running_loop().create_task(self._run(data, fill))
+            fill.task = self._tasks.begin(self._run(data, fill))
         self._fills.move_to_end(data.name)
-        if sum(each.held_bytes for each in self._fills.values()) + len(content) > self._memory_bytes:
+        if sum(each.held_bytes for each in self._fills.values()) + len(content) > self._options.fill_bytes:
             _give_up(fill)
-        fill.add(start, content)
+        fill.add_piece(start, content)
 
     def give_up(self, prefix: str) -> None:
         """Give up all objects whose name starts with ``prefix``."""
@@ -343,10 +314,7 @@ class Filler:
                 _give_up(fill)
 
     async def close(self) -> None:
-        tasks = [fill.task for fill in self._fills.values() if fill.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.cancel()
 
     async def _run(self, data: NamedData, fill: _Fill) -> None:
         result: FillResult = "dropped"
@@ -357,14 +325,14 @@ class Filler:
             result = "incomplete"
         except StoreError as e:
             result = "failed"
-            self._on_failure(e)
+            self._options.on_failure("fill", e)
         finally:
             fill.end()
             if result == "stored":
                 del self._fills[data.name]
             else:
-                asyncio.get_running_loop().call_later(self._idle_s, self._fills.pop, data.name)
-            self._on_end(result)
+                asyncio.get_running_loop().call_later(self._options.fill_idle_s, self._fills.pop, data.name)
+            self._options.on_fill(result)
 
     async def _copy(self, data: NamedData, fill: _Fill) -> None:
         """Raises TimeoutError and StoreError."""
@@ -372,7 +340,7 @@ class Filler:
             async with self._disk_calls:
                 upload = await stack.enter_async_context(self._disk.upload(data.name, data.size_bytes))
             while fill.written_bytes < data.size_bytes:
-                piece = await fill.next_piece(self._idle_s)
+                piece = await fill.next_piece(self._options.fill_idle_s)
                 async with self._disk_calls:
                     await upload.write(piece)
                 fill.written_bytes += len(piece)

@@ -56,7 +56,7 @@ class LookUp(_Message, frozen=True):
     trailing: dict[str, int] = {}
 
 
-class Fetch(_Message, frozen=True):
+class FetchPages(_Message, frozen=True):
     """Fetch the pages that lookup number ``found`` has found, from ``first_page`` on; if it is None, these pages.
 
     ``round_ends``: where rounds end, in pages after the first fetched one. ``deadline_s``: in time.monotonic().
@@ -101,7 +101,7 @@ class Flush(_Message, frozen=True):
 
 
 class FetchSide(_Message, frozen=True):
-    """Fetch these pages from a side pool. ``deadline_s``: as in `Fetch`."""
+    """Fetch these pages from a side pool. ``deadline_s``: as in `FetchPages`."""
 
     work: int
     pool: str
@@ -121,7 +121,7 @@ class Write(_Message, frozen=True):
     sides: tuple[tuple[str, int], ...] = ()
 
 
-class Free(_Message, frozen=True):
+class FreePiece(_Message, frozen=True):
     """Free a piece's shared memory: the engine has taken its values."""
 
     offset: int
@@ -255,7 +255,7 @@ class Settled(_Message, frozen=True):
     num_pages: int
 
 
-class Cleared(_Message, frozen=True):
+class ClearOver(_Message, frozen=True):
     """The result of a ``Clear``. ``fault``: why the store could not be cleared; empty if it was."""
 
     work: int
@@ -266,9 +266,11 @@ class Pong(_Message, frozen=True):
     """Answers a ``Ping``."""
 
 
-Command = Start | LookUp | Fetch | FetchSide | Give | Cancel | Forget | Flush | Write | Free | Clear | Ping | Close
+Command = (
+    Start | LookUp | FetchPages | FetchSide | Give | Cancel | Forget | Flush | Write | FreePiece | Clear | Ping | Close
+)
 ForStep = Found | RoundHere | LinkHasRoom | Certain  # what the scheduler decides on in its steps
-Event = ForStep | Ready | Refused | Piece | RoundOver | SidePiece | SideOver | Taken | Settled | Cleared | Pong
+Event = ForStep | Ready | Refused | Piece | RoundOver | SidePiece | SideOver | Taken | Settled | ClearOver | Pong
 
 M = TypeVar("M")
 

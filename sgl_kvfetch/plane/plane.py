@@ -32,7 +32,7 @@ from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
-A = TypeVar("A", bound=m.Found | m.SideOver | m.Taken | m.Cleared)
+A = TypeVar("A", bound=m.Found | m.SideOver | m.Taken | m.ClearOver)
 
 # Shared memory for values on their way to the engine, and for pages on their way to the store: this, or twice the size
 # of a page with all its side pages. Memory that is never used takes no space.
@@ -53,6 +53,7 @@ _ANSWER_S = 5.0  # how much longer a caller waits than the data plane's own dead
 
 ReadPages = Callable[[TensorName, Sequence[int]], torch.Tensor | None]
 ReadSide = Callable[[], torch.Tensor]  # returns uint8, (bytes,)
+TakeSide = Callable[[int, torch.Tensor], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +73,23 @@ class FetchCall:
     certain: Future[bool] = field(default_factory=Future)
     end: Future[None] = field(default_factory=Future)
     destinations: dict[int, Destination] = field(default_factory=dict)
+
+    def take_in(self, event: m.RoundHere | m.RoundOver | m.LinkHasRoom | m.Certain) -> None:
+        match event:
+            case m.RoundHere():
+                _complete(self.here[event.round], event.cost)
+            case m.RoundOver():
+                self.end_round(event.round, event.num_pages)
+                if event.round == len(self.over) - 1:
+                    self.end_transmission()
+            case m.LinkHasRoom():
+                _complete(self.link, None)
+            case m.Certain():
+                _complete(self.certain, True)
+
+    def lose(self) -> None:
+        metrics.MISSES.labels("fetch", "data_plane").inc()
+        self.end_all()
 
     def end_round(self, index: int, num_pages: int) -> None:
         _complete(self.here[index], None)
@@ -122,7 +140,7 @@ class DataPlane:
         found.add_done_callback(lambda found: on_found(found.result()))
         return work
 
-    def forget(self, lookup: int) -> None:
+    def forget_lookup(self, lookup: int) -> None:
         """Note that the pages that a lookup found will not be fetched."""
         self._send(m.Forget(lookup))
 
@@ -139,14 +157,14 @@ class DataPlane:
         destination: Destination | None = None,
     ) -> FetchCall:
         """Begin to transmit pages for ``request``. ``destination``: the first round's, if it has one already; see
-        `give`. Other arguments as in `messages.Fetch`."""
+        `give`. Other arguments as in `messages.FetchPages`."""
         work = next(self._numbers)
         call = FetchCall(work, [Future() for _ in round_ends], [Future() for _ in round_ends])
         if destination is not None:
             call.destinations[0] = destination
         if found is None:
             call.link.set_result(None)
-        command = m.Fetch(
+        command = m.FetchPages(
             work,
             b"".join(hashes),
             tuple(round_ends),
@@ -161,13 +179,12 @@ class DataPlane:
         self._run.fetch(command, call)
         return call
 
-    def fetch_side(
-        self, pool: str, hashes: Sequence[bytes], deadline_s: float, take: Callable[[int, torch.Tensor], None]
-    ) -> Future[m.SideOver]:
+    def fetch_side(self, pool: str, hashes: Sequence[bytes], deadline_s: float, take: TakeSide) -> Future[m.SideOver]:
         """Begin to fetch pages from a side pool. ``take`` gets each page, uint8 ``(bytes,)``, which it must copy, with
         its index, on another thread; not after the future is done."""
         work = next(self._numbers)
-        return self._run.fetch_side(m.FetchSide(work, pool, b"".join(hashes), deadline_s), take)
+        command = m.FetchSide(work, pool, b"".join(hashes), deadline_s)
+        return self._run.ask(command, m.SideOver(work, ()), take)
 
     def give(self, call: FetchCall, index: int, destination: Destination) -> None:
         """Restore a round into ``destination``. Nothing is written to it after the round is over."""
@@ -234,7 +251,7 @@ class DataPlane:
     def clear(self) -> None:
         """Delete all segments of this rank from the store, and wait for it. Raises StoreError."""
         work = next(self._numbers)
-        cleared = self._run.ask(m.Clear(work), m.Cleared(work, "the data plane ended"))
+        cleared = self._run.ask(m.Clear(work), m.ClearOver(work, "the data plane ended"))
         try:
             fault = cleared.result(2 * _ANSWER_S).fault
         except TimeoutError:
@@ -315,7 +332,22 @@ class DataPlane:
         return _Run(self._launch, self._geometry, self._start.sides, max(SHARED_BYTES, 2 * page_bytes))
 
 
-_Work = m.LookUp | m.Fetch | m.FetchSide | m.Write | m.Clear
+_Work = m.LookUp | m.FetchPages | m.FetchSide | m.Write | m.Clear
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A command that one event answers. ``lost``: that event, if the data plane ends first."""
+
+    lost: m.Found | m.SideOver | m.Taken | m.ClearOver
+    take: TakeSide | None
+    answer: Future[Any] = field(default_factory=Future)
+
+    def lose(self) -> None:
+        if isinstance(self.lost, m.Found | m.SideOver):
+            stage = "lookup" if isinstance(self.lost, m.Found) else "fetch"
+            metrics.MISSES.labels(stage, "data_plane").inc()
+        self.answer.set_result(self.lost)
 
 
 class _Run:
@@ -331,29 +363,26 @@ class _Run:
         self._sides = sides
         self._lock = threading.Lock()
         self._ended = False  # guarded by the lock, like the work under way
-        self._answers: dict[int, tuple[Future[Any], Any]] = {}  # each with its result if the data plane ends first
+        self._asked: dict[int, _Asked] = {}
         self._fetches: dict[int, FetchCall] = {}
-        self._takers: dict[int, Callable[[int, torch.Tensor], None]] = {}  # of side pages
         self._num_queued = 0  # pages that the data plane has taken and not yet written or dropped
         self.running = launch(Line(commands[1], events[1], self._values, self._pages, self.destination))
 
     # Commands, which fail at once after the end
 
-    def ask(self, command: m.LookUp | m.FetchSide | m.Write | m.Clear, lost: A) -> Future[A]:
-        """Send a command. Return the event that answers it, ``lost`` if the data plane ends first."""
-        answer: Future[A] = Future()
-        if not self._begin(command, self._answers, (answer, lost)):
-            _lose(answer, lost)
-        return answer
+    def ask(
+        self, command: m.LookUp | m.FetchSide | m.Write | m.Clear, lost: A, take: TakeSide | None = None
+    ) -> Future[A]:
+        """Send a command. Return the event that answers it, ``lost`` if the data plane ends first. ``take``: as in
+        `DataPlane.fetch_side`."""
+        asked = _Asked(lost, take)
+        if not self._begin(command, self._asked, asked):
+            asked.lose()
+        return asked.answer
 
-    def fetch(self, command: m.Fetch, call: FetchCall) -> None:
+    def fetch(self, command: m.FetchPages, call: FetchCall) -> None:
         if not self._begin(command, self._fetches, call):
-            _lose_fetch(call)
-
-    def fetch_side(self, command: m.FetchSide, take: Callable[[int, torch.Tensor], None]) -> Future[m.SideOver]:
-        with self._lock:
-            self._takers[command.work] = take
-        return self.ask(command, m.SideOver(command.work, ()))
+            call.lose()
 
     def _begin(self, command: _Work, under_way: dict[int, Any], work: Any) -> bool:
         """Record work as under way and send its command. Return False if the data plane has ended."""
@@ -375,11 +404,11 @@ class _Run:
         """Hand over pages for writing. Waits for room for them. Return whether they are queued."""
         sizes = [self._sides[pool] for pool, _ in command.sides]
         sides_at = len(pool_pages) * self._geometry.page_bytes
-        offset = self._room.take(sides_at + sum(sizes), timeout_s)
+        offset = self._room.allocate(sides_at + sum(sizes), timeout_s)
         if offset is None:
             return False
         with ExitStack() as undo:
-            undo.callback(self._room.give_back, offset)
+            undo.callback(self._room.free, offset)
             if not self._copy(offset, pool_pages, read):
                 return False
             views = self._pages.views(offset + sides_at, torch.uint8, ((size,) for size in sizes))
@@ -388,7 +417,7 @@ class _Run:
             undo.pop_all()
         taken = self.ask(msgspec.structs.replace(command, offset=offset), m.Taken(command.work, 0))
         # Not earlier, however long it takes: the data plane may still be copying the pages.
-        taken.add_done_callback(lambda _: self._room.give_back(offset))
+        taken.add_done_callback(lambda _: self._room.free(offset))
         try:
             return taken.result(_ANSWER_S).num_queued > 0
         except TimeoutError:
@@ -441,7 +470,7 @@ class _Run:
             self._take_in_all(events)
 
     def step(self) -> None:
-        if self._answers or self._fetches:
+        if self._asked or self._fetches:
             try:
                 self._take_in_all(self.channel.receive_now())
             except FormatError:
@@ -468,46 +497,30 @@ class _Run:
                 try:
                     self._land(event)
                 finally:
-                    self.channel.send(m.Free(event.offset))
+                    self.channel.send(m.FreePiece(event.offset))
             case m.SidePiece():
                 try:
                     with self._lock:
-                        take = self._takers.get(event.work)
-                    if take is not None:
-                        take(event.page, self._values.view(event.offset, torch.uint8, (event.num_bytes,)))
+                        asked = self._asked.get(event.work)
+                    if asked is not None and asked.take is not None:
+                        asked.take(event.page, self._values.view(event.offset, torch.uint8, (event.num_bytes,)))
                 finally:
-                    self.channel.send(m.Free(event.offset))
-            case m.Found() | m.SideOver() | m.Taken() | m.Cleared():
+                    self.channel.send(m.FreePiece(event.offset))
+            case m.Found() | m.SideOver() | m.Taken() | m.ClearOver():
                 with self._lock:
-                    answer, _ = self._answers.pop(event.work, (None, None))
-                    self._takers.pop(event.work, None)
+                    asked = self._asked.pop(event.work, None)
                 if isinstance(event, m.Taken):
                     self._num_queued += event.num_queued
-                if answer is not None:  # else the data plane has ended, as another thread has noticed
-                    answer.set_result(event)
+                if asked is not None:  # else the data plane has ended, as another thread has noticed
+                    asked.answer.set_result(event)
             case m.Settled():
                 self._num_queued -= event.num_pages
-            case m.RoundHere():
+            case m.RoundHere() | m.RoundOver() | m.LinkHasRoom() | m.Certain():
                 if (call := self._call(event.work)) is not None:
-                    _complete(call.here[event.round], event.cost)
-            case m.RoundOver():
-                if (call := self._call(event.work)) is not None:
-                    call.end_round(event.round, event.num_pages)
-                    if event.round == len(call.over) - 1:
-                        call.end_transmission()
-                        self._forget_if_over(call)
-            case m.LinkHasRoom():
-                if (call := self._call(event.work)) is not None:
-                    _complete(call.link, None)
-                    self._forget_if_over(call)
-            case m.Certain():
-                if (call := self._call(event.work)) is not None:
-                    _complete(call.certain, True)
-
-    def _forget_if_over(self, call: FetchCall) -> None:
-        if call.link.done() and call.end.done():  # each on a thread of its own, perhaps
-            with self._lock:
-                self._fetches.pop(call.work, None)
+                    call.take_in(event)
+                    if call.link.done() and call.end.done():  # each on a thread of its own, perhaps
+                        with self._lock:
+                            self._fetches.pop(call.work, None)
 
     def _call(self, work: int) -> FetchCall | None:
         with self._lock:
@@ -546,30 +559,16 @@ class _Run:
         self._room.close()
         with self._lock:
             self._ended = True
-            answers, self._answers = self._answers, {}
-            fetches, self._fetches = self._fetches, {}
-        for answer, lost in answers.values():
-            _lose(answer, lost)
-        for call in fetches.values():
-            _lose_fetch(call)
+            lost: list[_Asked | FetchCall] = [*self._asked.values(), *self._fetches.values()]
+            self._asked, self._fetches = {}, {}
+        for each in lost:
+            each.lose()
         self._values.close()
         self._pages.close()
         if self._num_queued > 0:
             metrics.WRITTEN_PAGES.labels("dropped_data_plane").inc(self._num_queued)
             logger.warning("kvfetch: %d pages that were queued for writing are lost", self._num_queued)
         return self._num_queued > 0
-
-
-def _lose(answer: Future[A], lost: A) -> None:
-    if isinstance(lost, m.Found | m.SideOver):
-        stage = "lookup" if isinstance(lost, m.Found) else "fetch"
-        metrics.MISSES.labels(stage, "data_plane").inc()
-    answer.set_result(lost)
-
-
-def _lose_fetch(call: FetchCall) -> None:
-    metrics.MISSES.labels("fetch", "data_plane").inc()
-    call.end_all()
 
 
 def _complete(future: Future[R], result: R) -> None:

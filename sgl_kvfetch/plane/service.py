@@ -6,12 +6,11 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -30,6 +29,7 @@ from sgl_kvfetch.plane.fetch.rounds import Destination, Round
 from sgl_kvfetch.plane.fetch.sides import KV_POOL, Usable, usable_runs
 from sgl_kvfetch.plane.fetch.sink import GuardedSink, PagePool
 from sgl_kvfetch.plane.write.gather import PageBatch
+from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.types import TENSORS, KVGeometry
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class _ArenaPool(PagePool):
 
     def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
         """Send values to the engine. Waits for room, which the engine frees."""
-        offset = self._room.take(sum(x.nbytes for x in values))
+        offset = self._room.allocate(sum(x.nbytes for x in values))
         if offset is None:
             return  # the engine is gone
         for into, x in zip(self._arena.views(offset, values.k.dtype, (x.shape for x in values)), values, strict=True):
@@ -85,7 +85,7 @@ class _ArenaPool(PagePool):
 
 def send_side_page(arena: Arena, room: Room, emit: Emit, work: int, page: int, content: bytearray) -> None:
     """Send a side page to the engine through shared memory. Waits for room, which the engine frees."""
-    offset = room.take(len(content))
+    offset = room.allocate(len(content))
     if offset is not None:
         arena.view(offset, torch.uint8, (len(content),)).copy_(torch.frombuffer(content, dtype=torch.uint8))
         emit(m.SidePiece(work, page, len(content), offset))
@@ -131,7 +131,7 @@ class Service:
         self._lookups: dict[int, asyncio.Task[None]] = {}
         self._fetches: dict[int, _Fetch] = {}
         self._found: OrderedDict[int, list[PageSource]] = OrderedDict()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         client.writer.on_settled = lambda num_pages: emit(m.Settled(num_pages))
         # One thread: it keeps the order of pages, and can wait for room without blocking the event loop.
         self._intake = ThreadPoolExecutor(1, "kvfetch-intake")
@@ -140,18 +140,18 @@ class Service:
         """Begin to carry out a command. Never waits."""
         match command:
             case m.LookUp():
-                self._lookups[command.work] = self._begin(self._look_up(command))
-            case m.Fetch():
+                self._lookups[command.work] = self._tasks.begin(self._look_up(command))
+            case m.FetchPages():
                 ends = (0, *command.round_ends)
                 fetch = _Fetch([Round(first, end) for first, end in pairwise(ends)])
                 self._fetches[command.work] = fetch
                 for index, each in enumerate(fetch.rounds):
-                    self._report_end(command.work, index, each)
+                    each.done.add_done_callback(partial(self._round_over, command.work, index))
                 if command.is_given:
                     self._give(command.work, 0)
-                fetch.task = self._begin(self._fetch(command, fetch))
+                fetch.task = self._tasks.begin(self._fetch(command, fetch))
             case m.FetchSide():
-                self._begin(self._fetch_side(command))
+                self._tasks.begin(self._fetch_side(command))
             case m.Give():
                 self._give(command.work, command.round)
             case m.Cancel():
@@ -159,13 +159,13 @@ class Service:
             case m.Forget():
                 self._found.pop(command.work, None)
             case m.Flush():
-                self.client.fetcher.forget()
+                self.client.fetcher.drop_unused()
             case m.Write():
-                self._begin(self._write(command))
-            case m.Free():
+                self._tasks.begin(self._write(command))
+            case m.FreePiece():
                 self._on_free(command.offset)
             case m.Clear():
-                self._begin(self._clear(command))
+                self._tasks.begin(self._clear(command))
             case m.Ping():
                 self._emit(m.Pong())
             case m.Start() | m.Close():
@@ -181,17 +181,9 @@ class Service:
 
     async def close(self) -> None:
         """Write what is queued, within a few seconds, and release threads and sockets."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         self._intake.shutdown(wait=False, cancel_futures=True)
         await self.client.close(_CLOSE_S)
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     # Lookups
 
@@ -201,7 +193,7 @@ class Service:
         usable = Usable((), {})
         try:
             with counted("lookup"):
-                sources = await self.client.finder.find(hashes, self._config.lookup_timeout_s)
+                sources = await self.client.finder.find_pages(hashes, self._config.lookup_timeout_s)
                 if command.trailing:
                     usable = usable_runs(sources, command.trailing)
                     usable.stored[KV_POOL] = len(sources)
@@ -229,7 +221,7 @@ class Service:
 
     # Fetches
 
-    async def _fetch(self, command: m.Fetch, fetch: _Fetch) -> None:
+    async def _fetch(self, command: m.FetchPages, fetch: _Fetch) -> None:
         finder, fetcher = self.client.finder, self.client.fetcher
         hashes = _split(command.hashes)
         request = timeline.Request(command.request_id, command.traceparent)
@@ -242,14 +234,18 @@ class Service:
                     return
                 if command.found is None:
                     sources = await finder.recall(hashes, self._config.lookup_timeout_s)
-                    self._shorten(command.work, fetch, len(sources))
+                    (only,) = fetch.rounds  # a fetch in host mode: it ends where the stored pages end
+                    only.end_page = min(only.end_page, len(sources))
                 else:
                     sources = self._found.pop(command.found, [])[command.first_page :]
                 if len(sources) < fetch.rounds[-1].end_page:
                     metrics.MISSES.labels("fetch", "forgotten").inc()  # an earlier data plane may have found them
                     return
                 sources = sources[: fetch.rounds[-1].end_page]
-                self._watch(command.work, fetch, sources)
+                for index, each in enumerate(fetch.rounds):
+                    if not each.destination.done():
+                        rest = sources[each.first_page :]
+                        each.wanted.add_done_callback(partial(self._round_here, command.work, index, rest))
                 result = await fetcher.fetch_rounds(
                     sources,
                     fetch.rounds,
@@ -271,7 +267,7 @@ class Service:
             del self._fetches[command.work]
             self._share_link(command, fetch)
 
-    def _share_link(self, command: m.Fetch, fetch: _Fetch) -> None:
+    def _share_link(self, command: m.FetchPages, fetch: _Fetch) -> None:
         if command.found is not None and not fetch.shares_link:
             fetch.shares_link = True
             self._emit(m.LinkHasRoom(command.work))
@@ -304,32 +300,16 @@ class Service:
             metrics.SIDE_PAGES.labels(command.pool, "miss").inc(len(hashes) - len(come))
             self._emit(m.SideOver(command.work, tuple(come)))
 
-    def _early(self, command: m.Fetch) -> Early | None:
+    def _early(self, command: m.FetchPages) -> Early | None:
         certain = m.Certain(command.work)
         return Early(command.early_s, partial(self._emit, certain)) if command.early_s else None
-
-    def _shorten(self, work: int, fetch: _Fetch, num_pages: int) -> None:
-        """Shorten the single round of a host-mode fetch, because only ``num_pages`` pages are stored."""
-        (only,) = fetch.rounds
-        if num_pages < only.end_page:
-            shorter = Round(0, num_pages)
-            if only.destination.done():
-                shorter.destination.set_result(only.destination.result())
-            fetch.rounds[0] = shorter
-            self._report_end(work, 0, shorter)
-
-    def _watch(self, work: int, fetch: _Fetch, sources: Sequence[PageSource]) -> None:
-        """Report the first bytes of each round that has no destination yet."""
-        for index, each in enumerate(fetch.rounds):
-            if not each.destination.done():
-                each.wanted.add_done_callback(partial(self._round_here, work, index, sources[each.first_page :]))
 
     def _round_here(self, work: int, index: int, rest: Sequence[PageSource], wanted: asyncio.Future[bool]) -> None:
         if wanted.result():
             self._emit(m.RoundHere(work, index, self._cost(rest)))
 
-    def _report_end(self, work: int, index: int, each: Round) -> None:
-        each.done.add_done_callback(lambda done: self._emit(m.RoundOver(work, index, done.result())))
+    def _round_over(self, work: int, index: int, done: asyncio.Future[int]) -> None:
+        self._emit(m.RoundOver(work, index, done.result()))
 
     def _give(self, work: int, index: int) -> None:
         fetch = self._fetches.get(work)
@@ -377,7 +357,7 @@ class Service:
         except KVFetchError as e:
             fault = str(e)
         finally:
-            self._emit(m.Cleared(command.work, fault))
+            self._emit(m.ClearOver(command.work, fault))
 
 
 def _split(hashes: bytes) -> list[bytes]:

@@ -32,7 +32,7 @@ from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
-from sgl_kvfetch.plane.write.commit import commit_segment
+from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 from tests.segments import make_heads, make_values, page_hashes, there_and_back
@@ -95,7 +95,7 @@ class World:
         while True:
             stored = rng.choice(self.committed)
             began_s = asyncio.get_running_loop().time()
-            sources = await finder.find(stored.hashes, timeout_s=20)
+            sources = await finder.find_pages(stored.hashes, timeout_s=20)
             assert len(sources) == NUM_PAGES, "pages that were committed are not found"
             await asyncio.sleep(rng.uniform(0, GRACE_S / 3))
             pages = MemoryPool(GEOMETRY, NUM_PAGES, float("nan"))

@@ -27,46 +27,46 @@ def test_allocations_never_overlap_and_all_bytes_are_freed() -> None:
         if taken and rng.random() < 0.5:
             offset = rng.choice(list(taken))
             del taken[offset]
-            room.give_back(offset)
+            room.free(offset)
         else:
             size = rng.randrange(1, 1 << 13)
-            offset_or_none = room.take(size, 0)
+            offset_or_none = room.allocate(size, 0)
             if offset_or_none is not None:
                 assert offset_or_none % 64 == 0
                 assert offset_or_none + size <= 1 << 16
                 assert all(o + s <= offset_or_none or offset_or_none + size <= o for o, s in taken.items())
                 taken[offset_or_none] = size
     for offset in taken:
-        room.give_back(offset)
+        room.free(offset)
     assert room._taken == {}
-    assert room.take(1 << 16, 0) == 0
+    assert room.allocate(1 << 16, 0) == 0
 
 
-def test_take_waits_for_room() -> None:
+def test_allocate_waits_for_room() -> None:
     room = Room(1024)
-    first = room.take(1024)
+    first = room.allocate(1024)
     assert first == 0
-    assert room.take(64, 0.01) is None
+    assert room.allocate(64, 0.01) is None
     found: list[int | None] = []
-    waiting = threading.Thread(target=lambda: found.append(room.take(1024)))
+    waiting = threading.Thread(target=lambda: found.append(room.allocate(1024)))
     waiting.start()
-    room.give_back(first)
+    room.free(first)
     waiting.join(60)
     assert found == [0]
 
 
 def test_closing_ends_all_waits() -> None:
     room = Room(64)
-    assert room.take(64) == 0
+    assert room.allocate(64) == 0
     found: list[int | None] = []
-    waiting = threading.Thread(target=lambda: found.append(room.take(1)))
+    waiting = threading.Thread(target=lambda: found.append(room.allocate(1)))
     waiting.start()
     room.close()
     waiting.join(60)
     assert found == [None]
-    assert room.take(1, time.monotonic()) is None
+    assert room.allocate(1, time.monotonic()) is None
 
 
 def test_asking_for_more_than_the_arena_holds_fails() -> None:
     with pytest.raises(AssertionError):
-        Room(64).take(65)
+        Room(64).allocate(65)

@@ -15,14 +15,16 @@ NAMESPACE = make_heads(SMALL, make_quantiser("exact")).namespace
 COMMANDS: list[m.Command] = [
     m.Start({"store": "file:///kv"}, NAMESPACE, 0, 2, 1, None),
     m.LookUp(1, b"h" * 64, True, {"swa": 4, "indexer": 0}),
-    m.Fetch(2, b"h" * 32, (1, 2), 1.5, found=1, first_page=3, request_id="r", traceparent="00-1-2-01", early_s=0.5),
+    m.FetchPages(
+        2, b"h" * 32, (1, 2), 1.5, found=1, first_page=3, request_id="r", traceparent="00-1-2-01", early_s=0.5
+    ),
     m.FetchSide(5, "swa", b"h" * 32, 1.5),
     m.Give(2, 0),
     m.Cancel(2),
     m.Forget(1),
     m.Flush(),
     m.Write(3, 0, None, b"h" * 32, 64, (("swa", 0),)),
-    m.Free(128),
+    m.FreePiece(128),
     m.Clear(4),
     m.Ping(),
     m.Close(),
@@ -40,7 +42,7 @@ EVENTS: list[m.Event] = [
     m.LinkHasRoom(2),
     m.Certain(2),
     m.Taken(3, 8),
-    m.Cleared(4, ""),
+    m.ClearOver(4, ""),
     m.Pong(),
 ]
 

@@ -17,7 +17,7 @@ from harness.store_conformance import AdminStoreConformance
 from harness.swift_server import HAS_SWIFT, SWIFT_MISSING, SwiftProcess
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.plane.write.commit import commit_segment
+from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import Store, object_digest
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.redis_index import IndexOptions

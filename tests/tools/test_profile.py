@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from typer.testing import CliRunner, Result
 
 from sgl_kvfetch import codec
-from sgl_kvfetch.plane.adapt.decode_profile import decode_profile, load_decode_profile
+from sgl_kvfetch.plane.adapt.decode_profile import DecodeProfile, load_decode_profile
 from sgl_kvfetch.tools.app import app
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
@@ -39,7 +40,7 @@ def test_it_measures_every_codec_and_resolution(tmp_path: Path) -> None:
 def test_json_is_the_profile_itself() -> None:
     result = kvfetch("--codecs", "zstd", "--concurrency", 1, "--json")
     assert result.exit_code == 0, result.output
-    assert [v.name for v in decode_profile(result.stdout.encode()).variants] == ["zstd"]
+    assert [v.name for v in msgspec.json.decode(result.stdout, type=DecodeProfile).variants] == ["zstd"]
     assert json.loads(result.stdout)["version"] == 1
 
 
@@ -70,7 +71,7 @@ def nvc(monkeypatch: pytest.MonkeyPatch) -> FakeNvc:
 def test_nvdec_is_measured_where_it_is(nvc: FakeNvc, device: str) -> None:
     result = kvfetch("--resolutions", "240p,480p", "--tokens", 512, "--device", device, "--json")
     assert result.exit_code == 0, result.output
-    profile = decode_profile(result.stdout.encode())
+    profile = msgspec.json.decode(result.stdout, type=DecodeProfile)
     assert {v.name for v in profile.variants} == {"hevc 240p", "hevc 480p", "zstd"}
     assert profile.max_concurrency == 2  # two sessions an engine
     assert profile.device.startswith("Made Up 1000, ")
@@ -84,7 +85,7 @@ def test_nvdec_is_measured_where_it_is(nvc: FakeNvc, device: str) -> None:
 def test_the_cpu_is_measured_where_it_is_asked_for(nvc: FakeNvc) -> None:
     result = kvfetch("--resolutions", "240p", "--device", "cpu", "--concurrency", 1, "--json")
     assert result.exit_code == 0, result.output
-    profile = decode_profile(result.stdout.encode())
+    profile = msgspec.json.decode(result.stdout, type=DecodeProfile)
     assert ", CPU, " in profile.source
     assert "Made Up 1000" not in profile.device
     assert not nvc.packets
@@ -93,7 +94,7 @@ def test_the_cpu_is_measured_where_it_is_asked_for(nvc: FakeNvc) -> None:
 def test_an_nvdec_that_decodes_none_of_the_codecs_is_not_measured(nvc: FakeNvc) -> None:
     result = kvfetch("--codecs", "zstd", "--concurrency", 1, "--json")
     assert result.exit_code == 0, result.output
-    assert ", CPU, " in decode_profile(result.stdout.encode()).source
+    assert ", CPU, " in msgspec.json.decode(result.stdout, type=DecodeProfile).source
     result = kvfetch("--codecs", "zstd", "--device", "nvdec")
     assert result.exit_code == 2
     assert "--device nvdec: this machine's NVDEC decodes none of zstd" in result.stderr

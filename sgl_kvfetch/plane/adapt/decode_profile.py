@@ -70,7 +70,7 @@ class DecodeProfile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             range(1, self.max_concurrency + 1), key=lambda k: (max(k / v.decode_s[k - 1] for v in self.variants), -k)
         )
 
-    def find(self, codec: str, resolution: str) -> int | None:
+    def find_variant(self, codec: str, resolution: str) -> int | None:
         """Return the index of the profile's variant for a stored one, or None. ``kvfetch profile`` names variants by
         codec and resolution, or by codec if it has no pictures; the paper's tables, all HEVC, by resolution."""
         wanted = [f"{codec} {resolution}", codec]
@@ -131,17 +131,9 @@ def _moved(mean: float | None, newest: float) -> float:
     return newest if mean is None else mean + _NEWEST_WEIGHT * (newest - mean)
 
 
-def decode_profile(data: bytes) -> DecodeProfile:
-    """Parse a decode profile. Raises ConfigError if ``data`` is not a valid one."""
-    try:
-        return msgspec.json.decode(data, type=DecodeProfile)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-        raise ConfigError(f"invalid decode profile: {e}") from e
-
-
 def load_decode_profile(path: Path) -> DecodeProfile:
     """Read a decode profile. Raises ConfigError, which names the file."""
     try:
-        return decode_profile(path.read_bytes())
-    except (OSError, ConfigError) as e:
-        raise ConfigError(f"{path}: {e}") from e
+        return msgspec.json.decode(path.read_bytes(), type=DecodeProfile)
+    except (OSError, ConfigError, msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: invalid decode profile: {e}") from e

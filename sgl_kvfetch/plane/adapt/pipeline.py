@@ -9,9 +9,65 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 from sgl_kvfetch.plane.adapt.decode_profile import DecodeProfile
-from sgl_kvfetch.plane.adapt.sessions import UNCONFIGURED, SessionQueue, Start
+
+UNCONFIGURED = -1
+
+T = TypeVar("T")
+
+
+class SessionStart(NamedTuple, Generic[T]):
+    """Tells a session to decode a chunk now. ``switches``: its last chunk was of another variant, or it is new."""
+
+    session: int
+    variant: int
+    switches: bool
+    item: T
+
+
+class SessionQueue(Generic[T]):
+    """Assigns chunks to sessions: each goes to the first idle session, or waits in a queue. Only decides, without I/O.
+
+    The decode pool and the simulator both use it.
+    """
+
+    __slots__ = ("busy", "configured", "waiting")
+
+    def __init__(self, num_sessions: int) -> None:
+        assert num_sessions >= 1, num_sessions
+        self.busy = [False] * num_sessions
+        self.configured = [UNCONFIGURED] * num_sessions  # the variant last decoded
+        self.waiting: list[tuple[int, T]] = []
+
+    def submit(self, variant: int, item: T) -> SessionStart[T] | None:
+        """Return the start of the chunk on an idle session, or None if the chunk has to wait."""
+        if False not in self.busy:
+            self.waiting.append((variant, item))
+            return None
+        # Not the session that idled longest: the first is the most likely to be set up already.
+        return self._start(self.busy.index(False), variant, item)
+
+    def finish(self, session: int) -> SessionStart[T] | None:
+        """Free a session. Return the start of the chunk that waited longest, or None."""
+        assert self.busy[session], session
+        self.busy[session] = False
+        if not self.waiting:
+            return None
+        variant, item = self.waiting.pop(0)
+        return self._start(session, variant, item)
+
+    def copy(self) -> SessionQueue[T]:
+        new: SessionQueue[T] = SessionQueue.__new__(SessionQueue)
+        new.busy, new.configured, new.waiting = self.busy[:], self.configured[:], self.waiting[:]
+        return new
+
+    def _start(self, session: int, variant: int, item: T) -> SessionStart[T]:
+        switches = self.configured[session] != variant
+        self.busy[session] = True
+        self.configured[session] = variant
+        return SessionStart(session, variant, switches, item)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +179,7 @@ class Pipeline:
         self.run_until(math.inf)
         return self.now_s
 
-    def begin(self, start: Start[None] | None) -> None:
+    def begin(self, start: SessionStart[None] | None) -> None:
         """Let a session start a chunk. A subclass may extend this, and ``end``, to observe the pool."""
         if start is not None:
             switch_s = self._switch_s[start.variant] if start.switches else 0.0

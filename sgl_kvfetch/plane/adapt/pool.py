@@ -1,24 +1,93 @@
-"""The decode pool: N sessions; each chunk goes to the first idle one."""
+"""The decode pool: N sessions; each chunk goes to the first idle one. Its decode times correct the profile in use, and
+make the profile of a new machine."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
-from sgl_kvfetch.plane.adapt.decode_profile import DecodeProfile
-from sgl_kvfetch.plane.adapt.pipeline import PoolState
-from sgl_kvfetch.plane.adapt.sessions import UNCONFIGURED, SessionQueue, Start
-from sgl_kvfetch.plane.adapt.tracker import PoolTracker
+from sgl_kvfetch.plane.adapt.decode_profile import Decoded, DecodeProfile, VariantProfile, corrections
+from sgl_kvfetch.plane.adapt.pipeline import UNCONFIGURED, PoolState, SessionQueue, SessionStart, SessionState
 
 _NUM_MEASURED = 64
+_MOST_DECODED = 64
+_LEAST_LEFT = 0.02  # fraction of a late chunk that is assumed to remain
 
 S = TypeVar("S")
 R = TypeVar("R")
+
+
+@dataclass(slots=True)
+class _Active:
+    variant: int
+    switch_left_s: float
+    work: float
+    done: float = 0.0  # chunks that the profile expects to be done by now
+
+
+class PoolTracker:
+    """Tracks a decode pool's state and compares decode times with the profile, from the sessions' starts and ends.
+
+    Pure: times are arguments, and must not decrease. The decode pool and the simulator both use it.
+    """
+
+    def __init__(self, profile: DecodeProfile, num_sessions: int) -> None:
+        self._profile = profile
+        self._configured: list[int | None] = [None] * num_sessions
+        self._active: dict[int, _Active] = {}
+        self._now_s = 0.0
+        self._decoded: list[Decoded] = []
+
+    @property
+    def corrected_profile(self) -> DecodeProfile:
+        factors = self._factors()
+        return self._profile.corrected(factors) if factors else self._profile
+
+    def started(self, at_s: float, session: int, variant: int, switches: bool, work: float) -> None:
+        self._advance(at_s)
+        self._configured[session] = variant
+        switch_s = self._profile.variants[variant].switch_s if switches else 0.0
+        self._active[session] = _Active(variant, switch_s, work)
+
+    def ended(self, at_s: float, session: int, *, decoded: bool = True) -> None:
+        """Record the end of a session's chunk. The time of one that was not ``decoded`` is ignored."""
+        self._advance(at_s)
+        active = self._active.pop(session)
+        ratio = active.done / active.work
+        if decoded and ratio > 0:  # at 0 it ended within the expected switching time, which says nothing of decoding
+            self._decoded = [*self._decoded[1 - _MOST_DECODED :], Decoded(active.variant, ratio)]
+
+    def state(self, at_s: float, waiting: Sequence[int]) -> PoolState:
+        """Return the pool's state by the corrected profile. ``waiting``: variants of the chunks without a session."""
+        self._advance(at_s)
+        factors = self._factors()
+        sessions = [SessionState(variant) for variant in self._configured]
+        for i, active in self._active.items():
+            left = active.work - active.done / factors.get(active.variant, 1.0)
+            sessions[i] = SessionState(active.variant, active.switch_left_s, max(left, _LEAST_LEFT * active.work))
+        return PoolState(tuple(sessions), tuple(waiting))
+
+    def _factors(self) -> dict[int, float]:
+        """Return the corrections. A running chunk that is already late counts like a finished one."""
+        late = [Decoded(a.variant, a.done / a.work) for a in self._active.values() if a.done > a.work]
+        return corrections([*self._decoded, *late], len(self._profile.variants))
+
+    def _advance(self, at_s: float) -> None:
+        elapsed_s = at_s - self._now_s
+        self._now_s = at_s
+        concurrency = len(self._active)
+        for active in self._active.values():
+            decoding_s = max(0.0, elapsed_s - active.switch_left_s)
+            active.switch_left_s = max(0.0, active.switch_left_s - elapsed_s)
+            active.done += decoding_s / self._profile.decode_time_s(active.variant, concurrency)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +164,7 @@ class DecodePool(Generic[S]):
             self._board.waiting.clear()
         self._threads.shutdown(wait=wait)
 
-    def _start(self, start: Start[_Job[S]] | None) -> None:
+    def _start(self, start: SessionStart[_Job[S]] | None) -> None:
         """Let a session begin its chunk. Call with the lock held."""
         if start is None:
             return
@@ -103,7 +172,7 @@ class DecodePool(Generic[S]):
             self._tracker.started(self._clock(), start.session, start.variant, start.switches, start.item.work)
         self._threads.submit(self._run, start)
 
-    def _run(self, start: Start[_Job[S]]) -> None:
+    def _run(self, start: SessionStart[_Job[S]]) -> None:
         future = start.item.future
         result: Any = None
         error: BaseException | None = None
@@ -114,17 +183,79 @@ class DecodePool(Generic[S]):
             except BaseException as e:  # passed to the future, as in any executor
                 error = e
         # Free the session before the future is done, so that whoever then reads the state sees it idle.
-        self._end(start, decoded=wanted and error is None)
+        with self._lock:
+            if self._tracker is not None and start.variant != UNCONFIGURED:
+                self._tracker.ended(self._clock(), start.session, decoded=wanted and error is None)
+            self._start(self._board.finish(start.session))
         if error is not None:
             future.set_exception(error)
         elif wanted:
             future.set_result(result)
 
-    def _end(self, start: Start[_Job[S]], *, decoded: bool) -> None:
-        with self._lock:
-            if self._tracker is not None and start.variant != UNCONFIGURED:
-                if decoded:
-                    self._tracker.finished(self._clock(), start.session)
-                else:
-                    self._tracker.abandoned(self._clock(), start.session)
-            self._start(self._board.finish(start.session))
+
+@dataclass(frozen=True, slots=True)
+class Sample(Generic[S]):
+    """One chunk in one variant. ``decode`` decodes it on a session; several sessions may call it at once."""
+
+    name: str
+    size_bytes: int
+    decode: Callable[[S], object]
+
+
+def measure_profile(
+    samples: Sequence[Sample[S]],
+    sessions: Sequence[S],
+    *,
+    device: str,
+    source: str,
+    chunk_values: int,
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+    on_step: Callable[[str], None] = lambda _: None,
+) -> DecodeProfile:
+    """Return medians over ``rounds`` chunks per session, for 1, 2, ... sessions at once, smallest variant first."""
+    ordered = sorted(samples, key=lambda s: s.size_bytes)
+    for sample in ordered:
+        sample.decode(sessions[0])  # warm up: one-time costs, such as loading a library, must not count
+    variants = []
+    for sample in ordered:
+        on_step(sample.name)
+        times = tuple(_median_s(sample, sessions[:k], rounds, clock) for k in range(1, len(sessions) + 1))
+        others = [other for other in ordered if other is not sample]
+        switch_s = _switch_s(sample, others, sessions[0], rounds, clock) if others else 0.0
+        variants.append(
+            VariantProfile(name=sample.name, size_bytes=sample.size_bytes, decode_s=times, switch_s=switch_s)
+        )
+    return DecodeProfile(device=device, source=source, variants=tuple(variants), chunk_values=chunk_values)
+
+
+def _decode_s(sample: Sample[S], clock: Callable[[], float], session: S) -> float:
+    started_s = clock()
+    sample.decode(session)
+    return clock() - started_s
+
+
+def _median_s(sample: Sample[S], sessions: Sequence[S], rounds: int, clock: Callable[[], float]) -> float:
+    """Return the median seconds per chunk while all ``sessions`` decode at once."""
+    count, job = len(sessions), partial(_decode_s, sample, clock)
+    with closing(DecodePool(sessions)) as pool:
+        times = [future.result() for future in [pool.submit(job) for _ in range(count * (rounds + 2))]]
+    # The first chunks set up their sessions, and the last ones run with fewer others: leave both out.
+    return statistics.median(times[count : count * (rounds + 1)])
+
+
+def _switch_s(
+    sample: Sample[S], others: Sequence[Sample[S]], session: S, rounds: int, clock: Callable[[], float]
+) -> float:
+    """Return the additional seconds that a chunk takes after one of another variant on the same session."""
+
+    def after(previous: Iterator[Sample[S]]) -> list[float]:
+        times = []
+        for before in previous:
+            before.decode(session)
+            times.append(_decode_s(sample, clock, session))
+        return times
+
+    other = statistics.median(after(others[i % len(others)] for i in range(rounds)))
+    same = statistics.median(after(sample for _ in range(rounds)))
+    return max(0.0, other - same)

@@ -53,11 +53,11 @@ class ReadAhead:
         timer = loop.call_later(expire_s, task.cancel)
         task.add_done_callback(partial(self._ended, lookup, timer))
 
-    def find(self, key: CellsKey) -> ReadUnit | None:
+    def find_unit(self, key: CellsKey) -> ReadUnit | None:
         """Return the unit, and so the variant, in which these cells are read ahead, or None."""
         return self._by_cells.get(key)
 
-    def take(self, unit: ReadUnit) -> asyncio.Task[bytes] | None:
+    def take_read(self, unit: ReadUnit) -> asyncio.Task[bytes] | None:
         """Return the task that reads the unit's bytes, or None. The caller must release them to the budget."""
         if unit.key not in self._reads:
             return None
@@ -71,14 +71,9 @@ class ReadAhead:
         for lookup in self._lookups:
             lookup.taken.add(unit.cells_key)
 
-    def forget(self, data_name: str) -> None:
-        """Drop all units of this data object."""
-        for key in [key for key in self._reads if key[0] == data_name]:
-            self._drop(key)
-
-    def clear(self) -> None:
-        """Drop all units."""
-        for key in list(self._reads):
+    def drop_units(self, data_name: str | None = None) -> None:
+        """Drop all units, or all of this data object."""
+        for key in [key for key in self._reads if data_name in (None, key[0])]:
             self._drop(key)
 
     async def _read(self, lookup: _Lookup, units: Units, expire_s: float) -> None:
@@ -106,7 +101,7 @@ class ReadAhead:
 
     def _drop(self, key: tuple[str, int]) -> None:
         unit, _, _ = self._reads[key]
-        task = self.take(unit)
+        task = self.take_read(unit)
         assert task is not None
         task.cancel()
         self._budget.release(unit.size_bytes)

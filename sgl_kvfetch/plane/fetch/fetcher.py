@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +26,8 @@ from sgl_kvfetch.plane.fetch.budget import BytesBudget
 from sgl_kvfetch.plane.fetch.link import Link
 from sgl_kvfetch.plane.fetch.plan import CellsKey, PageSource, ReadUnit, SpanPart, read_unit, read_units, span_parts
 from sgl_kvfetch.plane.fetch.progress import Early, FetchProgress
-from sgl_kvfetch.plane.fetch.restore import restore_cell, working_bytes
 from sgl_kvfetch.plane.fetch.rounds import Destination, Round
+from sgl_kvfetch.plane.fetch.sink import restore_cell, working_bytes
 from sgl_kvfetch.plane.fetch.variants import VariantChooser
 from sgl_kvfetch.stores import Store
 
@@ -59,20 +60,20 @@ class Fetcher:
         read_bytes: int,
         inflight_bytes: int,
         may_delete: bool,
-        decode_bytes: int | None = None,
+        decode_bytes: int = sys.maxsize,
         policy: Policy | None = None,
     ) -> None:
         """``may_delete``: report damaged segments to the store, which deletes them if they are damaged there.
-        ``decode_bytes`` bounds the memory for frames and values between bitstreams and pages; if None, only the number
-        of sessions bounds it. ``policy`` chooses among a segment's variants, and needs a pool with a profile; if None,
-        the first decodable variant is read."""
+        ``decode_bytes`` bounds the memory for frames and values between bitstreams and pages; by default, only the
+        number of sessions bounds it. ``policy`` chooses among a segment's variants, and needs a pool with a profile;
+        if None, the first decodable variant is read."""
         self._store = store
         self.pool = pool
         self._read_bytes = read_bytes
         # Two halves, so that bytes without destination pages cannot block bytes that have them.
         self._ahead_budget = BytesBudget(max(1, inflight_bytes // 2), self._report_queue)
         self._fetch_budget = BytesBudget(max(1, inflight_bytes - inflight_bytes // 2), self._report_queue)
-        self._decode_budget = None if decode_bytes is None else BytesBudget(decode_bytes)
+        self._decode_budget = BytesBudget(decode_bytes)
         self.link = Link()
         self._chooser = None if policy is None else VariantChooser(policy, pool, self.link)
         self._may_delete = may_delete
@@ -88,10 +89,10 @@ class Fetcher:
         """Close the pool. All fetches must have ended. With ``wait``, return only when running jobs have ended."""
         self.pool.close(wait=wait)
 
-    def forget(self) -> None:
+    def drop_unused(self) -> None:
         """Drop all bytes that running fetches do not use."""
         self._begun.clear()
-        self._ahead.clear()
+        self._ahead.drop_units()
 
     def read_ahead(self, sources: Sequence[PageSource], expire_s: float) -> None:
         """Start to transmit the bytes of these pages, as link and budget allow, and keep them for ``expire_s``
@@ -250,8 +251,7 @@ class Fetcher:
         early = progress.early
         if early is None or not progress.is_all_here:
             return
-        if self._decode_budget is not None:
-            self._decode_budget.sort(progress)
+        self._decode_budget.sort(progress)
         undecoded_bytes = sum(each.undecoded_bytes for each in self._running)  # all of them share the decoders
         if progress.num_first_layers == 0 and undecoded_bytes <= early.within_s * (self.pool.bytes_per_s or 0.0):
             progress.early = None
@@ -267,18 +267,17 @@ class Fetcher:
     ) -> None:
         """Restore one cell on the decode pool."""
         piece, size_bytes = unit.piece(cell, data), working_bytes(unit.reader, cell)
-        if self._decode_budget is not None:
-            await self._decode_budget.acquire(size_bytes, owner=progress, turn=cell.layer_group)
+        await self._decode_budget.acquire(size_bytes, owner=progress, turn=cell.layer_group)
         try:
             future = self._submit(unit.reader, cell, partial(restore, unit.reader, cell, piece))
         except BaseException:
-            self._restored(size_bytes)
+            self._decode_budget.release(size_bytes)
             raise
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
 
         def end() -> None:
-            self._restored(size_bytes)
+            self._decode_budget.release(size_bytes)
             ended.set()
 
         # The thread uses the memory until it is done, even if this coroutine has been cancelled.
@@ -318,20 +317,16 @@ class Fetcher:
         for run in self._chooser.runs(part.reader, part.span):
             key = part.reader.manifest.key.stem, run[0]
             if not is_taken(key):
-                unit = self._ahead.find(key)
+                unit = self._ahead.find_unit(key)
                 # The segment may have been rewritten meanwhile, with other spans or cells.
                 if unit is None or not unit.reader.has_cells_of(part.reader):
                     unit = read_unit(self._chooser.choose(part.reader, run, num_unasked()), run)
                 yield unit
 
-    def _restored(self, size_bytes: int) -> None:
-        if self._decode_budget is not None:
-            self._decode_budget.release(size_bytes)
-
     async def _bytes_of(self, unit: ReadUnit, request: timeline.Request) -> bytes:
         if unit.key in self._begun:
             return self._begun[unit.key]
-        task = self._ahead.take(unit)
+        task = self._ahead.take_read(unit)
         if task is None:
             return await self._transmit(unit, request)
         try:
@@ -363,7 +358,7 @@ class Fetcher:
             if await self._store.report_damage(name):
                 logger.warning("the store has deleted the damaged segment %s", name)
                 metrics.DELETED_SEGMENTS.inc()
-                self._ahead.forget(data_name)
+                self._ahead.drop_units(data_name)
         except StoreError as e:
             logger.debug("cannot report the damaged segment %s: %s", name, e)
         finally:

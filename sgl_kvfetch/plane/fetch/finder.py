@@ -58,7 +58,7 @@ class PageFinder:
         self._listed_s = float("-inf")
         self._listing = asyncio.Lock()
 
-    async def find(self, hashes: Sequence[bytes], timeout_s: float) -> list[PageSource]:
+    async def find_pages(self, hashes: Sequence[bytes], timeout_s: float) -> list[PageSource]:
         """Ask the store for the longest run of these pages. Raises StoreError, TimeoutError."""
         started_s = time.monotonic()
         if self.is_paused:
@@ -66,7 +66,7 @@ class PageFinder:
         try:
             async with asyncio.timeout(timeout_s):
                 until_s = asyncio.get_running_loop().time() + _OTHERS_PART * timeout_s
-                sources = await self._find(hashes, until_s)
+                sources = await self._find_in_all(hashes, until_s)
         except (StoreError, TimeoutError):
             self._lookups.failed(time.monotonic())
             metrics.STORE_DOWN.set(self.is_paused)
@@ -78,7 +78,7 @@ class PageFinder:
         self._remember(hashes, sources)
         return sources
 
-    async def _find(self, hashes: Sequence[bytes], until_s: float) -> list[PageSource]:
+    async def _find_in_all(self, hashes: Sequence[bytes], until_s: float) -> list[PageSource]:
         """``until_s``: when to go on without what other folders have, in the loop's time. Raises StoreError if the
         rank's own folder cannot be looked up in."""
         try:
@@ -144,11 +144,11 @@ class PageFinder:
         return sources
 
     async def recall(self, hashes: Sequence[bytes], timeout_s: float) -> list[PageSource]:
-        """Return the sources that earlier lookups found, or call `find` if any of these pages is unknown or expired."""
+        """Return the sources that earlier lookups found. Call `find_pages` if any is unknown or expired."""
         known = [source for page_hash in hashes if (source := self._known.get(page_hash)) is not None]
         now_s = time.time()
         if len(known) < len(hashes) or any(source.reader.manifest.is_expired(now_s) for source in known):
-            return await self.find(hashes, timeout_s)
+            return await self.find_pages(hashes, timeout_s)
         return known
 
     def fetched(self, hashes: Sequence[bytes], sources: Sequence[PageSource], result: FetchResult) -> None:
@@ -171,7 +171,7 @@ class PageFinder:
         else:
             self._side_fetches.succeeded()
 
-    def forget(self) -> None:
+    def forget_pages(self) -> None:
         self._known.clear()
 
     @property

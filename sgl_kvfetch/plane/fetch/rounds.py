@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sgl_kvfetch.plane.fetch.layers import LayerProgress
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
 
 
@@ -21,7 +21,7 @@ class Destination:
 
     def count(self, layers: range, heads: range, num_pages: int) -> None:
         if self.layers is not None:
-            self.layers.add(layers, len(heads) * num_pages)
+            self.layers.count_cell(layers, len(heads) * num_pages)
 
 
 class Round:
@@ -62,3 +62,32 @@ class Round:
         if (destination := self.destination.result()) is not None:
             destination.sink.close()
         self.done.set_result(num_pages)
+
+
+class LayerProgress:
+    """Counts what is restored, layer by layer. Any thread may call its methods."""
+
+    def __init__(self, num_layers: int, num_each: int) -> None:
+        """A layer is whole when ``num_each`` were counted: the round's pages times its heads."""
+        self._left = [num_each] * num_layers
+        self._changed = threading.Condition()
+        self._is_over = False
+
+    def count_cell(self, layers: range, number: int) -> None:
+        with self._changed:
+            for layer in layers:
+                self._left[layer] -= number
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Note that nothing more comes."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def wait(self, layer: int, timeout_s: float) -> bool:
+        """Wait until ``layer`` and all before it are whole, until nothing more comes, or for ``timeout_s``. Return
+        whether they are whole."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(self._left[: layer + 1]) or self._is_over, timeout_s)
+            return not any(self._left[: layer + 1])

@@ -59,7 +59,7 @@ class VariantChooser:
 
     def profile_variant(self, reader: SegmentReader) -> int | None:
         """Return the profile's index of the variant that ``reader`` reads, or None."""
-        return self._pool.profile.find(reader.variant.codec, reader.variant.resolution)
+        return self._pool.profile.find_variant(reader.variant.codec, reader.variant.resolution)
 
     def work(self, reader: SegmentReader, cell: Cell) -> float:
         """Return a cell's number of integers relative to that of the profile's chunk."""

@@ -1,4 +1,4 @@
-"""Join SGLang's page batches into runs, and cut runs into segments. Pure: callers pass the time."""
+"""Joins SGLang's page batches into runs, and cuts runs into segments. Pure: callers pass the time."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class PageBatch:
         return pages + sum(x.nbytes for x in self.sides.values())
 
 
-@dataclass(slots=True)
-class _Run:
+@dataclass(slots=True, eq=False)
+class _BatchRun:
     """Consecutive batches. Pages before ``next_page`` are already cut into segments."""
 
     batches: list[PageBatch]
@@ -50,7 +50,7 @@ class _Run:
     def end_page(self) -> int:
         return self.batches[-1].end_page
 
-    def take(self, first_page: int, num_pages: int) -> PageBatch:
+    def cut_pages(self, first_page: int, num_pages: int) -> PageBatch:
         """Cut pages ``[first_page, first_page + num_pages)`` as one batch. Drop batches that are no longer needed."""
         end = first_page + num_pages
         hashes: list[bytes] = []
@@ -82,14 +82,14 @@ class Gatherer:
     def __init__(self, max_pages: int, linger_s: float) -> None:
         self._max_pages = max_pages
         self._linger_s = linger_s
-        self._runs: list[_Run] = []
+        self._runs: list[_BatchRun] = []
 
-    def add(self, batch: PageBatch, now_s: float) -> list[PageBatch]:
+    def add_batch(self, batch: PageBatch, now_s: float) -> list[PageBatch]:
         """Add a batch. Return the segments that are ready."""
         before = (batch.first_page, batch.previous_hash)
         run = next((r for r in self._runs if (r.end_page, r.last_hash) == before), None)
         if run is None:
-            run = _Run([batch], now_s, *before)
+            run = _BatchRun([batch], now_s, *before)
             self._runs.append(run)
         else:
             run.batches.append(batch)
@@ -103,16 +103,16 @@ class Gatherer:
     def flush(self) -> list[PageBatch]:
         return self._flush(self._runs)
 
-    def _flush(self, runs: list[_Run]) -> list[PageBatch]:
-        self._runs = [run for run in self._runs if not any(run is r for r in runs)]
+    def _flush(self, runs: list[_BatchRun]) -> list[PageBatch]:
+        self._runs = [run for run in self._runs if run not in runs]
         return [segment for run in runs for segment in self._cut(run, only_longest=False)]
 
-    def _cut(self, run: _Run, only_longest: bool) -> list[PageBatch]:
+    def _cut(self, run: _BatchRun, only_longest: bool) -> list[PageBatch]:
         segments = []
         for first_page, num_pages in buddy_split(run.next_page, run.end_page - run.next_page, self._max_pages):
             # A shorter piece is cut too if alignment alone limits it, so that more pages could not make it longer.
             is_aligned = first_page != 0 and num_pages == first_page & -first_page
             if only_longest and num_pages < self._max_pages and not is_aligned:
                 break
-            segments.append(run.take(first_page, num_pages))
+            segments.append(run.cut_pages(first_page, num_pages))
         return segments

@@ -1,4 +1,4 @@
-"""Encode and commit segments in the background, with a bounded queue. Failed segments are dropped and counted.
+"""Encodes and commits segments in the background, with a bounded queue. Failed segments are dropped and counted.
 
 Buddies in the store are merged into segments of twice the length, so that segments grow with their prefix.
 """
@@ -34,13 +34,14 @@ from sgl_kvfetch.codec import (
     require_rewritable,
     side_places,
     split_signature,
+    with_chunk_digests,
     with_digests,
 )
-from sgl_kvfetch.errors import KVFetchError, QuantiseError, StoreError
+from sgl_kvfetch.errors import FormatError, KVFetchError, QuantiseError, StoreError
 from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.plane.write.commit import commit_segment, delete_segment
 from sgl_kvfetch.plane.write.gather import Gatherer, PageBatch
+from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.stores import SegmentHit, Store, object_digest
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class Writer:
         self.on_settled: Callable[[int], None] = lambda num_pages: None  # called when so many pages leave the queue
         self._loop = asyncio.get_running_loop()
         self._in_work = asyncio.Semaphore(_CONCURRENT_SEGMENTS)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._merging = asyncio.Lock()
         self._merger = Merger(store, spec, max_segment_pages=max_segment_pages, retire_s=retire_s, executor=encode_pool)
 
@@ -115,7 +116,7 @@ class Writer:
         self._loop.call_soon_threadsafe(self._add, batch)
 
     def _add(self, batch: PageBatch) -> None:
-        self._start(self._gatherer.add(batch, time.monotonic()))
+        self._start(self._gatherer.add_batch(batch, time.monotonic()))
         self._loop.call_later(self._linger_s + _TIMER_SLACK_S, self._cut_due)
 
     def _cut_due(self) -> None:
@@ -123,9 +124,7 @@ class Writer:
 
     def _start(self, segments: Sequence[PageBatch]) -> None:
         if segments:
-            task = self._loop.create_task(self._write_all(segments))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.begin(self._write_all(segments))
 
     async def _write_all(self, segments: Sequence[PageBatch]) -> None:
         """Commit neighbouring segments concurrently. Then merge them in order: each may be the buddy that the next one
@@ -236,14 +235,11 @@ class Writer:
     async def drain(self) -> None:
         """Write all queued pages, and wait for that."""
         self._start(self._gatherer.flush())
-        while self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.join()
 
     async def close(self) -> None:
         """Drop unfinished segments. Call ``drain`` first to write them."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         await self._merger.close()
         self._segment_pool.shutdown(wait=False, cancel_futures=True)
 
@@ -271,7 +267,7 @@ class Merger:
         self._max_pages = max_segment_pages
         self._retire_s = retire_s
         self._executor = executor
-        self._retiring: set[asyncio.Task[None]] = set()
+        self._retiring = Tasks()
 
     async def grow(self, manifest: Manifest, run: Run) -> int:
         """Merge a stored segment with its left buddy, the result with its own left buddy, and so on.
@@ -286,8 +282,8 @@ class Merger:
                 break
             whole = await run(partial(merge_segments, self._spec, left, segment, self._executor))
             await commit_segment(self._store, whole)
-            self._retire(left.manifest)
-            self._retire(segment.manifest)
+            for half in (left, segment):
+                self._retiring.begin(self._delete_later(half.manifest))
             segment, manifest = whole, whole.manifest
             num_merged += 1
         return num_merged
@@ -320,11 +316,6 @@ class Merger:
             manifest, contents[0], tuple(contents[1:num_variants]), side_data=tuple(contents[num_variants:])
         )
 
-    def _retire(self, manifest: Manifest) -> None:
-        task = asyncio.get_running_loop().create_task(self._delete_later(manifest))
-        self._retiring.add(task)
-        task.add_done_callback(self._retiring.discard)
-
     async def _delete_later(self, manifest: Manifest) -> None:
         await asyncio.sleep(self._retire_s)
         # If deleting fails, the half stays until the store evicts it. That is harmless: lookups prefer longer segments.
@@ -333,6 +324,36 @@ class Merger:
 
     async def close(self) -> None:
         """Cancel pending deletions. Halves that stay do no harm."""
-        for task in self._retiring:
-            task.cancel()
-        await asyncio.gather(*self._retiring, return_exceptions=True)
+        await self._retiring.cancel()
+
+
+async def commit_segment(store: Store, segment: CodedSegment) -> int:
+    """Put the data, then the manifest, which is the commit: readers see a whole segment or none. Return the number of
+    bytes put.
+
+    Raises StoreError; objects put before are then garbage that no reader sees.
+    """
+    if store.signs:
+        segment = with_chunk_digests(segment)
+    manifest = segment.manifest.encode()
+    num_bytes = len(manifest)
+    for name, data in segment.data_objects():
+        await store.put(name, data)
+        num_bytes += len(data)
+    await store.put(segment.manifest.key.manifest_name, manifest)
+    return num_bytes
+
+
+async def delete_segment(store: Store, known: Manifest) -> None:
+    """Delete a segment with the data of all variants in its stored manifest and in ``known``, the manifest first.
+
+    Raises StoreError; some of its objects may be deleted then. Data that is left is garbage that no reader sees.
+    """
+    names = set(known.data_names)
+    stored = await store.get(known.key.manifest_name)
+    if stored is not None:
+        with contextlib.suppress(FormatError):
+            names |= decode_manifest(stored).data_names
+    await store.delete(known.key.manifest_name)
+    for name in names:
+        await store.delete(name)

@@ -197,7 +197,7 @@ class DeviceBackend:
     def forget_found(self, work: LookupWork) -> None:
         """Note that the pages that a lookup found will not be fetched."""
         if work.number is not None:
-            self.plane.forget(work.number)
+            self.plane.forget_lookup(work.number)
 
     def _found(
         self,

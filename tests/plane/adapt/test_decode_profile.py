@@ -17,10 +17,9 @@ from sgl_kvfetch.plane.adapt.decode_profile import (
     DecodeProfile,
     VariantProfile,
     corrections,
-    decode_profile,
     load_decode_profile,
 )
-from sgl_kvfetch.plane.adapt.measure import Sample, measure_profile
+from sgl_kvfetch.plane.adapt.pool import Sample, measure_profile
 
 
 def test_the_papers_tables() -> None:
@@ -82,9 +81,12 @@ def test_a_bad_file_is_refused(change: dict[str, object], message: str, tmp_path
     assert str(path) in str(info.value)
 
 
-def test_what_is_no_profile_is_refused() -> None:
+@pytest.mark.parametrize("content", [b"\xff{", b'{"device": "\xff"}', b"{}"])
+def test_what_is_no_profile_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(content)
     with pytest.raises(ConfigError, match="invalid decode profile"):
-        decode_profile(b"\xff{")
+        load_decode_profile(path)
 
 
 def test_stored_variants_are_found_by_codec_and_resolution() -> None:
@@ -93,11 +95,11 @@ def test_stored_variants_are_found_by_codec_and_resolution() -> None:
         return DecodeProfile(device="d", source="s", variants=variants)
 
     measured = named("hevc 240p", "zstd")
-    assert measured.find("hevc", "240p") == 0
-    assert measured.find("zstd", "1080p") == 1
-    assert measured.find("hevc", "480p") is None
-    assert PUBLISHED["H20"].find("hevc", "480p") == 1
-    assert PUBLISHED["H20"].find("zstd", "480p") is None
+    assert measured.find_variant("hevc", "240p") == 0
+    assert measured.find_variant("zstd", "1080p") == 1
+    assert measured.find_variant("hevc", "480p") is None
+    assert PUBLISHED["H20"].find_variant("hevc", "480p") == 1
+    assert PUBLISHED["H20"].find_variant("zstd", "480p") is None
 
 
 def test_corrections_follow_what_is_observed() -> None:

@@ -11,7 +11,7 @@ from benchmarks.adaptive.published import PUBLISHED
 from benchmarks.adaptive.simulator import ObservedPipeline
 from sgl_kvfetch.plane.adapt.decode_profile import DecodeProfile
 from sgl_kvfetch.plane.adapt.pipeline import Pipeline
-from sgl_kvfetch.plane.adapt.tracker import PoolTracker
+from sgl_kvfetch.plane.adapt.pool import PoolTracker
 
 H20 = PUBLISHED["H20"]
 P240, P1080 = 0, 3

@@ -9,9 +9,8 @@ import pytest
 
 from harness.waiting import WAIT_S
 from sgl_kvfetch.plane.adapt.decode_profile import DecodeProfile, VariantProfile
-from sgl_kvfetch.plane.adapt.pool import DecodePool
-from sgl_kvfetch.plane.adapt.sessions import SessionQueue
-from sgl_kvfetch.plane.adapt.tracker import PoolTracker
+from sgl_kvfetch.plane.adapt.pipeline import SessionQueue
+from sgl_kvfetch.plane.adapt.pool import DecodePool, PoolTracker
 
 PROFILE = DecodeProfile(
     device="d",
@@ -63,7 +62,7 @@ def test_the_tracker_learns_that_decoders_are_slower() -> None:
     tracker = PoolTracker(PROFILE, 1)
     tracker.started(0.0, 0, 1, False, 1.0)
     assert tracker.corrected_profile is PROFILE
-    tracker.finished(1.0, 0)  # 0.5 s was expected
+    tracker.ended(1.0, 0)  # 0.5 s was expected
     assert tracker.corrected_profile.decode_time_s(1, 1) == pytest.approx(1.0)
 
 
@@ -77,7 +76,7 @@ def test_the_tracker_learns_from_a_chunk_that_is_late() -> None:
 def test_what_was_not_decoded_teaches_nothing() -> None:
     tracker = PoolTracker(PROFILE, 1)
     tracker.started(0.0, 0, 1, False, 1.0)
-    tracker.abandoned(9.0, 0)
+    tracker.ended(9.0, 0, decoded=False)
     assert tracker.corrected_profile is PROFILE
     assert tracker.state(9.0, []).num_busy == 0
 

@@ -21,7 +21,7 @@ from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.fetch.plan import PageSource, read_units, span_parts
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
-from sgl_kvfetch.plane.write.commit import commit_segment
+from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.tools.encoding.targets import make_targets
 from sgl_kvfetch.tools.encoding.transcode import transcode
 from tests.plane.fetch.conftest import (

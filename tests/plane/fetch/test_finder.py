@@ -45,7 +45,7 @@ def finder(store: LocalStore, heads: HeadSlice | None = None) -> tuple[PageFinde
 async def test_pages_are_found_and_recalled_without_asking(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     pages, _ = finder(store)
     hashes = page_hashes(NUM_PAGES)
-    found = await pages.find([*hashes, bytes(32)], 1.0)
+    found = await pages.find_pages([*hashes, bytes(32)], 1.0)
     assert [source.page for source in found] == list(range(NUM_PAGES))
 
     async def fail(*args: object) -> Lookup:
@@ -57,7 +57,7 @@ async def test_pages_are_found_and_recalled_without_asking(store: LocalStore, mo
     assert await pages.recall(hashes[:4], 1.0) == found[:4]
     with pytest.raises(StoreError, match="not to be asked"):
         await pages.recall(hashes, 1.0)
-    pages.forget()
+    pages.forget_pages()
     with pytest.raises(StoreError, match="not to be asked"):
         await pages.recall(hashes[:1], 1.0)
 
@@ -67,7 +67,7 @@ async def test_expired_pages_are_not_recalled(store: LocalStore, later: Callable
     await put_segment(store, expiring(coded, time.time() + 60))
     pages, _ = finder(store)
     hashes = page_hashes(NUM_PAGES)
-    found = await pages.find(hashes, 1.0)
+    found = await pages.find_pages(hashes, 1.0)
     later(50)
     assert await pages.recall(hashes, 1.0) == found
     later(70)
@@ -83,7 +83,7 @@ async def test_a_variant_that_video_engines_decode_is_read(tmp_path: Path) -> No
     await store.put(coded.manifest.key.manifest_name, coded.manifest.encode())
     for engine_codecs, expected in (((), "hevc"), (("hevc", "hevc420"), "hevc"), (("hevc420",), "hevc420")):
         finder = PageFinder(store, make_heads(), make_quantiser("exact"), _unexpected, engine_codecs=engine_codecs)
-        found = await finder.find(page_hashes(NUM_PAGES), 1.0)
+        found = await finder.find_pages(page_hashes(NUM_PAGES), 1.0)
         assert {source.reader.variant.codec for source in found} == {expected}
     await store.close()
 
@@ -91,14 +91,14 @@ async def test_a_variant_that_video_engines_decode_is_read(tmp_path: Path) -> No
 async def test_lookups_pause_after_fetches_that_fail_in_a_row(store: LocalStore) -> None:
     pages, _ = finder(store)
     hashes = page_hashes(NUM_PAGES)
-    found = await pages.find(hashes, 1.0)
+    found = await pages.find_pages(hashes, 1.0)
     pages.fetched(hashes, found, FetchResult(0, (), True))
     pages.fetched(hashes, found, FetchResult(8, (), False))
     for _ in range(3):
-        assert await pages.find(hashes, 1.0)
+        assert await pages.find_pages(hashes, 1.0)
         pages.fetched(hashes, found, FetchResult(0, (), True))
     with pytest.raises(StoreError, match="lookups are paused") as caught:
-        await pages.find(hashes, 1.0)
+        await pages.find_pages(hashes, 1.0)
     assert caught.value.reason == "skipped"
 
 
@@ -114,7 +114,7 @@ async def test_a_segment_of_another_namespace_is_a_fault_that_names_the_field(
 
     monkeypatch.setattr(store, "lookup", answer)
     pages, faults = finder(store, mine)
-    assert await pages.find(page_hashes(NUM_PAGES), 1.0) == []
+    assert await pages.find_pages(page_hashes(NUM_PAGES), 1.0) == []
     assert isinstance(faults[0], NamespaceMismatchError)
     assert "kv_dtype is 'bfloat16', expected 'float16'" in str(faults[0])
 
@@ -127,7 +127,7 @@ async def test_an_answer_with_other_pages_is_a_fault(store: LocalStore, monkeypa
 
     monkeypatch.setattr(store, "lookup", answer)
     pages, faults = finder(store)
-    assert await pages.find(page_hashes(NUM_PAGES, "others"), 1.0) == []
+    assert await pages.find_pages(page_hashes(NUM_PAGES, "others"), 1.0) == []
     assert "other pages than the lookup requested" in str(faults[0])
 
 
@@ -141,8 +141,8 @@ async def test_a_lookup_that_a_cache_answers_shows_that_the_store_is_down(
         return replace(await look_up(*args), from_cache=is_down)  # type: ignore[arg-type]
 
     monkeypatch.setattr(store, "lookup", answer)
-    assert len(await pages.find(page_hashes(NUM_PAGES), 1.0)) == NUM_PAGES
+    assert len(await pages.find_pages(page_hashes(NUM_PAGES), 1.0)) == NUM_PAGES
     assert own_metric("sgl_kvfetch_store_down") == 1
     is_down = False
-    await pages.find(page_hashes(NUM_PAGES), 1.0)
+    await pages.find_pages(page_hashes(NUM_PAGES), 1.0)
     assert own_metric("sgl_kvfetch_store_down") == 0

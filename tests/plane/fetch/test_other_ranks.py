@@ -28,7 +28,7 @@ from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.plan import PageSource, total_bytes
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
-from sgl_kvfetch.plane.write.commit import commit_segment
+from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.types import TENSORS, KVGeometry
 from tests.codec.quant.profiles import make_profile
@@ -102,7 +102,7 @@ class Rank:
         self.pool = MemoryPool(self.heads.geometry, NUM_PAGES, 57.0)
 
     async def find(self, num_pages: int = NUM_PAGES, timeout_s: float = WAIT_S) -> list[PageSource]:
-        return await self.finder.find(page_hashes(num_pages), timeout_s)
+        return await self.finder.find_pages(page_hashes(num_pages), timeout_s)
 
     async def fetch(self, sources: Sequence[PageSource]) -> FetchResult:
         with closing(DecodePool[Decoders]([{}] * 2)) as decoders:

@@ -29,7 +29,7 @@ def test_batches_are_cut_like_the_whole_sequence(start: int, sizes: list[int]) -
     segments: list[PageBatch] = []
     page = start
     for size in sizes:
-        segments += gatherer.add(batch(page, size), now_s=0.0)
+        segments += gatherer.add_batch(batch(page, size), now_s=0.0)
         page += size
     segments += gatherer.flush()
     assert shape(segments) == list(buddy_split(start, page - start, 16))
@@ -43,9 +43,9 @@ def test_batches_are_cut_like_the_whole_sequence(start: int, sizes: list[int]) -
 
 def test_longest_segments_are_cut_at_once_and_the_rest_lingers() -> None:
     gatherer = Gatherer(max_pages=8, linger_s=1.0)
-    assert shape(gatherer.add(batch(0, 11), now_s=0.0)) == [(0, 8)]
+    assert shape(gatherer.add_batch(batch(0, 11), now_s=0.0)) == [(0, 8)]
     assert gatherer.due(now_s=0.9) == []
-    assert shape(gatherer.add(batch(11, 2), now_s=0.9)) == []
+    assert shape(gatherer.add_batch(batch(11, 2), now_s=0.9)) == []
     assert gatherer.due(now_s=1.5) == []
     assert shape(gatherer.due(now_s=2.0)) == [(8, 4), (12, 1)]
     assert gatherer.due(now_s=9.0) == []
@@ -53,8 +53,8 @@ def test_longest_segments_are_cut_at_once_and_the_rest_lingers() -> None:
 
 def test_sequences_do_not_mix() -> None:
     gatherer = Gatherer(max_pages=8, linger_s=1.0)
-    gatherer.add(batch(0, 4, "a"), now_s=0.0)
-    gatherer.add(batch(0, 4, "b"), now_s=0.0)
-    joined = gatherer.add(batch(4, 4, "b"), now_s=0.0)
+    gatherer.add_batch(batch(0, 4, "a"), now_s=0.0)
+    gatherer.add_batch(batch(0, 4, "b"), now_s=0.0)
+    joined = gatherer.add_batch(batch(4, 4, "b"), now_s=0.0)
     assert [s.page_hashes for s in joined] == [page_hashes(8, "b")]
     assert [s.page_hashes for s in gatherer.flush()] == [page_hashes(4, "a")]

@@ -14,9 +14,8 @@ from sgl_kvfetch.codec.container.segment import SegmentSpec
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.keys import SegmentKey
-from sgl_kvfetch.plane.write.commit import commit_segment
 from sgl_kvfetch.plane.write.gather import PageBatch
-from sgl_kvfetch.plane.write.writer import Writer
+from sgl_kvfetch.plane.write.writer import Writer, commit_segment
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.tools.encoding.targets import make_targets
 from sgl_kvfetch.tools.encoding.transcode import transcode

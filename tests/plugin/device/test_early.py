@@ -25,8 +25,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.plane.fetch import fetcher
-from sgl_kvfetch.plane.fetch.layers import LayerProgress
-from sgl_kvfetch.plane.fetch.restore import restore_cell
+from sgl_kvfetch.plane.fetch.rounds import LayerProgress
+from sgl_kvfetch.plane.fetch.sink import restore_cell
 from sgl_kvfetch.plugin.device import early, scheduler_hooks
 from sgl_kvfetch.plugin.device.fetch_state import State
 from tests.plugin.device.conftest import MakeRig
@@ -283,11 +283,11 @@ def test_a_request_that_computes_little_does_not_start_early(make: MakeRig, deco
 
 def test_layers_are_whole_when_all_heads_of_all_pages_are_there() -> None:
     layers = LayerProgress(3, 2 * HEADS)
-    layers.add(range(2), HEADS)
+    layers.count_cell(range(2), HEADS)
     assert not layers.wait(0, 0.0)
-    layers.add(range(1), HEADS)
+    layers.count_cell(range(1), HEADS)
     assert layers.wait(0, 0.0)
-    layers.add(range(2, 3), 2 * HEADS)
+    layers.count_cell(range(2, 3), 2 * HEADS)
     assert not layers.wait(2, 0.0)  # for layer 1 is not whole
     layers.end()
     assert not layers.wait(1, WAIT_S)

@@ -17,11 +17,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 TEN = [
     "SGLang -> event loop: LookUp",
     "event loop -> SGLang: Found",
-    "SGLang -> event loop: Fetch",
+    "SGLang -> event loop: FetchPages",
     "event loop -> SGLang: LinkHasRoom",
     "event loop -> kvfetch-decode: DecodePool._run",
     "kvfetch-decode -> kvfetch-data: Piece",
-    "kvfetch-data -> event loop: Free",
+    "kvfetch-data -> event loop: FreePiece",
     "kvfetch-decode -> event loop: Fetcher._restore.end",
     "event loop -> kvfetch-data: RoundOver",
     "kvfetch-data -> SGLang: PageCount, by the board",

@@ -22,7 +22,7 @@ from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.keys import FORMAT_MAJOR, FORMAT_MINOR
-from sgl_kvfetch.plane.write.commit import commit_segment, delete_segment
+from sgl_kvfetch.plane.write.writer import commit_segment, delete_segment
 from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores.base import AdminStore, object_digest
