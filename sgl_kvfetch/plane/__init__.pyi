@@ -2,7 +2,6 @@ from .adapt.decode_profile import DecodeProfile as DecodeProfile
 from .adapt.pool import Sample as Sample, measure_profile as measure_profile
 from .client import (
     StoreClient as StoreClient,
-    config_quantiser as config_quantiser,
     counted as counted,
     open_client as open_client,
     open_encoders as open_encoders,
@@ -33,4 +32,5 @@ from .open import (
     takes_token as takes_token,
 )
 from .plane import DataPlane as DataPlane, FetchCall as FetchCall, ReadSide as ReadSide
+from .quantiser import config_quantiser as config_quantiser
 from .run import run_data_plane as run_data_plane

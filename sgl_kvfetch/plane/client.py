@@ -21,11 +21,8 @@ from sgl_kvfetch.codec import (
     CodecName,
     Decoders,
     FrameEncoder,
-    KltQuantiser,
     Quantiser,
     SegmentSpec,
-    load_profile,
-    make_quantiser,
     open_encoders as open_nvenc_encoders,
     read_manifest_keys,
 )
@@ -36,7 +33,7 @@ from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane.adapt.decode_profile import load_decode_profile
 from sgl_kvfetch.plane.adapt.policy import LookAhead
 from sgl_kvfetch.plane.adapt.pool import DecodePool
-from sgl_kvfetch.plane.config import CacheGenConfig, KVFetchConfig
+from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.disk_tier import DiskTier, DiskTierOptions
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, failure_reason
 from sgl_kvfetch.plane.fetch.finder import PageFinder
@@ -145,15 +142,6 @@ def open_client(
         ),
         encode_pool,
     )
-
-
-def config_quantiser(config: KVFetchConfig) -> Quantiser:
-    """Create the quantiser of a config. Raises ConfigError for a profile that is unreadable or misses the target."""
-    if config.quantiser_name != "klt":
-        bins = config.cachegen or CacheGenConfig()
-        return make_quantiser(config.quantiser_name, bins.k_bins, bins.v_bins)
-    assert config.profile is not None
-    return KltQuantiser(load_profile(Path(config.profile)), config.target_kl)
 
 
 def writer_spec(

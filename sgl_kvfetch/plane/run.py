@@ -14,9 +14,10 @@ from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.plane import messages as m
 from sgl_kvfetch.plane.arena import Room
 from sgl_kvfetch.plane.channel import Outbox
-from sgl_kvfetch.plane.client import StoreClient, config_quantiser, open_client
+from sgl_kvfetch.plane.client import StoreClient, open_client
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.launch import Line
+from sgl_kvfetch.plane.quantiser import config_quantiser
 from sgl_kvfetch.plane.service import GetDestination, Service, arena_destination, send_side_page
 
 logger = logging.getLogger(__name__)
