@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_kvfetch.codec.bitstream import nvenc
+from sgl_kvfetch.plane import client
 from sgl_kvfetch.plane.client import open_encoders
 from sgl_kvfetch.plane.config import parse_config
 
@@ -34,7 +34,7 @@ def test_a_cpu_is_not_left_to_encode_what_a_gpu_computes(
     caplog.set_level("INFO")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(
-        nvenc, "open_encoders", lambda _, codecs, *rest: (dict.fromkeys(codecs) if has_nvenc else {}, "")
+        client, "open_nvenc_encoders", lambda _, codecs, *rest: (dict.fromkeys(codecs) if has_nvenc else {}, "")
     )
     assert open_encoders(parse_config({"store": "file:///store"} | config))[0] == expected
     assert ("writes zstd" in caplog.text) == (expected == "zstd")
