@@ -96,7 +96,7 @@ def test_nothing_is_counted_before_sglang_serves() -> None:
     """prometheus_client decides at import whether several processes share metrics; SGLang sets that up later."""
     code = (
         "import sys, sgl_kvfetch.plugin.register, sgl_kvfetch.plugin.launch_check, sgl_kvfetch.plugin.hooks\n"
-        "import sgl_kvfetch.plugin.device.scheduler_hooks\n"
+        "import sgl_kvfetch.plugin.device.scheduler_hooks, sgl_kvfetch.plugin.cpu.engine\n"
         "sys.exit('sgl_kvfetch.metrics' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0

@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
-from sgl_kvfetch import metrics, timeline
+from sgl_kvfetch import timeline
 from sgl_kvfetch.codec import Cell, CellFrames, CellValues, Decoders, Quantised, SegmentReader
 
 Guard = Callable[[Callable[[], None]], bool]
@@ -98,6 +98,8 @@ def restore_cell(
         decoded_s = time.monotonic()
         _write_values(reader, cell, quantised, span_pages, pool_pages, sink)
     ended_s = time.monotonic()
+    from sgl_kvfetch import metrics  # the engine imports this module before SGLang shares metrics
+
     metrics.STAGE_SECONDS.labels("decode").observe(decoded_s - started_s)
     metrics.STAGE_SECONDS.labels("restore").observe(ended_s - decoded_s)
     timeline.add(request, "decode", started_s, decoded_s, bytes=len(data), codec=reader.variant.codec)
