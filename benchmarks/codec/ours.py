@@ -69,7 +69,7 @@ def our_methods(profile: Profile | None) -> list[Method]:
         lowest, highest = profile.curve[0].kl, profile.curve[-1].kl
         methods += [
             KltMethod(kl, codec, label, profile)
-            for codec, label in (("hevc", "HEVC"), ("zstd", "zstd"))
+            for codec, label in (("ans", "rANS"), ("hevc", "HEVC"), ("zstd", "zstd"))
             for kl in (None, *TARGET_KLS)
             if kl is None or lowest <= kl <= highest
         ]

@@ -11,6 +11,7 @@ import torch
 from benchmarks.codec.method import KV_DTYPE, KVShape, Method
 from benchmarks.heads import make_heads
 from harness.small_segments import page_hashes
+from sgl_kvfetch.codec.bitstream.registry import resolution_for
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.segment import SegmentReader, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.base import CellValues, Quantiser
@@ -39,7 +40,8 @@ class SegmentMethod(Method):
             shape.num_layers, shape.num_heads, shape.k_head_dim, shape.v_head_dim, PAGE_TOKENS, dtype_name(KV_DTYPE)
         )
         heads = make_heads(geometry, self.quantiser)
-        spec = SegmentSpec(heads, self.quantiser, self.codec, RESOLUTION, SPAN_TOKENS // PAGE_TOKENS)
+        resolution = resolution_for(self.codec, RESOLUTION)
+        spec = SegmentSpec(heads, self.quantiser, self.codec, resolution, SPAN_TOKENS // PAGE_TOKENS)
         parts = []
         for first, count in buddy_split(0, len(hashes), MAX_SEGMENT_TOKENS // PAGE_TOKENS):
             tokens = slice(first * PAGE_TOKENS, (first + count) * PAGE_TOKENS)

@@ -12,7 +12,12 @@ from .bitstream.nvidia import (
     decode_caps as decode_caps,
     moving_gradients as moving_gradients,
 )
-from .bitstream.registry import CODECS as CODECS, CodecName as CodecName, get_codec as get_codec
+from .bitstream.registry import (
+    CODECS as CODECS,
+    CodecName as CodecName,
+    get_codec as get_codec,
+    resolution_for as resolution_for,
+)
 from .calibrate.fit import CalibrationOptions as CalibrationOptions, calibrate_model as calibrate_model
 from .calibrate.model import (
     KVModel as KVModel,

@@ -25,6 +25,7 @@ from sgl_kvfetch.codec import (
     SegmentSpec,
     open_encoders as open_nvenc_encoders,
     read_manifest_keys,
+    resolution_for,
 )
 from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, StoreError
@@ -153,11 +154,12 @@ def writer_spec(
 ) -> SegmentSpec:
     """Return how this config's writer encodes segments. Arguments as in `open_client`."""
     span_pages = _power_of_two_pages(SPAN_TOKENS, heads.namespace.page_size)
+    codec = config.codec_name
     return SegmentSpec(
         heads,
         quantiser,
-        config.codec or "hevc",
-        RESOLUTION,
+        codec,
+        resolution_for(codec, RESOLUTION),
         min(span_pages, max_span_pages or span_pages),
         encoders or {},
         _cell_heads(heads, config.max_tp_size),

@@ -80,6 +80,8 @@ CASES = {
         plain("cachegen", "hevc"),
         plain("klt", "hevc", first_page=0),  # with an exact token
         plain("klt", "zstd"),
+        # Rows of 64 and of 16 tokens, with escapes and an exact token.
+        Case("klt-ans", "klt", (Target("ans", "flat"), Target("hevc", "240p")), first_page=0),
         # Some heads of a model; spans of three pages and one; pages that are no power of two; FP8.
         Case(
             "exact-fp8",

@@ -12,6 +12,7 @@ import re
 import struct
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import av
@@ -21,6 +22,7 @@ import xxhash
 import zstandard
 
 U64 = np.uint64
+TABLES = Path(__file__).parents[2] / "sgl_kvfetch/codec/bitstream/ans_tables.npz"  # a part of the format
 BIT_TYPES = {"float32": "<u4", "bfloat16": "<u2", "float16": "<u2", "float8_e4m3fn": "u1", "float8_e5m2": "u1"}
 
 
@@ -151,6 +153,48 @@ def unzstd(bitstream: bytes) -> bytes:
     return zstandard.ZstdDecompressor().decompress(bitstream, allow_extra_data=False)
 
 
+def unans(bitstream: bytes, num_rows: int, num_tokens: int) -> np.ndarray:
+    tables = np.load(TABLES)
+    slots, choice, gains = (tables[name].astype(int) for name in ("slots", "choice", "gains"))
+    starts = slots.cumsum(1) - slots
+    symbols = [np.repeat(np.arange(257), row) for row in slots]
+    lanes = min(32, num_tokens)
+    states = list(struct.unpack_from(f"<{lanes}I", bitstream))
+    assert min(states) >= 1 << 16
+    front, back = 4 * lanes, len(bitstream)
+
+    def take(lane: int, table: int) -> int:
+        nonlocal front, back
+        slot = states[lane] % 1024
+        symbol = int(symbols[table][slot])
+        state = int(slots[table][symbol]) * (states[lane] // 1024) + slot - int(starts[table][symbol])
+        if state < 1 << 16:
+            state = state << 16 | int.from_bytes(bitstream[front : front + 2], "little")
+            front += 2
+            assert front <= back
+        states[lane] = state
+        if symbol == 256:
+            back -= 1
+            assert front <= back
+            return bitstream[back]
+        return symbol
+
+    rows = np.zeros((num_rows, num_tokens), np.uint8)
+    energies = [1024] * num_tokens
+    kind = 0
+    for row in rows:
+        kind = min(max(kind + take(0, 17) - 128, 0), 63)
+        for t in range(num_tokens):
+            level = (struct.unpack("<I", struct.pack("<f", energies[t]))[0] >> 21) - 532
+            row[t] = take(t % 32, choice[kind, min(max(level, 0), 31)])
+        sizes = np.abs(row.astype(int) - 128)
+        for t, size in enumerate(sizes):
+            energies[t] += (min(int(size) * int(gains[kind]), 16384) >> 5) - (energies[t] >> 5)
+    assert front == back
+    assert set(states) == {1 << 16}
+    return rows
+
+
 def integers_of(
     bitstream: bytes, codec: str, layout: dict[str, Any], shape: tuple[int, ...], frame_sum: int | None
 ) -> np.ndarray:
@@ -187,6 +231,8 @@ def frames_of(bitstream: bytes, codec: str, shape: tuple[int, int, int, int]) ->
             return np.frombuffer(zlib.decompress(bitstream), np.uint8).reshape(shape)
         case "raw":
             return np.frombuffer(bitstream, np.uint8).reshape(shape)
+        case "ans":
+            return unans(bitstream, shape[0] * 3, shape[2] * shape[3]).reshape(shape)
     num_frames, _, height, width = shape
     (count,) = struct.unpack_from("<I", bitstream)
     sizes = struct.unpack_from(f"<{count}I", bitstream, 4)

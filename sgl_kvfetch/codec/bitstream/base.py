@@ -19,6 +19,7 @@ class Codec(ABC):
 
     name: str
     is_video: bool = False  # whether a GPU's video engines may decode it
+    is_flat: bool = False  # whether it codes rows of integers, in flat layouts alone, and not pictures
 
     @abstractmethod
     def encode(self, frames: torch.Tensor) -> bytes:

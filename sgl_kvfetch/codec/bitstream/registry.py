@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
+from sgl_kvfetch.codec.bitstream.ans import AnsCodec
 from sgl_kvfetch.codec.bitstream.base import Codec
 from sgl_kvfetch.codec.bitstream.entropy import DeflateCodec, RawCodec, ZstdCodec
 from sgl_kvfetch.codec.bitstream.hevc import HEVC_CODECS
+from sgl_kvfetch.codec.layout.frames import FLAT
 from sgl_kvfetch.errors import FormatError
 
-CodecName = Literal["hevc", "hevc420", "zstd", "deflate", "raw"]
+CodecName = Literal["ans", "hevc", "hevc420", "zstd", "deflate", "raw"]
 
-CODECS: dict[str, Codec] = {**HEVC_CODECS, **{codec.name: codec for codec in (ZstdCodec(), DeflateCodec(), RawCodec())}}
+_OTHERS = AnsCodec(), ZstdCodec(), DeflateCodec(), RawCodec()
+CODECS: dict[str, Codec] = {**HEVC_CODECS, **{codec.name: codec for codec in _OTHERS}}
 
 
 def get_codec(name: str) -> Codec:
@@ -20,3 +23,8 @@ def get_codec(name: str) -> Codec:
     if codec is None:
         raise FormatError(f"codec {name!r} is unknown; known are {', '.join(CODECS)}")
     return codec
+
+
+def resolution_for(codec: str, resolution: str) -> str:
+    """Return the resolution of what this codec codes: the given one for pictures, else ``FLAT``."""
+    return FLAT if get_codec(codec).is_flat else resolution

@@ -432,6 +432,10 @@ def _check_variant(manifest: Manifest, variant: Variant) -> None:
     expected = {part.layout for part in manifest.parts} - {""}
     if variant.layouts.keys() != expected:
         raise FormatError(f"layouts are for {', '.join(variant.layouts)}, expected {', '.join(sorted(expected))}")
+    has_video = any(codec.startswith("hevc") for codec in variant.codecs)
+    for name, layout in variant.layouts.items():
+        if has_video and layout.is_flat:
+            raise FormatError(f"{name} pictures are {layout.width}x1, and in a video codec")
     require_layouts(manifest, variant.layouts)
 
 
@@ -456,7 +460,7 @@ def _check_sides(manifest: Manifest) -> None:
 def require_layouts(manifest: Manifest, layouts: Mapping[str, Layout]) -> None:
     """Raise FormatError if frames cannot hold the integers, or would take too much memory."""
     for name, layout in layouts.items():
-        for side in (layout.width, layout.height):
+        for side in () if layout.is_flat else (layout.width, layout.height):
             if side < MIN_PICTURE or side % PICTURE_MULTIPLE:
                 raise FormatError(
                     f"{name} pictures are {layout.width}x{layout.height}; expected sides of at least {MIN_PICTURE} "

@@ -25,6 +25,8 @@ RESOLUTIONS: dict[str, tuple[int, int]] = {  # nominal width and height, as in K
     "1080p": (1920, 1080),
 }
 
+FLAT = "flat"  # instead of a resolution: rows of integers, for codecs that know no pictures
+
 Dim = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
@@ -36,6 +38,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     width: Dim
     height: Dim
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether frames are rows of integers, and not pictures for a video codec."""
+        return self.height == 1
 
     def require_fits(self, shape: tuple[int, ...]) -> None:
         """Raise FormatError unless the pictures can hold integers of ``shape``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sgl_kvfetch.codec.layout.frames import FILL, PLANES, RESOLUTIONS, Dim, Layout, picture_side
+from sgl_kvfetch.codec.layout.frames import FILL, FLAT, PLANES, RESOLUTIONS, Dim, Layout, picture_side
 from sgl_kvfetch.errors import FormatError
 
 if TYPE_CHECKING:
@@ -78,8 +78,11 @@ def region_layout(num_coefficients: int, span_tokens: int, resolution: str = "24
     """Return a layout for up to ``num_coefficients`` coefficients of spans of up to ``span_tokens`` tokens.
 
     Regions are squares of 32x32 or a smaller power of two, and wider for longer spans. Pictures stay within the
-    resolution's nominal size unless one region is larger. They have no empty rows of regions.
+    resolution's nominal size unless one region is larger. They have no empty rows of regions. For ``FLAT``, a region
+    is a row of all tokens, and has a picture of its own.
     """
+    if resolution == FLAT:
+        return RegionLayout(width=span_tokens, height=1, token_rows=1, token_cols=span_tokens)
     token_rows = min(_UNIT, 1 << ((span_tokens - 1).bit_length() + 1) // 2)
     nominal_width, nominal_height = RESOLUTIONS[resolution]
     while token_rows * nominal_width < span_tokens and token_rows < nominal_height:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sgl_kvfetch.codec import CODECS, MAX_VARIANTS, RESOLUTIONS, Manifest, Variant
+from sgl_kvfetch.codec import CODECS, MAX_VARIANTS, RESOLUTIONS, Manifest, Variant, resolution_for
 from sgl_kvfetch.errors import ConfigError
 
 
@@ -17,14 +17,17 @@ class Target(NamedTuple):
 
 
 def make_targets(codecs: Sequence[str], resolutions: Sequence[str]) -> tuple[Target, ...]:
-    """Return each codec at each resolution. The first is the default of readers. Raises ConfigError."""
+    """Return each codec at each resolution, or once if it knows none. The first is the default of readers.
+
+    Raises ConfigError."""
     for what, names, known in (("codec", codecs, list(CODECS)), ("resolution", resolutions, list(RESOLUTIONS))):
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"{what}s are {', '.join(names) or 'none'}; expected at least one, and each once")
         for name in names:
             if name not in known:
                 raise ConfigError(f"{what} {name!r} is unknown; known are {', '.join(known)}")
-    targets = tuple(Target(codec, resolution) for codec in codecs for resolution in resolutions)
+    pairs = ((codec, resolution) for codec in codecs for resolution in resolutions)
+    targets = tuple(dict.fromkeys(Target(codec, resolution_for(codec, resolution)) for codec, resolution in pairs))
     if len(targets) > MAX_VARIANTS:
         raise ConfigError(f"{len(targets)} variants are wanted; a segment has at most {MAX_VARIANTS}")
     return targets

@@ -25,7 +25,7 @@ from sgl_kvfetch.errors import CorruptError, FormatError
 from sgl_kvfetch.tools.encoding.targets import Target
 
 # Rank of the decoding cost; low is fast.
-_COST = {"raw": 0, "zstd": 1, "deflate": 2, "hevc": 3, "hevc420": 4}
+_COST = {"raw": 0, "ans": 1, "zstd": 2, "deflate": 3, "hevc": 4, "hevc420": 5}
 
 
 def cheapest_variant(manifest: Manifest) -> int:

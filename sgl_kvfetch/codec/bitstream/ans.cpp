@@ -1,0 +1,524 @@
+// The coder of `ans`: interleaved rANS over rows of integers. docs/format.md says what it reads and writes, and
+// ans.py owns the tables. Each row has a class (its scale) and each column, a token, an energy (how large its integers
+// were in the rows before, beside their rows' scales). Both together choose one of a few distributions.
+//
+// rANS: J. Duda, arXiv 1311.2540; interleaved lanes: F. Giesen, arXiv 1402.3392. The states' words are 16 bits.
+
+#define Py_LIMITED_API 0x030b0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <vector>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define HAS_AVX512 1
+#include <immintrin.h>
+#define CLONES __attribute__((target_clones("avx2", "default")))
+#else
+#define CLONES
+#endif
+
+namespace {
+
+constexpr int kLanes = 32;
+constexpr int kBits = 10;              // of a probability
+constexpr uint32_t kLow = 1u << 16;    // states are at least this
+constexpr int kClasses = 64;           // of rows
+constexpr int kLevels = 32;            // of energy
+constexpr int kZero = 128;
+constexpr uint32_t kUnit = 1024;       // the energy of a token that is like its row
+constexpr uint32_t kMostEnergy = 16384;
+constexpr int kFirstLevel = 133 << 2;  // that of 2^6: float32's exponent, and two bits of its mantissa
+constexpr int kEscapeFlag = 28;        // in an entry of the decoding table
+
+bool has_avx512() {
+#ifdef HAS_AVX512
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#else
+    return false;
+#endif
+}
+
+struct Tables {
+    const uint32_t* decode;    // (tables, 1024): symbol | frequency << 8 | offset in the symbol << 18 | escape << 28
+    const uint32_t* encode;    // (tables, 256): first slot | frequency << 10 | escape << 28, by integer
+    const uint8_t* choice;     // (64, 32): the table for a row's class and a token's level
+    const uint16_t* gains;     // (64,): what an integer of 1 in a row of this class adds to the energy
+    int delta;                 // the table that codes a row's class, less the class of the row before
+    bool has_vectors;          // whether to use the CPU's vectors of 512 bits
+};
+
+inline int level_of(uint32_t energy) {
+    float x = static_cast<float>(energy);
+    int32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return std::clamp((bits >> 21) - kFirstLevel, 0, kLevels - 1);
+}
+
+inline uint16_t next_energy(uint32_t energy, uint8_t integer, uint32_t gain) {
+    uint32_t size = static_cast<uint32_t>(std::abs(static_cast<int>(integer) - kZero));
+    uint32_t seen = std::min(size * gain, kMostEnergy);
+    return static_cast<uint16_t>(energy - (energy >> 5) + (seen >> 5));
+}
+
+// ---- decoding
+
+struct Reader {
+    const uint8_t* next;     // words, forwards
+    const uint8_t* escapes;  // integers without a symbol, backwards: the next one is escapes[-1]
+    bool broken = false;
+
+    uint32_t word() {
+        if (escapes - next < 2) {
+            broken = true;
+            return 0;
+        }
+        uint32_t w = next[0] | next[1] << 8;
+        next += 2;
+        return w;
+    }
+    uint8_t escape() {
+        if (escapes - next < 1) {
+            broken = true;
+            return kZero;
+        }
+        return *--escapes;
+    }
+};
+
+inline uint8_t decode_symbol(uint32_t& state, const uint32_t* table, Reader& in) {
+    uint32_t entry = table[state & ((1u << kBits) - 1)];
+    state = ((entry >> 8) & 1023) * (state >> kBits) + ((entry >> 18) & 1023);
+    if (state < kLow) state = state << 16 | in.word();
+    return entry >> kEscapeFlag ? in.escape() : static_cast<uint8_t>(entry);
+}
+
+// Returns the class of the next row.
+inline int decode_class(uint32_t& state, const Tables& t, int before, Reader& in) {
+    int delta = static_cast<int>(decode_symbol(state, t.decode + (static_cast<size_t>(t.delta) << kBits), in)) - kZero;
+    return std::clamp(before + delta, 0, kClasses - 1);
+}
+
+void decode_tokens(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t from, size_t tokens,
+                   uint8_t* row, Reader& in) {
+    const uint8_t* choice = t.choice + row_class * kLevels;
+    const uint32_t gain = t.gains[row_class];
+    for (size_t i = from; i < tokens; ++i) {
+        const uint32_t* table = t.decode + (static_cast<size_t>(choice[level_of(energies[i])]) << kBits);
+        row[i] = decode_symbol(states[i % kLanes], table, in);
+        energies[i] = next_energy(energies[i], row[i], gain);
+    }
+}
+
+// Decodes whole steps of a row, as long as there is data for sure. Returns the number of tokens. Like `decode_tokens`,
+// but without a branch that depends on a state, and in loops of which a compiler makes vectors.
+CLONES size_t decode_steps(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t tokens,
+                           uint8_t* row, Reader& in) {
+    const uint8_t* choice = t.choice + row_class * kLevels;
+    const uint32_t gain = t.gains[row_class];
+    size_t i = 0;
+    for (; i + kLanes <= tokens && in.escapes - in.next >= 96; i += kLanes) {
+        int32_t levels[kLanes];
+        uint32_t flags = 0;
+        uint32_t entries[kLanes];
+        for (int lane = 0; lane < kLanes; ++lane) levels[lane] = level_of(energies[i + lane]);
+        const uint8_t* next = in.next;
+        for (int lane = 0; lane < kLanes; ++lane) {
+            const uint32_t* table = t.decode + (static_cast<size_t>(choice[levels[lane]]) << kBits);
+            const uint32_t state = states[lane];
+            const uint32_t entry = table[state & ((1u << kBits) - 1)];
+            const uint32_t moved = (entry >> 8 & 1023) * (state >> kBits) + (entry >> 18 & 1023);
+            uint16_t word;
+            std::memcpy(&word, next, 2);
+            const bool is_low = moved < kLow;
+            states[lane] = is_low ? moved << 16 | word : moved;
+            next += is_low ? 2 : 0;
+            entries[lane] = entry;
+            flags |= entry;
+        }
+        in.next = next;
+        if (flags >> kEscapeFlag)
+            for (uint32_t& entry : entries)
+                if (entry >> kEscapeFlag) entry = in.escape();
+        for (int lane = 0; lane < kLanes; ++lane) {
+            row[i + lane] = static_cast<uint8_t>(entries[lane]);
+            energies[i + lane] = next_energy(energies[i + lane], row[i + lane], gain);
+        }
+    }
+    return i;
+}
+
+#ifdef HAS_AVX512
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,popcnt")))
+
+AVX512 inline __m512i energies_of(const uint16_t* energies) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(energies)));
+}
+
+AVX512 inline __m512i integers_of(const uint8_t* row) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row)));
+}
+
+// The tables of a row by level, shifted.
+struct Choice {
+    __m512i low, high;
+
+    AVX512 __m512i at(__m512i energy) const {
+        __m512i level = _mm512_srai_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(energy)), 21);
+        level = _mm512_sub_epi32(level, _mm512_set1_epi32(kFirstLevel));
+        level = _mm512_min_epi32(_mm512_max_epi32(level, _mm512_setzero_si512()), _mm512_set1_epi32(kLevels - 1));
+        return _mm512_permutex2var_epi32(low, level, high);
+    }
+};
+
+AVX512 inline Choice choice_of(const Tables& t, int row_class, int shift) {
+    const uint8_t* choice = t.choice + row_class * kLevels;
+    return {_mm512_slli_epi32(integers_of(choice), shift), _mm512_slli_epi32(integers_of(choice + 16), shift)};
+}
+
+AVX512 inline void move_energies(__m512i integer, __m512i energy, __m512i gain, uint16_t* energies) {
+    const __m512i size = _mm512_abs_epi32(_mm512_sub_epi32(integer, _mm512_set1_epi32(kZero)));
+    const __m512i seen = _mm512_min_epi32(_mm512_mullo_epi32(size, gain), _mm512_set1_epi32(kMostEnergy));
+    energy = _mm512_add_epi32(_mm512_sub_epi32(energy, _mm512_srli_epi32(energy, 5)), _mm512_srli_epi32(seen, 5));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(energies), _mm512_cvtepi32_epi16(energy));
+}
+
+// Decodes 16 lanes a step further. Returns their entries.
+AVX512 inline __m512i decode_16(__m512i& state, const uint32_t* table, __m512i start, const uint8_t*& next) {
+    const __m512i slot = _mm512_and_si512(state, _mm512_set1_epi32((1 << kBits) - 1));
+    const __m512i entry = _mm512_i32gather_epi32(_mm512_add_epi32(start, slot), table, 4);
+    const __m512i count = _mm512_and_si512(_mm512_srli_epi32(entry, 8), _mm512_set1_epi32(1023));
+    const __m512i offset = _mm512_and_si512(_mm512_srli_epi32(entry, 18), _mm512_set1_epi32(1023));
+    state = _mm512_add_epi32(_mm512_mullo_epi32(count, _mm512_srli_epi32(state, kBits)), offset);
+    const __mmask16 low = _mm512_cmplt_epu32_mask(state, _mm512_set1_epi32(kLow));
+    const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(next)));
+    const __m512i filled = _mm512_or_si512(_mm512_slli_epi32(state, 16), _mm512_maskz_expand_epi32(low, words));
+    state = _mm512_mask_mov_epi32(state, low, filled);
+    next += 2 * _mm_popcnt_u32(low);
+    return entry;
+}
+
+// Replaces the integers of lanes whose entry is an escape, in order. Returns the entries.
+AVX512 inline __m512i with_escapes(__m512i entry, __mmask16 escaped, Reader& in) {
+    alignas(64) uint32_t each[16];
+    _mm512_store_si512(each, entry);
+    for (uint32_t left = escaped; left; left &= left - 1) {
+        int lane = __builtin_ctz(left);
+        each[lane] = in.escape();
+    }
+    return _mm512_load_si512(each);
+}
+
+AVX512 inline void store_16(__m512i entry, __m512i energy, __m512i gain, uint16_t* energies, uint8_t* row) {
+    const __m512i integer = _mm512_and_si512(entry, _mm512_set1_epi32(255));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(row), _mm512_cvtepi32_epi8(integer));
+    move_energies(integer, energy, gain, energies);
+}
+
+// Decodes whole steps of a row, as long as there is data for sure. Returns the number of tokens.
+AVX512 size_t decode_steps_avx512(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t tokens,
+                                   uint8_t* row, Reader& in) {
+    const Choice choice = choice_of(t, row_class, kBits);
+    const __m512i gain = _mm512_set1_epi32(t.gains[row_class]), flag = _mm512_set1_epi32(1 << kEscapeFlag);
+    __m512i a = _mm512_loadu_si512(states), b = _mm512_loadu_si512(states + 16);
+    size_t i = 0;
+    // A step may read 64 bytes from the front, though it uses fewer, and 32 from the back.
+    for (; i + kLanes <= tokens && in.escapes - in.next >= 96; i += kLanes) {
+        const __m512i energy_a = energies_of(energies + i), energy_b = energies_of(energies + i + 16);
+        __m512i entry_a = decode_16(a, t.decode, choice.at(energy_a), in.next);
+        __m512i entry_b = decode_16(b, t.decode, choice.at(energy_b), in.next);
+        const __mmask16 escaped_a = _mm512_test_epi32_mask(entry_a, flag);
+        const __mmask16 escaped_b = _mm512_test_epi32_mask(entry_b, flag);
+        if (__builtin_expect(escaped_a | escaped_b, 0)) {
+            entry_a = with_escapes(entry_a, escaped_a, in);
+            entry_b = with_escapes(entry_b, escaped_b, in);
+        }
+        store_16(entry_a, energy_a, gain, energies + i, row + i);
+        store_16(entry_b, energy_b, gain, energies + i + 16, row + i + 16);
+    }
+    _mm512_storeu_si512(states, a);
+    _mm512_storeu_si512(states + 16, b);
+    return i;
+}
+#endif
+
+void decode_rows(uint32_t* states, const Tables& t, size_t rows, size_t tokens, uint8_t* out, Reader& in) {
+    std::vector<uint16_t> energies(tokens, kUnit);
+    int row_class = 0;
+    for (size_t r = 0; r < rows && !in.broken; ++r) {
+        row_class = decode_class(states[0], t, row_class, in);
+        size_t done;
+#ifdef HAS_AVX512
+        if (t.has_vectors)
+            done = decode_steps_avx512(states, t, row_class, energies.data(), tokens, out + r * tokens, in);
+        else
+#endif
+            done = decode_steps(states, t, row_class, energies.data(), tokens, out + r * tokens, in);
+        decode_tokens(states, t, row_class, energies.data(), done, tokens, out + r * tokens, in);
+    }
+}
+
+// Returns nullptr, or what is wrong.
+const char* decode(const Tables& t, const uint8_t* data, size_t size, size_t rows, size_t tokens, uint8_t* out) {
+    const size_t lanes = std::min<size_t>(kLanes, tokens);
+    if (size < 4 * lanes) return "is shorter than its states";
+    uint32_t states[kLanes];
+    for (size_t lane = 0; lane < kLanes; ++lane) {
+        states[lane] = kLow;
+        if (lane >= lanes) continue;
+        std::memcpy(&states[lane], data + 4 * lane, 4);
+        if (states[lane] < kLow) return "has a state that is too small";
+    }
+    Reader in{data + 4 * lanes, data + size};
+    decode_rows(states, t, rows, tokens, out, in);
+    if (in.broken) return "ends too early";
+    if (in.next != in.escapes) return "has bytes that nothing uses";
+    for (uint32_t state : states)
+        if (state != kLow) return "does not end where it began";
+    return nullptr;
+}
+
+// ---- encoding
+
+// Written from the end to the beginning, as rANS works; each part is as long as it can become.
+struct Writer {
+    std::vector<uint8_t> held;     // words
+    std::vector<uint8_t> escapes;  // the last one first
+    uint8_t* next;
+
+    // A symbol takes a word at most; a step may store 16 bytes in front of those.
+    explicit Writer(size_t symbols) : held(2 * symbols), next(held.data() + held.size()) {}
+    size_t size() const { return held.data() + held.size() - next; }
+};
+
+inline void encode_symbol(uint32_t& state, const uint32_t* table, uint8_t integer, Writer& out) {
+    const uint32_t entry = table[integer], count = entry >> 10 & 1023;
+    if (entry >> kEscapeFlag) out.escapes.push_back(integer);
+    if (state >= count << (32 - kBits)) {
+        *--out.next = static_cast<uint8_t>(state >> 8);
+        *--out.next = static_cast<uint8_t>(state);
+        state >>= 16;
+    }
+    state = (state / count << kBits) + state % count + (entry & 1023);
+}
+
+inline const uint32_t* encoding_table(const Tables& t, int table) { return t.encode + (static_cast<size_t>(table) << 8); }
+
+void encode_tokens(uint32_t* states, const Tables& t, const uint8_t* row, const uint8_t* chosen, size_t from,
+                   size_t tokens, Writer& out) {
+    for (size_t i = tokens; i-- > from;)
+        encode_symbol(states[i % kLanes], encoding_table(t, chosen[i]), row[i], out);
+}
+
+int class_of(const uint8_t* row, size_t tokens) {
+    uint32_t sum = 0;
+    for (size_t i = 0; i < tokens; ++i) sum += static_cast<uint32_t>(std::abs(static_cast<int>(row[i]) - kZero));
+    const double mean = static_cast<double>(sum) / static_cast<double>(tokens);
+    return std::clamp(static_cast<int>(std::lround(4 * std::log2(mean + 1.0 / 64))) + 24, 0, kClasses - 1);
+}
+
+// Writes the table of each token of a row, and moves the energies on.
+void choose_tables(const Tables& t, int row_class, const uint8_t* row, size_t from, size_t tokens, uint16_t* energies,
+                   uint8_t* chosen) {
+    const uint8_t* choice = t.choice + row_class * kLevels;
+    const uint32_t gain = t.gains[row_class];
+    for (size_t i = from; i < tokens; ++i) {
+        chosen[i] = choice[level_of(energies[i])];
+        energies[i] = next_energy(energies[i], row[i], gain);
+    }
+}
+
+#ifdef HAS_AVX512
+AVX512 void choose_tables_avx512(const Tables& t, int row_class, const uint8_t* row, size_t tokens, uint16_t* energies,
+                                 uint8_t* chosen) {
+    const Choice choice = choice_of(t, row_class, 0);
+    const __m512i gain = _mm512_set1_epi32(t.gains[row_class]);
+    size_t i = 0;
+    for (; i + 16 <= tokens; i += 16) {
+        const __m512i energy = energies_of(energies + i);
+        const __m512i table = choice.at(energy);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(chosen + i), _mm512_cvtepi32_epi8(table));
+        move_energies(integers_of(row + i), energy, gain, energies + i);
+    }
+    choose_tables(t, row_class, row, i, tokens, energies, chosen);
+}
+
+// Encodes 16 lanes a step further.
+AVX512 inline void encode_16(__m512i& state, const Tables& t, const uint8_t* row, const uint8_t* chosen, Writer& out) {
+    const __m512i index = _mm512_add_epi32(_mm512_slli_epi32(integers_of(chosen), 8), integers_of(row));
+    const __m512i entry = _mm512_i32gather_epi32(index, t.encode, 4);
+    const __m512i count = _mm512_and_si512(_mm512_srli_epi32(entry, 10), _mm512_set1_epi32(1023));
+    const __mmask16 escaped = _mm512_test_epi32_mask(entry, _mm512_set1_epi32(1 << kEscapeFlag));
+    if (__builtin_expect(escaped, 0))
+        for (int lane = 16; lane-- > 0;)
+            if (escaped >> lane & 1) out.escapes.push_back(row[lane]);
+    const __mmask16 full = _mm512_cmpge_epu32_mask(state, _mm512_slli_epi32(count, 32 - kBits));
+    const unsigned words = _mm_popcnt_u32(full);
+    out.next -= 2 * words;
+    _mm256_mask_storeu_epi16(out.next, static_cast<__mmask16>((1u << words) - 1),
+                             _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full, state)));
+    state = _mm512_mask_srli_epi32(state, full, state, 16);
+    // The quotient is below 2^22, and what float32 makes of it one too large or too small at most.
+    __m512i quotient = _mm512_cvttps_epi32(_mm512_div_ps(_mm512_cvtepu32_ps(state), _mm512_cvtepi32_ps(count)));
+    __m512i rest = _mm512_sub_epi32(state, _mm512_mullo_epi32(quotient, count));
+    const __mmask16 over = _mm512_cmplt_epi32_mask(rest, _mm512_setzero_si512());
+    quotient = _mm512_mask_sub_epi32(quotient, over, quotient, _mm512_set1_epi32(1));
+    rest = _mm512_mask_add_epi32(rest, over, rest, count);
+    const __mmask16 under = _mm512_cmpge_epi32_mask(rest, count);
+    quotient = _mm512_mask_add_epi32(quotient, under, quotient, _mm512_set1_epi32(1));
+    rest = _mm512_mask_sub_epi32(rest, under, rest, count);
+    const __m512i first = _mm512_and_si512(entry, _mm512_set1_epi32(1023));
+    state = _mm512_add_epi32(_mm512_slli_epi32(quotient, kBits), _mm512_add_epi32(rest, first));
+}
+
+AVX512 void encode_tokens_avx512(uint32_t* states, const Tables& t, const uint8_t* row, const uint8_t* chosen,
+                                 size_t tokens, Writer& out) {
+    const size_t whole = tokens / kLanes * kLanes;
+    encode_tokens(states, t, row, chosen, whole, tokens, out);
+    __m512i a = _mm512_loadu_si512(states), b = _mm512_loadu_si512(states + 16);
+    for (size_t i = whole; i > 0; i -= kLanes) {
+        encode_16(b, t, row + i - 16, chosen + i - 16, out);
+        encode_16(a, t, row + i - kLanes, chosen + i - kLanes, out);
+    }
+    _mm512_storeu_si512(states, a);
+    _mm512_storeu_si512(states + 16, b);
+}
+#endif
+
+std::vector<uint8_t> encode(const Tables& t, const uint8_t* rows_data, size_t rows, size_t tokens) {
+    std::vector<uint8_t> chosen(rows * tokens);
+    std::vector<int> classes(rows);
+    std::vector<uint16_t> energies(tokens, kUnit);
+    for (size_t r = 0; r < rows; ++r) {
+        const uint8_t* row = rows_data + r * tokens;
+        classes[r] = class_of(row, tokens);
+#ifdef HAS_AVX512
+        if (t.has_vectors)
+            choose_tables_avx512(t, classes[r], row, tokens, energies.data(), &chosen[r * tokens]);
+        else
+#endif
+            choose_tables(t, classes[r], row, 0, tokens, energies.data(), &chosen[r * tokens]);
+    }
+    uint32_t states[kLanes];
+    std::fill(states, states + kLanes, kLow);
+    Writer out(rows * (tokens + 1));
+    for (size_t r = rows; r-- > 0;) {
+        const uint8_t* row = rows_data + r * tokens;
+#ifdef HAS_AVX512
+        if (t.has_vectors)
+            encode_tokens_avx512(states, t, row, &chosen[r * tokens], tokens, out);
+        else
+#endif
+            encode_tokens(states, t, row, &chosen[r * tokens], 0, tokens, out);
+        const int delta = classes[r] - (r ? classes[r - 1] : 0);
+        encode_symbol(states[0], encoding_table(t, t.delta), static_cast<uint8_t>(delta + kZero), out);
+    }
+    const size_t lanes = std::min<size_t>(kLanes, tokens);
+    std::vector<uint8_t> coded(4 * lanes + out.size() + out.escapes.size());
+    std::memcpy(coded.data(), states, 4 * lanes);
+    std::memcpy(coded.data() + 4 * lanes, out.next, out.size());
+    std::copy(out.escapes.begin(), out.escapes.end(), coded.end() - out.escapes.size());
+    return coded;
+}
+
+// ---- the module
+
+struct Buffer {
+    Py_buffer view{};
+    ~Buffer() {
+        if (view.obj) PyBuffer_Release(&view);
+    }
+    template <class T>
+    const T* as() const {
+        return static_cast<const T*>(view.buf);
+    }
+};
+
+// A tuple (decode, encode, choice, gains, delta, is_portable), as in `Tables`; without vectors if `is_portable`.
+struct TablesArgument {
+    Buffer decode, encode, choice, gains;
+    Tables tables{};
+
+    bool parse(PyObject* tuple) {
+        int delta, is_portable;
+        if (!PyArg_ParseTuple(tuple, "y*y*y*y*ip", &decode.view, &encode.view, &choice.view, &gains.view, &delta,
+                              &is_portable))
+            return false;
+        tables = {decode.as<uint32_t>(), encode.as<uint32_t>(), choice.as<uint8_t>(),
+                  gains.as<uint16_t>(),  delta,                 !is_portable && has_avx512()};
+        const Py_ssize_t count = encode.view.len >> 10;
+        bool fit = encode.view.len == count << 10 && decode.view.len == count << (kBits + 2) &&
+                   choice.view.len == kClasses * kLevels && gains.view.len == 2 * kClasses && delta >= 0 &&
+                   delta < count;
+        for (Py_ssize_t i = 0; fit && i < choice.view.len; ++i) fit = tables.choice[i] < count;
+        if (!fit) PyErr_SetString(PyExc_ValueError, "tables have the wrong sizes");
+        return fit;
+    }
+};
+
+bool are_sizes(Py_ssize_t rows, Py_ssize_t tokens, Py_ssize_t size) {
+    if (rows > 0 && tokens > 0 && tokens <= 1 << 22 && rows <= (1 << 30) / tokens && rows * tokens == size) return true;
+    PyErr_Format(PyExc_ValueError, "%zd rows of %zd tokens in %zd bytes", rows, tokens, size);
+    return false;
+}
+
+PyObject* py_encode(PyObject*, PyObject* args) {
+    PyObject* tuple;
+    Buffer values;
+    Py_ssize_t rows, tokens;
+    TablesArgument t;
+    if (!PyArg_ParseTuple(args, "Oy*nn", &tuple, &values.view, &rows, &tokens) || !t.parse(tuple) ||
+        !are_sizes(rows, tokens, values.view.len))
+        return nullptr;
+    std::vector<uint8_t> coded;
+    bool has_memory = true;
+    Py_BEGIN_ALLOW_THREADS;
+    try {
+        coded = encode(t.tables, values.as<uint8_t>(), rows, tokens);
+    } catch (const std::bad_alloc&) {
+        has_memory = false;
+    }
+    Py_END_ALLOW_THREADS;
+    if (!has_memory) return PyErr_NoMemory();
+    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(coded.data()), coded.size());
+}
+
+PyObject* py_decode(PyObject*, PyObject* args) {
+    PyObject* tuple;
+    Buffer data, out;
+    Py_ssize_t rows, tokens;
+    TablesArgument t;
+    if (!PyArg_ParseTuple(args, "Oy*nnw*", &tuple, &data.view, &rows, &tokens, &out.view) || !t.parse(tuple) ||
+        !are_sizes(rows, tokens, out.view.len))
+        return nullptr;
+    const char* fault = nullptr;
+    bool has_memory = true;
+    Py_BEGIN_ALLOW_THREADS;
+    try {
+        fault = decode(t.tables, data.as<uint8_t>(), data.view.len, rows, tokens, static_cast<uint8_t*>(out.view.buf));
+    } catch (const std::bad_alloc&) {
+        has_memory = false;
+    }
+    Py_END_ALLOW_THREADS;
+    if (!has_memory) return PyErr_NoMemory();
+    if (fault) return PyUnicode_FromString(fault);
+    Py_RETURN_NONE;
+}
+
+PyMethodDef methods[] = {
+    {"encode", py_encode, METH_VARARGS, "encode(tables, values, rows, tokens) -> bytes"},
+    {"decode", py_decode, METH_VARARGS, "decode(tables, data, rows, tokens, out) -> None, or what is wrong with data"},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_ans", "The native half of ans.py.", 0, methods};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__ans() { return PyModule_Create(&module); }
