@@ -155,7 +155,7 @@ class KVFetchConfig(_Keys):
     cachegen: CacheGenConfig | None = Field(None, description="bins of quantiser = 'cachegen': k_bins, v_bins")
     codec: CodecName | None = Field(
         None,
-        description="how integers become bytes when this server writes; by default hevc; zstd on a GPU without NVENC",
+        description="how integers become bytes when this server writes; by default hevc; zstd with a GPU",
     )
     max_tp_size: int = Field(
         2,
