@@ -45,10 +45,6 @@ class QuantiseError(KVFetchError):
     """A tensor cannot be quantised (wrong dtype, or values that are not finite)."""
 
 
-class EncodeError(KVFetchError):
-    """An encoder made a bitstream that decodes to other values."""
-
-
 class FormatError(KVFetchError):
     """Stored bytes do not follow the format."""
 

@@ -48,8 +48,6 @@ STAGE_SECONDS = Histogram(
 )
 WRITTEN_PAGES = Counter("sgl_kvfetch_written_pages", "Pages submitted for writing", ["result"])
 # stored, known (the store had them), dropped_full, dropped_invalid, dropped_error, dropped_data_plane (it ended)
-NVENC_BITSTREAMS = Counter("sgl_kvfetch_nvenc_bitstreams", "Bitstreams intended for NVENC", ["result"])
-# encoded, fallback (on the CPU instead), checked (decoded again), wrong (a check found other values)
 MERGES = Counter("sgl_kvfetch_merges", "Pairs of segments merged into one of twice the length")
 QUEUED_BYTES = Gauge(
     "sgl_kvfetch_queued_bytes",

@@ -23,6 +23,7 @@ from benchmarks.adaptive.published import PUBLISHED
 from benchmarks.adaptive.scenarios import (
     Group,
     grid,
+    no_profile,
     one_fetch,
     paper_scene,
     random_traces,
@@ -84,6 +85,7 @@ def _groups(args: argparse.Namespace, profiles: list[DecodeProfile]) -> list[Gro
         groups.append(random_traces(profiles, args.random, args.seed, sessions))
     groups.append(several_fetches(profiles, sessions))
     groups += [wrong_profile(profiles, factor, sessions) for factor in (2.0, 0.5)]
+    groups.append(no_profile(profiles, sessions))
     return groups + [grid(profile, sessions) for profile in profiles]
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
+from msgspec import structs
 
 from benchmarks.adaptive.simulator import Scenario
 from sgl_kvfetch.errors import ConfigError
@@ -167,6 +169,18 @@ def wrong_profile(profiles: list[DecodeProfile], factor: float, sessions: int | 
     return Group(
         f"{factor:g}x", f"decoding takes {factor:g} times what the profile says, 120K tokens", tuple(scenarios)
     )
+
+
+def no_profile(profiles: list[DecodeProfile], sessions: int | None) -> Group:
+    """Return scenarios whose policy knows only what it observes: it starts with one time for all variants and loads."""
+    scenarios = []
+    for profile in profiles:
+        mean_s = statistics.fmean(seconds for v in profile.variants for seconds in v.decode_s)
+        times_s = (mean_s,) * profile.max_concurrency
+        alike = tuple(structs.replace(v, decode_s=times_s, switch_s=0.0) for v in profile.variants)
+        for scenario in grid(profile, sessions).scenarios:
+            scenarios.append(replace(scenario, believed=structs.replace(profile, variants=alike)))
+    return Group("unprofiled", "the steady links again, three GPUs, without a profile", tuple(scenarios))
 
 
 HEAT_GBPS = (1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0, 40.0)

@@ -25,7 +25,6 @@ STEPS = (
     Step("machine", "Hardware, driver, versions", f"{_HERE}.facts:run", 25, needs_gpu=False),
     Step("kernels", "Kernels against their references and a device copy", f"{_HERE}.kernels:run", 65),
     Step("nvdec", "NVDEC: bits, throughput, decoders", f"{_HERE}.nvdec:run", 130),
-    Step("nvenc", "NVENC: bits, sizes, throughput", f"{_HERE}.nvenc:run", 30),
     Step("memory", "A 32K-token fetch into CudaPages: values, memory, forward passes", f"{_HERE}.memory:run", 75),
     Step("interference", "A matrix product beside decoding", f"{_HERE}.interference:run", 45),
     Step("sglang", "SGLang in device mode", f"{_HERE}.server:run", 110),

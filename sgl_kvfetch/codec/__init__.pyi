@@ -1,4 +1,4 @@
-from .bitstream.base import Codec as Codec, Decoders as Decoders, FrameEncoder as FrameEncoder
+from .bitstream.base import Codec as Codec, Decoders as Decoders
 from .bitstream.hevc import HevcCodec as HevcCodec
 from .bitstream.nvdec import (
     MAX_SURFACE_BYTES as MAX_SURFACE_BYTES,
@@ -6,7 +6,6 @@ from .bitstream.nvdec import (
     open_current_nvdec as open_current_nvdec,
     open_nvdec as open_nvdec,
 )
-from .bitstream.nvenc import open_encoders as open_encoders, open_nvenc as open_nvenc
 from .bitstream.nvidia import (
     ENCODE_LIBRARY as ENCODE_LIBRARY,
     decode_caps as decode_caps,

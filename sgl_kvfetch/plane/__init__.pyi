@@ -4,7 +4,6 @@ from .client import (
     StoreClient as StoreClient,
     counted as counted,
     open_client as open_client,
-    open_encoders as open_encoders,
     writer_spec as writer_spec,
 )
 from .config import KVFetchConfig as KVFetchConfig, parse_config as parse_config

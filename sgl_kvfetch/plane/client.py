@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,17 +13,12 @@ from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import (
     MAX_SURFACE_BYTES,
-    CodecName,
     Decoders,
-    FrameEncoder,
     Quantiser,
     SegmentSpec,
-    open_encoders as open_nvenc_encoders,
     read_manifest_keys,
     resolution_for,
 )
@@ -98,14 +93,13 @@ def open_client(
     quantiser: Quantiser,
     *,
     nvdec: Nvdec | None = None,
-    encoders: Mapping[str, FrameEncoder] | None = None,
     max_span_pages: int | None = None,
 ) -> StoreClient:
     """Open the store; call this on the event loop. ``nvdec`` decodes what it can; without it, the CPU decodes.
-    ``encoders``: from `open_encoders`. ``max_span_pages``: upper limit for the pages of a span. Raises ConfigError."""
+    ``max_span_pages``: upper limit for the pages of a span. Raises ConfigError."""
     encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
     store = open_configured_store(config, heads)
-    spec = writer_spec(config, heads, quantiser, encoders, max_span_pages)
+    spec = writer_spec(config, heads, quantiser, max_span_pages)
     try:
         spec.require_readable()
     except FormatError as e:
@@ -146,11 +140,7 @@ def open_client(
 
 
 def writer_spec(
-    config: KVFetchConfig,
-    heads: HeadSlice,
-    quantiser: Quantiser,
-    encoders: Mapping[str, FrameEncoder] | None = None,
-    max_span_pages: int | None = None,
+    config: KVFetchConfig, heads: HeadSlice, quantiser: Quantiser, max_span_pages: int | None = None
 ) -> SegmentSpec:
     """Return how this config's writer encodes segments. Arguments as in `open_client`."""
     span_pages = _power_of_two_pages(SPAN_TOKENS, heads.namespace.page_size)
@@ -161,7 +151,6 @@ def writer_spec(
         codec,
         resolution_for(codec, RESOLUTION),
         min(span_pages, max_span_pages or span_pages),
-        encoders or {},
         _cell_heads(heads, config.max_tp_size),
     )
 
@@ -207,26 +196,6 @@ def open_configured_store(config: KVFetchConfig, heads: HeadSlice | None = None)
     if config.manifest_key_file is None:
         return store
     return SignedStore(store, read_manifest_keys(Path(config.manifest_key_file)))  # also what the disk answers
-
-
-def open_encoders(config: KVFetchConfig) -> tuple[CodecName, Mapping[str, FrameEncoder]]:
-    """Return the codec of this config's writer, and its hardware encoders. If the config names no codec, it is hevc, or
-    zstd on a GPU without NVENC, because a CPU encodes video far more slowly than a GPU computes. Raises ConfigError."""
-    codec = config.codec or "hevc"
-    if not config.writes:
-        return codec, {}
-    encoders, about = open_nvenc_encoders(
-        "auto",
-        (codec,),
-        config.codec_threads,
-        lambda event: metrics.NVENC_BITSTREAMS.labels(event).inc(),
-    )
-    if about:
-        logger.info("kvfetch: %s", about)
-    if config.codec is None and not encoders and torch.cuda.is_available():
-        codec = "zstd"
-        logger.info("kvfetch: writes zstd, as a CPU is too slow for video; `kvfetch encode` makes video of it later")
-    return codec, encoders
 
 
 def count_fetch(result: FetchResult, timeout_s: float) -> None:

@@ -34,7 +34,6 @@ from sgl_kvfetch.plane import (
     Start,
     StoreClient,
     open_client,
-    open_encoders,
     run_data_plane,
     writer_spec,
 )
@@ -120,13 +119,11 @@ def open_plane(
     """Start the data plane of one rank, whose pages go into ``pages``, and wait until it serves. Call on the
     scheduler's thread, whose GPU is the rank's. Raises KVFetchError.
 
-    The data plane is a process. If it uses the GPU's video engines or restore kernels, it still runs on threads of this
+    The data plane is a process. If it uses NVDEC or the restore kernels, it still runs on threads of this
     process, because these need its memory.
     """
     if nvdec is not None:
         nvdec.drop_decoders()  # of an earlier attachment; nothing is served now
-    codec, encoders = open_encoders(config)
-    config = config.model_copy(update={"codec": codec})
     start = Start(
         config.model_dump(mode="json", exclude_unset=True),
         heads.namespace,
@@ -139,19 +136,17 @@ def open_plane(
         has_steps=isinstance(pages, DevicePages),
     )
     if isinstance(pages, FramePool):
-        compile_kernels(pages, writer_spec(config, heads, quantiser, encoders, most_span_pages))
+        compile_kernels(pages, writer_spec(config, heads, quantiser, most_span_pages))
 
     def open_here(config: KVFetchConfig, heads: HeadSlice, start: Start) -> StoreClient:
-        return open_client(
-            config, heads, quantiser, nvdec=nvdec, encoders=encoders, max_span_pages=start.most_span_pages
-        )
+        return open_client(config, heads, quantiser, nvdec=nvdec, max_span_pages=start.most_span_pages)
 
     def launch_thread(line: Line) -> Running:
         return DataPlaneThread(
             run_data_plane(line, open_here, lambda work, index, num_pages: line.destination(work, index))
         )
 
-    in_process = nvdec is not None or bool(encoders) or isinstance(pages, FramePool)
+    in_process = nvdec is not None or isinstance(pages, FramePool)
     return DataPlane(start, heads.geometry, launch_thread if in_process else _launch)
 
 

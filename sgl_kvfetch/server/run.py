@@ -166,11 +166,8 @@ def fit_connections(most: int, max_uploads: int) -> int:
     return allowed
 
 
-def listening_sockets(host: str, port: int, *, shared: bool = False) -> list[socket.socket]:
-    """Listen on every address of ``host``. ``shared``: other processes may listen on the same port.
-
-    Raises ConfigError.
-    """
+def listening_sockets(host: str, port: int) -> list[socket.socket]:
+    """Listen on every address of ``host``. Raises ConfigError."""
     sockets: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -179,8 +176,6 @@ def listening_sockets(host: str, port: int, *, shared: bool = False) -> list[soc
             sockets.append(sock)
             sock.setblocking(False)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if shared:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             sock.bind(address)

@@ -229,13 +229,12 @@ def check_gpu() -> list[Check]:
 
     if not torch.cuda.is_available():
         advice = "nothing on this machine; if servers have a GPU, run doctor there"
-        engines = [Check(name, "warn", f"no GPU; {_CPU_CODECS}", advice) for name in ("NVDEC", "NVENC")]
-        return [_without_gpu(torch.__version__), *engines]
+        return [_without_gpu(torch.__version__), Check("NVDEC", "warn", f"no GPU; {_CPU_CODECS}", advice)]
     major, minor = torch.cuda.get_device_capability()
     count = torch.cuda.device_count()
     found = f"{count} x {torch.cuda.get_device_name()}, compute capability {major}.{minor}, torch {torch.__version__}"
     torch.zeros(1, device="cuda")  # the video libraries need a current CUDA context
-    return [Check("CUDA GPU", "yes", found), *_check_nvdec(), _check_decoding(), _check_nvenc()]
+    return [Check("CUDA GPU", "yes", found), *_check_nvdec(), _check_decoding()]
 
 
 def _without_gpu(torch_version: str) -> Check:
@@ -292,16 +291,6 @@ def _check_binding() -> Check:
             advice = f"{_INSTALL_VIDEO}; on a GPU without NVENC a stub will do: docs/gpu/README.md"
         return Check(name, "warn", f"does not import: {first_line(e)}", advice)
     return Check(name, "yes", str(getattr(module, "__version__", "installed")))
-
-
-def _check_nvenc() -> Check:
-    """Encode a few pictures on NVENC."""
-    from sgl_kvfetch.codec import open_nvenc
-
-    encoders, about = open_nvenc(("hevc", "hevc420"), num_sessions=1)
-    if encoders:
-        return Check("NVENC", "yes", about)
-    return Check("NVENC", "warn", about, "nothing: encoding runs on the CPU (H100, H200 and A100 have no NVENC)")
 
 
 # Store

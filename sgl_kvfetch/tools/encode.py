@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:  # these load torch and codecs
     from sgl_kvfetch.stores import AdminStore
     from sgl_kvfetch.tools.encoding.encoder import Encoder, Step, Tally
 
-logger = logging.getLogger(__name__)
-
 _LINE_EVERY_S = 10.0  # between progress lines when stderr is not a terminal
 _MAX_OBJECT_BYTES = 4 << 30  # the default limit of ``kvfetch serve``
 
@@ -52,10 +50,6 @@ def encode(
         bool, option(None, "Also keep existing variants, for readers without the codec.", "--keep-source")
     ] = False,
     manifest_key_file: KeyFileOption = None,
-    encoder: Annotated[
-        Literal["auto", "cpu", "nvenc"],
-        option(None, "What encodes HEVC; auto is NVENC if there is one, else the CPU."),
-    ] = "auto",
     workers: Annotated[
         int, option("COUNT", "Parallel segments, each in a thread and in memory.", min=1, max=256, show_default="cores")
     ] = os.cpu_count() or 1,
@@ -86,11 +80,10 @@ def encode(
     """Encode segments that servers wrote with a fast codec as video, at one or more resolutions.
 
     Runs on any machine, beside servers and other encoders; needs neither the model nor its profile. HEVC is encoded on
-    the CPU (libx265) or by NVENC. Consumer GPUs, L4, L20 and L40S have NVENC; H100, H200 and A100 do not. A segment's
-    new data are written, read back and decoded (on the CPU) before its manifest is replaced. The old data are deleted
-    only after that, so the command can be killed at any time and continues from there when it is started again.
-    Segments that already have the wanted variants are skipped. During the grace period a segment takes space twice: a
-    store that is nearly full evicts other segments to make room.
+    the CPU (libx265). A segment's new data are written, read back and decoded before its manifest is replaced. The old
+    data are deleted only after that, so the command can be killed at any time and continues from there when it is
+    started again. Segments that already have the wanted variants are skipped. During the grace period a segment takes
+    space twice: a store that is nearly full evicts other segments to make room.
 
     The exit code is 0 on success, 1 if a segment could not be encoded, 2 if the store cannot be used.
 
@@ -100,21 +93,18 @@ def encode(
 
         kvfetch encode /var/cache/kv --resolutions 240p,480p --keep-source
     """
-    from sgl_kvfetch.codec import open_encoders
     from sgl_kvfetch.stores import HttpOptions
     from sgl_kvfetch.tools.encoding.encoder import EncodeOptions, Encoder
     from sgl_kvfetch.tools.encoding.targets import make_targets
 
     url, _, prefix = store.partition("#")
-    codecs = codec.split(",")
     options = EncodeOptions(
-        targets=make_targets(codecs, resolutions.split(",")),
+        targets=make_targets(codec.split(","), resolutions.split(",")),
         prefix=prefix,
         keep_source=keep_source,
         grace_s=grace_s,
         workers=workers,
     )
-    encoders, about = open_encoders(encoder, codecs, workers)
     reporter = _Reporter(verbose)
 
     async def work(opened: AdminStore) -> None:
@@ -122,7 +112,6 @@ def encode(
             opened,
             options,
             keys=keys,
-            encoders=encoders,
             on_step=reporter.step,
             on_total=reporter.total,
             on_segment=reporter.segment_done,
@@ -131,8 +120,6 @@ def encode(
         await _encode(made, poll_interval_s if watch else None)
 
     with reporter.progress:
-        if about:
-            logger.info(about)
         http = HttpOptions(max_object_bytes=_MAX_OBJECT_BYTES)
         keys = read_keys(manifest_key_file)
         try:

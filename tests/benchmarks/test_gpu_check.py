@@ -21,20 +21,17 @@ from benchmarks.gpu_check import (
     memory,
     nvdec,
     nvdec_damage,
-    nvenc,
     passes,
     tests,
 )
-from benchmarks.gpu_check.record import Record, SkippedError
+from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.runner import _END_S, Result, run_step
 from benchmarks.gpu_check.steps import STEPS, TOTAL_S, Step
 from benchmarks.kernel_bytes import Span
 from benchmarks.memory import SPAN_TOKENS, Setup, repeated_segments
 from harness import stand_in_pool
-from sgl_kvfetch.codec.bitstream import nvenc as nvenc_codec
 from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
 from sgl_kvfetch.triton_kernels import runtime
-from tests.codec.bitstream import fake_nvenc
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_caps, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
 
@@ -181,51 +178,6 @@ def test_throughput_is_measured_by_sessions(record: Record, monkeypatch: pytest.
     assert [row["bits_a_value"] for row in sums] == [rows[0]["bits_a_value"], rows[3]["bits_a_value"]]
     for row in sums:
         assert row["sum_percent"] == pytest.approx(100 * row["sum_us"] / row["decode_and_sum_us"])
-
-
-def test_nvenc_is_checked(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(nvenc.SIZES, "240p", (2, 160, 176))
-    nvc = fake_nvenc.install(monkeypatch)
-    monkeypatch.setattr(nvenc, "encode_caps", vars(nvenc_codec)["encode_caps"])
-    encoders = nvenc.open_encoders(record)
-    assert found_by(record)["rows"][1]["found"] == "hevc: 3 engines, 129x33 to 8192x8192"
-    nvenc.check_bits(record, encoders, make_nvdec(FakeNvc(FakeDevice())).open_session(), ["smallest", "240p"])
-    nvenc.measure(record, encoders, [1, 2], sizes=["240p"], seconds=0.05)
-    found = found_by(record)
-    assert not found["reason"]
-    tables: dict[str, list[dict[str, Any]]] = {}
-    for row in found["rows"]:
-        tables.setdefault(row["table"], []).append(row)
-    bits = tables["NVENC: bits"]
-    assert [row["size"] for row in bits] == ["smallest", "240p", "240p", "smallest"] * 2
-    assert {row["found"] for row in bits} == {"equal"}
-    assert {row["on_nvdec"] for row in bits} == {"equal"}
-    assert all(0.5 < row["share_of_libx265s_bytes"] < 2 for row in bits)
-    rates = tables["NVENC: throughput by sessions"]
-    assert [row["sessions"] for row in rates] == [1, 2] * 2
-    assert all(row["mb_of_values_a_second"] > 0 for row in rates)
-
-    nvc.fails = "pixels"
-    nvenc.check_bits(record, {"hevc": encoders["hevc"]}, {}, ["smallest"])
-    assert found_by(record)["reason"] == "; ".join(["hevc smallest: other pixels"] * 2)
-    nvc.fails = "missing"
-    nvenc.check_bits(record, {"hevc": encoders["hevc"]}, {}, ["smallest"])
-    assert "hevc smallest: NVENC made 0 pictures, expected 1" in found_by(record)["reason"]
-
-
-def test_a_gpu_without_nvenc_is_skipped(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvc = fake_nvenc.install(monkeypatch)
-    monkeypatch.setattr(nvenc, "encode_caps", vars(nvenc_codec)["encode_caps"])
-    nvc.fails = "pixels"
-    with pytest.raises(SkippedError, match="a trial gave other pixels"):
-        nvenc.open_encoders(record)
-    assert "a trial gave other pixels" in found_by(record)["reason"]  # which is a failure
-    monkeypatch.setattr(nvenc_codec, "encode_caps", dict)
-    monkeypatch.setattr(nvenc, "encode_caps", dict)
-    fresh = Record(record.path)
-    with pytest.raises(SkippedError, match="it cannot encode losslessly"):
-        nvenc.open_encoders(fresh)
-    assert not found_by(fresh)["reason"]
 
 
 def test_a_matrix_product_beside_decoding(record: Record) -> None:

@@ -11,14 +11,12 @@ import pytest
 import torch
 
 from sgl_kvfetch import codec, plugin
-from sgl_kvfetch.codec.bitstream import nvenc
 from sgl_kvfetch.codec.bitstream.nvidia import DecodeCaps
 from sgl_kvfetch.codec.bitstream.registry import CODECS
 from sgl_kvfetch.errors import ConfigError, CorruptError
 from sgl_kvfetch.plugin.cpu.platform import ENV
 from sgl_kvfetch.tools import doctor
 from sgl_kvfetch.tools.doctor import Check, check_store, run_check
-from tests.codec.bitstream.fake_nvenc import install
 from tests.tools.conftest import kvfetch, kvfetch_json
 
 
@@ -137,9 +135,8 @@ def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.CPU_ENGINE_ENV == ENV
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv(ENV, raising=False)
-    check, nvdec, nvenc = doctor.check_gpu()
-    assert [nvdec.status, nvenc.status] == ["warn", "warn"]
-    assert check.status == "warn"
+    check, nvdec = doctor.check_gpu()
+    assert [check.status, nvdec.status] == ["warn", "warn"]
     assert f"set {ENV}=1" in check.advice
     monkeypatch.setenv(ENV, "1")
     assert f"{ENV}=1 is set" in doctor.check_gpu()[0].found
@@ -186,15 +183,6 @@ def test_what_a_server_decodes_with(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (check.status, check.found) == ("warn", "HEVC is decoded on the CPU: no library")
 
 
-def test_what_nvenc_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
-    assert doctor._check_nvenc() == Check("NVENC", "yes", "encoded on NVENC: hevc, hevc420")
-    monkeypatch.setattr(nvenc, "encode_caps", dict)
-    check = doctor._check_nvenc()
-    assert (check.status, check.advice[:7]) == ("warn", "nothing")
-    assert "this GPU has no NVENC" in check.found
-
-
 def test_video_libraries_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
@@ -205,7 +193,6 @@ def test_video_libraries_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> 
     assert found["NVDEC"].status == found["PyNvVideoCodec"].status == "warn"
     assert "libnvcuvid" in found["NVDEC"].found
     assert "pip install" in found["PyNvVideoCodec"].advice
-    assert doctor._check_nvenc().status == "warn"
 
 
 def test_a_missing_encoder_library_keeps_the_binding_from_importing(

@@ -7,10 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from sgl_kvfetch.codec.container.manifest import decode_manifest
-from tests.codec.bitstream.fake_nvenc import install
 from tests.tools.conftest import Stored, kvfetch, kvfetch_json
 
 
@@ -69,39 +67,12 @@ def test_a_segment_that_cannot_be_encoded_is_the_exit_code(stored: Stored) -> No
         (["http://127.0.0.1:9", "--codec", "h264"], "codec 'h264' is unknown; known are hevc"),
         (["http://127.0.0.1:9", "--resolutions", "240p,240p"], "each once"),
         (["http://127.0.0.1:9"], "127.0.0.1"),
-        (["http://127.0.0.1:9", "--encoder", "gpu"], "is not one of"),
-        (["http://127.0.0.1:9", "--encoder", "nvenc", "--codec", "zstd"], "encodes hevc and hevc420, not"),
     ],
 )
 def test_what_cannot_be(arguments: list[str], said: str) -> None:
     result = kvfetch("encode", *arguments)
     assert result.exit_code == 2
     assert said in result.stderr
-
-
-def test_nvenc_encodes_where_there_is_one(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvc = install(monkeypatch)
-    arguments = ("encode", stored.url, "--grace", "0", "-v")
-    result = kvfetch(*arguments)
-    assert result.exit_code == 0
-    assert "encoded on NVENC: hevc" in result.stderr
-    assert "2 segments encoded" in result.stdout
-    tried, *used = nvc.calls
-    assert tried[0] == used[0][0] == "YUV444"
-    assert kvfetch("verify", stored.url).exit_code == 0
-    calls = len(nvc.calls)
-    assert kvfetch(*arguments, "--encoder", "cpu", "--resolutions", "480p").exit_code == 0
-    assert len(nvc.calls) == calls
-
-
-def test_nvenc_that_is_not_there(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = kvfetch("encode", stored.url, "--encoder", "nvenc")
-    assert result.exit_code == 2
-    assert "there is no GPU that torch can use" in result.stderr
-    auto = kvfetch("encode", stored.url, "--grace", "0", "-v")
-    assert auto.exit_code == 0
-    assert auto.stderr.count("HEVC is encoded on the CPU: RuntimeError: there is no GPU") == 1
 
 
 def test_a_service_stops_in_good_order(stored: Stored) -> None:

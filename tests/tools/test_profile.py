@@ -16,7 +16,7 @@ from sgl_kvfetch.tools.app import app
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
 
-SMALL = ("--tokens", 32, "--heads", 2, "--head-dim", 64, "--rounds", 1)
+SMALL = ("--tokens", 32, "--rounds", 1)
 
 
 def kvfetch(*args: object) -> Result:
@@ -31,7 +31,7 @@ def test_it_measures_every_codec_and_resolution(tmp_path: Path) -> None:
     profile = load_decode_profile(path)
     assert {v.name for v in profile.variants} == {"hevc 240p", "hevc 480p", "zstd"}
     assert profile.max_concurrency == 2
-    assert profile.chunk_values == 32 * 3 * 2 * 64
+    assert profile.chunk_values == 32 * 3 * 8 * 128
     sizes = [v.size_bytes for v in profile.variants]
     assert sizes == sorted(sizes)
     assert "synthetic" in profile.source

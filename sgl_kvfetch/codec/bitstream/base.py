@@ -1,4 +1,4 @@
-"""The interfaces of codecs, decoders and encoders."""
+"""The interfaces of codecs and decoders."""
 
 from __future__ import annotations
 
@@ -65,15 +65,3 @@ class FrameDecoder(ABC):
 
 
 Decoders = Mapping[str, FrameDecoder]  # of one session, by codec; codecs without one are decoded on the CPU
-
-
-class FrameEncoder(ABC):
-    """Encodes a codec's bitstreams on other hardware than the CPU, for every decoder of that codec. Thread-safe."""
-
-    @abstractmethod
-    def encode(self, frames: torch.Tensor) -> bytes:
-        """Encode ``frames``: uint8, ``(frames, 3, height, width)``."""
-
-    @abstractmethod
-    def distrust(self, reason: str) -> None:
-        """Encode on the CPU from now on: a bitstream of this encoder decoded to other values."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import xxhash
 
-from sgl_kvfetch.codec.bitstream.base import DecodedFrames, Decoders, FrameEncoder
+from sgl_kvfetch.codec.bitstream.base import DecodedFrames, Decoders
 from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.bitstream.registry import CODECS, get_codec
 from sgl_kvfetch.codec.container.manifest import (
@@ -54,15 +54,14 @@ NOISE_BITS = 7.9
 
 @dataclass(frozen=True, slots=True)
 class SegmentSpec:
-    """How a writer encodes the segments of one rank. ``encoders``: for codecs that are not encoded on the CPU.
-    ``cell_heads``: heads of a cell, a divisor of the rank's; None for all. A quantiser's own choice goes before it."""
+    """How a writer encodes the segments of one rank. ``cell_heads``: heads of a cell, a divisor of the
+    rank's; None for all. A quantiser's own choice goes before it."""
 
     heads: HeadSlice
     quantiser: Quantiser
     codec: str
     resolution: str
     span_pages: int
-    encoders: Mapping[str, FrameEncoder] = field(default_factory=dict, compare=False, repr=False)
     cell_heads: int | None = None
 
     def __post_init__(self) -> None:
@@ -229,7 +228,7 @@ def encode_cells(
     layouts = spec.layouts(manifest)
 
     def encode(cell: Cell) -> list[CodedChunk]:
-        return encode_cell(manifest, quantised(cell), layouts, spec.codec, spec.encoders)
+        return encode_cell(manifest, quantised(cell), layouts, spec.codec)
 
     run: Callable[..., Iterable[list[CodedChunk]]] = executor.map if executor else map
     coded = [chunk for cell in run(encode, manifest.cells()) for chunk in cell]
@@ -249,13 +248,9 @@ def make_variant(
 
 
 def encode_cell(
-    manifest: Manifest,
-    quantised: Quantised,
-    layouts: Mapping[str, Layout],
-    codec: str,
-    encoders: Mapping[str, FrameEncoder] | None = None,
+    manifest: Manifest, quantised: Quantised, layouts: Mapping[str, Layout], codec: str
 ) -> list[CodedChunk]:
-    """Return a cell's chunks, one a part. ``encoders``: as in `SegmentSpec`."""
+    """Return a cell's chunks, one a part."""
     chunks = []
     for part, x in zip(manifest.parts, quantised, strict=True):
         raw = x.contiguous().cpu().numpy().tobytes()
@@ -267,7 +262,7 @@ def encode_cell(
         if plane_codec.is_video and _entropy_bits(raw) > NOISE_BITS:
             plane_codec = get_codec(FALLBACK_CODEC)
         frames = layouts[part.layout].to_frames(x)
-        bitstream = ((encoders or {}).get(plane_codec.name) or plane_codec).encode(frames)
+        bitstream = plane_codec.encode(frames)
         frame_sum = sum_of_frames(frames) if plane_codec.is_video else None
         chunks.append(CodedChunk(Chunk.of(plane_codec.name, bitstream, raw), bitstream, frame_sum))
     return chunks

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +22,6 @@ import msgspec
 import torch
 
 from sgl_kvfetch.codec import (
-    FrameEncoder,
     Manifest,
     ManifestKeys,
     decode_manifest,
@@ -30,8 +29,8 @@ from sgl_kvfetch.codec import (
     split_signature,
     with_chunk_digests,
 )
-from sgl_kvfetch.errors import CorruptError, EncodeError, FormatError, KVFetchError, StoreError
-from sgl_kvfetch.keys import ContentCheck, parse_object_name
+from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
+from sgl_kvfetch.keys import parse_object_name
 from sgl_kvfetch.side_by_side import side_by_side
 from sgl_kvfetch.stores import (
     AdminStore,
@@ -93,7 +92,6 @@ class Encoder:
     Callbacks: ``on_step`` gets each step and its object's name (or the prefix), ``on_total`` the number of segments
     that a round has to encode; ``on_segment`` is called after each of them, encoded or not.
     ``keys``: sign manifests, and encode only signed ones.
-    ``encoders``: frame encoders by codec, for codecs that are not encoded on the CPU.
     """
 
     def __init__(
@@ -102,7 +100,6 @@ class Encoder:
         options: EncodeOptions,
         *,
         keys: ManifestKeys | None = None,
-        encoders: Mapping[str, FrameEncoder] | None = None,
         on_step: Callable[[Step, str], None] = lambda step, name: None,
         on_total: Callable[[int], None] = lambda segments: None,
         on_segment: Callable[[], None] = lambda: None,
@@ -112,7 +109,6 @@ class Encoder:
         self._objects = store
         self._store: Store = store if keys is None else SignedStore(store, keys)
         self._options = options
-        self._encoders = encoders or {}
         self._on_step = on_step
         self._on_total = on_total
         self._on_segment = on_segment
@@ -264,7 +260,7 @@ class Encoder:
             manifest, variants=with_variants(manifest, options.targets, made, options.keep_source)
         )
         try:
-            await self._check(whole, made)
+            await self._check(whole)
             new = whole.encode()
             self._on_step("replace", name)
             if not await self._store.replace(name, new, object_digest(content)):
@@ -292,9 +288,7 @@ class Encoder:
         if data is None:
             raise StoreError("missing", f"{manifest.data_name(variant)} is gone")
         self._on_step("encode", name)
-        coded = await self._run(
-            partial(transcode, manifest, data, missing, source, before_cell=self._before_cell, encoders=self._encoders)
-        )
+        coded = await self._run(partial(transcode, manifest, data, missing, source, before_cell=self._before_cell))
         if self._store.signs:
             coded = with_chunk_digests(coded)
         for data_name, new in coded.data_objects():
@@ -303,9 +297,9 @@ class Encoder:
             await self._store.put(data_name, new)
         return coded.manifest
 
-    async def _check(self, whole: Manifest, made: Manifest | None) -> None:
+    async def _check(self, whole: Manifest) -> None:
         """Read the wanted variants back and decode all of them, since the others may be deleted afterwards. Raises
-        EncodeError if an encoder made a wrong bitstream; the next attempt then uses the CPU."""
+        CorruptError if one does not decode to the same values."""
         checked: set[str] = set()
         for index, variant in enumerate(whole.variants[: len(self._options.targets)]):
             name = whole.data_name(variant)
@@ -316,15 +310,7 @@ class Encoder:
             data = await self._store.get(name, 0, whole.data_bytes(variant))
             if data is None:
                 raise StoreError("missing", f"{name} is gone")
-            try:
-                await self._run(partial(verify_variant, whole, index, data, before_cell=self._before_cell))
-            except CorruptError as e:
-                is_ours = made is not None and variant in made.variants
-                if not (self._encoders and is_ours and ContentCheck(name, data).is_sound):
-                    raise
-                for encoder in self._encoders.values():
-                    encoder.distrust(f"{name}: {e}")
-                raise EncodeError(f"{name} decodes to wrong values: {e}") from e
+            await self._run(partial(verify_variant, whole, index, data, before_cell=self._before_cell))
         require_same_content(whole)
 
     async def _run(self, compute: Callable[[], T]) -> T:

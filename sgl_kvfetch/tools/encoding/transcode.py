@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -10,7 +10,6 @@ from sgl_kvfetch.codec import (
     CODECS,
     CodedChunk,
     CodedSegment,
-    FrameEncoder,
     Layout,
     Manifest,
     Quantiser,
@@ -50,14 +49,13 @@ def transcode(
     source: int = 0,
     *,
     before_cell: Callable[[], None] = lambda: None,
-    encoders: Mapping[str, FrameEncoder] | None = None,
 ) -> CodedSegment:
     """Return the same segment with ``targets`` as its variants, without side pages. ``data`` is the data object of
     variant ``source``.
 
     Needs no profile. Verifies every checksum of the source; checksums of decoded values are the same in all variants.
-    Memory use: the coded bytes and one decoded cell. ``before_cell`` may raise to abort. ``encoders``: frame encoders
-    by codec, for codecs that are not encoded on the CPU. Raises CorruptError, FormatError.
+    Memory use: the coded bytes and one decoded cell. ``before_cell`` may raise to abort. Raises
+    CorruptError, FormatError.
     """
     quantiser = quantiser_from_identity(manifest.namespace.quantiser)
     reader = SegmentReader(manifest, quantiser, source)
@@ -70,7 +68,7 @@ def transcode(
         quantised = reader.decode_cell(cell, view[slice(*reader.cell_range(cell))])
         for index, chunks in coded.items():
             codec, layouts = ways[index]
-            chunks += encode_cell(manifest, quantised, layouts, codec, encoders)
+            chunks += encode_cell(manifest, quantised, layouts, codec)
     made = [
         make_variant(coded[ways.index(way)], way[1], target.codec, target.resolution)
         for target, way in zip(targets, ways, strict=True)

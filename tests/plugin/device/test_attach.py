@@ -14,7 +14,6 @@ from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.device import scheduler_hooks
 from sgl_kvfetch.plugin.device.fetch_state import State
-from tests.codec.bitstream.fake_nvenc import install
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import Ranks, Rig, prompt
 
@@ -244,11 +243,3 @@ def test_sglang_detaches_and_attaches(rig: Rig, monkeypatch: pytest.MonkeyPatch)
     assert overrides[-1]["hicache_storage_backend"] == "kvfetch"
     assert is_fetched(rig, prompt(0))
     rig.assert_nothing_held()
-
-
-def test_nvenc_encodes_what_is_written(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvc = install(monkeypatch)
-    rig = make(codec="hevc")
-    num_tried = len(nvc.calls)
-    rig.stored(prompt(1))
-    assert len(nvc.calls) > num_tried

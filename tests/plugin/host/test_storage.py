@@ -20,7 +20,6 @@ from sgl_kvfetch.plugin.host import storage as storage_module
 from sgl_kvfetch.plugin.host.pages import HostPages, pages_view
 from sgl_kvfetch.plugin.host.side_pools import SidePools
 from sgl_kvfetch.plugin.host.storage import KVFetchStorage
-from tests.codec.bitstream.fake_nvenc import install
 from tests.plugin.backends import (
     DIM,
     LAYERS,
@@ -294,27 +293,6 @@ def test_other_bytes_are_refused(monkeypatch: pytest.MonkeyPatch, flag: str) -> 
 def test_bad_config_is_refused(make: Make) -> None:
     with pytest.raises(ConfigError, match="codec = 'av1'"):
         make(codec="av1")
-
-
-def test_nvenc_encodes_what_is_written(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvc = install(monkeypatch)
-    backend = make(codec="hevc", quantiser="uint8")
-    num_tried = len(nvc.calls)
-    store_pages(backend, keys(4), [0, 1, 2, 3])
-    assert len(nvc.calls) > num_tried
-    elsewhere = [39, 12, 20, 21]
-    assert backend.batch_get_v1(keys(4), tokens(elsewhere)) == [True] * 4
-    for config in ({"codec": "zstd"}, {"codec": "hevc", "mode": "read_only"}):
-        calls = len(nvc.calls)
-        make(**config)
-        assert len(nvc.calls) == calls
-
-
-def test_without_nvenc_it_starts(make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    caplog.set_level("INFO")
-    make(codec="hevc")
-    assert caplog.text.count("kvfetch: HEVC is encoded on the CPU: RuntimeError: there is no GPU") == 1
 
 
 def test_small_pages_are_warned_of(make: Make, caplog: pytest.LogCaptureFixture) -> None:

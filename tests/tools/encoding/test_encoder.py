@@ -11,12 +11,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from harness.small_segments import expiring
 from harness.waiting import LoopClock, until
-from sgl_kvfetch.codec.bitstream.base import FrameEncoder
-from sgl_kvfetch.codec.bitstream.hevc import HevcCodec
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
@@ -562,53 +559,3 @@ class TestGarbage:
 
 def digest(segment: CodedSegment) -> str:
     return object_digest(segment.manifest.encode())
-
-
-class WrongEncoder(FrameEncoder):
-    """Makes bitstreams of wrong pictures until it is distrusted."""
-
-    def __init__(self) -> None:
-        self.reasons: list[str] = []
-
-    def encode(self, frames: torch.Tensor) -> bytes:
-        return HevcCodec().encode(frames if self.reasons else frames ^ 1)
-
-    def distrust(self, reason: str) -> None:
-        self.reasons.append(reason)
-
-
-async def test_a_wrong_bitstream_loses_nothing(store: AdminStore) -> None:
-    """The segment stays unchanged, and the next round encodes it on the CPU."""
-    (segment,) = segments(1)
-    await commit_segment(store, segment)
-    wrong = WrongEncoder()
-    encoder = Encoder(store, EncodeOptions(HEVC, grace_s=0), encoders={"hevc": wrong})
-    await encoder.run_round()
-    name = segment.manifest.key.manifest_name
-    assert "decodes to wrong values" in encoder.tally.failures[name]
-    (reason,) = wrong.reasons
-    assert "checksum does not match" in reason
-    assert await manifest_of(store, segment) == segment.manifest
-    assert (await read(store, segment.manifest)).data == segment.data
-
-    await encoder.run_round()
-    await encoder.close()
-    assert (encoder.tally.num_encoded, encoder.tally.failures) == (1, {})
-    await require_encoded(store, segment)
-
-
-async def test_data_corrupted_by_the_store_does_not_distrust_the_encoder(local: Meddler) -> None:
-    (segment,) = segments(1)
-    await commit_segment(local, segment)
-
-    async def garble(name: str) -> None:
-        local.garbles = name
-
-    wrong = WrongEncoder()
-    wrong.encode = HevcCodec().encode  # type: ignore[method-assign]
-    local.after_put = garble
-    encoder = Encoder(local, EncodeOptions(HEVC, grace_s=0), encoders={"hevc": wrong})
-    await encoder.run_round()
-    await encoder.close()
-    assert encoder.tally.failures
-    assert not wrong.reasons
