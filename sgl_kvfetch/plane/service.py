@@ -24,10 +24,9 @@ from sgl_kvfetch.plane.client import StoreClient, count_fetch, count_miss, count
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult
 from sgl_kvfetch.plane.fetch.plan import PageSource, total_bytes
-from sgl_kvfetch.plane.fetch.progress import Early
-from sgl_kvfetch.plane.fetch.rounds import Destination, Round
+from sgl_kvfetch.plane.fetch.rounds import Early, Round
 from sgl_kvfetch.plane.fetch.sides import KV_POOL, Usable, usable_runs
-from sgl_kvfetch.plane.fetch.sink import GuardedSink, PagePool
+from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink, PagePool
 from sgl_kvfetch.plane.write.gather import PageBatch
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.types import TENSORS, KVGeometry
