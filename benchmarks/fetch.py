@@ -51,8 +51,7 @@ from sgl_kvfetch.plane.open import open_hedged
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.remote import HttpOptions
-from sgl_kvfetch.tools.encoding.targets import make_targets
-from sgl_kvfetch.tools.encoding.transcode import transcode
+from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 
 PAGE_SIZE, LAYERS, HEADS, HEAD_DIM = 16, 6, 8, 128

@@ -34,4 +34,4 @@ from .open import (
 )
 from .plane import DataPlane as DataPlane, FetchCall as FetchCall, ReadSide as ReadSide
 from .quantiser import config_quantiser as config_quantiser
-from .run import run_data_plane as run_data_plane
+from .service import run_data_plane as run_data_plane

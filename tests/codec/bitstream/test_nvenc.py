@@ -38,8 +38,7 @@ from sgl_kvfetch.codec.container.segment import SegmentReader, SegmentSpec, enco
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.tools.encoding.targets import Target
-from sgl_kvfetch.tools.encoding.transcode import transcode, verify_variant
+from sgl_kvfetch.tools.encoding.transcode import Target, transcode, verify_variant
 from tests.codec.bitstream.fake_nvdec import FakeNvc as FakeDecoding
 from tests.codec.bitstream.fake_nvenc import FakeNvc, install, make_caps
 from tests.codec.bitstream.test_nvdec import decodes, make_decoder

@@ -26,8 +26,7 @@ from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.fetch.plan import PageSource
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plane.write.writer import commit_segment
-from sgl_kvfetch.tools.encoding.targets import make_targets
-from sgl_kvfetch.tools.encoding.transcode import transcode
+from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
 from sgl_kvfetch.types import TENSORS, TensorName
 from tests.segments import SMALL, make_segment
 

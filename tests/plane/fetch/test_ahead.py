@@ -15,8 +15,7 @@ from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.plan import read_units
 from sgl_kvfetch.plane.write.writer import commit_segment
-from sgl_kvfetch.tools.encoding.targets import make_targets
-from sgl_kvfetch.tools.encoding.transcode import transcode
+from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
 from tests.plane.fetch.conftest import (
     PROFILE,
     PoisonedPool,

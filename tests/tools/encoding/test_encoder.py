@@ -29,8 +29,7 @@ from sgl_kvfetch.stores.base import AdminStore, object_digest
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.tools.encoding import encoder as encoder_module
 from sgl_kvfetch.tools.encoding.encoder import EncodeOptions, Encoder, Garbage, Step
-from sgl_kvfetch.tools.encoding.targets import Target, make_targets
-from sgl_kvfetch.tools.encoding.transcode import transcode
+from sgl_kvfetch.tools.encoding.transcode import Target, make_targets, transcode
 from tests.segments import as_newer, make_segment
 from tests.tools.encoding.test_transcode import decoded_equal
 
