@@ -166,6 +166,13 @@ def recorder() -> Recorder:
     return Recorder()
 
 
+@pytest.fixture
+def choosing(store: SpoiltStore, recorder: Recorder) -> Iterator[Fetcher]:
+    """A fetcher that chooses among a segment's variants as the recorder says."""
+    with closing(DecodePool[Decoders]([{}, {}], PROFILE)) as pool:
+        yield Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=False, policy=recorder)
+
+
 def wanted(made: CodedSegment) -> list[PageSource]:
     reader = SegmentReader(made.manifest, make_quantiser("exact"))
     return [PageSource(reader, page) for page in range(8)]
