@@ -41,8 +41,7 @@ from harness.memory_pool import MemoryPool
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
-from sgl_kvfetch.plane.fetch.rounds import Destination
-from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
 from sgl_kvfetch.plane.launch import DataPlaneProcess, Line
 from sgl_kvfetch.plane.messages import Found, Start
 from sgl_kvfetch.plane.open import open_hedged

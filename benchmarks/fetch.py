@@ -45,13 +45,13 @@ from sgl_kvfetch.plane.adapt.policy import LookAhead, Policy
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.plan import PageSource, ReadUnit, read_units
-from sgl_kvfetch.plane.fetch.sink import GuardedSink, restore_cell
+from sgl_kvfetch.plane.fetch.restore import restore_cell
+from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plane.open import open_hedged
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.remote import HttpOptions
-from sgl_kvfetch.tools.encoding.targets import make_targets
-from sgl_kvfetch.tools.encoding.transcode import transcode
+from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 
 PAGE_SIZE, LAYERS, HEADS, HEAD_DIM = 16, 6, 8, 128

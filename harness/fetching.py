@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.fetch.plan import PageSource
-from sgl_kvfetch.plane.fetch.rounds import Destination, Round
-from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.fetch.rounds import Round
+from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
 
 
 async def fetch_pages(

@@ -1,4 +1,4 @@
-"""Rate-limited logging: a fault is reported at once, its repetitions at intervals with their count."""
+"""Text for logs and terminals: rate-limited warnings, and text from elsewhere without control characters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PERIOD_S = 60.0
 
 
 class LimitedLogger:
-    """Warns about each kind of event at most once a minute. Thread-safe."""
+    """Warns about each kind of event at once, and of its repetitions once a minute, with their count. Thread-safe."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
@@ -29,3 +29,9 @@ class LimitedLogger:
             suppressed = self._suppressed.pop(kind, 0)
         more = f" (and {suppressed} more like it)" if suppressed else ""
         self._logger.warning("%s%s", message, more)
+
+
+def printable(text: str) -> str:
+    """Replace unprintable characters: what comes from a server or a store must not control a terminal, or begin lines
+    of a log."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

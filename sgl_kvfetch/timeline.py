@@ -1,4 +1,4 @@
-"""Record when each request was in which stage, as a file of spans to plot a run from, or as traces.
+"""Records when each request was in which stage: as a file of spans, from which a run can be plotted, or as traces.
 
 Both are off by default. The file is on if the environment variable ``KVFETCH_TIMELINE`` names one. Each rank appends to
 its own file (that name with ``.0``, ``.1`` and so on), and its data plane to another one (``.0.data``), one JSON object
@@ -38,7 +38,7 @@ Stage = Literal["queued", "parked", "lookup", "transmit", "decode", "restore", "
 
 
 class Span(msgspec.Struct, frozen=True):
-    """A line of the file."""
+    """One line of the file: the time that a request spent in a stage."""
 
     request: str
     stage: Stage
@@ -47,7 +47,7 @@ class Span(msgspec.Struct, frozen=True):
 
 
 def read_spans(path: Path) -> list[Span]:
-    """Read a file that a server wrote. A last line without its end is still being written, and left out.
+    """Read a file that a server wrote. Skip a last line without its end: it is still being written.
 
     Raises OSError, and FormatError for a line that is no span.
     """
@@ -64,8 +64,11 @@ def read_spans(path: Path) -> list[Span]:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request as spans refer to it. ``traceparent``: the span of its fetch, as W3C Trace Context writes it; empty if
-    it is not traced. ``parent_id``: SGLang's span, of which that one is a child. ``parts``: for the recorder."""
+    """A request to which spans belong.
+
+    ``traceparent`` names the span of its fetch, in the form of W3C Trace Context; it is empty if the request is not
+    traced. ``parent_id`` names SGLang's span, the parent of that one. ``parts`` collects spans for `Traces`.
+    """
 
     id: str
     traceparent: str = ""
@@ -73,19 +76,19 @@ class Request:
     parts: list[Recorded] = field(default_factory=list)
 
     def belongs_to(self, span: Any) -> None:
-        """Put the fetch under ``span``, an OpenTelemetry ``SpanContext``. Do not trace it if that is not sampled."""
+        """Make the fetch a child of ``span``, an OpenTelemetry ``SpanContext``. Trace it only if that is sampled."""
         if span.is_valid:
             self.parent_id = span.span_id
             sampled = f"00-{span.trace_id:032x}-{self.traceparent[36:52]}-01"
             self.traceparent = sampled if span.trace_flags.sampled else ""
 
 
-NOBODY = Request("")  # whose spans are not recorded
+NOBODY = Request("")  # its spans are not recorded
 
 
 @dataclass(slots=True)
 class Recorded:
-    """A span in the queue. ``stage``: None if the fetch is over, which is no span."""
+    """A span in the queue. If ``stage`` is None, it is no span, but marks the end of a fetch."""
 
     request: Request
     stage: Stage | None
@@ -95,7 +98,7 @@ class Recorded:
 
 
 class Output(Protocol):
-    """Where a process's spans go. Called on one thread."""
+    """Takes the spans of a process. Only one thread calls its methods."""
 
     def write(self, spans: Sequence[Recorded]) -> None: ...
 
@@ -103,7 +106,7 @@ class Output(Protocol):
 
 
 class SpanFile:
-    """An `Output`: a file of spans."""
+    """Writes spans to a file. An `Output`."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open the file. Raises OSError if it cannot be written."""
@@ -165,7 +168,10 @@ _is_traced = False
 
 
 def check_tracing(environ: Mapping[str, str] = os.environ) -> ModuleType | None:
-    """Return the module that exports traces, if the environment asks for them. Raises ConfigError if it cannot."""
+    """Return the module that exports traces, or None if the environment does not ask for traces.
+
+    Raises ConfigError if it asks for traces that cannot be exported.
+    """
     asked = environ.get(TRACES_ENV, "")
     if "otlp" not in asked.split(",") or environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
@@ -232,8 +238,10 @@ def arrived(request_id: str) -> Request:
 
 
 def add(request: Request, stage: Stage, start_s: float, end_s: float, **attributes: int | str) -> None:
-    """Record a span of this process. Does nothing if the timeline is off, or for `NOBODY`. Only traces have the
-    ``attributes``; of one stage's spans they are added up, words are collected."""
+    """Record a span of this process. Does nothing if the timeline is off, or for `NOBODY`.
+
+    Only traces show the ``attributes``. Traces join the spans of a stage: they add up numbers and list words.
+    """
     if _process is not None and request.id:
         _process.add(Recorded(request, stage, start_s, end_s, attributes))
 

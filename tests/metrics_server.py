@@ -26,8 +26,7 @@ from harness.engine import free_port
 from harness.memory_pool import MemoryPool
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.plane.fetch.rounds import Destination
-from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
 from sgl_kvfetch.plane.launch import DataPlaneProcess
 from sgl_kvfetch.plane.messages import Found, Start
 from sgl_kvfetch.plane.plane import DataPlane

@@ -8,11 +8,12 @@ from .client import (
 )
 from .config import KVFetchConfig as KVFetchConfig, parse_config as parse_config
 from .fetch.plan import ReadUnit as ReadUnit, read_units as read_units
-from .fetch.rounds import Destination as Destination, LayerProgress as LayerProgress
 from .fetch.sink import (
+    Destination as Destination,
     FramePool as FramePool,
     Guard as Guard,
     GuardedSink as GuardedSink,
+    LayerProgress as LayerProgress,
     PagePool as PagePool,
     consecutive_runs as consecutive_runs,
 )
@@ -32,4 +33,4 @@ from .open import (
 )
 from .plane import DataPlane as DataPlane, FetchCall as FetchCall, ReadSide as ReadSide
 from .quantiser import config_quantiser as config_quantiser
-from .run import run_data_plane as run_data_plane
+from .service import run_data_plane as run_data_plane

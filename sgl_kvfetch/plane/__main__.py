@@ -14,7 +14,7 @@ import torch
 from sgl_kvfetch import timeline
 from sgl_kvfetch.plane.arena import Arena
 from sgl_kvfetch.plane.launch import Line
-from sgl_kvfetch.plane.run import open_on_cpu, run_data_plane
+from sgl_kvfetch.plane.service import open_on_cpu, run_data_plane
 
 
 def main() -> None:

@@ -6,13 +6,18 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from sgl_kvfetch.codec import CellValues
+from sgl_kvfetch.plane import messages as m
+from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink, PagePool
 from sgl_kvfetch.types import TENSORS, KVGeometry
 
 _ALIGNMENT = 64
+
+Emit = Callable[[m.Event], None]
 
 
 class Arena:
@@ -95,3 +100,49 @@ class Room:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+
+def arena_destination(
+    arena: Arena, room: Room, emit: Emit, work: int, round_index: int, num_pages: int
+) -> Destination | None:
+    """Return a destination from which pages are sent to the engine through shared memory."""
+    return Destination(range(num_pages), _UnguardedSink(_ArenaPool(arena, room, emit, work, round_index)))
+
+
+class _UnguardedSink(GuardedSink):
+    """A sink without a lock: ``close`` must not wait for a write that waits for room. The engine guards its pages."""
+
+    def run(self, write: Callable[[], None]) -> bool:
+        if not self._closed:
+            write()
+        return not self._closed
+
+    def close(self) -> None:
+        self._closed = True
+
+
+class _ArenaPool(PagePool):
+    """The pages of one round, which are sent to the engine in pieces."""
+
+    def __init__(self, arena: Arena, room: Room, emit: Emit, work: int, round_index: int) -> None:
+        self._arena, self._room, self._emit = arena, room, emit
+        self._work, self._round = work, round_index
+
+    def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
+        """Send values to the engine. Waits for room, which the engine frees."""
+        offset = self._room.allocate(sum(x.nbytes for x in values))
+        if offset is None:
+            return  # the engine is gone
+        for into, x in zip(self._arena.views(offset, values.k.dtype, (x.shape for x in values)), values, strict=True):
+            into.copy_(x)
+        self._emit(
+            m.Piece(self._work, self._round, layers.start, layers.stop, heads.start, heads.stop, tuple(pages), offset)
+        )
+
+
+def send_side_page(arena: Arena, room: Room, emit: Emit, work: int, page: int, content: bytearray) -> None:
+    """Send a side page to the engine through shared memory. Waits for room, which the engine frees."""
+    offset = room.allocate(len(content))
+    if offset is not None:
+        arena.view(offset, torch.uint8, (len(content),)).copy_(torch.frombuffer(content, dtype=torch.uint8))
+        emit(m.SidePiece(work, page, len(content), offset))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sgl_kvfetch.plane.arena import Arena
-from sgl_kvfetch.plane.fetch.rounds import Destination
+from sgl_kvfetch.plane.fetch.sink import Destination
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, StoreErro
 from sgl_kvfetch.plane import messages as m
 from sgl_kvfetch.plane.arena import Arena, Room
 from sgl_kvfetch.plane.channel import Channel
-from sgl_kvfetch.plane.fetch.rounds import Destination
+from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.launch import Launch, Line
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 

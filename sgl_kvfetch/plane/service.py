@@ -1,9 +1,10 @@
-"""The data plane's side: carries out the engine's commands. Belongs to one event loop."""
+"""The data plane's side, from its start to its end: carries out the engine's commands, on one event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -15,19 +16,20 @@ from itertools import pairwise
 import torch
 
 from sgl_kvfetch import metrics, timeline
-from sgl_kvfetch.codec import CellValues
-from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.errors import FormatError, KVFetchError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
 from sgl_kvfetch.plane import messages as m
-from sgl_kvfetch.plane.arena import Arena, Room
-from sgl_kvfetch.plane.client import StoreClient, count_fetch, count_miss, counted
+from sgl_kvfetch.plane.arena import Arena, Emit, Room, arena_destination, send_side_page
+from sgl_kvfetch.plane.channel import Outbox
+from sgl_kvfetch.plane.client import StoreClient, count_fetch, count_miss, counted, open_client
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult
 from sgl_kvfetch.plane.fetch.plan import PageSource, total_bytes
-from sgl_kvfetch.plane.fetch.progress import Early
-from sgl_kvfetch.plane.fetch.rounds import Destination, Round
+from sgl_kvfetch.plane.fetch.rounds import Early, Round
 from sgl_kvfetch.plane.fetch.sides import KV_POOL, Usable, usable_runs
-from sgl_kvfetch.plane.fetch.sink import GuardedSink, PagePool
+from sgl_kvfetch.plane.fetch.sink import Destination
+from sgl_kvfetch.plane.launch import Line
+from sgl_kvfetch.plane.quantiser import config_quantiser
 from sgl_kvfetch.plane.write.gather import PageBatch
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.types import TENSORS, KVGeometry
@@ -39,56 +41,8 @@ _QUEUE_S = 1.0  # how long pages wait for room in the write queue
 _CLOSE_S = 3.0  # how long each step of closing may take
 _CLEAR_S = 5.0
 
-Emit = Callable[[m.Event], None]
-
-
 GetDestination = Callable[[int, int, int], Destination | None]
-
-
-def arena_destination(
-    arena: Arena, room: Room, emit: Emit, work: int, round_index: int, num_pages: int
-) -> Destination | None:
-    """Return a destination from which pages are sent to the engine through shared memory."""
-    return Destination(range(num_pages), _UnguardedSink(_ArenaPool(arena, room, emit, work, round_index)))
-
-
-class _UnguardedSink(GuardedSink):
-    """A sink without a lock: ``close`` must not wait for a write that waits for room. The engine guards its pages."""
-
-    def run(self, write: Callable[[], None]) -> bool:
-        if not self._closed:
-            write()
-        return not self._closed
-
-    def close(self) -> None:
-        self._closed = True
-
-
-class _ArenaPool(PagePool):
-    """The pages of one round, which are sent to the engine in pieces."""
-
-    def __init__(self, arena: Arena, room: Room, emit: Emit, work: int, round_index: int) -> None:
-        self._arena, self._room, self._emit = arena, room, emit
-        self._work, self._round = work, round_index
-
-    def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
-        """Send values to the engine. Waits for room, which the engine frees."""
-        offset = self._room.allocate(sum(x.nbytes for x in values))
-        if offset is None:
-            return  # the engine is gone
-        for into, x in zip(self._arena.views(offset, values.k.dtype, (x.shape for x in values)), values, strict=True):
-            into.copy_(x)
-        self._emit(
-            m.Piece(self._work, self._round, layers.start, layers.stop, heads.start, heads.stop, tuple(pages), offset)
-        )
-
-
-def send_side_page(arena: Arena, room: Room, emit: Emit, work: int, page: int, content: bytearray) -> None:
-    """Send a side page to the engine through shared memory. Waits for room, which the engine frees."""
-    offset = room.allocate(len(content))
-    if offset is not None:
-        arena.view(offset, torch.uint8, (len(content),)).copy_(torch.frombuffer(content, dtype=torch.uint8))
-        emit(m.SidePiece(work, page, len(content), offset))
+OpenClient = Callable[[KVFetchConfig, HeadSlice, m.Start], StoreClient]
 
 
 @dataclass(slots=True, eq=False)
@@ -362,3 +316,90 @@ class Service:
 
 def _split(hashes: bytes) -> list[bytes]:
     return [hashes[i : i + PAGE_HASH_BYTES] for i in range(0, len(hashes), PAGE_HASH_BYTES)]
+
+
+async def run_data_plane(
+    line: Line,
+    open_: OpenClient,
+    destination: GetDestination | None = None,
+    on_service: Callable[[Service], None] = lambda service: None,
+) -> None:
+    """Serve until told to close, or until the engine is gone.
+
+    ``open_`` opens the store. ``destination``: where pages go; by default, into the shared memory of ``line``.
+    ``on_service`` is called with the new service.
+    """
+    loop = asyncio.get_running_loop()
+    outboxes = for_steps, others = _outbox(loop, line.commands), _outbox(loop, line.events)
+    has_steps = False
+
+    def emit(event: m.Event) -> None:
+        (for_steps if has_steps and isinstance(event, m.ForStep) else others).send(event)
+
+    commands: m.MessageReader[m.Command] = m.MessageReader(m.Command)
+    service: Service | None = None
+    room = Room(line.values.num_bytes)
+    in_arena = partial(arena_destination, line.values, room, emit)
+    try:
+        while data := await loop.sock_recv(line.commands, 1 << 18):
+            for command in commands.feed(data):
+                match command:
+                    case m.Start():
+                        has_steps = command.has_steps
+                        client = _open(command, open_)
+                        service = Service(
+                            *client,
+                            emit,
+                            destination or in_arena,
+                            room.free,
+                            line.pages,
+                            partial(send_side_page, line.values, room, emit),
+                            command.sides,
+                        )
+                        on_service(service)
+                        emit(m.Ready())
+                    case m.Close():
+                        return
+                    case _:
+                        assert service is not None, "the first command must be Start"
+                        service.serve(command)
+    except KVFetchError as e:
+        if service is None:
+            emit(m.Refused(type(e).__name__, str(e)))
+        else:
+            logger.error("kvfetch: the data plane does not understand the engine: %s", e)
+    except ConnectionError as e:
+        logger.error("kvfetch: the data plane lost its connection to the engine: %s", e)
+    finally:
+        room.close()
+        if service is not None:
+            await service.close()
+        for outbox in outboxes:
+            loop.remove_writer(outbox.sock)
+            outbox.close()
+
+
+def _outbox(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> Outbox:
+    """Return an outbox whose unsent bytes the loop sends."""
+
+    def send_more() -> None:
+        if outbox.flush():
+            loop.remove_writer(sock)
+
+    outbox = Outbox(sock, lambda: loop.call_soon_threadsafe(loop.add_writer, sock, send_more))
+    return outbox
+
+
+def _open(command: m.Start, open_: OpenClient) -> tuple[KVFetchConfig, HeadSlice, StoreClient]:
+    """Open the store for ``Start``. Raises KVFetchError."""
+    if command.version != m.VERSION:
+        raise FormatError(f"expected message version {m.VERSION} from the engine, found {command.version}")
+    timeline.start(f"{command.rank}.data")
+    config = KVFetchConfig.model_validate(command.config)
+    heads = HeadSlice(command.namespace, range(command.first_head, command.end_head), command.labels)
+    return config, heads, open_(config, heads, command)
+
+
+def open_on_cpu(config: KVFetchConfig, heads: HeadSlice, start: m.Start) -> StoreClient:
+    """Open the store for a data plane that needs no GPU. Raises KVFetchError."""
+    return open_client(config, heads, config_quantiser(config), max_span_pages=start.most_span_pages)

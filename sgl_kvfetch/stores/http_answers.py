@@ -13,6 +13,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import parse_object_name
+from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import Lookup, ObjectInfo, SegmentHit
 
@@ -46,11 +47,6 @@ def client_errors(what: str) -> Iterator[None]:
 
 def _text(error: BaseException) -> str:
     return printable(str(error)[:500]) or type(error).__name__
-
-
-def printable(text: str) -> str:
-    """Replace control characters: a server must not control our terminal, or begin lines of our log."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 async def require_status(response: aiohttp.ClientResponse, *expected: int) -> None:

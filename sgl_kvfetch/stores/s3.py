@@ -24,9 +24,10 @@ from obstore.exceptions import (
 
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, is_object_name
+from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores.base import Lookup, ObjectInfo, is_namespace, object_digest, require_name, require_namespace
 from sgl_kvfetch.stores.by_name import lookup_by_name
-from sgl_kvfetch.stores.http_answers import printable, status_error
+from sgl_kvfetch.stores.http_answers import status_error
 from sgl_kvfetch.stores.pins import MAX_PIN_BYTES, Pin, decode_pin, require_pin_name
 from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore
 

@@ -95,7 +95,7 @@ def encode(
     """
     from sgl_kvfetch.stores import HttpOptions
     from sgl_kvfetch.tools.encoding.encoder import EncodeOptions, Encoder
-    from sgl_kvfetch.tools.encoding.targets import make_targets
+    from sgl_kvfetch.tools.encoding.transcode import make_targets
 
     url, _, prefix = store.partition("#")
     options = EncodeOptions(

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from sgl_kvfetch.codec import Manifest, ManifestKeys, RegionLayout, TileLayout
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
+from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores import StoredSegment, decode_named_manifest
 from sgl_kvfetch.tools.summary import (
     Inspected,
@@ -38,7 +39,6 @@ from sgl_kvfetch.tools.terminal import (
     json_flag,
     make_table,
     option,
-    printable,
     read_keys,
     show,
 )

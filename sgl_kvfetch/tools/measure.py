@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # these load torch and codecs
     import torch
 
     from sgl_kvfetch.codec import Codec, Decoders, KVModel, Profile, Rope
-    from sgl_kvfetch.tools.encoding.targets import Target
+    from sgl_kvfetch.tools.encoding.transcode import Target
 
 _CHANNELS = 8 * 128  # of a layer in the chunk that is measured; decode times are proportional to its integers
 _LINE_EVERY_S = 10.0  # between progress lines when stderr is not a terminal
@@ -150,7 +150,7 @@ def profile(
     """
     import torch
 
-    from sgl_kvfetch.tools.encoding.targets import make_targets
+    from sgl_kvfetch.tools.encoding.transcode import make_targets
 
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"--out {out}: the directory {out.parent} does not exist")

@@ -14,6 +14,7 @@ import typer
 from msgspec import Struct
 
 from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.log import printable
 from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes, read_prompts, tokenise
 from sgl_kvfetch.stores import MAX_LABEL, MAX_PIN_PAGES, AdminStore, Pin, Store, pages_stored
 from sgl_kvfetch.tools.target import run_on_store
@@ -24,7 +25,6 @@ from sgl_kvfetch.tools.terminal import (
     TokenOption,
     json_flag,
     option,
-    printable,
     show,
 )
 

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from sgl_kvfetch.errors import ConfigError, CorruptError, KVFetchError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, ContentCheck, SegmentKey
+from sgl_kvfetch.log import printable
 from sgl_kvfetch.side_by_side import side_by_side
 from sgl_kvfetch.stores import (
     AdminStore,
@@ -40,7 +41,6 @@ from sgl_kvfetch.tools.terminal import (
     make_progress,
     option,
     parse_age,
-    printable,
     read_token,
     show,
 )

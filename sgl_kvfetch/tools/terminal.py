@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.log import printable
 from sgl_kvfetch.sizes import UNITS
 
 if TYPE_CHECKING:
@@ -166,8 +167,3 @@ def parse_age(text: str) -> float:
 
 def format_ratio(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}x"
-
-
-def printable(text: str) -> str:
-    """Replace unprintable characters: stored text may hold anything, such as terminal escapes."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores import Route
 from sgl_kvfetch.tools.terminal import (
     TokenFileOption,
@@ -24,7 +25,6 @@ from sgl_kvfetch.tools.terminal import (
     json_flag,
     make_console,
     option,
-    printable,
     read_token,
     show,
 )

@@ -11,6 +11,7 @@ import typer
 
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
+from sgl_kvfetch.log import printable
 from sgl_kvfetch.side_by_side import side_by_side
 from sgl_kvfetch.sizes import parse_size
 from sgl_kvfetch.stores import AdminStore, Plan, Swept, plan_sweep, read_manifest, sweep_segments
@@ -25,7 +26,6 @@ from sgl_kvfetch.tools.terminal import (
     json_flag,
     make_progress,
     option,
-    printable,
     show,
 )
 

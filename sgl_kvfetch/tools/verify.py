@@ -16,6 +16,7 @@ import typer
 from sgl_kvfetch.codec import Cell, Manifest, ManifestKeys, Side, Variant
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import ContentCheck
+from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores import ObjectInfo, Objects, StoredSegment, decode_named_manifest, read_manifest
 from sgl_kvfetch.tools.summary import signature_of
 from sgl_kvfetch.tools.target import OpenTarget, run_on_target
@@ -28,7 +29,6 @@ from sgl_kvfetch.tools.terminal import (
     json_flag,
     make_progress,
     option,
-    printable,
     read_keys,
     show,
 )

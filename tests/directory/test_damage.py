@@ -14,8 +14,7 @@ from sgl_kvfetch.directory import files, repair
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.base import Lookup
-from sgl_kvfetch.tools.encoding.targets import make_targets
-from sgl_kvfetch.tools.encoding.transcode import transcode
+from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
 
 CHAIN = page_hashes(4)
 SEGMENT = make_segment(CHAIN, 0, 4)

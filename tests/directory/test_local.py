@@ -21,8 +21,7 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.base import Lookup
-from sgl_kvfetch.tools.encoding.targets import make_targets
-from sgl_kvfetch.tools.encoding.transcode import transcode
+from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
 
 SPACE = FOLDER
 

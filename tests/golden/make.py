@@ -20,8 +20,7 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.labels import Labels
-from sgl_kvfetch.tools.encoding.targets import Target
-from sgl_kvfetch.tools.encoding.transcode import transcode
+from sgl_kvfetch.tools.encoding.transcode import Target, transcode
 from sgl_kvfetch.types import KVGeometry, TensorName
 from tests.codec.quant.profiles import make_profile, values_of
 from tests.golden.second_reader import read_values

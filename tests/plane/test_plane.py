@@ -27,8 +27,7 @@ from sgl_kvfetch import metrics
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.plane import plane as plane_module
-from sgl_kvfetch.plane.fetch.rounds import Destination
-from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
 from sgl_kvfetch.plane.launch import DataPlaneProcess, Line, Running
 from sgl_kvfetch.plane.messages import Found, Start
 from sgl_kvfetch.plane.plane import DataPlane

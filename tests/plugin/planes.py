@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.plane.launch import DataPlaneThread, Line, Running
-from sgl_kvfetch.plane.run import open_on_cpu, run_data_plane
-from sgl_kvfetch.plane.service import Service
+from sgl_kvfetch.plane.service import Service, open_on_cpu, run_data_plane
 
 R = TypeVar("R")
 

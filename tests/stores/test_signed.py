@@ -14,7 +14,7 @@ from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.base import Lookup, object_digest
 from sgl_kvfetch.stores.signed import SignedStore
 from sgl_kvfetch.tools.encoding.encoder import EncodeOptions, Encoder
-from sgl_kvfetch.tools.encoding.targets import make_targets
+from sgl_kvfetch.tools.encoding.transcode import make_targets
 
 CHAIN = page_hashes(8)
 KEYS, OTHER_KEYS = ManifestKeys([b"k" * 32]), ManifestKeys([b"o" * 32])

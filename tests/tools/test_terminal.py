@@ -9,10 +9,11 @@ import pytest
 from harness.store_process import StoreProcess
 from sgl_kvfetch import __version__
 from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.log import printable
 from sgl_kvfetch.plane import config
 from sgl_kvfetch.sizes import parse_size
 from sgl_kvfetch.tools.app import COMMANDS, import_command
-from sgl_kvfetch.tools.terminal import TOKEN_ENV, format_size, parse_age, printable, read_token
+from sgl_kvfetch.tools.terminal import TOKEN_ENV, format_size, parse_age, read_token
 from tests.tools.conftest import Stored, kvfetch
 
 HEAVY = {"torch", "av", "numpy", "obstore", "redis", "transformers", "sglang", "PIL"}

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from sgl_kvfetch.plane.fetch.budget import BytesBudget
-from sgl_kvfetch.plane.fetch.link import Link
+from sgl_kvfetch.plane.fetch.link import BytesBudget, Link
 from sgl_kvfetch.plane.fetch.plan import CellsKey, ReadUnit
 
 # Yields the units of a lookup's pages that are still to be read. The argument says which cells to leave out.

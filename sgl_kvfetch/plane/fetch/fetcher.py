@@ -22,12 +22,11 @@ from sgl_kvfetch.errors import CorruptError, FormatError, KVFetchError, StoreErr
 from sgl_kvfetch.plane.adapt.policy import Policy
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.ahead import ReadAhead
-from sgl_kvfetch.plane.fetch.budget import BytesBudget
-from sgl_kvfetch.plane.fetch.link import Link
+from sgl_kvfetch.plane.fetch.link import BytesBudget, Link
 from sgl_kvfetch.plane.fetch.plan import CellsKey, PageSource, ReadUnit, SpanPart, read_unit, read_units, span_parts
-from sgl_kvfetch.plane.fetch.progress import Early, FetchProgress
-from sgl_kvfetch.plane.fetch.rounds import Destination, Round
-from sgl_kvfetch.plane.fetch.sink import restore_cell, working_bytes
+from sgl_kvfetch.plane.fetch.restore import restore_cell, working_bytes
+from sgl_kvfetch.plane.fetch.rounds import Early, FetchProgress, Round
+from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.fetch.variants import VariantChooser
 from sgl_kvfetch.stores import Store
 

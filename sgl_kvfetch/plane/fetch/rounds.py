@@ -1,27 +1,14 @@
-"""Rounds of a fetch: each round gets its destination as late as possible."""
+"""Rounds of a fetch, and its progress: each round gets its destination as late as possible, and they end in order."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sgl_kvfetch.plane.fetch.sink import GuardedSink
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """The pool pages that a round is restored to. Only threads that may wait ask for them. The sink is closed when the
-    round ends. ``layers`` counts what is restored, if the engine waits for single layers."""
-
-    pool_pages: Sequence[int]
-    sink: GuardedSink
-    layers: LayerProgress | None = None
-
-    def count(self, layers: range, heads: range, num_pages: int) -> None:
-        if self.layers is not None:
-            self.layers.count_cell(layers, len(heads) * num_pages)
+from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.plane.fetch.plan import PageSource, SpanPart, span_parts
+from sgl_kvfetch.plane.fetch.sink import Destination
 
 
 class Round:
@@ -64,30 +51,75 @@ class Round:
         self.done.set_result(num_pages)
 
 
-class LayerProgress:
-    """Counts what is restored, layer by layer. Any thread may call its methods."""
+@dataclass(frozen=True, slots=True)
+class Early:
+    """``on_certain`` is called, at most once, when all bytes are here and sound, the first layers are restored, and the
+    others will take ``within_s`` at most."""
 
-    def __init__(self, num_layers: int, num_each: int) -> None:
-        """A layer is whole when ``num_each`` were counted: the round's pages times its heads."""
-        self._left = [num_each] * num_layers
-        self._changed = threading.Condition()
-        self._is_over = False
+    within_s: float
+    on_certain: Callable[[], None]
 
-    def count_cell(self, layers: range, number: int) -> None:
-        with self._changed:
-            for layer in layers:
-                self._left[layer] -= number
-            self._changed.notify_all()
+
+class FetchProgress:
+    """Tracks which parts of a fetch are restored, in the request's order, and ends its rounds accordingly."""
+
+    def __init__(self, sources: Sequence[PageSource], rounds: Sequence[Round], early: Early | None = None) -> None:
+        """``rounds`` must be contiguous and cover all of ``sources``."""
+        self.parts: list[tuple[Round, SpanPart]] = [
+            (each, part) for each in rounds for part in span_parts(sources[each.first_page : each.end_page])
+        ]  # in the order of their first pages; several may hold a page, each some of its heads
+        self.failures: list[KVFetchError] = []
+        self.num_transmitting = 0  # units
+        self.num_waiting = 0  # units that have arrived and wait for their round's destination
+        self.is_late = False  # the rest would arrive after the deadline
+        self.early = early  # None once it was told
+        self.undecoded_bytes = 0  # of units that have a destination
+        self.num_first_layers = 0  # cells of the first layers that are not restored, of units that have a destination
+        self._rounds = rounds
+        self._cells_left = [part.reader.cells_per_span for _, part in self.parts]
+        self.num_unasked = sum(self._cells_left)  # cells whose bytes are not requested yet
+        # Before the first page of a part, all earlier pages are in the parts before it.
+        self._pages_before = [*(each.first_page + part.request_pages[0] for each, part in self.parts), len(sources)]
+        self._end = len(self.parts)  # the first part that failed or is not wanted
+        self._num_whole = 0
+        self._num_ended = 0  # rounds
+
+    @property
+    def is_all_here(self) -> bool:
+        """Return whether all bytes have come, all rounds have a destination, and nothing has failed."""
+        pending = self.num_unasked or self.num_transmitting or self.num_waiting
+        return not pending and self._end == len(self.parts)
+
+    def is_wanted(self, part: int) -> bool:
+        return part < self._end
+
+    def restored(self, part: int, num_cells: int) -> None:
+        self._cells_left[part] -= num_cells
+
+    def fail(self, part: int, error: KVFetchError | None) -> None:
+        """End the fetch before this part. ``error`` is None if the part is not wanted."""
+        if error is not None:
+            self.failures.append(error)
+        self._end = min(self._end, part)
+
+    def advance(self) -> bool:
+        """End the rounds that are complete, in order. Return whether every part before the first failure is done."""
+        while self._num_whole < self._end and not self._cells_left[self._num_whole]:
+            self._num_whole += 1
+        while self._num_ended < len(self._rounds) and self._rounds[self._num_ended].end_page <= self.num_pages:
+            self._end_round(self._rounds[self._num_ended])
+            self._num_ended += 1
+        return self._num_whole == self._end
 
     def end(self) -> None:
-        """Note that nothing more comes."""
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
+        """End all rounds."""
+        for each in self._rounds[self._num_ended :]:
+            self._end_round(each)
 
-    def wait(self, layer: int, timeout_s: float) -> bool:
-        """Wait until ``layer`` and all before it are whole, until nothing more comes, or for ``timeout_s``. Return
-        whether they are whole."""
-        with self._changed:
-            self._changed.wait_for(lambda: not any(self._left[: layer + 1]) or self._is_over, timeout_s)
-            return not any(self._left[: layer + 1])
+    @property
+    def num_pages(self) -> int:
+        """Return the length of the restored run, from the first page."""
+        return self._pages_before[self._num_whole]
+
+    def _end_round(self, each: Round) -> None:
+        each.end(max(0, min(self.num_pages, each.end_page) - each.first_page))

@@ -49,9 +49,8 @@ from sgl_kvfetch.plugin.device.fetch_state import (
     StateMachine,
     Transmit,
 )
-from sgl_kvfetch.plugin.device.known import KnownPages
+from sgl_kvfetch.plugin.device.known import KnownPages, Sharing
 from sgl_kvfetch.plugin.device.link_queue import Claim, LinkQueue
-from sgl_kvfetch.plugin.device.sharing import Sharing
 from sgl_kvfetch.plugin.device.slots import Slots, SlotTurns
 from sgl_kvfetch.plugin.page_hashes import hash_tail
 

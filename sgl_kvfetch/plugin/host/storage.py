@@ -4,6 +4,11 @@ SGLang calls from three threads of its own: lookups (``batch_exists``) from one,
 another, writes (``batch_set_v1``) from a third. The scheduler's thread calls ``get_stats``, and on an operator's
 request ``clear`` and ``close``. Lookups and fetches may wait, within their deadlines. Their failures are misses,
 counted by reason, and raise nothing into those threads.
+
+A request waits for its prefix as long as SGLang's prefetch policy says, at most ``fetch_timeout_s``. SGLang's default
+policy, ``timeout``, gives a prefetch 1 s and 0.25 s per 1,024 tokens. Then it keeps the complete batches of 128 pages
+and drops the rest, often all of a prefix. So that budget is replaced unless the user has set one. A fetch ends a little
+before SGLang's budget does, so that the pages that have arrived count.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +41,6 @@ from sgl_kvfetch.plugin.data_plane import engine_nvdec, open_engine_plane
 from sgl_kvfetch.plugin.host.pages import HostPages, is_mla
 from sgl_kvfetch.plugin.host.side_pools import SidePools, trailing_pages
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
-from sgl_kvfetch.plugin.patience import GIVEN_UP, Patience, choose_budget, explain
 from sgl_kvfetch.plugin.weight_updates import Access
 
 logger = logging.getLogger(__name__)
@@ -46,6 +51,17 @@ _GRACE_S = 1.0  # how long a thread waits for the data plane beyond a deadline
 _POLL_S = 0.05
 _BATCH_PAGES = 128  # how many pages SGLang fetches at a time
 _MAX_STATS = 1024
+
+SGLANG_BUDGET = (1.0, 0.25)  # SGLang's defaults of prefetch_timeout_base and prefetch_timeout_per_ki_token
+_BACKSTOP_S = 1.0  # how long SGLang waits for a fetch that should have ended
+_MARGIN_S = 0.1  # what SGLang needs to notice that a fetch has ended
+
+# Why a fetch was given up, by the reason that metrics count.
+GIVEN_UP = {
+    "policy": "SGLang's prefetch policy no longer waits for it: see --hicache-storage-prefetch-policy, "
+    "prefetch_timeout_base and prefetch_timeout_per_ki_token",
+    "cancelled": "the request was aborted, or SGLang flushes its cache, detaches its storage or stops",
+}
 
 
 class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
@@ -315,6 +331,46 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         reads, writes = ([stats.popleft() for _ in range(len(stats))] for stats in (self._reads, self._writes))
         pages, gb_s = ([[entry[i] for entry in stats] for stats in (reads, writes)] for i in (0, 1))
         return StorageMetrics(*pages, *gb_s)
+
+
+def choose_budget(base_s: float, per_ki_token_s: float, fetch_timeout_s: float) -> tuple[float, float]:
+    """Return SGLang's budget for a prefetch: ``fetch_timeout_s`` in place of SGLang's defaults, else the user's."""
+    if (base_s, per_ki_token_s) == SGLANG_BUDGET:
+        return fetch_timeout_s + _BACKSTOP_S, 0.0
+    return base_s, per_ki_token_s
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Knows how long SGLang waits for a prefetch. ``cache``: SGLang's radix cache, whose policy may change at run
+    time."""
+
+    cache: Any
+    fetch_timeout_s: float
+
+    def deadline_s(self, operation: Any) -> float:
+        """Return when the fetch of a ``PrefetchOperation`` must end, in ``time.monotonic()``."""
+        wait_s = self.fetch_timeout_s
+        if self.cache.prefetch_stop_policy == "timeout":
+            pages = operation.stats_requested_tokens // self.cache.page_size
+            budget_s = self.cache.prefetch_timeout_base + pages * self.cache.prefetch_timeout_per_page
+            wait_s = min(wait_s, max(budget_s - _MARGIN_S, budget_s / 2))
+        return float(operation.start_time + wait_s)
+
+    def reason(self, operation: Any) -> str:
+        """Return why SGLang has terminated an operation: a key of `GIVEN_UP`."""
+        is_policy = operation.deadline_expired or self.cache.prefetch_stop_policy == "best_effort"
+        return "policy" if is_policy else "cancelled"
+
+
+def explain(policy: str, budget: tuple[float, float], fetch_timeout_s: float) -> str:
+    """Return what SGLang's policy means for a request. ``budget``: as `choose_budget` returns it."""
+    at_most = f"at most {fetch_timeout_s:g} s (fetch_timeout_s)"
+    if policy == "best_effort":
+        return "no request waits for its stored prefix: what is not there when its turn comes is computed"
+    if policy == "timeout" and budget != choose_budget(*SGLANG_BUDGET, fetch_timeout_s):
+        at_most += f" and {budget[0]:g} s + {budget[1]:g} s per 1,024 tokens (prefetch_timeout_*)"
+    return f"a request waits for its stored prefix {at_most}; what is not there then is computed"
 
 
 def _await(future: Future[R], deadline_s: float, given_up: Callable[[], str]) -> tuple[R | None, str]:

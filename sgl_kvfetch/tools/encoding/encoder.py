@@ -42,8 +42,16 @@ from sgl_kvfetch.stores import (
     list_segments,
     object_digest,
 )
-from sgl_kvfetch.tools.encoding.targets import Target, find_variant, is_done, with_variants
-from sgl_kvfetch.tools.encoding.transcode import cheapest_variant, require_same_content, transcode, verify_variant
+from sgl_kvfetch.tools.encoding.transcode import (
+    Target,
+    cheapest_variant,
+    find_variant,
+    is_done,
+    require_same_content,
+    transcode,
+    verify_variant,
+    with_variants,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

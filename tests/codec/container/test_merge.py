@@ -10,8 +10,7 @@ from sgl_kvfetch.codec.quant.base import CellValues, Quantised, Quantiser, join_
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.registry import PlainQuantiserName, make_quantiser
 from sgl_kvfetch.errors import FormatError
-from sgl_kvfetch.tools.encoding.targets import make_targets
-from sgl_kvfetch.tools.encoding.transcode import transcode
+from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
 from sgl_kvfetch.types import KVGeometry
 from tests.codec.quant.profiles import make_profile, values_of
 from tests.segments import SMALL, make_heads, make_segment, page_hashes, without_frame_sums

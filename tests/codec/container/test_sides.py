@@ -13,8 +13,7 @@ from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, with_
 from sgl_kvfetch.codec.container.sides import SideKey, encode_side, join_sides, side_places
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import CorruptError, FormatError
-from sgl_kvfetch.tools.encoding.targets import make_targets
-from sgl_kvfetch.tools.encoding.transcode import transcode
+from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
 from tests.golden.second_reader import names_of, parse_manifest, read_sides
 from tests.segments import SMALL, make_heads, make_segment
 

@@ -26,8 +26,7 @@ from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.fetch.plan import PageSource
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plane.write.writer import commit_segment
-from sgl_kvfetch.tools.encoding.targets import make_targets
-from sgl_kvfetch.tools.encoding.transcode import transcode
+from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
 from sgl_kvfetch.types import TENSORS, TensorName
 from tests.segments import SMALL, make_segment
 
@@ -165,6 +164,13 @@ async def made(segment: Segment, store: SpoiltStore) -> CodedSegment:
 @pytest.fixture
 def recorder() -> Recorder:
     return Recorder()
+
+
+@pytest.fixture
+def choosing(store: SpoiltStore, recorder: Recorder) -> Iterator[Fetcher]:
+    """A fetcher that chooses among a segment's variants as the recorder says."""
+    with closing(DecodePool[Decoders]([{}, {}], PROFILE)) as pool:
+        yield Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=False, policy=recorder)
 
 
 def wanted(made: CodedSegment) -> list[PageSource]:

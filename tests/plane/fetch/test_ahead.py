@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import closing
-
-import pytest
 
 from harness.waiting import LoopClock, until, until_idle
 from sgl_kvfetch.codec.bitstream.base import Decoders
@@ -15,10 +12,8 @@ from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.plan import read_units
 from sgl_kvfetch.plane.write.writer import commit_segment
-from sgl_kvfetch.tools.encoding.targets import make_targets
-from sgl_kvfetch.tools.encoding.transcode import transcode
+from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
 from tests.plane.fetch.conftest import (
-    PROFILE,
     PoisonedPool,
     Recorder,
     Segment,
@@ -30,17 +25,6 @@ from tests.plane.fetch.conftest import (
     wanted,
 )
 from tests.segments import SMALL, make_segment
-
-
-@pytest.fixture
-async def recorder() -> Recorder:
-    return Recorder()
-
-
-@pytest.fixture
-def choosing(store: SpoiltStore, recorder: Recorder) -> Iterator[Fetcher]:
-    with closing(DecodePool[Decoders]([{}], PROFILE)) as pool:
-        yield Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=False, policy=recorder)
 
 
 async def turns() -> None:

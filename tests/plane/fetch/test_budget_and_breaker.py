@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from sgl_kvfetch.plane.fetch.budget import BytesBudget
+from sgl_kvfetch.plane.fetch.link import BytesBudget
 from sgl_kvfetch.stores.breaker import Breaker
 
 

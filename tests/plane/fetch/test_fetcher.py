@@ -22,8 +22,7 @@ from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.fetch.plan import PageSource, read_units, span_parts
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plane.write.writer import commit_segment
-from sgl_kvfetch.tools.encoding.targets import make_targets
-from sgl_kvfetch.tools.encoding.transcode import transcode
+from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
 from tests.plane.fetch.conftest import (
     NUM_PAGES,
     PoisonedPool,

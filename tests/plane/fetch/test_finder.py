@@ -16,8 +16,7 @@ from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.stores.base import Lookup
-from sgl_kvfetch.tools.encoding.targets import make_targets
-from sgl_kvfetch.tools.encoding.transcode import transcode
+from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
 from tests.segments import make_heads, make_segment, page_hashes
 
 NUM_PAGES = 8

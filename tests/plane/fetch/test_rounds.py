@@ -19,9 +19,9 @@ from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.fetch.plan import read_units
-from sgl_kvfetch.plane.fetch.progress import Early
-from sgl_kvfetch.plane.fetch.rounds import Destination, Round
-from sgl_kvfetch.plane.fetch.sink import GuardedSink, working_bytes
+from sgl_kvfetch.plane.fetch.restore import working_bytes
+from sgl_kvfetch.plane.fetch.rounds import Early, Round
+from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
 from tests.plane.fetch.conftest import (
     PoisonedPool,
     Segment,

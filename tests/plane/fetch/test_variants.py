@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
@@ -32,17 +31,11 @@ from tests.plane.fetch.conftest import (
 )
 
 
-@pytest.fixture
-def fetcher(store: SpoiltStore, recorder: Recorder) -> Iterator[Fetcher]:
-    with closing(DecodePool[Decoders]([{}, {}], PROFILE)) as pool:
-        yield Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=False, policy=recorder)
-
-
 async def test_a_span_may_come_from_several_variants(
-    fetcher: Fetcher, made: CodedSegment, segment: Segment, recorder: Recorder
+    choosing: Fetcher, made: CodedSegment, segment: Segment, recorder: Recorder
 ) -> None:
     pool = PoisonedPool(8)
-    result = await fetch(fetcher, wanted(made), pool, range(8))
+    result = await fetch(choosing, wanted(made), pool, range(8))
     assert (result.num_pages, result.failures) == (8, ())
     assert holds(pool, segment, range(8), range(8))
     # SMALL has two layer groups: of each of the four spans' two cells each is a run.
@@ -54,25 +47,25 @@ async def test_a_span_may_come_from_several_variants(
 
 
 async def test_what_is_read_ahead_is_not_chosen_again(
-    fetcher: Fetcher, made: CodedSegment, segment: Segment, store: SpoiltStore, recorder: Recorder
+    choosing: Fetcher, made: CodedSegment, segment: Segment, store: SpoiltStore, recorder: Recorder
 ) -> None:
-    fetcher.read_ahead(wanted(made)[:4], expire_s=60)
+    choosing.read_ahead(wanted(made)[:4], expire_s=60)
     await until_idle()
     assert store.num_gets == len(recorder.situations) == 4
     pool = PoisonedPool(8)
-    assert (await fetch(fetcher, wanted(made), pool, range(8))).num_pages == 8
+    assert (await fetch(choosing, wanted(made), pool, range(8))).num_pages == 8
     assert holds(pool, segment, range(8), range(8))
     assert store.num_gets == len(recorder.situations) == 8
-    await assert_nothing_held(fetcher)
+    await assert_nothing_held(choosing)
 
 
 async def test_a_segment_in_one_variant_needs_no_choice(
-    fetcher: Fetcher, segment: Segment, store: SpoiltStore, recorder: Recorder
+    choosing: Fetcher, segment: Segment, store: SpoiltStore, recorder: Recorder
 ) -> None:
     reader = SegmentReader(segment[0].manifest, make_quantiser("exact"))
     pool = PoisonedPool(8)
     sources = [PageSource(reader, page) for page in range(8)]
-    assert (await fetch(fetcher, sources, pool, range(8))).num_pages == 8
+    assert (await fetch(choosing, sources, pool, range(8))).num_pages == 8
     assert holds(pool, segment, range(8), range(8))
     assert not recorder.situations
 
@@ -93,19 +86,19 @@ async def test_slow_links_bring_small_chunks_and_fast_ones_easy_ones(
 
 
 async def test_fetches_that_share_link_and_decoders_are_looked_ahead_over_together(
-    fetcher: Fetcher, made: CodedSegment, store: SpoiltStore, recorder: Recorder
+    choosing: Fetcher, made: CodedSegment, store: SpoiltStore, recorder: Recorder
 ) -> None:
     store.gate.clear()
-    first = asyncio.create_task(fetch(fetcher, wanted(made), PoisonedPool(8), range(8)))
+    first = asyncio.create_task(fetch(choosing, wanted(made), PoisonedPool(8), range(8)))
     await until(lambda: store.num_gets == 4)  # as many as may always be under way
     num_alone = len(recorder.situations)
     alone = recorder.situations[-1].remaining
-    second = asyncio.create_task(fetch(fetcher, wanted(made)[:2], PoisonedPool(8), range(2)))
+    second = asyncio.create_task(fetch(choosing, wanted(made)[:2], PoisonedPool(8), range(2)))
     await until(lambda: len(recorder.situations) > num_alone)
     assert recorder.situations[-1].remaining > alone
     store.gate.set()
     await asyncio.gather(first, second)
     assert min(s.remaining for s in recorder.situations) == 1
     recorder.situations.clear()
-    await fetch(fetcher, wanted(made), PoisonedPool(8), range(8))
+    await fetch(choosing, wanted(made), PoisonedPool(8), range(8))
     assert recorder.situations[0].remaining == 8  # the fetches that have ended do not count

@@ -17,8 +17,7 @@ from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.plane.write.gather import PageBatch
 from sgl_kvfetch.plane.write.writer import Writer, commit_segment
 from sgl_kvfetch.stores.base import Lookup
-from sgl_kvfetch.tools.encoding.targets import make_targets
-from sgl_kvfetch.tools.encoding.transcode import transcode
+from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
 from tests.segments import SMALL, as_newer, make_heads, make_values, page_hashes
 
 SPEC = SegmentSpec(make_heads(SMALL), make_quantiser("exact"), "zstd", "240p", 4)

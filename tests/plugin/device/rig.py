@@ -28,8 +28,7 @@ from sgl_kvfetch import metrics
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plane.messages import Found
-from sgl_kvfetch.plane.run import run_data_plane
-from sgl_kvfetch.plane.service import Service
+from sgl_kvfetch.plane.service import Service, run_data_plane
 from sgl_kvfetch.plugin import data_plane as plane_module
 from sgl_kvfetch.plugin.device.backend import DeviceBackend
 from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache

@@ -34,7 +34,8 @@ from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.plan import PageSource
-from sgl_kvfetch.plane.fetch.sink import GuardedSink, restore_cell
+from sgl_kvfetch.plane.fetch.restore import restore_cell
+from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plugin.device import cache
 from sgl_kvfetch.plugin.device.cuda_pages import DEVICE_BYTES, CudaPages
 from sgl_kvfetch.plugin.device.pages import DevicePages

@@ -25,8 +25,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.plane.fetch import fetcher
-from sgl_kvfetch.plane.fetch.rounds import LayerProgress
-from sgl_kvfetch.plane.fetch.sink import restore_cell
+from sgl_kvfetch.plane.fetch.restore import restore_cell
+from sgl_kvfetch.plane.fetch.sink import LayerProgress
 from sgl_kvfetch.plugin.device import early, scheduler_hooks
 from sgl_kvfetch.plugin.device.fetch_state import State
 from tests.plugin.device.conftest import MakeRig

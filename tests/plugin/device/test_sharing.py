@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from sgl_kvfetch.plugin.device.fetch_state import State
-from sgl_kvfetch.plugin.device.sharing import Sharing
+from sgl_kvfetch.plugin.device.known import Sharing
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import Rig, prompt
 

@@ -17,8 +17,7 @@ from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plugin import data_plane as plane
 from sgl_kvfetch.plugin.host import storage as storage_module
 from sgl_kvfetch.plugin.host.pages import HostPages
-from sgl_kvfetch.tools.encoding.targets import make_targets
-from sgl_kvfetch.tools.encoding.transcode import transcode
+from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
 from sgl_kvfetch.types import TENSORS
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_caps, make_nvdec
 from tests.plugin.backends import Make, keys, make_pool, store_pages, tokens

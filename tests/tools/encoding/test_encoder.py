@@ -26,8 +26,7 @@ from sgl_kvfetch.stores.base import AdminStore, object_digest
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.tools.encoding import encoder as encoder_module
 from sgl_kvfetch.tools.encoding.encoder import EncodeOptions, Encoder, Garbage, Step
-from sgl_kvfetch.tools.encoding.targets import Target, make_targets
-from sgl_kvfetch.tools.encoding.transcode import transcode
+from sgl_kvfetch.tools.encoding.transcode import Target, make_targets, transcode
 from tests.segments import as_newer, make_segment
 from tests.tools.encoding.test_transcode import decoded_equal
 
@@ -40,8 +39,8 @@ class Meddler(LocalStore):
     """A store that lets a test act as another process at a chosen moment."""
 
     before_replace: Callable[[], object] | None = None
-    after_put: Callable[[str], object] | None = None
     garbles = ""  # a name whose bytes come back wrong
+    garbles_puts = False  # the last object put comes back wrong
 
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
         if self.before_replace is not None:
@@ -50,8 +49,8 @@ class Meddler(LocalStore):
 
     async def put(self, name: str, data: bytes) -> None:
         await super().put(name, data)
-        if self.after_put is not None:
-            await self.after_put(name)  # type: ignore[misc]
+        if self.garbles_puts:
+            self.garbles = name
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
         data = await super().get(name, start, length)
@@ -332,15 +331,11 @@ async def test_a_corrupt_segment_is_reported_and_left_unchanged(local: Meddler) 
 async def test_manifest_is_not_replaced_if_new_data_reads_back_wrong(local: Meddler) -> None:
     (segment,) = segments(1)
     await commit_segment(local, segment)
-
-    async def garble(name: str) -> None:
-        local.garbles = name
-
-    local.after_put = garble
+    local.garbles_puts = True
     tally = (await encode(local)).tally
     assert "checksum" in tally.failures[segment.manifest.key.manifest_name]
     assert await manifest_of(local, segment) == segment.manifest
-    local.after_put, local.garbles = None, ""
+    local.garbles_puts, local.garbles = False, ""
     assert await local.get(segment.data_name) == segment.data
 
 

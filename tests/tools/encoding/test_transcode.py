@@ -11,8 +11,16 @@ from sgl_kvfetch.codec.quant.exact import to_planes
 from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltIntegers
 from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_identity
 from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError
-from sgl_kvfetch.tools.encoding.targets import Target, is_done, make_targets, with_variants
-from sgl_kvfetch.tools.encoding.transcode import cheapest_variant, target_layouts, transcode, verify_variant
+from sgl_kvfetch.tools.encoding.transcode import (
+    Target,
+    cheapest_variant,
+    is_done,
+    make_targets,
+    target_layouts,
+    transcode,
+    verify_variant,
+    with_variants,
+)
 from sgl_kvfetch.types import KVGeometry
 from tests.segments import SMALL, make_segment, without_frame_sums
 

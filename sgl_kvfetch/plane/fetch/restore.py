@@ -1,0 +1,82 @@
+"""Restores cells: decodes them, dequantises their values and writes those to a pool. Runs on the decode pool."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from sgl_kvfetch import metrics, timeline
+from sgl_kvfetch.codec import Cell, CellValues, Decoders, Quantised, SegmentReader
+from sgl_kvfetch.plane.fetch.sink import FramePool, GuardedSink
+
+# Values dequantised at a time: dequantising needs several times their memory.
+_VALUES_AT_ONCE = 1 << 19
+_BYTES_A_VALUE = 24  # during dequantisation: a few copies in float32
+
+
+def restore_cell(
+    reader: SegmentReader,
+    cell: Cell,
+    data: memoryview,
+    decoders: Decoders,
+    *,
+    span_pages: Sequence[int],
+    pool_pages: Sequence[int],
+    sink: GuardedSink,
+    request: timeline.Request = timeline.NOBODY,
+) -> float:
+    """Decode one cell and write pages ``span_pages`` of its span into ``pool_pages``. Return the seconds it took.
+    ``decoders`` are those of the session that runs this. ``request`` is for the timeline.
+
+    Raises CorruptError, FormatError, UnsupportedError.
+    """
+    started_s = time.monotonic()
+    if isinstance(sink.pool, FramePool):
+        frames = reader.decode_frames(cell, data, decoders)
+        decoded_s = time.monotonic()
+        sink.pool.restore(frames, span_pages, pool_pages, sink.run)
+    else:
+        quantised = reader.decode_cell(cell, data, decoders)
+        decoded_s = time.monotonic()
+        _write_values(reader, cell, quantised, span_pages, pool_pages, sink)
+    ended_s = time.monotonic()
+    metrics.STAGE_SECONDS.labels("decode").observe(decoded_s - started_s)
+    metrics.STAGE_SECONDS.labels("restore").observe(ended_s - decoded_s)
+    timeline.add(request, "decode", started_s, decoded_s, bytes=len(data), codec=reader.variant.codec)
+    timeline.add(request, "restore", decoded_s, ended_s)
+    return ended_s - started_s
+
+
+def working_bytes(reader: SegmentReader, cell: Cell) -> int:
+    """Return the bytes of memory that `restore_cell` needs while it runs: frames, their integers, some values."""
+    num_values = reader.manifest.cell_values(cell)
+    return 2 * reader.frames_bytes(cell) + min(_VALUES_AT_ONCE, num_values) * _BYTES_A_VALUE
+
+
+def _write_values(
+    reader: SegmentReader,
+    cell: Cell,
+    quantised: Quantised,
+    span_pages: Sequence[int],
+    pool_pages: Sequence[int],
+    sink: GuardedSink,
+) -> None:
+    page_size, grid = reader.geometry.page_size, reader.manifest.grid
+    layers, heads = grid.layers(cell.layer_group), reader.heads_of(cell)
+    destinations = dict(zip(span_pages, pool_pages, strict=True))
+    num_pages = reader.manifest.span_tokens(cell.span) // page_size
+    step = max(1, _VALUES_AT_ONCE * num_pages // reader.manifest.cell_values(cell))
+    for first in range(0, num_pages, step):
+        wanted = [page for page in range(first, min(first + step, num_pages)) if page in destinations]
+        if not wanted:
+            continue
+        values = reader.dequantise_cell(cell, quantised, slice(wanted[0] * page_size, (wanted[-1] + 1) * page_size))
+        if len(wanted) <= wanted[-1] - wanted[0]:
+            values = _pages_of(values, page_size, [page - wanted[0] for page in wanted])
+        if not sink.write(layers, heads, [destinations[page] for page in wanted], values):
+            return
+
+
+def _pages_of(values: CellValues, page_size: int, pages: Sequence[int]) -> CellValues:
+    """Select some pages of the values."""
+    return CellValues(*(x.reshape(-1, page_size, *x.shape[1:])[list(pages)].flatten(0, 1) for x in values))
