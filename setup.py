@@ -4,20 +4,24 @@
 `triton_kernels` exists elsewhere, and SGLang asks whether it can be imported. `packages.find` and an explicit package
 cannot be combined in pyproject.toml.
 
-The native coder uses Python's stable interface alone: one wheel serves every Python from 3.11 on.
+The native modules use Python's stable interface alone: one wheel serves every Python from 3.11 on.
 """
 
 from setuptools import Extension, find_namespace_packages, setup
 
 packages = find_namespace_packages(include=["sgl_kvfetch", "sgl_kvfetch.*"])
-ans = Extension(
-    "sgl_kvfetch.codec.bitstream._ans",
-    ["sgl_kvfetch/codec/bitstream/ans.cpp"],
-    py_limited_api=True,
-    extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden"],
-)
+extensions = [
+    Extension(
+        f"sgl_kvfetch.codec.{folder}._{name}",
+        [f"sgl_kvfetch/codec/{folder}/{name}.cpp"],
+        py_limited_api=True,
+        # No fused multiply-adds: results are the same on every CPU.
+        extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-ffp-contract=off"],
+    )
+    for folder, name in (("bitstream", "ans"), ("quant", "klt"))
+]
 setup(
     packages=sorted({*packages, "sgl_kvfetch.triton_kernels"}),
-    ext_modules=[ans],
+    ext_modules=extensions,
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -91,7 +91,7 @@ Inverse = ByteInverse | StepInverse | TransformInverse  # the restore kernels ta
 
 
 class Quantiser(ABC):
-    """Maps the KV values of a cell to 8-bit integers and back. Stateless; works on any device."""
+    """Maps the KV values of a cell, on the host, to 8-bit integers and back. Stateless."""
 
     # Name and parameters, as recorded in the namespace. Equal identities can restore each other's integers.
     identity: str

@@ -24,10 +24,11 @@ import torch
 
 from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.layout.regions import region_layout
+from sgl_kvfetch.codec.quant import _klt
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Part, Quantised, Quantiser, TransformInverse
 from sgl_kvfetch.codec.quant.exact import from_planes, to_planes
 from sgl_kvfetch.codec.quant.profile import CellProfile, Profile
-from sgl_kvfetch.codec.quant.rope import rotate, unrotate
+from sgl_kvfetch.codec.quant.rope import unrotate
 from sgl_kvfetch.codec.quant.sensitivity import features, log_cost
 from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
 from sgl_kvfetch.types import KVGeometry
@@ -42,7 +43,7 @@ EXACT = 0  # instead of an exponent: the token's values are in the part "exact"
 UNIT = 128  # the exponent of scale 1
 _MOST_EXPONENT = 8
 
-_WIDE_RANGE = (torch.float32, torch.bfloat16)
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of the native half
 # Whether the CPU multiplies matrices in bfloat16, which is several times as fast as float32.
 _HAS_BFLOAT16 = any(torch.cpu.get_capabilities().get(name) for name in ("amx_bf16", "avx512_bf16"))
 
@@ -193,20 +194,40 @@ class KltQuantiser(KltIntegers):
         first, end, _ = tokens.indices(len(exponents))
         mean, rope = self.profile.cells[self._key(place)].mean, self.profile.rope
         matrix = self._matrix(place, dtype)
-        n = integers[:, first:end].to(matrix.dtype).sub_(ZERO)  # exact in bfloat16, too
+        n = integers[:, first:end].T.to(matrix.dtype, memory_format=torch.contiguous_format).sub_(ZERO)  # exact
         scales = scales_of(exponents[first:end]) * self.step
-        x = (matrix @ n).T.contiguous().float().mul_(scales[:, None]).add_(mean)
-        k, v = self._split(x, place)
-        if rope is not None:
-            k = rotate(k, rope.table(place.tokens.start + first, end - first, k.device), rope)
-        if dtype not in _WIDE_RANGE:
-            largest = torch.finfo(dtype).max
-            k, v = (t.clamp_(-largest, largest) for t in (k, v))
-        values = CellValues(k.to(dtype), v.to(dtype))
+        table = None if rope is None else rope.table(place.tokens.start + first, end - first)
+        values = self._restored(n @ matrix, scales, mean, table, dtype, place)
         wanted = (which >= first) & (which < end)
         for restored, kept in zip(values, exact, strict=True):
             restored[which[wanted] - first] = kept[wanted]
         return values
+
+    def _restored(
+        self,
+        product: torch.Tensor,
+        scales: torch.Tensor,
+        mean: torch.Tensor,
+        table: torch.Tensor | None,
+        dtype: torch.dtype,
+        place: CellPlace,
+    ) -> CellValues:
+        """Return a cell's values from ``(tokens, channels)`` of its integers times the matrix."""
+        num_tokens, heads = len(product), len(place.layers) * len(place.heads)
+        dims = self.profile.k_head_dim, self.profile.v_head_dim
+        native = dtype if dtype in _TYPES else torch.float32
+        shape = num_tokens, len(place.layers), len(place.heads)
+        k, v = (torch.empty((*shape, dim), dtype=native) for dim in dims)
+        rope = self.profile.rope
+        pairs, is_interleaved = (0, False) if rope is None else (rope.rotary_dim // 2, rope.interleaved)
+        tensors = product, scales, mean, product if table is None else table, k, v
+        assert all(x.is_contiguous() and not x.is_cuda for x in tensors)
+        addresses = (x.data_ptr() for x in tensors)
+        _klt.restore(num_tokens, heads, *dims, pairs, is_interleaved, _TYPES[product.dtype], _TYPES[native], *addresses)
+        if native != dtype:
+            largest = torch.finfo(dtype).max
+            k, v = (t.clamp_(-largest, largest).to(dtype) for t in (k, v))
+        return CellValues(k, v)
 
     def exact_tokens(
         self, quantised: Quantised, dtype: torch.dtype, place: CellPlace
@@ -231,12 +252,12 @@ class KltQuantiser(KltIntegers):
         return self.dequantise((exponents, zeros[:0].flatten(), zeros), dtype, place)
 
     def _matrix(self, place: CellPlace, dtype: torch.dtype) -> torch.Tensor:
-        """Return the inverse transform for values of ``dtype``, transposed, which is fastest. For bfloat16 it is
-        bfloat16, so that sums are rounded as the values are in the end."""
+        """Return the inverse transform for values of ``dtype``. For bfloat16 it is bfloat16, so that sums are rounded
+        as the values are in the end."""
         key = self._key(place)
         if (key, dtype) not in self._matrices:
             used = torch.bfloat16 if dtype == torch.bfloat16 and _HAS_BFLOAT16 else torch.float32
-            self._matrices[key, dtype] = self.inverse_of(place).matrix.T.to(used).contiguous()
+            self._matrices[key, dtype] = self.inverse_of(place).matrix.to(used).contiguous()
         return self._matrices[key, dtype]
 
     def _forward(self, key: tuple[int, int]) -> torch.Tensor:
