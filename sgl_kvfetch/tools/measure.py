@@ -17,7 +17,7 @@ from rich.table import Table
 from sgl_kvfetch.codec import PLANES, region_layout
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.plane import DecodeProfile, Sample, measure_profile
-from sgl_kvfetch.prompts import read_texts
+from sgl_kvfetch.prompts import read_texts, text_digest
 from sgl_kvfetch.tools.terminal import format_size, json_flag, make_console, make_progress, make_table, option, show
 
 if TYPE_CHECKING:  # these load torch and codecs
@@ -106,7 +106,7 @@ def calibrate(
     describe = Calibration(
         model=os.path.basename(os.path.normpath(model)),
         weights=fingerprint_model(model),
-        text=", ".join(file.name for file in text),
+        text=", ".join(f"{file.name} ({text_digest(file)})" for file in text),
         num_windows=windows,
         context_tokens=context,
         continuation_tokens=continuation,
