@@ -1,4 +1,4 @@
-"""Converts a Llama's GGUF file, as llama.cpp reads it, into a Hugging Face folder in bfloat16."""
+"""Converts the GGUF file of a Llama or a Qwen2, as llama.cpp reads it, into a Hugging Face folder in bfloat16."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NAMES = {
 def convert(source: Path, folder: Path, say: Callable[[str], None]) -> None:
     """Write weights, config and tokenizer to ``folder``, which exists. ``say`` gets a line for each step.
 
-    Raises ConfigError if the file's architecture is not 'llama', or if it lacks metadata.
+    Raises ConfigError if the file's architecture is neither 'llama' nor 'qwen2', or if it lacks metadata.
     """
     from gguf import GGUFReader
     from safetensors.torch import save_file
@@ -51,8 +51,8 @@ def convert(source: Path, folder: Path, say: Callable[[str], None]) -> None:
 
 
 def _config(reader: GGUFReader) -> Any:
-    """Return the model's transformers.LlamaConfig."""
-    from transformers import LlamaConfig
+    """Return the model's config, a transformers.LlamaConfig or Qwen2Config."""
+    from transformers import LlamaConfig, Qwen2Config
 
     def value(key: str) -> Any:
         field = reader.get_field(key)
@@ -60,20 +60,22 @@ def _config(reader: GGUFReader) -> Any:
             raise ConfigError(f"the GGUF file has no metadata {key}")
         return field.contents()
 
-    if (architecture := value("general.architecture")) != "llama":
-        raise ConfigError(f"the GGUF file has the architecture {architecture!r}; only 'llama' can be converted")
-    return LlamaConfig(
-        architectures=["LlamaForCausalLM"],
+    architecture = value("general.architecture")
+    if architecture not in ("llama", "qwen2"):
+        raise ConfigError(f"the GGUF file has the architecture {architecture!r}; expected 'llama' or 'qwen2'")
+    config, name = (LlamaConfig, "Llama") if architecture == "llama" else (Qwen2Config, "Qwen2")
+    return config(
+        architectures=[f"{name}ForCausalLM"],
         dtype="bfloat16",
-        vocab_size=value("llama.vocab_size"),
-        hidden_size=value("llama.embedding_length"),
-        intermediate_size=value("llama.feed_forward_length"),
-        num_hidden_layers=value("llama.block_count"),
-        num_attention_heads=value("llama.attention.head_count"),
-        num_key_value_heads=value("llama.attention.head_count_kv"),
-        max_position_embeddings=value("llama.context_length"),
-        rms_norm_eps=value("llama.attention.layer_norm_rms_epsilon"),
-        rope_theta=value("llama.rope.freq_base"),
+        vocab_size=len(value("tokenizer.ggml.tokens")),
+        hidden_size=value(f"{architecture}.embedding_length"),
+        intermediate_size=value(f"{architecture}.feed_forward_length"),
+        num_hidden_layers=value(f"{architecture}.block_count"),
+        num_attention_heads=value(f"{architecture}.attention.head_count"),
+        num_key_value_heads=value(f"{architecture}.attention.head_count_kv"),
+        max_position_embeddings=value(f"{architecture}.context_length"),
+        rms_norm_eps=value(f"{architecture}.attention.layer_norm_rms_epsilon"),
+        rope_theta=value(f"{architecture}.rope.freq_base"),
         tie_word_embeddings=all(tensor.name != "output.weight" for tensor in reader.tensors),
         bos_token_id=value("tokenizer.ggml.bos_token_id"),
         eos_token_id=value("tokenizer.ggml.eos_token_id"),
@@ -82,7 +84,7 @@ def _config(reader: GGUFReader) -> Any:
 
 
 def _weights(reader: GGUFReader, config: Any) -> dict[str, Any]:
-    """Return the weights as bfloat16 tensors, by transformers' names."""
+    """Return the weights and biases as bfloat16 tensors, by transformers' names."""
     import torch
     from gguf.quants import dequantize
 
@@ -90,13 +92,13 @@ def _weights(reader: GGUFReader, config: Any) -> dict[str, Any]:
     weights = {}
     for tensor in reader.tensors:
         *block, name, kind = tensor.name.split(".")  # blk.7.attn_q.weight, or output_norm.weight
-        if name not in _NAMES or kind != "weight":
+        if name not in _NAMES or kind not in ("weight", "bias"):
             raise ConfigError(f"the GGUF file has an unknown tensor {tensor.name}")
         values = dequantize(tensor.data, tensor.tensor_type)
-        if name in heads:
+        if name in heads and config.model_type == "llama":  # llama.cpp keeps a Qwen2's rows as transformers has them
             values = _in_transformers_order(values, heads[name])
         layer = f"model.layers.{block[1]}." if block else ""
-        weights[f"{layer}{_NAMES[name]}.weight"] = torch.tensor(values, dtype=torch.bfloat16)
+        weights[f"{layer}{_NAMES[name]}.{kind}"] = torch.tensor(values, dtype=torch.bfloat16)
     return weights
 
 

@@ -1,4 +1,4 @@
-"""Makes the real model's profile for ``klt``. It is calibrated once and kept beside the model.
+"""Makes a real model's profile for ``klt``. It is calibrated once and kept beside the model.
 
 python -m benchmarks.real_profile    # prints the profile's path
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.prose import prose
-from benchmarks.real_model import Say, real_model, say_on_stderr
+from benchmarks.real_model import MODELS, SMOLLM2, ModelSource, Say, real_model, say_on_stderr
 from benchmarks.report import make_parser, no_traceback
 from sgl_kvfetch.codec.quant.profile import PROFILE_VERSION
 from sgl_kvfetch.errors import ConfigError
@@ -25,25 +25,29 @@ _ARGUMENTS = ("--windows", "12", "--context", "1024", "--continuation", "256", "
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    make_parser("benchmarks.real_profile", __doc__).parse_args(argv)
+    parser = make_parser("benchmarks.real_profile", __doc__)
+    parser.add_argument("--model", choices=MODELS, default="smollm2-135m", help="see benchmarks.real_model")
+    args = parser.parse_args(argv)
     with no_traceback():
-        print(real_profile())
+        print(real_profile(source=MODELS[args.model]))
     return 0
 
 
-def real_profile(say: Say = say_on_stderr) -> Path:
-    """Return the profile's path. Make the profile if the cache does not have it, which takes two cores a few minutes.
+def real_profile(say: Say = say_on_stderr, source: ModelSource = SMOLLM2) -> Path:
+    """Return the profile's path. Make the profile if the cache does not have it.
+
+    SmolLM2 takes two cores a few minutes; the other model takes a quarter of an hour and 9 GB of memory.
 
     It uses about half of the default windows of ``kvfetch calibrate``, which is enough for a demonstration. Raises
     ConfigError.
     """
-    model = real_model(say)
+    model = real_model(say, source)
     made_by = (PROFILE_VERSION, _ARGUMENTS, sys.version_info[:3], _code_digest())
     digest = hashlib.sha256(repr(made_by).encode()).hexdigest()[:12]
     path = model.with_name(f"{model.name}-{digest}.profile")
     if path.is_file():
         return path
-    say("calibrating, which takes a few minutes the first time")
+    say("calibrating, which takes some minutes the first time")
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         text, made = Path(folder, "python-reference.txt"), Path(folder, "profile")
         text.write_text(prose())

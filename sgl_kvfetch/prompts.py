@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import xxhash
 from msgspec import Meta
 
 from sgl_kvfetch.errors import ConfigError
@@ -30,6 +31,14 @@ def read_texts(file: Path) -> list[str]:
 def read_prompts(file: Path) -> list[Prompt]:
     """Like ``read_texts``, but ``prompt`` may also be a list of token numbers."""
     return _read(file, Prompt, "an object with a 'prompt', a string or a list of tokens")
+
+
+def text_digest(file: Path) -> str:
+    """Return 16 hex digits that tell the contents of text files apart. Raises ConfigError."""
+    try:
+        return xxhash.xxh3_64_hexdigest(file.read_bytes())
+    except OSError as e:
+        raise ConfigError(f"{file}: {e}") from e
 
 
 def _read(file: Path, kind: Any, expected: str) -> list[Any]:

@@ -25,7 +25,7 @@ from benchmarks.report import make_parser, make_table, no_traceback, output_file
 from sgl_kvfetch.codec.calibrate.model import KVModel, fractions_of
 from sgl_kvfetch.codec.quant.profile import Profile, load_profile
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.prompts import read_texts
+from sgl_kvfetch.prompts import read_texts, text_digest
 
 _WIDTH = 140  # wide enough that no row wraps
 
@@ -58,7 +58,8 @@ def _benchmark(args: argparse.Namespace, console: Console) -> None:
     if profile is not None and _was_calibrated_on(profile, args.text, args.part):
         note = f"{args.profile} was calibrated on text that is measured here, so klt looks too good; see --part"
         console.print(note, style="yellow", markup=False)
-    if has_kvtc and args.calibrate_text == args.text and _overlap(args.part, args.calibrate_part):
+    same_text = has_kvtc and text_digest(args.calibrate_text) == text_digest(args.text)
+    if same_text and _overlap(args.part, args.calibrate_part):
         note = "KVTC was calibrated on text that is measured here, so it looks too good; see --calibrate-part"
         console.print(note, style="yellow", markup=False)
     if args.json:
@@ -94,8 +95,8 @@ def _require_profile_of(profile: Profile, model: KVModel) -> None:
 
 
 def _was_calibrated_on(profile: Profile, text: Path, part: str) -> bool:
-    """Return whether the profile was calibrated on this part of the text, judged by the file's name."""
-    return text.name in profile.calibration.text.split(", ") and _overlap(part, profile.calibration.part or "0:1")
+    """Return whether the profile was calibrated on this part of the text, judged by the file's content."""
+    return text_digest(text) in profile.calibration.text and _overlap(part, profile.calibration.part or "0:1")
 
 
 def _overlap(part: str, other: str) -> bool:

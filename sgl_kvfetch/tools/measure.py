@@ -17,7 +17,7 @@ from rich.table import Table
 from sgl_kvfetch.codec import PLANES, region_layout
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.plane import DecodeProfile, Sample, measure_profile
-from sgl_kvfetch.prompts import read_texts
+from sgl_kvfetch.prompts import read_texts, text_digest
 from sgl_kvfetch.tools.terminal import format_size, json_flag, make_console, make_progress, make_table, option, show
 
 if TYPE_CHECKING:  # these load torch and codecs
@@ -57,7 +57,7 @@ def calibrate(
     device: Annotated[str, option("DEVICE", "cpu, cuda, or cuda:N.", show_default="cuda if there is one")] = "",
     dtype: Annotated[
         Literal["float32", "bfloat16"],  # in float16 the gradients would be lost
-        option(None, "The model's compute type; in bfloat16, rounding hides small divergences."),
+        option(None, "The compute type for measuring the accuracy; in bfloat16, rounding hides small divergences."),
     ] = "float32",
     seed: Annotated[int, option("SEED", "For the tokens that are sampled to weigh errors.")] = 0,
     as_json: Annotated[
@@ -94,7 +94,7 @@ def calibrate(
         raise ConfigError(f"--out {out}: expected a file in an existing directory")
     prompts = [prompt for file in text for prompt in read_texts(file)]
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    loaded = KVModel(model, device=device, dtype=getattr(torch, dtype))
+    loaded = KVModel(model, device=device, dtype=torch.bfloat16 if dtype == "bfloat16" else None)
     if loaded.num_heads % tp_size and tp_size % loaded.num_heads:
         raise ConfigError(f"--tp-size {tp_size}: cannot divide {loaded.num_heads} KV heads evenly among the ranks")
     window_tokens = context + continuation
@@ -107,14 +107,16 @@ def calibrate(
     describe = Calibration(
         model=os.path.basename(os.path.normpath(model)),
         weights=fingerprint_model(model),
-        text=", ".join(file.name for file in text),
+        text=", ".join(f"{file.name} ({text_digest(file)})" for file in text),
         num_windows=windows,
         context_tokens=context,
         continuation_tokens=continuation,
         notes=notes,
         part=part,
     )
-    options = CalibrationOptions(num_context=context, max_channels=max_channels, tp_size=tp_size, seed=seed)
+    options = CalibrationOptions(
+        num_context=context, max_channels=max_channels, tp_size=tp_size, accuracy_dtype=getattr(torch, dtype), seed=seed
+    )
     profile = calibrate_model(loaded, ids, rope, describe, options, _progress)
     profile.save(out)
     summary = _summary(profile)

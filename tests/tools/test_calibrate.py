@@ -14,6 +14,7 @@ from sgl_kvfetch import codec
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
+from sgl_kvfetch.prompts import text_digest
 from sgl_kvfetch.tools.app import app
 
 
@@ -44,7 +45,8 @@ def test_a_profile_is_written_and_described(model: Path, text: Path, tmp_path: P
     assert f"default target_kl is {profile.default_target_kl:.2g}." in result.output
     assert profile.rope is not None
     assert profile.calibration.weights == fingerprint_model(str(model))
-    assert (profile.calibration.model, profile.calibration.text) == (model.name, "words")
+    assert profile.calibration.model == model.name
+    assert profile.calibration.text == f"words ({text_digest(text)})"
     assert profile.calibration.part == "0.2:0.9"
 
 

@@ -35,6 +35,7 @@ from sgl_kvfetch.types import TENSORS, CellGrid
 _UNIT_KL = 1e-4
 _STEPS = tuple(2.0 ** (1.5 * i - 5) for i in range(8))
 _SAMPLE_BYTES = 1 << 30  # limit of the tokens that are kept for fitting their costs
+_ROWS_AT_ONCE = 64  # of distributions, which are as wide as the vocabulary
 _MOST_LAYERS = 12  # in one cell: the restore kernel is unrolled over them
 _FEW_NEED_MORE = 0.99  # a coefficient that is zero in this fraction of the tokens is left out
 
@@ -53,12 +54,14 @@ _BLOCK_FLOOR = 1e-6
 @dataclass(frozen=True, slots=True)
 class CalibrationOptions:
     """Settings of a calibration. ``max_channels`` limits the width of cells, see ``cell_grid``; ``grid`` replaces its
-    choice. ``tp_size`` is SGLang's. ``sensitivity=False`` gives all tokens the same scale. ``grid`` and ``sensitivity``
-    are for experiments."""
+    choice. ``tp_size`` is SGLang's. The accuracy is measured with a model that computes in ``accuracy_dtype``; the
+    gradients are computed as the model comes. ``sensitivity=False`` gives all tokens the same scale. ``grid`` and
+    ``sensitivity`` are for experiments."""
 
     num_context: int = 1024
     max_channels: int = 1536
     tp_size: int = 1
+    accuracy_dtype: torch.dtype = torch.float32
     grid: CellGrid | None = None
     seed: int = 0
     sensitivity: bool = True
@@ -79,7 +82,8 @@ def calibrate_model(
     """Return the profile of a model.
 
     ``windows``: ``(tokens,)`` each: ``options.num_context`` tokens of context, then the continuation. The curve is
-    measured on a fifth of the windows, at least one, which the fit does not see.
+    measured on a fifth of the windows, at least one, which the fit does not see. ``model`` then computes in
+    ``options.accuracy_dtype``.
 
     Raises ConfigError for too little text, values that are not finite, or a KL divergence that does not grow.
     """
@@ -114,6 +118,8 @@ def calibrate_model(
         context_kl=1.0,
         calibration=describe,
     )
+    del moments, sample, cells
+    model.compute_in(options.accuracy_dtype)
     return measure_curve(model, profile, held_out, options.num_context, progress)
 
 
@@ -239,7 +245,8 @@ class _Context:
     def divergence(self, model: KVModel, restored: CellValues) -> float:
         """Return the KL divergence of the model's predictions after ``restored``, in nats a token."""
         log_p = model.log_probabilities(*restored, self.continuation)
-        return float((self.expected.exp() * (self.expected - log_p)).sum(-1).mean())
+        pairs = zip(*(torch.split(x, _ROWS_AT_ONCE) for x in (self.expected, log_p)), strict=True)
+        return sum(float((p.exp() * (p - q)).sum()) for p, q in pairs) / len(log_p)
 
 
 def _there_and_back(quantiser: KltQuantiser, values: CellValues) -> tuple[CellValues, float]:

@@ -26,20 +26,22 @@ class KVModel:
     is the rotated part of the one vector that a token has in a layer, and V is the rest, the latent vector.
     """
 
-    def __init__(self, path: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, path: str, *, device: str = "cpu", dtype: torch.dtype | None = torch.float32) -> None:
         """Load a model. ``path``: anything that transformers loads. float32 keeps rounding errors of the model itself
-        out of small divergences.
+        out of small divergences. None is for gradients: bfloat16 if servers run the model in it and ``device``
+        multiplies it several times as fast, or else float32.
 
         Raises ConfigError if nothing can be loaded, UnsupportedError if the attention has no plain K and V.
         """
         try:
-            from transformers import AutoModelForCausalLM, AutoTokenizer
+            from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
         except ImportError as e:
             raise ConfigError(
                 f"this needs transformers, which is not installed: pip install 'sgl-kvfetch[bench]' ({e})"
             ) from e
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
+            dtype = dtype or _fast_dtype(AutoConfig.from_pretrained(path), device)
             model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
         except (OSError, ValueError) as e:
             raise ConfigError(f"no model with a tokenizer at {path!r}: {str(e).splitlines()[0]}") from e
@@ -52,6 +54,13 @@ class KVModel:
         k, v = self.kv(torch.zeros(1, dtype=torch.long))
         self.num_layers, self.num_heads, self.k_head_dim = k.shape[1:]
         self.v_head_dim = v.shape[3]
+
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Convert the weights to ``dtype``. Quantised weights and buffers (rotary frequencies) stay as they are."""
+        before = self.model.dtype
+        for weight in self.model.parameters():
+            if weight.dtype == before:
+                weight.data = weight.data.to(dtype)
 
     def tokenise(self, text: str) -> torch.Tensor:
         """Return the tokens of a text, ``(tokens,)`` int64, without ``start``."""
@@ -107,6 +116,11 @@ class KVModel:
             cache.update(*pair, layer)
         logits = self.model(ids[None].to(self.device), past_key_values=cache, use_cache=True).logits[0]
         return torch.log_softmax(logits.float(), -1)
+
+
+def _fast_dtype(config: Any, device: str) -> torch.dtype:
+    fast = device != "cpu" or any(torch.cpu.get_capabilities().get(name) for name in ("amx_bf16", "avx512_bf16"))
+    return torch.bfloat16 if fast and config.get_text_config().dtype == torch.bfloat16 else torch.float32
 
 
 def prompt_start(tokenizer: Any) -> torch.Tensor:

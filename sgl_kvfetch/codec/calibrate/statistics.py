@@ -136,7 +136,7 @@ def gather_window(
     leaves = CellValues(*(x.clone().requires_grad_(True) for x in plain))
     log_p = model.log_probabilities(_turned(leaves.k, rope, rotate), leaves.v, window[num_context:])
     if bool(log_p.isnan().any()):
-        raise ConfigError(f"the model's log probabilities contain NaN in {model.model.dtype}; try float32")
+        raise ConfigError(f"the model's log probabilities contain NaN in {model.model.dtype}")
     drawn = torch.multinomial(log_p.detach().exp().cpu(), _DRAWS, replacement=True, generator=generator)
     costs = [torch.zeros(x.shape[:3], device=x.device) for x in plain]
     for draw in range(_DRAWS):

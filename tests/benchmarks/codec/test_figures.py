@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from harness.models import make_tiny_llama
 from sgl_kvfetch.codec.calibrate.model import KVModel
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.prompts import text_digest
 from tests.benchmarks.codec.kv import make_kv
 from tests.benchmarks.conftest import Run
 from tests.codec.quant.profiles import make_profile
@@ -42,6 +45,26 @@ def test_codec(run: Run, tiny_llama: Path, text: Path, tmp_path: Path) -> None:
     assert rows["kivi-2"]["kl"] > rows["kivi-4"]["kl"] > 0
     assert sum(rows["klt-0.001/zstd"]["shares"].values()) == pytest.approx(1)
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_measuring_the_calibrations_text_is_noticed(
+    run: Run, tiny_llama: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the file is called; and another text of the same name is no reason to warn."""
+    profile = make_profile(num_layers=4, num_heads=2, head_dim=64, cell_heads=2)
+    args = ["--model", tiny_llama, "--windows", 1, "--context", 128, "--continuation", 16]
+    klt = ["--methods", "klt-0.001/zstd"]
+    other, copy = tmp_path / "other" / text.name, tmp_path / "copy"
+    other.parent.mkdir()
+    copy.write_bytes(text.read_bytes())
+    other.write_text(f"more {text.read_text()}")
+    for calibrated_on, part, warns in ((text, "0:1", True), (text, "0.9:1", False), (other, "0:1", False)):
+        described = msgspec.structs.replace(
+            profile.calibration, text=f"{text.name} ({text_digest(calibrated_on)})", part=part
+        )
+        replace(profile, calibration=described).save(tmp_path / "p")
+        run(main, *args, "--text", copy, "--part", "0:0.8", *klt, "--profile", tmp_path / "p")
+        assert ("so klt looks too good" in capsys.readouterr().out) == warns
 
 
 def test_answers(run: Run, tiny_llama: Path, text: Path) -> None:

@@ -1,11 +1,13 @@
 """Calibration of a small random model: the Fisher information foretells the divergence that is measured."""
 
+import shutil
 from itertools import pairwise
 from math import log
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from harness.models import make_tiny_llama
 from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model, measure_curve
@@ -52,6 +54,31 @@ def test_fine_steps_cost_what_was_foretold(profile: Profile) -> None:
         assert 0.3 < point.kl / (1e-4 * point.step**2) < 1
     for finer, coarser in pairwise(fine):
         assert coarser.kl == pytest.approx(finer.kl * (coarser.step / finer.step) ** 2, rel=0.25)
+
+
+def test_gradients_in_bfloat16_do_as_well(
+    model: KVModel, windows: list[torch.Tensor], profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights come in bfloat16, as most do. The accuracy is measured in float32 all the same."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    path = Path(model.path).parent / "bfloat16"
+    shutil.copytree(model.path, path)
+    AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(path)
+    low = KVModel(str(path), dtype=None)
+    assert low.model.dtype == torch.bfloat16
+    low.model.lm_head.weight.mul_(0.02)
+    found = calibrate_model(low, windows, profile.rope, CALIBRATION, CalibrationOptions(num_context=CONTEXT))
+    assert low.model.dtype == torch.float32
+    assert all(x.dtype == torch.float32 for x in low.inverse_frequencies())
+    measured = measure_curve(model, found, windows[:2], CONTEXT)
+    for kl in (2e-5, 2e-4):
+        assert bits_at(measured, kl) == pytest.approx(bits_at(profile, kl), rel=0.02)
+
+
+@pytest.mark.parametrize("capability", ["avx512_bf16", "avx2"])
+def test_weights_in_float32_stay_so(model: KVModel, capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {capability: True})
+    assert KVModel(model.path, dtype=None).model.dtype == torch.float32
 
 
 def test_wider_cells_need_fewer_bits(model: KVModel, windows: list[torch.Tensor], profile: Profile) -> None:
