@@ -54,7 +54,7 @@ _WIDTH = 120
 
 def methods(profile: Path) -> dict[str, dict[str, Any] | None]:
     """Return the keys of our config for each method; None if SGLang runs without our plugin."""
-    ours = {"profile": str(profile.absolute()), "codec": "hevc"}
+    ours = {"profile": str(profile.absolute())}
     return {
         COMPUTING: None,
         "raw reuse": {"quantiser": "exact", "codec": "raw"},

@@ -40,12 +40,13 @@ def container(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         monkeypatch.setenv("CONTAINERS_STORAGE_CONF", str(storage))
         monkeypatch.setenv("BUILDAH_ISOLATION", "chroot")
         debian = str(Path(folder, "debian.tar"))
-        run("mmdebstrap", "--variant=essential", "--include=python3-venv", "bookworm", debian)
+        run("mmdebstrap", "--variant=essential", "--include=python3-venv,python3-dev,g++", "bookworm", debian)
         base = run("buildah", "from", "scratch")
         run("buildah", "add", base, debian, "/")
         run("buildah", "commit", "--rm", base, "localhost/base")
         volumes = [f"--volume={name}:{name}:ro" for name in OF_THIS_MACHINE]
-        build = ["buildah", "bud", "--format=docker", "--build-arg=BASE=localhost/base", *volumes]
+        bases = [f"--build-arg={name}=localhost/base" for name in ("BASE", "BUILD_BASE")]
+        build = ["buildah", "bud", "--format=docker", *bases, *volumes]
         run(*build, "--tag=localhost/kvfetch", f"--file={ROOT / 'deploy' / 'Containerfile'}", str(ROOT))
         yield run("buildah", "from", "localhost/kvfetch")
 
