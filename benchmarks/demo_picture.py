@@ -9,8 +9,9 @@ import numpy as np
 
 from benchmarks.report import COLOURS, figure
 from sgl_kvfetch.codec.container.manifest import decode_manifest
-from sgl_kvfetch.codec.container.segment import SegmentReader
+from sgl_kvfetch.codec.container.segment import SegmentReader, layouts_of
 from sgl_kvfetch.codec.quant.registry import quantiser_from_identity
+from sgl_kvfetch.plane.client import RESOLUTION
 
 
 def draw(path: Path, times_s: Mapping[str, float], title: str, store: Path) -> None:
@@ -22,7 +23,7 @@ def draw(path: Path, times_s: Mapping[str, float], title: str, store: Path) -> N
         left.invert_yaxis()
         left.set(xlabel="time to first token (s)")
         right.imshow(_first_frame(store), interpolation="nearest")
-        right.set(title="a frame of the KV cache as video: three colour planes", xticks=[], yticks=[])
+        right.set(title="the KV cache as a picture: three colour planes", xticks=[], yticks=[])
 
 
 def _first_frame(store: Path) -> np.ndarray:
@@ -33,7 +34,8 @@ def _first_frame(store: Path) -> np.ndarray:
     data = (store / reader.data_name).read_bytes()
     cell = next(iter(manifest.cells()))
     start, end = reader.cell_range(cell)
-    decoded = reader.decode_frames(cell, data[start:end])
-    frames = next(x for x, layout in reversed(list(zip(decoded.parts, decoded.layouts, strict=True))) if layout)
-    picture: np.ndarray = frames[0].cpu().numpy().transpose(1, 2, 0)
+    parts = zip(manifest.parts, reader.decode_cell(cell, data[start:end]), strict=True)
+    part, integers = [each for each in parts if each[0].layout][-1]
+    layout = layouts_of(manifest, reader.quantiser, RESOLUTION)[part.layout]
+    picture: np.ndarray = layout.to_frames(integers)[0].numpy().transpose(1, 2, 0)
     return picture

@@ -8,13 +8,23 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from sgl_kvfetch.codec import FILL, Cell, Manifest, Quantised, SegmentReader, quantiser_from_identity
+from sgl_kvfetch.codec import (
+    FILL,
+    Cell,
+    Layout,
+    Manifest,
+    Quantised,
+    SegmentReader,
+    layouts_of,
+    quantiser_from_identity,
+)
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores import Objects
 from sgl_kvfetch.tools.summary import layer_range
 
 THUMBNAIL_SIDE = 432  # pixels, at most
 MAX_SHEET_ROWS = 24
+_RESOLUTION = "240p"
 _MARGIN = 12
 _TEXT_HEIGHT = 15
 _FONT = ImageFont.load_default(size=_TEXT_HEIGHT)
@@ -66,8 +76,10 @@ class PictureWriter:
         for index, (part, integers) in enumerate(zip(self._manifest.parts, quantised, strict=True)):
             if not part.layout:
                 continue
-            layout = self._reader.variant.layouts[part.layout]
-            # The layout is a bijection, so these are exactly the frames that the codec decoded.
+            layout: Layout = self._reader.variant.layouts[part.layout]
+            if layout.is_flat:  # no pictures: draw those that a video would have
+                layout = layouts_of(self._manifest, self._reader.quantiser, _RESOLUTION)[part.layout]
+            # The layout is a bijection, so these are exactly the frames of the integers that the codec decoded.
             frames = layout.to_frames(integers).numpy()
             stem = f"span{cell.span}_{self._name(cell, '')}_{part.name.replace(' ', '')}"
             count = min(len(frames), self._max_frames)

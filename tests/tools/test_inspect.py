@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from harness.small_segments import expiring
-from sgl_kvfetch.codec.container.manifest import MAX_MANIFEST_BYTES, Chunk, Manifest, PartInfo, Variant
+from sgl_kvfetch.codec.container.manifest import MAX_MANIFEST_BYTES, Chunk, Manifest, PartInfo, Variant, decode_manifest
 from sgl_kvfetch.codec.container.segment import SegmentReader
 from sgl_kvfetch.codec.quant.registry import quantiser_from_identity
 from sgl_kvfetch.labels import Labels
+from sgl_kvfetch.tools.pictures import PictureWriter
 from sgl_kvfetch.tools.terminal import format_size
 from sgl_kvfetch.types import KVGeometry
+from tests.golden.make import CASES
 from tests.segments import SMALL, make_heads, make_segment, page_hashes, with_labels
 from tests.tools.conftest import Stored, kvfetch, kvfetch_json, put, sign, unchanged
 
@@ -316,3 +318,17 @@ def test_a_corrupt_segment_is_not_drawn(stored: Stored, tmp_path: Path) -> None:
     result = kvfetch("inspect", str(stored.manifest_path(0)), "--png", str(tmp_path / "pictures"))
     assert result.exit_code == 2
     assert "checksum" in result.stderr
+
+
+def test_integers_that_are_no_pictures_are_drawn_as_video_would_be(tmp_path: Path) -> None:
+    case = CASES["klt-ans"]
+    manifest = decode_manifest(case.path("kvm").read_bytes())
+    cell = next(iter(manifest.cells()))
+    drawn = []
+    for variant, name in enumerate(("ans", "hevc")):
+        reader = SegmentReader(manifest, quantiser_from_identity(manifest.namespace.quantiser), variant)
+        assert variant == 1 or reader.variant.layouts["coefficients"].is_flat
+        integers = reader.decode_cell(cell, case.data(variant)[slice(*reader.cell_range(cell))])
+        PictureWriter(tmp_path / name, reader, 4).write_cell(cell, integers)
+        drawn.append({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()})
+    assert drawn[0] == drawn[1] != {}
