@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from benchmarks.codec.ours import in_range
 from benchmarks.codec.windows import windows_of
 from benchmarks.report import make_parser, no_traceback, whole_number
 from sgl_kvfetch.codec.bitstream.ans import ESCAPE, SLOTS, level_of, row_class
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def cells(args: argparse.Namespace) -> Iterator[Array]:
     """Yield the coefficients of cells, int64 ``(rows, tokens)``, of each window at each target."""
     model, profile = KVModel(args.model), load_profile(args.profile)
-    quantisers = [KltQuantiser(profile, kl) for kl in TARGET_KLS]
+    quantisers = [KltQuantiser(profile, kl) for kl in in_range(profile, TARGET_KLS)]
     for ids in windows_of(model, read_texts(args.text), args.part, args.windows, args.context):
         k, v = (x.bfloat16() for x in model.kv(ids))
         for quantiser in quantisers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from benchmarks.codec.method import Method
 from benchmarks.codec.segments import SegmentMethod, segments_of
@@ -66,11 +66,15 @@ def our_methods(profile: Profile | None) -> list[Method]:
         SegmentMethod("cachegen-32/zstd", _SOURCE, "cachegen + zstd", make_quantiser("cachegen", [32], [32]), "zstd"),
     ]
     if profile is not None:
-        lowest, highest = profile.curve[0].kl, profile.curve[-1].kl
         methods += [
             KltMethod(kl, codec, label, profile)
             for codec, label in (("ans", "rANS"), ("hevc", "HEVC"), ("zstd", "zstd"))
-            for kl in (None, *TARGET_KLS)
-            if kl is None or lowest <= kl <= highest
+            for kl in in_range(profile, (None, *TARGET_KLS))
         ]
     return methods
+
+
+def in_range(profile: Profile, target_kls: Iterable[float | None]) -> list[float | None]:
+    """Return the targets that the profile reaches; None is its default."""
+    lowest, highest = profile.curve[0].kl, profile.curve[-1].kl
+    return [kl for kl in target_kls if kl is None or lowest <= kl <= highest]

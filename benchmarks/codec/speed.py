@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from benchmarks.codec.ours import in_range
 from benchmarks.codec.windows import windows_of
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, make_table, no_traceback, settings, whole_number, write_json
@@ -75,7 +76,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     (ids,) = windows_of(model, read_texts(args.text), args.part, 1, args.context)
     values = CellValues(*(x.bfloat16() for x in model.kv(ids)))
     torch.set_num_threads(1)
-    for target_kl in TARGET_KLS:
+    for target_kl in in_range(profile, TARGET_KLS):
         quantiser = KltQuantiser(profile, target_kl)
         cells = list(_cells_of(values, quantiser, profile))
         for name, codec in CODECS.items():

@@ -106,7 +106,7 @@ def transcode(
 
     Needs no profile. Verifies every checksum of the source; checksums of decoded values are the same in all variants.
     Memory use: the coded bytes and one decoded cell. ``before_cell`` may raise to abort. Raises
-    CorruptError, FormatError.
+    CorruptError, FormatError, and UnsupportedError if a target does not suit the quantiser.
     """
     quantiser = quantiser_from_identity(manifest.namespace.quantiser)
     reader = SegmentReader(manifest, quantiser, source)

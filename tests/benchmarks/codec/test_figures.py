@@ -1,4 +1,4 @@
-"""The three benchmarks of the codec: a small run each, and that their figures are what they are said to be."""
+"""The benchmarks of the codec: a small run each, and that their figures are what they are said to be."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
-from benchmarks.codec import answers, spans
+from benchmarks.codec import ans_tables, answers, spans, speed
 from benchmarks.codec.__main__ import main
 from benchmarks.codec.measure import estimate, measure
 from benchmarks.codec.method import KVShape, Method
 from benchmarks.codec.segments import PAGE_TOKENS, SegmentMethod
 from harness.models import make_tiny_llama
+from sgl_kvfetch.codec.bitstream.ans import tables
 from sgl_kvfetch.codec.calibrate.model import KVModel
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.quant.registry import make_quantiser
@@ -65,6 +67,24 @@ def test_measuring_the_calibrations_text_is_noticed(
         replace(profile, calibration=described).save(tmp_path / "p")
         run(main, *args, "--text", copy, "--part", "0:0.8", *klt, "--profile", tmp_path / "p")
         assert ("so klt looks too good" in capsys.readouterr().out) == warns
+
+
+def test_speed_and_the_tables_of_ans(run: Run, tiny_llama: Path, text: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "tiny.profile"
+    make_profile(num_layers=4, num_heads=2, head_dim=64, cell_heads=2).save(profile)
+    args = ["--model", tiny_llama, "--text", text, "--profile", profile, "--context", 128]
+    rows = run(speed.main, *args, "--rounds", 1)["rows"]
+    assert {row["codec"] for row in rows} == {"ans", "ans, portable", "zstd", "hevc"}
+    for row in rows:
+        assert row["restore_mb_s"] < row["decode_mb_s"]
+        assert row["quantise_mb_s"] < row["encode_mb_s"]
+    made = tmp_path / "tables.npz"
+    assert ans_tables.main([*map(str, args), "--part", "0:1", "--windows", "1", "--out", str(made)]) == 0
+    with np.load(made) as found:
+        assert np.array_equal(found["slots"], tables().slots)  # computed, not counted
+        assert np.array_equal(found["gains"], tables().gains)
+        assert found["choice"].shape == tables().choice.shape
+        assert found["choice"].max() < len(found["slots"])
 
 
 def test_answers(run: Run, tiny_llama: Path, text: Path) -> None:

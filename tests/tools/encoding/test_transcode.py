@@ -10,7 +10,7 @@ from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised
 from sgl_kvfetch.codec.quant.exact import to_planes
 from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltIntegers
 from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_identity
-from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError
+from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError, UnsupportedError
 from sgl_kvfetch.tools.encoding.transcode import (
     Target,
     cheapest_variant,
@@ -22,6 +22,7 @@ from sgl_kvfetch.tools.encoding.transcode import (
     with_variants,
 )
 from sgl_kvfetch.types import KVGeometry
+from tests.golden.make import CASES
 from tests.segments import SMALL, make_segment, without_frame_sums
 
 WIDE = KVGeometry(num_layers=3, num_heads=4, k_head_dim=64, v_head_dim=64, page_size=64, dtype="bfloat16")
@@ -95,6 +96,23 @@ class WithoutProfile(KltIntegers):
         coefficients = torch.randint(100, 156, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
         exact = torch.cat([x[0].flatten() for x in values])
         return exponents, to_planes(exact).flatten(), coefficients
+
+
+def test_ans_becomes_video_and_comes_back_without_a_profile() -> None:
+    case = CASES["klt-ans"]
+    manifest = decode_manifest(case.path("kvm").read_bytes())
+    ans, hevc = make_targets(["ans", "hevc"], ["240p", "480p"])[:2]
+    assert (ans, hevc) == (Target("ans", "flat"), Target("hevc", "240p"))
+    video = transcode(manifest, case.data(0), (hevc,), 0)
+    assert video.data == case.data(1)
+    assert transcode(video.manifest, video.data, (ans,)).data == case.data(0)
+    assert cheapest_variant(manifest) == 0
+
+
+def test_ans_is_for_coefficients() -> None:
+    source, _ = make_segment(SMALL, 4, quantiser=make_quantiser("uint8"))
+    with pytest.raises(UnsupportedError, match="has no transform coefficients, which are all that codec ans codes"):
+        transcode(source.manifest, source.data, (Target("ans", "flat"),))
 
 
 def test_transcoding_needs_no_profile() -> None:
