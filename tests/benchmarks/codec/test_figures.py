@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.codec import ans_tables, answers, spans, speed
+from benchmarks.codec import ans_tables, answers, lengths, spans, speed
 from benchmarks.codec.__main__ import main
 from benchmarks.codec.measure import estimate, measure
 from benchmarks.codec.method import KVShape, Method
@@ -93,6 +93,18 @@ def test_answers(run: Run, tiny_llama: Path, text: Path) -> None:
     exact, kivi = run(answers.main, *args, *sizes)["rows"]
     assert (exact["equal_answers"], exact["tokens_alike"], exact["dnll"]) == (2, 4, 0)
     assert kivi["bits_per_value"] < exact["bits_per_value"]
+
+
+def test_lengths(run: Run, tiny_llama: Path, text: Path) -> None:
+    args = ["--model", tiny_llama, "--text", text, "--windows", 2, "--lengths", "128,256", "--continuation", 32]
+    rows = run(lengths.main, *args, "--methods", "exact/zstd,kivi-2")["rows"]
+    assert [(row["name"], row["context_tokens"]) for row in rows] == [
+        (name, length) for length in (128, 256) for name in ("exact/zstd", "kivi-2")
+    ]
+    exact, kivi = rows[:2]
+    assert exact["kl"]["mean"] == pytest.approx(0, abs=1e-6)
+    assert kivi["worst"] >= kivi["kl"]["mean"] > 0
+    assert kivi["bits_per_value"]["mean"] < exact["bits_per_value"]["mean"]
 
 
 def test_spans(run: Run, text: Path, tmp_path: Path) -> None:
