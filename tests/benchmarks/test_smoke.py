@@ -34,7 +34,8 @@ def test_adaptive(run: Run, trace: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("benchmarks.adaptive.scenarios.HEAT_GBPS", (5.0, 40.0))
     monkeypatch.setattr("benchmarks.adaptive.scenarios.HEAT_TOKENS", (20_000,))
     found = run(adaptive, "--trace", trace, "--random", 3, "--device", "A100", "--plots", tmp_path)
-    assert [g["name"] for g in found["groups"]] == ["trace", "paper", "random", "several", "2x", "0.5x", "grid A100"]
+    names = ["trace", "paper", "random", "several", "2x", "0.5x", "unprofiled", "grid A100"]
+    assert [g["name"] for g in found["groups"]] == names
     for s in found["scenarios"]:
         assert s["oracle_bound_s"] <= s["oracle_s"] * (1 + 1e-9)
         assert s["oracle_s"] <= min(*s["fixed_s"].values(), s["algorithm1_s"], s["ours_s"]) * (1 + 1e-9)
