@@ -286,13 +286,13 @@ const char* decode(const Tables& t, const uint8_t* data, size_t size, size_t row
 
 // ---- encoding
 
-// Written from the end to the beginning, as rANS works; each part is as long as it can become.
+// Written from the end to the beginning, as rANS works.
 struct Writer {
     std::vector<uint8_t> held;     // words
     std::vector<uint8_t> escapes;  // the last one first
     uint8_t* next;
 
-    // A symbol takes a word at most; a step may store 16 bytes in front of those.
+    // A symbol takes a word at most.
     explicit Writer(size_t symbols) : held(2 * symbols), next(held.data() + held.size()) {}
     size_t size() const { return held.data() + held.size() - next; }
 };

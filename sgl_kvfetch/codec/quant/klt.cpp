@@ -34,6 +34,20 @@ uint16_t bfloat16_of(float x) {
     return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// The same for magnitudes up to 65504. (_Float16 would need GCC 12.)
+uint16_t float16_of(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+    float shifted;
+    std::memcpy(&shifted, &size, 4);
+    shifted += 0.5f;  // rounds what is below 2^-14 to a multiple of 2^-24
+    uint32_t small;
+    std::memcpy(&small, &shifted, 4);
+    const uint32_t normal = (size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13;
+    return static_cast<uint16_t>(sign | (size < 113u << 23 ? small - 0x3f000000 : normal));
+}
+
 struct Cell {
     size_t tokens, heads, k_dim, v_dim;  // heads: of all its layers
     size_t pairs;                        // of channels of a K head that rotate
@@ -80,8 +94,8 @@ CLONES void store_row(const float* row, size_t count, Type type, void* out, size
         uint16_t* to = static_cast<uint16_t*>(out) + at;
         for (size_t i = 0; i < count; ++i) to[i] = bfloat16_of(row[i]);
     } else if (type == kFloat16) {
-        _Float16* to = static_cast<_Float16*>(out) + at;
-        for (size_t i = 0; i < count; ++i) to[i] = static_cast<_Float16>(std::clamp(row[i], -65504.0f, 65504.0f));
+        uint16_t* to = static_cast<uint16_t*>(out) + at;
+        for (size_t i = 0; i < count; ++i) to[i] = float16_of(std::clamp(row[i], -65504.0f, 65504.0f));
     } else {
         std::memcpy(static_cast<float*>(out) + at, row, 4 * count);
     }

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from sgl_kvfetch.codec.quant import _klt
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, join_parts
 from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltQuantiser, exponents_of, forward_of, require_grid, scales_of
 from sgl_kvfetch.codec.quant.profile import CellProfile, Profile, load_profile, require_target
@@ -385,3 +386,18 @@ for size in (192, 256):
 def test_transforms_of_wide_layers_are_made_without_a_hang() -> None:
     """torch 2.13's inverse of a batch of matrices of 160 rows or more hangs on two threads: none is used."""
     subprocess.run([sys.executable, "-c", _WIDE_CELLS], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_native_half_rounds_as_torch_does(dtype: torch.dtype) -> None:
+    """Every sign and exponent of float16's and more, with ties, subnormals and zeros."""
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.arange(-30, 15).repeat_interleave(500).float()
+    values = 2**exponents * (1 + torch.randint(0, 1 << 12, exponents.shape, generator=generator) / (1 << 12))
+    values = torch.cat((values, -values, torch.zeros(1), torch.tensor([65503.0])))
+    k, v = torch.empty(len(values), dtype=dtype), torch.empty(len(values), dtype=dtype)
+    product = torch.stack((values, -values), dim=1)
+    tensors = product, torch.ones(len(values)), torch.zeros(2), product, k, v
+    _klt.restore(len(values), 1, 1, 1, 0, False, 0, DTYPES.index(dtype), *(x.data_ptr() for x in tensors))
+    assert torch.equal(k, values.to(dtype))
+    assert torch.equal(v, (-values).to(dtype))
