@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.codec.ours import in_range
-from benchmarks.codec.windows import windows_of
+from benchmarks.codec.ours import in_range, quantised_cells
+from benchmarks.codec.windows import add_window_arguments, windows_of
 from benchmarks.report import make_parser, no_traceback, whole_number
-from sgl_kvfetch.codec.bitstream.ans import ESCAPE, SLOTS, level_of, row_class
+from sgl_kvfetch.codec.bitstream.ans import ESCAPE, SLOTS
 from sgl_kvfetch.codec.calibrate.model import KVModel
-from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
+from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.klt import LARGEST, ZERO, KltQuantiser
-from sgl_kvfetch.codec.quant.profile import Profile, load_profile
+from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.prompts import read_texts
 
 TABLES, CLASSES, LEVELS = 48, 64, 32
@@ -40,12 +40,8 @@ Array = np.ndarray
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("benchmarks.codec.ans_tables", __doc__)
-    parser.add_argument("--model", required=True, help="any transformers path")
-    parser.add_argument("--profile", type=Path, required=True, help="from kvfetch calibrate")
-    parser.add_argument("--text", type=Path, required=True, help="plain text, or JSONL with `prompt`")
-    parser.add_argument("--part", default="0.5:1", help="the part of it to count")
+    add_window_arguments(parser, part="0.5:1")
     parser.add_argument("--windows", type=whole_number, default=6)
-    parser.add_argument("--context", type=whole_number, default=1024, help="tokens of a window")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
     with no_traceback():
@@ -65,14 +61,8 @@ def cells(args: argparse.Namespace) -> Iterator[Array]:
     for ids in windows_of(model, read_texts(args.text), args.part, args.windows, args.context):
         k, v = (x.bfloat16() for x in model.kv(ids))
         for quantiser in quantisers:
-            yield from _coefficients(CellValues(k, v), quantiser, profile)
-
-
-def _coefficients(values: CellValues, quantiser: KltQuantiser, profile: Profile) -> Iterator[Array]:
-    for group, block in profile.grid.cells():
-        place = CellPlace(profile.grid.layers(group), profile.grid.heads(block), range(len(values.k)))
-        *_, integers = quantiser.quantise(values.cell(place.layers, place.heads), place)
-        yield integers.numpy().astype(np.int64) - ZERO
+            for _, _, (*_, integers) in quantised_cells(CellValues(k, v), quantiser):
+                yield integers.numpy().astype(np.int64) - ZERO
 
 
 def widths() -> Array:
@@ -108,6 +98,17 @@ def slots_of(p: Array) -> Array:
             slots[np.argmin(np.where(slots > 1, costs, np.inf))] -= 1
     found[ZERO - most : ZERO + most + 1] = slots
     return found
+
+
+def row_class(mean_size: float) -> int:
+    """Return the class of a row by the mean magnitude of its integers, as writers choose it: four to an octave."""
+    return int(np.clip(np.round(4 * np.log2(mean_size + 1 / 64)) + 24, 0, CLASSES - 1))
+
+
+def level_of(energies: Array) -> Array:
+    """Return the levels of energies: four to an octave, by float32's exponent and two bits of its mantissa."""
+    levels: Array = (energies.astype(np.float32).view(np.int32) >> 21) - (133 << 2)
+    return levels.clip(0, LEVELS - 1)
 
 
 def mean_of_class(row_class: Array) -> Any:

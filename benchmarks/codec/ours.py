@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.codec.method import Method
 from benchmarks.codec.segments import SegmentMethod, segments_of
 from sgl_kvfetch.codec.bitstream.registry import get_codec
 from sgl_kvfetch.codec.container.segment import SegmentReader, cell_place
+from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import Profile
 from sgl_kvfetch.codec.quant.registry import make_quantiser
@@ -16,6 +17,7 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 TARGET_KLS = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 SECOND_INTEGERS = "second integers"
 _COEFFICIENTS = "coefficients"
+QuantisedCell = tuple[CellPlace, CellValues, Quantised]
 _SOURCE = "sgl_kvfetch, docs/format.md"
 _KLT_SOURCE = f"{_SOURCE}; the profile, one file a model, is not counted"
 
@@ -78,3 +80,12 @@ def in_range(profile: Profile, target_kls: Iterable[float | None]) -> list[float
     """Return the targets that the profile reaches; None is its default."""
     lowest, highest = profile.curve[0].kl, profile.curve[-1].kl
     return [kl for kl in target_kls if kl is None or lowest <= kl <= highest]
+
+
+def quantised_cells(values: CellValues, quantiser: KltQuantiser) -> Iterator[QuantisedCell]:
+    """Yield the cells of a sequence's KV, from its first token on, contiguous, and their parts."""
+    grid = quantiser.profile.grid
+    for group, block in grid.cells():
+        place = CellPlace(grid.layers(group), grid.heads(block), range(len(values.k)))
+        cell = CellValues(*(x.contiguous() for x in values.cell(place.layers, place.heads)))
+        yield place, cell, quantiser.quantise(cell, place)

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks.codec.ours import in_range
-from benchmarks.codec.windows import windows_of
+from benchmarks.codec.ours import QuantisedCell, in_range, quantised_cells
+from benchmarks.codec.windows import add_window_arguments, windows_of
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, make_table, no_traceback, settings, whole_number, write_json
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec
@@ -26,9 +26,9 @@ from sgl_kvfetch.codec.bitstream.base import Codec
 from sgl_kvfetch.codec.bitstream.registry import get_codec, resolution_for
 from sgl_kvfetch.codec.calibrate.model import KVModel
 from sgl_kvfetch.codec.layout.regions import region_layout
-from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised
+from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
-from sgl_kvfetch.codec.quant.profile import Profile, load_profile
+from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.plane.client import RESOLUTION
 from sgl_kvfetch.prompts import read_texts
 
@@ -53,11 +53,7 @@ class Row:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("benchmarks.codec.speed", __doc__)
-    parser.add_argument("--model", required=True, help="any transformers path")
-    parser.add_argument("--profile", type=Path, required=True, help="the model's, by kvfetch calibrate")
-    parser.add_argument("--text", type=Path, required=True, help="plain text, or JSONL with `prompt`")
-    parser.add_argument("--part", default="0:0.5", help="the part of it to code")
-    parser.add_argument("--context", type=whole_number, default=1024, help="tokens")
+    add_window_arguments(parser, part="0:0.5")
     parser.add_argument("--rounds", type=whole_number, default=3, help="the fastest of these counts, for each cell")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
@@ -78,23 +74,18 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     torch.set_num_threads(1)
     for target_kl in in_range(profile, TARGET_KLS):
         quantiser = KltQuantiser(profile, target_kl)
-        cells = list(_cells_of(values, quantiser, profile))
+        cells = list(quantised_cells(values, quantiser))
         for name, codec in CODECS.items():
             yield _row(target_kl, name, codec, quantiser, cells, args.rounds)
 
 
-Cell = tuple[CellPlace, CellValues, Quantised]
-
-
-def _cells_of(values: CellValues, quantiser: KltQuantiser, profile: Profile) -> Iterator[Cell]:
-    for group, block in profile.grid.cells():
-        place = CellPlace(profile.grid.layers(group), profile.grid.heads(block), range(len(values.k)))
-        cell = CellValues(*(x.contiguous() for x in values.cell(place.layers, place.heads)))
-        yield place, cell, quantiser.quantise(cell, place)
-
-
 def _row(
-    target_kl: float | None, name: str, codec: Codec, quantiser: KltQuantiser, cells: Sequence[Cell], rounds: int
+    target_kl: float | None,
+    name: str,
+    codec: Codec,
+    quantiser: KltQuantiser,
+    cells: Sequence[QuantisedCell],
+    rounds: int,
 ) -> Row:
     raw_bytes = coded_bytes = 0
     decode_s = encode_s = restore_s = quantise_s = 0.0

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
+from benchmarks.report import whole_number
 from sgl_kvfetch.codec.calibrate.model import KVModel, cut_windows, part_of
 from sgl_kvfetch.errors import ConfigError
+
+
+def add_window_arguments(parser: argparse.ArgumentParser, part: str) -> None:
+    """Add what names a model, its profile, and the windows of a text whose KV is coded."""
+    parser.add_argument("--model", required=True, help="any transformers path")
+    parser.add_argument("--profile", type=Path, required=True, help="the model's, by kvfetch calibrate")
+    parser.add_argument("--text", type=Path, required=True, help="plain text, or JSONL with `prompt`")
+    parser.add_argument("--part", default=part, help="the part of it to code")
+    parser.add_argument("--context", type=whole_number, default=1024, help="tokens of a window")
 
 
 def windows_of(model: KVModel, texts: Sequence[str], part: str, count: int, length: int) -> list[torch.Tensor]:

@@ -45,8 +45,10 @@ def tables() -> Tables:
         return Tables(found["slots"], found["choice"], found["gains"])
 
 
-def native_tables(t: Tables, *, is_portable: bool = False) -> tuple[object, ...]:
+@cache
+def native_tables(is_portable: bool = False) -> tuple[object, ...]:
     """Return the tables as the native coder takes them. ``is_portable``: without the CPU's widest vectors."""
+    t = tables()
     starts = np.cumsum(t.slots, axis=1, dtype=np.uint32) - t.slots
     symbol = np.stack([np.repeat(np.arange(ESCAPE + 1, dtype=np.uint32), slots) for slots in t.slots])
     offset = np.arange(SLOTS, dtype=np.uint32) - np.take_along_axis(starts, symbol, 1)
@@ -68,34 +70,16 @@ class AnsCodec(Codec):
     def __init__(self, *, is_portable: bool = False) -> None:
         self._is_portable = is_portable
 
-    @property
-    def _tables(self) -> tuple[object, ...]:
-        return _native_tables(self._is_portable)
-
     def encode(self, frames: torch.Tensor) -> bytes:
         rows, tokens = frames.shape[0] * PLANES, frames.shape[2] * frames.shape[3]
-        return _ans.encode(self._tables, frames.contiguous().cpu().numpy().data, rows, tokens)
+        return _ans.encode(native_tables(self._is_portable), frames.contiguous().cpu().numpy().data, rows, tokens)
 
     def decode(self, bitstream: bytes | memoryview, shape: PictureShape) -> torch.Tensor:
         num_frames, height, width = shape
         frames = torch.empty((num_frames, PLANES, height, width), dtype=torch.uint8)
-        fault = _ans.decode(self._tables, bitstream, num_frames * PLANES, height * width, frames.numpy().data)
+        fault = _ans.decode(
+            native_tables(self._is_portable), bitstream, num_frames * PLANES, height * width, frames.numpy().data
+        )
         if fault is not None:
             raise CorruptError(f"ans bitstream {fault}")
         return frames
-
-
-def row_class(mean_size: float) -> int:
-    """Return the class of a row by the mean magnitude of its integers, as writers choose it: four to an octave."""
-    return int(np.clip(np.round(4 * np.log2(mean_size + 1 / 64)) + 24, 0, 63))
-
-
-def level_of(energies: np.ndarray) -> np.ndarray:
-    """Return the levels of energies: four to an octave, by float32's exponent and two bits of its mantissa."""
-    levels: np.ndarray = (energies.astype(np.float32).view(np.int32) >> 21) - (133 << 2)
-    return levels.clip(0, 31)
-
-
-@cache
-def _native_tables(is_portable: bool) -> tuple[object, ...]:
-    return native_tables(tables(), is_portable=is_portable)
