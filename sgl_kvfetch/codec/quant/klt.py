@@ -213,7 +213,7 @@ class KltQuantiser(KltIntegers):
         table = mean if rope is None else rope.table(place.tokens.start, num_tokens) / rope.attention_scaling**2
         centred = torch.empty((num_tokens, len(mean)), dtype=product_type)
         log_norms = torch.empty((num_tokens, 2 * layers * heads))
-        assert not (k.is_cuda or v.is_cuda)
+        assert {x.device.type for x in values} == {"cpu"}
         assert k.dtype == v.dtype
         strides = [(x.data_ptr(), *(n * x.itemsize for n in x.stride()[:2])) for x in (k, v)]
         is_finite = _klt.centre(
