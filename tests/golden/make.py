@@ -191,12 +191,12 @@ def values_for(case: Case) -> dict[TensorName, torch.Tensor]:
     num_heads = len(case.heads)
     if case.stem != "klt-heads":
         geometry = replace(case.geometry, num_heads=num_heads)
-        values = make_values(geometry, NUM_PAGES)
+        made = make_values(geometry, NUM_PAGES)
         if case.stem == "exact-ans":  # channels of many magnitudes, and noise
             random = torch.Generator().manual_seed(1)
-            for x in values.values():
+            for x in made.values():
                 x.normal_(generator=random).mul_(2.0 ** torch.arange(x.shape[3]))
-        return values
+        return made
     assert isinstance(quantiser, KltQuantiser)
     size = case.geometry.page_size
     values = values_of(quantiser.profile, NUM_PAGES * size, case.first_page * size)
