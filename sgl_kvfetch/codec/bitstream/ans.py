@@ -111,7 +111,8 @@ class AnsTablesCodec(Codec):
     def encode(self, frames: torch.Tensor) -> bytes:
         rows = frames.cpu().flatten(1).T.contiguous().numpy()
         slots, classes = fit_tables(rows)
-        coded = _ans.encode(self._native(slots), rows.data, *rows.shape, classes.astype(np.uint8).data)
+        num_rows, tokens = rows.shape
+        coded = _ans.encode(self._native(slots), rows.data, num_rows, tokens, classes.astype(np.uint8).data)
         header = zstandard.ZstdCompressor(3).compress(slots.astype("<u2").tobytes())
         return struct.pack("<BI", len(slots), len(header)) + header + coded
 
@@ -121,7 +122,7 @@ class AnsTablesCodec(Codec):
             raise CorruptError(f"ans-tables bitstream is for {num_frames} tokens, expected at most {_MOST_TOKENS}")
         slots, coded = read_tables(bitstream)
         rows = torch.empty((PLANES * height * width, num_frames), dtype=torch.uint8)
-        fill(self._native(slots), coded, *rows.shape, rows)
+        fill(self._native(slots), coded, PLANES * height * width, num_frames, rows)
         return rows.T.contiguous().view(num_frames, PLANES, height, width)
 
     def _native(self, slots: np.ndarray) -> tuple[object, ...]:
