@@ -18,6 +18,7 @@ import torch
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.openmp import use_one_thread
 from sgl_kvfetch.plane import (
     Cost,
     DataPlane,
@@ -160,7 +161,7 @@ class DeviceBackend:
         self._report = board.report
         self._speed = speed
         self._choice = FetchOrRecompute()
-        self._copy_pool = ThreadPoolExecutor(1, "kvfetch-copy", torch.set_num_threads, (1,))
+        self._copy_pool = ThreadPoolExecutor(1, "kvfetch-copy", use_one_thread)
         self._num_losses = 0  # of the data plane, as far as reported
 
     def close(self) -> None:
