@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
@@ -23,12 +23,14 @@ from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.bitstream.registry import CODECS, get_codec
 from sgl_kvfetch.codec.container.manifest import (
     MAX_CHUNK_BYTES,
+    MAX_MANIFEST_BYTES,
     Cell,
     Chunk,
     Manifest,
     PartInfo,
     Side,
     Variant,
+    checked_namespace,
     require_layouts,
 )
 from sgl_kvfetch.codec.container.sides import SideKey, SidePlace, side_places
@@ -45,6 +47,8 @@ Rows = TypeVar("Rows", Variant, Side)
 _BYTES = ZstdCodec()  # for parts that are plain bytes
 # A part of plain bytes holds at most every value of its cell, and this many bytes a token.
 _MOST_BYTES_A_TOKEN = 4096
+# Of a signed manifest: what is neither rows nor hashes, and a chunk's row, which takes 72 bytes with a frame sum, else 63.
+_HEAD_BYTES, _ROW_BYTES = 4096, 68
 FALLBACK_CODEC = "zstd"
 # A plane with more order-0 entropy is noise, such as the low mantissa bytes of exact values. Video coding would be
 # slow, and expand it by a third. Below this, the user's choice of codec is kept even if another would be smaller: with
@@ -95,9 +99,29 @@ class SegmentSpec:
         return self.cell_heads or all_heads if self.quantiser.splits_heads else all_heads
 
     def require_readable(self) -> None:
-        """Raise FormatError if chunks of a full span would be larger than readers accept."""
+        """Raise FormatError if the namespace, chunks of a full span or its manifest would be larger than readers accept."""
+        checked_namespace(asdict(self.heads.namespace))
         manifest = self.manifest(0, None, [bytes(PAGE_HASH_BYTES)] * self.span_pages)
         require_layouts(manifest, self.layouts(manifest))
+        if (num_bytes := self._manifest_bytes(self.span_pages, 1)) > MAX_MANIFEST_BYTES:
+            raise FormatError(
+                f"manifests of one span would have {num_bytes} bytes, and readers accept {MAX_MANIFEST_BYTES}: cells "
+                f"have {manifest.cell_layers} layers of {manifest.namespace.num_layers} and {manifest.cell_heads} heads "
+                f"of {manifest.num_heads}; with a smaller max_tp_size they have more heads"
+            )
+
+    def longest_segment(self, most_pages: int) -> int:
+        """Return ``most_pages``, halved while they are several spans whose manifest has no room for two variants, one
+        of them video."""
+        while most_pages > self.span_pages and self._manifest_bytes(most_pages, 2) > MAX_MANIFEST_BYTES:
+            most_pages //= 2
+        return most_pages
+
+    def _manifest_bytes(self, num_pages: int, num_variants: int) -> int:
+        """Return about how large a signed manifest is."""
+        manifest = self.manifest(0, None, [bytes(PAGE_HASH_BYTES)] * num_pages)
+        num_chunks = manifest.num_spans * manifest.cells_per_span * manifest.chunks_per_cell
+        return _HEAD_BYTES + num_pages * PAGE_HASH_BYTES + num_variants * num_chunks * _ROW_BYTES
 
     def layouts(self, manifest: Manifest) -> dict[str, Layout]:
         return layouts_of(manifest, self.quantiser, self.resolution)

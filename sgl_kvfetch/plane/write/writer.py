@@ -22,6 +22,7 @@ import torch
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import (
+    MAX_MANIFEST_BYTES,
     MAX_SIDES,
     CodedSegment,
     Manifest,
@@ -215,8 +216,9 @@ class Writer:
             if self._store.signs:
                 side = with_digests(side, data)
             whole = msgspec.structs.replace(manifest, sides=(*manifest.sides, side))
+            content = whole.encode()
             await self._store.put(whole.data_name(side), data)
-            if not await self._store.replace(manifest.key.manifest_name, whole.encode(), object_digest(hit.manifest)):
+            if not await self._store.replace(manifest.key.manifest_name, content, object_digest(hit.manifest)):
                 return False
             _count_sides(side)
         return True
@@ -301,6 +303,8 @@ class Merger:
         require_rewritable(stored)
         if left.is_expired(time.time()):
             return None  # the merged segment would be, too
+        if len(stored) + len(manifest.encode()) > MAX_MANIFEST_BYTES:
+            return None
         side_bytes = sum(each.data_bytes(side) for each in (left, manifest) for side in each.sides)
         return await self._read(left) if side_bytes <= _MOST_SIDE_BYTES else None
 
