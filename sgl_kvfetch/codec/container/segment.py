@@ -47,7 +47,7 @@ Rows = TypeVar("Rows", Variant, Side)
 _BYTES = ZstdCodec()  # for parts that are plain bytes
 # A part of plain bytes holds at most every value of its cell, and this many bytes a token.
 _MOST_BYTES_A_TOKEN = 4096
-# Of a signed manifest: what is neither rows nor hashes, and a chunk's row, which takes 72 bytes with a frame sum, else 63.
+# Of a signed manifest: what is neither rows nor hashes; and a chunk's row: 72 bytes with a frame sum, 63 without.
 _HEAD_BYTES, _ROW_BYTES = 4096, 68
 FALLBACK_CODEC = "zstd"
 # A plane with more order-0 entropy is noise, such as the low mantissa bytes of exact values. Video coding would be
@@ -99,15 +99,16 @@ class SegmentSpec:
         return self.cell_heads or all_heads if self.quantiser.splits_heads else all_heads
 
     def require_readable(self) -> None:
-        """Raise FormatError if the namespace, chunks of a full span or its manifest would be larger than readers accept."""
+        """Raise FormatError if readers would refuse the namespace, chunks of a full span, or its manifest, as too
+        large."""
         checked_namespace(asdict(self.heads.namespace))
         manifest = self.manifest(0, None, [bytes(PAGE_HASH_BYTES)] * self.span_pages)
         require_layouts(manifest, self.layouts(manifest))
         if (num_bytes := self._manifest_bytes(self.span_pages, 1)) > MAX_MANIFEST_BYTES:
             raise FormatError(
-                f"manifests of one span would have {num_bytes} bytes, and readers accept {MAX_MANIFEST_BYTES}: cells "
-                f"have {manifest.cell_layers} layers of {manifest.namespace.num_layers} and {manifest.cell_heads} heads "
-                f"of {manifest.num_heads}; with a smaller max_tp_size they have more heads"
+                f"manifests of one span would have {num_bytes} bytes, more than {MAX_MANIFEST_BYTES}: of "
+                f"{manifest.namespace.num_layers} layers and {manifest.num_heads} heads, cells have "
+                f"{manifest.cell_layers} and {manifest.cell_heads}; a smaller max_tp_size gives them more heads"
             )
 
     def longest_segment(self, most_pages: int) -> int:

@@ -128,7 +128,7 @@ def test_who_would_write_only_manifests_that_are_too_large_is_told() -> None:
         make_heads(KVGeometry(80, 128, 128, 128, 64, "bfloat16")), make_quantiser("exact"), "raw", "240p", 16, 2
     )
     spec.require_readable()
-    with pytest.raises(FormatError, match=r"one span would have 1[0-9]{6} bytes.* with a smaller max_tp_size"):
+    with pytest.raises(FormatError, match=r"one span would have 1[0-9]{6} bytes.* a smaller max_tp_size"):
         replace(spec, heads=make_heads(KVGeometry(240, 128, 128, 128, 64, "bfloat16"))).require_readable()
 
 
