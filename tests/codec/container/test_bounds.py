@@ -219,6 +219,19 @@ def test_hevc_of_another_size_is_refused_before_it_is_decoded(name: str) -> None
         codec.decode(codec.encode(pictures(1024)), (1, 144, 144))
 
 
+@pytest.mark.parametrize("name", ["hevc", "hevc420"])
+def test_hevc_of_many_nal_units_is_refused_before_it_is_decoded(name: str, request: pytest.FixtureRequest) -> None:
+    """libavcodec takes 4.6 KB for each, and leaves out those that it does not know: the pictures are right."""
+    codec = get_codec(name)
+    first, *others = map(bytes, split_access_units(codec.encode(pictures(144))))
+    reserved = b"\0\0\1\x52\1"  # type 41
+    few = join_access_units([first + reserved * 200, *others])
+    assert torch.equal(codec.decode(few, (1, 144, 144)), pictures(144))
+    request.getfixturevalue("decodes_no_picture")
+    with pytest.raises(CorruptError, match=r"picture has 304 NAL units, more than 256"):
+        codec.decode(join_access_units([first + reserved * 300, *others]), (1, 144, 144))
+
+
 def test_hevc_that_is_cropped_to_the_right_size_is_refused(request: pytest.FixtureRequest) -> None:
     codec = get_codec("hevc")
     cropped = filtered(codec.encode(pictures(1024)), f"hevc_metadata=crop_right={1024 - 144}:crop_bottom={1024 - 144}")
