@@ -320,6 +320,14 @@ def test_a_corrupt_segment_is_not_drawn(stored: Stored, tmp_path: Path) -> None:
     assert "checksum" in result.stderr
 
 
+def test_cells_of_many_bytes_are_not_drawn(stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few bytes may decode to them."""
+    monkeypatch.setattr("sgl_kvfetch.tools.pictures._MOST_FRAMES_BYTES", 1000)
+    result = kvfetch("inspect", str(stored.manifest_path(0)), "--png", str(tmp_path / "pictures"))
+    assert result.exit_code == 2
+    assert "pictures show at most 1000" in " ".join(result.stderr.split())
+
+
 def test_integers_that_are_no_pictures_are_drawn_as_video_would_be(tmp_path: Path) -> None:
     case = CASES["klt-ans"]
     manifest = decode_manifest(case.path("kvm").read_bytes())

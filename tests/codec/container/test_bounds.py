@@ -196,6 +196,21 @@ def test_parts_of_bytes_have_their_size(name: Any, frames: bool) -> None:
             decode(cell, data[slice(*bad.cell_range(cell))])
 
 
+@pytest.mark.parametrize("name", ["uint8", "cachegen"])
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
+def test_scales_are_finite(name: Any, scale: float) -> None:
+    quantiser = make_quantiser(name)
+    coded, _ = make_segment(KLT_GEOMETRY, 2, quantiser=quantiser)
+    reader = SegmentReader(coded.manifest, quantiser)
+    cell = next(coded.manifest.cells())
+    scales = reader.decode_cell(cell, coded.data[slice(*reader.cell_range(cell))])[0].view(torch.bfloat16).clone()
+    scales[-1] = scale
+    manifest, data = with_part(coded, 0, scales.view(torch.uint8).numpy().tobytes())
+    bad = SegmentReader(manifest, quantiser)
+    with pytest.raises(FormatError, match="a scale is not finite"):
+        bad.decode_cell(cell, data[slice(*bad.cell_range(cell))])
+
+
 # What a bitstream decodes to
 
 
