@@ -60,7 +60,7 @@ _MAX_EMPTINESS = 16  # bytes of frames a value
 _SMALL_FRAMES_BYTES = 8 << 20
 
 _Checksum = Annotated[bytes, Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
-_DataDigest = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+_DataDigest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 _FrameSum = Annotated[int, Meta(ge=0)]  # 64 bits; MessagePack has no larger ones
 _Name = Annotated[str, Meta(max_length=64)]
 _Expires = Annotated[int, Meta(ge=0, le=MAX_EXPIRES_S)] | None

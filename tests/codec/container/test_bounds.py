@@ -320,6 +320,13 @@ def test_a_namespace_has_exactly_its_fields(change: dict[str, Any]) -> None:
         decode_manifest(sealed(body | {"namespace": namespace}))
 
 
+@pytest.mark.parametrize("digest", ["0" * 32 + "\n", "0" * 31, "0" * 33, "A" * 32, "../" + "0" * 29])
+def test_a_data_digest_is_32_hex_digits(digest: str) -> None:
+    body = body_of(make_segment()[0].manifest)
+    with pytest.raises(FormatError, match="regex"):
+        decode_manifest(sealed(body | {"variants": [body["variants"][0] | {"data_digest": digest}]}))
+
+
 def test_the_first_segment_has_no_hash_before_it() -> None:
     body = body_of(make_segment()[0].manifest)
     with pytest.raises(FormatError, match="previous_hash"):
