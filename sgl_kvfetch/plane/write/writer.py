@@ -199,11 +199,11 @@ class Writer:
         """
         first_page = 0
         for hit in hits if segment.sides else ():
-            manifest = decode_manifest(hit.manifest)
+            manifest = await asyncio.to_thread(decode_manifest, hit.manifest)
             held = range(first_page, first_page + hit.num_pages)
             first_page += hit.num_pages
             keys = {(pool, page): (pool, page - held.start + hit.first_page) for pool, page in segment.sides}
-            stored = side_places(manifest)
+            stored = await asyncio.to_thread(side_places, manifest)
             new = {keys[k]: x for k, x in segment.sides.items() if k[1] in held and keys[k] not in stored}
             if not new:
                 continue
@@ -299,7 +299,7 @@ class Merger:
         stored = await self._store.get(key.manifest_name)
         if stored is None or (split_signature(stored)[1] and not self._store.signs):
             return None  # readers with a key could not use the merged segment
-        left = decode_manifest(stored)
+        left = await asyncio.to_thread(decode_manifest, stored)
         require_rewritable(stored)
         if left.is_expired(time.time()):
             return None  # the merged segment would be, too
