@@ -59,14 +59,14 @@ def parse_entity_tag(text: str) -> str | None:
 
 
 class LookupRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    namespace: Annotated[str, Meta(pattern=f"^{NAMESPACE_PATTERN}$")]
+    namespace: Annotated[str, Meta(pattern=rf"^{NAMESPACE_PATTERN}\Z")]
     page_hashes: Annotated[bytes, Meta(max_length=MAX_LOOKUP_PAGES * PAGE_HASH_BYTES)]  # one after another
 
 
 class Folders(msgspec.Struct, frozen=True):
     """The folders of a namespace."""
 
-    folders: list[Annotated[str, Meta(pattern=f"^{NAMESPACE_PATTERN}$")]]
+    folders: list[Annotated[str, Meta(pattern=rf"^{NAMESPACE_PATTERN}\Z")]]
 
 
 class Deleted(msgspec.Struct, frozen=True):
