@@ -16,8 +16,9 @@ from sgl_kvfetch.directory import LocalStore, StoreUsage
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, split_hashes
 from sgl_kvfetch.server.bodies import BodyReader, error_answer, json_answer, store_error_answer
+from sgl_kvfetch.server.budget import ACCOUNT, Budget
 from sgl_kvfetch.server.config import ServerConfig
-from sgl_kvfetch.server.metrics import ServerMetrics
+from sgl_kvfetch.server.metrics import ServerMetrics, cause_of
 from sgl_kvfetch.server.objects import ObjectHandlers
 from sgl_kvfetch.server.pages import PageHandlers
 from sgl_kvfetch.server.tokens import Role, TokenFile, Tokens, authorised, require_role
@@ -38,6 +39,7 @@ from sgl_kvfetch.stores import (
 logger = logging.getLogger(__name__)
 
 TOKENS = web.AppKey("tokens", Tokens)
+METRICS = web.AppKey("metrics", ServerMetrics)
 _PREPARED = web.RequestKey("prepared", bool)  # status and headers are sent
 _LOOK_AT_TOKENS_S = 1.0
 _HEALTH_AGE_S = 1.0  # an answer may be this old: anybody may ask, as often as they like
@@ -55,7 +57,7 @@ def create_app(config: ServerConfig) -> web.Application:
     objects = ObjectHandlers(store, bodies, metrics, config)
     lookup = LookupHandler(store, bodies, metrics)
     pins = PinHandlers(store, bodies)
-    health = Health(store)
+    health = Health(store, metrics)
     pages = PageHandlers(store, bodies, metrics, config)
 
     async def show_metrics(request: web.Request) -> web.StreamResponse:
@@ -76,8 +78,9 @@ def create_app(config: ServerConfig) -> web.Application:
         await asyncio.gather(*tasks, return_exceptions=True)
         await store.close()
 
-    app = web.Application(middlewares=[_measured(metrics), _errors_as_json, authorised(tokens)])
+    app = web.Application(middlewares=[_measured(metrics), _answered(metrics, Budget()), authorised(tokens)])
     app[TOKENS] = tokens
+    app[METRICS] = metrics
     app.cleanup_ctx.append(run_store)
     app.on_response_prepare.append(_note_prepared)
     one_pin = Route.PINS + "/{name}"
@@ -156,29 +159,55 @@ async def _note_prepared(request: web.BaseRequest, response: web.StreamResponse)
     request[_PREPARED] = True
 
 
-@web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except web.HTTPException as e:
-        answer = error_answer(e.status, e.reason.lower().replace(" ", "_"), e.text or e.reason)
-        for header in ("Allow", "Retry-After", "Connection"):
-            if header in e.headers:
-                answer.headers[header] = e.headers[header]
-        return answer
-    except web.RequestPayloadError:
-        return error_answer(400, "bad_request", "the body is malformed")
-    except ConnectionError:
-        raise  # the client has disconnected
-    except Exception as e:
-        if not isinstance(e, StoreError):
-            logger.exception("%s %r failed", request.method, request.path)
-        if request.get(_PREPARED):
-            # The status is already sent. Only an aborted connection tells the client that the body is incomplete.
-            if request.transport is not None:
-                request.transport.abort()
-            raise ConnectionResetError("failed while sending the body") from e
-        return store_error_answer(e) if isinstance(e, StoreError) else error_answer(500, "server", "internal error")
+def _answered(metrics: ServerMetrics, budget: Budget) -> Middleware:
+    """Make the middleware that gives each request an account of the budget, until its answer is sent.
+
+    It turns errors into answers, and notes failures: their causes are counted and logged once, here.
+    """
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        what = f"{request.method} {request.path}"
+        with budget.account() as account:
+            request[ACCOUNT] = account
+            try:
+                response = await handler(request)
+                if isinstance(response, web.Response) and isinstance(response.body, bytes):
+                    account.take(len(response.body))
+                    await response.prepare(request)
+                    await response.write_eof()
+                return response
+            except web.HTTPException as e:
+                word = e.reason.lower().replace(" ", "_")
+                if e.status >= 500:
+                    metrics.note_failure(what, getattr(e, "cause", word), e.text or e.reason)
+                failed = error_answer(e.status, word, e.text or e.reason)
+                for header in ("Allow", "Retry-After", "Connection"):
+                    if header in e.headers:
+                        failed.headers[header] = e.headers[header]
+                return failed
+            except web.RequestPayloadError:
+                return error_answer(400, "bad_request", "the body is malformed")
+            except ConnectionError:
+                raise  # the client has disconnected
+            except Exception as e:
+                cut_short = request.get(_PREPARED)
+                if isinstance(e, StoreError):
+                    failed = store_error_answer(e)
+                    if failed.status >= 500 or cut_short:
+                        metrics.note_failure(what, cause_of(e), str(e))
+                else:
+                    failed = error_answer(500, "server", "internal error")
+                    logger.exception("%s %r failed", request.method, request.path)
+                    metrics.failures.labels(cause_of(e)).inc()
+                if not cut_short:
+                    return failed
+                # The status is already sent. Only an aborted connection tells the client that the body is incomplete.
+                if request.transport is not None:
+                    request.transport.abort()
+                raise ConnectionResetError("failed while sending the body") from e
+
+    return answer
 
 
 class LookupHandler:
@@ -254,8 +283,9 @@ class PinHandlers:
 
 
 class Health:
-    def __init__(self, store: LocalStore) -> None:
+    def __init__(self, store: LocalStore, metrics: ServerMetrics) -> None:
         self._store = store
+        self._metrics = metrics
         self._usage: StoreUsage | None = None
         self._known_until_s = 0.0
         self._asking = asyncio.Lock()
@@ -272,4 +302,7 @@ class Health:
                 self._known_until_s = loop.time() + _HEALTH_AGE_S
         problem = self._usage.write_problem
         body = {"status": "ok" if problem is None else "read_only", "write_problem": problem}
-        return json_answer(body, 503 if problem is not None and "write" in request.query else 200)
+        if problem is None or "write" not in request.query:
+            return json_answer(body)
+        self._metrics.note_failure(f"GET {request.path}", "write_problem", problem)
+        return json_answer(body, 503)

@@ -20,6 +20,7 @@ from sgl_kvfetch.directory import LocalStore, OpenObject, open_object, os_errors
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import ObjectName, parse_object_name
 from sgl_kvfetch.server.bodies import BodyReader, BodyTooLarge, error_answer, json_answer, require_fits
+from sgl_kvfetch.server.budget import Overloaded
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.tokens import ROLE, Role, require_role
@@ -96,9 +97,9 @@ class ObjectHandlers:
             async with asyncio.timeout(self._upload_wait_s):
                 await self._uploads.acquire()
         except TimeoutError as e:
-            raise web.HTTPServiceUnavailable(
-                text="too many concurrent uploads", headers={"Retry-After": "1", "Connection": "close"}
-            ) from e
+            busy = Overloaded("uploads", "too many concurrent uploads")
+            busy.headers["Connection"] = "close"
+            raise busy from e
         try:
             yield
         finally:
