@@ -23,16 +23,13 @@ from sgl_kvfetch.server.objects import ObjectHandlers
 from sgl_kvfetch.server.pages import PageHandlers
 from sgl_kvfetch.server.tokens import Role, TokenFile, Tokens, authorised, require_role
 from sgl_kvfetch.stores import (
-    MAX_LOOKUP_ANSWER_BYTES,
     MAX_LOOKUP_REQUEST_BYTES,
     MAX_PIN_BYTES,
     MSGPACK_TYPE,
     Folders,
-    Lookup,
     LookupRequest,
     PinNames,
     Route,
-    SegmentHit,
     decode_pin,
 )
 
@@ -42,6 +39,7 @@ TOKENS = web.AppKey("tokens", Tokens)
 METRICS = web.AppKey("metrics", ServerMetrics)
 _PREPARED = web.RequestKey("prepared", bool)  # status and headers are sent
 _LOOK_AT_TOKENS_S = 1.0
+_HASHES_TIMES = 6  # memory for page hashes, in sizes of the body that has them
 _HEALTH_AGE_S = 1.0  # an answer may be this old: anybody may ask, as often as they like
 
 
@@ -217,7 +215,7 @@ class LookupHandler:
         self._metrics = metrics
 
     async def post(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read_body(request, MAX_LOOKUP_REQUEST_BYTES)
+        body = await self._bodies.read_body(request, MAX_LOOKUP_REQUEST_BYTES, _HASHES_TIMES)
         try:
             asked = msgspec.msgpack.decode(body, type=LookupRequest)
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
@@ -225,27 +223,15 @@ class LookupHandler:
         if len(asked.page_hashes) % PAGE_HASH_BYTES:
             raise web.HTTPBadRequest(text=f"page_hashes has {len(asked.page_hashes)} bytes; expected a multiple of 32")
         page_hashes = split_hashes(asked.page_hashes)
-        found = await self._store.lookup(asked.namespace, page_hashes)
+        found = await self._store.lookup(asked.namespace, page_hashes, request[ACCOUNT].take)
         self._metrics.note_lookup(len(page_hashes), found.num_pages)
-        answer = msgspec.msgpack.encode(_fitting(found))
+        answer = msgspec.msgpack.encode(found.hits)
         self._metrics.sent_bytes.inc(len(answer))
         return web.Response(body=answer, content_type=MSGPACK_TYPE)
 
     async def folders(self, request: web.Request) -> web.StreamResponse:
         found = await self._store.folders(request.match_info.get("digest", ""))
         return json_answer(Folders(sorted(found)))
-
-
-def _fitting(found: Lookup) -> list[SegmentHit]:
-    """Return the leading hits that fit into one answer."""
-    hits = []
-    room = MAX_LOOKUP_ANSWER_BYTES
-    for hit in found.hits:
-        room -= len(hit.manifest) + 64  # upper bound of a row's framing
-        if room < 0:
-            break
-        hits.append(hit)
-    return hits
 
 
 class PinHandlers:
@@ -267,7 +253,7 @@ class PinHandlers:
     async def put(self, request: web.Request) -> web.StreamResponse:
         require_role(request, Role.ADMIN)
         try:
-            pin = decode_pin(await self._bodies.read_body(request, MAX_PIN_BYTES))
+            pin = decode_pin(await self._bodies.read_body(request, MAX_PIN_BYTES, _HASHES_TIMES))
         except FormatError as e:
             raise web.HTTPBadRequest(text=str(e)) from e
         if pin.name != request.match_info["name"]:

@@ -28,6 +28,7 @@ from sgl_kvfetch.stores import BYTES_TYPE, NDJSON_TYPE, Checked, Deleted, Object
 
 _LIST_PIECE_BYTES = 64 << 10
 _CHECKS_AT_ONCE = 2
+_MANIFEST_TIMES = 8  # memory for a decoded manifest, in sizes of its bytes
 # One deletion by prefix stops after this time, well below clients' deadlines. Clients repeat it until all is deleted.
 _DELETE_TURN_S = 5.0
 _SENDFILE_BYTES = 1 << 20  # by one call, which keeps the event loop from anything else
@@ -61,7 +62,7 @@ class ObjectHandlers:
         expected = None if only_if is None else parse_entity_tag(only_if)
         if (only_if is None) != (expected is None):
             raise web.HTTPBadRequest(text="If-Match: expected one entity tag with the digest of a manifest")
-        body = await self._bodies.read_body(request, min(self._max_body_bytes, MAX_MANIFEST_BYTES))
+        body = await self._bodies.read_body(request, min(self._max_body_bytes, MAX_MANIFEST_BYTES), _MANIFEST_TIMES)
         if expected is not None:
             is_stored = await self._store.replace(name, body, expected)
         elif only_new or request[ROLE] < Role.ADMIN:
