@@ -59,9 +59,12 @@ _FOLDERS = f"""
     SELECT substr(name, 1, instr(name, '/') - 1), count(*), sum(pages), sum(bytes), min(last_used), max(last_used),
         min(name) FROM ({_FOUND}) GROUP BY 1 ORDER BY 4 DESC LIMIT ?
 """
-_SEGMENTS = f"""
-    SELECT name, pages, bytes, last_used, pinned FROM ({_FOUND} AND name BETWEEN ? AND ?)
+_LAST_USED = f"""
+    SELECT id FROM segments WHERE state = {SegmentState.FOUND.value} AND name BETWEEN ? AND ?
     ORDER BY last_used DESC LIMIT ?
+"""
+_SEGMENTS = f"""
+    SELECT name, pages, bytes, last_used, pinned FROM ({_FOUND} AND id IN ({_LAST_USED})) ORDER BY last_used DESC
 """
 
 
@@ -107,9 +110,7 @@ class Upload:
 
 def _on(
     threads: str,
-) -> Callable[
-    [Callable[Concatenate[LocalStore, P], T]], Callable[Concatenate[LocalStore, P], Coroutine[Any, Any, T]]
-]:
+) -> Callable[[Callable[Concatenate[LocalStore, P], T]], Callable[Concatenate[LocalStore, P], Coroutine[Any, Any, T]]]:
     """Make a blocking method of the store asynchronous: its calls run on these threads of the store."""
 
     def wrapped(

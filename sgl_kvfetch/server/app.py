@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator
 
@@ -17,7 +18,7 @@ from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, split_hashes
 from sgl_kvfetch.server.bodies import BodyReader, error_answer, json_answer, store_error_answer
 from sgl_kvfetch.server.budget import ACCOUNT, Budget
-from sgl_kvfetch.server.config import ServerConfig
+from sgl_kvfetch.server.config import ServerConfig, is_loopback
 from sgl_kvfetch.server.metrics import ServerMetrics, cause_of
 from sgl_kvfetch.server.objects import ObjectHandlers
 from sgl_kvfetch.server.pages import PageHandlers
@@ -39,6 +40,7 @@ TOKENS = web.AppKey("tokens", Tokens)
 METRICS = web.AppKey("metrics", ServerMetrics)
 _PREPARED = web.RequestKey("prepared", bool)  # status and headers are sent
 _LOOK_AT_TOKENS_S = 1.0
+_ADDRESS = re.compile(r"(?i:localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]+)?")  # no other name ends in digits
 _HASHES_TIMES = 6  # memory for page hashes, in sizes of the body that has them
 _HEALTH_AGE_S = 1.0  # an answer may be this old: anybody may ask, as often as they like
 
@@ -76,7 +78,9 @@ def create_app(config: ServerConfig) -> web.Application:
         await asyncio.gather(*tasks, return_exceptions=True)
         await store.close()
 
-    app = web.Application(middlewares=[_measured(metrics), _answered(metrics, Budget()), authorised(tokens)])
+    guards = [] if config.has_token or not is_loopback(config.host) else [_known_host]
+    guards.append(authorised(tokens))
+    app = web.Application(middlewares=[_measured(metrics), _answered(metrics, Budget()), *guards])
     app[TOKENS] = tokens
     app[METRICS] = metrics
     app.cleanup_ctx.append(run_store)
@@ -206,6 +210,17 @@ def _answered(metrics: ServerMetrics, budget: Budget) -> Middleware:
                 raise ConnectionResetError("failed while sending the body") from e
 
     return answer
+
+
+@web.middleware
+async def _known_host(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse names but ``localhost``: a web page can have its own name resolved to this machine, and read answers."""
+    host = request.headers.get("Host", "localhost")
+    if _ADDRESS.fullmatch(host) is None:
+        raise web.HTTPMisdirectedRequest(
+            text=f"a store without tokens was called {host[:100]!r}; call it localhost or by its address, or give it a token"
+        )
+    return await handler(request)
 
 
 class LookupHandler:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from importlib.resources import files
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -33,6 +34,7 @@ from sgl_kvfetch.stores import (
     MAX_LOOKUP_REQUEST_BYTES,
     PAGE_PATHS,
     Route,
+    is_namespace,
     whole_pages,
 )
 
@@ -41,6 +43,8 @@ logger = logging.getLogger(__name__)
 _EVERY_S = 10.0  # between two samples of the history
 _SAMPLES = 360  # an hour
 _SUMMARY_AGE_S = 2.0  # an answer may be this old
+_SEGMENTS_AGE_S = 5.0
+_MOST_LISTED = 64
 _FOLDERS_AGE_S = 30.0  # its list of folders may be this old: making it reads the whole catalog
 _MOST_FOLDERS = 1000  # in an answer
 _MOST_NAME_CHARS = 200
@@ -124,6 +128,8 @@ class PageHandlers:
         self._summary_until_s = 0.0
         self._asking = asyncio.Lock()
         self._drawing = asyncio.Lock()
+        self._listed: dict[str, tuple[float, bytes]] = {}  # by folder: when, and the answer
+        self._listing = asyncio.Lock()
         self._prompting = asyncio.Lock()
         self._num_pictures = 0
 
@@ -204,9 +210,18 @@ class PageHandlers:
         )
 
     async def segments(self, request: web.Request) -> web.StreamResponse:
-        """List the last used segments of a folder."""
-        found = await self._store.segment_usages(request.query.get("folder", ""), _LIMIT)
-        return json_answer(found)
+        """List the last used segments of a folder. All who ask share an answer: it reads all of the folder's rows."""
+        folder = request.query.get("folder", "")
+        if not is_namespace(folder):
+            raise web.HTTPBadRequest(text=f"folder is {folder[:60]!r}; expected the name of a namespace's folder")
+        async with self._listing:
+            at_s, body = self._listed.pop(folder, (-inf, b""))
+            if at_s < (now_s := asyncio.get_running_loop().time()) - _SEGMENTS_AGE_S:
+                at_s, body = now_s, msgspec.json.encode(await self._store.segment_usages(folder, _LIMIT))
+            self._listed[folder] = at_s, body
+            if len(self._listed) > _MOST_LISTED:
+                del self._listed[next(iter(self._listed))]
+        return web.Response(body=body, content_type="application/json")
 
     async def segment(self, request: web.Request) -> web.StreamResponse:
         """Show a manifest, without its tables."""
