@@ -261,7 +261,7 @@ class Catalog:
         return Identity(inode, log, os.access(self._path, os.W_OK))
 
     def _is_current(self, identity: Identity) -> bool:
-        """Return whether a connection to this database may go on. A lost log loses transactions, so the rest goes too."""
+        """Return whether a connection to this database may go on. Without its log, the database is discarded."""
         now = self._identity()
         if now == identity:
             return True
@@ -301,7 +301,7 @@ class Catalog:
         found = self._identity()
         if found == _NONE:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
-        # Without writing, SQLite cannot make what it shares with other processes; if they have made none, it needs none.
+        # Without writing, SQLite cannot make its shared memory; if no process has made it, none is needed.
         is_shared = os.path.exists(f"{self._path}-shm")
         mode = "rw" if found.is_writable else "ro" if is_shared else "ro&immutable=1"
         uri = f"{self._path.absolute().as_uri()}?mode={mode}"

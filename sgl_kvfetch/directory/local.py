@@ -234,9 +234,11 @@ class LocalStore(AdminStore):
             raise StoreError("invalid", f"{name} is a manifest; only data objects are written in pieces")
         writer = DataWriter(self._catalog, self._room, parsed, size_bytes)
         try:
-            run = partial(self._run_in, self._writes)
-            await run(writer.open)
-            yield Upload(lambda data: run(writer.write, data), lambda: run(writer.commit))
+            threads = self._writes
+            await self._run_in(threads, writer.open)
+            yield Upload(
+                lambda data: self._run_in(threads, writer.write, data), lambda: self._run_in(threads, writer.commit)
+            )
         finally:  # cancelled, too: the thread goes on. It works after the store is closed.
             await asyncio.shield(asyncio.to_thread(writer.discard))
 
@@ -344,7 +346,7 @@ class LocalStore(AdminStore):
 
     @_on("_scans")
     def put_pin(self, pin: Pin) -> None:
-        """Keep a pin, in several short transactions: segments that are put meanwhile are pinned from the first one on."""
+        """Keep a pin, in several short transactions. From the first one on, segments that are put are pinned."""
         with self._pin_errors():
             with self._catalog.writing() as db:
                 local_pins.enter_pin(db, pin)
@@ -383,18 +385,17 @@ class LocalStore(AdminStore):
         """Open the catalog. Return the number of segments that lookups can find now."""
         return (await self.usage()).num_segments
 
-    async def lookup(
-        self,
-        namespace: str,
-        page_hashes: Sequence[bytes],
-        take: Callable[[int], None] = lambda num_bytes: None,
-    ) -> Lookup:
+    async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
         """Find segments as soon as they are put, whichever process puts them.
 
         While the catalog is rebuilt, those that are not in it yet are missed. A run whose manifests take more than
-        ``MAX_LOOKUP_ANSWER_BYTES`` is shortened. ``take`` is called with the size of the manifests, on another thread,
-        before they are read; it may raise an exception.
+        ``MAX_LOOKUP_ANSWER_BYTES`` is shortened.
         """
+        return await self.lookup_taking(namespace, page_hashes, lambda num_bytes: None)
+
+    async def lookup_taking(self, namespace: str, page_hashes: Sequence[bytes], take: Callable[[int], None]) -> Lookup:
+        """Like `lookup`, but call ``take`` with the size of the manifests before they are read: on another thread. It
+        may raise an exception."""
         require_namespace(namespace)
         return await self._run_in(self._lookups, self._lookup, namespace, page_hashes, take)
 
@@ -410,7 +411,7 @@ class LocalStore(AdminStore):
                     self._quietly(partial(self._repair.recheck, found[len(hits)].manifest_name))
         return Lookup(tuple(hits))
 
-    def _find(self, namespace: str, page_hashes: Sequence[bytes]) -> list[index.IndexHit]:
+    def _find(self, namespace: str, page_hashes: Sequence[bytes]) -> Sequence[index.IndexHit]:
         if not self._opened:
             self._open_later()  # even if a catalog of another version cannot be read
         with self._catalog.reading() as db:
@@ -421,8 +422,7 @@ class LocalStore(AdminStore):
         return found
 
     async def stored_run(self, namespace: str, page_hashes: Sequence[bytes]) -> tuple[int, str]:
-        """Return how many pages a lookup would find, and the name of a manifest, "" if there is none: like `lookup`, but
-        by the catalog alone."""
+        """Return how many pages a lookup would find by the catalog alone, and the name of a manifest, "" without one."""
         with files.os_errors(f"looking up in {namespace}"):
             found = await self._run_in(self._lookups, self._find, namespace, page_hashes)
         return sum(hit.num_pages for hit in found), found[0].manifest_name if found else ""

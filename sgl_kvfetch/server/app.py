@@ -78,9 +78,8 @@ def create_app(config: ServerConfig) -> web.Application:
         await asyncio.gather(*tasks, return_exceptions=True)
         await store.close()
 
-    guards = [] if config.has_token or not is_loopback(config.host) else [_known_host]
-    guards.append(authorised(tokens))
-    app = web.Application(middlewares=[_measured(metrics), _answered(metrics, Budget()), *guards])
+    guards = () if config.has_token or not is_loopback(config.host) else (_known_host,)
+    app = web.Application(middlewares=[_measured(metrics), _answered(metrics, Budget()), *guards, authorised(tokens)])
     app[TOKENS] = tokens
     app[METRICS] = metrics
     app.cleanup_ctx.append(run_store)
@@ -218,7 +217,7 @@ async def _known_host(request: web.Request, handler: Handler) -> web.StreamRespo
     host = request.headers.get("Host", "localhost")
     if _ADDRESS.fullmatch(host) is None:
         raise web.HTTPMisdirectedRequest(
-            text=f"a store without tokens was called {host[:100]!r}; call it localhost or by its address, or give it a token"
+            text=f"a store without tokens was called {host[:100]!r}; call it localhost or by its address"
         )
     return await handler(request)
 
@@ -238,7 +237,7 @@ class LookupHandler:
         if len(asked.page_hashes) % PAGE_HASH_BYTES:
             raise web.HTTPBadRequest(text=f"page_hashes has {len(asked.page_hashes)} bytes; expected a multiple of 32")
         page_hashes = split_hashes(asked.page_hashes)
-        found = await self._store.lookup(asked.namespace, page_hashes, request[ACCOUNT].take)
+        found = await self._store.lookup_taking(asked.namespace, page_hashes, request[ACCOUNT].take)
         self._metrics.note_lookup(len(page_hashes), found.num_pages)
         answer = msgspec.msgpack.encode(found.hits)
         self._metrics.sent_bytes.inc(len(answer))

@@ -83,7 +83,7 @@ class ServerMetrics:
 
 
 def cause_of(error: Exception) -> str:
-    """Return a word for why a request failed: a StoreError's reason, and the system's or SQLite's code if it has one."""
+    """Return why a request failed, as a word: a StoreError's reason, with the code of the system or of SQLite."""
     if not isinstance(error, StoreError):
         return f"bug:{type(error).__name__}"
     match error.__cause__:

@@ -125,9 +125,9 @@ def decode_named_manifest(content: bytes, name: str) -> Manifest:
 
 
 async def pages_stored(store: Store, hashes: Sequence[bytes]) -> dict[str, int]:
-    """Return how many of a prompt's pages a lookup finds with all heads, by namespace. Raises StoreError and FormatError.
+    """Return how many of a prompt's pages a lookup finds with all heads, by namespace.
 
-    Ranks store their own heads, in folders of their own.
+    Ranks store their own heads, in folders of their own. Raises StoreError and FormatError.
     """
     runs: dict[str, int] = {}
     num_heads: dict[str, int] = {}

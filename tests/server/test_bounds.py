@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 
@@ -24,8 +22,7 @@ from sgl_kvfetch.server import app as application, pages
 from sgl_kvfetch.server.budget import Budget, Overloaded
 from sgl_kvfetch.stores import wire
 from tests.server.test_pages import get, serving
-from tests.server.test_server import metric, raw
-from tests.server.test_server import serving as serving_root
+from tests.server.test_server import metric, raw, serving as serving_root
 
 TOKENS = list(range(8))
 
@@ -203,7 +200,7 @@ async def test_one_prompt_is_looked_up_at_a_time_and_not_for_ever(
             async with session.post(wire.Route.PROMPTS, json={"prompt": TOKENS, "page_size": 1}) as response:
                 return response.status
 
-        assert await asyncio.gather(ask(), ask()) == [503, 503]
+        assert set(await asyncio.gather(ask(), ask())) == {503}
         assert await metric(session, "failures_total", cause="time") == 2
     assert most == 1
 

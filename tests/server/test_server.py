@@ -273,7 +273,10 @@ class TestBodies:
         content = b"y" * 3_000_000
         async with serving(tmp_path) as (server, session):
             _, writer = await asyncio.open_connection(server.host, server.port)
-            head = f"PUT {wire.Route.OBJECTS}/{data_object(content)} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}"
+            head = (
+                f"PUT {wire.Route.OBJECTS}/{data_object(content)} HTTP/1.1\r\nHost: localhost\r\n"
+                f"Content-Length: {len(content)}"
+            )
             writer.write(head.encode() + b"\r\n\r\n" + content[:sent])
             await writer.drain()
             await asyncio.sleep(0.1)
