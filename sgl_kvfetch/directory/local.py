@@ -165,17 +165,20 @@ class LocalStore(AdminStore):
         self._closed = False
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-        return await self._read(name, start, length, is_use=True)
-
-    async def peek(self, name: str) -> bytes | None:
-        """Read an object as `get` does, but not as a use of its segment."""
-        return await self._read(name, 0, None, is_use=False)
+        return await self._read(name, start, length)
 
     @_on("_reads")
-    def _read(self, name: str, start: int, length: int | None, *, is_use: bool) -> bytes | None:
+    def peek(self, name: str) -> bytes | None:
+        """Read a manifest, or the beginning of one that is too large. This is no use of its segment."""
+        require_name(name)
+        with files.os_errors(f"reading {name}"):
+            return files.read_object(self.root, name, MAX_MANIFEST_BYTES + 1)
+
+    @_on("_reads")
+    def _read(self, name: str, start: int, length: int | None) -> bytes | None:
         assert start >= 0
         assert length is None or length >= 0
-        opened = self._open(name, is_use=is_use)
+        opened = self._open(name)
         if opened is None:
             return None
         with opened.file as file, files.os_errors(f"reading {name}"):
@@ -251,11 +254,11 @@ class LocalStore(AdminStore):
             opening.add_done_callback(_close_opened)
             raise
 
-    def _open(self, name: str, *, is_use: bool = True) -> OpenObject | None:
+    def _open(self, name: str) -> OpenObject | None:
         segment = require_name(name).segment
         with files.os_errors(f"opening {name}"):
             opened = files.open_object(self.root, name)
-        if opened is not None and is_use:
+        if opened is not None:
             self._note_use([segment.manifest_name])
         return opened
 
@@ -422,7 +425,7 @@ class LocalStore(AdminStore):
         return found
 
     async def stored_run(self, namespace: str, page_hashes: Sequence[bytes]) -> tuple[int, str]:
-        """Return how many pages a lookup would find by the catalog alone, and the name of a manifest, "" without one."""
+        """Return how many pages a lookup finds by the catalog alone, and the name of a manifest, "" if there is none."""
         with files.os_errors(f"looking up in {namespace}"):
             found = await self._run_in(self._lookups, self._find, namespace, page_hashes)
         return sum(hit.num_pages for hit in found), found[0].manifest_name if found else ""
