@@ -193,7 +193,7 @@ class Client:
         _, writer = await asyncio.open_connection("127.0.0.1", self._port)
         try:
             writer.write(
-                f"PUT {Route.OBJECTS}/{data_object(content)} HTTP/1.1\r\nHost: store\r\n"
+                f"PUT {Route.OBJECTS}/{data_object(content)} HTTP/1.1\r\nHost: localhost\r\n"
                 f"Content-Length: {len(content)}\r\n\r\n".encode()
             )
             writer.write(content[: len(content) // 2])
@@ -270,7 +270,7 @@ async def _receive_slowly(port: int, name: str, stop: asyncio.Event) -> tuple[by
         raise
     reader, writer = await asyncio.open_connection(sock=connection, limit=_SLOW_PIECE_BYTES)
     try:
-        writer.write(f"GET {Route.OBJECTS}/{name} HTTP/1.1\r\nHost: store\r\nConnection: close\r\n\r\n".encode())
+        writer.write(f"GET {Route.OBJECTS}/{name} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
         headers = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
         if " 404 " in headers:
             return b"", None

@@ -13,12 +13,14 @@ import os
 import secrets
 import shutil
 import sqlite3
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
+from typing import NamedTuple
 
 from sgl_kvfetch.directory import files, local_pins
 from sgl_kvfetch.errors import StoreError
@@ -29,6 +31,7 @@ FOLDER = ".catalog"  # no namespace is called like this
 BUSY_S = 5.0  # how long a write waits for others; lookups never wait
 _VERSION = 5
 _USES_AT_ONCE = 256
+_BLOCK_BYTES = 4096
 _MAX_LOG_BYTES = 64 << 20  # the write-ahead log is cut to this after it has grown
 
 
@@ -108,6 +111,17 @@ END;
 """
 
 
+class Identity(NamedTuple):
+    """Which database a connection has: its inodes, and how it was opened."""
+
+    inode: int
+    log: int  # inode of the write-ahead log; 0 if there is none
+    is_writable: bool
+
+
+_NONE = Identity(0, 0, False)
+
+
 def temp_name(file_id: int) -> str:
     return f"{files.TEMP_PREFIX}{file_id}"
 
@@ -125,7 +139,8 @@ class Catalog:
         self._path = root / FOLDER / "catalog.sqlite"
         self._writer_lock = threading.Lock()
         self._local = threading.local()
-        self._writer: tuple[int, sqlite3.Connection | None] = 0, None  # the file's inode, and the connection
+        self._writer: tuple[Identity, sqlite3.Connection | None] = _NONE, None
+        self._write_error: str | None = None
         self._readers: list[sqlite3.Connection] = []
         self._uses: dict[str, float] = {}  # of segments since they were last saved
 
@@ -133,12 +148,11 @@ class Catalog:
     def writing(self) -> Iterator[sqlite3.Connection]:
         """Open a transaction, which excludes all others in all processes. Keep it short."""
         if not self._writer_lock.acquire(timeout=BUSY_S):
-            raise StoreError("io", f"the catalog {self._path} is locked: other writes take too long", retriable=True)
+            self._write_error = f"the catalog {self._path} is locked: other writes take too long"
+            raise StoreError("io", self._write_error, retriable=True)
         try:
             with self._errors():
-                with files.os_errors(f"opening the catalog {self._path}"):
-                    db = self._open_writer()
-                db.execute("BEGIN IMMEDIATE")
+                db = self._begin(BUSY_S)
                 try:
                     yield db
                     db.execute("COMMIT")
@@ -148,27 +162,53 @@ class Catalog:
         finally:
             self._writer_lock.release()
 
+    def _begin(self, wait_s: float) -> sqlite3.Connection:
+        try:
+            with self._errors(), files.os_errors(f"opening the catalog {self._path}"):
+                db = self._open_writer()
+                db.execute(f"PRAGMA busy_timeout = {wait_s * 1000:.0f}")
+                db.execute("BEGIN IMMEDIATE")
+        except StoreError as e:
+            self._write_error = str(e)
+            raise
+        self._write_error = None
+        return db
+
+    def write_problem(self) -> str | None:
+        """Return why no transaction can be opened, or None. Does not wait: while others write, the last one counts."""
+        if self._writer_lock.acquire(blocking=False):
+            before = self._write_error
+            try:
+                self._begin(0).execute("ROLLBACK")
+            except StoreError as e:
+                if e.retriable:  # others are writing at this moment
+                    self._write_error = before
+            finally:
+                self._writer_lock.release()
+        return self._write_error
+
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection | None]:
         """Open a snapshot for lookups, which no writer delays. Yield None if there is no catalog."""
         with self._errors():
-            inode, db = getattr(self._local, "reader", (0, None))
-            if db is None or inode != self._inode():
+            identity, db = getattr(self._local, "reader", (_NONE, None))
+            if db is None or not self._is_current(identity):
                 with suppress(FileNotFoundError, NotADirectoryError):
-                    inode, db = self._local.reader = self._connect()
+                    identity, db = self._local.reader = self._connect()
                     self._readers.append(db)
-            if db is None or inode != self._inode():
+            if db is None or not self._is_current(identity):
                 yield None
                 return
             db.execute("BEGIN")
             try:
                 yield db
             finally:
-                db.execute("ROLLBACK")
+                if db.in_transaction:  # not after some errors
+                    db.execute("ROLLBACK")
 
     @property
     def exists(self) -> bool:
-        return self._inode() != 0
+        return self._identity() != _NONE
 
     @property
     def is_open(self) -> bool:
@@ -204,50 +244,72 @@ class Catalog:
         for db in (self._writer[1], *self._readers):
             if db is not None:
                 db.close()
-        self._writer = 0, None
+        self._writer = _NONE, None
         self._readers.clear()
         self._local = threading.local()
 
-    def _inode(self) -> int:
-        """Return the inode of the database at the path now; 0 if there is none."""
+    def _identity(self) -> Identity:
+        """Return what is at the path now, `_NONE` if there is nothing."""
         try:
-            return os.stat(self._path).st_ino
+            inode = os.stat(self._path).st_ino
         except (FileNotFoundError, NotADirectoryError):
-            return 0
+            return _NONE
+        try:
+            log = os.stat(f"{self._path}-wal").st_ino
+        except FileNotFoundError:
+            log = 0
+        return Identity(inode, log, os.access(self._path, os.W_OK))
+
+    def _is_current(self, identity: Identity) -> bool:
+        """Return whether a connection to this database may go on. Without its log, the database is discarded."""
+        now = self._identity()
+        if now == identity:
+            return True
+        if (now.inode, now.is_writable) == (identity.inode, True):
+            logger.warning("the log of the catalog %s was deleted", self._path)
+            self.discard()
+        return False
 
     def _open_writer(self) -> sqlite3.Connection:
-        inode, db = self._writer
-        if db is not None and inode == self._inode():
+        identity, db = self._writer
+        if db is not None and self._is_current(identity):
             return db
         if db is not None:
             db.close()
-        self._writer = 0, None
+        self._writer = _NONE, None
         try:
-            inode, db = self._connect()
+            identity, db = self._connect()
             if db.execute("PRAGMA user_version").fetchone() != (_VERSION,):
                 db.close()
                 raise sqlite3.DatabaseError("another version's")
         except FileNotFoundError:
             self._create()
-            inode, db = self._connect()
+            identity, db = self._connect()
         except sqlite3.DatabaseError as e:
             if isinstance(e, sqlite3.OperationalError):
                 raise  # it cannot be opened now, which says nothing about its content
             self.discard()
             self._create()
-            inode, db = self._connect()
+            identity, db = self._connect()
         if db.execute("SELECT is_counted FROM totals").fetchone() == (0,):
             self._on_uncounted()
-        self._writer = inode, db
+        self._writer = identity, db
         return db
 
-    def _connect(self) -> tuple[int, sqlite3.Connection]:
+    def _connect(self) -> tuple[Identity, sqlite3.Connection]:
         """Connect to the database. Raises FileNotFoundError if there is none: SQLite would make an empty one."""
-        inode = os.stat(self._path).st_ino
-        db = sqlite3.connect(self._path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        found = self._identity()
+        if found == _NONE:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
+        # Without writing, SQLite cannot make its shared memory; if no process has made it, none is needed.
+        is_shared = os.path.exists(f"{self._path}-shm")
+        mode = "rw" if found.is_writable else "ro" if is_shared else "ro&immutable=1"
+        uri = f"{self._path.absolute().as_uri()}?mode={mode}"
+        db = sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute(f"PRAGMA journal_size_limit = {_MAX_LOG_BYTES}")
-        return inode, db
+        db.execute("PRAGMA user_version").fetchone()  # from now on there is a log, until the last connection closes
+        return self._identity(), db
 
     def _create(self) -> None:
         """Create the database under another name, so that nobody opens it before it is complete."""
@@ -288,6 +350,15 @@ class Catalog:
                 self.discard()
             if code == sqlite3.SQLITE_FULL:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path)) from e
+            if code == sqlite3.SQLITE_IOERR:
+                self._try_to_write()
             busy = code == sqlite3.SQLITE_BUSY
             hint = "" if busy else "; on a network file system, run `kvfetch serve` beside the disk instead"
             raise StoreError("io", f"the catalog {self._path} cannot be used: {e}{hint}", retriable=busy) from e
+
+    def _try_to_write(self) -> None:
+        """Write behind the end of the log, beside it. Raises the system's OSError, which SQLite does not pass on."""
+        with suppress(FileNotFoundError):
+            size = os.stat(f"{self._path}-wal").st_size
+            with tempfile.TemporaryFile(dir=self._path.parent) as file:
+                os.pwrite(file.fileno(), bytes(_BLOCK_BYTES), size)

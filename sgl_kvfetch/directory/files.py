@@ -191,17 +191,15 @@ def file_names(root: Path, namespace: str) -> Iterator[str]:
             yield entry.name
 
 
-def list_objects(root: Path, namespace: str, prefix: str = "") -> list[ObjectInfo]:
-    """List the objects of a namespace whose name starts with ``prefix``. Raises OSError."""
-    found = []
+def objects(root: Path, namespace: str, prefix: str = "") -> Iterator[ObjectInfo]:
+    """Iterate over the objects of a namespace whose name starts with ``prefix``. Raises OSError."""
     with suppress(FileNotFoundError), namespace_dir(root, namespace) as directory, os.scandir(directory) as entries:
         for entry in entries:
             name = f"{namespace}/{entry.name}"
             if name.startswith(prefix) and is_object_name(name) and entry.is_file(follow_symlinks=False):
                 with suppress(FileNotFoundError):  # deleted meanwhile
                     status = entry.stat(follow_symlinks=False)
-                    found.append(ObjectInfo(name, status.st_size, status.st_mtime))
-    return found
+                    yield ObjectInfo(name, status.st_size, status.st_mtime)
 
 
 class TempFile:

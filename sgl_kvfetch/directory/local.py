@@ -24,6 +24,8 @@ from sgl_kvfetch.directory.writing import DataWriter, write_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, ObjectName, SegmentKey
 from sgl_kvfetch.stores import (
+    MAX_FOLDERS,
+    MAX_LOOKUP_ANSWER_BYTES,
     AdminStore,
     Lookup,
     ObjectInfo,
@@ -40,6 +42,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _LOOKUP_THREADS = 2
+_SCAN_THREADS = 2
+_LISTED_AT_ONCE = 256
+_PINNED_AT_ONCE = 256
 _LOOKUP_ATTEMPTS = 3
 _SAVE_USES_EVERY_S = 1.0
 _DELETE_TURN_S = 5.0
@@ -52,11 +57,14 @@ _FOUND = f"""
 """
 _FOLDERS = f"""
     SELECT substr(name, 1, instr(name, '/') - 1), count(*), sum(pages), sum(bytes), min(last_used), max(last_used),
-        min(name) FROM ({_FOUND}) GROUP BY 1
+        min(name) FROM ({_FOUND}) GROUP BY 1 ORDER BY 4 DESC LIMIT ?
+"""
+_LAST_USED = f"""
+    SELECT id FROM segments WHERE state = {SegmentState.FOUND.value} AND name BETWEEN ? AND ?
+    ORDER BY last_used DESC LIMIT ?
 """
 _SEGMENTS = f"""
-    SELECT name, pages, bytes, last_used, pinned FROM ({_FOUND} AND name BETWEEN ? AND ?)
-    ORDER BY last_used DESC LIMIT ?
+    SELECT name, pages, bytes, last_used, pinned FROM ({_FOUND} AND id IN ({_LAST_USED})) ORDER BY last_used DESC
 """
 
 
@@ -100,16 +108,21 @@ class Upload:
     commit: Callable[[], Awaitable[None]]  # makes it visible; raises StoreError (also ``invalid``: wrong digest)
 
 
-def _on_thread(
-    work: Callable[Concatenate[LocalStore, P], T],
-) -> Callable[Concatenate[LocalStore, P], Coroutine[Any, Any, T]]:
-    """Make a blocking method of the store asynchronous: its calls run on the store's threads."""
+def _on(
+    threads: str,
+) -> Callable[[Callable[Concatenate[LocalStore, P], T]], Callable[Concatenate[LocalStore, P], Coroutine[Any, Any, T]]]:
+    """Make a blocking method of the store asynchronous: its calls run on these threads of the store."""
 
-    @wraps(work)
-    async def run(store: LocalStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await store._run(work, store, *args, **kwargs)
+    def wrapped(
+        work: Callable[Concatenate[LocalStore, P], T],
+    ) -> Callable[Concatenate[LocalStore, P], Coroutine[Any, Any, T]]:
+        @wraps(work)
+        async def run(store: LocalStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            return await store._run_in(getattr(store, threads), work, store, *args, **kwargs)
 
-    return run
+        return run
+
+    return wrapped
 
 
 class LocalStore(AdminStore):
@@ -140,9 +153,11 @@ class LocalStore(AdminStore):
         self._room = DiskRoom(self._catalog, capacity_bytes, min_free_bytes)
         self._repair = Repair(self._catalog, self._room, orphan_age_s)
         self._checks = DamageChecks(self._catalog, self._room)
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="kvfetch-local")
-        # Lookups have their own threads: the others may all be waiting for the disk.
+        # Each kind of work has its own threads: none waits for a slower kind. Writes may all be waiting for a lock.
+        self._writes = ThreadPoolExecutor(num_threads, thread_name_prefix="kvfetch-write")
+        self._reads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvfetch-read")
         self._lookups = ThreadPoolExecutor(_LOOKUP_THREADS, thread_name_prefix="kvfetch-lookup")
+        self._scans = ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="kvfetch-scan")  # of folders and tables
         self._upkeep = ThreadPoolExecutor(1, thread_name_prefix="kvfetch-upkeep")
         self._opened = False
         self._orphan_age_s = orphan_age_s
@@ -150,17 +165,20 @@ class LocalStore(AdminStore):
         self._closed = False
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-        return await self._read(name, start, length, is_use=True)
+        return await self._read(name, start, length)
 
-    async def peek(self, name: str) -> bytes | None:
-        """Read an object as `get` does, but not as a use of its segment."""
-        return await self._read(name, 0, None, is_use=False)
+    @_on("_reads")
+    def peek(self, name: str) -> bytes | None:
+        """Read a manifest, or the beginning of one that is too large. This is no use of its segment."""
+        require_name(name)
+        with files.os_errors(f"reading {name}"):
+            return files.read_object(self.root, name, MAX_MANIFEST_BYTES + 1)
 
-    @_on_thread
-    def _read(self, name: str, start: int, length: int | None, *, is_use: bool) -> bytes | None:
+    @_on("_reads")
+    def _read(self, name: str, start: int, length: int | None) -> bytes | None:
         assert start >= 0
         assert length is None or length >= 0
-        opened = self._open(name, is_use=is_use)
+        opened = self._open(name)
         if opened is None:
             return None
         with opened.file as file, files.os_errors(f"reading {name}"):
@@ -192,13 +210,13 @@ class LocalStore(AdminStore):
         """Put a manifest if there is none, atomically. Return True if the store holds ``data`` now."""
         return await self._put_if(name, data, lambda current: current is None)
 
-    @_on_thread
+    @_on("_writes")
     def _put_if(self, name: str, data: bytes, replaces: Callable[[str | None], bool]) -> bool:
         if not require_name(name).is_manifest:
             raise StoreError("invalid", f"{name} is not a manifest; data objects are never replaced")
         return write_manifest(self._catalog, self._room, name, data, replaces)
 
-    @_on_thread
+    @_on("_writes")
     def _put_data(self, name: ObjectName, data: bytes) -> None:
         writer = DataWriter(self._catalog, self._room, name, len(data))
         try:
@@ -219,35 +237,38 @@ class LocalStore(AdminStore):
             raise StoreError("invalid", f"{name} is a manifest; only data objects are written in pieces")
         writer = DataWriter(self._catalog, self._room, parsed, size_bytes)
         try:
-            await self._run(writer.open)
-            yield Upload(lambda data: self._run(writer.write, data), lambda: self._run(writer.commit))
+            threads = self._writes
+            await self._run_in(threads, writer.open)
+            yield Upload(
+                lambda data: self._run_in(threads, writer.write, data), lambda: self._run_in(threads, writer.commit)
+            )
         finally:  # cancelled, too: the thread goes on. It works after the store is closed.
             await asyncio.shield(asyncio.to_thread(writer.discard))
 
     async def open_object(self, name: str) -> OpenObject | None:
         """Open an object for reading in pieces; the caller closes it. None if it is missing."""
-        opening = asyncio.ensure_future(self._run(self._open, name))
+        opening = asyncio.ensure_future(self._run_in(self._reads, self._open, name))
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
             opening.add_done_callback(_close_opened)
             raise
 
-    def _open(self, name: str, *, is_use: bool = True) -> OpenObject | None:
+    def _open(self, name: str) -> OpenObject | None:
         segment = require_name(name).segment
         with files.os_errors(f"opening {name}"):
             opened = files.open_object(self.root, name)
-        if opened is not None and is_use:
+        if opened is not None:
             self._note_use([segment.manifest_name])
         return opened
 
-    @_on_thread
+    @_on("_reads")
     def head(self, name: str) -> ObjectInfo | None:
         require_name(name)
         with files.os_errors(f"looking at {name}"):
             return files.stat_object(self.root, name)
 
-    @_on_thread
+    @_on("_writes")
     def delete(self, name: str) -> bool:
         """Delete an object. If its segment needs it, lookups do not find the segment any more."""
         require_name(name)
@@ -261,38 +282,44 @@ class LocalStore(AdminStore):
             count += some
         return count
 
-    @_on_thread
+    @_on("_scans")
     def delete_some(self, prefix: str, within_s: float) -> tuple[int, bool]:
         """Like ``delete_prefix``, for about ``within_s``. Return how many were deleted, and if some may be left."""
         until_s = time.monotonic() + within_s
         count = 0
         with files.os_errors(f"deleting {prefix}*"):
-            names = [info.name for namespace in self._namespaces(prefix) for info in self._list(namespace, prefix)]
-            names.sort(key=lambda name: not name.endswith(MANIFEST_SUFFIX))
-            left = iter(names)
-            while some := list(islice(left, _DELETED_AT_ONCE)):
-                if count and time.monotonic() > until_s:  # each call deletes one batch at least
-                    return count, True
-                count += self._room.delete(some)
+            for suffix in (MANIFEST_SUFFIX, ""):
+                for namespace in self._namespaces(prefix):
+                    found = files.objects(self.root, namespace, prefix)
+                    names = (info.name for info in found if info.name.endswith(suffix))
+                    while some := list(islice(names, _DELETED_AT_ONCE)):
+                        if count and time.monotonic() > until_s:  # each call deletes one batch at least
+                            return count, True
+                        count += self._room.delete(some)
         return count, False
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        for namespace in await self._run(self._namespaces, prefix):
-            for info in await self._run(self._list, namespace, prefix):
-                yield info
+        for namespace in await self._run_in(self._scans, self._namespaces, prefix):
+            infos = files.objects(self.root, namespace, prefix)
+            while some := await self._run_in(self._scans, self._next, namespace, infos):
+                for info in some:
+                    yield info
 
     def _namespaces(self, prefix: str) -> Sequence[str]:
         with files.os_errors("listing namespaces"):
             return [name for name in files.namespaces(self.root) if name.startswith(prefix[: len(name)])]
 
-    def _list(self, namespace: str, prefix: str) -> Sequence[ObjectInfo]:
+    def _next(self, namespace: str, infos: Iterator[ObjectInfo]) -> Sequence[ObjectInfo]:
         with files.os_errors(f"listing {namespace}"):
-            return files.list_objects(self.root, namespace, prefix)
+            return list(islice(infos, _LISTED_AT_ONCE))
 
     async def folders(self, digest: str = "") -> frozenset[str]:
-        return frozenset(await self._run_in(self._lookups, self._namespaces, digest and f"{digest}."))
+        found = await self._run_in(self._lookups, self._namespaces, digest and f"{digest}.")
+        if len(found) > MAX_FOLDERS:
+            raise StoreError("too_large", f"{self.root} has {len(found)} folders; at most {MAX_FOLDERS} are listed")
+        return frozenset(found)
 
-    @_on_thread
+    @_on("_scans")
     def last_uses(self, segments: Sequence[SegmentKey]) -> Sequence[float | None]:
         with files.os_errors("reading when segments were used"):
             self._catalog.save_uses()
@@ -302,33 +329,46 @@ class LocalStore(AdminStore):
                 uses = dict(db.execute("SELECT name, last_used FROM segments"))
         return [uses.get(segment.manifest_name) for segment in segments]
 
-    @_on_thread
+    @_on("_scans")
     def expired(self, segments: Sequence[SegmentKey]) -> set[SegmentKey]:
         with files.os_errors("reading when segments expire"), self._catalog.reading() as db:
             rows = () if db is None else db.execute("SELECT name FROM segments WHERE expires <= ?", (time.time(),))
             names = {name for (name,) in rows}
         return {segment for segment in segments if segment.manifest_name in names}
 
-    @_on_thread
+    @_on("_reads")
     def pins(self) -> Sequence[str]:
         with self._pin_errors():
             return local_pins.pin_names(self.root)
 
-    @_on_thread
+    @_on("_reads")
     def get_pin(self, name: str) -> Pin | None:
         require_pin_name(name)
         with self._pin_errors():
             return local_pins.read_pin(self.root, name)
 
-    @_on_thread
+    @_on("_scans")
     def put_pin(self, pin: Pin) -> None:
-        with self._pin_errors(), self._catalog.writing() as db:
-            local_pins.enter_pin(db, pin)
-            local_pins.pin_segments(db, self.root, pin)
-            self._room.require_pins_fit(local_pins.pinned_bytes(db))
-            local_pins.write_pin(self.root, pin)
+        """Keep a pin, in several short transactions. From the first one on, segments that are put are pinned."""
+        with self._pin_errors():
+            with self._catalog.writing() as db:
+                local_pins.enter_pin(db, pin)
+            with self._catalog.reading() as snapshot:
+                segments = [] if snapshot is None else local_pins.segments_of(snapshot, pin)
+                num_bytes = 0 if snapshot is None else local_pins.pinned_bytes_with(snapshot, segments)
+            try:
+                self._room.require_pins_fit(num_bytes)
+                local_pins.write_pin(self.root, pin)
+            except BaseException:
+                if local_pins.read_pin(self.root, pin.name) is None:
+                    with self._catalog.writing() as db:
+                        local_pins.forget_pin(db, pin.name)
+                raise
+            for first in range(0, len(segments), _PINNED_AT_ONCE):
+                with self._catalog.writing() as db:
+                    local_pins.pin_segments(db, segments[first : first + _PINNED_AT_ONCE])
 
-    @_on_thread
+    @_on("_scans")
     def delete_pin(self, name: str) -> bool:
         require_pin_name(name)
         with self._pin_errors(), self._catalog.writing() as db:
@@ -351,27 +391,44 @@ class LocalStore(AdminStore):
     async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
         """Find segments as soon as they are put, whichever process puts them.
 
-        While the catalog is rebuilt, those that are not in it yet are missed.
+        While the catalog is rebuilt, those that are not in it yet are missed. A run whose manifests take more than
+        ``MAX_LOOKUP_ANSWER_BYTES`` is shortened.
         """
-        require_namespace(namespace)
-        return await self._run_in(self._lookups, self._lookup, namespace, page_hashes)
+        return await self.lookup_taking(namespace, page_hashes, lambda num_bytes: None)
 
-    def _lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
+    async def lookup_taking(self, namespace: str, page_hashes: Sequence[bytes], take: Callable[[int], None]) -> Lookup:
+        """Like `lookup`, but call ``take`` with the size of the manifests before they are read: on another thread. It
+        may raise an exception."""
+        require_namespace(namespace)
+        return await self._run_in(self._lookups, self._lookup, namespace, page_hashes, take)
+
+    def _lookup(self, namespace: str, page_hashes: Sequence[bytes], take: Callable[[int], None]) -> Lookup:
         with files.os_errors(f"looking up in {namespace}"):
-            if not self._opened:
-                self._open_later()  # even if a catalog of another version cannot be read
             for attempt in range(_LOOKUP_ATTEMPTS):
-                with self._catalog.reading() as db:
-                    found = index.find_pages(db, namespace, page_hashes) if db is not None else []
-                if db is None:
-                    self._open_later()
+                found = self._find(namespace, page_hashes)
+                take(sum(hit.num_bytes for hit in found))
                 hits = list(self._with_manifests(found, accept_other=attempt > 0))
                 if len(hits) == len(found):
                     break
                 if attempt:  # not merely replaced or evicted since it was found
                     self._quietly(partial(self._repair.recheck, found[len(hits)].manifest_name))
-        self._note_use([hit.manifest_name for hit in found])
         return Lookup(tuple(hits))
+
+    def _find(self, namespace: str, page_hashes: Sequence[bytes]) -> Sequence[index.IndexHit]:
+        if not self._opened:
+            self._open_later()  # even if a catalog of another version cannot be read
+        with self._catalog.reading() as db:
+            found = [] if db is None else index.find_pages(db, namespace, page_hashes, MAX_LOOKUP_ANSWER_BYTES)
+        if db is None:
+            self._open_later()
+        self._note_use([hit.manifest_name for hit in found])
+        return found
+
+    async def stored_run(self, namespace: str, page_hashes: Sequence[bytes]) -> tuple[int, str]:
+        """Return how many pages a lookup finds by the catalog alone, and the name of a manifest, "" if there is none."""
+        with files.os_errors(f"looking up in {namespace}"):
+            found = await self._run_in(self._lookups, self._find, namespace, page_hashes)
+        return sum(hit.num_pages for hit in found), found[0].manifest_name if found else ""
 
     def _with_manifests(self, found: Sequence[index.IndexHit], *, accept_other: bool) -> Iterator[SegmentHit]:
         """Read the manifests, up to the first that is not as in the catalog.
@@ -379,10 +436,12 @@ class LocalStore(AdminStore):
         ``accept_other``: accept any sound manifest of the same pages, because a writer renames the file a moment before
         its transaction ends.
         """
+        room = MAX_LOOKUP_ANSWER_BYTES  # files may have been replaced by larger ones
         for hit in found:
-            content = files.read_object(self.root, hit.manifest_name, MAX_MANIFEST_BYTES)
+            content = files.read_object(self.root, hit.manifest_name, min(room, MAX_MANIFEST_BYTES))
             if content is None:
                 return
+            room -= len(content)
             if object_digest(content) != hit.digest and not (accept_other and _is_sound(content, hit.manifest_name)):
                 return
             yield SegmentHit(content, hit.first_page, hit.num_pages)
@@ -420,7 +479,7 @@ class LocalStore(AdminStore):
         self._require_open()
         return await self._checks.check(manifest_name)
 
-    @_on_thread
+    @_on("_reads")
     def usage(self) -> StoreUsage:
         """Return sizes and counters."""
         stored_bytes = num_segments = 0
@@ -438,12 +497,12 @@ class LocalStore(AdminStore):
             stored_bytes, num_segments, self._room.num_evicted, repair.num_collected, repair.num_unreadable, problem
         )
 
-    @_on_thread
-    def folder_usages(self) -> Sequence[FolderUsage]:
-        """Return what each folder has. Reads all of the catalog's segments."""
-        return self._rows(_FOLDERS, (), FolderUsage)
+    @_on("_scans")
+    def folder_usages(self, limit: int) -> Sequence[FolderUsage]:
+        """Return what each folder has, of the largest ones. Reads all of the catalog's segments."""
+        return self._rows(_FOLDERS, (limit,), FolderUsage)
 
-    @_on_thread
+    @_on("_scans")
     def segment_usages(self, folder: str, limit: int) -> Sequence[SegmentUsage]:
         """Return the last used segments of a folder, the last one first."""
         return self._rows(_SEGMENTS, (f"{folder}/", f"{folder}0", limit), SegmentUsage)
@@ -475,7 +534,7 @@ class LocalStore(AdminStore):
         await self._open_anew()
         await self._run_in(self._upkeep, lambda: None)  # behind the sweep that opening has started
 
-    @_on_thread
+    @_on("_writes")
     def _open_anew(self) -> None:
         with files.os_errors("rebuilding the catalog"):
             self._catalog.discard()
@@ -487,15 +546,12 @@ class LocalStore(AdminStore):
 
     def _shut_down(self) -> None:
         self._repair.stopped.set()
-        for threads in (self._lookups, self._executor, self._upkeep):
+        for threads in (self._lookups, self._reads, self._writes, self._scans, self._upkeep):
             threads.shutdown()
         self._checks.shut_down()
         if self._catalog.is_open:
             self._quietly(self._catalog.save_uses)
         self._catalog.close()
-
-    async def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._run_in(self._executor, call, *args, **kwargs)
 
     async def _run_in(self, threads: ThreadPoolExecutor, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         self._require_open()

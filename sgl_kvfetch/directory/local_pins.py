@@ -12,14 +12,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from sgl_kvfetch.directory import files
-from sgl_kvfetch.directory.page_index import page_key
 from sgl_kvfetch.errors import FormatError
-from sgl_kvfetch.keys import split_hashes
+from sgl_kvfetch.keys import PAGE_HASH_BYTES
 from sgl_kvfetch.stores import Pin, decode_pin
 
 logger = logging.getLogger(__name__)
 
 FOLDER = ".pins"  # no namespace is called like this
+_FIRST_HASH = f"substr(hashes, 1, {PAGE_HASH_BYTES})"
 
 
 def pin_names(root: Path) -> list[str]:
@@ -77,31 +77,35 @@ def enter_all_pins(db: sqlite3.Connection, root: Path) -> None:
                 enter_pin(db, pin)
 
 
-def pin_segments(db: sqlite3.Connection, root: Path, pin: Pin) -> None:
-    """Pin the stored segments that have one of the pin's pages. Raises OSError."""
-    keys = ((page_key(folder, page_hash),) for folder in files.namespaces(root) for page_hash in pin.page_hashes)
-    db.executemany("UPDATE segments SET pinned = 1 WHERE id IN (SELECT segment FROM pages WHERE key = ?)", keys)
+def segments_of(db: sqlite3.Connection, pin: Pin) -> list[int]:
+    """Return the segments that lookups find and that have a page of the pin.
+
+    Page hashes are chained, and a pin has all pages of a prompt: such a segment's first page is one of them.
+    """
+    pinned = set(pin.page_hashes)
+    rows = db.execute(f"SELECT segment, {_FIRST_HASH} FROM chains")
+    return [segment for segment, first in rows if first in pinned]
+
+
+def pin_segments(db: sqlite3.Connection, segments: Iterable[int]) -> None:
+    db.executemany("UPDATE segments SET pinned = 1 WHERE id = ?", ((segment,) for segment in segments))
 
 
 def forget_pin(db: sqlite3.Connection, name: str) -> None:
     """Forget a pin. Segments that another pin holds stay pinned."""
     db.execute("DELETE FROM pinned_pages WHERE pin = ?", (name,))
-    pinned = "SELECT segment, hashes FROM chains JOIN segments ON id = segment WHERE pinned = 1 AND state != 0"
-    for segment, hashes in db.execute(pinned).fetchall():
-        if not is_pinned(db, split_hashes(hashes)):
-            db.execute("UPDATE segments SET pinned = 0 WHERE id = ?", (segment,))
+    held = f"SELECT segment FROM chains JOIN pinned_pages ON page_hash = {_FIRST_HASH}"
+    db.execute(f"UPDATE segments SET pinned = 0 WHERE pinned = 1 AND id NOT IN ({held})")
 
 
-def is_pinned(db: sqlite3.Connection, page_hashes: Iterable[bytes]) -> bool:
-    """Return whether any of these pages is pinned."""
-    if db.execute("SELECT 1 FROM pinned_pages LIMIT 1").fetchone() is None:
-        return False
+def is_pinned(db: sqlite3.Connection, first_hash: bytes) -> bool:
+    """Return whether a segment that starts with this page is pinned."""
     query = "SELECT 1 FROM pinned_pages WHERE page_hash = ? LIMIT 1"
-    return any(db.execute(query, (page_hash,)).fetchone() for page_hash in page_hashes)
+    return db.execute(query, (first_hash,)).fetchone() is not None
 
 
-def pinned_bytes(db: sqlite3.Connection) -> int:
-    """Return the size of all files of pinned segments."""
-    query = "SELECT coalesce(sum(bytes), 0) FROM files JOIN segments ON segment = segments.id WHERE pinned = 1"
-    (num_bytes,) = db.execute(query).fetchone()
-    return int(num_bytes)
+def pinned_bytes_with(db: sqlite3.Connection, segments: Iterable[int]) -> int:
+    """Return the size of all files of pinned segments and of these."""
+    pinned = {segment for (segment,) in db.execute("SELECT id FROM segments WHERE pinned = 1")}.union(segments)
+    query = "SELECT coalesce(sum(bytes), 0) FROM files WHERE segment = ?"
+    return sum(db.execute(query, (segment,)).fetchone()[0] for segment in pinned)

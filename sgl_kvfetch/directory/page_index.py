@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 
 import xxhash
 
@@ -19,7 +20,10 @@ from sgl_kvfetch.stores import furthest
 _EARLIEST = """
 SELECT first_page, segment FROM pages CROSS JOIN segments ON id = segment
 WHERE key = ? AND (expires IS NULL OR expires > ?) ORDER BY first_page, segment LIMIT 1"""
-_SEGMENT = "SELECT name, digest, hashes FROM segments JOIN chains ON segment = id WHERE id = ?"
+_SEGMENT = """
+SELECT name, digest, hashes, (SELECT bytes FROM files WHERE files.name = segments.name AND files.state = 1)
+FROM segments JOIN chains ON segment = id WHERE id = ?"""
+_HIT_BYTES = 512  # at least what one hit takes beside its manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class IndexHit:
 
     manifest_name: str
     digest: str  # object_digest of the manifest
+    num_bytes: int  # the manifest's
     first_page: int
     num_pages: int
 
@@ -41,8 +46,13 @@ def page_key(namespace: str, page_hash: bytes) -> bytes:
     return xxhash.xxh3_128_digest(namespace.encode() + page_hash)
 
 
-def find_pages(db: sqlite3.Connection, namespace: str, page_hashes: Sequence[bytes]) -> list[IndexHit]:
-    """Find the longest run of stored pages that starts with ``page_hashes[0]``. See ``Store.lookup``."""
+def find_pages(
+    db: sqlite3.Connection, namespace: str, page_hashes: Sequence[bytes], most_bytes: float = inf
+) -> list[IndexHit]:
+    """Find the longest run of stored pages that starts with ``page_hashes[0]``. See ``Store.lookup``.
+
+    The run ends early where an answer with its manifests would take more than ``most_bytes``.
+    """
     now = time.time()
 
     @cache
@@ -53,19 +63,20 @@ def find_pages(db: sqlite3.Connection, namespace: str, page_hashes: Sequence[byt
 
     if not page_hashes or (first := earliest(0)) is None:
         return []
-    (_, _, hashes) = db.execute(_SEGMENT, (first[1],)).fetchone()
+    (_, _, hashes, _) = db.execute(_SEGMENT, (first[1],)).fetchone()
     origin = first[0] + split_hashes(hashes).index(page_hashes[0])  # position in the sequence of the first page
     hits = []
     page = 0
     while reached := furthest(earliest, page, len(page_hashes), origin + page):
         end, first_page, segment = reached
-        name, digest, hashes = db.execute(_SEGMENT, (segment,)).fetchone()
+        name, digest, hashes, num_bytes = db.execute(_SEGMENT, (segment,)).fetchone()
+        most_bytes -= num_bytes + _HIT_BYTES
         skipped = origin + page - first_page
         # Manifests are not trusted: one with false page hashes may hide pages, but never adds wrong ones.
         count = _matching(hashes, skipped, page_hashes[page:end])
-        if count == 0:
+        if count == 0 or most_bytes < 0:
             break
-        hits.append(IndexHit(name, digest, skipped, count))
+        hits.append(IndexHit(name, digest, num_bytes, skipped, count))
         page += count
     return hits
 

@@ -161,11 +161,11 @@ class DiskRoom:
 
     def problem(self) -> str | None:
         """Return why nothing can be written now, or None."""
-        try:
-            with self._catalog.writing() as db:
-                (evictable,) = db.execute("SELECT bytes - pending_bytes FROM totals").fetchone()
-        except (StoreError, OSError) as e:
-            return str(e)
+        if (problem := self._catalog.write_problem()) is not None:
+            return problem
+        with self._catalog.reading() as db:
+            totals = None if db is None else db.execute("SELECT bytes - pending_bytes FROM totals").fetchone()
+        (evictable,) = totals or (0,)
         if not os.access(self._catalog.root, os.W_OK):
             return f"{self._catalog.root} is not writable"
         lacking = self._lacking_on_disk(1)

@@ -151,7 +151,7 @@ def index_segment(db: sqlite3.Connection, manifest: Manifest, content: bytes) ->
         hide_segment(db, segment, SegmentState.UNREAD)
         db.execute("INSERT INTO chains VALUES (?, ?, ?)", (segment, *chain))
         db.executemany("INSERT INTO pages VALUES (?, ?, ?)", page_rows(key.namespace, segment, *chain))
-    pinned = local_pins.is_pinned(db, manifest.page_hashes)
+    pinned = local_pins.is_pinned(db, manifest.page_hashes[0])
     found = SegmentState.FOUND, object_digest(content), pinned, manifest.expires, segment
     db.execute("UPDATE segments SET state = ?, digest = ?, pinned = ?, expires = ? WHERE id = ?", found)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator
 
@@ -16,30 +17,31 @@ from sgl_kvfetch.directory import LocalStore, StoreUsage
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, split_hashes
 from sgl_kvfetch.server.bodies import BodyReader, error_answer, json_answer, store_error_answer
-from sgl_kvfetch.server.config import ServerConfig
-from sgl_kvfetch.server.metrics import ServerMetrics
+from sgl_kvfetch.server.budget import ACCOUNT, Budget
+from sgl_kvfetch.server.config import ServerConfig, is_loopback
+from sgl_kvfetch.server.metrics import ServerMetrics, cause_of
 from sgl_kvfetch.server.objects import ObjectHandlers
 from sgl_kvfetch.server.pages import PageHandlers
 from sgl_kvfetch.server.tokens import Role, TokenFile, Tokens, authorised, require_role
 from sgl_kvfetch.stores import (
-    MAX_LOOKUP_ANSWER_BYTES,
     MAX_LOOKUP_REQUEST_BYTES,
     MAX_PIN_BYTES,
     MSGPACK_TYPE,
     Folders,
-    Lookup,
     LookupRequest,
     PinNames,
     Route,
-    SegmentHit,
     decode_pin,
 )
 
 logger = logging.getLogger(__name__)
 
 TOKENS = web.AppKey("tokens", Tokens)
+METRICS = web.AppKey("metrics", ServerMetrics)
 _PREPARED = web.RequestKey("prepared", bool)  # status and headers are sent
 _LOOK_AT_TOKENS_S = 1.0
+_ADDRESS = re.compile(r"(?i:localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]+)?")  # no other name ends in digits
+_HASHES_TIMES = 6  # memory for page hashes, in sizes of the body that has them
 _HEALTH_AGE_S = 1.0  # an answer may be this old: anybody may ask, as often as they like
 
 
@@ -55,7 +57,7 @@ def create_app(config: ServerConfig) -> web.Application:
     objects = ObjectHandlers(store, bodies, metrics, config)
     lookup = LookupHandler(store, bodies, metrics)
     pins = PinHandlers(store, bodies)
-    health = Health(store)
+    health = Health(store, metrics)
     pages = PageHandlers(store, bodies, metrics, config)
 
     async def show_metrics(request: web.Request) -> web.StreamResponse:
@@ -76,8 +78,10 @@ def create_app(config: ServerConfig) -> web.Application:
         await asyncio.gather(*tasks, return_exceptions=True)
         await store.close()
 
-    app = web.Application(middlewares=[_measured(metrics), _errors_as_json, authorised(tokens)])
+    guards = () if config.has_token or not is_loopback(config.host) else (_known_host,)
+    app = web.Application(middlewares=[_measured(metrics), _answered(metrics, Budget()), *guards, authorised(tokens)])
     app[TOKENS] = tokens
+    app[METRICS] = metrics
     app.cleanup_ctx.append(run_store)
     app.on_response_prepare.append(_note_prepared)
     one_pin = Route.PINS + "/{name}"
@@ -156,29 +160,66 @@ async def _note_prepared(request: web.BaseRequest, response: web.StreamResponse)
     request[_PREPARED] = True
 
 
+def _answered(metrics: ServerMetrics, budget: Budget) -> Middleware:
+    """Make the middleware that gives each request an account of the budget, until its answer is sent.
+
+    It turns errors into answers, and notes failures: their causes are counted and logged once, here.
+    """
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        what = f"{request.method} {request.path}"
+        with budget.account() as account:
+            request[ACCOUNT] = account
+            try:
+                response = await handler(request)
+                if isinstance(response, web.Response) and isinstance(response.body, bytes):
+                    account.take(len(response.body))
+                    await response.prepare(request)
+                    await response.write_eof()
+                return response
+            except web.HTTPException as e:
+                word = e.reason.lower().replace(" ", "_")
+                if e.status >= 500:
+                    metrics.note_failure(what, getattr(e, "cause", word), e.text or e.reason)
+                failed = error_answer(e.status, word, e.text or e.reason)
+                for header in ("Allow", "Retry-After", "Connection"):
+                    if header in e.headers:
+                        failed.headers[header] = e.headers[header]
+                return failed
+            except web.RequestPayloadError:
+                return error_answer(400, "bad_request", "the body is malformed")
+            except ConnectionError:
+                raise  # the client has disconnected
+            except Exception as e:
+                cut_short = request.get(_PREPARED)
+                if isinstance(e, StoreError):
+                    failed = store_error_answer(e)
+                    if failed.status >= 500 or cut_short:
+                        metrics.note_failure(what, cause_of(e), str(e))
+                else:
+                    failed = error_answer(500, "server", "internal error")
+                    logger.exception("%s %r failed", request.method, request.path)
+                    metrics.failures.labels(cause_of(e)).inc()
+                if not cut_short:
+                    return failed
+                # The status is already sent. Only an aborted connection tells the client that the body is incomplete.
+                if request.transport is not None:
+                    request.transport.abort()
+                raise ConnectionResetError("failed while sending the body") from e
+
+    return answer
+
+
 @web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except web.HTTPException as e:
-        answer = error_answer(e.status, e.reason.lower().replace(" ", "_"), e.text or e.reason)
-        for header in ("Allow", "Retry-After", "Connection"):
-            if header in e.headers:
-                answer.headers[header] = e.headers[header]
-        return answer
-    except web.RequestPayloadError:
-        return error_answer(400, "bad_request", "the body is malformed")
-    except ConnectionError:
-        raise  # the client has disconnected
-    except Exception as e:
-        if not isinstance(e, StoreError):
-            logger.exception("%s %r failed", request.method, request.path)
-        if request.get(_PREPARED):
-            # The status is already sent. Only an aborted connection tells the client that the body is incomplete.
-            if request.transport is not None:
-                request.transport.abort()
-            raise ConnectionResetError("failed while sending the body") from e
-        return store_error_answer(e) if isinstance(e, StoreError) else error_answer(500, "server", "internal error")
+async def _known_host(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse names but ``localhost``: a web page can have its own name resolved to this machine, and read answers."""
+    host = request.headers.get("Host", "localhost")
+    if _ADDRESS.fullmatch(host) is None:
+        raise web.HTTPMisdirectedRequest(
+            text=f"a store without tokens was called {host[:100]!r}; call it localhost or by its address"
+        )
+    return await handler(request)
 
 
 class LookupHandler:
@@ -188,7 +229,7 @@ class LookupHandler:
         self._metrics = metrics
 
     async def post(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read_body(request, MAX_LOOKUP_REQUEST_BYTES)
+        body = await self._bodies.read_body(request, MAX_LOOKUP_REQUEST_BYTES, _HASHES_TIMES)
         try:
             asked = msgspec.msgpack.decode(body, type=LookupRequest)
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
@@ -196,27 +237,15 @@ class LookupHandler:
         if len(asked.page_hashes) % PAGE_HASH_BYTES:
             raise web.HTTPBadRequest(text=f"page_hashes has {len(asked.page_hashes)} bytes; expected a multiple of 32")
         page_hashes = split_hashes(asked.page_hashes)
-        found = await self._store.lookup(asked.namespace, page_hashes)
+        found = await self._store.lookup_taking(asked.namespace, page_hashes, request[ACCOUNT].take)
         self._metrics.note_lookup(len(page_hashes), found.num_pages)
-        answer = msgspec.msgpack.encode(_fitting(found))
+        answer = msgspec.msgpack.encode(found.hits)
         self._metrics.sent_bytes.inc(len(answer))
         return web.Response(body=answer, content_type=MSGPACK_TYPE)
 
     async def folders(self, request: web.Request) -> web.StreamResponse:
         found = await self._store.folders(request.match_info.get("digest", ""))
         return json_answer(Folders(sorted(found)))
-
-
-def _fitting(found: Lookup) -> list[SegmentHit]:
-    """Return the leading hits that fit into one answer."""
-    hits = []
-    room = MAX_LOOKUP_ANSWER_BYTES
-    for hit in found.hits:
-        room -= len(hit.manifest) + 64  # upper bound of a row's framing
-        if room < 0:
-            break
-        hits.append(hit)
-    return hits
 
 
 class PinHandlers:
@@ -238,7 +267,7 @@ class PinHandlers:
     async def put(self, request: web.Request) -> web.StreamResponse:
         require_role(request, Role.ADMIN)
         try:
-            pin = decode_pin(await self._bodies.read_body(request, MAX_PIN_BYTES))
+            pin = decode_pin(await self._bodies.read_body(request, MAX_PIN_BYTES, _HASHES_TIMES))
         except FormatError as e:
             raise web.HTTPBadRequest(text=str(e)) from e
         if pin.name != request.match_info["name"]:
@@ -254,8 +283,9 @@ class PinHandlers:
 
 
 class Health:
-    def __init__(self, store: LocalStore) -> None:
+    def __init__(self, store: LocalStore, metrics: ServerMetrics) -> None:
         self._store = store
+        self._metrics = metrics
         self._usage: StoreUsage | None = None
         self._known_until_s = 0.0
         self._asking = asyncio.Lock()
@@ -272,4 +302,7 @@ class Health:
                 self._known_until_s = loop.time() + _HEALTH_AGE_S
         problem = self._usage.write_problem
         body = {"status": "ok" if problem is None else "read_only", "write_problem": problem}
-        return json_answer(body, 503 if problem is not None and "write" in request.query else 200)
+        if problem is None or "write" not in request.query:
+            return json_answer(body)
+        self._metrics.note_failure(f"GET {request.path}", "write_problem", problem)
+        return json_answer(body, 503)

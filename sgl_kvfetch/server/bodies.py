@@ -9,6 +9,7 @@ from aiohttp import web
 
 from sgl_kvfetch.directory import IncompleteSegmentError
 from sgl_kvfetch.errors import StoreError, StoreErrorReason
+from sgl_kvfetch.server.budget import ACCOUNT
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.stores import ErrorBody
 
@@ -29,9 +30,13 @@ class BodyReader:
         self._metrics = metrics
         self._timeout_s = timeout_s
 
-    async def read_body(self, request: web.Request, most: int) -> bytes:
-        """Read a whole body. Raises HTTPException if it has more than ``most`` bytes, or stalls."""
+    async def read_body(self, request: web.Request, most: int, times: int) -> bytes:
+        """Read a whole body. Raises HTTPException if it has more than ``most`` bytes, or stalls.
+
+        ``times``: the memory that the request takes, in sizes of its body; Overloaded says that there is too little.
+        """
         require_fits(request, most)
+        request[ACCOUNT].take(times * (most if request.content_length is None else request.content_length))
         body = bytearray()
         while piece := await self.read_piece(request):
             body += piece

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import sqlite3
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from sgl_kvfetch.directory import StoreUsage
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.log import LimitedLogger, printable
 
+_limited = LimitedLogger(logging.getLogger(__name__))
 _LATENCY_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
 
@@ -27,6 +33,7 @@ class ServerMetrics:
             buckets=_LATENCY_BUCKETS_S,
             registry=self.registry,
         )
+        self.failures = counter("failures", "Answers with a status of 500 or more, and answers cut short", ("cause",))
         self.in_flight = gauge("requests_in_flight", "Requests being answered")
         self.received_bytes = counter("received_bytes", "Bytes of request bodies")
         self.sent_bytes = counter("sent_bytes", "Bytes of response bodies")
@@ -50,10 +57,15 @@ class ServerMetrics:
                     continue
                 if family.name.endswith("requests") and labels["status"] < "400":
                     continue
-                label = labels.get("result") or labels.get("status")
+                label = labels.get("result") or labels.get("status") or labels.get("cause")
                 key = name.removeprefix("kvfetch_server_") + (f":{label}" if label else "")
                 found[key] = found.get(key, 0.0) + value
         return found
+
+    def note_failure(self, what: str, cause: str, message: str) -> None:
+        """Count a failure by its cause, and log it: the first of a kind at once, others once a minute, counted."""
+        self.failures.labels(cause).inc()
+        _limited.warning(f"{what.partition(' ')[0]} {cause}", f"{printable(what[:200])} failed ({cause}): {message}")
 
     def note_lookup(self, pages_asked: int, pages_found: int) -> None:
         result = "hit" if pages_found == pages_asked else "partial" if pages_found else "miss"
@@ -68,3 +80,15 @@ class ServerMetrics:
         self._collected.inc(usage.num_collected - self._last.num_collected)
         self._unreadable.inc(usage.num_unreadable - self._last.num_unreadable)
         self._last = usage
+
+
+def cause_of(error: Exception) -> str:
+    """Return why a request failed, as a word: a StoreError's reason, with the code of the system or of SQLite."""
+    if not isinstance(error, StoreError):
+        return f"bug:{type(error).__name__}"
+    match error.__cause__:
+        case OSError(errno=int(number)):
+            return f"{error.reason}:{errno.errorcode.get(number, number)}"
+        case sqlite3.Error(sqlite_errorname=name):
+            return f"{error.reason}:{name}"
+    return error.reason

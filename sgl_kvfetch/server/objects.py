@@ -20,6 +20,7 @@ from sgl_kvfetch.directory import LocalStore, OpenObject, open_object, os_errors
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import ObjectName, parse_object_name
 from sgl_kvfetch.server.bodies import BodyReader, BodyTooLarge, error_answer, json_answer, require_fits
+from sgl_kvfetch.server.budget import Overloaded
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.tokens import ROLE, Role, require_role
@@ -27,6 +28,7 @@ from sgl_kvfetch.stores import BYTES_TYPE, NDJSON_TYPE, Checked, Deleted, Object
 
 _LIST_PIECE_BYTES = 64 << 10
 _CHECKS_AT_ONCE = 2
+_MANIFEST_TIMES = 8  # memory for a decoded manifest, in sizes of its bytes
 # One deletion by prefix stops after this time, well below clients' deadlines. Clients repeat it until all is deleted.
 _DELETE_TURN_S = 5.0
 _SENDFILE_BYTES = 1 << 20  # by one call, which keeps the event loop from anything else
@@ -60,7 +62,7 @@ class ObjectHandlers:
         expected = None if only_if is None else parse_entity_tag(only_if)
         if (only_if is None) != (expected is None):
             raise web.HTTPBadRequest(text="If-Match: expected one entity tag with the digest of a manifest")
-        body = await self._bodies.read_body(request, min(self._max_body_bytes, MAX_MANIFEST_BYTES))
+        body = await self._bodies.read_body(request, min(self._max_body_bytes, MAX_MANIFEST_BYTES), _MANIFEST_TIMES)
         if expected is not None:
             is_stored = await self._store.replace(name, body, expected)
         elif only_new or request[ROLE] < Role.ADMIN:
@@ -96,9 +98,9 @@ class ObjectHandlers:
             async with asyncio.timeout(self._upload_wait_s):
                 await self._uploads.acquire()
         except TimeoutError as e:
-            raise web.HTTPServiceUnavailable(
-                text="too many concurrent uploads", headers={"Retry-After": "1", "Connection": "close"}
-            ) from e
+            busy = Overloaded("uploads", "too many concurrent uploads")
+            busy.headers["Connection"] = "close"
+            raise busy from e
         try:
             yield
         finally:

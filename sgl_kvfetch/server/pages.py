@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Sequence
 from importlib.resources import files
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -23,6 +26,7 @@ from sgl_kvfetch.errors import ConfigError, FormatError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.prompts import Prompt, page_hashes, tokenise
 from sgl_kvfetch.server.bodies import BodyReader, json_answer
+from sgl_kvfetch.server.budget import Overloaded
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.stores import (
@@ -30,7 +34,8 @@ from sgl_kvfetch.stores import (
     MAX_LOOKUP_REQUEST_BYTES,
     PAGE_PATHS,
     Route,
-    pages_stored,
+    is_namespace,
+    whole_pages,
 )
 
 logger = logging.getLogger(__name__)
@@ -38,9 +43,16 @@ logger = logging.getLogger(__name__)
 _EVERY_S = 10.0  # between two samples of the history
 _SAMPLES = 360  # an hour
 _SUMMARY_AGE_S = 2.0  # an answer may be this old
+_SEGMENTS_AGE_S = 5.0
+_MOST_LISTED = 64
 _FOLDERS_AGE_S = 30.0  # its list of folders may be this old: making it reads the whole catalog
+_MOST_FOLDERS = 1000  # in an answer
+_MOST_NAME_CHARS = 200
+_PROMPT_S = 30.0
+_PROMPT_TIMES = 16  # memory for a prompt's tokens and hashes, in sizes of its body
 _LIMIT = 50  # segments in an answer
 _PICTURE_S = 60.0
+_SPAN = re.compile("[0-9]{1,9}")
 _MOST_PICTURES = 4  # drawn or waiting: one is drawn at a time
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _HEADERS = {
@@ -116,6 +128,9 @@ class PageHandlers:
         self._summary_until_s = 0.0
         self._asking = asyncio.Lock()
         self._drawing = asyncio.Lock()
+        self._listed: dict[str, tuple[float, bytes]] = {}  # by folder: when, and the answer
+        self._listing = asyncio.Lock()
+        self._prompting = asyncio.Lock()
         self._num_pictures = 0
 
     def routes(self) -> list[web.RouteDef]:
@@ -157,7 +172,7 @@ class PageHandlers:
         loop = asyncio.get_running_loop()
         async with self._asking:
             if loop.time() > self._folders_until_s:
-                usages = await self._store.folder_usages()
+                usages = await self._store.folder_usages(_MOST_FOLDERS)
                 self._folders = [await self._row(each) for each in usages]
                 self._kinds = {each.folder: self._kinds.get(each.folder, _UNKNOWN) for each in usages}
                 self._folders_until_s = loop.time() + _FOLDERS_AGE_S
@@ -180,7 +195,7 @@ class PageHandlers:
         kind = self._kinds.get(usage.folder, _UNKNOWN)
         if kind is _UNKNOWN and (content := await self._store.peek(usage.some_manifest)) is not None:
             with contextlib.suppress(FormatError):  # `kvfetch verify` reports it
-                manifest = decode_manifest(content)
+                manifest = await asyncio.to_thread(decode_manifest, content)
                 kind = _Kind(_names(manifest), manifest.namespace.page_size, manifest.geometry.page_bytes)
                 self._kinds[usage.folder] = kind
         return FolderRow(
@@ -195,9 +210,18 @@ class PageHandlers:
         )
 
     async def segments(self, request: web.Request) -> web.StreamResponse:
-        """List the last used segments of a folder."""
-        found = await self._store.segment_usages(request.query.get("folder", ""), _LIMIT)
-        return json_answer(found)
+        """List the last used segments of a folder. All who ask share an answer: it reads all of the folder's rows."""
+        folder = request.query.get("folder", "")
+        if not is_namespace(folder):
+            raise web.HTTPBadRequest(text=f"folder is {folder[:60]!r}; expected the name of a namespace's folder")
+        async with self._listing:
+            at_s, body = self._listed.pop(folder, (-inf, b""))
+            if at_s < (now_s := asyncio.get_running_loop().time()) - _SEGMENTS_AGE_S:
+                at_s, body = now_s, msgspec.json.encode(await self._store.segment_usages(folder, _LIMIT))
+            self._listed[folder] = at_s, body
+            if len(self._listed) > _MOST_LISTED:
+                del self._listed[next(iter(self._listed))]
+        return web.Response(body=body, content_type="application/json")
 
     async def segment(self, request: web.Request) -> web.StreamResponse:
         """Show a manifest, without its tables."""
@@ -236,7 +260,7 @@ class PageHandlers:
         if content is None:
             raise web.HTTPNotFound(text=f"no segment {name}")
         try:
-            return decode_manifest(content)
+            return await asyncio.to_thread(decode_manifest, content)
         except FormatError as e:
             raise web.HTTPUnprocessableEntity(text=f"{name} is damaged: {e}") from e
 
@@ -244,10 +268,10 @@ class PageHandlers:
         """Draw the frames of one span: the first one of each part of each cell."""
         manifest = await self._manifest(request)
         span = request.query.get("span", "0")
-        if not span.isdecimal() or int(span) >= manifest.num_spans:
-            raise web.HTTPBadRequest(text=f"span is {span!r}; expected 0 to {manifest.num_spans - 1}")
+        if not _SPAN.fullmatch(span) or int(span) >= manifest.num_spans:
+            raise web.HTTPBadRequest(text=f"span is {span[:20]!r}; expected 0 to {manifest.num_spans - 1}")
         if self._num_pictures >= _MOST_PICTURES:
-            raise web.HTTPServiceUnavailable(text="other pictures are being drawn", headers={"Retry-After": "5"})
+            raise Overloaded("pictures", "other pictures are being drawn")
         target = f"{self._config.root.absolute().as_uri()}#{manifest.key.stem}"
         self._num_pictures += 1
         try:
@@ -282,25 +306,41 @@ class PageHandlers:
 
     async def prompt(self, request: web.Request) -> web.StreamResponse:
         """Say how many of a prompt's pages are stored, by namespace."""
-        body = await self._bodies.read_body(request, MAX_LOOKUP_REQUEST_BYTES)
+        body = await self._bodies.read_body(request, MAX_LOOKUP_REQUEST_BYTES, _PROMPT_TIMES)
         try:
             query = msgspec.json.decode(body, type=PromptQuery)
             if isinstance(query.prompt, str) and self._config.tokenizer is None:
                 raise web.HTTPBadRequest(text="texts need kvfetch serve --tokenizer; give tokens, such as [1, 2]")
-            num_tokens, hashes = await asyncio.to_thread(_hashes_of, query, self._config.tokenizer or "")
-        except (msgspec.DecodeError, ConfigError) as e:
+            async with asyncio.timeout(_PROMPT_S), self._prompting:
+                num_tokens, hashes = await asyncio.to_thread(_hashes_of, query, self._config.tokenizer or "")
+                stored = await self._stored(hashes) if hashes else {}
+        except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as e:
             raise web.HTTPBadRequest(text=str(e)) from e
-        try:
-            stored = await pages_stored(self._store, hashes) if hashes else {}
         except FormatError as e:
             raise web.HTTPUnprocessableEntity(text=f"a segment is damaged: {e}") from e
+        except TimeoutError as e:
+            raise Overloaded("time", f"looking the prompt up in all folders took longer than {_PROMPT_S:g} s") from e
         return json_answer({"num_tokens": num_tokens, "num_pages": len(hashes), "stored_pages": stored})
+
+    async def _stored(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        """Return what `pages_stored` does, from the catalog and one manifest a namespace."""
+        runs: dict[str, int] = {}
+        num_heads: dict[str, int] = {}
+        for folder in await self._store.folders():
+            num_pages, some_manifest = await self._store.stored_run(folder, hashes)
+            if num_pages:
+                runs[folder] = num_pages
+                namespace = folder.partition(".")[0]
+                if namespace not in num_heads and (content := await self._store.peek(some_manifest)) is not None:
+                    num_heads[namespace] = (await asyncio.to_thread(decode_manifest, content)).namespace.num_heads
+        return whole_pages(runs, num_heads)
 
 
 def _names(manifest: Manifest) -> tuple[str, str, str, str]:
     """Return the names of a segment's model and quantiser for people, and their identities."""
     (model, quantiser), labels = (manifest.namespace.model, manifest.namespace.quantiser), manifest.labels
-    return labels.model_name(model), labels.quantiser_name(quantiser), model, quantiser
+    names = labels.model_name(model), labels.quantiser_name(quantiser), model, quantiser
+    return tuple(name[:_MOST_NAME_CHARS] for name in names)  # type: ignore[return-value]
 
 
 def _hashes_of(query: PromptQuery, tokenizer: str) -> tuple[int, list[bytes]]:

@@ -22,8 +22,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.server.app import TOKENS, create_app
+from sgl_kvfetch.server.app import METRICS, TOKENS, create_app
 from sgl_kvfetch.server.config import ServerConfig
+from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.tokens import TokenFile
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ async def _serving(config: ServerConfig, app: web.Application) -> AsyncIterator[
             max_connections=max_connections,
             idle_timeout_s=config.idle_timeout_s,
             tls=tls,
+            metrics=app[METRICS],
         )
         try:
             host, port = sockets[0].getsockname()[:2]
@@ -201,13 +203,15 @@ class Listener:
         *,
         max_connections: int,
         idle_timeout_s: float,
-        tls: ssl.SSLContext | None = None,
+        tls: ssl.SSLContext | None,
+        metrics: ServerMetrics,
     ) -> None:
         self._server = server
         self._sockets = sockets
         self._max_connections = max_connections
         self._idle_timeout_s = idle_timeout_s
         self._tls = tls
+        self._metrics = metrics
         self._opening: set[asyncio.Task[None]] = set()
         self._sending: dict[web.RequestHandler, tuple[int, float]] = {}  # bytes acknowledged, and when that was
         self._tasks = [asyncio.create_task(self._accept(sock)) for sock in sockets]
@@ -239,7 +243,7 @@ class Listener:
             task.add_done_callback(self._opening.discard)
 
     def _refuse(self, sock: socket.socket) -> None:
-        _limited.warning("refuse", f"refused a connection: {self._max_connections} are open")
+        self._metrics.note_failure("a connection", "connections", f"{self._max_connections} are open")
         with sock, contextlib.suppress(OSError):
             if self._tls is None:
                 sock.send(_REFUSAL)

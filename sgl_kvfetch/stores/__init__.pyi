@@ -26,6 +26,7 @@ from .listing import (
     names_of_folders as names_of_folders,
     pages_stored as pages_stored,
     read_manifest as read_manifest,
+    whole_pages as whole_pages,
 )
 from .pins import (
     MAX_LABEL as MAX_LABEL,
@@ -44,6 +45,7 @@ from .signed import SignedStore as SignedStore
 from .sweep import Plan as Plan, Swept as Swept, plan_sweep as plan_sweep, sweep_segments as sweep_segments
 from .wire import (
     BYTES_TYPE as BYTES_TYPE,
+    MAX_FOLDERS as MAX_FOLDERS,
     MAX_LOOKUP_ANSWER_BYTES as MAX_LOOKUP_ANSWER_BYTES,
     MAX_LOOKUP_PAGES as MAX_LOOKUP_PAGES,
     MAX_LOOKUP_REQUEST_BYTES as MAX_LOOKUP_REQUEST_BYTES,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -126,22 +125,30 @@ def decode_named_manifest(content: bytes, name: str) -> Manifest:
 
 
 async def pages_stored(store: Store, hashes: Sequence[bytes]) -> dict[str, int]:
-    """Return how many of a prompt's pages a lookup finds with all heads, by namespace. Raises StoreError.
+    """Return how many of a prompt's pages a lookup finds with all heads, by namespace.
 
-    Ranks store their own heads, in folders of their own.
+    Ranks store their own heads, in folders of their own. Raises StoreError and FormatError.
     """
-    heads_of_page: defaultdict[str, list[set[int]]] = defaultdict(lambda: [set() for _ in hashes])
+    runs: dict[str, int] = {}
     num_heads: dict[str, int] = {}
     for folder in await store.folders():
-        page = 0
-        for hit in (await store.lookup(folder, hashes)).hits:
-            manifest = decode_manifest(hit.manifest)
-            namespace = manifest.namespace.digest()
-            num_heads[namespace] = manifest.namespace.num_heads
-            for heads in heads_of_page[namespace][page : page + hit.num_pages]:
-                heads.update(manifest.heads.heads)
-            page += hit.num_pages
-    return {
-        namespace: next((i for i, heads in enumerate(found) if len(heads) < num_heads[namespace]), len(found))
-        for namespace, found in heads_of_page.items()
-    }
+        if (found := await store.lookup(folder, hashes)).hits:
+            runs[folder] = found.num_pages
+            if (namespace := folder.partition(".")[0]) not in num_heads:
+                num_heads[namespace] = decode_manifest(found.hits[0].manifest).namespace.num_heads
+    return whole_pages(runs, num_heads)
+
+
+def whole_pages(runs: Mapping[str, int], num_heads: Mapping[str, int]) -> dict[str, int]:
+    """Return how many pages are stored with all heads, by namespace.
+
+    ``runs``: how many pages each folder has in a row. ``num_heads``: of the model, by namespace; others are left out.
+    """
+    pages_of_heads: dict[str, list[int]] = {namespace: [0] * heads for namespace, heads in num_heads.items()}
+    for folder, num_pages in runs.items():
+        namespace, _, heads = folder.partition(".")
+        pages = pages_of_heads.get(namespace, [])
+        for head in range(*map(int, heads.split("-"))):
+            if head < len(pages):
+                pages[head] = max(pages[head], num_pages)
+    return {namespace: min(pages) for namespace, pages in pages_of_heads.items()}

@@ -9,7 +9,6 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
 from sgl_kvfetch.keys import NAMESPACE_PATTERN, PAGE_HASH_BYTES
 
 
@@ -38,11 +37,12 @@ BYTES_TYPE = "application/octet-stream"
 MAX_LOOKUP_PAGES = 1 << 16  # in one request; clients split longer lookups
 MAX_LOOKUP_REQUEST_BYTES = MAX_LOOKUP_PAGES * PAGE_HASH_BYTES + 1024
 # A server shortens a run rather than answer with more bytes; one manifest always fits.
-MAX_LOOKUP_ANSWER_BYTES = 4 * MAX_MANIFEST_BYTES
+MAX_LOOKUP_ANSWER_BYTES = 16 << 20
 MAX_LINE_BYTES = 4096  # of a listing
 MAX_PIN_NAMES_BYTES = 16 << 20  # of the list of all pins
 MAX_SMALL_ANSWER_BYTES = 4096  # to a deletion by prefix, and to a report of damage
-MAX_FOLDERS_BYTES = 1 << 20
+MAX_FOLDERS = 1 << 14  # in an answer
+MAX_FOLDERS_BYTES = 64 * MAX_FOLDERS
 
 _ENTITY_TAG = re.compile(r'"([0-9a-f]{32})"')
 

@@ -224,11 +224,15 @@ async def move_segments(
 ) -> MoveSummary:
     """Move segments, and call ``done`` after each. Note failures of single segments.
 
-    Raises StoreError if a whole store fails."""
+    What fails is tried again alone: a small target may lack room for several segments without their manifests. Raises
+    StoreError if a whole store fails.
+    """
     moved = MoveSummary()
+    failed: list[StoredSegment] = []
 
     async def move_one(segment: StoredSegment) -> None:
         name = segment.key.manifest_name
+        moved.failures.pop(name, None)
         try:
             manifest = await source.get(name)
             if manifest is None:
@@ -251,10 +255,15 @@ async def move_segments(
             if not e.concerns_object:
                 raise
             moved.failures[name] = str(e)
-        finally:
-            done()
+            failed.append(segment)
 
-    await side_by_side(_AT_ONCE, segments, move_one)
+    async def move_and_tell(segment: StoredSegment) -> None:
+        await move_one(segment)
+        done()
+
+    await side_by_side(_AT_ONCE, segments, move_and_tell)
+    for segment in tuple(failed):
+        await move_one(segment)
     return moved
 
 
@@ -288,6 +297,9 @@ async def _copy(source: Store, target: Store, name: str) -> int:
     if not ContentCheck(name, content).is_sound:
         raise CorruptError(f"{name} does not match the digest in its name: it is damaged at the source")
     await target.put(name, content)
-    if await target.get(name) != content:
+    found = await target.get(name)
+    if found is None:
+        raise StoreError("full", f"the target has evicted {name} before its manifest came: it is too small")
+    if found != content:
         raise StoreError("protocol", f"{name} came back from the target with other bytes")
     return len(content)

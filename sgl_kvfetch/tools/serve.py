@@ -99,7 +99,7 @@ def serve(
         tokenizer=tokenizer,
     )
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as e:
         raise ConfigError(f"cannot make {directory}: {e.strerror or e}") from e
     # Show INFO: the server logs the address that it listens on.

@@ -324,10 +324,10 @@ async def test_no_statement_of_a_write_reads_a_whole_table(
     statements: set[str] = set()
     connect = catalog.Catalog._connect
 
-    def traced(opened: catalog.Catalog) -> tuple[int, sqlite3.Connection]:
-        inode, db = connect(opened)
+    def traced(opened: catalog.Catalog) -> tuple[catalog.Identity, sqlite3.Connection]:
+        identity, db = connect(opened)
         db.set_trace_callback(statements.add)
-        return inode, db
+        return identity, db
 
     monkeypatch.setattr(catalog.Catalog, "_connect", traced)
     store = make()

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from harness.slow_link import slow_link
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from harness.store_conformance import BAD_NAMES
+from sgl_kvfetch.directory import local
 from sgl_kvfetch.directory.local import LocalStore, StoreUsage
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server import ServerConfig, app as application
@@ -201,7 +202,7 @@ async def test_paths_do_not_escape(tmp_path: Path) -> None:
             if "\n" in name or not name:
                 continue
             for method in ("GET", "PUT", "DELETE", "HEAD"):
-                head = f"{method} {wire.Route.OBJECTS}/{name} HTTP/1.1\r\nHost: x\r\n"
+                head = f"{method} {wire.Route.OBJECTS}/{name} HTTP/1.1\r\nHost: localhost\r\n"
                 answer = await raw(server, f"{head}Content-Length: 1\r\nConnection: close\r\n\r\nx".encode())
                 assert answer.split(b" ", 2)[1] in (b"400", b"404"), (method, name)
     assert files(tmp_path) == [tmp_path / "secret"]
@@ -221,11 +222,11 @@ class TestToken:
         headers = b"" if header is None else b"Authorization: " + header.encode("utf-8", "surrogateescape") + b"\r\n"
         for line in (f"GET {OBJECT}", f"PUT {OBJECT}", "GET /metrics", "GET /v1/objects", "POST /v1/lookup", "GET /x"):
             answer = await raw(
-                server, line.encode() + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + headers + b"\r\n"
+                server, line.encode() + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + headers + b"\r\n"
             )
             assert answer.startswith(b"HTTP/1.1 401"), line
             assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"] == "unauthorised"
-        answer = await raw(server, b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answer = await raw(server, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 200")
 
     async def test_with_it(self, server: RunningServer) -> None:
@@ -273,7 +274,8 @@ class TestBodies:
         async with serving(tmp_path) as (server, session):
             _, writer = await asyncio.open_connection(server.host, server.port)
             head = (
-                f"PUT {wire.Route.OBJECTS}/{data_object(content)} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}"
+                f"PUT {wire.Route.OBJECTS}/{data_object(content)} HTTP/1.1\r\nHost: localhost\r\n"
+                f"Content-Length: {len(content)}"
             )
             writer.write(head.encode() + b"\r\n\r\n" + content[:sent])
             await writer.drain()
@@ -313,7 +315,7 @@ class TestUploads:
 
     async def stall(self, server: RunningServer, sent: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection(server.host, server.port)
-        head = f"PUT {self.PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(self.CONTENT)}\r\n\r\n"
+        head = f"PUT {self.PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(self.CONTENT)}\r\n\r\n"
         writer.write(head.encode() + self.CONTENT[:sent])
         await writer.drain()
         return reader, writer
@@ -448,8 +450,8 @@ class TestLookup:
     async def test_answer_size_is_limited(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         chain = page_hashes(8)
         segments = [make_segment(chain, first, 2) for first in range(0, 8, 2)]
-        room = sum(len(segment.manifest.encode()) + 70 for segment in segments[:2])
-        monkeypatch.setattr(application, "MAX_LOOKUP_ANSWER_BYTES", room)
+        room = sum(len(segment.manifest.encode()) + 512 for segment in segments[:2])
+        monkeypatch.setattr(local, "MAX_LOOKUP_ANSWER_BYTES", room)
         async with serving(tmp_path) as (server, _):
             store = HttpStore(server.url)
             for segment in segments:

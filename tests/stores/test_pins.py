@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import sqlite3
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
 
 from harness.redis_server import RedisProcess
 from harness.s3_server import BUCKET, S3Server
-from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
+from harness.small_segments import FOLDER, head_slice, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.directory import local_pins
+from sgl_kvfetch.directory.catalog import Catalog
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.server import ServerConfig
@@ -193,3 +195,31 @@ async def test_gc_deletes_pinned_segments_last(s3: S3Server, index: RedisProcess
     assert {segment.key for segment in plan.evicted[:2]} == unpinned
     assert (len(plan.evicted), plan.num_pinned_evicted) == (3, 1)
     await store.close()
+
+
+async def test_a_pin_holds_the_write_lock_for_its_pages_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many folders there are: other writes wait for the lock."""
+    statements: list[int] = []
+    writing = Catalog.writing
+
+    @contextmanager
+    def counted(catalog: Catalog) -> Iterator[sqlite3.Connection]:
+        with writing(catalog) as db:
+            statements.append(0)
+
+            def count(statement: str) -> None:
+                statements[-1] += 1
+
+            db.set_trace_callback(count)
+            yield db
+            db.set_trace_callback(None)
+
+    chain = page_hashes(256)
+    async with opened(tmp_path) as store:
+        for model in range(20):
+            await put_segment(store, make_segment(chain, 0, 16, model=str(model)))
+        monkeypatch.setattr(Catalog, "writing", counted)
+        await store.put_pin(pin_of(chain))
+        segments = await store.segment_usages(head_slice("7").folder, 1)
+    assert [segment.is_pinned for segment in segments] == [True]
+    assert max(statements) <= len(chain) + 10

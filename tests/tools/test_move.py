@@ -63,6 +63,26 @@ def test_to_a_server(source: Path, target: Path) -> None:
     assert num_found(target) == 12
 
 
+def test_to_a_small_store(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It evicts data whose manifest has not come yet, for the data of other segments. Alone, each fits."""
+    evicted = {segment.data_name for segment in SEGMENTS}
+    get = LocalStore.get
+
+    async def get_after_eviction(
+        self: LocalStore, name: str, start: int = 0, length: int | None = None
+    ) -> bytes | None:
+        if self.root == target and name in evicted:
+            evicted.remove(name)
+            await self.delete(name)
+        return await get(self, name, start, length)
+
+    monkeypatch.setattr(LocalStore, "get", get_after_eviction)
+    result = kvfetch("move", str(source), str(target))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("3 segments moved")
+    assert (contents(source), num_found(target)) == ({}, 12)
+
+
 def test_a_copy_of_a_part(source: Path, target: Path) -> None:
     before = contents(source)
     part = f"{source}#{SEGMENTS[1].manifest.key.stem}"

@@ -1,0 +1,128 @@
+"""What the catalog does where the disk, another process or an operator disturbs it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import sqlite3
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
+from harness.waiting import WAIT_S, until
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.errors import StoreError
+
+CHAIN = page_hashes(4)
+LIMIT_BYTES = 32 << 10
+
+
+@contextmanager
+def limited_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT_BYTES, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def test_a_log_that_may_not_grow_means_a_full_store(tmp_path: Path) -> None:
+    """As with a quota: SQLite says only that there was an I/O error."""
+    store = LocalStore(tmp_path)
+    await put_segment(store, make_segment(CHAIN, 0, 4))
+
+    async def put_many() -> None:
+        for number in range(100):
+            await store.put(data_object(bytes([number])), bytes([number]))
+
+    with limited_files(), pytest.raises(StoreError, match="File too large") as caught:
+        await put_many()
+    assert (caught.value.reason, caught.value.retriable) == ("full", True)
+    await store.put(data_object(b"more"), b"more")
+    assert (await store.lookup(FOLDER, CHAIN)).num_pages == 4
+    await store.close()
+
+
+async def test_the_catalog_is_rebuilt_when_its_log_was_deleted(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    for first in (0, 2):
+        await put_segment(store, make_segment(CHAIN, first, 2))
+    assert (await store.lookup(FOLDER, CHAIN)).num_pages == 4
+    os.unlink(tmp_path / ".catalog" / "catalog.sqlite-wal")
+    await put_segment(store, make_segment(page_hashes(2, "other"), 0, 2))
+    await store.collect()
+    assert (await store.lookup(FOLDER, CHAIN)).num_pages == 4
+    assert (await store.usage()).num_segments == 3
+    await store.close()
+    store = LocalStore(tmp_path)
+    assert (await store.usage()).num_segments == 3
+    await store.close()
+
+
+async def test_nothing_waits_for_a_process_that_locks_the_catalog(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write waits for some seconds, and fails. No other request waits for it."""
+    monkeypatch.setattr("sgl_kvfetch.directory.catalog.BUSY_S", WAIT_S)
+    store = LocalStore(tmp_path, num_threads=1)
+    segment = make_segment(CHAIN, 0, 4)
+    await put_segment(store, segment)
+    other = sqlite3.connect(tmp_path / ".catalog" / "catalog.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    task = asyncio.create_task(store.put(data_object(b"new"), b"new"))
+    await until(store._catalog._writer_lock.locked)
+    assert await store.get(segment.data_name) == segment.data
+    assert await store.head(segment.data_name) is not None
+    assert (await store.usage()).num_segments == 1
+    assert [info.name async for info in store.list()]
+    assert (await store.lookup(FOLDER, CHAIN)).num_pages == 4
+    assert not task.done()
+    other.execute("ROLLBACK")
+    await task
+    assert (await store.usage()).write_problem is None
+    other.close()
+    await store.close()
+
+
+@contextmanager
+def mounted(folder: Path) -> Iterator[None]:
+    """Mount a small tmpfs."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "kvfetch-test", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def make_read_only(folder: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+@pytest.mark.parametrize("is_clean", [True, False])
+async def test_a_read_only_mount_is_read(tmp_path: Path, is_clean: bool) -> None:
+    with mounted(tmp_path):
+        store = LocalStore(tmp_path / "store")
+        await put_segment(store, make_segment(CHAIN, 0, 4))
+        kept = {path: path.read_bytes() for path in (tmp_path / "store" / ".catalog").iterdir()}
+        await store.close()
+        if not is_clean:
+            for path, content in kept.items():
+                path.write_bytes(content)
+        make_read_only(tmp_path)
+        store = LocalStore(tmp_path / "store")
+        assert (await store.lookup(FOLDER, CHAIN)).num_pages == 4
+        usage = await store.usage()
+        assert usage.num_segments == 1
+        assert usage.write_problem is not None
+        with pytest.raises(StoreError):
+            await store.put(data_object(b"new"), b"new")
+        await store.close()
