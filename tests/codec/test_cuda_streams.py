@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from itertools import count
 from types import SimpleNamespace
-
 from unittest.mock import MagicMock, Mock, call
 
 import pytest
