@@ -13,6 +13,9 @@ import torch
 class Event(Protocol):
     """A point in a stream."""
 
+    def query(self) -> bool:
+        """Return whether the stream has passed this event."""
+
     def synchronize(self) -> None:
         """Wait until the stream has passed this event. Never call it on the scheduler's thread."""
 

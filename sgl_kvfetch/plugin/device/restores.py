@@ -32,7 +32,7 @@ class Restore:
     ``kind``: works share compiled code if their kinds, layouts and numbers of layers are equal. ``parts``: indices of
     the cell's parts whose frames the kernel reads. ``fixed``: its other inputs, on the host. ``by_frame``: whether it
     can restore some frames at a time. ``launch(slots, fixed, frames, first_frame)`` runs it on device tensors, and
-    leaves out tokens whose slot is -1. Call ``finish(fixed)`` after it.
+    leaves out tokens whose slot is -1. Call ``finish(slots, fixed)`` after it.
     """
 
     kind: str
@@ -40,12 +40,12 @@ class Restore:
     fixed: tuple[torch.Tensor, ...]
     by_frame: bool
     launch: Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor], int], None]
-    finish: Callable[[Sequence[torch.Tensor]], None] = lambda fixed: None
+    finish: Callable[[torch.Tensor, Sequence[torch.Tensor]], None] = lambda slots, fixed: None
 
 
-def restores_of(cell: CellFrames, inverse: Inverse, slots: torch.Tensor, outputs: CellOutputs) -> Iterator[Restore]:
-    """Yield the works that restore a cell. The tensors of ``inverse`` are on the device. ``slots``: int64 ``(tokens,)``
-    on the host, -1 for a token that is not wanted."""
+def restores_of(cell: CellFrames, inverse: Inverse, wanted: torch.Tensor, outputs: CellOutputs) -> Iterator[Restore]:
+    """Yield the works that restore a cell. The tensors of ``inverse`` are on the device. ``wanted``: bool ``(tokens,)``
+    on the host, whether a token has a slot."""
     match inverse:
         case ByteInverse():
             size = len(cell.parts) // 2
@@ -55,7 +55,7 @@ def restores_of(cell: CellFrames, inverse: Inverse, slots: torch.Tensor, outputs
             for first, centres, buffers in zip((0, 2), (k_centres, v_centres), outputs, strict=True):
                 yield _symmetric(cell, first, centres, buffers)
         case TransformInverse():
-            yield _transformed(cell, inverse, slots, outputs)
+            yield _transformed(cell, inverse, wanted, outputs)
 
 
 def _tiles(cell: CellFrames, part: int) -> TileLayout:
@@ -89,14 +89,14 @@ def _symmetric(cell: CellFrames, first: int, centres: tuple[int, ...], buffers: 
     )
 
 
-def _transformed(cell: CellFrames, inverse: TransformInverse, slots: torch.Tensor, outputs: CellOutputs) -> Restore:
+def _transformed(cell: CellFrames, inverse: TransformInverse, wanted: torch.Tensor, outputs: CellOutputs) -> Restore:
     quantiser, layout = cell.quantiser, cell.layouts[2]
     assert isinstance(quantiser, KltQuantiser)
     assert isinstance(layout, RegionLayout)
     rope = inverse.rope
     which, exact = quantiser.exact_tokens(cell.parts, outputs[0][0].dtype, cell.place)
-    wanted = slots[which] >= 0
-    exact_slots, k, v = slots[which[wanted]], exact.k[wanted], exact.v[wanted]
+    kept = wanted[which]
+    which, k, v = which[kept], exact.k[kept], exact.v[kept]
     rotation = [] if rope is None else [rope.table(cell.place.tokens.start, len(cell.place.tokens))]
     num_k = sum(x[0].numel() for x in outputs[0])
 
@@ -117,11 +117,12 @@ def _transformed(cell: CellFrames, inverse: TransformInverse, slots: torch.Tenso
                 interleaved=rope is not None and rope.interleaved,
             )
 
-    def finish(fixed: Sequence[torch.Tensor]) -> None:
-        exact_slots, *exact = fixed[1:4]
+    def finish(slots: torch.Tensor, fixed: Sequence[torch.Tensor]) -> None:
+        which, *exact = fixed[1:4]
+        exact_slots = slots[which]
         for values, buffers in zip(exact, outputs, strict=True):
             for layer, buffer in enumerate(buffers):
                 buffer.index_copy_(0, exact_slots, values[:, layer])
 
-    fixed = (scales_of(cell.parts[0]) * quantiser.step, exact_slots, k, v, *rotation)
-    return Restore("transformed", (2,), fixed, False, launch, finish if len(k) else lambda fixed: None)
+    fixed = (scales_of(cell.parts[0]) * quantiser.step, which, k, v, *rotation)
+    return Restore("transformed", (2,), fixed, False, launch, finish if len(k) else lambda slots, fixed: None)

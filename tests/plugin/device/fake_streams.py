@@ -20,6 +20,9 @@ class FakeEvent:
         self._device = device
         self.is_done = False
 
+    def query(self) -> bool:
+        return self.is_done
+
     def synchronize(self) -> None:
         self._device.run(lambda: self.is_done)
 

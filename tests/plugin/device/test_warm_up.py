@@ -13,7 +13,7 @@ from sgl_kvfetch.plugin import data_plane as plane
 from sgl_kvfetch.plugin.data_plane import compile_kernels
 from sgl_kvfetch.triton_kernels import runtime
 from tests.plugin.device.fake_streams import FakeDevice
-from tests.plugin.device.test_cuda_pages import WIDE, cells_of, make_pages, make_wide, memory
+from tests.plugin.device.test_cuda_pages import WIDE, cells_of, make_pages, make_wide, memory, slots_of
 from tests.segments import make_heads
 
 
@@ -34,7 +34,8 @@ def test_a_fetch_compiles_nothing(name: str, caplog: pytest.LogCaptureFixture) -
     assert all(bool(buffer.isnan().all()) for buffer in (*memory(pages)["k"], *memory(pages)["v"]))
     compiled = set(pages._compiled)
     for reader, cell, data in cells_of(segment, quantiser):
-        pages.restore(reader.decode_frames(cell, data), range(64), range(64), GuardedSink(pages).run)
+        opened = pages.open_round(slots_of(list(range(64)), 16))
+        opened.restore(reader.decode_frames(cell, data), range(64), range(64), GuardedSink(opened).run)
     assert pages._compiled == compiled
 
 
