@@ -5,9 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, cast
+from typing import Protocol, Self, TypeVar, cast
 
 import torch
+
+
+class Movable(Protocol):
+    def to(self, device: torch.device, /) -> Self: ...
+
+
+X = TypeVar("X", bound=Movable)
 
 
 class Event(Protocol):
@@ -86,6 +93,13 @@ class Device:
         self._select()
         with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
             return torch.empty(*shape, dtype=torch.uint8, device=self.torch_device)
+
+    def upload(self, x: X, stream: Stream) -> X:
+        """Copy a tensor, or what has tensors and a method ``to``, to the device on ``stream``, and wait for it. Any
+        stream may use the copy."""
+        self._select()
+        with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
+            return x.to(self.torch_device)
 
     def used_on(self, tensor: torch.Tensor, stream: Stream) -> None:
         """When ``tensor`` is freed, keep its memory until all work launched on ``stream`` by then is done."""

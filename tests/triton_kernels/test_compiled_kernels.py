@@ -109,7 +109,7 @@ from sgl_kvfetch.codec.layout.tiles import tile_layout
 from sgl_kvfetch.codec.quant.exact import to_planes
 from sgl_kvfetch.triton_kernels.frame_sum import frame_sum
 from sgl_kvfetch.triton_kernels.restore import restore
-from sgl_kvfetch.triton_kernels.restore_klt import restore_klt
+from sgl_kvfetch.triton_kernels.restore_klt import region_pixels, restore_klt
 
 values, output, slots = torch.randn(9, 1, 2, 64), torch.zeros(9, 2, 64), torch.arange(9)
 layout = tile_layout(2, 64, 9)
@@ -125,6 +125,7 @@ restore_klt(
     scales=torch.zeros(9),
     matrix=torch.ones((5, 128), dtype=torch.bfloat16),
     mean=torch.full((128,), 3.0),
+    pixels=region_pixels(layout, 5),
 )
 assert bool((output == 3.0).all())
 frame_sum(frames[0])

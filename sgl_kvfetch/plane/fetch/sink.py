@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from sgl_kvfetch.codec import CellFrames, CellValues
+from sgl_kvfetch.codec import CellFrames, CellPlace, CellValues, Quantiser
 
 Guard = Callable[[Callable[[], None]], bool]
 
@@ -45,6 +45,10 @@ class FramePool(PagePool):
         """Launch the restore of pages ``span_pages`` of the cell's span into ``pages``. Write to them only within
         ``guarded``, and no more after it has returned False. Return a function that tells whether the device has
         finished with the cell's frames. Raises UnsupportedError."""
+
+    @abstractmethod
+    def prepare(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:
+        """Keep on the device what restores of such cells need, beside their frames."""
 
 
 class GuardedSink:

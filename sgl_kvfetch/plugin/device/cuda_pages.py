@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,17 @@ from typing import Any, Self
 
 import torch
 
-from sgl_kvfetch.codec import CellFrames, CellValues, Device, Event, Inverse, Quantiser, Stream, TransformInverse
+from sgl_kvfetch.codec import (
+    CellFrames,
+    CellPlace,
+    CellValues,
+    Device,
+    Event,
+    Inverse,
+    Quantiser,
+    Stream,
+    TransformInverse,
+)
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane import FramePool, Guard, consecutive_runs
 from sgl_kvfetch.plugin.device.pages import DevicePages
@@ -36,6 +46,7 @@ READ_BUFFER_BYTES = 8 * MiB
 DEVICE_BYTES = RESTORE_BUFFERS * RESTORE_BUFFER_BYTES + READ_BUFFER_BYTES
 
 _ALIGNMENT = 256  # of tensors in staging memory, in bytes
+_TABLES = 64  # kept: of rotations, 512 KiB for a span of 1024 tokens, and of pixels, a few KiB
 _RESTORE_STREAMS = 4  # a round waits for the passes that ran when it began, and not for those of the next rounds
 
 
@@ -71,10 +82,12 @@ class CudaPages(DevicePages, FramePool):
         self._restore_buffer_bytes = restore_buffer_bytes
         self._restore_staging = StagingRing(device, RESTORE_BUFFERS * restore_buffer_bytes)
         self._read_staging = StagingRing(device, read_buffer_bytes)
-        self._lock = threading.Lock()  # guards the inverses
+        self._uploads = device.new_stream()
+        self._lock = threading.Lock()  # guards the inverses and the tables
+        self._tables: OrderedDict[tuple[Hashable, ...], torch.Tensor] = OrderedDict()
         self._inverses: dict[tuple[Quantiser, range, range], Inverse] = {}
         self._compiling = threading.Lock()  # taken only for kernels that are not compiled yet
-        self._compiled: set[tuple[Any, ...]] = set()
+        self._compiled: set[tuple[Hashable, int]] = set()
 
     # Ordering, on the scheduler's thread
 
@@ -114,8 +127,8 @@ class CudaPages(DevicePages, FramePool):
             if there:
                 # They were allocated for another stream, which has finished with them.
                 self._device.used_on(frames, self._restores)
-        inverse = self._inverse(cell)
-        for work in restores_of(cell, inverse, wanted, self._outputs(cell)):
+        inverse = self._inverse(cell.quantiser, cell.place)
+        for work in restores_of(cell, inverse, wanted, self._outputs(cell), self._resident):
             step = self._frames_at_once(cell, work)
             firsts = range(0, len(cell.parts[work.parts[0]]), step)
             if not all(self._restore_frames(cell, work, slots, slice(i, i + step), guarded) for i in firsts):
@@ -145,7 +158,7 @@ class CudaPages(DevicePages, FramePool):
 
     def _compile(self, cell: CellFrames, work: Restore, trial: Callable[[], None]) -> None:
         """Compile a kernel before its first use: that takes seconds, too long to do within a guard."""
-        kind = (work.kind, tuple(cell.layouts[i] for i in work.parts), len(cell.layers))
+        kind = work.kind, len(cell.layers)
         if kind in self._compiled:
             return
         with self._compiling:
@@ -169,17 +182,34 @@ class CudaPages(DevicePages, FramePool):
             )
         return least * times
 
-    def _inverse(self, cell: CellFrames) -> Inverse:
-        """Return the inverse of the cell's quantiser. Its tensors stay on the device, for later cells."""
-        key = cell.quantiser, cell.place.layers, cell.place.heads
+    def prepare(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:
+        for place in places:
+            self._inverse(quantiser, place)
+
+    def _inverse(self, quantiser: Quantiser, place: CellPlace) -> Inverse:
+        """Return the inverse of a cell's quantiser. Its tensors stay on the device, for later cells."""
+        key = quantiser, place.layers, place.heads
         with self._lock:
             if key not in self._inverses:
-                for other in [k for k in self._inverses if k[0] is not cell.quantiser]:  # of an earlier attachment
+                for other in [k for k in self._inverses if k[0] is not quantiser]:  # of an earlier attachment
                     del self._inverses[other]
-                inverse = cell.quantiser.inverse_of(cell.place)
-                on_device = inverse.to(self._device.torch_device) if isinstance(inverse, TransformInverse) else inverse
-                self._inverses[key] = on_device
+                inverse = quantiser.inverse_of(place)
+                if isinstance(inverse, TransformInverse):
+                    inverse = self._device.upload(inverse, self._uploads)
+                self._inverses[key] = inverse
             return self._inverses[key]
+
+    def _resident(self, function: Callable[..., torch.Tensor], *args: Hashable) -> torch.Tensor:
+        """Return ``function(*args)`` on the device, which keeps the latest such tables for later cells."""
+        with self._lock:
+            table = self._tables.pop((function, *args), None)
+            if table is None:
+                table = self._device.upload(function(*args), self._uploads)
+            self._tables[function, *args] = table
+            if len(self._tables) > _TABLES:
+                self._tables.popitem(last=False)
+        self._device.used_on(table, self._restores)
+        return table
 
     def _outputs(self, cell: CellFrames) -> CellOutputs:
         """Return K's and V's buffers of the cell's layers, reduced to its heads."""

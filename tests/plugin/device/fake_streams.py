@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 
-from sgl_kvfetch.codec.cuda_streams import Device, Event, Stream
+from sgl_kvfetch.codec.cuda_streams import Device, Event, Stream, X
 
 
 class FakeEvent:
@@ -95,6 +95,9 @@ class FakeDevice(Device):
     def empty(self, shape: Sequence[int], stream: Stream) -> torch.Tensor:
         self.num_empty += 1
         return torch.full(tuple(shape), 0xEE, dtype=torch.uint8)
+
+    def upload(self, x: X, stream: Stream) -> X:
+        return x.to(self.torch_device)
 
     def used_on(self, tensor: torch.Tensor, stream: Stream) -> None:
         self.used.append((tensor, stream))

@@ -28,8 +28,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.plane.fetch import fetcher
-from sgl_kvfetch.plane.fetch.restore import restore_cell
+from sgl_kvfetch.plane.fetch.restore import Restored, restore_cell
 from sgl_kvfetch.plane.fetch.sink import LayerProgress
+from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.device import cache, early, scheduler_hooks
 from sgl_kvfetch.plugin.device.fetch_state import State
 from tests.plugin.device.conftest import MakeRig
@@ -48,7 +49,7 @@ class Decoding:
     gates: dict[int, threading.Event] = field(default_factory=lambda: {0: threading.Event(), 1: threading.Event()})
     fails_at: int | None = None
 
-    def restore(self, original: Callable[..., float], reader: Any, cell: Any, *args: Any, **kwargs: Any) -> float:
+    def restore(self, original: Callable[..., Restored], reader: Any, cell: Any, *args: Any, **kwargs: Any) -> Restored:
         if reader.manifest.first_page + reader.manifest.span_range(cell.span)[1] == NUM_STORED:
             assert self.gates[cell.layer_group].wait(WAIT_S)
             if cell.layer_group == self.fails_at:
@@ -316,7 +317,7 @@ def test_a_pass_asks_for_every_layer(asked: list[int], is_valid: bool) -> None:
 def test_sglang_gets_a_counter_only_for_early_start(is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_open_pages", "engine_nvdec", "pool_device", "open_engine_plane", "timeline", "atexit"):
         monkeypatch.setattr(cache, name, Mock())
-    monkeypatch.setattr(cache.weight_updates, "register_access", Mock())
+    monkeypatch.setattr(weight_updates, "register_access", Mock())
     extra = json.dumps({"store": "file:///none", "model_id": "m", "device": {"early_start": is_on}})
     monkeypatch.setattr(cache, "get_memory", lambda: Mock(hicache_storage_backend_extra_config=extra))
     made = Mock(spec=cache.KVFetchRadixCache, tree_components=(ComponentType.FULL,), page_size=64)
