@@ -83,11 +83,14 @@ def restore_klt(
     outputs = list(outputs)
     require_buffers(outputs, slots)
     require_scalable(outputs[0].dtype)
-    require(matrix.ndim == 2, f"matrix has shape {tuple(matrix.shape)}, expected (coefficients, channels)")
+    require(matrix.ndim == 2, lambda: f"matrix has shape {tuple(matrix.shape)}, expected (coefficients, channels)")
     shape = matrix.shape[0], slots.numel()
     layout.require_fits(shape)
     require_frames(frames, layout, slots.device, layout.num_frames(shape))
-    require(frames.is_contiguous(), f"frames {tuple(frames.shape)} have strides {frames.stride()}, expected contiguous")
+    require(
+        frames.is_contiguous(),
+        lambda: f"frames {tuple(frames.shape)} have strides {frames.stride()}, expected contiguous",
+    )
     _require_model(slots, outputs, scales, matrix, mean, pixels, rotation)
     if not slots.numel():
         return
@@ -157,8 +160,10 @@ def _require_model(
     def require_tensor(name: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         require(
             x.shape == shape and x.dtype == dtype and x.device == slots.device and x.stride(-1) == 1,
-            f"{name}: {x.dtype} {tuple(x.shape)} on {x.device} with strides {x.stride()}, expected {dtype} {shape} on "
-            f"{slots.device}, its last dimension contiguous",
+            lambda: (
+                f"{name}: {x.dtype} {tuple(x.shape)} on {x.device} with strides {x.stride()}, expected {dtype} {shape} "
+                f"on {slots.device}, its last dimension contiguous"
+            ),
         )
 
     require_tensor("scales", scales, torch.float32, (num_tokens,))
@@ -167,13 +172,15 @@ def _require_model(
     require_tensor("pixels", pixels, torch.int32, (matrix.shape[0],))
     if rotation is None:
         return
-    require(head_dim % 2 == 0, f"rotation of heads of {head_dim} values, expected an even number")
+    require(head_dim % 2 == 0, lambda: f"rotation of heads of {head_dim} values, expected an even number")
     require(
         rotation.ndim == 2 and 2 <= rotation.shape[1] <= head_dim and rotation.shape[1] % 2 == 0,
-        f"rotation has shape {tuple(rotation.shape)}, expected ({num_tokens}, even rotary_dim up to {head_dim})",
+        lambda: (
+            f"rotation has shape {tuple(rotation.shape)}, expected ({num_tokens}, even rotary_dim up to {head_dim})"
+        ),
     )
     require_tensor("rotation", rotation, torch.float32, (num_tokens, rotation.shape[1]))
-    require(rotation.is_contiguous(), f"rotation has strides {rotation.stride()}, expected contiguous rows")
+    require(rotation.is_contiguous(), lambda: f"rotation has strides {rotation.stride()}, expected contiguous rows")
 
 
 class _Heads(NamedTuple):

@@ -5,16 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, Self, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import torch
-
-
-class Movable(Protocol):
-    def to(self, device: torch.device, /) -> Self: ...
-
-
-X = TypeVar("X", bound=Movable)
 
 
 class Event(Protocol):
@@ -94,7 +87,7 @@ class Device:
         with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
             return torch.empty(*shape, dtype=torch.uint8, device=self.torch_device)
 
-    def upload(self, x: X, stream: Stream) -> X:
+    def upload(self, x: Any, stream: Stream) -> Any:
         """Copy a tensor, or what has tensors and a method ``to``, to the device on ``stream``, and wait for it. Any
         stream may use the copy."""
         self._select()

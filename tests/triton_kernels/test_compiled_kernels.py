@@ -66,7 +66,7 @@ def test_compiles(kernel: str, target: str, compiled: Facts) -> None:
 def test_compiles_klt(kernel: str, target: str, compiled: Facts) -> None:
     """With 128 registers a thread, 512 threads fit an SM; with more, 256. An AMD unit has twice as many."""
     facts, is_amd, is_interleaved = compiled[kernel, target], target == "gfx942", "interleaved" in kernel
-    most_spilt = (128 if is_amd else 32) if is_interleaved else 8
+    most_spilt = (128 if is_amd else 48) if is_interleaved else 8
     assert facts["stack_bytes"] <= most_spilt, "registers spill"
     assert facts["registers"] <= (256 if is_amd else 176 if is_interleaved else 144)
     assert facts["shared_bytes"] <= 48 << 10

@@ -86,6 +86,7 @@ class CudaPages(DevicePages, FramePool):
         self._lock = threading.Lock()  # guards the inverses and the tables
         self._tables: OrderedDict[tuple[Hashable, ...], torch.Tensor] = OrderedDict()
         self._inverses: dict[tuple[Quantiser, range, range], Inverse] = {}
+        self._outputs_of: dict[tuple[range, range], CellOutputs] = {}
         self._compiling = threading.Lock()  # taken only for kernels that are not compiled yet
         self._compiled: set[tuple[Hashable, int]] = set()
 
@@ -213,11 +214,12 @@ class CudaPages(DevicePages, FramePool):
 
     def _outputs(self, cell: CellFrames) -> CellOutputs:
         """Return K's and V's buffers of the cell's layers, reduced to its heads."""
-        k, v = (
-            [x[:, cell.heads.start : cell.heads.stop] for x in self._buffers[t][cell.layers.start : cell.layers.stop]]
-            for t in TENSORS
-        )
-        return k, v
+        key = cell.layers, cell.heads
+        if key not in self._outputs_of:
+            layers, heads = (slice(x.start, x.stop) for x in key)
+            k, v = ([x[:, heads] for x in self._buffers[t][layers]] for t in TENSORS)
+            self._outputs_of[key] = k, v
+        return self._outputs_of[key]
 
     def _span_slots(
         self, num_tokens: int, span_pages: Sequence[int], pages: Sequence[int]

@@ -101,9 +101,11 @@ def _transformed(
     assert isinstance(quantiser, KltQuantiser)
     assert isinstance(layout, RegionLayout)
     rope = inverse.rope
-    which, exact = quantiser.exact_tokens(cell.parts, outputs[0][0].dtype, cell.place)
-    kept = wanted[which]
-    which, k, v = which[kept], exact.k[kept], exact.v[kept]
+    fixed: tuple[torch.Tensor, ...] = (scales_of(cell.parts[0]) * quantiser.step,)
+    if cell.parts[1].numel():  # bytes of exact tokens
+        which, exact = quantiser.exact_tokens(cell.parts, outputs[0][0].dtype, cell.place)
+        kept = wanted[which]
+        fixed += which[kept], exact.k[kept], exact.v[kept]
     rotation = None
     if rope is not None:
         rotation = resident(rope.table, cell.place.tokens.start, len(cell.place.tokens))
@@ -129,11 +131,9 @@ def _transformed(
             )
 
     def finish(slots: torch.Tensor, fixed: Sequence[torch.Tensor]) -> None:
-        which, *exact = fixed[1:4]
-        exact_slots = slots[which]
-        for values, buffers in zip(exact, outputs, strict=True):
+        exact_slots = slots[fixed[1]]
+        for values, buffers in zip(fixed[2:], outputs, strict=True):
             for layer, buffer in enumerate(buffers):
                 buffer.index_copy_(0, exact_slots, values[:, layer])
 
-    fixed = (scales_of(cell.parts[0]) * quantiser.step, which, k, v)
-    return Restore("transformed", (2,), fixed, False, launch, finish if len(k) else lambda slots, fixed: None)
+    return Restore("transformed", (2,), fixed, False, launch, finish if len(fixed) > 1 else lambda slots, fixed: None)

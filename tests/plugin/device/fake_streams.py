@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 
-from sgl_kvfetch.codec.cuda_streams import Device, Event, Stream, X
+from sgl_kvfetch.codec.cuda_streams import Device, Event, Stream
 
 
 class FakeEvent:
@@ -96,7 +96,7 @@ class FakeDevice(Device):
         self.num_empty += 1
         return torch.full(tuple(shape), 0xEE, dtype=torch.uint8)
 
-    def upload(self, x: X, stream: Stream) -> X:
+    def upload(self, x: Any, stream: Stream) -> Any:
         return x.to(self.torch_device)
 
     def used_on(self, tensor: torch.Tensor, stream: Stream) -> None:
