@@ -1,23 +1,24 @@
 """Measures a method's divergence by the length of the context. The continuations are the same at every length.
 
+Contexts are computed as servers do, in bfloat16 if the machine is fast at it; their continuations in float32.
+
 python -m benchmarks.codec.lengths --model PATH --text FILE --profile FILE
 """
 
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from tqdm import tqdm
 
 from benchmarks.codec.method import KV_DTYPE, KVShape, Method
 from benchmarks.codec.methods import all_methods, select
 from benchmarks.codec.segments import PAGE_TOKENS
-from benchmarks.codec.windows import windows_of
 from benchmarks.report import (
     make_parser,
     make_table,
@@ -29,8 +30,9 @@ from benchmarks.report import (
     write_json,
 )
 from benchmarks.stats import Estimate, estimate
-from sgl_kvfetch.codec.calibrate.model import KVModel
+from sgl_kvfetch.codec.calibrate.model import KVModel, part_of
 from sgl_kvfetch.codec.quant.profile import load_profile
+from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.prompts import read_texts
 
 _FIRST = 16  # tokens of a continuation
@@ -51,7 +53,7 @@ class Row:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("benchmarks.codec.lengths", __doc__)
-    parser.add_argument("--model", required=True, metavar="PATH", help="a model for transformers, run in float32")
+    parser.add_argument("--model", required=True, metavar="PATH", help="a model for transformers")
     parser.add_argument("--text", required=True, type=Path, metavar="FILE", help="plain text, or JSONL with 'prompt'")
     parser.add_argument("--part", default="0:0.5", metavar="FROM:TO", help="the part of the text to use")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="the model's, by kvfetch calibrate; klt needs it")
@@ -66,36 +68,59 @@ def main(argv: Sequence[str] | None = None) -> int:
     with no_traceback():
         profile = load_profile(args.profile) if args.profile else None
         methods = select(all_methods(profile), args.methods.split(","))
-        model = KVModel(args.model)
+        models = KVModel(args.model, dtype=None), KVModel(args.model)
         most = max(args.lengths)
-        windows = windows_of(model, read_texts(args.text), args.part, args.windows, most + args.continuation)
-        rows = measure_lengths(model, windows, most, args.lengths, methods)
+        texts = [part_of(models[0].tokenise(text), args.part) for text in read_texts(args.text)]
+        windows = spread_windows(torch.cat(texts), args.windows, most, args.continuation)
+        rows = measure_lengths(*models, windows, most, args.lengths, methods)
     Console(soft_wrap=True, highlight=False).print(_table(rows))
     if args.json:
         write_json(args.json, {"config": settings(args), "rows": [asdict(row) for row in rows]})
     return 0
 
 
+def spread_windows(text: torch.Tensor, count: int, most: int, continuation: int) -> list[torch.Tensor]:
+    """Cut ``count`` windows of ``most + continuation`` tokens, spread evenly. Only their contexts may overlap.
+
+    Raises ConfigError if the text is too short.
+    """
+    room = len(text) - most - continuation
+    if room < (count - 1) * continuation:
+        raise ConfigError(f"the text has {len(text)} tokens, too few for {count} windows of {most} + {continuation}")
+    firsts = [i * room // max(1, count - 1) for i in range(count)]
+    return [text[first : first + most + continuation] for first in firsts]
+
+
 @torch.no_grad()
 def measure_lengths(
-    model: KVModel, windows: Sequence[torch.Tensor], most: int, lengths: Sequence[int], methods: Sequence[Method]
+    server: KVModel,
+    model: KVModel,
+    windows: Sequence[torch.Tensor],
+    most: int,
+    lengths: Sequence[int],
+    methods: Sequence[Method],
 ) -> list[Row]:
-    """Measure methods on contexts that end at token ``most`` of each window, whose other tokens follow."""
-    rows = []
-    for length in tqdm(lengths, unit="length", disable=not sys.stderr.isatty()):
-        bits: dict[str, list[float]] = {method.name: [] for method in methods}
-        kls: dict[str, list[torch.Tensor]] = {method.name: [] for method in methods}
-        for window in windows:
+    """Measure methods on contexts that end at token ``most`` of each window, whose other tokens follow.
+
+    ``server`` computes the contexts, and ``model`` their continuations.
+    """
+    bits: dict[tuple[int, str], list[float]] = defaultdict(list)
+    kls: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
+    for number, window in enumerate(windows, 1):
+        for length in lengths:
             context = torch.cat((model.start, window[most - length + len(model.start) : most]))
-            k, v = (x.to(KV_DTYPE).cpu() for x in model.kv(context))
+            k, v = (x.to(KV_DTYPE).cpu() for x in server.kv(context))
             exact = model.log_probabilities(k, v, window[most:])
             for method in methods:
                 coded = method.code(k, v)
                 restored = model.log_probabilities(coded.k, coded.v, window[most:])
-                bits[method.name].append(coded.num_bytes * 8 / KVShape.of(k, v).num_values)
-                kls[method.name].append((exact.exp() * (exact - restored)).sum(-1))
-        rows += [_row(name, length, bits[name], kls[name]) for name in bits]
-    return rows
+                kl = (exact.exp() * (exact - restored)).sum(-1)
+                bits[length, method.name].append(coded.num_bytes * 8 / KVShape.of(k, v).num_values)
+                kls[length, method.name].append(kl)
+                print(
+                    f"window {number}, {length} tokens, {method.name}: KL {kl.mean():.2e}", file=sys.stderr, flush=True
+                )
+    return [_row(name, length, bits[length, name], kls[length, name]) for length, name in bits]
 
 
 def _row(name: str, length: int, bits: Sequence[float], kls: Sequence[torch.Tensor]) -> Row:
@@ -114,7 +139,7 @@ def _table(rows: Sequence[Row]) -> object:
                 row.name,
                 f"{row.context_tokens:,}",
                 f"{row.bits_per_value.mean:.2f}",
-                f"{row.kl.mean:.2e}",
+                row.kl.show(".2e", ".0e"),
                 f"{row.first_kl.mean:.2e}",
                 f"{row.worst:.2e}",
             )

@@ -144,7 +144,7 @@ def writer_spec(
 ) -> SegmentSpec:
     """Return how this config's writer encodes segments. Arguments as in `open_client`."""
     span_pages = _power_of_two_pages(SPAN_TOKENS, heads.namespace.page_size)
-    codec = config.codec_name
+    codec = config.codec
     return SegmentSpec(
         heads,
         quantiser,

@@ -153,9 +153,10 @@ class KVFetchConfig(_Keys):
         "default the profile's own",
     )
     cachegen: CacheGenConfig | None = Field(None, description="bins of quantiser = 'cachegen': k_bins, v_bins")
-    codec: CodecName | None = Field(
-        None,
-        description="how integers become bytes when this server writes; by default ans with klt, else zstd",
+    codec: CodecName = Field(
+        "ans",
+        description="how integers become bytes when this server writes; by default the fastest for the bits: video is "
+        "for kvfetch encode, since CPUs make it slowly",
     )
     max_tp_size: int = Field(
         2,
@@ -218,8 +219,6 @@ class KVFetchConfig(_Keys):
             raise ValueError("quantiser = 'klt' needs a profile: run kvfetch calibrate, and set profile to its file")
         if name != "klt" and (self.profile is not None or "target_kl" in self.model_fields_set):
             raise ValueError(f"profile and target_kl need quantiser = 'klt', not {name!r}")
-        if name != "klt" and self.codec == "ans":
-            raise ValueError(f"codec = 'ans' needs quantiser = 'klt', not {name!r}; use zstd, or hevc")
         if not self.store.startswith("s3:"):
             for key in ("s3", "index"):
                 if getattr(self, key) is not None:
@@ -233,11 +232,6 @@ class KVFetchConfig(_Keys):
     @property
     def quantiser_name(self) -> QuantiserName:
         return self.quantiser or ("exact" if self.profile is None else "klt")
-
-    @property
-    def codec_name(self) -> CodecName:
-        """The fastest codec for the bits: video is for `kvfetch encode`, since CPUs make it slowly."""
-        return self.codec or ("ans" if self.quantiser_name == "klt" else "zstd")
 
     @property
     def reads(self) -> bool:

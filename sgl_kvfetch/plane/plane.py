@@ -294,6 +294,9 @@ class DataPlane:
 
     def _watch(self) -> None:
         """Serve each run until its end, then start the next one. Runs on the thread that receives."""
+        # Copies of several OpenMP threads would slow down the model on a CPU from then on: threads do not spin, but
+        # sleep, between the parts of a computation while the process has more of them than cores.
+        torch.set_num_threads(1)
         backoff_s = _LEAST_BACKOFF_S
         try:
             while True:

@@ -81,6 +81,14 @@ CASES = {
         plain("klt", "zstd"),
         # Rows of 64 and of 16 tokens, with escapes and an exact token.
         Case("klt-ans", "klt", (Target("ans", "flat"), Target("hevc", "240p")), first_page=0),
+        # Distributions in the bitstream.
+        Case(
+            "exact-ans",
+            "exact",
+            (Target("ans", "flat"),),
+            KVGeometry(num_layers=3, num_heads=2, k_head_dim=16, v_head_dim=8, page_size=64, dtype="bfloat16"),
+            span_pages=3,
+        ),
         # Some heads of a model; spans of three pages and one; pages that are no power of two; FP8.
         Case(
             "exact-fp8",
@@ -183,7 +191,12 @@ def values_for(case: Case) -> dict[TensorName, torch.Tensor]:
     num_heads = len(case.heads)
     if case.stem != "klt-heads":
         geometry = replace(case.geometry, num_heads=num_heads)
-        return make_values(geometry, NUM_PAGES)
+        made = make_values(geometry, NUM_PAGES)
+        if case.stem == "exact-ans":  # channels of many magnitudes, and noise
+            random = torch.Generator().manual_seed(1)
+            for x in made.values():
+                x.normal_(generator=random).mul_(2.0 ** torch.arange(x.shape[3]))
+        return made
     assert isinstance(quantiser, KltQuantiser)
     size = case.geometry.page_size
     values = values_of(quantiser.profile, NUM_PAGES * size, case.first_page * size)

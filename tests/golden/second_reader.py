@@ -11,6 +11,7 @@ import math
 import re
 import struct
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,8 +154,22 @@ def unzstd(bitstream: bytes) -> bytes:
     return zstandard.ZstdDecompressor().decompress(bitstream, allow_extra_data=False)
 
 
-def unans(bitstream: bytes, num_rows: int, num_tokens: int) -> np.ndarray:
-    tables = np.load(TABLES)
+def unans_tables(bitstream: bytes, num_rows: int, num_tokens: int) -> np.ndarray:
+    count, size = struct.unpack_from("<BI", bitstream)
+    own = np.frombuffer(zstandard.ZstdDecompressor().decompress(bitstream[5 : 5 + size]), "<u2").reshape(count, 257)
+    assert 1 <= count <= 16
+    assert (own.sum(1) == 1024).all()
+    assert own[:, 256].all()
+    common = np.load(TABLES)
+    choice = np.minimum(np.arange(64), count - 1)[:, None].repeat(32, 1)
+    tables = {"slots": np.concatenate((own, common["slots"][17:18])), "choice": choice, "gains": common["gains"]}
+    return unans(bitstream[5 + size :], num_rows, num_tokens, tables, count)
+
+
+def unans(
+    bitstream: bytes, num_rows: int, num_tokens: int, tables: Mapping[str, np.ndarray] | None = None, delta: int = 17
+) -> np.ndarray:
+    tables = tables or np.load(TABLES)
     slots, choice, gains = (tables[name].astype(int) for name in ("slots", "choice", "gains"))
     starts = slots.cumsum(1) - slots
     symbols = [np.repeat(np.arange(257), row) for row in slots]
@@ -183,7 +198,7 @@ def unans(bitstream: bytes, num_rows: int, num_tokens: int) -> np.ndarray:
     energies = [1024] * num_tokens
     kind = 0
     for row in rows:
-        kind = min(max(kind + take(0, 17) - 128, 0), 63)
+        kind = min(max(kind + take(0, delta) - 128, 0), 63)
         for t in range(num_tokens):
             level = (struct.unpack("<I", struct.pack("<f", energies[t]))[0] >> 21) - 532
             row[t] = take(t % 32, choice[kind, min(max(level, 0), 31)])
@@ -233,6 +248,8 @@ def frames_of(bitstream: bytes, codec: str, shape: tuple[int, int, int, int]) ->
             return np.frombuffer(bitstream, np.uint8).reshape(shape)
         case "ans":
             return unans(bitstream, shape[0] * 3, shape[2] * shape[3]).reshape(shape)
+        case "ans-tables":
+            return unans_tables(bitstream, 3 * shape[2] * shape[3], shape[0]).T.reshape(shape)
     num_frames, _, height, width = shape
     (count,) = struct.unpack_from("<I", bitstream)
     sizes = struct.unpack_from(f"<{count}I", bitstream, 4)

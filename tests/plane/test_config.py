@@ -15,7 +15,7 @@ S3 = {"store": "s3://bucket/prefix"}
 def test_defaults_and_sglangs_own_keys() -> None:
     config = parse_config(STORE | {"prefetch_threshold": 16, "hicache_storage_pass_prefix_keys": True}, {})
     assert config.quantiser_name == "exact"
-    assert config.codec is None
+    assert config.codec == "ans"
     assert config.token is None
     assert config.reads
     assert config.writes

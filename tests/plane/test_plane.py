@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -117,6 +118,25 @@ def test_written_pages_are_fetched_unchanged(plane: DataPlane, num_rounds: int) 
     assert look_up(plane, page_hashes(3, "other")).num_pages == 0
     plane.clear()
     assert look_up(plane, hashes).num_pages == 0
+
+
+def test_pages_are_copied_on_one_thread(plane: DataPlane) -> None:
+    """With more OpenMP threads than cores in the engine's process, its model computes more slowly on a CPU."""
+    threads: list[int] = []
+
+    class WatchedPool(MemoryPool):
+        def write(self, *args: Any) -> None:
+            threads.append(torch.get_num_threads())
+            super().write(*args)
+
+    hashes = page_hashes(NUM_PAGES)
+    store(plane, hashes)
+    before = torch.get_num_threads()
+    destination = Destination(range(NUM_PAGES), GuardedSink(WatchedPool(SMALL, NUM_PAGES, 0.0)))
+    call = plane.fetch(hashes, [NUM_PAGES], time.monotonic() + WAIT_S, destination=destination)
+    assert call.over[0].result(WAIT_S) == NUM_PAGES
+    assert set(threads) == {1}
+    assert torch.get_num_threads() == before
 
 
 def test_pages_that_cannot_be_copied_do_not_count(plane: DataPlane) -> None:

@@ -2,8 +2,9 @@ from typing_extensions import Buffer
 
 Tables = tuple[object, ...]
 
-def encode(tables: Tables, values: Buffer, rows: int, tokens: int, /) -> bytes:
-    """Return the bitstream of uint8 ``values``, ``(rows, tokens)``."""
+def encode(tables: Tables, values: Buffer, rows: int, tokens: int, classes: Buffer = ..., /) -> bytes:
+    """Return the bitstream of uint8 ``values``, ``(rows, tokens)``. ``classes``: uint8 ``(rows,)``; without them, they
+    follow from the values."""
 
 def decode(tables: Tables, data: Buffer, rows: int, tokens: int, out: Buffer, /) -> str | None:
     """Decode into ``out``, uint8 ``(rows, tokens)``. Return what is wrong with ``data``, or None."""

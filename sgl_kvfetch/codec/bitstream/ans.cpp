@@ -391,13 +391,14 @@ AVX512 void encode_tokens_avx512(uint32_t* states, const Tables& t, const uint8_
 }
 #endif
 
-std::vector<uint8_t> encode(const Tables& t, const uint8_t* rows_data, size_t rows, size_t tokens) {
+// `given`: a class for each row; nullptr to derive them.
+std::vector<uint8_t> encode(const Tables& t, const uint8_t* rows_data, size_t rows, size_t tokens, const uint8_t* given) {
     std::vector<uint8_t> chosen(rows * tokens);
     std::vector<int> classes(rows);
     std::vector<uint16_t> energies(tokens, kUnit);
     for (size_t r = 0; r < rows; ++r) {
         const uint8_t* row = rows_data + r * tokens;
-        classes[r] = class_of(row, tokens);
+        classes[r] = given ? std::min<int>(given[r], kClasses - 1) : class_of(row, tokens);
 #ifdef HAS_AVX512
         if (t.has_vectors)
             choose_tables_avx512(t, classes[r], row, tokens, energies.data(), &chosen[r * tokens]);
@@ -470,17 +471,21 @@ bool are_sizes(Py_ssize_t rows, Py_ssize_t tokens, Py_ssize_t size) {
 
 PyObject* py_encode(PyObject*, PyObject* args) {
     PyObject* tuple;
-    Buffer values;
+    Buffer values, classes;
     Py_ssize_t rows, tokens;
     TablesArgument t;
-    if (!PyArg_ParseTuple(args, "Oy*nn", &tuple, &values.view, &rows, &tokens) || !t.parse(tuple) ||
+    if (!PyArg_ParseTuple(args, "Oy*nn|y*", &tuple, &values.view, &rows, &tokens, &classes.view) || !t.parse(tuple) ||
         !are_sizes(rows, tokens, values.view.len))
         return nullptr;
+    if (classes.view.obj && classes.view.len != rows) {
+        PyErr_Format(PyExc_ValueError, "%zd classes of %zd rows", classes.view.len, rows);
+        return nullptr;
+    }
     std::vector<uint8_t> coded;
     bool has_memory = true;
     Py_BEGIN_ALLOW_THREADS;
     try {
-        coded = encode(t.tables, values.as<uint8_t>(), rows, tokens);
+        coded = encode(t.tables, values.as<uint8_t>(), rows, tokens, classes.as<uint8_t>());
     } catch (const std::bad_alloc&) {
         has_memory = false;
     }
@@ -512,7 +517,7 @@ PyObject* py_decode(PyObject*, PyObject* args) {
 }
 
 PyMethodDef methods[] = {
-    {"encode", py_encode, METH_VARARGS, "encode(tables, values, rows, tokens) -> bytes"},
+    {"encode", py_encode, METH_VARARGS, "encode(tables, values, rows, tokens, classes=None) -> bytes"},
     {"decode", py_decode, METH_VARARGS, "decode(tables, data, rows, tokens, out) -> None, or what is wrong with data"},
     {nullptr, nullptr, 0, nullptr},
 };

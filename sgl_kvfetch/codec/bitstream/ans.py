@@ -11,15 +11,18 @@ rANS: Duda, "Asymmetric numeral systems" (arXiv 1311.2540); lanes: Giesen, "Inte
 
 from __future__ import annotations
 
+import struct
 from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import zstandard
 
 from sgl_kvfetch.codec.bitstream import _ans
 from sgl_kvfetch.codec.bitstream.base import Codec, PictureShape
+from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.layout.frames import PLANES
 from sgl_kvfetch.errors import CorruptError
 
@@ -27,6 +30,12 @@ ESCAPE = 256  # the symbol of integers without one
 SLOTS = 1024  # of a distribution; a symbol has as many as its probability
 _CLASS_TABLE = 17  # codes the classes of rows
 _NATIVE_ESCAPE = 1 << 28  # in an entry of the native coder's tables
+_HEADER = struct.Struct("<BI")  # of `ans-tables`: distributions, and bytes of them
+_MOST_TABLES = 16
+_MOST_TOKENS = 1 << 22
+_LEAST_INTEGERS = 1 << 13  # that a distribution is for
+_ROUNDS = 5
+_PRIOR = 0.02  # of a symbol, so that every distribution can code every row
 
 
 class Tables(NamedTuple):
@@ -45,20 +54,25 @@ def tables() -> Tables:
         return Tables(found["slots"], found["choice"], found["gains"])
 
 
-@cache
-def native_tables(is_portable: bool = False) -> tuple[object, ...]:
-    """Return the tables as the native coder takes them. ``is_portable``: without the CPU's widest vectors."""
-    t = tables()
-    starts = np.cumsum(t.slots, axis=1, dtype=np.uint32) - t.slots
-    symbol = np.stack([np.repeat(np.arange(ESCAPE + 1, dtype=np.uint32), slots) for slots in t.slots])
+def native_tables(found: Tables, delta: int, is_portable: bool = False) -> tuple[object, ...]:
+    """Return tables as the native coder takes them. ``delta``: the distribution that codes the classes of rows.
+    ``is_portable``: without the CPU's widest vectors."""
+    slots = found.slots.astype(np.uint32)
+    starts = np.cumsum(slots, axis=1, dtype=np.uint32) - slots
+    symbol = np.stack([np.repeat(np.arange(ESCAPE + 1, dtype=np.uint32), row) for row in slots])
     offset = np.arange(SLOTS, dtype=np.uint32) - np.take_along_axis(starts, symbol, 1)
-    slots = np.take_along_axis(t.slots.astype(np.uint32), symbol, 1)
-    decode = (symbol & 255) | slots << 8 | offset << 18 | (symbol == ESCAPE).astype(np.uint32) * _NATIVE_ESCAPE
-    coded = np.where(t.slots[:, :ESCAPE] > 0, np.arange(ESCAPE), ESCAPE)
-    encode = np.take_along_axis(starts, coded, 1) | np.take_along_axis(t.slots.astype(np.uint32), coded, 1) << 10
+    decode = (symbol & 255) | np.take_along_axis(slots, symbol, 1) << 8 | offset << 18
+    decode |= (symbol == ESCAPE).astype(np.uint32) * _NATIVE_ESCAPE
+    coded = np.where(slots[:, :ESCAPE] > 0, np.arange(ESCAPE), ESCAPE)
+    encode = np.take_along_axis(starts, coded, 1) | np.take_along_axis(slots, coded, 1) << 10
     encode |= (coded == ESCAPE).astype(np.uint32) * _NATIVE_ESCAPE
-    as_bytes = (x.tobytes() for x in (decode, encode, t.choice, t.gains))
-    return (*as_bytes, _CLASS_TABLE, is_portable)
+    as_bytes = (x.tobytes() for x in (decode, encode, found.choice, found.gains))
+    return (*as_bytes, delta, is_portable)
+
+
+@cache
+def static_tables(is_portable: bool = False) -> tuple[object, ...]:
+    return native_tables(tables(), _CLASS_TABLE, is_portable)
 
 
 class AnsCodec(Codec):
@@ -72,14 +86,96 @@ class AnsCodec(Codec):
 
     def encode(self, frames: torch.Tensor) -> bytes:
         rows, tokens = frames.shape[0] * PLANES, frames.shape[2] * frames.shape[3]
-        return _ans.encode(native_tables(self._is_portable), frames.contiguous().cpu().numpy().data, rows, tokens)
+        return _ans.encode(static_tables(self._is_portable), frames.contiguous().cpu().numpy().data, rows, tokens)
 
     def decode(self, bitstream: bytes | memoryview, shape: PictureShape) -> torch.Tensor:
         num_frames, height, width = shape
         frames = torch.empty((num_frames, PLANES, height, width), dtype=torch.uint8)
-        fault = _ans.decode(
-            native_tables(self._is_portable), bitstream, num_frames * PLANES, height * width, frames.numpy().data
-        )
-        if fault is not None:
-            raise CorruptError(f"ans bitstream {fault}")
+        fill(static_tables(self._is_portable), bitstream, num_frames * PLANES, height * width, frames)
         return frames
+
+
+class AnsTablesCodec(Codec):
+    """Codes flat frames whose rows differ in distribution, not only in scale: quantised values, and bytes of values.
+
+    Each place of a frame, a channel, is a row, each frame a token. Rows of similar histograms share a distribution,
+    which the bitstream holds; it depends on nothing else.
+    """
+
+    name = "ans-tables"
+    is_flat = True
+
+    def __init__(self, *, is_portable: bool = False) -> None:
+        self._is_portable = is_portable
+
+    def encode(self, frames: torch.Tensor) -> bytes:
+        rows = frames.cpu().flatten(1).T.contiguous().numpy()
+        slots, classes = fit_tables(rows)
+        num_rows, tokens = rows.shape
+        coded = _ans.encode(self._native(slots), rows.data, num_rows, tokens, classes.astype(np.uint8).data)
+        header = zstandard.ZstdCompressor(3).compress(slots.astype("<u2").tobytes())
+        return struct.pack("<BI", len(slots), len(header)) + header + coded
+
+    def decode(self, bitstream: bytes | memoryview, shape: PictureShape) -> torch.Tensor:
+        num_frames, height, width = shape
+        if num_frames > _MOST_TOKENS:
+            raise CorruptError(f"ans-tables bitstream is for {num_frames} tokens, expected at most {_MOST_TOKENS}")
+        slots, coded = read_tables(bitstream)
+        rows = torch.empty((PLANES * height * width, num_frames), dtype=torch.uint8)
+        fill(self._native(slots), coded, PLANES * height * width, num_frames, rows)
+        return rows.T.contiguous().view(num_frames, PLANES, height, width)
+
+    def _native(self, slots: np.ndarray) -> tuple[object, ...]:
+        """Return native tables where class c has distribution c, whatever a token's energy."""
+        choice = np.minimum(np.arange(64, dtype=np.uint8), len(slots) - 1)[:, None].repeat(32, 1)
+        found = Tables(np.concatenate((slots, tables().slots[_CLASS_TABLE, None])), choice, tables().gains)
+        return native_tables(found, len(slots), self._is_portable)
+
+
+def read_tables(bitstream: bytes | memoryview) -> tuple[np.ndarray, memoryview]:
+    """Return the distributions of an `ans-tables` bitstream, ``(n, 257)``, and what follows them."""
+    view = memoryview(bitstream)
+    if len(view) < _HEADER.size:
+        raise CorruptError("ans-tables bitstream is shorter than its header")
+    count, size = _HEADER.unpack_from(view)
+    data = ZstdCodec().decompress(view[_HEADER.size : _HEADER.size + size], count * (ESCAPE + 1) * 2)
+    if not 1 <= count <= _MOST_TABLES or len(data) != count * (ESCAPE + 1) * 2:
+        raise CorruptError(f"ans-tables bitstream has {len(data)} bytes of {count} distributions")
+    slots = np.frombuffer(data, "<u2").reshape(count, ESCAPE + 1)
+    if (slots.sum(1) != SLOTS).any() or not slots[:, ESCAPE].all():
+        raise CorruptError(f"ans-tables bitstream has distributions that do not add up to {SLOTS}, or without escapes")
+    return slots, view[_HEADER.size + size :]
+
+
+def fit_tables(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return distributions for uint8 rows, ``(n, 257)``, and which of them each row has: rows are clustered by what
+    they cost with each (Lloyd's algorithm). Few integers have few distributions, which have to pay for themselves."""
+    counts = np.stack([np.bincount(row, minlength=ESCAPE) for row in rows]).astype(np.float32)
+    number = min(_MOST_TABLES, rows.size // _LEAST_INTEGERS + 1, len(rows))
+    order = np.argsort(-(counts * np.log2(np.maximum(counts, 1))).sum(1), kind="stable")
+    classes = np.empty(len(rows), np.intp)
+    classes[order] = np.arange(len(rows)) * number // len(rows)  # rows of like entropy begin together
+    for _ in range(_ROUNDS):
+        sums = np.eye(number, dtype=np.float32)[:, classes] @ counts + _PRIOR
+        classes = (counts @ np.log2(sums / sums.sum(1, keepdims=True)).T).argmax(1)
+    used, classes = np.unique(classes, return_inverse=True)
+    return np.stack([_slots_of(counts[classes == c].sum(0)) for c in range(len(used))]), classes
+
+
+def _slots_of(counts: np.ndarray) -> np.ndarray:
+    """Return the slots of a distribution with these counts. Symbols of less than half a slot are escaped."""
+    share = counts / counts.sum() * (SLOTS - 1)
+    share[share < 0.5] = 0
+    share = np.append(share, max(1.0, SLOTS - share.sum()))
+    slots = np.where(share > 0, np.maximum(np.rint(share * SLOTS / share.sum()), 1), 0)
+    while (excess := int(slots.sum()) - SLOTS) != 0:
+        error = np.where(slots > (excess > 0), slots - share, -np.inf if excess > 0 else np.inf)
+        slots[error.argmax() if excess > 0 else error.argmin()] -= np.sign(excess)
+    return slots.astype(np.uint16)
+
+
+def fill(native: tuple[object, ...], bitstream: bytes | memoryview, rows: int, tokens: int, out: torch.Tensor) -> None:
+    """Decode into ``out``, contiguous. Raises CorruptError."""
+    fault = _ans.decode(native, bitstream, rows, tokens, out.numpy().data)
+    if fault is not None:
+        raise CorruptError(f"ans bitstream {fault}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from sgl_kvfetch.codec.bitstream.ans import AnsCodec
+from sgl_kvfetch.codec.bitstream.ans import AnsCodec, AnsTablesCodec
 from sgl_kvfetch.codec.bitstream.base import Codec
 from sgl_kvfetch.codec.bitstream.entropy import DeflateCodec, RawCodec, ZstdCodec
 from sgl_kvfetch.codec.bitstream.hevc import HEVC_CODECS
@@ -13,7 +13,7 @@ from sgl_kvfetch.errors import FormatError
 
 CodecName = Literal["ans", "hevc", "hevc420", "zstd", "deflate", "raw"]
 
-_OTHERS = AnsCodec(), ZstdCodec(), DeflateCodec(), RawCodec()
+_OTHERS = AnsCodec(), AnsTablesCodec(), ZstdCodec(), DeflateCodec(), RawCodec()
 CODECS: dict[str, Codec] = {**HEVC_CODECS, **{codec.name: codec for codec in _OTHERS}}
 
 

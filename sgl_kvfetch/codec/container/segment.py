@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import xxhash
 
+from sgl_kvfetch.codec.bitstream.ans import AnsCodec, AnsTablesCodec
 from sgl_kvfetch.codec.bitstream.base import DecodedFrames, Decoders
 from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.bitstream.registry import CODECS, get_codec
@@ -38,7 +39,7 @@ from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised, Quantiser
 from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError, UnsupportedError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
-from sgl_kvfetch.types import KVGeometry, TensorName
+from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 
 Rows = TypeVar("Rows", Variant, Side)
 
@@ -46,9 +47,9 @@ _BYTES = ZstdCodec()  # for parts that are plain bytes
 # A part of plain bytes holds at most every value of its cell, and this many bytes a token.
 _MOST_BYTES_A_TOKEN = 4096
 FALLBACK_CODEC = "zstd"
-# A plane with more order-0 entropy is noise, such as the low mantissa bytes of exact values. Video coding would be
-# slow, and expand it by a third. Below this, the user's choice of codec is kept even if another would be smaller: with
-# NVDEC, decoding video is free.
+# A plane with more order-0 entropy is noise, such as the low mantissa bytes of exact values. `ans` would gain nothing;
+# video coding would be slow, and expand it by a third. Below this, the user's choice of video is kept even if another
+# codec would be smaller: with NVDEC, decoding video is free.
 NOISE_BITS = 7.9
 
 
@@ -258,14 +259,23 @@ def encode_cell(
             bitstream = _BYTES.compress(raw)
             chunks.append(CodedChunk(Chunk.of(_BYTES.name, bitstream, raw), bitstream, None))
             continue
-        plane_codec = get_codec(codec)
-        if plane_codec.is_video and _entropy_bits(raw) > NOISE_BITS:
-            plane_codec = get_codec(FALLBACK_CODEC)
         frames = layouts[part.layout].to_frames(x)
-        bitstream = plane_codec.encode(frames)
-        frame_sum = sum_of_frames(frames) if plane_codec.is_video else None
-        chunks.append(CodedChunk(Chunk.of(plane_codec.name, bitstream, raw), bitstream, frame_sum))
+        tried = {name: get_codec(name).encode(frames) for name in _codecs_for(part, codec, raw)}
+        name, bitstream = min(tried.items(), key=lambda item: len(item[1]))
+        frame_sum = sum_of_frames(frames) if get_codec(name).is_video else None
+        chunks.append(CodedChunk(Chunk.of(name, bitstream, raw), bitstream, frame_sum))
     return chunks
+
+
+def _codecs_for(part: PartInfo, codec: str, raw: bytes) -> tuple[str, ...]:
+    """Return the codecs among which a part's smallest bitstream is chosen, if the user wants ``codec``."""
+    is_values = codec == AnsCodec.name and part.layout in TENSORS
+    if not is_values and not get_codec(codec).is_video:
+        return (codec,)
+    if _entropy_bits(raw) > NOISE_BITS:
+        return (FALLBACK_CODEC,)
+    # Values of the first layer repeat with their tokens, which only zstd finds.
+    return (AnsTablesCodec.name, FALLBACK_CODEC) if is_values else (codec,)
 
 
 def _entropy_bits(data: bytes) -> float:

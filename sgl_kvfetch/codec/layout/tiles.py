@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sgl_kvfetch.codec.layout.frames import FILL, PLANES, RESOLUTIONS, Dim, Layout, picture_side
+from sgl_kvfetch.codec.layout.frames import FILL, FLAT, PLANES, RESOLUTIONS, Dim, Layout, picture_side
 from sgl_kvfetch.errors import FormatError
 
 if TYPE_CHECKING:
@@ -97,8 +97,13 @@ def tile_layout(num_heads: int, head_dim: int, span_tokens: int, resolution: str
 
     Heads and tiles are as square as their factors allow. The picture is a whole number of tiles, no taller than a full
     span needs to fill all its frames. If one tile exceeds the resolution, the picture grows. If the picture is below
-    the decoder's minimum, it is padded.
+    the decoder's minimum, it is padded. For ``FLAT``, each token has a frame of its own, without padding, of one row a
+    layer.
     """
+    if resolution == FLAT:
+        return TileLayout(
+            width=num_heads * head_dim, height=1, head_rows=1, head_cols=num_heads, dim_rows=1, dim_cols=head_dim
+        )
     dim_rows, dim_cols = _near_square(head_dim)
     head_rows, head_cols = _near_square(num_heads)
     tile_width, tile_height = head_cols * dim_cols, head_rows * dim_rows

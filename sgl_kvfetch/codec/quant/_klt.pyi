@@ -1,3 +1,8 @@
+"""Types: 0 float32, 1 bfloat16, 2 float16. A product is float32 or bfloat16. Numbers named after tensors are addresses;
+the tensors are contiguous, and float32 unless it says otherwise. ``heads``: of all layers of a cell. ``pairs``: of
+channels of a K head that rotate; ``table`` has ``(tokens, 2 * pairs)``, and is not read if there are none. A cell's
+``channels`` are those of K, then those of V."""
+
 def restore(
     tokens: int,
     heads: int,
@@ -15,5 +20,54 @@ def restore(
     v: int,
     /,
 ) -> None:
-    """Write K and V, ``(tokens, heads, dim)``, heads of all layers. Types: 0 float32, 1 bfloat16, 2 float16. The last
-    six are addresses of contiguous tensors: float32 but for the product, ``(tokens, channels)``, K and V."""
+    """Write K and V, ``(tokens, heads, dim)``, from ``product``, ``(tokens, channels)``."""
+
+def centre(
+    tokens: int,
+    heads: int,
+    k_dim: int,
+    v_dim: int,
+    pairs: int,
+    is_interleaved: bool,
+    product_type: int,
+    type: int,
+    mean: int,
+    table: int,
+    k: int,
+    k_token_stride: int,
+    k_layer_stride: int,
+    v: int,
+    v_token_stride: int,
+    v_layer_stride: int,
+    centred: int,
+    log_norms: int,
+    layers: int,
+    /,
+) -> bool:
+    """Write the values without rotation and mean, ``(tokens, channels)`` of ``product_type``, and the logarithms of
+    the norms of heads of K, then V, ``(tokens, 2 * heads)``. Strides are in bytes; a layer's heads are contiguous.
+    Return whether all values are finite; if not, the rest is undefined."""
+
+def round_steps(
+    tokens: int,
+    heads: int,
+    channels: int,
+    kept: int,
+    wide: int,
+    sinks: int,
+    step: float,
+    product_type: int,
+    product: int,
+    inverse_spread: int,
+    weights: int,
+    limits: int,
+    which: int,
+    bits: int,
+    log_norms: int,
+    exponents: int,
+    integers: int,
+    /,
+) -> None:
+    """Write ``exponents``, uint8 ``(tokens,)``, and ``integers``, uint8 ``(kept + wide, tokens)``, from ``product``,
+    ``(tokens, channels)``. ``inverse_spread``: ``(channels,)``. ``weights``: ``(channels + 2 * heads + 1,)``.
+    ``limits``: ``(kept,)``. ``which`` and ``bits``: int64 ``(wide,)``. The first ``sinks`` tokens are exact."""

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from sgl_kvfetch.codec.layout.frames import FLAT, Layout
+from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.layout.tiles import tile_layout
 from sgl_kvfetch.codec.quant.rope import Rope
-from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.types import TENSORS, KVGeometry
 
 # The parts of a cell, as bytes or as integers: see `Part`.
@@ -142,10 +141,8 @@ class Quantiser(ABC):
     ) -> dict[str, Layout]:
         """Return the best layouts of the integers, by layout name, for spans of up to ``span_tokens`` tokens.
 
-        ``resolution``: a name in ``RESOLUTIONS``, or ``FLAT``. Raises UnsupportedError if only pictures will do.
+        ``resolution``: a name in ``RESOLUTIONS``, or ``FLAT``.
         """
-        if resolution == FLAT:
-            raise UnsupportedError(f"{self.identity} has no transform coefficients, which are all that codec ans codes")
         return {t: tile_layout(cell_heads, geometry.head_dim(t), span_tokens, resolution) for t in TENSORS}
 
 

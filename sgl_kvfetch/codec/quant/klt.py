@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,15 +28,14 @@ from sgl_kvfetch.codec.quant import _klt
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Part, Quantised, Quantiser, TransformInverse
 from sgl_kvfetch.codec.quant.exact import from_planes, to_planes
 from sgl_kvfetch.codec.quant.profile import CellProfile, Profile
-from sgl_kvfetch.codec.quant.rope import unrotate
-from sgl_kvfetch.codec.quant.sensitivity import features, log_cost
+from sgl_kvfetch.codec.quant.sensitivity import LEAST_NORM
 from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
 from sgl_kvfetch.types import KVGeometry
 
 ZERO = 128  # the integer that represents zero
 LARGEST = 127  # largest magnitude of an integer
 _MAX_WIDE_BITS = 8
-_DROPPED_LARGEST = 16.0  # steps; a token whose left-out coefficients exceed this is kept exact
+_MOST_ERROR = 0.05  # steps, rms, that a product in bfloat16 may add to a coefficient: 3% of the noise of rounding
 
 # A token's scale is a power of the square root of two, from 1/16 to 16, stored as its exponent.
 EXACT = 0  # instead of an exponent: the token's values are in the part "exact"
@@ -123,12 +122,26 @@ class _Rows:
         high = inverse[self.wide] * (2.0 ** self.bits[:, None]).to(inverse.dtype)
         return torch.cat((inverse[: self.kept], high))
 
-    def integers(self, n: torch.Tensor) -> torch.Tensor:
-        """Return uint8 ``(count, tokens)`` for whole steps ``n``, float32 ``(tokens, kept)`` within ``limits``."""
-        half = 2.0 ** (self.bits - 1)
-        high = ((n[:, self.wide] + half) / (2 * half)).floor()
-        n[:, self.wide] -= high * 2 * half
-        return (torch.cat((n, high), dim=1) + ZERO).to(torch.uint8).T.contiguous()
+
+class _Forward(NamedTuple):
+    """What quantises a cell. ``matrix``: from channels to coefficients, in the type of the product.
+    ``inverse_spread``: float32, of the coefficients, as the features have it."""
+
+    matrix: torch.Tensor
+    inverse_spread: torch.Tensor
+
+    @classmethod
+    def of(cls, cell: CellProfile, step: float) -> _Forward:
+        matrix = forward_of(cell.inverse, [*cell.k_weight, *cell.v_weight])
+        spread = cell.spread.clamp_min(LEAST_NORM)
+        if _HAS_BFLOAT16:
+            # Both factors are rounded to eight bits, so the errors of their products are independent, and as large as
+            # those of channels that have eight bits.
+            deviations = (spread[:, None] * cell.inverse.float()).norm(dim=0)
+            error = (deviations[:, None] * matrix).norm(dim=0) * math.sqrt(2 / 3) * 2.0**-9
+            if float(error.square().mean().sqrt()) <= _MOST_ERROR * step:
+                matrix = matrix.bfloat16()
+        return cls(matrix.contiguous(), 1 / spread)
 
 
 class KltQuantiser(KltIntegers):
@@ -145,7 +158,7 @@ class KltQuantiser(KltIntegers):
         self.step = step
         self._rows = {key: _Rows.of(cell, step) for key, cell in profile.cells.items()}
         self._matrices: dict[tuple[tuple[int, int], torch.dtype], torch.Tensor] = {}
-        self._forwards: dict[tuple[int, int], torch.Tensor] = {}
+        self._forwards: dict[tuple[int, int], _Forward] = {}
 
     @property
     def cell_layers(self) -> int:
@@ -172,19 +185,51 @@ class KltQuantiser(KltIntegers):
     def quantise(self, values: CellValues, place: CellPlace) -> Quantised:
         key = self._key(place)
         cell, rows = self.profile.cells[key], self._rows[key]
-        x = self._channels(values, place)
-        if not bool(torch.isfinite(x).all()):
+        if key not in self._forwards:
+            self._forwards[key] = _Forward.of(cell, self.step)
+        matrix, inverse_spread = self._forwards[key]
+        centred, log_norms = self._centred(values, place, matrix.dtype)
+        product = centred @ matrix
+        num_tokens, channels = product.shape
+        exponents = torch.empty(num_tokens, dtype=torch.uint8)
+        integers = torch.empty((rows.count, num_tokens), dtype=torch.uint8)
+        sinks = max(0, self.profile.num_sinks - place.tokens.start)
+        of_rows = inverse_spread, cell.sensitivity, rows.limits, rows.wide, rows.bits
+        tensors = product, *of_rows, log_norms, exponents, integers
+        assert all(x.is_contiguous() for x in tensors)
+        sizes = num_tokens, log_norms.shape[1] // 2, channels, rows.kept, len(rows.wide), sinks
+        _klt.round_steps(*sizes, self.step, _TYPES[product.dtype], *_addresses(tensors))
+        return exponents, _exact_bytes(values, exponents == EXACT), integers
+
+    def _centred(
+        self, values: CellValues, place: CellPlace, product_type: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(tokens, C)`` of ``product_type``, without mean and rotation, and the logarithms of heads' norms."""
+        if values.k.dtype not in _TYPES:
+            values = CellValues(*(x.float() for x in values))
+        k, v = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in values)
+        num_tokens, layers, heads, _ = k.shape
+        mean, rope = self.profile.cells[self._key(place)].mean, self.profile.rope
+        table = mean if rope is None else rope.table(place.tokens.start, num_tokens) / rope.attention_scaling**2
+        centred = torch.empty((num_tokens, len(mean)), dtype=product_type)
+        log_norms = torch.empty((num_tokens, 2 * layers * heads))
+        assert {x.device.type for x in values} == {"cpu"}
+        assert k.dtype == v.dtype
+        strides = [(x.data_ptr(), *(n * x.itemsize for n in x.stride()[:2])) for x in (k, v)]
+        is_finite = _klt.centre(
+            *(num_tokens, layers * heads, *self._shape_of_heads()),
+            *(_TYPES[product_type], _TYPES[k.dtype], *_addresses((mean, table)), *strides[0], *strides[1]),
+            *(*_addresses((centred, log_norms)), layers),
+        )
+        if not is_finite:
             raise QuantiseError("values are not finite")
-        coefficients = (x - cell.mean) @ self._forward(key)
-        cost = log_cost(features(coefficients, cell.spread, head_norms(values)), cell.sensitivity)
-        exponents = exponents_of(cost)
-        steps = coefficients / (scales_of(exponents) * self.step)[:, None]
-        n = steps[:, : rows.kept].round()
-        is_exact = (n.abs() > rows.limits).any(1) | (steps[:, rows.kept :].abs() > _DROPPED_LARGEST).any(1)
-        is_exact[: max(0, self.profile.num_sinks - place.tokens.start)] = True
-        n[is_exact] = 0
-        exponents[is_exact] = EXACT
-        return exponents, _exact_bytes(values, is_exact), rows.integers(n)
+        return centred, log_norms
+
+    def _shape_of_heads(self) -> tuple[int, int, int, bool]:
+        """Return the dimensions of K and V, the pairs of channels that rotate, and whether they are interleaved."""
+        rope = self.profile.rope
+        pairs, is_interleaved = (0, False) if rope is None else (rope.rotary_dim // 2, rope.interleaved)
+        return self.profile.k_head_dim, self.profile.v_head_dim, pairs, is_interleaved
 
     def dequantise(
         self, quantised: Quantised, dtype: torch.dtype, place: CellPlace, tokens: slice = slice(None)
@@ -214,16 +259,13 @@ class KltQuantiser(KltIntegers):
     ) -> CellValues:
         """Return a cell's values from ``(tokens, channels)`` of its integers times the matrix."""
         num_tokens, heads = len(product), len(place.layers) * len(place.heads)
-        dims = self.profile.k_head_dim, self.profile.v_head_dim
         native = dtype if dtype in _TYPES else torch.float32
         shape = num_tokens, len(place.layers), len(place.heads)
-        k, v = (torch.empty((*shape, dim), dtype=native) for dim in dims)
-        rope = self.profile.rope
-        pairs, is_interleaved = (0, False) if rope is None else (rope.rotary_dim // 2, rope.interleaved)
+        k, v = (torch.empty((*shape, dim), dtype=native) for dim in (self.profile.k_head_dim, self.profile.v_head_dim))
         tensors = product, scales, mean, product if table is None else table, k, v
         assert all(x.is_contiguous() and not x.is_cuda for x in tensors)
-        addresses = (x.data_ptr() for x in tensors)
-        _klt.restore(num_tokens, heads, *dims, pairs, is_interleaved, _TYPES[product.dtype], _TYPES[native], *addresses)
+        types = _TYPES[product.dtype], _TYPES[native]
+        _klt.restore(num_tokens, heads, *self._shape_of_heads(), *types, *_addresses(tensors))
         if native != dtype:
             largest = torch.finfo(dtype).max
             k, v = (t.clamp_(-largest, largest).to(dtype) for t in (k, v))
@@ -259,19 +301,6 @@ class KltQuantiser(KltIntegers):
             used = torch.bfloat16 if dtype == torch.bfloat16 and _HAS_BFLOAT16 else torch.float32
             self._matrices[key, dtype] = self.inverse_of(place).matrix.to(used).contiguous()
         return self._matrices[key, dtype]
-
-    def _forward(self, key: tuple[int, int]) -> torch.Tensor:
-        if key not in self._forwards:
-            cell = self.profile.cells[key]
-            self._forwards[key] = forward_of(cell.inverse, [*cell.k_weight, *cell.v_weight])
-        return self._forwards[key]
-
-    def _channels(self, values: CellValues, place: CellPlace) -> torch.Tensor:
-        """Return ``(tokens, C)`` float32, with the rotation of K undone."""
-        k, v, rope = values.k.float(), values.v.float(), self.profile.rope
-        if rope is not None:
-            k = unrotate(k, rope.table(place.tokens.start, len(k), k.device), rope)
-        return torch.cat((k.flatten(1), v.flatten(1)), dim=1)
 
     def _split(self, channels: torch.Tensor, place: CellPlace) -> tuple[torch.Tensor, torch.Tensor]:
         """Split ``(tokens, C)`` into K and V, ``(tokens, layers, heads, dim)``."""
@@ -319,6 +348,10 @@ def exponents_of(log_cost: torch.Tensor) -> torch.Tensor:
 def scales_of(exponents: torch.Tensor) -> torch.Tensor:
     """Return tokens' scales, float32. The scale of an exact token is undefined."""
     return 2.0 ** ((exponents.float() - UNIT) / 2)
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> Iterator[int]:
+    return (x.data_ptr() for x in tensors)
 
 
 def _exact_bytes(values: CellValues, which: torch.Tensor) -> torch.Tensor:

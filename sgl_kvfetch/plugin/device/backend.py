@@ -142,7 +142,7 @@ class DeviceBackend:
         self._report = board.report
         self._speed = speed
         self._choice = FetchOrRecompute()
-        self._copy_pool = ThreadPoolExecutor(1, "kvfetch-copy")
+        self._copy_pool = ThreadPoolExecutor(1, "kvfetch-copy", torch.set_num_threads, (1,))
         self._num_losses = 0  # of the data plane, as far as reported
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ class DeviceBackend:
             return True
         num_tokens, times = num_pages * self.pages.geometry.page_size, 1 + num_ahead / num_pages
         in_turn = Cost(*(None if seconds is None else times * seconds for seconds in (cost.transmit_s, cost.decode_s)))
-        decision = self._choice.decide(num_tokens, in_turn, self._speed.seconds_for(num_tokens))
+        decision = self._choice.decide(num_tokens, in_turn, self._speed.seconds_saved(num_tokens))
         metrics.DEVICE_DECISIONS.labels("fetch" if decision.is_fetched else "recompute", decision.reason).inc()
         return decision.is_fetched
 

@@ -15,9 +15,9 @@ WINDOW = 24  # how many of the latest batches count
 MIN_BATCHES = 4
 # If all batches have about the same size, the cost of a batch cannot be told from the cost of its tokens.
 _MIN_SPREAD = 2.0
-# Computing must be so many times faster before it is chosen: it takes the engine's time from other requests, and
-# decisions must not alternate when the two estimates are nearly equal.
-MARGIN = 1.25
+# Computing must be so many times faster before it is chosen, so that decisions do not alternate when the two estimates
+# are nearly equal. A prompt whose prefix is fetched anyway takes at most so many times as long as it could.
+MARGIN = 1.05
 
 
 class PrefillSpeed:
@@ -45,11 +45,20 @@ class PrefillSpeed:
 
     def seconds_for(self, num_tokens: int) -> float | None:
         """Return how long ``num_tokens`` would take. None until enough batches have been seen."""
+        fit = self._current_fit()
+        return None if fit is None else fit.seconds_for(num_tokens)
+
+    def seconds_saved(self, num_tokens: int) -> float | None:
+        """Return how much less time a prompt takes if ``num_tokens`` of its tokens are fetched. The batch that computes
+        its other tokens, at least one, saves nothing. None until enough batches have been seen."""
+        fit = self._current_fit()
+        return None if fit is None else fit.seconds_for(num_tokens) - fit.batch_s
+
+    def _current_fit(self) -> _Fit | None:
         if not self._is_fitted:
             self._is_fitted = True  # set first, so that a batch added in the meantime causes a new fit
             self._fit = _fit(list(self._batches)) if len(self._batches) >= MIN_BATCHES else None
-        fit = self._fit
-        return None if fit is None else fit.seconds_for(num_tokens)
+        return self._fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +138,8 @@ class FetchOrRecompute:
         self._recomputed: set[int] = set()  # lengths, as powers of two
 
     def decide(self, num_tokens: int, cost: Cost, recompute_s: float | None) -> Decision:
-        """Decide about a prefix. ``recompute_s``: how long the engine would take if it had nothing else to do."""
+        """Decide about a prefix. ``recompute_s``: how much longer the engine would take without it, if it had
+        nothing else to do."""
         fetch_s = cost.seconds
         if fetch_s is None or recompute_s is None:
             return Decision(True, "unmeasured")

@@ -4,7 +4,7 @@ scale. Pure computation."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import msgspec
 
@@ -12,6 +12,7 @@ from sgl_kvfetch.codec import (
     CODECS,
     MAX_VARIANTS,
     RESOLUTIONS,
+    CodecName,
     CodedChunk,
     CodedSegment,
     Layout,
@@ -28,7 +29,7 @@ from sgl_kvfetch.codec import (
 from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError
 
 # Rank of the decoding cost; low is fast.
-_COST = {"raw": 0, "ans": 1, "zstd": 2, "deflate": 3, "hevc": 4, "hevc420": 5}
+_COST = {"raw": 0, "ans": 1, "ans-tables": 1, "zstd": 2, "deflate": 3, "hevc": 4, "hevc420": 5}
 
 
 class Target(NamedTuple):
@@ -42,7 +43,7 @@ def make_targets(codecs: Sequence[str], resolutions: Sequence[str]) -> tuple[Tar
     """Return each codec at each resolution, or once if it knows none. The first is the default of readers.
 
     Raises ConfigError."""
-    for what, names, known in (("codec", codecs, list(CODECS)), ("resolution", resolutions, list(RESOLUTIONS))):
+    for what, names, known in (("codec", codecs, get_args(CodecName)), ("resolution", resolutions, list(RESOLUTIONS))):
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"{what}s are {', '.join(names) or 'none'}; expected at least one, and each once")
         for name in names:

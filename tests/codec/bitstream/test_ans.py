@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import pytest
 import torch
+import zstandard
 from hypothesis import given, settings, strategies as st
 
 from benchmarks.codec.ans_tables import level_of
 from sgl_kvfetch.codec.bitstream import _ans
-from sgl_kvfetch.codec.bitstream.ans import SLOTS, AnsCodec, native_tables, tables
+from sgl_kvfetch.codec.bitstream.ans import SLOTS, AnsCodec, AnsTablesCodec, static_tables, tables
+from sgl_kvfetch.codec.bitstream.base import Codec
 from sgl_kvfetch.codec.layout.frames import FLAT
 from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.errors import CorruptError
-from tests.golden.second_reader import unans
+from tests.golden.second_reader import unans, unans_tables
 
 VECTORS, PORTABLE = AnsCodec(), AnsCodec(is_portable=True)
+TABLES = AnsTablesCodec()
 CODECS = pytest.mark.parametrize("codec", [VECTORS, PORTABLE], ids=["vectors", "portable"])
 
 
@@ -28,7 +33,16 @@ def coefficients(num_rows: int, num_tokens: int, seed: int = 0, widest: float = 
     return region_layout(num_rows, num_tokens, FLAT).to_frames(torch.from_numpy(values))
 
 
-def decode(codec: AnsCodec, bitstream: bytes, frames: torch.Tensor) -> torch.Tensor:
+def channels(num_tokens: int, num_places: int, seed: int = 0) -> torch.Tensor:
+    """Return frames whose places have different, skewed distributions, far from 128, and some values that are rare."""
+    random = np.random.default_rng(seed)
+    shape = num_tokens, 3 * num_places
+    values = random.poisson(random.uniform(0.1, 60, shape[1]), shape) + random.integers(0, 100, shape[1])
+    values[random.random(shape) < 0.002] = 255
+    return torch.from_numpy(values.clip(0, 255).astype(np.uint8)).view(num_tokens, 3, 1, num_places)
+
+
+def decode(codec: Codec, bitstream: bytes, frames: torch.Tensor) -> torch.Tensor:
     return codec.decode(bitstream, (len(frames), *frames.shape[2:]))
 
 
@@ -112,10 +126,87 @@ def test_the_tables_are_sound() -> None:
 
 
 def test_the_native_coder_refuses_wrong_sizes() -> None:
-    sound = native_tables()
+    sound = static_tables()
     for rows, tokens, size in ((0, 8, 0), (2, 8, 15), (-2, -8, 16), (1 << 40, 1 << 40, 16)):
         with pytest.raises(ValueError, match="rows of"):
             _ans.encode(sound, bytes(size), rows, tokens)
+    with pytest.raises(ValueError, match="1 classes of 2 rows"):
+        _ans.encode(sound, bytes(16), 2, 8, b"0")
     for broken in ((b"", *sound[1:]), (*sound[:2], b"\xff" * 2048, *sound[3:])):
         with pytest.raises(ValueError, match="tables have the wrong sizes"):
             _ans.encode(broken, bytes(16), 2, 8)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_places"), [(1, 1), (5, 7), (33, 20), (64, 100), (1024, 100)])
+def test_tables_in_the_bitstream_are_read_alike(num_tokens: int, num_places: int) -> None:
+    frames = channels(num_tokens, num_places)
+    bitstream = TABLES.encode(frames)
+    portable = AnsTablesCodec(is_portable=True)
+    assert portable.encode(frames) == bitstream
+    for codec in (TABLES, portable):
+        assert torch.equal(decode(codec, bitstream, frames), frames)
+    if frames.numel() <= 20_000:
+        rows = unans_tables(bitstream, 3 * num_places, num_tokens)
+        assert np.array_equal(rows.T, frames.reshape(num_tokens, -1).numpy())
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_every_byte_comes_back_from_tables(data: st.DataObject) -> None:
+    num_tokens, num_places = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 5))
+    size = num_tokens * 3 * num_places
+    values = data.draw(st.binary(min_size=size, max_size=size))
+    frames = torch.frombuffer(bytearray(values), dtype=torch.uint8).view(num_tokens, 3, 1, num_places)
+    assert torch.equal(decode(TABLES, TABLES.encode(frames), frames), frames)
+
+
+def test_rows_that_differ_have_their_own_tables() -> None:
+    frames = channels(1024, 100)
+    rows = frames.reshape(1024, -1).numpy().T
+    counts = np.stack([np.bincount(row, minlength=256) for row in rows])
+    p = np.where(counts > 0, counts, 1) / 1024
+    assert len(TABLES.encode(frames)) * 8 < 1.2 * float((counts * -np.log2(p)).sum())
+
+
+def test_20000_mutated_tables_decode_to_the_shape_or_are_corrupt() -> None:
+    random = np.random.default_rng(4)
+    sources = [(frames := channels(n, 10), TABLES.encode(frames)) for n in (3, 40, 128)]
+    num_corrupt = 0
+    for number in range(20_000):
+        frames, bitstream = sources[number % len(sources)]
+        bad = np.frombuffer(bitstream, np.uint8).copy()
+        places = random.integers(0, min(len(bad), 300) if number % 2 else len(bad), 1 + number % 4)
+        bad[places] ^= random.integers(1, 256, len(places)).astype(np.uint8)
+        end = random.integers(0, 2 * len(bad)) if number % 5 == 0 else len(bad)
+        try:
+            found = decode(TABLES, np.resize(bad, end).tobytes(), frames)
+        except CorruptError:
+            num_corrupt += 1
+        else:
+            assert found.shape == frames.shape
+    assert num_corrupt > 19_000
+
+
+def test_what_is_broken_in_tables_is_said() -> None:
+    frames = channels(8, 1)
+    count, size = struct.unpack_from("<BI", good := TABLES.encode(frames))
+    slots = np.frombuffer(zstandard.decompress(good[5 : 5 + size]), "<u2").reshape(count, 257)
+
+    def with_slots(changed: np.ndarray, count: int = count) -> bytes:
+        header = zstandard.compress(changed.astype("<u2").tobytes())
+        return struct.pack("<BI", count, len(header)) + header + good[5 + size :]
+
+    no_escape = np.zeros_like(slots)
+    no_escape[:, :2] = SLOTS // 2
+    for bad, fault in (
+        (b"", "is shorter than its header"),
+        (with_slots(slots + 1), "do not add up to 1024"),
+        (with_slots(no_escape), "without escapes"),
+        (with_slots(slots, 0), "zstd frame claims"),
+        (with_slots(slots[:0], 0), "has 0 bytes of 0 distributions"),
+        (with_slots(np.repeat(slots, 17, 0), 17 * count), f"of {17 * count} distributions"),
+    ):
+        with pytest.raises(CorruptError, match=fault):
+            decode(TABLES, bad, frames)
+    with pytest.raises(CorruptError, match="is for 4194305 tokens"):
+        TABLES.decode(good, ((1 << 22) + 1, 1, 1))

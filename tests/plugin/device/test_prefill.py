@@ -51,6 +51,13 @@ def test_batches_and_tokens_both_cost_time() -> None:
         assert speed.seconds_for(size) == pytest.approx(seconds(size))
 
 
+def test_fetching_a_prefix_does_not_save_the_batch_of_the_other_tokens() -> None:
+    speed = fed(10, 64, 64, 500, 64, 30)
+    for size in (1, 64, 500):
+        assert speed.seconds_saved(size) == pytest.approx(seconds(size + 1) - seconds(1))
+    assert fed(100).seconds_saved(100) is None
+
+
 def test_a_longer_prompt_is_several_batches() -> None:
     assert fed(10, 64, 64, 500, 64, 30).seconds_for(2000) == pytest.approx(4 * seconds(500))
 
@@ -156,7 +163,8 @@ def test_the_hook_measures() -> None:
         (Cost(None, 5.0), 1.0, Decision(True, "unmeasured")),
         (Cost(5.0, None), None, Decision(True, "unmeasured")),
         (Cost(0.9, 0.5), 1.0, Decision(True, "faster")),
-        (Cost(1.2, 0.5), 1.0, Decision(True, "faster")),  # not by the margin
+        (Cost(1.04, 0.5), 1.0, Decision(True, "faster")),  # not by the margin
+        (Cost(1.1, 0.5), 1.0, Decision(False, "link")),
         (Cost(1.3, 0.5), 1.0, Decision(False, "link")),
         (Cost(0.5, 1.3), 1.0, Decision(False, "decoder")),
     ],

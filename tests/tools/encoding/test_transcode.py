@@ -1,5 +1,7 @@
 """Transcoding a variant to others does not change any decoded value."""
 
+from typing import Literal
+
 import msgspec
 import pytest
 import torch
@@ -10,7 +12,7 @@ from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised
 from sgl_kvfetch.codec.quant.exact import to_planes
 from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltIntegers
 from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_identity
-from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError, UnsupportedError
+from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError
 from sgl_kvfetch.tools.encoding.transcode import (
     Target,
     cheapest_variant,
@@ -109,10 +111,13 @@ def test_ans_becomes_video_and_comes_back_without_a_profile() -> None:
     assert cheapest_variant(manifest) == 0
 
 
-def test_ans_is_for_coefficients() -> None:
-    source, _ = make_segment(SMALL, 4, quantiser=make_quantiser("uint8"))
-    with pytest.raises(UnsupportedError, match="has no transform coefficients, which are all that codec ans codes"):
-        transcode(source.manifest, source.data, (Target("ans", "flat"),))
+@pytest.mark.parametrize("name", ["exact", "uint8", "cachegen"])
+def test_values_become_ans_and_video_again(name: Literal["exact", "uint8", "cachegen"]) -> None:
+    source, _ = make_segment(SMALL, 4, quantiser=make_quantiser(name))
+    ans, hevc = make_targets(["ans", "hevc"], ["240p"])
+    flat = transcode(source.manifest, source.data, (ans,), 0)
+    video = transcode(flat.manifest, flat.data, (hevc,), 0)
+    assert transcode(video.manifest, video.data, (ans,)).data == flat.data
 
 
 def test_transcoding_needs_no_profile() -> None:
