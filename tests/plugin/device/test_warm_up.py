@@ -78,4 +78,4 @@ def test_kernels_are_compiled_before_the_data_plane_starts(monkeypatch: pytest.M
     monkeypatch.setattr(plane, "DataPlane", lambda *_: compiled.append(len(pages._compiled)))
     config = parse_config({"store": f"file://{tmp_path}"})
     plane.open_plane(config, quantiser, make_heads(WIDE, quantiser), 0, pages, None)
-    assert compiled[0] > 2  # for cells of three layers and of one, and for several lengths
+    assert compiled[0] >= 2  # for cells of three layers and of one, and for each layout
