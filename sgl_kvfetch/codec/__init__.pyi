@@ -85,6 +85,7 @@ from .layout.regions import RegionLayout as RegionLayout, region_layout as regio
 from .layout.tiles import TileLayout as TileLayout
 from .quant.base import (
     ByteInverse as ByteInverse,
+    CellPlace as CellPlace,
     CellValues as CellValues,
     Inverse as Inverse,
     Quantised as Quantised,
