@@ -425,7 +425,7 @@ class LocalStore(AdminStore):
         return found
 
     async def stored_run(self, namespace: str, page_hashes: Sequence[bytes]) -> tuple[int, str]:
-        """Return how many pages a lookup finds by the catalog alone, and the name of a manifest, "" if there is none."""
+        """Return how many pages a lookup finds by the catalog alone, and a manifest's name, "" if there is none."""
         with files.os_errors(f"looking up in {namespace}"):
             found = await self._run_in(self._lookups, self._find, namespace, page_hashes)
         return sum(hit.num_pages for hit in found), found[0].manifest_name if found else ""
