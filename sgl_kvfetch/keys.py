@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
+from typing import Annotated
 
 import msgspec
 import xxhash
+from msgspec import Meta
 
 from sgl_kvfetch.errors import FormatError, NamespaceMismatchError
 from sgl_kvfetch.labels import Labels
@@ -18,6 +20,7 @@ FORMAT_MAJOR = 2  # readers refuse any other
 FORMAT_MINOR = 2  # readers accept any; a higher one may add fields, which they ignore
 
 PAGE_HASH_BYTES = 32  # SGLang's page hashes are SHA-256
+MAX_NAMESPACE_CHARS = 2048  # of each string of a namespace; bins of 126 layers take a thousand
 NAMESPACE_PATTERN = r"[0-9a-f]{32}\.[0-9]{1,3}-[0-9]{1,3}"  # digest, then the heads: first to end
 
 MANIFEST_SUFFIX = ".kvm"
@@ -30,6 +33,9 @@ _NAME = re.compile(
 )
 
 
+_Text = Annotated[str, Meta(max_length=MAX_NAMESPACE_CHARS)]
+
+
 @dataclass(frozen=True, slots=True)
 class Namespace:
     """All properties that make two KV caches incompatible. Segments are shared only within a namespace.
@@ -37,17 +43,17 @@ class Namespace:
     The heads of a rank are not part of it: see `HeadSlice`.
     """
 
-    model: str  # fingerprint of the weights and their configs, or the user's own name for them
-    model_dtype: str  # dtype the model computes in, quantisation, and a digest of other flags
-    attention: str  # "mha" or "mla", and what identifies the pages of side pools
-    kv_dtype: str
+    model: _Text  # fingerprint of the weights and their configs, or the user's own name for them
+    model_dtype: _Text  # dtype the model computes in, quantisation, and a digest of other flags
+    attention: _Text  # "mha" or "mla", and what identifies the pages of side pools
+    kv_dtype: _Text
     page_size: int
     num_layers: int
     first_layer: int  # of this pipeline stage
     num_heads: int  # of the model
     k_head_dim: int
     v_head_dim: int
-    quantiser: str  # name and parameters
+    quantiser: _Text  # name and parameters
     format_major: int = FORMAT_MAJOR
 
     def digest(self) -> str:

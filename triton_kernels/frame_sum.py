@@ -29,9 +29,13 @@ def frame_sum(frames: torch.Tensor) -> torch.Tensor:
     shape = tuple(frames.shape)
     require(
         frames.dtype == torch.uint8 and frames.ndim == 4 and not (shape[2] % WORD_BYTES or shape[3] % WORD_BYTES),
-        f"frames are {frames.dtype} {shape}, expected uint8 (frames, 3, height, width) with sides in multiples of 8",
+        lambda: (
+            f"frames are {frames.dtype} {shape}, expected uint8 (frames, 3, height, width) with sides in multiples of 8"
+        ),
     )
-    require(frames.is_contiguous(), f"frames {shape} have strides {frames.stride()}, expected contiguous frames")
+    require(
+        frames.is_contiguous(), lambda: f"frames {shape} have strides {frames.stride()}, expected contiguous frames"
+    )
     return _launch(frames) if use_kernels(frames.device) else frame_sum_reference(frames)
 
 

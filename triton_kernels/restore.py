@@ -72,7 +72,7 @@ def restore(
     if scales is not None:
         _require_scales(scales, centres, slots, outputs)
     else:
-        require(centres is None, "centres without scales")
+        require(centres is None, lambda: "centres without scales")
     if not slots.numel() or not frames[0].shape[0]:
         return
     run = _launch if use_kernels(slots.device) else restore_reference
@@ -138,20 +138,23 @@ def _require_planes(
     layout.require_fits((slots.numel(), len(outputs), *outputs[0].shape[1:]))
     require(
         len(frames) == num_planes,
-        f"{len(frames)} byte planes of frames, expected {num_planes} for {outputs[0].dtype}",
+        lambda: f"{len(frames)} byte planes of frames, expected {num_planes} for {outputs[0].dtype}",
     )
     first = frames[0]
     for x in frames:
         require_frames(x, layout, slots.device)
-        require(
-            x.shape == first.shape and x.stride(0) == first.stride(0),
-            f"byte planes differ: frames of shape {tuple(first.shape)} and {tuple(x.shape)}, "
-            f"strides {first.stride()} and {x.stride()}",
-        )
+    require(
+        all(x.shape == first.shape and x.stride(0) == first.stride(0) for x in frames),
+        lambda: (
+            f"byte planes differ: shapes {[tuple(x.shape) for x in frames]}, strides {[x.stride() for x in frames]}"
+        ),
+    )
     num_frames = layout.num_frames((slots.numel(),))
     require(
         first_frame >= 0 and first_frame + first.shape[0] <= num_frames,
-        f"frames {first_frame} to {first_frame + first.shape[0]}, but {tuple(slots.shape)} tokens fill {num_frames}",
+        lambda: (
+            f"frames {first_frame} to {first_frame + first.shape[0]}, but {tuple(slots.shape)} tokens fill {num_frames}"
+        ),
     )
 
 
@@ -165,15 +168,19 @@ def _require_scales(
     num_tokens, num_layers, num_heads = slots.numel(), len(outputs), outputs[0].shape[1]
     require(
         scales.ndim == 3 and scales.shape[:2] == (num_tokens, num_layers) and scales.shape[2] in (1, num_heads),
-        f"scales have shape {tuple(scales.shape)}, expected ({num_tokens}, {num_layers}, {num_heads} or 1) "
-        f"for buffers of shape {tuple(outputs[0].shape)}",
+        lambda: (
+            f"scales have shape {tuple(scales.shape)}, expected ({num_tokens}, {num_layers}, {num_heads} or 1) "
+            f"for buffers of shape {tuple(outputs[0].shape)}"
+        ),
     )
     require(
         scales.dtype == torch.bfloat16 and scales.device == slots.device and scales.is_contiguous(),
-        f"scales are {scales.dtype} on {scales.device} with strides {scales.stride()}, "
-        f"expected contiguous bfloat16 on {slots.device}",
+        lambda: (
+            f"scales are {scales.dtype} on {scales.device} with strides {scales.stride()}, "
+            f"expected contiguous bfloat16 on {slots.device}"
+        ),
     )
-    require(centres is not None and len(centres) == num_layers, f"centres are {centres}, expected {num_layers}")
+    require(centres is not None and len(centres) == num_layers, lambda: f"centres are {centres}, expected {num_layers}")
 
 
 class _Tiles(NamedTuple):

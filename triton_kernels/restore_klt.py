@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from sgl_kvfetch.codec import RegionLayout
+from sgl_kvfetch.codec import PLANES, RegionLayout
 from sgl_kvfetch.triton_kernels.runtime import (
     COMPILE_OPTIONS,
     INTERPRETED,
@@ -47,6 +47,7 @@ def restore_klt(
     scales: torch.Tensor,
     matrix: torch.Tensor,
     mean: torch.Tensor,
+    pixels: torch.Tensor,
     rotation: torch.Tensor | None = None,
     interleaved: bool = False,
 ) -> None:
@@ -60,8 +61,7 @@ def restore_klt(
     one unit in the last place of the outputs if that changes their rounding.
 
     Args:
-        frames: uint8 ``(n, 3, height, width)``: all frames of the cell. Each is contiguous; the distance between frames
-            may be larger.
+        frames: uint8 ``(n, 3, height, width)``: all frames of the cell, contiguous.
         slots: int64 ``(tokens,)``: the destination row of every token of the span; -1 skips a token. Rows must be
             unique, and within the buffers, which is not checked on a GPU.
         outputs: Each layer's buffer, ``(num_slots, heads, dim)`` of the cell's heads, of equal shape, strides and
@@ -70,6 +70,7 @@ def restore_klt(
         matrix: bfloat16 ``(coefficients, channels)``, a row a coefficient. Channels are ordered by layer, head and dim.
             Each row is contiguous; rows may be further apart, so that K's and V's columns of one matrix can be passed.
         mean: float32 ``(channels,)``.
+        pixels: int32 ``(coefficients,)``: `region_pixels` of the layout. So all layouts share the compiled kernel.
         rotation: float32 ``(tokens, rotary_dim)``, the cosines of each token's position, then its sines
             (``Rope.table``), for K; None for V. Channels from ``rotary_dim`` on are not rotated.
         interleaved: Whether pair i is channels ``(2i, 2i + 1)``, as in GPT-J, and not ``(i, i + rotary_dim / 2)``.
@@ -82,15 +83,27 @@ def restore_klt(
     outputs = list(outputs)
     require_buffers(outputs, slots)
     require_scalable(outputs[0].dtype)
-    require(matrix.ndim == 2, f"matrix has shape {tuple(matrix.shape)}, expected (coefficients, channels)")
+    require(matrix.ndim == 2, lambda: f"matrix has shape {tuple(matrix.shape)}, expected (coefficients, channels)")
     shape = matrix.shape[0], slots.numel()
     layout.require_fits(shape)
     require_frames(frames, layout, slots.device, layout.num_frames(shape))
-    _require_model(slots, outputs, scales, matrix, mean, rotation)
+    require(
+        frames.is_contiguous(),
+        lambda: f"frames {tuple(frames.shape)} have strides {frames.stride()}, expected contiguous",
+    )
+    _require_model(slots, outputs, scales, matrix, mean, pixels, rotation)
     if not slots.numel():
         return
     run = _launch if use_kernels(slots.device) else restore_klt_reference
-    run(frames, layout, slots, outputs, scales, matrix, mean, rotation, interleaved)
+    run(frames, layout, slots, outputs, scales, matrix, mean, pixels, rotation, interleaved)
+
+
+def region_pixels(layout: RegionLayout, num_coefficients: int) -> torch.Tensor:
+    """Return where the region of each coefficient begins in a cell's frames: int32 ``(num_coefficients,)``."""
+    c = torch.arange(num_coefficients, dtype=torch.int32)
+    frame, region = c // layout.coefficients_per_frame, c // PLANES % (layout.region_rows * layout.region_cols)
+    y = (frame * PLANES + c % PLANES) * layout.height + region // layout.region_cols * layout.token_rows
+    return y * layout.width + region % layout.region_cols * layout.token_cols
 
 
 def restore_klt_reference(
@@ -101,6 +114,7 @@ def restore_klt_reference(
     scales: torch.Tensor,
     matrix: torch.Tensor,
     mean: torch.Tensor,
+    pixels: torch.Tensor,
     rotation: torch.Tensor | None,
     interleaved: bool,
 ) -> None:
@@ -137,6 +151,7 @@ def _require_model(
     scales: torch.Tensor,
     matrix: torch.Tensor,
     mean: torch.Tensor,
+    pixels: torch.Tensor,
     rotation: torch.Tensor | None,
 ) -> None:
     num_tokens, (_, num_heads, head_dim) = slots.numel(), outputs[0].shape
@@ -145,33 +160,32 @@ def _require_model(
     def require_tensor(name: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         require(
             x.shape == shape and x.dtype == dtype and x.device == slots.device and x.stride(-1) == 1,
-            f"{name}: {x.dtype} {tuple(x.shape)} on {x.device} with strides {x.stride()}, expected {dtype} {shape} on "
-            f"{slots.device}, its last dimension contiguous",
+            lambda: (
+                f"{name}: {x.dtype} {tuple(x.shape)} on {x.device} with strides {x.stride()}, expected {dtype} {shape} "
+                f"on {slots.device}, its last dimension contiguous"
+            ),
         )
 
     require_tensor("scales", scales, torch.float32, (num_tokens,))
     require_tensor("matrix", matrix, torch.bfloat16, (matrix.shape[0], num_channels))
     require_tensor("mean", mean, torch.float32, (num_channels,))
+    require_tensor("pixels", pixels, torch.int32, (matrix.shape[0],))
     if rotation is None:
         return
-    require(head_dim % 2 == 0, f"rotation of heads of {head_dim} values, expected an even number")
+    require(head_dim % 2 == 0, lambda: f"rotation of heads of {head_dim} values, expected an even number")
     require(
         rotation.ndim == 2 and 2 <= rotation.shape[1] <= head_dim and rotation.shape[1] % 2 == 0,
-        f"rotation has shape {tuple(rotation.shape)}, expected ({num_tokens}, even rotary_dim up to {head_dim})",
+        lambda: (
+            f"rotation has shape {tuple(rotation.shape)}, expected ({num_tokens}, even rotary_dim up to {head_dim})"
+        ),
     )
     require_tensor("rotation", rotation, torch.float32, (num_tokens, rotation.shape[1]))
-    require(rotation.is_contiguous(), f"rotation has strides {rotation.stride()}, expected contiguous rows")
+    require(rotation.is_contiguous(), lambda: f"rotation has strides {rotation.stride()}, expected contiguous rows")
 
 
-class _Regions(NamedTuple):
-    """A layout and the shape of a token: the constant ``L`` of the kernel. Triton can hash it, as it is a tuple."""
+class _Heads(NamedTuple):
+    """The shape of a token: the constant ``L`` of the kernel. Triton can hash it, as it is a tuple."""
 
-    regions: int  # in a plane of a frame
-    region_cols: int
-    token_rows: int
-    token_cols: int
-    width: int
-    height: int
     num_heads: int
     head_dim: int
 
@@ -184,6 +198,7 @@ def _launch(
     scales: torch.Tensor,
     matrix: torch.Tensor,
     mean: torch.Tensor,
+    pixels: torch.Tensor,
     rotation: torch.Tensor | None,
     interleaved: bool,
 ) -> None:
@@ -196,6 +211,7 @@ def _launch(
     with on_device(slots.device):
         restore_klt_kernel[grid](
             frames,
+            pixels,
             scales,
             matrix,
             mean,
@@ -204,20 +220,12 @@ def _launch(
             slots,
             slots.numel(),
             matrix.shape[0],
-            frames.stride(0),
+            layout.token_cols,
+            layout.width,
             matrix.stride(0),
             outputs[0].stride(0),
             outputs[0].stride(1),
-            L=_Regions(
-                regions=layout.region_rows * layout.region_cols,
-                region_cols=layout.region_cols,
-                token_rows=layout.token_rows,
-                token_cols=layout.token_cols,
-                width=layout.width,
-                height=layout.height,
-                num_heads=num_heads,
-                head_dim=head_dim,
-            ),
+            L=_Heads(num_heads, head_dim),
             ROTARY_DIM=0 if rotation is None else rotation.shape[1],
             INTERLEAVED=interleaved and rotation is not None,
             LARGEST=torch.finfo(outputs[0].dtype).max,
@@ -244,17 +252,9 @@ def _channels_of(o_pair, L: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED:
 
 
 @jit
-def _pixel_of(o_coefficient, stride_frame, L: tl.constexpr):
-    """Return the offset of a coefficient's region in the frames."""
-    o_region = o_coefficient // 3 % L.regions
-    o_frame = (o_coefficient // (3 * L.regions)).to(tl.int64) * stride_frame
-    y = o_coefficient % 3 * L.height + o_region // L.region_cols * L.token_rows
-    return o_frame + y * L.width + o_region % L.region_cols * L.token_cols
-
-
-@jit
 def restore_klt_kernel(
     p_frames,  # (n, 3, height, width)
+    p_pixels,  # (num_coefficients,)
     p_scales,  # (tokens,)
     p_matrix,  # (num_coefficients, layers * heads * dim)
     p_mean,  # (layers * heads * dim,)
@@ -263,7 +263,8 @@ def restore_klt_kernel(
     p_slots,  # (tokens,)
     num_tokens,
     num_coefficients,
-    stride_frame,
+    token_cols,
+    width,
     stride_row,
     stride_slot,
     stride_head,
@@ -282,7 +283,7 @@ def restore_klt_kernel(
     o_token = i_block * ROWS + tl.arange(0, ROWS)
     b_slot = tl.load(p_slots + o_token, mask=o_token < num_tokens, other=-1)
     m_token = b_slot >= 0
-    o_within = (o_token // L.token_cols) * L.width + o_token % L.token_cols
+    o_within = (o_token // token_cols) * width + o_token % token_cols
     o_pair = tl.arange(0, PAIRS)
     o_first, o_second = _channels_of(o_pair, L, ROTARY_DIM, INTERLEAVED)
     m_first = o_pair < (L.head_dim + 1) // 2
@@ -299,7 +300,7 @@ def restore_klt_kernel(
         for i_coefficient in range(0, num_coefficients, COEFFICIENTS):
             o_c = i_coefficient + o_coefficient
             m_c = o_c < num_coefficients
-            o_pixel = _pixel_of(o_c, stride_frame, L)[None, :] + o_within[:, None]
+            o_pixel = tl.load(p_pixels + o_c, mask=m_c, other=0)[None, :] + o_within[:, None]
             b_integer = tl.load(p_frames + o_pixel, mask=m_token[:, None] & m_c[None, :], other=128)
             b_n = (b_integer.to(tl.int32) - 128).to(tl.float32).to(p_matrix.dtype.element_ty)
             p_row = p_matrix + (o_c.to(tl.int64) * stride_row + o_column)[:, None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,7 +23,7 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 # These arguments vary from launch to launch. Specialising on multiples of 16 would recompile, and stall restores.
-_VARYING = ("num_tokens", "num_coefficients", "first_frame", "num_frames", "num_vectors")
+_VARYING = ("num_tokens", "num_coefficients", "first_frame", "num_frames", "num_vectors", "token_cols", "width")
 
 # Fusing a multiply and an add would round once, where the reference rounds twice.
 COMPILE_OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
@@ -56,9 +56,10 @@ def integer_view(x: torch.Tensor) -> torch.Tensor:
     return x.view(_INTEGER_OF_SIZE[x.dtype.itemsize])
 
 
-def require(condition: bool, message: str) -> None:
+def require(condition: bool, message: Callable[[], str]) -> None:
+    """Raise ValueError unless ``condition``. ``message`` is a function, since making one takes longer than a launch."""
     if not condition:
-        raise ValueError(message)
+        raise ValueError(message())
 
 
 def require_buffers(buffers: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
@@ -67,24 +68,20 @@ def require_buffers(buffers: Sequence[torch.Tensor], slots: torch.Tensor) -> Non
     ``buffers``: one or more of ``(num_slots, heads, dim)``, of equal shape, strides, dtype and device, dim contiguous.
     ``slots``: int64 ``(tokens,)``. Their values are only checked on the CPU: on a GPU that would have to wait.
     """
-    require(len(buffers) > 0, "no buffers, expected one a layer")
+    require(len(buffers) > 0, lambda: "no buffers, expected one a layer")
     first = buffers[0]
-    require(first.ndim == 3, f"buffer has shape {tuple(first.shape)}, expected (num_slots, heads, dim)")
-    require(first.stride(2) == 1, f"buffer has strides {first.stride()}, expected the last to be 1")
-    require(first.dtype.itemsize in _INTEGER_OF_SIZE, f"buffers of {first.dtype} are not supported")
-    for other in buffers[1:]:
-        require(
-            (other.shape, other.stride(), other.dtype, other.device)
-            == (first.shape, first.stride(), first.dtype, first.device),
-            f"buffers differ: {_describe(first)} and {_describe(other)}",
-        )
+    require(first.ndim == 3, lambda: f"buffer has shape {tuple(first.shape)}, expected (num_slots, heads, dim)")
+    require(first.stride(2) == 1, lambda: f"buffer has strides {first.stride()}, expected the last to be 1")
+    require(first.dtype.itemsize in _INTEGER_OF_SIZE, lambda: f"buffers of {first.dtype} are not supported")
+    kinds = [(x.shape, x.stride(), x.dtype, x.device) for x in buffers]
+    require(kinds.count(kinds[0]) == len(kinds), lambda: f"buffers differ: {', '.join(map(_describe, buffers))}")
     require(
         slots.ndim == 1 and slots.dtype == torch.int64 and slots.device == first.device,
-        f"slots are {_describe(slots)}, expected int64 (tokens,) on {first.device}",
+        lambda: f"slots are {_describe(slots)}, expected int64 (tokens,) on {first.device}",
     )
     if slots.device.type == "cpu" and slots.numel():
         top = int(slots.max())
-        require(top < first.shape[0], f"slot {top} is outside a buffer of shape {tuple(first.shape)}")
+        require(top < first.shape[0], lambda: f"slot {top} is outside a buffer of shape {tuple(first.shape)}")
 
 
 def require_frames(x: torch.Tensor, layout: Layout, device: torch.device, num_frames: int | None = None) -> None:
@@ -97,11 +94,11 @@ def require_frames(x: torch.Tensor, layout: Layout, device: torch.device, num_fr
         x.ndim == 4
         and num_frames in (None, x.shape[0])
         and (x.shape[1:], x.dtype, x.device) == ((PLANES, layout.height, layout.width), torch.uint8, device),
-        f"frames are {x.dtype} {tuple(x.shape)} on {x.device}, expected {expected}",
+        lambda: f"frames are {x.dtype} {tuple(x.shape)} on {x.device}, expected {expected}",
     )
     require(
         x.stride()[1:] == (layout.height * layout.width, layout.width, 1),
-        f"frames have strides {x.stride()}: each of {PLANES}x{layout.height}x{layout.width} must be contiguous",
+        lambda: f"frames have strides {x.stride()}: each of {PLANES}x{layout.height}x{layout.width} must be contiguous",
     )
 
 

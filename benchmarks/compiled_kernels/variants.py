@@ -100,6 +100,7 @@ def _restore_klt(dtype: torch.dtype, heads: int, dim: int, rotation: Literal["",
             scales=_empty(TOKENS, dtype=torch.float32),
             matrix=_empty(coefficients, 2 * channels, dtype=_BF16)[:, which],
             mean=_empty(2 * channels, dtype=torch.float32)[which],
+            pixels=_empty(coefficients, dtype=torch.int32),
             rotation=_empty(TOKENS, dim, dtype=torch.float32) if rotation else None,
             interleaved=rotation == "interleaved",
         )

@@ -15,7 +15,7 @@ from sgl_kvfetch.codec.layout.regions import RegionLayout, region_layout
 from sgl_kvfetch.codec.layout.tiles import TileLayout, tile_layout
 from sgl_kvfetch.triton_kernels.frame_sum import frame_sum, frame_sum_reference
 from sgl_kvfetch.triton_kernels.restore import restore, restore_reference
-from sgl_kvfetch.triton_kernels.restore_klt import restore_klt, restore_klt_reference
+from sgl_kvfetch.triton_kernels.restore_klt import region_pixels, restore_klt, restore_klt_reference
 from sgl_kvfetch.triton_kernels.runtime import integer_view
 
 GOAL = 0.9  # relative to the bytes per second of a copy
@@ -184,6 +184,7 @@ def _klt_case(
     half = matrix.to(torch.bfloat16)[:, : span.num_channels]
     mean = torch.randn(span.num_channels, device=device)
     angles = torch.rand((span.tokens, rotary_dim // 2), device=device)
+    pixels = region_pixels(layout, span.coefficients).to(device)
     rotation = torch.cat([angles.cos(), angles.sin()], dim=1) if rotary_dim else None
 
     def launch() -> list[torch.Tensor]:
@@ -195,6 +196,7 @@ def _klt_case(
             scales=scales,
             matrix=half,
             mean=mean,
+            pixels=pixels,
             rotation=rotation,
             interleaved=interleaved,
         )
@@ -204,7 +206,7 @@ def _klt_case(
         before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = False
         try:
-            restore_klt_reference(frames, layout, slots, theirs, scales, half, mean, rotation, interleaved)
+            restore_klt_reference(frames, layout, slots, theirs, scales, half, mean, pixels, rotation, interleaved)
         finally:
             torch.backends.cuda.matmul.allow_tf32 = before
         return theirs

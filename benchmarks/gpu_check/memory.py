@@ -77,7 +77,6 @@ def _measure(
     decoded_on = "NVDEC" if on_nvdec else "the CPU"
     sessions = [{} if nvdec is None else nvdec.open_session() for _ in range(_SESSIONS)]
     pages = CudaPages(pool, PAGE_TOKENS, device, device.new_stream())
-    pages.fence()
     # Warm up: compile kernels, create decoders, allocate the first blocks.
     asyncio.run(fetch(folder, setup, segments, pages, MAX_SEGMENT_TOKENS // PAGE_TOKENS, sessions))
     torch.cuda.synchronize()
@@ -134,7 +133,7 @@ def _measure_beside_passes(
         for buffer in (*pool.k_buffer, *pool.v_buffer):
             buffer.zero_()
         started_s = time.monotonic()
-        num_restored, failures = asyncio.run(fetch(folder, setup, segments, pages.open_round(), num_pages, sessions))
+        num_restored, failures = asyncio.run(fetch(folder, setup, segments, pages, num_pages, sessions))
         device.mark(device.current_stream()).synchronize()  # which waits for the restores
         if num_restored != num_pages:
             record.fail(f"beside forward passes: only {num_restored} pages: {'; '.join(map(str, failures))}")
@@ -181,6 +180,7 @@ async def fetch(
     sessions: Sequence[Decoders],
 ) -> tuple[int, Sequence[Exception]]:
     """Fetch into the pool's pages from 1 on. Return the number of restored pages, and the failures."""
+    opened = pages.open_round(_slots(pages, num_pages))
     store = LocalStore(folder)
     sources = []
     for segment in segments:
@@ -195,11 +195,9 @@ async def fetch(
             may_delete=False,
             decode_bytes=64 << 20,  # as in device mode
         )
-        result = await fetch_pages(
-            fetcher, sources[:num_pages], range(1, 1 + num_pages), GuardedSink(pages), _TIMEOUT_S
-        )
+        result = await fetch_pages(fetcher, sources[:num_pages], range(num_pages), GuardedSink(opened), _TIMEOUT_S)
     await store.close()
-    pages.publish()
+    opened.publish()
     return result.num_pages, result.failures
 
 
@@ -223,17 +221,19 @@ def wrong_values(setup: Setup, segment: CodedSegment, pages: DevicePages, num_to
 
 
 def wrong_reads(pages: DevicePages, num_pages: int) -> str:
-    """Find and read the first pages as a write does. Return a message if they differ from the pool's."""
-    slots = torch.arange(PAGE_TOKENS, (1 + num_pages) * PAGE_TOKENS, device=pages._buffers["k"][0].device)
-    expected = list(range(1, 1 + num_pages))
-    pages.fence_reads()
-    if (found := pages.page_indices(slots)) != expected:
-        return f"the slots' pages are {found}, expected {expected}"
+    """Read the first pages as a write does. Return a message if they differ from the pool's."""
+    slots = _slots(pages, num_pages)
+    opened = pages.open_reads(slots)
     for tensor in TENSORS:
         there = torch.stack([x[slots] for x in pages._buffers[tensor]], dim=1)
-        if not torch.equal(pages.read(tensor, expected).flatten(0, 1), there.cpu()):
+        if not torch.equal(opened.read(tensor, range(num_pages)).flatten(0, 1), there.cpu()):
             return f"{tensor} of pages that were read differs from the pool's"
     return ""
+
+
+def _slots(pages: DevicePages, num_pages: int) -> torch.Tensor:
+    """Return the slots of the pool's pages from 1 on."""
+    return torch.arange(PAGE_TOKENS, (1 + num_pages) * PAGE_TOKENS, device=pages._buffers["k"][0].device)
 
 
 def _held_bytes() -> tuple[int, int]:

@@ -57,6 +57,7 @@ from .container.sides import (
     SideKey as SideKey,
     SidePlace as SidePlace,
     encode_side as encode_side,
+    places_in as places_in,
     side_places as side_places,
 )
 from .container.signing import ManifestKeys as ManifestKeys, read_manifest_keys as read_manifest_keys
@@ -84,6 +85,7 @@ from .layout.regions import RegionLayout as RegionLayout, region_layout as regio
 from .layout.tiles import TileLayout as TileLayout
 from .quant.base import (
     ByteInverse as ByteInverse,
+    CellPlace as CellPlace,
     CellValues as CellValues,
     Inverse as Inverse,
     Quantised as Quantised,

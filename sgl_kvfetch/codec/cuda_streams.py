@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
 
 class Event(Protocol):
     """A point in a stream."""
+
+    def query(self) -> bool:
+        """Return whether the stream has passed this event."""
 
     def synchronize(self) -> None:
         """Wait until the stream has passed this event. Never call it on the scheduler's thread."""
@@ -30,42 +34,65 @@ class Stream(Protocol):
 
 
 class Device:
-    """One GPU. Its streams and the default stream do not wait for each other. Thread-safe."""
+    """One GPU. Its streams and the default stream do not wait for each other. Thread-safe.
+
+    It becomes the current device of each thread that calls its methods: on a thread that has none, torch would create
+    a context on GPU 0, for every rank.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
+        self._local = threading.local()
+
+    def _select(self) -> None:
+        if not getattr(self._local, "is_selected", False):
+            torch.cuda.set_device(self.torch_device)
+            self._local.is_selected = True
 
     def new_stream(self) -> Stream:
         """Return a stream that is none of SGLang's. torch hands out streams from a pool of 32, over and over, and
         SGLang goes on taking some after we have ours. All of its streams have normal priority; high priority has a pool
         of its own."""
+        self._select()
         return cast(Stream, torch.cuda.Stream(self.torch_device, priority=-1))  # type: ignore[no-untyped-call]
 
     def current_stream(self) -> Stream:
         """Return the calling thread's current stream."""
+        self._select()
         return cast(Stream, torch.cuda.current_stream(self.torch_device))
 
     def launch(self, stream: Stream, work: Callable[[], object]) -> None:
         """Enqueue the work that ``work`` launches. It may run at any later time that the stream allows."""
+        self._select()
         with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
             work()
 
     @contextmanager
     def launching(self, stream: Stream) -> Iterator[Callable[[Callable[[], object]], object]]:
         """Yield `launch` for many pieces of work on one stream, which is selected only once: that takes time."""
+        self._select()
         with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
             yield lambda work: work()
 
     def mark(self, stream: Stream) -> Event:
         """Record an event for a thread to wait on without busy-waiting, unlike events of ``record_event``."""
+        self._select()
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(cast(torch.cuda.Stream, stream))
         return cast(Event, event)
 
     def empty(self, shape: Sequence[int], stream: Stream) -> torch.Tensor:
         """Allocate a uint8 tensor on the device for use on ``stream``."""
+        self._select()
         with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
             return torch.empty(*shape, dtype=torch.uint8, device=self.torch_device)
+
+    def upload(self, x: Any, stream: Stream) -> Any:
+        """Copy a tensor, or what has tensors and a method ``to``, to the device on ``stream``, and wait for it. Any
+        stream may use the copy."""
+        self._select()
+        with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
+            return x.to(self.torch_device)
 
     def used_on(self, tensor: torch.Tensor, stream: Stream) -> None:
         """When ``tensor`` is freed, keep its memory until all work launched on ``stream`` by then is done."""
@@ -73,4 +100,5 @@ class Device:
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """Allocate pinned uint8 memory on the host, for asynchronous copies to and from the device."""
+        self._select()
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

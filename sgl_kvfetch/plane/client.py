@@ -129,7 +129,7 @@ def open_client(
             store,
             spec,
             encode_pool,
-            max_segment_pages=_power_of_two_pages(MAX_SEGMENT_TOKENS, heads.namespace.page_size),
+            max_segment_pages=spec.longest_segment(_power_of_two_pages(MAX_SEGMENT_TOKENS, heads.namespace.page_size)),
             queue_bytes=config.write_queue_bytes,
             linger_s=_LINGER_S,
             retire_s=max(_RETIRE_S, 2 * config.fetch_timeout_s),

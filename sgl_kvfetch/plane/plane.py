@@ -22,6 +22,7 @@ import torch
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import CellValues, SideKey
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, StoreError, UnsupportedError
+from sgl_kvfetch.openmp import use_one_thread
 from sgl_kvfetch.plane import messages as m
 from sgl_kvfetch.plane.arena import Arena, Room
 from sgl_kvfetch.plane.channel import Channel
@@ -294,9 +295,7 @@ class DataPlane:
 
     def _watch(self) -> None:
         """Serve each run until its end, then start the next one. Runs on the thread that receives."""
-        # Copies of several OpenMP threads would slow down the model on a CPU from then on: threads do not spin, but
-        # sleep, between the parts of a computation while the process has more of them than cores.
-        torch.set_num_threads(1)
+        use_one_thread()
         backoff_s = _LEAST_BACKOFF_S
         try:
             while True:

@@ -149,7 +149,7 @@ class Service:
             with counted("lookup"):
                 sources = await self.client.finder.find_pages(hashes, self._config.lookup_timeout_s)
                 if command.trailing:
-                    usable = usable_runs(sources, command.trailing)
+                    usable = await asyncio.to_thread(usable_runs, sources, command.trailing)
                     usable.stored[KV_POOL] = len(sources)
                     sources = sources[: max(usable.lengths, default=0)]
                 if command.reads_ahead:

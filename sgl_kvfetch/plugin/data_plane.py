@@ -14,6 +14,7 @@ from sgl_kvfetch.codec import (
     CellValues,
     Device,
     KltQuantiser,
+    Manifest,
     Nvdec,
     Quantiser,
     SegmentSpec,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _launch: Launch = DataPlaneProcess
+_LEAST_SEGMENT_TOKENS = 64  # of segments whose kernels are compiled at the start
 _SMALL_PAGE = 16  # tokens; SGLang's default on GPUs is 1
 
 
@@ -136,7 +138,7 @@ def open_plane(
         has_steps=isinstance(pages, DevicePages),
     )
     if isinstance(pages, FramePool):
-        compile_kernels(pages, writer_spec(config, heads, quantiser, most_span_pages))
+        prepare_restores(pages, writer_spec(config, heads, quantiser, most_span_pages))
 
     def open_here(config: KVFetchConfig, heads: HeadSlice, start: Start) -> StoreClient:
         return open_client(config, heads, quantiser, nvdec=nvdec, max_span_pages=start.most_span_pages)
@@ -150,19 +152,28 @@ def open_plane(
     return DataPlane(start, heads.geometry, launch_thread if in_process else _launch)
 
 
-def compile_kernels(pages: FramePool, spec: SegmentSpec) -> None:
-    """Compile the kernels for full spans of segments that ``spec`` writes; this takes seconds. Kernels for what other
-    servers wrote in another way are compiled when they are first needed. Writes nothing. Raises nothing."""
+def prepare_restores(pages: FramePool, spec: SegmentSpec) -> None:
+    """Upload what restores need of the quantiser, and compile the kernels for segments that ``spec`` writes, which
+    takes seconds. Kernels for what other servers wrote in another way are compiled when they are first needed. Writes
+    nothing. Raises nothing."""
     try:
-        for cell in _blank_cells(spec):
-            pages.restore(cell, (), (), lambda write: True)
+        manifest = _blank_manifest(spec, spec.span_pages)
+        pages.prepare(spec.quantiser, (cell_place(manifest, cell) for cell in manifest.span_cells(0)))
+        num_pages = spec.span_pages  # a segment that is shorter than a span is its own span
+        while num_pages >= 1 and num_pages * manifest.namespace.page_size >= _LEAST_SEGMENT_TOKENS:
+            for cell in _blank_cells(spec, _blank_manifest(spec, num_pages)):
+                pages.restore(cell, (), (), lambda write: True)
+            num_pages //= 2
     except Exception:
         logger.warning("kvfetch: the restore kernels were not compiled at the start", exc_info=True)
 
 
-def _blank_cells(spec: SegmentSpec) -> Iterator[CellFrames]:
+def _blank_manifest(spec: SegmentSpec, num_pages: int) -> Manifest:
+    return spec.manifest(0, None, [bytes(PAGE_HASH_BYTES)] * num_pages)
+
+
+def _blank_cells(spec: SegmentSpec, manifest: Manifest) -> Iterator[CellFrames]:
     """Yield a cell of zeros for each number of layers that cells have."""
-    manifest = spec.manifest(0, None, [bytes(PAGE_HASH_BYTES)] * spec.span_pages)
     layouts, geometry = spec.layouts(manifest), manifest.geometry
     done: set[int] = set()
     for cell in manifest.span_cells(0):

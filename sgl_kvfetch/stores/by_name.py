@@ -19,6 +19,7 @@ from sgl_kvfetch.codec import MAX_SEGMENT_PAGES, Manifest, decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.stores.base import Lookup, SegmentHit
+from sgl_kvfetch.stores.wire import MAX_LOOKUP_ANSWER_BYTES
 
 GetObject = Callable[[str], Awaitable[bytes | None]]
 
@@ -26,9 +27,11 @@ GetObject = Callable[[str], Awaitable[bytes | None]]
 async def lookup_by_name(get: GetObject, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
     """Find segments as ``Store.lookup`` does, as far as names allow. ``get`` reads a whole object.
 
-    Raises StoreError if the first round trip fails. A later failure only ends the run.
+    Raises StoreError if the first round trip fails. A later failure only ends the run, as do manifests of more than
+    `MAX_LOOKUP_ANSWER_BYTES`.
     """
     hits: list[SegmentHit] = []
+    room = MAX_LOOKUP_ANSWER_BYTES
     page = 0
     position: int | None = None  # of `page` in the sequence; unknown until a segment is found
     while page < len(page_hashes):
@@ -41,14 +44,16 @@ async def lookup_by_name(get: GetObject, namespace: str, page_hashes: Sequence[b
                 raise
             break
         for key, content in zip(keys, contents, strict=True):
-            manifest = None if content is None else decode_expected(content, key)
+            manifest = None if content is None else await asyncio.to_thread(decode_expected, content, key)
             if (
                 content is not None
                 and manifest is not None
+                and len(content) <= room
                 and position in (None, manifest.first_page)
                 and manifest.page_hashes == tuple(page_hashes[page : page + key.num_pages])
             ):
                 hits.append(SegmentHit(content, 0, key.num_pages))
+                room -= len(content)
                 page += key.num_pages
                 position = manifest.first_page + key.num_pages
                 break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -167,14 +168,13 @@ async def _cut(response: aiohttp.ClientResponse, start: int, length: int | None,
 
 
 async def _read_up_to(response: aiohttp.ClientResponse, most: int) -> bytes:
-    pieces = []
+    body = io.BytesIO()  # its bytes are taken without a copy; to join pieces takes their size twice
     while most > 0:
         piece = await response.content.read(most)  # the bytes that have arrived; empty only at the end
         if not piece:
             break
-        pieces.append(piece)
-        most -= len(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        most -= body.write(piece)
+    return body.getvalue()
 
 
 def _require_length(response: aiohttp.ClientResponse, found: int | None, expected: int | None) -> None:

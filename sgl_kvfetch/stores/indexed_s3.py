@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
@@ -18,9 +18,11 @@ from sgl_kvfetch.stores.by_name import decode_expected, get_all
 from sgl_kvfetch.stores.coverage import furthest
 from sgl_kvfetch.stores.redis_index import Entry, IndexOptions, PageIndex, entries_of
 from sgl_kvfetch.stores.s3 import S3Store
+from sgl_kvfetch.stores.wire import MAX_LOOKUP_ANSWER_BYTES
 
 _limited = LimitedLogger(logging.getLogger(__name__))
 SAVE_USES_EVERY_S = 10.0
+_READS_AT_ONCE = 16  # of manifests, of one lookup
 
 
 class IndexedS3Store(S3Store):
@@ -83,21 +85,35 @@ class IndexedS3Store(S3Store):
     async def _read(
         self, namespace: str, page_hashes: Sequence[bytes], entries: Sequence[Entry | None]
     ) -> tuple[tuple[SegmentHit, ...], dict[bytes, Entry]]:
-        """Read the manifests of the run that the index promises. Return what is really there, and the entries that lead
-        to nothing. Raises StoreError."""
-        parts = _parts(entries)
-        contents = await get_all(self.get, [entry.key(namespace).manifest_name for _, _, entry in parts])
+        """Read the manifests of the run that the index promises, up to `MAX_LOOKUP_ANSWER_BYTES`. Return what is really
+        there, and the entries that lead to nothing. Raises StoreError."""
         hits: list[SegmentHit] = []
-        for (page, end, entry), content in zip(parts, contents, strict=True):
-            manifest = None if content is None else decode_expected(content, entry.key(namespace))
+        room = MAX_LOOKUP_ANSWER_BYTES
+        async for (page, end, entry), content in self._contents(namespace, _parts(entries)):
+            manifest = (
+                None if content is None else await asyncio.to_thread(decode_expected, content, entry.key(namespace))
+            )
             first = page + _origin(entries) - entry.first_page
             asked = tuple(page_hashes[page:end])
             if content is None or manifest is None or manifest.page_hashes[first : first + len(asked)] != asked:
                 known = zip(page_hashes, entries, strict=True)
                 return tuple(hits), {h: e for h, e in known if e and e.key(namespace) == entry.key(namespace)}
+            room -= len(content)
+            if room < 0:
+                break
             hits.append(SegmentHit(content, first, len(asked)))
             self._note_use(manifest.key)
         return tuple(hits), {}
+
+    async def _contents(
+        self, namespace: str, parts: Sequence[tuple[int, int, Entry]]
+    ) -> AsyncIterator[tuple[tuple[int, int, Entry], bytes | None]]:
+        """Read the parts' manifests, a few at a time. Raises StoreError."""
+        for i in range(0, len(parts), _READS_AT_ONCE):
+            some = parts[i : i + _READS_AT_ONCE]
+            names = [entry.key(namespace).manifest_name for _, _, entry in some]
+            for each in zip(some, await get_all(self.get, names), strict=True):
+                yield each
 
     async def _mend(self, namespace: str, stale: dict[bytes, Entry], unknown: Sequence[SegmentHit]) -> None:
         if stale:

@@ -24,6 +24,7 @@ from sgl_kvfetch.tools.summary import layer_range
 
 THUMBNAIL_SIDE = 432  # pixels, at most
 MAX_SHEET_ROWS = 24
+_MOST_FRAMES_BYTES = 64 << 20  # of a cell: drawing takes three times as much, and a few bytes may decode to gigabytes
 _RESOLUTION = "240p"
 _MARGIN = 12
 _TEXT_HEIGHT = 15
@@ -35,13 +36,15 @@ async def draw_span(
 ) -> AsyncIterator[str]:
     """Decode one span cell by cell and write its pictures. Yield a line about each part and about the contact sheet.
 
-    Raises ConfigError, and StoreError if the data cannot be read.
+    Raises ConfigError, also if a cell has more than 64 MiB of frames, and StoreError if the data cannot be read.
     """
     if span >= manifest.num_spans:
         raise ConfigError(f"--span {span}: the segment has {manifest.num_spans}, counted from 0")
     reader = SegmentReader(manifest, quantiser_from_identity(manifest.namespace.quantiser))
     writer = PictureWriter(directory, reader, max_frames)
     for cell in manifest.span_cells(span):
+        if (num_bytes := reader.frames_bytes(cell)) > _MOST_FRAMES_BYTES:
+            raise ConfigError(f"{cell} has {num_bytes} bytes of frames; pictures show at most {_MOST_FRAMES_BYTES}")
         start, end = reader.cell_range(cell)
         data = await objects.get(reader.data_name, start, end - start)
         if data is None:

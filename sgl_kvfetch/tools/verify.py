@@ -34,7 +34,7 @@ from sgl_kvfetch.tools.terminal import (
 )
 
 if TYPE_CHECKING:  # these load torch and codecs
-    from sgl_kvfetch.codec import SegmentReader
+    from sgl_kvfetch.codec import SegmentReader, SidePlace
     from sgl_kvfetch.plane import ReadUnit
 
 MAX_PROBLEMS_AN_OBJECT = 5
@@ -216,7 +216,7 @@ class Verifier:
             await self._verify_data(info_of_data, manifest, reader.variant, self._variant_pieces(reader))
         for side in manifest.sides:
             info_of_data = stored.data.get(manifest.data_name(side))
-            await self._verify_data(info_of_data, manifest, side, _side_pieces(manifest, side))
+            await self._verify_data(info_of_data, manifest, side, self._side_pieces(manifest, side))
         self.report.orphans += [data for name, data in stored.data.items() if name not in manifest.data_names]
 
     def _check_signature(self, name: str, content: bytes) -> None:
@@ -275,6 +275,17 @@ class Verifier:
                     unit.start, unit.size_bytes, num_chunks, [partial(_decode_cell, unit, c) for c in unit.cells]
                 )
 
+    def _side_pieces(self, manifest: Manifest, side: Side) -> Iterator[_Piece]:
+        from sgl_kvfetch.codec import places_in
+
+        run: list[SidePlace] = []
+        for place in places_in(manifest, side):
+            if run and place.start + place.size_bytes - run[0].start > self.read_bytes:
+                yield _side_piece(run)
+                run = []
+            run.append(place)
+        yield _side_piece(run)
+
     async def _head(self, name: str, manifest: Manifest) -> ObjectInfo | None:
         """Look again for data that the listing lacks. Raises _Gone if the manifest was deleted or replaced too."""
         async for info in self.objects.list(name):
@@ -305,12 +316,20 @@ class Verifier:
         self.report.problems.append(Problem(name, what))
 
 
-def _side_pieces(manifest: Manifest, side: Side) -> Iterator[_Piece]:
-    from sgl_kvfetch.codec import side_places
+def _side_piece(places: Sequence[SidePlace]) -> _Piece:
+    """Return the read of neighbouring side pages."""
+    first, last = places[0], places[-1]
+    size_bytes = last.start + last.size_bytes - first.start
+    num_chunks = sum(len(place.page.chunks) for place in places)
+    return _Piece(
+        first.start, size_bytes, num_chunks, [partial(_decode_side, p, p.start - first.start) for p in places]
+    )
 
-    for place in side_places(manifest).values():
-        if place.data_name == manifest.data_name(side):
-            yield _Piece(place.start, place.size_bytes, len(place.page.chunks), [place.decode])
+
+def _decode_side(place: SidePlace, offset: int, content: bytes) -> None:
+    """Decode one side page of what was read, and keep nothing of it. Raises FormatError. Runs on the decode pool."""
+    for _ in place.decode_chunks(memoryview(content)[offset : offset + place.size_bytes]):
+        pass
 
 
 def _decode_cell(unit: ReadUnit, cell: Cell, content: bytes) -> None:

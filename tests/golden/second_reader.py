@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,45 @@ BIT_TYPES = {"float32": "<u4", "bfloat16": "<u2", "float16": "<u2", "float8_e4m3
 
 
 def parse_manifest(raw: bytes) -> dict[str, Any]:
+    assert len(raw) <= 1 << 20
     magic, major, _minor, length = struct.unpack_from("<4sHHI", raw)
-    assert (magic, major, length) == (b"KVFM", 2, len(raw) - 12 - 16)
+    end = 12 + length + 16
+    if len(raw) == end + 36 and raw[end : end + 4] == b"KVFS":  # a signature, which takes a key to verify
+        raw = raw[:end]
+    assert (magic, major, end) == (b"KVFM", 2, len(raw))
     assert xxhash.xxh3_128_digest(raw[:-16]) == raw[-16:]
     body: dict[str, Any] = msgspec.msgpack.decode(raw[12:-16])
+    assert len(body["namespace"]) == 12
+    assert all(len(text) <= 2048 for text in body["namespace"].values() if isinstance(text, str))
     return body
+
+
+def hashes_of(tokens: list[int], page_size: int, salt: str = "") -> list[bytes]:
+    """The hashes of a prompt's whole pages."""
+    last, found = b"", []
+    if salt:
+        raw = salt.encode()
+        last = sha256(b"sglang-cache-namespace-v1" + b"\0\1" + struct.pack("<Q", len(raw)) + raw).digest()
+    for page in range(len(tokens) // page_size):
+        own = tokens[page * page_size : (page + 1) * page_size]
+        last = sha256(last + struct.pack(f"<{page_size}I", *own)).digest()
+        found.append(last)
+    return found
+
+
+def fingerprint_of(folder: Path) -> str:
+    """What follows ``weights:`` in a namespace's ``model``. Without links into Hugging Face's cache."""
+    configs = ["config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "quantization_config.json"]
+    lines = []
+    for file in sorted((f for f in folder.rglob("*") if f.is_file()), key=lambda f: f.relative_to(folder).parts):
+        name = file.relative_to(folder)
+        if any(part.startswith(".") for part in name.parts):
+            continue
+        if file.name in configs or file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py"):
+            content = file.read_bytes()
+            digest = xxhash.xxh3_128_hexdigest(content) if content else "empty"
+            lines.append(f"{'/'.join(name.parts)}\0{digest}\n")
+    return xxhash.xxh3_128_hexdigest("".join(lines).encode())
 
 
 def folder_of(body: dict[str, Any]) -> str:
@@ -258,6 +293,7 @@ def frames_of(bitstream: bytes, codec: str, shape: tuple[int, int, int, int]) ->
     pictures: list[av.VideoFrame] = []
     offset = 4 + 4 * count
     for size in sizes:
+        assert bitstream[offset : offset + size].count(b"\0\0\1") <= 256
         pictures += decoder.decode(av.Packet(bitstream[offset : offset + size]))
         offset += size
     pictures += decoder.decode(None)
@@ -304,6 +340,7 @@ def values_of(
         bins = [int(number) for number in listed.split(",")]
         centres = np.array([bins[min(layer, len(bins) - 1)] // 2 - 1 for layer in cell.layers])
         scales = bfloat16(parts[f"{t} scales"]).reshape(len(cell.tokens), len(cell.layers), -1, 1)
+        assert np.isfinite(scales).all()
         out.append(rounded((parts[t].astype(float) - centres[:, None, None]) * scales, dtype))
     return out
 
@@ -379,7 +416,8 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     """The bits of the nearest values of ``dtype``, ties to even."""
     kind = BIT_TYPES[dtype]
     if dtype in ("float32", "float16"):
-        return x.astype(dtype).view(kind)
+        with np.errstate(over="ignore"):  # to infinity
+            return x.astype(dtype).view(kind)
     exponent_bits, mantissa_bits = {"bfloat16": (8, 7), "float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2)}[dtype]
     bias = 2 ** (exponent_bits - 1) - 1
     exponent = np.maximum(np.frexp(x)[1] - 1, 1 - bias)
@@ -388,8 +426,8 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     steps, exponent = np.where(carries, steps / 2, steps), exponent + carries
     is_normal = steps >= 2**mantissa_bits
     bits = np.where(is_normal, (exponent + bias - 1) * 2**mantissa_bits, 0) + steps.astype(int)
-    infinity = 0x7F if dtype == "float8_e4m3fn" else (2**exponent_bits - 1) << mantissa_bits
-    bits = np.minimum(bits, infinity)
+    most = 0x7E if dtype == "float8_e4m3fn" else (2**exponent_bits - 1) << mantissa_bits  # 448, or infinity
+    bits = np.minimum(bits, most)
     return (bits + (np.signbit(x).astype(int) << (exponent_bits + mantissa_bits))).astype(kind)
 
 

@@ -108,3 +108,11 @@ async def test_a_failure_behind_the_first_segment_only_ends_the_run() -> None:
     bucket.num_rounds, bucket.fails_in_round = 0, 1
     with pytest.raises(StoreError, match="SlowDown"):
         await lookup_by_name(bucket.get, FOLDER, chain)
+
+
+async def test_a_run_ends_before_its_manifests_are_too_large_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = page_hashes(28)
+    bucket = Bucket(chain, (0, 16), (16, 8), (24, 4))
+    sizes = [len(content) for content in bucket.objects.values()]
+    monkeypatch.setattr("sgl_kvfetch.stores.by_name.MAX_LOOKUP_ANSWER_BYTES", sum(sizes[:2]))
+    assert parts(await lookup_by_name(bucket.get, FOLDER, chain)) == [(0, 16), (0, 8)]

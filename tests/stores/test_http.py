@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
@@ -18,6 +19,7 @@ from sgl_kvfetch.server.run import RunningServer
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import Lookup, SegmentHit
 from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.http_answers import read_whole
 from sgl_kvfetch.stores.remote import HttpOptions
 
 CONTENT = bytes(range(256)) * 1000
@@ -483,3 +485,27 @@ async def test_a_servers_text_does_not_control_our_log(hostile: str) -> None:
         assert "\nERROR" not in logged
         assert "\x9b" not in logged
         await store.close()
+
+
+class Endless:
+    """A response whose body does not end, and whose length is not known."""
+
+    url = "http://127.0.0.1"
+    content_length = None
+
+    @property
+    def content(self) -> Endless:
+        return self
+
+    async def read(self, most: int) -> bytes:
+        return bytes(min(most, 1 << 18))
+
+
+async def test_a_body_of_unknown_length_takes_its_limit_once() -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(StoreError, match="exceeds the limit"):
+            await read_whole(Endless(), 64 << 20)  # type: ignore[arg-type]
+        assert tracemalloc.get_traced_memory()[1] < 80 << 20
+    finally:
+        tracemalloc.stop()

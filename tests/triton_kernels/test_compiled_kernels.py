@@ -66,7 +66,7 @@ def test_compiles(kernel: str, target: str, compiled: Facts) -> None:
 def test_compiles_klt(kernel: str, target: str, compiled: Facts) -> None:
     """With 128 registers a thread, 512 threads fit an SM; with more, 256. An AMD unit has twice as many."""
     facts, is_amd, is_interleaved = compiled[kernel, target], target == "gfx942", "interleaved" in kernel
-    most_spilt = (128 if is_amd else 32) if is_interleaved else 8
+    most_spilt = (128 if is_amd else 48) if is_interleaved else 8
     assert facts["stack_bytes"] <= most_spilt, "registers spill"
     assert facts["registers"] <= (256 if is_amd else 176 if is_interleaved else 144)
     assert facts["shared_bytes"] <= 48 << 10
@@ -109,7 +109,7 @@ from sgl_kvfetch.codec.layout.tiles import tile_layout
 from sgl_kvfetch.codec.quant.exact import to_planes
 from sgl_kvfetch.triton_kernels.frame_sum import frame_sum
 from sgl_kvfetch.triton_kernels.restore import restore
-from sgl_kvfetch.triton_kernels.restore_klt import restore_klt
+from sgl_kvfetch.triton_kernels.restore_klt import region_pixels, restore_klt
 
 values, output, slots = torch.randn(9, 1, 2, 64), torch.zeros(9, 2, 64), torch.arange(9)
 layout = tile_layout(2, 64, 9)
@@ -125,6 +125,7 @@ restore_klt(
     scales=torch.zeros(9),
     matrix=torch.ones((5, 128), dtype=torch.bfloat16),
     mean=torch.full((128,), 3.0),
+    pixels=region_pixels(layout, 5),
 )
 assert bool((output == 3.0).all())
 frame_sum(frames[0])

@@ -15,7 +15,7 @@ from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser, scales_of
 from sgl_kvfetch.codec.quant.rope import Rope, rotate
 from sgl_kvfetch.errors import FormatError, UnsupportedError
-from sgl_kvfetch.triton_kernels.restore_klt import restore_klt, restore_klt_reference
+from sgl_kvfetch.triton_kernels.restore_klt import region_pixels, restore_klt, restore_klt_reference
 from tests.codec.quant.profiles import make_profile, place_of, values_of
 from tests.triton_kernels.cases import (
     DEVICE,
@@ -40,8 +40,9 @@ def reference(
     frames: Any, layout: Any, slots: Any, outputs: Any, *, rotation: Any = None, interleaved: Any = False, **rest: Any
 ) -> None:
     restore_klt_reference(
-        frames, layout, slots, outputs, rest["scales"], rest["matrix"], rest["mean"], rotation, interleaved
-    )
+        frames, layout, slots, outputs, rest["scales"], rest["matrix"], rest["mean"], rest["pixels"], rotation,
+        interleaved,
+    )  # fmt: skip
 
 
 Restore = Callable[..., None]
@@ -89,6 +90,7 @@ class Span:
             "scales": (torch.rand(tokens, generator=generator) + 0.1).to(DEVICE),
             "matrix": matrix.to(torch.bfloat16).to(DEVICE)[:, channels:],
             "mean": mean.to(DEVICE),
+            "pixels": region_pixels(self.layout, count).to(DEVICE),
             "rotation": None if self.rope is None else self.rope.table(FIRST_TOKEN, tokens, DEVICE),
             "interleaved": case.interleaved,
         }
@@ -185,6 +187,7 @@ def test_same_as_the_quantiser(rope: Rope | None, run: Restore, monkeypatch: pyt
                 scales=(scales_of(exponents) * quantiser.step).to(DEVICE),
                 matrix=inverse.matrix[:, channels],
                 mean=inverse.mean[channels],
+                pixels=region_pixels(layout, len(inverse.matrix)).to(DEVICE),
                 rotation=rope.table(FIRST_TOKEN, 50, DEVICE) if rope is not None and is_k else None,
             )
             assert_nearly_same(torch.stack([x[slots].cpu() for x in outputs], dim=1), wanted)
@@ -224,17 +227,11 @@ def test_values_past_the_largest_are_bounded(run: Restore) -> None:
     run_case(run, case)
 
 
-@both
-def test_frames_apart(run: Restore) -> None:
-    """Each frame is contiguous, and something else lies between them."""
-    span = Span(Case(SMALL, rotary_dim=80, layout=WASTEFUL))
-    num_frames = span.frames.shape[0]
-    assert num_frames == 3
-    ring = poisoned(num_frames, 2, *span.frames.shape[1:], dtype=torch.uint8)[:, 1]
-    ring.copy_(span.frames)
-    outputs = span.buffers()
-    run(ring, span.layout, span.slots, outputs, **span.arguments)
-    span.check(outputs)
+@pytest.mark.parametrize("layout", [WASTEFUL, region_layout(100, 63), region_layout(100, 63, "flat")])
+def test_regions_begin_at_these_pixels(layout: RegionLayout) -> None:
+    integers = torch.randint(0, 256, (100, 63), dtype=torch.uint8)
+    pixels = layout.to_frames(integers).flatten()
+    assert torch.equal(pixels[region_pixels(layout, 100)], integers[:, 0])
 
 
 @both
@@ -312,6 +309,7 @@ class TestArguments:
             self.refused(r"frames are .*, expected uint8 \(3, 3, 144, 152\)", frames=frames)
         frames = poisoned(3, 3, 144, 304, dtype=torch.uint8)[..., ::2]
         self.refused("each of 3x144x152 must be contiguous", frames=frames)
+        self.refused("expected contiguous", frames=poisoned(3, 2, 3, 144, 152, dtype=torch.uint8)[:, 1])
 
     def test_slots(self) -> None:
         slots = scattered_slots(1000).repeat(2)[:1201]
@@ -338,6 +336,9 @@ class TestArguments:
     def test_mean(self) -> None:
         self.refused(r"mean: .* \(2, 240\)", mean=torch.zeros((2, 240), device=DEVICE))
         self.refused("mean: torch.float64", mean=torch.zeros(480, dtype=torch.float64, device=DEVICE))
+
+    def test_pixels(self) -> None:
+        self.refused(r"pixels: .*, expected torch.int32 \(100,\)", pixels=torch.zeros(100, device=DEVICE))
 
     def test_rotation(self) -> None:
         for shape in ((62, 80), (63, 81), (63, 82), (63, 0), (63,)):

@@ -28,6 +28,8 @@ _SEQUENCE_PARAMETER_SET = re.compile(rb"\x00\x00\x01([\x42\x43].*?)(?=\x00\x00\x
 # are within the size and rate of level 5.1. Lossless pictures may exceed the bit rate of any level.
 _NO_LEVEL, _LEVEL_5_1 = 255, 153
 _LEVEL_AT = {32: 17, 33: 14}  # offset of general_level_idc in the NAL units of types VPS and SPS, headers included
+# Of an access unit. Ours have one, and three parameter sets in the first; libavcodec takes 4.6 KB for each.
+_MOST_NAL_UNITS = 256
 _LARGEST_UNIT = 64  # pixels; encoders may code pictures in whole coding units and crop them
 
 # Slower presets gain nothing on this kind of data and cost ten times as much (DESIGN.md, "Codec facts"). Each encoder
@@ -99,11 +101,15 @@ class HevcCodec(Codec):
         return torch.from_numpy(out)
 
     def access_units(self, bitstream: bytes | memoryview, num_frames: int) -> list[memoryview]:
-        """Return the access units, one a picture. Raises CorruptError if ``num_frames`` need another number of them."""
+        """Return the access units, one a picture. Raises CorruptError if ``num_frames`` need another number of them, or
+        if one has too many NAL units: decoders allocate something for each, however short."""
         access_units = split_access_units(bitstream)
         expected = num_frames * 3 // self.planes_a_picture
         if len(access_units) != expected:
             raise CorruptError(f"{self.name} bitstream has {len(access_units)} pictures, expected {expected}")
+        for unit in access_units:
+            if (found := bytes(unit).count(b"\0\0\1")) > _MOST_NAL_UNITS:
+                raise CorruptError(f"{self.name} picture has {found} NAL units, more than {_MOST_NAL_UNITS}")
         return access_units
 
     def _open(self, access_units: Sequence[memoryview], height: int, width: int) -> av.VideoCodecContext:

@@ -54,6 +54,10 @@ ENV = "KVFETCH_NVDEC"  # 0 disables NVDEC
 NUM_SURFACES = 4 + 4 + 2
 MAX_SURFACE_BYTES = 256 << 20  # of all decoders of a process together
 
+# torch has 32 streams of a priority and hands them out in turn. Restores need some for themselves: they wait for
+# forward passes, and a decoder on the same stream would wait with them.
+MAX_STREAMS = 16
+
 
 def surface_bytes(planes_a_picture: int, width: int, height: int) -> int:
     """Estimate the memory of a decoder. ``planes_a_picture``: 3 for 4:4:4, 1 for 4:2:0, which has half as much chroma
@@ -86,7 +90,8 @@ class Nvdec:
 
     No decoder is reconfigured, and none is destroyed while SGLang serves: PyNvVideoCodec holds the interpreter lock in
     both, while the driver waits for the device. Sessions share the decoders instead. There are as many of a size as
-    were ever used at the same time, within the memory for their surfaces.
+    were ever used at the same time, within the memory for their surfaces. A decoder that has failed is destroyed when
+    another needs its room: that may hold up the scheduler, but otherwise the CPU would decode from then on.
     """
 
     def __init__(self, nvc: Any, device: Device, caps: Mapping[str, DecodeCaps]) -> None:
@@ -101,6 +106,8 @@ class Nvdec:
         self._lock = Lock()  # guards the fields above and below that change
         self._idle: defaultdict[PictureSize, list[_Decoder]] = defaultdict(list)
         self._broken: list[_Decoder] = []  # have raised, and may be in any state
+        self._streams: list[Stream] = []  # shared by decoders
+        self._num_created = 0
 
     @property
     def num_engines(self) -> int:
@@ -144,11 +151,17 @@ class Nvdec:
     def _create_decoder(self, size: PictureSize) -> _Decoder:
         nvc, num_bytes = self.nvc, surface_bytes(*size)
         with self._lock:
-            limit, held = self.surface_limit_bytes, self.held_surface_bytes
-            if limit is not None and held and held + num_bytes > limit:  # a single decoder may have any size
+            while self._broken and not self._has_room(num_bytes):
+                broken = self._broken.pop()
+                broken.handle = None
+                self.held_surface_bytes -= broken.num_bytes
+            if not self._has_room(num_bytes):
                 raise _NoDecoderError(f"other decoders leave no room for one of {size.width}x{size.height}")
             self.held_surface_bytes += num_bytes
-        stream = self.device.new_stream()
+            if len(self._streams) < MAX_STREAMS:
+                self._streams.append(self.device.new_stream())
+            stream = self._streams[self._num_created % MAX_STREAMS]
+            self._num_created += 1
         try:
             handle = nvc.CreateDecoder(
                 gpuid=self.device.torch_device.index or 0,
@@ -166,6 +179,10 @@ class Nvdec:
             self._release_surfaces(num_bytes)
             raise _NoDecoderError(f"NVDEC gave no decoder for {size.width}x{size.height}: {brief(e)}") from e
         return _Decoder(handle, stream, num_bytes)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        limit, held = self.surface_limit_bytes, self.held_surface_bytes
+        return limit is None or not held or held + num_bytes <= limit  # a single decoder may have any size
 
     def _release_surfaces(self, num_bytes: int) -> None:
         with self._lock:

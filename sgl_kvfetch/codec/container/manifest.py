@@ -15,7 +15,12 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from sgl_kvfetch.codec.container.signing import CHUNK_DIGEST_BYTES, chunk_digest, split_trailer
+from sgl_kvfetch.codec.container.signing import (
+    CHUNK_DIGEST_BYTES,
+    TRAILER_BYTES,
+    chunk_digest,
+    split_trailer,
+)
 from sgl_kvfetch.codec.layout.frames import MIN_PICTURE, PICTURE_MULTIPLE, PLANES, Layout
 from sgl_kvfetch.codec.layout.regions import RegionLayout
 from sgl_kvfetch.codec.layout.tiles import TileLayout
@@ -23,6 +28,7 @@ from sgl_kvfetch.errors import CorruptError, FormatError, FormatVersionError, Un
 from sgl_kvfetch.keys import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
+    MAX_NAMESPACE_CHARS,
     PAGE_HASH_BYTES,
     HeadSlice,
     Namespace,
@@ -35,7 +41,9 @@ from sgl_kvfetch.types import MAX_HEADS, MAX_LAYERS, TENSORS, CellGrid, KVGeomet
 MAGIC = b"KVFM"
 _HEADER = struct.Struct("<4sHHI")
 CHECKSUM_BYTES = 16
-MAX_MANIFEST_BYTES = 16 << 20
+# A manifest with its signature. 8,192 tokens of 80 layers and 8 heads take 111 KiB with `exact`; signed, with video
+# beside it and cells of one head, 910 KiB. Whoever reads a store holds six times as much for each manifest.
+MAX_MANIFEST_BYTES = 1 << 20
 MAX_SEGMENT_PAGES = 1 << 20
 MAX_VARIANTS = 16
 MAX_PARTS = 32
@@ -52,20 +60,20 @@ _MAX_EMPTINESS = 16  # bytes of frames a value
 _SMALL_FRAMES_BYTES = 8 << 20
 
 _Checksum = Annotated[bytes, Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
-_DataDigest = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+_DataDigest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 _FrameSum = Annotated[int, Meta(ge=0)]  # 64 bits; MessagePack has no larger ones
 _Name = Annotated[str, Meta(max_length=64)]
 _Expires = Annotated[int, Meta(ge=0, le=MAX_EXPIRES_S)] | None
 
 
-class PartInfo(msgspec.Struct, frozen=True, array_like=True):
+class PartInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One part of every cell. ``layout``: the name of its integers' layout; empty if the part is plain bytes."""
 
     name: _Name
     layout: _Name = ""
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True):
+class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One chunk's row. Its position in the table identifies the chunk (see ``Manifest.cells``)."""
 
     codec: _Name
@@ -306,12 +314,17 @@ class Manifest(msgspec.Struct, frozen=True):
         return self.kv_bytes + sum(page.num_bytes for side in self.sides for page in side.pages)
 
     def encode(self) -> bytes:
+        """Return the manifest's bytes. Raises FormatError if readers would refuse them, signed, for their number."""
         labels = None if self.labels == Labels() else self.labels
         changed = {"namespace": asdict(self.namespace), "page_hashes": b"".join(self.page_hashes), "labels": labels}
         body = _Body(**{name: getattr(self, name) for name in _Body.__struct_fields__} | changed)
         packed = msgspec.msgpack.encode(body)
         minor = 2 if labels else 1 if self.sides or self.expires is not None else 0  # the lowest that has its fields
         head = _HEADER.pack(MAGIC, FORMAT_MAJOR, minor, len(packed)) + packed
+        num_bytes = len(head) + CHECKSUM_BYTES + TRAILER_BYTES
+        if num_bytes > MAX_MANIFEST_BYTES:
+            rows = sum(len(each.chunks) for each in self.data)
+            raise FormatError(f"manifest of {rows} chunks takes {num_bytes} bytes, more than {MAX_MANIFEST_BYTES}")
         return head + xxhash.xxh3_128_digest(head)
 
 
@@ -371,7 +384,7 @@ def _validated(body: _Body) -> Manifest:
     expected = PAGE_HASH_BYTES if body.first_page else None
     if (None if body.previous_hash is None else len(body.previous_hash)) != expected:
         raise FormatError(f"previous_hash: expected {expected} bytes in a segment at page {body.first_page}")
-    namespace = _namespace_of(body)
+    namespace = checked_namespace(body.namespace)
     if body.num_heads % body.cell_heads or body.first_head + body.num_heads > namespace.num_heads:
         raise FormatError(
             f"heads {body.first_head} to {body.first_head + body.num_heads} do not fit blocks of {body.cell_heads}, "
@@ -391,13 +404,15 @@ def _validated(body: _Body) -> Manifest:
     return manifest
 
 
-def _namespace_of(body: _Body) -> Namespace:
+def checked_namespace(found: Mapping[str, str | int]) -> Namespace:
+    """Return the namespace with these fields. Raises FormatError for other fields, and for values out of bounds."""
     names = {field.name for field in fields(Namespace)}
-    if body.namespace.keys() != names:
+    if found.keys() != names:
         # Its digest is over all fields: with others it would be another namespace, which we could not name.
-        raise FormatError(f"namespace has the fields {', '.join(body.namespace)}; expected {', '.join(sorted(names))}")
+        theirs = ", ".join(found)[:MAX_NAMESPACE_CHARS]
+        raise FormatError(f"namespace has the fields {theirs}; expected {', '.join(sorted(names))}")
     try:
-        namespace = msgspec.convert(body.namespace, Namespace)
+        namespace = msgspec.convert(found, Namespace)
     except msgspec.ValidationError as e:
         raise FormatError(f"manifest's namespace is malformed: {e}") from e
     if namespace.format_major != FORMAT_MAJOR:
@@ -468,8 +483,7 @@ def require_layouts(manifest: Manifest, layouts: Mapping[str, Layout]) -> None:
                 )
         if isinstance(layout, TileLayout) != (name in TENSORS):
             raise FormatError(f"layout {name!r} is of the wrong kind for its integers")
-        for group, block in manifest.grid.cells():
-            shape = manifest.integers_shape(Cell(0, group, block), name)
+        for shape in _shapes(manifest, name):
             layout.require_fits(shape)
             held = shape[0] * shape[1] if len(shape) == 2 else shape[0] * PLANES * shape[2] * shape[3]
             frames = layout.num_frames(shape) * PLANES * layout.width * layout.height
@@ -478,3 +492,11 @@ def require_layouts(manifest: Manifest, layouts: Mapping[str, Layout]) -> None:
                     f"{name} frames of {frames} bytes for {held} values; a chunk has at most {MAX_CHUNK_BYTES} bytes, "
                     f"and {_MAX_EMPTINESS} a value"
                 )
+
+
+def _shapes(manifest: Manifest, layout: str) -> set[tuple[int, ...]]:
+    """Return the shapes that the cells of a full span have in this layout. Not cell by cell: there may be thousands."""
+    if layout not in TENSORS:
+        return {(count, manifest.span_tokens(0)) for count in manifest.coefficients}
+    last = manifest.grid.num_layer_groups - 1  # the only one that may have fewer layers
+    return {manifest.integers_shape(Cell(0, group, 0), layout) for group in (0, last)}

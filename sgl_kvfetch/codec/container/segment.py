@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
@@ -24,12 +24,14 @@ from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.bitstream.registry import CODECS, get_codec
 from sgl_kvfetch.codec.container.manifest import (
     MAX_CHUNK_BYTES,
+    MAX_MANIFEST_BYTES,
     Cell,
     Chunk,
     Manifest,
     PartInfo,
     Side,
     Variant,
+    checked_namespace,
     require_layouts,
 )
 from sgl_kvfetch.codec.container.sides import SideKey, SidePlace, side_places
@@ -46,6 +48,8 @@ Rows = TypeVar("Rows", Variant, Side)
 _BYTES = ZstdCodec()  # for parts that are plain bytes
 # A part of plain bytes holds at most every value of its cell, and this many bytes a token.
 _MOST_BYTES_A_TOKEN = 4096
+# Of a signed manifest: what is neither rows nor hashes; and a chunk's row: 72 bytes with a frame sum, 69 without.
+_HEAD_BYTES, _ROW_BYTES = 4096, 71
 FALLBACK_CODEC = "zstd"
 # A plane with more order-0 entropy is noise, such as the low mantissa bytes of exact values. `ans` would gain nothing;
 # video coding would be slow, and expand it by a third. Below this, the user's choice of video is kept even if another
@@ -96,9 +100,30 @@ class SegmentSpec:
         return self.cell_heads or all_heads if self.quantiser.splits_heads else all_heads
 
     def require_readable(self) -> None:
-        """Raise FormatError if chunks of a full span would be larger than readers accept."""
+        """Raise FormatError if readers would refuse the namespace, chunks of a full span, or its manifest, as too
+        large."""
+        checked_namespace(asdict(self.heads.namespace))
         manifest = self.manifest(0, None, [bytes(PAGE_HASH_BYTES)] * self.span_pages)
         require_layouts(manifest, self.layouts(manifest))
+        if (num_bytes := self._manifest_bytes(self.span_pages, 1)) > MAX_MANIFEST_BYTES:
+            raise FormatError(
+                f"manifests of one span would have {num_bytes} bytes, more than {MAX_MANIFEST_BYTES}: of "
+                f"{manifest.namespace.num_layers} layers and {manifest.num_heads} heads, cells have "
+                f"{manifest.cell_layers} and {manifest.cell_heads}; a smaller max_tp_size gives them more heads"
+            )
+
+    def longest_segment(self, most_pages: int) -> int:
+        """Return ``most_pages``, halved while they are several spans whose manifest has no room for two variants, one
+        of them video."""
+        while most_pages > self.span_pages and self._manifest_bytes(most_pages, 2) > MAX_MANIFEST_BYTES:
+            most_pages //= 2
+        return most_pages
+
+    def _manifest_bytes(self, num_pages: int, num_variants: int) -> int:
+        """Return about how large a signed manifest is."""
+        manifest = self.manifest(0, None, [bytes(PAGE_HASH_BYTES)] * num_pages)
+        num_chunks = manifest.num_spans * manifest.cells_per_span * manifest.chunks_per_cell
+        return _HEAD_BYTES + num_pages * PAGE_HASH_BYTES + num_variants * num_chunks * _ROW_BYTES
 
     def layouts(self, manifest: Manifest) -> dict[str, Layout]:
         return layouts_of(manifest, self.quantiser, self.resolution)

@@ -6,7 +6,7 @@ names. A segment has them for some of its pages, and more can be added later. No
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -40,10 +40,18 @@ class SidePlace:
 
     def decode(self, data: bytes | memoryview) -> bytearray:
         """Verify a side page's bytes and return its content. Raises CorruptError, FormatError."""
+        content = bytearray()
+        for piece in self.decode_chunks(data):
+            content += piece
+        return content
+
+    def decode_chunks(self, data: bytes | memoryview) -> Iterator[bytes]:
+        """Verify a side page's bytes and yield its content: a few bytes may decode to 1 GiB. Raises CorruptError,
+        FormatError."""
         what = f"side page {self.page.page} of {self.page.pool}"
         if len(data) != self.size_bytes:
             raise CorruptError(f"{what} has {len(data)} bytes, expected {self.size_bytes}")
-        content = bytearray()
+        left = self.page.num_bytes
         view = memoryview(data)
         for index, chunk in enumerate(self.page.chunks):
             piece, view = view[: chunk.size_bytes], view[chunk.size_bytes :]
@@ -52,23 +60,28 @@ class SidePlace:
             chunk.require_coded(piece, nth_digest(self.chunk_digests, index), what)
             raw = _CODEC.decompress(piece, SIDE_CHUNK_BYTES)
             chunk.require_decoded(raw, what)
-            content += raw
-        if len(content) != self.page.num_bytes:
-            raise CorruptError(f"{what} decodes to {len(content)} bytes, expected {self.page.num_bytes}")
-        return content
+            if len(raw) != min(left, SIDE_CHUNK_BYTES):
+                raise CorruptError(f"{what}, chunk {index}: {len(raw)} bytes, expected {min(left, SIDE_CHUNK_BYTES)}")
+            left -= len(raw)
+            yield raw
 
 
 def side_places(manifest: Manifest) -> dict[SideKey, SidePlace]:
     """Return where each of a segment's side pages is stored."""
-    places = {}
-    for side in manifest.sides:
-        start = first = 0
-        for page in side.pages:
-            end = first + len(page.chunks)
-            digests = side.chunk_digests[first * CHUNK_DIGEST_BYTES : end * CHUNK_DIGEST_BYTES]
-            places[page.pool, page.page] = SidePlace(manifest.data_name(side), start, page, digests)
-            start, first = start + page.size_bytes, end
-    return places
+    places = (place for side in manifest.sides for place in places_in(manifest, side))
+    return {(place.page.pool, place.page.page): place for place in places}
+
+
+def places_in(manifest: Manifest, side: Side) -> Iterator[SidePlace]:
+    """Yield where the side pages of one object are stored, in their order."""
+    name = manifest.data_name(side)  # once: it hashes the namespace
+    start = first = 0
+    for page in side.pages:
+        end = first + len(page.chunks)
+        digests = side.chunk_digests[first * CHUNK_DIGEST_BYTES : end * CHUNK_DIGEST_BYTES]
+        place = SidePlace(name, start, page, digests)
+        yield place
+        start, first = start + place.size_bytes, end
 
 
 def encode_side(pages: Mapping[SideKey, torch.Tensor], executor: Executor | None = None) -> SideData:

@@ -52,6 +52,8 @@ class SymmetricQuantiser(Quantiser):
         for scales in parts[::2]:
             if scales.numel() != num_scales * torch.bfloat16.itemsize:
                 raise FormatError(f"{scales.numel()} bytes of scales, expected {num_scales} scales in bfloat16")
+            if not bool(torch.isfinite(scales.view(torch.bfloat16)).all()):
+                raise FormatError("a scale is not finite")
 
     def centres(self, tensor: TensorName, layers: range) -> tuple[int, ...]:
         """Return the zero point of each layer."""

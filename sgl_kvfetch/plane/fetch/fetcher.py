@@ -24,7 +24,7 @@ from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.ahead import ReadAhead
 from sgl_kvfetch.plane.fetch.link import BytesBudget, Link
 from sgl_kvfetch.plane.fetch.plan import CellsKey, PageSource, ReadUnit, SpanPart, read_unit, read_units, span_parts
-from sgl_kvfetch.plane.fetch.restore import restore_cell, working_bytes
+from sgl_kvfetch.plane.fetch.restore import Restored, restore_cell, working_bytes
 from sgl_kvfetch.plane.fetch.rounds import Early, FetchProgress, Round
 from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.fetch.variants import VariantChooser
@@ -32,6 +32,8 @@ from sgl_kvfetch.stores import Store
 
 logger = logging.getLogger(__name__)
 
+# How often to look whether a device has finished with frames. Its events call nobody, and may come in any order.
+_POLL_S = 0.002
 _MAX_REPORTS = 4  # at once; a segment for which there is no room is reported when it is read again
 
 
@@ -73,6 +75,7 @@ class Fetcher:
         self._ahead_budget = BytesBudget(max(1, inflight_bytes // 2), self._report_queue)
         self._fetch_budget = BytesBudget(max(1, inflight_bytes - inflight_bytes // 2), self._report_queue)
         self._decode_budget = BytesBudget(decode_bytes)
+        self._on_device: list[tuple[int, Callable[[], bool]]] = []  # bytes of frames, and whether it has finished
         self.link = Link()
         self._chooser = None if policy is None else VariantChooser(policy, pool, self.link)
         self._may_delete = may_delete
@@ -225,7 +228,12 @@ class Fetcher:
                 restore = partial(_restore_part, destination, part, request)
                 progress.undecoded_bytes += unit.size_bytes
                 progress.num_first_layers += sum(cell.layer_group == 0 for cell in unit.cells)
-                cells = [self._restore(unit, cell, data, restore, progress) for cell in unit.cells]
+                cells = [
+                    self._restore(
+                        unit, cell, data, restore, progress, working_bytes(unit.reader, cell, destination.sink.pool)
+                    )
+                    for cell in unit.cells
+                ]
                 # Wait for all cells even if one fails: they hold memory until they are done.
                 for error in await asyncio.gather(*cells, return_exceptions=True):
                     if error is not None:
@@ -261,11 +269,12 @@ class Fetcher:
         unit: ReadUnit,
         cell: Cell,
         data: bytes,
-        restore: Callable[..., float],
+        restore: Callable[..., Restored],
         progress: FetchProgress,
+        size_bytes: int,
     ) -> None:
-        """Restore one cell on the decode pool."""
-        piece, size_bytes = unit.piece(cell, data), working_bytes(unit.reader, cell)
+        """Restore one cell on the decode pool, within ``size_bytes`` of memory."""
+        piece = unit.piece(cell, data)
         await self._decode_budget.acquire(size_bytes, owner=progress, turn=cell.layer_group)
         try:
             future = self._submit(unit.reader, cell, partial(restore, unit.reader, cell, piece))
@@ -276,7 +285,8 @@ class Fetcher:
         ended = asyncio.Event()
 
         def end() -> None:
-            self._decode_budget.release(size_bytes)
+            is_restored = not future.cancelled() and future.exception() is None
+            self._release_decoded(size_bytes, future.result().is_finished if is_restored else lambda: True)
             ended.set()
 
         # The thread uses the memory until it is done, even if this coroutine has been cancelled.
@@ -286,13 +296,26 @@ class Fetcher:
         except asyncio.CancelledError:
             future.cancel()
             raise
-        seconds = future.result()
-        self.pool.measured(len(piece), seconds)
+        self.pool.measured(len(piece), future.result().seconds)
         progress.undecoded_bytes -= len(piece)
         progress.num_first_layers -= cell.layer_group == 0
         self._consider_early(progress)
 
-    def _submit(self, reader: SegmentReader, cell: Cell, job: Callable[[Decoders], float]) -> Future[float]:
+    def _release_decoded(self, size_bytes: int, is_finished: Callable[[], bool]) -> None:
+        """Release memory of the decode budget when the device has finished with it."""
+        if is_finished():
+            self._decode_budget.release(size_bytes)
+            return
+        self._on_device.append((size_bytes, is_finished))
+        if len(self._on_device) == 1:
+            asyncio.get_running_loop().call_later(_POLL_S, self._poll_device)
+
+    def _poll_device(self) -> None:
+        on_device, self._on_device = self._on_device, []
+        for each in on_device:
+            self._release_decoded(*each)
+
+    def _submit(self, reader: SegmentReader, cell: Cell, job: Callable[[Decoders], Restored]) -> Future[Restored]:
         if self._chooser is None:
             return self.pool.submit(job)
         return self.pool.submit(job, self._chooser.profile_variant(reader), work=self._chooser.work(reader, cell))
@@ -404,8 +427,8 @@ def _restore_part(
     cell: Cell,
     data: memoryview,
     decoders: Decoders,
-) -> float:
-    """Restore a cell of a part on the decode pool, where asking for pool pages may wait."""
+) -> Restored:
+    """Restore a cell of a part on the decode pool."""
     pool_pages = [destination.pool_pages[i] for i in part.request_pages]
     return restore_cell(
         reader, cell, data, decoders, span_pages=part.span_pages, pool_pages=pool_pages, sink=destination.sink,

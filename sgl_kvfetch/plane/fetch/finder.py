@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import Quantiser, SegmentReader, decode_manifest, first_readable
@@ -15,9 +17,14 @@ from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult
 from sgl_kvfetch.plane.fetch.plan import PageSource
-from sgl_kvfetch.stores import Breaker, Store
+from sgl_kvfetch.stores import Breaker, SegmentHit, Store
 
 _MAX_KNOWN_PAGES = 1 << 15  # remembered between a lookup and its fetch
+# Of manifests, as stored, that are remembered or in use; decoded they take up to ten times as much.
+_MAX_HELD_BYTES = 16 << 20
+_READER_BYTES = 1024  # what a reader takes however small its manifest is, as if it were stored
+_LOOKUPS_AT_ONCE = 8  # each may hold an answer
+_FEW_BYTES = 64 << 10  # of manifests: the event loop decodes so many itself, in a few milliseconds
 _LIST_EVERY_S = 60.0  # how long ranks of a TP size that is new to the store may go unnoticed
 _OTHERS_PART = 3 / 4  # of a lookup's timeout, for other folders; a local cache answers for a dead store after 1/2
 _MOST_TURNS = 8  # of a lookup between TP sizes that have each written a part of the prefix
@@ -54,6 +61,10 @@ class PageFinder:
         self._fetches = Breaker()
         self._side_fetches = Breaker()  # its own: before each of these, a fetch of KV has succeeded
         self._known: OrderedDict[bytes, PageSource] = OrderedDict()
+        # Readers in use, by folder and stored manifest: requests for the same pages share them.
+        self._readers: weakref.WeakValueDictionary[tuple[str, bytes], SegmentReader] = weakref.WeakValueDictionary()
+        self._asking = asyncio.Semaphore(_LOOKUPS_AT_ONCE)
+        self._decoding = asyncio.Lock()
         self._siblings: list[HeadSlice] = []
         self._listed_s = float("-inf")
         self._listing = asyncio.Lock()
@@ -103,6 +114,18 @@ class PageFinder:
             runs = {each: run[len(more) :] for each, run in runs.items()}
             if not asked or len(pages) == len(hashes):
                 break
+        return self._in_place(pages)
+
+    def _in_place(self, pages: list[PageSource]) -> list[PageSource]:
+        """Return the pages up to the first whose segments were written for another place in the sequence than the first
+        page's: rotations depend on it."""
+        for i, page in enumerate(pages):
+            for each in (page, *page.others):
+                if each.position != pages[0].position + i:
+                    found, expected = each.position, pages[0].position + i
+                    stem = each.reader.manifest.key.stem
+                    self._on_fault(FormatError(f"{stem}: expected page {expected} of the sequence, found {found}"))
+                    return pages[:i]
         return pages
 
     async def _list_siblings(self, until_s: float) -> None:
@@ -131,17 +154,11 @@ class PageFinder:
         return dict(zip(asked, await asyncio.gather(*map(look_up, asked)), strict=True))
 
     async def _look_up(self, heads: HeadSlice, hashes: Sequence[bytes]) -> list[PageSource]:
-        lookup = await self._store.lookup(heads.folder, hashes)
-        metrics.STORE_DOWN.set(self.is_paused or lookup.from_cache)
-        sources: list[PageSource] = []
-        for hit in lookup.hits:
-            asked = hashes[len(sources) : len(sources) + hit.num_pages]
-            try:
-                sources += self._sources(heads, hit.manifest, hit.first_page, asked)
-            except KVFetchError as e:
-                self._on_fault(e)
-                break
-        return sources
+        async with self._asking:
+            lookup = await self._store.lookup(heads.folder, hashes)
+            metrics.STORE_DOWN.set(self.is_paused or lookup.from_cache)
+            async with self._decoding:
+                return await self._sources(heads, lookup.hits, hashes)
 
     async def recall(self, hashes: Sequence[bytes], timeout_s: float) -> list[PageSource]:
         """Return the sources that earlier lookups found. Call `find_pages` if any is unknown or expired."""
@@ -180,16 +197,48 @@ class PageFinder:
         now_s = time.monotonic()
         return any(each.is_open(now_s) for each in (self._lookups, self._fetches, self._side_fetches))
 
-    def _sources(
-        self, heads: HeadSlice, manifest_bytes: bytes, first_page: int, asked: Sequence[bytes]
-    ) -> list[PageSource]:
+    async def _sources(self, heads: HeadSlice, hits: Sequence[SegmentHit], hashes: Sequence[bytes]) -> list[PageSource]:
+        """Return the sources of the pages in ``hits``, up to the first that cannot be used, or for which there is no
+        room. Manifests are decoded on another thread, unless they are small."""
+        are_few = sum(len(hit.manifest) for hit in hits) <= _FEW_BYTES
+        free_bytes = self._make_room(sum(len(hit.manifest) + _READER_BYTES for hit in hits))
+        sources: list[PageSource] = []
+        for hit in hits:
+            name = heads.folder, hit.manifest
+            asked = tuple(hashes[len(sources) : len(sources) + hit.num_pages])
+            try:
+                reader = self._readers.get(name)
+                if reader is None:
+                    free_bytes -= len(hit.manifest) + _READER_BYTES
+                    if free_bytes < 0:
+                        held = f"manifests in use take {_MAX_HELD_BYTES} bytes"
+                        raise StoreError("too_large", f"{held}; there is no room for one of {len(hit.manifest)} bytes")
+                    make = partial(self._reader, heads, hit.manifest)
+                    reader = make() if are_few else await asyncio.to_thread(make)
+                    self._readers[name] = reader
+                if asked != reader.manifest.page_hashes[hit.first_page : hit.first_page + len(asked)]:
+                    raise FormatError("the store's answer holds other pages than the lookup requested")
+            except KVFetchError as e:
+                self._on_fault(e)
+                break
+            sources += [PageSource(reader, hit.first_page + i) for i in range(len(asked))]
+        return sources
+
+    def _reader(self, heads: HeadSlice, manifest_bytes: bytes) -> SegmentReader:
         manifest = decode_manifest(manifest_bytes)
         heads.require_same(manifest.heads)
         variant = first_readable(manifest, self._engine_codecs)
-        reader = SegmentReader(manifest, self._quantiser, variant, self._heads.heads)
-        if tuple(asked) != manifest.page_hashes[first_page : first_page + len(asked)]:
-            raise FormatError("the store's answer holds other pages than the lookup requested")
-        return [PageSource(reader, first_page + i) for i in range(len(asked))]
+        return SegmentReader(manifest, self._quantiser, variant, self._heads.heads)
+
+    def _make_room(self, num_bytes: int) -> int:
+        """Forget pages until there is room for manifests of so many bytes. Return how much room there is."""
+        while (free := _MAX_HELD_BYTES - self._held_bytes()) < num_bytes and self._known:
+            for page_hash in list(self._known)[: -(-len(self._known) // 2)]:
+                del self._known[page_hash]
+        return free
+
+    def _held_bytes(self) -> int:
+        return sum(len(manifest) + _READER_BYTES for _, manifest in self._readers)
 
     def _remember(self, hashes: Sequence[bytes], sources: Sequence[PageSource]) -> None:
         for page_hash, source in zip(hashes, sources, strict=False):

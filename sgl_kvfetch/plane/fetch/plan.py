@@ -22,6 +22,11 @@ class PageSource:
     page: int  # counted from the segment's start
     others: tuple[PageSource, ...] = ()
 
+    @property
+    def position(self) -> int:
+        """The page's place in the sequence, as the segment's writer has it."""
+        return self.reader.manifest.first_page + self.page
+
 
 @dataclass(frozen=True, slots=True)
 class SpanPart:

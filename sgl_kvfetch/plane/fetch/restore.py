@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import Cell, CellValues, Decoders, Quantised, SegmentReader
-from sgl_kvfetch.plane.fetch.sink import FramePool, GuardedSink
+from sgl_kvfetch.plane.fetch.sink import FramePool, GuardedSink, PagePool
 
 # Values dequantised at a time: dequantising needs several times their memory.
 _VALUES_AT_ONCE = 1 << 19
 _BYTES_A_VALUE = 24  # during dequantisation: a few copies in float32
+
+
+class Restored(NamedTuple):
+    """A restored cell: the seconds that its thread took, and whether a device has finished with its frames."""
+
+    seconds: float
+    is_finished: Callable[[], bool]
+
+
+def _is_finished() -> bool:
+    return True  # no device has anything to do
 
 
 def restore_cell(
@@ -24,17 +36,18 @@ def restore_cell(
     pool_pages: Sequence[int],
     sink: GuardedSink,
     request: timeline.Request = timeline.NOBODY,
-) -> float:
-    """Decode one cell and write pages ``span_pages`` of its span into ``pool_pages``. Return the seconds it took.
-    ``decoders`` are those of the session that runs this. ``request`` is for the timeline.
+) -> Restored:
+    """Decode one cell and write pages ``span_pages`` of its span into ``pool_pages``. ``decoders`` are those of the
+    session that runs this. ``request`` is for the timeline.
 
     Raises CorruptError, FormatError, UnsupportedError.
     """
     started_s = time.monotonic()
+    is_finished = _is_finished
     if isinstance(sink.pool, FramePool):
         frames = reader.decode_frames(cell, data, decoders)
         decoded_s = time.monotonic()
-        sink.pool.restore(frames, span_pages, pool_pages, sink.run)
+        is_finished = sink.pool.restore(frames, span_pages, pool_pages, sink.run)
     else:
         quantised = reader.decode_cell(cell, data, decoders)
         decoded_s = time.monotonic()
@@ -44,12 +57,13 @@ def restore_cell(
     metrics.STAGE_SECONDS.labels("restore").observe(ended_s - decoded_s)
     timeline.add(request, "decode", started_s, decoded_s, bytes=len(data), codec=reader.variant.codec)
     timeline.add(request, "restore", decoded_s, ended_s)
-    return ended_s - started_s
+    return Restored(ended_s - started_s, is_finished)
 
 
-def working_bytes(reader: SegmentReader, cell: Cell) -> int:
-    """Return the bytes of memory that `restore_cell` needs while it runs: frames, their integers, some values."""
-    num_values = reader.manifest.cell_values(cell)
+def working_bytes(reader: SegmentReader, cell: Cell, pool: PagePool) -> int:
+    """Return the bytes of memory that `restore_cell` needs until it is finished: frames, their integers, and some
+    values unless a device dequantises them."""
+    num_values = 0 if isinstance(pool, FramePool) else reader.manifest.cell_values(cell)
     return 2 * reader.frames_bytes(cell) + min(_VALUES_AT_ONCE, num_values) * _BYTES_A_VALUE
 
 

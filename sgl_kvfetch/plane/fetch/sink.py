@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from sgl_kvfetch.codec import CellFrames, CellValues
+from sgl_kvfetch.codec import CellFrames, CellPlace, CellValues, Quantiser
 
 Guard = Callable[[Callable[[], None]], bool]
 
@@ -39,9 +39,16 @@ class FramePool(PagePool):
     """A pool that dequantises frames itself, on the device of its pages, which decoders may decode to."""
 
     @abstractmethod
-    def restore(self, cell: CellFrames, span_pages: Sequence[int], pages: Sequence[int], guarded: Guard) -> None:
-        """Restore pages ``span_pages`` of the cell's span into ``pages``. Write to them only within ``guarded``, and no
-        more after it has returned False. Raises UnsupportedError."""
+    def restore(
+        self, cell: CellFrames, span_pages: Sequence[int], pages: Sequence[int], guarded: Guard
+    ) -> Callable[[], bool]:
+        """Launch the restore of pages ``span_pages`` of the cell's span into ``pages``. Write to them only within
+        ``guarded``, and no more after it has returned False. Return a function that tells whether the device has
+        finished with the cell's frames. Raises UnsupportedError."""
+
+    @abstractmethod
+    def prepare(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:
+        """Keep on the device what restores of such cells need, beside their frames."""
 
 
 class GuardedSink:
@@ -100,8 +107,8 @@ class LayerProgress:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The pool pages that a round is restored to. Only threads that may wait ask for them. The sink is closed when the
-    round ends. ``layers`` counts what is restored, if the engine waits for single layers."""
+    """The pool pages that a round is restored to. The sink is closed when the round ends. ``layers`` counts what is
+    restored, if the engine waits for single layers."""
 
     pool_pages: Sequence[int]
     sink: GuardedSink

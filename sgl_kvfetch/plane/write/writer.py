@@ -22,6 +22,7 @@ import torch
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import (
+    MAX_MANIFEST_BYTES,
     MAX_SIDES,
     CodedSegment,
     Manifest,
@@ -198,11 +199,11 @@ class Writer:
         """
         first_page = 0
         for hit in hits if segment.sides else ():
-            manifest = decode_manifest(hit.manifest)
+            manifest = await asyncio.to_thread(decode_manifest, hit.manifest)
             held = range(first_page, first_page + hit.num_pages)
             first_page += hit.num_pages
             keys = {(pool, page): (pool, page - held.start + hit.first_page) for pool, page in segment.sides}
-            stored = side_places(manifest)
+            stored = await asyncio.to_thread(side_places, manifest)
             new = {keys[k]: x for k, x in segment.sides.items() if k[1] in held and keys[k] not in stored}
             if not new:
                 continue
@@ -215,8 +216,9 @@ class Writer:
             if self._store.signs:
                 side = with_digests(side, data)
             whole = msgspec.structs.replace(manifest, sides=(*manifest.sides, side))
+            content = whole.encode()
             await self._store.put(whole.data_name(side), data)
-            if not await self._store.replace(manifest.key.manifest_name, whole.encode(), object_digest(hit.manifest)):
+            if not await self._store.replace(manifest.key.manifest_name, content, object_digest(hit.manifest)):
                 return False
             _count_sides(side)
         return True
@@ -297,10 +299,12 @@ class Merger:
         stored = await self._store.get(key.manifest_name)
         if stored is None or (split_signature(stored)[1] and not self._store.signs):
             return None  # readers with a key could not use the merged segment
-        left = decode_manifest(stored)
+        left = await asyncio.to_thread(decode_manifest, stored)
         require_rewritable(stored)
         if left.is_expired(time.time()):
             return None  # the merged segment would be, too
+        if len(stored) + len(manifest.encode()) > MAX_MANIFEST_BYTES:
+            return None
         side_bytes = sum(each.data_bytes(side) for each in (left, manifest) for side in each.sides)
         return await self._read(left) if side_bytes <= _MOST_SIDE_BYTES else None
 

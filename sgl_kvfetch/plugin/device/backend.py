@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.openmp import use_one_thread
 from sgl_kvfetch.plane import (
     Cost,
     DataPlane,
@@ -94,24 +95,6 @@ class SlotRun:
     slots: torch.Tensor
 
 
-class _SlotPages(Sequence[int]):
-    """The page numbers of slots. On a GPU, the first access waits for the device."""
-
-    def __init__(self, pages: DevicePages, slots: torch.Tensor) -> None:
-        self._pages = pages
-        self._slots = slots
-
-    @cached_property
-    def _numbers(self) -> list[int]:
-        return self._pages.page_indices(self._slots)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._numbers[index]
-
-
 class Filling:
     """Slots that are being filled."""
 
@@ -120,9 +103,9 @@ class Filling:
         geometry = pages.geometry
         num_pages = slots.numel() // geometry.page_size
         self.slots = slots
-        self.sink = GuardedSink(pages.open_round())
+        self.sink = GuardedSink(pages.open_round(slots))
         self.layers = LayerProgress(geometry.num_layers, num_pages * geometry.num_heads)
-        self.destination = Destination(_SlotPages(pages, slots), self.sink, self.layers)
+        self.destination = Destination(pages.page_indices(slots), self.sink, self.layers)
 
     def close(self) -> None:
         """Stop all writes to the slots."""
@@ -160,7 +143,7 @@ class DeviceBackend:
         self._report = board.report
         self._speed = speed
         self._choice = FetchOrRecompute()
-        self._copy_pool = ThreadPoolExecutor(1, "kvfetch-copy", torch.set_num_threads, (1,))
+        self._copy_pool = ThreadPoolExecutor(1, "kvfetch-copy", use_one_thread)
         self._num_losses = 0  # of the data plane, as far as reported
 
     def close(self) -> None:
@@ -305,8 +288,7 @@ class DeviceBackend:
     def copy_pages(self, ticket: Ticket[Copied], run: SlotRun) -> GuardedSource:
         """Copy pages out of the pool and queue them for writing. The pages are free for reuse after the report, or once
         the returned source is closed."""
-        self.pages.fence_reads()
-        source = GuardedSource(self.pages)
+        source = GuardedSource(self.pages.open_reads(run.slots))
         self._copy_pool.submit(self._copy, ticket, run, source)
         return source
 

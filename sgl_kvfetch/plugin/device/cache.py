@@ -366,7 +366,6 @@ def build_radix_cache(ctx: TreeCacheBuildContext) -> KVFetchRadixCache:
     rank = SimpleNamespace(tp_rank=ctx.tp_rank, tp_size=ctx.tp_size, is_mla_model=is_mla(pool))
     cache.set_connect(partial(_connect, cache, pages, nvdec, rank, allocator.size))
     cache.connect(get_memory().hicache_storage_backend_extra_config)
-    pool.register_layer_transfer_counter(cache.early_starts)
     atexit.register(cache.release_host_resources)
     return cache
 

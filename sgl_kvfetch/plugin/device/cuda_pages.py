@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +18,19 @@ from typing import Any, Self
 
 import torch
 
-from sgl_kvfetch.codec import CellFrames, CellValues, Device, Event, Inverse, Quantiser, Stream, TransformInverse
+from sgl_kvfetch.codec import (
+    CellFrames,
+    CellPlace,
+    CellValues,
+    Device,
+    Event,
+    Inverse,
+    Quantiser,
+    Stream,
+    TransformInverse,
+)
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plane import FramePool, Guard
+from sgl_kvfetch.plane import FramePool, Guard, consecutive_runs
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.plugin.device.restores import CellOutputs, Restore, restores_of
 from sgl_kvfetch.types import TENSORS, TensorName
@@ -36,15 +46,17 @@ READ_BUFFER_BYTES = 8 * MiB
 DEVICE_BYTES = RESTORE_BUFFERS * RESTORE_BUFFER_BYTES + READ_BUFFER_BYTES
 
 _ALIGNMENT = 256  # of tensors in staging memory, in bytes
+_TABLES = 64  # kept: of rotations, 512 KiB for a span of 1024 tokens, and of pixels, a few KiB
 _RESTORE_STREAMS = 4  # a round waits for the passes that ran when it began, and not for those of the next rounds
 
 
 class CudaPages(DevicePages, FramePool):
     """Pages of an ``MHATokenToKVPool`` on a GPU.
 
-    The scheduler's thread opens a round, or calls ``fence_reads``, when it hands slots over, before work on them
-    begins. It calls the round's ``publish`` before they go on: into the tree, or back to the allocator. Rounds share
-    all but their stream and the event after their last restore.
+    The scheduler's thread opens a round, or reads, when it hands slots over, before work on them begins. It calls the
+    round's ``publish`` before they go on: into the tree, or back to the allocator. Rounds share all but their slots,
+    their stream and the event after their last restore. Slots stay on the device: kernels take them from there when
+    their turn comes, and no thread waits until SGLang has computed them. Pages are numbered within the opened slots.
     """
 
     def __init__(
@@ -62,37 +74,44 @@ class CudaPages(DevicePages, FramePool):
         super().__init__(pool, page_size)
         self._device = device
         self._forward_stream = forward_stream
-        self._reads, self._lookups = device.new_stream(), device.new_stream()
+        self._reads = device.new_stream()
         self._restore_streams = cycle([device.new_stream() for _ in range(_RESTORE_STREAMS)])
         self._restores = next(self._restore_streams)
+        self._slots_there = torch.empty(0, dtype=torch.int64)  # of the round or the reads, on the device
         self._restored: Event | None = None  # after the round's last launched restore; changes only within a guard
         self._restore_buffer_bytes = restore_buffer_bytes
         self._restore_staging = StagingRing(device, RESTORE_BUFFERS * restore_buffer_bytes)
         self._read_staging = StagingRing(device, read_buffer_bytes)
-        self._lock = threading.Lock()  # guards the inverses
+        self._uploads = device.new_stream()
+        self._lock = threading.Lock()  # guards the inverses and the tables
+        self._tables: OrderedDict[tuple[Hashable, ...], torch.Tensor] = OrderedDict()
         self._inverses: dict[tuple[Quantiser, range, range], Inverse] = {}
+        self._outputs_of: dict[tuple[range, range], CellOutputs] = {}
         self._compiling = threading.Lock()  # taken only for kernels that are not compiled yet
-        self._compiled: set[tuple[Any, ...]] = set()
+        self._compiled: set[tuple[Hashable, int]] = set()
 
     # Ordering, on the scheduler's thread
 
-    def open_round(self) -> Self:
-        opened = copy.copy(self)
+    def open_round(self, slots: torch.Tensor) -> Self:
+        opened = self._open(slots)
         opened._restores, opened._restored = next(self._restore_streams), None
-        opened.fence()
+        opened._fence(opened._restores)  # a forward pass under way may still write to slots that were given away since
         return opened
 
-    def fence(self) -> None:
-        self._fence(self._restores)  # a forward pass under way may still write to slots that were given away since
+    def open_reads(self, slots: torch.Tensor) -> Self:
+        opened = self._open(slots)
+        opened._fence(self._reads)  # a forward pass under way may compute what will be read
+        return opened
 
-    def fence_reads(self) -> None:
-        self._fence(self._reads)  # a forward pass under way may compute what will be read
+    def _open(self, slots: torch.Tensor) -> Self:
+        opened = copy.copy(self)
+        opened._slots_there = slots.to(torch.int64)
+        return opened
 
     def _fence(self, stream: Stream) -> None:
-        scheduled = self._device.current_stream().record_event()
-        stream.wait_event(scheduled)
+        stream.wait_event(self._device.current_stream().record_event())  # slots are computed on this stream
         stream.wait_event(self._forward_stream.record_event())
-        self._lookups.wait_event(scheduled)  # slot numbers are computed on the scheduler's stream
+        self._device.used_on(self._slots_there, stream)
 
     def publish(self) -> None:
         if self._restored is not None:
@@ -101,36 +120,36 @@ class CudaPages(DevicePages, FramePool):
 
     # Restoring
 
-    def restore(self, cell: CellFrames, span_pages: Sequence[int], pages: Sequence[int], guarded: Guard) -> None:
-        slots = self._span_slots(cell, span_pages, pages)
+    def restore(
+        self, cell: CellFrames, span_pages: Sequence[int], pages: Sequence[int], guarded: Guard
+    ) -> Callable[[], bool]:
+        slots, wanted = self._span_slots(len(cell.place.tokens), span_pages, pages)
         for frames, there in zip(cell.parts, cell.is_on_device, strict=True):
             if there:
                 # They were allocated for another stream, which has finished with them.
                 self._device.used_on(frames, self._restores)
-        inverse = self._inverse(cell)
-        for work in restores_of(cell, inverse, slots, self._outputs(cell)):
-            fixed = [slots, *work.fixed]
-            step = self._frames_at_once(cell, work, fixed)
-            for first_frame in range(0, len(cell.parts[work.parts[0]]), step):
-                part = slice(first_frame, first_frame + step)
-                if not self._restore_frames(cell, work, fixed, part, guarded):
-                    return
+        inverse = self._inverse(cell.quantiser, cell.place)
+        for work in restores_of(cell, inverse, wanted, self._outputs(cell), self._resident):
+            step = self._frames_at_once(cell, work)
+            firsts = range(0, len(cell.parts[work.parts[0]]), step)
+            if not all(self._restore_frames(cell, work, slots, slice(i, i + step), guarded) for i in firsts):
+                break
+        return self._restores.record_event().query
 
     def _restore_frames(
-        self, cell: CellFrames, work: Restore, fixed: Sequence[torch.Tensor], part: slice, guarded: Guard
+        self, cell: CellFrames, work: Restore, slots: torch.Tensor, part: slice, guarded: Guard
     ) -> bool:
         staged = [cell.parts[i][part] for i in work.parts if not cell.is_on_device[i]]
-        with self._restore_staging.buffer(needed_bytes([*fixed, *staged]), self._restores) as buffer:
-            there, num_bytes = buffer.put([*fixed, *staged])
-            uploaded = iter(there[len(fixed) :])
+        with self._restore_staging.buffer(needed_bytes([*work.fixed, *staged]), self._restores) as buffer:
+            there, num_bytes = buffer.put([*work.fixed, *staged])
+            arguments, uploaded = there[: len(work.fixed)], iter(there[len(work.fixed) :])
             frames = [cell.parts[i][part] if cell.is_on_device[i] else next(uploaded) for i in work.parts]
-            slots, *arguments = there[: len(fixed)]
             self._device.launch(self._restores, partial(buffer.upload, num_bytes))
             self._compile(cell, work, lambda: work.launch(torch.full_like(slots, -1), arguments, frames, part.start))
 
             def restore() -> None:
                 work.launch(slots, arguments, frames, part.start)
-                work.finish(arguments)
+                work.finish(slots, arguments)
 
             return guarded(lambda: self._write(restore))
 
@@ -140,7 +159,7 @@ class CudaPages(DevicePages, FramePool):
 
     def _compile(self, cell: CellFrames, work: Restore, trial: Callable[[], None]) -> None:
         """Compile a kernel before its first use: that takes seconds, too long to do within a guard."""
-        kind = (work.kind, tuple(cell.layouts[i] for i in work.parts), len(cell.layers))
+        kind = work.kind, len(cell.layers)
         if kind in self._compiled:
             return
         with self._compiling:
@@ -148,71 +167,105 @@ class CudaPages(DevicePages, FramePool):
                 self._device.launch(self._restores, trial)
                 self._compiled.add(kind)
 
-    def _frames_at_once(self, cell: CellFrames, work: Restore, fixed: Sequence[torch.Tensor]) -> int:
+    def _frames_at_once(self, cell: CellFrames, work: Restore) -> int:
         """Return how many frames to restore at once. Raises UnsupportedError if a buffer cannot hold the minimum."""
         parts = [cell.parts[i] for i in work.parts if not cell.is_on_device[i]]
         num_frames = len(cell.parts[work.parts[0]])
         if not parts:
             return num_frames
         least = 1 if work.by_frame else num_frames
-        room = self._restore_buffer_bytes - needed_bytes(fixed)
+        room = self._restore_buffer_bytes - needed_bytes(work.fixed)
         times = room // needed_bytes([x[:least] for x in parts])
         if times < 1:
             raise UnsupportedError(
                 f"{least} frames of {len(parts)} parts, each {tuple(parts[0].shape[1:])}, do not fit into buffers of "
-                f"{self._restore_buffer_bytes} bytes, with {needed_bytes(fixed)} bytes of slots and scales"
+                f"{self._restore_buffer_bytes} bytes, with {needed_bytes(work.fixed)} bytes of scales"
             )
         return least * times
 
-    def _inverse(self, cell: CellFrames) -> Inverse:
-        """Return the inverse of the cell's quantiser. Its tensors stay on the device, for later cells."""
-        key = cell.quantiser, cell.place.layers, cell.place.heads
+    def prepare(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:
+        for place in places:
+            self._inverse(quantiser, place)
+
+    def _inverse(self, quantiser: Quantiser, place: CellPlace) -> Inverse:
+        """Return the inverse of a cell's quantiser. Its tensors stay on the device, for later cells."""
+        key = quantiser, place.layers, place.heads
         with self._lock:
             if key not in self._inverses:
-                for other in [k for k in self._inverses if k[0] is not cell.quantiser]:  # of an earlier attachment
+                for other in [k for k in self._inverses if k[0] is not quantiser]:  # of an earlier attachment
                     del self._inverses[other]
-                inverse = cell.quantiser.inverse_of(cell.place)
-                on_device = inverse.to(self._device.torch_device) if isinstance(inverse, TransformInverse) else inverse
-                self._inverses[key] = on_device
+                inverse = quantiser.inverse_of(place)
+                if isinstance(inverse, TransformInverse):
+                    inverse = self._device.upload(inverse, self._uploads)
+                self._inverses[key] = inverse
             return self._inverses[key]
+
+    def _resident(self, function: Callable[..., torch.Tensor], *args: Hashable) -> torch.Tensor:
+        """Return ``function(*args)`` on the device, which keeps the latest such tables for later cells."""
+        with self._lock:
+            table = self._tables.pop((function, *args), None)
+            if table is None:
+                table = self._device.upload(function(*args), self._uploads)
+            self._tables[function, *args] = table
+            if len(self._tables) > _TABLES:
+                self._tables.popitem(last=False)
+        self._device.used_on(table, self._restores)
+        return table
 
     def _outputs(self, cell: CellFrames) -> CellOutputs:
         """Return K's and V's buffers of the cell's layers, reduced to its heads."""
-        k, v = (
-            [x[:, cell.heads.start : cell.heads.stop] for x in self._buffers[t][cell.layers.start : cell.layers.stop]]
-            for t in TENSORS
-        )
-        return k, v
+        key = cell.layers, cell.heads
+        if key not in self._outputs_of:
+            layers, heads = (slice(x.start, x.stop) for x in key)
+            k, v = ([x[:, heads] for x in self._buffers[t][layers]] for t in TENSORS)
+            self._outputs_of[key] = k, v
+        return self._outputs_of[key]
 
-    def _span_slots(self, cell: CellFrames, span_pages: Sequence[int], pages: Sequence[int]) -> torch.Tensor:
-        """Return the slot of every token of the span, on the host; -1 for a token that is not wanted."""
-        slots = torch.full((len(cell.place.tokens),), -1)
-        slots.view(-1, self.geometry.page_size)[list(span_pages)] = self._slots(pages).view(-1, self.geometry.page_size)
-        return slots
+    def _span_slots(
+        self, num_tokens: int, span_pages: Sequence[int], pages: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the slot of every token of a span, int64 ``(num_tokens,)`` on the device, -1 for a token that is not
+        wanted; and which are wanted, bool ``(num_tokens,)`` on the host. Kernels on the round's stream may use the
+        slots."""
+        size = self.geometry.page_size
+        slots = self._device.empty((8 * num_tokens,), self._restores).view(torch.int64)
+        wanted = torch.zeros(num_tokens, dtype=torch.bool)
+        wanted.view(-1, size)[list(span_pages)] = True
+
+        def look_up() -> None:
+            slots.fill_(-1)
+            for span, places in consecutive_runs(span_pages):
+                for run, of_run in consecutive_runs(pages[places]):
+                    first = (span.start + of_run.start) * size
+                    there = self._slots_there[run.start * size : run.stop * size]
+                    slots[first : first + len(there)] = there
+
+        self._device.launch(self._restores, look_up)
+        return slots, wanted
 
     # Reading
 
     def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
         """Return a copy of the pages on the host. Waits for the device."""
-        slots = self._slots(pages)
-        buffers = self._buffers[tensor]
-        row_bytes = buffers[0][0].nbytes
-        rows = torch.empty((len(slots), len(buffers), *buffers[0].shape[1:]), dtype=self._raw_dtype)
-        step = self._read_staging.num_bytes // (len(buffers) * row_bytes + slots.itemsize)
-        assert step > 1, "the read buffer has no room for a token"
-        for first in range(0, len(slots), step - 1):  # one token less, to leave room for alignment
-            self._read_rows(buffers, slots[first : first + step - 1], rows[first : first + step - 1])
+        size, buffers = self.geometry.page_size, self._buffers[tensor]
+        row_bytes = len(buffers) * buffers[0][0].nbytes
+        at_once = self._read_staging.num_bytes // row_bytes
+        assert at_once, "the read buffer has no room for a token"
+        rows = torch.empty((len(pages) * size, len(buffers), *buffers[0].shape[1:]), dtype=self._raw_dtype)
+        for run, places in consecutive_runs(pages):
+            out = rows[places.start * size : places.stop * size]
+            slots = self._slots_there[run.start * size : run.stop * size]
+            for first in range(0, len(out), at_once):
+                self._read_rows(buffers, slots[first : first + at_once], out[first : first + at_once])
         return self._as_pages(rows, len(pages))
 
     def _read_rows(self, buffers: Sequence[torch.Tensor], slots: torch.Tensor, out: torch.Tensor) -> None:
-        with self._read_staging.buffer(self._read_staging.num_bytes, self._reads) as buffer:
-            (slots_there,), end = buffer.put([slots])
-            host, device = (x.view(out.dtype).view(out.transpose(0, 1).shape) for x in buffer.room(end, out.nbytes))
+        with self._read_staging.buffer(out.nbytes, self._reads) as buffer:
+            host, device = (x.view(out.dtype).view(out.transpose(0, 1).shape) for x in buffer.room(out.nbytes))
 
             def gather() -> None:
-                buffer.upload(end)
                 for index, layer in enumerate(buffers):
-                    torch.index_select(layer, 0, slots_there, out=device[index])
+                    torch.index_select(layer, 0, slots, out=device[index])
                 host.copy_(device, non_blocking=True)
 
             self._device.launch(self._reads, gather)
@@ -222,14 +275,8 @@ class CudaPages(DevicePages, FramePool):
     def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
         raise NotImplementedError("pages on a GPU are restored from frames, not written from values")
 
-    def page_indices(self, slots: torch.Tensor) -> list[int]:
-        """Return the page numbers of a run of whole pages. Waits for the device."""
-        size = self.geometry.page_size
-        assert slots.numel() % size == 0
-        indices = torch.empty(slots.numel() // size, dtype=slots.dtype)
-        self._device.launch(self._lookups, lambda: indices.copy_(slots[::size] // size))
-        self._device.mark(self._lookups).synchronize()
-        return indices.tolist()
+    def page_indices(self, slots: torch.Tensor) -> Sequence[int]:
+        return range(slots.numel() // self.geometry.page_size)
 
 
 class StagingBuffer:
@@ -255,10 +302,9 @@ class StagingBuffer:
     def upload(self, num_bytes: int) -> None:
         self._device[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
 
-    def room(self, begin: int, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``num_bytes`` of the host half and of the device half, from ``begin``, rounded up to the alignment."""
-        begin = -(-begin // _ALIGNMENT) * _ALIGNMENT
-        return self._host[begin : begin + num_bytes], self._device[begin : begin + num_bytes]
+    def room(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``num_bytes`` of the host half and of the device half."""
+        return self._host[:num_bytes], self._device[:num_bytes]
 
 
 @dataclass(eq=False)

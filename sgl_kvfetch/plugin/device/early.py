@@ -78,17 +78,18 @@ class EarlyStarts:
         """Wait until the passing requests have ``layer``, counted from the pool's first. Called before it is read."""
         if not self._passing:
             return
-        began_s, is_whole = time.monotonic(), self._next_layer >= 0
+        # Layers are asked for in order, K and V each once: a later one would mean that another was read without asking.
+        began_s, is_whole = time.monotonic(), layer <= self._next_layer
         for filling in self._passing:
             left_s = began_s + self._left_s - time.monotonic()
             is_whole &= filling.layers.wait(layer, max(0.0, left_s))
             filling.publish()
         self._left_s -= time.monotonic() - began_s
         # What comes later is of no use to this pass.
-        self._next_layer = layer + 1 if is_whole else -1
+        self._next_layer = max(self._next_layer, layer + 1) if is_whole else -1
 
     def end_pass(self, request_ids: Sequence[str]) -> bool:
-        """Return whether the pass is valid: on all ranks, it has waited for the last layer, and all layers came."""
+        """Return whether the pass is valid: on all ranks, it has waited for each layer, and all layers came."""
         if not self._passing:
             return True
         self._passing = []

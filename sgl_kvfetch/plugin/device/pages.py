@@ -40,13 +40,15 @@ class DevicePages(PagePool):
             dtype=dtype_name(pool.dtype),
         )
 
-    def open_round(self) -> Self:
+    def open_round(self, slots: torch.Tensor) -> Self:
         """Return these pages for restores of one round, ordered after everything that the model was given to compute so
-        far. Call this on the scheduler's thread when slots were handed over, before work on them begins."""
+        far. Call this on the scheduler's thread when slots were handed over, before work on them begins. ``slots``: one
+        per token; `page_indices` tells how the returned object numbers their pages."""
         return self
 
-    def fence_reads(self) -> None:
-        """Order later reads as `open_round` orders restores."""
+    def open_reads(self, slots: torch.Tensor) -> Self:
+        """Return these pages for reads of some slots, ordered as `open_round` orders restores."""
+        return self
 
     def publish(self) -> None:
         """Order later computation after the round's restores. Call this on the scheduler's thread, after the round's
@@ -67,8 +69,8 @@ class DevicePages(PagePool):
         slots = self._slots(pages)
         return self._as_pages(torch.stack([buffer[slots] for buffer in self._buffers[tensor]], dim=1), len(pages))
 
-    def page_indices(self, slots: torch.Tensor) -> list[int]:
-        """Return the page numbers of a run of whole pages. ``slots``: one per token."""
+    def page_indices(self, slots: torch.Tensor) -> Sequence[int]:
+        """Return the page numbers of a run of whole pages that was opened. ``slots``: one per token."""
         size = self.geometry.page_size
         assert slots.numel() % size == 0
         return (slots[::size] // size).tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,33 +19,38 @@ from sgl_kvfetch.codec import (
     scales_of,
 )
 from sgl_kvfetch.triton_kernels.restore import restore
-from sgl_kvfetch.triton_kernels.restore_klt import restore_klt
+from sgl_kvfetch.triton_kernels.restore_klt import region_pixels, restore_klt
 from sgl_kvfetch.types import TENSORS
 
 CellOutputs = tuple[list[torch.Tensor], list[torch.Tensor]]  # K's and V's buffers, one a layer
+
+# Calls a function with hashable arguments, and keeps the tensor that it returns on the device for the next call.
+Resident = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Restore:
     """A kernel's work on one cell.
 
-    ``kind``: works share compiled code if their kinds, layouts and numbers of layers are equal. ``parts``: indices of
+    ``kind``: works share compiled code if their kinds and numbers of layers are equal. ``parts``: indices of
     the cell's parts whose frames the kernel reads. ``fixed``: its other inputs, on the host. ``by_frame``: whether it
     can restore some frames at a time. ``launch(slots, fixed, frames, first_frame)`` runs it on device tensors, and
-    leaves out tokens whose slot is -1. Call ``finish(fixed)`` after it.
+    leaves out tokens whose slot is -1. Call ``finish(slots, fixed)`` after it.
     """
 
-    kind: str
+    kind: Hashable
     parts: tuple[int, ...]
     fixed: tuple[torch.Tensor, ...]
     by_frame: bool
     launch: Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor], int], None]
-    finish: Callable[[Sequence[torch.Tensor]], None] = lambda fixed: None
+    finish: Callable[[torch.Tensor, Sequence[torch.Tensor]], None] = lambda slots, fixed: None
 
 
-def restores_of(cell: CellFrames, inverse: Inverse, slots: torch.Tensor, outputs: CellOutputs) -> Iterator[Restore]:
-    """Yield the works that restore a cell. The tensors of ``inverse`` are on the device. ``slots``: int64 ``(tokens,)``
-    on the host, -1 for a token that is not wanted."""
+def restores_of(
+    cell: CellFrames, inverse: Inverse, wanted: torch.Tensor, outputs: CellOutputs, resident: Resident
+) -> Iterator[Restore]:
+    """Yield the works that restore a cell. The tensors of ``inverse`` are on the device. ``wanted``: bool ``(tokens,)``
+    on the host, whether a token has a slot. ``resident`` returns tables on the device."""
     match inverse:
         case ByteInverse():
             size = len(cell.parts) // 2
@@ -55,7 +60,7 @@ def restores_of(cell: CellFrames, inverse: Inverse, slots: torch.Tensor, outputs
             for first, centres, buffers in zip((0, 2), (k_centres, v_centres), outputs, strict=True):
                 yield _symmetric(cell, first, centres, buffers)
         case TransformInverse():
-            yield _transformed(cell, inverse, slots, outputs)
+            yield _transformed(cell, inverse, wanted, outputs, resident)
 
 
 def _tiles(cell: CellFrames, part: int) -> TileLayout:
@@ -67,7 +72,7 @@ def _tiles(cell: CellFrames, part: int) -> TileLayout:
 def _exact(cell: CellFrames, parts: tuple[int, ...], buffers: list[torch.Tensor]) -> Restore:
     layout = _tiles(cell, parts[0])
     return Restore(
-        "exact",
+        ("exact", layout),
         parts,
         (),
         True,
@@ -79,7 +84,7 @@ def _symmetric(cell: CellFrames, first: int, centres: tuple[int, ...], buffers: 
     layout = _tiles(cell, first + 1)
     scales = cell.parts[first].view(torch.bfloat16).view(len(cell.place.tokens), len(cell.layers), -1)
     return Restore(
-        "symmetric",
+        ("symmetric", layout),
         (first + 1,),
         (scales,),
         True,
@@ -89,15 +94,22 @@ def _symmetric(cell: CellFrames, first: int, centres: tuple[int, ...], buffers: 
     )
 
 
-def _transformed(cell: CellFrames, inverse: TransformInverse, slots: torch.Tensor, outputs: CellOutputs) -> Restore:
+def _transformed(
+    cell: CellFrames, inverse: TransformInverse, wanted: torch.Tensor, outputs: CellOutputs, resident: Resident
+) -> Restore:
     quantiser, layout = cell.quantiser, cell.layouts[2]
     assert isinstance(quantiser, KltQuantiser)
     assert isinstance(layout, RegionLayout)
     rope = inverse.rope
-    which, exact = quantiser.exact_tokens(cell.parts, outputs[0][0].dtype, cell.place)
-    wanted = slots[which] >= 0
-    exact_slots, k, v = slots[which[wanted]], exact.k[wanted], exact.v[wanted]
-    rotation = [] if rope is None else [rope.table(cell.place.tokens.start, len(cell.place.tokens))]
+    fixed: tuple[torch.Tensor, ...] = (scales_of(cell.parts[0]) * quantiser.step,)
+    if cell.parts[1].numel():  # bytes of exact tokens
+        which, exact = quantiser.exact_tokens(cell.parts, outputs[0][0].dtype, cell.place)
+        kept = wanted[which]
+        fixed += which[kept], exact.k[kept], exact.v[kept]
+    rotation = None
+    if rope is not None:
+        rotation = resident(rope.table, cell.place.tokens.start, len(cell.place.tokens))
+    pixels = resident(region_pixels, layout, len(inverse.matrix))
     num_k = sum(x[0].numel() for x in outputs[0])
 
     def launch(
@@ -113,15 +125,15 @@ def _transformed(cell: CellFrames, inverse: TransformInverse, slots: torch.Tenso
                 scales=fixed[0],
                 matrix=inverse.matrix[:, channels],
                 mean=inverse.mean[channels],
-                rotation=fixed[4] if rope is not None and tensor == "k" else None,
+                pixels=pixels,
+                rotation=rotation if tensor == "k" else None,
                 interleaved=rope is not None and rope.interleaved,
             )
 
-    def finish(fixed: Sequence[torch.Tensor]) -> None:
-        exact_slots, *exact = fixed[1:4]
-        for values, buffers in zip(exact, outputs, strict=True):
+    def finish(slots: torch.Tensor, fixed: Sequence[torch.Tensor]) -> None:
+        exact_slots = slots[fixed[1]]
+        for values, buffers in zip(fixed[2:], outputs, strict=True):
             for layer, buffer in enumerate(buffers):
                 buffer.index_copy_(0, exact_slots, values[:, layer])
 
-    fixed = (scales_of(cell.parts[0]) * quantiser.step, exact_slots, k, v, *rotation)
-    return Restore("transformed", (2,), fixed, False, launch, finish if len(k) else lambda fixed: None)
+    return Restore("transformed", (2,), fixed, False, launch, finish if len(fixed) > 1 else lambda slots, fixed: None)

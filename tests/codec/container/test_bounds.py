@@ -21,7 +21,14 @@ import zstandard
 
 from sgl_kvfetch.codec.bitstream.hevc import join_access_units, split_access_units
 from sgl_kvfetch.codec.bitstream.registry import get_codec
-from sgl_kvfetch.codec.container.manifest import Chunk, Manifest, Variant, decode_manifest, require_rewritable
+from sgl_kvfetch.codec.container.manifest import (
+    MAX_MANIFEST_BYTES,
+    Chunk,
+    Manifest,
+    Variant,
+    decode_manifest,
+    require_rewritable,
+)
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader, SegmentSpec
 from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
@@ -72,6 +79,57 @@ def test_who_would_write_such_chunks_is_told() -> None:
     spec.require_readable()
     with pytest.raises(FormatError, match="at most 268435456 bytes"):
         replace(spec, span_pages=2048).require_readable()
+
+
+def test_a_manifest_has_a_size_that_writers_keep_and_readers_demand() -> None:
+    """Signed it must fit, too."""
+    manifest = make_segment()[0].manifest
+    (variant,) = manifest.variants
+    full = msgspec.structs.replace(manifest, variants=(msgspec.structs.replace(variant, chunks=variant.chunks * 2000),))
+    with pytest.raises(FormatError, match=r"manifest of 32000 chunks takes 1[0-9]{6} bytes, more than 1048576"):
+        full.encode()
+    body = body_of(manifest)
+    for padding, fault in ((MAX_MANIFEST_BYTES - 2000, None), (MAX_MANIFEST_BYTES, "more than 1048576")):
+        large = sealed(body | {"later": bytes(padding)})
+        if fault is None:
+            decode_manifest(large)
+            continue
+        with pytest.raises(FormatError, match=fault):
+            decode_manifest(large)
+
+
+def test_strings_of_a_namespace_have_bounds() -> None:
+    heads = make_heads(model="m" * 2049)
+    body = body_of(make_segment()[0].manifest)
+    for field in ("model", "model_dtype", "attention", "kv_dtype", "quantiser"):
+        with pytest.raises(FormatError, match=rf"length <= 2048 - at `\$.{field}`"):
+            decode_manifest(sealed(body | {"namespace": body["namespace"] | {field: "m" * 2049}}))
+    with pytest.raises(FormatError, match="length <= 2048"):
+        SegmentSpec(heads, make_quantiser("exact"), "zstd", "240p", 2).require_readable()
+
+
+@pytest.mark.parametrize(("num_heads", "cell_heads", "expected"), [(8, 1, 128), (64, 2, 32), (32, 2, 64)])
+def test_segments_are_so_long_that_a_manifest_has_room_for_two_variants(
+    num_heads: int, cell_heads: int, expected: int
+) -> None:
+    geometry = KVGeometry(80, num_heads, 128, 128, 64, "bfloat16")
+    spec = SegmentSpec(make_heads(geometry), make_quantiser("exact"), "zstd", "240p", 16, cell_heads)
+    assert spec.longest_segment(128) == expected
+    manifest = decode_manifest(unread(spec, expected))
+    (variant,) = manifest.variants
+    sums, digests = (1 << 63,) * len(variant.chunks), bytes(16 * len(variant.chunks))
+    signed = msgspec.structs.replace(variant, frame_sums=sums, chunk_digests=digests)
+    other = msgspec.structs.replace(variant, chunk_digests=digests)
+    decode_manifest(msgspec.structs.replace(manifest, variants=(signed, other)).encode())
+
+
+def test_who_would_write_only_manifests_that_are_too_large_is_told() -> None:
+    spec = SegmentSpec(
+        make_heads(KVGeometry(80, 128, 128, 128, 64, "bfloat16")), make_quantiser("exact"), "raw", "240p", 16, 2
+    )
+    spec.require_readable()
+    with pytest.raises(FormatError, match=r"one span would have 1[0-9]{6} bytes.* a smaller max_tp_size"):
+        replace(spec, heads=make_heads(KVGeometry(240, 128, 128, 128, 64, "bfloat16"))).require_readable()
 
 
 @pytest.mark.parametrize(("width", "height"), [(4096, 2048), (136, 144), (148, 144), (144, 65536)])
@@ -138,6 +196,21 @@ def test_parts_of_bytes_have_their_size(name: Any, frames: bool) -> None:
             decode(cell, data[slice(*bad.cell_range(cell))])
 
 
+@pytest.mark.parametrize("name", ["uint8", "cachegen"])
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
+def test_scales_are_finite(name: Any, scale: float) -> None:
+    quantiser = make_quantiser(name)
+    coded, _ = make_segment(KLT_GEOMETRY, 2, quantiser=quantiser)
+    reader = SegmentReader(coded.manifest, quantiser)
+    cell = next(coded.manifest.cells())
+    scales = reader.decode_cell(cell, coded.data[slice(*reader.cell_range(cell))])[0].view(torch.bfloat16).clone()
+    scales[-1] = scale
+    manifest, data = with_part(coded, 0, scales.view(torch.uint8).numpy().tobytes())
+    bad = SegmentReader(manifest, quantiser)
+    with pytest.raises(FormatError, match="a scale is not finite"):
+        bad.decode_cell(cell, data[slice(*bad.cell_range(cell))])
+
+
 # What a bitstream decodes to
 
 
@@ -159,6 +232,19 @@ def test_hevc_of_another_size_is_refused_before_it_is_decoded(name: str) -> None
     codec = get_codec(name)
     with pytest.raises(CorruptError, match="1024, 1024"):
         codec.decode(codec.encode(pictures(1024)), (1, 144, 144))
+
+
+@pytest.mark.parametrize("name", ["hevc", "hevc420"])
+def test_hevc_of_many_nal_units_is_refused_before_it_is_decoded(name: str, request: pytest.FixtureRequest) -> None:
+    """libavcodec takes 4.6 KB for each, and leaves out those that it does not know: the pictures are right."""
+    codec = get_codec(name)
+    first, *others = map(bytes, split_access_units(codec.encode(pictures(144))))
+    reserved = b"\0\0\1\x52\1"  # type 41
+    few = join_access_units([first + reserved * 200, *others])
+    assert torch.equal(codec.decode(few, (1, 144, 144)), pictures(144))
+    request.getfixturevalue("decodes_no_picture")
+    with pytest.raises(CorruptError, match=r"picture has 304 NAL units, more than 256"):
+        codec.decode(join_access_units([first + reserved * 300, *others]), (1, 144, 144))
 
 
 def test_hevc_that_is_cropped_to_the_right_size_is_refused(request: pytest.FixtureRequest) -> None:
@@ -232,6 +318,13 @@ def test_a_namespace_has_exactly_its_fields(change: dict[str, Any]) -> None:
     namespace = {name: value for name, value in (body["namespace"] | change).items() if value is not None}
     with pytest.raises(FormatError, match="namespace"):
         decode_manifest(sealed(body | {"namespace": namespace}))
+
+
+@pytest.mark.parametrize("digest", ["0" * 32 + "\n", "0" * 31, "0" * 33, "A" * 32, "../" + "0" * 29])
+def test_a_data_digest_is_32_hex_digits(digest: str) -> None:
+    body = body_of(make_segment()[0].manifest)
+    with pytest.raises(FormatError, match="regex"):
+        decode_manifest(sealed(body | {"variants": [body["variants"][0] | {"data_digest": digest}]}))
 
 
 def test_the_first_segment_has_no_hash_before_it() -> None:

@@ -1,15 +1,29 @@
 """What was written once must be readable for ever: segments and profiles lie in tests/golden."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
 
+from sgl_kvfetch import prompts
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.segment import SegmentReader
+from sgl_kvfetch.codec.container.signing import ManifestKeys
+from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltQuantiser
 from sgl_kvfetch.labels import Labels
 from tests.golden.make import CASES, FIRST_PAGE, NUM_PAGES, Case, golden_quantiser, restored
-from tests.golden.second_reader import float_text, labels_of, names_of, parse_manifest, read_values
+from tests.golden.second_reader import (
+    fingerprint_of,
+    float_text,
+    hashes_of,
+    labels_of,
+    names_of,
+    parse_manifest,
+    read_values,
+    rounded,
+)
 from tests.segments import page_hashes
 
 EVERY_CASE = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
@@ -64,6 +78,33 @@ def test_the_document_suffices_to_find_them(case: Case) -> None:
     manifest = manifest_of(case)
     names = [manifest.key.manifest_name, *map(manifest.data_name, manifest.variants)]
     assert names_of(parse_manifest(case.path("kvm").read_bytes())) == names
+
+
+def test_the_document_suffices_to_find_ones_own_folder(tmp_path: Path) -> None:
+    tokens = list(range(3, 70_000, 1009))
+    for salt in ("", "tenant é"):
+        assert hashes_of(tokens, 16, salt) == prompts.page_hashes(tokens, 16, salt or None)
+    for name in ("b.safetensors", "a/x.py", "a-b.gguf", "config.json", "readme.md", ".git/x.bin", "empty.bin"):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"" if name == "empty.bin" else name.encode())
+    assert fingerprint_of(tmp_path) == fingerprint_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16"])
+def test_the_document_rounds_beyond_the_largest_value_as_torch_does(name: str) -> None:
+    largest = torch.finfo(getattr(torch, name)).max
+    values = torch.tensor([sign * largest * x for sign in (1, -1) for x in (0.999, 1, 1.02, 1.04, 1.07, 1.1, 2, 1e4)])
+    values = values[values.isfinite()]
+    expected = values.to(getattr(torch, name)).view(torch.uint8).numpy().tobytes()
+    assert rounded(values.double().numpy(), name).tobytes() == expected
+
+
+def test_the_second_reader_reads_signed_manifests() -> None:
+    raw = CASES["exact-hevc"].path("kvm").read_bytes()
+    assert parse_manifest(ManifestKeys([b"k" * 32]).sign(raw)) == parse_manifest(raw)
+    with pytest.raises(AssertionError):
+        parse_manifest(raw + bytes(36))
 
 
 @EVERY_CASE

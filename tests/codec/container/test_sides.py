@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import msgspec
@@ -13,6 +14,7 @@ from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, with_
 from sgl_kvfetch.codec.container.sides import SideKey, encode_side, join_sides, side_places
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import CorruptError, FormatError
+from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
 from tests.golden.second_reader import names_of, parse_manifest, read_sides
 from tests.segments import SMALL, make_heads, make_segment
@@ -169,3 +171,32 @@ def test_a_segment_has_few_objects_of_side_pages(monkeypatch: pytest.MonkeyPatch
         segment = with_sides(segment, {(f"pool{number}", 0): random_bytes(8, number)})
     with pytest.raises(FormatError, match="length <= 64"):
         decode_manifest(segment.manifest.encode())
+
+
+def test_the_namespace_is_hashed_once_for_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = {(f"pool{n}", page): random_bytes(8, n) for n in range(9) for page in range(4)}
+    segment = with_sides(make_segment()[0], pages)
+    digest, num_calls = Namespace.digest, 0
+
+    def counted(namespace: Namespace) -> str:
+        nonlocal num_calls
+        num_calls += 1
+        return digest(namespace)
+
+    monkeypatch.setattr(Namespace, "digest", counted)
+    assert len(side_places(segment.manifest)) == 36
+    assert num_calls == 1
+
+
+def test_a_large_side_page_is_verified_a_piece_at_a_time() -> None:
+    """A few kilobytes decode to it."""
+    segment = with_sides(make_segment()[0], {("mamba", 0): torch.zeros(64 << 20, dtype=torch.uint8)})
+    (place,) = side_places(segment.manifest).values()
+    (data,) = segment.side_data
+    assert len(data) < 10_000
+    tracemalloc.start()
+    try:
+        assert sum(map(len, place.decode_chunks(data))) == 64 << 20
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()

@@ -1,21 +1,30 @@
 from __future__ import annotations
 
+import itertools
+import struct
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
+import weakref
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
+import xxhash
 
 from harness.metrics import own_metric
 from harness.small_segments import expiring, put_segment
+from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.codec.container.segment import SegmentReader
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import KVFetchError, NamespaceMismatchError, StoreError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult
 from sgl_kvfetch.plane.fetch.finder import PageFinder
-from sgl_kvfetch.stores.base import Lookup
+from sgl_kvfetch.plane.fetch.plan import PageSource
+from sgl_kvfetch.stores.base import Lookup, SegmentHit
 from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
 from tests.segments import make_heads, make_segment, page_hashes
 
@@ -145,3 +154,93 @@ async def test_a_lookup_that_a_cache_answers_shows_that_the_store_is_down(
     is_down = False
     await pages.find_pages(page_hashes(NUM_PAGES), 1.0)
     assert own_metric("sgl_kvfetch_store_down") == 0
+
+
+# A store that answers with manifests as large as they may be
+
+
+def manifests(first_page: int, num_pages: int, padding: int, seed: str = "", shift: int = 0) -> list[bytes]:
+    """Manifests of one page each, with so many bytes in a field that readers ignore."""
+    body = msgspec.msgpack.decode(make_segment(num_pages=1)[0].manifest.encode()[12:-16])
+    hashes = page_hashes(num_pages, seed, first_page)
+    previous = page_hashes(1, seed, first_page - 1)[0] if first_page else None
+    made = []
+    for page, own in enumerate(hashes, first_page + shift):
+        place = {"first_page": page, "previous_hash": previous, "page_hashes": own, "later": bytes(padding)}
+        packed = msgspec.msgpack.encode(body | place)
+        head = struct.pack("<4sHHI", b"KVFM", 2, 0, len(packed)) + packed
+        made.append(head + xxhash.xxh3_128_digest(head))
+        previous = own
+    return made
+
+
+def answering(store: LocalStore, monkeypatch: pytest.MonkeyPatch, found: dict[bytes, bytes]) -> None:
+    """Let lookups answer with manifests by page hash."""
+
+    async def answer(_: str, hashes: Sequence[bytes]) -> Lookup:
+        return Lookup(tuple(SegmentHit(found[h], 0, 1) for h in itertools.takewhile(found.__contains__, hashes)))
+
+    monkeypatch.setattr(store, "lookup", answer)
+
+
+async def test_large_manifests_are_decoded_beside_the_event_loop(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def decode(content: bytes) -> Manifest:
+        threads.append(threading.current_thread())
+        return decode_manifest(content)
+
+    monkeypatch.setattr("sgl_kvfetch.plane.fetch.finder.decode_manifest", decode)
+    for padding, is_beside in ((0, False), (90_000, True)):
+        answering(store, monkeypatch, dict(zip(page_hashes(4), manifests(0, 4, padding), strict=True)))
+        pages, _ = finder(store)
+        assert len(await pages.find_pages(page_hashes(4), 5.0)) == 4
+        assert {each is not threading.main_thread() for each in threads} == {is_beside}
+        threads.clear()
+
+
+async def test_manifests_in_use_have_a_budget_in_bytes(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is only remembered makes room; what a request still uses does not."""
+    pages, faults = finder(store)
+    made: list[weakref.ref[SegmentReader]] = []
+    held: list[PageSource] = []
+    for turn in range(12):
+        hashes = page_hashes(4, str(turn))
+        answering(store, monkeypatch, dict(zip(hashes, manifests(0, 4, 1_000_000, str(turn)), strict=True)))
+        found = await pages.find_pages(hashes, 5.0)
+        made += [weakref.ref(source.reader) for source in found]
+        assert len(found) == 4
+        assert len({each() for each in made} - {None}) <= 16
+        assert (await pages.recall(hashes, 5.0))[3] is found[3]
+        held += found if turn < 2 else []
+    assert faults == []
+    del found
+    for turn in range(12, 15):
+        hashes = page_hashes(4, str(turn))
+        answering(store, monkeypatch, dict(zip(hashes, manifests(0, 4, 1_000_000, str(turn)), strict=True)))
+        held += await pages.find_pages(hashes, 5.0)
+    assert len(held) == 16
+    assert [str(fault) for fault in faults] == [
+        "manifests in use take 16777216 bytes; there is no room for one of 1001022 bytes"
+    ]
+
+
+async def test_requests_for_the_same_pages_share_their_manifests(store: LocalStore) -> None:
+    pages, _ = finder(store)
+    first = await pages.find_pages(page_hashes(NUM_PAGES), 1.0)
+    second = await pages.find_pages(page_hashes(NUM_PAGES), 1.0)
+    assert {source.reader for source in first} == {source.reader for source in second}
+    assert len({source.reader for source in first}) == 1
+
+
+async def test_an_answer_whose_parts_are_not_neighbours_is_a_fault(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K was rotated for another place in the sequence."""
+    parts = manifests(2, 3, 0) + manifests(5, 1, 0, shift=2)
+    answering(store, monkeypatch, dict(zip(page_hashes(4, "", 2), parts, strict=True)))
+    pages, faults = finder(store)
+    assert len(await pages.find_pages(page_hashes(4, "", 2), 1.0)) == 3
+    assert "expected page 5 of the sequence, found 7" in str(faults[0])

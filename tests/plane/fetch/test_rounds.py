@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -184,7 +185,7 @@ async def test_a_cancelled_fetch_leaves_nothing_behind(
 async def test_what_is_decoded_is_bounded(store: SpoiltStore, segment: Segment) -> None:
     wanted = sources(segment, range(8))
     reader = wanted[0].reader
-    largest = max(working_bytes(reader, cell) for span in range(4) for cell in reader.manifest.span_cells(span))
+    largest = max(working_bytes(reader, cell, Mock()) for span in range(4) for cell in reader.manifest.span_cells(span))
     under_way = most = 0
 
     class Watched(DecodePool[Decoders]):

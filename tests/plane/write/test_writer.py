@@ -203,3 +203,20 @@ async def test_a_batch_larger_than_the_queue_is_accepted_alone(store: LocalStore
     assert not writer.reserve(1, 0.0)
     writer.release(1 << 30)
     assert writer.reserve(1, 0.0)
+
+
+async def test_segments_whose_manifests_do_not_fit_into_one_are_not_merged(
+    store: LocalStore, make: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = make()
+    await write(writer, 0, 1)
+    content = await store.get(SegmentKey(SPEC.heads.folder, 1, page_hashes(1)[0]).manifest_name)
+    assert content is not None
+    monkeypatch.setattr("sgl_kvfetch.plane.write.writer.MAX_MANIFEST_BYTES", 2 * len(content))
+    await write(writer, 1, 1)
+    assert await lengths(store) == [1, 1]
+    monkeypatch.setattr("sgl_kvfetch.plane.write.writer.MAX_MANIFEST_BYTES", 3 * len(content))
+    await write(writer, 1, 1)
+    await write(writer, 2, 2)
+    await until_idle()
+    assert await lengths(store) == [1, 1, 2]

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -19,6 +19,9 @@ class FakeEvent:
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
         self.is_done = False
+
+    def query(self) -> bool:
+        return self.is_done
 
     def synchronize(self) -> None:
         self._device.run(lambda: self.is_done)
@@ -92,6 +95,9 @@ class FakeDevice(Device):
     def empty(self, shape: Sequence[int], stream: Stream) -> torch.Tensor:
         self.num_empty += 1
         return torch.full(tuple(shape), 0xEE, dtype=torch.uint8)
+
+    def upload(self, x: Any, stream: Stream) -> Any:
+        return x.to(self.torch_device)
 
     def used_on(self, tensor: torch.Tensor, stream: Stream) -> None:
         self.used.append((tensor, stream))

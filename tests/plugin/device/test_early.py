@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from array import array
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,14 +22,16 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.plane.fetch import fetcher
-from sgl_kvfetch.plane.fetch.restore import restore_cell
+from sgl_kvfetch.plane.fetch.restore import Restored, restore_cell
 from sgl_kvfetch.plane.fetch.sink import LayerProgress
-from sgl_kvfetch.plugin.device import early, scheduler_hooks
+from sgl_kvfetch.plugin import weight_updates
+from sgl_kvfetch.plugin.device import cache, early, scheduler_hooks
 from sgl_kvfetch.plugin.device.fetch_state import State
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import HEADS, LAYERS, PAGE, Rig, page_values, prompt
@@ -45,7 +49,7 @@ class Decoding:
     gates: dict[int, threading.Event] = field(default_factory=lambda: {0: threading.Event(), 1: threading.Event()})
     fails_at: int | None = None
 
-    def restore(self, original: Callable[..., float], reader: Any, cell: Any, *args: Any, **kwargs: Any) -> float:
+    def restore(self, original: Callable[..., Restored], reader: Any, cell: Any, *args: Any, **kwargs: Any) -> Restored:
         if reader.manifest.first_page + reader.manifest.span_range(cell.span)[1] == NUM_STORED:
             assert self.gates[cell.layer_group].wait(WAIT_S)
             if cell.layer_group == self.fails_at:
@@ -178,7 +182,8 @@ def test_a_layer_that_fails_costs_the_pass(make: MakeRig, decoding: Decoding, gr
         early, slots = rig.cache.early_starts, rig.cache.prefix_device_indices(request)
         early.begin_pass([request.rid])
         decoding.open(1)
-        early.wait_until(LAYERS - 1)
+        for layer in range(LAYERS):
+            early.wait_until(layer)
         assert not early.end_pass([request.rid])
         rig.cache.token_to_kv_pool_allocator.free(slots[before:])
         rig.cache.unlock(lock)
@@ -291,6 +296,39 @@ def test_layers_are_whole_when_all_heads_of_all_pages_are_there() -> None:
     assert not layers.wait(2, 0.0)  # for layer 1 is not whole
     layers.end()
     assert not layers.wait(1, WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_valid"),
+    [([0, 0, 1, 1, 2, 2], True), ([0, 1, 0, 2], True), ([2], False), ([0, 2], False), ([0, 2, 1, 2], False)],
+)
+def test_a_pass_asks_for_every_layer(asked: list[int], is_valid: bool) -> None:
+    """Layers that it did not ask for may have been read before they were whole."""
+    starts, layers = early.EarlyStarts(3, bool), LayerProgress(3, 1)
+    layers.count_cell(range(3), 1)
+    starts.start("r", [Mock(layers=layers)])
+    starts.begin_pass(["r"])
+    for layer in asked:
+        starts.wait_until(layer)
+    assert starts.end_pass(["r"]) == is_valid
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_sglang_gets_a_counter_only_for_early_start(is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_open_pages", "engine_nvdec", "pool_device", "open_engine_plane", "timeline", "atexit"):
+        monkeypatch.setattr(cache, name, Mock())
+    monkeypatch.setattr(weight_updates, "register_access", Mock())
+    extra = json.dumps({"store": "file:///none", "model_id": "m", "device": {"early_start": is_on}})
+    monkeypatch.setattr(cache, "get_memory", lambda: Mock(hicache_storage_backend_extra_config=extra))
+    made = Mock(spec=cache.KVFetchRadixCache, tree_components=(ComponentType.FULL,), page_size=64)
+    made.early_starts = early.EarlyStarts(3, bool)
+    made.set_connect = lambda connect: setattr(made, "connect", connect)
+    monkeypatch.setattr(cache, "create_unified_radix_cache", lambda ctx, cache_class: made)
+    ctx = Mock(tp_rank=0, tp_size=1)
+    made.token_to_kv_pool_allocator = ctx.params.token_to_kv_pool_allocator
+    cache.build_radix_cache(ctx)
+    pool = made.token_to_kv_pool_allocator.get_kvcache()
+    pool.register_layer_transfer_counter.assert_called_once_with(made.early_starts if is_on else None)
 
 
 def test_a_batch_without_a_result_is_taken_apart_once(make: MakeRig) -> None:

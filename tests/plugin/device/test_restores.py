@@ -116,7 +116,7 @@ def restore(cell: CellFrames, slots: torch.Tensor, outputs: CellOutputs) -> None
     inverse = cell.quantiser.inverse_of(cell.place)
     if isinstance(inverse, TransformInverse):
         inverse = inverse.to(DEVICE)
-    for work in restores_of(cell, inverse, slots, outputs):
+    for work in restores_of(cell, inverse, slots >= 0, outputs, lambda table, *args: table(*args).to(DEVICE)):
         fixed = [x.to(DEVICE) for x in work.fixed]
         work.launch(slots.to(DEVICE), fixed, [cell.parts[i].to(DEVICE) for i in work.parts], 0)
-        work.finish(fixed)
+        work.finish(slots.to(DEVICE), fixed)

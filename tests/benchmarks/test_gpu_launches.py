@@ -1,0 +1,16 @@
+"""The benchmark of launches, on a short prefix."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import gpu_launches
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_what_a_prefix_takes() -> None:
+    found = gpu_launches.measure(1024)
+    assert found["cells"] == 11 * 4  # groups of three layers, and pairs of heads
+    assert found["launches"] == 2 * 44
+    assert found["us a cell"] > 0
