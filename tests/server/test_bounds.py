@@ -119,7 +119,7 @@ async def test_answers_take_memory_until_they_are_sent(tmp_path: Path, monkeypat
 
 async def test_the_summary_has_short_names_and_few_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_MOST_FOLDERS", 2)
-    segments = segments_of(TOKENS, *(str(number) + "\x01" * 10_000 for number in range(3)))
+    segments = segments_of(TOKENS, *(str(number) + "\x01" * 2_000 for number in range(3)))
     async with serving(tmp_path, *segments) as session:
         summary = await get(session, wire.Route.SUMMARY)
         assert len(summary["folders"]) == 2
