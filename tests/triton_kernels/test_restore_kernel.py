@@ -8,7 +8,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from sgl_kvfetch.codec.layout.tiles import TileLayout
+from sgl_kvfetch.codec.layout.frames import FLAT
+from sgl_kvfetch.codec.layout.tiles import TileLayout, tile_layout
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised, Quantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.codec.quant.symmetric import SymmetricQuantiser
@@ -140,6 +141,13 @@ def run_span(run: Restore, span: Span) -> None:
 @pytest.mark.parametrize(("name", "dtype"), KINDS, ids=str)
 def test_same_bits_as_the_quantiser(name: Name, dtype: torch.dtype, run: Restore) -> None:
     run_span(run, Span(name, dtype, SMALL, WASTEFUL))
+
+
+@both
+@pytest.mark.parametrize("name", ["uint8", "exact"])
+def test_a_frame_a_token(name: Name, run: Restore) -> None:
+    flat = tile_layout(SMALL.heads, SMALL.dim, SMALL.tokens, FLAT)
+    run_span(run, Span(name, torch.bfloat16, SMALL, flat))
 
 
 @both
