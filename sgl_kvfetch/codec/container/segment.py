@@ -254,7 +254,7 @@ def encode_cells(
     layouts = spec.layouts(manifest)
 
     def encode(cell: Cell) -> list[CodedChunk]:
-        return encode_cell(manifest, quantised(cell), layouts, spec.codec)
+        return encode_cell(manifest, cell, quantised(cell), layouts, spec.codec)
 
     run: Callable[..., Iterable[list[CodedChunk]]] = executor.map if executor else map
     coded = [chunk for cell in run(encode, manifest.cells()) for chunk in cell]
@@ -274,7 +274,7 @@ def make_variant(
 
 
 def encode_cell(
-    manifest: Manifest, quantised: Quantised, layouts: Mapping[str, Layout], codec: str
+    manifest: Manifest, cell: Cell, quantised: Quantised, layouts: Mapping[str, Layout], codec: str
 ) -> list[CodedChunk]:
     """Return a cell's chunks, one a part."""
     chunks = []
@@ -285,22 +285,24 @@ def encode_cell(
             chunks.append(CodedChunk(Chunk.of(_BYTES.name, bitstream, raw), bitstream, None))
             continue
         frames = layouts[part.layout].to_frames(x)
-        tried = {name: get_codec(name).encode(frames) for name in _codecs_for(part, codec, raw)}
+        tried = {name: get_codec(name).encode(frames) for name in _codecs_for(cell, part, codec, raw)}
         name, bitstream = min(tried.items(), key=lambda item: len(item[1]))
         frame_sum = sum_of_frames(frames) if get_codec(name).is_video else None
         chunks.append(CodedChunk(Chunk.of(name, bitstream, raw), bitstream, frame_sum))
     return chunks
 
 
-def _codecs_for(part: PartInfo, codec: str, raw: bytes) -> tuple[str, ...]:
+def _codecs_for(cell: Cell, part: PartInfo, codec: str, raw: bytes) -> tuple[str, ...]:
     """Return the codecs among which a part's smallest bitstream is chosen, if the user wants ``codec``."""
     is_values = codec == AnsCodec.name and part.layout in TENSORS
     if not is_values and not get_codec(codec).is_video:
         return (codec,)
     if _entropy_bits(raw) > NOISE_BITS:
         return (FALLBACK_CODEC,)
+    if not is_values:
+        return (codec,)
     # Values of the first layer repeat with their tokens, which only zstd finds.
-    return (AnsTablesCodec.name, FALLBACK_CODEC) if is_values else (codec,)
+    return (AnsTablesCodec.name, FALLBACK_CODEC) if cell.layer_group == 0 else (AnsTablesCodec.name,)
 
 
 def _entropy_bits(data: bytes) -> float:

@@ -120,7 +120,7 @@ def transcode(
         quantised = reader.decode_cell(cell, view[slice(*reader.cell_range(cell))])
         for index, chunks in coded.items():
             codec, layouts = ways[index]
-            chunks += encode_cell(manifest, quantised, layouts, codec)
+            chunks += encode_cell(manifest, cell, quantised, layouts, codec)
     made = [
         make_variant(coded[ways.index(way)], way[1], target.codec, target.resolution)
         for target, way in zip(targets, ways, strict=True)
