@@ -64,7 +64,7 @@ def test_a_segment_that_cannot_be_encoded_is_the_exit_code(stored: Stored) -> No
     [
         (["file:///no/such/directory"], "is not a directory"),
         (["ftp://somewhere"], "not supported"),
-        (["http://127.0.0.1:9", "--codec", "h264"], "codec 'h264' is unknown; known are hevc"),
+        (["http://127.0.0.1:9", "--codec", "h264"], "codec 'h264' is unknown; known are ans, hevc"),
         (["http://127.0.0.1:9", "--resolutions", "240p,240p"], "each once"),
         (["http://127.0.0.1:9"], "127.0.0.1"),
     ],
