@@ -8,8 +8,8 @@ round also reads the same bytes in this process with only the store's client, wh
 and client on this machine. With `raw` nothing has to be decoded, so the two can be compared. CPU seconds are per GB of
 K and V, for the engine's process, the data plane's and the store's.
 
-`--security none tls signed` also measures a store that speaks TLS, and signed manifests, whose chunks are verified with
-SHA-256.
+`--security none tls signed encrypted` also measures a store that speaks TLS, signed manifests, whose chunks are
+verified with SHA-256, and chunks that AES-256-GCM encrypts.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from benchmarks.reads import find_units, read_all
 from benchmarks.report import write_json
 from harness.memory_pool import MemoryPool
 from harness.store_process import StoreProcess
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys, read_encryption_keys
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
@@ -46,12 +47,13 @@ from sgl_kvfetch.plane.launch import DataPlaneProcess, Line
 from sgl_kvfetch.plane.messages import Found, Start
 from sgl_kvfetch.plane.open import open_hedged
 from sgl_kvfetch.plane.plane import DataPlane
+from sgl_kvfetch.stores.keyed import with_keys
 from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
 from sgl_kvfetch.types import TENSORS, TensorName
 
 PAGE_SIZE, LAYERS, HEADS, HEAD_DIM = 16, 6, 8, 128
 QUANTISER: Final = "uint8"
-SECURITY = ("none", "tls", "signed")
+SECURITY = ("none", "tls", "signed", "encrypted")
 _TIMEOUT_S = 300.0
 
 
@@ -107,6 +109,7 @@ def _measure(codec: str, security: str, folder: Path, args: argparse.Namespace) 
         return started[-1]
 
     extra_args, ca_file, secure = _secure(security, folder)
+    keys = read_encryption_keys(secure.get("encryption_key_file"))
     with StoreProcess(folder / "store", extra_args=extra_args, ca_file=ca_file) as store:
         config = {
             **secure,
@@ -122,7 +125,9 @@ def _measure(codec: str, security: str, folder: Path, args: argparse.Namespace) 
             pool = MemoryPool(heads.geometry, num_pages * args.prefixes, 0.0)
             rounds, sizes = [], set()
             for _ in range(args.rounds):
-                client_s, wire_bytes = asyncio.run(_read_alone(store.url, ca_file, heads, prefixes, args.connections))
+                client_s, wire_bytes = asyncio.run(
+                    _read_alone(store.url, ca_file, keys, heads, prefixes, args.connections)
+                )
                 sizes.add(wire_bytes)
                 begin_s, engine_s = time.perf_counter(), time.process_time()
                 data_plane_s, store_s = usage(started[0].process.pid).cpu_s, usage(store.pid).cpu_s
@@ -148,6 +153,9 @@ def _secure(security: str, folder: Path) -> tuple[Sequence[str], Path | None, di
     if security == "signed":
         (folder / "key").write_text("k" * 32)
         return (), None, {"manifest_key_file": str(folder / "key")}
+    if security == "encrypted":
+        (folder / "key").write_text("key " + "0f" * 32)
+        return (), None, {"encryption_key_file": str(folder / "key")}
     if security == "none":
         return (), None, {}
     authority, ca, server = trustme.CA(), folder / "ca.pem", folder / "server.pem"
@@ -229,12 +237,17 @@ def _fetch(plane: DataPlane, prefixes: Sequence[Sequence[bytes]], pool: MemoryPo
 
 
 async def _read_alone(
-    url: str, ca_file: Path | None, heads: HeadSlice, prefixes: Sequence[Sequence[bytes]], connections: int
+    url: str,
+    ca_file: Path | None,
+    keys: EncryptionKeys | None,
+    heads: HeadSlice,
+    prefixes: Sequence[Sequence[bytes]],
+    connections: int,
 ) -> tuple[float, int]:
     """Return the seconds that reading the same bytes takes, and the number of bytes."""
     tls = None if ca_file is None else TlsFiles(ca=str(ca_file))
     options = HttpOptions(timeout_s=_TIMEOUT_S, max_connections=connections, tls=tls)
-    store = open_hedged(url, options=options)
+    store = with_keys(open_hedged(url, options=options), None, keys)
     quantiser = make_quantiser(QUANTISER)
     try:
         found = [await find_units(store, heads, hashes, quantiser, 4 << 20) for hashes in prefixes]

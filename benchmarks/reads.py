@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.container.secured import open_manifest
 from sgl_kvfetch.codec.container.segment import SegmentReader
 from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.keys import HeadSlice
@@ -19,7 +20,7 @@ async def find_units(
     """Look pages up. Return the reads that fetch what is stored of them."""
     units: list[ReadUnit] = []
     for hit in (await store.lookup(heads.folder, page_hashes)).hits:
-        reader = SegmentReader(decode_manifest(hit.manifest), quantiser)
+        reader = SegmentReader(open_manifest(decode_manifest(hit.manifest), store.encryption_keys), quantiser)
         units += [unit for span in range(reader.manifest.num_spans) for unit in read_units(reader, span, read_bytes)]
     return units
 

@@ -53,6 +53,10 @@ class FormatVersionError(FormatError):
     """Stored bytes follow a newer or an unknown version of the format."""
 
 
+class EncryptedError(FormatError):
+    """Stored bytes are encrypted with a key that this reader does not have. The message has its name."""
+
+
 class CorruptError(FormatError):
     """Stored bytes do not match their checksum, or do not decode."""
 

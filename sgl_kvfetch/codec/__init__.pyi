@@ -24,20 +24,29 @@ from .calibrate.model import (
     find_rope as find_rope,
     part_of as part_of,
 )
+from .container.encryption import EncryptionKeys as EncryptionKeys, read_encryption_keys as read_encryption_keys
 from .container.manifest import (
     MAX_MANIFEST_BYTES as MAX_MANIFEST_BYTES,
     MAX_SEGMENT_PAGES as MAX_SEGMENT_PAGES,
     MAX_SIDES as MAX_SIDES,
     MAX_VARIANTS as MAX_VARIANTS,
     Cell as Cell,
+    Chunk as Chunk,
     Manifest as Manifest,
     Side as Side,
     Variant as Variant,
     decode_manifest as decode_manifest,
+    encryption_keys_of as encryption_keys_of,
     require_rewritable as require_rewritable,
     split_signature as split_signature,
 )
 from .container.merge import merge_segments as merge_segments
+from .container.secured import (
+    open_manifest as open_manifest,
+    plain_segment as plain_segment,
+    secure_rows as secure_rows,
+    secure_segment as secure_segment,
+)
 from .container.segment import (
     CellFrames as CellFrames,
     CodedChunk as CodedChunk,
@@ -50,8 +59,6 @@ from .container.segment import (
     first_readable as first_readable,
     layouts_of as layouts_of,
     make_variant as make_variant,
-    with_chunk_digests as with_chunk_digests,
-    with_digests as with_digests,
 )
 from .container.sides import (
     SideKey as SideKey,

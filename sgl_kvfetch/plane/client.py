@@ -19,6 +19,7 @@ from sgl_kvfetch.codec import (
     Decoders,
     Quantiser,
     SegmentSpec,
+    read_encryption_keys,
     read_manifest_keys,
     resolution_for,
 )
@@ -36,7 +37,7 @@ from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.sides import SideFetcher
 from sgl_kvfetch.plane.open import S3Options, open_hedged
 from sgl_kvfetch.plane.write.writer import Writer
-from sgl_kvfetch.stores import HttpOptions, SignedStore, Store, TlsFiles
+from sgl_kvfetch.stores import HttpOptions, Store, TlsFiles, with_keys
 
 if TYPE_CHECKING:  # importing it loads Triton, which a data plane without a GPU does not need
     from sgl_kvfetch.codec import Nvdec
@@ -152,6 +153,7 @@ def writer_spec(
         resolution_for(codec, RESOLUTION),
         min(span_pages, max_span_pages or span_pages),
         _cell_heads(heads, config.max_tp_size),
+        encrypts=config.encryption_key_file is not None,
     )
 
 
@@ -193,9 +195,8 @@ def open_configured_store(config: KVFetchConfig, heads: HeadSlice | None = None)
                 on_outage=_count_outage,
             ),
         )
-    if config.manifest_key_file is None:
-        return store
-    return SignedStore(store, read_manifest_keys(Path(config.manifest_key_file)))  # also what the disk answers
+    encryption_keys = read_encryption_keys(config.encryption_key_file)
+    return with_keys(store, read_manifest_keys(config.manifest_key_file), encryption_keys)  # also what the disk answers
 
 
 def count_fetch(result: FetchResult, timeout_s: float) -> None:

@@ -124,6 +124,11 @@ class KVFetchConfig(_Keys):
         None,
         description="file with a key that all servers of a store share: sign manifests, and use only signed ones",
     )
+    encryption_key_file: Text | None = Field(
+        None,
+        description="file with named keys that all servers of a store share: encrypt what is stored with the first, "
+        "and use only what is encrypted with one of them",
+    )
     s3: dict[str, str | bool] | None = Field(
         None,
         repr=False,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote, urlsplit
 
-from sgl_kvfetch.codec import read_manifest_keys
+from sgl_kvfetch.codec import read_encryption_keys, read_manifest_keys
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores import MAX_HEDGES, AdminStore, HedgedStore, HttpOptions, HttpStore, OnHedge, Store, TlsFiles
 
@@ -115,8 +115,8 @@ def open_hedged(
 
 def check_files(config: KVFetchConfig) -> None:
     """Check the files and the keys that a config names for its stores. Does no network I/O. Raises ConfigError."""
-    if config.manifest_key_file is not None:
-        read_manifest_keys(Path(config.manifest_key_file))
+    read_manifest_keys(config.manifest_key_file)
+    read_encryption_keys(config.encryption_key_file)
     tls = TlsFiles(config.tls.ca_file, config.tls.cert_file, config.tls.key_file)
     tls.context()
     if config.store.startswith("s3:"):

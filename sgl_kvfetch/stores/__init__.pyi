@@ -16,6 +16,7 @@ from .hedged import MAX_HEDGES as MAX_HEDGES, HedgedStore as HedgedStore, OnHedg
 from .http import HttpStore as HttpStore
 from .http_answers import status_error as status_error
 from .indexed_s3 import IndexedS3Store as IndexedS3Store
+from .keyed import with_keys as with_keys
 from .listing import (
     Objects as Objects,
     StoredSegment as StoredSegment,
@@ -41,7 +42,6 @@ from .pins import (
 from .redis_index import IndexOptions as IndexOptions, PageIndex as PageIndex
 from .remote import HttpOptions as HttpOptions, TlsFiles as TlsFiles
 from .s3 import S3Store as S3Store
-from .signed import SignedStore as SignedStore
 from .sweep import Plan as Plan, Swept as Swept, plan_sweep as plan_sweep, sweep_segments as sweep_segments
 from .wire import (
     BYTES_TYPE as BYTES_TYPE,

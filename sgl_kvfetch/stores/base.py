@@ -23,7 +23,7 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, MAX_SEGMENT_PAGES, decode_manifest
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, MAX_SEGMENT_PAGES, EncryptionKeys, decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import NAMESPACE_PATTERN, ObjectName, SegmentKey, parse_object_name
 from sgl_kvfetch.side_by_side import side_by_side
@@ -92,6 +92,7 @@ class Store(ABC):
     """The operations that the data plane needs. Many tasks of one event loop may use a store at once."""
 
     signs = False  # whether it signs manifests, which then need chunk digests
+    encryption_keys: EncryptionKeys | None = None  # what is put must be encrypted with the first of them
 
     @abstractmethod
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:

@@ -16,6 +16,7 @@ import typer
 
 from sgl_kvfetch.tools.target import run_on_store
 from sgl_kvfetch.tools.terminal import (
+    EncryptionKeyFileOption,
     KeyFileOption,
     PartArgument,
     TokenFileOption,
@@ -25,7 +26,6 @@ from sgl_kvfetch.tools.terminal import (
     json_flag,
     make_progress,
     option,
-    read_keys,
     show,
 )
 
@@ -50,6 +50,7 @@ def encode(
         bool, option(None, "Also keep existing variants, for readers without the codec.", "--keep-source")
     ] = False,
     manifest_key_file: KeyFileOption = None,
+    encryption_key_file: EncryptionKeyFileOption = None,
     workers: Annotated[
         int, option("COUNT", "Parallel segments, each in a thread and in memory.", min=1, max=256, show_default="cores")
     ] = os.cpu_count() or 1,
@@ -93,6 +94,7 @@ def encode(
 
         kvfetch encode /var/cache/kv --resolutions 240p,480p --keep-source
     """
+    from sgl_kvfetch.codec import read_encryption_keys, read_manifest_keys
     from sgl_kvfetch.stores import HttpOptions
     from sgl_kvfetch.tools.encoding.encoder import EncodeOptions, Encoder
     from sgl_kvfetch.tools.encoding.transcode import make_targets
@@ -111,7 +113,8 @@ def encode(
         made = Encoder(
             opened,
             options,
-            keys=keys,
+            manifest_keys=manifest_keys,
+            encryption_keys=encryption_keys,
             on_step=reporter.step,
             on_total=reporter.total,
             on_segment=reporter.segment_done,
@@ -121,7 +124,8 @@ def encode(
 
     with reporter.progress:
         http = HttpOptions(max_object_bytes=_MAX_OBJECT_BYTES)
-        keys = read_keys(manifest_key_file)
+        manifest_keys = read_manifest_keys(manifest_key_file)
+        encryption_keys = read_encryption_keys(encryption_key_file)
         try:
             run_on_store(url, token, token_file, None, work, options=http)
         except KeyboardInterrupt:

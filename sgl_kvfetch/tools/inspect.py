@@ -12,7 +12,16 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from sgl_kvfetch.codec import Manifest, ManifestKeys, RegionLayout, TileLayout
+from sgl_kvfetch.codec import (
+    EncryptionKeys,
+    Manifest,
+    ManifestKeys,
+    RegionLayout,
+    TileLayout,
+    open_manifest,
+    read_encryption_keys,
+    read_manifest_keys,
+)
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores import StoredSegment, decode_named_manifest
@@ -29,6 +38,7 @@ from sgl_kvfetch.tools.summary import (
 )
 from sgl_kvfetch.tools.target import OpenTarget, run_on_target
 from sgl_kvfetch.tools.terminal import (
+    EncryptionKeyFileOption,
     KeyFileOption,
     TargetArgument,
     TokenFileOption,
@@ -39,7 +49,6 @@ from sgl_kvfetch.tools.terminal import (
     json_flag,
     make_table,
     option,
-    read_keys,
     show,
 )
 
@@ -52,6 +61,7 @@ def inspect(
     token: TokenOption = None,
     token_file: TokenFileOption = None,
     manifest_key_file: KeyFileOption = None,
+    encryption_key_file: EncryptionKeyFileOption = None,
     as_json: Annotated[
         bool,
         json_flag(
@@ -71,7 +81,8 @@ def inspect(
     For a store, the command lists its namespaces, the largest first, with the ages of their oldest and newest
     segments; for a namespace, its segments; for one segment, every chunk. With several models, it also says how many
     bytes each takes. Sizes include scales and manifests. Segments of a namespace that overlap are counted separately.
-    With --manifest-key-file, the command says of each segment listed or shown whether its signature is good.
+    With --manifest-key-file, the command says of each segment listed or shown whether its signature is good. Of
+    encrypted segments, the codecs and the pictures need --encryption-key-file.
 
     Examples:
 
@@ -81,7 +92,7 @@ def inspect(
 
         kvfetch inspect file:///var/cache/kv#4f0c...e1/8-91ab --png pictures
     """
-    keys = read_keys(manifest_key_file)
+    keys, encryption_keys = read_manifest_keys(manifest_key_file), read_encryption_keys(encryption_key_file)
 
     async def look(opened: OpenTarget) -> None:
         listed = await opened.list_segments()
@@ -92,7 +103,7 @@ def inspect(
         if png is not None and not is_single:
             raise ConfigError(f"--png expects one segment, {opened.label} holds {len(whole)}; name one as STORE#NAME")
         if is_single:
-            manifest, summary = await _read_segment(opened, whole[0], keys)
+            manifest, summary = await _read_segment(opened, whole[0], keys, encryption_keys)
             show(Inspected([], [summary], 0, {}, *of_orphans), as_json, _segment_tables(summary))
             if png is not None:
                 from sgl_kvfetch.tools.pictures import draw_span
@@ -100,7 +111,7 @@ def inspect(
                 async for line in draw_span(opened.objects, manifest, png, span, max_frames):
                     typer.echo(line, err=as_json)
         elif opened.prefix:
-            segments, unreadable = await _read_segments(opened, whole, keys, limit)
+            segments, unreadable = await _read_segments(opened, whole, keys, encryption_keys, limit)
             inspected = Inspected([], segments, max(0, len(whole) - limit), unreadable, *of_orphans)
             show(inspected, as_json, _segments_tables(inspected))
         else:
@@ -111,7 +122,11 @@ def inspect(
 
 
 async def _read_segments(
-    target: OpenTarget, segments: Sequence[StoredSegment], keys: ManifestKeys | None, limit: int
+    target: OpenTarget,
+    segments: Sequence[StoredSegment],
+    keys: ManifestKeys | None,
+    encryption_keys: EncryptionKeys | None,
+    limit: int,
 ) -> tuple[list[SegmentSummary], dict[str, str]]:
     """Summarise the first ``limit`` segments, in each namespace the longest first. Also return errors by name."""
     in_order = sorted(segments, key=lambda s: (s.key.namespace, -s.key.num_pages, s.key.last_page_hash))
@@ -119,21 +134,23 @@ async def _read_segments(
     unreadable: dict[str, str] = {}
     for stored in in_order[:limit]:
         try:
-            summaries.append((await _read_segment(target, stored, keys))[1])
+            summaries.append((await _read_segment(target, stored, keys, encryption_keys))[1])
         except FormatError as e:
             unreadable[stored.key.manifest_name] = str(e)
     return summaries, unreadable
 
 
 async def _read_segment(
-    target: OpenTarget, stored: StoredSegment, keys: ManifestKeys | None
+    target: OpenTarget, stored: StoredSegment, keys: ManifestKeys | None, encryption_keys: EncryptionKeys | None
 ) -> tuple[Manifest, SegmentSummary]:
-    """Read and summarise a segment's manifest. Raises FormatError and StoreError."""
+    """Read and summarise a segment's manifest, opened if there are keys. Raises FormatError and StoreError."""
     name = stored.key.manifest_name
     content = await target.objects.get(name)
     if content is None:
         raise StoreError("missing", f"{name} was deleted after it was listed")
     manifest = decode_named_manifest(content, name)
+    if encryption_keys is not None:
+        manifest = open_manifest(manifest, encryption_keys)
     return manifest, summarise_segment(stored, manifest, signature_of(content, keys))
 
 
@@ -267,6 +284,8 @@ def _facts(s: SegmentSummary) -> Table:
             table.add_row(f"layout of {name}, variant {index}", _describe_layout(layout))
     table.add_row("manifest", format_size(s.manifest_bytes))
     table.add_row("signature", s.signature)
+    if s.encryption_keys:
+        table.add_row("encrypted with", ", ".join(s.encryption_keys))
     if s.expires is not None:
         table.add_row("expires", f"{datetime.fromtimestamp(s.expires, UTC):%Y-%m-%d %H:%M:%S} UTC")
     return table

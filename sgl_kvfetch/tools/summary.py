@@ -133,6 +133,7 @@ class SegmentSummary(Struct, frozen=True):
     num_layer_groups: int
     manifest_bytes: int
     signature: Signature
+    encryption_keys: list[str]  # names; empty if it is not encrypted
     expires: int | None  # in seconds since the epoch; None for never
     sizes: Sizes  # everything under the segment's name
     variants: tuple[VariantSummary, ...]
@@ -174,6 +175,7 @@ def summarise_segment(stored: StoredSegment, manifest: Manifest, signature: Sign
         manifest.grid.num_layer_groups,
         stored.manifest.size_bytes,
         signature,
+        manifest.key_names,
         manifest.expires,
         sizes(manifest.raw_bytes, stored.stored_bytes, manifest.namespace.kv_dtype),
         variants,

@@ -22,8 +22,6 @@ from sgl_kvfetch.sizes import UNITS
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
-    from sgl_kvfetch.codec import ManifestKeys
-
 TOKEN_ENV = "KVFETCH_TOKEN"  # also in sgl_kvfetch.plane.config, which is slow to import because it needs torch
 _MAX_FAILURES_SHOWN = 20
 _AGE_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -63,6 +61,9 @@ TokenOption = Annotated[
 ]
 TokenFileOption = Annotated[Path | None, option("FILE", "A file that holds the token.")]
 KeyFileOption = Annotated[Path | None, option("FILE", "The key that manifests of this store are signed with.")]
+EncryptionKeyFileOption = Annotated[
+    Path | None, option("FILE", "The named keys that this store's segments are encrypted with.")
+]
 IndexOption = Annotated[str | None, option("URL", f"The index of an S3 store: {INDEX_HELP}")]
 DryRunOption = Annotated[bool, option(None, "Say what would be deleted or written, and change nothing.", "--dry-run")]
 
@@ -81,13 +82,6 @@ def read_token(token: str | None, token_file: Path | None) -> str | None:
     if token == "":
         raise ConfigError("--token is empty")
     return token or os.environ.get(TOKEN_ENV) or None
-
-
-def read_keys(manifest_key_file: Path | None) -> ManifestKeys | None:
-    """Return the keys in the file, or None without a file. Raises ConfigError."""
-    from sgl_kvfetch.codec import read_manifest_keys
-
-    return None if manifest_key_file is None else read_manifest_keys(manifest_key_file)
 
 
 def show(

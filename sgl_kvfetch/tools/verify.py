@@ -13,14 +13,26 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from sgl_kvfetch.codec import Cell, Manifest, ManifestKeys, Side, Variant
-from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
+from sgl_kvfetch.codec import (
+    Cell,
+    Chunk,
+    EncryptionKeys,
+    Manifest,
+    ManifestKeys,
+    Side,
+    Variant,
+    open_manifest,
+    read_encryption_keys,
+    read_manifest_keys,
+)
+from sgl_kvfetch.errors import ConfigError, EncryptedError, FormatError, StoreError
 from sgl_kvfetch.keys import ContentCheck
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores import ObjectInfo, Objects, StoredSegment, decode_named_manifest, read_manifest
 from sgl_kvfetch.tools.summary import signature_of
 from sgl_kvfetch.tools.target import OpenTarget, run_on_target
 from sgl_kvfetch.tools.terminal import (
+    EncryptionKeyFileOption,
     KeyFileOption,
     TargetArgument,
     TokenFileOption,
@@ -29,7 +41,6 @@ from sgl_kvfetch.tools.terminal import (
     json_flag,
     make_progress,
     option,
-    read_keys,
     show,
 )
 
@@ -45,11 +56,12 @@ def verify(
     token: TokenOption = None,
     token_file: TokenFileOption = None,
     manifest_key_file: KeyFileOption = None,
+    encryption_key_file: EncryptionKeyFileOption = None,
     as_json: Annotated[
         bool,
         json_flag(
-            "an object with num_segments, num_chunks, read_bytes, num_gone, num_unchecked, problems (each with name "
-            "and what) and orphans"
+            "an object with num_segments, num_chunks, read_bytes, num_gone, num_unchecked, num_locked, problems (each "
+            "with name and what), locking_keys and orphans"
         ),
     ] = False,
     jobs: Annotated[
@@ -62,7 +74,8 @@ def verify(
     """Read and decode everything that is stored, and compare it with its checksums.
 
     With --manifest-key-file, a manifest whose signature is missing or wrong is a problem, too. Without it, signatures
-    are counted and not checked.
+    are counted and not checked. Without --encryption-key-file, encrypted segments are not decoded, only compared with
+    the checksums of their bytes as they are stored.
 
     The exit code is 0 if everything is valid, 1 if something is corrupt or missing, 2 if the store cannot be read.
     Only --rebuild changes anything: the catalog. Data without a manifest, left by a crashed writer, are counted but are
@@ -76,7 +89,7 @@ def verify(
 
         kvfetch verify backup/8-91ab.kvm
     """
-    keys = read_keys(manifest_key_file)
+    keys, encryption_keys = read_manifest_keys(manifest_key_file), read_encryption_keys(encryption_key_file)
 
     async def check(opened: OpenTarget) -> Report:
         if rebuild:
@@ -85,7 +98,7 @@ def verify(
             if not isinstance(opened.objects, LocalStore):
                 raise ConfigError(f"{opened.label} is not a directory; --rebuild works where the disk is")
             await opened.objects.rebuild()
-        return await _verify(opened, await opened.list_segments(), keys, jobs)
+        return await _verify(opened, await opened.list_segments(), keys, encryption_keys, jobs)
 
     try:
         report = run_on_target(target, token, token_file, check)
@@ -96,7 +109,13 @@ def verify(
         raise typer.Exit(1)
 
 
-async def _verify(target: OpenTarget, segments: list[StoredSegment], keys: ManifestKeys | None, jobs: int) -> Report:
+async def _verify(
+    target: OpenTarget,
+    segments: list[StoredSegment],
+    keys: ManifestKeys | None,
+    encryption_keys: EncryptionKeys | None,
+    jobs: int,
+) -> Report:
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
     total = sum(segment.stored_bytes for segment in segments if segment.manifest is not None)
@@ -106,7 +125,12 @@ async def _verify(target: OpenTarget, segments: list[StoredSegment], keys: Manif
     ):
         task = progress.add_task("", total=total)
         verifier = Verifier(
-            target.objects, pool, jobs=jobs, keys=keys, on_read=lambda num_bytes: progress.advance(task, num_bytes)
+            target.objects,
+            pool,
+            jobs=jobs,
+            keys=keys,
+            encryption_keys=encryption_keys,
+            on_read=lambda num_bytes: progress.advance(task, num_bytes),
         )
         return await verifier.run(segments)
 
@@ -127,6 +151,9 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"{len(report.orphans)} data objects ({size}) have no manifest: being written, or left by a crash"
     if report.num_unchecked:
         yield f"{report.num_unchecked} manifests are signed (not checked; see --manifest-key-file)"
+    if report.num_locked:
+        names = ", ".join(report.locking_keys)
+        yield f"{report.num_locked} segments are encrypted with {names} (not decoded; see --encryption-key-file)"
     if report.num_gone:
         yield f"{report.num_gone} segments were deleted or replaced during the run"
 
@@ -141,14 +168,17 @@ class Problem:
 class Report:
     """``orphans`` are data objects that no manifest names: still being written, or left by a writer that crashed.
     ``num_gone`` counts segments that were deleted or replaced during the run; they are no problem. ``num_unchecked``
-    counts manifests with a signature that there was no key to check with."""
+    counts manifests with a signature that there was no key to check with, ``num_locked`` segments that there was no key
+    to decrypt with, and ``locking_keys`` are the names of those keys."""
 
     num_segments: int = 0
     num_chunks: int = 0
     read_bytes: int = 0
     num_gone: int = 0
     num_unchecked: int = 0
+    num_locked: int = 0
     problems: list[Problem] = field(default_factory=list)
+    locking_keys: list[str] = field(default_factory=list)
     orphans: list[ObjectInfo] = field(default_factory=list)
 
 
@@ -168,12 +198,13 @@ class _Piece(NamedTuple):
 @dataclass
 class Verifier:
     """Verifies ``jobs`` segments at a time. Each job holds one read of about ``read_bytes`` bytes in memory. With
-    ``keys``, also requires that all manifests are signed with one of them."""
+    ``keys``, also requires that all manifests are signed with one of them. ``encryption_keys`` decrypt."""
 
     objects: Objects
     decode_pool: Executor
     jobs: int
     keys: ManifestKeys | None = None
+    encryption_keys: EncryptionKeys | None = None
     read_bytes: int = 4 << 20
     on_read: Callable[[int], None] = lambda num_bytes: None
     report: Report = field(default_factory=Report)
@@ -205,18 +236,22 @@ class Verifier:
             self._note_read(info.size_bytes)
             manifest = decode_named_manifest(content, info.name)
             self._check_signature(info.name, content)
-            quantiser = quantiser_from_identity(manifest.namespace.quantiser)
-            readers = [SegmentReader(manifest, quantiser, index) for index in range(len(manifest.variants))]
+            try:
+                opened = open_manifest(manifest, self.encryption_keys)
+            except EncryptedError:
+                self.report.num_locked += 1
+                self.report.locking_keys = sorted({*self.report.locking_keys, *manifest.key_names})
+                pieces = [self._stored_pieces(data) for data in manifest.data]
+            else:
+                quantiser = quantiser_from_identity(opened.namespace.quantiser)
+                readers = [SegmentReader(opened, quantiser, index) for index in range(len(opened.variants))]
+                pieces = [*map(self._variant_pieces, readers), *(self._side_pieces(opened, s) for s in opened.sides)]
         except (FormatError, StoreError) as e:
             self._blame(info.name, e)
             return
         self.report.num_segments += 1
-        for reader in readers:
-            info_of_data = stored.data.get(reader.data_name)
-            await self._verify_data(info_of_data, manifest, reader.variant, self._variant_pieces(reader))
-        for side in manifest.sides:
-            info_of_data = stored.data.get(manifest.data_name(side))
-            await self._verify_data(info_of_data, manifest, side, self._side_pieces(manifest, side))
+        for data, its_pieces in zip(manifest.data, pieces, strict=True):
+            await self._verify_data(stored.data.get(manifest.data_name(data)), manifest, data, its_pieces)
         self.report.orphans += [data for name, data in stored.data.items() if name not in manifest.data_names]
 
     def _check_signature(self, name: str, content: bytes) -> None:
@@ -275,6 +310,18 @@ class Verifier:
                     unit.start, unit.size_bytes, num_chunks, [partial(_decode_cell, unit, c) for c in unit.cells]
                 )
 
+    def _stored_pieces(self, data: Variant | Side) -> Iterator[_Piece]:
+        """Yield the pieces of a data object that is not decoded."""
+        start = size_bytes = 0
+        run: list[Chunk] = []
+        for chunk in data.chunks:
+            if run and size_bytes + chunk.size_bytes > self.read_bytes:
+                yield _Piece(start, size_bytes, len(run), [partial(_check_stored, run)])
+                start, size_bytes, run = start + size_bytes, 0, []
+            run.append(chunk)
+            size_bytes += chunk.size_bytes
+        yield _Piece(start, size_bytes, len(run), [partial(_check_stored, run)])
+
     def _side_pieces(self, manifest: Manifest, side: Side) -> Iterator[_Piece]:
         from sgl_kvfetch.codec import places_in
 
@@ -314,6 +361,14 @@ class Verifier:
 
     def _add(self, name: str, what: str) -> None:
         self.report.problems.append(Problem(name, what))
+
+
+def _check_stored(chunks: Sequence[Chunk], content: bytes) -> None:
+    """Compare chunks with the checksums of their bytes as they are stored. Raises CorruptError."""
+    view = memoryview(content)
+    for number, chunk in enumerate(chunks):
+        piece, view = view[: chunk.size_bytes], view[chunk.size_bytes :]
+        chunk.require_coded(piece, b"", f"chunk {number} of what was read")
 
 
 def _side_piece(places: Sequence[SidePlace]) -> _Piece:

@@ -29,8 +29,8 @@ from sgl_kvfetch.plane import disk_tier
 from sgl_kvfetch.plane.disk_tier import DiskTier, DiskTierOptions
 from sgl_kvfetch.stores.base import Lookup, Store
 from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.keyed import KeyedStore
 from sgl_kvfetch.stores.remote import HttpOptions
-from sgl_kvfetch.stores.signed import SignedStore
 
 CAPACITY = 100 << 20
 CHAIN = page_hashes(64)
@@ -562,7 +562,7 @@ async def test_segments_in_several_variants(tier: DiskTier, remote: RemoteStore,
 
 async def test_manifests_from_the_disk_need_a_signature(make: MakeTier, remote: RemoteStore, events: Events) -> None:
     """The tier is below the signatures, and keeps them."""
-    signed = SignedStore(tier := make(), ManifestKeys([b"k" * 32]))
+    signed = KeyedStore(tier := make(), ManifestKeys([b"k" * 32]), None)
     await put_segment(signed, SEGMENT)
     (before,) = (await signed.lookup(FOLDER, CHAIN)).hits
     assert await read(signed) == SEGMENT.data

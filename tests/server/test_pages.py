@@ -13,6 +13,8 @@ import aiohttp
 import pytest
 
 from harness.small_segments import make_segment, page_hashes, put_segment
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys
+from sgl_kvfetch.codec.container.secured import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.labels import Labels
@@ -163,6 +165,24 @@ async def test_how_much_of_a_prompt_is_stored(tmp_path: Path) -> None:
         assert "--tokenizer" in (await ask(400, prompt="text", page_size=16))["message"]
         assert "page_size" in (await ask(400, prompt=[1], page_size=0))["message"]
         assert "prompt" in (await ask(400, page_size=1))["message"]
+
+
+async def test_what_a_store_without_the_key_shows_of_encrypted_segments(tmp_path: Path) -> None:
+    """Its names and sizes, and how much of a prompt is stored; no codecs and no pictures."""
+    hashes = hashes_of([1, 2, 3, 4], 1, None)
+    segment = secure_segment(make_segment(hashes, 0, 4), EncryptionKeys({"ours": b"k" * 32}), False)
+    name = segment.manifest.key.manifest_name
+    async with serving(tmp_path, segment) as session:
+        (row,) = (await get(session, wire.Route.SUMMARY))["folders"]
+        assert (row["num_segments"], row["num_tokens"], row["model_identity"]) == (1, 4, "conformance")
+        about = await get(session, f"{wire.Route.SEGMENTS}/{name}")
+        assert [variant["codecs"] for variant in about["variants"]] == [["aes-256-gcm"]]
+        asked = {"prompt": [1, 2, 3, 4], "page_size": 1}
+        async with session.post(wire.Route.PROMPTS, json=asked) as response:
+            assert list((await response.json())["stored_pages"].values()) == [4]
+        message = (await get(session, f"{wire.Route.PICTURES}/{name}", status=501))["message"]
+        assert "cannot draw the frames" in message
+        assert "'ours'" in message
 
 
 async def test_pictures_of_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,10 @@ from sgl_kvfetch.stores import indexed_s3 as indexed
 from sgl_kvfetch.stores.base import Lookup, Store
 from sgl_kvfetch.stores.breaker import Breaker
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
+from sgl_kvfetch.stores.keyed import KeyedStore
 from sgl_kvfetch.stores.redis_index import Entry, IndexOptions, PageIndex
 from sgl_kvfetch.stores.remote import HttpOptions
 from sgl_kvfetch.stores.s3 import S3Store
-from sgl_kvfetch.stores.signed import SignedStore
 
 URL = f"s3://{BUCKET}/kv"
 CHAIN = page_hashes(32)
@@ -263,7 +263,7 @@ async def test_manifests_that_are_cut_short_are_an_error(store: IndexedS3Store, 
 
 
 async def test_signed_manifests_are_entered_too(store: IndexedS3Store, s3_proxy: FaultyProxy) -> None:
-    signed = SignedStore(store, ManifestKeys([b"k" * 32]))
+    signed = KeyedStore(store, ManifestKeys([b"k" * 32]), None)
     await put(signed, (0, 16))
     s3_proxy.requests.clear()
     assert parts(await signed.lookup(FOLDER, CHAIN[5:12])) == [(5, 7)]

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from sgl_kvfetch.codec.container.segment import CodedSegment, with_chunk_digests
+from sgl_kvfetch.codec.container.secured import secure_segment
+from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.tools.app import app
@@ -43,7 +44,7 @@ KEY = b"k" * 32
 
 def sign(stored: Stored, index: int, key: bytes = KEY) -> None:
     """Store a segment's manifest with a signature by ``key``."""
-    manifest = with_chunk_digests(stored.segments[index]).manifest.encode()
+    manifest = secure_segment(stored.segments[index], None, True).manifest.encode()
     stored.manifest_path(index).write_bytes(ManifestKeys([key]).sign(manifest))
 
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from harness.small_segments import expiring
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys
 from sgl_kvfetch.codec.container.manifest import MAX_MANIFEST_BYTES, Chunk, Manifest, PartInfo, Variant, decode_manifest
+from sgl_kvfetch.codec.container.secured import secure_segment
 from sgl_kvfetch.codec.container.segment import SegmentReader
 from sgl_kvfetch.codec.quant.registry import quantiser_from_identity
 from sgl_kvfetch.labels import Labels
@@ -205,6 +207,30 @@ def test_signatures_are_shown(stored: Stored, key_file: Path) -> None:
     assert "good" in listed
     assert "wrong" in listed
     assert "signed (not checked)" in kvfetch("inspect", str(stored.manifest_path(0))).stdout
+
+
+def test_encrypted_segments_are_shown_with_the_key(tmp_path: Path) -> None:
+    segment = secure_segment(make_segment(codec="hevc")[0], EncryptionKeys({"ours": b"k" * 32}), False)
+    put(tmp_path / "store", segment)
+    url, file = (tmp_path / "store").as_uri(), tmp_path / "keys"
+    file.write_text(f"ours {b'k'.hex() * 32}")
+    key = "--encryption-key-file", str(file)
+
+    def codecs(*args: str) -> set[str]:
+        (variant,) = segment_json(f"{url}#{segment.manifest.key.stem}", *args)["variants"]
+        return {codec for part in variant["parts"] for codec in part["codecs"]}
+
+    assert codecs() == {"aes-256-gcm"}
+    assert codecs(*key) >= {"hevc"}
+    shown = kvfetch("inspect", str(tmp_path / "store" / segment.manifest.key.manifest_name)).stdout
+    assert "encrypted with" in shown
+    assert "ours" in shown
+    pictures = tmp_path / "pictures"
+    refused = kvfetch("inspect", url, "--png", str(pictures))
+    assert refused.exit_code == 2
+    assert "is encrypted with the key 'ours'" in " ".join(refused.output.split())
+    assert kvfetch("inspect", url, "--png", str(pictures), *key).exit_code == 0
+    assert list(pictures.glob("*contact-sheet.png"))
 
 
 def test_a_manifest_of_the_largest_size(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ import msgspec
 import pytest
 import torch
 
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys
 from sgl_kvfetch.codec.container.manifest import Manifest
+from sgl_kvfetch.codec.container.secured import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.container.sides import encode_side
 from sgl_kvfetch.directory.local import LocalStore
@@ -201,6 +203,29 @@ def test_a_manifest_that_nests_without_end(stored: Stored) -> None:
     (problem,) = verify_json(stored.url, 1)["problems"]
     assert problem["name"] == stored.segments[0].manifest.key.manifest_name
     assert "malformed" in problem["what"]
+
+
+def test_encrypted_segments_are_decoded_with_the_key(tmp_path: Path, coded: tuple[CodedSegment, ...]) -> None:
+    keys, file = EncryptionKeys({"ours": b"k" * 32}), tmp_path / "keys"
+    file.write_text(f"ours {b'k'.hex() * 32}")
+    stored = Stored(tmp_path / "store", tuple(secure_segment(each, keys, False) for each in coded))
+    for segment in stored.segments:
+        put(stored.root, segment)
+    report = verify_json(stored.url, 0, "--encryption-key-file", str(file))
+    assert (report["num_segments"], report["num_locked"]) == (3, 0)
+    # Without the key, only the bytes as they are stored.
+    report = verify_json(stored.url, 0)
+    assert (report["num_segments"], report["num_locked"], report["locking_keys"]) == (3, 3, ["ours"])
+    assert "encrypted with ours (not decoded" in kvfetch("verify", stored.url).stdout
+    flip(stored.data_path(0), 5)
+    problems = verify_json(stored.url, 1)["problems"]
+    assert {problem["name"] for problem in problems} == {stored.segments[0].data_name}
+    assert any("checksum does not match" in problem["what"] for problem in problems)
+    flip(stored.data_path(0), 5)
+    file.write_text(f"ours {'00' * 32}")
+    problems = verify_json(stored.url, 1, "--encryption-key-file", str(file))["problems"]
+    assert len(problems) == 3
+    assert all("does not decrypt with the key 'ours'" in problem["what"] for problem in problems)
 
 
 def test_signatures_are_checked_with_a_key(stored: Stored, key_file: Path) -> None:

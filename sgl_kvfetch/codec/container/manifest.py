@@ -15,6 +15,7 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
+from sgl_kvfetch.codec.container.encryption import DataCipher, Encryption
 from sgl_kvfetch.codec.container.signing import (
     CHUNK_DIGEST_BYTES,
     TRAILER_BYTES,
@@ -24,7 +25,7 @@ from sgl_kvfetch.codec.container.signing import (
 from sgl_kvfetch.codec.layout.frames import MIN_PICTURE, PICTURE_MULTIPLE, PLANES, Layout
 from sgl_kvfetch.codec.layout.regions import RegionLayout
 from sgl_kvfetch.codec.layout.tiles import TileLayout
-from sgl_kvfetch.errors import CorruptError, FormatError, FormatVersionError, UnsupportedError
+from sgl_kvfetch.errors import CorruptError, EncryptedError, FormatError, FormatVersionError, UnsupportedError
 from sgl_kvfetch.keys import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
@@ -114,6 +115,7 @@ class Variant(msgspec.Struct, frozen=True, omit_defaults=True):
     # depend on the layout, so they are not in the chunk's row, which identifies its content.
     frame_sums: tuple[_FrameSum | None, ...] = ()
     chunk_digests: bytes = b""  # `signing.chunk_digest` of each chunk, in signed manifests
+    encryption: Encryption | None = None  # since version 2.3
 
     def frame_sum(self, chunk: int) -> int | None:
         return self.frame_sums[chunk] if self.frame_sums else None
@@ -139,15 +141,23 @@ class SidePage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Side(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A data object of side pages, and the digest that names it. ``chunk_digests``: as in `Variant`."""
+    """A data object of side pages, and the digest that names it. The rest is as in `Variant`."""
 
     data_digest: _DataDigest
     pages: tuple[SidePage, ...]  # in storage order
     chunk_digests: bytes = b""
+    encryption: Encryption | None = None  # since version 2.3
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
         return tuple(chunk for page in self.pages for chunk in page.chunks)
+
+
+class Table(msgspec.Struct, frozen=True):
+    """What the rows of an encrypted object hide: its chunks' codecs and decoded checksums, and their frame sums."""
+
+    chunks: tuple[tuple[_Name, _Checksum], ...]
+    frame_sums: tuple[_FrameSum | None, ...]
 
 
 class _Body(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -168,9 +178,22 @@ class _Body(msgspec.Struct, frozen=True, omit_defaults=True):
     labels: Labels | None = None  # since version 2.2
 
 
+class _Encrypted(msgspec.Struct):
+    encryption: Encryption | None = None
+
+
+class _Encryptions(msgspec.Struct):
+    """Of a body, what says how it is encrypted."""
+
+    variants: tuple[_Encrypted, ...]
+    sides: tuple[_Encrypted, ...] = ()
+
+
 # msgspec looks at a type's annotations when it first decodes one, and crashes the process (in version 0.22) if another
 # thread decodes one meanwhile. So it is made to look here, before there are threads.
 _bodies = msgspec.msgpack.Decoder(_Body)
+_encryptions = msgspec.msgpack.Decoder(_Encryptions)
+tables = msgspec.msgpack.Decoder(Table)
 msgspec.msgpack.Decoder(Namespace)
 
 
@@ -207,6 +230,7 @@ class Manifest(msgspec.Struct, frozen=True):
     sides: tuple[Side, ...] = ()
     expires: int | None = None  # when readers and stores forget the segment, in seconds since the epoch; None for never
     labels: Labels = Labels()  # for people
+    ciphers: Mapping[str, DataCipher] = {}  # by data digest, once `secured.open_manifest` has opened it
 
     def is_expired(self, now_s: float) -> bool:
         return self.expires is not None and self.expires <= now_s
@@ -304,6 +328,27 @@ class Manifest(msgspec.Struct, frozen=True):
         return sum(chunk.size_bytes for chunk in data.chunks)
 
     @property
+    def key_names(self) -> list[str]:
+        """The names of the keys that its data objects are encrypted with."""
+        return sorted({rows.encryption.key for rows in self.data if rows.encryption})
+
+    @property
+    def is_encrypted(self) -> bool:
+        return bool(self.key_names)
+
+    def locked(self, key_name: str) -> EncryptedError:
+        """Return the error that this reader lacks the key of that name."""
+        return EncryptedError(
+            f"{self.key.stem} is encrypted with the key {key_name!r}, which this reader does not have "
+            "(encryption_key_file, --encryption-key-file)"
+        )
+
+    def require_open(self) -> None:
+        """Raise EncryptedError if the manifest is encrypted and was not opened."""
+        if self.is_encrypted and not self.ciphers:
+            raise self.locked(self.key_names[0])
+
+    @property
     def kv_bytes(self) -> int:
         """The size of these pages in the token-to-KV pool."""
         return self.num_pages * self.geometry.page_bytes
@@ -315,11 +360,13 @@ class Manifest(msgspec.Struct, frozen=True):
 
     def encode(self) -> bytes:
         """Return the manifest's bytes. Raises FormatError if readers would refuse them, signed, for their number."""
+        assert not self.ciphers, "an opened manifest is not what is stored"
         labels = None if self.labels == Labels() else self.labels
         changed = {"namespace": asdict(self.namespace), "page_hashes": b"".join(self.page_hashes), "labels": labels}
         body = _Body(**{name: getattr(self, name) for name in _Body.__struct_fields__} | changed)
         packed = msgspec.msgpack.encode(body)
-        minor = 2 if labels else 1 if self.sides or self.expires is not None else 0  # the lowest that has its fields
+        # The lowest version that has its fields.
+        minor = 3 if self.is_encrypted else 2 if labels else 1 if self.sides or self.expires is not None else 0
         head = _HEADER.pack(MAGIC, FORMAT_MAJOR, minor, len(packed)) + packed
         num_bytes = len(head) + CHECKSUM_BYTES + TRAILER_BYTES
         if num_bytes > MAX_MANIFEST_BYTES:
@@ -365,6 +412,17 @@ def decode_manifest(data: bytes) -> Manifest:
     return _validated(body)
 
 
+def encryption_keys_of(data: bytes) -> set[str]:
+    """Return the names of the keys that a manifest's objects are encrypted with, without decoding the rest; none if one
+    of them is not encrypted. ``data`` has no signature. Raises FormatError."""
+    try:
+        body = _encryptions.decode(memoryview(data)[_HEADER.size : -CHECKSUM_BYTES])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise FormatError(f"manifest's body is malformed: {e}") from e
+    found = [each.encryption for each in (*body.variants, *body.sides)]
+    return {each.key for each in found if each} if all(found) else set()
+
+
 def require_rewritable(data: bytes) -> None:
     """Raise FormatVersionError if a newer minor version wrote this manifest: to write it again would drop its new
     fields. ``data``: a manifest that decodes."""
@@ -399,8 +457,10 @@ def _validated(body: _Body) -> Manifest:
         raise FormatError(f"manifest's namespace is invalid: {e}") from e
     _check_parts(manifest)
     for variant in body.variants:
-        _check_variant(manifest, variant)
+        check_variant(manifest, variant)
     _check_sides(manifest)
+    if len({rows.encryption is None for rows in manifest.data}) > 1:
+        raise FormatError("manifest has encrypted objects and others")
     return manifest
 
 
@@ -436,7 +496,8 @@ def _check_parts(manifest: Manifest) -> None:
         raise FormatError(f"manifest lists coefficients of {len(manifest.coefficients)} cells, expected {expected}")
 
 
-def _check_variant(manifest: Manifest, variant: Variant) -> None:
+def check_variant(manifest: Manifest, variant: Variant) -> None:
+    """Raise FormatError unless a variant fits its manifest. What encryption hides is checked once it is opened."""
     num_chunks = manifest.num_spans * manifest.cells_per_span * manifest.chunks_per_cell
     if len(variant.chunks) != num_chunks:
         raise FormatError(f"manifest lists {len(variant.chunks)} chunks, expected {num_chunks} for its geometry")

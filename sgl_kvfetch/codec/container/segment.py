@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import prod
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,7 +35,7 @@ from sgl_kvfetch.codec.container.manifest import (
     require_layouts,
 )
 from sgl_kvfetch.codec.container.sides import SideKey, SidePlace, side_places
-from sgl_kvfetch.codec.container.signing import chunk_digest, nth_digest
+from sgl_kvfetch.codec.container.signing import nth_digest
 from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised, Quantiser
@@ -43,13 +43,12 @@ from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError, Unsupport
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 
-Rows = TypeVar("Rows", Variant, Side)
-
 _BYTES = ZstdCodec()  # for parts that are plain bytes
 # A part of plain bytes holds at most every value of its cell, and this many bytes a token.
 _MOST_BYTES_A_TOKEN = 4096
 # Of a signed manifest: what is neither rows nor hashes; and a chunk's row: 72 bytes with a frame sum, 69 without.
 _HEAD_BYTES, _ROW_BYTES = 4096, 71
+_TABLE_BYTES = 38  # that encryption adds to a chunk
 FALLBACK_CODEC = "zstd"
 # A plane with more order-0 entropy is noise, such as the low mantissa bytes of exact values. `ans` would gain nothing;
 # video coding would be slow, and expand it by a third. Below this, the user's choice of video is kept even if another
@@ -60,7 +59,7 @@ NOISE_BITS = 7.9
 @dataclass(frozen=True, slots=True)
 class SegmentSpec:
     """How a writer encodes the segments of one rank. ``cell_heads``: heads of a cell, a divisor of the
-    rank's; None for all. A quantiser's own choice goes before it."""
+    rank's; None for all. A quantiser's own choice goes before it. ``encrypts``: whether the store encrypts."""
 
     heads: HeadSlice
     quantiser: Quantiser
@@ -68,6 +67,7 @@ class SegmentSpec:
     resolution: str
     span_pages: int
     cell_heads: int | None = None
+    encrypts: bool = False
 
     def __post_init__(self) -> None:
         get_codec(self.codec)
@@ -123,7 +123,8 @@ class SegmentSpec:
         """Return about how large a signed manifest is."""
         manifest = self.manifest(0, None, [bytes(PAGE_HASH_BYTES)] * num_pages)
         num_chunks = manifest.num_spans * manifest.cells_per_span * manifest.chunks_per_cell
-        return _HEAD_BYTES + num_pages * PAGE_HASH_BYTES + num_variants * num_chunks * _ROW_BYTES
+        row_bytes = _ROW_BYTES + (_TABLE_BYTES if self.encrypts else 0)
+        return _HEAD_BYTES + num_pages * PAGE_HASH_BYTES + num_variants * num_chunks * row_bytes
 
     def layouts(self, manifest: Manifest) -> dict[str, Layout]:
         return layouts_of(manifest, self.quantiser, self.resolution)
@@ -188,24 +189,6 @@ class CodedSegment:
         """Return the segment with one more object of side pages."""
         manifest = msgspec.structs.replace(self.manifest, sides=(*self.manifest.sides, side))
         return replace(self, manifest=manifest, side_data=(*self.side_data, data))
-
-
-def with_chunk_digests(segment: CodedSegment) -> CodedSegment:
-    """Return the segment with the chunk digests that a signed manifest needs. Existing ones are kept."""
-    m = segment.manifest
-    variants = (with_digests(each, segment.variant_data(index)) for index, each in enumerate(m.variants))
-    sides = map(with_digests, m.sides, segment.side_data)
-    return replace(segment, manifest=msgspec.structs.replace(m, variants=tuple(variants), sides=tuple(sides)))
-
-
-def with_digests(rows: Rows, data: bytes) -> Rows:
-    """Return a data object's rows with chunk digests, which are computed from ``data`` if there are none."""
-    if rows.chunk_digests:
-        return rows
-    view = memoryview(data)
-    ends = accumulate((chunk.size_bytes for chunk in rows.chunks), initial=0)
-    pieces = (view[start:end] for start, end in pairwise(ends))
-    return msgspec.structs.replace(rows, chunk_digests=b"".join(map(chunk_digest, pieces)))
 
 
 class CodedChunk(NamedTuple):
@@ -337,8 +320,9 @@ class SegmentReader:
     ) -> None:
         """``variant``: its index; None selects the first whose codecs are available. ``rank_heads``: the heads that the
         reading rank has, counted in the model; None for those of the segment. Raises FormatError if the manifest was
-        not written with this quantiser, or if a codec of the variant is unknown, UnsupportedError if the segment's
-        cells have both heads of the rank and others."""
+        not written with this quantiser, or if a codec of the variant is unknown, EncryptedError if it must be opened
+        first, UnsupportedError if the segment's cells have both heads of the rank and others."""
+        manifest.require_open()
         self.manifest = manifest
         self.rank_heads = manifest.heads.heads if rank_heads is None else rank_heads
         self.quantiser = quantiser
@@ -483,23 +467,34 @@ class SegmentReader:
         )
 
     def verify_cell(self, cell: Cell, data: bytes | memoryview) -> None:
-        """Verify a cell's compressed bytes. Raises CorruptError."""
-        self._verified_pieces(cell, data)
+        """Verify a cell's bytes as they are stored. Raises CorruptError."""
+        for _ in self._stored_pieces(cell, data):
+            pass
 
     def _verified_pieces(self, cell: Cell, data: bytes | memoryview) -> list[CodedChunk]:
-        """Return a cell's chunks, after verifying their compressed bytes."""
+        """Return a cell's chunks, verified and decrypted."""
+        cipher = self.manifest.ciphers.get(self.variant.data_digest)
+        return [
+            CodedChunk(
+                self.variant.chunks[index],
+                cipher.decrypt(index, piece, str(cell)) if cipher else piece,
+                self.variant.frame_sum(index),
+            )
+            for index, piece in self._stored_pieces(cell, data)
+        ]
+
+    def _stored_pieces(self, cell: Cell, data: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:
+        """Yield the number and the verified bytes of each of a cell's chunks."""
         start, end = self.cell_range(cell)
         if len(data) != end - start:
             raise CorruptError(f"{cell} has {len(data)} bytes, expected {end - start}")
         view = memoryview(data)
         first = self.manifest.cell_index(cell) * self.manifest.chunks_per_cell
-        pieces = []
         for index in range(first, first + self.manifest.chunks_per_cell):
             chunk = self.variant.chunks[index]
             piece = view[self._offsets[index] - start :][: chunk.size_bytes]
             chunk.require_coded(piece, nth_digest(self.variant.chunk_digests, index), str(cell))
-            pieces.append(CodedChunk(chunk, piece, self.variant.frame_sum(index)))
-        return pieces
+            yield index, piece
 
     def dequantise_cell(self, cell: Cell, quantised: Quantised, tokens: slice = slice(None)) -> CellValues:
         """Return the values of a cell, ``(tokens, layers, heads, dim)`` of the KV dtype, for ``tokens`` of the span."""

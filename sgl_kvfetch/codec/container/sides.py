@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
+from sgl_kvfetch.codec.container.encryption import DataCipher
 from sgl_kvfetch.codec.container.manifest import SIDE_CHUNK_BYTES, Chunk, Manifest, Side, SidePage
 from sgl_kvfetch.codec.container.signing import CHUNK_DIGEST_BYTES, nth_digest
 from sgl_kvfetch.errors import CorruptError, FormatError
@@ -33,6 +34,8 @@ class SidePlace:
     start: int
     page: SidePage
     chunk_digests: bytes
+    first_chunk: int  # of the object
+    cipher: DataCipher | None
 
     @property
     def size_bytes(self) -> int:
@@ -58,7 +61,8 @@ class SidePlace:
             if chunk.codec != _CODEC.name:
                 raise FormatError(f"{what} is in codec {chunk.codec!r}, expected {_CODEC.name!r}")
             chunk.require_coded(piece, nth_digest(self.chunk_digests, index), what)
-            raw = _CODEC.decompress(piece, SIDE_CHUNK_BYTES)
+            bitstream = self.cipher.decrypt(self.first_chunk + index, piece, what) if self.cipher else piece
+            raw = _CODEC.decompress(bitstream, SIDE_CHUNK_BYTES)
             chunk.require_decoded(raw, what)
             if len(raw) != min(left, SIDE_CHUNK_BYTES):
                 raise CorruptError(f"{what}, chunk {index}: {len(raw)} bytes, expected {min(left, SIDE_CHUNK_BYTES)}")
@@ -74,12 +78,12 @@ def side_places(manifest: Manifest) -> dict[SideKey, SidePlace]:
 
 def places_in(manifest: Manifest, side: Side) -> Iterator[SidePlace]:
     """Yield where the side pages of one object are stored, in their order."""
-    name = manifest.data_name(side)  # once: it hashes the namespace
+    name, cipher = manifest.data_name(side), manifest.ciphers.get(side.data_digest)  # once: it hashes the namespace
     start = first = 0
     for page in side.pages:
         end = first + len(page.chunks)
         digests = side.chunk_digests[first * CHUNK_DIGEST_BYTES : end * CHUNK_DIGEST_BYTES]
-        place = SidePlace(name, start, page, digests)
+        place = SidePlace(name, start, page, digests, first, cipher)
         yield place
         start, first = start + place.size_bytes, end
 

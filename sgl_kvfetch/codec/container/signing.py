@@ -55,13 +55,15 @@ def _signature(manifest: bytes, key: bytes) -> bytes:
     return hmac.digest(key, _CONTEXT + manifest, "sha256")
 
 
-def read_manifest_keys(path: Path) -> ManifestKeys:
-    """Read a file with a key on each line, such as ``openssl rand -hex 32`` prints.
+def read_manifest_keys(path: str | Path | None) -> ManifestKeys | None:
+    """Read a file with a key on each line, such as ``openssl rand -hex 32`` prints. Return None without a file.
 
     Raises ConfigError if it cannot be read, has no key, or has one of fewer than 32 characters.
     """
+    if path is None:
+        return None
     try:
-        keys = [line.strip() for line in path.read_bytes().splitlines() if line.strip()]
+        keys = [line.strip() for line in Path(path).read_bytes().splitlines() if line.strip()]
     except OSError as e:
         raise ConfigError(f"manifest key file {path} cannot be read: {e.strerror or e}") from e
     if not keys or min(map(len, keys)) < _LEAST_KEY_CHARS:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import Quantiser, SegmentReader, decode_manifest, first_readable
+from sgl_kvfetch.codec import Quantiser, SegmentReader, decode_manifest, first_readable, open_manifest
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult
@@ -225,7 +225,7 @@ class PageFinder:
         return sources
 
     def _reader(self, heads: HeadSlice, manifest_bytes: bytes) -> SegmentReader:
-        manifest = decode_manifest(manifest_bytes)
+        manifest = open_manifest(decode_manifest(manifest_bytes), self._store.encryption_keys)
         heads.require_same(manifest.heads)
         variant = first_readable(manifest, self._engine_codecs)
         return SegmentReader(manifest, self._quantiser, variant, self._heads.heads)

@@ -32,11 +32,12 @@ from sgl_kvfetch.codec import (
     encode_segment,
     encode_side,
     merge_segments,
+    plain_segment,
     require_rewritable,
+    secure_rows,
+    secure_segment,
     side_places,
     split_signature,
-    with_chunk_digests,
-    with_digests,
 )
 from sgl_kvfetch.errors import FormatError, KVFetchError, QuantiseError, StoreError
 from sgl_kvfetch.keys import SegmentKey
@@ -183,7 +184,7 @@ class Writer:
         if self._ttl_s is not None:
             manifest = msgspec.structs.replace(coded.manifest, expires=math.ceil(time.time() + self._ttl_s))
             coded = replace(coded, manifest=manifest)
-        num_bytes = await commit_segment(self._store, coded)
+        coded, num_bytes = await commit_segment(self._store, coded)
         metrics.STAGE_SECONDS.labels("encode").observe(encoded_s - started_s)
         metrics.STAGE_SECONDS.labels("commit").observe(time.monotonic() - encoded_s)
         metrics.WIRE_BYTES.labels("write").inc(num_bytes)
@@ -212,9 +213,11 @@ class Writer:
                 continue
             await self._store.require_replace()
             require_rewritable(hit.manifest)
+            if not _may_change(self._store, manifest, hit.manifest):
+                continue
             side, data = await self._run(partial(encode_side, new, self._encode_pool))
-            if self._store.signs:
-                side = with_digests(side, data)
+            how = self._store.encryption_keys, self._store.signs
+            side, data = await self._run(partial(secure_rows, manifest, side, data, *how))
             whole = msgspec.structs.replace(manifest, sides=(*manifest.sides, side))
             content = whole.encode()
             await self._store.put(whole.data_name(side), data)
@@ -282,13 +285,17 @@ class Merger:
             segment = segment or await self._read(manifest)
             if segment is None:
                 break
-            whole = await run(partial(merge_segments, self._spec, left, segment, self._executor))
-            await commit_segment(self._store, whole)
+            whole = await run(partial(self._merged, left, segment))
+            whole, _ = await commit_segment(self._store, whole)
             for half in (left, segment):
                 self._retiring.begin(self._delete_later(half.manifest))
             segment, manifest = whole, whole.manifest
             num_merged += 1
         return num_merged
+
+    def _merged(self, left: CodedSegment, right: CodedSegment) -> CodedSegment:
+        keys = self._store.encryption_keys
+        return merge_segments(self._spec, plain_segment(left, keys), plain_segment(right, keys), self._executor)
 
     async def _left_buddy(self, manifest: Manifest) -> CodedSegment | None:
         is_right_half = manifest.first_page & manifest.num_pages
@@ -297,9 +304,11 @@ class Merger:
         assert manifest.previous_hash is not None
         key = SegmentKey(manifest.heads.folder, manifest.num_pages, manifest.previous_hash)
         stored = await self._store.get(key.manifest_name)
-        if stored is None or (split_signature(stored)[1] and not self._store.signs):
-            return None  # readers with a key could not use the merged segment
+        if stored is None:
+            return None
         left = await asyncio.to_thread(decode_manifest, stored)
+        if not _may_change(self._store, left, stored):
+            return None
         require_rewritable(stored)
         if left.is_expired(time.time()):
             return None  # the merged segment would be, too
@@ -331,21 +340,27 @@ class Merger:
         await self._retiring.cancel()
 
 
-async def commit_segment(store: Store, segment: CodedSegment) -> int:
-    """Put the data, then the manifest, which is the commit: readers see a whole segment or none. Return the number of
-    bytes put.
+def _may_change(store: Store, manifest: Manifest, stored: bytes) -> bool:
+    """Return whether readers with keys could still use a segment if it was written again through ``store``."""
+    is_signed = bool(split_signature(stored)[1])
+    return (store.signs or not is_signed) and (store.encryption_keys is not None or not manifest.is_encrypted)
+
+
+async def commit_segment(store: Store, segment: CodedSegment) -> tuple[CodedSegment, int]:
+    """Put the data, then the manifest, which is the commit: readers see a whole segment or none. Return the segment as
+    the store has it, which may be encrypted, and the number of bytes put.
 
     Raises StoreError; objects put before are then garbage that no reader sees.
     """
-    if store.signs:
-        segment = with_chunk_digests(segment)
+    if store.signs or store.encryption_keys is not None:
+        segment = await asyncio.to_thread(secure_segment, segment, store.encryption_keys, store.signs)
     manifest = segment.manifest.encode()
     num_bytes = len(manifest)
     for name, data in segment.data_objects():
         await store.put(name, data)
         num_bytes += len(data)
     await store.put(segment.manifest.key.manifest_name, manifest)
-    return num_bytes
+    return segment, num_bytes
 
 
 async def delete_segment(store: Store, known: Manifest) -> None:

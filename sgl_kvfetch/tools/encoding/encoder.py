@@ -22,12 +22,14 @@ import msgspec
 import torch
 
 from sgl_kvfetch.codec import (
+    EncryptionKeys,
     Manifest,
     ManifestKeys,
     decode_manifest,
+    open_manifest,
     require_rewritable,
+    secure_segment,
     split_signature,
-    with_chunk_digests,
 )
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import parse_object_name
@@ -35,12 +37,11 @@ from sgl_kvfetch.side_by_side import side_by_side
 from sgl_kvfetch.stores import (
     AdminStore,
     ObjectInfo,
-    SignedStore,
-    Store,
     StoredSegment,
     decode_named_manifest,
     list_segments,
     object_digest,
+    with_keys,
 )
 from sgl_kvfetch.tools.encoding.transcode import (
     Target,
@@ -99,7 +100,7 @@ class Encoder:
 
     Callbacks: ``on_step`` gets each step and its object's name (or the prefix), ``on_total`` the number of segments
     that a round has to encode; ``on_segment`` is called after each of them, encoded or not.
-    ``keys``: sign manifests, and encode only signed ones.
+    ``manifest_keys``, ``encryption_keys``: sign and encrypt, and encode only what is signed and encrypted.
     """
 
     def __init__(
@@ -107,7 +108,8 @@ class Encoder:
         store: AdminStore,
         options: EncodeOptions,
         *,
-        keys: ManifestKeys | None = None,
+        manifest_keys: ManifestKeys | None = None,
+        encryption_keys: EncryptionKeys | None = None,
         on_step: Callable[[Step, str], None] = lambda step, name: None,
         on_total: Callable[[int], None] = lambda segments: None,
         on_segment: Callable[[], None] = lambda: None,
@@ -115,7 +117,7 @@ class Encoder:
         self.tally = Tally()
         self.garbage = Garbage(store, options.grace_s)
         self._objects = store
-        self._store: Store = store if keys is None else SignedStore(store, keys)
+        self._store = with_keys(store, manifest_keys, encryption_keys)
         self._options = options
         self._on_step = on_step
         self._on_total = on_total
@@ -227,6 +229,8 @@ class Encoder:
         require_rewritable(content)
         if split_signature(content)[1] and not self._store.signs:
             raise FormatError("manifest is signed, and so must be its replacement: a manifest key file is needed")
+        if self._store.encryption_keys is None:
+            manifest.require_open()
         return manifest
 
     # Encoding.
@@ -290,15 +294,16 @@ class Encoder:
 
     async def _make(self, name: str, manifest: Manifest, missing: Sequence[Target]) -> Manifest:
         """Encode and put the missing variants. Return a manifest that lists only them."""
-        source = cheapest_variant(manifest)
+        keys, signs = self._store.encryption_keys, self._store.signs
+        opened = await self._run(partial(open_manifest, manifest, keys))
+        source = cheapest_variant(opened)
         variant = manifest.variants[source]
         data = await self._store.get(manifest.data_name(variant), 0, manifest.data_bytes(variant))
         if data is None:
             raise StoreError("missing", f"{manifest.data_name(variant)} is gone")
         self._on_step("encode", name)
-        coded = await self._run(partial(transcode, manifest, data, missing, source, before_cell=self._before_cell))
-        if self._store.signs:
-            coded = with_chunk_digests(coded)
+        coded = await self._run(partial(transcode, opened, data, missing, source, before_cell=self._before_cell))
+        coded = await self._run(partial(secure_segment, coded, keys, signs))
         for data_name, new in coded.data_objects():
             self._on_step("put", data_name)
             # Put it even if it exists: its new age protects it from collection until a manifest names it.
@@ -309,6 +314,7 @@ class Encoder:
         """Read the wanted variants back and decode all of them, since the others may be deleted afterwards. Raises
         CorruptError if one does not decode to the same values."""
         checked: set[str] = set()
+        opened = await self._run(partial(open_manifest, whole, self._store.encryption_keys))
         for index, variant in enumerate(whole.variants[: len(self._options.targets)]):
             name = whole.data_name(variant)
             if name in checked:
@@ -318,8 +324,8 @@ class Encoder:
             data = await self._store.get(name, 0, whole.data_bytes(variant))
             if data is None:
                 raise StoreError("missing", f"{name} is gone")
-            await self._run(partial(verify_variant, whole, index, data, before_cell=self._before_cell))
-        require_same_content(whole)
+            await self._run(partial(verify_variant, opened, index, data, before_cell=self._before_cell))
+        require_same_content(opened)
 
     async def _run(self, compute: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, compute)

@@ -128,7 +128,8 @@ def transcode(
     variants = tuple(variant for variant, _ in made)
     require_same_content(manifest, *variants)
     first, *more = (data for _, data in made)
-    return CodedSegment(msgspec.structs.replace(manifest, variants=variants, sides=()), first, tuple(more))
+    made_only = msgspec.structs.replace(manifest, variants=variants, sides=(), ciphers={})
+    return CodedSegment(made_only, first, tuple(more))
 
 
 def target_layouts(manifest: Manifest, quantiser: Quantiser, resolution: str) -> dict[str, Layout]:

@@ -10,7 +10,8 @@ import torch
 from sgl_kvfetch.codec.container import manifest as manifest_module
 from sgl_kvfetch.codec.container.manifest import SIDE_CHUNK_BYTES, Manifest, decode_manifest
 from sgl_kvfetch.codec.container.merge import merge_segments
-from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, with_chunk_digests
+from sgl_kvfetch.codec.container.secured import secure_segment
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec
 from sgl_kvfetch.codec.container.sides import SideKey, encode_side, join_sides, side_places
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import CorruptError, FormatError
@@ -98,7 +99,7 @@ def test_variants_are_made_without_their_side_pages() -> None:
 
 
 def test_digests_cover_side_pages() -> None:
-    segment = with_chunk_digests(with_sides(make_segment()[0], PAGES))
+    segment = secure_segment(with_sides(make_segment()[0], PAGES), None, True)
     assert contents(segment) == expected(PAGES)
     (side,) = segment.manifest.sides
     wrong = msgspec.structs.replace(side, chunk_digests=bytes(len(side.chunk_digests)))
@@ -108,7 +109,7 @@ def test_digests_cover_side_pages() -> None:
 
 
 def test_joined_digests_are_kept_only_if_all_have_them() -> None:
-    signed = with_chunk_digests(with_sides(make_segment()[0], PAGES))
+    signed = secure_segment(with_sides(make_segment()[0], PAGES), None, True)
     plain = with_sides(make_segment()[0], PAGES)
     both = [(0, zip(x.manifest.sides, x.side_data, strict=True)) for x in (signed, plain)]
     joined = join_sides(both)

@@ -9,18 +9,20 @@ import pytest
 from harness.small_segments import make_segment, page_hashes
 from sgl_kvfetch.codec.container.manifest import Cell, decode_manifest, split_signature
 from sgl_kvfetch.codec.container.merge import merge_segments
-from sgl_kvfetch.codec.container.segment import SegmentReader, SegmentSpec, with_chunk_digests
+from sgl_kvfetch.codec.container.secured import secure_segment
+from sgl_kvfetch.codec.container.segment import SegmentReader, SegmentSpec
 from sgl_kvfetch.codec.container.signing import ManifestKeys, chunk_digest, read_manifest_keys
 from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_identity
 from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError
 from tests.segments import SMALL, make_heads, make_segment as make_large
 
 KEYS = ManifestKeys([b"k" * 32])
-SEGMENT = with_chunk_digests(make_segment(page_hashes(8), 0, 4))
+SEGMENT = secure_segment(make_segment(page_hashes(8), 0, 4), None, True)
 MANIFEST = SEGMENT.manifest.encode()
 
 
-def is_signed(data: bytes, keys: ManifestKeys = KEYS) -> bool:
+def is_signed(data: bytes, keys: ManifestKeys | None = KEYS) -> bool:
+    assert keys is not None
     return keys.is_signed(*split_signature(data))
 
 
@@ -86,12 +88,12 @@ def test_a_merged_segment_has_the_digests_of_its_halves_whatever_their_data() ->
     """Merging copies chunks without reading them: digests of the copy would vouch for a store's bytes."""
     quantiser = make_quantiser("exact")
     left, right = (
-        with_chunk_digests(make_large(SMALL, 8, quantiser=quantiser, codec="zstd", span_pages=4, first_page=first)[0])
+        secure_segment(make_large(SMALL, 8, quantiser=quantiser, span_pages=4, first_page=first)[0], None, True)
         for first in (16, 24)
     )
     tampered = dataclasses.replace(right, data=bytes(len(right.data)))
     spec = SegmentSpec(make_heads(SMALL, quantiser), quantiser, "zstd", "240p", 4)
-    (variant,) = with_chunk_digests(merge_segments(spec, left, tampered)).manifest.variants
+    (variant,) = secure_segment(merge_segments(spec, left, tampered), None, True).manifest.variants
     assert variant.chunk_digests == b"".join(half.manifest.variants[0].chunk_digests for half in (left, right))
 
 

@@ -169,6 +169,32 @@ def test_segments_that_are_merged_keep_their_side_pages(make: Make, tmp_path: Pa
     assert reader.batch_exists_v2(names, [transfer(["__placeholder__"])]).restorable_prefix_pages == [4, 8]
 
 
+def test_encrypted_segments_grow_and_keep_their_side_pages(make: Make, served: Served, tmp_path: Path) -> None:
+    keys_file = tmp_path / "keys"
+    keys_file.write_text(f"ours {'0f' * 32}\n")
+    how = {"encryption_key_file": str(keys_file)}
+    pool = make_side_pool()
+    backend = make(sides={SWA: pool}, **how)
+    names = keys(8)
+    store(backend, names[:4], {SWA: {3: 3}})
+    store(backend, names[:4], {SWA: {2: 2}})  # added later
+    until_there(backend, names[:3], 3)
+    store(backend, names[4:], {SWA: {3: 9}}, before=names[:4])
+    wait_until(lambda: any(path.name.startswith("8-") for path in tmp_path.rglob("*.kvm")))
+    restored = make_side_pool(seed=1)
+    reader = make(sides={SWA: restored}, **how)
+    assert reader.batch_get_v1(names, tokens(range(20, 28))) == [True] * 8
+    assert reader.batch_get_v2([transfer(names[2:4], range(30, 32))]) == {SWA: [True, True]}
+    assert [page_of(restored, 30 + i).tolist() for i in range(2)] == [page_of(pool, 2 + i).tolist() for i in range(2)]
+    # A server without the key finds them, cannot use them, and leaves them alone.
+    before = {path.name: path.read_bytes() for path in tmp_path.rglob("8-*.kvm")}
+    without = make(sides={SWA: make_side_pool(2)})
+    assert without.batch_exists(names) == 0
+    store(without, names, {SWA: {0: 0}})
+    served.run(served.service.client.writer.drain())
+    assert {path.name: path.read_bytes() for path in tmp_path.rglob("8-*.kvm")} == before
+
+
 @pytest.mark.parametrize("fault", ["flipped", "missing"])
 def test_a_damaged_side_page_is_a_miss_and_is_stored_again(make: Make, tmp_path: Path, fault: str) -> None:
     pool = make_side_pool()

@@ -1,0 +1,96 @@
+"""Encrypt data objects, so that a bucket, a store or its disk cannot read what they hold.
+
+Each data object has a key of its own, derived from a key that the servers share, from 32 random bytes and from the
+object's place: the pages, heads and cells that it is for. AES-256-GCM encrypts its chunks, each with its number as the
+nonce. So no nonce repeats under a key, and a chunk decrypts nowhere but in its place. See docs/format.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from sgl_kvfetch.errors import ConfigError, CorruptError
+
+ENCRYPTED = "aes-256-gcm"  # what stands for the codec of encrypted chunks
+SALT_BYTES = 32
+TABLE_NONCE = (1 << 96) - 1  # of the encrypted table; chunks count from 0
+_KEY_BYTES = 32
+_NONCE_BYTES = 12
+_CONTEXT = b"sgl_kvfetch data\0"
+_LINE = re.compile(r"([A-Za-z0-9._-]{1,64})\s+([0-9a-fA-F]{64})")
+
+
+class Encryption(msgspec.Struct, frozen=True):
+    """How a data object is encrypted: its key's name, its salt, and what its chunks' rows do not say, encrypted."""
+
+    key: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
+    salt: Annotated[bytes, Meta(min_length=SALT_BYTES, max_length=SALT_BYTES)]
+    table: bytes
+
+
+class DataCipher:
+    """Encrypts and decrypts the chunks of one data object."""
+
+    def __init__(self, key_name: str, key: bytes, salt: bytes, place: bytes) -> None:
+        # Commands and stores without a key start sooner without these.
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+        self._key_name = key_name
+        self._aes = AESGCM(HKDF(SHA256(), _KEY_BYTES, salt, _CONTEXT + place).derive(key))
+
+    def encrypt(self, number: int, content: bytes | memoryview) -> bytes:
+        return self._aes.encrypt(number.to_bytes(_NONCE_BYTES), content, None)
+
+    def decrypt(self, number: int, content: bytes | memoryview, what: str) -> bytes:
+        """Return the content of chunk ``number``. Raises CorruptError."""
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            return self._aes.decrypt(number.to_bytes(_NONCE_BYTES), content, None)
+        except InvalidTag as e:
+            raise CorruptError(
+                f"{what} does not decrypt with the key {self._key_name!r}: it was altered, belongs elsewhere, or "
+                "another key has this name"
+            ) from e
+
+
+class EncryptionKeys:
+    """Keys by name that servers which trust each other share. The first one encrypts; all decrypt."""
+
+    def __init__(self, keys: Mapping[str, bytes]) -> None:
+        assert keys
+        self._keys = keys
+        self.first = next(iter(keys))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._keys
+
+    def cipher(self, name: str, salt: bytes, place: bytes) -> DataCipher:
+        """Return the cipher of the data object with this salt and place. Raises KeyError for a name without a key."""
+        return DataCipher(name, self._keys[name], salt, place)
+
+
+def read_encryption_keys(path: str | Path | None) -> EncryptionKeys | None:
+    """Read a file with a name and a key on each line, the key as 64 hex digits, such as ``openssl rand -hex 32``
+    prints. Return None without a file. Raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"encryption key file {path} cannot be read: {getattr(e, 'strerror', None) or e}") from e
+    found = [_LINE.fullmatch(line) for line in lines]
+    keys = {match[1]: bytes.fromhex(match[2]) for match in found if match}
+    if not keys or len(keys) < len(lines):
+        raise ConfigError(
+            f"encryption key file {path}: expected a name and 64 hex digits on each line, and each name once"
+        )
+    return EncryptionKeys(keys)

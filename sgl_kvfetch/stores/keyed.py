@@ -1,0 +1,91 @@
+"""A store whose segments count only if holders of our keys wrote them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sgl_kvfetch.codec import EncryptionKeys, ManifestKeys, decode_manifest, encryption_keys_of, split_signature
+from sgl_kvfetch.errors import FormatError, StoreError
+from sgl_kvfetch.keys import MANIFEST_SUFFIX
+from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.stores.base import Lookup, Store, WrappedStore
+
+_limited = LimitedLogger(logging.getLogger(__name__))
+_FEW_BYTES = 64 << 10  # of manifests: the event loop checks so many itself
+
+
+class KeyedStore(WrappedStore):
+    """Signs manifests that are put into ``store``, if there are ``manifest_keys``. Treats segments as missing if their
+    manifests have no valid signature, and those that are not encrypted with one of ``encryption_keys``, if there are
+    any."""
+
+    def __init__(
+        self, store: Store, manifest_keys: ManifestKeys | None, encryption_keys: EncryptionKeys | None
+    ) -> None:
+        super().__init__(store)
+        self._keys = manifest_keys
+        self.signs = manifest_keys is not None
+        self.encryption_keys = encryption_keys
+
+    async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        if not name.endswith(MANIFEST_SUFFIX):
+            return await self._store.get(name, start, length)
+        if start or length is not None:
+            raise StoreError("invalid", f"{name}: only a whole manifest can be verified")
+        data = await self._store.get(name)
+        return data if data is not None and self._is_good(data) else None
+
+    async def put(self, name: str, data: bytes) -> None:
+        await self._store.put(name, self._signed(data) if name.endswith(MANIFEST_SUFFIX) else data)
+
+    async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
+        return await self._store.replace(name, self._signed(data), expected_digest)
+
+    async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
+        """Look up a run, which ends at the first segment that does not count."""
+        found = await self._store.lookup(namespace, page_hashes)
+        manifests = [hit.manifest for hit in found.hits]
+        is_few = sum(map(len, manifests)) <= _FEW_BYTES
+        num_good = self._count_good(manifests) if is_few else await asyncio.to_thread(self._count_good, manifests)
+        return replace(found, hits=found.hits[:num_good])
+
+    def _count_good(self, manifests: Sequence[bytes]) -> int:
+        """Return how many manifests count, from the first on."""
+        return next((i for i, manifest in enumerate(manifests) if not self._is_good(manifest)), len(manifests))
+
+    def _signed(self, data: bytes) -> bytes:
+        manifest, _ = split_signature(data)
+        try:
+            decoded = decode_manifest(manifest)
+        except FormatError as e:
+            raise StoreError("invalid", f"not a manifest: {e}") from e
+        assert self.encryption_keys is None or decoded.is_encrypted, "the store would see what must be encrypted"
+        if self._keys is None:
+            return manifest
+        assert all(each.chunk_digests for each in decoded.data), "a signature would not cover the data"
+        return self._keys.sign(manifest)
+
+    def _is_good(self, data: bytes) -> bool:
+        manifest, signature = split_signature(data)
+        if self._keys is not None and not (signature and self._keys.is_signed(manifest, signature)):
+            _limited.warning("signature", "the store has a manifest without a valid signature; it is not used")
+            return False
+        if self.encryption_keys is None:
+            return True
+        try:
+            names = encryption_keys_of(manifest)
+        except FormatError:
+            return True  # the reader says what is wrong with it
+        if names and all(name in self.encryption_keys for name in names):
+            return True
+        what = f"encrypted with the keys {', '.join(map(repr, sorted(names)))}" if names else "without encryption"
+        _limited.warning("encryption", f"the store has a segment {what}; encryption_key_file has no key for it")
+        return False
+
+
+def with_keys(store: Store, manifest_keys: ManifestKeys | None, encryption_keys: EncryptionKeys | None) -> Store:
+    """Return the store with these keys; itself without any."""
+    return KeyedStore(store, manifest_keys, encryption_keys) if manifest_keys or encryption_keys else store

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from harness.small_segments import make_segment as make_small
+from sgl_kvfetch.codec.container.encryption import ENCRYPTED, EncryptionKeys, read_encryption_keys
+from sgl_kvfetch.codec.container.manifest import Manifest, Side, Variant, decode_manifest, encryption_keys_of
+from sgl_kvfetch.codec.container.merge import merge_segments
+from sgl_kvfetch.codec.container.secured import open_manifest, plain_segment, secure_segment
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader, SegmentSpec
+from sgl_kvfetch.codec.container.sides import encode_side, side_places
+from sgl_kvfetch.codec.quant.base import Quantised
+from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_identity
+from sgl_kvfetch.errors import ConfigError, CorruptError, EncryptedError, FormatError
+from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
+from tests.segments import SMALL, make_heads, make_segment, page_hashes
+
+OLD, NEW = EncryptionKeys({"old": b"o" * 32}), EncryptionKeys({"new": b"n" * 32, "old": b"o" * 32})
+KEYS = EncryptionKeys({"a": b"k" * 32})
+SIDES = {("swa", 2): torch.arange(100, dtype=torch.uint8), ("mamba", 3): torch.ones(300, dtype=torch.uint8)}
+PLAIN = make_segment(codec="hevc")[0].with_side(*encode_side(SIDES))
+SEGMENT = secure_segment(PLAIN, KEYS, False)
+
+
+def decoded(segment: CodedSegment, keys: EncryptionKeys | None = KEYS, variant: int = 0) -> list[Quantised]:
+    """All cells of a stored segment."""
+    manifest = open_manifest(decode_manifest(segment.manifest.encode()), keys)
+    reader = SegmentReader(manifest, quantiser_from_identity(manifest.namespace.quantiser), variant)
+    data = segment.variant_data(variant)
+    return [reader.decode_cell(cell, data[slice(*reader.cell_range(cell))]) for cell in manifest.cells()]
+
+
+def same(a: list[Quantised], b: list[Quantised]) -> bool:
+    pairs = ((x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True))
+    return all(torch.equal(x, y) for x, y in pairs)
+
+
+def side_pages(segment: CodedSegment, keys: EncryptionKeys | None = KEYS) -> dict[tuple[str, int], bytes]:
+    manifest, objects = open_manifest(segment.manifest, keys), dict(segment.data_objects())
+    return {
+        key: bytes(place.decode(objects[place.data_name][place.start :][: place.size_bytes]))
+        for key, place in side_places(manifest).items()
+    }
+
+
+def changed(rows: Variant | Side, **fields: object) -> Variant | Side:
+    return msgspec.structs.replace(rows, **fields)
+
+
+def with_variant(segment: CodedSegment, **fields: object) -> CodedSegment:
+    variants = tuple(msgspec.structs.replace(each, **fields) for each in segment.manifest.variants)
+    return replace(segment, manifest=msgspec.structs.replace(segment.manifest, variants=variants))
+
+
+def test_values_and_side_pages_come_back_as_they_were() -> None:
+    assert same(decoded(SEGMENT), decoded(PLAIN, None))
+    assert side_pages(SEGMENT) == {key: x.numpy().tobytes() for key, x in SIDES.items()}
+    assert plain_segment(SEGMENT, KEYS) == PLAIN
+
+
+def test_a_store_reads_names_and_sizes_and_nothing_of_content() -> None:
+    stored, plain = decode_manifest(SEGMENT.manifest.encode()), PLAIN.manifest
+    assert (stored.key, stored.page_hashes, stored.raw_bytes) == (plain.key, plain.page_hashes, plain.raw_bytes)
+    assert SEGMENT.manifest.encode()[6:8] == b"\3\0"
+    assert encryption_keys_of(SEGMENT.manifest.encode()) == {"a"}
+    for rows, before in zip(stored.data, plain.data, strict=True):
+        assert {chunk.codec for chunk in rows.chunks} == {ENCRYPTED}
+        assert {chunk.decoded_checksum for chunk in rows.chunks} == {bytes(16)}
+        sizes = [chunk.size_bytes for chunk in before.chunks]
+        assert [chunk.size_bytes for chunk in rows.chunks] == [size + 16 for size in sizes]
+        assert isinstance(rows, Side) or not rows.frame_sums
+    known = [chunk.decoded_checksum for rows in plain.data for chunk in rows.chunks]
+    known += [PLAIN.data[i : i + 16] for i in range(0, len(PLAIN.data), 101)]
+    everything = SEGMENT.manifest.encode() + SEGMENT.data + b"".join(SEGMENT.side_data)
+    assert not any(piece in everything for piece in known)
+
+
+def test_no_object_is_encrypted_as_another() -> None:
+    """Keys derive from 32 random bytes: a nonce would repeat only if these did."""
+    again = secure_segment(PLAIN, KEYS, False)
+    salts = {rows.encryption.salt for m in (SEGMENT.manifest, again.manifest) for rows in m.data if rows.encryption}
+    assert len(salts) == 4
+    assert again.data != SEGMENT.data
+
+
+def test_variants_with_identical_data_share_an_object() -> None:
+    made = transcode(PLAIN.manifest, PLAIN.data, make_targets(["hevc", "zstd"], ["240p", "480p"]))
+    stored = secure_segment(made, KEYS, True)
+    assert len(dict(stored.data_objects())) == len(dict(made.data_objects())) < 4
+    for variant in range(4):
+        assert same(decoded(stored, variant=variant), decoded(made, None, variant))
+
+
+def test_a_missing_key_is_named() -> None:
+    for keys in (None, OLD):
+        with pytest.raises(EncryptedError, match="encrypted with the key 'a', which this reader does not have"):
+            open_manifest(SEGMENT.manifest, keys)
+    with pytest.raises(EncryptedError, match="'a'"):
+        SegmentReader(SEGMENT.manifest, make_quantiser("exact"))
+
+
+def test_another_key_of_the_same_name_reads_nothing() -> None:
+    with pytest.raises(CorruptError, match="does not decrypt with the key 'a'"):
+        open_manifest(SEGMENT.manifest, EncryptionKeys({"a": b"x" * 32}))
+
+
+def test_keys_are_replaced_one_after_another() -> None:
+    stored = secure_segment(PLAIN, OLD, False)
+    assert same(decoded(stored, NEW), decoded(PLAIN, None))
+    fresh = secure_segment(PLAIN, NEW, False)
+    assert fresh.manifest.key_names == ["new"]
+    with pytest.raises(EncryptedError, match="'new'"):
+        decoded(fresh, OLD)
+
+
+def test_every_byte_of_the_data_counts() -> None:
+    small = secure_segment(make_small(page_hashes(4), 0, 4), KEYS, False)
+    manifest = open_manifest(small.manifest, KEYS)
+    cipher = manifest.ciphers[small.manifest.variants[0].data_digest]
+    piece = small.data[: manifest.variants[0].chunks[0].size_bytes]
+    assert cipher.decrypt(0, piece, "it")
+    for position in range(len(piece)):
+        bad = bytearray(piece)
+        bad[position] ^= 1
+        with pytest.raises(CorruptError, match="does not decrypt with the key 'a'"):
+            cipher.decrypt(0, bytes(bad), "it")
+
+
+def test_swapped_chunks_do_not_decrypt() -> None:
+    """Even if the store makes all checksums fit."""
+    (variant,) = SEGMENT.manifest.variants
+    first, second, *rest = variant.chunks
+    sizes = first.size_bytes, second.size_bytes
+    data = SEGMENT.data
+    swapped = data[sizes[0] : sum(sizes)] + data[: sizes[0]] + data[sum(sizes) :]
+    with pytest.raises(CorruptError, match="does not decrypt"):
+        decoded(with_variant(replace(SEGMENT, data=swapped), chunks=(second, first, *rest)))
+
+
+MOVES: list[tuple[str, Callable[[Manifest], dict[str, object]]]] = [
+    ("page hashes", lambda m: {"page_hashes": (bytes(32), *m.page_hashes[1:])}),
+    ("place in the sequence", lambda m: {"first_page": 4, "previous_hash": bytes(32)}),
+    ("model", lambda m: {"namespace": replace(m.namespace, model="another")}),
+    ("spans", lambda m: {"span_pages": 3}),
+]
+
+
+@pytest.mark.parametrize("change", [change for _, change in MOVES], ids=[name for name, _ in MOVES])
+def test_a_segment_does_not_decrypt_in_another_place(change: Callable[[Manifest], dict[str, object]]) -> None:
+    moved = msgspec.structs.replace(SEGMENT.manifest, **change(SEGMENT.manifest))
+    with pytest.raises(CorruptError, match="does not decrypt with the key 'a'"):
+        open_manifest(decode_manifest(moved.encode()), KEYS)
+
+
+def test_swapped_objects_and_side_pages_do_not_decrypt() -> None:
+    other = secure_segment(make_segment(seed="other")[0], KEYS, False)
+    (variant,), (side,) = SEGMENT.manifest.variants, SEGMENT.manifest.sides
+    pages = tuple(msgspec.structs.replace(page, page=0) for page in side.pages)
+    for manifest in (
+        msgspec.structs.replace(SEGMENT.manifest, variants=other.manifest.variants),
+        msgspec.structs.replace(SEGMENT.manifest, sides=(changed(side, pages=pages),)),
+        msgspec.structs.replace(SEGMENT.manifest, sides=(changed(side, encryption=variant.encryption),)),
+    ):
+        with pytest.raises(CorruptError, match="does not decrypt"):
+            open_manifest(decode_manifest(manifest.encode()), KEYS)
+
+
+def test_a_manifest_is_encrypted_as_a_whole() -> None:
+    """A store cannot add an object of its own to an encrypted segment."""
+    mixed = msgspec.structs.replace(SEGMENT.manifest, sides=PLAIN.manifest.sides)
+    with pytest.raises(FormatError, match="encrypted objects and others"):
+        decode_manifest(mixed.encode())
+    assert encryption_keys_of(mixed.encode()) == set()
+
+
+def test_an_opened_manifest_is_never_stored() -> None:
+    with pytest.raises(AssertionError, match="not what is stored"):
+        open_manifest(SEGMENT.manifest, KEYS).encode()
+
+
+@pytest.mark.parametrize("span_pages", [4, 8])  # chunks are copied, or encoded again
+def test_encrypted_segments_merge(span_pages: int) -> None:
+    quantiser = make_quantiser("exact")
+    halves = [make_segment(SMALL, 8, span_pages=4, first_page=first)[0] for first in (16, 24)]
+    spec = SegmentSpec(make_heads(SMALL, quantiser), quantiser, "zstd", "240p", span_pages)
+    expected = merge_segments(spec, *halves)
+    stored = [plain_segment(secure_segment(half, KEYS, True), KEYS) for half in halves]
+    assert merge_segments(spec, *stored) == expected
+
+
+def test_writers_know_how_large_encrypted_manifests_are() -> None:
+    quantiser = make_quantiser("exact")
+    spec = SegmentSpec(make_heads(SMALL, quantiser), quantiser, "hevc", "240p", 1, encrypts=True)
+    made = secure_segment(make_segment(SMALL, 32, codec="hevc", span_pages=1)[0], KEYS, True)
+    assert len(made.manifest.encode()) <= spec._manifest_bytes(32, 1)
+
+
+def test_key_files(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"new {'0f' * 32}\n\nold\t{'00' * 32}\n")
+    keys = read_encryption_keys(path)
+    assert keys is not None
+    assert keys.first == "new"
+    assert "old" in keys
+    assert read_encryption_keys(None) is None
+    for bad in ("", "0f" * 32, f"a {'0f' * 31}", f"a {'0f' * 32}\na {'00' * 32}", f"a/b {'0f' * 32}", f"a {'s3' * 32}"):
+        path.write_text(bad)
+        with pytest.raises(ConfigError, match="a name and 64 hex digits on each line") as caught:
+            read_encryption_keys(path)
+        assert "0f0f" not in str(caught.value)
+        assert "s3s3" not in str(caught.value)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_encryption_keys(tmp_path / "missing")
