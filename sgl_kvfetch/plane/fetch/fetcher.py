@@ -18,7 +18,7 @@ from functools import partial
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import Cell, Decoders, SegmentReader
-from sgl_kvfetch.errors import CorruptError, FormatError, KVFetchError, StoreError
+from sgl_kvfetch.errors import CorruptError, EncryptedError, FormatError, KVFetchError, StoreError
 from sgl_kvfetch.plane.adapt.policy import Policy
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.ahead import ReadAhead
@@ -412,6 +412,8 @@ def failure_reason(error: KVFetchError) -> str:
     match error:
         case StoreError():
             return error.reason
+        case EncryptedError():
+            return "encrypted"
         case CorruptError():
             return "corrupt"
         case FormatError():

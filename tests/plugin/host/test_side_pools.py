@@ -190,7 +190,7 @@ def test_encrypted_segments_grow_and_keep_their_side_pages(make: Make, served: S
     before = {path.name: path.read_bytes() for path in tmp_path.rglob("8-*.kvm")}
     without = make(sides={SWA: make_side_pool(2)})
     assert without.batch_exists(names) == 0
-    store(without, names, {SWA: {0: 0}})
+    assert without.batch_set_v1(names, tokens(range(8)), after([])) == [True] * 8
     served.run(served.service.client.writer.drain())
     assert {path.name: path.read_bytes() for path in tmp_path.rglob("8-*.kvm")} == before
 
