@@ -48,12 +48,14 @@ class Start(_Message, frozen=True):
 class LookUp(_Message, frozen=True):
     """Find the longest stored run of these pages. ``hashes``: 32 bytes per page. ``reads_ahead``: begin to read it.
     ``trailing``: side pools that the run needs, each with the number of its last pages that must be there; 0 for all.
+    ``position``: of the first page in the sequence, if that is known.
     """
 
     work: int
     hashes: bytes
     reads_ahead: bool = False
     trailing: dict[str, int] = {}
+    position: int | None = None
 
 
 class FetchPages(_Message, frozen=True):

@@ -132,11 +132,12 @@ class DataPlane:
         *,
         reads_ahead: bool = False,
         trailing: Mapping[str, int] | None = None,
+        position: int | None = None,
     ) -> int:
         """Find the longest stored run of these pages. ``on_found`` is called once, on any thread. Return the number.
-        ``trailing``: as in `messages.LookUp`."""
+        ``trailing``, ``position``: as in `messages.LookUp`."""
         work = next(self._numbers)
-        command = m.LookUp(work, b"".join(hashes), reads_ahead, dict(trailing or {}))
+        command = m.LookUp(work, b"".join(hashes), reads_ahead, dict(trailing or {}), position)
         found = self._run.ask(command, m.Found(work, 0, m.Cost(None, None)))
         found.add_done_callback(lambda found: on_found(found.result()))
         return work

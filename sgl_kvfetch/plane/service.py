@@ -147,7 +147,7 @@ class Service:
         usable = Usable((), {})
         try:
             with counted("lookup"):
-                sources = await self.client.finder.find_pages(hashes, self._config.lookup_timeout_s)
+                sources = await self.client.finder.find_pages(hashes, self._config.lookup_timeout_s, command.position)
                 if command.trailing:
                     usable = await asyncio.to_thread(usable_runs, sources, command.trailing)
                     usable.stored[KV_POOL] = len(sources)

@@ -268,7 +268,10 @@ class PageIndex:
                     arguments = [values[i] for i in part] if values else []
                     pipeline.eval(script, len(part), *(keys[i] for i in part), ttl, *arguments)
                 answers = cast(list[object], await pipeline.execute())
-        except (redis.exceptions.RedisError, redis.exceptions.RedisClusterException, OSError, TimeoutError) as e:
+        except (redis.exceptions.RedisError, redis.exceptions.RedisClusterException, OSError, TypeError) as e:
+            # TypeError is how its parser fails at a map with a list as a key. The rest of that answer must not be read.
+            if isinstance(e, TypeError):
+                await self.close()
             self._breaker.failed(time.monotonic())
             error = _store_error(f"index {self.options.label}: {what}", e)
             self.options.on_failure(error)

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import torch
 
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys
 from sgl_kvfetch.codec.container.manifest import Manifest
+from sgl_kvfetch.codec.container.secured import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.base import CellValues, Quantiser
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
@@ -241,7 +243,21 @@ def write(case: Case) -> None:
     case.path("values").write_bytes(bits)
 
 
+ENCRYPTED = FOLDER / "encrypted.kvm"
+KEY_NAME, KEY = "golden-1", bytes(range(32))
+
+
+def write_encrypted() -> None:
+    """Encrypt the case exact-hevc. Its salt is random, so it is written once."""
+    case = CASES["exact-hevc"]
+    coded = secure_segment(make(case), EncryptionKeys({KEY_NAME: KEY}), False)
+    ENCRYPTED.write_bytes(coded.manifest.encode())
+    ENCRYPTED.with_suffix(".0.kvd").write_bytes(coded.data)
+
+
 def main() -> None:
+    if not ENCRYPTED.exists():
+        write_encrypted()
     for case in CASES.values():
         if case.stem in sys.argv[1:] or not (sys.argv[1:] or case.path("kvm").exists()):
             write(case)

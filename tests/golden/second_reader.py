@@ -6,6 +6,7 @@ It computes in float64 and rounds once, as the document's reference does, so its
 
 from __future__ import annotations
 
+import hmac
 import json
 import math
 import re
@@ -22,6 +23,7 @@ import msgspec
 import numpy as np
 import xxhash
 import zstandard
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 U64 = np.uint64
 TABLES = Path(__file__).parents[2] / "sgl_kvfetch/codec/bitstream/ans_tables.npz"  # a part of the format
@@ -145,6 +147,40 @@ def read_values(raw: bytes, data: bytes, variant: int = 0, profile: bytes | None
             parts[name] = part
         out += values_of(cell, space, parts, known)
     return b"".join(x.tobytes() for x in out)
+
+
+def decrypted(raw: bytes, data: bytes, key: bytes, variant: int = 0) -> tuple[bytes, bytes]:
+    """A manifest and a variant's data object as they would be without encryption, with that variant alone."""
+    body = parse_manifest(raw)
+    coding = body["variants"][variant]
+    encryption = coding.pop("encryption")
+    place = msgspec.msgpack.encode(
+        [
+            folder_of(body),
+            *(body[name] for name in ("first_page", "previous_hash", "page_hashes")),
+            *(body[name] for name in ("span_pages", "cell_layers", "cell_heads", "parts")),
+            None,
+        ]
+    )
+    secret = hmac.digest(encryption["salt"], key, "sha256")  # RFC 5869, with one block of output
+    aes = AESGCM(hmac.digest(secret, b"sgl_kvfetch data\0" + place + b"\1", "sha256"))
+    table = msgspec.msgpack.decode(aes.decrypt(b"\xff" * 12, encryption["table"], None))
+    assert xxhash.xxh3_128_hexdigest(data) == coding["data_digest"]
+    assert "frame_sums" not in coding
+    pieces, chunks = [], []
+    for number, (row, (codec, checksum)) in enumerate(zip(coding["chunks"], table["chunks"], strict=True)):
+        assert (row[0], row[3]) == ("aes-256-gcm", bytes(16))
+        stored, data = data[: row[1]], data[row[1] :]
+        assert xxhash.xxh3_128_digest(stored) == row[2]
+        piece = aes.decrypt(number.to_bytes(12), stored, None)
+        pieces.append(piece)
+        chunks.append([codec, len(piece), xxhash.xxh3_128_digest(piece), checksum])
+    plain = b"".join(pieces)
+    digest = xxhash.xxh3_128_hexdigest(plain)
+    body["variants"] = [coding | {"chunks": chunks, "data_digest": digest, "frame_sums": table["frame_sums"]}]
+    packed = msgspec.msgpack.encode(body)
+    head = struct.pack("<4sHHI", b"KVFM", 2, 2, len(packed)) + packed
+    return head + xxhash.xxh3_128_digest(head), plain
 
 
 # Cells

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -201,3 +202,25 @@ def test_bad_urls_are_refused_without_showing_them(url: str) -> None:
     with pytest.raises(ConfigError, match="the index's URL") as caught:
         IndexOptions(url)
     assert "se-cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", [b"%1\r\n*0\r\n:1\r\n", b"*1\r\n%1\r\n*0\r\n:1\r\n", b"?\r\n"])
+async def test_answers_that_no_server_sends_are_an_error_and_end_the_connection(answer: bytes) -> None:
+    """The parser of Redis's client fails at maps that have lists as keys. What else was sent answers nothing later."""
+    num_connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        with closing(writer):
+            while await reader.read(1 << 16):
+                writer.write(answer)
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        index = PageIndex(IndexOptions(f"redis://127.0.0.1:{port}", timeout_s=WAIT_S), STORE)
+        for turn in (1, 2):
+            with pytest.raises(StoreError):
+                await index.find(FOLDER, CHAIN[:1])
+            assert num_connections >= turn
+        await index.close()

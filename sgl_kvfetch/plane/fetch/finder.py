@@ -69,15 +69,18 @@ class PageFinder:
         self._listed_s = float("-inf")
         self._listing = asyncio.Lock()
 
-    async def find_pages(self, hashes: Sequence[bytes], timeout_s: float) -> list[PageSource]:
-        """Ask the store for the longest run of these pages. Raises StoreError, TimeoutError."""
+    async def find_pages(
+        self, hashes: Sequence[bytes], timeout_s: float, position: int | None = None
+    ) -> list[PageSource]:
+        """Ask the store for the longest run of these pages. ``position``: of the first one in the sequence, if that is
+        known. Raises StoreError, TimeoutError."""
         started_s = time.monotonic()
         if self.is_paused:
             raise StoreError("skipped", "lookups are paused because the store keeps failing")
         try:
             async with asyncio.timeout(timeout_s):
                 until_s = asyncio.get_running_loop().time() + _OTHERS_PART * timeout_s
-                sources = await self._find_in_all(hashes, until_s)
+                sources = self._in_place(await self._find_in_all(hashes, until_s), position)
         except (StoreError, TimeoutError):
             self._lookups.failed(time.monotonic())
             metrics.STORE_DOWN.set(self.is_paused)
@@ -114,15 +117,15 @@ class PageFinder:
             runs = {each: run[len(more) :] for each, run in runs.items()}
             if not asked or len(pages) == len(hashes):
                 break
-        return self._in_place(pages)
+        return pages
 
-    def _in_place(self, pages: list[PageSource]) -> list[PageSource]:
-        """Return the pages up to the first whose segments were written for another place in the sequence than the first
-        page's: rotations depend on it."""
+    def _in_place(self, pages: list[PageSource], position: int | None) -> list[PageSource]:
+        """Return the pages up to the first whose segments were written for another place in the sequence than its own:
+        rotations depend on it. ``position``: of the first page; None to take it as the first segment has it."""
         for i, page in enumerate(pages):
+            expected = i + (pages[0].position if position is None else position)
             for each in (page, *page.others):
-                if each.position != pages[0].position + i:
-                    found, expected = each.position, pages[0].position + i
+                if (found := each.position) != expected:
                     stem = each.reader.manifest.key.stem
                     self._on_fault(FormatError(f"{stem}: expected page {expected} of the sequence, found {found}"))
                     return pages[:i]

@@ -160,9 +160,10 @@ class DeviceBackend:
         ticket: Ticket[Finding],
         hash_pages: Callable[[], list[str]],
         num_ahead: Callable[[], int],
+        position: int,
     ) -> None:
         """Find the longest stored run of some pages, and decide whether to fetch it. ``num_ahead`` returns how many
-        pages will be fetched before these. Raises nothing."""
+        pages will be fetched before these. ``position``: of the first page in the sequence. Raises nothing."""
         with counted("lookup"):
             work.hashes = hash_pages()
             work.page_hashes = hash_bytes(work.hashes)
@@ -170,7 +171,7 @@ class DeviceBackend:
             self._report(ticket, Finding(0, 1))
             return
         found = partial(self._found, request, time.monotonic(), work, ticket, num_ahead)
-        work.number = self.plane.look_up(work.page_hashes, found)
+        work.number = self.plane.look_up(work.page_hashes, found, position=position)
 
     def cancel_lookup(self, work: LookupWork) -> None:
         """Let a lookup end soon. Its result is still reported."""

@@ -154,7 +154,8 @@ class Fetches:
         self._changed.append(handle)
         ticket = self._board.open_ticket(partial(self._looked_up, fetch))
         hash_pages = partial(hash_tail, key, start, last_hash, self._page_size)
-        self._backend.look_up(fetch.request, fetch.lookup, ticket, hash_pages, self._num_ahead)
+        position = start // self._page_size
+        self._backend.look_up(fetch.request, fetch.lookup, ticket, hash_pages, self._num_ahead, position)
 
     def queued(self, handle: Any, urgency: int, span: Any) -> None:
         """Note that the request is in the waiting queue. If the order is by priority, higher ``urgency`` goes first.

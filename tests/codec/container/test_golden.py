@@ -7,14 +7,17 @@ import pytest
 import torch
 
 from sgl_kvfetch import prompts
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.codec.container.secured import open_manifest
 from sgl_kvfetch.codec.container.segment import SegmentReader
 from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltQuantiser
 from sgl_kvfetch.labels import Labels
-from tests.golden.make import CASES, FIRST_PAGE, NUM_PAGES, Case, golden_quantiser, restored
+from tests.golden.make import CASES, ENCRYPTED, FIRST_PAGE, KEY, KEY_NAME, NUM_PAGES, Case, golden_quantiser, restored
 from tests.golden.second_reader import (
+    decrypted,
     fingerprint_of,
     float_text,
     hashes_of,
@@ -105,6 +108,22 @@ def test_the_second_reader_reads_signed_manifests() -> None:
     assert parse_manifest(ManifestKeys([b"k" * 32]).sign(raw)) == parse_manifest(raw)
     with pytest.raises(AssertionError):
         parse_manifest(raw + bytes(36))
+
+
+def test_golden_encrypted_segments_decrypt() -> None:
+    raw, data = ENCRYPTED.read_bytes(), ENCRYPTED.with_suffix(".0.kvd").read_bytes()
+    stored, plain = decode_manifest(raw), manifest_of(CASES["exact-hevc"])
+    assert stored.encode() == raw
+    opened = open_manifest(stored, EncryptionKeys({KEY_NAME: KEY}))
+    values = restored(SegmentReader(opened, golden_quantiser("exact")), data)
+    expected = CASES["exact-hevc"].path("values").read_bytes()
+    assert values.view(torch.uint8).numpy().tobytes() == expected
+    assert opened.variants[0].frame_sums == plain.variants[0].frame_sums
+
+
+def test_the_document_suffices_to_decrypt() -> None:
+    raw, data = decrypted(ENCRYPTED.read_bytes(), ENCRYPTED.with_suffix(".0.kvd").read_bytes(), KEY)
+    assert read_values(raw, data) == CASES["exact-hevc"].path("values").read_bytes()
 
 
 @EVERY_CASE

@@ -244,3 +244,12 @@ async def test_an_answer_whose_parts_are_not_neighbours_is_a_fault(
     pages, faults = finder(store)
     assert len(await pages.find_pages(page_hashes(4, "", 2), 1.0)) == 3
     assert "expected page 5 of the sequence, found 7" in str(faults[0])
+
+
+async def test_pages_that_were_written_for_another_place_are_a_fault(store: LocalStore) -> None:
+    """Even if all of them are: a request that knows its place compares it."""
+    pages, faults = finder(store)
+    assert len(await pages.find_pages(page_hashes(NUM_PAGES), 1.0, 0)) == NUM_PAGES
+    assert len(await pages.find_pages(page_hashes(NUM_PAGES)[3:], 1.0, 3)) == NUM_PAGES - 3
+    assert await pages.find_pages(page_hashes(NUM_PAGES), 1.0, 4) == []
+    assert "expected page 4 of the sequence, found 0" in str(faults[0])

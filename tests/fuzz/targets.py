@@ -1,0 +1,280 @@
+"""What is fuzzed: each target takes any bytes, and fails only by an exception or an assertion.
+
+What a checksum would keep from a decoder, the target seals with a checksum that holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import logging
+import random
+import struct
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import hiredis
+import msgspec
+import torch
+import xxhash
+from aiohttp.test_utils import TestClient, TestServer
+from redis.exceptions import InvalidResponse, ResponseError
+
+from sgl_kvfetch.codec.bitstream.registry import get_codec
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys
+from sgl_kvfetch.codec.container.manifest import Chunk, decode_manifest, encryption_keys_of
+from sgl_kvfetch.codec.container.secured import open_manifest, secure_segment
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader
+from sgl_kvfetch.codec.container.sides import encode_side, side_places
+from sgl_kvfetch.codec.quant.base import Quantised
+from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_identity
+from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.server import ServerConfig
+from sgl_kvfetch.server.app import create_app
+from sgl_kvfetch.stores import indexed_s3
+from sgl_kvfetch.stores.redis_index import IndexOptions, PageIndex
+from sgl_kvfetch.types import KVGeometry
+from tests.segments import make_segment
+
+Target = Callable[[bytes], object]
+KEYS = EncryptionKeys({"ours": b"k" * 32})
+TINY = KVGeometry(num_layers=2, num_heads=1, k_head_dim=48, v_head_dim=48, page_size=1, dtype="bfloat16")
+CODECS = ("ans", "ans-tables", "deflate", "hevc", "hevc420", "zstd")
+SHAPES = ((1, 1, 16), (3, 1, 40), (2, 144, 144), (1, 144, 256))  # frames, height, width
+
+
+def sealed(body: bytes) -> bytes:
+    """Return a manifest with this body, and a checksum that holds."""
+    head = struct.pack("<4sHHI", b"KVFM", 2, 3, len(body)) + body
+    return head + xxhash.xxh3_128_digest(head)
+
+
+def manifests(data: bytes) -> None:
+    """Decode a manifest's body, and all that is derived from it. What decodes comes back as it was written."""
+    try:
+        manifest = decode_manifest(sealed(data))
+        encryption_keys_of(sealed(data))
+    except KVFetchError:
+        return
+    assert decode_manifest(manifest.encode()) == manifest
+    assert manifest.key.manifest_name
+    assert manifest.data_sizes
+    side_places(manifest)
+    with contextlib.suppress(KVFetchError):
+        opened = open_manifest(manifest, KEYS)
+        SegmentReader(opened, quantiser_from_identity(opened.namespace.quantiser))
+
+
+@cache
+def segments_by_kind() -> list[CodedSegment]:
+    sides = {("swa", 1): torch.arange(100, dtype=torch.uint8)}
+    made = [
+        make_segment(TINY, 4, codec=codec, quantiser=make_quantiser(quantiser))[0]  # type: ignore[arg-type]
+        for codec, quantiser in (("ans", "exact"), ("hevc", "uint8"), ("zstd", "uint8"), ("deflate", "exact"))
+    ]
+    return [each.with_side(*encode_side(sides)) for each in made]
+
+
+def segments(data: bytes) -> None:
+    """Decode a cell one of whose chunks is another bitstream. It gives the values that the writer had, or an error."""
+    if len(data) < 3:
+        return
+    every = segments_by_kind()
+    coded, bitstream = every[data[0] % len(every)], data[2:]
+    (variant,), offset = coded.manifest.variants, 0
+    which = data[1] % len(variant.chunks)
+    row = variant.chunks[which]
+    offset = sum(chunk.size_bytes for chunk in variant.chunks[:which])
+    forged = Chunk(row.codec, len(bitstream), xxhash.xxh3_128_digest(bitstream), row.decoded_checksum)
+    chunks = (*variant.chunks[:which], forged, *variant.chunks[which + 1 :])
+    content = coded.data[:offset] + bitstream + coded.data[offset + row.size_bytes :]
+    changed = msgspec.structs.replace(variant, chunks=chunks)
+    manifest = msgspec.structs.replace(coded.manifest, variants=(changed,))
+    quantiser = quantiser_from_identity(manifest.namespace.quantiser)
+    reader, sound = SegmentReader(manifest, quantiser), SegmentReader(coded.manifest, quantiser)
+    cell = list(manifest.cells())[which // manifest.chunks_per_cell]
+    with contextlib.suppress(KVFetchError):
+        found: Quantised = reader.decode_cell(cell, content[slice(*reader.cell_range(cell))])
+        expected = sound.decode_cell(cell, coded.data[slice(*sound.cell_range(cell))])
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def bitstreams(codec: str, data: bytes) -> None:
+    """Decode a bitstream to frames of a small shape."""
+    if data:
+        shape = SHAPES[data[0] % len(SHAPES)]
+        with contextlib.suppress(KVFetchError):
+            assert get_codec(codec).decode(data[1:], shape).shape == (shape[0], 3, *shape[1:])
+
+
+class _Served:
+    """The server's handlers, over a directory that is deleted at the end."""
+
+    def __init__(self) -> None:
+        logging.disable()
+        self.loop = asyncio.new_event_loop()
+        self._folder = tempfile.TemporaryDirectory(prefix="kvfetch-fuzz-")
+        self.client = self.loop.run_until_complete(self._open())
+
+    async def _open(self) -> TestClient[Any, Any]:
+        client = TestClient(TestServer(create_app(ServerConfig(Path(self._folder.name), capacity_bytes=64 << 20))))
+        await client.start_server()
+        for segment in segments_by_kind():
+            for name, content in (
+                *segment.data_objects(),
+                (segment.manifest.key.manifest_name, segment.manifest.encode()),
+            ):
+                async with client.put(f"/v1/objects/{name}", data=content) as response:
+                    assert response.status < 300, await response.text()
+        return client
+
+
+_served = cache(_Served)
+METHODS = ("GET", "PUT", "POST", "DELETE", "HEAD")
+PATHS = (
+    "/v1/objects", "/v1/lookup", "/v1/pins", "/v1/check", "/v1/folders", "/healthz", "/metrics", "/v1/summary",
+    "/v1/segments", "/v1/prompts", "/v1/objects/*",
+)  # fmt: skip
+HEADERS = ("Range", "If-Match", "If-None-Match", "Content-Type", "Accept")
+
+
+def http(data: bytes) -> None:
+    """Send a request: a byte each for method, path and header, then lines with the rest of the path and the header's
+    value, then the body. No answer blames the server."""
+    if len(data) < 3:
+        return
+    method, path, header = METHODS[data[0] % 5], PATHS[data[1] % len(PATHS)], HEADERS[data[2] % 5]
+    rest, _, after = data[3:].partition(b"\n")
+    value, _, body = after.partition(b"\n")
+    every = segments_by_kind()
+    path = path.replace("*", every[data[1] // 16 % len(every)].manifest.key.manifest_name)
+    path += rest.decode("utf-8", "replace")
+    text = "".join(c for c in value.decode("latin-1") if c.isprintable())
+
+    async def send() -> None:
+        async with _served().client.request(method, path, data=body, headers={header: text}) as response:
+            await response.read()
+            assert response.status < 500 or response.status in (503, 507), (response.status, await response.text())
+
+    _served().loop.run_until_complete(send())
+
+
+class _Pipeline:
+    """Answers every call with what a server sent."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._num_calls = 0
+
+    def pipeline(self, **_: object) -> _Pipeline:
+        self._num_calls = 0
+        return self
+
+    def eval(self, *_: object) -> None:
+        self._num_calls += 1
+
+    async def execute(self) -> Sequence[object]:
+        parser = hiredis.Reader(protocolError=InvalidResponse, replyError=ResponseError)
+        parser.feed(self._data)
+        answers = [parser.gets() for _ in range(self._num_calls)]
+        if False in answers:
+            raise ConnectionError("closed")
+        return answers
+
+    async def aclose(self) -> None:
+        pass
+
+
+def redis(data: bytes) -> None:
+    """Read what a Redis server sends as its answers to lookups of eight pages."""
+    hashes = [bytes([page]) * 32 for page in range(8)]
+    index = PageIndex(IndexOptions("redis://localhost:1"), "s3://bucket")
+    index._client = _Pipeline(data)
+
+    async def ask() -> None:
+        with contextlib.suppress(KVFetchError):
+            entries = await index.find("0" * 32 + ".0-1", hashes)
+            for page, end, entry in indexed_s3._parts(entries):
+                assert page < end <= 8
+                assert len(entry.key("0" * 32 + ".0-1").manifest_name) < 200
+        with contextlib.suppress(KVFetchError):
+            await index.last_uses([segment.manifest.key for segment in segments_by_kind()])
+
+    asyncio.run(ask())
+
+
+def seeds_of(name: str) -> Iterator[bytes]:
+    """Yield inputs to begin with, from segments that a writer makes."""
+    made = segments_by_kind()
+    match name:
+        case "manifests":
+            for segment in (*made, secure_segment(made[1], KEYS, True)):
+                yield segment.manifest.encode()[12:-16]
+        case "segments":
+            for kind, segment in enumerate(made):
+                first = segment.manifest.variants[0].chunks[0]
+                yield bytes([kind, 0]) + segment.data[: first.size_bytes]
+        case "http":
+            body = msgspec.msgpack.encode({"namespace": made[0].manifest.key.namespace, "page_hashes": bytes(64)})
+            yield bytes([2, 1, 3]) + b"\napplication/msgpack\n" + body
+            yield bytes([0, 10, 0]) + b"\nbytes=0-99\n"
+            yield bytes([1, 0, 2]) + f"/{made[0].manifest.key.manifest_name}\n*\n".encode() + made[0].manifest.encode()
+            yield bytes([2, 9, 3]) + b'\napplication/json\n{"prompt": [1, 2, 3], "page_size": 1}'
+            yield bytes([1, 2, 3]) + b"/a\napplication/msgpack\n" + msgspec.msgpack.encode({"page_hashes": bytes(32)})
+        case "redis":
+            entry = struct.pack("<QB32s", 0, 3, bytes(32))
+            yield b"*8\r\n" + (b"$41\r\n" + entry + b"\r\n") * 8
+            yield b"*4\r\n$3\r\n123\r\n" + b"$-1\r\n" * 3
+            yield b"-ERR no\r\n:1\r\n"
+        case codec:
+            for number, shape in enumerate(SHAPES):
+                if not (get_codec(codec).is_video and shape[1] < 144):
+                    frames = torch.arange(shape[2]).expand(shape[0], 3, *shape[1:]).to(torch.uint8).contiguous()
+                    yield bytes([number]) + get_codec(codec).encode(frames)
+
+
+def mutate_body(data: bytes, rng: random.Random) -> bytes:
+    """Return a MessagePack map with one value changed, dropped or doubled; ``data`` itself if it is none."""
+    try:
+        body = msgspec.msgpack.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return data
+    node, path = body, []
+    while isinstance(node, dict | list) and node and (not path or rng.random() < 0.8):
+        key = rng.choice(list(node) if isinstance(node, dict) else range(len(node)))
+        path.append((node, key))
+        node = node[key]
+    if not path:
+        return data
+    holder, key = path[-1]
+    match rng.randrange(5):
+        case 0:
+            del holder[key]
+        case 1 if isinstance(holder, list):
+            holder.insert(key, copy.deepcopy(node))
+        case 2 if isinstance(node, bytes | str):
+            holder[key] = (node * rng.choice((0, 2, 3)))[: rng.randrange(1, 4096)]
+        case 3 if isinstance(node, int):
+            holder[key] = max(-(1 << 63), min((1 << 64) - 1, node + rng.choice((-1, 1, node, 1 << rng.randrange(63)))))
+        case _:
+            holder[key] = rng.choice(
+                (None, 0, 1, 2, -1, 255, (1 << 64) - 1, b"", bytes(16), "", "a", [], {}, True, 0.5)
+            )
+    return msgspec.msgpack.encode(body)
+
+
+def _of_codec(name: str) -> Target:
+    return lambda data: bitstreams(name, data)
+
+
+TARGETS: dict[str, Target] = {
+    "manifests": manifests,
+    "segments": segments,
+    "http": http,
+    "redis": redis,
+    **{codec: _of_codec(codec) for codec in CODECS},
+}

@@ -1,0 +1,54 @@
+"""Requests that schemathesis makes of ``docs/openapi.yaml``, by clients of every role: the server answers as the
+document says, and never with an error of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import msgspec
+import pytest
+import schemathesis
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
+
+from harness.store_process import StoreProcess
+from sgl_kvfetch.server.tokens import Role
+from sgl_kvfetch.stores import wire
+
+schema = schemathesis.openapi.from_path(Path(__file__).parents[2] / "docs" / "openapi.yaml")
+CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
+
+
+@schemathesis.serializer("application/msgpack")
+def packed(context: object, value: object) -> bytes:
+    try:
+        return msgspec.msgpack.encode(value, enc_hook=str)
+    except OverflowError:  # MessagePack has no such integers
+        return msgspec.msgpack.encode(str(value))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProcess]:
+    folder = tmp_path_factory.mktemp("schema")
+    tokens = folder / "tokens"
+    tokens.write_text("".join(f"{role.name.lower()} token-of-{role.name.lower()}\n" for role in Role))
+    tokens.chmod(0o600)
+    with StoreProcess(folder / "store", extra_args=("--token-file", str(tokens))) as process:
+        yield process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", [None, *Role], ids=lambda role: role.name.lower() if role else "nobody")
+@schema.parametrize()
+@hypothesis.settings(
+    max_examples=4, deadline=None, derandomize=True, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+)
+def test_answers_are_as_the_document_says(case: schemathesis.Case, role: Role | None, store: StoreProcess) -> None:
+    if case.operation.path.startswith(wire.Route.PICTURES):
+        return  # each starts a process
+    headers = {} if role is None else {"Authorization": f"Bearer token-of-{role.name.lower()}"}
+    response = case.call(base_url=store.url, headers=headers)
+    if response.status_code not in (503, 507):
+        case.validate_response(response, checks=CHECKS)
