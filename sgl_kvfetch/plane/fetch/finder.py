@@ -25,6 +25,7 @@ _MAX_HELD_BYTES = 16 << 20
 _READER_BYTES = 1024  # what a reader takes however small its manifest is, as if it were stored
 _LOOKUPS_AT_ONCE = 8  # each may hold an answer
 _FEW_BYTES = 64 << 10  # of manifests: the event loop decodes so many itself, in a few milliseconds
+_TURN_S = 0.002  # of the event loop, for one lookup
 _LIST_EVERY_S = 60.0  # how long ranks of a TP size that is new to the store may go unnoticed
 _OTHERS_PART = 3 / 4  # of a lookup's timeout, for other folders; a local cache answers for a dead store after 1/2
 _MOST_TURNS = 8  # of a lookup between TP sizes that have each written a part of the prefix
@@ -206,7 +207,11 @@ class PageFinder:
         are_few = sum(len(hit.manifest) for hit in hits) <= _FEW_BYTES
         free_bytes = self._make_room(sum(len(hit.manifest) + _READER_BYTES for hit in hits))
         sources: list[PageSource] = []
+        turn_ends_s = time.monotonic() + _TURN_S
         for hit in hits:
+            if time.monotonic() > turn_ends_s:
+                await asyncio.sleep(0)
+                turn_ends_s = time.monotonic() + _TURN_S
             name = heads.folder, hit.manifest
             asked = tuple(hashes[len(sources) : len(sources) + hit.num_pages])
             try:
@@ -262,7 +267,10 @@ def join_heads(heads: range, runs: Mapping[range, Sequence[PageSource]]) -> list
         parts = [runs[each][len(pages) : end] for each in _cover(heads, [r for r in runs if len(runs[r]) >= end])]
         if not parts:
             break
-        pages += [replace(first, others=tuple(others)) for first, *others in zip(*parts, strict=True)]
+        if len(parts) == 1:
+            pages += parts[0]
+        else:
+            pages += [replace(first, others=tuple(others)) for first, *others in zip(*parts, strict=True)]
     return pages
 
 
