@@ -2,7 +2,7 @@
 
 Without targets, all have their turn; ``--seconds`` is for all of them together, by default ten minutes. Each runs in a
 process of its own, which may take 1 GiB of memory, and 10 s for one input. It begins with tests/fuzz/corpus/TARGET
-and with what a writer makes; with ``--keep``, the smallest inputs that reached new code are kept there. An input that
+and with what a writer makes; with ``--keep``, some small inputs that reached new code are kept there. An input that
 fails is written to tests/fuzz/failed-*, and the exit code is 1. Run one again with ``--input FILE``.
 """
 
@@ -24,7 +24,7 @@ CORPUS = FOLDER / "corpus"
 _MAX_INPUT_BYTES = 16384
 _MAX_RSS_MB = 1024
 _MAX_INPUT_S = 10
-_MOST_KEPT = 24
+_MOST_KEPT, _MOST_KEPT_BYTES = 24, 2048
 
 
 def main() -> int:
@@ -52,8 +52,8 @@ def main() -> int:
                 failed.append(name)
             elif args.keep and not args.input:
                 known.mkdir(parents=True, exist_ok=True)
-                smallest = sorted(Path(found).glob("[0-9a-f]*"), key=lambda path: path.stat().st_size)
-                for path in smallest[:_MOST_KEPT]:
+                reached = (path for path in Path(found).glob("[0-9a-f]*") if path.stat().st_size <= _MOST_KEPT_BYTES)
+                for path in sorted(reached, key=lambda path: path.stat().st_size)[-_MOST_KEPT:]:
                     shutil.copy(path, known)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

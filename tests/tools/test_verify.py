@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
 from sgl_kvfetch.codec.container.manifest import Manifest
 from sgl_kvfetch.codec.container.secured import secure_segment
@@ -102,6 +103,19 @@ def test_side_pages_are_read_together_and_each_is_verified(tmp_path: Path, monke
 
 def test_an_empty_store_is_sound(tmp_path: Path) -> None:
     assert verify_json(str(tmp_path), 0)["num_segments"] == 0
+
+
+def test_a_manifest_above_the_formats_limit_is_named_over_http_too(stored: Stored) -> None:
+    """As earlier versions could write them. Lookups skip it, and its size is all that a client learns."""
+    with stored.manifest_path(1).open("ab") as file:
+        file.truncate(2 << 20)
+    with StoreProcess(stored.root) as served:
+        for store in (served.url, stored.url):
+            report = verify_json(store, 1)
+            (problem,) = report["problems"]
+            assert problem["name"] == stored.segments[1].manifest.key.manifest_name
+            assert f"has {2 << 20} bytes" in problem["what"]
+            assert report["num_segments"] == 2
 
 
 def test_any_flipped_byte_is_found(stored: Stored) -> None:
