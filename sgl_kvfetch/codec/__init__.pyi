@@ -31,7 +31,6 @@ from .container.manifest import (
     MAX_SIDES as MAX_SIDES,
     MAX_VARIANTS as MAX_VARIANTS,
     Cell as Cell,
-    Chunk as Chunk,
     Manifest as Manifest,
     Side as Side,
     Variant as Variant,

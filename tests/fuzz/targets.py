@@ -243,7 +243,8 @@ def mutate_body(data: bytes, rng: random.Random) -> bytes:
         body = msgspec.msgpack.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return data
-    node, path = body, []
+    node: Any = body
+    path: list[tuple[Any, Any]] = []
     while isinstance(node, dict | list) and node and (not path or rng.random() < 0.8):
         key = rng.choice(list(node) if isinstance(node, dict) else range(len(node)))
         path.append((node, key))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import msgspec
@@ -45,7 +46,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProcess]:
 @hypothesis.settings(
     max_examples=4, deadline=None, derandomize=True, database=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
-def test_answers_are_as_the_document_says(case: schemathesis.Case, role: Role | None, store: StoreProcess) -> None:
+def test_answers_are_as_the_document_says(case: schemathesis.Case[Any], role: Role | None, store: StoreProcess) -> None:
     if case.operation.path.startswith(wire.Route.PICTURES):
         return  # each starts a process
     headers = {} if role is None else {"Authorization": f"Bearer token-of-{role.name.lower()}"}

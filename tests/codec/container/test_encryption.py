@@ -189,9 +189,9 @@ def test_encrypted_segments_merge(span_pages: int) -> None:
     quantiser = make_quantiser("exact")
     halves = [make_segment(SMALL, 8, span_pages=4, first_page=first)[0] for first in (16, 24)]
     spec = SegmentSpec(make_heads(SMALL, quantiser), quantiser, "zstd", "240p", span_pages)
-    expected = merge_segments(spec, *halves)
-    stored = [plain_segment(secure_segment(half, KEYS, True), KEYS) for half in halves]
-    assert merge_segments(spec, *stored) == expected
+    expected = merge_segments(spec, halves[0], halves[1])
+    left, right = (plain_segment(secure_segment(half, KEYS, True), KEYS) for half in halves)
+    assert merge_segments(spec, left, right) == expected
 
 
 def test_writers_know_how_large_encrypted_manifests_are() -> None:

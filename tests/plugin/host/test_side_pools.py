@@ -183,14 +183,14 @@ def test_encrypted_segments_grow_and_keep_their_side_pages(make: Make, served: S
     wait_until(lambda: any(path.name.startswith("8-") for path in tmp_path.rglob("*.kvm")))
     restored = make_side_pool(seed=1)
     reader = make(sides={SWA: restored}, **how)
-    assert reader.batch_get_v1(names, tokens(range(20, 28))) == [True] * 8
+    assert reader.batch_get_v1(names, tokens(list(range(20, 28)))) == [True] * 8
     assert reader.batch_get_v2([transfer(names[2:4], range(30, 32))]) == {SWA: [True, True]}
     assert [page_of(restored, 30 + i).tolist() for i in range(2)] == [page_of(pool, 2 + i).tolist() for i in range(2)]
     # A server without the key finds them, cannot use them, and leaves them alone.
     before = {path.name: path.read_bytes() for path in tmp_path.rglob("8-*.kvm")}
     without = make(sides={SWA: make_side_pool(2)})
     assert without.batch_exists(names) == 0
-    assert without.batch_set_v1(names, tokens(range(8)), after([])) == [True] * 8
+    assert without.batch_set_v1(names, tokens(list(range(8))), after([])) == [True] * 8
     served.run(served.service.client.writer.drain())
     assert {path.name: path.read_bytes() for path in tmp_path.rglob("8-*.kvm")} == before
 
