@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import xxhash
@@ -29,9 +29,11 @@ from sgl_kvfetch.codec.container.manifest import (
     check_variant,
     tables,
 )
-from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.container.signing import chunk_digest
 from sgl_kvfetch.errors import CorruptError, FormatError
+
+if TYPE_CHECKING:  # importing it loads torch
+    from sgl_kvfetch.codec.container.segment import CodedSegment
 
 Rows = TypeVar("Rows", Variant, Side)
 
@@ -52,7 +54,7 @@ def secure_segment(segment: CodedSegment, keys: EncryptionKeys | None, signs: bo
         contents.append(data)
     secured = [secure_rows(m, side, data, keys, signs) for side, data in zip(m.sides, segment.side_data, strict=True)]
     manifest = msgspec.structs.replace(m, variants=tuple(variants), sides=tuple(side for side, _ in secured))
-    return CodedSegment(manifest, contents[0], tuple(contents[1:]), tuple(data for _, data in secured))
+    return _with_data(segment, manifest, contents, [data for _, data in secured])
 
 
 def secure_rows(
@@ -127,14 +129,14 @@ def plain_segment(segment: CodedSegment, keys: EncryptionKeys | None) -> CodedSe
     manifest = msgspec.structs.replace(
         m, variants=tuple(rows for rows, _ in variants), sides=tuple(rows for rows, _ in sides), ciphers={}
     )
-    (_, first), *more = variants
-    return replace(
-        segment,
-        manifest=manifest,
-        data=first,
-        more_data=tuple(data for _, data in more),
-        side_data=tuple(data for _, data in sides),
-    )
+    return _with_data(segment, manifest, [data for _, data in variants], [data for _, data in sides])
+
+
+def _with_data(
+    segment: CodedSegment, manifest: Manifest, variants: Sequence[bytes], sides: Sequence[bytes]
+) -> CodedSegment:
+    first, *more = variants
+    return replace(segment, manifest=manifest, data=first, more_data=tuple(more), side_data=tuple(sides))
 
 
 def _encrypted(manifest: Manifest, rows: Rows, data: bytes, keys: EncryptionKeys) -> tuple[Rows, bytes]:

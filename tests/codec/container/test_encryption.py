@@ -76,7 +76,7 @@ def test_a_store_reads_names_and_sizes_and_nothing_of_content() -> None:
         assert [chunk.size_bytes for chunk in rows.chunks] == [size + 16 for size in sizes]
         assert isinstance(rows, Side) or not rows.frame_sums
     known = [chunk.decoded_checksum for rows in plain.data for chunk in rows.chunks]
-    known += [PLAIN.data[i : i + 16] for i in range(0, len(PLAIN.data), 101)]
+    known += [PLAIN.data[i : i + 16] for i in range(0, len(PLAIN.data) - 16, 101)]
     everything = SEGMENT.manifest.encode() + SEGMENT.data + b"".join(SEGMENT.side_data)
     assert not any(piece in everything for piece in known)
 
