@@ -21,6 +21,7 @@ import atheris
 
 FOLDER = Path(__file__).parent
 CORPUS = FOLDER / "corpus"
+NAMES = ["manifests", "segments", "bitstreams", "http", "redis"]
 _MAX_INPUT_BYTES = 16384
 _MAX_RSS_MB = 1024
 _MAX_INPUT_S = 10
@@ -37,13 +38,13 @@ def main() -> int:
     args = parser.parse_args()
     if args.child is not None:
         return _fuzz(args.targets[0], args.child)
-    names = args.targets or ["manifests", "segments", "http", "redis", *_codecs()]
+    names = args.targets or NAMES
     failed = []
     for name in names:
         known = CORPUS / name
         with tempfile.TemporaryDirectory(prefix="kvfetch-fuzz-") as found:
             limits = [f"-rss_limit_mb={_MAX_RSS_MB}", f"-timeout={_MAX_INPUT_S}", f"-max_len={_MAX_INPUT_BYTES}"]
-            where = [str(args.input)] if args.input else [found, *([str(known)] if known.is_dir() else [])]
+            where = [str(args.input.resolve())] if args.input else [found, *([str(known)] if known.is_dir() else [])]
             seconds = max(1, args.seconds // len(names))
             artifacts = f"-artifact_prefix={FOLDER}/failed-{name}-"
             run = [f"-max_total_time={seconds}", "-print_final_stats=1", artifacts, *limits, *where]
@@ -58,12 +59,6 @@ def main() -> int:
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return bool(failed)
-
-
-def _codecs() -> tuple[str, ...]:
-    from tests.fuzz.targets import CODECS
-
-    return CODECS
 
 
 def _start(name: str, arguments: list[str]) -> int:

@@ -14,6 +14,7 @@ import struct
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +104,12 @@ def segments(data: bytes) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def bitstreams(codec: str, data: bytes) -> None:
-    """Decode a bitstream to frames of a small shape."""
-    if data:
-        shape = SHAPES[data[0] % len(SHAPES)]
+def bitstreams(data: bytes) -> None:
+    """Decode a bitstream to frames: a byte each for codec and shape, then the bitstream."""
+    if len(data) > 2:
+        codec, shape = CODECS[data[0] % len(CODECS)], SHAPES[data[1] % len(SHAPES)]
         with contextlib.suppress(KVFetchError):
-            assert get_codec(codec).decode(data[1:], shape).shape == (shape[0], 3, *shape[1:])
+            assert get_codec(codec).decode(data[2:], shape).shape == (shape[0], 3, *shape[1:])
 
 
 class _Served:
@@ -230,11 +231,11 @@ def seeds_of(name: str) -> Iterator[bytes]:
             yield b"*8\r\n" + (b"$41\r\n" + entry + b"\r\n") * 8
             yield b"*4\r\n$3\r\n123\r\n" + b"$-1\r\n" * 3
             yield b"-ERR no\r\n:1\r\n"
-        case codec:
-            for number, shape in enumerate(SHAPES):
+        case "bitstreams":
+            for (which, codec), (number, shape) in product(enumerate(CODECS), enumerate(SHAPES)):
                 if not (get_codec(codec).is_video and shape[1] < 144):
                     frames = torch.arange(shape[2]).expand(shape[0], 3, *shape[1:]).to(torch.uint8).contiguous()
-                    yield bytes([number]) + get_codec(codec).encode(frames)
+                    yield bytes([which, number]) + get_codec(codec).encode(frames)
 
 
 def mutate_body(data: bytes, rng: random.Random) -> bytes:
@@ -268,14 +269,10 @@ def mutate_body(data: bytes, rng: random.Random) -> bytes:
     return msgspec.msgpack.encode(body)
 
 
-def _of_codec(name: str) -> Target:
-    return lambda data: bitstreams(name, data)
-
-
 TARGETS: dict[str, Target] = {
     "manifests": manifests,
     "segments": segments,
+    "bitstreams": bitstreams,
     "http": http,
     "redis": redis,
-    **{codec: _of_codec(codec) for codec in CODECS},
 }
