@@ -149,6 +149,9 @@ def read_values(raw: bytes, data: bytes, variant: int = 0, profile: bytes | None
     return b"".join(x.tobytes() for x in out)
 
 
+LAYOUT_FIELDS = "type", "width", "height", "head_rows", "head_cols", "dim_rows", "dim_cols", "token_rows", "token_cols"
+
+
 def decrypted(raw: bytes, data: bytes, key: bytes, variant: int = 0) -> tuple[bytes, bytes]:
     """A manifest and a variant's data object as they would be without encryption, with that variant alone."""
     body = parse_manifest(raw)
@@ -159,7 +162,10 @@ def decrypted(raw: bytes, data: bytes, key: bytes, variant: int = 0) -> tuple[by
             folder_of(body),
             *(body[name] for name in ("first_page", "previous_hash", "page_hashes")),
             *(body[name] for name in ("span_pages", "cell_layers", "cell_heads", "parts")),
-            None,
+            [
+                [name, *(layout[field] for field in LAYOUT_FIELDS if field in layout)]
+                for name, layout in sorted(coding["layouts"].items())
+            ],
         ]
     )
     secret = hmac.digest(encryption["salt"], key, "sha256")  # RFC 5869, with one block of output

@@ -44,13 +44,11 @@ def secure_segment(segment: CodedSegment, keys: EncryptionKeys | None, signs: bo
     made: dict[object, tuple[Variant, bytes]] = {}
     variants, contents = [], []
     for index, variant in enumerate(m.variants):
-        kind = variant.data_digest, variant.chunks, variant.frame_sums
+        kind = variant.data_digest, variant.chunks, variant.frame_sums, repr(variant.layouts)
         if kind not in made:
             made[kind] = secure_rows(m, variant, segment.variant_data(index), keys, signs)
         rows, data = made[kind]
-        variants.append(
-            msgspec.structs.replace(rows, layouts=variant.layouts, codec=variant.codec, resolution=variant.resolution)
-        )
+        variants.append(msgspec.structs.replace(rows, codec=variant.codec, resolution=variant.resolution))
         contents.append(data)
     secured = [secure_rows(m, side, data, keys, signs) for side, data in zip(m.sides, segment.side_data, strict=True)]
     manifest = msgspec.structs.replace(m, variants=tuple(variants), sides=tuple(side for side, _ in secured))
@@ -158,11 +156,16 @@ def _encrypted(manifest: Manifest, rows: Rows, data: bytes, keys: EncryptionKeys
 
 
 def _place(manifest: Manifest, rows: Variant | Side) -> bytes:
-    """Return what says where a data object belongs: its segment's pages and cells, and which side pages it holds."""
+    """Return what says where a data object belongs, and how it is laid out: its segment's pages and cells, and its
+    layouts or side pages."""
     m = manifest
-    pages = None if isinstance(rows, Variant) else [(page.pool, page.page, page.num_bytes) for page in rows.pages]
+    if isinstance(rows, Variant):
+        layouts = sorted(rows.layouts.items(), key=lambda item: item[0])
+        inside: list[object] = [(name, *msgspec.to_builtins(layout).values()) for name, layout in layouts]
+    else:
+        inside = [(page.pool, page.page, page.num_bytes) for page in rows.pages]
     cells = m.span_pages, m.cell_layers, m.cell_heads
-    where = m.key.namespace, m.first_page, m.previous_hash, b"".join(m.page_hashes), *cells, m.parts, pages
+    where = m.key.namespace, m.first_page, m.previous_hash, b"".join(m.page_hashes), *cells, m.parts, inside
     return msgspec.msgpack.encode(where)
 
 

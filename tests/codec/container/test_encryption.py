@@ -15,6 +15,7 @@ from sgl_kvfetch.codec.container.merge import merge_segments
 from sgl_kvfetch.codec.container.secured import open_manifest, plain_segment, secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader, SegmentSpec
 from sgl_kvfetch.codec.container.sides import encode_side, side_places
+from sgl_kvfetch.codec.layout.tiles import TileLayout
 from sgl_kvfetch.codec.quant.base import Quantised
 from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_identity
 from sgl_kvfetch.errors import ConfigError, CorruptError, EncryptedError, FormatError
@@ -156,6 +157,18 @@ def test_a_segment_does_not_decrypt_in_another_place(change: Callable[[Manifest]
     moved = msgspec.structs.replace(SEGMENT.manifest, **change(SEGMENT.manifest))
     with pytest.raises(CorruptError, match="does not decrypt with the key 'a'"):
         open_manifest(decode_manifest(moved.encode()), KEYS)
+
+
+def test_a_variant_does_not_decrypt_with_other_layouts() -> None:
+    """A GPU's frame sum would hold: it covers the frames, and not which pixel is which value."""
+    (variant,) = SEGMENT.manifest.variants
+    layout = variant.layouts["k"]
+    assert isinstance(layout, TileLayout)
+    turned = msgspec.structs.replace(layout, dim_rows=layout.dim_cols, dim_cols=layout.dim_rows)
+    other = changed(variant, layouts=dict(variant.layouts) | {"k": turned})
+    manifest = msgspec.structs.replace(SEGMENT.manifest, variants=(other,))
+    with pytest.raises(CorruptError, match="does not decrypt"):
+        open_manifest(decode_manifest(manifest.encode()), KEYS)
 
 
 def test_swapped_objects_and_side_pages_do_not_decrypt() -> None:
