@@ -16,6 +16,7 @@ from sgl_kvfetch.errors import ConfigError, CorruptError, KVFetchError, StoreErr
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, ContentCheck, SegmentKey
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.side_by_side import side_by_side
+from sgl_kvfetch.sizes import parse_duration
 from sgl_kvfetch.stores import (
     AdminStore,
     Store,
@@ -40,7 +41,6 @@ from sgl_kvfetch.tools.terminal import (
     json_flag,
     make_progress,
     option,
-    parse_age,
     read_token,
     show,
 )
@@ -108,7 +108,7 @@ def clear(
 
         kvfetch clear s3://kv-cache/llama#4f0c --index redis://10.0.0.5:6379/0 --yes
     """
-    age_s = None if older_than is None else parse_age(older_than)
+    age_s = None if older_than is None else parse_duration(older_than)
     url, _, prefix = store.partition("#")
     say = partial(typer.echo, err=as_json)
 

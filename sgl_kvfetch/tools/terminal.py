@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 TOKEN_ENV = "KVFETCH_TOKEN"  # also in sgl_kvfetch.plane.config, which is slow to import because it needs torch
 _MAX_FAILURES_SHOWN = 20
-_AGE_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def option(metavar: str | None, text: str, *names: str, **settings: Any) -> Any:
@@ -155,14 +153,6 @@ def format_age(seconds: float) -> str:
         if seconds >= 2 * size_s:
             return f"{seconds / size_s:.0f} {unit}"
     return f"{max(0.0, seconds):.0f} s"
-
-
-def parse_age(text: str) -> float:
-    """Return an age in seconds. Units are s, m (minutes), h and d. Raises ConfigError."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([smhd])", text.strip())
-    if match is None:
-        raise ConfigError(f"invalid age {text!r}; expected a form such as 90s, 45m, 12h or 30d")
-    return float(match[1]) * _AGE_UNITS_S[match[2]]
 
 
 def format_ratio(ratio: float | None) -> str:
