@@ -180,8 +180,7 @@ class KVFetchConfig(_Keys):
         None,
         ge=1,
         le=1e9,
-        description="time, such as 1d, after which what this server writes is not read any more, and is deleted; by default "
-        "never",
+        description="time, such as 1d, after which what this server writes is not read any more, and is deleted",
     )
     local_cache: LocalCache | None = Field(
         None,

@@ -181,7 +181,7 @@ def _answered(metrics: ServerMetrics, budget: Budget) -> Middleware:
             except web.HTTPException as e:
                 word = e.reason.lower().replace(" ", "_")
                 if e.status >= 500:
-                    metrics.note_failure(what, getattr(e, "cause", word), e.text or e.reason)
+                    metrics.note_failure(what, getattr(e, "cause", word), e.text or e.reason, request.remote)
                 failed = error_answer(e.status, word, e.text or e.reason)
                 for header in ("Allow", "Retry-After", "Connection"):
                     if header in e.headers:
@@ -196,11 +196,11 @@ def _answered(metrics: ServerMetrics, budget: Budget) -> Middleware:
                 if isinstance(e, StoreError):
                     failed = store_error_answer(e)
                     if failed.status >= 500 or cut_short:
-                        metrics.note_failure(what, cause_of(e), str(e))
+                        metrics.note_failure(what, cause_of(e), str(e), request.remote)
                 else:
                     failed = error_answer(500, "server", "internal error")
                     logger.exception("%s %r failed", request.method, request.path)
-                    metrics.failures.labels(cause_of(e)).inc()
+                    metrics.count_failure(what, cause_of(e), "a bug: the log has a traceback", request.remote)
                 if not cut_short:
                     return failed
                 # The status is already sent. Only an aborted connection tells the client that the body is incomplete.
@@ -302,5 +302,5 @@ class Health:
         body = {"status": "ok" if problem is None else "read_only", "write_problem": problem}
         if problem is None or "write" not in request.query:
             return json_answer(body)
-        self._metrics.note_failure(f"GET {request.path}", "write_problem", problem)
+        self._metrics.note_failure(f"GET {request.path}", "write_problem", problem, request.remote)
         return json_answer(body, 503)
