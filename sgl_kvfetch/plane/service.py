@@ -111,7 +111,8 @@ class Service:
             case m.Cancel():
                 self._cancel(command)
             case m.Forget():
-                self._found.pop(command.work, None)
+                if sources := self._found.pop(command.work, None):
+                    self._tasks.begin(self.client.fetcher.probe(sources))
             case m.Flush():
                 self.client.fetcher.drop_unused()
             case m.Write():
@@ -166,7 +167,7 @@ class Service:
 
     def _cost(self, sources: Sequence[PageSource]) -> m.Cost:
         size_bytes = total_bytes(sources)
-        goodput_bps = self.client.fetcher.link.goodput_bps(time.monotonic())
+        goodput_bps = self.client.fetcher.link.goodput_bps()  # an old one, too: a fetch or a probe corrects it
         decoded_bytes_per_s = self.client.fetcher.pool.bytes_per_s
         return m.Cost(
             None if goodput_bps is None else size_bytes * 8 / goodput_bps,

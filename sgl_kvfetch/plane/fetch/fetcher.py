@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import Cell, Decoders, SegmentReader
@@ -100,6 +101,13 @@ class Fetcher:
         """Start to transmit the bytes of these pages, as link and budget allow, and keep them for ``expire_s``
         seconds."""
         self._ahead.begin(partial(self._units_ahead, span_parts(sources)), expire_s)
+
+    async def probe(self, sources: Sequence[PageSource]) -> None:
+        """Measure the link again with the first bytes of pages that will not be fetched, if that is due."""
+        if size_bytes := self.link.begin_probe():
+            with contextlib.suppress(StoreError):
+                for unit in islice(read_units(sources[0].reader, 0, size_bytes), 2):
+                    await self._transmit(unit, timeline.NOBODY)
 
     def _units_ahead(self, parts: Sequence[SpanPart], is_taken: Callable[[CellsKey], bool]) -> Iterator[ReadUnit]:
         unasked = sum(part.reader.cells_per_span for part in parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from asyncio import FIRST_COMPLETED
 from collections import deque
@@ -17,7 +18,12 @@ from sgl_kvfetch.plane.adapt.estimate import Transfer
 _FULL_S = 0.05
 _LEAST_READS = 4
 _NUM_KEPT = 16
-_STALE_S = 30.0  # older measurements are ignored, since links change
+_STALE_S = 30.0  # links change, so older measurements decide neither pace nor deadline
+_FASTER = 1.5  # two transfers that are so many times as fast as all before mean that the link has become faster
+# Nobody fetches while computing is faster, so nobody would notice that the link has become faster. So then a little of
+# what was found is read: two transfers, which tell a faster link from a fast transfer.
+_PROBE_EVERY_S = 5.0
+_PROBE_S = 0.1  # how long each transfer may take
 
 
 class Link:
@@ -28,6 +34,7 @@ class Link:
         self._round_trips_s: deque[float] = deque(maxlen=_NUM_KEPT)
         self.outstanding_bytes = 0  # of unfinished transfers
         self._num_outstanding = 0
+        self._probed_s = -math.inf
         self._waiting: list[asyncio.Future[None]] = []
 
     @property
@@ -41,11 +48,21 @@ class Link:
         full_s = _FULL_S + 2 * min(self._round_trips_s, default=0.0)
         return self.outstanding_bytes > (self.goodput_bps(time.monotonic()) or 0.0) / 8 * full_s
 
-    def goodput_bps(self, now_s: float) -> float | None:
-        """Return the mean goodput of the kept transfers, or None if none ended lately."""
+    def goodput_bps(self, now_s: float = -math.inf) -> float | None:
+        """Return the mean goodput of the kept transfers, or None if none ended lately, or ever without ``now_s``."""
         if not self._transfers or self._transfers[-1].end_s < now_s - _STALE_S:
             return None
         return sum(t.size_bytes for t in self._transfers) * 8 / sum(t.end_s - t.start_s for t in self._transfers)
+
+    def begin_probe(self) -> int:
+        """Return how many bytes to read in each of two transfers to measure the link again: 0 if it is in use, was
+        measured a moment ago, or never."""
+        now_s = time.monotonic()
+        measured_s = max(self._probed_s, self._transfers[-1].end_s if self._transfers else now_s)
+        if self._num_outstanding or now_s < measured_s + _PROBE_EVERY_S:
+            return 0
+        self._probed_s = now_s
+        return int((self.goodput_bps() or 0.0) / 8 * _PROBE_S)
 
     def answered(self, seconds: float) -> None:
         """Record how long a small request took."""
@@ -84,6 +101,11 @@ class Link:
             last = kept.pop()
             size_bytes, start_s = size_bytes + last.size_bytes, last.start_s
         kept.append(Transfer(size_bytes, start_s, end_s))
+        # The mean is over time: slow transfers count at once, and would hide fast ones until they are gone.
+        goodputs = [t.goodput_bps for t in kept]
+        if len(kept) > 2 and min(goodputs[-2:]) > _FASTER * max(goodputs[:-2]):
+            for _ in goodputs[:-2]:
+                kept.popleft()
 
     async def has_room(self) -> None:
         """Wait until the link is not full."""

@@ -277,3 +277,17 @@ def test_span_parts() -> None:
     wanted = [PageSource(first, p) for p in (2, 3, 4, 5)] + [PageSource(second, p) for p in (0, 1)]
     parts = [(p.reader is first, p.span, p.request_pages, p.span_pages) for p in span_parts(wanted)]
     assert parts == [(True, 0, (0, 1), (2, 3)), (True, 1, (2, 3), (0, 1)), (False, 0, (4, 5), (0, 1))]
+
+
+async def test_pages_that_are_not_fetched_measure_the_link(
+    fetcher: Fetcher, segment: Segment, store: SpoiltStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetcher.link, "begin_probe", lambda: 600)
+    await fetcher.probe(sources(segment, range(8)))
+    assert store.num_gets == len(fetcher.link.transfers) == 2
+    store.fail_from = 0
+    await fetcher.probe(sources(segment, range(8)))  # a store that fails is nobody's loss
+    monkeypatch.setattr(fetcher.link, "begin_probe", lambda: 0)
+    await fetcher.probe(sources(segment, range(8)))
+    assert store.num_gets == 3
+    assert fetcher.link.outstanding_bytes == 0

@@ -126,3 +126,30 @@ async def test_transfers_that_end_almost_together_are_one(clock: Clock) -> None:
     """The time between their ends says nothing about the link."""
     link = carried(clock, *((1_000_000, 0, 1 + i * 1e-4) for i in range(8)))
     assert goodputs(link) == pytest.approx([64e6], rel=0.01)
+
+
+async def test_a_link_that_becomes_faster_is_followed_after_two_transfers(clock: Clock) -> None:
+    """Their time is short, so a mean over the time of all transfers would hardly notice them."""
+    slow = [(1_000_000, i, i + 1) for i in range(8)]
+    assert carried(clock, *slow, (1_000_000, 9, 9.1)).goodput_bps() == pytest.approx(9 * 8e6 / 8.1)
+    link = carried(clock, *slow, (1_000_000, 9, 9.1), (1_000_000, 9.1, 9.2))
+    assert link.goodput_bps() == pytest.approx(80e6)
+    clock.now_s += 1
+    transferred(link, clock, 1_000_000, 1.0)  # slower: its time is long enough to count
+    assert link.goodput_bps() == pytest.approx(3 * 8e6 / 1.2)
+
+
+async def test_a_link_is_probed_when_it_was_neither_used_nor_measured_lately(clock: Clock) -> None:
+    link = Link()
+    clock.now_s += 100
+    assert link.begin_probe() == 0  # it was never measured: a fetch will
+    transferred(link, clock, 1_000_000, 1.0)
+    assert link.begin_probe() == 0
+    clock.now_s += 40
+    link.started(1)
+    assert link.begin_probe() == 0
+    link.ended(1, clock.now_s, is_whole=False)
+    assert link.begin_probe() == 100_000  # 0.1 s
+    assert link.begin_probe() == 0
+    clock.now_s += 6
+    assert link.begin_probe() == 100_000  # the first one failed
