@@ -66,7 +66,13 @@ def estimate(
         float, option("TOKENS", "Tokens a second that the engine computes of a prompt.", min=1, show_default=False)
     ],
     batch_s: Annotated[
-        float, option("SECONDS", "Time of one batch, which computes the end of a fetched prompt.", "--batch", min=0)
+        float,
+        option(
+            "SECONDS",
+            "Time of one batch, which computes the end of a fetched prompt. The default is a guess.",
+            "--batch",
+            min=0,
+        ),
     ] = 0.05,
     decode_threads: Annotated[int, option("COUNT", "Threads that decode (config key codec_threads).", min=1)] = 8,
     users: Annotated[int, option("COUNT", "Users of the store.", min=1)] = 100,
