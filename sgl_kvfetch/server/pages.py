@@ -335,6 +335,8 @@ class PageHandlers:
             query = msgspec.json.decode(body, type=PromptQuery)
             if query.pin:
                 require_role(request, Role.ADMIN)
+                if request.content_type != "application/json":  # another site's page can send other types unasked
+                    raise web.HTTPUnsupportedMediaType(text="a pin needs Content-Type: application/json")
             if isinstance(query.prompt, str) and self._config.tokenizer is None:
                 raise web.HTTPBadRequest(text="texts need kvfetch serve --tokenizer; give tokens, such as [1, 2]")
             async with asyncio.timeout(_PROMPT_S), self._prompting:

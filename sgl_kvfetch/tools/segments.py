@@ -32,6 +32,7 @@ from sgl_kvfetch.stores import (
 )
 from sgl_kvfetch.tools.target import open_existing_store, run_on_store
 from sgl_kvfetch.tools.terminal import (
+    MODEL_HELP,
     DryRunOption,
     IndexOption,
     PartArgument,
@@ -49,11 +50,7 @@ _AT_ONCE = 4
 
 ModelOption = Annotated[
     str | None,
-    option(
-        "NAME",
-        "Only segments of this model: its name or model_id, as kvfetch inspect shows it; a fingerprint, a "
-        "namespace; or the beginning of one of these, if no model has exactly this name.",
-    ),
+    option("NAME", f"Only segments of this model: {MODEL_HELP}"),
 ]
 
 

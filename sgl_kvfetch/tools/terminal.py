@@ -43,6 +43,10 @@ PART_HELP = (
     "names, such as a namespace that kvfetch inspect shows."
 )
 TARGET_HELP = f"{PART_HELP} It may also be a manifest or data file (*.kvm, *.kvd)."
+MODEL_HELP = (
+    "its name or model_id, as kvfetch inspect shows it; a fingerprint, a namespace; or the beginning of one of these, "
+    "if no model has exactly this name."
+)
 INDEX_HELP = (
     "redis://HOST:PORT/DB, rediss://... or redis+cluster://... Other users of this machine can see it: a password "
     "belongs into the environment, as KVFETCH_INDEX_PASSWORD."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import AsyncIterator
@@ -133,6 +134,15 @@ async def test_only_admins_pin_a_prompt(tmp_path: Path) -> None:
                 assert response.status == status
                 found = await response.json()
         assert found["pin"] == hashes_of([1, 2, 3], 1)[-1].hex()
+
+
+async def test_another_site_s_page_cannot_pin(tmp_path: Path) -> None:
+    """A browser sends such a POST without asking the store first, and a store on loopback needs no token."""
+    body = json.dumps({"prompt": [1, 2], "page_size": 1, "pin": True})
+    async with serving(tmp_path) as session:
+        async with session.post(wire.Route.PROMPTS, data=body, headers={"Content-Type": "text/plain"}) as response:
+            assert response.status == 415
+        assert (await get(session, wire.Route.PINS))["names"] == []
 
 
 async def test_segments_by_the_beginning_of_their_names(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ function bar(term, value, most, text) {
 async function ask(path, options = {}) {
   const token = sessionStorage.getItem("token");
   const headers = token ? { Authorization: `Bearer ${token}` } : {};
+  if (options.body) headers["Content-Type"] = "application/json";
   const answer = await fetch(path, { ...options, headers });
   if (answer.ok) return answer;
   const body = await answer.json().catch(() => ({ message: answer.statusText }));
