@@ -1,4 +1,4 @@
-"""Sizes as users write them."""
+"""Sizes and durations as users write them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from sgl_kvfetch.errors import ConfigError
 
 UNITS = "kmgtp"
+_DURATIONS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) *(?:(?P<unit>[kmgtp])(?P<binary>i)?)?(?P<bytes>b)?", re.IGNORECASE)
 
 
@@ -23,3 +24,11 @@ def parse_size(text: str) -> int:
     if size < 1:
         raise ConfigError(f"invalid size {text!r}; expected at least one byte")
     return size
+
+
+def parse_duration(text: str) -> float:
+    """Return a time in seconds. Units are s, m (minutes), h and d. Raises ConfigError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([smhd])", text.strip())
+    if match is None:
+        raise ConfigError(f"invalid duration {text!r}; expected a form such as 90s, 45m, 12h or 30d")
+    return float(match[1]) * _DURATIONS_S[match[2]]

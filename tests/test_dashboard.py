@@ -28,7 +28,10 @@ DASHBOARD = json.loads((ROOT / "deploy" / "grafana.json").read_text())
 QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
 # What Grafana replaces: an interval of several scrapes, and "All" of each variable.
 GRAFANA = {"$__rate_interval": "1m", "$server": ".+", "$store": ".+"}
-WITHOUT_DATA = {"sgl_kvfetch_device_requests_total": "device mode has it, and needs SGLang's scheduler"}
+WITHOUT_DATA = {
+    "sgl_kvfetch_device_requests_total": "device mode has it, and needs SGLang's scheduler",
+    "kvfetch_server_failures_total": "this store does not fail",
+}
 
 PROMETHEUS = """\
 global: {{scrape_interval: 1s, evaluation_interval: 1s}}

@@ -28,7 +28,8 @@ def labels_of(metric: MetricWrapperBase) -> tuple[str, set[str]]:
 def in_code() -> dict[str, set[str]]:
     ours = [value for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)]
     registry: CollectorRegistry = ServerMetrics().registry
-    return dict(map(labels_of, [*ours, *registry._collector_to_names]))  # type: ignore[arg-type]
+    served = [each for each in registry._collector_to_names if isinstance(each, MetricWrapperBase)]
+    return dict(map(labels_of, [*ours, *served]))
 
 
 def rows() -> list[list[str]]:
@@ -59,4 +60,4 @@ def test_alerts_and_questions_use_documented_metrics() -> None:
 def test_promtool_accepts_the_alerts() -> None:
     done = subprocess.run(["promtool", "check", "rules", str(ALERTS)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "SUCCESS: 5 rules found" in done.stdout
+    assert "SUCCESS: 11 rules found" in done.stdout

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.prices import GB_MONTH_PRICE, GET_PRICE, PUT_PRICE
 from benchmarks.scaling.measure import IndexCost
 from benchmarks.scaling.workload import Simulation
+from sgl_kvfetch.tools.estimate import GB_MONTH_PRICE_ABOVE_500_TB, GET_PRICE, PUT_PRICE
 
 # Amazon S3, by partitioned prefix: docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance.html
 PREFIX_GETS, PREFIX_PUTS = 5500, 3500  # a second; GETs with HEADs, PUTs with DELETEs
@@ -42,6 +42,7 @@ def scale(simulation: Simulation, fleet: Fleet, single: IndexCost, cluster: Inde
     memory, cores = fleet.pages * index.page_bytes, _cores(simulation, index) * rate
     new_pages = costs.written_pages * workload.ranks * rate
     prefixes = int(np.ceil(max(gets / PREFIX_GETS, puts / PREFIX_PUTS)))
+    stored_gb = fleet.pages / workload.ranks * workload.page_size * workload.kv_bytes / 1e9
     return {
         "requests_per_s": fleet.servers * fleet.server_requests,
         "index_gb": memory / 1e9,
@@ -65,10 +66,10 @@ def scale(simulation: Simulation, fleet: Fleet, single: IndexCost, cluster: Inde
         "read_gbps": costs.read_bytes * rate * 8 / 1e9,
         "written_gbps": costs.written_bytes * rate * 8 / 1e9,
         "read_gbps_of_a_server": costs.read_bytes * rate * 8 / 1e9 / fleet.servers,
-        "stored_tb": fleet.pages / workload.ranks * workload.page_size * workload.kv_bytes / 1e12,
+        "stored_tb": stored_gb / 1e3,
         "gets_usd": gets * MONTH_S * GET_PRICE,
         "puts_usd": costs.puts * rate * MONTH_S * PUT_PRICE,
-        "storage_usd": fleet.pages / workload.ranks * workload.page_size * workload.kv_bytes / 1e9 * GB_MONTH_PRICE,
+        "storage_usd": stored_gb * GB_MONTH_PRICE_ABOVE_500_TB,
     }
 
 

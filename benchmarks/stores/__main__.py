@@ -37,7 +37,6 @@ from rich.table import Table
 
 from benchmarks.contention import CpuUse, other_cores
 from benchmarks.machine import machine, versions
-from benchmarks.prices import AS_OF, GET_PRICE, PUT_PRICE
 from benchmarks.reads import find_units, read_all
 from benchmarks.report import write_json
 from benchmarks.stats import distribution
@@ -52,6 +51,7 @@ from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.plane.client import READ_BYTES, SPAN_TOKENS
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import Store
+from sgl_kvfetch.tools.estimate import GET_PRICE, PRICES_AS_OF, PUT_PRICE
 from sgl_kvfetch.types import TENSORS
 
 PAGE_SIZE, HEADS, HEAD_DIM = 64, 8, 128
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             others = other_cores(before, CpuUse.now())
     _print(console, rows, args, prefix)
     if args.json:
-        settings = {**vars(args), "json": str(args.json), "wire_bytes": prefix.num_bytes, "prices_as_of": AS_OF}
+        settings = {**vars(args), "json": str(args.json), "wire_bytes": prefix.num_bytes, "prices_as_of": PRICES_AS_OF}
         about = {"other_cores": others, "machine": machine(), "versions": versions()}
         write_json(args.json, {**settings, "stores": rows, **about})
     return 0
@@ -271,7 +271,7 @@ def _times(hits: Sequence[Hit], num_bytes: int) -> dict[str, Any]:
 def _print(console: Console, rows: Sequence[dict[str, Any]], args: argparse.Namespace, prefix: Prefix) -> None:
     segments = ", ".join(map(str, args.segments))
     title = f"one hit of {prefix.num_bytes / 1e6:.1f} MB in segments of {segments} tokens"
-    requests = Table(title=title, caption=f"prices as of {AS_OF}")
+    requests = Table(title=title, caption=f"prices as of {PRICES_AS_OF}")
     for column in ("store", "lookup, trips", "fetch, trips", "lookup", "fetch", "connects", "USD for a million hits"):
         requests.add_column(column)
     times = Table(title=f"ms, {args.hits} hits each; CPU time is the client's in the fetch")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +77,8 @@ class StoreUsage:
     num_collected: int  # orphaned objects and temporary files, since the start
     num_unreadable: int  # skipped manifests, since the start
     write_problem: str | None = None  # why nothing can be written now
+    disk_bytes: int = 0  # of the directory's file system; 0 while there is no directory
+    disk_free_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,20 +485,20 @@ class LocalStore(AdminStore):
     @_on("_reads")
     def usage(self) -> StoreUsage:
         """Return sizes and counters."""
-        stored_bytes = num_segments = 0
+        stored_bytes = num_segments = disk_bytes = free_bytes = 0
         problem = None
         with files.os_errors("reading the catalog"):
             if self.root.is_dir():
                 problem = self._room.problem()
+                disk_bytes, _, free_bytes = shutil.disk_usage(self.root)
                 with self._catalog.reading() as db:
                     if db is not None:
                         (stored_bytes,) = db.execute("SELECT bytes FROM totals").fetchone()
                         count = "SELECT count(*) FROM segments WHERE state = ?"
                         (num_segments,) = db.execute(count, (SegmentState.FOUND,)).fetchone()
         repair = self._repair
-        return StoreUsage(
-            stored_bytes, num_segments, self._room.num_evicted, repair.num_collected, repair.num_unreadable, problem
-        )
+        counted = self._room.num_evicted, repair.num_collected, repair.num_unreadable
+        return StoreUsage(stored_bytes, num_segments, *counted, problem, disk_bytes, free_bytes)
 
     @_on("_scans")
     def folder_usages(self, limit: int) -> Sequence[FolderUsage]:
@@ -503,9 +506,9 @@ class LocalStore(AdminStore):
         return self._rows(_FOLDERS, (limit,), FolderUsage)
 
     @_on("_scans")
-    def segment_usages(self, folder: str, limit: int) -> Sequence[SegmentUsage]:
-        """Return the last used segments of a folder, the last one first."""
-        return self._rows(_SEGMENTS, (f"{folder}/", f"{folder}0", limit), SegmentUsage)
+    def segment_usages(self, folder: str, limit: int, prefix: str = "") -> Sequence[SegmentUsage]:
+        """Return the last used segments of a folder, with names that begin with ``prefix``, the last one first."""
+        return self._rows(_SEGMENTS, (f"{folder}/{prefix}", f"{folder}/{prefix}\x7f", limit), SegmentUsage)
 
     def _rows(self, query: str, values: Sequence[str | int], kind: Callable[..., T]) -> Sequence[T]:
         with files.os_errors("reading the catalog"), self._catalog.reading() as db:

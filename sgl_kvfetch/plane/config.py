@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import unquote
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sgl_kvfetch.codec import MAX_BINS, MIN_BINS, CodecName, QuantiserName
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.sizes import parse_size
+from sgl_kvfetch.sizes import parse_duration, parse_size
 
 TOKEN_ENV = "KVFETCH_TOKEN"
 _SECRET_KEYS = frozenset({"token", "s3", "index"})  # their values are never shown
@@ -31,6 +31,7 @@ SGLANG_KEYS = frozenset(
 )
 
 Text = Annotated[str, Field(min_length=1)]
+Seconds = Annotated[float, BeforeValidator(lambda value: parse_duration(value) if isinstance(value, str) else value)]
 Bins = list[Annotated[int, Field(ge=MIN_BINS, le=MAX_BINS)]]
 MiB = 1 << 20
 
@@ -57,8 +58,11 @@ class IndexConfig(_Keys):
     """The index of the pages of ``s3://`` stores."""
 
     url: str = Field(min_length=1, repr=False, description="redis://HOST:PORT/DB, rediss://..., or redis+cluster://...")
-    ttl_s: float = Field(
-        default=604800.0, ge=1, le=1e9, description="time that the index keeps a page that no lookup asks for"
+    ttl_s: Seconds = Field(
+        default=604800.0,
+        ge=1,
+        le=1e9,
+        description="time that the index keeps a page that no lookup asks for, such as 7d",
     )
 
 
@@ -177,11 +181,11 @@ class KVFetchConfig(_Keys):
     max_connections: int = Field(
         16, ge=1, le=1024, description="connections to the store for reads; a few more serve all else"
     )
-    ttl_s: float | None = Field(
+    ttl_s: Seconds | None = Field(
         None,
         ge=1,
         le=1e9,
-        description="time after which what this server writes is not read any more, and is deleted; by default never",
+        description="time, such as 1d, after which what this server writes is not read any more, and is deleted",
     )
     local_cache: LocalCache | None = Field(
         None,

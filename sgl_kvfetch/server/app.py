@@ -22,7 +22,7 @@ from sgl_kvfetch.server.config import ServerConfig, is_loopback
 from sgl_kvfetch.server.metrics import ServerMetrics, cause_of
 from sgl_kvfetch.server.objects import ObjectHandlers
 from sgl_kvfetch.server.pages import PageHandlers
-from sgl_kvfetch.server.tokens import Role, TokenFile, Tokens, authorised, require_role
+from sgl_kvfetch.server.tokens import TokenFile, Tokens, authorised
 from sgl_kvfetch.stores import (
     MAX_LOOKUP_REQUEST_BYTES,
     MAX_PIN_BYTES,
@@ -181,7 +181,7 @@ def _answered(metrics: ServerMetrics, budget: Budget) -> Middleware:
             except web.HTTPException as e:
                 word = e.reason.lower().replace(" ", "_")
                 if e.status >= 500:
-                    metrics.note_failure(what, getattr(e, "cause", word), e.text or e.reason)
+                    metrics.note_failure(what, getattr(e, "cause", word), e.text or e.reason, request.remote)
                 failed = error_answer(e.status, word, e.text or e.reason)
                 for header in ("Allow", "Retry-After", "Connection"):
                     if header in e.headers:
@@ -196,11 +196,11 @@ def _answered(metrics: ServerMetrics, budget: Budget) -> Middleware:
                 if isinstance(e, StoreError):
                     failed = store_error_answer(e)
                     if failed.status >= 500 or cut_short:
-                        metrics.note_failure(what, cause_of(e), str(e))
+                        metrics.note_failure(what, cause_of(e), str(e), request.remote)
                 else:
                     failed = error_answer(500, "server", "internal error")
                     logger.exception("%s %r failed", request.method, request.path)
-                    metrics.failures.labels(cause_of(e)).inc()
+                    metrics.count_failure(what, cause_of(e), "a bug: the log has a traceback", request.remote)
                 if not cut_short:
                     return failed
                 # The status is already sent. Only an aborted connection tells the client that the body is incomplete.
@@ -249,7 +249,7 @@ class LookupHandler:
 
 
 class PinHandlers:
-    """Lets everybody read pins, and only admins change them: a pin keeps others' segments out."""
+    """Serves pins. Everybody may read them, and only admins may change them (`authorised`): a pin keeps others out."""
 
     def __init__(self, store: LocalStore, bodies: BodyReader) -> None:
         self._store = store
@@ -265,7 +265,6 @@ class PinHandlers:
         return web.Response(body=pin.encode(), content_type=MSGPACK_TYPE)
 
     async def put(self, request: web.Request) -> web.StreamResponse:
-        require_role(request, Role.ADMIN)
         try:
             pin = decode_pin(await self._bodies.read_body(request, MAX_PIN_BYTES, _HASHES_TIMES))
         except FormatError as e:
@@ -276,7 +275,6 @@ class PinHandlers:
         return web.Response(status=201)
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
-        require_role(request, Role.ADMIN)
         if await self._store.delete_pin(request.match_info["name"]):
             return web.Response(status=204)
         return error_answer(404, "not_found", f"no pin {request.match_info['name']}")
@@ -304,5 +302,5 @@ class Health:
         body = {"status": "ok" if problem is None else "read_only", "write_problem": problem}
         if problem is None or "write" not in request.query:
             return json_answer(body)
-        self._metrics.note_failure(f"GET {request.path}", "write_problem", problem)
+        self._metrics.note_failure(f"GET {request.path}", "write_problem", problem, request.remote)
         return json_answer(body, 503)

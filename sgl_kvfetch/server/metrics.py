@@ -5,21 +5,39 @@ from __future__ import annotations
 import errno
 import logging
 import sqlite3
+import time
+from collections import deque
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
+from sgl_kvfetch import __version__
 from sgl_kvfetch.directory import StoreUsage
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.log import LimitedLogger, printable
 
 _limited = LimitedLogger(logging.getLogger(__name__))
+_MOST_FAILURES = 50
 _LATENCY_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A request that failed, for the page. ``client`` is an address; it is empty if it is not known."""
+
+    at_s: float
+    client: str
+    what: str
+    cause: str
+    message: str
 
 
 class ServerMetrics:
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self.registry = CollectorRegistry()
+        self.last_failures: deque[Failure] = deque(maxlen=_MOST_FAILURES)
+        self.started_s = time.time()
+        ProcessCollector(registry=self.registry)
         counter = partial(Counter, namespace="kvfetch", subsystem="server", registry=self.registry)
         gauge = partial(Gauge, namespace="kvfetch", subsystem="server", registry=self.registry)
         labels = ("method", "route")
@@ -40,6 +58,10 @@ class ServerMetrics:
         self.lookups = counter("lookups", "Lookups by result", ("result",))
         self.lookup_pages = counter("lookup_pages", "Pages looked up, by result", ("result",))
         self._stored_bytes = gauge("stored_bytes", "Bytes of all objects")
+        self._read_only = gauge("read_only", "1 while nothing can be written")
+        self._disk_bytes = gauge("disk_bytes", "Size of the file system with the store")
+        self._disk_free_bytes = gauge("disk_free_bytes", "Free bytes of that file system")
+        gauge("build_info", "1", ("version",)).labels(__version__).set(1)
         capacity = gauge("capacity_bytes", "Most bytes to store; +Inf without a limit")
         capacity.set(float("inf") if capacity_bytes is None else capacity_bytes)
         self._segments = gauge("segments", "Segments that lookups can find")
@@ -53,7 +75,11 @@ class ServerMetrics:
         found: dict[str, float] = {}
         for family in self.registry.collect():
             for name, labels, value, *_ in family.samples:
-                if family.name.endswith("request_seconds") or name.endswith("_created"):
+                if (
+                    not name.startswith("kvfetch_server_")
+                    or family.name.endswith("request_seconds")
+                    or name.endswith("_created")
+                ):
                     continue
                 if family.name.endswith("requests") and labels["status"] < "400":
                     continue
@@ -62,9 +88,14 @@ class ServerMetrics:
                 found[key] = found.get(key, 0.0) + value
         return found
 
-    def note_failure(self, what: str, cause: str, message: str) -> None:
-        """Count a failure by its cause, and log it: the first of a kind at once, others once a minute, counted."""
+    def count_failure(self, what: str, cause: str, message: str, client: str | None = None) -> None:
+        """Count a failure by its cause, and keep it for the page."""
         self.failures.labels(cause).inc()
+        self.last_failures.append(Failure(time.time(), client or "", what[:200], cause, message[:500]))
+
+    def note_failure(self, what: str, cause: str, message: str, client: str | None = None) -> None:
+        """Count a failure, and log it: the first of a kind at once, others once a minute, counted."""
+        self.count_failure(what, cause, message, client)
         _limited.warning(f"{what.partition(' ')[0]} {cause}", f"{printable(what[:200])} failed ({cause}): {message}")
 
     def note_lookup(self, pages_asked: int, pages_found: int) -> None:
@@ -76,6 +107,9 @@ class ServerMetrics:
     def note_usage(self, usage: StoreUsage) -> None:
         self._stored_bytes.set(usage.stored_bytes)
         self._segments.set(usage.num_segments)
+        self._read_only.set(usage.write_problem is not None)
+        self._disk_bytes.set(usage.disk_bytes)
+        self._disk_free_bytes.set(usage.disk_free_bytes)
         self._evicted.inc(usage.num_evicted - self._last.num_evicted)
         self._collected.inc(usage.num_collected - self._last.num_collected)
         self._unreadable.inc(usage.num_unreadable - self._last.num_unreadable)

@@ -20,6 +20,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from sgl_kvfetch import __version__
 from sgl_kvfetch.codec import Manifest, decode_manifest
 from sgl_kvfetch.directory import FolderUsage, LocalStore
 from sgl_kvfetch.errors import ConfigError, FormatError
@@ -28,11 +29,14 @@ from sgl_kvfetch.prompts import Prompt, page_hashes, tokenise
 from sgl_kvfetch.server.bodies import BodyReader, json_answer
 from sgl_kvfetch.server.budget import Overloaded
 from sgl_kvfetch.server.config import ServerConfig
-from sgl_kvfetch.server.metrics import ServerMetrics
+from sgl_kvfetch.server.metrics import Failure, ServerMetrics
+from sgl_kvfetch.server.tokens import ROLE, Role, require_role
 from sgl_kvfetch.stores import (
+    MAX_LABEL,
     MAX_LOOKUP_PAGES,
     MAX_LOOKUP_REQUEST_BYTES,
     PAGE_PATHS,
+    Pin,
     Route,
     is_namespace,
     whole_pages,
@@ -53,6 +57,7 @@ _PROMPT_TIMES = 16  # memory for a prompt's tokens and hashes, in sizes of its b
 _LIMIT = 50  # segments in an answer
 _PICTURE_S = 60.0
 _SPAN = re.compile("[0-9]{1,9}")
+_PREFIX = re.compile("[0-9]{0,8}(-[0-9a-f]{0,64})?")
 _MOST_PICTURES = 4  # drawn or waiting: one is drawn at a time
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _HEADERS = {
@@ -89,9 +94,16 @@ class FolderRow(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
+    """What the page shows. All who ask share it; the header ``KVFetch-Role`` says what their own token permits."""
+
     now_s: float
+    version: str
+    started_s: float
     capacity_bytes: int | None
     write_problem: str | None
+    disk_bytes: int
+    disk_free_bytes: int
+    failures: list[Failure]  # the last ones, the oldest first
     takes_text: bool  # whether prompts may be texts
     folders: list[FolderRow]
     history: list[LoadSample]
@@ -101,6 +113,8 @@ class PromptQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt: Prompt
     page_size: Annotated[int, Meta(ge=1, le=1 << 20)]
     cache_salt: str | None = None
+    pin: bool = False  # whether to pin the prompt, which needs the role ``admin``
+    label: Annotated[str, Meta(max_length=MAX_LABEL)] = ""  # the pin's
 
 
 class _Kind(NamedTuple):
@@ -128,7 +142,7 @@ class PageHandlers:
         self._summary_until_s = 0.0
         self._asking = asyncio.Lock()
         self._drawing = asyncio.Lock()
-        self._listed: dict[str, tuple[float, bytes]] = {}  # by folder: when, and the answer
+        self._listed: dict[str, tuple[float, bytes]] = {}  # by folder and prefix: when, and the answer
         self._listing = asyncio.Lock()
         self._prompting = asyncio.Lock()
         self._num_pictures = 0
@@ -181,15 +195,21 @@ class PageHandlers:
                 self._metrics.note_usage(usage)
                 summary = Summary(
                     time.time(),
+                    __version__,
+                    self._metrics.started_s,
                     self._config.capacity_bytes,
                     usage.write_problem,
+                    usage.disk_bytes,
+                    usage.disk_free_bytes,
+                    list(self._metrics.last_failures),
                     self._config.tokenizer is not None,
                     self._folders,
                     [*self._history, LoadSample(time.time(), self._metrics.activity())],
                 )
                 self._summary = msgspec.json.encode(summary)
                 self._summary_until_s = loop.time() + _SUMMARY_AGE_S
-        return web.Response(body=self._summary, content_type="application/json")
+        headers = {"KVFetch-Role": request[ROLE].name.lower()}
+        return web.Response(body=self._summary, content_type="application/json", headers=headers)
 
     async def _row(self, usage: FolderUsage) -> FolderRow:
         kind = self._kinds.get(usage.folder, _UNKNOWN)
@@ -214,11 +234,15 @@ class PageHandlers:
         folder = request.query.get("folder", "")
         if not is_namespace(folder):
             raise web.HTTPBadRequest(text=f"folder is {folder[:60]!r}; expected the name of a namespace's folder")
+        prefix = request.query.get("prefix", "")
+        if not _PREFIX.fullmatch(prefix):
+            raise web.HTTPBadRequest(text=f"prefix is {prefix[:60]!r}; expected the start of a segment's name: 8-91ab")
+        key = f"{folder}/{prefix}"
         async with self._listing:
-            at_s, body = self._listed.pop(folder, (-inf, b""))
+            at_s, body = self._listed.pop(key, (-inf, b""))
             if at_s < (now_s := asyncio.get_running_loop().time()) - _SEGMENTS_AGE_S:
-                at_s, body = now_s, msgspec.json.encode(await self._store.segment_usages(folder, _LIMIT))
-            self._listed[folder] = at_s, body
+                at_s, body = now_s, msgspec.json.encode(await self._store.segment_usages(folder, _LIMIT, prefix))
+            self._listed[key] = at_s, body
             if len(self._listed) > _MOST_LISTED:
                 del self._listed[next(iter(self._listed))]
         return web.Response(body=body, content_type="application/json")
@@ -309,6 +333,10 @@ class PageHandlers:
         body = await self._bodies.read_body(request, MAX_LOOKUP_REQUEST_BYTES, _PROMPT_TIMES)
         try:
             query = msgspec.json.decode(body, type=PromptQuery)
+            if query.pin:
+                require_role(request, Role.ADMIN)
+                if request.content_type != "application/json":  # another site's page can send other types unasked
+                    raise web.HTTPUnsupportedMediaType(text="a pin needs Content-Type: application/json")
             if isinstance(query.prompt, str) and self._config.tokenizer is None:
                 raise web.HTTPBadRequest(text="texts need kvfetch serve --tokenizer; give tokens, such as [1, 2]")
             async with asyncio.timeout(_PROMPT_S), self._prompting:
@@ -320,7 +348,12 @@ class PageHandlers:
             raise web.HTTPUnprocessableEntity(text=f"a segment is damaged: {e}") from e
         except TimeoutError as e:
             raise Overloaded("time", f"looking the prompt up in all folders took longer than {_PROMPT_S:g} s") from e
-        return json_answer({"num_tokens": num_tokens, "num_pages": len(hashes), "stored_pages": stored})
+        name = hashes[-1].hex() if hashes else None
+        if query.pin and name is not None:
+            await self._store.put_pin(Pin(query.label, query.page_size, b"".join(hashes)))
+        pin = name if name is not None and await self._store.get_pin(name) is not None else None
+        found = {"num_tokens": num_tokens, "num_pages": len(hashes), "stored_pages": stored, "pin": pin}
+        return json_answer(found)
 
     async def _stored(self, hashes: Sequence[bytes]) -> dict[str, int]:
         """Return what `pages_stored` does, from the catalog and one manifest a namespace."""

@@ -133,7 +133,7 @@ async def serve_until_signal(config: ServerConfig) -> None:
         loop.add_signal_handler(number, handler)
     try:
         async with _serving(config, app) as server:
-            logger.info("serving %s on %s", config.root, server.url)
+            logger.info("serving %s, and a page for browsers, on %s", config.root, server.url)
             await stop.wait()
             logger.info("stopping; requests in flight get %g s", config.grace_s)
     finally:

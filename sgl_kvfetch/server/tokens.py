@@ -119,13 +119,16 @@ def authorised(tokens: Tokens) -> Middleware:
     async def authorise(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path in PUBLIC_PATHS:
             return await handler(request)
+        changes_pins = request.method in _NEEDED and request.path.startswith(f"{Route.PINS}/")
+        needed = Role.ADMIN if changes_pins else _NEEDED.get(request.method, Role.READ)
         role = tokens.role_of(request.headers.get("Authorization", ""))
         if role is None:
-            answer = error_answer(401, "unauthorised", "expected a valid bearer token in Authorization")
+            wanted = f"expected a valid bearer token in Authorization, with the role {needed.name.lower()}"
+            answer = error_answer(401, "unauthorised", wanted)
             answer.headers["WWW-Authenticate"] = "Bearer"
             return answer
         request[ROLE] = role
-        require_role(request, _NEEDED.get(request.method, Role.READ))
+        require_role(request, needed)
         return await handler(request)
 
     return authorise

@@ -14,7 +14,6 @@ from .breaker import Breaker as Breaker
 from .coverage import furthest as furthest
 from .hedged import MAX_HEDGES as MAX_HEDGES, HedgedStore as HedgedStore, OnHedge as OnHedge
 from .http import HttpStore as HttpStore
-from .http_answers import status_error as status_error
 from .indexed_s3 import IndexedS3Store as IndexedS3Store
 from .keyed import with_keys as with_keys
 from .listing import (

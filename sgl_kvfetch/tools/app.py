@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from sgl_kvfetch import __version__
-from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.errors import KVFetchError, StoreError
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -24,7 +24,7 @@ EXIT_INTERRUPTED = 130
 # Each text is also the first line of the command's own help.
 COMMANDS = {
     "serve": "Serve a directory as a store, until Ctrl-C or SIGTERM.",
-    "top": "Show what a store holds and does, until Ctrl-C.",
+    "estimate": "Estimate whether fetching beats computing, and how large and costly a store would be.",
     "inspect": "Show what is stored: by namespace, by segment, or chunk by chunk, and how it compares with raw KV.",
     "lookup": "Say how many of a prompt's pages a lookup finds, by namespace.",
     "verify": "Read and decode everything that is stored, and compare it with its checksums.",
@@ -63,6 +63,16 @@ def import_command(name: str) -> Callable[..., None]:
     return function
 
 
+def _advice(error: KVFetchError) -> str:
+    """Return what to do about a store that cannot be asked, or an empty string."""
+    match error.reason if isinstance(error, StoreError) else None:
+        case "refused":
+            return "; no store answers there: start it with kvfetch serve DIRECTORY, or correct the host and port"
+        case "unauthorised":
+            return "; give the store's token: --token-file FILE, or KVFETCH_TOKEN in the environment"
+    return ""
+
+
 def _without_types(params: list[Any]) -> list[Any]:
     """Let the help of flags show no type: they take no value."""
     for param in params:
@@ -99,7 +109,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KVFetchError as e:
-            typer.echo(f"kvfetch: {e}", err=True)
+            typer.echo(f"kvfetch: {e}{_advice(e)}", err=True)
             raise typer.Exit(EXIT_ERROR) from e
         except KeyboardInterrupt:
             raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -41,6 +41,8 @@ _INSTALL_GPU = 'pip install "sgl-kvfetch[gpu]"'
 _INSTALL_VIDEO = "install the driver's video libraries (containers: NVIDIA_DRIVER_CAPABILITIES=compute,video,utility)"
 _CPU_CODECS = "codecs run on the CPU"
 _SEAMS = "SGLang's seams"
+STORE = "store"
+_WHAT = {"SGLang": "SGLang, which is imported (a busy machine takes a minute)", "CUDA GPU": "for a CUDA GPU"}
 
 Status = Literal["yes", "no", "warn"]
 
@@ -70,7 +72,8 @@ def doctor(
     """Check what this machine can do, and say how to fix each "no".
 
     The exit code is 0 if this machine has everything that host mode needs (--enable-hierarchical-cache
-    --hicache-storage-backend kvfetch), and 1 if not. Host mode also runs without the things marked "warn".
+    --hicache-storage-backend kvfetch), and 1 if not. Host mode also runs without the things marked "warn". Stderr
+    says what is being checked.
 
     Examples:
 
@@ -79,14 +82,19 @@ def doctor(
         kvfetch doctor http://cache:8700 --token-file token
     """
     secret = read_token(token, token_file)
-    found = [
-        *run_check("Python", check_python),
-        *run_check("SGLang", check_sglang),
-        *run_check("CUDA GPU", check_gpu),
-        *run_check("Triton", check_triton),
-        *run_check("codecs", check_codecs),
-        *([] if store is None else run_check("store", lambda: check_store(store, secret))),
-    ]
+    checks = {
+        "Python": check_python,
+        "SGLang": check_sglang,
+        "CUDA GPU": check_gpu,
+        "Triton": check_triton,
+        "codecs": check_codecs,
+    }
+    if store is not None:
+        checks[STORE] = lambda: check_store(store, secret)
+    found = []
+    for name, check in checks.items():
+        typer.echo(f"checking {store if name == STORE else _WHAT.get(name, name)} ...", err=True)
+        found += run_check(name, check)
     show(found, as_json, _lines(found))
     if any(check.status == "no" for check in found):
         raise typer.Exit(1)

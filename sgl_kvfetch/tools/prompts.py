@@ -17,7 +17,7 @@ from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes, read_prompts, tokenise
 from sgl_kvfetch.stores import MAX_LABEL, MAX_PIN_PAGES, AdminStore, Pin, Store, pages_stored
-from sgl_kvfetch.tools.target import run_on_store
+from sgl_kvfetch.tools.target import require_scheme, run_on_store
 from sgl_kvfetch.tools.terminal import (
     IndexOption,
     StoreArgument,
@@ -120,9 +120,9 @@ def pin(
     """Evict prompts' segments last, or list the pins.
 
     A pin holds for all segments with one of the prompt's whole pages, of all models and ranks, stored before or later.
-    Without --prompt and --file, the command lists the pins and how much of each is stored. kvfetch serve refuses a pin
-    if pinned segments would take more than half of its capacity, and wants a token with the role admin. Lifecycle
-    rules of a bucket do not respect pins.
+    kvfetch serve wants a token with the role `admin`, and refuses a pin if pinned segments would take more than half
+    of its capacity. Without --prompt and --file, the command lists the pins and how much of each is stored, with a
+    token of any role. Lifecycle rules of a bucket do not respect pins.
 
     Examples:
 
@@ -164,10 +164,12 @@ def unpin(
     index: IndexOption = None,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
+    as_json: Annotated[bool, json_flag("an object with num_unpinned and failures by name")] = False,
 ) -> None:
     """Evict pinned prompts' segments like others again.
 
-    Name the pins, or give the same prompts as to kvfetch pin. The exit code is 1 if one of them was not there.
+    Name the pins, or give the same prompts as to kvfetch pin. kvfetch serve wants a token with the role `admin`. The
+    exit code is 1 if one of the pins was not there.
 
     Example:
 
@@ -181,12 +183,10 @@ def unpin(
     async def delete(store: AdminStore) -> list[str]:
         return [name for name in wanted if not await store.delete_pin(name)]
 
-    missing = run_on_store(store, token, token_file, index, delete)
-    for name in missing:
-        typer.echo(f"there was no pin {name}", err=True)
-    typer.echo(f"{len(wanted) - len(missing)} unpinned")
-    if missing:
-        raise typer.Exit(1)
+    failures = dict.fromkeys(run_on_store(store, token, token_file, index, delete), "there was no such pin")
+    num_unpinned = len(wanted) - len(failures)
+    unpinned = {"num_unpinned": num_unpinned, "failures": failures}
+    show(unpinned, as_json, [f"{num_unpinned} unpinned"], failures)
 
 
 def warm(
@@ -213,7 +213,7 @@ def warm(
     """
     import aiohttp
 
-    prompts, server = _prompts_of(prompt, file, required=True), server.rstrip("/")
+    prompts, server = _prompts_of(prompt, file, required=True), require_scheme(server).rstrip("/")
 
     async def send_all(store: Store) -> list[StoredPrompt]:
         key = os.environ.get(API_KEY_ENV)

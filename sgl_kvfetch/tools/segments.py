@@ -16,6 +16,7 @@ from sgl_kvfetch.errors import ConfigError, CorruptError, KVFetchError, StoreErr
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, ContentCheck, SegmentKey
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.side_by_side import side_by_side
+from sgl_kvfetch.sizes import parse_duration
 from sgl_kvfetch.stores import (
     AdminStore,
     Store,
@@ -31,6 +32,7 @@ from sgl_kvfetch.stores import (
 )
 from sgl_kvfetch.tools.target import open_existing_store, run_on_store
 from sgl_kvfetch.tools.terminal import (
+    MODEL_HELP,
     DryRunOption,
     IndexOption,
     PartArgument,
@@ -40,7 +42,6 @@ from sgl_kvfetch.tools.terminal import (
     json_flag,
     make_progress,
     option,
-    parse_age,
     read_token,
     show,
 )
@@ -49,11 +50,7 @@ _AT_ONCE = 4
 
 ModelOption = Annotated[
     str | None,
-    option(
-        "NAME",
-        "Only segments of this model: its name or model_id, as kvfetch inspect shows it; a fingerprint, a "
-        "namespace; or the beginning of one of these, if no model has exactly this name.",
-    ),
+    option("NAME", f"Only segments of this model: {MODEL_HELP}"),
 ]
 
 
@@ -108,7 +105,7 @@ def clear(
 
         kvfetch clear s3://kv-cache/llama#4f0c --index redis://10.0.0.5:6379/0 --yes
     """
-    age_s = None if older_than is None else parse_age(older_than)
+    age_s = None if older_than is None else parse_duration(older_than)
     url, _, prefix = store.partition("#")
     say = partial(typer.echo, err=as_json)
 

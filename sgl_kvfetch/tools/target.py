@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from sgl_kvfetch.stores import AdminStore, Objects
 
 INDEX_TIMEOUT_S = 30.0  # commands can wait longer than servers
+_ADDRESS = re.compile(r"[\w.-]+:[0-9]{1,5}/?|\[[0-9a-f:]+\]:[0-9]{1,5}/?")
 
 
 class _Closable(Protocol):
@@ -31,8 +33,15 @@ C = TypeVar("C", bound=_Closable)
 
 
 def store_url(text: str) -> str:
-    """Return the URL of a store that the user named by its URL or its directory."""
-    return text if "://" in text else Path(text).resolve().as_uri()
+    """Return the URL of a store that the user named by its URL or its directory. Raises ConfigError for HOST:PORT."""
+    return text if "://" in text else Path(require_scheme(text)).resolve().as_uri()
+
+
+def require_scheme(text: str) -> str:
+    """Return ``text`` if it does not look like an address without its scheme. Raises ConfigError."""
+    if _ADDRESS.fullmatch(text) and not Path(text).exists():
+        raise ConfigError(f"{text!r} has no scheme: type http://{text}, or https:// if it speaks TLS")
+    return text
 
 
 def open_existing_store(text: str, token: str | None, index: str | None = None, **options: Any) -> AdminStore:
@@ -47,7 +56,9 @@ def open_existing_store(text: str, token: str | None, index: str | None = None, 
         raise ConfigError(f"--index is for s3:// stores; {url} has its own")
     parts = urlsplit(url)
     if parts.scheme == "file" and not Path(unquote(parts.path)).is_dir():
-        raise ConfigError(f"{url} is not a directory")
+        raise ConfigError(
+            f"{url} is not a directory; another machine's store is http://HOST:PORT or s3://BUCKET/PREFIX"
+        )
     s3 = S3Options(index=index, index_timeout_s=INDEX_TIMEOUT_S)
     return open_store(url, token=token if takes_token(url) else None, s3=s3, **options)
 
@@ -106,7 +117,7 @@ def open_target(text: str, token: str | None) -> OpenTarget:
     if "://" not in text and path.is_file():
         return _file_at(path)
     store, _, prefix = (text, "", "") if "://" not in text and path.is_dir() else text.partition("#")
-    if "://" not in store and not Path(store).is_dir():
+    if "://" not in require_scheme(store) and not Path(store).is_dir():
         raise ConfigError(f"{store!r} is neither a file, a directory nor a store's URL")
     label = f"{store_url(store)}#{prefix}" if prefix else store_url(store)
     with contextlib.suppress(FormatError):  # it may be the full name of a manifest or data

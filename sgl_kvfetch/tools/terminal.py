@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 TOKEN_ENV = "KVFETCH_TOKEN"  # also in sgl_kvfetch.plane.config, which is slow to import because it needs torch
 _MAX_FAILURES_SHOWN = 20
-_AGE_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def option(metavar: str | None, text: str, *names: str, **settings: Any) -> Any:
@@ -43,6 +41,10 @@ PART_HELP = (
     "names, such as a namespace that kvfetch inspect shows."
 )
 TARGET_HELP = f"{PART_HELP} It may also be a manifest or data file (*.kvm, *.kvd)."
+MODEL_HELP = (
+    "its name or model_id, as kvfetch inspect shows it; a fingerprint, a namespace; or the beginning of one of these, "
+    "if no model has exactly this name."
+)
 INDEX_HELP = (
     "redis://HOST:PORT/DB, rediss://... or redis+cluster://... Other users of this machine can see it: a password "
     "belongs into the environment, as KVFETCH_INDEX_PASSWORD."
@@ -149,14 +151,6 @@ def format_age(seconds: float) -> str:
         if seconds >= 2 * size_s:
             return f"{seconds / size_s:.0f} {unit}"
     return f"{max(0.0, seconds):.0f} s"
-
-
-def parse_age(text: str) -> float:
-    """Return an age in seconds. Units are s, m (minutes), h and d. Raises ConfigError."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([smhd])", text.strip())
-    if match is None:
-        raise ConfigError(f"invalid age {text!r}; expected a form such as 90s, 45m, 12h or 30d")
-    return float(match[1]) * _AGE_UNITS_S[match[2]]
 
 
 def format_ratio(ratio: float | None) -> str:

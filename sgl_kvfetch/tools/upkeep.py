@@ -18,6 +18,7 @@ from sgl_kvfetch.stores import AdminStore, Plan, Swept, plan_sweep, read_manifes
 from sgl_kvfetch.tools.target import INDEX_TIMEOUT_S, run_on_store
 from sgl_kvfetch.tools.terminal import (
     INDEX_HELP,
+    MODEL_HELP,
     DryRunOption,
     IndexOption,
     StoreArgument,
@@ -37,11 +38,7 @@ def gc(
     capacity: Annotated[str | None, option("SIZE", "Most bytes that stay, such as 10TiB, manifests included.")] = None,
     quota: Annotated[
         list[str] | None,
-        option(
-            "MODEL=SIZE",
-            "Most bytes that stay of this model: its name or model_id, as kvfetch inspect shows it; a fingerprint, a "
-            "namespace; or the beginning of one of these, if no model has exactly this name. Repeatable.",
-        ),
+        option("MODEL=SIZE", f"Most bytes that stay of this model: {MODEL_HELP} Repeatable."),
     ] = None,
     index: IndexOption = None,
     dry_run: DryRunOption = False,

@@ -58,6 +58,7 @@ def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
         ({"index": {"url": "redis://x"}}, "index is for s3:// stores"),
         ({"s3": {"region": "x"}}, "s3 is for s3:// stores"),
         (S3 | {"index": {"ttl_s": 5}}, "'index.url' is required: redis://"),
+        ({"ttl_s": "1 day"}, "ttl_s = '1 day': invalid duration .*such as 90s, 45m, 12h or 30d"),
         ({"ttl_s": 0.5}, "ttl_s = 0.5: .*greater than or equal to 1"),
         (S3 | {"index": {"url": "redis://x", "ttl_s": 0}}, r"index.ttl_s = \(hidden\): .*greater than or equal to 1"),
         (S3 | {"s3": {"region": 5.5}}, r"s3\.region.* = \(hidden\)"),
@@ -114,6 +115,11 @@ def test_a_store_may_be_a_bucket_with_an_index() -> None:
     assert config.index is not None
     assert config.index.ttl_s == 7 * 86400
     assert "pass" not in repr(config)
+
+
+def test_a_time_to_live_is_in_seconds_or_has_a_unit() -> None:
+    for ttl in ("1d", 86400):
+        assert parse_config(STORE | {"ttl_s": ttl}, {}).ttl_s == 86400.0
 
 
 def test_a_local_cache_has_a_size_in_bytes_or_with_a_unit() -> None:

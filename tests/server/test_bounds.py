@@ -132,9 +132,9 @@ async def test_an_answer_about_segments_is_shared(tmp_path: Path, monkeypatch: p
     asked: list[str] = []
     segment_usages = LocalStore.segment_usages
 
-    async def noted(store: LocalStore, folder: str, limit: int) -> Any:
+    async def noted(store: LocalStore, folder: str, limit: int, prefix: str) -> Any:
         asked.append(folder)
-        return await segment_usages(store, folder, limit)
+        return await segment_usages(store, folder, limit, prefix)
 
     monkeypatch.setattr(LocalStore, "segment_usages", noted)
     async with serving(tmp_path, make_segment(page_hashes(8), 0, 8)) as session:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import yaml
 
-from sgl_kvfetch.server import ServerConfig, pages
+from sgl_kvfetch.server import ServerConfig, metrics, pages
 from sgl_kvfetch.server.app import create_app
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.server.tokens import Role
@@ -36,7 +36,7 @@ def test_the_document_has_the_routes_of_the_server(tmp_path: Path) -> None:
     "struct",
     [
         *(ObjectInfo, wire.Deleted, wire.Checked, wire.Folders, wire.PinNames, Pin),
-        *(pages.Summary, pages.FolderRow, pages.LoadSample),
+        *(pages.Summary, metrics.Failure, pages.FolderRow, pages.LoadSample),
     ],
 )
 def test_bodies_have_the_fields_that_the_document_names(struct: type[msgspec.Struct]) -> None:

@@ -100,21 +100,74 @@ def test_it_asks_for_a_token(browser: Browser, url: str) -> None:
     assert not browser.all("#folders tbody tr")
     browser.find("#token").send_keys("secret", Keys.ENTER)
     browser.find("#folders tbody tr")
-    assert browser.text("#status") == "In service"
+    assert browser.text("#status") == "Healthy"
     assert "1 × 401" in browser.text("#errors")  # that of the wrong token: without one, nothing is asked
 
 
 def test_what_is_stored(page: Browser) -> None:
-    tiles = page.text("#tiles")
-    assert "of 1.0 GiB" in tiles
+    assert "of 1.0 GiB" in page.text("#bars")
     rows = {row.text.split()[0]: row.text for row in page.all("#folders tbody tr")}
-    assert "conformance" in rows
+    assert "conformance," in rows
     page.all("#folders tbody button")[0].click()
     page.find("#segments tbody button").click()
     assert "pages of 1" in page.text("#segment dl")
-    page.find("#draw button").click()
     page.until(lambda: page.driver.execute_script("return document.querySelector('#segment img').naturalWidth > 0"))
     assert page.find("#segment img").get_attribute("alt")
+
+
+def test_segments_are_found_by_the_beginning_of_their_names(page: Browser) -> None:
+    page.all("#folders tbody button")[0].click()
+    name = page.find("#segments tbody button").text.rstrip("…")
+    page.find("#prefix").send_keys("9-", Keys.ENTER)
+    page.until(lambda: not page.all("#segments tbody tr"))
+    page.find("#prefix").clear()
+    page.find("#prefix").send_keys(name[:8], Keys.ENTER)
+    page.until(lambda: len(page.all("#segments tbody tr")) == 1)
+
+
+def test_a_prompt_is_pinned_and_unpinned(page: Browser) -> None:
+    page.find("#text").send_keys(str(TOKENS))
+    page.find("#page-size").clear()
+    page.find("#page-size").send_keys("1", Keys.ENTER)
+    page.find("#pin").click()
+    page.until(lambda: "whole pages, pinned" in page.text("#prompt output"))
+    page.find("#unpin").click()
+    page.until(lambda: "pinned" not in page.text("#prompt output"))
+
+
+def test_a_chart_says_what_was_when(page: Browser) -> None:
+    script = """
+        latest.history = [0, 10, 20].map((at_s) => ({ at_s, values: { "lookups_total:hit": at_s * at_s } }));
+        drawCharts();
+        const svg = document.querySelector("#charts svg"), box = svg.getBoundingClientRect();
+        svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left }));
+        return svg.parentElement.textContent;"""
+    assert "found 10" in page.driver.execute_script(script)  # 100 in the first 10 s; then 300
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        ("", "Healthy"),
+        ("s.write_problem = 'the disk is full'", "Read only: the disk is full"),
+        ("s.failures = [{at_s: 1000, cause: 'io:EIO'}]", "Errors: 1 in 5 minutes, the last one io:EIO"),
+        ("s.failures = [{at_s: 600, cause: 'io:EIO'}]", "Healthy"),
+        ("last.stored_bytes = 99", "Healthy, and full: the least recently used is evicted"),
+        (
+            "last.stored_bytes = 99, last.evicted_segments_total = 60",
+            "Full and thrashing: 60 segments evicted within the hour, 50 are left",
+        ),
+        ("last['requests_total:404'] = 10000", "Healthy"),
+    ],
+)
+def test_the_verdict_comes_first(page: Browser, change: str, verdict: str) -> None:
+    script = f"""
+        const last = {{ stored_bytes: 10, segments: 50, evicted_segments_total: 0 }};
+        const s = {{ now_s: 1001, capacity_bytes: 100, write_problem: null, failures: [],
+                     history: [{{ at_s: 900, values: {{}} }}, {{ at_s: 1000, values: last }}] }};
+        {change};
+        return verdict(s)[0];"""
+    assert page.driver.execute_script(script) == verdict
 
 
 def test_names_are_text(page: Browser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import AsyncIterator
@@ -13,10 +14,12 @@ import aiohttp
 import pytest
 
 from harness.small_segments import make_segment, page_hashes, put_segment
+from sgl_kvfetch import __version__
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
 from sgl_kvfetch.codec.container.secured import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.prompts import page_hashes as hashes_of
 from sgl_kvfetch.server import ServerConfig, pages
@@ -96,6 +99,62 @@ async def test_models_and_quantisers_have_names_for_people(tmp_path: Path) -> No
     for found in (folder, about):
         assert (found["model"], found["quantiser"]) == ("org/llama", "klt 6.5e-4")
         assert (found["model_identity"], found["quantiser_identity"]) == (namespace.model, namespace.quantiser)
+
+
+async def test_a_summary_has_the_last_failures_and_the_token_s_role(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(store: LocalStore) -> None:
+        raise StoreError("io", "a bad disk")
+
+    tokens = tmp_path / "tokens"
+    tokens.write_text("read r\nadmin a\n")
+    async with serving(tmp_path / "store", make_segment(page_hashes(4), 0, 4), token_file=tokens) as session:
+        monkeypatch.setattr(LocalStore, "pins", fail)
+        async with session.get(wire.Route.PINS, headers={"Authorization": "Bearer r"}) as response:
+            assert response.status == 500
+        for token, role in (("r", "read"), ("a", "admin")):
+            async with session.get(wire.Route.SUMMARY, headers={"Authorization": f"Bearer {token}"}) as response:
+                assert response.headers["KVFetch-Role"] == role
+                summary = await response.json()
+        (failure,) = summary["failures"]
+        at_s = failure.pop("at_s")
+        assert 0 <= summary["now_s"] - at_s < 600
+        assert failure == {"client": "127.0.0.1", "what": "GET /v1/pins", "cause": "io", "message": "a bad disk"}
+        assert summary["version"] == __version__
+        assert 0 < summary["disk_free_bytes"] < summary["disk_bytes"]
+
+
+async def test_only_admins_pin_a_prompt(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("write w\nadmin a\n")
+    query = {"prompt": [1, 2, 3], "page_size": 1, "pin": True, "label": "intro"}
+    async with serving(tmp_path / "store", token_file=tokens) as session:
+        for token, status in (("w", 403), ("a", 200)):
+            headers = {"Authorization": f"Bearer {token}"}
+            async with session.post(wire.Route.PROMPTS, json=query, headers=headers) as response:
+                assert response.status == status
+                found = await response.json()
+        assert found["pin"] == hashes_of([1, 2, 3], 1)[-1].hex()
+
+
+async def test_another_site_s_page_cannot_pin(tmp_path: Path) -> None:
+    """A browser sends such a POST without asking the store first, and a store on loopback needs no token."""
+    body = json.dumps({"prompt": [1, 2], "page_size": 1, "pin": True})
+    async with serving(tmp_path) as session:
+        async with session.post(wire.Route.PROMPTS, data=body, headers={"Content-Type": "text/plain"}) as response:
+            assert response.status == 415
+        assert (await get(session, wire.Route.PINS))["names"] == []
+
+
+async def test_segments_by_the_beginning_of_their_names(tmp_path: Path) -> None:
+    long, short = make_segment(page_hashes(8), 0, 8), make_segment(page_hashes(3, "other"), 0, 2)
+    folder = long.manifest.heads.folder
+    async with serving(tmp_path, long, short) as session:
+        for prefix, segments in (("8-", [long]), ("2", [short]), ("4-", []), ("", [long, short])):
+            found = await get(session, wire.Route.SEGMENTS, folder=folder, prefix=prefix)
+            assert {each["name"] for each in found} == {each.manifest.key.manifest_name for each in segments}
+        assert "8-91ab" in (await get(session, wire.Route.SEGMENTS, status=400, folder=folder, prefix="%"))["message"]
 
 
 async def test_a_summary_may_be_some_seconds_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

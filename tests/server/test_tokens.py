@@ -114,6 +114,16 @@ async def test_what_each_role_may_do(server: RunningServer) -> None:
                     assert response.status in (200, 201, 204, 404), (method, path, role)
 
 
+async def test_whoever_has_no_token_is_told_the_role_that_it_needs(server: RunningServer) -> None:
+    pin, name = f"{wire.Route.PINS}/{'0' * 64}", f"{wire.Route.OBJECTS}/{FOLDER}/x"
+    needed = {("GET", pin): "read", ("PUT", name): "write", ("PUT", pin): "admin", ("DELETE", pin): "admin"}
+    async with aiohttp.ClientSession(server.url) as session:
+        for (method, path), role in needed.items():
+            async with session.request(method, path) as response:
+                assert response.status == 401
+                assert f"with the role {role}" in await response.text()
+
+
 async def test_only_admins_replace_a_manifest_that_they_have_not_read(server: RunningServer) -> None:
     old, new = (make_segment(page_hashes(4), 0, 4, codec=codec) for codec in ("zstd", "deflate"))
     name = old.manifest.key.manifest_name

@@ -57,7 +57,9 @@ def test_pin_list_and_unpin(tmp_path: Path, tiny_llama: Path) -> None:
 
     assert run("unpin", str(root), "--prompt", str(TOKENS), "--page-size", "1") == "1 unpinned\n"
     other = page_hashes(TOKENS, 1)[2].hex()
-    assert f"there was no pin {name}" in run("unpin", str(root), other, name, exit_code=1)
+    gone = kvfetch_json("unpin", str(root), other, name, exit_code=1)
+    assert gone == {"num_unpinned": 1, "failures": {name: "there was no such pin"}}
+    assert f"FAILED {name}: there was no such pin" in run("unpin", str(root), name, exit_code=1)
     assert run("pin", str(root)) == "no pins\n"
 
 
@@ -100,6 +102,8 @@ def test_a_page_counts_when_all_heads_are_stored(tmp_path: Path) -> None:
         (("unpin", "."), "expected the name of a pin"),
         (("unpin", ".", "nonsense"), "not the name of a pin"),
         (("warm", ".", "--server", "http://127.0.0.1:1"), "expected --prompt or --file"),
+        (("pin", "127.0.0.1:8700"), "type http://127.0.0.1:8700"),
+        (("warm", ".", "--server", "cache:30000", "--prompt", "[1]"), "type http://cache:30000"),
         (("warm", ".", "--server", "http://127.0.0.1:1", "--prompt", "[1]"), "http://127.0.0.1:1: Client"),
     ],
 )

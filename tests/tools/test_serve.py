@@ -15,7 +15,7 @@ import pytest
 from sgl_kvfetch.tools.terminal import TOKEN_ENV
 from tests.tools.conftest import Stored, kvfetch
 
-LISTENING = re.compile(r"kvfetch: serving (?P<root>.+) on (?P<url>http://\S+)\n")
+LISTENING = re.compile(r"kvfetch: serving (?P<root>.+), and a page for browsers, on (?P<url>http://\S+)\n")
 
 
 @contextmanager

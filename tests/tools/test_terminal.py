@@ -11,9 +11,9 @@ from sgl_kvfetch import __version__
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.plane import config
-from sgl_kvfetch.sizes import parse_size
+from sgl_kvfetch.sizes import parse_duration, parse_size
 from sgl_kvfetch.tools.app import COMMANDS, import_command
-from sgl_kvfetch.tools.terminal import TOKEN_ENV, format_size, parse_age, read_token
+from sgl_kvfetch.tools.terminal import TOKEN_ENV, format_size, read_token
 from tests.tools.conftest import Stored, kvfetch
 
 HEAVY = {"torch", "av", "numpy", "obstore", "redis", "transformers", "sglang", "PIL"}
@@ -125,7 +125,6 @@ def test_what_needs_no_tensors_is_light(stored: Stored) -> None:
         require_light("pin", store.url)
         require_light("move", store.url, str(stored.root.parent), "--dry-run")
         require_light("clear", store.url, "--yes")
-        require_light("top", store.url, "--once", "--interval", "0.1")
     require_light("gc", stored.url, "--capacity", "1MiB")
 
 
@@ -136,7 +135,9 @@ def test_what_needs_no_tensors_is_light(stored: Stored) -> None:
         ("nowhere", "neither a file, a directory nor"),
         ("ftp://host", "not supported"),
         ("file:///no/such/directory", "not a directory"),
-        ("http://127.0.0.1:1", "127.0.0.1:1"),
+        ("http://127.0.0.1:1", "start it with kvfetch serve DIRECTORY"),
+        ("localhost:8700", "type http://localhost:8700"),
+        ("[::1]:8700", "type http://[::1]:8700"),
         ("pyproject.toml", "neither a manifest"),
     ],
 )
@@ -163,11 +164,11 @@ def test_a_reader_that_leaves_gets_no_traceback(stored: Stored) -> None:
     assert done.returncode != 0
 
 
-def test_ages_are_parsed() -> None:
-    assert [parse_age(text) for text in ("90s", "45m", "1.5 h", "30d")] == [90, 2700, 5400, 30 * 86400]
+def test_durations_are_parsed() -> None:
+    assert [parse_duration(text) for text in ("90s", "45m", "1.5 h", "30d")] == [90, 2700, 5400, 30 * 86400]
 
 
 @pytest.mark.parametrize("text", ["", "30", "d", "-1d", "2 weeks", "1h30m"])
-def test_ages_that_mean_nothing_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="age"):
-        parse_age(text)
+def test_durations_that_mean_nothing_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="duration"):
+        parse_duration(text)

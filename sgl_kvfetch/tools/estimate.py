@@ -1,0 +1,188 @@
+"""``kvfetch estimate``: what a store would save for a model, a link and an engine, by arithmetic."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from math import ceil, inf
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Struct
+from rich.table import Table
+
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.tools.terminal import format_ratio, format_size, json_flag, make_table, option, show
+
+# Prices of Amazon S3, in USD: S3 Standard in us-east-1, without discounts. DELETEs are free.
+PRICES_AS_OF = "2024, aws.amazon.com/s3/pricing, not checked against today's list"
+GET_PRICE, PUT_PRICE = 0.4e-6, 5e-6  # a request; HEADs as GETs, listings as PUTs
+GB_MONTH_PRICE = 0.023  # of the first 50 TB
+GB_MONTH_PRICE_ABOVE_500_TB = 0.021
+
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+_SEGMENT_TOKENS, _READ_BYTES = 8192, 4 << 20  # the most of a segment, and of a read, as in `plane.client`
+_KV_BYTES = 2  # a value of bfloat16 or float16
+_LINK = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([MG])bps")
+
+
+class Coding(NamedTuple):
+    """How small values become, and how fast a thread of a CPU decodes them, as docs/codec.md measured it."""
+
+    bits_per_value: float
+    decoded_bps: float  # bytes a second of raw KV, by one thread with AVX-512
+    source: str
+
+
+CODINGS = {
+    "raw": Coding(16.0, inf, "the KV cache as it is"),
+    "exact": Coding(10.41, 817e6, "SmolLM2-135M, exact/ans"),
+    "uint8": Coding(6.78, 831e6, "SmolLM2-135M, uint8/ans"),
+    "klt": Coding(1.25, 624e6, "SmolLM2-135M and Qwen2.5-Coder-1.5B, klt/ans at the default target_kl"),
+}
+
+
+class CodingEstimate(Struct, frozen=True):
+    """Times to first token are by prompt length, in tokens. ``break_even_tokens``: None if computing is faster."""
+
+    bytes_per_token: float
+    source: str
+    ttft_s: dict[int, float]
+    break_even_tokens: int | None
+    stored_bytes: float
+    s3_usd_a_month: dict[str, float]
+
+
+class Estimate(Struct, frozen=True):
+    computing_s: dict[int, float]
+    codings: dict[str, CodingEstimate]
+
+
+def estimate(
+    model: Annotated[str, option("CONFIG", "A model's config.json, or the folder with it.", show_default=False)],
+    link: Annotated[str, option("RATE", "Goodput of the store's link, such as 10Gbps.", show_default=False)],
+    prefill_tps: Annotated[
+        float, option("TOKENS", "Tokens a second that the engine computes of a prompt.", min=1, show_default=False)
+    ],
+    batch_s: Annotated[
+        float,
+        option(
+            "SECONDS",
+            "Time of one batch, which computes the end of a fetched prompt. The default is a guess.",
+            "--batch",
+            min=0,
+        ),
+    ] = 0.05,
+    decode_threads: Annotated[int, option("COUNT", "Threads that decode (config key codec_threads).", min=1)] = 8,
+    users: Annotated[int, option("COUNT", "Users of the store.", min=1)] = 100,
+    days: Annotated[float, option("DAYS", "How long prompts stay.", min=0)] = 7.0,
+    prompts: Annotated[float, option("COUNT", "New prompts of a user a day, each fetched once.", min=0)] = 20.0,
+    tokens: Annotated[int, option("COUNT", "Tokens of such a prompt.", min=1)] = 4096,
+    as_json: Annotated[
+        bool,
+        json_flag(
+            "an object with computing_s by prompt length, and codings: by name, each with bytes_per_token, source, "
+            "ttft_s by prompt length, break_even_tokens, stored_bytes and s3_usd_a_month"
+        ),
+    ] = False,
+) -> None:
+    """Estimate whether fetching beats computing, and how large and costly a store would be.
+
+    A fetch takes the longer one of transmitting and decoding, and then one batch. The engine computes as many tokens a
+    second at every length, which favours computing for long prompts. Bits a value and decoding speeds are those that
+    docs/codec.md measured on two small models: measure yours with kvfetch calibrate. All layers count as full attention
+    or MLA. Nothing is connected to.
+
+    Example:
+
+        kvfetch estimate --model /models/llama --link 10Gbps --prefill-tps 8000 --users 500 --days 30
+    """
+    values = values_per_token(model)
+    bytes_per_s = parse_link(link) / 8
+    num_prompts = users * prompts
+    codings = {}
+    for name, coding in CODINGS.items():
+        token_bytes = values * coding.bits_per_value / 8
+        token_s = max(token_bytes / bytes_per_s, values * _KV_BYTES / (coding.decoded_bps * decode_threads))
+        saved_s = 1 / prefill_tps - token_s  # a token
+        stored_bytes = num_prompts * days * tokens * token_bytes
+        codings[name] = CodingEstimate(
+            token_bytes,
+            coding.source,
+            {length: length * token_s + batch_s for length in LENGTHS},
+            ceil(batch_s / saved_s) if saved_s > 0 else None,
+            stored_bytes,
+            _s3_costs(stored_bytes, 30 * num_prompts, tokens, token_bytes),
+        )
+    found = Estimate({length: length / prefill_tps for length in LENGTHS}, codings)
+    show(found, as_json, _lines(found, f"{users} users, {prompts:g} prompts of {tokens} tokens a day, {days:g} days"))
+
+
+def _s3_costs(stored_bytes: float, prompts_a_month: float, tokens: int, token_bytes: float) -> dict[str, float]:
+    """Return USD a month. A segment takes two PUTs; a fetch, a GET for its manifest and one for each read."""
+    sizes = [min(_SEGMENT_TOKENS, tokens - start) for start in range(0, tokens, _SEGMENT_TOKENS)]
+    num_gets = sum(1 + ceil(size * token_bytes / _READ_BYTES) for size in sizes)
+    return {
+        "storage": stored_bytes / 1e9 * GB_MONTH_PRICE,
+        "puts": prompts_a_month * 2 * len(sizes) * PUT_PRICE,
+        "gets": prompts_a_month * num_gets * GET_PRICE,
+    }
+
+
+def values_per_token(model: str) -> int:
+    """Return how many values of KV a token has, by a model's config.json. Raises ConfigError."""
+    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as e:
+        raise ConfigError(f"--model {model}: expected a config.json, or a folder with one: {e.strerror}") from e
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--model {model}: {path} is not a model's config.json: {e}") from e
+    config = config.get("text_config", config)
+    layers = _positive(config, path, "num_hidden_layers", "n_layer")
+    if config.get("kv_lora_rank") is not None:  # MLA: one vector a layer, whatever the number of heads
+        return layers * (_positive(config, path, "kv_lora_rank") + _positive(config, path, "qk_rope_head_dim"))
+    query_heads = _positive(config, path, "num_attention_heads", "n_head")
+    heads = _positive(config, path, "num_key_value_heads") if config.get("num_key_value_heads") else query_heads
+    head_dim = config.get("head_dim") or _positive(config, path, "hidden_size", "n_embd") // query_heads
+    return 2 * layers * heads * int(head_dim)
+
+
+def _positive(config: Mapping[str, Any], path: Path, *names: str) -> int:
+    """Return the value of the first key that is there. Raises ConfigError."""
+    value = next((config[name] for name in names if name in config), None)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{path}: {names[0]} is {value!r}; expected a number of at least 1")
+    return value
+
+
+def parse_link(text: str) -> float:
+    """Return bits a second. Raises ConfigError."""
+    match = _LINK.fullmatch(text.strip())
+    if match is None or not float(match[1]):
+        raise ConfigError(f"--link {text!r}: expected a form such as 10Gbps or 500Mbps")
+    return float(match[1]) * {"M": 1e6, "G": 1e9}[match[2]]
+
+
+def _lines(found: Estimate, use: str) -> Iterator[Table | str]:
+    raw, codings = found.codings["raw"], found.codings.items()
+    times = make_table(("tokens of a prompt",), ("computed", *(f"fetched, {name}" for name in found.codings)))
+    times.title = "Seconds to the first token"
+    for length, computing_s in found.computing_s.items():
+        fetched = (f"{coding.ttft_s[length]:.3g}" for coding in found.codings.values())
+        times.add_row(f"{length:,}", f"{computing_s:.3g}", *fetched)
+    yield times
+    store = make_table(("",), ("bytes a token", "smaller", "fetching wins from", "stored", "S3: storage, requests"))
+    store.title = f"The store: {use}"
+    for name, coding in codings:
+        tokens = "never" if coding.break_even_tokens is None else f"{coding.break_even_tokens:,} tokens"
+        costs = coding.s3_usd_a_month
+        dollars = f"{costs['storage']:,.2f}, {costs['puts'] + costs['gets']:,.2f} USD a month"
+        smaller = format_ratio(raw.bytes_per_token / coding.bytes_per_token)
+        size = format_size(round(coding.stored_bytes))
+        store.add_row(name, f"{coding.bytes_per_token:,.0f}", smaller, tokens, size, dollars)
+    yield store
+    for name, coding in codings:
+        yield f"{name}: {coding.source}"
+    yield f"Sizes and speeds: docs/codec.md. Prices: S3 Standard, us-east-1, {PRICES_AS_OF}."

@@ -1,0 +1,109 @@
+"""``kvfetch estimate`` against what ``benchmarks.ttft`` measured, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_kvfetch.tools.estimate import CODINGS, parse_link, values_per_token
+from tests.tools.conftest import kvfetch, kvfetch_json
+
+CODEC_MD = Path(__file__).parents[2] / "docs" / "codec.md"
+SMOLLM = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMOLLM))
+    return path
+
+
+def measured() -> dict[tuple[int, str], list[float]]:
+    """Return the rows of the table of times to first token, by tokens and link: one time for each way."""
+    table = CODEC_MD.read_text().partition("| prompt, link | computing |")[2].partition("\n\n")[0]
+    rows, gbps = {}, ""
+    for line in table.splitlines()[2:]:
+        first, *cells = (cell.strip(" *") for cell in line.strip("| ").split("|"))
+        tokens, _, link = first.partition(", ")
+        gbps = link.removesuffix(" Gbps") or gbps
+        rows[int(tokens.removesuffix(" tokens").replace(",", "")), gbps] = [
+            float(re.findall(r"[\d.]+", cell)[0]) for cell in cells
+        ]
+    return rows
+
+
+def test_it_is_within_a_fifth_of_what_was_measured(config: Path) -> None:
+    """One batch is what raw reuse over 0.1 Gbps took beside transmitting: all other times follow from it."""
+    rows = measured()
+    assert len(rows) == 9
+    raw_bytes = values_per_token(str(config)) * 2
+    for (tokens, gbps), (computing, raw, _, _, ours) in rows.items():
+        batch_s = rows[tokens, "0.1"][1] - 8 * tokens * raw_bytes / 0.1e9
+        options = ("--link", f"{gbps}Gbps", "--prefill-tps", f"{tokens / computing}", "--batch", f"{batch_s}")
+        found = kvfetch_json("estimate", "--model", str(config), *options, "--decode-threads", "1")
+        assert found["computing_s"][str(tokens)] == pytest.approx(computing)
+        for name, seconds in (("raw", raw), ("klt", ours)):
+            assert found["codings"][name]["ttft_s"][str(tokens)] == pytest.approx(seconds, rel=0.2), (tokens, gbps)
+
+
+def test_bits_a_value_are_those_of_the_codec_s_page() -> None:
+    page = CODEC_MD.read_text()
+    for name, row in (("exact", "| `exact` | 11.32 | "), ("uint8", "| `uint8` | 7.15 | ")):
+        assert float(page.partition(row)[2].partition(" ")[0]) == CODINGS[name].bits_per_value
+    default = float(page.partition("| the default | 5.3e-4 | ")[2].partition(" ")[0])
+    assert CODINGS["klt"].bits_per_value == pytest.approx(default, rel=0.03)
+
+
+def test_sizes_break_even_and_costs(config: Path) -> None:
+    use = ("--users", "10", "--days", "3", "--prompts", "5", "--tokens", "10000")
+    args = ("estimate", "--model", str(config.parent), "--link", "1Gbps", "--prefill-tps", "1000", "--batch", "0.1")
+    raw = kvfetch_json(*args, *use)["codings"]["raw"]
+    assert raw["bytes_per_token"] == 23040
+    assert raw["stored_bytes"] == 10 * 3 * 5 * 10000 * 23040
+    assert raw["break_even_tokens"] == 123  # 0.1 s, at 1 ms less 0.18 ms a token
+    prompts = 30 * 10 * 5  # a month; each has two segments, of 180 and 40 MiB
+    assert raw["s3_usd_a_month"]["puts"] == pytest.approx(4 * prompts * 5e-6)
+    assert raw["s3_usd_a_month"]["gets"] == pytest.approx((2 + 45 + 10) * prompts * 0.4e-6)
+    assert raw["s3_usd_a_month"]["storage"] == pytest.approx(raw["stored_bytes"] / 1e9 * 0.023)
+    lines = kvfetch(*args[:-4], "--prefill-tps", "1e9").stdout
+    assert lines.count("never") == len(CODINGS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "values"),
+    [
+        ({}, 2 * 30 * 3 * 64),
+        ({"head_dim": 128}, 2 * 30 * 3 * 128),
+        ({"num_key_value_heads": None}, 2 * 30 * 9 * 64),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, 30 * 576),
+    ],
+)
+def test_values_a_token_by_kind_of_model(config: Path, changes: dict[str, Any], values: int) -> None:
+    config.write_text(json.dumps({"text_config": SMOLLM | changes}))
+    assert values_per_token(str(config)) == values
+
+
+@pytest.mark.parametrize(
+    ("content", "link", "message"),
+    [
+        ("{}", "1Gbps", "num_hidden_layers is None; expected a number"),
+        ("[", "1Gbps", "is not a model's config.json"),
+        (None, "1Gbps", "expected a config.json, or a folder with one"),
+        (json.dumps(SMOLLM), "10", "expected a form such as 10Gbps"),
+    ],
+)
+def test_what_it_cannot_read_is_named(tmp_path: Path, content: str | None, link: str, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    result = kvfetch("estimate", "--model", str(tmp_path), "--link", link, "--prefill-tps", "1000")
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_links_are_bits_a_second() -> None:
+    assert [parse_link(text) for text in ("10Gbps", "2.5 Gbps", "100Mbps")] == [10e9, 2.5e9, 100e6]
