@@ -11,6 +11,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from sgl_kvfetch.plugin import versions
+
 BACKEND = "kvfetch"
 
 
@@ -53,7 +55,8 @@ def create_backend(
     mem_pool_host: Any,
     **kwargs: Any,
 ) -> Any:
-    """Around ``StorageBackendFactory._do_create_backend``: build ours, leave the others to SGLang."""
+    """Around ``StorageBackendFactory._do_create_backend``, or ``create_backend``: build ours, leave the others to
+    SGLang."""
     if backend_name != BACKEND:
         return original(factory, backend_name, storage_config, mem_pool_host, **kwargs)
     from sgl_kvfetch.plugin import weight_updates
@@ -112,6 +115,8 @@ def attach_backend(original: Callable[..., None], controller: Any, *args: Any, *
     """
     try:
         original(controller, *args, **kwargs)
+        if controller.storage_backend_type == BACKEND:
+            versions.announce_pools(controller.storage_backend)
     except Exception:
         if controller.storage_backend_type == BACKEND:
             controller.detach_storage_backend()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from sgl_kvfetch.plugin.cpu.platform import is_active
 from sgl_kvfetch.plugin.hooks import BACKEND
-from sgl_kvfetch.plugin.seams import SEAMS, Scope, Seam, check_seam, check_seams
+from sgl_kvfetch.plugin.seams import Scope, Seam, check_seam, check_seams, installed_seams
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,9 @@ def register() -> None:
         if selects_backend(sys.argv[1:]):
             raise SystemExit(f"sgl_kvfetch: {message}")
         logger.warning("sgl_kvfetch is off: %s", message)
-        _install(seam for seam in SEAMS if seam.scope is Scope.GATE and check_seam(seam) is None)
+        _install(seam for seam in installed_seams({Scope.GATE}) if check_seam(seam) is None)
     else:
-        _install(seam for seam in SEAMS if seam.scope in scopes)
+        _install(installed_seams(scopes))
 
 
 def needed_scopes() -> set[Scope]:

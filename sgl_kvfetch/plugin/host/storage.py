@@ -41,6 +41,7 @@ from sgl_kvfetch.plugin.data_plane import engine_nvdec, open_engine_plane
 from sgl_kvfetch.plugin.host.pages import HostPages, is_mla
 from sgl_kvfetch.plugin.host.side_pools import SidePools, trailing_pages
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
+from sgl_kvfetch.plugin.versions import budget_pages, dcp_size, is_deadline_expired
 from sgl_kvfetch.plugin.weight_updates import Access
 
 logger = logging.getLogger(__name__)
@@ -352,15 +353,20 @@ class Patience:
         """Return when the fetch of a ``PrefetchOperation`` must end, in ``time.monotonic()``."""
         wait_s = self.fetch_timeout_s
         if self.cache.prefetch_stop_policy == "timeout":
-            pages = operation.stats_requested_tokens // self.cache.page_size
-            budget_s = self.cache.prefetch_timeout_base + pages * self.cache.prefetch_timeout_per_page
+            budget_s = self._budget_s(operation)
             wait_s = min(wait_s, max(budget_s - _MARGIN_S, budget_s / 2))
         return float(operation.start_time + wait_s)
 
     def reason(self, operation: Any) -> str:
         """Return why SGLang has terminated an operation: a key of `GIVEN_UP`."""
-        is_policy = operation.deadline_expired or self.cache.prefetch_stop_policy == "best_effort"
-        return "policy" if is_policy else "cancelled"
+        if self.cache.prefetch_stop_policy != "timeout":
+            return "policy" if self.cache.prefetch_stop_policy == "best_effort" else "cancelled"
+        elapsed_s = time.monotonic() - operation.start_time
+        return "policy" if is_deadline_expired(operation, elapsed_s, self._budget_s(operation)) else "cancelled"
+
+    def _budget_s(self, operation: Any) -> float:
+        pages = budget_pages(operation, self.cache.page_size)
+        return float(self.cache.prefetch_timeout_base + pages * self.cache.prefetch_timeout_per_page)
 
 
 def explain(policy: str, budget: tuple[float, float], fetch_timeout_s: float) -> str:
@@ -391,7 +397,7 @@ def _require_supported(storage_config: HiCacheStorageConfig, pool: Any) -> None:
     from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-    if storage_config.attn_cp_size > 1 or storage_config.dcp_size > 1:
+    if storage_config.attn_cp_size > 1 or dcp_size(storage_config) > 1:
         raise UnsupportedError("context parallelism is not supported")
     if storage_config.should_split_heads:
         raise UnsupportedError("tp_lcm_size (pages shared between sizes of tensor parallelism) is not supported")
