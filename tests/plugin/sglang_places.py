@@ -246,7 +246,7 @@ PLACES: tuple[Place, ...] = (
     ),
     Place(
         "sglang.srt.managers.cache_controller.HiCacheController._page_get_zero_copy",
-        "hooks.fetch_pages takes its place, with its parameters, since it cannot be interrupted",
+        "calls batch_get_v1",
         params=("self", "operation", "hash_values", "host_indices", "extra_info"),
         mentions=("batch_get_v1", "storage_backend"),
     ),

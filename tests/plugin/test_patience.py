@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,8 @@ def make_cache(policy: str = "timeout", base_s: float = 31.0, per_ki_token_s: fl
 
 
 def make_operation(start_s: float, num_tokens: int = 1024, *, expired: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(start_time=start_s, stats_requested_tokens=num_tokens, deadline_expired=expired)
+    fields: dict[str, Any] = {"start_time": start_s, "stats_requested_tokens": num_tokens, "deadline_expired": expired}
+    return SimpleNamespace(**fields, is_terminated=lambda: expired)
 
 
 def test_sglangs_defaults_are_those_that_are_replaced() -> None:
@@ -100,7 +102,8 @@ def test_what_has_arrived_when_the_time_is_up_counts(
 
     monkeypatch.setattr(store, "get", get_the_first)
     backend.be_patient(make_cache("timeout", 5.0), 5.0, 0.0)
-    controller = SimpleNamespace(storage_backend_type="kvfetch", storage_backend=backend)
+    stop = threading.Event()
+    controller = SimpleNamespace(storage_backend_type="kvfetch", storage_backend=backend, storage_stop_event=stop)
     hooks.begin_transfer(controller, make_operation(time.monotonic()))
     started_s = time.monotonic()
     assert backend.batch_get_v1(names, tokens([4, 5, 6, 7])) == [True, True, False, False]

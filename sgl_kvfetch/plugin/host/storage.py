@@ -42,7 +42,7 @@ from sgl_kvfetch.plugin.host.pages import HostPages, is_mla
 from sgl_kvfetch.plugin.host.side_pools import SidePools, trailing_pages
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.versions import budget_pages, dcp_size, is_deadline_expired
-from sgl_kvfetch.plugin.weight_updates import Access
+from sgl_kvfetch.plugin.weight_updates import Access, register_access, require_no_former_pages
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
@@ -70,17 +70,21 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
 
     def __init__(self, storage_config: HiCacheStorageConfig, mem_pool_host: Any) -> None:
         """Raises ConfigError and UnsupportedError, which stop SGLang's start or fail an attach."""
+        require_no_former_pages()
         config = parse_config(storage_config.extra_config or {})
         _require_supported(storage_config, mem_pool_host)
         self._config = config
         self._storage_config = storage_config
         self._pages = HostPages(mem_pool_host)
         self._sides = SidePools()
-        self.is_stopping: Callable[[], bool] = lambda: False  # whether SGLang waits for its threads to end
-        self.patience = Patience(None, config.fetch_timeout_s)
-        self._transfer_end_s = math.inf  # when the fetches of SGLang's present prefetch must end
+        self._is_stopping: Callable[[], bool] = lambda: False  # whether SGLang waits for its threads to end
+        self._patience = Patience(None, config.fetch_timeout_s)
+        # Of SGLang's present prefetch: when its fetches must end, and why SGLang gave it up, or "".
+        self._transfer_end_s = math.inf
+        self._given_up: Callable[[], str] = lambda: ""
         self._has_draft_layers = mem_pool_host.layer_num != mem_pool_host.target_layer_num
         self.access = Access(config)
+        register_access(self.access, config.model_id)
         # Pages and GB/s of reads and writes, since SGLang last asked.
         self._reads: deque[tuple[int, float]] = deque(maxlen=_MAX_STATS)
         self._writes: deque[tuple[int, float]] = deque(maxlen=_MAX_STATS)
@@ -119,7 +123,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
     def be_patient(self, cache: Any, base_s: float, per_ki_token_s: float) -> tuple[float, float]:
         """Let requests wait for their prefixes as SGLang's policy and ``fetch_timeout_s`` say. Return the budget that
         SGLang gives to a prefetch, from the one in its config: seconds, and seconds per 1,024 tokens."""
-        self.patience = Patience(cache, self._config.fetch_timeout_s)
+        self._patience = Patience(cache, self._config.fetch_timeout_s)
         budget = choose_budget(base_s, per_ki_token_s, self._config.fetch_timeout_s)
         if self._storage_config.tp_rank == 0:
             policy = cache.prefetch_stop_policy
@@ -127,9 +131,16 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             logger.info("kvfetch: SGLang's prefetch policy is %s: %s", policy, meaning)
         return budget
 
-    def begin_transfer(self, operation: Any) -> None:
-        """Note when the fetches of a prefetch must end. SGLang makes them on this thread, one prefetch at a time."""
-        self._transfer_end_s = self.patience.deadline_s(operation)
+    def begin_transfer(self, operation: Any, is_stopping: Callable[[], bool]) -> None:
+        """Note how long SGLang waits for the fetches of a ``PrefetchOperation``. It makes them next, on this thread.
+
+        SGLang gives up slow prefetches, and joins this thread within 10 s when it flushes, detaches or updates weights,
+        which ``is_stopping`` tells; if the join fails, the scheduler dies. So a fetch ends soon after either event.
+        """
+        patience = self._patience
+        self._is_stopping = is_stopping
+        self._transfer_end_s = patience.deadline_s(operation)
+        self._given_up = lambda: patience.reason(operation) if operation.is_terminated() else ""
 
     # Lookup
 
@@ -168,17 +179,12 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Restore pages into the host pool. Return True for each page of the leading run that is there and verified."""
-        num_pages = self.fetch_pages(keys, host_indices)
-        return [page < num_pages for page in range(len(keys))]
+        """Restore pages into the host pool. Return True for each page of the leading run that is there and verified.
 
-    def fetch_pages(self, keys: list[str], host_indices: torch.Tensor, given_up: Callable[[], str] = lambda: "") -> int:
-        """Restore pages into the host pool. Return how many, from the first one on, are there and verified.
-
-        Returns soon after the deadline, or after ``given_up`` returns a reason; nothing is written afterwards.
+        Returns soon after the deadline, or when SGLang gives up; nothing is written afterwards.
         """
         if not keys or not self.access.reads:
-            return 0
+            return [False] * len(keys)
         started_s = time.monotonic()
         sink = GuardedSink(self._pages)
         num_pages = 0
@@ -189,7 +195,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                 call = self._plane.fetch(hashes, [len(keys)], deadline_s, destination=Destination(pool_pages, sink))
                 reason = ""
                 try:
-                    ended = _await(call.over[0], deadline_s + _GRACE_S, given_up)
+                    ended = _await(call.over[0], deadline_s + _GRACE_S, self._why_given_up)
                     num_pages, reason = ended[0] or 0, ended[1]
                 finally:
                     if not call.over[0].done():
@@ -202,7 +208,10 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             sink.close()
         if num_pages:
             self._count(self._reads, num_pages, started_s)
-        return num_pages
+        return [page < num_pages for page in range(len(keys))]
+
+    def _why_given_up(self) -> str:
+        return "cancelled" if self._is_stopping() else self._given_up()
 
     def _deadline_s(self) -> float:
         return min(time.monotonic() + self._config.fetch_timeout_s, self._transfer_end_s)
@@ -267,7 +276,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         for transfer, pages, over in calls:
             come: tuple[int, ...] = ()
             with counted("fetch"):
-                ended = _await(over, deadline_s + _GRACE_S, lambda: "cancelled" if self.is_stopping() else "")
+                ended = _await(over, deadline_s + _GRACE_S, lambda: "cancelled" if self._is_stopping() else "")
                 come = ended[0].pages if ended[0] is not None else ()
             there = [page if index in come else None for index, page in enumerate(pages)]
             results[transfer.name] = self._sides.write(transfer, there)

@@ -295,7 +295,7 @@ def test_sglang_need_not_wait_for_side_pages_when_it_stops(make: Make, served: S
         raise AssertionError
 
     served.service.client.side_fetcher._store = Mock(get=hang)
-    backend.is_stopping = arrived.is_set
+    backend._is_stopping = arrived.is_set
     assert backend.batch_get_v2([transfer(keys(2)[1:], [5])]) == {SWA: [False]}
 
 
