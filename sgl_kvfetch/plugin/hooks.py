@@ -60,6 +60,7 @@ def create_backend(
         return original(factory, backend_name, storage_config, mem_pool_host, **kwargs)
     from sgl_kvfetch.plugin.host.storage import KVFetchStorage
 
+    versions.require_distinct_images()
     return KVFetchStorage(storage_config, mem_pool_host)
 
 

@@ -10,6 +10,8 @@ import importlib.metadata
 import os
 from typing import Any
 
+from sgl_kvfetch.errors import UnsupportedError
+
 SGLANG_VERSIONS = ("0.5.22", "0.5.23")
 NEWEST = SGLANG_VERSIONS[-1]
 OVERRIDE = "KVFETCH_SGLANG"  # in the environment: another version that may run at the operator's own risk
@@ -71,6 +73,21 @@ def budget_pages(operation: Any, page_size: int) -> int:
 def is_deadline_expired(operation: Any, elapsed_s: float, budget_s: float) -> bool:
     """Return whether the policy `timeout` ended a prefetch, which 0.5.22 does not note."""
     return bool(getattr(operation, "deadline_expired", elapsed_s > budget_s))
+
+
+def require_distinct_images() -> None:
+    """Raise UnsupportedError if the model takes images and 0.5.22 runs it, whose page hashes have 30 bits of an image:
+    with many images in a store, one would be answered with the KV cache of another."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.managers.schedule_batch import MultimodalDataItem
+    from sglang.srt.runtime_context import get_server_args
+
+    if hasattr(MultimodalDataItem, "padding_sequence"):
+        return
+    if ModelConfig.from_server_args(get_server_args()).is_multimodal:
+        raise UnsupportedError(
+            f"sglang {installed_version()} tells images apart by 30 bits, too few for a store: update it to {NEWEST}"
+        )
 
 
 def fence_writes(controller: Any) -> None:

@@ -422,6 +422,18 @@ PLACES: tuple[Place, ...] = (
         has=("dcp_size",),
         versions=SINCE_23,
     ),
+    Place(
+        "sglang.srt.managers.schedule_batch.MultimodalDataItem",
+        "page hashes cover more of an image than 30 bits",
+        has=("padding_sequence",),
+        versions=SINCE_23,
+    ),
+    Place(
+        "sglang.srt.configs.model_config.ModelConfig.__init__",
+        "whether a model takes images",
+        mentions=("is_multimodal",),
+        versions=BEFORE_23,
+    ),
     Place("sglang.srt.runtime_context.get_parallel", "the same", params=(), versions=BEFORE_23),
     Place("sglang.srt.runtime_context.ParallelContext", "the same", has=("attn_dcp_size",), versions=BEFORE_23),
     Place(

@@ -26,6 +26,8 @@ NO_MODEL = ["--model-path", "/no/such/model", "--device", "cpu"]
 OTHER_VERSION = """
 import sys
 from sgl_kvfetch.plugin import seams, versions
+installed = versions.table_version()
+seams.table_version = lambda: installed
 versions.SGLANG_VERSIONS = ("9.9.8", "9.9.9")
 from sglang.srt.plugins import load_plugins
 load_plugins()

@@ -12,6 +12,7 @@ import pytest
 from sglang.srt.mem_cache import hicache_storage
 
 from harness.sglang_beside import environment, install_beside
+from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plugin import versions
 from sgl_kvfetch.plugin.seams import SEAMS
 from sgl_kvfetch.plugin.versions import (
@@ -22,6 +23,7 @@ from sgl_kvfetch.plugin.versions import (
     fence_writes,
     installed_version,
     is_deadline_expired,
+    require_distinct_images,
     table_version,
     wait_for_layers,
 )
@@ -76,6 +78,22 @@ def test_the_older_release_gives_time_by_the_pages_that_were_found() -> None:
     assert is_deadline_expired(older, elapsed_s=2.0, budget_s=1.0)
     assert not is_deadline_expired(older, elapsed_s=0.5, budget_s=1.0)
     assert not is_deadline_expired(newer, elapsed_s=2.0, budget_s=1.0)
+
+
+@pytest.mark.parametrize(("takes_images", "has_all_bits"), [(True, True), (True, False), (False, False)])
+def test_images_of_few_bits_are_refused(
+    monkeypatch: pytest.MonkeyPatch, takes_images: bool, has_all_bits: bool
+) -> None:
+    item = SimpleNamespace(**({"padding_sequence": None} if has_all_bits else {}))
+    monkeypatch.setattr("sglang.srt.managers.schedule_batch.MultimodalDataItem", item)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: None)
+    model = Mock(from_server_args=lambda args: SimpleNamespace(is_multimodal=takes_images))
+    monkeypatch.setattr("sglang.srt.configs.model_config.ModelConfig", model)
+    if takes_images and not has_all_bits:
+        with pytest.raises(UnsupportedError, match="30 bits"):
+            require_distinct_images()
+    else:
+        require_distinct_images()
 
 
 def test_copies_to_the_host_pool_wait_for_the_forward_pass() -> None:
