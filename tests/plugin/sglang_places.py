@@ -2,7 +2,7 @@
 
 ``params`` are the exact parameter names of a callable, ``has`` are fields or attributes of a class, and ``mentions``
 are names that a function's own code must use: attributes that only exist on instances. ``versions`` are the releases
-that a row holds for.
+that a row holds for; with ``patch``, it holds where SGLang has this name.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sgl_kvfetch.plugin.namespace import DRAFT, FILES, JSON_TEXTS, RELEVANT
+from sgl_kvfetch.plugin.seams import REGISTERED_NAMES, WEIGHTS_CHANGE
 from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS
 
 
@@ -21,6 +22,7 @@ class Place:
     has: tuple[str, ...] = ()
     mentions: tuple[str, ...] = ()
     versions: tuple[str, ...] = SGLANG_VERSIONS
+    patch: str | None = None
 
 
 BEFORE_23, SINCE_23 = ("0.5.22",), ("0.5.23",)
@@ -201,6 +203,25 @@ PLACES: tuple[Place, ...] = (
         has=("enable_memory_saver", "enable_weights_cpu_backup"),
     ),
     Place("sglang.srt.constants.GPU_MEMORY_TYPE_WEIGHTS", "names the weights among what can be given up"),
+    Place(WEIGHTS_CHANGE, "the weights change", params=("self", "recv_req"), patch=WEIGHTS_CHANGE),
+    Place(REGISTERED_NAMES, "adds our name to the choices", patch=REGISTERED_NAMES),
+    Place(
+        "sglang.srt.arg_groups.choices.HICACHE_STORAGE_BACKEND_CHOICES",
+        "has our name once",
+        has=("append",),
+        patch=REGISTERED_NAMES,
+    ),
+    Place(
+        "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory.register_backend",
+        "registers our storage backend",
+        params=("name", "module_path", "class_name"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hicache_storage.HiCacheStorage",
+        "asks a storage backend what it needs",
+        has=("supports_zero_copy", "requires_prefix_keys"),
+        patch=REGISTERED_NAMES,
+    ),
     Place(
         "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory._do_create_backend",
         "a registered name is refused by _create_builtin_backend unless SGLang knows it",
@@ -758,6 +779,7 @@ PLACES: tuple[Place, ...] = (
             "evictable_size",
             "clear_storage_backend",
             "release_host_resources",
+            "is_write_back",
             "enable_storage",
             "page_size",
         ),

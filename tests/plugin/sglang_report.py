@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.sglang_beside import environment, install_beside
-from sgl_kvfetch.plugin.seams import check_seam, installed_seams
+from sgl_kvfetch.plugin.seams import check_seam, has, installed_seams
 from sgl_kvfetch.plugin.versions import table_version
 from tests.plugin.sglang_places import PLACES, Place
 
@@ -24,7 +24,8 @@ Row = tuple[str, str, str | None, str]  # kind and path, what it is for, what is
 
 def installed_places() -> list[Place]:
     """Return the places that hold for the installed SGLang."""
-    return [place for place in PLACES if table_version() in place.versions]
+    places = [place for place in PLACES if table_version() in place.versions]
+    return [place for place in places if place.patch is None or has(place.patch)]
 
 
 def fault(place: Place) -> str | None:

@@ -18,13 +18,16 @@ from tests.plugin.backends import PAGE_SIZE, Make, keys, store_pages, tokens
 from tests.plugin.planes import Served
 
 
-def make_cache(policy: str = "timeout", base_s: float = 31.0, per_ki_token_s: float = 0.0) -> SimpleNamespace:
+def make_cache(
+    policy: str = "timeout", base_s: float = 31.0, per_ki_token_s: float = 0.0, *, is_write_back: bool = False
+) -> SimpleNamespace:
     per_page_s = PAGE_SIZE / 1024 * per_ki_token_s
     return SimpleNamespace(
         prefetch_stop_policy=policy,
         prefetch_timeout_base=base_s,
         prefetch_timeout_per_page=per_page_s,
         page_size=PAGE_SIZE,
+        is_write_back=is_write_back,
     )
 
 
@@ -82,6 +85,12 @@ def test_the_runtime_config_gets_our_budget(make: Make, caplog: pytest.LogCaptur
     assert "SGLang's prefetch policy is timeout: a request waits for its stored prefix at most 20 s" in caplog.text
     _, others = hooks.configure_prefetches(attachment, storage_backend="file", **given)
     assert others == given | {"storage_backend": "file"}
+
+
+@pytest.mark.parametrize("is_write_back", [False, True])
+def test_the_log_says_what_write_back_costs(make: Make, caplog: pytest.LogCaptureFixture, is_write_back: bool) -> None:
+    make().be_patient(make_cache(is_write_back=is_write_back), 1.0, 0.25)
+    assert ("write_back" in caplog.text) is is_write_back
 
 
 def test_what_has_arrived_when_the_time_is_up_counts(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
@@ -14,8 +16,9 @@ from sglang.srt.mem_cache import hicache_storage
 from harness.sglang_beside import environment, install_beside
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plugin import versions
-from sgl_kvfetch.plugin.seams import SEAMS
+from sgl_kvfetch.plugin.seams import SEAMS, installed_seams
 from sgl_kvfetch.plugin.versions import (
+    NEWEST,
     SGLANG_VERSIONS,
     announce_pools,
     budget_pages,
@@ -37,9 +40,29 @@ def test_the_other_release_matches_the_tables(version: str) -> None:
         folder = install_beside(version)
     except RuntimeError as error:
         pytest.skip(str(error))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/plugin/test_sglang.py"]
+    run(["pytest", "-q", "-p", "no:cacheprovider", "tests/plugin/test_sglang.py"], folder)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(installed_version() != NEWEST, reason=f"the patches are for {NEWEST}")
+def test_our_patches_apply_and_take_the_place_of_hooks() -> None:
+    folder = install_beside("patched")
+    run(["pytest", "-q", "-p", "no:cacheprovider", "tests/plugin/test_sglang.py"], folder)
+    run(
+        ["pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "-c", os.devnull, str(folder.parent / "test")],
+        folder,
+    )
+    count = "from sgl_kvfetch.plugin import installed_seams; print(len(installed_seams()))"
+    assert int(run(["-W", "ignore", "-c", count], folder).split()[-1]) == len(installed_seams()) - 10
+
+
+def run(arguments: list[str], folder: Path) -> str:
+    """Run Python, or a module of it, with the SGLang in a folder. Return what it prints."""
+    module = [] if arguments[0].startswith("-") else ["-m"]
+    command = [sys.executable, *module, *arguments]
     done = subprocess.run(command, env=environment(folder), capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_rows_name_supported_releases() -> None:

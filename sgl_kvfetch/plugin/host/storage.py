@@ -48,6 +48,10 @@ logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
 R = TypeVar("R")
 
+_WRITE_BACK = (
+    "kvfetch: with --hicache-write-policy write_back, SGLang stores pages only when it evicts them, and never looks up "
+    "a prompt whose beginning it has on the device alone: write_through, SGLang's default, does both"
+)
 _GRACE_S = 1.0  # how long a thread waits for the data plane beyond a deadline
 _POLL_S = 0.05
 _BATCH_PAGES = 128  # how many pages SGLang fetches at a time
@@ -67,6 +71,8 @@ GIVEN_UP = {
 
 class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
     """The storage backend ``kvfetch``."""
+
+    supports_zero_copy = requires_prefix_keys = True  # what an SGLang with patches/0001 asks
 
     def __init__(self, storage_config: HiCacheStorageConfig, mem_pool_host: Any) -> None:
         """Raises ConfigError and UnsupportedError, which stop SGLang's start or fail an attach."""
@@ -129,6 +135,8 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             policy = cache.prefetch_stop_policy
             meaning = explain(policy, budget, self._config.fetch_timeout_s)
             logger.info("kvfetch: SGLang's prefetch policy is %s: %s", policy, meaning)
+            if cache.is_write_back:
+                logger.warning(_WRITE_BACK)
         return budget
 
     def begin_transfer(self, operation: Any, is_stopping: Callable[[], bool]) -> None:

@@ -129,7 +129,11 @@ def test_a_fetch_ends_when_sglang_gives_it_up(
     started_s = time.monotonic()
     gives_up = iter([False, False, True])
     cache = SimpleNamespace(
-        prefetch_stop_policy="timeout", prefetch_timeout_base=1.0, prefetch_timeout_per_page=0.0, page_size=4
+        prefetch_stop_policy="timeout",
+        prefetch_timeout_base=1.0,
+        prefetch_timeout_per_page=0.0,
+        page_size=4,
+        is_write_back=False,
     )
     is_policy = reason == "policy"
     operation = SimpleNamespace(
