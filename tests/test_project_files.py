@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import tomllib
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -27,10 +30,19 @@ def test_workflows_run_the_two_commands() -> None:
             runs |= {step["run"] for step in job["steps"] if "run" in step}
             matrix = job.get("strategy", {}).get("matrix", {}).get("python", [])
             pythons |= {*matrix, *(step.get("with", {}).get("python-version") for step in job["steps"])}
-    assert runs == {"scripts/demo", "scripts/test", "scripts/test --fast", "sudo scripts/test_servers"}
+    releases = "scripts/test --sglang ${{ matrix.sglang }}"
+    assert runs == {"scripts/demo", "scripts/test", "scripts/test --fast", releases, "sudo scripts/test_servers"}
     assert all(os.access(ROOT / run.removeprefix("sudo ").split()[0], os.X_OK) for run in runs)
     assert {"3.11", "3.12", "3.13"} <= pythons
     assert PROJECT["project"]["requires-python"] == ">=3.11"
+
+
+def test_workflows_run_each_release_of_sglang() -> None:
+    ours = importlib.metadata.version("sglang")
+    assert load(".github/workflows/test.yml")["jobs"]["releases"]["strategy"]["matrix"]["sglang"] == [
+        version for version in SGLANG_VERSIONS if version != ours
+    ]
+    assert PROJECT["project"]["optional-dependencies"]["sglang"] == [f"sglang=={ours}"]
 
 
 @pytest.mark.parametrize("name", ["bug", "feature"])

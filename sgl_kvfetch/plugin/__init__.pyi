@@ -1,1 +1,2 @@
-from .seams import SEAMS as SEAMS, SGLANG_VERSION as SGLANG_VERSION, Scope as Scope, check_seams as check_seams
+from .seams import Scope as Scope, check_seams as check_seams, installed_seams as installed_seams
+from .versions import NEWEST as NEWEST, check_version as check_version

@@ -7,9 +7,10 @@ storage backend in question is ours.
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Callable
 from typing import Any
+
+from sgl_kvfetch.plugin import versions
 
 BACKEND = "kvfetch"
 
@@ -53,16 +54,14 @@ def create_backend(
     mem_pool_host: Any,
     **kwargs: Any,
 ) -> Any:
-    """Around ``StorageBackendFactory._do_create_backend``: build ours, leave the others to SGLang."""
+    """Around ``StorageBackendFactory._do_create_backend``, or ``create_backend``: build ours, leave the others to
+    SGLang."""
     if backend_name != BACKEND:
         return original(factory, backend_name, storage_config, mem_pool_host, **kwargs)
-    from sgl_kvfetch.plugin import weight_updates
     from sgl_kvfetch.plugin.host.storage import KVFetchStorage
 
-    weight_updates.require_no_former_pages()
-    backend = KVFetchStorage(storage_config, mem_pool_host)
-    weight_updates.register_access(backend.access, (storage_config.extra_config or {}).get("model_id"))
-    return backend
+    versions.require_distinct_images()
+    return KVFetchStorage(storage_config, mem_pool_host)
 
 
 def suspend_for_update(manager: Any, recv_req: Any) -> None:
@@ -112,38 +111,21 @@ def attach_backend(original: Callable[..., None], controller: Any, *args: Any, *
     """
     try:
         original(controller, *args, **kwargs)
+        if controller.storage_backend_type == BACKEND:
+            versions.announce_pools(controller.storage_backend)
     except Exception:
         if controller.storage_backend_type == BACKEND:
             controller.detach_storage_backend()
         raise
     if controller.storage_backend_type == BACKEND:
-        controller.page_get_func = functools.partial(fetch_pages, controller)
+        controller.page_get_func = controller._page_get_zero_copy
         controller.page_set_func = controller._page_set_zero_copy
-        controller.storage_backend.is_stopping = controller.storage_stop_event.is_set
 
 
 def begin_transfer(controller: Any, operation: Any) -> None:
-    """Before ``HybridCacheController._page_transfer``: tell the backend when the fetches of this prefetch must end."""
+    """Before ``HybridCacheController._page_transfer``: tell the backend how long SGLang waits for this prefetch."""
     if controller.storage_backend_type == BACKEND:
-        controller.storage_backend.begin_transfer(operation)
-
-
-def fetch_pages(
-    controller: Any, operation: Any, hash_values: list[str], host_indices: Any, extra_info: Any = None
-) -> int:
-    """Instead of ``HiCacheController._page_get_zero_copy``, which cannot be interrupted: fetch until SGLang gives up.
-
-    SGLang gives up slow prefetches, and joins this thread within 10 s when it flushes, detaches or updates weights; if
-    the join fails, the scheduler dies. So a fetch ends soon after either event.
-    """
-    backend = controller.storage_backend
-
-    def given_up() -> str:
-        if controller.storage_stop_event.is_set():
-            return "cancelled"
-        return backend.patience.reason(operation) if operation.is_terminated() else ""
-
-    return int(backend.fetch_pages(hash_values, host_indices, given_up))
+        controller.storage_backend.begin_transfer(operation, controller.storage_stop_event.is_set)
 
 
 def configure_prefetches(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from sgl_kvfetch.plugin.hooks import BACKEND
 from sgl_kvfetch.plugin.namespace import LORA_NEEDS_MODEL_ID
 from sgl_kvfetch.plugin.register import needed_scopes
 from sgl_kvfetch.plugin.seams import check_seams
+from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS, installed_version
 from sgl_kvfetch.timeline import check_tracing
+
+logger = logging.getLogger(__name__)
 
 
 def check_launch(server_args: Any) -> None:
@@ -25,6 +29,8 @@ def check_launch(server_args: Any) -> None:
         return
     if mismatches := check_seams(needed_scopes()):
         raise SeamError("; ".join(mismatches))
+    if (version := installed_version()) not in SGLANG_VERSIONS:
+        logger.warning("kvfetch was not tested with sglang %s", version)
     _check_flags(server_args)
     extra, _ = read_extra_config(server_args.hicache_storage_backend_extra_config)
     config = parse_config(extra)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from sgl_kvfetch.plugin.cpu.platform import is_active
 from sgl_kvfetch.plugin.hooks import BACKEND
-from sgl_kvfetch.plugin.seams import SEAMS, Scope, Seam, check_seam, check_seams
+from sgl_kvfetch.plugin.seams import REGISTERED_NAMES, Scope, Seam, check_seam, check_seams, has, installed_seams
 
 logger = logging.getLogger(__name__)
 
@@ -23,14 +23,20 @@ def register() -> None:
     line here.
     """
     scopes = needed_scopes()
+    if takes_names := has(REGISTERED_NAMES):
+        _add_choice()
     if mismatches := check_seams(scopes):
         message = "; ".join(mismatches)
         if selects_backend(sys.argv[1:]):
             raise SystemExit(f"sgl_kvfetch: {message}")
         logger.warning("sgl_kvfetch is off: %s", message)
-        _install(seam for seam in SEAMS if seam.scope is Scope.GATE and check_seam(seam) is None)
+        _install(seam for seam in installed_seams({Scope.GATE}) if check_seam(seam) is None)
     else:
-        _install(seam for seam in SEAMS if seam.scope in scopes)
+        if takes_names:
+            from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+            StorageBackendFactory.register_backend(BACKEND, "sgl_kvfetch.plugin.host.storage", "KVFetchStorage")
+        _install(installed_seams(scopes))
 
 
 def needed_scopes() -> set[Scope]:
@@ -42,6 +48,14 @@ def selects_backend(argv: Sequence[str]) -> bool:
     """Return whether a command line names our storage backend."""
     flag = "--hicache-storage-backend"
     return f"{flag}={BACKEND}" in argv or any(pair == (flag, BACKEND) for pair in itertools.pairwise(argv))
+
+
+def _add_choice() -> None:
+    """Let ``--hicache-storage-backend`` accept our name, in an SGLang with patches/0001."""
+    from sglang.srt.arg_groups.choices import HICACHE_STORAGE_BACKEND_CHOICES, add_hicache_storage_backend_choices
+
+    if BACKEND not in HICACHE_STORAGE_BACKEND_CHOICES:
+        add_hicache_storage_backend_choices([BACKEND])
 
 
 def _install(seams: Iterable[Seam]) -> None:

@@ -1,20 +1,19 @@
 """Every place where we hook into SGLang, checked before a launch.
 
 SGLang's plugin loader only logs errors. If a hook did not find its target, the backend would be silently missing.
-`register.py` installs the hooks of this table, and the gate checks it before a launch. SGLang's version is pinned:
-tests/plugin/test_sglang.py checks what else we use of it, and what our hooks rely on.
+`register.py` installs the hooks of this table, and the gate checks it before a launch. Rows hold for the releases of
+`versions.py`: tests/plugin/test_sglang.py checks what else we use of them, and what our hooks rely on.
 """
 
 from __future__ import annotations
 
 import enum
-import importlib.metadata
 import pkgutil
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-SGLANG_VERSION = "0.5.23"
+from sgl_kvfetch.plugin.versions import NEWEST, SGLANG_VERSIONS, check_version, table_version
 
 
 class Scope(enum.Enum):
@@ -31,21 +30,26 @@ Kind = Literal["before", "after", "around", "replace"]  # the values of SGLang's
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """A function of SGLang with a hook of ours."""
+    """A function of SGLang with a hook of ours, in the releases ``versions``. An SGLang that has the name ``patch`` has
+    one of `patches/`, and needs no such hook, or needs it only then (``is_patched``)."""
 
     path: str
     kind: Kind
     hook: str
     scope: Scope
+    versions: tuple[str, ...] = SGLANG_VERSIONS
+    patch: str | None = None
+    is_patched: bool = False
 
 
-def _seams(scope: Scope, hooks: str, *rows: tuple[str, Kind, str]) -> Iterator[Seam]:
+def _seams(scope: Scope, hooks: str, *rows: tuple[str, Kind, str], **fields: Any) -> Iterator[Seam]:
     """Yield a seam for each row: the path in SGLang, the kind, and the hook's name in the module ``hooks``."""
     for path, kind, name in rows:
-        yield Seam(path, kind, f"{hooks}.{name}", scope)
+        yield Seam(path, kind, f"{hooks}.{name}", scope, **fields)
 
 
 _HOOKS = "sgl_kvfetch.plugin.hooks"
+_VERSION_HOOKS = "sgl_kvfetch.plugin.versions"
 _DEVICE_HOOKS = "sgl_kvfetch.plugin.device.scheduler_hooks"
 _CPU_HOOKS = "sgl_kvfetch.plugin.cpu.engine"
 _CPU_KERNELS = "sgl_kvfetch.plugin.cpu.kernels"
@@ -57,20 +61,30 @@ _MAMBA_POOL = f"{_HOST_POOLS}.mamba.MambaPoolHost"
 _TORCH_ATTENTION = f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _CONV1D = "sglang.kernels.ops.mamba.causal_conv1d_triton"
 _FLA = "sglang.kernels.ops.attention.fla"
+_FACTORY = f"{_SRT}.mem_cache.storage.backend_factory.StorageBackendFactory"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+
+# What patches bring.
+WEIGHTS_CHANGE = f"{_UPDATER}.weights_will_change"
+REGISTERED_NAMES = f"{_SRT}.arg_groups.choices.add_hicache_storage_backend_choices"
 
 # The comment above each row says what SGLang does there, or does not do.
 SEAMS: tuple[Seam, ...] = (
     *_seams(
         Scope.GATE,
         _HOOKS,
-        # --hicache-storage-backend has fixed choices.
-        (f"{_SRT}.server_args.ServerArgs.add_cli_args", "after", "allow_choice"),
         # Entry point of the command line: a launch that cannot work stops with one message.
         (f"{_SRT}.server_args.prepare_server_args", "after", "gate_command_line"),
         # Entry point of every launch (sgl.Engine too), before a model is looked at.
         (f"{_SRT}.server_args.ServerArgs.resolve_once", "before", "gate_launch"),
+    ),
+    # --hicache-storage-backend has fixed choices.
+    *_seams(
+        Scope.GATE,
+        _HOOKS,
+        (f"{_SRT}.server_args.ServerArgs.add_cli_args", "after", "allow_choice"),
+        patch=REGISTERED_NAMES,
     ),
     *_seams(
         Scope.HOST,
@@ -88,21 +102,17 @@ SEAMS: tuple[Seam, ...] = (
         (f"{_UPDATER}.check_weights", "before", "suspend_for_reset"),
         # Can release the weights.
         (f"{_UPDATER}.release_memory_occupation", "before", "suspend_for_release"),
+        patch=WEIGHTS_CHANGE,
+    ),
+    # Is called before all of these.
+    *_seams(
+        Scope.HOST, _HOOKS, (WEIGHTS_CHANGE, "before", "suspend_for_update"), patch=WEIGHTS_CHANGE, is_patched=True
+    ),
+    *_seams(
+        Scope.HOST,
+        _HOOKS,
         # Leaves no page of former weights.
         (f"{_SRT}.mem_cache.unified_radix_cache.UnifiedRadixCache.reset", "after", "note_empty_tree"),
-        # Its _create_builtin_backend refuses a registered name unless SGLang knows it.
-        (
-            f"{_SRT}.mem_cache.storage.backend_factory.StorageBackendFactory._do_create_backend",
-            "around",
-            "create_backend",
-        ),
-        # Gives the zero-copy interface to a fixed list of names, and does not detach a backend that refuses side pools;
-        # runs at start-up and at run time.
-        (
-            f"{_SRT}.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.attach_storage_backend",
-            "around",
-            "attach_backend",
-        ),
         # Reads the pages of a prefetch, KV first; the backend is not told when the request stops waiting.
         (
             f"{_SRT}.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController._page_transfer",
@@ -115,6 +125,40 @@ SEAMS: tuple[Seam, ...] = (
             "before",
             "configure_prefetches",
         ),
+    ),
+    *_seams(
+        Scope.HOST,
+        _HOOKS,
+        # Gives the zero-copy interface to a fixed list of names, and does not detach a backend that refuses side pools;
+        # runs at start-up and at run time.
+        (
+            f"{_SRT}.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.attach_storage_backend",
+            "around",
+            "attach_backend",
+        ),
+        patch=REGISTERED_NAMES,
+    ),
+    # Its _create_builtin_backend refuses a registered name unless SGLang knows it.
+    *_seams(
+        Scope.HOST,
+        _HOOKS,
+        (f"{_FACTORY}._do_create_backend", "around", "create_backend"),
+        versions=(NEWEST,),
+        patch=REGISTERED_NAMES,
+    ),
+    *_seams(Scope.HOST, _HOOKS, (f"{_FACTORY}.create_backend", "around", "create_backend"), versions=("0.5.22",)),
+    *_seams(
+        Scope.HOST,
+        _VERSION_HOOKS,
+        # Copies pages to the host pool while a forward pass may still write them.
+        (f"{_SRT}.managers.cache_controller.HiCacheController.start_writing", "before", "fence_writes"),
+        # Replays a graph of a whole forward pass while its layers may still be loaded.
+        (
+            f"{_SRT}.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.execute",
+            "before",
+            "wait_for_layers",
+        ),
+        versions=("0.5.22",),
     ),
     *_seams(
         Scope.DEVICE,
@@ -182,13 +226,21 @@ SEAMS: tuple[Seam, ...] = (
 )
 
 
-def check_version() -> str | None:
-    """Return what is wrong with the installed SGLang's version, or None."""
+def installed_seams(scopes: Collection[Scope] = tuple(Scope)) -> list[Seam]:
+    """Return the seams of some scopes that hold for the installed SGLang."""
+    version = table_version()
+    rows = [seam for seam in SEAMS if seam.scope in scopes and version in seam.versions]
+    patched = {patch for patch in {seam.patch for seam in rows} if patch is not None and has(patch)}
+    return [seam for seam in rows if (seam.patch in patched) == seam.is_patched]
+
+
+def has(path: str) -> bool:
+    """Return whether SGLang has something of this name. Imports its module."""
     try:
-        found = importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        found = "none"
-    return None if found == SGLANG_VERSION else f"found sglang {found}, expected {SGLANG_VERSION}"
+        pkgutil.resolve_name(path)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def check_seam(seam: Seam) -> str | None:
@@ -202,5 +254,5 @@ def check_seam(seam: Seam) -> str | None:
 
 def check_seams(scopes: Collection[Scope] = tuple(Scope)) -> list[str]:
     """Return all mismatches between the table and the installed SGLang, version first. An empty list is a pass."""
-    mismatches = [check_version(), *(check_seam(seam) for seam in SEAMS if seam.scope in scopes)]
+    mismatches = [check_version(), *map(check_seam, installed_seams(scopes))]
     return [mismatch for mismatch in mismatches if mismatch is not None]

@@ -140,15 +140,15 @@ def check_python() -> list[Check]:
 
 def check_sglang() -> list[Check]:
     """Check SGLang's version, our registration as its plugin, the seams that we use, and the C++ compiler."""
-    from sgl_kvfetch.plugin import SGLANG_VERSION
+    from sgl_kvfetch.plugin import NEWEST, check_version
 
-    install = f'pip install "sglang=={SGLANG_VERSION}"'
+    install = f'pip install "sglang=={NEWEST}"'
     try:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         return [Check("SGLang", "no", "not installed", install)]
-    if version != SGLANG_VERSION:
-        return [Check("SGLang", "no", f"{version}; this plugin is checked against {SGLANG_VERSION}", install)]
+    if mismatch := check_version():
+        return [Check("SGLang", "no", mismatch, install)]
     checks = [Check("SGLang", "yes", version), _check_registration()]
     checks += run_check(_SEAMS, lambda: [_check_seams(install)])
     return [*checks, _check_compiler()]
@@ -168,14 +168,14 @@ def _check_registration() -> Check:
 def _check_seams(install: str) -> Check:
     import torch
 
-    from sgl_kvfetch.plugin import SEAMS, Scope, check_seams
+    from sgl_kvfetch.plugin import Scope, check_seams, installed_seams
 
     scopes = {Scope.GATE, Scope.HOST} | (set() if torch.accelerator.is_available() else {Scope.CPU_ENGINE})
     noise = io.StringIO()
     with warnings.catch_warnings(), contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
         warnings.simplefilter("ignore")
         mismatches = check_seams(scopes)
-    count = sum(seam.scope in scopes for seam in SEAMS)
+    count = len(installed_seams(scopes))
     if not mismatches:
         return Check(_SEAMS, "yes", f"all {count} as expected")
     more = f" (and {len(mismatches) - 1} more)" if len(mismatches) > 1 else ""

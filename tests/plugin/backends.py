@@ -100,7 +100,10 @@ def storage_config(**changes: Any) -> HiCacheStorageConfig:
         is_page_first_layout=False,
         model_name="m",
     )
-    return HiCacheStorageConfig(**fields | changes)
+    config = HiCacheStorageConfig(**fields | changes)
+    if not hasattr(config, "dcp_size"):  # before 0.5.23
+        config.dcp_size = 1
+    return config
 
 
 Make = Callable[..., KVFetchStorage]

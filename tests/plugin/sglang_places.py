@@ -1,7 +1,8 @@
 """Every place in SGLang that we depend on, with what we expect there.
 
 ``params`` are the exact parameter names of a callable, ``has`` are fields or attributes of a class, and ``mentions``
-are names that a function's own code must use: attributes that only exist on instances.
+are names that a function's own code must use: attributes that only exist on instances. ``versions`` are the releases
+that a row holds for; with ``patch``, it holds where SGLang has this name.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sgl_kvfetch.plugin.namespace import DRAFT, FILES, JSON_TEXTS, RELEVANT
+from sgl_kvfetch.plugin.seams import REGISTERED_NAMES, WEIGHTS_CHANGE
+from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,11 @@ class Place:
     params: tuple[str, ...] | None = None
     has: tuple[str, ...] = ()
     mentions: tuple[str, ...] = ()
+    versions: tuple[str, ...] = SGLANG_VERSIONS
+    patch: str | None = None
 
+
+BEFORE_23, SINCE_23 = ("0.5.22",), ("0.5.23",)
 
 PLACES: tuple[Place, ...] = (
     Place(
@@ -40,6 +47,7 @@ PLACES: tuple[Place, ...] = (
         "sglang.srt.disaggregation.mooncake.conn.MooncakeKVSender",
         "on a CPU engine, page numbers are sent as they are",
         has=("supports_host_tensor_indices",),
+        versions=SINCE_23,
     ),
     Place(
         "sglang.srt.server_args.prepare_server_args",
@@ -195,10 +203,36 @@ PLACES: tuple[Place, ...] = (
         has=("enable_memory_saver", "enable_weights_cpu_backup"),
     ),
     Place("sglang.srt.constants.GPU_MEMORY_TYPE_WEIGHTS", "names the weights among what can be given up"),
+    Place(WEIGHTS_CHANGE, "the weights change", params=("self", "recv_req"), patch=WEIGHTS_CHANGE),
+    Place(REGISTERED_NAMES, "adds our name to the choices", patch=REGISTERED_NAMES),
+    Place(
+        "sglang.srt.arg_groups.choices.HICACHE_STORAGE_BACKEND_CHOICES",
+        "has our name once",
+        has=("append",),
+        patch=REGISTERED_NAMES,
+    ),
+    Place(
+        "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory.register_backend",
+        "registers our storage backend",
+        params=("name", "module_path", "class_name"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hicache_storage.HiCacheStorage",
+        "asks a storage backend what it needs",
+        has=("supports_zero_copy", "requires_prefix_keys"),
+        patch=REGISTERED_NAMES,
+    ),
     Place(
         "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory._do_create_backend",
         "a registered name is refused by _create_builtin_backend unless SGLang knows it",
         params=("backend_name", "storage_config", "mem_pool_host", "kwargs"),
+        versions=SINCE_23,
+    ),
+    Place(
+        "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory.create_backend",
+        "the same, before it was split in two",
+        params=("backend_name", "storage_config", "mem_pool_host", "kwargs"),
+        versions=BEFORE_23,
     ),
     Place(
         "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.attach_storage_backend",
@@ -211,7 +245,13 @@ PLACES: tuple[Place, ...] = (
             "storage_backend_extra_config",
             "host_pools",
         ),
-        mentions=("attach_storage_backend", "register_mem_host_pool_v2", "on_host_pools_registered"),
+        mentions=("attach_storage_backend", "register_mem_host_pool_v2"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.attach_storage_backend",
+        "says that all pools are known",
+        mentions=("on_host_pools_registered",),
+        versions=SINCE_23,
     ),
     Place(
         "sglang.srt.managers.cache_controller.HiCacheController.attach_storage_backend",
@@ -227,7 +267,7 @@ PLACES: tuple[Place, ...] = (
     ),
     Place(
         "sglang.srt.managers.cache_controller.HiCacheController._page_get_zero_copy",
-        "hooks.fetch_pages takes its place, with its parameters, since it cannot be interrupted",
+        "calls batch_get_v1",
         params=("self", "operation", "hash_values", "host_indices", "extra_info"),
         mentions=("batch_get_v1", "storage_backend"),
     ),
@@ -255,8 +295,21 @@ PLACES: tuple[Place, ...] = (
     ),
     Place(
         "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.PrefetchOperation.__init__",
-        "when a prefetch began, and whether the policy's budget ended it",
-        mentions=("start_time", "deadline_expired", "monotonic"),
+        "whether the policy's budget ended a prefetch",
+        mentions=("deadline_expired",),
+        versions=SINCE_23,
+    ),
+    Place(
+        "sglang.srt.managers.cache_controller.PrefetchOperation.__init__",
+        "when a prefetch began",
+        mentions=("start_time", "monotonic"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._prefetch_timeout_check_linear_func",
+        "the budget of the policy `timeout`",
+        params=("self", "operation"),
+        mentions=("start_time", "hash_value", "prefetch_timeout_base", "prefetch_timeout_per_page"),
+        versions=BEFORE_23,
     ),
     Place(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._start_storage_prefetch_wait",
@@ -269,6 +322,7 @@ PLACES: tuple[Place, ...] = (
             "prefetch_timeout_per_page",
             "page_size",
         ),
+        versions=SINCE_23,
     ),
     Place(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._can_terminate_prefetch",
@@ -294,7 +348,7 @@ PLACES: tuple[Place, ...] = (
     Place(
         "sglang.srt.mem_cache.hicache_storage.HiCacheStorage",
         "the storage backend",
-        has=("register_mem_pool_host", "on_host_pools_registered", "get", "set", "batch_get", "batch_set", "clear"),
+        has=("register_mem_pool_host", "get", "set", "batch_get", "batch_set", "clear"),
     ),
     Place(
         "sglang.srt.mem_cache.hicache_storage.HiCacheStorage.exists",
@@ -340,6 +394,7 @@ PLACES: tuple[Place, ...] = (
         "sglang.srt.mem_cache.hicache_storage.HiCacheStorage.on_host_pools_registered",
         "says that all pools are known",
         params=("self",),
+        versions=SINCE_23,
     ),
     Place(
         "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
@@ -378,9 +433,66 @@ PLACES: tuple[Place, ...] = (
         "sglang.srt.mem_cache.hicache_storage.HiCacheStorageConfig",
         "the rank's place in the model, and the extra config",
         has=(
-            *("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_size", "dcp_size"),
+            *("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_size"),
             *("is_mla_model", "should_split_heads", "extra_config"),
         ),
+    ),
+    Place(
+        "sglang.srt.mem_cache.hicache_storage.HiCacheStorageConfig",
+        "over how many ranks decoding shares tokens",
+        has=("dcp_size",),
+        versions=SINCE_23,
+    ),
+    Place(
+        "sglang.srt.managers.schedule_batch.MultimodalDataItem",
+        "page hashes cover more of an image than 30 bits",
+        has=("padding_sequence",),
+        versions=SINCE_23,
+    ),
+    Place(
+        "sglang.srt.configs.model_config.ModelConfig.__init__",
+        "whether a model takes images",
+        mentions=("is_multimodal",),
+        versions=BEFORE_23,
+    ),
+    Place("sglang.srt.runtime_context.get_parallel", "the same", params=(), versions=BEFORE_23),
+    Place("sglang.srt.runtime_context.ParallelContext", "the same", has=("attn_dcp_size",), versions=BEFORE_23),
+    Place(
+        "sglang.srt.managers.cache_controller.HiCacheController.start_writing",
+        "copies pages to the host pool",
+        params=("self",),
+        mentions=("submit_device_to_host",),
+        versions=BEFORE_23,
+    ),
+    Place(
+        "sglang.srt.managers.cache_controller.HiCacheController.start_loading",
+        "has the stream of forward passes",
+        mentions=("load_fence_stream", "wait_stream"),
+        versions=BEFORE_23,
+    ),
+    Place(
+        "sglang.srt.mem_cache.l2_transfer.L2TransferEngine.submit_device_to_host",
+        "has the stream of these copies",
+        mentions=("device_to_host_stream",),
+        versions=BEFORE_23,
+    ),
+    Place(
+        "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.execute",
+        "replays a graph of a whole pass",
+        params=("self", "forward_batch", "kwargs"),
+        versions=BEFORE_23,
+    ),
+    Place(
+        "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.__init__",
+        "whether a graph is of a whole pass",
+        mentions=("_is_full_backend", "model_runner"),
+        versions=BEFORE_23,
+    ),
+    Place(
+        "sglang.srt.managers.cache_controller.LayerDoneCounter.__init__",
+        "what such a graph waits for",
+        mentions=("num_layers", "consumer_index"),
+        versions=BEFORE_23,
     ),
     Place(
         "sglang.srt.mem_cache.hicache_storage.HiCacheStorageExtraInfo", "the keys before a batch", has=("prefix_keys",)
@@ -546,6 +658,7 @@ PLACES: tuple[Place, ...] = (
         "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner._wait_for_layer_loads",
         "a graph of a whole pass waits for the last layer",
         mentions=("consumer_index", "num_layers", "wait_until"),
+        versions=SINCE_23,
     ),
     Place(
         "sglang.srt.model_executor.forward_batch_info.ForwardMode.is_extend_without_speculative",
@@ -666,6 +779,7 @@ PLACES: tuple[Place, ...] = (
             "evictable_size",
             "clear_storage_backend",
             "release_host_resources",
+            "is_write_back",
             "enable_storage",
             "page_size",
         ),
@@ -697,6 +811,13 @@ PLACES: tuple[Place, ...] = (
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.evict_for_alloc",
         "how requests that run get slots: ours give way to them",
         params=("self", "params", "allocation_reclaim_satisfied"),
+        versions=SINCE_23,
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.evict_for_alloc",
+        "the same",
+        params=("self", "params"),
+        versions=BEFORE_23,
     ),
     Place(
         "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.evict_to_free_tokens",
@@ -855,7 +976,12 @@ PLACES: tuple[Place, ...] = (
     Place(
         "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.__init__",
         "its buffers and their layout",
-        mentions=("k_buffer", "v_buffer", "kv_cache_layout", "start_layer"),
+        mentions=("k_buffer", "v_buffer", "kv_cache_layout"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.memory_pool.KVCache.__init__",
+        "the first of its layers",
+        mentions=("start_layer",),
     ),
     Place(
         "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool.__init__",
@@ -876,6 +1002,7 @@ PLACES: tuple[Place, ...] = (
         "sglang.kernels.ops.speculative.spec_tree.build_tree_kernel_efficient_func",
         "has a Triton kernel",
         mentions=("_is_xpu",),
+        versions=SINCE_23,
     ),
     Place(
         "sglang.kernels.ops.speculative.cache_locs.assign_extend_cache_locs_func",
@@ -886,6 +1013,7 @@ PLACES: tuple[Place, ...] = (
         "sglang.srt.arg_groups.speculative_hook._check_oot_speculative_algorithm",
         "asks the platform",
         mentions=("supports_speculative_algorithm",),
+        versions=SINCE_23,
     ),
     Place(
         "sglang.srt.mem_cache.kv_cache_builder.maybe_register_hicache_draft",
@@ -903,33 +1031,15 @@ PLACES: tuple[Place, ...] = (
         mentions=("set_start_method",),
     ),
     Place(
-        "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost.__init__",
+        "sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__",
         "the host pool pins its memory with CUDA",
-        params=(
-            "self",
-            "buffer_info",
-            "host_to_device_ratio",
-            "host_size",
-            "page_size",
-            "layout",
-            "pin_memory",
-            "device",
-            "allocator_type",
-            "device_capacity_tokens",
-            "start_layer",
-            "end_layer",
-            "draft_buffer_infos",
-            "write_back_staging",
-            "pool_label",
-            "head_group_num",
-            "host_token_capacity",
-        ),
+        mentions=("pin_memory",),
     ),
     Place(
         "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost.load_to_device_per_layer",
         "pages move with CUDA operators",
         params=("self", "device_pool", "host_indices", "device_indices", "layer_id", "io_backend", "is_draft"),
-        mentions=("device_k_buffers", "device_v_buffers", "target_layer_num"),
+        mentions=("device_k_buffers", "device_v_buffers"),
     ),
     Place(
         "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost.backup_from_device_all_layer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -13,6 +14,8 @@ import pytest
 
 pytestmark = pytest.mark.sglang
 
+INSTALLED = importlib.metadata.version("sglang")
+
 LAUNCH = [sys.executable, "-m", "sglang.launch_server"]
 SERVE = [str(Path(sys.executable).with_name("sglang")), "serve"]
 KVFETCH = ["--hicache-storage-backend", "kvfetch"]
@@ -22,13 +25,21 @@ NO_MODEL = ["--model-path", "/no/such/model", "--device", "cpu"]
 # Pretends another version of SGLang, then does what SGLang does with a command line.
 OTHER_VERSION = """
 import sys
-from sgl_kvfetch.plugin import seams
-seams.SGLANG_VERSION = "9.9.9"
+from sgl_kvfetch.plugin import seams, versions
+installed = versions.table_version()
+seams.table_version = lambda: installed
+versions.SGLANG_VERSIONS = ("9.9.8", "9.9.9")
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.server_args import prepare_server_args
 print("backend", prepare_server_args(sys.argv[1:]).hicache_storage_backend)
 """
+
+
+REFUSED = (
+    f"sgl_kvfetch: found sglang {INSTALLED}, expected 9.9.8 or 9.9.9 "
+    f"(KVFETCH_SGLANG={INSTALLED} in the environment tries it at your own risk)"
+)
 
 
 def _run(command: Sequence[str], cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -85,7 +96,7 @@ except ConfigError as error:
 def test_another_sglang_stops_a_launch_that_selects_us(tmp_path: Path) -> None:
     done = _run([sys.executable, "-c", OTHER_VERSION, *NO_MODEL, *KVFETCH], tmp_path)
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1] == "sgl_kvfetch: found sglang 0.5.23, expected 9.9.9"
+    assert done.stderr.strip().splitlines()[-1] == REFUSED
 
 
 def test_another_sglang_stops_a_launch_whose_config_file_selects_us(tmp_path: Path) -> None:
@@ -93,7 +104,18 @@ def test_another_sglang_stops_a_launch_whose_config_file_selects_us(tmp_path: Pa
     config.write_text("hicache-storage-backend: kvfetch\n")
     done = _run([sys.executable, "-c", OTHER_VERSION, *NO_MODEL, "--config", str(config)], tmp_path)
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1] == "sgl_kvfetch: found sglang 0.5.23, expected 9.9.9"
+    assert done.stderr.strip().splitlines()[-1] == REFUSED
+
+
+def test_another_sglang_runs_if_the_environment_names_it(tmp_path: Path) -> None:
+    host_mode = [*KVFETCH, "--enable-hierarchical-cache", "--hicache-storage-backend-extra-config", "{}"]
+    command = [sys.executable, "-c", OTHER_VERSION, *NO_MODEL, *host_mode]
+    refused = _run(command, tmp_path, KVFETCH_SGLANG="0.5.1")
+    assert refused.stderr.strip().splitlines()[-1] == REFUSED
+    let_through = _run(command, tmp_path, KVFETCH_SGLANG=INSTALLED)
+    assert "found sglang" not in let_through.stderr
+    assert "'store'" in let_through.stderr.strip().splitlines()[-1]  # which the config lacks
+    assert f"kvfetch was not tested with sglang {INSTALLED}" in let_through.stderr
 
 
 @pytest.mark.parametrize("flags", [[], ["--hicache-storage-backend", "file"]], ids=["none", "file"])

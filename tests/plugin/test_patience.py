@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -17,18 +18,22 @@ from tests.plugin.backends import PAGE_SIZE, Make, keys, store_pages, tokens
 from tests.plugin.planes import Served
 
 
-def make_cache(policy: str = "timeout", base_s: float = 31.0, per_ki_token_s: float = 0.0) -> SimpleNamespace:
+def make_cache(
+    policy: str = "timeout", base_s: float = 31.0, per_ki_token_s: float = 0.0, *, is_write_back: bool = False
+) -> SimpleNamespace:
     per_page_s = PAGE_SIZE / 1024 * per_ki_token_s
     return SimpleNamespace(
         prefetch_stop_policy=policy,
         prefetch_timeout_base=base_s,
         prefetch_timeout_per_page=per_page_s,
         page_size=PAGE_SIZE,
+        is_write_back=is_write_back,
     )
 
 
 def make_operation(start_s: float, num_tokens: int = 1024, *, expired: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(start_time=start_s, stats_requested_tokens=num_tokens, deadline_expired=expired)
+    fields: dict[str, Any] = {"start_time": start_s, "stats_requested_tokens": num_tokens, "deadline_expired": expired}
+    return SimpleNamespace(**fields, is_terminated=lambda: expired)
 
 
 def test_sglangs_defaults_are_those_that_are_replaced() -> None:
@@ -82,6 +87,12 @@ def test_the_runtime_config_gets_our_budget(make: Make, caplog: pytest.LogCaptur
     assert others == given | {"storage_backend": "file"}
 
 
+@pytest.mark.parametrize("is_write_back", [False, True])
+def test_the_log_says_what_write_back_costs(make: Make, caplog: pytest.LogCaptureFixture, is_write_back: bool) -> None:
+    make().be_patient(make_cache(is_write_back=is_write_back), 1.0, 0.25)
+    assert ("write_back" in caplog.text) is is_write_back
+
+
 def test_what_has_arrived_when_the_time_is_up_counts(
     make: Make, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +111,8 @@ def test_what_has_arrived_when_the_time_is_up_counts(
 
     monkeypatch.setattr(store, "get", get_the_first)
     backend.be_patient(make_cache("timeout", 5.0), 5.0, 0.0)
-    controller = SimpleNamespace(storage_backend_type="kvfetch", storage_backend=backend)
+    stop = threading.Event()
+    controller = SimpleNamespace(storage_backend_type="kvfetch", storage_backend=backend, storage_stop_event=stop)
     hooks.begin_transfer(controller, make_operation(time.monotonic()))
     started_s = time.monotonic()
     assert backend.batch_get_v1(names, tokens([4, 5, 6, 7])) == [True, True, False, False]

@@ -11,6 +11,7 @@ import pytest
 from harness.metrics import own_metric
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plugin import hooks, weight_updates
+from tests.plugin.backends import Make
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -110,14 +111,14 @@ def test_releasing_weights_suspends_unless_they_are_kept(
     assert bool(backend.reasons) is suspends
 
 
-def test_the_factory_registers_our_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sgl_kvfetch.plugin.host import storage
-
-    backend = SimpleNamespace(access=Access())
-    monkeypatch.setattr(storage, "KVFetchStorage", lambda config, pool: backend)
-    config = SimpleNamespace(extra_config={"model_id": "mine"})
-    assert hooks.create_backend(pytest.fail, None, "kvfetch", config, None) is backend
+def test_a_backend_registers_itself_unless_pages_of_former_weights_are_left(make: Make) -> None:
+    backend = make(model_id="mine")
+    assert backend.access.reads
     weight_updates.weights_change("x")
-    assert backend.access.reasons
+    assert not backend.access.reads
     with pytest.raises(UnsupportedError, match="'mine'"):
         weight_updates.require_known_weights("mine")
+    with pytest.raises(UnsupportedError, match="POST /flush_cache"):
+        make(model_id="other")
+    weight_updates.tree_is_empty()
+    make(model_id="other")

@@ -77,7 +77,7 @@ def test_sglang_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", missing)
     (check,) = doctor.check_sglang()
     assert check.status == "no"
-    assert check.advice == f'pip install "sglang=={plugin.SGLANG_VERSION}"'
+    assert check.advice == f'pip install "sglang=={plugin.NEWEST}"'
 
 
 def test_another_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_another_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_goes_wrong_with_the_right_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: plugin.SGLANG_VERSION)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: plugin.NEWEST)
     monkeypatch.setattr(plugin, "check_seams", lambda scopes: ["a.b moved", "c.d moved"])
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
     monkeypatch.setattr(doctor, "_search_path", lambda: "")
@@ -109,7 +109,7 @@ def test_what_goes_wrong_with_the_right_sglang(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_plugin_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: plugin.SGLANG_VERSION)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: plugin.NEWEST)
     monkeypatch.setattr(plugin, "check_seams", lambda scopes: [])
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [SimpleNamespace(name="kvfetch")])
     monkeypatch.setenv("SGLANG_PLUGINS", "other")

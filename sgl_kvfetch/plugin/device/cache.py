@@ -43,6 +43,7 @@ from sgl_kvfetch.plugin.device.writes import Writes
 from sgl_kvfetch.plugin.hooks import BACKEND
 from sgl_kvfetch.plugin.host.pages import is_mla
 from sgl_kvfetch.plugin.launch_check import read_extra_config
+from sgl_kvfetch.plugin.versions import require_distinct_images
 
 logger = logging.getLogger(__name__)
 
@@ -353,6 +354,7 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
 def build_radix_cache(ctx: TreeCacheBuildContext) -> KVFetchRadixCache:
     """Build the cache and attach its store. Raises ConfigError and UnsupportedError, which stop SGLang's start."""
+    require_distinct_images()
     timeline.start(ctx.tp_rank)
     cache = create_unified_radix_cache(ctx, cache_class=KVFetchRadixCache)
     assert isinstance(cache, KVFetchRadixCache)

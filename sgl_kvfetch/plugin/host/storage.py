@@ -41,12 +41,17 @@ from sgl_kvfetch.plugin.data_plane import engine_nvdec, open_engine_plane
 from sgl_kvfetch.plugin.host.pages import HostPages, is_mla
 from sgl_kvfetch.plugin.host.side_pools import SidePools, trailing_pages
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
-from sgl_kvfetch.plugin.weight_updates import Access
+from sgl_kvfetch.plugin.versions import budget_pages, dcp_size, is_deadline_expired
+from sgl_kvfetch.plugin.weight_updates import Access, register_access, require_no_former_pages
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
 R = TypeVar("R")
 
+_WRITE_BACK = (
+    "kvfetch: with --hicache-write-policy write_back, SGLang stores pages only when it evicts them, and never looks up "
+    "a prompt whose beginning it has on the device alone: write_through, SGLang's default, does both"
+)
 _GRACE_S = 1.0  # how long a thread waits for the data plane beyond a deadline
 _POLL_S = 0.05
 _BATCH_PAGES = 128  # how many pages SGLang fetches at a time
@@ -67,19 +72,25 @@ GIVEN_UP = {
 class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
     """The storage backend ``kvfetch``."""
 
+    supports_zero_copy = requires_prefix_keys = True  # what an SGLang with patches/0001 asks
+
     def __init__(self, storage_config: HiCacheStorageConfig, mem_pool_host: Any) -> None:
         """Raises ConfigError and UnsupportedError, which stop SGLang's start or fail an attach."""
+        require_no_former_pages()
         config = parse_config(storage_config.extra_config or {})
         _require_supported(storage_config, mem_pool_host)
         self._config = config
         self._storage_config = storage_config
         self._pages = HostPages(mem_pool_host)
         self._sides = SidePools()
-        self.is_stopping: Callable[[], bool] = lambda: False  # whether SGLang waits for its threads to end
-        self.patience = Patience(None, config.fetch_timeout_s)
-        self._transfer_end_s = math.inf  # when the fetches of SGLang's present prefetch must end
+        self._is_stopping: Callable[[], bool] = lambda: False  # whether SGLang waits for its threads to end
+        self._patience = Patience(None, config.fetch_timeout_s)
+        # Of SGLang's present prefetch: when its fetches must end, and why SGLang gave it up, or "".
+        self._transfer_end_s = math.inf
+        self._given_up: Callable[[], str] = lambda: ""
         self._has_draft_layers = mem_pool_host.layer_num != mem_pool_host.target_layer_num
         self.access = Access(config)
+        register_access(self.access, config.model_id)
         # Pages and GB/s of reads and writes, since SGLang last asked.
         self._reads: deque[tuple[int, float]] = deque(maxlen=_MAX_STATS)
         self._writes: deque[tuple[int, float]] = deque(maxlen=_MAX_STATS)
@@ -118,17 +129,26 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
     def be_patient(self, cache: Any, base_s: float, per_ki_token_s: float) -> tuple[float, float]:
         """Let requests wait for their prefixes as SGLang's policy and ``fetch_timeout_s`` say. Return the budget that
         SGLang gives to a prefetch, from the one in its config: seconds, and seconds per 1,024 tokens."""
-        self.patience = Patience(cache, self._config.fetch_timeout_s)
+        self._patience = Patience(cache, self._config.fetch_timeout_s)
         budget = choose_budget(base_s, per_ki_token_s, self._config.fetch_timeout_s)
         if self._storage_config.tp_rank == 0:
             policy = cache.prefetch_stop_policy
             meaning = explain(policy, budget, self._config.fetch_timeout_s)
             logger.info("kvfetch: SGLang's prefetch policy is %s: %s", policy, meaning)
+            if cache.is_write_back:
+                logger.warning(_WRITE_BACK)
         return budget
 
-    def begin_transfer(self, operation: Any) -> None:
-        """Note when the fetches of a prefetch must end. SGLang makes them on this thread, one prefetch at a time."""
-        self._transfer_end_s = self.patience.deadline_s(operation)
+    def begin_transfer(self, operation: Any, is_stopping: Callable[[], bool]) -> None:
+        """Note how long SGLang waits for the fetches of a ``PrefetchOperation``. It makes them next, on this thread.
+
+        SGLang gives up slow prefetches, and joins this thread within 10 s when it flushes, detaches or updates weights,
+        which ``is_stopping`` tells; if the join fails, the scheduler dies. So a fetch ends soon after either event.
+        """
+        patience = self._patience
+        self._is_stopping = is_stopping
+        self._transfer_end_s = patience.deadline_s(operation)
+        self._given_up = lambda: patience.reason(operation) if operation.is_terminated() else ""
 
     # Lookup
 
@@ -167,17 +187,12 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Restore pages into the host pool. Return True for each page of the leading run that is there and verified."""
-        num_pages = self.fetch_pages(keys, host_indices)
-        return [page < num_pages for page in range(len(keys))]
+        """Restore pages into the host pool. Return True for each page of the leading run that is there and verified.
 
-    def fetch_pages(self, keys: list[str], host_indices: torch.Tensor, given_up: Callable[[], str] = lambda: "") -> int:
-        """Restore pages into the host pool. Return how many, from the first one on, are there and verified.
-
-        Returns soon after the deadline, or after ``given_up`` returns a reason; nothing is written afterwards.
+        Returns soon after the deadline, or when SGLang gives up; nothing is written afterwards.
         """
         if not keys or not self.access.reads:
-            return 0
+            return [False] * len(keys)
         started_s = time.monotonic()
         sink = GuardedSink(self._pages)
         num_pages = 0
@@ -188,7 +203,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                 call = self._plane.fetch(hashes, [len(keys)], deadline_s, destination=Destination(pool_pages, sink))
                 reason = ""
                 try:
-                    ended = _await(call.over[0], deadline_s + _GRACE_S, given_up)
+                    ended = _await(call.over[0], deadline_s + _GRACE_S, self._why_given_up)
                     num_pages, reason = ended[0] or 0, ended[1]
                 finally:
                     if not call.over[0].done():
@@ -201,7 +216,10 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             sink.close()
         if num_pages:
             self._count(self._reads, num_pages, started_s)
-        return num_pages
+        return [page < num_pages for page in range(len(keys))]
+
+    def _why_given_up(self) -> str:
+        return "cancelled" if self._is_stopping() else self._given_up()
 
     def _deadline_s(self) -> float:
         return min(time.monotonic() + self._config.fetch_timeout_s, self._transfer_end_s)
@@ -266,7 +284,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         for transfer, pages, over in calls:
             come: tuple[int, ...] = ()
             with counted("fetch"):
-                ended = _await(over, deadline_s + _GRACE_S, lambda: "cancelled" if self.is_stopping() else "")
+                ended = _await(over, deadline_s + _GRACE_S, lambda: "cancelled" if self._is_stopping() else "")
                 come = ended[0].pages if ended[0] is not None else ()
             there = [page if index in come else None for index, page in enumerate(pages)]
             results[transfer.name] = self._sides.write(transfer, there)
@@ -352,15 +370,20 @@ class Patience:
         """Return when the fetch of a ``PrefetchOperation`` must end, in ``time.monotonic()``."""
         wait_s = self.fetch_timeout_s
         if self.cache.prefetch_stop_policy == "timeout":
-            pages = operation.stats_requested_tokens // self.cache.page_size
-            budget_s = self.cache.prefetch_timeout_base + pages * self.cache.prefetch_timeout_per_page
+            budget_s = self._budget_s(operation)
             wait_s = min(wait_s, max(budget_s - _MARGIN_S, budget_s / 2))
         return float(operation.start_time + wait_s)
 
     def reason(self, operation: Any) -> str:
         """Return why SGLang has terminated an operation: a key of `GIVEN_UP`."""
-        is_policy = operation.deadline_expired or self.cache.prefetch_stop_policy == "best_effort"
-        return "policy" if is_policy else "cancelled"
+        if self.cache.prefetch_stop_policy != "timeout":
+            return "policy" if self.cache.prefetch_stop_policy == "best_effort" else "cancelled"
+        elapsed_s = time.monotonic() - operation.start_time
+        return "policy" if is_deadline_expired(operation, elapsed_s, self._budget_s(operation)) else "cancelled"
+
+    def _budget_s(self, operation: Any) -> float:
+        pages = budget_pages(operation, self.cache.page_size)
+        return float(self.cache.prefetch_timeout_base + pages * self.cache.prefetch_timeout_per_page)
 
 
 def explain(policy: str, budget: tuple[float, float], fetch_timeout_s: float) -> str:
@@ -391,7 +414,7 @@ def _require_supported(storage_config: HiCacheStorageConfig, pool: Any) -> None:
     from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-    if storage_config.attn_cp_size > 1 or storage_config.dcp_size > 1:
+    if storage_config.attn_cp_size > 1 or dcp_size(storage_config) > 1:
         raise UnsupportedError("context parallelism is not supported")
     if storage_config.should_split_heads:
         raise UnsupportedError("tp_lcm_size (pages shared between sizes of tensor parallelism) is not supported")

@@ -317,6 +317,7 @@ def test_a_pass_asks_for_every_layer(asked: list[int], is_valid: bool) -> None:
 def test_sglang_gets_a_counter_only_for_early_start(is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_open_pages", "engine_nvdec", "pool_device", "open_engine_plane", "timeline", "atexit"):
         monkeypatch.setattr(cache, name, Mock())
+    monkeypatch.setattr(cache, "require_distinct_images", Mock())
     monkeypatch.setattr(weight_updates, "register_access", Mock())
     extra = json.dumps({"store": "file:///none", "model_id": "m", "device": {"early_start": is_on}})
     monkeypatch.setattr(cache, "get_memory", lambda: Mock(hicache_storage_backend_extra_config=extra))

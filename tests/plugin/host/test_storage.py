@@ -113,8 +113,9 @@ def test_a_suspended_backend_neither_reads_nor_writes(make: Make, tmp_path: Path
     assert len(list(tmp_path.rglob("*.kvm"))) == 1
 
 
+@pytest.mark.parametrize("reason", ["policy", "cancelled"])
 def test_a_fetch_ends_when_sglang_gives_it_up(
-    make: Make, served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Make, served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str
 ) -> None:
     store_pages(make(), keys(2), [0, 1])
     backend = make(fetch_timeout_s=600)
@@ -126,14 +127,30 @@ def test_a_fetch_ends_when_sglang_gives_it_up(
     monkeypatch.setattr(served.service.client.store, "get", hang)
     assert backend.batch_exists(keys(2)) == 2
     started_s = time.monotonic()
-    given_up = iter(["", "", "policy"])
-    before = own_metric("sgl_kvfetch_misses_total", stage="fetch", reason="policy")
+    gives_up = iter([False, False, True])
+    cache = SimpleNamespace(
+        prefetch_stop_policy="timeout",
+        prefetch_timeout_base=1.0,
+        prefetch_timeout_per_page=0.0,
+        page_size=4,
+        is_write_back=False,
+    )
+    is_policy = reason == "policy"
+    operation = SimpleNamespace(
+        start_time=started_s + 600,
+        stats_requested_tokens=8,
+        deadline_expired=is_policy,
+        is_terminated=lambda: is_policy and next(gives_up),
+    )
+    backend.be_patient(cache, 1.0, 0.0)
+    backend.begin_transfer(operation, lambda: not is_policy and next(gives_up))
+    before = own_metric("sgl_kvfetch_misses_total", stage="fetch", reason=reason)
     with caplog.at_level("WARNING"):
-        assert backend.fetch_pages(keys(2), tokens([3, 4]), lambda: next(given_up)) == 0
+        assert backend.batch_get_v1(keys(2), tokens([3, 4])) == [False, False]
     assert time.monotonic() - started_s < WAIT_S
-    assert "fetch of 2 pages given up (policy) after" in caplog.text
-    assert "prefetch_timeout_base" in caplog.text
-    wait_until(lambda: own_metric("sgl_kvfetch_misses_total", stage="fetch", reason="policy") == before + 1)
+    assert f"fetch of 2 pages given up ({reason}) after" in caplog.text
+    assert ("prefetch_timeout_base" in caplog.text) is is_policy
+    wait_until(lambda: own_metric("sgl_kvfetch_misses_total", stage="fetch", reason=reason) == before + 1)
 
 
 def test_a_corrupt_segment_heals(make: Make, tmp_path: Path) -> None:
