@@ -108,6 +108,7 @@ from .quant.profile import (
     require_target as require_target,
 )
 from .quant.registry import (
+    PlainQuantiserName as PlainQuantiserName,
     QuantiserName as QuantiserName,
     make_quantiser as make_quantiser,
     quantiser_from_identity as quantiser_from_identity,

@@ -10,7 +10,7 @@ import torch
 
 from sgl_kvfetch.codec import (
     CellValues,
-    QuantiserName,
+    PlainQuantiserName,
     SegmentReader,
     SegmentSpec,
     decode_manifest,
@@ -22,7 +22,7 @@ from sgl_kvfetch.keys import HeadSlice, Namespace
 PAGE_SIZE, PAGES, LAYERS, HEADS, DIM = 16, 8, 6, 2, 32
 
 
-def encode(values: CellValues, name: QuantiserName) -> tuple[bytes, bytes]:
+def encode(values: CellValues, name: PlainQuantiserName) -> tuple[bytes, bytes]:
     """Encode eight pages. Return a manifest and data: two byte strings that any store can keep."""
     quantiser = make_quantiser(name)
     namespace = Namespace(
@@ -44,7 +44,7 @@ def encode(values: CellValues, name: QuantiserName) -> tuple[bytes, bytes]:
     return segment.manifest.encode(), segment.data
 
 
-def restore(manifest: bytes, data: bytes, name: QuantiserName, pages: range) -> CellValues:
+def restore(manifest: bytes, data: bytes, name: PlainQuantiserName, pages: range) -> CellValues:
     """Decode a range of pages, ``(tokens, layers, heads, dim)``. Only the spans that have some of them are decoded, and
     only their bytes are looked at."""
     reader = SegmentReader(decode_manifest(manifest), make_quantiser(name))

@@ -577,7 +577,7 @@ PLACES: tuple[Place, ...] = (
     Place(
         "sglang.srt.managers.schedule_batch.ScheduleBatch",
         "what a batch computed, and for whom",
-        has=("launch_ts", "extend_num_tokens", "forward_mode", "reqs", "decoding_reqs", "forward_iter"),
+        has=("launch_ts", "extend_num_tokens", "prefix_lens", "forward_mode", "reqs", "decoding_reqs", "forward_iter"),
     ),
     Place(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -15,8 +16,7 @@ from sglang.srt.mem_cache import hicache_storage
 
 from harness.sglang_beside import environment, install_beside
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plugin import versions
-from sgl_kvfetch.plugin.seams import SEAMS, installed_seams
+from sgl_kvfetch.plugin.seams import SEAMS, Seam, installed_seams
 from sgl_kvfetch.plugin.versions import (
     NEWEST,
     SGLANG_VERSIONS,
@@ -30,7 +30,7 @@ from sgl_kvfetch.plugin.versions import (
     table_version,
     wait_for_layers,
 )
-from tests.plugin.sglang_places import PLACES
+from tests.plugin.sglang_places import PLACES, Place
 
 
 @pytest.mark.slow
@@ -66,15 +66,16 @@ def run(arguments: list[str], folder: Path) -> str:
 
 
 def test_rows_name_supported_releases() -> None:
-    for row in (*SEAMS, *PLACES):
+    rows: tuple[Seam | Place, ...] = (*SEAMS, *PLACES)
+    for row in rows:
         assert row.versions, row.path
         assert set(row.versions) <= set(SGLANG_VERSIONS), row.path
 
 
 def test_an_unknown_release_is_held_against_the_newest_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions.importlib.metadata, "version", lambda name: "0.5.99")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.99")
     assert table_version() == SGLANG_VERSIONS[-1]
-    monkeypatch.setattr(versions.importlib.metadata, "version", lambda name: SGLANG_VERSIONS[0])
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: SGLANG_VERSIONS[0])
     assert table_version() == SGLANG_VERSIONS[0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import deque
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ _MIN_SPREAD = 2.0
 # Computing must be so many times faster before it is chosen, so that decisions do not alternate when the two estimates
 # are nearly equal. A prompt whose prefix is fetched anyway takes at most so many times as long as it could.
 MARGIN = 1.05
+# A batch whose requests have so many times as many tokens before it as in it is what is left to compute after a fetch.
+_TAIL_FACTOR = 8
+_NUM_NEAREST = 3
 
 
 class PrefillSpeed:
@@ -29,17 +33,25 @@ class PrefillSpeed:
     If SGLang does not split it, or if all batches have about the same size, the estimate is too high rather than too
     low. The estimate ignores that attention costs more with a longer prefix.
 
+    What is left to compute after a fetch is a small batch, but its attention reads the whole prefix. On a CPU that may
+    take half as long as computing the prefix. So such batches are kept apart, as a time per token of the prefix.
+
     Pure, without a clock. One thread adds batches; any thread reads.
     """
 
     def __init__(self) -> None:
         self._batches: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._tails: deque[tuple[int, int, float]] = deque(maxlen=WINDOW)  # tokens before, tokens, seconds
         self._fit: _Fit | None = None
         self._is_fitted = True
 
-    def add_batch(self, num_tokens: int, seconds: float) -> None:
-        """Add a batch. ``num_tokens``: computed tokens of all its requests."""
-        if num_tokens > 0 and seconds > 0:
+    def add_batch(self, num_tokens: int, seconds: float, num_before: int = 0) -> None:
+        """Add a batch. ``num_tokens``: computed tokens of all its requests. ``num_before``: their prefixes' tokens."""
+        if num_tokens <= 0 or seconds <= 0:
+            return
+        if num_before >= _TAIL_FACTOR * num_tokens:
+            self._tails.append((num_before, num_tokens, seconds))
+        else:
             self._batches.append((num_tokens, seconds))
             self._is_fitted = False
 
@@ -52,7 +64,12 @@ class PrefillSpeed:
         """Return how much less time a prompt takes if ``num_tokens`` of its tokens are fetched. The batch that computes
         its other tokens, at least one, saves nothing. None until enough batches have been seen."""
         fit = self._current_fit()
-        return None if fit is None else fit.seconds_for(num_tokens) - fit.batch_s
+        if fit is None:
+            return None
+        nearest = sorted(list(self._tails), key=lambda tail: abs(math.log(tail[0] / num_tokens)))[:_NUM_NEAREST]
+        costs = [max(0.0, seconds - fit.seconds_for(size)) / before for before, size, seconds in nearest]
+        tail_s = fit.batch_s + num_tokens * (statistics.median(costs) if costs else 0.0)
+        return fit.seconds_for(num_tokens) - tail_s
 
     def _current_fit(self) -> _Fit | None:
         if not self._is_fitted:
@@ -90,7 +107,7 @@ class PrefillMeter:
         mode = batch.forward_mode
         if not mode.is_extend_without_speculative() or mode.is_split_prefill():
             return
-        self.speed.add_batch(batch.extend_num_tokens or 0, now_s - begin_s)
+        self.speed.add_batch(batch.extend_num_tokens or 0, now_s - begin_s, sum(batch.prefix_lens or ()))
         if timeline.is_on():
             decoding = batch.decoding_reqs or ()  # along with the prompts, in mixed chunked prefill
             for request in batch.reqs:

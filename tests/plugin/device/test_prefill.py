@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +59,18 @@ def test_fetching_a_prefix_does_not_save_the_batch_of_the_other_tokens() -> None
     assert fed(100).seconds_saved(100) is None
 
 
+def test_reading_the_prefix_is_not_saved() -> None:
+    """Small batches after a long prefix take 0.2 ms a token of it, and twice as much where it is longest."""
+    speed = fed(10, 64, 64, 500, 64, 30)
+    for before in (100, 400, 100, 400, 3200, 3200):
+        speed.add_batch(10, seconds(10) + before * (0.0002 if before < 3000 else 0.0004), before)
+    assert speed.seconds_saved(200) == pytest.approx(200 * (0.001 - 0.0002))
+    assert speed.seconds_saved(500) == pytest.approx(500 * (0.001 - 0.0002))
+    speed.add_batch(10, seconds(10) + 3200 * 0.0004, 3200)
+    assert speed.seconds_saved(3200) == pytest.approx(6.4 * seconds(500) - 0.02 - 3200 * 0.0004)
+    assert speed.seconds_for(500) == pytest.approx(seconds(500))  # what computes a prompt is estimated without them
+
+
 def test_a_longer_prompt_is_several_batches() -> None:
     assert fed(10, 64, 64, 500, 64, 30).seconds_for(2000) == pytest.approx(4 * seconds(500))
 
@@ -110,11 +123,17 @@ class Batch:
     reqs: list[Request] = field(default_factory=list)
     decoding_reqs: list[Request] | None = None
     forward_iter: int = 1
+    prefix_lens: Sequence[int] | None = (7, 8)
 
 
 def durations(meter: PrefillMeter, monkeypatch: pytest.MonkeyPatch, *batches: tuple[Batch, float]) -> list[float]:
     seen: list[float] = []
-    monkeypatch.setattr(meter.speed, "add_batch", lambda num_tokens, seconds: seen.append(seconds))
+
+    def add_batch(num_tokens: int, seconds: float, num_before: int) -> None:
+        assert num_before == 15
+        seen.append(seconds)
+
+    monkeypatch.setattr(meter.speed, "add_batch", add_batch)
     for batch, end_s in batches:
         meter.finished(batch, end_s)
     return seen
