@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from itertools import islice
 from pathlib import Path
@@ -78,7 +78,7 @@ class StoreUsage:
     num_unreadable: int  # skipped manifests, since the start
     write_problem: str | None = None  # why nothing can be written now
     disk_bytes: int = 0  # of the directory's file system; 0 while there is no directory
-    disk_free_bytes: int = 0
+    disk_free_bytes: int = field(default=0, compare=False)  # changes with whatever else writes to the disk
 
 
 @dataclass(frozen=True, slots=True)

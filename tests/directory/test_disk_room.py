@@ -297,6 +297,8 @@ async def test_some_of_the_disk_stays_free(make: MakeStore, tmp_path: Path, monk
         def f_bavail(self) -> int:
             return self.f_blocks - disk_bytes(tmp_path) - others_bytes
 
+        f_bfree = f_bavail
+
     store = make(capacity_bytes=None, min_free_bytes=10 * SIZE)
     await put(store, 0)
     monkeypatch.setattr("sgl_kvfetch.directory.room.os.statvfs", lambda path: Disk())
