@@ -71,6 +71,17 @@ def test_reading_the_prefix_is_not_saved() -> None:
     assert speed.seconds_for(500) == pytest.approx(seconds(500))  # what computes a prompt is estimated without them
 
 
+def test_short_prompts_are_not_estimated_by_long_ones() -> None:
+    """Attention: a token of a prompt of 4,096 takes 1.5 times as long as one of 1,024."""
+    measured = {1024: 0.40, 2048: 0.83, 4096: 2.45}
+    speed = PrefillSpeed()
+    for size, seconds_ in (*measured.items(), *measured.items()):
+        speed.add_batch(size, seconds_)
+    for size, seconds_ in measured.items():
+        assert speed.seconds_for(size) == pytest.approx(seconds_)
+    assert speed.seconds_for(1500) == pytest.approx(1500 * 0.40 / 1024, rel=0.05)
+
+
 def test_a_longer_prompt_is_several_batches() -> None:
     assert fed(10, 64, 64, 500, 64, 30).seconds_for(2000) == pytest.approx(4 * seconds(500))
 
