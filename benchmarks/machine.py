@@ -25,6 +25,13 @@ def versions() -> dict[str, str | None]:
     return {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES}
 
 
+def fast_dtype() -> str:
+    """Return the dtype in which this machine computes a model in bfloat16 fastest. Torch multiplies matrices in
+    bfloat16 only on CPUs that have instructions for it; elsewhere that takes twenty times as long as in float32."""
+    has_bfloat16 = any(torch.cpu.get_capabilities().get(name) for name in ("amx_bf16", "avx512_bf16"))
+    return "bfloat16" if torch.cuda.is_available() or has_bfloat16 else "float32"
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

@@ -15,6 +15,7 @@ of limited speed, and its caches are flushed between them.
 * ours (always fetched): as ours, but it never computes instead.
 
 A CPU computes a hundred times slower than a GPU, so links are slower here as well: 0.02 to 1 Gbps represent 1 to 40.
+SGLang runs the model in bfloat16, or in float32 on a CPU that multiplies matrices faster in float32.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.machine import machine, versions
+from benchmarks.machine import fast_dtype, machine, versions
 from benchmarks.prose import prose
 from benchmarks.real_model import real_model
 from benchmarks.real_profile import PROMPTS_PART, real_profile
@@ -120,6 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "benchmark": "ttft",
                 "model": str(model),
                 "profile": profile.name,
+                "dtype": fast_dtype(),
                 "rows": [row.as_json() for row in rows],
                 "machine": machine(),
                 "versions": versions(),
@@ -180,7 +182,7 @@ def _measure(
     port, longest = free_port(), max(prompts)
 
     def launch(mode: str) -> SGLangServer:
-        flags = ["--dtype", "bfloat16", "--context-length", str(longest + 64), "--max-total-tokens", str(4 * longest)]
+        flags = ["--dtype", fast_dtype(), "--context-length", str(longest + 64), "--max-total-tokens", str(4 * longest)]
         if config is not None:
             limited = config | {"mode": mode, "fetch_timeout_s": _TIMEOUT_S}
             flags += device_args(f"http://127.0.0.1:{port}", **limited)

@@ -21,7 +21,7 @@ _MIN_SPREAD = 2.0
 MARGIN = 1.05
 # A batch whose requests have so many times as many tokens before it as in it is what is left to compute after a fetch.
 _TAIL_FACTOR = 8
-_NUM_NEAREST = 3
+_NEAR = 0.1  # doublings; batches whose sizes differ by less have about the same weight
 
 
 class PrefillSpeed:
@@ -29,9 +29,11 @@ class PrefillSpeed:
 
     The time per token is the median slope over all pairs of batches, weighted by their difference in size. The time per
     batch is the median of the remainders (Theil 1950, Sen 1968). So outliers do not count, up to about a quarter of the
-    batches. A prompt longer than the largest batch is estimated as several such batches, because SGLang may split it.
-    If SGLang does not split it, or if all batches have about the same size, the estimate is too high rather than too
-    low. The estimate ignores that attention costs more with a longer prefix.
+    batches. Attention makes a token of a long batch slower than one of a short batch. So the estimate is corrected by
+    how batches of about this size differed from the line.
+
+    A prompt longer than the largest batch is estimated as several such batches, because SGLang may split it. If SGLang
+    does not split it, or if all batches have about the same size, the estimate is too high rather than too low.
 
     What is left to compute after a fetch is a small batch, but its attention reads the whole prefix. On a CPU that may
     take half as long as computing the prefix. So such batches are kept apart, as a time per token of the prefix.
@@ -58,18 +60,20 @@ class PrefillSpeed:
     def seconds_for(self, num_tokens: int) -> float | None:
         """Return how long ``num_tokens`` would take. None until enough batches have been seen."""
         fit = self._current_fit()
-        return None if fit is None else fit.seconds_for(num_tokens)
+        if fit is None:
+            return None
+        ratios = [(seconds / fit.seconds_for(size), size) for size, seconds in list(self._batches)]
+        return fit.seconds_for(num_tokens) * _median_near(ratios, num_tokens)
 
     def seconds_saved(self, num_tokens: int) -> float | None:
         """Return how much less time a prompt takes if ``num_tokens`` of its tokens are fetched. The batch that computes
         its other tokens, at least one, saves nothing. None until enough batches have been seen."""
-        fit = self._current_fit()
-        if fit is None:
+        fit, whole_s = self._current_fit(), self.seconds_for(num_tokens)
+        if fit is None or whole_s is None:
             return None
-        nearest = sorted(list(self._tails), key=lambda tail: abs(math.log(tail[0] / num_tokens)))[:_NUM_NEAREST]
-        costs = [max(0.0, seconds - fit.seconds_for(size)) / before for before, size, seconds in nearest]
-        tail_s = fit.batch_s + num_tokens * (statistics.median(costs) if costs else 0.0)
-        return fit.seconds_for(num_tokens) - tail_s
+        tails = list(self._tails)
+        costs = [(max(0.0, seconds - fit.seconds_for(size)) / before, before) for before, size, seconds in tails]
+        return whole_s - fit.batch_s - num_tokens * (_median_near(costs, num_tokens) if costs else 0.0)
 
     def _current_fit(self) -> _Fit | None:
         if not self._is_fitted:
@@ -127,7 +131,12 @@ def _fit(batches: list[tuple[int, float]]) -> _Fit:
     return _Fit(max(0.0, batch_s), token_s, max(sizes))
 
 
-def _weighted_median(values: list[tuple[float, int]]) -> float:
+def _median_near(values: list[tuple[float, int]], num_tokens: int) -> float:
+    """Return the weighted median of pairs ``(value, tokens)``. Those of about ``num_tokens`` have most weight."""
+    return _weighted_median([(value, (_NEAR + abs(math.log2(tokens / num_tokens))) ** -2) for value, tokens in values])
+
+
+def _weighted_median(values: list[tuple[float, float]]) -> float:
     """Return the weighted median of pairs ``(value, weight)``."""
     values.sort()
     half = sum(weight for _, weight in values) / 2

@@ -71,6 +71,33 @@ def test_reading_the_prefix_is_not_saved() -> None:
     assert speed.seconds_for(500) == pytest.approx(seconds(500))  # what computes a prompt is estimated without them
 
 
+# SmolLM2 on two cores, in docs/codec.md: a token of a prompt of 4,096 takes 1.5 times as long as one of 1,024.
+MEASURED = {1024: 0.40, 2048: 0.83, 4096: 2.45}
+
+
+def fed_as_measured() -> PrefillSpeed:
+    speed = PrefillSpeed()
+    for size, seconds_ in (*MEASURED.items(), *MEASURED.items()):
+        speed.add_batch(size, seconds_)
+    return speed
+
+
+def test_short_prompts_are_not_estimated_by_long_ones() -> None:
+    speed = fed_as_measured()
+    for size, seconds_ in MEASURED.items():
+        assert speed.seconds_for(size) == pytest.approx(seconds_)
+    assert speed.seconds_for(1500) == pytest.approx(1500 * 0.40 / 1024, rel=0.05)
+
+
+@pytest.mark.parametrize(("gbps", "expected"), [(0.02, False), (0.1, True), (1.0, True)])
+def test_the_faster_way_is_chosen_for_each_length(gbps: float, expected: bool) -> None:
+    """By the bytes and the times of the same table, before any fetch has been measured."""
+    speed, choice = fed_as_measured(), FetchOrRecompute()
+    for size in MEASURED:
+        cost = Cost(1.77e6 * size / 1024 * 8 / (gbps * 1e9), 0.0)
+        assert choice.decide(size, cost, speed.seconds_saved(size)).is_fetched == expected
+
+
 def test_a_longer_prompt_is_several_batches() -> None:
     assert fed(10, 64, 64, 500, 64, 30).seconds_for(2000) == pytest.approx(4 * seconds(500))
 
