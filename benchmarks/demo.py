@@ -195,8 +195,9 @@ def _run(console: Console, title: str, subject: Subject, config: dict[str, Any],
     sampling: dict[str, Any] = {"max_new_tokens": _NEW_TOKENS, "ignore_eos": not subject.question}
     console.print(f"{title}: an SGLang starts, computes and stores")
     with StoreProcess(folder, port=port), SGLangServer(subject.model, extra_args=flags, **patient) as server:
-        _store(server, warm_up, len(warm_up), max_new_tokens=1)
-        computed = _store(server, subject.prompt, len(warm_up) + len(subject.prompt), **sampling)
+        num_pages = len(subject.prompt) // PAGE_SIZE
+        _store(server, warm_up, num_pages, max_new_tokens=1)
+        computed = _store(server, subject.prompt, 2 * num_pages, **sampling)
     console.print(f"{title}: a fresh SGLang starts and fetches")
     with (
         StoreProcess(folder, port=port, link_gbps=[gbps]),
@@ -210,13 +211,13 @@ def _run(console: Console, title: str, subject: Subject, config: dict[str, Any],
         return Run(computed, fetches, kvfetch_traffic(before, server.metrics()).wire_bytes // _NUM_FETCHES)
 
 
-def _store(server: SGLangServer, prompt: list[int], num_tokens: int, **sampling: Any) -> Generation:
+def _store(server: SGLangServer, prompt: list[int], num_pages: int, **sampling: Any) -> Generation:
     """Have a prompt computed until its pages are stored: a machine that is too busy for a write drops it. Return the
-    first answer. ``num_tokens``: of this prompt and all before it."""
+    first answer. ``num_pages``: of this prompt and all before it."""
     answer = server.generate(input_ids=prompt, **sampling)
     for _ in range(_MOST_WRITES):
         try:
-            wait_until_written(server, num_tokens // PAGE_SIZE)
+            wait_until_written(server, num_pages)
             break
         except TimeoutError as e:
             error = e
