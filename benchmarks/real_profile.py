@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.prose import prose
-from benchmarks.real_model import MODELS, SMOLLM2, ModelSource, Say, real_model, say_on_stderr
+from benchmarks.real_model import MODELS, SMOLLM2, ModelSource, Say, one_at_a_time, real_model, say_on_stderr
 from benchmarks.report import make_parser, no_traceback
 from sgl_kvfetch.codec.quant.profile import PROFILE_VERSION
 from sgl_kvfetch.errors import ConfigError
@@ -47,6 +47,13 @@ def real_profile(say: Say = say_on_stderr, source: ModelSource = SMOLLM2) -> Pat
     path = model.with_name(f"{model.name}-{digest}.profile")
     if path.is_file():
         return path
+    with one_at_a_time(path, say):
+        if not path.is_file():
+            _make(model, path, say)
+    return path
+
+
+def _make(model: Path, path: Path, say: Say) -> None:
     say("calibrating, which takes some minutes the first time")
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         text, made = Path(folder, "python-reference.txt"), Path(folder, "profile")
@@ -56,7 +63,6 @@ def real_profile(say: Say = say_on_stderr, source: ModelSource = SMOLLM2) -> Pat
         if done.returncode:
             raise ConfigError(f"cannot calibrate the real model: kvfetch calibrate had exit code {done.returncode}")
         os.replace(made, path)
-    return path
 
 
 def _code_digest() -> str:

@@ -1,3 +1,3 @@
 """SGLang KV caches on remote storage, as losslessly coded video."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

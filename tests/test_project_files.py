@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+import sgl_kvfetch
 from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS
 
 ROOT = Path(__file__).parents[1]
@@ -24,8 +25,8 @@ def load(path: str) -> Any:
 
 def test_workflows_run_the_two_commands() -> None:
     runs, pythons = set(), set()
-    for path in (ROOT / ".github" / "workflows").iterdir():
-        for job in load(str(path))["jobs"].values():
+    for name in ("demo", "test"):
+        for job in load(f".github/workflows/{name}.yml")["jobs"].values():
             assert job["timeout-minutes"] <= 90
             runs |= {step["run"] for step in job["steps"] if "run" in step}
             matrix = job.get("strategy", {}).get("matrix", {}).get("python", [])
@@ -35,6 +36,25 @@ def test_workflows_run_the_two_commands() -> None:
     assert all(os.access(ROOT / run.removeprefix("sudo ").split()[0], os.X_OK) for run in runs)
     assert {"3.11", "3.12", "3.13"} <= pythons
     assert PROJECT["project"]["requires-python"] == ">=3.11"
+
+
+def test_a_release_has_a_wheel_for_each_processor() -> None:
+    """One wheel serves all Pythons, so it is built with the oldest one."""
+    wheels = load(".github/workflows/release.yml")["jobs"]["wheels"]
+    assert wheels["strategy"]["matrix"]["runner"] == ["ubuntu-24.04", "ubuntu-24.04-arm"]
+    assert any(step.get("uses", "").startswith("pypa/cibuildwheel@") for step in wheels["steps"])
+    settings = PROJECT["tool"]["cibuildwheel"]
+    oldest = PROJECT["project"]["requires-python"].removeprefix(">=").replace(".", "")
+    assert settings["build"] == f"cp{oldest}-manylinux_*"
+    assert (ROOT / "deploy" / "requirements-store.txt").is_file()
+    assert "{project}/deploy/requirements-store.txt" in settings["before-test"]
+
+
+def test_all_parts_of_a_release_have_one_version() -> None:
+    version = PROJECT["project"]["version"]
+    chart = load("deploy/helm/kvfetch/Chart.yaml")
+    assert sgl_kvfetch.__version__ == chart["version"] == chart["appVersion"] == version
+    assert f"kvfetch:{version}" in (ROOT / "docs" / "deploy.md").read_text()
 
 
 def test_workflows_run_each_release_of_sglang() -> None:
@@ -66,6 +86,8 @@ def test_hooks_are_the_tools_of_the_environment() -> None:
 
 def test_the_changelog_has_this_version_below_what_is_unreleased() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
-    assert re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)[:2] == ["Unreleased", PROJECT["project"]["version"]]
+    version = PROJECT["project"]["version"]
+    assert re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)[:2] == ["Unreleased", version]
+    assert re.search(rf"^## \[{version}\] - \d{{4}}-\d\d-\d\d$", text, re.MULTILINE)
     kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
     assert set(re.findall(r"^### (.+)", text, re.MULTILINE)) <= kinds

@@ -16,7 +16,7 @@ import argparse
 import math
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -184,12 +184,12 @@ def _score_passkey(
     k, v = (x.to(KV_DTYPE).cpu() for x in model.kv(passkey.context))
     for method in methods:
         coded = method.code(k, v)
-        scores[method.name].passkeys[num_tokens].append(_finds(model, coded.k, coded.v, passkey))
-    return _finds(model, k, v, passkey)
+        scores[method.name].passkeys[num_tokens].append(finds(model, coded.k, coded.v, passkey))
+    return finds(model, k, v, passkey)
 
 
 @torch.no_grad()
-def _finds(model: KVModel, k: torch.Tensor, v: torch.Tensor, passkey: Passkey) -> bool:
+def finds(model: KVModel, k: torch.Tensor, v: torch.Tensor, passkey: Passkey) -> bool:
     """Return whether a greedy answer is right: whether each digit is the likeliest token after those before it."""
     asked = torch.cat((passkey.question, passkey.answer[:-1]))
     told = model.log_probabilities(k, v, asked)[len(passkey.question) - 1 :].argmax(-1)
@@ -204,9 +204,15 @@ def _nll(model: KVModel, k: torch.Tensor, v: torch.Tensor, following: torch.Tens
 
 @torch.no_grad()
 def greedy_answers(
-    model: KVModel, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], tail: torch.Tensor, new_tokens: int
+    model: KVModel,
+    caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    tail: torch.Tensor,
+    new_tokens: int,
+    have_ended: Callable[[list[list[int]]], bool] = lambda _: False,
 ) -> list[list[int]]:
-    """Return the greedy answers after ``tail`` from each cache ``(tokens, layers, heads, dim)``, all in one batch."""
+    """Return the greedy answers after ``tail`` from each cache ``(tokens, layers, heads, dim)``, all in one batch.
+
+    ``have_ended`` gets all answers so far after each token, and may end them early."""
     from transformers import DynamicCache
 
     cache = DynamicCache()
@@ -214,12 +220,14 @@ def greedy_answers(
         pair = (torch.stack([kv[i][:, layer].transpose(0, 1) for kv in caches]) for i in range(2))
         cache.update(*(x.to(model.device, model.model.dtype) for x in pair), layer)
     ids = tail.expand(len(caches), -1).to(model.device)
-    found = []
+    answers: list[list[int]] = [[] for _ in caches]
     for _ in range(new_tokens):
         logits = model.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
         ids = logits.argmax(-1, keepdim=True)
-        found.append(ids)
-    answers: list[list[int]] = torch.cat(found, dim=1).tolist()
+        for answer, token in zip(answers, ids[:, 0].tolist(), strict=True):
+            answer.append(token)
+        if have_ended(answers):
+            break
     return answers
 
 

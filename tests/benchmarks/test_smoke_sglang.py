@@ -31,7 +31,7 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert demo.main(["--link-gbps", "0.2", "--picture", str(tmp_path / "demo.png")]) == 0
     said = capsys.readouterr().out
     assert "small random model is used" in said
-    assert "raw bytes reused" in said
+    assert "tokens from the store" in said
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
