@@ -104,13 +104,14 @@ def make_segment(
     values: dict[TensorName, torch.Tensor] | None = None,
     heads: range | None = None,
     cell_heads: int | None = None,
+    resolution: str = "240p",
 ) -> tuple[CodedSegment, dict[TensorName, torch.Tensor]]:
     """A segment of the model's ``heads``, by default of all, with the values of all heads of its pages."""
     quantiser = quantiser or make_quantiser("exact")
     values = make_values(geometry, num_pages) if values is None else values
     whole = make_heads(geometry, quantiser, model)
     part = HeadSlice(whole.namespace, whole.heads if heads is None else heads)
-    spec = SegmentSpec(part, quantiser, codec, "240p", span_pages, cell_heads=cell_heads)
+    spec = SegmentSpec(part, quantiser, codec, resolution, span_pages, cell_heads=cell_heads)
     hashes = page_hashes(num_pages, seed, first_page)
     previous = page_hashes(1, seed, first_page - 1)[0] if first_page else None
     own = {t: x[:, :, part.heads.start : part.heads.stop] for t, x in values.items()}

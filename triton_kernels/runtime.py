@@ -51,6 +51,12 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def table_on(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """Return rows of numbers as int64 on the device, without waiting for it."""
+    table = torch.tensor(rows, dtype=torch.int64)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+
+
 def integer_view(x: torch.Tensor) -> torch.Tensor:
     """Return the same memory as integers of the same size, so that copies preserve every bit pattern."""
     return x.view(_INTEGER_OF_SIZE[x.dtype.itemsize])

@@ -12,7 +12,7 @@ import torch
 from benchmarks.compiled_kernels.recorder import Recorder, recording
 from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.codec.layout.tiles import tile_layout
-from sgl_kvfetch.triton_kernels import frame_sum, restore, restore_klt
+from sgl_kvfetch.triton_kernels import ans, frame_sum, restore, restore_klt, xxh3
 
 TOKENS, SLOTS, LAYERS = 1000, 4096, 3
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,7 +25,7 @@ COEFFICIENTS = {(3, 64): 500, (2, 128): 700, (2, 80): 450, (2, 256): 1300}
 class Variant:
     """One launch of a kernel.
 
-    ``access``: which width to report: that of stores to KV buffers, or for ``frame_sum`` that of loads of frames.
+    ``access``: which width to report: that of stores to KV buffers or rows, or for checksums that of loads of frames.
     """
 
     name: str
@@ -62,6 +62,10 @@ def all_variants() -> Iterator[Variant]:
             yield _restore_klt(_BF16, heads, dim, "rotated")
     frames = _empty(4, 3, 480, 856, dtype=torch.uint8)
     yield Variant("frame_sum", frame_sum, "frame_sum_kernel", lambda: frame_sum.frame_sum(frames), access="load")
+    data = _empty(1 << 20, dtype=torch.uint8)
+    chunks = [ans.AnsChunk(0, 1000, 100, TOKENS, 0)]
+    yield Variant("ans_decode", ans, "ans_decode_kernel", lambda: ans.ans_decode(data, chunks, data))
+    yield Variant("xxh3", xxh3, "xxh3_kernel", lambda: xxh3.xxh3_sums(data, [(0, 1000)]), access="load")
 
 
 def _restore(dtype: torch.dtype, heads: int, dim: int, num_scales: int | None = None) -> Variant:

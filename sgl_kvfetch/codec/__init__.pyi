@@ -1,4 +1,11 @@
+from .bitstream.ans import (
+    CLASS_TABLE as CLASS_TABLE,
+    SLOTS as SLOTS,
+    AnsCodec as AnsCodec,
+    decoding_tables as decoding_tables,
+)
 from .bitstream.base import Codec as Codec, Decoders as Decoders
+from .bitstream.gpu_ans import open_gpu_ans as open_gpu_ans
 from .bitstream.hevc import HevcCodec as HevcCodec
 from .bitstream.nvdec import (
     MAX_SURFACE_BYTES as MAX_SURFACE_BYTES,

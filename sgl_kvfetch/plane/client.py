@@ -51,6 +51,7 @@ MAX_SEGMENT_TOKENS = 8192  # limit for a segment, the unit of lookup and commit
 _LINGER_S = 0.25  # how long pages wait for the next ones before a segment is cut
 _RETIRE_S = 60.0  # minimum time to keep merged halves, for readers that do not know of the merge
 _HORIZON = 8  # cells to look ahead; a choice takes the event loop a few milliseconds
+_SPARE_SESSIONS = 24  # each waits for the GPU for some ms a cell, and takes little of the CPU
 _CONNECT_S = 5.0  # limit for one attempt to connect to the store
 READ_BYTES = 4 << 20  # most that one request reads, about
 _DECODE_BYTES = 64 << 20  # frames and values on their way to pages
@@ -94,10 +95,12 @@ def open_client(
     quantiser: Quantiser,
     *,
     nvdec: Nvdec | None = None,
+    spare_decoders: Decoders | None = None,
     max_span_pages: int | None = None,
 ) -> StoreClient:
-    """Open the store; call this on the event loop. ``nvdec`` decodes what it can; without it, the CPU decodes.
-    ``max_span_pages``: upper limit for the pages of a span. Raises ConfigError."""
+    """Open the store; call this on the event loop. ``nvdec`` decodes what it can, the CPU the rest; while
+    that is busy, so do ``spare_decoders``. ``max_span_pages``: upper limit for the pages of a span. Raises
+    ConfigError."""
     encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
     store = open_configured_store(config, heads)
     spec = writer_spec(config, heads, quantiser, max_span_pages)
@@ -107,7 +110,7 @@ def open_client(
         raise ConfigError(str(e)) from e
     fetcher = Fetcher(
         store,
-        _open_pool(config, nvdec),
+        _open_pool(config, nvdec, spare_decoders or {}),
         read_bytes=READ_BYTES,
         inflight_bytes=config.inflight_bytes,
         may_delete=config.writes,
@@ -210,15 +213,18 @@ def count_fetch(result: FetchResult, timeout_s: float) -> None:
             metrics.MISSES.labels("fetch", reason).inc()
 
 
-def _open_pool(config: KVFetchConfig, nvdec: Nvdec | None) -> DecodePool[Decoders]:
+def _open_pool(config: KVFetchConfig, nvdec: Nvdec | None, spare: Decoders) -> DecodePool[Decoders]:
     """Open as many decode sessions as the profile says, or ``codec_threads`` without one, and with NVDEC at least one
-    per video engine. Raises ConfigError."""
+    per video engine. With ``spare`` decoders more sessions follow that use them, which take what comes while all before
+    them are busy; a profile was measured without such sessions, and there are none. Raises ConfigError."""
     profile = None if config.decode_profile is None else load_decode_profile(Path(config.decode_profile))
     num_sessions = config.codec_threads if profile is None else profile.num_sessions
-    if nvdec is None:
-        return DecodePool([{}] * num_sessions, profile)
-    nvdec.surface_limit_bytes = MAX_SURFACE_BYTES
-    return DecodePool([nvdec.open_session() for _ in range(max(num_sessions, nvdec.num_engines))], profile)
+    if nvdec is not None:
+        nvdec.surface_limit_bytes = MAX_SURFACE_BYTES
+        num_sessions = max(num_sessions, nvdec.num_engines)
+    num_spare = _SPARE_SESSIONS if spare and profile is None else 0
+    sessions: list[Decoders] = [{}] * num_sessions + [spare] * num_spare
+    return DecodePool([{**session, **(nvdec.open_session() if nvdec else {})} for session in sessions], profile)
 
 
 def count_miss(stage: str, error: KVFetchError | TimeoutError) -> None:

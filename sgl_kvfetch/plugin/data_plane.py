@@ -141,7 +141,9 @@ def open_plane(
         prepare_restores(pages, writer_spec(config, heads, quantiser, most_span_pages))
 
     def open_here(config: KVFetchConfig, heads: HeadSlice, start: Start) -> StoreClient:
-        return open_client(config, heads, quantiser, nvdec=nvdec, max_span_pages=start.most_span_pages)
+        spare = pages.spare_decoders if isinstance(pages, FramePool) else None
+        most = start.most_span_pages
+        return open_client(config, heads, quantiser, nvdec=nvdec, spare_decoders=spare, max_span_pages=most)
 
     def launch_thread(line: Line) -> Running:
         return DataPlaneThread(

@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.gpu_check import (
     __main__ as command,
+    ans,
     driver_libraries,
     interference,
     kernels,
@@ -136,6 +137,21 @@ def test_kernels_are_held_against_their_references(record: Record, monkeypatch: 
     monkeypatch.setattr(kernels, "frame_sum", lambda frames: torch.tensor([1], device=frames.device))
     kernels.check(record, device, TINY)
     assert all(f"{name}, 17 tokens" in found_by(record)["reason"] for name in CASES)
+
+
+def test_ans_is_held_against_the_cpu_and_measured(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setattr(ans, "_REPEATS", 1)
+    tiny = [ans.Rows(1, 2, 48)]
+    ans.check(record, device, tiny)
+    ans.measure(record, device, tiny)
+    found = found_by(record)
+    assert not found["reason"]
+    assert found["rows"][0]["found"] == "as the CPU's"
+    assert found["rows"][1]["integers_gb_a_second"] > 0
+    monkeypatch.setattr(ans, "ans_decode", lambda data, chunks, out: torch.zeros(len(chunks), dtype=torch.int32))
+    ans.check(record, device, tiny)  # which leaves the poison
+    assert "wrong bits, checksum, cut" in found_by(record)["reason"]
 
 
 def test_nvdec_is_checked(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,8 +79,18 @@ def test_compiles_frame_sum(target: str, compiled: Facts) -> None:
     assert_good(compiled["frame_sum", target], access_bytes=16)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("kernel", "registers"), [("ans_decode", 48), ("xxh3", 96)])
+def test_compiles_a_program_of_one_warp(kernel: str, registers: int, target: str, compiled: Facts) -> None:
+    """An SM has at most 32 programs. With 64 registers a thread, as many fit; with 96, 21 do."""
+    facts = compiled[kernel, target]
+    assert facts["stack_bytes"] == 0, "registers spill"
+    assert facts["registers"] <= registers
+    assert facts["shared_bytes"] <= 1024
+
+
 def test_every_variant_is_named_here(compiled: Facts) -> None:
-    assert {kernel for kernel, _ in compiled} == {*KERNELS, *KLT_KERNELS, "frame_sum"}
+    assert {kernel for kernel, _ in compiled} == {*KERNELS, *KLT_KERNELS, "frame_sum", "ans_decode", "xxh3"}
 
 
 def test_the_page_says_what_is_compiled_now(compiled: Facts, tmp_path: Path) -> None:

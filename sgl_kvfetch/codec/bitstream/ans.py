@@ -28,7 +28,7 @@ from sgl_kvfetch.errors import CorruptError
 
 ESCAPE = 256  # the symbol of integers without one
 SLOTS = 1024  # of a distribution; a symbol has as many as its probability
-_CLASS_TABLE = 17  # codes the classes of rows
+CLASS_TABLE = 17  # codes the classes of rows
 _NATIVE_ESCAPE = 1 << 28  # in an entry of the native coder's tables
 _HEADER = struct.Struct("<BI")  # of `ans-tables`: distributions, and bytes of them
 _MOST_TABLES = 16
@@ -72,7 +72,16 @@ def native_tables(found: Tables, delta: int, is_portable: bool = False) -> tuple
 
 @cache
 def static_tables(is_portable: bool = False) -> tuple[object, ...]:
-    return native_tables(tables(), _CLASS_TABLE, is_portable)
+    return native_tables(tables(), CLASS_TABLE, is_portable)
+
+
+def decoding_tables() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what the kernel decodes with: a table ``(48, SLOTS)`` with entries as the native coder's, int32; the
+    choice of a distribution, uint8 ``(64, 32)``; and the gains, int32 ``(64,)``."""
+    decode, found = static_tables()[0], tables()
+    assert isinstance(decode, bytes)
+    entries = torch.frombuffer(bytearray(decode), dtype=torch.int32).view(-1, SLOTS)
+    return entries, torch.from_numpy(found.choice), torch.from_numpy(found.gains.astype(np.int32))
 
 
 class AnsCodec(Codec):
@@ -128,7 +137,7 @@ class AnsTablesCodec(Codec):
     def _native(self, slots: np.ndarray) -> tuple[object, ...]:
         """Return native tables where class c has distribution c, whatever a token's energy."""
         choice = np.minimum(np.arange(64, dtype=np.uint8), len(slots) - 1)[:, None].repeat(32, 1)
-        found = Tables(np.concatenate((slots, tables().slots[_CLASS_TABLE, None])), choice, tables().gains)
+        found = Tables(np.concatenate((slots, tables().slots[CLASS_TABLE, None])), choice, tables().gains)
         return native_tables(found, len(slots), self._is_portable)
 
 

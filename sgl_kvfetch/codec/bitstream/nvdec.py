@@ -207,7 +207,13 @@ class NvdecDecoder(FrameDecoder):
         self._host = torch.empty(0, dtype=torch.uint8)  # pinned; as large as the largest use so far
 
     def decode(
-        self, bitstream: bytes | memoryview, shape: PictureShape, *, with_sum: bool = False, to_host: bool = False
+        self,
+        bitstream: bytes | memoryview,
+        shape: PictureShape,
+        *,
+        with_sum: bool = False,
+        to_host: bool = False,
+        num_integers: int | None = None,
     ) -> DecodedFrames:
         assert not (with_sum and to_host)
         num_frames, height, width = shape

@@ -514,6 +514,8 @@ class SegmentReader:
         decoded = self._decode_video(cell, part, coded, decoders, with_sum=coded.frame_sum is not None)
         if decoded.host is not None:
             self._verified_integers(cell, part, coded, decoded.host)
+        elif decoded.digest is not None:
+            coded.row.require_digest(decoded.digest, f"{cell}, decoded {part.name}")
         elif decoded.frame_sum != coded.frame_sum:
             raise CorruptError(f"{cell}, decoded frames: frame sum does not match")
         return decoded
@@ -523,10 +525,11 @@ class SegmentReader:
     ) -> DecodedFrames:
         """Return a part's frames, not yet verified. ``how``: as in `FrameDecoder.decode`."""
         layout = self.variant.layouts[part.layout]
-        num_frames = layout.num_frames(self.manifest.integers_shape(cell, part.layout))
-        shape = num_frames, layout.height, layout.width
+        integers = self.manifest.integers_shape(cell, part.layout)
+        shape = layout.num_frames(integers), layout.height, layout.width
         if decoder := decoders.get(coded.row.codec):
-            return decoder.decode(coded.bitstream, shape, **how)
+            num_integers = prod(integers) if layout.begins_with(integers) else None
+            return decoder.decode(coded.bitstream, shape, num_integers=num_integers, **how)
         frames = get_codec(coded.row.codec).decode(coded.bitstream, shape)
         return DecodedFrames(frames, frames)
 

@@ -61,6 +61,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         """Return the integers of ``shape`` that ``frames`` hold, contiguous, on the same device."""
         raise NotImplementedError
 
+    def begins_with(self, shape: tuple[int, ...]) -> bool:
+        """Return whether frames, read as bytes, begin with integers of ``shape``, in their order."""
+        return False
+
     def _filled_up(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return whole pictures that begin with ``pixels``, ``(frames, 3, rows, columns)``, contiguous."""
         rows, columns = pixels.shape[2:]

@@ -55,6 +55,9 @@ class RegionLayout(Layout, frozen=True, kw_only=True, tag="regions"):
                 f"region of {self.token_cols}x{self.token_rows} exceeds its picture of {self.width}x{self.height}"
             )
 
+    def begins_with(self, shape: tuple[int, ...]) -> bool:
+        return self.is_flat and self.width == self.token_cols == shape[1]
+
     def to_frames(self, integers: torch.Tensor) -> torch.Tensor:
         shape = tuple(integers.shape)
         self.require_fits(shape)

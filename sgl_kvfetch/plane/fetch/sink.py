@@ -9,8 +9,9 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from sgl_kvfetch.codec import CellFrames, CellPlace, CellValues, Quantiser
+from sgl_kvfetch.codec import CellFrames, CellPlace, CellValues, Decoders, Quantiser
 
 Guard = Callable[[Callable[[], None]], bool]
 
@@ -36,7 +37,12 @@ def consecutive_runs(pages: Sequence[int]) -> Iterator[tuple[slice, slice]]:
 
 
 class FramePool(PagePool):
-    """A pool that dequantises frames itself, on the device of its pages, which decoders may decode to."""
+    """A pool that dequantises frames itself, on the device of its pages, which decoders may decode to.
+
+    ``spare_decoders`` decode on that device what comes while the CPU is busy.
+    """
+
+    spare_decoders: Decoders = MappingProxyType({})
 
     @abstractmethod
     def restore(

@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_memory
 
 from sgl_kvfetch import timeline
-from sgl_kvfetch.codec import Device, Nvdec
+from sgl_kvfetch.codec import Decoders, Device, Nvdec
 from sgl_kvfetch.errors import KVFetchError, UnsupportedError
 from sgl_kvfetch.plane import DataPlane, KVFetchConfig, parse_config
 from sgl_kvfetch.plugin import weight_updates
@@ -383,10 +383,14 @@ def _open_pages(pool: Any, page_size: int, tp_worker: Any) -> DevicePages:
         "kvfetch: device mode on a GPU has not been run by its authors yet, only tested without one; "
         "--enable-hierarchical-cache gives host mode"
     )
+    from sgl_kvfetch.codec import open_gpu_ans
     from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 
     gpu = Device(pool_device(pool))
-    return CudaPages(pool, page_size, gpu, tp_worker.model_runner.forward_stream)
+    ans, about = open_gpu_ans(gpu)
+    logger.info("kvfetch: %s", about)
+    spare: Decoders = {} if ans is None else {"ans": ans}
+    return CudaPages(pool, page_size, gpu, tp_worker.model_runner.forward_stream, spare_decoders=spare)
 
 
 def _connect(

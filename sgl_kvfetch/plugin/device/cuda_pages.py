@@ -22,6 +22,7 @@ from sgl_kvfetch.codec import (
     CellFrames,
     CellPlace,
     CellValues,
+    Decoders,
     Device,
     Event,
     Inverse,
@@ -66,12 +67,14 @@ class CudaPages(DevicePages, FramePool):
         device: Device,
         forward_stream: Stream,
         *,
+        spare_decoders: Decoders | None = None,
         restore_buffer_bytes: int = RESTORE_BUFFER_BYTES,
         read_buffer_bytes: int = READ_BUFFER_BYTES,
     ) -> None:
         """``forward_stream``: the stream of SGLang's model if the scheduler overlaps with it; otherwise the model runs
         on the scheduler's own stream. Raises UnsupportedError as `DevicePages` does."""
         super().__init__(pool, page_size)
+        self.spare_decoders = spare_decoders or {}
         self._device = device
         self._forward_stream = forward_stream
         self._reads = device.new_stream()

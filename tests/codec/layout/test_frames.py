@@ -2,7 +2,7 @@ import msgspec
 import pytest
 import torch
 
-from sgl_kvfetch.codec.layout.frames import FILL, MIN_PICTURE, PICTURE_MULTIPLE, RESOLUTIONS, Layout
+from sgl_kvfetch.codec.layout.frames import FILL, FLAT, MIN_PICTURE, PICTURE_MULTIPLE, RESOLUTIONS, Layout
 from sgl_kvfetch.codec.layout.regions import RegionLayout, region_layout
 from sgl_kvfetch.codec.layout.tiles import TileLayout, tile_layout
 from sgl_kvfetch.errors import FormatError
@@ -138,6 +138,19 @@ def test_regions_meet_the_encoders_units() -> None:
     for span_tokens, expected in ((1024, (32, 32)), (512, (32, 16)), (64, (8, 8)), (8192, (32, 256)), (1, (1, 1))):
         layout = region_layout(600, span_tokens)
         assert (layout.token_rows, layout.token_cols) == expected
+
+
+def test_flat_frames_begin_with_the_integers() -> None:
+    """In their order, if a row has a span's tokens and nothing else."""
+    for count, num_tokens in ((1, 1), (7, 33), (9, 64)):
+        layout = region_layout(count, num_tokens, FLAT)
+        integers = random_integers(count, num_tokens)
+        assert layout.begins_with((count, num_tokens))
+        assert torch.equal(layout.to_frames(integers).flatten()[: integers.numel()], integers.flatten())
+    assert not layout.begins_with((9, 63))
+    assert not RegionLayout(width=128, height=1, token_rows=1, token_cols=64).begins_with((9, 64))
+    assert not region_layout(9, 64).begins_with((9, 64))
+    assert not tile_layout(2, 64, 9, FLAT).begins_with((9, 3, 2, 64))
 
 
 def test_regions_that_hold_too_little_are_refused() -> None:

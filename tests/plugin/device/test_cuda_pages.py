@@ -93,7 +93,7 @@ def make_pool(geometry: KVGeometry = GEOMETRY, device: str = "cpu") -> MHATokenT
     return pool
 
 
-def make_pages(device: FakeDevice, geometry: KVGeometry = GEOMETRY, **sizes: int) -> CudaPages:
+def make_pages(device: FakeDevice, geometry: KVGeometry = GEOMETRY, **sizes: Any) -> CudaPages:
     return CudaPages(make_pool(geometry), geometry.page_size, device, device.forward, **sizes)
 
 
@@ -577,8 +577,16 @@ def test_a_gpu_is_used_with_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert type(cache._open_pages(pool, 4, worker)) is DevicePages
     assert not caplog.records
     pool.device = "cuda"
-    assert type(cache._open_pages(pool, 4, worker)) is CudaPages
+    caplog.set_level("INFO")
+    pages = cache._open_pages(pool, 4, worker)
+    assert isinstance(pages, CudaPages)
+    assert list(pages.spare_decoders) == ["ans"]
     assert "has not been run by its authors" in caplog.text
+    assert "kvfetch: ans is decoded on the GPU, too" in caplog.text
+    monkeypatch.setenv("KVFETCH_GPU_ANS", "0")
+    pages = cache._open_pages(pool, 4, worker)
+    assert isinstance(pages, CudaPages)
+    assert not pages.spare_decoders
     pool.device = "xpu"
     with pytest.raises(UnsupportedError, match="device mode does not support xpu: add --enable-hierarchical-cache"):
         cache._open_pages(pool, 4, worker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from math import prod
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 
 from harness.fetching import fetch_pages
 from harness.waiting import until_idle
-from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
+from sgl_kvfetch.codec.bitstream.base import Decoders
+from sgl_kvfetch.codec.bitstream.registry import resolution_for
 from sgl_kvfetch.codec.container.segment import SegmentReader
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.base import Quantiser
@@ -52,14 +54,13 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def fetch(
-    reader: SegmentReader, data: bytes, pages: PagePool, folder: Path, nvdec: Nvdec | None = None
+    reader: SegmentReader, data: bytes, pages: PagePool, folder: Path, open_session: Callable[[], Decoders] = dict
 ) -> tuple[Any, bool]:
     """A segment, as a server does. And whether it is still stored in the end."""
     store = LocalStore(folder)
     await store.put(reader.data_name, data)
     await store.put(reader.manifest.key.manifest_name, reader.manifest.encode())
-    sessions = [{} if nvdec is None else nvdec.open_session() for _ in range(2)]
-    with closing(DecodePool(sessions)) as pool:
+    with closing(DecodePool([open_session() for _ in range(2)])) as pool:
         fetcher = Fetcher(store, pool, read_bytes=1 << 20, inflight_bytes=1 << 22, may_delete=True)
         sources = [PageSource(reader, page) for page in range(NUM_PAGES)]
         numbers = range(NUM_PAGES) if isinstance(pages, CudaPages) else PLACES
@@ -78,7 +79,16 @@ def make_segment_of(name: Any, codec: str) -> tuple[Quantiser, Segment]:
     quantiser = KltQuantiser(profile, step=0.5)
     k, v = (x.to(torch.bfloat16) for x in values_of(profile, NUM_PAGES * GEOMETRY.page_size))
     values: dict[TensorName, torch.Tensor] = {"k": k, "v": v}
-    return quantiser, make_segment(GEOMETRY, NUM_PAGES, quantiser=quantiser, codec=codec, span_pages=4, values=values)
+    segment = make_segment(
+        GEOMETRY,
+        NUM_PAGES,
+        quantiser=quantiser,
+        codec=codec,
+        span_pages=4,
+        values=values,
+        resolution=resolution_for(codec, "240p"),
+    )
+    return quantiser, segment
 
 
 @pytest.mark.parametrize("codec", ["hevc", "hevc420"])
@@ -104,7 +114,7 @@ async def test_the_same_values_as_on_the_cpu(
         restore_buffer_bytes=1 << 20 if name == "exact" else 4096,
     ).open_round(slots_of(PLACES))
     device.pinned_bytes.clear()  # what the buffers take
-    result, _ = await fetch(reader, segment[0].data, pages, tmp_path / "gpu", make_nvdec(FakeNvc(device)))
+    result, _ = await fetch(reader, segment[0].data, pages, tmp_path / "gpu", make_nvdec(FakeNvc(device)).open_session)
     assert (result.num_pages, result.failures) == (NUM_PAGES, ())
     device.run()
     for tensor in TENSORS:
@@ -127,7 +137,7 @@ async def test_frames_without_sums_are_verified_on_the_host(codec: str, tmp_path
     nvc = FakeNvc(device)
     pages = make_pages(device).open_round(slots_of(PLACES))
     device.pinned_bytes.clear()
-    result, _ = await fetch(reader, segment[0].data, pages, tmp_path / "right", make_nvdec(nvc))
+    result, _ = await fetch(reader, segment[0].data, pages, tmp_path / "right", make_nvdec(nvc).open_session)
     assert (result.num_pages, result.failures) == (NUM_PAGES, ())
     assert max(device.pinned_bytes) == max(
         prod(layout.frames_shape(reader.manifest.integers_shape(cell, name)))
@@ -135,7 +145,7 @@ async def test_frames_without_sums_are_verified_on_the_host(codec: str, tmp_path
         for name, layout in reader.variant.layouts.items()
     )
     nvc.fails = "one pixel"
-    result, is_stored = await fetch(reader, segment[0].data, pages, tmp_path / "wrong", make_nvdec(nvc))
+    result, is_stored = await fetch(reader, segment[0].data, pages, tmp_path / "wrong", make_nvdec(nvc).open_session)
     assert result.num_pages == 0
     assert "decoded k: checksum does not match" in str(result.failures[0])
     assert is_stored
@@ -151,7 +161,7 @@ async def test_wrong_pixels_are_a_miss_and_the_segment_stays(fault: str, tmp_pat
     nvc = FakeNvc(device)
     nvc.fails = fault
     pages = make_pages(device).open_round(slots_of(PLACES))
-    result, is_stored = await fetch(reader, segment[0].data, pages, tmp_path, make_nvdec(nvc))
+    result, is_stored = await fetch(reader, segment[0].data, pages, tmp_path, make_nvdec(nvc).open_session)
     assert result.num_pages == 0
     assert {type(failure) for failure in result.failures} == {CorruptError}
     assert "decoded frames: frame sum does not match" in str(result.failures[0])

@@ -1,0 +1,59 @@
+"""The kernel of XXH3 and its reference, beside the library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import xxhash
+
+from sgl_kvfetch.triton_kernels.xxh3 import MIN_BYTES, digest_of, xxh3_sums, xxh3_sums_reference
+from tests.triton_kernels.cases import DEVICE
+
+# The shortest; a whole block, and one byte or stripe beside it; a last stripe at any address.
+SIZES = (MIN_BYTES, 255, 256, 257, 1023, 1024, 1025, 1088, 1089, 2048, 3333, 4160)
+
+
+def random_bytes(num_bytes: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(num_bytes)
+    return torch.randint(0, 256, (num_bytes,), generator=generator, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("sums_of", [xxh3_sums, xxh3_sums_reference])
+def test_the_librarys_digest_of_every_range(sums_of: Callable[..., torch.Tensor]) -> None:
+    data = random_bytes(8192)
+    ranges = [(8 * index, size) for index, size in enumerate(SIZES)]
+    sums = sums_of(data.to(DEVICE), ranges)
+    assert (sums.dtype, sums.shape, sums.device.type) == (torch.int64, (len(ranges), 8), DEVICE.type)
+    for (start, size), each in zip(ranges, sums.tolist(), strict=True):
+        assert digest_of(each, size) == xxhash.xxh3_128_digest(data[start : start + size].numpy().data), size
+
+
+def test_extremes() -> None:
+    for value in (0, 0x80, 0xFF):
+        data = torch.full((2056,), value, dtype=torch.uint8)
+        assert digest_of(xxh3_sums(data.to(DEVICE), [(0, 2051)])[0].tolist(), 2051) == xxhash.xxh3_128_digest(
+            data[:2051].numpy().data
+        )
+
+
+def test_no_ranges() -> None:
+    assert xxh3_sums(torch.zeros(8, dtype=torch.uint8, device=DEVICE), []).shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("data", "taken", "message"),
+    [
+        (torch.zeros(512, dtype=torch.int8), (0, 300), "data is torch.int8"),
+        (torch.zeros(511, dtype=torch.uint8), (0, 300), "multiple of 8"),
+        (torch.zeros(1024, dtype=torch.uint8)[::2], (0, 300), "contiguous"),
+        (torch.zeros(512, dtype=torch.uint8), (0, MIN_BYTES - 1), "240 bytes from 0 on, of 512"),
+        (torch.zeros(512, dtype=torch.uint8), (4, 300), "300 bytes from 4 on"),
+        (torch.zeros(512, dtype=torch.uint8), (256, 300), "300 bytes from 256 on"),
+        (torch.zeros(512, dtype=torch.uint8), (-8, 300), "300 bytes from -8 on"),
+    ],
+)
+def test_other_arguments_are_refused(data: torch.Tensor, taken: tuple[int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        xxh3_sums(data, [taken])
