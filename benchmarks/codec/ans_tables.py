@@ -33,6 +33,7 @@ SHAPE = 1.65  # of the generalised Gaussian: 2 is Gauss', 1 Laplace's
 NARROWEST, OCTAVES = 0.2, 9.2  # widths, in steps
 UNIT = 1024  # the energy of a token that is like its row
 TARGET_KLS = (1e-4, None, 3e-3, 1e-2, 3e-2)
+_COARSE = 4  # magnitudes of a third of an integer that its digit's distribution depends on
 _PRIOR = 200.0  # integers' weight of what is expected where little was counted
 
 Array = np.ndarray
@@ -49,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         counts = np.zeros((CLASSES, LEVELS, ESCAPE))
         for integers in tqdm(cells(args), disable=not sys.stderr.isatty()):
             count(integers, gains, counts)
-        np.savez_compressed(args.out, slots=slots, choice=choose(counts, slots), gains=gains)
+        digits = np.stack([digits_of(probabilities(w)) for w in widths()])
+        np.savez_compressed(args.out, slots=slots, choice=choose(counts, slots), gains=gains, digits=digits)
     print(f"wrote {args.out}")
     return 0
 
@@ -98,6 +100,19 @@ def slots_of(p: Array) -> Array:
             slots[np.argmin(np.where(slots > 1, costs, np.inf))] -= 1
     found[ZERO - most : ZERO + most + 1] = slots
     return found
+
+
+def digits_of(p: Array) -> Array:
+    """Return the slots of digits towards zero, none and away from it, uint16 ``(4, 3)``, of integers with these
+    probabilities: by the magnitude of a third of the integer, rounded, which is 0, 1, 2, or more."""
+    sides = np.append(p[LARGEST:], 0)  # those of 0 to 128
+    thirds = np.stack([sides[[abs(3 * n - 1), 3 * n, 3 * n + 1]] for n in range(LARGEST // 3)])
+    slots = np.empty((_COARSE, 3), np.uint16)
+    for size, share in enumerate((*thirds[: _COARSE - 1], thirds[_COARSE - 1 :].sum(0))):
+        each = np.maximum(np.round(share / share.sum() * SLOTS), 1)
+        each[each.argmax()] += SLOTS - each.sum()
+        slots[size] = each
+    return slots
 
 
 def row_class(mean_size: float) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.codec.method import Method
 from benchmarks.codec.segments import SegmentMethod, segments_of
+from sgl_kvfetch.codec.bitstream.ladder import largest_coefficient
 from sgl_kvfetch.codec.bitstream.registry import get_codec
 from sgl_kvfetch.codec.container.segment import SegmentReader, cell_place
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised
@@ -15,6 +16,7 @@ from sgl_kvfetch.codec.quant.profile import Profile
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 
 TARGET_KLS = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+_LEVELS = 3
 SECOND_INTEGERS = "second integers"
 _COEFFICIENTS = "coefficients"
 QuantisedCell = tuple[CellPlace, CellValues, Quantised]
@@ -46,7 +48,7 @@ class KltMethod(SegmentMethod):
         layout = reader.variant.layouts[_COEFFICIENTS]
         for cell in reader.manifest.cells():
             place = cell_place(reader.manifest, cell)
-            num_wide = self.klt.num_wide(place)
+            num_wide = len(self.klt.wide_coefficients(place))
             if num_wide:
                 chunk = reader.variant.chunks[reader.manifest.cell_index(cell) * reader.manifest.chunks_per_cell + part]
                 integers = reader.decode_cell(cell, data[slice(*reader.cell_range(cell))])[part]
@@ -73,7 +75,21 @@ def our_methods(profile: Profile | None) -> list[Method]:
             for codec, label in (("ans", "rANS"), ("hevc", "HEVC"), ("zstd", "zstd"))
             for kl in in_range(profile, (None, *TARGET_KLS))
         ]
+        methods += _levels(profile)
     return methods
+
+
+def _levels(profile: Profile) -> Iterator[Method]:
+    """Yield the default in levels, of which the first ones are stored, and what has their steps at once."""
+    step, largest = profile.step_for(None), largest_coefficient(_LEVELS)
+    for kept in range(1, _LEVELS + 1):
+        klt = KltQuantiser(profile, step=step, largest=largest)
+        how = {"num_levels": _LEVELS, "kept_levels": kept}
+        yield SegmentMethod(f"klt/levels-{kept}", _KLT_SOURCE, "klt in levels (ours)", klt, "ans", **how)
+        if kept < _LEVELS:
+            unit = 3 ** (_LEVELS - kept)
+            at_once = KltQuantiser(profile, step=step * unit)
+            yield SegmentMethod(f"klt-step-{unit}/ans", _KLT_SOURCE, "klt, larger steps (ours)", at_once, "ans")
 
 
 def in_range(profile: Profile, target_kls: Iterable[float | None]) -> list[float | None]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import cycle
+from itertools import accumulate, cycle, pairwise
 
+import msgspec
 import torch
 
 from benchmarks.codec.method import KV_DTYPE, KVShape, Method
@@ -26,10 +27,22 @@ PAGE_TOKENS = 64
 class SegmentMethod(Method):
     """Stores segments, spans and pictures as servers write them by default."""
 
-    def __init__(self, name: str, source: str, family: str, quantiser: Quantiser, codec: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        source: str,
+        family: str,
+        quantiser: Quantiser,
+        codec: str,
+        *,
+        num_levels: int = 1,
+        kept_levels: int = 1,
+    ) -> None:
+        """``num_levels``: of coefficients, of which the first ``kept_levels`` are stored."""
         self.name, self.source, self.family = name, source, family
         self.quantiser = quantiser
         self.codec = codec
+        self.num_levels, self.kept_levels = num_levels, kept_levels
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> Sequence[bytes]:
         shape = KVShape.of(k, v)
@@ -41,7 +54,14 @@ class SegmentMethod(Method):
         )
         heads = make_heads(geometry, self.quantiser)
         resolution = resolution_for(self.codec, RESOLUTION)
-        spec = SegmentSpec(heads, self.quantiser, self.codec, resolution, SPAN_TOKENS // PAGE_TOKENS)
+        spec = SegmentSpec(
+            heads,
+            self.quantiser,
+            self.codec,
+            resolution,
+            SPAN_TOKENS // PAGE_TOKENS,
+            num_levels=self.num_levels,
+        )
         parts = []
         for first, count in buddy_split(0, len(hashes), MAX_SEGMENT_TOKENS // PAGE_TOKENS):
             tokens = slice(first * PAGE_TOKENS, (first + count) * PAGE_TOKENS)
@@ -49,7 +69,11 @@ class SegmentMethod(Method):
             segment = encode_segment(
                 spec, {"k": k[tokens], "v": v[tokens]}, first, previous, hashes[first : first + count]
             )
-            parts += [segment.manifest.encode(), segment.data]
+            (variant,) = segment.manifest.variants
+            kept = self.kept_levels - 1
+            variant = msgspec.structs.replace(variant, levels=variant.levels[:kept])
+            manifest = msgspec.structs.replace(segment.manifest, variants=(variant,))
+            parts += [manifest.encode(), b"".join((segment.data, *segment.level_data[:kept]))]
         return parts
 
     def decode(self, parts: Sequence[bytes], shape: KVShape) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,14 +90,15 @@ class SegmentMethod(Method):
             (variant,) = manifest.variants
             for part, chunk in zip(cycle(manifest.parts), variant.chunks, strict=False):
                 found[part.name] += chunk.size_bytes
-        return found
+            found["coefficients"] += sum(map(manifest.data_bytes, manifest.levels))
+        return +found
 
     def _decode_segment(self, manifest: Manifest, data: bytes, into: CellValues) -> None:
-        reader = SegmentReader(manifest, self.quantiser)
-        view = memoryview(data)
+        reader = SegmentReader(manifest, self.quantiser, num_levels=self.kept_levels)
+        ends = accumulate(map(manifest.data_bytes, manifest.data), initial=0)
+        objects = [memoryview(data)[start:end] for start, end in pairwise(ends)]
         for cell in manifest.cells():
-            start, end = reader.cell_range(cell)
-            values = reader.dequantise_cell(cell, reader.decode_cell(cell, view[start:end]))
+            values = reader.dequantise_cell(cell, reader.decode_cell(cell, reader.cell_data(cell, objects)))
             tokens = slice(*(page * PAGE_TOKENS for page in manifest.span_range(cell.span)))
             layers, heads = manifest.grid.layers(cell.layer_group), manifest.grid.heads(cell.head_block)
             for whole, part in zip(into.tokens(tokens).cell(layers, heads), values, strict=True):
@@ -81,6 +106,6 @@ class SegmentMethod(Method):
 
 
 def segments_of(parts: Sequence[bytes]) -> Iterator[tuple[Manifest, bytes]]:
-    """Yield each segment's manifest and data from the result of ``SegmentMethod.encode``."""
+    """Yield each segment's manifest from the result of ``SegmentMethod.encode``, and its data objects, joined."""
     for manifest, data in zip(parts[::2], parts[1::2], strict=True):
         yield decode_manifest(manifest), data

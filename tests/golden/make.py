@@ -208,10 +208,12 @@ def values_for(case: Case) -> dict[TensorName, torch.Tensor]:
     return {"k": k, "v": v}
 
 
-def make(case: Case) -> CodedSegment:
+def make(case: Case, num_levels: int = 1) -> CodedSegment:
     quantiser = golden_quantiser(case.quantiser)
-    first, *more = case.variants
-    spec = SegmentSpec(case.head_slice, quantiser, first.codec, first.resolution, case.span_pages)
+    first, *more = case.variants if num_levels == 1 else case.variants[:1]
+    spec = SegmentSpec(
+        case.head_slice, quantiser, first.codec, first.resolution, case.span_pages, num_levels=num_levels
+    )
     previous = page_hashes(1, "", case.first_page - 1)[0] if case.first_page else None
     hashes = page_hashes(NUM_PAGES, "", case.first_page)
     coded = encode_segment(spec, values_for(case), case.first_page, previous, hashes)
@@ -255,9 +257,23 @@ def write_encrypted() -> None:
     ENCRYPTED.with_suffix(".0.kvd").write_bytes(coded.data)
 
 
+LEVELS = FOLDER / "klt-levels.kvm"
+NUM_LEVELS = 3
+
+
+def write_levels() -> None:
+    """Write the case klt-ans in levels."""
+    coded = make(CASES["klt-ans"], NUM_LEVELS)
+    LEVELS.write_bytes(coded.manifest.encode())
+    for number, data in enumerate((coded.data, *coded.level_data)):
+        LEVELS.with_suffix(f".{number}.kvd").write_bytes(data)
+
+
 def main() -> None:
     if not ENCRYPTED.exists():
         write_encrypted()
+    if not LEVELS.exists():
+        write_levels()
     for case in CASES.values():
         if case.stem in sys.argv[1:] or not (sys.argv[1:] or case.path("kvm").exists()):
             write(case)

@@ -12,7 +12,7 @@ import math
 import re
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -119,8 +119,11 @@ def read_sides(raw: bytes, objects: list[bytes]) -> dict[tuple[str, int], bytes]
     return found
 
 
-def read_values(raw: bytes, data: bytes, variant: int = 0, profile: bytes | None = None) -> bytes:
-    """The bits of all cells' values in storage order, K before V, from a manifest and a variant's data object."""
+def read_values(
+    raw: bytes, data: bytes, variant: int = 0, profile: bytes | None = None, levels: Sequence[bytes] = ()
+) -> bytes:
+    """The bits of all cells' values in storage order, K before V, from a manifest, a variant's data object and those of
+    its first levels."""
     body = parse_manifest(raw)
     space, coding = body["namespace"], body["variants"][variant]
     assert xxhash.xxh3_128_hexdigest(data) == coding["data_digest"]
@@ -129,6 +132,7 @@ def read_values(raw: bytes, data: bytes, variant: int = 0, profile: bytes | None
     assert sum(size for _, size, _, _ in coding["chunks"]) == len(data)
     sums = coding.get("frame_sums") or [None] * len(coding["chunks"])
     chunks = iter(zip(coding["chunks"], sums, strict=True))
+    digits = [pieces_of(level, content) for level, content in zip(coding.get("levels", ()), levels, strict=False)]
     known = None if profile is None else Profile.parse(profile)
     out, offset = [], 0
     for cell in cells:
@@ -138,7 +142,12 @@ def read_values(raw: bytes, data: bytes, variant: int = 0, profile: bytes | None
             bitstream = data[offset : offset + size]
             offset += size
             assert xxhash.xxh3_128_digest(bitstream) == coded
-            if layout:
+            if codec == "ladder":
+                assert layout == "coefficients"
+                finer = [next(pieces) for pieces in digits]
+                part = unladder([bitstream, *(piece for piece, _ in finer)], *cell.shape(space, layout))
+                decoded = finer[-1][1] if finer else decoded
+            elif layout:
                 part = integers_of(bitstream, codec, coding["layouts"][layout], cell.shape(space, layout), frame_sum)
             else:
                 assert codec == "zstd"
@@ -147,6 +156,18 @@ def read_values(raw: bytes, data: bytes, variant: int = 0, profile: bytes | None
             parts[name] = part
         out += values_of(cell, space, parts, known)
     return b"".join(x.tobytes() for x in out)
+
+
+def pieces_of(level: dict[str, Any], data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """The chunks of a level, with the checksums of what they lead to."""
+    assert xxhash.xxh3_128_hexdigest(data) == level["data_digest"]
+    offset = 0
+    for codec, size, coded, decoded in level["chunks"]:
+        assert codec == "digits"
+        assert xxhash.xxh3_128_digest(data[offset : offset + size]) == coded
+        yield data[offset : offset + size], decoded
+        offset += size
+    assert offset == len(data)
 
 
 LAYOUT_FIELDS = "type", "width", "height", "head_rows", "head_cols", "dim_rows", "dim_cols", "token_rows", "token_cols"
@@ -243,47 +264,91 @@ def unans_tables(bitstream: bytes, num_rows: int, num_tokens: int) -> np.ndarray
     return unans(bitstream[5 + size :], num_rows, num_tokens, tables, count)
 
 
+class Lanes:
+    """The states of a bitstream of ``ans``, its words and its escaped integers."""
+
+    def __init__(self, bitstream: bytes, num_tokens: int) -> None:
+        lanes = min(32, num_tokens)
+        self.bitstream, self.front, self.back = bitstream, 4 * lanes, len(bitstream)
+        self.states = list(struct.unpack_from(f"<{lanes}I", bitstream))
+        assert min(self.states) >= 1 << 16
+
+    def take(self, lane: int, slots: np.ndarray) -> int:
+        state, ends = self.states[lane], slots.cumsum()
+        symbol = int(np.searchsorted(ends, state % 1024, side="right"))
+        state = int(slots[symbol]) * (state // 1024) + state % 1024 - int(ends[symbol] - slots[symbol])
+        if state < 1 << 16:
+            state = state << 16 | int.from_bytes(self.bitstream[self.front : self.front + 2], "little")
+            self.front += 2
+        self.states[lane] = state
+        if symbol == 256:
+            self.back -= 1
+            symbol = self.bitstream[self.back]
+        assert self.front <= self.back
+        return symbol
+
+    def end(self) -> None:
+        assert self.front == self.back
+        assert set(self.states) == {1 << 16}
+
+
 def unans(
     bitstream: bytes, num_rows: int, num_tokens: int, tables: Mapping[str, np.ndarray] | None = None, delta: int = 17
 ) -> np.ndarray:
     tables = tables or np.load(TABLES)
-    slots, choice, gains = (tables[name].astype(int) for name in ("slots", "choice", "gains"))
-    starts = slots.cumsum(1) - slots
-    symbols = [np.repeat(np.arange(257), row) for row in slots]
-    lanes = min(32, num_tokens)
-    states = list(struct.unpack_from(f"<{lanes}I", bitstream))
-    assert min(states) >= 1 << 16
-    front, back = 4 * lanes, len(bitstream)
+    slots = tables["slots"].astype(int)
 
-    def take(lane: int, table: int) -> int:
-        nonlocal front, back
-        slot = states[lane] % 1024
-        symbol = int(symbols[table][slot])
-        state = int(slots[table][symbol]) * (states[lane] // 1024) + slot - int(starts[table][symbol])
-        if state < 1 << 16:
-            state = state << 16 | int.from_bytes(bitstream[front : front + 2], "little")
-            front += 2
-            assert front <= back
-        states[lane] = state
-        if symbol == 256:
-            back -= 1
-            assert front <= back
-            return bitstream[back]
-        return symbol
+    def take(lanes: Lanes, lane: int, distribution: int, row: int, token: int) -> int:
+        return lanes.take(lane, slots[distribution]) - 128
 
-    rows = np.zeros((num_rows, num_tokens), np.uint8)
+    return (rows_of(bitstream, num_rows, num_tokens, take, tables, delta) + 128).astype(np.uint8)
+
+
+def unladder(bitstreams: Sequence[bytes], num_rows: int, num_tokens: int) -> np.ndarray:
+    tables = np.load(TABLES)
+    num_levels, kept, num_wide = struct.unpack_from("<BHH", bitstreams[0])
+    wide = [struct.unpack_from("<HB", bitstreams[0], 5 + 3 * i) for i in range(num_wide)]
+    found = unans(bitstreams[0][5 + 3 * num_wide :], kept, num_tokens).astype(int) - 128
+    for bitstream in bitstreams[1:]:
+        coarse = found
+
+        def take(lanes: Lanes, lane: int, distribution: int, row: int, token: int) -> int:
+            n = int(coarse[row, token])  # noqa: B023, used within the loop
+            digit = lanes.take(lane, tables["digits"][distribution, min(abs(n), 3)].astype(int)) - 1
+            return 3 * n + (digit if n >= 0 else -digit)
+
+        found = rows_of(bitstream, kept, num_tokens, take, tables)
+    found = found * 3 ** (num_levels - len(bitstreams))
+    integers = np.zeros((num_rows, num_tokens), int)
+    integers[:kept] = found.clip(-128, 127)
+    for i, (row, bits) in enumerate(wide):
+        high = ((found[row] + 2 ** (bits - 1)) // 2**bits).clip(-127, 127)
+        integers[kept + i] = high
+        integers[row] = (found[row] - high * 2**bits).clip(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    return (integers + 128).astype(np.uint8)
+
+
+def rows_of(
+    bitstream: bytes,
+    num_rows: int,
+    num_tokens: int,
+    take: Callable[[Lanes, int, int, int, int], int],
+    tables: Mapping[str, np.ndarray],
+    delta: int = 17,
+) -> np.ndarray:
+    """``take`` returns the number n of a lane, with the number of its distribution, at a row and a token."""
+    lanes, slots, gains = Lanes(bitstream, num_tokens), tables["slots"].astype(int), tables["gains"]
+    rows = np.zeros((num_rows, num_tokens), int)
     energies = [1024] * num_tokens
     kind = 0
-    for row in rows:
-        kind = min(max(kind + take(0, delta) - 128, 0), 63)
+    for number, row in enumerate(rows):
+        kind = min(max(kind + lanes.take(0, slots[delta]) - 128, 0), 63)
         for t in range(num_tokens):
             level = (struct.unpack("<I", struct.pack("<f", energies[t]))[0] >> 21) - 532
-            row[t] = take(t % 32, choice[kind, min(max(level, 0), 31)])
-        sizes = np.abs(row.astype(int) - 128)
-        for t, size in enumerate(sizes):
-            energies[t] += (min(int(size) * int(gains[kind]), 16384) >> 5) - (energies[t] >> 5)
-    assert front == back
-    assert set(states) == {1 << 16}
+            row[t] = take(lanes, t % 32, int(tables["choice"][kind, min(max(level, 0), 31)]), number, t)
+        for t, n in enumerate(row):
+            energies[t] += (min(abs(int(n)) * int(gains[kind]), 16384) >> 5) - (energies[t] >> 5)
+    lanes.end()
     return rows
 
 

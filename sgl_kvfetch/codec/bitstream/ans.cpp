@@ -1,6 +1,7 @@
 // The coder of `ans`: interleaved rANS over rows of integers. docs/format.md says what it reads and writes, and
 // ans.py owns the tables. Each row has a class (its scale) and each column, a token, an energy (how large its integers
-// were in the rows before, beside their rows' scales). Both together choose one of a few distributions.
+// were in the rows before, beside their rows' scales). Both together choose one of a few distributions. Digits refine
+// integers n to 3 n + digit, where a digit is -1, 0 or 1, and n chooses its distribution, too (levels.py).
 //
 // rANS: J. Duda, arXiv 1311.2540; interleaved lanes: F. Giesen, arXiv 1402.3392. The states' words are 16 bits.
 
@@ -35,6 +36,7 @@ constexpr uint32_t kUnit = 1024;       // the energy of a token that is like its
 constexpr uint32_t kMostEnergy = 16384;
 constexpr int kFirstLevel = 133 << 2;  // that of 2^6: float32's exponent, and two bits of its mantissa
 constexpr int kEscapeFlag = 28;        // in an entry of the decoding table
+constexpr int kCoarse = 4;             // magnitudes of a refined integer that digits know: 0, 1, 2, more
 
 bool has_avx512() {
 #ifdef HAS_AVX512
@@ -52,6 +54,7 @@ struct Tables {
     const uint16_t* gains;     // (64,): what an integer of 1 in a row of this class adds to the energy
     int delta;                 // the table that codes a row's class, less the class of the row before
     bool has_vectors;          // whether to use the CPU's vectors of 512 bits
+    const uint32_t* digits = nullptr;  // (tables, 4): slots of a digit towards zero | slots of it and of none << 10
 };
 
 inline int level_of(uint32_t energy) {
@@ -61,11 +64,13 @@ inline int level_of(uint32_t energy) {
     return std::clamp((bits >> 21) - kFirstLevel, 0, kLevels - 1);
 }
 
-inline uint16_t next_energy(uint32_t energy, uint8_t integer, uint32_t gain) {
-    uint32_t size = static_cast<uint32_t>(std::abs(static_cast<int>(integer) - kZero));
+inline uint16_t next_energy(uint32_t energy, int n, uint32_t gain) {
+    uint32_t size = static_cast<uint32_t>(std::abs(n));
     uint32_t seen = std::min(size * gain, kMostEnergy);
     return static_cast<uint16_t>(energy - (energy >> 5) + (seen >> 5));
 }
+
+inline size_t digit_context(int table, int n) { return table * kCoarse + std::min(std::abs(n), kCoarse - 1); }
 
 // ---- decoding
 
@@ -112,7 +117,7 @@ void decode_tokens(uint32_t* states, const Tables& t, int row_class, uint16_t* e
     for (size_t i = from; i < tokens; ++i) {
         const uint32_t* table = t.decode + (static_cast<size_t>(choice[level_of(energies[i])]) << kBits);
         row[i] = decode_symbol(states[i % kLanes], table, in);
-        energies[i] = next_energy(energies[i], row[i], gain);
+        energies[i] = next_energy(energies[i], row[i] - kZero, gain);
     }
 }
 
@@ -148,7 +153,7 @@ CLONES size_t decode_steps(uint32_t* states, const Tables& t, int row_class, uin
                 if (entry >> kEscapeFlag) entry = in.escape();
         for (int lane = 0; lane < kLanes; ++lane) {
             row[i + lane] = static_cast<uint8_t>(entries[lane]);
-            energies[i + lane] = next_energy(energies[i + lane], row[i + lane], gain);
+            energies[i + lane] = next_energy(energies[i + lane], row[i + lane] - kZero, gain);
         }
     }
     return i;
@@ -182,11 +187,20 @@ AVX512 inline Choice choice_of(const Tables& t, int row_class, int shift) {
     return {_mm512_slli_epi32(integers_of(choice), shift), _mm512_slli_epi32(integers_of(choice + 16), shift)};
 }
 
-AVX512 inline void move_energies(__m512i integer, __m512i energy, __m512i gain, uint16_t* energies) {
-    const __m512i size = _mm512_abs_epi32(_mm512_sub_epi32(integer, _mm512_set1_epi32(kZero)));
+AVX512 inline void move_energies(__m512i n, __m512i energy, __m512i gain, uint16_t* energies) {
+    const __m512i size = _mm512_abs_epi32(n);
     const __m512i seen = _mm512_min_epi32(_mm512_mullo_epi32(size, gain), _mm512_set1_epi32(kMostEnergy));
     energy = _mm512_add_epi32(_mm512_sub_epi32(energy, _mm512_srli_epi32(energy, 5)), _mm512_srli_epi32(seen, 5));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(energies), _mm512_cvtepi32_epi16(energy));
+}
+
+// Returns states with a word in those that are too small.
+AVX512 inline __m512i filled_16(__m512i state, const uint8_t*& next) {
+    const __mmask16 low = _mm512_cmplt_epu32_mask(state, _mm512_set1_epi32(kLow));
+    const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(next)));
+    const __m512i filled = _mm512_or_si512(_mm512_slli_epi32(state, 16), _mm512_maskz_expand_epi32(low, words));
+    next += 2 * _mm_popcnt_u32(low);
+    return _mm512_mask_mov_epi32(state, low, filled);
 }
 
 // Decodes 16 lanes a step further. Returns their entries.
@@ -196,11 +210,7 @@ AVX512 inline __m512i decode_16(__m512i& state, const uint32_t* table, __m512i s
     const __m512i count = _mm512_and_si512(_mm512_srli_epi32(entry, 8), _mm512_set1_epi32(1023));
     const __m512i offset = _mm512_and_si512(_mm512_srli_epi32(entry, 18), _mm512_set1_epi32(1023));
     state = _mm512_add_epi32(_mm512_mullo_epi32(count, _mm512_srli_epi32(state, kBits)), offset);
-    const __mmask16 low = _mm512_cmplt_epu32_mask(state, _mm512_set1_epi32(kLow));
-    const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(next)));
-    const __m512i filled = _mm512_or_si512(_mm512_slli_epi32(state, 16), _mm512_maskz_expand_epi32(low, words));
-    state = _mm512_mask_mov_epi32(state, low, filled);
-    next += 2 * _mm_popcnt_u32(low);
+    state = filled_16(state, next);
     return entry;
 }
 
@@ -218,7 +228,7 @@ AVX512 inline __m512i with_escapes(__m512i entry, __mmask16 escaped, Reader& in)
 AVX512 inline void store_16(__m512i entry, __m512i energy, __m512i gain, uint16_t* energies, uint8_t* row) {
     const __m512i integer = _mm512_and_si512(entry, _mm512_set1_epi32(255));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(row), _mm512_cvtepi32_epi8(integer));
-    move_energies(integer, energy, gain, energies);
+    move_energies(_mm512_sub_epi32(integer, _mm512_set1_epi32(kZero)), energy, gain, energies);
 }
 
 // Decodes whole steps of a row, as long as there is data for sure. Returns the number of tokens.
@@ -264,8 +274,90 @@ void decode_rows(uint32_t* states, const Tables& t, size_t rows, size_t tokens, 
     }
 }
 
-// Returns nullptr, or what is wrong.
-const char* decode(const Tables& t, const uint8_t* data, size_t size, size_t rows, size_t tokens, uint8_t* out) {
+// Refines the integers of a row from `from` on.
+void refine_tokens(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t from, size_t tokens,
+                   int16_t* row, Reader& in) {
+    const uint8_t* choice = t.choice + row_class * kLevels;
+    const uint32_t gain = t.gains[row_class];
+    for (size_t i = from; i < tokens; ++i) {
+        const int n = row[i];
+        const uint32_t entry = t.digits[digit_context(choice[level_of(energies[i])], n)];
+        const uint32_t inner = entry & 1023, outer = entry >> 10;
+        uint32_t& state = states[i % kLanes];
+        const uint32_t slot = state & ((1u << kBits) - 1);
+        const bool has_middle = slot >= inner, is_outer = slot >= outer;
+        const uint32_t first = is_outer ? outer : has_middle ? inner : 0;
+        const uint32_t end = is_outer ? 1u << kBits : has_middle ? outer : inner;
+        state = (end - first) * (state >> kBits) + slot - first;
+        if (state < kLow) state = state << 16 | in.word();
+        const int digit = has_middle + is_outer - 1;
+        row[i] = static_cast<int16_t>(3 * n + (n < 0 ? -digit : digit));
+        energies[i] = next_energy(energies[i], row[i], gain);
+    }
+}
+
+#ifdef HAS_AVX512
+AVX512 inline __m512i shorts_of(const int16_t* row) {
+    return _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row)));
+}
+
+// Refines 16 integers of a row.
+AVX512 inline void refine_16(__m512i& state, const Tables& t, const Choice& choice, __m512i gain, uint16_t* energies,
+                             int16_t* row, const uint8_t*& next) {
+    const __m512i n = shorts_of(row), energy = energies_of(energies), low_bits = _mm512_set1_epi32(1023);
+    const __m512i size = _mm512_min_epi32(_mm512_abs_epi32(n), _mm512_set1_epi32(kCoarse - 1));
+    const __m512i entry = _mm512_i32gather_epi32(_mm512_add_epi32(choice.at(energy), size), t.digits, 4);
+    const __m512i inner = _mm512_and_si512(entry, low_bits), outer = _mm512_srli_epi32(entry, 10);
+    const __m512i slot = _mm512_and_si512(state, low_bits);
+    const __mmask16 middle = _mm512_cmpge_epi32_mask(slot, inner), last = _mm512_cmpge_epi32_mask(slot, outer);
+    const __m512i first = _mm512_mask_mov_epi32(_mm512_maskz_mov_epi32(middle, inner), last, outer);
+    __m512i end = _mm512_mask_mov_epi32(inner, middle, outer);
+    end = _mm512_mask_mov_epi32(end, last, _mm512_set1_epi32(1 << kBits));
+    state = _mm512_mullo_epi32(_mm512_sub_epi32(end, first), _mm512_srli_epi32(state, kBits));
+    state = filled_16(_mm512_add_epi32(state, _mm512_sub_epi32(slot, first)), next);
+    const __m512i one = _mm512_set1_epi32(1), none = _mm512_setzero_si512();
+    const __m512i inner_digit = _mm512_maskz_mov_epi32(_knot_mask16(middle), one);
+    __m512i digit = _mm512_mask_sub_epi32(one, _knot_mask16(last), none, inner_digit);
+    digit = _mm512_mask_sub_epi32(digit, _mm512_cmplt_epi32_mask(n, none), none, digit);
+    const __m512i fine = _mm512_add_epi32(_mm512_add_epi32(n, _mm512_slli_epi32(n, 1)), digit);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(row), _mm512_cvtepi32_epi16(fine));
+    move_energies(fine, energy, gain, energies);
+}
+
+// Refines whole steps of a row, as long as there is data for sure. Returns the number of tokens.
+AVX512 size_t refine_steps_avx512(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t tokens,
+                                   int16_t* row, Reader& in) {
+    const Choice choice = choice_of(t, row_class, 2);
+    const __m512i gain = _mm512_set1_epi32(t.gains[row_class]);
+    __m512i a = _mm512_loadu_si512(states), b = _mm512_loadu_si512(states + 16);
+    size_t i = 0;
+    for (; i + kLanes <= tokens && in.escapes - in.next >= 96; i += kLanes) {
+        refine_16(a, t, choice, gain, energies + i, row + i, in.next);
+        refine_16(b, t, choice, gain, energies + i + 16, row + i + 16, in.next);
+    }
+    _mm512_storeu_si512(states, a);
+    _mm512_storeu_si512(states + 16, b);
+    return i;
+}
+#endif
+
+void refine_rows(uint32_t* states, const Tables& t, size_t rows, size_t tokens, int16_t* values, Reader& in) {
+    std::vector<uint16_t> energies(tokens, kUnit);
+    int row_class = 0;
+    for (size_t r = 0; r < rows && !in.broken; ++r) {
+        row_class = decode_class(states[0], t, row_class, in);
+        int16_t* row = values + r * tokens;
+        size_t done = 0;
+#ifdef HAS_AVX512
+        if (t.has_vectors) done = refine_steps_avx512(states, t, row_class, energies.data(), tokens, row, in);
+#endif
+        refine_tokens(states, t, row_class, energies.data(), done, tokens, row, in);
+    }
+}
+
+// Calls `rows(states, in)` for what lies between the states and the end. Returns nullptr, or what is wrong.
+template <class Rows>
+const char* read(const uint8_t* data, size_t size, size_t tokens, Rows rows) {
     const size_t lanes = std::min<size_t>(kLanes, tokens);
     if (size < 4 * lanes) return "is shorter than its states";
     uint32_t states[kLanes];
@@ -276,12 +368,22 @@ const char* decode(const Tables& t, const uint8_t* data, size_t size, size_t row
         if (states[lane] < kLow) return "has a state that is too small";
     }
     Reader in{data + 4 * lanes, data + size};
-    decode_rows(states, t, rows, tokens, out, in);
+    rows(states, in);
     if (in.broken) return "ends too early";
     if (in.next != in.escapes) return "has bytes that nothing uses";
     for (uint32_t state : states)
         if (state != kLow) return "does not end where it began";
     return nullptr;
+}
+
+const char* decode(const Tables& t, const uint8_t* data, size_t size, size_t rows, size_t tokens, uint8_t* out) {
+    return read(data, size, tokens,
+                [&](uint32_t* states, Reader& in) { decode_rows(states, t, rows, tokens, out, in); });
+}
+
+const char* refine(const Tables& t, const uint8_t* data, size_t size, size_t rows, size_t tokens, int16_t* values) {
+    return read(data, size, tokens,
+                [&](uint32_t* states, Reader& in) { refine_rows(states, t, rows, tokens, values, in); });
 }
 
 // ---- encoding
@@ -308,17 +410,17 @@ inline void encode_symbol(uint32_t& state, const uint32_t* table, uint8_t intege
     state = (state / count << kBits) + state % count + (entry & 1023);
 }
 
-inline const uint32_t* encoding_table(const Tables& t, int table) { return t.encode + (static_cast<size_t>(table) << 8); }
-
-void encode_tokens(uint32_t* states, const Tables& t, const uint8_t* row, const uint8_t* chosen, size_t from,
+// `entries`: as in `Tables::encode`.
+void encode_tokens(uint32_t* states, const uint32_t* entries, const uint8_t* row, const uint8_t* chosen, size_t from,
                    size_t tokens, Writer& out) {
     for (size_t i = tokens; i-- > from;)
-        encode_symbol(states[i % kLanes], encoding_table(t, chosen[i]), row[i], out);
+        encode_symbol(states[i % kLanes], entries + (static_cast<size_t>(chosen[i]) << 8), row[i], out);
 }
 
-int class_of(const uint8_t* row, size_t tokens) {
-    uint32_t sum = 0;
-    for (size_t i = 0; i < tokens; ++i) sum += static_cast<uint32_t>(std::abs(static_cast<int>(row[i]) - kZero));
+template <class T>
+int class_of(const T* row, size_t tokens, int zero) {
+    uint64_t sum = 0;
+    for (size_t i = 0; i < tokens; ++i) sum += static_cast<uint64_t>(std::abs(static_cast<int>(row[i]) - zero));
     const double mean = static_cast<double>(sum) / static_cast<double>(tokens);
     return std::clamp(static_cast<int>(std::lround(4 * std::log2(mean + 1.0 / 64))) + 24, 0, kClasses - 1);
 }
@@ -330,7 +432,7 @@ void choose_tables(const Tables& t, int row_class, const uint8_t* row, size_t fr
     const uint32_t gain = t.gains[row_class];
     for (size_t i = from; i < tokens; ++i) {
         chosen[i] = choice[level_of(energies[i])];
-        energies[i] = next_energy(energies[i], row[i], gain);
+        energies[i] = next_energy(energies[i], row[i] - kZero, gain);
     }
 }
 
@@ -344,15 +446,16 @@ AVX512 void choose_tables_avx512(const Tables& t, int row_class, const uint8_t* 
         const __m512i energy = energies_of(energies + i);
         const __m512i table = choice.at(energy);
         _mm_storeu_si128(reinterpret_cast<__m128i*>(chosen + i), _mm512_cvtepi32_epi8(table));
-        move_energies(integers_of(row + i), energy, gain, energies + i);
+        move_energies(_mm512_sub_epi32(integers_of(row + i), _mm512_set1_epi32(kZero)), energy, gain, energies + i);
     }
     choose_tables(t, row_class, row, i, tokens, energies, chosen);
 }
 
 // Encodes 16 lanes a step further.
-AVX512 inline void encode_16(__m512i& state, const Tables& t, const uint8_t* row, const uint8_t* chosen, Writer& out) {
+AVX512 inline void encode_16(__m512i& state, const uint32_t* entries, const uint8_t* row, const uint8_t* chosen,
+                             Writer& out) {
     const __m512i index = _mm512_add_epi32(_mm512_slli_epi32(integers_of(chosen), 8), integers_of(row));
-    const __m512i entry = _mm512_i32gather_epi32(index, t.encode, 4);
+    const __m512i entry = _mm512_i32gather_epi32(index, entries, 4);
     const __m512i count = _mm512_and_si512(_mm512_srli_epi32(entry, 10), _mm512_set1_epi32(1023));
     const __mmask16 escaped = _mm512_test_epi32_mask(entry, _mm512_set1_epi32(1 << kEscapeFlag));
     if (__builtin_expect(escaped, 0))
@@ -377,55 +480,94 @@ AVX512 inline void encode_16(__m512i& state, const Tables& t, const uint8_t* row
     state = _mm512_add_epi32(_mm512_slli_epi32(quotient, kBits), _mm512_add_epi32(rest, first));
 }
 
-AVX512 void encode_tokens_avx512(uint32_t* states, const Tables& t, const uint8_t* row, const uint8_t* chosen,
+AVX512 void encode_tokens_avx512(uint32_t* states, const uint32_t* entries, const uint8_t* row, const uint8_t* chosen,
                                  size_t tokens, Writer& out) {
     const size_t whole = tokens / kLanes * kLanes;
-    encode_tokens(states, t, row, chosen, whole, tokens, out);
+    encode_tokens(states, entries, row, chosen, whole, tokens, out);
     __m512i a = _mm512_loadu_si512(states), b = _mm512_loadu_si512(states + 16);
     for (size_t i = whole; i > 0; i -= kLanes) {
-        encode_16(b, t, row + i - 16, chosen + i - 16, out);
-        encode_16(a, t, row + i - kLanes, chosen + i - kLanes, out);
+        encode_16(b, entries, row + i - 16, chosen + i - 16, out);
+        encode_16(a, entries, row + i - kLanes, chosen + i - kLanes, out);
     }
     _mm512_storeu_si512(states, a);
     _mm512_storeu_si512(states + 16, b);
 }
 #endif
 
-// `given`: a class for each row; nullptr to derive them.
-std::vector<uint8_t> encode(const Tables& t, const uint8_t* rows_data, size_t rows, size_t tokens, const uint8_t* given) {
-    std::vector<uint8_t> chosen(rows * tokens);
-    std::vector<int> classes(rows);
-    std::vector<uint16_t> energies(tokens, kUnit);
-    for (size_t r = 0; r < rows; ++r) {
-        const uint8_t* row = rows_data + r * tokens;
-        classes[r] = given ? std::min<int>(given[r], kClasses - 1) : class_of(row, tokens);
-#ifdef HAS_AVX512
-        if (t.has_vectors)
-            choose_tables_avx512(t, classes[r], row, tokens, energies.data(), &chosen[r * tokens]);
-        else
-#endif
-            choose_tables(t, classes[r], row, 0, tokens, energies.data(), &chosen[r * tokens]);
-    }
+// Rows of symbols, with the table of each of them.
+struct Plan {
+    size_t rows, tokens;
+    std::vector<uint8_t> chosen;
+    std::vector<int> classes;
+
+    Plan(size_t rows, size_t tokens) : rows(rows), tokens(tokens), chosen(rows * tokens), classes(rows) {}
+};
+
+std::vector<uint8_t> write(const Tables& t, const uint32_t* entries, const Plan& plan, const uint8_t* symbols) {
     uint32_t states[kLanes];
     std::fill(states, states + kLanes, kLow);
-    Writer out(rows * (tokens + 1));
-    for (size_t r = rows; r-- > 0;) {
-        const uint8_t* row = rows_data + r * tokens;
+    Writer out(plan.rows * (plan.tokens + 1));
+    for (size_t r = plan.rows; r-- > 0;) {
+        const uint8_t *row = symbols + r * plan.tokens, *chosen = &plan.chosen[r * plan.tokens];
 #ifdef HAS_AVX512
         if (t.has_vectors)
-            encode_tokens_avx512(states, t, row, &chosen[r * tokens], tokens, out);
+            encode_tokens_avx512(states, entries, row, chosen, plan.tokens, out);
         else
 #endif
-            encode_tokens(states, t, row, &chosen[r * tokens], 0, tokens, out);
-        const int delta = classes[r] - (r ? classes[r - 1] : 0);
-        encode_symbol(states[0], encoding_table(t, t.delta), static_cast<uint8_t>(delta + kZero), out);
+            encode_tokens(states, entries, row, chosen, 0, plan.tokens, out);
+        const int delta = plan.classes[r] - (r ? plan.classes[r - 1] : 0);
+        const uint32_t* deltas = t.encode + (static_cast<size_t>(t.delta) << 8);
+        encode_symbol(states[0], deltas, static_cast<uint8_t>(delta + kZero), out);
     }
-    const size_t lanes = std::min<size_t>(kLanes, tokens);
+    const size_t lanes = std::min<size_t>(kLanes, plan.tokens);
     std::vector<uint8_t> coded(4 * lanes + out.size() + out.escapes.size());
     std::memcpy(coded.data(), states, 4 * lanes);
     std::memcpy(coded.data() + 4 * lanes, out.next, out.size());
     std::copy(out.escapes.begin(), out.escapes.end(), coded.end() - out.escapes.size());
     return coded;
+}
+
+// `given`: a class for each row; nullptr to derive them.
+std::vector<uint8_t> encode(const Tables& t, const uint8_t* values, size_t rows, size_t tokens, const uint8_t* given) {
+    Plan plan(rows, tokens);
+    std::vector<uint16_t> energies(tokens, kUnit);
+    for (size_t r = 0; r < rows; ++r) {
+        const uint8_t* row = values + r * tokens;
+        const int row_class = given ? std::min<int>(given[r], kClasses - 1) : class_of(row, tokens, kZero);
+        plan.classes[r] = row_class;
+#ifdef HAS_AVX512
+        if (t.has_vectors)
+            choose_tables_avx512(t, row_class, row, tokens, energies.data(), &plan.chosen[r * tokens]);
+        else
+#endif
+            choose_tables(t, row_class, row, 0, tokens, energies.data(), &plan.chosen[r * tokens]);
+    }
+    return write(t, t.encode, plan, values);
+}
+
+// Returns the digits that lead from a third of each integer, rounded, to the integer.
+std::vector<uint8_t> encode_digits(const Tables& t, int num_tables, const int16_t* values, size_t rows, size_t tokens) {
+    std::vector<uint32_t> entries(static_cast<size_t>(num_tables) * kCoarse << 8);
+    for (int i = 0; i < num_tables * kCoarse; ++i) {
+        const uint32_t inner = t.digits[i] & 1023, outer = t.digits[i] >> 10;
+        const uint32_t first[] = {0, inner, outer, 1u << kBits};
+        for (int d = 0; d < 3; ++d) entries[i * 256 + d] = first[d] | (first[d + 1] - first[d]) << 10;
+    }
+    Plan plan(rows, tokens);
+    std::vector<uint8_t> symbols(rows * tokens);
+    std::vector<uint16_t> energies(tokens, kUnit);
+    for (size_t r = 0; r < rows; ++r) {
+        const int16_t* row = values + r * tokens;
+        const int row_class = plan.classes[r] = class_of(row, tokens, 0);
+        const uint8_t* choice = t.choice + row_class * kLevels;
+        for (size_t i = 0; i < tokens; ++i) {
+            const int n = (row[i] + 3 * (1 << 15) + 1) / 3 - (1 << 15), digit = row[i] - 3 * n;
+            plan.chosen[r * tokens + i] = static_cast<uint8_t>(digit_context(choice[level_of(energies[i])], n));
+            symbols[r * tokens + i] = static_cast<uint8_t>(1 + (n < 0 ? -digit : digit));
+            energies[i] = next_energy(energies[i], row[i], t.gains[row_class]);
+        }
+    }
+    return write(t, entries.data(), plan, symbols.data());
 }
 
 // ---- the module
@@ -441,32 +583,67 @@ struct Buffer {
     }
 };
 
-// A tuple (decode, encode, choice, gains, delta, is_portable), as in `Tables`; without vectors if `is_portable`.
+// A tuple (decode, encode, choice, gains, digits, delta, is_portable), as in `Tables`; without vectors if
+// `is_portable`.
 struct TablesArgument {
-    Buffer decode, encode, choice, gains;
+    Buffer decode, encode, choice, gains, digits;
     Tables tables{};
+    int count = 0;  // of tables
 
     bool parse(PyObject* tuple) {
         int delta, is_portable;
-        if (!PyArg_ParseTuple(tuple, "y*y*y*y*ip", &decode.view, &encode.view, &choice.view, &gains.view, &delta,
-                              &is_portable))
+        if (!PyArg_ParseTuple(tuple, "y*y*y*y*y*ip", &decode.view, &encode.view, &choice.view, &gains.view,
+                              &digits.view, &delta, &is_portable))
             return false;
-        tables = {decode.as<uint32_t>(), encode.as<uint32_t>(), choice.as<uint8_t>(),
-                  gains.as<uint16_t>(),  delta,                 !is_portable && has_avx512()};
-        const Py_ssize_t count = encode.view.len >> 10;
-        bool fit = encode.view.len == count << 10 && decode.view.len == count << (kBits + 2) &&
+        tables = {decode.as<uint32_t>(), encode.as<uint32_t>(), choice.as<uint8_t>(), gains.as<uint16_t>(), delta,
+                  !is_portable && has_avx512(), digits.as<uint32_t>()};
+        count = static_cast<int>(encode.view.len >> 10);
+        bool fit = count <= 64 && encode.view.len == Py_ssize_t{count} << 10 &&
+                   decode.view.len == Py_ssize_t{count} << (kBits + 2) &&
                    choice.view.len == kClasses * kLevels && gains.view.len == 2 * kClasses && delta >= 0 &&
-                   delta < count;
+                   delta < count &&
+                   (digits.view.len == 4 * kCoarse * count || digits.view.len == 0);
         for (Py_ssize_t i = 0; fit && i < choice.view.len; ++i) fit = tables.choice[i] < count;
         if (!fit) PyErr_SetString(PyExc_ValueError, "tables have the wrong sizes");
         return fit;
     }
+
+    bool has_digits() const {
+        if (digits.view.len) return true;
+        PyErr_SetString(PyExc_ValueError, "the tables have none for digits");
+        return false;
+    }
 };
 
-bool are_sizes(Py_ssize_t rows, Py_ssize_t tokens, Py_ssize_t size) {
-    if (rows > 0 && tokens > 0 && tokens <= 1 << 22 && rows <= (1 << 30) / tokens && rows * tokens == size) return true;
+bool are_sizes(Py_ssize_t rows, Py_ssize_t tokens, Py_ssize_t size, Py_ssize_t bytes_each = 1) {
+    if (rows > 0 && tokens > 0 && tokens <= 1 << 22 && rows <= (1 << 30) / tokens && rows * tokens * bytes_each == size)
+        return true;
     PyErr_Format(PyExc_ValueError, "%zd rows of %zd tokens in %zd bytes", rows, tokens, size);
     return false;
+}
+
+// Calls `compute()` without the GIL. Returns whether there was memory for it.
+template <class Compute>
+bool has_memory_for(Compute compute) {
+    bool has_memory = true;
+    Py_BEGIN_ALLOW_THREADS;
+    try {
+        compute();
+    } catch (const std::bad_alloc&) {
+        has_memory = false;
+    }
+    Py_END_ALLOW_THREADS;
+    if (!has_memory) PyErr_NoMemory();
+    return has_memory;
+}
+
+PyObject* bytes_of(const std::vector<uint8_t>& coded) {
+    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(coded.data()), coded.size());
+}
+
+PyObject* text_of(const char* fault) {
+    if (fault) return PyUnicode_FromString(fault);
+    Py_RETURN_NONE;
 }
 
 PyObject* py_encode(PyObject*, PyObject* args) {
@@ -482,16 +659,11 @@ PyObject* py_encode(PyObject*, PyObject* args) {
         return nullptr;
     }
     std::vector<uint8_t> coded;
-    bool has_memory = true;
-    Py_BEGIN_ALLOW_THREADS;
-    try {
-        coded = encode(t.tables, values.as<uint8_t>(), rows, tokens, classes.as<uint8_t>());
-    } catch (const std::bad_alloc&) {
-        has_memory = false;
-    }
-    Py_END_ALLOW_THREADS;
-    if (!has_memory) return PyErr_NoMemory();
-    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(coded.data()), coded.size());
+    return has_memory_for([&] {
+               coded = encode(t.tables, values.as<uint8_t>(), rows, tokens, classes.as<uint8_t>());
+           })
+               ? bytes_of(coded)
+               : nullptr;
 }
 
 PyObject* py_decode(PyObject*, PyObject* args) {
@@ -503,22 +675,52 @@ PyObject* py_decode(PyObject*, PyObject* args) {
         !are_sizes(rows, tokens, out.view.len))
         return nullptr;
     const char* fault = nullptr;
-    bool has_memory = true;
-    Py_BEGIN_ALLOW_THREADS;
-    try {
-        fault = decode(t.tables, data.as<uint8_t>(), data.view.len, rows, tokens, static_cast<uint8_t*>(out.view.buf));
-    } catch (const std::bad_alloc&) {
-        has_memory = false;
-    }
-    Py_END_ALLOW_THREADS;
-    if (!has_memory) return PyErr_NoMemory();
-    if (fault) return PyUnicode_FromString(fault);
-    Py_RETURN_NONE;
+    return has_memory_for([&] {
+               fault = decode(t.tables, data.as<uint8_t>(), data.view.len, rows, tokens,
+                              static_cast<uint8_t*>(out.view.buf));
+           })
+               ? text_of(fault)
+               : nullptr;
+}
+
+PyObject* py_encode_digits(PyObject*, PyObject* args) {
+    PyObject* tuple;
+    Buffer values;
+    Py_ssize_t rows, tokens;
+    TablesArgument t;
+    if (!PyArg_ParseTuple(args, "Oy*nn", &tuple, &values.view, &rows, &tokens) || !t.parse(tuple) ||
+        !t.has_digits() || !are_sizes(rows, tokens, values.view.len, 2))
+        return nullptr;
+    std::vector<uint8_t> coded;
+    return has_memory_for([&] {
+               coded = encode_digits(t.tables, t.count, values.as<int16_t>(), rows, tokens);
+           })
+               ? bytes_of(coded)
+               : nullptr;
+}
+
+PyObject* py_refine(PyObject*, PyObject* args) {
+    PyObject* tuple;
+    Buffer data, values;
+    Py_ssize_t rows, tokens;
+    TablesArgument t;
+    if (!PyArg_ParseTuple(args, "Oy*nnw*", &tuple, &data.view, &rows, &tokens, &values.view) || !t.parse(tuple) ||
+        !t.has_digits() || !are_sizes(rows, tokens, values.view.len, 2))
+        return nullptr;
+    const char* fault = nullptr;
+    return has_memory_for([&] {
+               fault = refine(t.tables, data.as<uint8_t>(), data.view.len, rows, tokens,
+                              static_cast<int16_t*>(values.view.buf));
+           })
+               ? text_of(fault)
+               : nullptr;
 }
 
 PyMethodDef methods[] = {
     {"encode", py_encode, METH_VARARGS, "encode(tables, values, rows, tokens, classes=None) -> bytes"},
     {"decode", py_decode, METH_VARARGS, "decode(tables, data, rows, tokens, out) -> None, or what is wrong with data"},
+    {"encode_digits", py_encode_digits, METH_VARARGS, "encode_digits(tables, values, rows, tokens) -> bytes"},
+    {"refine", py_refine, METH_VARARGS, "refine(tables, data, rows, tokens, values) -> None, or what is wrong"},
     {nullptr, nullptr, 0, nullptr},
 };
 

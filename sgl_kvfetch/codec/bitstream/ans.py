@@ -41,17 +41,19 @@ _PRIOR = 0.02  # of a symbol, so that every distribution can code every row
 class Tables(NamedTuple):
     """``slots``: uint16 ``(48, 257)``, of each symbol in each distribution. ``choice``: uint8 ``(64, 32)``, the
     distribution for a row's class and a token's level of energy. ``gains``: uint16 ``(64,)``, what an integer of
-    magnitude 1 in a row of this class adds to a token's energy."""
+    magnitude 1 in a row of this class adds to a token's energy. ``digits``: uint16 ``(48, 4, 3)``, the slots of a digit
+    towards zero, none, and one away from it (`ladder`), by distribution and magnitude of the coarser integer."""
 
     slots: np.ndarray
     choice: np.ndarray
     gains: np.ndarray
+    digits: np.ndarray
 
 
 @cache
 def tables() -> Tables:
     with files(__package__).joinpath("ans_tables.npz").open("rb") as file, np.load(file) as found:
-        return Tables(found["slots"], found["choice"], found["gains"])
+        return Tables(found["slots"], found["choice"], found["gains"], found["digits"])
 
 
 def native_tables(found: Tables, delta: int, is_portable: bool = False) -> tuple[object, ...]:
@@ -66,7 +68,9 @@ def native_tables(found: Tables, delta: int, is_portable: bool = False) -> tuple
     coded = np.where(slots[:, :ESCAPE] > 0, np.arange(ESCAPE), ESCAPE)
     encode = np.take_along_axis(starts, coded, 1) | np.take_along_axis(slots, coded, 1) << 10
     encode |= (coded == ESCAPE).astype(np.uint32) * _NATIVE_ESCAPE
-    as_bytes = (x.tobytes() for x in (decode, encode, found.choice, found.gains))
+    ends = np.cumsum(found.digits, axis=2, dtype=np.uint32)
+    digits = ends[:, :, 0] | ends[:, :, 1] << 10
+    as_bytes = (x.tobytes() for x in (decode, encode, found.choice, found.gains, digits))
     return (*as_bytes, delta, is_portable)
 
 
@@ -137,7 +141,9 @@ class AnsTablesCodec(Codec):
     def _native(self, slots: np.ndarray) -> tuple[object, ...]:
         """Return native tables where class c has distribution c, whatever a token's energy."""
         choice = np.minimum(np.arange(64, dtype=np.uint8), len(slots) - 1)[:, None].repeat(32, 1)
-        found = Tables(np.concatenate((slots, tables().slots[CLASS_TABLE, None])), choice, tables().gains)
+        static = tables()
+        with_classes = np.concatenate((slots, static.slots[CLASS_TABLE, None]))
+        found = Tables(with_classes, choice, static.gains, static.digits[:0])
         return native_tables(found, len(slots), self._is_portable)
 
 

@@ -15,6 +15,7 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
+from sgl_kvfetch.codec.bitstream.ladder import DIGITS, LADDER, MOST_LEVELS
 from sgl_kvfetch.codec.container.encryption import DataCipher, Encryption
 from sgl_kvfetch.codec.container.signing import (
     CHUNK_DIGEST_BYTES,
@@ -51,6 +52,7 @@ MAX_PARTS = 32
 MAX_COEFFICIENTS = 1 << 16
 MAX_MODEL_HEADS = 999  # of all ranks; folder names have room for three digits
 MAX_SIDES = 64
+COEFFICIENTS = "coefficients"  # the layout of what levels code
 SIDE_CHUNK_BYTES = 4 << 20  # of a side page; its last chunk may be shorter
 MAX_SIDE_PAGE_BYTES = 1 << 30
 MAX_EXPIRES_S = 1 << 36  # the year 4147
@@ -105,6 +107,15 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
             raise CorruptError(f"{what}: checksum does not match")
 
 
+class Level(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A data object that refines a variant's coefficients (`bitstream.ladder`): a chunk a cell, in storage order. The
+    ``decoded_checksum`` of its chunks is over the integers that all levels up to it decode to."""
+
+    data_digest: _DataDigest
+    chunks: tuple[Chunk, ...]
+    chunk_digests: bytes = b""
+
+
 class Variant(msgspec.Struct, frozen=True, omit_defaults=True):
     """One encoding of the segment: the table of its chunks in storage order, and the digest that names its data."""
 
@@ -120,6 +131,7 @@ class Variant(msgspec.Struct, frozen=True, omit_defaults=True):
     frame_sums: tuple[_FrameSum | None, ...] = ()
     chunk_digests: bytes = b""  # `signing.chunk_digest` of each chunk, in signed manifests
     encryption: Encryption | None = None  # since version 2.3
+    levels: Annotated[tuple[Level, ...], Meta(max_length=MOST_LEVELS - 1)] = ()  # since version 2.4
 
     def frame_sum(self, chunk: int) -> int | None:
         return self.frame_sums[chunk] if self.frame_sums else None
@@ -311,13 +323,18 @@ class Manifest(msgspec.Struct, frozen=True):
         grid, head_dim = self.grid, self.geometry.head_dim(layout)
         return num_tokens, len(grid.layers(cell.layer_group)), grid.cell_heads, head_dim
 
-    def data_name(self, data: Variant | Side) -> str:
+    def data_name(self, data: Variant | Level | Side) -> str:
         return self.key.data_name(data.data_digest)
 
     @property
-    def data(self) -> tuple[Variant | Side, ...]:
-        """What is in data objects: the variants, then the side pages."""
-        return (*self.variants, *self.sides)
+    def levels(self) -> tuple[Level, ...]:
+        """The levels of all variants."""
+        return tuple(level for variant in self.variants for level in variant.levels)
+
+    @property
+    def data(self) -> tuple[Variant | Level | Side, ...]:
+        """What is in data objects: the variants, then their levels, then the side pages."""
+        return (*self.variants, *self.levels, *self.sides)
 
     @property
     def data_sizes(self) -> dict[str, int]:
@@ -328,13 +345,13 @@ class Manifest(msgspec.Struct, frozen=True):
     def data_names(self) -> frozenset[str]:
         return frozenset(self.data_sizes)
 
-    def data_bytes(self, data: Variant | Side) -> int:
+    def data_bytes(self, data: Variant | Level | Side) -> int:
         return sum(chunk.size_bytes for chunk in data.chunks)
 
     @property
     def key_names(self) -> list[str]:
         """The names of the keys that its data objects are encrypted with."""
-        return sorted({rows.encryption.key for rows in self.data if rows.encryption})
+        return sorted({rows.encryption.key for rows in (*self.variants, *self.sides) if rows.encryption})
 
     @property
     def is_encrypted(self) -> bool:
@@ -370,7 +387,8 @@ class Manifest(msgspec.Struct, frozen=True):
         body = _Body(**{name: getattr(self, name) for name in _Body.__struct_fields__} | changed)
         packed = msgspec.msgpack.encode(body)
         # The lowest version that has its fields.
-        minor = 3 if self.is_encrypted else 2 if labels else 1 if self.sides or self.expires is not None else 0
+        has = self.sides or self.expires is not None, labels, self.is_encrypted, self.levels
+        minor = max((number for number, each in enumerate(has, 1) if each), default=0)
         head = _HEADER.pack(MAGIC, FORMAT_MAJOR, minor, len(packed)) + packed
         num_bytes = len(head) + CHECKSUM_BYTES + TRAILER_BYTES
         if num_bytes > MAX_MANIFEST_BYTES:
@@ -463,8 +481,10 @@ def _validated(body: _Body) -> Manifest:
     for variant in body.variants:
         check_variant(manifest, variant)
     _check_sides(manifest)
-    if len({rows.encryption is None for rows in manifest.data}) > 1:
+    if len({rows.encryption is None for rows in (*manifest.variants, *manifest.sides)}) > 1:
         raise FormatError("manifest has encrypted objects and others")
+    if manifest.is_encrypted and manifest.levels:
+        raise FormatError("manifest has encrypted objects and levels")
     return manifest
 
 
@@ -509,6 +529,7 @@ def check_variant(manifest: Manifest, variant: Variant) -> None:
         raise FormatError(f"manifest lists {len(variant.frame_sums)} frame sums, expected {num_chunks} or none")
     if len(variant.chunk_digests) not in (0, num_chunks * CHUNK_DIGEST_BYTES):
         raise FormatError(f"manifest has {len(variant.chunk_digests)} bytes of digests of {num_chunks} chunks")
+    _check_levels(manifest, variant)
     expected = {part.layout for part in manifest.parts} - {""}
     if variant.layouts.keys() != expected:
         raise FormatError(f"layouts are for {', '.join(variant.layouts)}, expected {', '.join(sorted(expected))}")
@@ -517,6 +538,22 @@ def check_variant(manifest: Manifest, variant: Variant) -> None:
         if has_video and layout.is_flat:
             raise FormatError(f"{name} pictures are {layout.width}x1, and in a video codec")
     require_layouts(manifest, variant.layouts)
+
+
+def _check_levels(manifest: Manifest, variant: Variant) -> None:
+    if LADDER in variant.codecs:
+        if [part.layout for part in manifest.parts if part.layout] != [COEFFICIENTS]:
+            raise FormatError(f"manifest has the codec {LADDER}, but not one part of {COEFFICIENTS}")
+        if not all(layout.is_flat for layout in variant.layouts.values()):
+            raise FormatError(f"manifest has the codec {LADDER} in a layout that is not flat")
+    elif variant.levels:
+        raise FormatError(f"manifest has levels, but no chunk in the codec {LADDER}")
+    num_cells = manifest.num_spans * manifest.cells_per_span
+    for level in variant.levels:
+        if len(level.chunks) != num_cells or {chunk.codec for chunk in level.chunks} != {DIGITS}:
+            raise FormatError(f"manifest has a level of {len(level.chunks)} chunks, expected {num_cells} of {DIGITS}")
+        if len(level.chunk_digests) not in (0, num_cells * CHUNK_DIGEST_BYTES):
+            raise FormatError(f"manifest has {len(level.chunk_digests)} bytes of digests of {num_cells} chunks")
 
 
 def _check_sides(manifest: Manifest) -> None:

@@ -9,7 +9,8 @@ from dataclasses import replace
 import msgspec
 import xxhash
 
-from sgl_kvfetch.codec.container.manifest import Cell, Manifest, Variant
+from sgl_kvfetch.codec.bitstream.ladder import MOST_LEVELS
+from sgl_kvfetch.codec.container.manifest import Cell, Level, Manifest, Variant
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_cells, first_readable
 from sgl_kvfetch.codec.container.sides import join_sides
 from sgl_kvfetch.codec.quant.base import Quantised, join_parts
@@ -56,7 +57,7 @@ def merge_segments(
                     if first < first_page or end > end_page:
                         raise FormatError(f"a span of {reader.manifest.key.stem} crosses the end of a merged span")
                     part = cell._replace(span=span)
-                    pieces.append(reader.decode_cell(part, data[slice(*reader.cell_range(part))]))
+                    pieces.append(reader.decode_cell(part, reader.cell_data(part, data)))
         return join_parts(parts, pieces)
 
     return _with_sides(encode_cells(spec, manifest, joined, executor), left, right)
@@ -80,9 +81,10 @@ def _grid_of(manifest: Manifest) -> tuple[object, ...]:
     return m.namespace, m.first_head, m.num_heads, m.cell_layers, m.cell_heads, m.parts, m.coefficients
 
 
-def _reader_and_data(spec: SegmentSpec, segment: CodedSegment) -> tuple[SegmentReader, bytes]:
+def _reader_and_data(spec: SegmentSpec, segment: CodedSegment) -> tuple[SegmentReader, list[bytes]]:
     variant = first_readable(segment.manifest)
-    return SegmentReader(segment.manifest, spec.quantiser, variant), segment.variant_data(variant)
+    reader = SegmentReader(segment.manifest, spec.quantiser, variant, num_levels=MOST_LEVELS)
+    return reader, [segment.variant_data(variant), *segment.levels_of(variant)]
 
 
 def _common_variants(a: Manifest, b: Manifest) -> list[tuple[int, int]]:
@@ -92,26 +94,34 @@ def _common_variants(a: Manifest, b: Manifest) -> list[tuple[int, int]]:
         theirs = list(map(kind, b.variants))
         return [(i, theirs.index(kind(x))) for i, x in enumerate(a.variants) if kind(x) in theirs]
 
-    return pairs(lambda x: (x.codec, x.resolution, x.layouts)) or pairs(lambda x: x.layouts)[:1]
+    return (
+        pairs(lambda x: (x.codec, x.resolution, x.layouts, len(x.levels)))
+        or pairs(lambda x: (x.layouts, len(x.levels)))[:1]
+    )
 
 
 def _joined(left: CodedSegment, right: CodedSegment, pairs: Sequence[tuple[int, int]]) -> CodedSegment:
     """Concatenate these pairs of variants, chunks unchanged."""
     a, b = left.manifest, right.manifest
-    variants, contents = [], []
+    variants, contents, level_data = [], [], []
     for i, j in pairs:
         x, y = a.variants[i], b.variants[j]
         data = left.variant_data(i) + right.variant_data(j)
+        levels = [p + q for p, q in zip(left.levels_of(i), right.levels_of(j), strict=True)]
+        level_data += levels
         variants.append(
             msgspec.structs.replace(
                 x,
                 data_digest=xxhash.xxh3_128_hexdigest(data),
                 chunks=x.chunks + y.chunks,
+                levels=tuple(
+                    Level(xxhash.xxh3_128_hexdigest(both), p.chunks + q.chunks, _joined_digests(p, q))
+                    for p, q, both in zip(x.levels, y.levels, levels, strict=True)
+                ),
                 codec=x.codec if x.codec == y.codec else "",
                 resolution=x.resolution if x.resolution == y.resolution else "",
                 frame_sums=_joined_frame_sums(x, y),
-                # Not computed from the data, which nobody has verified.
-                chunk_digests=x.chunk_digests + y.chunk_digests if x.chunk_digests and y.chunk_digests else b"",
+                chunk_digests=_joined_digests(x, y),
             )
         )
         contents.append(data)
@@ -119,7 +129,12 @@ def _joined(left: CodedSegment, right: CodedSegment, pairs: Sequence[tuple[int, 
     manifest = msgspec.structs.replace(
         a, page_hashes=hashes, variants=tuple(variants), sides=(), expires=_earlier_expiry(a, b)
     )
-    return CodedSegment(manifest, contents[0], tuple(contents[1:]))
+    return CodedSegment(manifest, contents[0], tuple(contents[1:]), level_data=tuple(level_data))
+
+
+def _joined_digests(x: Variant | Level, y: Variant | Level) -> bytes:
+    """Return the digests of both; not computed from the data, which nobody has verified."""
+    return x.chunk_digests + y.chunk_digests if x.chunk_digests and y.chunk_digests else b""
 
 
 def _joined_frame_sums(*parts: Variant) -> tuple[int | None, ...]:

@@ -22,6 +22,7 @@ from sgl_kvfetch.codec.container.encryption import (
 from sgl_kvfetch.codec.container.manifest import (
     CHECKSUM_BYTES,
     Chunk,
+    Level,
     Manifest,
     Side,
     Table,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:  # importing it loads torch
     from sgl_kvfetch.codec.container.segment import CodedSegment
 
 Rows = TypeVar("Rows", Variant, Side)
+SignedRows = TypeVar("SignedRows", Variant, Level, Side)
 
 
 def secure_segment(segment: CodedSegment, keys: EncryptionKeys | None, signs: bool) -> CodedSegment:
@@ -50,6 +52,11 @@ def secure_segment(segment: CodedSegment, keys: EncryptionKeys | None, signs: bo
         rows, data = made[kind]
         variants.append(msgspec.structs.replace(rows, codec=variant.codec, resolution=variant.resolution))
         contents.append(data)
+    if m.levels:
+        if keys is not None:
+            raise FormatError("levels of coefficients cannot be encrypted yet")
+        signed = iter([_with_digests(*each, signs) for each in zip(m.levels, segment.level_data, strict=True)])
+        variants = [msgspec.structs.replace(v, levels=tuple(next(signed) for _ in v.levels)) for v in variants]
     secured = [secure_rows(m, side, data, keys, signs) for side, data in zip(m.sides, segment.side_data, strict=True)]
     manifest = msgspec.structs.replace(m, variants=tuple(variants), sides=tuple(side for side, _ in secured))
     return _with_data(segment, manifest, contents, [data for _, data in secured])
@@ -62,10 +69,13 @@ def secure_rows(
     digests if the store ``signs``. What is encrypted or has digests already stays as it is."""
     if keys is not None and rows.encryption is None:
         rows, data = _encrypted(manifest, rows, data, keys)
-    if signs and not rows.chunk_digests:
-        digests = b"".join(map(chunk_digest, _pieces(rows, data)))
-        rows = msgspec.structs.replace(rows, chunk_digests=digests)
-    return rows, data
+    return _with_digests(rows, data, signs), data
+
+
+def _with_digests(rows: SignedRows, data: bytes, signs: bool) -> SignedRows:
+    if not signs or rows.chunk_digests:
+        return rows
+    return msgspec.structs.replace(rows, chunk_digests=b"".join(map(chunk_digest, _pieces(rows, data))))
 
 
 def open_manifest(manifest: Manifest, keys: EncryptionKeys | None) -> Manifest:
@@ -169,7 +179,7 @@ def _place(manifest: Manifest, rows: Variant | Side) -> bytes:
     return msgspec.msgpack.encode(where)
 
 
-def _pieces(rows: Variant | Side, data: bytes) -> Iterator[memoryview]:
+def _pieces(rows: Variant | Level | Side, data: bytes) -> Iterator[memoryview]:
     """Yield the chunks of a data object."""
     view = memoryview(data)
     ends = accumulate((chunk.size_bytes for chunk in rows.chunks), initial=0)

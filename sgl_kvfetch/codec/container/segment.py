@@ -21,12 +21,14 @@ import xxhash
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec, AnsTablesCodec
 from sgl_kvfetch.codec.bitstream.base import DecodedFrames, Decoders
 from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
+from sgl_kvfetch.codec.bitstream.ladder import DIGITS, LADDER, Wide, decode_ladder, encode_ladder
 from sgl_kvfetch.codec.bitstream.registry import CODECS, get_codec
 from sgl_kvfetch.codec.container.manifest import (
     MAX_CHUNK_BYTES,
     MAX_MANIFEST_BYTES,
     Cell,
     Chunk,
+    Level,
     Manifest,
     PartInfo,
     Side,
@@ -59,7 +61,8 @@ NOISE_BITS = 7.9
 @dataclass(frozen=True, slots=True)
 class SegmentSpec:
     """How a writer encodes the segments of one rank. ``cell_heads``: heads of a cell, a divisor of the
-    rank's; None for all. A quantiser's own choice goes before it. ``encrypts``: whether the store encrypts."""
+    rank's; None for all. A quantiser's own choice goes before it. ``encrypts``: whether the store encrypts.
+    ``num_levels``: of coefficients; 1 for all at once."""
 
     heads: HeadSlice
     quantiser: Quantiser
@@ -68,10 +71,12 @@ class SegmentSpec:
     span_pages: int
     cell_heads: int | None = None
     encrypts: bool = False
+    num_levels: int = 1
 
     def __post_init__(self) -> None:
         get_codec(self.codec)
         assert self.heads.namespace.quantiser == self.quantiser.identity
+        assert self.num_levels == 1 or (self.codec == AnsCodec.name and not self.encrypts)
 
     def manifest(self, first_page: int, previous_hash: bytes | None, page_hashes: Sequence[bytes]) -> Manifest:
         """Return the manifest of a segment of these pages, still without variants."""
@@ -122,7 +127,8 @@ class SegmentSpec:
     def _manifest_bytes(self, num_pages: int, num_variants: int) -> int:
         """Return about how large a signed manifest is."""
         manifest = self.manifest(0, None, [bytes(PAGE_HASH_BYTES)] * num_pages)
-        num_chunks = manifest.num_spans * manifest.cells_per_span * manifest.chunks_per_cell
+        rows_a_cell = manifest.chunks_per_cell + self.num_levels - 1
+        num_chunks = manifest.num_spans * manifest.cells_per_span * rows_a_cell
         row_bytes = _ROW_BYTES + (_TABLE_BYTES if self.encrypts else 0)
         return _HEAD_BYTES + num_pages * PAGE_HASH_BYTES + num_variants * num_chunks * row_bytes
 
@@ -161,15 +167,17 @@ def cell_place(manifest: Manifest, cell: Cell) -> CellPlace:
 @dataclass(frozen=True, slots=True)
 class CodedSegment:
     """A segment as it is stored. ``data`` belongs to the first variant, ``more_data`` to the others in order,
-    ``side_data`` to the manifest's sides."""
+    ``level_data`` to the levels of all of them, ``side_data`` to the manifest's sides."""
 
     manifest: Manifest
     data: bytes
     more_data: tuple[bytes, ...] = ()
     side_data: tuple[bytes, ...] = ()
+    level_data: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.manifest.variants) == 1 + len(self.more_data)
+        assert len(self.manifest.levels) == len(self.level_data)
         assert len(self.manifest.sides) == len(self.side_data)
 
     @property
@@ -179,9 +187,14 @@ class CodedSegment:
     def variant_data(self, variant: int) -> bytes:
         return (self.data, *self.more_data)[variant]
 
+    def levels_of(self, variant: int) -> tuple[bytes, ...]:
+        """Return the contents of a variant's levels."""
+        first = sum(len(each.levels) for each in self.manifest.variants[:variant])
+        return self.level_data[first : first + len(self.manifest.variants[variant].levels)]
+
     def data_objects(self) -> Iterator[tuple[str, bytes]]:
         """Yield names and contents. Variants with identical data share an object."""
-        contents = (self.data, *self.more_data, *self.side_data)
+        contents = (self.data, *self.more_data, *self.level_data, *self.side_data)
         objects = zip(self.manifest.data, contents, strict=True)
         yield from {self.manifest.data_name(each): data for each, data in objects}.items()
 
@@ -192,11 +205,17 @@ class CodedSegment:
 
 
 class CodedChunk(NamedTuple):
-    """A chunk's row and bitstream. ``frame_sum``: as in `Variant`."""
+    """A chunk's row and bitstream. ``frame_sum``: as in `Variant`. ``levels``: those that refine it."""
 
     row: Chunk
     bitstream: bytes | memoryview
     frame_sum: int | None
+    levels: tuple[CodedChunk, ...] = ()
+
+    @property
+    def finest(self) -> Chunk:
+        """The row with the checksum of what all its levels decode to."""
+        return self.levels[-1].row if self.levels else self.row
 
 
 def encode_segment(
@@ -237,19 +256,29 @@ def encode_cells(
     layouts = spec.layouts(manifest)
 
     def encode(cell: Cell) -> list[CodedChunk]:
-        return encode_cell(manifest, cell, quantised(cell), layouts, spec.codec)
+        parts = quantised(cell)
+        if spec.num_levels == 1:
+            return encode_cell(manifest, cell, parts, layouts, spec.codec)
+        wide = spec.quantiser.wide_coefficients(cell_place(manifest, cell))
+        return encode_cell(manifest, cell, parts, layouts, spec.codec, spec.num_levels, wide)
 
     run: Callable[..., Iterable[list[CodedChunk]]] = executor.map if executor else map
     coded = [chunk for cell in run(encode, manifest.cells()) for chunk in cell]
     variant, data = make_variant(coded, layouts, spec.codec, spec.resolution)
-    return CodedSegment(msgspec.structs.replace(manifest, variants=(variant,)), data)
+    rows: list[Level] = []
+    contents = []
+    for level in zip(*(chunk.levels for chunk in coded if chunk.levels), strict=True):
+        contents.append(b"".join(chunk.bitstream for chunk in level))
+        rows.append(Level(xxhash.xxh3_128_hexdigest(contents[-1]), tuple(chunk.row for chunk in level)))
+    variant = msgspec.structs.replace(variant, levels=tuple(rows))
+    return CodedSegment(msgspec.structs.replace(manifest, variants=(variant,)), data, level_data=tuple(contents))
 
 
 def make_variant(
     coded: Iterable[CodedChunk], layouts: Mapping[str, Layout], codec: str, resolution: str
 ) -> tuple[Variant, bytes]:
     """Return a variant and its data object from chunks in storage order."""
-    chunks, bitstreams, sums = zip(*coded, strict=True)
+    chunks, bitstreams, sums, _ = zip(*coded, strict=True)
     data = b"".join(bitstreams)
     digest = xxhash.xxh3_128_hexdigest(data)
     frame_sums = () if all(each is None for each in sums) else sums
@@ -257,9 +286,16 @@ def make_variant(
 
 
 def encode_cell(
-    manifest: Manifest, cell: Cell, quantised: Quantised, layouts: Mapping[str, Layout], codec: str
+    manifest: Manifest,
+    cell: Cell,
+    quantised: Quantised,
+    layouts: Mapping[str, Layout],
+    codec: str,
+    num_levels: int = 1,
+    wide: Sequence[Wide] = (),
 ) -> list[CodedChunk]:
-    """Return a cell's chunks, one a part."""
+    """Return a cell's chunks, one a part. ``num_levels``: of coefficients, of which ``wide`` have two integers. Raises
+    QuantiseError if they are too large for so many levels."""
     chunks = []
     for part, x in zip(manifest.parts, quantised, strict=True):
         raw = x.contiguous().cpu().numpy().tobytes()
@@ -268,11 +304,28 @@ def encode_cell(
             chunks.append(CodedChunk(Chunk.of(_BYTES.name, bitstream, raw), bitstream, None))
             continue
         frames = layouts[part.layout].to_frames(x)
+        if num_levels > 1:
+            bitstreams = encode_ladder(frames, wide, len(x), num_levels)
+            chunks.append(_with_levels(bitstreams, frames, layouts[part.layout], tuple(x.shape)))
+            continue
         tried = {name: get_codec(name).encode(frames) for name in _codecs_for(cell, part, codec, raw)}
         name, bitstream = min(tried.items(), key=lambda item: len(item[1]))
         frame_sum = sum_of_frames(frames) if get_codec(name).is_video else None
         chunks.append(CodedChunk(Chunk.of(name, bitstream, raw), bitstream, frame_sum))
     return chunks
+
+
+def _with_levels(
+    bitstreams: Sequence[bytes], frames: torch.Tensor, layout: Layout, shape: tuple[int, ...]
+) -> CodedChunk:
+    """Return the chunk of level 0 with all further levels."""
+    chunks = []
+    for count, bitstream in enumerate(bitstreams, 1):
+        shape_of_frames = len(frames), *frames.shape[2:]
+        decoded = frames if count == len(bitstreams) else decode_ladder(bitstreams[:count], shape_of_frames)
+        content = layout.from_frames(decoded, shape).numpy().tobytes()
+        chunks.append(CodedChunk(Chunk.of(LADDER if count == 1 else DIGITS, bitstream, content), bitstream, None))
+    return chunks[0]._replace(levels=tuple(chunks[1:]))
 
 
 def _codecs_for(cell: Cell, part: PartInfo, codec: str, raw: bytes) -> tuple[str, ...]:
@@ -316,12 +369,18 @@ class SegmentReader:
     """Decodes the cells of one variant of a segment."""
 
     def __init__(
-        self, manifest: Manifest, quantiser: Quantiser, variant: int | None = None, rank_heads: range | None = None
+        self,
+        manifest: Manifest,
+        quantiser: Quantiser,
+        variant: int | None = None,
+        rank_heads: range | None = None,
+        num_levels: int | None = None,
     ) -> None:
         """``variant``: its index; None selects the first whose codecs are available. ``rank_heads``: the heads that the
-        reading rank has, counted in the model; None for those of the segment. Raises FormatError if the manifest was
-        not written with this quantiser, or if a codec of the variant is unknown, EncryptedError if it must be opened
-        first, UnsupportedError if the segment's cells have both heads of the rank and others."""
+        reading rank has, counted in the model; None for those of the segment. ``num_levels``: how many levels of
+        coefficients to read, if there are so many; a variant with levels cannot be read without it. Raises FormatError
+        if the manifest was not written with this quantiser, or if a codec of the variant is unknown, EncryptedError if
+        it must be opened first, UnsupportedError if the segment's cells have both heads of the rank and others."""
         manifest.require_open()
         self.manifest = manifest
         self.rank_heads = manifest.heads.heads if rank_heads is None else rank_heads
@@ -329,9 +388,11 @@ class SegmentReader:
         self.variant = manifest.variants[first_readable(manifest) if variant is None else variant]
         self.geometry: KVGeometry = manifest.geometry
         self._require_quantiser()
-        for codec in self.variant.codecs:
+        for codec in self.variant.codecs - {"" if num_levels is None else LADDER}:
             get_codec(codec)
+        self.levels = self.variant.levels[: (num_levels or 1) - 1]
         self._offsets = [0, *accumulate(chunk.size_bytes for chunk in self.variant.chunks)]
+        self._level_offsets = [[0, *accumulate(chunk.size_bytes for chunk in level.chunks)] for level in self.levels]
         self._head_blocks = self._blocks_of_rank()
 
     def _blocks_of_rank(self) -> range:
@@ -368,8 +429,23 @@ class SegmentReader:
     def data_name(self) -> str:
         return self.manifest.data_name(self.variant)
 
+    @property
+    def object_names(self) -> list[str]:
+        """The data objects that have a cell's bytes: the variant's, and those of its levels."""
+        return [self.manifest.data_name(rows) for rows in (self.variant, *self.levels)]
+
+    def cell_ranges(self, cell: Cell) -> list[tuple[int, int]]:
+        """Return bytes ``[start, end)`` of a cell in each of ``object_names``. Together they are the cell's bytes."""
+        index = self.manifest.cell_index(cell)
+        return [self.cell_range(cell), *((offsets[index], offsets[index + 1]) for offsets in self._level_offsets)]
+
+    def cell_data(self, cell: Cell, objects: Sequence[bytes | memoryview]) -> bytes | memoryview:
+        """Return a cell's bytes. ``objects``: the contents of ``object_names``."""
+        pieces = [memoryview(x)[slice(*each)] for x, each in zip(objects, self.cell_ranges(cell), strict=True)]
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
     def cell_range(self, cell: Cell) -> tuple[int, int]:
-        """Return bytes ``[start, end)`` of a cell in the data object."""
+        """Return bytes ``[start, end)`` of a cell in the variant's data object, without further levels."""
         per_cell = self.manifest.chunks_per_cell
         first = self.manifest.cell_index(cell) * per_cell
         return self._offsets[first], self._offsets[first + per_cell]
@@ -470,24 +546,41 @@ class SegmentReader:
         """Verify a cell's bytes as they are stored. Raises CorruptError."""
         for _ in self._stored_pieces(cell, data):
             pass
+        self._stored_levels(cell, data)
 
     def _verified_pieces(self, cell: Cell, data: bytes | memoryview) -> list[CodedChunk]:
         """Return a cell's chunks, verified and decrypted."""
         cipher = self.manifest.ciphers.get(self.variant.data_digest)
+        stored = list(self._stored_pieces(cell, data))
+        levels = self._stored_levels(cell, data)
         return [
             CodedChunk(
                 self.variant.chunks[index],
                 cipher.decrypt(index, piece, str(cell)) if cipher else piece,
                 self.variant.frame_sum(index),
+                levels if self.variant.chunks[index].codec == LADDER else (),
             )
-            for index, piece in self._stored_pieces(cell, data)
+            for index, piece in stored
         ]
+
+    def _stored_levels(self, cell: Cell, data: bytes | memoryview) -> tuple[CodedChunk, ...]:
+        """Return the verified chunks of a cell's levels, without the first."""
+        index, end = self.manifest.cell_index(cell), len(data)
+        found = []
+        for level in reversed(self.levels):
+            chunk = level.chunks[index]
+            piece = memoryview(data)[max(0, end - chunk.size_bytes) : end]
+            chunk.require_coded(piece, nth_digest(level.chunk_digests, index), f"{cell}, digits")
+            found.append(CodedChunk(chunk, piece, None))
+            end -= chunk.size_bytes
+        return tuple(reversed(found))
 
     def _stored_pieces(self, cell: Cell, data: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:
         """Yield the number and the verified bytes of each of a cell's chunks."""
-        start, end = self.cell_range(cell)
-        if len(data) != end - start:
-            raise CorruptError(f"{cell} has {len(data)} bytes, expected {end - start}")
+        start, _ = self.cell_range(cell)
+        expected = sum(end - start for start, end in self.cell_ranges(cell))
+        if len(data) != expected:
+            raise CorruptError(f"{cell} has {len(data)} bytes, expected {expected}")
         view = memoryview(data)
         first = self.manifest.cell_index(cell) * self.manifest.chunks_per_cell
         for index in range(first, first + self.manifest.chunks_per_cell):
@@ -527,6 +620,9 @@ class SegmentReader:
         layout = self.variant.layouts[part.layout]
         integers = self.manifest.integers_shape(cell, part.layout)
         shape = layout.num_frames(integers), layout.height, layout.width
+        if coded.row.codec == LADDER:
+            frames = decode_ladder([each.bitstream for each in (coded, *coded.levels)], shape)
+            return DecodedFrames(frames, frames)
         if decoder := decoders.get(coded.row.codec):
             num_integers = prod(integers) if layout.begins_with(integers) else None
             return decoder.decode(coded.bitstream, shape, num_integers=num_integers, **how)
@@ -538,7 +634,7 @@ class SegmentReader:
         GPU would treat sound frames with a wrong sum as a miss for ever."""
         shape = self.manifest.integers_shape(cell, part.layout)
         integers = self.variant.layouts[part.layout].from_frames(frames, shape)
-        coded.row.require_decoded(integers.numpy().data, f"{cell}, decoded {part.name}")
+        coded.finest.require_decoded(integers.numpy().data, f"{cell}, decoded {part.name}")
         if coded.frame_sum is not None and sum_of_frames(frames) != coded.frame_sum:
             raise CorruptError(f"{cell}, decoded frames: frame sum does not match")
         return integers

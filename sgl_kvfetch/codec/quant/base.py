@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from sgl_kvfetch.codec.bitstream.ladder import Wide
 from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.layout.tiles import tile_layout
 from sgl_kvfetch.codec.quant.rope import Rope
@@ -135,6 +136,10 @@ class Quantiser(ABC):
     def num_coefficients(self, place: CellPlace) -> int | None:
         """Return the number of coefficients of a token in this cell, or None if there is one integer a value."""
         return None
+
+    def wide_coefficients(self, place: CellPlace) -> Sequence[Wide]:
+        """Return the coefficients of a token in this cell that have two integers, by row."""
+        return ()
 
     def layouts(
         self, geometry: KVGeometry, cell_heads: int, most_coefficients: int | None, span_tokens: int, resolution: str

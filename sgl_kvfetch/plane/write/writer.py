@@ -324,10 +324,9 @@ class Merger:
             if data is None:
                 return None
             contents.append(data)
-        num_variants = len(manifest.variants)
-        return CodedSegment(
-            manifest, contents[0], tuple(contents[1:num_variants]), side_data=tuple(contents[num_variants:])
-        )
+        num_variants, num_levels = len(manifest.variants), len(manifest.levels)
+        more, rest = tuple(contents[1:num_variants]), tuple(contents[num_variants:])
+        return CodedSegment(manifest, contents[0], more, level_data=rest[:num_levels], side_data=rest[num_levels:])
 
     async def _delete_later(self, manifest: Manifest) -> None:
         await asyncio.sleep(self._retire_s)

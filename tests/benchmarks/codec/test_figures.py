@@ -18,7 +18,7 @@ from benchmarks.codec.measure import estimate, measure
 from benchmarks.codec.method import KVShape, Method
 from benchmarks.codec.segments import PAGE_TOKENS, SegmentMethod
 from harness.models import make_tiny_llama
-from sgl_kvfetch.codec.bitstream.ans import tables
+from sgl_kvfetch.codec.bitstream.ans import SLOTS, tables
 from sgl_kvfetch.codec.calibrate.model import KVModel
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.quant.registry import make_quantiser
@@ -34,9 +34,10 @@ def test_codec(run: Run, tiny_llama: Path, text: Path, tmp_path: Path) -> None:
     profile = tmp_path / "tiny.profile"
     make_profile(num_layers=4, num_heads=2, head_dim=64, cell_heads=2, num_sinks=1).save(profile)
     args = ["--model", tiny_llama, "--text", text, "--windows", 2, "--context", 128, "--continuation", 16]
-    methods = ["--methods", "exact/zstd,cachegen-16/256,kivi-*,klt-0.001/zstd", "--profile", profile]
+    methods = ["--methods", "exact/zstd,cachegen-16/256,kivi-*,klt-0.001/zstd,klt/levels-*", "--profile", profile]
     rows = {row["name"]: row for row in run(main, *args, *methods)["rows"]}
-    assert set(rows) == {"exact/zstd", "cachegen-16/256", "kivi-4", "kivi-2", "klt-0.001/zstd"}
+    levels = [f"klt/levels-{count}" for count in (1, 2, 3)]
+    assert set(rows) == {"exact/zstd", "cachegen-16/256", "kivi-4", "kivi-2", "klt-0.001/zstd", *levels}
     for row in rows.values():
         assert row["ratio"] == pytest.approx(16 / row["bits_per_value"])
         for figure in ("bits", "kl", "dnll", "top1"):
@@ -46,6 +47,9 @@ def test_codec(run: Run, tiny_llama: Path, text: Path, tmp_path: Path) -> None:
     assert rows["exact/zstd"]["kl"] == pytest.approx(0, abs=1e-9)
     assert rows["kivi-2"]["kl"] > rows["kivi-4"]["kl"] > 0
     assert sum(rows["klt-0.001/zstd"]["shares"].values()) == pytest.approx(1)
+    bits, kls = ([rows[name][figure] for name in levels] for figure in ("bits_per_value", "kl"))
+    assert sorted(bits) == bits
+    assert kls[0] > kls[2]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -85,6 +89,9 @@ def test_speed_and_the_tables_of_ans(run: Run, tiny_llama: Path, text: Path, tmp
         assert np.array_equal(found["gains"], tables().gains)
         assert found["choice"].shape == tables().choice.shape
         assert found["choice"].max() < len(found["slots"])
+        assert found["digits"].shape == tables().digits.shape
+        assert (found["digits"].sum(2) == SLOTS).all()
+        assert found["digits"].min() > 0
 
 
 def test_answers(run: Run, tiny_llama: Path, text: Path) -> None:

@@ -15,7 +15,19 @@ from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltQuantiser
 from sgl_kvfetch.labels import Labels
-from tests.golden.make import CASES, ENCRYPTED, FIRST_PAGE, KEY, KEY_NAME, NUM_PAGES, Case, golden_quantiser, restored
+from tests.golden.make import (
+    CASES,
+    ENCRYPTED,
+    FIRST_PAGE,
+    KEY,
+    KEY_NAME,
+    LEVELS,
+    NUM_LEVELS,
+    NUM_PAGES,
+    Case,
+    golden_quantiser,
+    restored,
+)
 from tests.golden.second_reader import (
     decrypted,
     fingerprint_of,
@@ -124,6 +136,25 @@ def test_golden_encrypted_segments_decrypt() -> None:
 def test_the_document_suffices_to_decrypt() -> None:
     raw, data = decrypted(ENCRYPTED.read_bytes(), ENCRYPTED.with_suffix(".0.kvd").read_bytes(), KEY)
     assert read_values(raw, data) == CASES["exact-hevc"].path("values").read_bytes()
+
+
+@pytest.mark.parametrize("num_levels", range(1, NUM_LEVELS + 1))
+def test_golden_levels_read_alike(num_levels: int) -> None:
+    """By the document's reader, too; all levels give the values of the case that has none."""
+    case, raw = CASES["klt-ans"], LEVELS.read_bytes()
+    objects = [LEVELS.with_suffix(f".{number}.kvd").read_bytes() for number in range(num_levels)]
+    manifest, quantiser = decode_manifest(raw), golden_quantiser(case.quantiser)
+    assert manifest.encode() == raw
+    assert case.profile is not None
+    found = read_values(raw, objects[0], 0, case.profile.read_bytes(), objects[1:])
+    assert (found == case.path("values").read_bytes()) == (num_levels == NUM_LEVELS)
+    reader = SegmentReader(manifest, quantiser, num_levels=num_levels)
+    values: list[torch.Tensor] = []
+    for cell in manifest.cells():
+        values += reader.dequantise_cell(cell, reader.decode_cell(cell, reader.cell_data(cell, objects)))
+    whole = torch.cat([x.flatten() for x in values]).float()
+    expected = torch.frombuffer(bytearray(found), dtype=torch.bfloat16).float()
+    assert torch.allclose(whole, expected, rtol=2**-7, atol=0.01)
 
 
 @EVERY_CASE

@@ -1,0 +1,138 @@
+"""Code coefficients in levels, the coarsest first, each a bitstream of its own.
+
+Level 0 has the coefficients at a step 3, 9 or 27 times as large, coded by `ans`. Each further level divides the step
+by three: it has a digit, -1, 0 or 1, for each coefficient n, which becomes ``3 n + digit``. The last one gives the
+integers back bit for bit. Without the last levels, the integers are those at a larger step, rounded to the nearest.
+
+A digit's distribution follows from the one that `ans` would code its coefficient with, and from n: so all levels
+together take about as many bits as the coefficients at once.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from sgl_kvfetch.codec.bitstream import _ans
+from sgl_kvfetch.codec.bitstream.ans import fill, static_tables
+from sgl_kvfetch.codec.bitstream.base import PictureShape
+from sgl_kvfetch.codec.layout.frames import PLANES
+from sgl_kvfetch.errors import CorruptError, QuantiseError
+
+LADDER, DIGITS = "ladder", "digits"  # the codecs of level 0, and of the others, in manifests
+MOST_LEVELS = 4
+ZERO, LARGEST = 128, 127
+_HEADER = struct.Struct("<BHH")  # levels, coefficients, and how many of them have two integers
+_WIDE = np.dtype([("row", "<u2"), ("bits", "u1")])
+_MOST_WIDE_BITS = 8
+
+
+class Wide(NamedTuple):
+    """A coefficient of two integers: ``low + high * 2**bits``. Those of all rows have their second integers behind
+    all first ones, in order."""
+
+    row: int
+    bits: int
+
+
+def largest_coefficient(num_levels: int) -> int:
+    """Return the largest magnitude of a coefficient that so many levels can code."""
+    unit = 3 ** (num_levels - 1)
+    return LARGEST * unit + unit // 2
+
+
+def encode_ladder(
+    frames: torch.Tensor, wide: Sequence[Wide], num_integers: int, num_levels: int, *, is_portable: bool = False
+) -> list[bytes]:
+    """Return the bitstreams of all levels. ``frames``: uint8 ``(frames, 3, 1, tokens)``, whose first ``num_integers``
+    rows are integers. Raises QuantiseError if a coefficient is larger than `largest_coefficient`."""
+    assert 2 <= num_levels <= MOST_LEVELS
+    tokens = frames.shape[-1]
+    integers = frames.reshape(-1, tokens)[:num_integers].numpy()
+    values = _joined(integers, _as_array(wide))
+    digits = []
+    for _ in range(num_levels - 1):
+        digits.append(_ans.encode_digits(_native(is_portable), values.data, *values.shape))
+        values = (values + np.int16(1)) // np.int16(3)
+    if np.abs(values).max() > LARGEST:
+        raise QuantiseError(
+            f"a coefficient is larger than {largest_coefficient(num_levels)}, which {num_levels} levels take"
+        )
+    header = _HEADER.pack(num_levels, len(values), len(wide)) + _as_array(wide).tobytes()
+    coarse = (values + np.int16(ZERO)).astype(np.uint8)
+    return [header + _ans.encode(_native(is_portable), coarse.data, *coarse.shape), *reversed(digits)]
+
+
+def decode_ladder(
+    bitstreams: Sequence[bytes | memoryview], shape: PictureShape, *, is_portable: bool = False
+) -> torch.Tensor:
+    """Return the frames of ``shape`` that the first levels decode to. Raises CorruptError."""
+    num_frames, height, tokens = shape
+    assert height == 1
+    num_levels, kept, wide, coded = _read_header(bitstreams[0], num_frames * PLANES)
+    if len(bitstreams) > num_levels:
+        raise CorruptError(f"ladder has {num_levels} levels, expected {len(bitstreams)}")
+    coarse = torch.empty((kept, tokens), dtype=torch.uint8)
+    fill(_native(is_portable), coded, kept, tokens, coarse)
+    values = coarse.numpy().astype(np.int16)
+    values -= ZERO
+    for bitstream in bitstreams[1:]:
+        if (fault := _ans.refine(_native(is_portable), bitstream, kept, tokens, values.data)) is not None:
+            raise CorruptError(f"digits {fault}")
+    values *= 3 ** (num_levels - len(bitstreams))
+    frames = torch.full((num_frames, PLANES, 1, tokens), ZERO, dtype=torch.uint8)
+    _split(values, wide, frames.view(-1, tokens).numpy())
+    return frames
+
+
+@cache
+def _native(is_portable: bool) -> tuple[object, ...]:
+    return static_tables(is_portable)
+
+
+def _as_array(wide: Sequence[Wide]) -> np.ndarray:
+    return np.array([tuple(each) for each in wide], _WIDE)
+
+
+def _read_header(bitstream: bytes | memoryview, num_rows: int) -> tuple[int, int, np.ndarray, memoryview]:
+    """Return the levels, the coefficients, those of two integers, and what follows. Raises CorruptError."""
+    view = memoryview(bitstream)
+    if len(view) < _HEADER.size:
+        raise CorruptError("ladder is shorter than its header")
+    num_levels, kept, num_wide = _HEADER.unpack_from(view)
+    end = _HEADER.size + num_wide * _WIDE.itemsize
+    if not 2 <= num_levels <= MOST_LEVELS or not 1 <= kept <= num_rows - num_wide or end > len(view):
+        raise CorruptError(
+            f"ladder has {num_levels} levels of {kept} and {num_wide} integers, expected {num_rows} rows"
+        )
+    wide = np.frombuffer(view[_HEADER.size : end], _WIDE)
+    rows = wide["row"].astype(int)
+    if (np.diff(rows, prepend=-1, append=kept) < 1).any() or ((wide["bits"] - 1) > _MOST_WIDE_BITS - 1).any():
+        raise CorruptError("ladder has wide coefficients out of order, or of too many bits")
+    return num_levels, kept, wide, view[end:]
+
+
+def _joined(integers: np.ndarray, wide: np.ndarray) -> np.ndarray:
+    """Return coefficients, int16 ``(kept, tokens)``, of their integers."""
+    kept = len(integers) - len(wide)
+    values = integers[:kept].astype(np.int16)
+    values -= ZERO
+    values[wide["row"]] += (integers[kept:].astype(np.int16) - ZERO) << wide["bits"][:, None]
+    return values
+
+
+def _split(values: np.ndarray, wide: np.ndarray, rows: np.ndarray) -> None:
+    """Write the integers of coefficients into ``rows``. Coefficients that none stand for become the nearest."""
+    kept, bits = len(values), wide["bits"][:, None].astype(np.int16)
+    half = np.int16(1) << (bits - 1)
+    high = ((values[wide["row"]] + half) >> bits).clip(-LARGEST, LARGEST)
+    rows[kept : kept + len(wide)] = high + ZERO
+    values[wide["row"]] -= high << bits
+    low = rows[:kept]
+    low[:] = values.clip(-ZERO, LARGEST) + np.int16(ZERO)
+    rows[wide["row"]] = values[wide["row"]].clip(-half, half - 1) + ZERO

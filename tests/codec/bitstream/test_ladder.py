@@ -1,0 +1,162 @@
+"""Levels of coefficients: the native coder, with and without vectors, beside docs/format.md's reader."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from sgl_kvfetch.codec.bitstream.ans import AnsCodec, tables
+from sgl_kvfetch.codec.bitstream.ladder import Wide, decode_ladder, encode_ladder, largest_coefficient
+from sgl_kvfetch.codec.layout.frames import FLAT
+from sgl_kvfetch.codec.layout.regions import region_layout
+from sgl_kvfetch.errors import CorruptError, QuantiseError
+from tests.golden.second_reader import unladder
+
+PORTABLE = pytest.mark.parametrize("is_portable", [False, True], ids=["vectors", "portable"])
+
+
+def coefficients(num_rows: int, num_tokens: int, widest: float = 40.0, seed: int = 0) -> np.ndarray:
+    """Return rows that become narrower, int64 ``(rows, tokens)``."""
+    random = np.random.default_rng(seed)
+    widths = np.geomspace(widest, 0.1, num_rows)[:, None] * random.lognormal(0, 0.5, num_tokens)
+    return np.round(random.normal(0, widths)).astype(np.int64)
+
+
+def integers_of(values: np.ndarray, wide: list[Wide]) -> np.ndarray:
+    rows = values.copy()
+    high = [(values[row] + 2 ** (bits - 1)) >> bits for row, bits in wide]
+    for (row, bits), each in zip(wide, high, strict=True):
+        rows[row] -= each << bits
+    whole = np.concatenate((rows, *(each[None] for each in high)))
+    return (whole.clip(-128, 127) + 128).astype(np.uint8)
+
+
+def values_of(integers: np.ndarray, wide: list[Wide]) -> np.ndarray:
+    values = integers.astype(np.int64) - 128
+    for i, (row, bits) in enumerate(wide):
+        values[row] += values[len(values) - len(wide) + i] << bits
+    return values[: len(values) - len(wide)]
+
+
+def frames_of(integers: np.ndarray) -> torch.Tensor:
+    return region_layout(*integers.shape, FLAT).to_frames(torch.from_numpy(integers))
+
+
+def decode(levels: list[bytes], frames: torch.Tensor, is_portable: bool = False) -> torch.Tensor:
+    return decode_ladder(levels, (len(frames), *frames.shape[2:]), is_portable=is_portable)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 31, 32, 33, 100, 1024])
+@pytest.mark.parametrize("num_levels", [2, 3, 4])
+@pytest.mark.parametrize("wide", [[], [Wide(0, 3), Wide(2, 1)]], ids=["narrow", "wide"])
+def test_each_level_is_the_nearest_multiple_of_its_unit(wide: list[Wide], num_levels: int, num_tokens: int) -> None:
+    integers = integers_of(coefficients(9, num_tokens, 90.0 if wide else 30.0).clip(-380, 380), wide)
+    frames, values = frames_of(integers), values_of(integers, wide)
+    levels = encode_ladder(frames, wide, len(integers), num_levels)
+    assert encode_ladder(frames, wide, len(integers), num_levels, is_portable=True) == levels
+    for count in range(1, num_levels + 1):
+        decoded = decode(levels[:count], frames)
+        assert torch.equal(decode(levels[:count], frames, is_portable=True), decoded)
+        found = decoded.reshape(-1, num_tokens).numpy()[: len(integers)]
+        unit = 3 ** (num_levels - count)
+        expected = np.round(values / unit).astype(np.int64) * unit
+        whole = [row for row in range(9) if row not in dict(wide)]
+        assert np.array_equal(values_of(found, wide)[whole], expected[whole].clip(-128, 127))
+        assert np.abs(values_of(found, wide) - values).max() <= unit // 2
+        if num_tokens < 100:
+            assert np.array_equal(unladder(levels[:count], len(integers), num_tokens), found)
+    assert torch.equal(decoded, frames)
+
+
+@PORTABLE
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_every_integer_comes_back(is_portable: bool, data: st.DataObject) -> None:
+    num_frames, num_tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 70))
+    num_levels = data.draw(st.integers(2, 4))
+    size = num_frames * 3 * num_tokens
+    values = data.draw(st.binary(min_size=size, max_size=size))
+    frames = torch.frombuffer(bytearray(values), dtype=torch.uint8).view(num_frames, 3, 1, num_tokens)
+    levels = encode_ladder(frames, [], 3 * num_frames, num_levels, is_portable=is_portable)
+    assert torch.equal(decode(levels, frames, is_portable), frames)
+
+
+def test_levels_cost_little_more_than_all_at_once() -> None:
+    """Of integers whose widths the distributions know; benchmarks.codec measures those of a model."""
+    frames = frames_of(integers_of(coefficients(300, 1024, 20.0), []))
+    at_once = len(AnsCodec().encode(frames))
+    for num_levels in (2, 3):
+        assert sum(map(len, encode_ladder(frames, [], 300, num_levels))) < 1.02 * at_once
+
+
+def test_coefficients_that_are_too_large_are_refused() -> None:
+    wide = [Wide(0, 8)]
+    for value, num_levels, fits in ((381, 2, True), (382, 2, True), (383, 2, False), (383, 3, True)):
+        assert fits == (value <= largest_coefficient(num_levels))
+        integers = integers_of(np.full((1, 8), value), wide)
+        if fits:
+            assert torch.equal(
+                decode(encode_ladder(frames_of(integers), wide, 2, num_levels), frames_of(integers)),
+                frames_of(integers),
+            )
+        else:
+            with pytest.raises(QuantiseError, match="larger than 382, which 2 levels take"):
+                encode_ladder(frames_of(integers), wide, 2, num_levels)
+
+
+@PORTABLE
+def test_20000_mutated_levels_decode_to_the_shape_or_are_corrupt(is_portable: bool) -> None:
+    random = np.random.default_rng(3)
+    wide = [Wide(1, 2)]
+    sources = []
+    for num_tokens in (3, 40, 128):
+        integers = integers_of(coefficients(8, num_tokens), wide)
+        sources.append((frames_of(integers), encode_ladder(frames_of(integers), wide, len(integers), 3)))
+    num_corrupt = 0
+    for number in range(20_000):
+        frames, levels = sources[number % len(sources)]
+        which = number // 3 % 3
+        bad = np.frombuffer(levels[which], np.uint8).copy()
+        places = random.integers(0, min(len(bad), 16) if number % 2 else len(bad), 1 + number % 4)
+        bad[places] ^= random.integers(1, 256, len(places)).astype(np.uint8)
+        end = random.integers(0, 2 * len(bad)) if number % 5 == 0 else len(bad)
+        try:
+            found = decode([*levels[:which], np.resize(bad, end).tobytes(), *levels[which + 1 :]], frames, is_portable)
+        except CorruptError:
+            num_corrupt += 1
+        else:
+            assert found.shape == frames.shape
+    assert num_corrupt > 19_000
+
+
+def test_what_is_broken_is_said() -> None:
+    integers = integers_of(coefficients(5, 64, 200.0), [Wide(0, 2)])
+    frames = frames_of(integers)
+    coarse, *digits = encode_ladder(frames, [Wide(0, 2)], 6, 2)
+    for bad, fault in (
+        ([b""], "ladder is shorter than its header"),
+        ([struct.pack("<BHH", 5, 5, 0) + coarse[5:]], "ladder has 5 levels"),
+        ([struct.pack("<BHH", 1, 5, 0) + coarse[5:]], "ladder has 1 levels"),
+        ([struct.pack("<BHH", 2, 7, 0) + coarse[5:]], "of 7 and 0 integers, expected 6 rows"),
+        ([struct.pack("<BHHHBHB", 2, 4, 2, 1, 1, 1, 1) + coarse[8:]], "out of order"),
+        ([struct.pack("<BHHHB", 2, 5, 1, 5, 1) + coarse[8:]], "out of order"),
+        ([struct.pack("<BHHHB", 2, 5, 1, 0, 9) + coarse[8:]], "of too many bits"),
+        ([struct.pack("<BHHHB", 2, 5, 1, 0, 0) + coarse[8:]], "of too many bits"),
+        ([coarse, *digits, *digits], "ladder has 2 levels, expected 3"),
+        ([coarse, b"\xff" * 128], "digits ends too early"),
+        ([coarse, digits[0] + b"\0"], "digits has bytes that nothing uses"),
+    ):
+        with pytest.raises(CorruptError, match=fault):
+            decode(bad, frames)
+
+
+def test_the_tables_of_digits_are_sound() -> None:
+    digits = tables().digits
+    assert digits.shape == (48, 4, 3)
+    assert (digits.sum(2) == 1024).all()
+    assert digits.min() > 0
+    assert (digits[:, 0, 0] == digits[:, 0, 2]).all()  # signs do not matter

@@ -1,0 +1,194 @@
+"""Segments whose coefficients are in levels: read as far as a reader likes, merged, signed, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import msgspec
+import pytest
+import torch
+
+from sgl_kvfetch.codec.bitstream.ladder import largest_coefficient
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys
+from sgl_kvfetch.codec.container.manifest import Level, Manifest, decode_manifest
+from sgl_kvfetch.codec.container.merge import merge_segments
+from sgl_kvfetch.codec.container.secured import secure_segment
+from sgl_kvfetch.codec.container.segment import (
+    CodedSegment,
+    SegmentReader,
+    SegmentSpec,
+    cell_place,
+    encode_segment,
+    first_readable,
+)
+from sgl_kvfetch.codec.layout.frames import FLAT
+from sgl_kvfetch.codec.layout.regions import region_layout
+from sgl_kvfetch.codec.quant.base import Quantised
+from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser
+from sgl_kvfetch.errors import CorruptError, FormatError
+from sgl_kvfetch.types import KVGeometry
+from tests.codec.quant.profiles import make_profile, values_of
+from tests.segments import make_heads, page_hashes
+
+GEOMETRY = KVGeometry(5, 4, 16, 16, 8, "bfloat16")
+LEVELS = 3
+KLT = KltQuantiser(
+    make_profile(num_layers=5, cell_heads=2, num_sinks=1), step=0.05, largest=largest_coefficient(LEVELS)
+)
+SPEC = SegmentSpec(make_heads(GEOMETRY, KLT), KLT, "ans", FLAT, span_pages=2, num_levels=LEVELS)
+
+
+def make(spec: SegmentSpec = SPEC, first_page: int = 0, num_pages: int = 4) -> CodedSegment:
+    tokens = slice(first_page * 8, (first_page + num_pages) * 8)
+    k, v = (x[tokens].bfloat16() for x in values_of(KLT.profile, 64))
+    hashes = page_hashes(num_pages, "", first_page)
+    previous = page_hashes(1, "", first_page - 1)[0] if first_page else None
+    return encode_segment(spec, {"k": k, "v": v}, first_page, previous, hashes)
+
+
+@cache
+def segment() -> CodedSegment:
+    return make()
+
+
+def cells(found: CodedSegment, num_levels: int = LEVELS) -> list[Quantised]:
+    reader = SegmentReader(decode_manifest(found.manifest.encode()), KLT, num_levels=num_levels)
+    objects = [found.data, *found.levels_of(0)][: len(reader.object_names)]
+    return [reader.decode_cell(cell, reader.cell_data(cell, objects)) for cell in found.manifest.cells()]
+
+
+def changed(manifest: Manifest, *levels: Level) -> Manifest:
+    return msgspec.structs.replace(manifest, variants=(msgspec.structs.replace(manifest.variants[0], levels=levels),))
+
+
+def test_all_levels_have_what_one_has() -> None:
+    at_once = make(replace(SPEC, num_levels=1))
+    for a, b in zip(cells(segment()), cells(at_once), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert not at_once.manifest.levels
+    assert len(segment().manifest.levels) == LEVELS - 1
+    assert [row.decoded_checksum for row in segment().manifest.levels[-1].chunks] == [
+        row.decoded_checksum for row in at_once.manifest.variants[0].chunks[2::3]
+    ]
+    assert set(segment().manifest.data_names) == {name for name, _ in segment().data_objects()}
+
+
+@pytest.mark.parametrize("num_levels", [1, 2])
+def test_values_of_fewer_levels_are_those_of_a_larger_step(num_levels: int) -> None:
+    coarse = KltQuantiser(KLT.profile, step=KLT.step * 3 ** (LEVELS - num_levels))
+    for cell, found, fine in zip(
+        segment().manifest.cells(), cells(segment(), num_levels), cells(segment()), strict=True
+    ):
+        place = cell_place(segment().manifest, cell)
+        assert KLT.wide_coefficients(place)
+        whole = KLT.dequantise(fine, torch.bfloat16, place)
+        own = coarse.dequantise(coarse.quantise(whole, place), torch.bfloat16, place)
+        is_coded = fine[0] != EXACT
+        errors = [
+            sum(float((a.float() - b.float())[is_coded].square().sum()) for a, b in zip(each, whole, strict=True))
+            for each in (KLT.dequantise(found, torch.bfloat16, place), own)
+        ]
+        assert 0 < errors[0] < 1.05 * errors[1]
+
+
+def test_a_cell_needs_the_bytes_of_all_levels_that_are_read() -> None:
+    manifest = segment().manifest
+    cell = next(manifest.cells())
+    whole, coarse = (SegmentReader(manifest, KLT, num_levels=count) for count in (LEVELS, 1))
+    objects = [segment().data, *segment().level_data]
+    data = bytes(whole.cell_data(cell, objects))
+    with pytest.raises(CorruptError, match="bytes, expected"):
+        whole.decode_cell(cell, coarse.cell_data(cell, objects[:1]))
+    for end in range(1, LEVELS):
+        start = len(data) - sum(level.chunks[0].size_bytes for level in manifest.levels[-end:])
+        bad = bytearray(data)
+        bad[start] ^= 1
+        for check in (whole.decode_cell, whole.verify_cell):
+            with pytest.raises(CorruptError, match="digits, compressed bytes: checksum"):
+                check(cell, bytes(bad))
+    coarse.decode_cell(cell, data[: slice(*coarse.cell_range(cell)).stop])  # nothing of the levels behind it matters
+
+
+def test_the_integers_of_each_prefix_have_a_checksum() -> None:
+    manifest = segment().manifest
+    first, last = manifest.levels
+    rows = (first.chunks[0], *last.chunks[1:])
+    wrong = msgspec.structs.replace(
+        last, chunks=(msgspec.structs.replace(last.chunks[0], decoded_checksum=bytes(16)), *rows[1:])
+    )
+    reader = SegmentReader(changed(manifest, first, wrong), KLT, num_levels=LEVELS)
+    cell = next(manifest.cells())
+    with pytest.raises(CorruptError, match="decoded coefficients: checksum"):
+        reader.decode_cell(cell, reader.cell_data(cell, [segment().data, *segment().level_data]))
+
+
+def test_a_segment_without_its_last_level_is_a_coarser_one() -> None:
+    dropped = CodedSegment(
+        changed(segment().manifest, *segment().manifest.levels[:-1]),
+        segment().data,
+        level_data=segment().level_data[:-1],
+    )
+    for a, b in zip(cells(dropped), cells(segment(), LEVELS - 1), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("num_pages", [1, 2])
+def test_neighbours_are_merged_with_their_levels(num_pages: int) -> None:
+    """Whole spans as they are, shorter ones coded again."""
+    left, right = (make(SPEC, first, num_pages) for first in (0, num_pages))
+    merged = merge_segments(SPEC, left, right)
+    whole = make(SPEC, 0, 2 * num_pages)
+    assert merged.manifest.variants == whole.manifest.variants
+    assert (merged.data, merged.level_data) == (whole.data, whole.level_data)
+
+
+def test_readers_that_know_no_levels_do_not_read_them() -> None:
+    """Not as coarser values, and not as damage."""
+    with pytest.raises(FormatError, match="codec 'ladder' is unknown"):
+        SegmentReader(segment().manifest, KLT)
+    assert first_readable(segment().manifest) == 0
+    assert SegmentReader(segment().manifest, KLT, num_levels=1).variants == ()
+
+
+def test_levels_are_signed() -> None:
+    signed = secure_segment(segment(), None, signs=True)
+    cells(signed)
+    first, last = signed.manifest.levels
+    manifest = changed(
+        signed.manifest, first, msgspec.structs.replace(last, chunk_digests=bytes(len(last.chunk_digests)))
+    )
+    with pytest.raises(CorruptError, match="digits, compressed bytes: digest"):
+        cells(replace(signed, manifest=manifest))
+
+
+def test_levels_are_not_encrypted_yet() -> None:
+    with pytest.raises(FormatError, match="levels of coefficients cannot be encrypted yet"):
+        secure_segment(segment(), EncryptionKeys({"k": bytes(32)}), signs=False)
+
+
+def test_manifests_say_which_version_has_levels() -> None:
+    assert segment().manifest.encode()[4:8] == b"\2\0\4\0"
+    assert changed(segment().manifest).encode()[4:8] == b"\2\0\0\0"
+
+
+def test_levels_that_do_not_fit_are_refused() -> None:
+    manifest = segment().manifest
+    first, last = manifest.levels
+    chunks = first.chunks
+    other = msgspec.structs.replace(chunks[0], codec="ans")
+    for levels, fault in (
+        ((msgspec.structs.replace(first, chunks=chunks[:-1]), last), "chunks, expected"),
+        ((msgspec.structs.replace(first, chunks=(other, *chunks[1:])),), "of digits"),
+        ((msgspec.structs.replace(first, chunk_digests=bytes(17)),), "17 bytes of digests"),
+        ((first,) * 4, "length <= 3"),
+    ):
+        with pytest.raises(FormatError, match=fault):
+            decode_manifest(changed(manifest, *levels).encode())
+    at_once = make(replace(SPEC, num_levels=1)).manifest
+    with pytest.raises(FormatError, match="levels, but no chunk in the codec ladder"):
+        decode_manifest(changed(at_once, first).encode())
+    (variant,) = manifest.variants
+    pictures = msgspec.structs.replace(variant, layouts={"coefficients": region_layout(200, 16, "240p")})
+    with pytest.raises(FormatError, match="ladder in a layout that is not flat"):
+        decode_manifest(msgspec.structs.replace(manifest, variants=(pictures,)).encode())
