@@ -114,12 +114,15 @@ import sys
 sys.modules["triton"] = None
 import torch
 from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.codec.bitstream.ans import AnsCodec
 from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.codec.layout.tiles import tile_layout
 from sgl_kvfetch.codec.quant.exact import to_planes
+from sgl_kvfetch.triton_kernels.ans import AnsChunk, ans_decode
 from sgl_kvfetch.triton_kernels.frame_sum import frame_sum
 from sgl_kvfetch.triton_kernels.restore import restore
 from sgl_kvfetch.triton_kernels.restore_klt import region_pixels, restore_klt
+from sgl_kvfetch.triton_kernels.xxh3 import xxh3_sums
 
 values, output, slots = torch.randn(9, 1, 2, 64), torch.zeros(9, 2, 64), torch.arange(9)
 layout = tile_layout(2, 64, 9)
@@ -139,6 +142,13 @@ restore_klt(
 )
 assert bool((output == 3.0).all())
 frame_sum(frames[0])
+rows = torch.full((1, 3, 1, 96), 128, dtype=torch.uint8)
+bitstream = AnsCodec().encode(rows)
+data = torch.frombuffer(bytearray(bitstream) + bytes(-len(bitstream) % 4), dtype=torch.uint8)
+decoded = torch.zeros(288, dtype=torch.uint8)
+assert ans_decode(data, [AnsChunk(0, len(bitstream), 1, 96, 0)], decoded).tolist() == [0]
+assert torch.equal(decoded, rows.flatten())
+assert xxh3_sums(decoded, [(0, 288)]).shape == (1, 8)
 try:
     frame_sum(frames[0].to("meta"))
 except UnsupportedError as e:
