@@ -81,17 +81,18 @@ class KltBatches:
         if not cell.is_on_device[2]:
             # Such cells come at the pace of a CPU, and a few of them fill the staging memory: each is a batch.
             own = _Batch(self._ring, model, guarded, 1, most_bytes, [frames])
-            with self._lock:
-                own.add(*self._row(cell, model, own.uploaded[0], span_pages, pages))
-            return self._threads.submit(self._launch, own, 0.0)
+            try:
+                with self._lock:
+                    own.add(*self._row(cell, model, own.uploaded[0], span_pages, pages))
+            finally:
+                launched = self._threads.submit(self._launch, own, 0.0)  # which gives its memory back, in any case
+            return launched
         self._device.used_on(frames, self._stream)  # they were allocated for another stream, which has finished
         with self._lock:
             row = self._row(cell, model, frames, span_pages, pages)
             batch = self._batch
-            if batch is None or batch.guarded != guarded or not batch.add(*row):
+            while batch is None or batch.guarded != guarded or not batch.add(*row):
                 batch = _Batch(self._ring, model, guarded, _MOST_CELLS, _MOST_CELLS * _CELL_BYTES + most_bytes, [])
-                is_added = batch.add(*row)
-                assert is_added
                 batch.launched = self._threads.submit(self._launch, batch, WAIT_S)
                 self._batch = batch
             return batch.launched
@@ -132,13 +133,13 @@ class KltBatches:
         """Launch a batch after ``wait_s``, or once it is full. Return whether the device has finished with it."""
         batch.is_full.wait(wait_s)
         cells = batch.close()
-        model, vector = cells[0].model, cells[0].places.vector
         try:
-            self._device.launch(self._stream, batch.upload)
-            kind = model.shape, model.dtype, vector
-            self._compile_once(kind, partial(compile_klt, *kind, self._slots))
-            kernels = partial(restore_klt, cells, batch.table(len(cells)), self._slots, self._page_size)
-            batch.guarded(lambda: self._write(kernels))
+            if cells:
+                self._device.launch(self._stream, batch.upload)
+                kind = cells[0].model.shape, cells[0].model.dtype, cells[0].places.vector
+                self._compile_once(kind, partial(compile_klt, *kind, self._slots))
+                kernels = partial(restore_klt, cells, batch.table(len(cells)), self._slots, self._page_size)
+                batch.guarded(lambda: self._write(kernels))
         finally:
             self._ring.take_back(batch.buffer, self._stream)
         return self._stream.record_event().query
@@ -202,7 +203,7 @@ class _Batch:
         """Return the cells; none is added from now on, and none is kept."""
         with self._lock:
             cells, self._cells = self._cells, None
-        assert cells
+        assert cells is not None
         return cells
 
     def upload(self) -> None:

@@ -165,6 +165,18 @@ def test_cells_on_the_host_are_batches_of_their_own(cells: list[CellFrames], lau
     assert not has_poison(opened, 16)
 
 
+@pytest.mark.parametrize("is_on_device", [True, False])
+def test_a_cell_that_does_not_fit_its_layout_keeps_no_memory(cells: list[CellFrames], is_on_device: bool) -> None:
+    device = FakeDevice()
+    opened = open_round(device)
+    _, _, frames = cells[0].parts
+    wrong = replace(cells[0], parts=(*cells[0].parts[:2], frames[:-1]), is_on_device=(False, False, is_on_device))
+    with pytest.raises(ValueError, match=r"frames are .*, expected contiguous uint8"):
+        add(opened, wrong, GuardedSink(opened).run)
+    opened._batches._threads.shutdown()
+    assert all(region.done is not None for region in opened._restore_staging._regions)
+
+
 def test_a_batch_waits_for_the_work_before_its_round(cells: list[CellFrames], launches: list[int]) -> None:
     device = FakeDevice()
     forward_is_over = FakeEvent(device)
