@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 _SLOT_BYTES = 8
 _VALUE_SCALE_BYTES = 2  # bfloat16: a step width of `restore`
-_TOKEN_SCALE_BYTES = 4  # float32: a token's step width of `restore_klt`
+_EXPONENT_BYTES = 1  # of a token's step width, for `restore_klt`
 _MATRIX_VALUE_BYTES = 2  # bfloat16
 _MEAN_BYTES = _ANGLE_BYTES = 4  # float32
 
@@ -43,7 +43,7 @@ def restore_bytes(span: Span, itemsize: int, num_scales: int | None) -> int:
 
 
 def restore_klt_bytes(span: Span, itemsize: int, rotary_dim: int) -> int:
-    """Return the bytes for K, with ``rotary_dim`` rotated channels per head, or for V, with 0."""
-    a_token = span.coefficients + _TOKEN_SCALE_BYTES + _SLOT_BYTES + rotary_dim * _ANGLE_BYTES
+    """Return the bytes for K and V, with ``rotary_dim`` rotated channels per head of K."""
+    a_token = span.coefficients + _EXPONENT_BYTES + _SLOT_BYTES + rotary_dim * _ANGLE_BYTES
     a_channel = span.coefficients * _MATRIX_VALUE_BYTES + _MEAN_BYTES
-    return span.tokens * a_token + span.num_channels * a_channel + span.num_values * itemsize
+    return span.tokens * a_token + 2 * (span.num_channels * a_channel + span.num_values * itemsize)

@@ -1,28 +1,34 @@
-"""restore_klt: restore decoded frames of transform coefficients to slots of the K or V buffers.
+"""restore_klt: restore cells of transform coefficients to slots of the K and V buffers, any number of cells a launch.
 
 This inverts the quantiser ``klt`` in one pass: multiply coefficients by their cell's matrix and the token's step, add
-the mean, and for K apply the rotary embedding again, which the quantiser removed.
+the mean, and for K apply the rotary embedding again, which the quantiser removed. Tokens that are kept exact follow.
+
+A launch has a *table*, a row of numbers a cell: addresses of what the kernels read and write, and sizes. So its cost on
+the host does not depend on the number of cells, and cells of any length and layout share the compiled kernels.
 """
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
-from sgl_kvfetch.codec import PLANES, RegionLayout
+from sgl_kvfetch.codec import PLANES, RegionLayout, from_planes
 from sgl_kvfetch.triton_kernels.runtime import (
     COMPILE_OPTIONS,
     INTERPRETED,
     jit,
     next_power_of_2,
     on_device,
-    program_of,
     require,
     require_buffers,
-    require_frames,
     require_scalable,
+    require_tensor,
     round_float32,
     tl,
     triton,
@@ -30,72 +36,230 @@ from sgl_kvfetch.triton_kernels.runtime import (
 )
 
 ZERO = 128  # the integer that represents zero
+EXACT = 0  # the exponent of tokens that are kept exact
 
-_COEFFICIENTS = 32  # summed in one step of the loop
-_MOST_TOKENS = 64
-_SUMS = 2048  # limit of tokens times channel pairs that a program sums at once
+TOKENS = 128  # of one program
+_COEFFICIENTS = 64  # multiplied in one step of the loop
+_MOST_PAIRS = 64  # pairs of channels that a program sums
+_LEAST_PAIRS = 8  # tensor cores multiply 16 columns or more
 NUM_WARPS = 8
-_MIN_SIDE = 16  # smallest side of a matrix for tensor cores
+_VECTOR = 8  # integers that a thread loads at once
+_ALIGNMENT = 16  # of channels, in values
 
 
-def restore_klt(
-    frames: torch.Tensor,
-    layout: RegionLayout,
-    slots: torch.Tensor,
-    outputs: Sequence[torch.Tensor],
-    *,
-    scales: torch.Tensor,
-    matrix: torch.Tensor,
-    mean: torch.Tensor,
-    pixels: torch.Tensor,
-    rotation: torch.Tensor | None = None,
-    interleaved: bool = False,
-) -> None:
-    """Write the K or V of a cell's tokens, as ``KltQuantiser.dequantise`` does, except for tokens that are kept exact.
+class _Heads(NamedTuple):
+    """The heads of K or V: a constant of the kernels. Triton can hash it, as it is a tuple."""
 
-    CPU tensors use the reference, unless Triton interprets. All others use the kernel, on the current stream.
-    Everything is computed in float32, in this order: ``integer - 128`` times the matrix, times the token's scale, plus
-    the mean; then the rotation; then values are limited to the outputs' finite range and rounded to nearest, ties to
-    even. Integers and matrix are exact in bfloat16, so their products are exact, and only the order of the sums is
-    open. Results differ from the reference by the effect of that order in float32 (a rounding a coefficient), and by
-    one unit in the last place of the outputs if that changes their rounding.
+    dim: int
+    slot: int  # strides of a buffer, in values
+    head: int
+    rotary_dim: int  # 0 without a rotation
+    pairs: int  # of channels, in one program; a power of two
+    run: int  # that many channels follow each other in a program's columns
+    block: int  # a power of two that holds all heads
 
-    Args:
-        frames: uint8 ``(n, 3, height, width)``: all frames of the cell, contiguous.
-        slots: int64 ``(tokens,)``: the destination row of every token of the span; -1 skips a token. Rows must be
-            unique, and within the buffers, which is not checked on a GPU.
-        outputs: Each layer's buffer, ``(num_slots, heads, dim)`` of the cell's heads, of equal shape, strides and
-            dtype. Only ``dim`` must be contiguous.
-        scales: float32 ``(tokens,)``, the step width of each token.
-        matrix: bfloat16 ``(coefficients, channels)``, a row a coefficient. Channels are ordered by layer, head and dim.
-            Each row is contiguous; rows may be further apart, so that K's and V's columns of one matrix can be passed.
+
+class KltShape(NamedTuple):
+    """What all cells of a launch have in common: a constant of the kernels."""
+
+    layers: int  # of the largest cell
+    heads: int
+    interleaved: bool  # whether pair i of K is channels (2i, 2i + 1), as in GPT-J, and not (i, i + rotary_dim / 2)
+    align: int  # divides dims and strides
+    k: _Heads
+    v: _Heads
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of a cell's row in a table."""
+        return 8 * (_F.outputs + 2 * self.layers)
+
+
+def klt_shape(
+    k: torch.Tensor, v: torch.Tensor, layers: int, rotary_dim: int = 0, *, interleaved: bool = False
+) -> KltShape:
+    """Return the shape of cells of these heads. ``k`` and ``v``: a layer's buffers, ``(num_slots, heads, dim)``.
+    ``layers``: of the largest cell. Raises ValueError for a rotation of an odd number of values, or of too many."""
+    dim = k.shape[2]
+    require(
+        rotary_dim == 0 or (rotary_dim % 2 == dim % 2 == 0 and 2 <= rotary_dim <= dim),
+        lambda: f"rotation of {rotary_dim} of the {dim} values of a head, expected even numbers",
+    )
+    interleaved = interleaved and rotary_dim > 0
+    align = math.gcd(k.shape[2], v.shape[2], *k.stride()[:2], *v.stride()[:2], _ALIGNMENT)
+    sides = _heads_of(k, rotary_dim, interleaved=interleaved), _heads_of(v, 0, interleaved=False)
+    return KltShape(layers, k.shape[1], interleaved, align, *sides)
+
+
+def _heads_of(buffer: torch.Tensor, rotary_dim: int, *, interleaved: bool) -> _Heads:
+    _, heads, dim = buffer.shape
+    num_pairs = -(-dim // 2)
+    pairs = min(_MOST_PAIRS, max(_LEAST_PAIRS, next_power_of_2(num_pairs)))
+    run = 2 * pairs if interleaved else math.gcd(pairs, num_pairs, rotary_dim // 2)
+    return _Heads(dim, *buffer.stride()[:2], rotary_dim, pairs, run, next_power_of_2(heads * dim))
+
+
+class _Fields(NamedTuple):
+    """Where a row of a table has what: a constant of the kernels. The first six are of the cell, four of its places."""
+
+    tokens: int  # number
+    pages: int  # number
+    exact: int  # number of exact tokens
+    frames: int  # address
+    data: int  # address of the pieces of `pack`
+    rotation: int  # address
+    pixels: int  # address
+    token_cols: int
+    width: int
+    region: int  # number of pixels
+    coefficients: int  # number
+    channels: int  # number
+    matrix: int  # address
+    mean: int  # address
+    scales: int  # address
+    layers: int  # number
+    outputs: int  # addresses of K's layers, then of V's, as many as the largest cell has
+
+
+_F = _Fields(*range(len(_Fields._fields)))
+
+
+@dataclass(frozen=True, eq=False)
+class KltModel:
+    """What restores of some layers and heads need, whatever the cell holds. It stays on the device.
+
+    Attributes:
+        matrix: bfloat16 ``(coefficients, channels)``, contiguous, a row a coefficient. Channels are ordered by tensor
+            (K, then V), layer, head and dim.
         mean: float32 ``(channels,)``.
-        pixels: int32 ``(coefficients,)``: `region_pixels` of the layout. So all layouts share the compiled kernel.
-        rotation: float32 ``(tokens, rotary_dim)``, the cosines of each token's position, then its sines
-            (``Rope.table``), for K; None for V. Channels from ``rotary_dim`` on are not rotated.
-        interleaved: Whether pair i is channels ``(2i, 2i + 1)``, as in GPT-J, and not ``(i, i + rotary_dim / 2)``.
+        scales: float32 ``(256,)``, a token's step width by its exponent.
+        k: Each layer's buffer, ``(num_slots, heads, dim)`` of the cell's heads, of equal shape, strides and dtype. Only
+            ``dim`` must be contiguous.
+        v: The same for V.
 
     Raises:
-        ValueError: arguments that do not fit together, or a rotation for an odd ``dim``.
-        FormatError: the layout cannot hold this number of tokens.
-        UnsupportedError: a dtype that cannot be scaled, or a GPU without Triton.
+        ValueError: tensors that do not fit together.
+        UnsupportedError: a dtype that cannot be scaled.
     """
-    outputs = list(outputs)
-    require_buffers(outputs, slots)
-    require_scalable(outputs[0].dtype)
-    require(matrix.ndim == 2, lambda: f"matrix has shape {tuple(matrix.shape)}, expected (coefficients, channels)")
-    shape = matrix.shape[0], slots.numel()
-    layout.require_fits(shape)
-    require_frames(frames, layout, slots.device, layout.num_frames(shape))
-    require(
-        frames.is_contiguous(),
-        lambda: f"frames {tuple(frames.shape)} have strides {frames.stride()}, expected contiguous",
-    )
-    _require_model(slots, outputs, scales, matrix, mean, pixels, rotation)
-    if not slots.numel():
-        return
-    run = _launch if use_kernels(slots.device) else restore_klt_reference
-    run(frames, layout, slots, outputs, scales, matrix, mean, pixels, rotation, interleaved)
+
+    shape: KltShape
+    matrix: torch.Tensor
+    mean: torch.Tensor
+    scales: torch.Tensor
+    k: Sequence[torch.Tensor]
+    v: Sequence[torch.Tensor]
+
+    def __post_init__(self) -> None:
+        shape, device = self.shape, self.matrix.device
+        for buffers, side in ((self.k, shape.k), (self.v, shape.v)):
+            require_buffers(buffers)
+            found = (*buffers[0].shape[1:], *buffers[0].stride()[:2], buffers[0].dtype, buffers[0].device)
+            expected = shape.heads, side.dim, side.slot, side.head, self.dtype, device
+            require(found == expected, lambda f=found, e=expected: f"buffers are {f}, expected {e}")  # type: ignore[misc]
+            unit = shape.align * self.dtype.itemsize
+            is_aligned = all(x.data_ptr() % unit == 0 for x in buffers)
+            require(is_aligned, lambda n=unit: f"a buffer does not begin at a multiple of {n} bytes")  # type: ignore[misc]
+        require_scalable(self.dtype)
+        require(len(self.k) == len(self.v) <= shape.layers, lambda: f"{len(self.k)} layers of K, {len(self.v)} of V")
+        channels = len(self.k) * shape.heads * (shape.k.dim + shape.v.dim)
+        for name, x, dtype, size in (
+            ("matrix", self.matrix, torch.bfloat16, (self.matrix.shape[0], channels)),
+            ("mean", self.mean, torch.float32, (channels,)),
+            ("scales", self.scales, torch.float32, (256,)),
+        ):
+            require_tensor(name, x, dtype, size, device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.k[0].dtype
+
+    @cached_property
+    def words(self) -> tuple[int, ...]:
+        """The end of a cell's row."""
+        room = (0,) * (self.shape.layers - len(self.k))
+        addresses = [x.data_ptr() for x in (self.matrix, self.mean, self.scales)]
+        outputs = (*(x.data_ptr() for x in self.k), *room, *(x.data_ptr() for x in self.v), *room)
+        return *self.matrix.shape, *addresses, len(self.k), *outputs
+
+
+@dataclass(frozen=True, eq=False)
+class KltPlaces:
+    """Where cells of one length have their integers. ``pixels``: int32 ``(coefficients,)`` on the device,
+    `region_pixels` of the layout. Raises FormatError if the layout cannot hold that many tokens."""
+
+    layout: RegionLayout
+    num_tokens: int
+    pixels: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.layout.require_fits((len(self.pixels), self.num_tokens))
+
+    @cached_property
+    def frames_shape(self) -> tuple[int, ...]:
+        return self.layout.frames_shape((len(self.pixels), self.num_tokens))
+
+    @cached_property
+    def vector(self) -> int:
+        """The number of neighbouring tokens whose integers can be loaded at once."""
+        return _VECTOR if self.layout.token_cols % _VECTOR == self.layout.width % _VECTOR == 0 else 1
+
+    @cached_property
+    def words(self) -> tuple[int, ...]:
+        """A part of a cell's row."""
+        x = self.layout
+        return self.pixels.data_ptr(), x.token_cols, x.width, x.token_rows * x.token_cols
+
+
+@dataclass(eq=False, slots=True)
+class KltCell:
+    """A cell to restore. Its tensors are on the device.
+
+    ``frames``: uint8 ``(n, 3, height, width)``, all frames of the cell, contiguous. ``rotation``: float32 ``(tokens,
+    rotary_dim)``, the cosines of each token's position, then its sines (``Rope.table``); None without a rotation.
+    ``data``: uint8 memory that has the pieces of `pack` one after another, from ``offset`` on, a multiple of 4.
+    """
+
+    model: KltModel
+    places: KltPlaces
+    frames: torch.Tensor
+    rotation: torch.Tensor | None
+    num_pages: int
+    num_exact: int
+    data: torch.Tensor
+    offset: int
+
+    def row(self) -> bytes:
+        """Return the cell's row of a table. Raises ValueError if the frames do not fit the layout."""
+        frames, places = self.frames, self.places
+        require(
+            frames.shape == places.frames_shape and frames.dtype == torch.uint8 and frames.is_contiguous(),
+            lambda: (
+                f"frames are {frames.dtype} {tuple(frames.shape)} with strides {frames.stride()}, expected contiguous "
+                f"uint8 {places.frames_shape}"
+            ),
+        )
+        words = (
+            *(places.num_tokens, self.num_pages, self.num_exact, frames.data_ptr()),
+            *(self.data.data_ptr() + self.offset, 0 if self.rotation is None else self.rotation.data_ptr()),
+            *places.words,
+            *self.model.words,
+        )
+        return struct.pack(f"{len(words)}q", *words)
+
+
+def pack(pages: bytes, exponents: torch.Tensor, exact: torch.Tensor) -> tuple[list[Any], int]:
+    """Return what a cell has beside its frames, as pieces of memory, and its number of exact tokens.
+
+    Args:
+        pages: An int32 for each page of the span: its page among the slots of the launch; -1 leaves it out.
+        exponents: uint8 ``(tokens,)``, on the host; 0 for an exact token.
+        exact: uint8, the values of exact tokens, on the host: for each one byte plane after another, each of K and V
+            (``quant.exact.to_planes``).
+    """
+    if not exact.numel():
+        return [pages, exponents.numpy()], 0
+    which = (exponents == EXACT).nonzero().squeeze(1).to(torch.int32)
+    return [pages, which.numpy().view("u1"), exponents.numpy(), exact.numpy()], which.numel()
 
 
 def region_pixels(layout: RegionLayout, num_coefficients: int) -> torch.Tensor:
@@ -106,29 +270,54 @@ def region_pixels(layout: RegionLayout, num_coefficients: int) -> torch.Tensor:
     return y * layout.width + region % layout.region_cols * layout.token_cols
 
 
-def restore_klt_reference(
-    frames: torch.Tensor,
-    layout: RegionLayout,
-    slots: torch.Tensor,
-    outputs: Sequence[torch.Tensor],
-    scales: torch.Tensor,
-    matrix: torch.Tensor,
-    mean: torch.Tensor,
-    pixels: torch.Tensor,
-    rotation: torch.Tensor | None,
-    interleaved: bool,
-) -> None:
-    """``restore_klt`` in PyTorch, on any device. Same arguments."""
-    kept = (slots >= 0).nonzero().squeeze(1)
-    n = layout.from_frames(frames, (matrix.shape[0], slots.numel()))[:, kept].to(torch.float32) - ZERO
-    x = (n.T @ matrix.to(torch.float32)) * scales[kept, None] + mean
-    x = x.view(len(kept), len(outputs), *outputs[0].shape[1:])
-    if rotation is not None:
-        x = _rotated(x, rotation[kept], interleaved)
-    largest = torch.finfo(outputs[0].dtype).max
-    values = x.clamp(-largest, largest).to(outputs[0].dtype)
-    for i_layer, output in enumerate(outputs):
-        output[slots[kept]] = values[:, i_layer]
+def restore_klt(cells: Sequence[KltCell], table: torch.Tensor, slots: torch.Tensor, page_size: int) -> None:
+    """Write K and V of cells' tokens, as ``KltQuantiser.dequantise`` does.
+
+    CPU tensors use the reference, unless Triton interprets. All others use the kernels, on the current stream.
+    Everything is computed in float32, in this order: ``integer - 128`` times the matrix, times the token's scale, plus
+    the mean; then the rotation; then values are limited to the buffers' finite range and rounded to nearest, ties to
+    even. Integers and matrix are exact in bfloat16, so their products are exact, and only the order of the sums is
+    open. Results differ from the reference by the effect of that order in float32 (a rounding a coefficient), and by
+    one unit in the last place of the buffers if that changes their rounding. Exact tokens have the same bits.
+
+    Args:
+        cells: One or more, of models of one shape and dtype and one ``places.vector``. No two write to the same place.
+        table: uint8 ``(cells * row_bytes,)`` on the device: their rows. A launch reads nothing else of ``cells``.
+        slots: int64 ``(pages * page_size,)``: the buffers' rows of the pages that cells refer to. They must be unique,
+            and within the buffers, which is not checked. -1 skips a token.
+    """
+    if not use_kernels(slots.device):
+        for cell in cells:
+            restore_klt_reference(cell, slots, page_size)
+        return
+    first, num_exact = cells[0], max(x.num_exact for x in cells)
+    most_tokens = max(x.places.num_tokens for x in cells)
+    launch_klt(
+        first.model.shape, first.model.dtype, first.places.vector, table, slots, page_size, most_tokens, num_exact
+    )
+
+
+def restore_klt_reference(cell: KltCell, slots: torch.Tensor, page_size: int) -> None:
+    """Restore one cell in PyTorch, on any device."""
+    model, shape, dtype, num_tokens = cell.model, cell.model.shape, cell.model.dtype, cell.places.num_tokens
+    sizes = 4 * cell.num_pages, 4 * cell.num_exact, num_tokens
+    pages, which, exponents = cell.data[cell.offset :][: sum(sizes)].split(sizes)
+    token = torch.arange(num_tokens, device=slots.device)
+    page = pages.view(torch.int32).long()[token // page_size]
+    rows = torch.where(page >= 0, slots[page.clamp_min(0) * page_size + token % page_size], -1)
+    n = cell.places.layout.from_frames(cell.frames, (len(model.matrix), num_tokens)).to(torch.float32) - ZERO
+    x = (n.T @ model.matrix.to(torch.float32)) * model.scales[exponents.int(), None] + model.mean
+    exact = cell.data[cell.offset + sum(sizes) :][: cell.num_exact * x.shape[1] * dtype.itemsize]
+    exact = from_planes(exact.view(cell.num_exact, dtype.itemsize, x.shape[1]).movedim(1, 0), dtype)
+    num_k, largest = len(model.k) * shape.heads * shape.k.dim, torch.finfo(dtype).max
+    for buffers, channels in ((model.k, slice(num_k)), (model.v, slice(num_k, None))):
+        values = x[:, channels].reshape(num_tokens, len(buffers), *buffers[0].shape[1:])
+        if channels.start is None and cell.rotation is not None:
+            values = _rotated(values, cell.rotation, shape.interleaved)
+        values = values.clamp(-largest, largest).to(dtype)
+        values[which.view(torch.int32).long()] = exact[:, channels].reshape(cell.num_exact, *values.shape[1:])
+        for i_layer, buffer in enumerate(buffers):
+            buffer[rows[rows >= 0]] = values[rows >= 0, i_layer]
 
 
 def _rotated(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -145,106 +334,73 @@ def _rotated(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torc
     return y
 
 
-def _require_model(
+def compile_klt(shape: KltShape, dtype: torch.dtype, vector: int, slots: torch.Tensor) -> None:
+    """Compile the kernels that `restore_klt` launches, on the current stream. Writes nothing."""
+    if use_kernels(slots.device):
+        table = torch.zeros(shape.row_bytes, dtype=torch.uint8, device=slots.device)
+        launch_klt(shape, dtype, vector, table, slots, 1, 1, 1)
+
+
+def launch_klt(
+    shape: KltShape,
+    dtype: torch.dtype,
+    vector: int,
+    table: torch.Tensor,
     slots: torch.Tensor,
-    outputs: Sequence[torch.Tensor],
-    scales: torch.Tensor,
-    matrix: torch.Tensor,
-    mean: torch.Tensor,
-    pixels: torch.Tensor,
-    rotation: torch.Tensor | None,
+    page_size: int,
+    most_tokens: int,
+    most_exact: int,
 ) -> None:
-    num_tokens, (_, num_heads, head_dim) = slots.numel(), outputs[0].shape
-    num_channels = len(outputs) * num_heads * head_dim
-
-    def require_tensor(name: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        require(
-            x.shape == shape and x.dtype == dtype and x.device == slots.device and x.stride(-1) == 1,
-            lambda: (
-                f"{name}: {x.dtype} {tuple(x.shape)} on {x.device} with strides {x.stride()}, expected {dtype} {shape} "
-                f"on {slots.device}, its last dimension contiguous"
-            ),
-        )
-
-    require_tensor("scales", scales, torch.float32, (num_tokens,))
-    require_tensor("matrix", matrix, torch.bfloat16, (matrix.shape[0], num_channels))
-    require_tensor("mean", mean, torch.float32, (num_channels,))
-    require_tensor("pixels", pixels, torch.int32, (matrix.shape[0],))
-    if rotation is None:
-        return
-    require(head_dim % 2 == 0, lambda: f"rotation of heads of {head_dim} values, expected an even number")
-    require(
-        rotation.ndim == 2 and 2 <= rotation.shape[1] <= head_dim and rotation.shape[1] % 2 == 0,
-        lambda: (
-            f"rotation has shape {tuple(rotation.shape)}, expected ({num_tokens}, even rotary_dim up to {head_dim})"
-        ),
-    )
-    require_tensor("rotation", rotation, torch.float32, (num_tokens, rotation.shape[1]))
-    require(rotation.is_contiguous(), lambda: f"rotation has strides {rotation.stride()}, expected contiguous rows")
-
-
-class _Heads(NamedTuple):
-    """The shape of a token: the constant ``L`` of the kernel. Triton can hash it, as it is a tuple."""
-
-    num_heads: int
-    head_dim: int
-
-
-def _launch(
-    frames: torch.Tensor,
-    layout: RegionLayout,
-    slots: torch.Tensor,
-    outputs: Sequence[torch.Tensor],
-    scales: torch.Tensor,
-    matrix: torch.Tensor,
-    mean: torch.Tensor,
-    pixels: torch.Tensor,
-    rotation: torch.Tensor | None,
-    interleaved: bool,
-) -> None:
-    _, num_heads, head_dim = outputs[0].shape
-    pairs = max(_MIN_SIDE, next_power_of_2(-(-head_dim // 2)))
-    rows = max(_MIN_SIDE, min(_MOST_TOKENS, _SUMS // pairs))
-    grid = (triton.cdiv(slots.numel(), rows) * num_heads,)
-    if INTERPRETED:  # Triton's interpreter would multiply bfloat16's bits as integers
-        matrix = matrix.to(torch.float32)
+    """Launch the kernels: one for all tokens, then one for exact tokens if a cell has any. Cells have up to
+    ``most_tokens`` tokens and ``most_exact`` exact ones. Rows of zeros write nothing."""
+    num_cells, num_blocks = table.numel() // shape.row_bytes, triton.cdiv(most_tokens, TOKENS)
+    tiles = shape.layers * shape.heads * sum(triton.cdiv(x.dim, 2 * x.pairs) for x in (shape.k, shape.v))
+    table = table.view(torch.int64)
+    common = {"LAYERS": shape.layers, "HEADS": shape.heads, "K": shape.k, "V": shape.v, "F": _F}
     with on_device(slots.device):
-        restore_klt_kernel[grid](
-            frames,
-            pixels,
-            scales,
-            matrix,
-            mean,
-            rotation,
-            tuple(outputs),
+        restore_klt_kernel[(num_cells * tiles * num_blocks,)](
+            table,
             slots,
-            slots.numel(),
-            matrix.shape[0],
-            layout.token_cols,
-            layout.width,
-            matrix.stride(0),
-            outputs[0].stride(0),
-            outputs[0].stride(1),
-            L=_Heads(num_heads, head_dim),
-            ROTARY_DIM=0 if rotation is None else rotation.shape[1],
-            INTERLEAVED=interleaved and rotation is not None,
-            LARGEST=torch.finfo(outputs[0].dtype).max,
-            PAIRS=pairs,
+            page_size,
+            num_blocks,
+            **common,
+            INTERLEAVED=shape.interleaved,
+            ALIGN=shape.align,
+            VECTOR=vector,
+            FACTOR=tl.float32 if INTERPRETED else tl.bfloat16,  # the interpreter would multiply bits as integers
+            DTYPE=_FLOATS[dtype],
+            LARGEST=torch.finfo(dtype).max,
             COEFFICIENTS=_COEFFICIENTS,
-            ROWS=rows,
+            TOKENS=TOKENS,
             num_warps=NUM_WARPS,
             **COMPILE_OPTIONS,
         )
+        if most_exact:
+            exact_tokens_kernel[(num_cells * most_exact,)](
+                table, slots, page_size, most_exact, **common, DTYPE=_INTEGERS[dtype], ITEMSIZE=dtype.itemsize,
+                **COMPILE_OPTIONS,
+            )  # fmt: skip
+
+
+if triton is not None:
+    _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    _INTEGERS = {torch.float32: tl.int32, torch.bfloat16: tl.int16, torch.float16: tl.int16}
 
 
 @jit
-def _channels_of(o_pair, L: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _slots_of(p_row, p_slots, o_token, m_token, page_size, F: tl.constexpr):
+    """Return the slots of a cell's tokens; -1 leaves one out."""
+    p_pages = tl.load(p_row + F.data).to(tl.pointer_type(tl.int32))
+    b_page = tl.load(p_pages + o_token // page_size, mask=m_token, other=-1).to(tl.int64)
+    return tl.load(p_slots + b_page * page_size + o_token % page_size, mask=b_page >= 0, other=-1)
+
+
+@jit
+def _channels_of(o_pair, DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):
     """Return the two channels of each pair. Channels without rotation are paired too; an odd one has no second."""
-    NUM_PAIRS: tl.constexpr = (L.head_dim + 1) // 2
+    NUM_PAIRS: tl.constexpr = (DIM + 1) // 2
     TURNED: tl.constexpr = ROTARY_DIM // 2
-    if INTERLEAVED:
-        return 2 * o_pair, 2 * o_pair + 1
-    elif TURNED == 0 or TURNED == NUM_PAIRS:
+    if TURNED == 0 or TURNED == NUM_PAIRS:
         return o_pair, o_pair + NUM_PAIRS
     else:
         o_first = tl.where(o_pair < TURNED, o_pair, o_pair + TURNED)
@@ -253,80 +409,203 @@ def _channels_of(o_pair, L: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED:
 
 @jit
 def restore_klt_kernel(
-    p_frames,  # (n, 3, height, width)
-    p_pixels,  # (num_coefficients,)
-    p_scales,  # (tokens,)
-    p_matrix,  # (num_coefficients, layers * heads * dim)
-    p_mean,  # (layers * heads * dim,)
-    p_rotation,  # (tokens, ROTARY_DIM), or None if that is 0
-    p_outputs,  # layers of (num_slots, heads, dim)
-    p_slots,  # (tokens,)
-    num_tokens,
-    num_coefficients,
-    token_cols,
-    width,
-    stride_row,
-    stride_slot,
-    stride_head,
-    L: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
+    p_table,  # (cells, row)
+    p_slots,  # (pages * page_size,)
+    page_size,
+    num_blocks,
+    LAYERS: tl.constexpr,
+    HEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    F: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    VECTOR: tl.constexpr,
+    FACTOR: tl.constexpr,
+    DTYPE: tl.constexpr,
     LARGEST: tl.constexpr,
-    PAIRS: tl.constexpr,
     COEFFICIENTS: tl.constexpr,
-    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
-    """Each program handles ROWS tokens and one head of each layer. It sums the two channels of each pair separately,
-    so that a rotation is arithmetic between two blocks of the same shape."""
-    # Adjacent programs are the heads of one token block, which read the same integers.
-    i_head, i_block = program_of(L.num_heads)
-    o_token = i_block * ROWS + tl.arange(0, ROWS)
-    b_slot = tl.load(p_slots + o_token, mask=o_token < num_tokens, other=-1)
-    m_token = b_slot >= 0
-    o_within = (o_token // token_cols) * width + o_token % token_cols
-    o_pair = tl.arange(0, PAIRS)
-    o_first, o_second = _channels_of(o_pair, L, ROTARY_DIM, INTERLEAVED)
-    m_first = o_pair < (L.head_dim + 1) // 2
-    m_second = m_first & (o_second < L.head_dim)
+    """Each program handles TOKENS tokens and the pairs of channels of one head of one layer, of K or V; of a large head
+    some pairs."""
+    K_BLOCKS: tl.constexpr = (K.dim + 2 * K.pairs - 1) // (2 * K.pairs)
+    V_BLOCKS: tl.constexpr = (V.dim + 2 * V.pairs - 1) // (2 * V.pairs)
+    K_TILES: tl.constexpr = LAYERS * HEADS * K_BLOCKS
+    TILES: tl.constexpr = K_TILES + LAYERS * HEADS * V_BLOCKS
+    # Adjacent programs are the token blocks, which read the same columns of the matrix.
+    i_block = tl.program_id(0) % num_blocks
+    i_tile = tl.program_id(0) // num_blocks % TILES
+    p_row = p_table + tl.program_id(0) // num_blocks // TILES * (F.outputs + 2 * LAYERS)
+    is_k = i_tile < K_TILES
+    i_tile = tl.where(is_k, i_tile, i_tile - K_TILES)
+    i_layer = i_tile // tl.where(is_k, HEADS * K_BLOCKS, HEADS * V_BLOCKS)
+    num_layers = tl.load(p_row + F.layers).to(tl.int32)
+    num_tokens = tl.load(p_row + F.tokens).to(tl.int32)
+    if (i_layer >= num_layers) | (i_block * TOKENS >= num_tokens):
+        return
+    p_output = tl.load(p_row + F.outputs + tl.where(is_k, 0, LAYERS) + i_layer).to(tl.pointer_type(DTYPE))
+    o_token = i_block * TOKENS + tl.arange(0, TOKENS)
+    if is_k:
+        _restore_tile(
+            p_row, p_slots, page_size, num_tokens, o_token, p_output, i_layer * HEADS + i_tile // K_BLOCKS % HEADS,
+            i_tile // K_BLOCKS % HEADS, i_tile % K_BLOCKS, 0, K, F, INTERLEAVED, ALIGN, VECTOR, FACTOR, LARGEST,
+            COEFFICIENTS, TOKENS,
+        )  # fmt: skip
+    else:
+        _restore_tile(
+            p_row, p_slots, page_size, num_tokens, o_token, p_output, i_layer * HEADS + i_tile // V_BLOCKS % HEADS,
+            i_tile // V_BLOCKS % HEADS, i_tile % V_BLOCKS, num_layers * (HEADS * K.dim), V, F, False, ALIGN, VECTOR,
+            FACTOR, LARGEST, COEFFICIENTS, TOKENS,
+        )  # fmt: skip
+
+
+@jit
+def _restore_tile(
+    p_row,
+    p_slots,
+    page_size,
+    num_tokens,
+    o_token,
+    p_output,  # (num_slots, heads, dim)
+    i_layer_head,
+    i_head,
+    i_block,  # of pairs
+    first_channel,  # of K or V in the matrix
+    H: tl.constexpr,
+    F: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    VECTOR: tl.constexpr,
+    FACTOR: tl.constexpr,
+    LARGEST: tl.constexpr,
+    COEFFICIENTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Both channels of all pairs are columns of one product, so the integers are read and converted once. Turning a
+    pair is then arithmetic between two blocks of the same shape."""
+    PAIRS: tl.constexpr = H.pairs
+    NUM_PAIRS: tl.constexpr = (H.dim + 1) // 2
+    num_coefficients = tl.load(p_row + F.coefficients).to(tl.int32)
+    stride_row = tl.multiple_of(tl.load(p_row + F.channels).to(tl.int32), ALIGN)
+    i_first = first_channel + i_layer_head * H.dim
+    p_frames = tl.multiple_of(tl.load(p_row + F.frames).to(tl.pointer_type(tl.uint8)), VECTOR)
+    p_pixels = tl.load(p_row + F.pixels).to(tl.pointer_type(tl.int32))
+    p_matrix = tl.multiple_of(tl.load(p_row + F.matrix).to(tl.pointer_type(tl.bfloat16)) + i_first, 2 * ALIGN)
+    p_output = tl.multiple_of(p_output + i_head * H.head, p_output.dtype.element_ty.primitive_bitwidth // 8 * ALIGN)
+
+    # A region has room for whole vectors of tokens. What is read past the last token is not stored.
+    token_cols = tl.load(p_row + F.token_cols).to(tl.int32)
+    o_within = o_token // token_cols * tl.load(p_row + F.width).to(tl.int32) + o_token % token_cols
+    o_within = tl.max_contiguous(tl.multiple_of(o_within, VECTOR), VECTOR)
+    m_within = o_token < tl.multiple_of(tl.load(p_row + F.region).to(tl.int32), VECTOR)
+
+    o_column, o_pair = tl.arange(0, 2 * PAIRS), i_block * PAIRS + tl.arange(0, PAIRS)
+    if INTERLEAVED:
+        o_channel = i_block * (2 * PAIRS) + o_column
+        m_channel = o_channel < H.dim
+    else:
+        o_both = i_block * PAIRS + o_column % PAIRS
+        o_first, o_second = _channels_of(o_both, H.dim, H.rotary_dim)
+        o_channel = tl.where(o_column < PAIRS, o_first, o_second)
+        o_channel = tl.max_contiguous(tl.multiple_of(o_channel, H.run), H.run)
+        m_channel = (o_both < NUM_PAIRS) & (o_channel < H.dim)
     o_coefficient = tl.arange(0, COEFFICIENTS)
-    o_output = (b_slot * stride_slot + i_head * stride_head)[:, None]
-    o_token = o_token.to(tl.int64)
-    b_scale = tl.load(p_scales + o_token, mask=m_token, other=0.0)[:, None]
+    b_sum = tl.zeros((TOKENS, 2 * PAIRS), dtype=tl.float32)
+    for i_coefficient in range(0, num_coefficients, COEFFICIENTS):
+        o_c = i_coefficient + o_coefficient
+        m_c = o_c < num_coefficients
+        o_pixel = tl.multiple_of(tl.load(p_pixels + o_c, mask=m_c, other=0), VECTOR)
+        # A mask over coefficients would only cost: the matrix has zeros there. So would a value for masked tokens.
+        b_integer = tl.load(p_frames + (o_within[:, None] + o_pixel[None, :]), mask=m_within[:, None])
+        b_n = (b_integer ^ 128).to(tl.int8, bitcast=True).to(tl.float32).to(FACTOR)
+        p_rows = p_matrix + (o_c.to(tl.int64) * stride_row)[:, None] + o_channel[None, :]
+        b_matrix = tl.load(p_rows, mask=m_c[:, None] & m_channel[None, :], other=0.0)
+        b_sum = tl.dot(b_n, b_matrix.to(FACTOR), b_sum)
 
-    for i_layer in tl.static_range(len(p_outputs)):
-        o_column = (i_layer * L.num_heads + i_head) * L.head_dim
-        b_first = tl.zeros((ROWS, PAIRS), dtype=tl.float32)
-        b_second = tl.zeros((ROWS, PAIRS), dtype=tl.float32)
-        for i_coefficient in range(0, num_coefficients, COEFFICIENTS):
-            o_c = i_coefficient + o_coefficient
-            m_c = o_c < num_coefficients
-            o_pixel = tl.load(p_pixels + o_c, mask=m_c, other=0)[None, :] + o_within[:, None]
-            b_integer = tl.load(p_frames + o_pixel, mask=m_token[:, None] & m_c[None, :], other=128)
-            b_n = (b_integer.to(tl.int32) - 128).to(tl.float32).to(p_matrix.dtype.element_ty)
-            p_row = p_matrix + (o_c.to(tl.int64) * stride_row + o_column)[:, None]
-            b_matrix = tl.load(p_row + o_first[None, :], mask=m_c[:, None] & m_first[None, :], other=0.0)
-            b_first = tl.dot(b_n, b_matrix, b_first)
-            b_matrix = tl.load(p_row + o_second[None, :], mask=m_c[:, None] & m_second[None, :], other=0.0)
-            b_second = tl.dot(b_n, b_matrix, b_second)
-
-        p_layer_mean = p_mean + o_column
-        b_first = b_first * b_scale + tl.load(p_layer_mean + o_first, mask=m_first, other=0.0)[None, :]
-        b_second = b_second * b_scale + tl.load(p_layer_mean + o_second, mask=m_second, other=0.0)[None, :]
-        if ROTARY_DIM:
-            m_turned = (o_pair < ROTARY_DIM // 2)[None, :]
-            p_cos = p_rotation + (o_token * ROTARY_DIM)[:, None] + o_pair[None, :]
-            b_cos = tl.load(p_cos, mask=m_token[:, None] & m_turned, other=1.0)
-            b_sin = tl.load(p_cos + ROTARY_DIM // 2, mask=m_token[:, None] & m_turned, other=0.0)
-            b_turned = b_first * b_cos - b_second * b_sin
-            b_second = tl.where(m_turned, b_second * b_cos + b_first * b_sin, b_second)
-            b_first = tl.where(m_turned, b_turned, b_first)
-        b_first = round_float32(_bounded(b_first, LARGEST), p_outputs[i_layer].dtype.element_ty)
-        b_second = round_float32(_bounded(b_second, LARGEST), p_outputs[i_layer].dtype.element_ty)
-        p_output = p_outputs[i_layer] + o_output
-        tl.store(p_output + o_first[None, :], b_first, mask=m_token[:, None] & m_first[None, :])
-        tl.store(p_output + o_second[None, :], b_second, mask=m_token[:, None] & m_second[None, :])
+    m_token = o_token < num_tokens
+    p_exponents = tl.load(p_row + F.data) + 4 * (tl.load(p_row + F.pages) + tl.load(p_row + F.exact))
+    b_exponent = tl.load(p_exponents.to(tl.pointer_type(tl.uint8)) + o_token, mask=m_token, other=0).to(tl.int32)
+    b_scale = tl.load(tl.load(p_row + F.scales).to(tl.pointer_type(tl.float32)) + b_exponent)
+    p_mean = tl.load(p_row + F.mean).to(tl.pointer_type(tl.float32)) + i_first
+    b_sum = b_sum * b_scale[:, None] + tl.load(p_mean + o_channel, mask=m_channel, other=0.0)[None, :]
+    if INTERLEAVED:
+        b_first, b_second = b_sum.reshape(TOKENS, PAIRS, 2).split()
+    else:
+        b_first, b_second = b_sum.reshape(TOKENS, 2, PAIRS).permute(0, 2, 1).split()
+    if H.rotary_dim > 0:
+        m_turned = (o_pair < H.rotary_dim // 2)[None, :]
+        p_cos = tl.load(p_row + F.rotation).to(tl.pointer_type(tl.float32))
+        p_cos += (o_token.to(tl.int64) * H.rotary_dim)[:, None] + o_pair[None, :]
+        b_cos = tl.load(p_cos, mask=m_token[:, None] & m_turned, other=1.0)
+        b_sin = tl.load(p_cos + H.rotary_dim // 2, mask=m_token[:, None] & m_turned, other=0.0)
+        b_turned = b_first * b_cos - b_second * b_sin
+        b_second = b_second * b_cos + b_first * b_sin
+        b_first = b_turned
+    b_first = round_float32(_bounded(b_first, LARGEST), p_output.dtype.element_ty)
+    b_second = round_float32(_bounded(b_second, LARGEST), p_output.dtype.element_ty)
+    b_slot = _slots_of(p_row, p_slots, o_token, m_token, page_size, F)
+    p_rows, m_token = p_output + (b_slot * H.slot)[:, None], (b_slot >= 0)[:, None]
+    if INTERLEAVED:
+        b_both = tl.join(b_first, b_second).reshape(TOKENS, 2 * PAIRS)
+        tl.store(p_rows + o_channel[None, :], b_both, mask=m_token & m_channel[None, :])
+    else:
+        o_first, o_second = _channels_of(o_pair, H.dim, H.rotary_dim)
+        m_first = o_pair < NUM_PAIRS
+        tl.store(p_rows + o_first[None, :], b_first, mask=m_token & m_first[None, :])
+        tl.store(p_rows + o_second[None, :], b_second, mask=m_token & (m_first & (o_second < H.dim))[None, :])
 
 
 @jit
 def _bounded(b_x, LARGEST: tl.constexpr):
     return tl.minimum(tl.maximum(b_x, -LARGEST), LARGEST)
+
+
+@jit
+def exact_tokens_kernel(
+    p_table,
+    p_slots,
+    page_size,
+    most_exact,
+    LAYERS: tl.constexpr,
+    HEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    F: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ITEMSIZE: tl.constexpr,
+):
+    """Each program copies one token to all layers, joining byte planes as the kernel of ``exact`` does."""
+    i_exact = tl.program_id(0) % most_exact
+    p_row = p_table + tl.program_id(0) // most_exact * (F.outputs + 2 * LAYERS)
+    if i_exact >= tl.load(p_row + F.exact):
+        return
+    p_data, o_which = tl.load(p_row + F.data), tl.load(p_row + F.pages) + i_exact
+    i_token = tl.load(p_data.to(tl.pointer_type(tl.int32)) + o_which)
+    i_slot = _slots_of(p_row, p_slots, i_token, i_token >= 0, page_size, F)
+    if i_slot < 0:
+        return
+    num_layers, num_channels = tl.load(p_row + F.layers), tl.load(p_row + F.channels)
+    p_bytes = p_data + 4 * (tl.load(p_row + F.pages) + tl.load(p_row + F.exact)) + tl.load(p_row + F.tokens)
+    p_bytes = p_bytes.to(tl.pointer_type(tl.uint8)) + i_exact * (num_channels * ITEMSIZE)
+    for i_layer in range(0, num_layers):
+        p_k = p_bytes + i_layer * (HEADS * K.dim)
+        _copy_heads(p_k, p_row + F.outputs + i_layer, i_slot, num_channels, HEADS, K, DTYPE, ITEMSIZE)
+        p_v = p_bytes + num_layers * (HEADS * K.dim) + i_layer * (HEADS * V.dim)
+        _copy_heads(p_v, p_row + F.outputs + LAYERS + i_layer, i_slot, num_channels, HEADS, V, DTYPE, ITEMSIZE)
+
+
+@jit
+def _copy_heads(
+    p_bytes, p_output, i_slot, num_channels, HEADS: tl.constexpr, H: tl.constexpr, DTYPE: tl.constexpr,
+    ITEMSIZE: tl.constexpr,
+):  # fmt: skip
+    o_channel = tl.arange(0, H.block)
+    m_channel = o_channel < HEADS * H.dim
+    b_value = tl.zeros((H.block,), dtype=tl.uint32)
+    for i_plane in tl.static_range(ITEMSIZE):
+        b_byte = tl.load(p_bytes + i_plane * num_channels + o_channel, mask=m_channel, other=0)
+        b_value |= b_byte.to(tl.uint32) << (8 * i_plane)
+    b_value = (b_value >> 1) | (b_value << (8 * ITEMSIZE - 1))  # undo the rotation of ``quant.exact``
+    p_output = tl.load(p_output).to(tl.pointer_type(DTYPE)) + i_slot * H.slot
+    tl.store(p_output + o_channel // H.dim * H.head + o_channel % H.dim, b_value.to(DTYPE), mask=m_channel)

@@ -23,7 +23,7 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 # These arguments vary from launch to launch. Specialising on multiples of 16 would recompile, and stall restores.
-_VARYING = ("num_tokens", "num_coefficients", "first_frame", "num_frames", "num_vectors", "token_cols", "width")
+_VARYING = ("num_tokens", "first_frame", "num_frames", "num_vectors", "num_blocks", "most_exact", "page_size")
 
 # Fusing a multiply and an add would round once, where the reference rounds twice.
 COMPILE_OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
@@ -68,8 +68,8 @@ def require(condition: bool, message: Callable[[], str]) -> None:
         raise ValueError(message())
 
 
-def require_buffers(buffers: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
-    """Raise ValueError unless ``buffers`` are the KV buffers of layers, and ``slots`` are rows in them.
+def require_buffers(buffers: Sequence[torch.Tensor], slots: torch.Tensor | None = None) -> None:
+    """Raise ValueError unless ``buffers`` are the KV buffers of layers, and ``slots``, if given, are rows in them.
 
     ``buffers``: one or more of ``(num_slots, heads, dim)``, of equal shape, strides, dtype and device, dim contiguous.
     ``slots``: int64 ``(tokens,)``. Their values are only checked on the CPU: on a GPU that would have to wait.
@@ -81,6 +81,8 @@ def require_buffers(buffers: Sequence[torch.Tensor], slots: torch.Tensor) -> Non
     require(first.dtype.itemsize in _INTEGER_OF_SIZE, lambda: f"buffers of {first.dtype} are not supported")
     kinds = [(x.shape, x.stride(), x.dtype, x.device) for x in buffers]
     require(kinds.count(kinds[0]) == len(kinds), lambda: f"buffers differ: {', '.join(map(_describe, buffers))}")
+    if slots is None:
+        return
     require(
         slots.ndim == 1 and slots.dtype == torch.int64 and slots.device == first.device,
         lambda: f"slots are {_describe(slots)}, expected int64 (tokens,) on {first.device}",
@@ -90,15 +92,12 @@ def require_buffers(buffers: Sequence[torch.Tensor], slots: torch.Tensor) -> Non
         require(top < first.shape[0], lambda: f"slot {top} is outside a buffer of shape {tuple(first.shape)}")
 
 
-def require_frames(x: torch.Tensor, layout: Layout, device: torch.device, num_frames: int | None = None) -> None:
-    """Raise ValueError unless ``x`` holds frames of ``layout`` on ``device``, uint8 ``(num_frames, 3, height, width)``.
-
-    Each frame must be contiguous; the distance between frames may be larger. ``num_frames``: None for any number.
-    """
-    expected = f"uint8 ({num_frames or 'n'}, {PLANES}, {layout.height}, {layout.width}) on {device}"
+def require_frames(x: torch.Tensor, layout: Layout, device: torch.device) -> None:
+    """Raise ValueError unless ``x`` holds frames of ``layout`` on ``device``, uint8 ``(n, 3, height, width)``.
+    Each frame must be contiguous; the distance between frames may be larger."""
+    expected = f"uint8 (n, {PLANES}, {layout.height}, {layout.width}) on {device}"
     require(
         x.ndim == 4
-        and num_frames in (None, x.shape[0])
         and (x.shape[1:], x.dtype, x.device) == ((PLANES, layout.height, layout.width), torch.uint8, device),
         lambda: f"frames are {x.dtype} {tuple(x.shape)} on {x.device}, expected {expected}",
     )
@@ -139,3 +138,11 @@ def round_float32(b_x, dtype: tl.constexpr):
         return b_bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         return b_x.to(dtype)
+
+
+def require_tensor(name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> None:
+    """Raise ValueError unless ``x`` is a contiguous tensor of this kind."""
+    require(
+        x.shape == shape and x.dtype == dtype and x.device == device and x.is_contiguous(),
+        lambda: f"{name}: {_describe(x)}, expected contiguous {dtype} {shape} on {device}",
+    )

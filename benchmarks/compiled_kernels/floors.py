@@ -19,8 +19,7 @@ _ROWS = (
     ("`restore`, symmetric", "MLA, 576, bf16", restore_bytes(_MLA, 2, num_scales=1)),
     ("`restore`, exact", "MLA, 576, bf16", restore_bytes(_MLA, 2, num_scales=None)),
     ("`restore`, exact", "MLA, 576, fp8", restore_bytes(_MLA, 1, num_scales=None)),
-    ("`restore_klt`, K", "2 heads of 128, 700 coefficients, bf16", restore_klt_bytes(_CELL, 2, rotary_dim=128)),
-    ("`restore_klt`, V", "2 heads of 128, 700 coefficients, bf16", restore_klt_bytes(_CELL, 2, rotary_dim=0)),
+    ("`restore_klt`, K and V", "2 heads of 128, 700 coefficients, bf16", restore_klt_bytes(_CELL, 2, rotary_dim=128)),
 )
 
 

@@ -19,6 +19,7 @@ TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
 _PTX_ACCESS = r"\b{}\.global(?:\.[a-zL][\w:]*)*?(?:\.v(\d))?\.b(8|16|32|64)\b"
 _AMD_ACCESS = r"\b(?:global|buffer|flat)_{}_(?:dword(?:x(\d))?|u?(short|byte)\w*)\b"
 _PTX_MATRIX = r"\b(?:(mma\.sync|wgmma\.mma_async)\S*\.(m\d+)(?:n\d+)(k\d+)|(tcgen05\.mma))\b"
+_SASS_MATRIX = r"\b(?:HMMA|HGMMA|UTCHMMA)\b"
 _AMD_MATRIX = r"\bv_(mfma_f32_\d+x\d+x\d+)_?\w*"
 
 
@@ -31,6 +32,8 @@ class Facts:
         stack_bytes: Stack per thread, which spilled registers use.
         access_bytes: The widest store to a KV buffer; for ``frame_sum``, the widest load of frames.
         instructions: The instructions that multiply matrices, without their number of columns.
+        loop: The instructions of a warp in the innermost loop that has some of these, and how many these are; on
+            NVIDIA only.
     """
 
     kernel: str
@@ -40,6 +43,7 @@ class Facts:
     stack_bytes: int
     access_bytes: int
     instructions: tuple[str, ...]
+    loop: tuple[int, int] | None
 
 
 def compile_all() -> Iterator[Facts]:
@@ -53,6 +57,7 @@ def compile_all() -> Iterator[Facts]:
             is_amd = target.startswith("gfx")
             text = compiled.asm["amdgcn" if is_amd else "ptx"]
             registers, stack_bytes = _amd_usage(text) if is_amd else _cuda_usage(compiled.asm["cubin"])
+            instructions = matrix_instructions(text)
             yield Facts(
                 variant.name,
                 target,
@@ -60,7 +65,8 @@ def compile_all() -> Iterator[Facts]:
                 compiled.metadata.shared,
                 stack_bytes,
                 (amd_access_bytes if is_amd else ptx_access_bytes)(text, variant.access),
-                matrix_instructions(text),
+                instructions,
+                matrix_loop(_dump(compiled.asm["cubin"], "-sass")) if instructions and not is_amd else None,
             )
 
 
@@ -80,6 +86,18 @@ def matrix_instructions(text: str) -> tuple[str, ...]:
     return tuple(sorted(of_nvidia | set(re.findall(_AMD_MATRIX, text))))
 
 
+def matrix_loop(sass: str) -> tuple[int, int] | None:
+    """Return the instructions of the shortest loop that multiplies matrices, and how many of them do."""
+    code = {int(at, 16): text for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", sass)}
+    found = []
+    for at, text in code.items():
+        branch = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
+        if branch and int(branch[1], 16) < at:
+            loop = [x for i, x in code.items() if int(branch[1], 16) <= i <= at]
+            found.append((len(loop), sum(bool(re.search(_SASS_MATRIX, x)) for x in loop)))
+    return min((x for x in found if x[1]), default=None)
+
+
 def _gpu_target(target: str) -> GPUTarget:
     if target.startswith("gfx"):
         return GPUTarget("hip", target, 64)
@@ -88,12 +106,17 @@ def _gpu_target(target: str) -> GPUTarget:
 
 def _cuda_usage(cubin: bytes) -> tuple[int, int]:
     """Return registers and stack bytes, as cuobjdump reports them."""
+    text = _dump(cubin, "-res-usage")
+    return _number(r"REG:(\d+)", text), _number(r"STACK:(\d+)", text)
+
+
+def _dump(cubin: bytes, option: str) -> str:
+    """Return what cuobjdump prints of machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         tool = triton.knobs.nvidia.cuobjdump.path
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return _number(r"REG:(\d+)", text), _number(r"STACK:(\d+)", text)
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _amd_usage(amdgcn: str) -> tuple[int, int]:

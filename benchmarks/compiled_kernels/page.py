@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import triton
 
 from benchmarks.compiled_kernels.machine_code import TARGETS, Facts
-from benchmarks.compiled_kernels.variants import COEFFICIENTS, LAYERS
+from benchmarks.compiled_kernels.variants import LAYERS
 
-_CELLS = ", ".join(f"{heads}x{dim} with {count} coefficients" for (heads, dim), count in COEFFICIENTS.items())
 _HEAD = f"""# The kernels as machine code
 
 `python -m benchmarks.compiled_kernels` wrote this page, with Triton {triton.__version__}. Everything was compiled for \
@@ -20,23 +19,30 @@ the last three in bytes. Where the stack is 0, no register spills. On gfx942 reg
 
 Shapes are heads x values of a head, of {LAYERS} layers. The exact operation knows integers only, and fp8 is `uint8`, \
 as in SGLang's pools. 1x576 is MLA's latent vector, 1x656 the same in fp8 with its scales, which SGLang packs into one \
-row for sparse attention. `restore_klt` restores cells: {_CELLS}. \
-`frame_sum` and `xxh3` read frames instead of KV buffers, and `ans_decode` writes them.
+row for sparse attention. `restore_klt` restores cells with such heads, K and V. `exact_tokens` copies their exact \
+tokens. `frame_sum` and `xxh3` read frames instead of KV buffers, and `ans_decode` writes them.
 """
 _NOTES = """
-Every kernel compiles for every target. `restore_klt` stores what a thread has of a matrix product, which on gfx942 is \
-four neighbouring channels. GPT-J's pairs (`interleaved`) are stored two channels apart, on NVIDIA value by value.
+Every kernel compiles for every target.
 
 ## Matrix instructions
 
 They add up products, and in which order is theirs to say.
+"""
+_LOOPS = """
+## The loop over coefficients
+
+The instructions of a warp in one turn of `restore_klt`'s loop, and how many of them multiply matrices. A turn \
+multiplies 128 tokens x 64 coefficients by 64 coefficients x the channels of a head, up to 128. A program has eight \
+warps.
 """
 
 
 def page(facts: Sequence[Facts]) -> str:
     usage = _table(facts, lambda x: f"{x.registers} / {x.shared_bytes} / {x.stack_bytes} / {x.access_bytes}")
     instructions = _table([x for x in facts if x.instructions], lambda x: ", ".join(x.instructions))
-    return "\n".join([_HEAD, *usage, _NOTES, *instructions]) + "\n"
+    loops = _table([x for x in facts if x.loop], lambda x: " / ".join(map(str, x.loop or ())))
+    return "\n".join([_HEAD, *usage, _NOTES, *instructions, _LOOPS, *loops]) + "\n"
 
 
 def _table(facts: Sequence[Facts], cell: Callable[[Facts], str]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal
@@ -10,15 +11,12 @@ from typing import Literal
 import torch
 
 from benchmarks.compiled_kernels.recorder import Recorder, recording
-from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.codec.layout.tiles import tile_layout
 from sgl_kvfetch.triton_kernels import ans, frame_sum, restore, restore_klt, xxh3
 
 TOKENS, SLOTS, LAYERS = 1000, 4096, 3
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _BF16 = torch.bfloat16
-# Coefficients that cells of `klt` keep, by heads and head dim: for SmolLM2, Llama-3.1-8B, and two other shapes.
-COEFFICIENTS = {(3, 64): 500, (2, 128): 700, (2, 80): 450, (2, 256): 1300}
 
 
 @dataclass(frozen=True)
@@ -35,9 +33,11 @@ class Variant:
     access: Literal["load", "store"] = "store"
 
     def record(self) -> Recorder:
-        with recording(self.module, self.kernel) as recorder:
+        names = [name for name in vars(self.module) if name.endswith("_kernel")]
+        with ExitStack() as stack:
+            recorders = {name: stack.enter_context(recording(self.module, name)) for name in names}
             self.launch()
-        return recorder
+        return recorders[self.kernel]
 
 
 def all_variants() -> Iterator[Variant]:
@@ -56,10 +56,12 @@ def all_variants() -> Iterator[Variant]:
     for dtype in FLOATS:
         yield _restore_klt(dtype, 2, 128, "rotated")
         yield _restore_klt(dtype, 2, 128, "interleaved")
-    for heads, dim in COEFFICIENTS:
+    for heads, dim in ((3, 64), (2, 128), (2, 80), (2, 256)):
         yield _restore_klt(_BF16, heads, dim, "")
         if dim != 128:
             yield _restore_klt(_BF16, heads, dim, "rotated")
+    for dtype in FLOATS:
+        yield _restore_klt(dtype, 2, 128, "", "exact_tokens")
     frames = _empty(4, 3, 480, 856, dtype=torch.uint8)
     yield Variant("frame_sum", frame_sum, "frame_sum_kernel", lambda: frame_sum.frame_sum(frames), access="load")
     data = _empty(1 << 20, dtype=torch.uint8)
@@ -87,30 +89,23 @@ def _restore(dtype: torch.dtype, heads: int, dim: int, num_scales: int | None = 
     )
 
 
-def _restore_klt(dtype: torch.dtype, heads: int, dim: int, rotation: Literal["", "rotated", "interleaved"]) -> Variant:
-    """Restore K if there is a rotation, or else V. Both use columns of one matrix."""
-    coefficients, channels = COEFFICIENTS[heads, dim], LAYERS * heads * dim
-    layout = region_layout(coefficients, TOKENS)
-    # The buffers hold all heads of a model, of which the cell has the first.
-    outputs = [_empty(SLOTS, 4 * heads, dim, dtype=dtype)[:, :heads] for _ in range(LAYERS)]
-    which = slice(0, channels) if rotation else slice(channels, 2 * channels)
+def _restore_klt(
+    dtype: torch.dtype,
+    heads: int,
+    dim: int,
+    rotation: Literal["", "rotated", "interleaved"],
+    kernel: Literal["restore_klt", "exact_tokens"] = "restore_klt",
+) -> Variant:
+    # The buffers hold all heads of a model, of which a cell has some.
+    buffer = _empty(SLOTS, 4 * heads, dim, dtype=dtype)[:, :heads]
+    shape = restore_klt.klt_shape(buffer, buffer, LAYERS, dim if rotation else 0, interleaved=rotation == "interleaved")
+    table, slots = _empty(2 * shape.row_bytes, dtype=torch.uint8), _empty(TOKENS, dtype=torch.int64)
 
     def launch() -> None:
-        restore_klt.restore_klt(
-            _empty(*layout.frames_shape((coefficients, TOKENS)), dtype=torch.uint8),
-            layout,
-            _empty(TOKENS, dtype=torch.int64),
-            outputs,
-            scales=_empty(TOKENS, dtype=torch.float32),
-            matrix=_empty(coefficients, 2 * channels, dtype=_BF16)[:, which],
-            mean=_empty(2 * channels, dtype=torch.float32)[which],
-            pixels=_empty(coefficients, dtype=torch.int32),
-            rotation=_empty(TOKENS, dim, dtype=torch.float32) if rotation else None,
-            interleaved=rotation == "interleaved",
-        )
+        restore_klt.launch_klt(shape, dtype, 8, table, slots, 64, TOKENS, 1)
 
     kind = f" {rotation}" if rotation else ""
-    return Variant(f"restore_klt{kind} {_name(dtype)} {heads}x{dim}", restore_klt, "restore_klt_kernel", launch)
+    return Variant(f"{kernel}{kind} {_name(dtype)} {heads}x{dim}", restore_klt, f"{kernel}_kernel", launch)
 
 
 def _name(dtype: torch.dtype) -> str:

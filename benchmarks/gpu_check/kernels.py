@@ -15,7 +15,16 @@ from sgl_kvfetch.codec.layout.regions import RegionLayout, region_layout
 from sgl_kvfetch.codec.layout.tiles import TileLayout, tile_layout
 from sgl_kvfetch.triton_kernels.frame_sum import frame_sum, frame_sum_reference
 from sgl_kvfetch.triton_kernels.restore import restore, restore_reference
-from sgl_kvfetch.triton_kernels.restore_klt import region_pixels, restore_klt, restore_klt_reference
+from sgl_kvfetch.triton_kernels.restore_klt import (
+    KltCell,
+    KltModel,
+    KltPlaces,
+    klt_shape,
+    pack,
+    region_pixels,
+    restore_klt,
+    restore_klt_reference,
+)
 from sgl_kvfetch.triton_kernels.runtime import integer_view
 
 GOAL = 0.9  # relative to the bytes per second of a copy
@@ -113,8 +122,8 @@ def cases(span: Span, device: torch.device) -> Iterator[Case]:
     if span.coefficients:
         layout = region_layout(span.coefficients, span.tokens)
         frames = layout.to_frames(_random_bytes(device, span.coefficients, span.tokens))
-        for name, rotary_dim, interleaved in (("V", 0, False), ("K", span.dim, False), ("K, GPT-J", span.dim, True)):
-            yield _klt_case(f"restore_klt {name}", span, frames, layout, slots, rotary_dim, interleaved)
+        for name, rotary_dim, interleaved in (("", 0, False), (" NeoX", span.dim, False), (" GPT-J", span.dim, True)):
+            yield _klt_case(f"restore_klt{name}", span, frames, layout, slots, rotary_dim, interleaved)
         return
     tiles = tile_layout(span.heads, span.dim, span.tokens)
     frames = tiles.to_frames(_random_bytes(device, span.tokens, span.layers, span.heads, span.dim))
@@ -128,10 +137,10 @@ def _random_bytes(device: torch.device, *shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
 
 
-def _buffers(span: Span, device: torch.device) -> list[torch.Tensor]:
-    """Return the KV buffers of a layer group, with some more slots than tokens."""
+def _buffers(span: Span, device: torch.device, num_tensors: int = 1) -> list[torch.Tensor]:
+    """Return the buffers of a layer group, of one tensor or of K and V, with some more slots than tokens."""
     size = (span.tokens + _SPARE_SLOTS, span.heads, span.dim * DTYPE.itemsize)
-    poison = [torch.full(size, POISON, dtype=torch.uint8, device=device) for _ in range(span.layers)]
+    poison = [torch.full(size, POISON, dtype=torch.uint8, device=device) for _ in range(num_tensors * span.layers)]
     return [x.view(DTYPE) for x in poison]
 
 
@@ -177,36 +186,36 @@ def _klt_case(
     interleaved: bool,
 ) -> Case:
     device = slots.device
-    ours, theirs = _buffers(span, device), _buffers(span, device)
-    scales = 0.05 * (torch.rand(span.tokens, device=device) + 0.5)
-    # K and V use half of the columns each.
+    ours, theirs = _buffers(span, device, 2), _buffers(span, device, 2)
+    steps = 0.05 * (torch.rand(256, device=device) + 0.5)
+    exponents = torch.randint(1, 256, (span.tokens,), dtype=torch.uint8)
     matrix = torch.randn((span.coefficients, 2 * span.num_channels), device=device) / math.sqrt(span.coefficients)
-    half = matrix.to(torch.bfloat16)[:, : span.num_channels]
-    mean = torch.randn(span.num_channels, device=device)
+    mean = torch.randn(2 * span.num_channels, device=device)
     angles = torch.rand((span.tokens, rotary_dim // 2), device=device)
-    pixels = region_pixels(layout, span.coefficients).to(device)
     rotation = torch.cat([angles.cos(), angles.sin()], dim=1) if rotary_dim else None
+    shape = klt_shape(ours[0], ours[0], span.layers, rotary_dim, interleaved=interleaved)
+    places = KltPlaces(layout, span.tokens, region_pixels(layout, span.coefficients).to(device))
+    pages = torch.arange(span.tokens, dtype=torch.int32).numpy().tobytes()  # of one token
+    pieces, num_exact = pack(pages, exponents, exponents[:0])
+    data = torch.frombuffer(bytearray(b"".join(map(bytes, pieces))), dtype=torch.uint8).to(device)
+
+    def make_cell(buffers: list[torch.Tensor]) -> KltCell:
+        k, v = buffers[: span.layers], buffers[span.layers :]
+        model = KltModel(shape, matrix.to(torch.bfloat16), mean, steps, k, v)
+        return KltCell(model, places, frames, rotation, span.tokens, num_exact, data, 0)
+
+    mine, its = make_cell(ours), make_cell(theirs)
+    table = torch.frombuffer(bytearray(mine.row()), dtype=torch.uint8).to(device)
 
     def launch() -> list[torch.Tensor]:
-        restore_klt(
-            frames,
-            layout,
-            slots,
-            ours,
-            scales=scales,
-            matrix=half,
-            mean=mean,
-            pixels=pixels,
-            rotation=rotation,
-            interleaved=interleaved,
-        )
+        restore_klt([mine], table, slots, 1)
         return ours
 
     def reference() -> list[torch.Tensor]:
         before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = False
         try:
-            restore_klt_reference(frames, layout, slots, theirs, scales, half, mean, pixels, rotation, interleaved)
+            restore_klt_reference(its, slots, 1)
         finally:
             torch.backends.cuda.matmul.allow_tf32 = before
         return theirs

@@ -13,6 +13,7 @@ from .fetch.sink import (
     FramePool as FramePool,
     Guard as Guard,
     GuardedSink as GuardedSink,
+    IsFinished as IsFinished,
     LayerProgress as LayerProgress,
     PagePool as PagePool,
     consecutive_runs as consecutive_runs,

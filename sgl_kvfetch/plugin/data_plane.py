@@ -164,7 +164,7 @@ def prepare_restores(pages: FramePool, spec: SegmentSpec) -> None:
         num_pages = spec.span_pages  # a segment that is shorter than a span is its own span
         while num_pages >= 1 and num_pages * manifest.namespace.page_size >= _LEAST_SEGMENT_TOKENS:
             for cell in _blank_cells(spec, _blank_manifest(spec, num_pages)):
-                pages.restore(cell, (), (), lambda write: True)
+                pages.restore(cell, (), (), lambda write: True).result()
             num_pages //= 2
     except Exception:
         logger.warning("kvfetch: the restore kernels were not compiled at the start", exc_info=True)

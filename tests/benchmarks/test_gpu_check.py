@@ -118,7 +118,7 @@ def record(tmp_path: Path) -> Record:
 
 
 TINY = [Span(17, heads=1, dim=48), Span(17, heads=2, dim=16, coefficients=20)]
-CASES = ["frame_sum", "restore exact", "restore symmetric", "restore_klt V", "restore_klt K", "restore_klt K, GPT-J"]
+CASES = ["frame_sum", "restore exact", "restore symmetric", "restore_klt", "restore_klt NeoX", "restore_klt GPT-J"]
 
 
 def test_kernels_are_held_against_their_references(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:

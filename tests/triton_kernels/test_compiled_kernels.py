@@ -64,14 +64,22 @@ def test_compiles(kernel: str, target: str, compiled: Facts) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kernel", KLT_KERNELS)
 def test_compiles_klt(kernel: str, target: str, compiled: Facts) -> None:
-    """With 128 registers a thread, 512 threads fit an SM; with more, 256. An AMD unit has twice as many."""
-    facts, is_amd, is_interleaved = compiled[kernel, target], target == "gfx942", "interleaved" in kernel
-    most_spilt = (128 if is_amd else 48) if is_interleaved else 8
-    assert facts["stack_bytes"] <= most_spilt, "registers spill"
-    assert facts["registers"] <= (256 if is_amd else 176 if is_interleaved else 144)
-    assert facts["shared_bytes"] <= 48 << 10
-    if not is_interleaved:
-        assert facts["access_bytes"] >= (8 if is_amd else 16)
+    """With 128 registers a thread, two programs fit an SM; with more, one. An AMD unit has twice as many."""
+    facts, is_amd = compiled[kernel, target], target == "gfx942"
+    assert facts["stack_bytes"] <= (128 if is_amd else 8), "registers spill"
+    assert facts["registers"] <= (512 if is_amd else 232)
+    assert facts["shared_bytes"] <= 99 << 10
+    assert facts["access_bytes"] >= (8 if is_amd else 16)
+    assert not is_amd or facts["loop"] is None
+
+
+@pytest.mark.parametrize("kernel", KLT_KERNELS)
+@pytest.mark.parametrize(("target", "instruction"), [("sm_90", "wgmma.mma_async m64 k16"), ("sm_100", "tcgen05.mma")])
+def test_klt_multiplies_with_all_of_a_tensor_core(kernel: str, target: str, instruction: str, compiled: Facts) -> None:
+    """Integers are converted once for all channels of a tile: about as many instructions as tensor cores take turns."""
+    facts = compiled[kernel, target]
+    assert facts["instructions"] == [instruction]
+    assert facts["loop"][0] <= 340
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -90,7 +98,9 @@ def test_compiles_a_program_of_one_warp(kernel: str, registers: int, target: str
 
 
 def test_every_variant_is_named_here(compiled: Facts) -> None:
-    assert {kernel for kernel, _ in compiled} == {*KERNELS, *KLT_KERNELS, "frame_sum", "ans_decode", "xxh3"}
+    exact = (f"exact_tokens {dtype} 2x128" for dtype in FLOATS)
+    others = "frame_sum", "ans_decode", "xxh3"
+    assert {kernel for kernel, _ in compiled} == {*KERNELS, *KLT_KERNELS, *exact, *others}
 
 
 def test_the_page_says_what_is_compiled_now(compiled: Facts, tmp_path: Path) -> None:
@@ -121,7 +131,9 @@ from sgl_kvfetch.codec.quant.exact import to_planes
 from sgl_kvfetch.triton_kernels.ans import AnsChunk, ans_decode
 from sgl_kvfetch.triton_kernels.frame_sum import frame_sum
 from sgl_kvfetch.triton_kernels.restore import restore
-from sgl_kvfetch.triton_kernels.restore_klt import region_pixels, restore_klt
+from sgl_kvfetch.triton_kernels.restore_klt import (
+    KltCell, KltModel, KltPlaces, klt_shape, pack, region_pixels, restore_klt
+)
 from sgl_kvfetch.triton_kernels.xxh3 import xxh3_sums
 
 values, output, slots = torch.randn(9, 1, 2, 64), torch.zeros(9, 2, 64), torch.arange(9)
@@ -130,16 +142,19 @@ frames = [layout.to_frames(plane) for plane in to_planes(values)]
 restore(frames, layout, slots, [output])
 assert torch.equal(values[:, 0], output)
 layout = region_layout(5, 9)
-restore_klt(
-    layout.to_frames(torch.zeros((5, 9), dtype=torch.uint8)),
-    layout,
-    slots,
+places = KltPlaces(layout, 9, region_pixels(layout, 5))
+pieces, _ = pack(bytes(4), torch.full((9,), 128, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8))
+data = torch.frombuffer(bytearray(b"".join(map(bytes, pieces))), dtype=torch.uint8)
+model = KltModel(
+    klt_shape(output, output, 1),
+    torch.ones((5, 256), dtype=torch.bfloat16),
+    torch.full((256,), 3.0),
+    torch.zeros(256),
     [output],
-    scales=torch.zeros(9),
-    matrix=torch.ones((5, 128), dtype=torch.bfloat16),
-    mean=torch.full((128,), 3.0),
-    pixels=region_pixels(layout, 5),
+    [output],
 )
+frames_of = layout.to_frames(torch.zeros((5, 9), dtype=torch.uint8))
+restore_klt([KltCell(model, places, frames_of, None, 1, 0, data, 0)], data, slots, 9)
 assert bool((output == 3.0).all())
 frame_sum(frames[0])
 rows = torch.full((1, 3, 1, 96), 128, dtype=torch.uint8)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,69 +12,108 @@ import torch
 from sgl_kvfetch.codec.layout.regions import RegionLayout, region_layout
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.base import CellValues
-from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser, scales_of
+from sgl_kvfetch.codec.quant.exact import to_planes
+from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltQuantiser, scales_of
 from sgl_kvfetch.codec.quant.rope import Rope, rotate
 from sgl_kvfetch.errors import FormatError, UnsupportedError
-from sgl_kvfetch.triton_kernels.restore_klt import region_pixels, restore_klt, restore_klt_reference
+from sgl_kvfetch.triton_kernels import restore_klt as kernels
+from sgl_kvfetch.triton_kernels.restore_klt import (
+    KltCell,
+    KltModel,
+    KltPlaces,
+    KltShape,
+    klt_shape,
+    pack,
+    region_pixels,
+    restore_klt,
+    restore_klt_reference,
+)
 from tests.codec.quant.profiles import make_profile, place_of, values_of
 from tests.triton_kernels.cases import (
     DEVICE,
     FLOATS,
     NUM_SLOTS,
-    SMALL,
     Shape,
     assert_nearly_same,
     assert_same_bits,
     make_buffers,
     poisoned,
     scattered_slots,
-    shape_id,
 )
 
 FIRST_TOKEN = 1234
 # Room left everywhere: in a region for tokens, in the picture on both sides, and few regions a frame.
 WASTEFUL = RegionLayout(width=152, height=144, token_rows=30, token_cols=40)
+_NARROW = RegionLayout(width=32, height=24, token_rows=4, token_cols=8)
+STEP = 0.5
+
+Restore = Callable[[Sequence[KltCell], torch.Tensor, int], None]
 
 
-def reference(
-    frames: Any, layout: Any, slots: Any, outputs: Any, *, rotation: Any = None, interleaved: Any = False, **rest: Any
-) -> None:
-    restore_klt_reference(
-        frames, layout, slots, outputs, rest["scales"], rest["matrix"], rest["mean"], rest["pixels"], rotation,
-        interleaved,
-    )  # fmt: skip
+def run_kernels(cells: Sequence[KltCell], slots: torch.Tensor, page_size: int) -> None:
+    table = torch.frombuffer(bytearray(b"".join(cell.row() for cell in cells)), dtype=torch.uint8).to(DEVICE)
+    restore_klt(cells, table, slots, page_size)
 
 
-Restore = Callable[..., None]
-both = pytest.mark.parametrize("run", [restore_klt, reference], ids=["kernel", "reference"])
+def run_reference(cells: Sequence[KltCell], slots: torch.Tensor, page_size: int) -> None:
+    for cell in cells:
+        restore_klt_reference(cell, slots, page_size)
+
+
+both = pytest.mark.parametrize("run", [run_kernels, run_reference], ids=["kernel", "reference"])
 
 
 @dataclass(frozen=True)
 class Case:
-    shape: Shape
+    tokens: int
+    layers: int
+    heads: int
+    k_dim: int
+    v_dim: int = 0  # 0: as K's
     coefficients: int = 100  # of WASTEFUL: three frames
     rotary_dim: int = 0
     interleaved: bool = False
     dtype: torch.dtype = torch.bfloat16
     largest_mean: float = 4.0
     layout: RegionLayout | None = None
+    exact: tuple[int, ...] = ()  # tokens
+    page_size: int = 1
+    most_layers: int = 0  # of the largest cell in a launch; 0: as many as this has
 
-    def make_layout(self) -> RegionLayout:
-        return self.layout or region_layout(self.coefficients, self.shape.tokens)
+    def shapes(self) -> tuple[Shape, Shape]:
+        return tuple(Shape(self.tokens, self.layers, self.heads, dim) for dim in (self.k_dim, self.v_dim or self.k_dim))  # type: ignore[return-value]
+
+    def __str__(self) -> str:
+        return f"{self.tokens}x{self.layers}x{self.heads}x{self.k_dim} {self.coefficients}"
 
 
+SMALL = Case(63, 2, 3, 80, 56, layout=WASTEFUL)
+
+
+def places_of(layout: RegionLayout, num_tokens: int, num_coefficients: int) -> KltPlaces:
+    return KltPlaces(layout, num_tokens, region_pixels(layout, num_coefficients).to(DEVICE))
+
+
+@dataclass
 class Span:
-    """Coefficients as frames, what they are restored with, and what they must become."""
+    """A cell as frames, what it is restored with, and what it must become."""
 
-    def __init__(self, case: Case) -> None:
-        self.case, self.shape, self.layout = case, case.shape, case.make_layout()
-        tokens, count = case.shape.tokens, case.coefficients
-        channels = case.shape.layers * case.shape.heads * case.shape.dim
-        generator = torch.Generator().manual_seed(tokens + case.shape.dim)
-        self.integers = torch.randint(0, 256, (count, tokens), generator=generator, dtype=torch.uint8)
-        # K's columns of a cell's matrix, or V's: others lie beside them.
-        matrix = torch.randn((count, 2 * channels), generator=generator) / count**0.5
-        mean = torch.randn(channels, generator=generator) * case.largest_mean
+    case: Case
+    buffers: tuple[list[torch.Tensor], list[torch.Tensor]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        case = self.case
+        self.layout = case.layout or region_layout(case.coefficients, case.tokens)
+        self.buffers = tuple(make_buffers(shape, case.dtype) for shape in case.shapes())  # type: ignore[assignment]
+        channels = [x.layers * x.heads * x.dim for x in case.shapes()]
+        generator = torch.Generator().manual_seed(case.tokens + case.k_dim)
+        self.integers = torch.randint(0, 256, (case.coefficients, case.tokens), generator=generator, dtype=torch.uint8)
+        matrix = torch.randn((case.coefficients, sum(channels)), generator=generator) / case.coefficients**0.5
+        self.matrix = matrix.to(torch.bfloat16).to(DEVICE)
+        self.mean = (torch.randn(sum(channels), generator=generator) * case.largest_mean).to(DEVICE)
+        self.exponents = torch.randint(UNIT - 3, UNIT + 3, (case.tokens,), generator=generator, dtype=torch.uint8)
+        self.exponents[list(case.exact)] = EXACT
+        self.exact = torch.randn((len(case.exact), sum(channels)), generator=generator).to(case.dtype)
         self.rope = (
             Rope(
                 inv_freq=tuple((10000.0 ** -(torch.arange(case.rotary_dim // 2) * 2 / case.rotary_dim)).tolist()),
@@ -84,67 +123,92 @@ class Span:
             if case.rotary_dim
             else None
         )
-        self.frames = self.layout.to_frames(self.integers).to(DEVICE)
-        self.slots = scattered_slots(tokens)
-        self.arguments: dict[str, Any] = {
-            "scales": (torch.rand(tokens, generator=generator) + 0.1).to(DEVICE),
-            "matrix": matrix.to(torch.bfloat16).to(DEVICE)[:, channels:],
-            "mean": mean.to(DEVICE),
-            "pixels": region_pixels(self.layout, count).to(DEVICE),
-            "rotation": None if self.rope is None else self.rope.table(FIRST_TOKEN, tokens, DEVICE),
-            "interleaved": case.interleaved,
-        }
+        self.rotation = None if self.rope is None else self.rope.table(FIRST_TOKEN, case.tokens, DEVICE)
+        self.slots = scattered_slots(-(-case.tokens // case.page_size) * case.page_size)
 
-    def buffers(self) -> list[torch.Tensor]:
-        return make_buffers(self.shape, self.case.dtype)
+    @property
+    def shape(self) -> KltShape:
+        (k, *_), (v, *_) = self.buffers
+        most = self.case.most_layers or self.case.layers
+        return klt_shape(k, v, most, self.case.rotary_dim, interleaved=self.case.interleaved)
 
-    def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(tokens, layers, heads, dim)`` in float64, and how far float32 may be from it, in whatever order it adds.
+    def cell(self, pages: Sequence[int] | None = None, **changes: Any) -> KltCell:
+        """``pages``: of the span's pages among the slots; by default all in order."""
+        case = self.case
+        pages = range(-(-case.tokens // case.page_size)) if pages is None else pages
+        scales = scales_of(torch.arange(256, dtype=torch.uint8)) * STEP
+        model = KltModel(self.shape, self.matrix, self.mean, scales.to(DEVICE), *self.buffers)
+        exact = to_planes(self.exact).movedim(0, 1).flatten()
+        pieces, num_exact = pack(torch.tensor(pages, dtype=torch.int32).numpy().tobytes(), self.exponents, exact)
+        data = torch.frombuffer(bytearray(b"\xab" * 16 + b"".join(map(bytes, pieces))), dtype=torch.uint8)
+        return KltCell(
+            **{
+                "model": model,
+                "frames": self.layout.to_frames(self.integers).to(DEVICE),
+                "places": places_of(self.layout, case.tokens, case.coefficients),
+                "rotation": self.rotation,
+                "num_pages": len(pages),
+                "num_exact": num_exact,
+                "data": data.to(DEVICE),
+                "offset": 16,
+                **changes,
+            }
+        )
+
+    def expected(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """For K and V ``(tokens, layers, heads, dim)`` in float64, and how far float32 may be from it, in any order.
 
         A sum of C exact products is off by at most ``C * 2**-24`` of the sum of their magnitudes; a few roundings more
         follow, all of them of numbers no larger.
         """
-        n = self.integers.double().T - 128
-        scales, matrix, mean = (self.arguments[name].double().cpu() for name in ("scales", "matrix", "mean"))
-        size = (self.shape.tokens, self.shape.layers, self.shape.heads, self.shape.dim)
-        values = ((n @ matrix) * scales[:, None] + mean).view(size)
-        magnitudes = ((n.abs() @ matrix.abs()) * scales[:, None] + mean.abs()).view(size)
-        off = magnitudes * (self.case.coefficients + 8) * 2.0**-24
-        if self.rope is not None:
-            table = self.arguments["rotation"].double().cpu()
-            values = rotate(values, table, self.rope)
-            half = self.case.rotary_dim // 2
-            off = rotate(off, torch.cat((table[:, :half].abs(), -table[:, half:].abs()), 1), self.rope).maximum(
-                rotate(off, table.abs(), self.rope)
-            )
-        return values, off
+        n, matrix, mean = self.integers.double().T - 128, self.matrix.double().cpu(), self.mean.double().cpu()
+        scales = (scales_of(self.exponents) * STEP).double()[:, None]
+        all_values = (n @ matrix) * scales + mean
+        all_off = ((n.abs() @ matrix.abs()) * scales + mean.abs()) * (self.case.coefficients + 8) * 2.0**-24
+        found, first = [], 0
+        for tensor, shape in zip("kv", self.case.shapes(), strict=True):
+            size = shape.tokens, shape.layers, shape.heads, shape.dim
+            part = slice(first, first := first + size[1] * size[2] * size[3])
+            values, off = (x[:, part].reshape(size) for x in (all_values, all_off))
+            if self.rope is not None and tensor == "k":
+                assert self.rotation is not None
+                table = self.rotation.double().cpu()
+                values = rotate(values, table, self.rope)
+                half = self.case.rotary_dim // 2
+                off = rotate(off, torch.cat((table[:, :half].abs(), -table[:, half:].abs()), 1), self.rope).maximum(
+                    rotate(off, table.abs(), self.rope)
+                )
+            exact = list(self.case.exact)
+            values[exact], off[exact] = self.exact[:, part].double().view(-1, *size[1:]), 0.0
+            found.append((values, off))
+        return found
 
-    def check(self, outputs: list[torch.Tensor], tokens: torch.Tensor | None = None) -> None:
+    def check(self, tokens: torch.Tensor | None = None, slots: torch.Tensor | None = None) -> None:
         """Some tokens, or all, in their slots, rounded once; nothing else written."""
-        tokens = torch.arange(self.shape.tokens) if tokens is None else tokens.cpu()
-        slots = self.slots.cpu()[tokens]
-        values, off = (x[tokens] for x in self.exact())
+        tokens = torch.arange(self.case.tokens) if tokens is None else tokens
+        slots = self.slots.cpu()[tokens] if slots is None else slots
         info = torch.finfo(self.case.dtype)
-        values = values.clamp(-info.max, info.max)
-        exponent = torch.frexp(values.abs().clamp_min(info.smallest_normal)).exponent - 1
-        tolerance = off + info.eps / 2 * torch.exp2(exponent.double())
         rest = torch.ones(NUM_SLOTS, dtype=torch.bool)
         rest[slots] = False
-        for layer, (output, untouched) in enumerate(zip(outputs, self.buffers(), strict=True)):
-            error = (output.cpu()[slots].double() - values[:, layer]).abs()
-            worst = (error - tolerance[:, layer]).argmax()
-            assert bool((error <= tolerance[:, layer]).all()), (
-                f"layer {layer}: off by {error.flatten()[worst]}, at most {tolerance[:, layer].flatten()[worst]} of "
-                f"{values[:, layer].flatten()[worst]}"
-            )
-            assert_same_bits(output.cpu()[rest], untouched.cpu()[rest])
+        for (values, off), buffers in zip(self.expected(), self.buffers, strict=True):
+            values, off = values[tokens].clamp(-info.max, info.max), off[tokens]
+            exponent = torch.frexp(values.abs().clamp_min(info.smallest_normal)).exponent - 1
+            tolerance = off + info.eps / 2 * torch.exp2(exponent.double())
+            for layer, output in enumerate(buffers):
+                error = (output.cpu()[slots].double() - values[:, layer]).abs()
+                worst = (error - tolerance[:, layer]).argmax()
+                assert bool((error <= tolerance[:, layer]).all()), (
+                    f"layer {layer}: off by {error.flatten()[worst]}, at most {tolerance[:, layer].flatten()[worst]} "
+                    f"of {values[:, layer].flatten()[worst]}"
+                )
+                untouched = poisoned(*output.shape, dtype=output.dtype)
+                assert_same_bits(output.cpu()[rest], untouched.cpu()[rest])
 
 
 def run_case(run: Restore, case: Case) -> None:
     span = Span(case)
-    outputs = span.buffers()
-    run(span.frames, span.layout, span.slots, outputs, **span.arguments)
-    span.check(outputs)
+    run([span.cell()], span.slots, case.page_size)
+    span.check()
 
 
 @both
@@ -155,59 +219,70 @@ def run_case(run: Restore, case: Case) -> None:
     ids=["none", "neox", "gptj"],
 )
 def test_right_up_to_the_order_of_sums(rotation: dict[str, Any], dtype: torch.dtype, run: Restore) -> None:
-    run_case(run, Case(SMALL, dtype=dtype, layout=WASTEFUL, **rotation))
+    run_case(run, replace(SMALL, dtype=dtype, exact=(0, 1, 40), **rotation))
 
 
 @both
 @pytest.mark.parametrize("rope", [None, Rope(inv_freq=(1.0, 0.1, 0.01), attention_scaling=1.25)], ids=["plain", "rope"])
 def test_same_as_the_quantiser(rope: Rope | None, run: Restore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for a last bit here and there: both add in an order of their own. The last cells have one layer."""
+    """But for a last bit here and there: both add in an order of their own. The last cells have one layer. All cells
+    are restored in one launch."""
     monkeypatch.setattr(klt, "_HAS_BFLOAT16", False)  # a CPU that multiplies in bfloat16 rounds more
-    profile = make_profile(num_layers=4, head_dim=16, v_head_dim=24, cell_heads=2, rope=rope)
+    profile = make_profile(num_layers=4, head_dim=16, v_head_dim=24, cell_heads=2, rope=rope, num_sinks=2)
     quantiser = KltQuantiser(profile, step=0.03)
     assert quantiser.coefficient_shares[1] > 0.3  # so many need two integers
-    values = CellValues(*(x.to(torch.bfloat16) for x in values_of(profile, 50, FIRST_TOKEN)))
-    places = [place_of(profile, key, 50, FIRST_TOKEN) for key in profile.cells]
-    layout = region_layout(max(quantiser.num_coefficients(p) or 0 for p in places), 50)
-    slots = scattered_slots(50)
-    for place in places:
-        exponents, _, integers = quantised = quantiser.quantise(values.cell(place.layers, place.heads), place)
-        assert not (exponents == EXACT).any()
-        inverse = quantiser.inverse_of(place).to(DEVICE)
-        expected = quantiser.dequantise(quantised, torch.bfloat16, place)
-        num_k = expected.k[0].numel()
-        for wanted, channels in zip(expected, (slice(num_k), slice(num_k, None)), strict=True):
-            is_k = channels.stop is not None
-            outputs = make_buffers(Shape(50, *wanted.shape[1:]), torch.bfloat16)
-            run(
+    values = CellValues(*(x.to(torch.bfloat16) for x in values_of(profile, 50, 0)))
+    cells, wanted = [], []
+    for place in (place_of(profile, key, 50, 0) for key in profile.cells):
+        exponents, exact, integers = quantised = quantiser.quantise(values.cell(place.layers, place.heads), place)
+        assert (exponents == EXACT).nonzero().flatten().tolist() == [0, 1]
+        layout = region_layout(len(integers), 50)
+        wanted.append(quantiser.dequantise(quantised, torch.bfloat16, place))
+        k, v = (make_buffers(Shape(50, *x.shape[1:]), torch.bfloat16) for x in wanted[-1])
+        inverse, shape = (
+            quantiser.inverse_of(place).to(DEVICE),
+            klt_shape(k[0], v[0], 3, rope.rotary_dim if rope else 0),
+        )
+        scales = (scales_of(torch.arange(256, dtype=torch.uint8)) * quantiser.step).to(DEVICE)
+        pieces, num_exact = pack(torch.arange(50, dtype=torch.int32).numpy().tobytes(), exponents, exact)
+        cells.append(
+            KltCell(
+                KltModel(shape, inverse.matrix, inverse.mean, scales, k, v),
+                places_of(layout, 50, len(integers)),
                 layout.to_frames(integers).to(DEVICE),
-                layout,
-                slots,
-                outputs,
-                scales=(scales_of(exponents) * quantiser.step).to(DEVICE),
-                matrix=inverse.matrix[:, channels],
-                mean=inverse.mean[channels],
-                pixels=region_pixels(layout, len(inverse.matrix)).to(DEVICE),
-                rotation=rope.table(FIRST_TOKEN, 50, DEVICE) if rope is not None and is_k else None,
+                None if rope is None else rope.table(0, 50, DEVICE),
+                50,
+                num_exact,
+                torch.frombuffer(bytearray(b"".join(map(bytes, pieces))), dtype=torch.uint8).to(DEVICE),
+                0,
             )
-            assert_nearly_same(torch.stack([x[slots].cpu() for x in outputs], dim=1), wanted)
+        )  # fmt: skip
+    slots = scattered_slots(50)
+    run(cells, slots, 1)
+    for cell, expected in zip(cells, wanted, strict=True):
+        for buffers, values_ in zip((cell.model.k, cell.model.v), expected, strict=True):
+            assert_nearly_same(torch.stack([x[slots].cpu() for x in buffers], dim=1), values_)
+            assert_same_bits(torch.stack([x[slots[:2]].cpu() for x in buffers], dim=1), values_[:2])
 
 
 @both
 @pytest.mark.parametrize(
     "case",
     [
-        Case(Shape(1, 1, 1, 48), coefficients=1, rotary_dim=48),
-        Case(Shape(63, 3, 2, 128), coefficients=701, rotary_dim=128),
-        Case(Shape(500, 1, 2, 64), coefficients=40, rotary_dim=64, interleaved=True),
-        Case(Shape(100, 5, 1, 96), coefficients=33, rotary_dim=96),  # more layers than there are colour planes
-        Case(Shape(1000, 2, 1, 80), coefficients=64, rotary_dim=80),
-        Case(Shape(33, 1, 1, 256), coefficients=200, rotary_dim=256),
-        Case(Shape(7, 1, 6, 52), coefficients=90),
-        Case(Shape(40, 1, 2, 67), coefficients=130),
-        Case(Shape(17, 1, 1, 8), coefficients=15, rotary_dim=8),
+        Case(1, 1, 1, 48, coefficients=1, rotary_dim=48),
+        Case(63, 3, 2, 128, coefficients=701, rotary_dim=128),
+        Case(500, 1, 2, 64, coefficients=40, rotary_dim=64, interleaved=True),
+        Case(100, 5, 1, 96, coefficients=33, rotary_dim=96),  # more layers than there are colour planes
+        Case(1000, 2, 1, 80, coefficients=64, rotary_dim=80),
+        Case(33, 1, 1, 256, coefficients=200, rotary_dim=256),
+        Case(33, 1, 1, 256, coefficients=65, rotary_dim=192, interleaved=True),
+        Case(20, 2, 1, 64, 300, coefficients=90, exact=(19,)),
+        Case(7, 1, 6, 52, coefficients=90),
+        Case(40, 1, 2, 67, coefficients=130),
+        Case(17, 1, 1, 8, coefficients=15, rotary_dim=8),
+        Case(129, 1, 1, 16, 32, coefficients=10, layout=region_layout(10, 129, "flat"), exact=tuple(range(0, 129, 3))),
     ],
-    ids=lambda case: f"{shape_id(case.shape)} {case.coefficients}",
+    ids=str,
 )
 def test_shapes(case: Case, run: Restore) -> None:
     run_case(run, case)
@@ -217,13 +292,33 @@ def test_shapes(case: Case, run: Restore) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [2, 16, 52, 78])
 def test_partial_rotation(rotary_dim: int, interleaved: bool, run: Restore) -> None:
-    run_case(run, Case(Shape(20, 2, 3, 80), rotary_dim=rotary_dim, interleaved=interleaved))
+    run_case(run, Case(20, 2, 3, 80, rotary_dim=rotary_dim, interleaved=interleaved))
+
+
+@both
+def test_cells_of_any_size_in_one_launch(run: Restore) -> None:
+    """Of other lengths, layouts, coefficients, numbers of layers and exact tokens, each with its own slots."""
+    cases = [
+        Case(64, 3, 2, 16, coefficients=70, page_size=4, rotary_dim=16),
+        Case(200, 1, 2, 16, coefficients=9, exact=(0, 150), page_size=4, rotary_dim=16, most_layers=3),
+        Case(16, 2, 2, 16, coefficients=130, exact=(3,), layout=_NARROW, page_size=4, rotary_dim=16, most_layers=3),
+    ]
+    spans = [Span(case) for case in cases]
+    slots = scattered_slots(280)
+    firsts = (0, 64, 264)
+    cells = [
+        span.cell(range(first // 4, (first + span.case.tokens) // 4)) for span, first in zip(spans, firsts, strict=True)
+    ]
+    assert {cell.places.vector for cell in cells} == {8}
+    run(cells, slots, 4)
+    for span, first in zip(spans, firsts, strict=True):
+        span.check(slots=slots.cpu()[first : first + span.case.tokens])
 
 
 @both
 def test_values_past_the_largest_are_bounded(run: Restore) -> None:
-    case = Case(SMALL, dtype=torch.float16, largest_mean=1e5, layout=WASTEFUL)
-    assert bool((Span(case).exact()[0].abs() > torch.finfo(torch.float16).max).any())
+    case = replace(SMALL, dtype=torch.float16, largest_mean=1e5)
+    assert bool((Span(case).expected()[0][0].abs() > torch.finfo(torch.float16).max).any())
     run_case(run, case)
 
 
@@ -235,121 +330,113 @@ def test_regions_begin_at_these_pixels(layout: RegionLayout) -> None:
 
 
 @both
-def test_skipped_tokens_stay_poisoned(run: Restore) -> None:
-    span = Span(Case(SMALL, rotary_dim=80, layout=WASTEFUL))
-    kept = torch.arange(SMALL.tokens, device=DEVICE) % 3 == 1
-    outputs = span.buffers()
-    run(span.frames, span.layout, torch.where(kept, span.slots, -1), outputs, **span.arguments)
-    span.check(outputs, kept.nonzero().squeeze(1))
+def test_pages_in_any_order_and_left_out(run: Restore) -> None:
+    """Pages of three tokens. Also slots that are -1."""
+    case = replace(SMALL, rotary_dim=80, page_size=3, exact=(0, 3, 62))
+    span = Span(case)
+    pages = [20 - i if i % 5 != 1 else -1 for i in range(21)]
+    slots = span.slots.clone()
+    slots[10 * 3 + 1] = -1
+    run([span.cell(pages)], slots, 3)
+    rows = [pages[t // 3] * 3 + t % 3 if pages[t // 3] >= 0 else -1 for t in range(63)]
+    kept = [t for t, row in enumerate(rows) if row >= 0 and row != 31]
+    assert len(kept) == 63 - 4 * 3 - 1
+    span.check(torch.tensor(kept), span.slots.cpu()[[rows[t] for t in kept]])
 
 
 @both
 def test_slots_and_heads_apart(run: Restore) -> None:
-    span = Span(Case(SMALL, rotary_dim=80, layout=WASTEFUL))
-    whole = poisoned(SMALL.layers, NUM_SLOTS, 2, SMALL.heads, 3, SMALL.dim, dtype=torch.bfloat16)
-    outputs = [layer[:, 1, :, 2] for layer in whole]
-    run(span.frames, span.layout, span.slots, outputs, **span.arguments)
-    span.check(outputs)
-    between = torch.ones(whole.shape, dtype=torch.bool, device=DEVICE)
+    span = Span(replace(SMALL, v_dim=80, rotary_dim=80, exact=(5,)))
+    whole = [poisoned(2, NUM_SLOTS, 2, 3, 3, 80, dtype=torch.bfloat16) for _ in "kv"]
+    span.buffers = tuple([layer[:, 1, :, 2] for layer in x] for x in whole)  # type: ignore[assignment]
+    run([span.cell()], span.slots, 1)
+    span.check()
+    between = torch.ones(whole[0].shape, dtype=torch.bool, device=DEVICE)
     between[:, :, 1, :, 2] = False
-    assert bool((whole.view(torch.int16)[between] == poisoned(1, dtype=torch.bfloat16).view(torch.int16)).all())
+    poison = poisoned(1, dtype=torch.bfloat16).view(torch.int16)
+    assert all(bool((x.view(torch.int16)[between] == poison).all()) for x in whole)
 
 
 @both
 def test_slots_past_two_to_the_31(run: Restore) -> None:
     """Offsets that 32 bits do not hold. The memory is only reserved: what is not touched costs nothing."""
-    span = Span(Case(Shape(5, 1, 1, 256), rotary_dim=256))
-    near = span.buffers()
-    run(span.frames, span.layout, span.slots, near, **span.arguments)
+    near, far = (Span(Case(5, 1, 1, 256, rotary_dim=256, exact=(2,))) for _ in range(2))
+    run([near.cell()], near.slots, 1)
     num_slots = 2**31 // 256 + 64
-    output = torch.empty((num_slots, 1, 256), dtype=torch.bfloat16, device=DEVICE)
+    far.buffers = tuple([torch.empty((num_slots, 1, 256), dtype=torch.bfloat16, device=DEVICE)] for _ in "kv")  # type: ignore[assignment]
     slots = num_slots - 1 - torch.arange(5, device=DEVICE) * 2
-    run(span.frames, span.layout, slots, [output], **span.arguments)
-    assert_same_bits(output[slots], near[0][span.slots])
+    run([far.cell()], slots, 1)
+    for there, here in zip(far.buffers, near.buffers, strict=True):
+        assert_same_bits(there[0][slots], here[0][near.slots])
 
 
 @both
 def test_nothing_to_do(run: Restore) -> None:
-    span = Span(Case(SMALL, rotary_dim=80, layout=WASTEFUL))
-    outputs = span.buffers()
-    run(span.frames, span.layout, torch.full_like(span.slots, -1), outputs, **span.arguments)
-    for found, expected in zip(outputs, span.buffers(), strict=True):
-        assert_same_bits(found, expected)
+    span = Span(replace(SMALL, rotary_dim=80, exact=(1,)))
+    run([span.cell([-1] * 63)], span.slots, 1)
+    span.check(torch.arange(0))
+
+
+def test_rows_of_zeros_write_nothing() -> None:
+    """Kernels are compiled by launching them on one."""
+    span = Span(SMALL)
+    table = torch.zeros(2 * span.shape.row_bytes, dtype=torch.uint8, device=DEVICE)
+    kernels.launch_klt(span.shape, torch.bfloat16, 8, table, span.slots, 1, 1, 1)
+    span.check(torch.arange(0))
 
 
 def test_a_rotation_of_nothing_changes_nothing() -> None:
-    span = Span(Case(SMALL, rotary_dim=80, layout=WASTEFUL))
-    still = span.buffers()
-    arguments = {**span.arguments, "rotation": torch.zeros((SMALL.tokens, 80), device=DEVICE)}
-    arguments["rotation"][:, :40] = 1.0
-    restore_klt(span.frames, span.layout, span.slots, still, **arguments)
-    unrotated = Span(replace(span.case, rotary_dim=0))
-    unrotated.check(still)
+    span = Span(replace(SMALL, rotary_dim=80))
+    still = torch.zeros((SMALL.tokens, 80), device=DEVICE)
+    still[:, :40] = 1.0
+    run_kernels([span.cell(rotation=still)], span.slots, 1)
+    unrotated = Span(SMALL)
+    unrotated.buffers = span.buffers
+    unrotated.check()
 
 
 class TestArguments:
     """What does not fit together is named, both sides."""
 
-    def refused(self, match: str, error: type[Exception] = ValueError, **changes: Any) -> None:
-        span = Span(Case(SMALL, rotary_dim=80, layout=WASTEFUL))
-        arguments = {
-            "frames": span.frames,
-            "layout": span.layout,
-            "slots": span.slots,
-            "outputs": span.buffers(),
-            **span.arguments,
-            **changes,
-        }
-        with pytest.raises(error, match=match):
-            restore_klt(**arguments)
-
     def test_frames(self) -> None:
+        span = Span(SMALL)
         for shape in ((3, 3, 144, 144), (2, 3, 144, 152), (4, 3, 144, 152)):
-            frames = poisoned(*shape, dtype=torch.uint8)
-            self.refused(r"frames are .*, expected uint8 \(3, 3, 144, 152\)", frames=frames)
-        frames = poisoned(3, 3, 144, 304, dtype=torch.uint8)[..., ::2]
-        self.refused("each of 3x144x152 must be contiguous", frames=frames)
-        self.refused("expected contiguous", frames=poisoned(3, 2, 3, 144, 152, dtype=torch.uint8)[:, 1])
+            with pytest.raises(ValueError, match=r"frames are .*, expected contiguous uint8 \(3, 3, 144, 152\)"):
+                span.cell(frames=poisoned(*shape, dtype=torch.uint8)).row()
+        with pytest.raises(ValueError, match="expected contiguous"):
+            span.cell(frames=poisoned(3, 2, 3, 144, 152, dtype=torch.uint8)[:, 1]).row()
+        with pytest.raises(FormatError, match="region of 30x40 cannot hold 1201 tokens"):
+            places_of(WASTEFUL, 1201, 100)
 
-    def test_slots(self) -> None:
-        slots = scattered_slots(1000).repeat(2)[:1201]
-        self.refused("region of 30x40 cannot hold 1201 tokens", FormatError, slots=slots)
+    def refused(self, match: str, error: type[Exception] = ValueError, **changes: Any) -> None:
+        model = Span(SMALL).cell().model
+        with pytest.raises(error, match=match):
+            replace(model, **changes)
 
-    def test_outputs(self) -> None:
+    def test_buffers(self) -> None:
         three = [poisoned(1024, 3, 80, dtype=torch.bfloat16)] * 3
-        self.refused(r"matrix: .*, expected torch.bfloat16 \(100, 720\)", outputs=three)
-        self.refused(
-            "only the exact quantiser", UnsupportedError, outputs=[poisoned(1024, 3, 80, dtype=torch.float8_e5m2)] * 2
-        )
-
-    def test_scales(self) -> None:
-        self.refused(r"scales: .*, expected torch.float32 \(63,\)", scales=torch.ones((63, 1), device=DEVICE))
-        self.refused("scales: torch.bfloat16", scales=torch.ones(63, dtype=torch.bfloat16, device=DEVICE))
+        self.refused("3 layers of K, 2 of V", k=three)
+        self.refused("buffers are .*, expected", k=[poisoned(1024, 2, 80, dtype=torch.bfloat16)] * 2)
+        self.refused("buffers are .*, expected", v=[poisoned(1024, 3, 56, dtype=torch.float16)] * 2)
+        off = poisoned(1024 * 240 + 1, dtype=torch.bfloat16)[1:].view(1024, 3, 80)
+        self.refused("does not begin at a multiple of 16 bytes", k=[off] * 2)
+        fp8 = {t: [poisoned(1024, 3, d, dtype=torch.float8_e5m2)] * 2 for t, d in (("k", 80), ("v", 56))}
+        self.refused("only the exact quantiser", UnsupportedError, **fp8)
 
     def test_matrix(self) -> None:
-        matrix = torch.zeros((100, 480), dtype=torch.bfloat16, device=DEVICE)
-        self.refused(r"matrix has shape \(48000,\), expected \(coefficients, channels\)", matrix=matrix.flatten())
-        self.refused(r"matrix: .* \(100, 240\)", matrix=matrix[:, :240])
+        channels = 2 * 3 * (80 + 56)
+        matrix = torch.zeros((100, channels), dtype=torch.bfloat16, device=DEVICE)
+        self.refused(rf"matrix: .* \(100, {channels - 16}\)", matrix=matrix[:, 16:])
         self.refused("matrix: torch.float32", matrix=matrix.float())
-        self.refused("its last dimension contiguous", matrix=torch.zeros_like(matrix).T.contiguous().T)
+        self.refused("expected contiguous", matrix=torch.zeros_like(matrix).T.contiguous().T)
 
-    def test_mean(self) -> None:
-        self.refused(r"mean: .* \(2, 240\)", mean=torch.zeros((2, 240), device=DEVICE))
-        self.refused("mean: torch.float64", mean=torch.zeros(480, dtype=torch.float64, device=DEVICE))
+    def test_mean_and_scales(self) -> None:
+        self.refused("mean: .* expected contiguous torch.float32", mean=torch.zeros((2, 408), device=DEVICE))
+        self.refused("mean: torch.float64", mean=torch.zeros(816, dtype=torch.float64, device=DEVICE))
+        self.refused(r"scales: .* expected contiguous torch.float32 \(256,\)", scales=torch.zeros(8, device=DEVICE))
 
-    def test_pixels(self) -> None:
-        self.refused(r"pixels: .*, expected torch.int32 \(100,\)", pixels=torch.zeros(100, device=DEVICE))
-
-    def test_rotation(self) -> None:
-        for shape in ((62, 80), (63, 81), (63, 82), (63, 0), (63,)):
-            self.refused("rotation", rotation=torch.zeros(shape, device=DEVICE))
-        self.refused("rotation has strides", rotation=torch.zeros((63, 160), device=DEVICE)[:, :80])
-        odd = Span(Case(Shape(20, 1, 1, 67)))
-        with pytest.raises(ValueError, match="rotation of heads of 67 values"):
-            restore_klt(
-                odd.frames,
-                odd.layout,
-                odd.slots,
-                odd.buffers(),
-                **{**odd.arguments, "rotation": torch.zeros((20, 66), device=DEVICE)},
-            )
+    @pytest.mark.parametrize(("rotary_dim", "dim"), [(81, 80), (82, 80), (66, 67)])
+    def test_rotation(self, rotary_dim: int, dim: int) -> None:
+        buffer = poisoned(4, 1, dim, dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match=f"rotation of {rotary_dim} of the {dim} values of a head"):
+            klt_shape(buffer, buffer, 1, rotary_dim)

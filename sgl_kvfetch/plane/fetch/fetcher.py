@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import Any
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import Cell, Decoders, SegmentReader
@@ -293,17 +294,19 @@ class Fetcher:
         ended = asyncio.Event()
 
         def end() -> None:
-            is_restored = not future.cancelled() and future.exception() is None
-            self._release_decoded(size_bytes, future.result().is_finished if is_restored else lambda: True)
+            launched = _launched(future)
+            is_launched = not launched.cancelled() and launched.exception() is None
+            self._release_decoded(size_bytes, launched.result() if is_launched else lambda: True)
             ended.set()
 
-        # The thread uses the memory until it is done, even if this coroutine has been cancelled.
-        future.add_done_callback(lambda _: _call_soon(loop, end))
+        # The memory is used until the cell is launched, even if this coroutine has been cancelled.
+        future.add_done_callback(lambda _: _launched(future).add_done_callback(lambda _: _call_soon(loop, end)))
         try:
             await ended.wait()
         except asyncio.CancelledError:
             future.cancel()
             raise
+        _launched(future).result()
         self.pool.measured(len(piece), future.result().seconds)
         progress.undecoded_bytes -= len(piece)
         progress.num_first_layers -= cell.layer_group == 0
@@ -444,6 +447,11 @@ def _restore_part(
         reader, cell, data, decoders, span_pages=part.span_pages, pool_pages=pool_pages, sink=destination.sink,
         request=request,
     )  # fmt: skip
+
+
+def _launched(future: Future[Restored]) -> Future[Any]:
+    """Return the future of the cell's launch; if it could not be decoded, ``future`` itself."""
+    return future if future.cancelled() or future.exception() is not None else future.result().launched
 
 
 def _release(budget: BytesBudget, num_bytes: int, _: object) -> None:

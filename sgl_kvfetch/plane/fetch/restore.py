@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import Cell, CellValues, Decoders, Quantised, SegmentReader
-from sgl_kvfetch.plane.fetch.sink import FramePool, GuardedSink, PagePool
+from sgl_kvfetch.plane.fetch.sink import FramePool, GuardedSink, IsFinished, PagePool
 
 # Values dequantised at a time: dequantising needs several times their memory.
 _VALUES_AT_ONCE = 1 << 19
@@ -16,14 +17,15 @@ _BYTES_A_VALUE = 24  # during dequantisation: a few copies in float32
 
 
 class Restored(NamedTuple):
-    """A restored cell: the seconds that its thread took, and whether a device has finished with its frames."""
+    """A decoded cell: the seconds that its thread took. ``launched`` is done when it is written, or when the device is
+    told to."""
 
     seconds: float
-    is_finished: Callable[[], bool]
+    launched: Future[IsFinished]
 
 
-def _is_finished() -> bool:
-    return True  # no device has anything to do
+_WRITTEN: Future[IsFinished] = Future()
+_WRITTEN.set_result(lambda: True)  # no device has anything to do
 
 
 def restore_cell(
@@ -43,11 +45,11 @@ def restore_cell(
     Raises CorruptError, FormatError, UnsupportedError.
     """
     started_s = time.monotonic()
-    is_finished = _is_finished
+    launched = _WRITTEN
     if isinstance(sink.pool, FramePool):
         frames = reader.decode_frames(cell, data, decoders)
         decoded_s = time.monotonic()
-        is_finished = sink.pool.restore(frames, span_pages, pool_pages, sink.run)
+        launched = sink.pool.restore(frames, span_pages, pool_pages, sink.run)
     else:
         quantised = reader.decode_cell(cell, data, decoders)
         decoded_s = time.monotonic()
@@ -57,7 +59,7 @@ def restore_cell(
     metrics.STAGE_SECONDS.labels("restore").observe(ended_s - decoded_s)
     timeline.add(request, "decode", started_s, decoded_s, bytes=len(data), codec=reader.variant.codec)
     timeline.add(request, "restore", decoded_s, ended_s)
-    return Restored(ended_s - started_s, is_finished)
+    return Restored(ended_s - started_s, launched)
 
 
 def working_bytes(reader: SegmentReader, cell: Cell, pool: PagePool) -> int:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from sgl_kvfetch.codec import CellFrames, CellPlace, CellValues, Decoders, Quantiser
 
 Guard = Callable[[Callable[[], None]], bool]
+IsFinished = Callable[[], bool]  # whether a device has finished with what a cell was restored from
 
 
 class PagePool(ABC):
@@ -47,10 +49,10 @@ class FramePool(PagePool):
     @abstractmethod
     def restore(
         self, cell: CellFrames, span_pages: Sequence[int], pages: Sequence[int], guarded: Guard
-    ) -> Callable[[], bool]:
-        """Launch the restore of pages ``span_pages`` of the cell's span into ``pages``. Write to them only within
-        ``guarded``, and no more after it has returned False. Return a function that tells whether the device has
-        finished with the cell's frames. Raises UnsupportedError."""
+    ) -> Future[IsFinished]:
+        """Restore pages ``span_pages`` of the cell's span into ``pages``. The future is done when all work is launched,
+        now or soon. Write to the pages only within ``guarded``, and no more after it has returned False. Raises
+        UnsupportedError, here or in the future."""
 
     @abstractmethod
     def prepare(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from itertools import cycle
 from typing import Any, Self
@@ -26,14 +25,18 @@ from sgl_kvfetch.codec import (
     Device,
     Event,
     Inverse,
+    KltQuantiser,
     Quantiser,
     Stream,
     TransformInverse,
 )
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plane import FramePool, Guard, consecutive_runs
+from sgl_kvfetch.plane import FramePool, Guard, IsFinished, consecutive_runs
+from sgl_kvfetch.plugin.device.klt_batches import KltBatches, make_model
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.plugin.device.restores import CellOutputs, Restore, restores_of
+from sgl_kvfetch.plugin.device.staging import StagingRing, needed_bytes
+from sgl_kvfetch.triton_kernels.restore_klt import KltModel
 from sgl_kvfetch.types import TENSORS, TensorName
 
 MiB = 1 << 20
@@ -46,7 +49,6 @@ RESTORE_BUFFER_BYTES = 16 * MiB  # holds a bfloat16 frame of 1080p, or a span of
 READ_BUFFER_BYTES = 8 * MiB
 DEVICE_BYTES = RESTORE_BUFFERS * RESTORE_BUFFER_BYTES + READ_BUFFER_BYTES
 
-_ALIGNMENT = 256  # of tensors in staging memory, in bytes
 _TABLES = 64  # kept: of rotations, 512 KiB for a span of 1024 tokens, and of pixels, a few KiB
 _RESTORE_STREAMS = 4  # a round waits for the passes that ran when it began, and not for those of the next rounds
 
@@ -80,7 +82,8 @@ class CudaPages(DevicePages, FramePool):
         self._reads = device.new_stream()
         self._restore_streams = cycle([device.new_stream() for _ in range(_RESTORE_STREAMS)])
         self._restores = next(self._restore_streams)
-        self._slots_there = torch.empty(0, dtype=torch.int64)  # of the round or the reads, on the device
+        # Of the round or the reads, on the device.
+        self._slots_there = torch.empty(0, dtype=torch.int64, device=device.torch_device)
         self._restored: Event | None = None  # after the round's last launched restore; changes only within a guard
         self._restore_buffer_bytes = restore_buffer_bytes
         self._restore_staging = StagingRing(device, RESTORE_BUFFERS * restore_buffer_bytes)
@@ -90,14 +93,18 @@ class CudaPages(DevicePages, FramePool):
         self._tables: OrderedDict[tuple[Hashable, ...], torch.Tensor] = OrderedDict()
         self._inverses: dict[tuple[Quantiser, range, range], Inverse] = {}
         self._outputs_of: dict[tuple[range, range], CellOutputs] = {}
+        self._models: dict[tuple[range, range], tuple[Quantiser, KltModel]] = {}
         self._compiling = threading.Lock()  # taken only for kernels that are not compiled yet
-        self._compiled: set[tuple[Hashable, int]] = set()
+        self._compiled: set[Hashable] = set()
+        batches = KltBatches(device, self._restore_staging, page_size, self._resident, self._compile_once)
+        self._batches = batches.open(self._restores, self._slots_there, self._write)
 
     # Ordering, on the scheduler's thread
 
     def open_round(self, slots: torch.Tensor) -> Self:
         opened = self._open(slots)
         opened._restores, opened._restored = next(self._restore_streams), None
+        opened._batches = self._batches.open(opened._restores, opened._slots_there, opened._write)
         opened._fence(opened._restores)  # a forward pass under way may still write to slots that were given away since
         return opened
 
@@ -125,19 +132,24 @@ class CudaPages(DevicePages, FramePool):
 
     def restore(
         self, cell: CellFrames, span_pages: Sequence[int], pages: Sequence[int], guarded: Guard
-    ) -> Callable[[], bool]:
-        slots, wanted = self._span_slots(len(cell.place.tokens), span_pages, pages)
+    ) -> Future[IsFinished]:
+        if isinstance(cell.quantiser, KltQuantiser):
+            return self._batches.restore(cell, self._model(cell), span_pages, pages, guarded)
+        inverse = self._inverse(cell.quantiser, cell.place)
+        assert not isinstance(inverse, TransformInverse)
+        slots = self._span_slots(len(cell.place.tokens), span_pages, pages)
         for frames, there in zip(cell.parts, cell.is_on_device, strict=True):
             if there:
                 # They were allocated for another stream, which has finished with them.
                 self._device.used_on(frames, self._restores)
-        inverse = self._inverse(cell.quantiser, cell.place)
-        for work in restores_of(cell, inverse, wanted, self._outputs(cell), self._resident):
+        for work in restores_of(cell, inverse, self._outputs(cell)):
             step = self._frames_at_once(cell, work)
             firsts = range(0, len(cell.parts[work.parts[0]]), step)
             if not all(self._restore_frames(cell, work, slots, slice(i, i + step), guarded) for i in firsts):
                 break
-        return self._restores.record_event().query
+        launched: Future[IsFinished] = Future()
+        launched.set_result(self._restores.record_event().query)
+        return launched
 
     def _restore_frames(
         self, cell: CellFrames, work: Restore, slots: torch.Tensor, part: slice, guarded: Guard
@@ -148,21 +160,16 @@ class CudaPages(DevicePages, FramePool):
             arguments, uploaded = there[: len(work.fixed)], iter(there[len(work.fixed) :])
             frames = [cell.parts[i][part] if cell.is_on_device[i] else next(uploaded) for i in work.parts]
             self._device.launch(self._restores, partial(buffer.upload, num_bytes))
-            self._compile(cell, work, lambda: work.launch(torch.full_like(slots, -1), arguments, frames, part.start))
-
-            def restore() -> None:
-                work.launch(slots, arguments, frames, part.start)
-                work.finish(slots, arguments)
-
-            return guarded(lambda: self._write(restore))
+            kind = work.kind, len(cell.layers)
+            self._compile_once(kind, lambda: work.launch(torch.full_like(slots, -1), arguments, frames, part.start))
+            return guarded(lambda: self._write(partial(work.launch, slots, arguments, frames, part.start)))
 
     def _write(self, kernel: Callable[[], None]) -> None:
         self._device.launch(self._restores, kernel)
         self._restored = self._restores.record_event()
 
-    def _compile(self, cell: CellFrames, work: Restore, trial: Callable[[], None]) -> None:
-        """Compile a kernel before its first use: that takes seconds, too long to do within a guard."""
-        kind = work.kind, len(cell.layers)
+    def _compile_once(self, kind: Hashable, trial: Callable[[], None]) -> None:
+        """Compile kernels before their first use: that takes seconds, too long to do within a guard."""
         if kind in self._compiled:
             return
         with self._compiling:
@@ -171,20 +178,18 @@ class CudaPages(DevicePages, FramePool):
                 self._compiled.add(kind)
 
     def _frames_at_once(self, cell: CellFrames, work: Restore) -> int:
-        """Return how many frames to restore at once. Raises UnsupportedError if a buffer cannot hold the minimum."""
+        """Return how many frames to restore at once. Raises UnsupportedError if a buffer cannot hold one."""
         parts = [cell.parts[i] for i in work.parts if not cell.is_on_device[i]]
-        num_frames = len(cell.parts[work.parts[0]])
         if not parts:
-            return num_frames
-        least = 1 if work.by_frame else num_frames
+            return len(cell.parts[work.parts[0]])
         room = self._restore_buffer_bytes - needed_bytes(work.fixed)
-        times = room // needed_bytes([x[:least] for x in parts])
-        if times < 1:
+        at_once = room // needed_bytes([x[:1] for x in parts])
+        if at_once < 1:
             raise UnsupportedError(
-                f"{least} frames of {len(parts)} parts, each {tuple(parts[0].shape[1:])}, do not fit into buffers of "
+                f"a frame of {len(parts)} parts, each {tuple(parts[0].shape[1:])}, does not fit into buffers of "
                 f"{self._restore_buffer_bytes} bytes, with {needed_bytes(work.fixed)} bytes of scales"
             )
-        return least * times
+        return at_once
 
     def prepare(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:
         for place in places:
@@ -202,6 +207,16 @@ class CudaPages(DevicePages, FramePool):
                     inverse = self._device.upload(inverse, self._uploads)
                 self._inverses[key] = inverse
             return self._inverses[key]
+
+    def _model(self, cell: CellFrames) -> KltModel:
+        key = cell.layers, cell.heads
+        quantiser, model = self._models.get(key, (None, None))
+        if quantiser is not cell.quantiser or model is None:
+            inverse = self._inverse(cell.quantiser, cell.place)
+            assert isinstance(inverse, TransformInverse)
+            model = make_model(cell, inverse, *self._outputs(cell), self._resident)
+            self._models[key] = cell.quantiser, model
+        return model
 
     def _resident(self, function: Callable[..., torch.Tensor], *args: Hashable) -> torch.Tensor:
         """Return ``function(*args)`` on the device, which keeps the latest such tables for later cells."""
@@ -224,16 +239,11 @@ class CudaPages(DevicePages, FramePool):
             self._outputs_of[key] = k, v
         return self._outputs_of[key]
 
-    def _span_slots(
-        self, num_tokens: int, span_pages: Sequence[int], pages: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _span_slots(self, num_tokens: int, span_pages: Sequence[int], pages: Sequence[int]) -> torch.Tensor:
         """Return the slot of every token of a span, int64 ``(num_tokens,)`` on the device, -1 for a token that is not
-        wanted; and which are wanted, bool ``(num_tokens,)`` on the host. Kernels on the round's stream may use the
-        slots."""
+        wanted. Kernels on the round's stream may use them."""
         size = self.geometry.page_size
         slots = self._device.empty((8 * num_tokens,), self._restores).view(torch.int64)
-        wanted = torch.zeros(num_tokens, dtype=torch.bool)
-        wanted.view(-1, size)[list(span_pages)] = True
 
         def look_up() -> None:
             slots.fill_(-1)
@@ -244,7 +254,7 @@ class CudaPages(DevicePages, FramePool):
                     slots[first : first + len(there)] = there
 
         self._device.launch(self._restores, look_up)
-        return slots, wanted
+        return slots
 
     # Reading
 
@@ -280,97 +290,3 @@ class CudaPages(DevicePages, FramePool):
 
     def page_indices(self, slots: torch.Tensor) -> Sequence[int]:
         return range(slots.numel() // self.geometry.page_size)
-
-
-class StagingBuffer:
-    """A piece of pinned host memory, and one of equal size on the device."""
-
-    def __init__(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        self._host = host
-        self._device = device
-
-    def put(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
-        """Copy host tensors into the pinned half. Return a device tensor for each, and how many bytes must be uploaded
-        before they can be used."""
-        views = []
-        end = 0
-        for tensor in tensors:
-            begin = -(-end // _ALIGNMENT) * _ALIGNMENT
-            end = begin + tensor.nbytes
-            assert end <= self._host.numel(), (end, self._host.numel())
-            self._host[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            views.append(self._device[begin:end].view(tensor.dtype).view(tensor.shape))
-        return views, end
-
-    def upload(self, num_bytes: int) -> None:
-        self._device[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
-
-    def room(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``num_bytes`` of the host half and of the device half."""
-        return self._host[:num_bytes], self._device[:num_bytes]
-
-
-@dataclass(eq=False)
-class _Region:
-    begin: int
-    end: int
-    done: Event | None = None  # marks the end of the work that uses it; None while it is lent
-
-
-class StagingRing:
-    """Staging memory of ``num_bytes``, lent as buffers of any size. Thread-safe.
-
-    Buffers follow each other in memory, so that a thread waits only when the ring is full, and then for the oldest. A
-    restore may have to wait for forward passes. Slots and scales take a few KB, so hundreds of restores fit.
-    """
-
-    def __init__(self, device: Device, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self._gpu = device
-        self._host = device.pinned(num_bytes)
-        self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
-        self._taking = threading.Lock()  # held while waiting for room: large buffers get their turn, too
-        self._regions: deque[_Region] = deque()  # lent or still in use, the oldest first
-        self._returned = threading.Condition()
-
-    @contextmanager
-    def buffer(self, num_bytes: int, stream: Stream) -> Iterator[StagingBuffer]:
-        """Lend a buffer for work on ``stream``. Waits until there is room: until the device has finished with earlier
-        buffers. Raises UnsupportedError if the whole ring is too small."""
-        region = self._take(num_bytes)
-        try:
-            yield StagingBuffer(self._host[region.begin : region.end], self._device[region.begin : region.end])
-        finally:
-            with self._returned:
-                region.done = self._gpu.mark(stream)
-                self._returned.notify_all()
-
-    def _take(self, num_bytes: int) -> _Region:
-        if num_bytes > self.num_bytes:
-            raise UnsupportedError(f"{num_bytes} bytes do not fit into staging memory of {self.num_bytes}")
-        with self._taking:
-            while (begin := self._place(num_bytes)) is None:
-                oldest = self._regions[0]
-                with self._returned:
-                    while oldest.done is None:
-                        self._returned.wait()
-                oldest.done.synchronize()
-                self._regions.popleft()
-            self._regions.append(_Region(begin, begin + num_bytes))
-            return self._regions[-1]
-
-    def _place(self, num_bytes: int) -> int | None:
-        """Return where a buffer of this size may begin, or None if there is no room."""
-        if not self._regions:
-            return 0
-        first, begin = self._regions[0].begin, -(-self._regions[-1].end // _ALIGNMENT) * _ALIGNMENT
-        if self._regions[-1].begin < first:  # the ring has wrapped around
-            return begin if begin + num_bytes <= first else None
-        if begin + num_bytes <= self.num_bytes:
-            return begin
-        return 0 if num_bytes <= first else None
-
-
-def needed_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Return how many bytes these tensors take in a buffer, at most."""
-    return sum(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)

@@ -19,6 +19,7 @@ class FakeEvent:
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
         self.is_done = False
+        self.at_ms = 0.0  # of a device with a clock
 
     def query(self) -> bool:
         return self.is_done
@@ -120,3 +121,52 @@ class FakeDevice(Device):
         """Launch a forward pass as SGLang's scheduler does when it overlaps with it."""
         self.forward.wait_event(self.scheduler.record_event())
         self.launch(self.forward, work)
+
+
+class ClockedDevice(FakeDevice):
+    """A device with a clock of its own, beside the host's: work takes time, and begins when its launch, its stream and
+    awaited events allow.
+
+    Attributes:
+        host_ms: The host's clock, which a test sets.
+        cost_ms: The time on the device of what is launched next.
+    """
+
+    def __init__(self) -> None:
+        self.host_ms = 0.0
+        self.cost_ms = 0.0
+        super().__init__()
+
+    def new_stream(self) -> Stream:
+        self.streams.append(ClockedStream(self))
+        return self.streams[-1]
+
+
+class ClockedStream(FakeStream):
+    def __init__(self, device: ClockedDevice) -> None:
+        super().__init__(device)
+        self._clocked = device
+        self.now_ms = 0.0  # on the device, when all work so far is done
+
+    def add(self, work: Callable[[], object]) -> None:
+        launched_ms, cost_ms = self._clocked.host_ms, self._clocked.cost_ms
+
+        def run() -> None:
+            self.now_ms = max(self.now_ms, launched_ms) + cost_ms
+            work()
+
+        super().add(run)
+
+    def record_event(self) -> FakeEvent:
+        event = FakeEvent(self._device)
+
+        def reach() -> None:
+            event.is_done, event.at_ms = True, self.now_ms
+
+        super().add(reach)
+        return event
+
+    def step(self) -> None:
+        if isinstance(self.queue[0], FakeEvent):
+            self.now_ms = max(self.now_ms, self.queue[0].at_ms)
+        super().step()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -36,15 +37,14 @@ from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.plan import PageSource
 from sgl_kvfetch.plane.fetch.restore import restore_cell, working_bytes
-from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.fetch.sink import GuardedSink, IsFinished
 from sgl_kvfetch.plugin.device import cache
 from sgl_kvfetch.plugin.device.cuda_pages import DEVICE_BYTES, CudaPages
 from sgl_kvfetch.plugin.device.pages import DevicePages
-from sgl_kvfetch.plugin.device.restores import Restore
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 from tests.codec.quant.profiles import make_profile, values_of
-from tests.plugin.device.fake_streams import FakeDevice, FakeEvent
+from tests.plugin.device.fake_streams import ClockedDevice, ClockedStream, FakeDevice, FakeEvent
 from tests.segments import make_segment
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -108,9 +108,12 @@ def cells_of(segment: Segment, quantiser: Quantiser) -> Iterator[tuple[SegmentRe
 def restore_all(decoded: list[CellFrames], opened: CudaPages) -> None:
     """Restore a segment's cells as a fetch does."""
     sink = GuardedSink(opened)
+    launched = []
     for cell in decoded:
         first = cell.place.tokens.start // 4
-        opened.restore(cell, range(4), range(first, first + 4), sink.run)
+        launched.append(opened.restore(cell, range(4), range(first, first + 4), sink.run))
+    for each in launched:
+        each.result(60)
     sink.close()
 
 
@@ -200,7 +203,8 @@ def test_the_same_values_as_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatc
         pages = make_pages(device, WIDE, **room)
         for frames in cells:
             guard = Mock(side_effect=GuardedSink(pages).run)
-            pages.open_round(slots_of(list(range(1, 17)), 16)).restore(frames, range(3, 64, 4), range(16), guard)
+            opened = pages.open_round(slots_of(list(range(1, 17)), 16))
+            opened.restore(frames, range(3, 64, 4), range(16), guard).result(60)
             assert guard.call_count == num_writes
         device.run()
         for tensor in TENSORS:
@@ -213,7 +217,7 @@ def test_the_same_values_as_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatc
 
 def test_a_picture_larger_than_a_buffer_is_refused(decoded: list[CellFrames]) -> None:
     pages = make_pages(FakeDevice(), restore_buffer_bytes=1000)
-    with pytest.raises(UnsupportedError, match=r"1 frames of 2 parts, .* do not fit into buffers of 1000 bytes"):
+    with pytest.raises(UnsupportedError, match=r"a frame of 2 parts, .* does not fit into buffers of 1000 bytes"):
         restore_all(decoded, unordered(pages, PLACES))
 
 
@@ -221,8 +225,8 @@ def test_coefficients_that_do_not_fit_at_once_are_refused() -> None:
     quantiser, segment = make_wide("klt")
     reader, cell, data = next(cells_of(segment, quantiser))
     frames = reader.decode_frames(cell, data)
-    pages = make_pages(FakeDevice(), WIDE, restore_buffer_bytes=frames_bytes(frames))  # no room for scales
-    with pytest.raises(UnsupportedError, match=rf"{len(frames.parts[2])} frames of 1 parts, .* do not fit"):
+    pages = make_pages(FakeDevice(), WIDE, restore_buffer_bytes=frames_bytes(frames) // 2)  # no room for a row
+    with pytest.raises(UnsupportedError, match=r"bytes do not fit into staging memory"):
         pages.restore(frames, range(3, 64, 4), range(1, 17), GuardedSink(pages).run)
 
 
@@ -314,6 +318,39 @@ def test_cells_are_handed_over_while_sglang_computes_their_slots(exact: Segment,
     prefill_is_over.is_done = True
     device.run()
     assert holds(pages, exact, [page + 40 for page in PLACES])
+
+
+@pytest.mark.parametrize("name", ["exact", "klt"])
+def test_restoring_goes_on_during_a_prefill(name: str) -> None:
+    """On two clocks: a prefill of 200 ms, and cells that the host hands over meanwhile, one every 10 ms. SGLang makes
+    the scheduler's stream wait for the prefill at once. Only rounds that are opened after it began wait for its end."""
+    quantiser, segment = make_wide(name)
+    decoded = [reader.decode_frames(cell, data) for reader, cell, data in cells_of(segment, quantiser)]
+    device = ClockedDevice()
+    pages = make_pages(device, WIDE)
+    early = pages.open_round(slots_of(list(range(16)), 16))
+    device.cost_ms = 200.0
+    device.forward_pass(lambda: None)
+    device.cost_ms = 0.0
+    device.scheduler.wait_event(device.forward.record_event())
+    late = pages.open_round(slots_of(list(range(16, 32)), 16))
+    device.cost_ms = 1.0  # of each kernel and each upload
+    for opened in (early, late):
+        device.host_ms = 0.0
+        sink = GuardedSink(opened)
+        for cell in decoded:
+            device.host_ms += 10.0
+            opened.restore(cell, range(16), range(16), sink.run).result(60)
+        sink.close()
+        opened.publish()
+    device.cost_ms = 0.0
+    began_ms: list[float] = []
+    device.forward_pass(lambda: began_ms.append(cast(ClockedStream, device.forward).now_ms))
+    device.run()
+    ends_ms = [cast(FakeEvent, opened._restored).at_ms for opened in (early, late)]
+    assert len(decoded) * 10 < ends_ms[0] < len(decoded) * 10 + 10 < 200
+    assert 200 < ends_ms[1] < 300
+    assert began_ms == [ends_ms[1]]  # the next pass waits for both rounds, and for nothing else
 
 
 def test_the_scheduler_stream_waits_only_for_restores() -> None:
@@ -429,8 +466,7 @@ def test_compiled_kernels_do_not_wait_for_others_to_be_compiled(decoded: list[Ce
     restore_all(decoded, unordered(pages, PLACES))
     stuck = pages.open_round(slots_of(PLACES))
     device.stuck = stuck._restores
-    other = Restore("another", (), (), True, lambda *_: None)
-    slow = threading.Thread(target=stuck._compile, args=(decoded[0], other, lambda: None))
+    slow = threading.Thread(target=stuck._compile_once, args=("another", lambda: None))
     slow.start()
     assert device.is_stuck.wait(60)
     ready = threading.Thread(target=restore_all, args=(decoded, unordered(pages, PLACES)))
@@ -501,10 +537,10 @@ async def test_decoded_frames_are_bounded_until_the_device_has_finished_with_the
     prefill_is_over = FakeEvent(device)
     device.forward.wait_event(prefill_is_over)
     opened = make_pages(device).open_round(slots_of(PLACES))
-    handed: list[Callable[[], bool]] = []
+    handed: list[Future[IsFinished]] = []
     restore = CudaPages.restore
 
-    def noted(*arguments: Any) -> Callable[[], bool]:
+    def noted(*arguments: Any) -> Future[IsFinished]:
         handed.append(restore(*arguments))
         return handed[-1]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plugin.device.cuda_pages import StagingRing, needed_bytes
+from sgl_kvfetch.plugin.device.staging import StagingRing, needed_bytes
 from tests.plugin.device.fake_streams import FakeDevice
 
 

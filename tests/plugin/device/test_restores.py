@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 
 from sgl_kvfetch.codec.container.segment import CellFrames, SegmentReader
+from sgl_kvfetch.codec.cuda_streams import Device
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.base import CellValues, Quantiser, TransformInverse
 from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser
 from sgl_kvfetch.codec.quant.profile import Profile
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.codec.quant.rope import Rope
+from sgl_kvfetch.plugin.device.klt_batches import KltBatches, make_model
 from sgl_kvfetch.plugin.device.restores import CellOutputs, restores_of
+from sgl_kvfetch.plugin.device.staging import StagingRing
 from sgl_kvfetch.triton_kernels.runtime import use_kernels
 from sgl_kvfetch.types import KVGeometry
 from tests.codec.quant.profiles import make_profile, values_of
+from tests.plugin.device.fake_streams import FakeDevice
 from tests.segments import make_segment
 from tests.triton_kernels.cases import (
     DEVICE,
@@ -115,8 +120,29 @@ def restore(cell: CellFrames, slots: torch.Tensor, outputs: CellOutputs) -> None
     assert use_kernels(DEVICE)
     inverse = cell.quantiser.inverse_of(cell.place)
     if isinstance(inverse, TransformInverse):
-        inverse = inverse.to(DEVICE)
-    for work in restores_of(cell, inverse, slots >= 0, outputs, lambda table, *args: table(*args).to(DEVICE)):
+        restore_batch(cell, inverse.to(DEVICE), slots, outputs)
+        return
+    for work in restores_of(cell, inverse, outputs):
         fixed = [x.to(DEVICE) for x in work.fixed]
         work.launch(slots.to(DEVICE), fixed, [cell.parts[i].to(DEVICE) for i in work.parts], 0)
-        work.finish(slots.to(DEVICE), fixed)
+
+
+def restore_batch(cell: CellFrames, inverse: TransformInverse, slots: torch.Tensor, outputs: CellOutputs) -> None:
+    device = Device(DEVICE) if DEVICE.type == "cuda" else FakeDevice()
+
+    def resident(table: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
+        return table(*args).to(DEVICE)
+
+    stream = device.new_stream()
+    batches = KltBatches(device, StagingRing(device, 4 << 20), 4, resident, lambda kind, trial: trial())
+    opened = batches.open(stream, slots.to(DEVICE), partial(device.launch, stream))
+    pages = range(len(slots) // 4)
+    launched = opened.restore(cell, make_model(cell, inverse, *outputs, resident), pages, pages, run_always)
+    is_finished = launched.result(60)
+    device.mark(stream).synchronize()
+    assert is_finished()
+
+
+def run_always(write: Callable[[], None]) -> bool:
+    write()
+    return True
