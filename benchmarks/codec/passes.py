@@ -2,8 +2,8 @@
 
     python -m benchmarks.codec.passes --model PATH --text FILE --profile FILE [--methods LIST] [--json OUT]
 
-The KV cache of a task's prompt goes through each method, all but its last tokens. The prompt has a library of made-up
-rules, and the function to complete. The greedy answer runs in a sandbox, and passes or fails its tests (pass@1).
+The KV cache of a task's prompt goes through each method, all but its last 16 to 79 tokens. The prompt has a library of
+made-up rules, and the function to complete. The greedy answer runs in a sandbox, and passes or fails its tests (pass@1).
 Passkeys are those of `benchmarks.codec.answers`. The first row is the exact KV cache. Intervals are Wilson's, of 95%.
 *Lost* and *won* compare task by task: passed with the exact KV cache and not with the method's, and the reverse.
 
@@ -41,7 +41,8 @@ from sgl_kvfetch.prompts import read_texts
 
 METHODS = "uint8/zstd,cachegen/zstd,klt/ans,klt-0.003/ans,klt-0.01/ans"
 EXACT = "exact"
-_TAIL = 16  # last tokens of a prompt, which are always computed
+_PAGE = 64
+_TAIL = 16  # at least so many last tokens of a prompt are computed
 _WIDTH = 130
 _BLOCK = re.compile(r"```(?:python)?\n(.*?)(?:```|\Z)", re.DOTALL)
 _ASK = """\
@@ -94,6 +95,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.methods = tuple(args.methods.split(","))
     if not 0 <= args.tasks <= len(TASKS):
         parser.error(f"--tasks {args.tasks}; expected at most {len(TASKS)}")
+    for tokens in args.passkey_tokens:
+        if tokens < 2 * _PAGE or tokens % _PAGE:
+            parser.error(f"{tokens} tokens of context; expected a multiple of {_PAGE}, at least {2 * _PAGE}")
     return args
 
 
@@ -154,7 +158,8 @@ def _score_task(
     model: KVModel, methods: Sequence[Method], task: Task, new_tokens: int, scores: dict[str, Scores]
 ) -> None:
     ids = prompt_of(model, task)
-    caches = {name: (k, v) for name, k, v in _restored(model, methods, ids[:-_TAIL], scores)}
+    cut = (len(ids) - _TAIL) // _PAGE * _PAGE
+    caches = {name: (k, v) for name, k, v in _restored(model, methods, ids[:cut], scores)}
 
     def text_of(answer: list[int]) -> str:
         text: str = model.tokenizer.decode(answer, skip_special_tokens=False)
@@ -163,7 +168,7 @@ def _score_task(
     def have_ended(answers: list[list[int]]) -> bool:
         return all(model.tokenizer.eos_token_id in a or text_of(a).count("```") > 1 for a in answers)
 
-    answers = greedy_answers(model, list(caches.values()), ids[-_TAIL:], new_tokens, have_ended)
+    answers = greedy_answers(model, list(caches.values()), ids[cut:], new_tokens, have_ended)
     for name, answer in zip(caches, answers, strict=True):
         code = code_in(text_of(answer))
         scores[name].solved.append(passes(f"{LIBRARY}\n{code}", task.tests))
