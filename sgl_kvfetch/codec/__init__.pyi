@@ -39,6 +39,7 @@ from .container.manifest import (
     MAX_SIDES as MAX_SIDES,
     MAX_VARIANTS as MAX_VARIANTS,
     Cell as Cell,
+    Level as Level,
     Manifest as Manifest,
     Side as Side,
     Variant as Variant,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Side, Variant, decode_manifest
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Variant, decode_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import DATA_SUFFIX, MANIFEST_SUFFIX, parse_object_name
 from sgl_kvfetch.stores import ObjectInfo, StoredSegment, list_segments
@@ -153,8 +153,7 @@ class LooseSegment:
             raise ConfigError(f"{manifest_path}: {e.strerror}") from e
         self.stem = manifest.key.stem
         self._paths = {manifest.key.manifest_name: manifest_path}
-        objects: tuple[Variant | Side, ...] = (*manifest.variants, *manifest.sides)
-        for data in objects:
+        for data in manifest.data:
             name = manifest.data_name(data)
             choices = [manifest_path.with_name(name.rpartition("/")[2])]
             if isinstance(data, Variant):

@@ -16,6 +16,7 @@ import typer
 from sgl_kvfetch.codec import (
     Cell,
     EncryptionKeys,
+    Level,
     Manifest,
     ManifestKeys,
     Side,
@@ -263,7 +264,7 @@ class Verifier:
             self.report.num_unchecked += 1
 
     async def _verify_data(
-        self, info: ObjectInfo | None, manifest: Manifest, data: Variant | Side, pieces: Iterable[_Piece]
+        self, info: ObjectInfo | None, manifest: Manifest, data: Variant | Level | Side, pieces: Iterable[_Piece]
     ) -> None:
         """Read a data object piece by piece, decode all of it, and compare it with its digest and size."""
         name, expected = manifest.data_name(data), manifest.data_bytes(data)

@@ -42,7 +42,7 @@ class Wide(NamedTuple):
 
 def largest_coefficient(num_levels: int) -> int:
     """Return the largest magnitude of a coefficient that so many levels can code."""
-    unit = 3 ** (num_levels - 1)
+    unit = int(3 ** (num_levels - 1))
     return LARGEST * unit + unit // 2
 
 

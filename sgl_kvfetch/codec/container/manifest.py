@@ -337,6 +337,11 @@ class Manifest(msgspec.Struct, frozen=True):
         return (*self.variants, *self.levels, *self.sides)
 
     @property
+    def encryptable(self) -> tuple[Variant | Side, ...]:
+        """What is in data objects that may be encrypted."""
+        return (*self.variants, *self.sides)
+
+    @property
     def data_sizes(self) -> dict[str, int]:
         """The names and sizes of all data objects. Variants with identical data share one object."""
         return {self.data_name(data): self.data_bytes(data) for data in self.data}
@@ -351,7 +356,7 @@ class Manifest(msgspec.Struct, frozen=True):
     @property
     def key_names(self) -> list[str]:
         """The names of the keys that its data objects are encrypted with."""
-        return sorted({rows.encryption.key for rows in (*self.variants, *self.sides) if rows.encryption})
+        return sorted({rows.encryption.key for rows in self.encryptable if rows.encryption})
 
     @property
     def is_encrypted(self) -> bool:
@@ -481,7 +486,7 @@ def _validated(body: _Body) -> Manifest:
     for variant in body.variants:
         check_variant(manifest, variant)
     _check_sides(manifest)
-    if len({rows.encryption is None for rows in (*manifest.variants, *manifest.sides)}) > 1:
+    if len({rows.encryption is None for rows in manifest.encryptable}) > 1:
         raise FormatError("manifest has encrypted objects and others")
     if manifest.is_encrypted and manifest.levels:
         raise FormatError("manifest has encrypted objects and levels")

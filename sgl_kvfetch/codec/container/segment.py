@@ -432,7 +432,7 @@ class SegmentReader:
     @property
     def object_names(self) -> list[str]:
         """The data objects that have a cell's bytes: the variant's, and those of its levels."""
-        return [self.manifest.data_name(rows) for rows in (self.variant, *self.levels)]
+        return [self.data_name, *map(self.manifest.data_name, self.levels)]
 
     def cell_ranges(self, cell: Cell) -> list[tuple[int, int]]:
         """Return bytes ``[start, end)`` of a cell in each of ``object_names``. Together they are the cell's bytes."""

@@ -43,7 +43,7 @@ def values_of(integers: np.ndarray, wide: list[Wide]) -> np.ndarray:
 
 
 def frames_of(integers: np.ndarray) -> torch.Tensor:
-    return region_layout(*integers.shape, FLAT).to_frames(torch.from_numpy(integers))
+    return region_layout(integers.shape[0], integers.shape[1], FLAT).to_frames(torch.from_numpy(integers))
 
 
 def decode(levels: list[bytes], frames: torch.Tensor, is_portable: bool = False) -> torch.Tensor:

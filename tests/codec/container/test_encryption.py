@@ -75,7 +75,7 @@ def test_a_store_reads_names_and_sizes_and_nothing_of_content() -> None:
         assert {chunk.decoded_checksum for chunk in rows.chunks} == {bytes(16)}
         sizes = [chunk.size_bytes for chunk in before.chunks]
         assert [chunk.size_bytes for chunk in rows.chunks] == [size + 16 for size in sizes]
-        assert isinstance(rows, Side) or not rows.frame_sums
+        assert not isinstance(rows, Variant) or not rows.frame_sums
     known = [chunk.decoded_checksum for rows in plain.data for chunk in rows.chunks]
     known += [PLAIN.data[i : i + 16] for i in range(0, len(PLAIN.data) - 16, 101)]
     everything = SEGMENT.manifest.encode() + SEGMENT.data + b"".join(SEGMENT.side_data)
@@ -85,7 +85,9 @@ def test_a_store_reads_names_and_sizes_and_nothing_of_content() -> None:
 def test_no_object_is_encrypted_as_another() -> None:
     """Keys derive from 32 random bytes: a nonce would repeat only if these did."""
     again = secure_segment(PLAIN, KEYS, False)
-    salts = {rows.encryption.salt for m in (SEGMENT.manifest, again.manifest) for rows in m.data if rows.encryption}
+    salts = {
+        rows.encryption.salt for m in (SEGMENT.manifest, again.manifest) for rows in m.encryptable if rows.encryption
+    }
     assert len(salts) == 4
     assert again.data != SEGMENT.data
 
