@@ -56,7 +56,7 @@ def test_the_coder_writes_and_reads_the_same_bitstreams(tmp_path: Path) -> None:
     for num_rows, num_tokens in (1, 5), (40, 33), (300, 1024):
         frames = coefficients(num_rows, num_tokens)
         rows = frames.reshape(-1, num_tokens).numpy()
-        *tables, _, _ = static_tables()
+        tables = static_tables()[:4]  # without those of digits
         found = run([*rows.shape, 48], [*(t for t in tables if isinstance(t, bytes)), rows])
         assert found == rows.tobytes() + AnsCodec().encode(frames)
 
