@@ -232,10 +232,13 @@ class KltCell:
         """Return the cell's row of a table. Raises ValueError if the frames do not fit the layout."""
         frames, places = self.frames, self.places
         require(
-            frames.shape == places.frames_shape and frames.dtype == torch.uint8 and frames.is_contiguous(),
+            frames.shape == places.frames_shape
+            and frames.dtype == torch.uint8
+            and frames.is_contiguous()
+            and frames.data_ptr() % places.vector == 0,
             lambda: (
                 f"frames are {frames.dtype} {tuple(frames.shape)} with strides {frames.stride()}, expected contiguous "
-                f"uint8 {places.frames_shape}"
+                f"uint8 {places.frames_shape} at a multiple of {places.vector} bytes"
             ),
         )
         words = (
