@@ -3,7 +3,7 @@
     python -m benchmarks.codec.passes --model PATH --text FILE --profile FILE [--methods LIST] [--json OUT]
 
 The KV cache of a task's prompt goes through each method, all but its last 16 to 79 tokens. The prompt has a library of
-made-up rules, and the function to complete. The greedy answer runs in a sandbox, and passes or fails its tests (pass@1).
+made-up rules, and the function to complete. The answer runs in a sandbox, and passes its tests or fails (pass@1).
 Passkeys are those of `benchmarks.codec.answers`. The first row is the exact KV cache. Intervals are Wilson's, of 95%.
 *Lost* and *won* compare task by task: passed with the exact KV cache and not with the method's, and the reverse.
 
