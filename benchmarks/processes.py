@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
@@ -44,6 +46,12 @@ def _own_usage(process: psutil.Process) -> Usage:
     with process.oneshot():
         times = process.cpu_times()
         return Usage(times.user + times.system, process.memory_info().rss, process.num_fds())
+
+
+def peak_rss_bytes(pid: int) -> int:
+    """Return the largest resident set of a process since it began, without its children."""
+    (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(peak) << 10
 
 
 @contextmanager

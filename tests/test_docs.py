@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from sgl_kvfetch.codec.container.manifest import MAX_MANIFEST_BYTES
+from sgl_kvfetch.plane.fetch import finder
+from sgl_kvfetch.server.budget import BUDGET_BYTES
+from sgl_kvfetch.stores.wire import MAX_LOOKUP_ANSWER_BYTES
+
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 _LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]+)")
@@ -30,3 +35,17 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
     )
     assert built.returncode == 0, built.stderr
     assert "Quick start" in (tmp_path / "index.html").read_text()
+
+
+def test_the_pages_have_the_limits_of_the_code() -> None:
+    security, serving = ((ROOT / "docs" / name).read_text() for name in ("security.md", "serving.md"))
+    limits = (
+        (security, "a manifest", MAX_MANIFEST_BYTES),
+        (security, "the manifests of one answer to a lookup", MAX_LOOKUP_ANSWER_BYTES),
+        (security, "all manifests that a rank remembers, or that requests use", finder._MAX_HELD_BYTES),
+        (serving, "answer to a lookup", MAX_LOOKUP_ANSWER_BYTES),
+        (serving, "memory for all requests together", BUDGET_BYTES),
+    )
+    for page, what, num_bytes in limits:
+        (row,) = re.findall(rf"^\| {what} \| (.*) \|$", page, re.MULTILINE)
+        assert re.match(rf"{num_bytes >> 20} MiB\b", row), (what, row)

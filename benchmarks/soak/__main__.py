@@ -17,6 +17,13 @@ It is a failure, and the exit code is 1, if
 
 --seed fixes what is written, what each client does in which order, and the pauses between kills. How the clients meet
 is left to chance.
+
+With --attacks, the server is neither killed nor short of disk. Instead, a hostile client sends all at once what made
+stores swell or stall: long prompts against 500 namespaces, lookups of manifests of nearly 1 MiB, summaries of long
+names, lists, pictures, pins of 65,536 pages, a web page's requests, malformed requests, bodies that never end; and
+another process locks the catalog. It is a failure as well if an attack gets a status that is no answer to it, if an
+ordinary client is refused, if the server takes more than --most-memory, or if lookups' 99th percentile is longer than
+--lookup-p99.
 """
 
 from __future__ import annotations
@@ -37,7 +44,7 @@ from benchmarks.report import make_parser, write_json
 from benchmarks.soak.clients import OPERATIONS
 from benchmarks.soak.disk import Disk, limited_files, small_disk
 from benchmarks.soak.report import print_report
-from benchmarks.soak.run import Settings, Soak
+from benchmarks.soak.run import Limits, Settings, Soak
 from benchmarks.soak.world import World
 
 _TMPFS_TO_CAPACITY = 2
@@ -56,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         slack_bytes=args.slack << 20,
         orphan_age_s=args.orphan_age,
         longest_lookup_s=args.longest_lookup,
+        attacks=Limits(args.most_memory << 20, args.lookup_p99) if args.attacks else None,
         left_out=tuple(args.leave_out),
         seed=args.seed,
     )
@@ -95,6 +103,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--leave-out", action="append", choices=OPERATIONS, default=[], help="an operation of the clients; repeatable"
     )
+    parser.add_argument("--attacks", action="store_true", help="attack the store, see above")
+    parser.add_argument("--most-memory", type=int, default=400, metavar="MIB", help="of the server under attacks")
+    parser.add_argument("--lookup-p99", type=float, default=0.05, metavar="S", help="of lookups under attacks")
     parser.add_argument("--seed", type=int, default=0, help="see above")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures")
     args = parser.parse_args(argv)

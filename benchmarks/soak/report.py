@@ -20,6 +20,9 @@ def print_report(results: dict[str, Any], console: Console) -> None:
             f"lookups: p50 {lookup['p50'] * 1e3:.1f} ms, p99 {lookup['p99'] * 1e3:.1f} ms, "
             f"longest {lookup['max'] * 1e3:.0f} ms (the clients share one core)"
         )
+    if results["attacks"]:
+        console.print(f"attacks: {', '.join(f'{count} {answer}' for answer, count in results['attacks'].items())}")
+        console.print(f"most memory of the server: {results['last']['peak_rss_bytes'] / _MIB:.0f} MiB")
     grown, last = results["growth"], results["last"]
     console.print(
         f"since the last kill: memory {grown['rss_bytes'] / _MIB:+.1f} MiB to {last['rss_bytes'] / _MIB:.0f} MiB, "

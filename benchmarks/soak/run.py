@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,14 @@ _SETTLE_S = 60.0
 
 
 @dataclass(frozen=True)
+class Limits:
+    """Of a server that is attacked."""
+
+    most_rss_bytes: int
+    lookup_p99_s: float
+
+
+@dataclass(frozen=True)
 class Settings:
     duration_s: float
     clients: int
@@ -44,6 +54,7 @@ class Settings:
     slack_bytes: int
     orphan_age_s: float
     longest_lookup_s: float
+    attacks: Limits | None  # in place of kills and full disks
     left_out: tuple[str, ...]  # operations
     seed: int
 
@@ -55,6 +66,7 @@ class Soak:
         self._disk = disk
         self._ledger = Ledger()
         self._samples: list[Sample] = []
+        self._attacks: dict[str, dict[str, int]] = {}
         self._store = StoreProcess(
             disk.folder,
             extra_args=["--capacity", str(settings.capacity_bytes), "--orphan-age", str(settings.orphan_age_s)],
@@ -66,13 +78,38 @@ class Soak:
         with self._store:
             first = await self._take_sample()
             try:
-                await self._disturbed_clients()
+                async with self._attacked():
+                    await self._disturbed_clients()
             except* RuntimeError as group:
                 raise group.exceptions[0] from None
             verified = await self._settle()
             last = await self._take_sample()
             self._judge(first, last, verified)
             return self._results(first, last, verified)
+
+    @asynccontextmanager
+    async def _attacked(self) -> AsyncIterator[None]:
+        """Attack the store meanwhile, if settings say so. Raises RuntimeError if the attacker fails."""
+        if self._settings.attacks is None:
+            yield
+            return
+        attacker = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "benchmarks.soak.attacks", self._store.url, str(self._disk.folder)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        try:
+            assert attacker.stdout is not None
+            await attacker.stdout.readline()  # it is ready
+            yield
+            said, _ = await attacker.communicate()
+        finally:
+            if attacker.returncode is None:
+                attacker.kill()
+                await attacker.wait()
+        if attacker.returncode != 0:
+            raise RuntimeError(f"the attacker ended with code {attacker.returncode}")
+        self._attacks = json.loads(said)
 
     async def _disturbed_clients(self) -> None:
         settings, stop, busy = self._settings, asyncio.Event(), Busy()
@@ -82,8 +119,9 @@ class Soak:
                 group.create_task(Client(number, *shared, busy, settings.seed).run(stop, settings.left_out))
             for number in range(settings.slow_readers):
                 group.create_task(read_slowly(number, *shared, stop, settings.seed))
-            group.create_task(self._kill_now_and_then(stop))
-            group.create_task(self._fill_now_and_then(stop))
+            if settings.attacks is None:
+                group.create_task(self._kill_now_and_then(stop))
+                group.create_task(self._fill_now_and_then(stop))
             group.create_task(self._sample(stop))
             await asyncio.sleep(settings.duration_s)
             stop.set()
@@ -178,9 +216,21 @@ class Soak:
             problem(f"{len(verified['orphans'])} data objects without a manifest are left")
         if verified["unaccounted_bytes"] > settings.slack_bytes:
             problem(f"files of {verified['unaccounted_bytes']} bytes belong to no object")
+        if settings.attacks is not None:
+            self._judge_attacks(settings.attacks, last)
         first_text, *tracebacks = self._store.log().split("Traceback")
         for traceback in tracebacks:
             problem("the store's log has a traceback", f"{first_text[-500:]}Traceback{traceback[:3000]}")
+
+    def _judge_attacks(self, limits: Limits, last: Sample) -> None:
+        problem = self._ledger.problem
+        if last.peak_rss_bytes > limits.most_rss_bytes:
+            problem(f"the server took {last.peak_rss_bytes / 2**20:.0f} MiB")
+        p99_s = distribution(self._ledger.lookups_s).p99
+        if p99_s is None or p99_s > limits.lookup_p99_s:
+            problem(f"lookups' p99 is {(p99_s or 0) * 1e3:.0f} ms")
+        for answer, count in self._attacks["wrong"].items():
+            problem(f"{count} attacks had a wrong answer: {answer}")
 
     def _steady(self) -> list[Sample]:
         """Return the samples since the last kill, without those during which the store warmed up."""
@@ -202,6 +252,7 @@ class Soak:
             ],
             "lookup_s": dataclasses.asdict(distribution(ledger.lookups_s))
             | {"max": max(ledger.lookups_s, default=None)},
+            "attacks": self._attacks.get("answers", {}),
             "most_disk_bytes": max(s.disk_bytes for s in self._samples),
             "growth": {field: growth(steady, field) for field in ("rss_bytes", "open_files", "disk_bytes")},
             "first": dataclasses.asdict(first),

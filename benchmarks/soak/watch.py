@@ -10,8 +10,9 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
+import psutil  # type: ignore[import-untyped]
 
-from benchmarks.processes import usage
+from benchmarks.processes import peak_rss_bytes
 
 _MAX_POINTS = 400  # of a trend
 
@@ -21,14 +22,16 @@ class Sample:
     at_s: float  # monotonic
     pid: int
     rss_bytes: int
+    peak_rss_bytes: int  # since the process began
     open_files: int
     disk_bytes: int
 
 
 def take_sample(folder: Path, pid: int) -> Sample:
     """Raises psutil.NoSuchProcess if the store has ended."""
-    used = usage(pid)
-    return Sample(time.monotonic(), pid, used.rss_bytes, used.open_files, disk_bytes(folder, pid))
+    process = psutil.Process(pid)
+    memory, files = process.memory_info().rss, process.num_fds()
+    return Sample(time.monotonic(), pid, memory, peak_rss_bytes(pid), files, disk_bytes(folder, pid))
 
 
 def disk_bytes(folder: Path, pid: int | None = None) -> int:

@@ -68,6 +68,7 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 # What patches bring.
 WEIGHTS_CHANGE = f"{_UPDATER}.weights_will_change"
 REGISTERED_NAMES = f"{_SRT}.arg_groups.choices.add_hicache_storage_backend_choices"
+OWN_STORE = f"{_SRT}.mem_cache.base_prefix_cache.BasePrefixCache.has_own_store"
 
 # The comment above each row says what SGLang does there, or does not do.
 SEAMS: tuple[Seam, ...] = (
@@ -169,16 +170,21 @@ SEAMS: tuple[Seam, ...] = (
         (f"{_SCHEDULER}.run_batch", "around", "run_batch"),
         # Handles a finished batch, which shows how fast the engine computes prompts.
         (f"{_SCHEDULER}.process_batch_result", "after", "measure_batch"),
+        # Looks at every request of waiting_queue.
+        (f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", "form_batch"),
+        # No flag names a radix cache for a storage backend without a host tier.
+        (f"{_SRT}.mem_cache.registry.default_radix_cache_factory", "around", "build_cache"),
+    ),
+    *_seams(
+        Scope.DEVICE,
+        _DEVICE_HOOKS,
         # Guards the count of the pool's slots, and the emptying of the pool.
         (f"{_SCHEDULER}.is_fully_idle", "after", "count_pending"),
         # These three refuse without a host tier.
         (f"{_SCHEDULER}.clear_hicache_storage_wrapped", "around", "clear_store"),
         (f"{_SCHEDULER}.attach_hicache_storage_wrapped", "around", "attach_store"),
         (f"{_SCHEDULER}.detach_hicache_storage_wrapped", "around", "detach_store"),
-        # Looks at every request of waiting_queue.
-        (f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", "form_batch"),
-        # No flag names a radix cache for a storage backend without a host tier.
-        (f"{_SRT}.mem_cache.registry.default_radix_cache_factory", "around", "build_cache"),
+        patch=OWN_STORE,
     ),
     *_seams(
         Scope.CPU_ENGINE,

@@ -37,7 +37,7 @@ BYTES_TYPE = "application/octet-stream"
 MAX_LOOKUP_PAGES = 1 << 16  # in one request; clients split longer lookups
 MAX_LOOKUP_REQUEST_BYTES = MAX_LOOKUP_PAGES * PAGE_HASH_BYTES + 1024
 # A server shortens a run rather than answer with more bytes; one manifest always fits.
-MAX_LOOKUP_ANSWER_BYTES = 16 << 20
+MAX_LOOKUP_ANSWER_BYTES = 4 << 20
 MAX_LINE_BYTES = 4096  # of a listing
 MAX_PIN_NAMES_BYTES = 16 << 20  # of the list of all pins
 MAX_SMALL_ANSWER_BYTES = 4096  # to a deletion by prefix, and to a report of damage

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sgl_kvfetch.plugin.namespace import DRAFT, FILES, JSON_TEXTS, RELEVANT
-from sgl_kvfetch.plugin.seams import REGISTERED_NAMES, WEIGHTS_CHANGE
+from sgl_kvfetch.plugin.seams import OWN_STORE, REGISTERED_NAMES, WEIGHTS_CHANGE
 from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS
 
 
@@ -698,6 +698,17 @@ PLACES: tuple[Place, ...] = (
         "refuses to without a host tier",
         params=("self", "recv_req"),
         mentions=("enable_hierarchical_cache", "is_fully_idle", "detach_storage_backend"),
+    ),
+    Place(OWN_STORE, "asks the cache instead", params=("self",), patch=OWN_STORE),
+    *(
+        Place(f"sglang.srt.managers.scheduler.Scheduler.{name}", "the same", mentions=names, patch=OWN_STORE)
+        for name, names in (
+            ("_process_hicache_events", ("has_own_store", "check_hicache_events")),
+            ("is_fully_idle", ("has_own_store", "has_pending_cache_operations", "_engine_paused")),
+            ("clear_hicache_storage_wrapped", ("has_own_store", "clear_storage_backend")),
+            ("attach_hicache_storage_wrapped", ("has_own_store", "attach_storage_backend")),
+            ("detach_hicache_storage_wrapped", ("has_own_store", "end_cache_operations")),
+        )
     ),
     Place(
         "sglang.srt.managers.io_struct.ClearHiCacheReqOutput",

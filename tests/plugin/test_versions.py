@@ -53,7 +53,7 @@ def test_our_patches_apply_and_take_the_place_of_hooks() -> None:
         folder,
     )
     count = "from sgl_kvfetch.plugin import installed_seams; print(len(installed_seams()))"
-    assert int(run(["-W", "ignore", "-c", count], folder).split()[-1]) == len(installed_seams()) - 10
+    assert int(run(["-W", "ignore", "-c", count], folder).split()[-1]) == len(installed_seams()) - 14
 
 
 def run(arguments: list[str], folder: Path) -> str:

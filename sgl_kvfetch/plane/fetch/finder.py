@@ -205,7 +205,7 @@ class PageFinder:
         """Return the sources of the pages in ``hits``, up to the first that cannot be used, or for which there is no
         room. Manifests are decoded on another thread, unless they are small."""
         are_few = sum(len(hit.manifest) for hit in hits) <= _FEW_BYTES
-        free_bytes = self._make_room(sum(len(hit.manifest) + _READER_BYTES for hit in hits))
+        free_bytes = await self._make_room(sum(len(hit.manifest) + _READER_BYTES for hit in hits))
         sources: list[PageSource] = []
         turn_ends_s = time.monotonic() + _TURN_S
         for hit in hits:
@@ -238,11 +238,12 @@ class PageFinder:
         variant = first_readable(manifest, self._engine_codecs)
         return SegmentReader(manifest, self._quantiser, variant, self._heads.heads)
 
-    def _make_room(self, num_bytes: int) -> int:
+    async def _make_room(self, num_bytes: int) -> int:
         """Forget pages until there is room for manifests of so many bytes. Return how much room there is."""
         while (free := _MAX_HELD_BYTES - self._held_bytes()) < num_bytes and self._known:
             for page_hash in list(self._known)[: -(-len(self._known) // 2)]:
                 del self._known[page_hash]
+            await asyncio.sleep(0)  # counting and freeing thousands of manifests takes milliseconds
         return free
 
     def _held_bytes(self) -> int:

@@ -169,7 +169,7 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """Detach the store. The tree stays as it is. Waits a few seconds at most for queued pages to be written."""
         if self._parts is None:
             return True, "No storage backend was attached."
-        self.end_all()
+        self.end_cache_operations()
         parts, self._parts = self._parts, None
         self._changed = parts.fetches.take_changed()
         self.enable_storage = False
@@ -282,6 +282,14 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self._parts.board.step()
         self._parts.fetches.step(reserved_tokens)
 
+    # An SGLang with patches/0003 asks the cache for what our hooks do in the others.
+
+    def has_own_store(self) -> bool:
+        return True
+
+    def check_hicache_events(self) -> None:
+        """Do nothing: the hook `step_cache` knows what running requests will still need."""
+
     def has_pending_cache_operations(self) -> bool:
         """Return whether slots or locks are held for anything but requests."""
         return self._parts is not None and bool(self._parts.board.num_open or not self._parts.fetches.is_idle)
@@ -304,14 +312,14 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Empty the tree and end all work under way. Waits at most for the copy of one cell."""
-        self.end_all()
+        self.end_cache_operations()
         if self._parts is not None:
             self._parts.backend.plane.flush()
         super().reset()
         self.enable_storage = self._parts is not None
         weight_updates.tree_is_empty()
 
-    def end_all(self) -> None:
+    def end_cache_operations(self) -> None:
         """End all work under way at once. The requests that wait for it go on without it."""
         if self._parts is None:
             return
@@ -348,7 +356,7 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def release_host_resources(self) -> None:
         super().release_host_resources()
         if self._parts is not None:
-            self.end_all()
+            self.end_cache_operations()
             self._parts.backend.close()
 
 

@@ -163,7 +163,7 @@ def detach_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) ->
     """
     cache = scheduler.tree_cache
     if _is_ours(cache) and scheduler.is_fully_idle(for_health_check=True):
-        cache.end_all()
+        cache.end_cache_operations()
     with _as_with_host_tier(scheduler):
         return original(scheduler, recv_req)
 

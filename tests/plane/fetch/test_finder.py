@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import itertools
 import struct
 import threading
@@ -225,6 +226,33 @@ async def test_manifests_in_use_have_a_budget_in_bytes(store: LocalStore, monkey
     assert [str(fault) for fault in faults] == [
         "manifests in use take 16777216 bytes; there is no room for one of 1001022 bytes"
     ]
+
+
+async def test_others_run_while_pages_are_forgotten(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, _ = finder(store)
+    rounds = 0
+    counted: list[int] = []
+    held_bytes = PageFinder._held_bytes
+
+    async def count_rounds() -> None:
+        nonlocal rounds
+        while True:
+            rounds += 1
+            await asyncio.sleep(0)
+
+    def noted(self: PageFinder) -> int:
+        counted.append(rounds)
+        return held_bytes(self)
+
+    monkeypatch.setattr(PageFinder, "_held_bytes", noted)
+    counting = asyncio.create_task(count_rounds())
+    for turn in range(6):
+        hashes = page_hashes(4, str(turn))
+        answering(store, monkeypatch, dict(zip(hashes, manifests(0, 4, 1_000_000, str(turn)), strict=True)))
+        assert len(await pages.find_pages(hashes, 5.0)) == 4
+    counting.cancel()
+    assert len(counted) > 6  # something was forgotten
+    assert all(one < next_one for one, next_one in itertools.pairwise(counted))
 
 
 async def test_requests_for_the_same_pages_share_their_manifests(store: LocalStore) -> None:

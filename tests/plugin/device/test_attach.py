@@ -111,7 +111,7 @@ def test_detaching_gives_back_the_locks_of_copies(make: MakeRig) -> None:
     assert rig.service.client.writer.reserve(1 << 20, 0)  # copies wait for room
     rig.compute(prompt(0))
     assert rig.cache.protected_size() == 32
-    rig.cache.end_all()
+    rig.cache.end_cache_operations()
     assert rig.cache.protected_size() == 0
     rig.service.client.writer.release(1 << 20)
     rig.compute(prompt(0)[:16] + prompt(1)[:16])  # and its pages do not count as written

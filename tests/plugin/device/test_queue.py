@@ -43,7 +43,7 @@ class Cache:
     def has_pending_cache_operations(self) -> bool:
         return self.is_pending
 
-    def end_all(self) -> None:
+    def end_cache_operations(self) -> None:
         self.is_pending = False
 
     def clear_storage_backend(self) -> bool:
