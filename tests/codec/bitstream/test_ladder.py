@@ -157,4 +157,4 @@ def test_the_tables_of_digits_are_sound() -> None:
     assert digits.shape == (48, 4, 3)
     assert (digits.sum(2) == 1024).all()
     assert digits.min() > 0
-    assert (digits[:, 0, 0] == digits[:, 0, 2]).all()  # signs do not matter
+    assert np.abs(digits[:, 0, 0].astype(int) - digits[:, 0, 2]).max() <= 1  # signs do not matter
