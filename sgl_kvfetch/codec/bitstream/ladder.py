@@ -115,7 +115,8 @@ def _read_header(bitstream: bytes | memoryview, num_rows: int) -> tuple[int, int
 
 def _far_rows(wide: np.ndarray, num_levels: int) -> np.ndarray:
     """Return the coefficients that a byte may not hold at the first level's step."""
-    return wide["row"][(1 << wide["bits"].astype(int)) > 3 ** (num_levels - 1)]
+    rows: np.ndarray = wide["row"][(1 << wide["bits"].astype(int)) > 3 ** (num_levels - 1)]
+    return rows
 
 
 def _joined(integers: np.ndarray, wide: np.ndarray) -> np.ndarray:
