@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.codec.method import Method
 from benchmarks.codec.segments import SegmentMethod, segments_of
-from sgl_kvfetch.codec.bitstream.ladder import largest_coefficient
 from sgl_kvfetch.codec.bitstream.registry import get_codec
 from sgl_kvfetch.codec.container.segment import SegmentReader, cell_place
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised
@@ -81,9 +80,9 @@ def our_methods(profile: Profile | None) -> list[Method]:
 
 def _levels(profile: Profile) -> Iterator[Method]:
     """Yield the default in levels, of which the first ones are stored, and what has their steps at once."""
-    step, largest = profile.step_for(None), largest_coefficient(_LEVELS)
+    step = profile.step_for(None)
     for kept in range(1, _LEVELS + 1):
-        klt = KltQuantiser(profile, step=step, largest=largest)
+        klt = KltQuantiser(profile, step=step)
         how = {"num_levels": _LEVELS, "kept_levels": kept}
         yield SegmentMethod(f"klt/levels-{kept}", _KLT_SOURCE, "klt in levels (ours)", klt, "ans", **how)
         if kept < _LEVELS:

@@ -308,7 +308,10 @@ def unladder(bitstreams: Sequence[bytes], num_rows: int, num_tokens: int) -> np.
     tables = np.load(TABLES)
     num_levels, kept, num_wide = struct.unpack_from("<BHH", bitstreams[0])
     wide = [struct.unpack_from("<HB", bitstreams[0], 5 + 3 * i) for i in range(num_wide)]
-    found = unans(bitstreams[0][5 + 3 * num_wide :], kept, num_tokens).astype(int) - 128
+    far = [row for row, bits in wide if 2**bits > 3 ** (num_levels - 1)]
+    coded = unans(bitstreams[0][5 + 3 * num_wide :], kept + len(far), num_tokens).astype(int) - 128
+    found = coded[:kept]
+    found[far] += 256 * coded[kept:]
     for bitstream in bitstreams[1:]:
         coarse = found
 

@@ -22,7 +22,7 @@ from sgl_kvfetch.codec.bitstream import _ans
 from sgl_kvfetch.codec.bitstream.ans import fill, static_tables
 from sgl_kvfetch.codec.bitstream.base import PictureShape
 from sgl_kvfetch.codec.layout.frames import PLANES
-from sgl_kvfetch.errors import CorruptError, QuantiseError
+from sgl_kvfetch.errors import CorruptError
 
 LADDER, DIGITS = "ladder", "digits"  # the codecs of level 0, and of the others, in manifests
 MOST_LEVELS = 4
@@ -40,17 +40,11 @@ class Wide(NamedTuple):
     bits: int
 
 
-def largest_coefficient(num_levels: int) -> int:
-    """Return the largest magnitude of a coefficient that so many levels can code."""
-    unit = int(3 ** (num_levels - 1))
-    return LARGEST * unit + unit // 2
-
-
 def encode_ladder(
     frames: torch.Tensor, wide: Sequence[Wide], num_integers: int, num_levels: int, *, is_portable: bool = False
 ) -> list[bytes]:
     """Return the bitstreams of all levels. ``frames``: uint8 ``(frames, 3, 1, tokens)``, whose first ``num_integers``
-    rows are integers. Raises QuantiseError if a coefficient is larger than `largest_coefficient`."""
+    rows are integers."""
     assert 2 <= num_levels <= MOST_LEVELS
     tokens = frames.shape[-1]
     integers = frames.reshape(-1, tokens)[:num_integers].numpy()
@@ -59,12 +53,11 @@ def encode_ladder(
     for _ in range(num_levels - 1):
         digits.append(_ans.encode_digits(_native(is_portable), values.data, *values.shape))
         values = (values + np.int16(1)) // np.int16(3)
-    if np.abs(values).max() > LARGEST:
-        raise QuantiseError(
-            f"a coefficient is larger than {largest_coefficient(num_levels)}, which {num_levels} levels take"
-        )
     header = _HEADER.pack(num_levels, len(values), len(wide)) + _as_array(wide).tobytes()
-    coarse = (values + np.int16(ZERO)).astype(np.uint8)
+    far = _far_rows(_as_array(wide), num_levels)
+    carried = (values[far] + np.int16(ZERO)) >> 8
+    values[far] -= carried << 8
+    coarse = (np.concatenate((values, carried)) + np.int16(ZERO)).astype(np.uint8)
     return [header + _ans.encode(_native(is_portable), coarse.data, *coarse.shape), *reversed(digits)]
 
 
@@ -77,10 +70,13 @@ def decode_ladder(
     num_levels, kept, wide, coded = _read_header(bitstreams[0], num_frames * PLANES)
     if len(bitstreams) > num_levels:
         raise CorruptError(f"ladder has {num_levels} levels, expected {len(bitstreams)}")
-    coarse = torch.empty((kept, tokens), dtype=torch.uint8)
-    fill(_native(is_portable), coded, kept, tokens, coarse)
+    far = _far_rows(wide, num_levels)
+    coarse = torch.empty((kept + len(far), tokens), dtype=torch.uint8)
+    fill(_native(is_portable), coded, kept + len(far), tokens, coarse)
     values = coarse.numpy().astype(np.int16)
     values -= ZERO
+    values[far] += values[kept:] << 8
+    values = values[:kept]
     for bitstream in bitstreams[1:]:
         if (fault := _ans.refine(_native(is_portable), bitstream, kept, tokens, values.data)) is not None:
             raise CorruptError(f"digits {fault}")
@@ -117,6 +113,12 @@ def _read_header(bitstream: bytes | memoryview, num_rows: int) -> tuple[int, int
     return num_levels, kept, wide, view[end:]
 
 
+def _far_rows(wide: np.ndarray, num_levels: int) -> np.ndarray:
+    """Return the coefficients that a byte may not hold at the first level's step."""
+    rows: np.ndarray = wide["row"][(1 << wide["bits"].astype(int)) > 3 ** (num_levels - 1)]
+    return rows
+
+
 def _joined(integers: np.ndarray, wide: np.ndarray) -> np.ndarray:
     """Return coefficients, int16 ``(kept, tokens)``, of their integers."""
     kept = len(integers) - len(wide)
@@ -128,11 +130,9 @@ def _joined(integers: np.ndarray, wide: np.ndarray) -> np.ndarray:
 
 def _split(values: np.ndarray, wide: np.ndarray, rows: np.ndarray) -> None:
     """Write the integers of coefficients into ``rows``. Coefficients that none stand for become the nearest."""
-    kept, bits = len(values), wide["bits"][:, None].astype(np.int16)
-    half = np.int16(1) << (bits - 1)
-    high = ((values[wide["row"]] + half) >> bits).clip(-LARGEST, LARGEST)
+    kept, bits = len(values), wide["bits"][:, None].astype(np.int32)
+    whole, half = values[wide["row"]].astype(np.int32), 1 << (bits - 1)
+    high = ((whole + half) >> bits).clip(-LARGEST, LARGEST)
+    rows[:kept] = values.clip(-ZERO, LARGEST) + np.int16(ZERO)
+    rows[wide["row"]] = (whole - (high << bits)).clip(-half, half - 1) + ZERO
     rows[kept : kept + len(wide)] = high + ZERO
-    values[wide["row"]] -= high << bits
-    low = rows[:kept]
-    low[:] = values.clip(-ZERO, LARGEST) + np.int16(ZERO)
-    rows[wide["row"]] = values[wide["row"]].clip(-half, half - 1) + ZERO

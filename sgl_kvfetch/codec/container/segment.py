@@ -294,8 +294,8 @@ def encode_cell(
     num_levels: int = 1,
     wide: Sequence[Wide] = (),
 ) -> list[CodedChunk]:
-    """Return a cell's chunks, one a part. ``num_levels``: of coefficients, of which ``wide`` have two integers. Raises
-    QuantiseError if they are too large for so many levels."""
+    """Return a cell's chunks, one a part. ``num_levels``: of coefficients, of which ``wide`` have two
+    integers."""
     chunks = []
     for part, x in zip(manifest.parts, quantised, strict=True):
         raw = x.contiguous().cpu().numpy().tobytes()

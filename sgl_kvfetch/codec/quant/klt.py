@@ -150,22 +150,13 @@ class KltQuantiser(KltIntegers):
 
     knows_cells = True
 
-    def __init__(
-        self,
-        profile: Profile,
-        target_kl: float | None = None,
-        *,
-        step: float | None = None,
-        largest: float = math.inf,
-    ) -> None:
+    def __init__(self, profile: Profile, target_kl: float | None = None, *, step: float | None = None) -> None:
         """``target_kl``: nats a token as measured in calibration. Without it and ``step``, the profile's default is
-        used. ``largest``: tokens with a larger coefficient are kept exact (`ladder.largest_coefficient`). Raises
-        ConfigError for a target outside the calibrated range."""
+        used. Raises ConfigError for a target outside the calibrated range."""
         step = profile.step_for(target_kl) if step is None else step
         super().__init__(f"klt(profile={profile.digest};step={step!r})")
         self.profile = profile
         self.step = step
-        self._largest = largest
         self._rows = {key: _Rows.of(cell, step) for key, cell in profile.cells.items()}
         self._matrices: dict[tuple[tuple[int, int], torch.dtype], torch.Tensor] = {}
         self._forwards: dict[tuple[int, int], _Forward] = {}
@@ -204,8 +195,7 @@ class KltQuantiser(KltIntegers):
         exponents = torch.empty(num_tokens, dtype=torch.uint8)
         integers = torch.empty((rows.count, num_tokens), dtype=torch.uint8)
         sinks = max(0, self.profile.num_sinks - place.tokens.start)
-        limits = rows.limits.clamp_max(self._largest)
-        of_rows = inverse_spread, cell.sensitivity, limits, rows.wide, rows.bits
+        of_rows = inverse_spread, cell.sensitivity, rows.limits, rows.wide, rows.bits
         tensors = product, *of_rows, log_norms, exponents, integers
         assert all(x.is_contiguous() for x in tensors)
         sizes = num_tokens, log_norms.shape[1] // 2, channels, rows.kept, len(rows.wide), sinks

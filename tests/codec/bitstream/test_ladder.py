@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec, tables
-from sgl_kvfetch.codec.bitstream.ladder import Wide, decode_ladder, encode_ladder, largest_coefficient
+from sgl_kvfetch.codec.bitstream.ladder import Wide, decode_ladder, encode_ladder
 from sgl_kvfetch.codec.layout.frames import FLAT
 from sgl_kvfetch.codec.layout.regions import region_layout
-from sgl_kvfetch.errors import CorruptError, QuantiseError
+from sgl_kvfetch.errors import CorruptError
 from tests.golden.second_reader import unladder
 
 PORTABLE = pytest.mark.parametrize("is_portable", [False, True], ids=["vectors", "portable"])
@@ -54,7 +54,7 @@ def decode(levels: list[bytes], frames: torch.Tensor, is_portable: bool = False)
 @pytest.mark.parametrize("num_levels", [2, 3, 4])
 @pytest.mark.parametrize("wide", [[], [Wide(0, 3), Wide(2, 1)]], ids=["narrow", "wide"])
 def test_each_level_is_the_nearest_multiple_of_its_unit(wide: list[Wide], num_levels: int, num_tokens: int) -> None:
-    integers = integers_of(coefficients(9, num_tokens, 90.0 if wide else 30.0).clip(-380, 380), wide)
+    integers = integers_of(coefficients(9, num_tokens, 90.0 if wide else 30.0), wide)
     frames, values = frames_of(integers), values_of(integers, wide)
     levels = encode_ladder(frames, wide, len(integers), num_levels)
     assert encode_ladder(frames, wide, len(integers), num_levels, is_portable=True) == levels
@@ -93,19 +93,17 @@ def test_levels_cost_little_more_than_all_at_once() -> None:
         assert sum(map(len, encode_ladder(frames, [], 300, num_levels))) < 1.02 * at_once
 
 
-def test_coefficients_that_are_too_large_are_refused() -> None:
-    wide = [Wide(0, 8)]
-    for value, num_levels, fits in ((381, 2, True), (382, 2, True), (383, 2, False), (383, 3, True)):
-        assert fits == (value <= largest_coefficient(num_levels))
-        integers = integers_of(np.full((1, 8), value), wide)
-        if fits:
-            assert torch.equal(
-                decode(encode_ladder(frames_of(integers), wide, 2, num_levels), frames_of(integers)),
-                frames_of(integers),
-            )
-        else:
-            with pytest.raises(QuantiseError, match="larger than 382, which 2 levels take"):
-                encode_ladder(frames_of(integers), wide, 2, num_levels)
+@pytest.mark.parametrize("num_levels", [2, 3, 4])
+def test_the_largest_coefficients_come_back(num_levels: int) -> None:
+    """Those that a byte does not hold at the first level's step."""
+    wide = [Wide(row, row + 1) for row in range(8)]
+    most = np.array([[127 * 2**bits + 2 ** (bits - 1) - 1] for _, bits in wide])
+    integers = integers_of(np.concatenate((most, -most, np.zeros_like(most)), 1).repeat(12, 1), wide)
+    levels = encode_ladder(frames_of(integers), wide, len(integers), num_levels)
+    assert torch.equal(decode(levels, frames_of(integers)), frames_of(integers))
+    coarse = decode(levels[:1], frames_of(integers)).reshape(-1, 36).numpy()[: len(integers)]
+    assert np.array_equal(unladder(levels[:1], *integers.shape), coarse)
+    assert np.abs(values_of(coarse, wide) - values_of(integers, wide)).max() <= 3 ** (num_levels - 1) // 2
 
 
 @PORTABLE
@@ -159,4 +157,4 @@ def test_the_tables_of_digits_are_sound() -> None:
     assert digits.shape == (48, 4, 3)
     assert (digits.sum(2) == 1024).all()
     assert digits.min() > 0
-    assert (digits[:, 0, 0] == digits[:, 0, 2]).all()  # signs do not matter
+    assert np.abs(digits[:, 0, 0].astype(int) - digits[:, 0, 2]).max() <= 1  # signs do not matter

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 import torch
 
-from sgl_kvfetch.codec.bitstream.ladder import largest_coefficient
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
 from sgl_kvfetch.codec.container.manifest import Level, Manifest, decode_manifest
 from sgl_kvfetch.codec.container.merge import merge_segments
@@ -33,9 +32,7 @@ from tests.segments import make_heads, page_hashes
 
 GEOMETRY = KVGeometry(5, 4, 16, 16, 8, "bfloat16")
 LEVELS = 3
-KLT = KltQuantiser(
-    make_profile(num_layers=5, cell_heads=2, num_sinks=1), step=0.05, largest=largest_coefficient(LEVELS)
-)
+KLT = KltQuantiser(make_profile(num_layers=5, cell_heads=2, num_sinks=1), step=0.05)
 SPEC = SegmentSpec(make_heads(GEOMETRY, KLT), KLT, "ans", FLAT, span_pages=2, num_levels=LEVELS)
 
 
