@@ -14,7 +14,7 @@ import torch
 
 from sgl_kvfetch.codec import CLASS_TABLE, PLANES, SLOTS, AnsCodec, decoding_tables
 from sgl_kvfetch.errors import CorruptError
-from sgl_kvfetch.triton_kernels.runtime import jit, on_device, require, table_on, tl, use_kernels
+from sgl_kvfetch.triton_kernels.runtime import COMPILE_OPTIONS, jit, on_device, require, table_on, tl, use_kernels
 
 LANES = 32
 ALIGNMENT = 4  # of bitstreams in memory, in bytes
@@ -118,6 +118,7 @@ def _launch(data: torch.Tensor, chunks: Sequence[AnsChunk], out: torch.Tensor) -
             LANES=LANES,
             PLANES=PLANES,
             num_warps=1,
+            **COMPILE_OPTIONS,
         )
     return status
 

@@ -17,7 +17,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from sgl_kvfetch.triton_kernels.runtime import jit, on_device, require, table_on, tl, use_kernels
+from sgl_kvfetch.triton_kernels.runtime import COMPILE_OPTIONS, jit, on_device, require, table_on, tl, use_kernels
 
 MIN_BYTES = 241  # shorter inputs have another function
 ALIGNMENT = 8  # of inputs in memory, in bytes
@@ -137,6 +137,7 @@ def _launch(data: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tens
             LAST_SECRET=_LAST_SECRET,
             INITIAL_SUMS=_INITIAL_SUMS,
             num_warps=1,
+            **COMPILE_OPTIONS,
         )
     return sums
 

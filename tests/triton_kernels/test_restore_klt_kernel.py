@@ -196,10 +196,10 @@ class Span:
             tolerance = off + info.eps / 2 * torch.exp2(exponent.double())
             for layer, output in enumerate(buffers):
                 error = (output.cpu()[slots].double() - values[:, layer]).abs()
-                worst = (error - tolerance[:, layer]).argmax()
-                assert bool((error <= tolerance[:, layer]).all()), (
-                    f"layer {layer}: off by {error.flatten()[worst]}, at most {tolerance[:, layer].flatten()[worst]} "
-                    f"of {values[:, layer].flatten()[worst]}"
+                wrong = (error > tolerance[:, layer]).nonzero()[:1]
+                assert len(wrong) == 0, (
+                    f"layer {layer}, {wrong}: off by {error[tuple(wrong.T)]}, at most "
+                    f"{tolerance[:, layer][tuple(wrong.T)]} of {values[:, layer][tuple(wrong.T)]}"
                 )
                 untouched = poisoned(*output.shape, dtype=output.dtype)
                 assert_same_bits(output.cpu()[rest], untouched.cpu()[rest])
@@ -300,12 +300,12 @@ def test_cells_of_any_size_in_one_launch(run: Restore) -> None:
     """Of other lengths, layouts, coefficients, numbers of layers and exact tokens, each with its own slots."""
     cases = [
         Case(64, 3, 2, 16, coefficients=70, page_size=4, rotary_dim=16),
-        Case(200, 1, 2, 16, coefficients=9, exact=(0, 150), page_size=4, rotary_dim=16, most_layers=3),
+        Case(256, 1, 2, 16, coefficients=9, exact=(0, 150), page_size=4, rotary_dim=16, most_layers=3),
         Case(16, 2, 2, 16, coefficients=130, exact=(3,), layout=_NARROW, page_size=4, rotary_dim=16, most_layers=3),
     ]
     spans = [Span(case) for case in cases]
-    slots = scattered_slots(280)
-    firsts = (0, 64, 264)
+    slots = scattered_slots(336)
+    firsts = (0, 64, 320)
     cells = [
         span.cell(range(first // 4, (first + span.case.tokens) // 4)) for span, first in zip(spans, firsts, strict=True)
     ]

@@ -96,15 +96,15 @@ class CudaPages(DevicePages, FramePool):
         self._models: dict[tuple[range, range], tuple[Quantiser, KltModel]] = {}
         self._compiling = threading.Lock()  # taken only for kernels that are not compiled yet
         self._compiled: set[Hashable] = set()
-        batches = KltBatches(device, self._restore_staging, page_size, self._resident, self._compile_once)
-        self._batches = batches.open(self._restores, self._slots_there, self._write)
+        batches = KltBatches(device, self._restore_staging, page_size, self._compile_once)
+        self._batches = batches.open(self._restores, self._slots_there, self._write, self._resident)
 
     # Ordering, on the scheduler's thread
 
     def open_round(self, slots: torch.Tensor) -> Self:
         opened = self._open(slots)
         opened._restores, opened._restored = next(self._restore_streams), None
-        opened._batches = self._batches.open(opened._restores, opened._slots_there, opened._write)
+        opened._batches = self._batches.open(opened._restores, opened._slots_there, opened._write, opened._resident)
         opened._fence(opened._restores)  # a forward pass under way may still write to slots that were given away since
         return opened
 

@@ -46,20 +46,18 @@ CompileOnce = Callable[[Hashable, Callable[[], None]], None]
 class KltBatches:
     """Restores cells of `klt`. Cells of a round share its batches. Thread-safe."""
 
-    def __init__(
-        self, device: Device, ring: StagingRing, page_size: int, resident: Resident, compile_once: CompileOnce
-    ) -> None:
+    def __init__(self, device: Device, ring: StagingRing, page_size: int, compile_once: CompileOnce) -> None:
         self._device = device
         self._ring = ring
         self._page_size = page_size
-        self._resident = resident
         self._compile_once = compile_once
         self._threads = ThreadPoolExecutor(_LAUNCHING_THREADS, "kvfetch-launch")
 
-    def open(self, stream: Stream, slots: torch.Tensor, write: Write) -> Self:
-        """Return the batches of a round. ``slots``: int64, of all its pages, on the device."""
+    def open(self, stream: Stream, slots: torch.Tensor, write: Write, resident: Resident) -> Self:
+        """Return the batches of a round. ``slots``: int64, of all its pages, on the device. ``resident`` keeps tables
+        for kernels on ``stream``."""
         opened = copy.copy(self)
-        opened._stream, opened._slots, opened._write = stream, slots, write
+        opened._stream, opened._slots, opened._write, opened._resident = stream, slots, write, resident
         opened._lock = threading.Lock()  # guards what follows
         opened._batch = None
         opened._latest = {}
@@ -68,6 +66,7 @@ class KltBatches:
     _stream: Stream
     _slots: torch.Tensor
     _write: Write
+    _resident: Resident
     _lock: threading.Lock
     _batch: _Batch | None
     _latest: dict[str, tuple[Any, Any]]  # tables of the latest cell, by name, each with its key: most cells share them

@@ -52,8 +52,8 @@ async def test_the_same_values_as_on_the_cpu(tmp_path: Path, monkeypatch: pytest
     assert num_ans
     device = FakeDevice(seed=1)
     decoder = GpuAnsDecoder(device)
-    # Frames go through no buffer: scales and exact tokens need a few bytes.
-    pages = CudaPages(make_pool(), GEOMETRY.page_size, device, device.forward, restore_buffer_bytes=4096)
+    # Frames go through no buffer: exact tokens and a batch's table need less.
+    pages = CudaPages(make_pool(), GEOMETRY.page_size, device, device.forward, restore_buffer_bytes=1 << 17)
     pages = pages.open_round(slots_of(PLACES))
     result, _ = await fetch(reader, segment[0].data, pages, tmp_path / "gpu", lambda: {"ans": decoder})
     assert (result.num_pages, result.failures) == (NUM_PAGES, ())

@@ -134,8 +134,8 @@ def restore_batch(cell: CellFrames, inverse: TransformInverse, slots: torch.Tens
         return table(*args).to(DEVICE)
 
     stream = device.new_stream()
-    batches = KltBatches(device, StagingRing(device, 4 << 20), 4, resident, lambda kind, trial: trial())
-    opened = batches.open(stream, slots.to(DEVICE), partial(device.launch, stream))
+    batches = KltBatches(device, StagingRing(device, 4 << 20), 4, lambda kind, trial: trial())
+    opened = batches.open(stream, slots.to(DEVICE), partial(device.launch, stream), resident)
     pages = range(len(slots) // 4)
     launched = opened.restore(cell, make_model(cell, inverse, *outputs, resident), pages, pages, run_always)
     is_finished = launched.result(60)

@@ -68,7 +68,7 @@ def test_a_failure_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     pages = make_pages(FakeDevice(), WIDE, restore_buffer_bytes=1024)
     prepare_restores(pages, SegmentSpec(make_heads(WIDE, quantiser), quantiser, "zstd", "240p", 64))
     assert "the restore kernels were not compiled at the start" in caplog.text
-    assert "do not fit into buffers of 1024 bytes" in caplog.text
+    assert "does not fit into buffers of 1024 bytes" in caplog.text
 
 
 def test_kernels_are_compiled_before_the_data_plane_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
