@@ -39,7 +39,9 @@ def encode(values: CellValues, name: PlainQuantiserName) -> tuple[bytes, bytes]:
         v_head_dim=DIM,
         quantiser=quantiser.identity,
     )
-    spec = SegmentSpec(HeadSlice(namespace, range(HEADS)), quantiser, "ans", resolution_for("ans", "240p"), span_pages=2)
+    spec = SegmentSpec(
+        HeadSlice(namespace, range(HEADS)), quantiser, "ans", resolution_for("ans", "240p"), span_pages=2
+    )
     hashes = [page.to_bytes(32, "big") for page in range(PAGES)]
     segment = encode_segment(spec, {"k": values.k, "v": values.v}, 0, None, hashes)
     return segment.manifest.encode(), segment.data

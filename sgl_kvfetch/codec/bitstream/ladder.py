@@ -21,11 +21,10 @@ import torch
 from sgl_kvfetch.codec.bitstream import _ans
 from sgl_kvfetch.codec.bitstream.ans import fill, static_tables
 from sgl_kvfetch.codec.bitstream.base import PictureShape
+from sgl_kvfetch.codec.bitstream.levels import MOST_LEVELS
 from sgl_kvfetch.codec.layout.frames import PLANES
 from sgl_kvfetch.errors import CorruptError
 
-LADDER, DIGITS = "ladder", "digits"  # the codecs of level 0, and of the others, in manifests
-MOST_LEVELS = 4
 ZERO, LARGEST = 128, 127
 _HEADER = struct.Struct("<BHH")  # levels, coefficients, and how many of them have two integers
 _WIDE = np.dtype([("row", "<u2"), ("bits", "u1")])

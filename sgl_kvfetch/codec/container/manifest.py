@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from sgl_kvfetch.codec.bitstream.ladder import DIGITS, LADDER, MOST_LEVELS
+from sgl_kvfetch.codec.bitstream.levels import DIGITS, LADDER, MOST_LEVELS
 from sgl_kvfetch.codec.container.encryption import DataCipher, Encryption
 from sgl_kvfetch.codec.container.signing import (
     CHUNK_DIGEST_BYTES,

@@ -9,7 +9,7 @@ from dataclasses import replace
 import msgspec
 import xxhash
 
-from sgl_kvfetch.codec.bitstream.ladder import MOST_LEVELS
+from sgl_kvfetch.codec.bitstream.levels import MOST_LEVELS
 from sgl_kvfetch.codec.container.manifest import Cell, Level, Manifest, Variant
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_cells, first_readable
 from sgl_kvfetch.codec.container.sides import join_sides
