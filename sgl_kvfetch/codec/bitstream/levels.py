@@ -1,4 +1,4 @@
-"""What manifests say of levels. A store, which reads manifests, has neither numpy nor torch, so this is not in `ladder`."""
+"""What manifests say of levels, apart from their coder: a store reads manifests, and has neither numpy nor torch."""
 
 LADDER, DIGITS = "ladder", "digits"  # the codecs of level 0, and of the others
 MOST_LEVELS = 4
