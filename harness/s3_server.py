@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Lock
 from typing import Any, cast
 
 import obstore
@@ -77,6 +78,8 @@ def running_s3_server() -> Iterator[S3Server]:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it logs each request
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
+    assert server._server is not None
+    server._server.app = _conditional_writes_in_turn(server._server.app)
     try:
         s3 = S3Server(*server.get_host_and_port())
         s3.reset()  # all moto's servers of a process have the same buckets
@@ -84,3 +87,17 @@ def running_s3_server() -> Iterator[S3Server]:
         yield s3
     finally:
         server.stop()
+
+
+def _conditional_writes_in_turn(app: Any) -> Any:
+    """Let requests with `If-Match` wait for each other. moto compares first and writes later, each request on a thread
+    of its own, so it would let two of them through."""
+    lock = Lock()
+
+    def run(environ: dict[str, Any], start_response: Any) -> Any:
+        if "HTTP_IF_MATCH" not in environ:
+            return app(environ, start_response)
+        with lock:
+            return app(environ, start_response)
+
+    return run

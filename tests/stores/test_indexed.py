@@ -34,7 +34,6 @@ CHAIN = page_hashes(32)
 
 class TestIndexedS3Store(AdminStoreConformance):
     checks_manifests = False
-    compares_and_writes_at_once = False
 
     @pytest.fixture
     async def store(self, s3: S3Server, index: RedisProcess) -> AsyncIterator[Store]:

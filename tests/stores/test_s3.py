@@ -23,7 +23,6 @@ URL = f"s3://{BUCKET}/some/prefix"
 
 class TestS3Store(AdminStoreConformance):
     checks_manifests = False
-    compares_and_writes_at_once = False
     finds_parts = False
 
     @pytest.fixture
