@@ -30,7 +30,7 @@ from benchmarks.codec.method import KV_DTYPE, Method
 from benchmarks.codec.methods import all_methods, fit, select
 from benchmarks.codec.windows import windows_of
 from benchmarks.machine import machine, versions
-from benchmarks.report import make_parser, make_table, no_traceback, settings, whole_numbers, write_json
+from benchmarks.report import make_parser, make_table, run_and_report, settings, whole_numbers
 from benchmarks.stats import estimate
 from sgl_kvfetch.codec.calibrate.model import KVModel, part_of
 from sgl_kvfetch.codec.quant.profile import load_profile
@@ -70,15 +70,7 @@ class Scores:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parse(argv)
-    console = Console(highlight=False)
-    console.width = max(console.width, _WIDTH)
-    with no_traceback():
-        report = _run(args, console)
-    if args.json:
-        write_json(args.json, report)
-        console.print(f"wrote {args.json}")
-    return 0
+    return run_and_report(_run, _parse(argv), _WIDTH)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -32,7 +32,7 @@ from benchmarks.codec.method import KV_DTYPE, Method
 from benchmarks.codec.methods import all_methods, select
 from benchmarks.codec.sandbox import passes
 from benchmarks.machine import machine, versions
-from benchmarks.report import make_parser, make_table, no_traceback, positive, settings, whole_numbers, write_json
+from benchmarks.report import make_parser, make_table, positive, run_and_report, settings, whole_numbers
 from benchmarks.stats import estimate
 from sgl_kvfetch.codec.calibrate.model import KVModel
 from sgl_kvfetch.codec.quant.profile import load_profile
@@ -67,15 +67,7 @@ class Scores:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parse(argv)
-    console = Console(highlight=False)
-    console.width = max(console.width, _WIDTH)
-    with no_traceback():
-        report = _run(args, console)
-    if args.json:
-        write_json(args.json, report)
-        console.print(f"wrote {args.json}")
-    return 0
+    return run_and_report(_run, _parse(argv), _WIDTH)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

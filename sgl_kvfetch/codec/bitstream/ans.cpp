@@ -258,20 +258,16 @@ AVX512 size_t decode_steps_avx512(uint32_t* states, const Tables& t, int row_cla
 }
 #endif
 
-void decode_rows(uint32_t* states, const Tables& t, size_t rows, size_t tokens, uint8_t* out, Reader& in) {
-    std::vector<uint16_t> energies(tokens, kUnit);
-    int row_class = 0;
-    for (size_t r = 0; r < rows && !in.broken; ++r) {
-        row_class = decode_class(states[0], t, row_class, in);
-        size_t done;
+void decode_row(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t tokens, uint8_t* row,
+                Reader& in) {
+    size_t done;
 #ifdef HAS_AVX512
-        if (t.has_vectors)
-            done = decode_steps_avx512(states, t, row_class, energies.data(), tokens, out + r * tokens, in);
-        else
+    if (t.has_vectors)
+        done = decode_steps_avx512(states, t, row_class, energies, tokens, row, in);
+    else
 #endif
-            done = decode_steps(states, t, row_class, energies.data(), tokens, out + r * tokens, in);
-        decode_tokens(states, t, row_class, energies.data(), done, tokens, out + r * tokens, in);
-    }
+        done = decode_steps(states, t, row_class, energies, tokens, row, in);
+    decode_tokens(states, t, row_class, energies, done, tokens, row, in);
 }
 
 // Refines the integers of a row from `from` on.
@@ -341,23 +337,19 @@ AVX512 size_t refine_steps_avx512(uint32_t* states, const Tables& t, int row_cla
 }
 #endif
 
-void refine_rows(uint32_t* states, const Tables& t, size_t rows, size_t tokens, int16_t* values, Reader& in) {
-    std::vector<uint16_t> energies(tokens, kUnit);
-    int row_class = 0;
-    for (size_t r = 0; r < rows && !in.broken; ++r) {
-        row_class = decode_class(states[0], t, row_class, in);
-        int16_t* row = values + r * tokens;
-        size_t done = 0;
+void refine_row(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t tokens, int16_t* row,
+                Reader& in) {
+    size_t done = 0;
 #ifdef HAS_AVX512
-        if (t.has_vectors) done = refine_steps_avx512(states, t, row_class, energies.data(), tokens, row, in);
+    if (t.has_vectors) done = refine_steps_avx512(states, t, row_class, energies, tokens, row, in);
 #endif
-        refine_tokens(states, t, row_class, energies.data(), done, tokens, row, in);
-    }
+    refine_tokens(states, t, row_class, energies, done, tokens, row, in);
 }
 
-// Calls `rows(states, in)` for what lies between the states and the end. Returns nullptr, or what is wrong.
-template <class Rows>
-const char* read(const uint8_t* data, size_t size, size_t tokens, Rows rows) {
+// Reads each row of `values` with `read_row`. Returns nullptr, or what is wrong.
+template <class T, class ReadRow>
+const char* read(const Tables& t, const uint8_t* data, size_t size, size_t rows, size_t tokens, T* values,
+                 ReadRow read_row) {
     const size_t lanes = std::min<size_t>(kLanes, tokens);
     if (size < 4 * lanes) return "is shorter than its states";
     uint32_t states[kLanes];
@@ -368,7 +360,12 @@ const char* read(const uint8_t* data, size_t size, size_t tokens, Rows rows) {
         if (states[lane] < kLow) return "has a state that is too small";
     }
     Reader in{data + 4 * lanes, data + size};
-    rows(states, in);
+    std::vector<uint16_t> energies(tokens, kUnit);
+    int row_class = 0;
+    for (size_t r = 0; r < rows && !in.broken; ++r) {
+        row_class = decode_class(states[0], t, row_class, in);
+        read_row(states, t, row_class, energies.data(), tokens, values + r * tokens, in);
+    }
     if (in.broken) return "ends too early";
     if (in.next != in.escapes) return "has bytes that nothing uses";
     for (uint32_t state : states)
@@ -377,13 +374,11 @@ const char* read(const uint8_t* data, size_t size, size_t tokens, Rows rows) {
 }
 
 const char* decode(const Tables& t, const uint8_t* data, size_t size, size_t rows, size_t tokens, uint8_t* out) {
-    return read(data, size, tokens,
-                [&](uint32_t* states, Reader& in) { decode_rows(states, t, rows, tokens, out, in); });
+    return read(t, data, size, rows, tokens, out, decode_row);
 }
 
 const char* refine(const Tables& t, const uint8_t* data, size_t size, size_t rows, size_t tokens, int16_t* values) {
-    return read(data, size, tokens,
-                [&](uint32_t* states, Reader& in) { refine_rows(states, t, rows, tokens, values, in); });
+    return read(t, data, size, rows, tokens, values, refine_row);
 }
 
 // ---- encoding

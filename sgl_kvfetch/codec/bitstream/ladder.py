@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +19,7 @@ import torch
 from sgl_kvfetch.codec.bitstream import _ans
 from sgl_kvfetch.codec.bitstream.ans import fill, static_tables
 from sgl_kvfetch.codec.bitstream.base import PictureShape
-from sgl_kvfetch.codec.bitstream.levels import MOST_LEVELS
+from sgl_kvfetch.codec.bitstream.levels import MOST_LEVELS, Wide
 from sgl_kvfetch.codec.layout.frames import PLANES
 from sgl_kvfetch.errors import CorruptError
 
@@ -29,14 +27,6 @@ ZERO, LARGEST = 128, 127
 _HEADER = struct.Struct("<BHH")  # levels, coefficients, and how many of them have two integers
 _WIDE = np.dtype([("row", "<u2"), ("bits", "u1")])
 _MOST_WIDE_BITS = 8
-
-
-class Wide(NamedTuple):
-    """A coefficient of two integers: ``low + high * 2**bits``. Those of all rows have their second integers behind
-    all first ones, in order."""
-
-    row: int
-    bits: int
 
 
 def encode_ladder(
@@ -47,17 +37,19 @@ def encode_ladder(
     assert 2 <= num_levels <= MOST_LEVELS
     tokens = frames.shape[-1]
     integers = frames.reshape(-1, tokens)[:num_integers].numpy()
-    values = _joined(integers, _as_array(wide))
+    wide_rows = np.array(list(wide), _WIDE)
+    values = _joined(integers, wide_rows)
+    tables = static_tables(is_portable)
     digits = []
     for _ in range(num_levels - 1):
-        digits.append(_ans.encode_digits(_native(is_portable), values.data, *values.shape))
+        digits.append(_ans.encode_digits(tables, values.data, *values.shape))
         values = (values + np.int16(1)) // np.int16(3)
-    header = _HEADER.pack(num_levels, len(values), len(wide)) + _as_array(wide).tobytes()
-    far = _far_rows(_as_array(wide), num_levels)
+    header = _HEADER.pack(num_levels, len(values), len(wide)) + wide_rows.tobytes()
+    far = _far_rows(wide_rows, num_levels)
     carried = (values[far] + np.int16(ZERO)) >> 8
     values[far] -= carried << 8
     coarse = (np.concatenate((values, carried)) + np.int16(ZERO)).astype(np.uint8)
-    return [header + _ans.encode(_native(is_portable), coarse.data, *coarse.shape), *reversed(digits)]
+    return [header + _ans.encode(tables, coarse.data, *coarse.shape), *reversed(digits)]
 
 
 def decode_ladder(
@@ -69,29 +61,20 @@ def decode_ladder(
     num_levels, kept, wide, coded = _read_header(bitstreams[0], num_frames * PLANES)
     if len(bitstreams) > num_levels:
         raise CorruptError(f"ladder has {num_levels} levels, expected {len(bitstreams)}")
-    far = _far_rows(wide, num_levels)
+    far, tables = _far_rows(wide, num_levels), static_tables(is_portable)
     coarse = torch.empty((kept + len(far), tokens), dtype=torch.uint8)
-    fill(_native(is_portable), coded, kept + len(far), tokens, coarse)
+    fill(tables, coded, kept + len(far), tokens, coarse)
     values = coarse.numpy().astype(np.int16)
     values -= ZERO
     values[far] += values[kept:] << 8
     values = values[:kept]
     for bitstream in bitstreams[1:]:
-        if (fault := _ans.refine(_native(is_portable), bitstream, kept, tokens, values.data)) is not None:
+        if (fault := _ans.refine(tables, bitstream, kept, tokens, values.data)) is not None:
             raise CorruptError(f"digits {fault}")
     values *= 3 ** (num_levels - len(bitstreams))
     frames = torch.full((num_frames, PLANES, 1, tokens), ZERO, dtype=torch.uint8)
     _split(values, wide, frames.view(-1, tokens).numpy())
     return frames
-
-
-@cache
-def _native(is_portable: bool) -> tuple[object, ...]:
-    return static_tables(is_portable)
-
-
-def _as_array(wide: Sequence[Wide]) -> np.ndarray:
-    return np.array([tuple(each) for each in wide], _WIDE)
 
 
 def _read_header(bitstream: bytes | memoryview, num_rows: int) -> tuple[int, int, np.ndarray, memoryview]:

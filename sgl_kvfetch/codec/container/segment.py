@@ -21,8 +21,8 @@ import xxhash
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec, AnsTablesCodec
 from sgl_kvfetch.codec.bitstream.base import DecodedFrames, Decoders
 from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
-from sgl_kvfetch.codec.bitstream.ladder import Wide, decode_ladder, encode_ladder
-from sgl_kvfetch.codec.bitstream.levels import DIGITS, LADDER
+from sgl_kvfetch.codec.bitstream.ladder import decode_ladder, encode_ladder
+from sgl_kvfetch.codec.bitstream.levels import DIGITS, LADDER, Wide
 from sgl_kvfetch.codec.bitstream.registry import CODECS, get_codec
 from sgl_kvfetch.codec.container.manifest import (
     MAX_CHUNK_BYTES,

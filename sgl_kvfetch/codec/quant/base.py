@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from sgl_kvfetch.codec.bitstream.ladder import Wide
+from sgl_kvfetch.codec.bitstream.levels import Wide
 from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.layout.tiles import tile_layout
 from sgl_kvfetch.codec.quant.rope import Rope

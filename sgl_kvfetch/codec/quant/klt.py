@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sgl_kvfetch.codec.bitstream.ladder import Wide
+from sgl_kvfetch.codec.bitstream.levels import Wide
 from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.codec.quant import _klt

@@ -18,7 +18,7 @@ import torch
 
 from sgl_kvfetch.codec import CellFrames, Device, KltQuantiser, RegionLayout, Stream, TransformInverse, scales_of
 from sgl_kvfetch.plane import Guard, IsFinished
-from sgl_kvfetch.plugin.device.staging import ALIGNMENT, StagingRing
+from sgl_kvfetch.plugin.device.staging import ALIGNMENT, StagingRing, aligned
 from sgl_kvfetch.triton_kernels.restore_klt import (
     KltCell,
     KltModel,
@@ -161,8 +161,8 @@ class _Batch:
         self._row_bytes = model.shape.row_bytes
         rows_bytes = most_cells * self._row_bytes + num_bytes + ALIGNMENT
         self.buffer = ring.lend(sum(x.nbytes + ALIGNMENT for x in frames) + rows_bytes)
-        self.uploaded, self._first = self.buffer.put(frames)
-        self._first += -self._first % ALIGNMENT
+        self.uploaded, end = self.buffer.put(frames)
+        self._first = aligned(end)
         self._end = self._first + most_cells * self._row_bytes
         self._memory = self.buffer.memory
         self._most_cells = most_cells

@@ -42,7 +42,7 @@ class StagingBuffer:
         views = []
         end = 0
         for tensor in tensors:
-            begin = -(-end // ALIGNMENT) * ALIGNMENT
+            begin = aligned(end)
             end = begin + tensor.nbytes
             assert end <= self._host.numel(), (end, self._host.numel())
             self._host[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
@@ -112,7 +112,7 @@ class StagingRing:
         """Return where a buffer of this size may begin, or None if there is no room."""
         if not self._regions:
             return 0
-        first, begin = self._regions[0].begin, -(-self._regions[-1].end // ALIGNMENT) * ALIGNMENT
+        first, begin = self._regions[0].begin, aligned(self._regions[-1].end)
         if self._regions[-1].begin < first:  # the ring has wrapped around
             return begin if begin + num_bytes <= first else None
         if begin + num_bytes <= self.num_bytes:
@@ -120,6 +120,11 @@ class StagingRing:
         return 0 if num_bytes <= first else None
 
 
+def aligned(num_bytes: int) -> int:
+    """Return the next multiple of ``ALIGNMENT``."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
 def needed_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """Return how many bytes these tensors take in a buffer, at most."""
-    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
+    return sum(aligned(tensor.nbytes) for tensor in tensors)

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec, tables
-from sgl_kvfetch.codec.bitstream.ladder import Wide, decode_ladder, encode_ladder
+from sgl_kvfetch.codec.bitstream.ladder import decode_ladder, encode_ladder
+from sgl_kvfetch.codec.bitstream.levels import Wide
 from sgl_kvfetch.codec.layout.frames import FLAT
 from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.errors import CorruptError
