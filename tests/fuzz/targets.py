@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import logging
 import random
 import struct
 import tempfile
@@ -116,7 +115,6 @@ class _Served:
     """The server's handlers, over a directory that is deleted at the end."""
 
     def __init__(self) -> None:
-        logging.disable()
         self.loop = asyncio.new_event_loop()
         self._folder = tempfile.TemporaryDirectory(prefix="kvfetch-fuzz-")
         self.client = self.loop.run_until_complete(self._open())
