@@ -12,6 +12,7 @@ The loop's longest pause is that of a timer of 1 ms, so others that use the core
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import struct
 import sys
@@ -185,6 +186,7 @@ def _measure(kind: str, port: int, manifest_bytes: int, num_lookups: int, at_onc
         await store.close()
         return int(before)
 
+    gc.freeze()  # as the data plane does
     before = asyncio.run(measure())
     assert found[0], faults[:1]
     grown = peak_rss_bytes(os.getpid()) - before

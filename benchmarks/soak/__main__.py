@@ -49,6 +49,7 @@ from benchmarks.soak.world import World
 
 _TMPFS_TO_CAPACITY = 2
 _FEWEST_MINUTES = 0.1
+_ATTACKS_MIB = 24  # of a pin of 65,536 pages: its file, its rows in the catalog, and their journal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         clients=args.clients,
         slow_readers=args.slow_readers,
         capacity_bytes=args.capacity << 20,
-        slack_bytes=args.slack << 20,
+        slack_bytes=(args.slack + _ATTACKS_MIB * args.attacks) << 20,
         orphan_age_s=args.orphan_age,
         longest_lookup_s=args.longest_lookup,
         attacks=Limits(args.most_memory << 20, args.lookup_p99) if args.attacks else None,

@@ -102,7 +102,7 @@ class Soak:
             assert attacker.stdout is not None
             await attacker.stdout.readline()  # it is ready
             yield
-            said, _ = await attacker.communicate()
+            said, _ = await attacker.communicate(b"")  # before Python 3.12, only with an input is stdin closed
         finally:
             if attacker.returncode is None:
                 attacker.kill()

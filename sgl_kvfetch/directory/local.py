@@ -45,7 +45,8 @@ T = TypeVar("T")
 _LOOKUP_THREADS = 2
 _SCAN_THREADS = 2
 _LISTED_AT_ONCE = 256
-_PINNED_AT_ONCE = 256
+_PINNED_AT_ONCE = 256  # segments
+_PINNED_HASHES_AT_ONCE = 8192 * PAGE_HASH_BYTES
 _LOOKUP_ATTEMPTS = 3
 _SAVE_USES_EVERY_S = 1.0
 _DELETE_TURN_S = 5.0
@@ -354,12 +355,13 @@ class LocalStore(AdminStore):
     def put_pin(self, pin: Pin) -> None:
         """Keep a pin, in several short transactions. From the first one on, segments that are put are pinned."""
         with self._pin_errors():
-            with self._catalog.writing() as db:
-                local_pins.enter_pin(db, pin)
-            with self._catalog.reading() as snapshot:
-                segments = [] if snapshot is None else local_pins.segments_of(snapshot, pin)
-                num_bytes = 0 if snapshot is None else local_pins.pinned_bytes_with(snapshot, segments)
             try:
+                for first in range(0, len(pin.hashes), _PINNED_HASHES_AT_ONCE):
+                    with self._catalog.writing() as db:
+                        local_pins.enter_pages(db, pin.name, pin.hashes[first : first + _PINNED_HASHES_AT_ONCE])
+                with self._catalog.reading() as snapshot:
+                    segments = [] if snapshot is None else local_pins.segments_of(snapshot, pin)
+                    num_bytes = 0 if snapshot is None else local_pins.pinned_bytes_with(snapshot, segments)
                 self._room.require_pins_fit(num_bytes)
                 local_pins.write_pin(self.root, pin)
             except BaseException:

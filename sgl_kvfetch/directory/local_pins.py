@@ -59,10 +59,15 @@ def delete_pin(root: Path, name: str) -> bool:
     return True
 
 
-def enter_pin(db: sqlite3.Connection, pin: Pin) -> None:
-    """Have segments pinned that are indexed from now on."""
-    rows = ((page_hash, pin.name) for page_hash in pin.page_hashes)
-    db.executemany("INSERT OR IGNORE INTO pinned_pages VALUES (?, ?)", rows)
+def enter_pages(db: sqlite3.Connection, pin: str, hashes: bytes) -> None:
+    """Have segments pinned that are indexed from now on and have one of these pages of a pin."""
+    # One statement: between the rows of `executemany`, the interpreter lock is given up, and waited for.
+    db.execute(
+        f"""WITH RECURSIVE pages(start) AS (
+            SELECT 1 UNION ALL SELECT start + {PAGE_HASH_BYTES} FROM pages WHERE start + {PAGE_HASH_BYTES} <= :bytes
+        ) INSERT OR IGNORE INTO pinned_pages SELECT substr(:hashes, start, {PAGE_HASH_BYTES}), :pin FROM pages""",
+        {"hashes": hashes, "bytes": len(hashes), "pin": pin},
+    )
 
 
 def enter_all_pins(db: sqlite3.Connection, root: Path) -> None:
@@ -74,7 +79,7 @@ def enter_all_pins(db: sqlite3.Connection, root: Path) -> None:
             logger.warning("%s/%s/%s: %s", root, FOLDER, name, e)
         else:
             if pin is not None:
-                enter_pin(db, pin)
+                enter_pages(db, pin.name, pin.hashes)
 
 
 def segments_of(db: sqlite3.Connection, pin: Pin) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -24,6 +25,7 @@ def main() -> None:
     torch.set_num_threads(1)  # a decode session is one thread
     commands, events = (socket.socket(fileno=fd) for fd in fds)
     line = Line(commands, events, Arena(values_fd, values_bytes), Arena(pages_fd, pages_bytes))
+    gc.freeze()  # what was imported stays: to look at it again in each full collection stops the loop for 0.1 s
     asyncio.run(run_data_plane(line, open_on_cpu))
     timeline.close()
     logging.shutdown()

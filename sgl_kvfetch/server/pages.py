@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import re
 import sys
 import tempfile
@@ -56,6 +57,7 @@ _PROMPT_S = 30.0
 _PROMPT_TIMES = 16  # memory for a prompt's tokens and hashes, in sizes of its body
 _LIMIT = 50  # segments in an answer
 _PICTURE_S = 60.0
+_PICTURE_NICE = 10  # requests come first
 _SPAN = re.compile("[0-9]{1,9}")
 _PREFIX = re.compile("[0-9]{0,8}(-[0-9a-f]{0,64})?")
 _MOST_PICTURES = 4  # drawn or waiting: one is drawn at a time
@@ -312,6 +314,8 @@ class PageHandlers:
         process = await asyncio.create_subprocess_exec(
             sys.executable, *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
         )
+        with contextlib.suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, _PICTURE_NICE)
         try:
             async with asyncio.timeout(_PICTURE_S):
                 _, errors = await process.communicate()

@@ -13,6 +13,7 @@ import signal
 import socket
 import ssl
 import struct
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class _ClientFaults(logging.Filter):
 
 _aiohttp_logger = logging.getLogger(f"{__name__}.aiohttp")
 _aiohttp_logger.addFilter(_ClientFaults())
+_SWITCH_S = 0.0005  # until a thread gives up the interpreter lock: a lookup waits for it several times
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,7 @@ async def serve_until_signal(config: ServerConfig) -> None:
 
 def run_server(config: ServerConfig) -> None:
     """Serve on a new event loop until SIGINT or SIGTERM. Call on the main thread. Raises ConfigError."""
+    sys.setswitchinterval(_SWITCH_S)
     asyncio.run(serve_until_signal(config))
 
 

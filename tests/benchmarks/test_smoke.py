@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import checksums, data_plane, fetch, memory, parking, stalls, watched
+from benchmarks import checksums, data_plane, fetch, hostile_store, memory, parking, stalls, watched
 from benchmarks.adaptive import told
 from benchmarks.adaptive.__main__ import main as adaptive
 from benchmarks.prose import prose
@@ -87,6 +87,15 @@ def test_fetch(run: Run, trace: Path) -> None:
     [row] = run(fetch.main, *args)["settings"]
     assert row["ideal_s"] == max(row["stages_s"]["transmit"], row["stages_s"]["decode_restore"])
     assert row["efficiency"] == pytest.approx(row["ideal_s"] / row["actual_s"])
+
+
+@pytest.mark.slow
+def test_hostile_store(run: Run) -> None:
+    found = run(hostile_store.main, "--lookups", 2, "--at-once", 1)
+    assert found["rows"]["padding"]["manifests_found"] < found["rows"]["small"]["manifests_found"]
+    for row in found["rows"].values():
+        assert row["grown_mib"] > 0
+        assert row["longest_pause_ms"] > 0
 
 
 @pytest.mark.slow

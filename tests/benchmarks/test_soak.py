@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from benchmarks.soak import attacks
 from benchmarks.soak.clients import Busy, Client
 from benchmarks.soak.ledger import Ledger
 from benchmarks.soak.world import World
@@ -51,3 +52,20 @@ async def test_a_client_notices_wrong_data(tmp_path: Path) -> None:
     async with running_server(ServerConfig(tmp_path, port=0)) as server, asyncio.timeout(120):
         await Client(0, server.port, world, ledger, Busy(), seed=0).run(ledger.stop)
     assert "differ" in ledger.problems["read: wrong"].example
+
+
+@pytest.mark.slow
+async def test_each_attack_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attacks, "_NUM_MODELS", 40)
+    async with running_server(ServerConfig(tmp_path, port=0)) as server, attacks.open_session() as session:
+        attacker, stop = attacks.Attacker(server.url, tmp_path, session), asyncio.Event()
+        await attacker.prepare()
+        attacking = asyncio.create_task(attacker.run(stop))
+        names = {"prompts", "lookups", "summary", "segments", "pictures", "pins", "web page", "malformed"}
+        names |= {"endless bodies", "catalog locked"}
+        async with asyncio.timeout(120):
+            while {answer.partition(":")[0] for answer in attacker.answers} < names:
+                await asyncio.sleep(0.1)
+        stop.set()
+        await attacking
+    assert not attacker.wrong

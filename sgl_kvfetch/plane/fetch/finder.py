@@ -22,7 +22,7 @@ from sgl_kvfetch.stores import Breaker, SegmentHit, Store
 _MAX_KNOWN_PAGES = 1 << 15  # remembered between a lookup and its fetch
 # Of manifests, as stored, that are remembered or in use; decoded they take up to ten times as much.
 _MAX_HELD_BYTES = 16 << 20
-_READER_BYTES = 1024  # what a reader takes however small its manifest is, as if it were stored
+_READER_BYTES = 8192  # what a reader takes however small its manifest is, as if it were stored
 _LOOKUPS_AT_ONCE = 8  # each may hold an answer
 _FEW_BYTES = 64 << 10  # of manifests: the event loop decodes so many itself, in a few milliseconds
 _TURN_S = 0.002  # of the event loop, for one lookup
