@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from benchmarks.soak import attacks
 from benchmarks.soak.clients import Busy, Client
 from benchmarks.soak.ledger import Ledger
@@ -64,7 +66,7 @@ async def test_each_attack_is_answered(tmp_path: Path, monkeypatch: pytest.Monke
         names = {"prompts", "lookups", "summary", "segments", "pictures", "pins", "web page", "malformed"}
         names |= {"endless bodies", "catalog locked"}
         async with asyncio.timeout(120):
-            while {answer.partition(":")[0] for answer in attacker.answers} < names:
+            while {answer.partition(":")[0] for answer in attacker.answers} < names:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         stop.set()
         await attacking
