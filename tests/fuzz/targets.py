@@ -155,7 +155,8 @@ def http(data: bytes) -> None:
     text = "".join(c for c in value.decode("latin-1") if c.isprintable())
 
     async def send() -> None:
-        async with _served().client.request(method, path, data=body, headers={header: text}) as response:
+        client = _served().client  # whose own `request` keeps every response
+        async with client.session.request(method, client.make_url(path), data=body, headers={header: text}) as response:
             await response.read()
             assert response.status < 500 or response.status in (503, 507), (response.status, await response.text())
 
