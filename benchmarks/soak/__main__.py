@@ -95,7 +95,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--slow-readers", type=int, default=32, help="how many")
     parser.add_argument("--capacity", type=int, default=64, metavar="MIB", help="of the store")
     parser.add_argument("--working-set", type=int, default=4, help="in capacities")
-    parser.add_argument("--slack", type=int, default=8, metavar="MIB", help="files may exceed the capacity by this")
+    parser.add_argument(
+        "--slack",
+        type=int,
+        default=8,
+        metavar="MIB",
+        help="files may exceed the capacity by this; under attacks, a long pin's come on top",
+    )
     parser.add_argument("--orphan-age", type=float, default=10.0, metavar="S", help="of `kvfetch serve`")
     parser.add_argument("--longest-lookup", type=float, default=5.0, metavar="S", help="a slower one is a failure")
     parser.add_argument(
